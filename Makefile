@@ -1,0 +1,43 @@
+# Two commands do everything on a fresh Debian with Python 3.11:
+#   make run     trains the Llama stand-in on this machine and explains the result
+#   make test    formats, lints, types and tests all that this machine can run
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: run test test-fast test-all check docs bench clean
+
+run: $(VENV)/engine
+	$(BIN)/llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy
+
+test: check
+	$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not slurm"
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+check: $(VENV)/test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(VENV)/engine
+	$(BIN)/python -m llmb.recipes.references > docs/references.md
+
+bench: $(VENV)/engine
+	$(BIN)/python bench/desk.py
+
+$(VENV)/engine: $(VENV)/python pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[engine]'
+	@touch $@
+
+$(VENV)/test: $(VENV)/engine
+	$(INSTALL) --editable '.[engine,test]'
+	@touch $@
+
+$(VENV)/python:
+	@$(PYTHON) -c "import ensurepip" 2>/dev/null || apt-get install --yes python3-venv
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

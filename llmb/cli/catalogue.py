@@ -1,0 +1,101 @@
+"""`llmb-run list` and `llmb-run show`: what can be run, and one run in full before it is run."""
+
+import argparse
+import json
+from typing import Any
+
+FIRST_CELLS = ("size", "gpu", "dtype", "gpus")
+
+
+def add_commands(commands: Any) -> None:
+    """Register list, show and completion."""
+    raw = argparse.RawDescriptionHelpFormatter
+    listing = commands.add_parser("list", help="workloads, sizes, dtypes, scales", formatter_class=raw,
+                                  epilog="examples:\n  llmb-run list\n  llmb-run list -w pretrain_grok1\n")  # fmt: skip
+    listing.add_argument("-w", "--workload", help="one workload in detail")
+    listing.add_argument("--json", action="store_true", help="as JSON")
+    listing.set_defaults(run=run_list)
+
+    from llmb.cli.choices import RUN_EXAMPLES, add_run_options
+
+    show = commands.add_parser("show", help="one run in full: settings, FLOPs, memory, command", formatter_class=raw,
+                               epilog=RUN_EXAMPLES.format(verb="show").replace(" --dry-run", ""))  # fmt: skip
+    add_run_options(show)
+    show.add_argument("--json", action="store_true", help="the resolved configuration as JSON")
+    show.set_defaults(run=run_show)
+
+    completion = commands.add_parser("completion", help="print the shell completion script", formatter_class=raw,
+                                     epilog='example:\n  eval "$(llmb-run completion bash)"\n')  # fmt: skip
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(run=run_completion)
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """All workloads in a line each, or one in detail."""
+    from llmb.cli.choices import load_recipes
+    from llmb.report.table import render
+
+    recipes = load_recipes()
+    if options.workload is not None:
+        return _list_one(options, recipes)
+    header = ("workload", "what", "sizes", "dtypes", "GPUs", "results")
+    rows = [
+        (r.workload, r.title, " ".join(r.sizes), " ".join(r.values("dtype")), " ".join(r.values("gpu")), len(r.references))
+        for r in recipes.values()
+    ]
+    if options.json:
+        print(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
+    else:
+        print(render(header, rows) + "\n\nmore: llmb-run list -w WORKLOAD; any of them here, small: --proxy")
+    return 0
+
+
+def _list_one(options: argparse.Namespace, recipes: dict[str, Any]) -> int:
+    """Rows, stand-ins and published results of one workload."""
+    from llmb.report.table import render
+    from llmb.tasks import split_target
+
+    recipe, size = split_target(options.workload, recipes)
+    rows = [row for row in recipe.rows if size in (None, row["size"])]
+    if options.json:
+        print(json.dumps({"workload": recipe.workload, "rows": rows, "proxies": recipe.proxies,
+                          "references": recipe.references}))  # fmt: skip
+        return 0
+    header = ["size", "gpu", "dtype", "gpus", *dict.fromkeys(k for row in rows for k in row if k not in FIRST_CELLS)]
+    print(f"{recipe.workload}: {recipe.title}\n")
+    print(render(header, [[_text(row.get(cell)) for cell in header] for row in rows]))
+    stand_ins = recipe.matching(True, size=size)
+    print(f"\nstand-ins (--proxy): {', '.join(dict.fromkeys(p['size'] + ': ' + p['proxy'] for p in stand_ins))}")
+    if recipe.references:
+        cells = [k for k in dict.fromkeys(k for r in recipe.references for k in r) if k not in ("note", "plan")]
+        print("\npublished results\n" + render(cells, [[_text(r.get(c)) for c in cells] for r in recipe.references]))
+    return 0
+
+
+def _text(value: Any) -> Any:
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def run_show(options: argparse.Namespace) -> int:
+    """The resolved configuration of one run, or of several one after the other."""
+    from llmb.cli import choices
+    from llmb.launch.command import spelled_command
+    from llmb.plain import to_json
+    from llmb.report.description import describe
+    from llmb.tasks import tasks_for
+
+    recipes = choices.load_recipes()
+    resolved, bad = choices.resolve_all(tasks_for(choices.wanted(options), recipes), recipes)
+    for line in bad:
+        print(f"skipped: {line}")
+    for _, config in resolved:
+        print(to_json(config, indent=2) if options.json else describe(config, spelled_command(config)) + "\n")
+    return 0
+
+
+def run_completion(options: argparse.Namespace) -> int:
+    """The script to source; needs nothing but argcomplete, which llmb brings along."""
+    import argcomplete
+
+    print(argcomplete.shellcode(["llmb-run", "llmb-install"], shell=options.shell))
+    return 0

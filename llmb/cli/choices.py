@@ -1,0 +1,131 @@
+"""The options that name runs, shared by `submit` and `show`, and what they mean as tasks."""
+
+import argparse
+import os
+from typing import Any
+
+RUN_EXAMPLES = """examples:
+  llmb-run {verb} -w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16
+  llmb-run {verb} -w pretrain_llama3.1_70b,pretrain_grok1 --max-scale 512 --dry-run
+  USE_CASE=chat:128/128 llmb-run {verb} -w inference_deepseek-r1 -s 671b --dtype nvfp4 --scale 4 --dry-run
+  llmb-run {verb} -w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1 --set mbs=2 --set steps=20
+
+settings may also come from the environment, by the names of NVIDIA's recipes (MAX_BATCH_SIZE, TP, GBS, ...):
+what has no effect on the run is refused, never ignored
+"""
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """-w -s --dtype --scale and the rest of what names a run."""
+    add = parser.add_argument
+    add("-w", "--workload", metavar="W[,W...]", help="workload, or targets such as pretrain_llama3.1_70b")
+    add("-s", "--model-size", "--size", dest="size", metavar="SIZE", help="model size, such as 8b")
+    add("-d", "--dtype", metavar="D[,D...]", help="fp8, bf16, nvfp4 or fp32; all listed ones when left out")
+    add("--scale", metavar="N[,N...]", help="number of GPUs; all listed ones when left out")
+    add("--max-scale", type=int, metavar="N", help="listed scales up to N, then powers of two up to N")
+    add("--min-scale", action="store_true", help="only the smallest listed scale")
+    add("--exact-scales", action="store_true", help="with --max-scale: no powers of two beyond the list")
+    add("--gpu-type", metavar="GPU", help="GPU the recipe row is for; default: what this machine has")
+    add("--proxy", action="store_true", help="a small stand-in for the model, which runs anywhere")
+    add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
+    add("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a setting; model.FIELD changes the model")
+    add("--seqlen", metavar="TOKENS", help="the same as --set seqlen=TOKENS")
+    add("--host-gb", metavar="GIB", help="out-of-core: host memory to use")
+    add("--device-gb", metavar="GIB", help="out-of-core: device memory to use")
+    add("--force", action="store_true", help="accept a dtype or scale the recipe does not list (one run only)")
+
+
+def load_recipes() -> dict[str, Any]:
+    """The recipes that come with llmb and the user's own under $LLMB_INSTALL/recipes."""
+    from llmb.launch.rundir import install_root
+    from llmb.recipes.recipe import load_all, shipped
+
+    return load_all([shipped(), install_root(os.environ) / "recipes"])
+
+
+def wanted(options: argparse.Namespace) -> Any:
+    """The command line and the environment as one Wanted; a contradiction between them is an error."""
+    from llmb.settings import Setting, from_arguments, from_environment
+    from llmb.tasks import Wanted
+
+    settings = from_environment(os.environ)
+    settings += [Setting(field="profile", value=True, source="-p")] if options.profile else []
+    shortcuts = (("seqlen", options.seqlen), ("host_gib", options.host_gb), ("device_gib", options.device_gb))
+    settings += [Setting(field=f, value=v, source=f"--{f}") for f, v in shortcuts if v is not None]
+    settings += from_arguments(options.set)
+    size = _one(options.size, "MODEL_SIZE", "-s")
+    dtypes = _one(options.dtype, "DTYPE", "--dtype")
+    scales = _one(options.scale, "JOB_TOTAL_GPUS", "--scale")
+    return Wanted(
+        targets=_list(options.workload) or (),
+        size=size,
+        dtypes=_list(dtypes),
+        scales=_numbers(scales),
+        max_scale=options.max_scale,
+        min_scale=options.min_scale,
+        exact_scales=options.exact_scales,
+        gpu=known_gpu(options),
+        proxy=options.proxy,
+        force=options.force,
+        repeats=getattr(options, "repeats", 1),
+        settings=tuple(settings),
+    )
+
+
+def known_gpu(options: argparse.Namespace) -> str | None:
+    """--gpu-type, GPU_TYPE, or the GPU of this machine; null when there is none of these."""
+    from llmb import hardware
+    from llmb.errors import UnknownName
+    from llmb.launch.machine import gpu_names
+
+    asked = _one(options.gpu_type, "GPU_TYPE", "--gpu-type")
+    if asked is not None:
+        return hardware.gpu(asked.lower()).key
+    names = gpu_names()
+    if not names:
+        return None
+    key = hardware.recognise(names[0])
+    if key is None:
+        raise UnknownName("GPU of this machine", names[0], [f"--gpu-type {k}" for k in hardware.GPUS])
+    return key
+
+
+def _one(flag: str | None, variable: str, option: str) -> str | None:
+    """A flag and the environment variable of the same meaning must not disagree."""
+    from llmb.errors import ConfigError
+
+    text = os.environ.get(variable) or None
+    if flag is not None and text is not None and flag.lower() != text.lower():
+        raise ConfigError(f"{option} {flag} and {variable}={text} disagree; give one of them")
+    return flag if flag is not None else text
+
+
+def _list(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    from llmb.errors import ConfigError
+
+    parts = _list(text)
+    if parts is None:
+        return None
+    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--scale: expected GPU counts such as 8 or 8,16, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def resolve_all(tasks: list[Any], recipes: dict[str, Any]) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """Each task with its RunConfig, and one line for each that makes no sense. One bad task does not stop the others."""
+    from llmb.errors import ConfigError
+    from llmb.resolve import resolve
+
+    good, bad = [], []
+    for task in tasks:
+        try:
+            good.append((task, resolve(recipes[task.workload], task.request)))
+        except ConfigError as error:
+            bad.append(str(error))
+    if bad and not good:
+        raise ConfigError(bad[0])
+    return good, list(dict.fromkeys(bad))

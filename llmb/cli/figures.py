@@ -1,0 +1,93 @@
+"""`llmb-run compare`, `read` and `timing`: figures of runs that are over, ours or other people's."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+
+def add_commands(commands: Any) -> None:
+    """Register compare, read and timing."""
+    raw = argparse.RawDescriptionHelpFormatter
+    compare = commands.add_parser("compare", help="is run B faster than run A?", formatter_class=raw,
+                                  epilog="examples:\n  llmb-run compare L1 L2\n  llmb-run compare RUN_FOLDER_A RUN_FOLDER_B\n")  # fmt: skip
+    compare.add_argument("a", help="a job id or a run folder")
+    compare.add_argument("b", help="a job id or a run folder")
+    compare.add_argument("--force", action="store_true", help="compare different workloads all the same")
+    compare.add_argument("--json", action="store_true", help="as JSON")
+    compare.set_defaults(run=run_compare)
+
+    read = commands.add_parser("read", help="figures from another engine's log", formatter_class=raw,
+                               epilog="examples:\n  llmb-run read log-pretrain.out\n  llmb-run read nccl.log --reader nccl --json\n")  # fmt: skip
+    read.add_argument("log", type=Path, help="a log of NeMo, Megatron-Bridge, torchtitan, trtllm-bench, vLLM or NCCL")
+    read.add_argument("--reader", help="its format; default: recognised from the content")
+    read.add_argument("--window", metavar="FIRST-LAST", help="iterations that count; default 35-44")
+    read.add_argument("--json", action="store_true", help="the Result as JSON")
+    read.set_defaults(run=run_read)
+
+    timing = commands.add_parser("timing", help="the step-time table of a folder of logs", formatter_class=raw,
+                                 epilog="examples:\n  llmb-run timing experiments\n  llmb-run timing --style nemo --format=csv --window 11-44 DIR\n")  # fmt: skip
+    timing.add_argument("folder", nargs="?", type=Path, default=Path("experiments"), help="default: experiments")
+    timing.add_argument("--style", default="megatron_bridge", help="megatron_bridge (log*.out) or nemo (*.out)")
+    timing.add_argument("--format", default="table", help="table, csv or json")
+    timing.add_argument("--full-names", action="store_true", help="do not shorten file names")
+    timing.add_argument("--window", metavar="FIRST-LAST", default="35-44", help="iterations that count")
+    timing.set_defaults(run=run_timing)
+
+
+def _window(text: str) -> tuple[int, int]:
+    from llmb.errors import ConfigError
+
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+        raise ConfigError(f"--window: expected FIRST-LAST such as 35-44, got {text!r}")
+    return int(first), int(last)
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Differing fields, ratios with an interval, a verdict."""
+    from llmb.plain import to_json
+    from llmb.report.compare import compare, text
+
+    compared = compare(_load(options.a), _load(options.b), options.force)
+    print(to_json(compared) if options.json else text(compared))
+    return 0
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    """The configuration and result behind a job id or a run folder."""
+    from llmb.cli.runs import load_run
+    from llmb.launch.rundir import RunDir, install_root, store_path
+    from llmb.results.store import Store
+
+    if Path(name).is_dir():
+        return load_run(RunDir.open(Path(name)))
+    with Store(store_path(install_root(os.environ))) as store:
+        return load_run(RunDir.open(Path(store.job(name).run_dir)))
+
+
+def run_read(options: argparse.Namespace) -> int:
+    """A foreign log as a Result."""
+    from llmb.plain import to_json
+    from llmb.report.summary import summary
+    from llmb.results.derive import derive
+    from llmb.results.readers import read_log
+
+    window = _window(options.window) if options.window else None
+    result = derive(None, read_log(options.log, options.reader), name=options.log.name, window=window)
+    print(to_json(result) if options.json else summary(result))
+    return 0 if result.status == "ok" else 2
+
+
+def run_timing(options: argparse.Namespace) -> int:
+    """The table of parse_train_timing.sh and parse_train_timing_mbridge.sh."""
+    from llmb.errors import ConfigError
+    from llmb.report.timing import timing_report
+
+    text, any_good = timing_report(
+        options.folder, options.style, options.format, options.full_names, _window(options.window)
+    )
+    print(text)
+    if not any_good:
+        raise ConfigError(f"no complete run was found in {options.folder}")
+    return 0

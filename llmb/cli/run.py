@@ -1,0 +1,83 @@
+"""llmb-run: the command line. Each command lives in one file beside this one; imports happen when a command runs, so that
+`--help` is instant.
+
+    llmb-run submit -w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from llmb import __version__
+from llmb.cli import catalogue, figures, jobs, submit
+
+EXAMPLES = """examples:
+  llmb-run list                                                       what can be run
+  llmb-run show -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 128  one run in full, before it is run
+  llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy   a small stand-in, here and now
+  llmb-run jobs                                                       what was run, and how it went
+  llmb-run compare L1 L2                                              is the second faster?
+
+exit codes: 0 done, 1 the request is wrong, 2 the system or a run failed
+completion: eval "$(llmb-run completion bash)"
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says a mistake in one line and exits 1, as every wrong request does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(1, f"ERROR: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(
+        prog="llmb-run", description="Benchmark large language models: how fast, is that good, and why.",
+        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    top.add_argument("--version", action="version", version=f"llmb {__version__}")
+    top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
+    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    for part in (submit, catalogue, jobs, figures):
+        part.add_commands(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, run, and turn every failure into one line and an exit code."""
+    top = parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(top)
+    options = top.parse_args(arguments)
+    return guarded(lambda: options.run(options), options.verbose)
+
+
+def guarded(action, verbose: bool) -> int:  # type: ignore[no-untyped-def]
+    """Run an action; a known error is one line, an unknown one too unless -v asks for the traceback."""
+    from llmb.errors import LlmbError
+
+    try:
+        code = action()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("ERROR: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if verbose:
+            raise
+        known = isinstance(error, LlmbError)
+        said = str(error) if known else f"internal error: {type(error).__name__}: {error} (-v shows where)"
+        print("ERROR: " + " ".join(said.split()), file=sys.stderr)
+        return error.exit_code if isinstance(error, LlmbError) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""What several commands do with run folders: load one, keep its result, bring the store up to date."""
+
+from pathlib import Path
+
+from llmb.events import read
+from llmb.launch.rundir import RunDir, is_alive
+from llmb.plain import build, read_json, to_json, write_whole
+from llmb.results.derive import derive
+from llmb.results.result import Result
+from llmb.results.store import Job, Store
+from llmb.spec import RunConfig
+
+
+def load_run(run: RunDir) -> tuple[RunConfig, Result]:
+    """The configuration and result of a run folder; a run that was cut off is derived from its events."""
+    config = build(RunConfig, read_json(run.config), "config.json")
+    if run.result.exists():
+        return config, build(Result, read_json(run.result), "result.json")
+    return config, derive(config, read(run.events(0)))
+
+
+def keep_result(run: RunDir, config: RunConfig) -> Result:
+    """Derive the result of a run that is over and write it beside its events."""
+    result = derive(config, read(run.events(0)))
+    write_whole(run.result, to_json(result) + "\n")
+    return result
+
+
+def refresh(store: Store, job: Job) -> Job:
+    """A job that says it runs: if its process is gone from this host, find out how it ended."""
+    run = RunDir.open(Path(job.run_dir))
+    if is_alive(run) is not False:
+        return job
+    config, _ = load_run(run)
+    store.finish(job.job_id, keep_result(run, config))
+    return store.job(job.job_id)

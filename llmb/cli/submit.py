@@ -1,0 +1,144 @@
+"""`llmb-run submit` (older name: `single`): resolve, make the run folder, launch, wait, build the result, print it."""
+
+import argparse
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+
+def add_commands(commands: Any) -> None:
+    """Register submit and single."""
+    from llmb.cli.choices import RUN_EXAMPLES, add_run_options
+
+    for name, said in (("submit", "run benchmarks"), ("single", "older name of submit")):
+        parser = commands.add_parser(name, help=said, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog=RUN_EXAMPLES.format(verb=name))  # fmt: skip
+        add_run_options(parser)
+        add = parser.add_argument
+        add("-f", "--file", type=Path, help="bulk file: .yaml with sweeps, or the older text form")
+        add("-r", "--repeats", type=int, default=1, metavar="N", help="run each configuration N times")
+        add("--env", action="append", default=[], metavar="K=V", help="environment variable for the ranks")
+        add("--timeout", type=int, metavar="S", help="the same as --set time_limit_s=S")
+        add("--dry-run", action="store_true", help="say what would run, and run nothing")
+        add("--json", action="store_true", help="print the stored Result as the last line")
+        parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """All tasks of a command line, one after the other, largest first."""
+    from dataclasses import replace
+
+    from llmb.cli import choices
+    from llmb.launch.secrets import mask
+
+    recipes = choices.load_recipes()
+    resolved, bad = choices.resolve_all(_tasks(options, recipes), recipes)
+    resolved = [(task, replace(config, environment=mask(config.environment))) for task, config in resolved]
+    for line in bad:
+        print(f"ERROR: skipped: {line}", file=sys.stderr)
+    if options.dry_run:
+        _print_dry(resolved, options.json)
+        return 1 if bad else 0
+    runs = [(config, task.request.environment) for task, config in resolved for _ in range(task.repeats)]
+    for config, _ in runs:
+        _check_runs_here(config)
+    failed = sum(not _run_one(config, extra, options.json) for config, extra in runs)
+    if failed:
+        print(f"ERROR: {failed} of {len(runs)} runs did not end well", file=sys.stderr)
+    return 2 if failed else 1 if bad else 0
+
+
+def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
+    """From flags or from a file; an `--env` that names a setting is one, any other reaches the ranks."""
+    from llmb.bulk import read_bulk
+    from llmb.cli import choices
+    from llmb.errors import ConfigError
+    from llmb.settings import VARIABLES, Setting
+    from llmb.tasks import largest_first, tasks_for, with_wishes
+
+    if options.file and (options.workload or options.size):
+        raise ConfigError("-f names the workloads; leave out -w and -s")
+    environment = _environment(options.env)
+    wishes = [Setting(field=VARIABLES[k], value=v, source=f"--env {k}") for k, v in environment.items() if k in VARIABLES]
+    if options.timeout is not None:
+        wishes.append(Setting(field="time_limit_s", value=options.timeout, source="--timeout"))
+    for_ranks = {k: v for k, v in environment.items() if k not in VARIABLES}
+    wanted = choices.wanted(options)
+    tasks = read_bulk(options.file, recipes, wanted) if options.file else tasks_for(wanted, recipes)
+    return largest_first([with_wishes(task, wishes, for_ranks) for task in tasks])
+
+
+def _environment(pairs: list[str]) -> dict[str, str]:
+    from llmb.errors import ConfigError
+
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise ConfigError(f"--env: expected NAME=VALUE, got {pair!r}")
+        found[name] = value
+    return found
+
+
+def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
+    from llmb.plain import to_json
+    from llmb.report.description import dry_table
+
+    if as_json:
+        for _, config in resolved:
+            print(to_json(config))
+    else:
+        print(dry_table([(config, task.repeats) for task, config in resolved]))
+
+
+def _check_runs_here(config: Any) -> None:
+    """A run this machine cannot hold is refused before anything is made."""
+    from llmb.errors import ConfigError
+    from llmb.launch.machine import gpu_names
+
+    if config.limits.slurm_params:
+        raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --dry-run")
+    if config.machine.gpu == "cpu":
+        return
+    here, asked = len(gpu_names()), config.machine.gpus
+    if here == 0:
+        raise ConfigError(
+            f"{asked} x {config.machine.gpu} asked for, this machine has no GPU; "
+            "add --proxy for a small stand-in on the CPU, or --dry-run to see the run"
+        )
+    if asked > here:
+        raise ConfigError(f"{asked} GPUs asked for, this machine has {here}; choose --scale {here} or less, or --dry-run")
+
+
+def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> bool:
+    """One run from folder to result. Every step leaves something that can be read if the next one fails."""
+    from llmb.cli.runs import keep_result
+    from llmb.launch.command import engine_command
+    from llmb.launch.local import run_local
+    from llmb.launch.lock import running_alone
+    from llmb.launch.rundir import RunDir, install_root, store_path
+    from llmb.report.live import LiveLine
+    from llmb.report.summary import summary
+    from llmb.results.store import Store
+
+    said = sys.stderr if as_json else sys.stdout
+    root = install_root(os.environ)
+    with running_alone(root, config), Store(store_path(root)) as store:
+        run_dir = RunDir.create(root, config, datetime.now())
+        command = engine_command(config, run_dir, sys.executable)
+        job = store.add(config, run_dir.path)
+        run_dir.write_record(config, job)
+        print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=said, flush=True)
+        live = LiveLine(config)
+        try:
+            run_local(config, run_dir, command, environment, live.show, config.limits.time_limit_s)
+        finally:
+            live.close()
+            result = keep_result(run_dir, config)
+            store.finish(job, result)
+    print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=said)
+    if as_json:
+        print(run_dir.result.read_text(), end="")
+    return result.status == "ok"

@@ -1,0 +1,500 @@
+"""What a workload needs: parameters, FLOPs, bytes; one function per kind of block.
+
+Each block function returns a `Block`: its weights and its work per token, per (query, key) pair and per sequence. All
+else is sums over the stack. Conventions, the same everywhere:
+- one multiply-add (MAC) is 2 FLOPs; the backward pass costs twice the forward, so training is 6 FLOPs per forward MAC;
+- every matrix weight a token meets counts, the LM head included; the embedding lookup, norms, softmax, RoPE,
+  activation functions, biases, convolutions, routers and the optimizer do not;
+- `full` counts every (query, key) pair of attention, `causal` half of them.
+
+    python -c "from llmb import costs; help(costs)"
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmb.errors import ConfigError, UnknownName
+from llmb.hardware import GIB, gpu
+from llmb.spec import Inference, Model, OutOfCore, Parallel, Precision, RunConfig, Training
+
+Convention = Literal["causal", "full"]
+
+# Bytes a value. nvfp4: 4 bits and one 8-bit scale for every 16 values.
+BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What one block needs. Counts of weights, of MACs and of values (whose bytes depend on the dtype)."""
+
+    matrices: int = 0  # weights that every token is multiplied with: as many MACs a token
+    routed: int = 0  # weights of all routed experts
+    visited: int = 0  # those of them that one token is multiplied with: as many MACs a token
+    router: int = 0  # weights that choose the experts
+    vectors: int = 0  # inner norms, biases, convolution
+    pair_macs: int = 0  # for each (query, key) pair
+    repeated_pair_macs: int = 0  # q x k, which a fused attention backward computes a second time
+    scan_macs: int = 0  # for each token, of a recurrence computed in chunks
+    step_macs: int = 0  # for each token, of the same recurrence one token after the other
+    decode_pair_macs: int = 0  # for each cached token when one token is generated
+    kv_values: int = 0  # cached for each token
+    state_values: int = 0  # kept for each sequence, however long
+    saved_values: int = 0  # kept for each token until the backward pass, the norm before the block included
+
+    @property
+    def parameters(self) -> int:
+        return self.matrices + self.routed + self.router + self.vectors
+
+    @property
+    def token_macs(self) -> int:
+        return self.matrices + self.visited
+
+
+def attention(model: Model) -> Block:
+    """Softmax attention with grouped keys and values.
+
+    Matrices: q and o (hidden x heads * head_dim each), k and v (hidden x kv_heads * head_dim each). A pair costs
+    head_dim MACs a head for q x k and as many for weights x v. Saved: the residual and its norm, q, k, v, the output.
+    Leaves out softmax and RoPE; sliding windows are not known here.
+    """
+    width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    return Block(
+        matrices=2 * model.hidden * (width + kv_width),
+        pair_macs=2 * width,
+        repeated_pair_macs=width,
+        decode_pair_macs=2 * width,
+        kv_values=2 * kv_width,
+        saved_values=2 * model.hidden + 2 * width + 2 * kv_width,
+    )
+
+
+def latent_attention(model: Model) -> Block:
+    """Multi-head latent attention (MLA): queries, keys and values through low-rank latents.
+
+    Matrices: down to q_rank and up to heads * (nope + rope); down to kv_rank + rope and up to heads * (nope + value);
+    output from heads * value. Norms on both latents. Over a whole sequence keys and values are expanded, so a pair
+    costs nope + rope + value MACs a head. Only the kv latent and the shared rope key are cached; generating a token
+    keeps them unexpanded (the up-projection is absorbed into query and output at the same MACs as applying it to
+    that token), so a cached token costs kv_rank + rope for the score and kv_rank for the value, a head.
+    """
+    if model.latent is None:
+        raise ConfigError(f"model {model.name}: latent attention needs the field latent")
+    latent, heads = model.latent, model.heads
+    key, value = latent.nope_dim + latent.rope_dim, latent.value_dim
+    down = model.hidden * (latent.q_rank + latent.kv_rank + latent.rope_dim)
+    up = latent.q_rank * heads * key + latent.kv_rank * heads * (latent.nope_dim + value)
+    return Block(
+        matrices=down + up + heads * value * model.hidden,
+        vectors=latent.q_rank + latent.kv_rank,
+        pair_macs=heads * (key + value),
+        repeated_pair_macs=heads * key,
+        decode_pair_macs=heads * (2 * latent.kv_rank + latent.rope_dim),
+        kv_values=latent.kv_rank + latent.rope_dim,
+        saved_values=2 * (model.hidden + latent.q_rank + latent.kv_rank) + heads * 2 * (key + value),
+    )
+
+
+def mlp(model: Model) -> Block:
+    """The dense MLP: gate, up and down when gated, otherwise up and down. Leaves out the activation function."""
+    products = 3 if model.gated else 2
+    return Block(
+        matrices=products * model.hidden * model.ffn,
+        saved_values=2 * model.hidden + products * model.ffn,
+    )
+
+
+def experts(model: Model) -> Block:
+    """A mixture of gated MLPs: a token visits top_k of `count` and all shared ones.
+
+    The router's weights (hidden x count, and a correction bias of `count` with sigmoid scores) are parameters but no
+    model FLOPs: the published formulas leave them out. That is 0.004 % of Grok-1 and 0.3 % of DeepSeek-V3. Also left
+    out: dispatch, combination, load imbalance and dropped tokens. Saved: also each visiting copy of the token, before
+    and after its expert.
+    """
+    if model.experts is None:
+        raise ConfigError(f"model {model.name}: an expert block needs the field experts")
+    moe = model.experts
+    one = 3 * model.hidden * moe.ffn
+    return Block(
+        matrices=moe.shared * one,
+        routed=moe.count * one,
+        visited=moe.top_k * one,
+        router=model.hidden * moe.count + (moe.count if moe.score == "sigmoid" else 0),
+        saved_values=2 * model.hidden * (1 + moe.top_k) + 3 * moe.ffn * (moe.top_k + moe.shared),
+    )
+
+
+def mamba(model: Model) -> Block:
+    """A Mamba-2 mixer of inner width i = heads * head_dim, state n, groups g, chunks of c tokens.
+
+    Matrices: in (hidden x (2i + 2gn + heads): z, x, B, C, dt) and out (i x hidden). The scan in chunks costs a token
+    c * i MACs within its chunk, 2 * n * i to write and read the chunk states, and c * n * g for C x B. Both conventions
+    count a chunk whole, as its kernel computes it. One token at a time costs n * i to update the state and n * i to
+    read it. Vectors: A_log, D and dt_bias a head, the convolution with its bias over i + 2gn channels, the gated norm.
+    Leaves out the convolution's MACs (less than 0.02 % of the block at the sizes in use), decay factors and gates.
+    """
+    if model.mamba is None:
+        raise ConfigError(f"model {model.name}: a pattern with M needs the field mamba")
+    m = model.mamba
+    if m.chunk < 1:
+        raise ConfigError(f"model {model.name}: mamba.chunk must be 1 or more, got {m.chunk}")
+    inner, both = m.heads * m.head_dim, 2 * m.groups * m.state
+    return Block(
+        matrices=model.hidden * (3 * inner + both + m.heads),
+        vectors=3 * m.heads + (m.conv + 1) * (inner + both) + inner,
+        scan_macs=m.chunk * inner + 2 * m.state * inner + m.chunk * m.state * m.groups,
+        step_macs=2 * m.state * inner,
+        state_values=inner * m.state + (m.conv - 1) * (inner + both),
+        saved_values=2 * model.hidden + 5 * inner + 2 * both + m.heads + 2 * inner * m.state // m.chunk,
+    )
+
+
+BLOCKS: dict[str, Callable[[Model], Block]] = {
+    "attention": attention,
+    "latent_attention": latent_attention,
+    "mlp": mlp,
+    "experts": experts,
+    "mamba": mamba,
+}
+
+
+def stack(model: Model) -> list[tuple[str, int, Block]]:
+    """Every kind of block the model holds: its name, how many, and what one needs."""
+    if model.layers < 1:
+        raise ConfigError(f"model {model.name}: layers must be 1 or more, got {model.layers}")
+    if model.pattern is not None and sum(model.blocks.values()) != model.layers:
+        raise ConfigError(
+            f"model {model.name}: the pattern must be {model.layers} letters of M, * and -, got {model.pattern!r}"
+        )
+    return [(kind, count, BLOCKS[kind](model)) for kind, count in model.blocks.items() if count]
+
+
+# Parameters
+
+
+def parameter_breakdown(model: Model) -> dict[str, int]:
+    """Parameters by part. Every block has one norm before it, and one more stands before the LM head."""
+    parts = {"embedding": model.vocab * model.hidden}
+    norms, router = 1, 0
+    for kind, count, block in stack(model):
+        parts[kind] = count * (block.parameters - block.router)
+        norms, router = norms + count, router + count * block.router
+    if router:
+        parts["router"] = router
+    parts["norms"] = norms * model.hidden
+    if not model.tied_embeddings:
+        parts["lm_head"] = model.vocab * model.hidden
+    return parts
+
+
+def parameters(model: Model) -> int:
+    """All parameters, tied embeddings once. Leaves out multi-token-prediction layers."""
+    return sum(parameter_breakdown(model).values())
+
+
+def active_parameters(model: Model) -> int:
+    """Parameters one token meets: all but the routed experts it does not visit."""
+    return parameters(model) - sum(count * (block.routed - block.visited) for _, count, block in stack(model))
+
+
+# FLOPs of training
+
+
+def forward_macs(model: Model, seqlen: int, convention: Convention) -> dict[str, float]:
+    """MACs of one sequence going forward, by part."""
+    pairs = _pairs(seqlen, convention)
+    macs: dict[str, float] = {
+        kind: count * (seqlen * (block.token_macs + block.scan_macs) + pairs * block.pair_macs)
+        for kind, count, block in stack(model)
+    }
+    return macs | {"lm_head": seqlen * model.hidden * model.vocab}
+
+
+def forward_flops_per_sequence(model: Model, seqlen: int, convention: Convention) -> float:
+    """Forward only, with the LM head on every token, as in training: 2 FLOPs a MAC."""
+    return 2.0 * sum(forward_macs(model, seqlen, convention).values())
+
+
+def flops_breakdown(model: Model, seqlen: int, convention: Convention) -> dict[str, float]:
+    """Training FLOPs of one sequence by part: 6 a MAC. The parts sum to `train_flops_per_sequence`."""
+    return {part: 6.0 * macs for part, macs in forward_macs(model, seqlen, convention).items()}
+
+
+def train_flops_per_sequence(model: Model, seqlen: int, convention: Convention) -> float:
+    """Model FLOPs of forward and backward of one sequence, nothing recomputed.
+
+    Published constants in GFLOP/token at 8,192 tokens, `causal`, beside ours: Llama 3.1 405b 2524 (2523.96), 70b 449
+    (449.22), 8b 51.5 (51.47). They differ by the rounding of the printed figure only. DeepSeek-V3 at 4,096 tokens
+    without its prediction layer: 249.7 (249.81), the remaining 0.04 % unexplained; with the router it would be 250.45.
+    """
+    return sum(flops_breakdown(model, seqlen, convention).values())
+
+
+def train_flops_per_token(model: Model, seqlen: int, convention: Convention) -> float:
+    """Model FLOPs a token of a sequence of this length, on average over its positions."""
+    return train_flops_per_sequence(model, seqlen, convention) / seqlen
+
+
+def hardware_flops_per_sequence(model: Model, seqlen: int, convention: Convention, recompute_layers: int) -> float:
+    """FLOPs the device executes for one sequence, for HFU: model FLOPs and what is computed twice.
+
+    Twice: the forward of `recompute_layers` layers (of the model in all, each taken as the average layer), and q x k of
+    every attention block, which a fused attention backward repeats instead of storing the scores.
+    """
+    if not 0 <= recompute_layers <= model.layers:
+        raise ConfigError(f"recompute_layers must be 0 to {model.layers} for {model.name}, got {recompute_layers}")
+    pairs = _pairs(seqlen, convention)
+    macs = forward_macs(model, seqlen, convention)
+    layers = sum(macs.values()) - macs["lm_head"]
+    scores = pairs * sum(count * block.repeated_pair_macs for _, count, block in stack(model))
+    return 6.0 * sum(macs.values()) + 2.0 * (layers * recompute_layers / model.layers + scores)
+
+
+def _pairs(seqlen: int, convention: Convention) -> float:
+    """(query, key) pairs counted in one sequence."""
+    _check_tokens("seqlen", seqlen)
+    if convention not in ("causal", "full"):
+        raise UnknownName("FLOPs convention", convention, ("causal", "full"))
+    return seqlen * seqlen if convention == "full" else seqlen * seqlen / 2
+
+
+def _check_tokens(name: str, tokens: int) -> None:
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"{name} must be a whole number of tokens, 1 or more, got {tokens!r}")
+
+
+# FLOPs and bytes of inference
+
+
+def prefill_flops(model: Model, isl: int, convention: Convention) -> float:
+    """Reading a prompt of `isl` tokens; the LM head only on the last one, since no other logits are wanted."""
+    macs = forward_macs(model, isl, convention)
+    return 2.0 * (sum(macs.values()) - macs["lm_head"] + model.hidden * model.vocab)
+
+
+def decode_flops(model: Model, context: int) -> float:
+    """Generating one token that attends to `context` tokens, itself included. No convention: each pair is real."""
+    _check_tokens("context", context)
+    macs = model.hidden * model.vocab
+    for _, count, block in stack(model):
+        macs += count * (block.token_macs + block.step_macs + context * block.decode_pair_macs)
+    return 2.0 * macs
+
+
+def kv_bytes_per_token(model: Model, kv_dtype: str | None) -> float:
+    """Cache of one token over all layers; no dtype means bf16. A Mamba block caches nothing that grows."""
+    return sum(count * block.kv_values for _, count, block in stack(model)) * _bytes(kv_dtype or "bf16")
+
+
+def state_bytes_per_sequence(model: Model) -> float:
+    """What recurrent blocks keep for a sequence of any length, in fp32. Zero for a model without them."""
+    return sum(count * block.state_values for _, count, block in stack(model)) * BYTES["fp32"]
+
+
+def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -> float:
+    """Bytes that generating one token for each of `batch` requests must move, for MBU.
+
+    Block weights once in the run's dtype, the LM head once in bf16 or wider, `context` cached tokens a request,
+    recurrent states read and written. Of the routed experts those that some token visits, on average, if all are
+    equally likely: count * (1 - (1 - top_k / count) ** batch). Leaves out activations, norms and the embedding's rows.
+    """
+    _check_tokens("batch", batch)
+    _check_tokens("context", context)
+    per_weight = _bytes(precision.dtype)
+    total = model.hidden * model.vocab * max(per_weight, BYTES["bf16"])
+    for _, count, block in stack(model):
+        touched = block.routed * (1 - (1 - block.visited / block.routed) ** batch) if block.routed else 0.0
+        total += count * (block.matrices + touched) * per_weight
+    per_request = context * kv_bytes_per_token(model, precision.kv_dtype) + 2 * state_bytes_per_sequence(model)
+    return total + batch * per_request
+
+
+def _bytes(dtype: str) -> float:
+    if dtype not in BYTES:
+        raise UnknownName("dtype", dtype, BYTES)
+    return BYTES[dtype]
+
+
+# Memory
+
+# Training state, bytes a parameter: weights, gradients, optimizer. Adam has two moments; a master copy is fp32.
+FP32_STATE = (4.0, 4.0, 8.0)  # the weights are the master copy, cast where they are used: our engine
+MIXED_STATE = (2.0, 2.0, 12.0)  # the optimizer keeps the master copy: other engines
+BF16_STATE = (2.0, 2.0, 4.0)  # no master copy, moments in bf16: out of core
+LOSS_PIECE_TOKENS = 2048  # the loss is computed in pieces, so that the logits never exist whole
+LOGIT_BYTES = 6.0  # bf16 logits and their fp32 softmax
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """An estimate, not a measurement: bytes on the fullest GPU, under the stated assumptions.
+
+    Leaves out the CUDA context, communication buffers, kernel workspaces and fragmentation.
+    """
+
+    weights: float
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    kv_cache: float = 0.0
+    total: float = field(init=False)  # of the above; a field, so that the estimate as plain data has it too
+    host: float = 0.0  # in the memory of the host, for this GPU
+    device_budget: float | None = None  # what the GPU has, or may use; null when unknown
+    host_budget: float | None = None  # what the host may use; null when not limited
+    assumptions: str
+
+    def __post_init__(self) -> None:
+        total = self.weights + self.gradients + self.optimizer + self.activations + self.kv_cache
+        object.__setattr__(self, "total", total)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the estimate is within the budgets; null when the GPU's memory is unknown."""
+        if self.device_budget is None:
+            return None
+        return self.total <= self.device_budget and (self.host_budget is None or self.host <= self.host_budget)
+
+
+def memory_estimate(config: RunConfig) -> MemoryEstimate:
+    """What the run will occupy on one GPU and on its host, before it is run."""
+    for degree in ("dp", "tp", "pp", "cp", "ep", "etp"):
+        if getattr(config.parallel, degree) < 1:
+            raise ConfigError(f"{degree} must be 1 or more, got {getattr(config.parallel, degree)}")
+    match config.workload:
+        case Training() as work:
+            return _training_memory(config, work)
+        case Inference() as work:
+            return _inference_memory(config, work)
+        case OutOfCore() as work:
+            return _out_of_core_memory(config, work)
+
+
+def _training_memory(config: RunConfig, work: Training) -> MemoryEstimate:
+    """The first pipeline stage, which holds the most micro-batches; recompute and offload count its own layers."""
+    model, split = config.model, config.parallel
+    native, fp32 = config.engine == "native", config.precision.dtype == "fp32"
+    per_weight, per_gradient, per_optimizer = FP32_STATE if native or fp32 else MIXED_STATE
+    value_bytes = BYTES["fp32" if fp32 else "bf16"]
+    layers = -(-model.layers // split.pp)
+    dense_layer, routed_layer, embedding = _rank_parameters(model, split)
+    dense = layers * dense_layer + embedding * (1 if model.tied_embeddings or split.pp > 1 else 2)
+    routed = layers * routed_layer
+
+    # fsdp shards everything; without it other engines than ours still shard the optimizer (ZeRO-1), over cp too.
+    replicas = split.dp if native else split.dp * split.cp
+    expert_replicas = max(1, replicas * split.tp // (split.ep * split.etp))
+    whole, sharded = dense + routed, dense / replicas + routed / expert_replicas
+    state = sharded if split.fsdp else whole
+    optimizer = state if native else sharded
+    gathered = max(dense_layer + routed_layer, embedding) * value_bytes if split.fsdp and replicas > 1 else 0.0
+
+    tokens = work.mbs * work.seqlen / split.cp / split.tp
+    layer = tokens * value_bytes * _saved_values(model)
+    recomputed = min(work.recompute_layers, layers)
+    offloaded = min(work.offload_layers, layers - recomputed)
+    kept = layer * (layers - recomputed - offloaded) + recomputed * tokens * value_bytes * model.hidden
+    in_flight = _micro_batches_in_flight(split, work.ga)
+    activations = in_flight * kept + layer * (min(recomputed, 1) + min(offloaded, 2))
+    if split.pp == 1:
+        activations += min(tokens, LOSS_PIECE_TOKENS / split.tp) * model.vocab * LOGIT_BYTES
+
+    sharding = "replicated"
+    if split.fsdp:
+        sharding = "sharded over dp with two layers gathered"
+    elif not native:
+        sharding = "the optimizer's sharded over dp"
+    return MemoryEstimate(
+        weights=per_weight * state + 2 * gathered,
+        gradients=per_gradient * state + gathered,
+        optimizer=per_optimizer * optimizer,
+        activations=activations,
+        host=in_flight * layer * offloaded,
+        device_budget=gpu(config.machine.gpu).memory_bytes,
+        assumptions=(
+            f"estimate: weights {per_weight:g}, gradients {per_gradient:g}, optimizer {per_optimizer:g} bytes a "
+            f"parameter, {sharding}; activations split by tp and cp, fused attention and MLP, loss in pieces, "
+            "balanced experts; a recomputed layer keeps its input, an offloaded one its activations on the host"
+        ),
+    )
+
+
+def _rank_parameters(model: Model, split: Parallel) -> tuple[float, float, float]:
+    """Parameters of one rank: the average layer's dense part, its routed experts, the embedding."""
+    parts = parameter_breakdown(model)
+    routed = sum(count * block.routed for _, count, block in stack(model))
+    dense = parameters(model) - parts["embedding"] - parts.get("lm_head", 0) - routed
+    experts_split = split.ep * split.etp
+    return dense / model.layers / split.tp, routed / model.layers / experts_split, parts["embedding"] / split.tp
+
+
+def _saved_values(model: Model) -> float:
+    """Values one token leaves for the backward pass in the average layer."""
+    return sum(count * block.saved_values for _, count, block in stack(model)) / model.layers
+
+
+def _micro_batches_in_flight(split: Parallel, ga: int) -> float:
+    """Micro-batches whose activations the first stage holds at once: pp with 1F1B, a little more when interleaved."""
+    extra = (split.pp - 1) / split.vp if split.vp and split.vp > 1 else 0.0
+    return min(ga, split.pp + extra)
+
+
+def _inference_memory(config: RunConfig, work: Inference) -> MemoryEstimate:
+    """Weights, one engine step's activations, and the cache of the requests in flight."""
+    model, split = config.model, config.parallel
+    ranks = 1 if work.attention_dp else split.tp  # that share a request, and all weights but the routed experts
+    parts = parameter_breakdown(model)
+    routed = sum(count * block.routed for _, count, block in stack(model))
+    kept_wide = sum(parts.get(part, 0) for part in ("embedding", "lm_head", "norms", "router"))
+    per_weight = _bytes(config.precision.dtype)
+    weights = (parameters(model) - routed - kept_wide) * per_weight + kept_wide * max(per_weight, BYTES["bf16"])
+    weights = (weights / ranks + routed * per_weight / max(split.tp, split.ep * split.etp)) / split.pp
+
+    widest = max(block.saved_values for _, _, block in stack(model))
+    activations = (
+        work.max_num_tokens * widest * BYTES["bf16"] + work.max_batch_size * model.vocab * BYTES["fp32"]
+    ) / ranks
+
+    requests = min(work.concurrency * ranks / split.tp, work.max_batch_size)
+    token = kv_bytes_per_token(model, config.precision.kv_dtype) / (1 if model.latent else min(ranks, model.kv_heads))
+    wanted = requests * ((work.isl + work.osl) * token + state_bytes_per_sequence(model) / ranks) / split.pp
+    memory = gpu(config.machine.gpu).memory_bytes
+    pool = wanted if memory is None else work.kv_fraction * max(0.0, memory - weights - activations)
+    return MemoryEstimate(
+        weights=weights,
+        activations=activations,
+        kv_cache=min(wanted, pool),
+        device_budget=memory,
+        assumptions=(
+            f"estimate: {per_weight:g} bytes a weight, embedding, head, norms and router bf16 or wider; KV cache in "
+            f"{config.precision.kv_dtype or 'bf16'} of {requests:g} whole requests a rank, at most kv_fraction of what "
+            "weights and activations leave; activations of one block at max_num_tokens"
+        ),
+    )
+
+
+def _out_of_core_memory(config: RunConfig, work: OutOfCore) -> MemoryEstimate:
+    """The least that must be there at once; the budgets are the user's, and the plan fills what is left of them."""
+    model = config.model
+    dense_layer, routed_layer, embedding = _rank_parameters(model, Parallel())
+    layer, ends = dense_layer + routed_layer, embedding * (1 if model.tied_embeddings else 2)
+    per_weight, per_gradient, per_optimizer = BF16_STATE
+    tokens = min(work.seqlen, LOSS_PIECE_TOKENS)
+    cache = work.seqlen * BYTES["bf16"] * max(block.kv_values for _, _, block in stack(model))
+    layer_inputs = work.seqlen * BYTES["bf16"] * model.layers * model.hidden
+    return MemoryEstimate(
+        weights=per_weight * (2 * layer + ends),
+        gradients=per_gradient * (2 * layer + ends),
+        optimizer=per_optimizer * (layer + ends),
+        activations=tokens * (2 * BYTES["bf16"] * _saved_values(model) + model.vocab * LOGIT_BYTES),
+        kv_cache=2 * cache,
+        host=sum(BF16_STATE) * model.layers * layer + per_weight * ends + layer_inputs,
+        device_budget=work.device_gib * GIB,
+        host_budget=work.host_gib * GIB,
+        assumptions=(
+            "estimate of the least: the host holds all weights, the layers' gradients and moments in bf16 "
+            f"({sum(BF16_STATE):g} bytes a parameter) and every layer's input for one sequence; the device holds two "
+            "layers' weights and gradients, one layer's moments, the whole state of embedding and head, activations "
+            f"of {tokens} tokens, keys and values of one layer with their gradients"
+        ),
+    )

@@ -1,0 +1,147 @@
+"""The event types an engine writes and every report reads: one JSON line a fact, in events.rank<N>.jsonl.
+
+Facts only: seconds, tokens, bytes. What follows from them (tokens/s, MFU) is derived in `results/`.
+
+    append(path, StepDone(time=..., step=1, seconds=0.5, tokens=4096, loss=11.7))
+    for event in read(path): ...
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from llmb.plain import to_json
+from llmb.spec import Status
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted:
+    """Who measures: hardware, versions, commit."""
+
+    time: float  # seconds since 1970, as all times here
+    rank: int = 0
+    world_size: int | None = None
+    gpu_name: str | None = None  # as the driver or /proc/cpuinfo prints it
+    host: str | None = None
+    pid: int | None = None
+    commit: str | None = None  # of llmb; ends in -dirty when files differ from it
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """One optimizer step. Null: not known, as in a foreign log that does not print it."""
+
+    time: float | None = None
+    rank: int = 0
+    step: int  # from 1
+    steps: int | None = None  # asked for in all
+    seconds: float | None = None
+    tokens: int | None = None  # by all ranks together
+    loss: float | None = None
+    grad_norm: float | None = None
+    memory_bytes: int | None = None  # peak on the device so far
+    warmup: bool | None = None  # null: the reader cannot tell, the window decides
+    reported_tflops_per_gpu: float | None = None  # printed by a foreign engine, by its own formula
+    reported_tokens_per_s_per_gpu: float | None = None  # printed in place of seconds, as torchtitan does
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestDone:
+    """One inference request; times are seconds since the benchmark began."""
+
+    request: int
+    arrival: float
+    first_token: float | None = None
+    token_times: tuple[float, ...] = ()
+    end: float
+    input_tokens: int
+    output_tokens: int
+    warmup: bool = False
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSummary:
+    """The totals a foreign inference engine prints instead of its requests; keys are fields of Result."""
+
+    time: float | None = None
+    values: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSeen:
+    """All calls of one kind in a communication trace."""
+
+    operation: str  # AllReduce
+    calls: int
+    bytes: int | None  # in all; null when the datatype is unknown
+    datatype: str
+    ranks: int | None  # of the communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProblem:
+    """Something in a log that could not be read, kept so that nothing is dropped in silence."""
+
+    problem: str
+    count: int = 1
+    line: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded:
+    """How it ended, in one word of the status list, and why."""
+
+    time: float | None = None
+    rank: int = 0
+    status: Status
+    reason: str | None = None
+
+
+Event = RunStarted | StepDone | RequestDone | ServingSummary | CollectiveSeen | LogProblem | RunEnded
+TYPES: dict[str, type] = {
+    t.__name__: t for t in (RunStarted, StepDone, RequestDone, ServingSummary, CollectiveSeen, LogProblem, RunEnded)
+}
+
+
+def append(path: Path, event: Event) -> None:
+    """Add one whole line with a single write, so that a killed run leaves complete lines and at most one torn end."""
+    line = to_json({"event": type(event).__name__, **asdict(event)}) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def parse(line: str | bytes) -> Event | None:
+    """One line as an event; None for a torn or foreign line. Fields of a newer version are passed over."""
+    try:
+        data: dict[str, Any] = json.loads(line)
+        kind = TYPES[data.pop("event")]
+        known = {f.name for f in fields(kind)}
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+        return kind(**values)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def read(path: Path) -> Iterator[Event]:
+    """Every event of a file; lines that cannot be read become one LogProblem at the end."""
+    torn = 0
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                event = parse(line)
+                if event is not None:
+                    yield event
+                elif line.strip():
+                    torn += 1
+    except FileNotFoundError:
+        return
+    if torn:
+        yield LogProblem(problem="unreadable event line", count=torn)

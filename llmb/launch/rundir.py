@@ -1,0 +1,239 @@
+"""The run folder. One class owns every path in it; nobody else joins paths.
+
+    $LLMB_INSTALL/                                     default ~/.llmb, no set-up needed
+      .llmb/jobs.sqlite3
+      workloads/<target>/experiments/<name>/
+        .lock
+        <name>_<timestamp>/<name>/
+          config.json job.sh pid events.rank0.jsonl log-<name>.out result.json llmb-config_<jobid>.yaml profile/
+
+A run folder is made once; nothing here reuses or deletes one.
+"""
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from llmb.errors import ConfigError, LaunchError, LlmbError
+from llmb.launch.process import find
+from llmb.launch.secrets import mask
+from llmb.plain import build, read_json, to_json, write_whole
+from llmb.spec import RunConfig
+
+CONFIG_FILE = "config.json"
+TIMESTAMP = "%Y%m%d-%H%M%S"
+LONGEST_NAME = 200  # bytes; file systems allow 255, and a time stamp or a suffix is added to the name
+
+
+def install_root(environ: Mapping[str, str]) -> Path:
+    """Where everything is kept: $LLMB_INSTALL, or ~/.llmb."""
+    try:
+        return Path(environ.get("LLMB_INSTALL") or "~/.llmb").expanduser().absolute()
+    except (RuntimeError, OSError) as error:  # no home folder, or the current folder is gone
+        raise ConfigError(f"no folder to work in ({error}); name one: LLMB_INSTALL=/absolute/folder") from error
+
+
+def store_path(install: Path) -> Path:
+    """The job store."""
+    return install / ".llmb" / "jobs.sqlite3"
+
+
+def experiment_path(install: Path, config: RunConfig) -> Path:
+    """The folder that holds all runs of the same experiment."""
+    for field in ("target", "name"):
+        text = getattr(config, field)
+        if not text or text in (".", "..") or "/" in text or not text.isprintable():
+            raise ConfigError(f"{field} {text!r} cannot name a folder; use letters, digits, '.', '_' and '-'")
+        if len(os.fsencode(text)) > LONGEST_NAME:
+            raise ConfigError(f"{field} {text[:40]!r}... is too long for a folder: more than {LONGEST_NAME} bytes")
+    return install / "workloads" / config.target / "experiments" / config.name
+
+
+def lock_path(experiment: Path) -> Path:
+    """What a local run of this experiment holds while it runs."""
+    return experiment / ".lock"
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, or say in one line what to do about it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refusal(folder, error) from error
+
+
+def refusal(path: Path, error: OSError) -> LlmbError:
+    """The error for a path that cannot be written: the system's fault when the disk is full, else a wrong folder."""
+    text = f"cannot write to {shown(path)}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return LaunchError(f"{text}; make room, or choose another folder: LLMB_INSTALL=/folder")
+    return ConfigError(f"{text}; choose a folder you can write to: LLMB_INSTALL=/folder")
+
+
+def shown(path: Path) -> str:
+    """A path for a message: quoted when a line break or the like in it would spoil the line."""
+    text = str(path)
+    return text if text.isprintable() else repr(text)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's folder: where each of its files is."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, install: Path, config: RunConfig, now: datetime) -> "RunDir":
+        """Make a new folder for this run and write its config.json, secrets masked."""
+        experiment = experiment_path(install, config)
+        make_folder(experiment)
+        rundir = cls(_take(experiment, f"{config.name}_{now.astimezone():{TIMESTAMP}}") / config.name)
+        make_folder(rundir.path)
+        write_whole(rundir.config, to_json(replace(config, environment=mask(config.environment)), indent=2) + "\n")
+        return rundir
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDir":
+        """The run folder at `path`."""
+        rundir = cls(path.absolute())
+        if not rundir.config.is_file():
+            raise ConfigError(f"{shown(path)} is not a run folder: it holds no {CONFIG_FILE}")
+        return rundir
+
+    @classmethod
+    def find_all(cls, install: Path) -> Iterator["RunDir"]:
+        """Every run folder of an installation, by target, name and time."""
+        for experiment in sorted((install / "workloads").glob("*/experiments/*")):
+            yield from cls.of_experiment(experiment)
+
+    @classmethod
+    def of_experiment(cls, experiment: Path) -> Iterator["RunDir"]:
+        """Every run folder of one experiment, by time."""
+        for config in sorted(experiment.glob(f"*/*/{CONFIG_FILE}")):
+            yield cls(config.parent)
+
+    def read_config(self) -> RunConfig:
+        """The configuration the run was made with."""
+        return build(RunConfig, read_json(self.config), where=CONFIG_FILE)
+
+    def write_job_script(self, text: str) -> None:
+        """Store job.sh, ready to be run by hand."""
+        write_whole(self.job_script, text)
+        self.job_script.chmod(0o755)
+
+    def write_record(self, config: RunConfig, job_id: str, launcher: str = "local", **cluster: str | None) -> None:
+        """Store llmb-config_<jobid>.yaml; `cluster` may give cluster_name and the slurm_* keys."""
+        import yaml  # both only here: slow imports that nothing else on the way to a run needs
+
+        from llmb.launch.record import record
+
+        launched = datetime.fromtimestamp(self.created_at)
+        install = self.path.parents[5]
+        data = record(config, job_id=job_id, launcher=launcher, launched=launched, install=install, cluster=cluster)
+        write_whole(self.record(job_id), yaml.safe_dump(data, sort_keys=False))
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def created_at(self) -> float:
+        """Seconds since 1970, by the folder's time stamp; by the age of config.json where someone renamed it."""
+        stamp = self.path.parent.name[len(self.name) + 1 :][:15]
+        try:
+            return datetime.strptime(stamp, TIMESTAMP).timestamp()
+        except ValueError:
+            return self.config.stat().st_mtime
+
+    @property
+    def job_id(self) -> str | None:
+        """The id this run's record is filed under."""
+        records = sorted(self.path.glob("llmb-config_*.yaml"))
+        return records[0].stem.removeprefix("llmb-config_") if records else None
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG_FILE
+
+    @property
+    def job_script(self) -> Path:
+        return self.path / "job.sh"
+
+    @property
+    def log(self) -> Path:
+        return self.path / f"log-{self.name}.out"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def pid_file(self) -> Path:
+        return self.path / "pid"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    def events(self, rank: int) -> Path:
+        return self.path / f"events.rank{rank}.jsonl"
+
+    def all_events(self) -> list[Path]:
+        """The event files there are, one a rank."""
+        return sorted(self.path.glob("events.rank*.jsonl"))
+
+    def record(self, job_id: str) -> Path:
+        return self.path / f"llmb-config_{job_id}.yaml"
+
+
+def mark_alive(rundir: RunDir, pid: int) -> None:
+    """Note the process that lives as long as the run does, with its start time, as pids are used again."""
+    process = find(pid)
+    marker = {"pid": pid, "started": process.started if process else None, "host": socket.gethostname()}
+    write_whole(rundir.pid_file, json.dumps(marker) + "\n")
+
+
+def is_alive(rundir: RunDir) -> bool | None:
+    """Whether the run goes on; None when it was started on another host, which cannot be seen from here."""
+    marker = _marker(rundir)
+    if marker is None:
+        return False
+    if marker["host"] != socket.gethostname():
+        return None
+    process = find(marker["pid"])
+    return process is not None and process.started == marker["started"]
+
+
+def live_pid(rundir: RunDir) -> int | None:
+    """The process to signal so that a run that goes on here ends; None when there is none."""
+    marker = _marker(rundir)
+    return marker["pid"] if marker and is_alive(rundir) else None
+
+
+def _marker(rundir: RunDir) -> dict[str, Any] | None:
+    try:
+        marker = read_json(rundir.pid_file)
+    except ConfigError:  # not started yet
+        return None
+    return marker if isinstance(marker, dict) and marker.keys() >= {"pid", "started", "host"} else None
+
+
+def _take(experiment: Path, stamp: str) -> Path:
+    """The first folder of this time stamp that nobody else has; making it is what claims it."""
+    for number in count(1):
+        folder = experiment / (stamp if number == 1 else f"{stamp}_{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise refusal(folder, error) from error
+    raise AssertionError("count() never ends")

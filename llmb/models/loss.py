@@ -1,0 +1,61 @@
+"""Next-token cross entropy in chunks, so that the whole logits never exist.
+
+With a vocabulary of 128 thousand, the logits of 8,192 tokens take 4 GiB in fp32 and their gradient as much again. Here
+a chunk of tokens is taken through the head, its loss and both gradients are computed at once, and its logits are
+dropped. Nothing is recomputed in the backward pass, which only scales the gradients that are already there.
+
+Shapes: N tokens of all sequences, C hidden width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_TOKENS = 2048  # 1 GiB of fp32 logits at a vocabulary of 128 thousand; fewer would add passes over the head
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk: int) -> Tensor:
+        tokens = hidden_NC.shape[0]
+        head_VC = weight_VC.to(hidden_NC.dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
+        grad_weight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if wants_weight else None
+        for start in range(0, tokens, chunk):
+            part_NC = hidden_NC[start : start + chunk]
+            target_N1 = labels_N[start : start + chunk, None]
+            logits_NV = (part_NC @ head_VC.T).float()
+            log_total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
+            loss += (log_total_N1 - logits_NV.gather(1, target_N1)).sum()
+            if not (wants_hidden or wants_weight):
+                continue
+            # d loss / d logits = (softmax - one-hot) / tokens, in the memory of the logits.
+            slope_NV = logits_NV.sub_(log_total_N1).exp_()
+            slope_NV.scatter_add_(1, target_N1, torch.full_like(log_total_N1, -1.0))
+            slope_NV = slope_NV.div_(tokens).to(hidden_NC.dtype)
+            if grad_hidden_NC is not None:
+                torch.mm(slope_NV, head_VC, out=grad_hidden_NC[start : start + chunk])
+            if grad_weight_VC is not None:
+                grad_weight_VC += slope_NV.T @ part_NC
+        ctx.save_for_backward(grad_hidden_NC, grad_weight_VC)
+        ctx.weight_dtype = weight_VC.dtype
+        return loss / tokens
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden_NC, grad_weight_VC = ctx.saved_tensors
+        # In place: a copy of the head's gradient would be the largest tensor of the whole backward pass.
+        if grad_hidden_NC is not None:
+            grad_hidden_NC.mul_(grad_loss)
+        if grad_weight_VC is not None:
+            grad_weight_VC = grad_weight_VC.mul_(grad_loss).to(ctx.weight_dtype)
+        return grad_hidden_NC, grad_weight_VC, None, None
+
+
+def chunked_cross_entropy(hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk: int = CHUNK_TOKENS) -> Tensor:
+    """Mean of -log softmax(hidden @ weight.T)[label] over the tokens, a scalar in fp32."""
+    return _ChunkedCrossEntropy.apply(hidden_NC, weight_VC, labels_N, chunk)

@@ -1,0 +1,145 @@
+"""Plain data (what JSON and YAML hold) to frozen dataclasses and back.
+
+    build(Parallel, {"tp": 2, "pp": 1}, where="recipe row 3") -> Parallel(tp=2, ...)
+
+One checker serves recipes, overrides and config.json: a wrong name lists the right ones, a wrong type says where it
+stands. It is hand-written because the device side must read config.json without extra packages, and because importing
+a validation library would cost more than the rest of `llmb-run list` together.
+"""
+
+import json
+import math
+import os
+import types
+import typing
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llmb.errors import ConfigError, LaunchError, UnknownName
+
+T = TypeVar("T")
+
+
+def build(cls: type[T], data: Any, where: str = "") -> T:
+    """Make a dataclass of plain data, checking every name and type on the way."""
+    place = where or cls.__name__
+    if not isinstance(data, dict):
+        raise ConfigError(f"{place}: expected a mapping of fields, got {_show(data)}")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for name in data:
+        if name not in known:
+            raise UnknownName(f"field in {place}:", name, known)
+    values = {}
+    for name, field in known.items():
+        if name in data:
+            values[name] = convert(hints(cls)[name], data[name], f"{place}.{name}")
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise ConfigError(f"{place}: field {name!r} is missing")
+    return cls(**values)
+
+
+@cache
+def hints(cls: Any) -> dict[str, Any]:
+    """The field types of a dataclass."""
+    return typing.get_type_hints(cls)
+
+
+def convert(kind: Any, value: Any, where: str) -> Any:
+    """One value as `kind`, or a ConfigError that says where it stands and what was expected."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(args, value, where)
+    if origin is typing.Literal:
+        if value in args and type(value) in {type(a) for a in args}:
+            return value
+        raise UnknownName(f"value for {where}:", value, args)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{where}: expected a list, got {_show(value)}")
+        item_kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
+        if len(item_kinds) != len(value):
+            raise ConfigError(f"{where}: expected {len(args)} values, got {len(value)}")
+        return tuple(convert(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(item_kinds, value, strict=True)))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: expected a mapping, got {_show(value)}")
+        return {convert(args[0], k, where): convert(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    if is_dataclass(kind):
+        return value if isinstance(value, kind) else build(kind, value, where)  # type: ignore[arg-type]
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is kind:
+        return value
+    raise ConfigError(f"{where}: expected {_name(kind)}, got {_show(value)}")
+
+
+def _convert_union(args: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    choices = [a for a in args if a is not type(None)]
+    if isinstance(value, dict) and len(choices) > 1:  # dataclasses told apart by their `kind` field
+        by_kind = {typing.get_args(hints(c)["kind"])[0]: c for c in choices}
+        if value.get("kind") not in by_kind:
+            raise UnknownName(f"kind of {where}:", value.get("kind"), by_kind)
+        return build(by_kind[value["kind"]], value, where)
+    if len(choices) == 1:
+        return convert(choices[0], value, where)
+    for choice in choices:
+        try:
+            return convert(choice, value, where)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{where}: expected {' or '.join(map(_name, choices))}, got {_show(value)}")
+
+
+def _name(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return words.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass as plain data, fields in their declared order."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Valid JSON always: a NaN or an infinity, which JSON cannot say, becomes null."""
+    return json.dumps(_finite(to_plain(value)), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds, or one line that says why it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write aside, then rename: a reader sees the old file or the new one, never half of one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text)
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise LaunchError(f"cannot write {path}: {error.strerror}") from error

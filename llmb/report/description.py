@@ -1,0 +1,80 @@
+"""A RunConfig for a person: what would run, what it needs, and what is expected of it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from llmb import costs, hardware
+from llmb.plain import to_plain
+from llmb.report.table import number, render
+from llmb.spec import Inference, RunConfig
+
+
+def describe(config: RunConfig, command: str) -> str:
+    """The page `llmb-run show` prints."""
+    parts = [
+        config.name + (f"\nstand-in: {config.proxy}" if config.proxy else ""),
+        render(("setting", "value"), list(_settings(config))),
+        render(("what it needs", "value", "unit"), list(_needs(config))),
+    ]
+    if config.overrides:
+        rows = [(o.field, o.replaced, o.value, o.source) for o in config.overrides]
+        parts.append(render(("changed", "recipe", "here", "by"), rows))
+    if config.reference is not None:
+        known = {k: v for k, v in to_plain(config.reference).items() if v is not None}
+        parts.append(render(("published", "value"), list(known.items())))
+    parts.append(f"command: {command}")
+    return "\n\n".join(parts)
+
+
+def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    gpu = hardware.gpu(config.machine.gpu)
+    yield "machine", f"{config.machine.gpus} x {gpu.title} on {config.machine.nodes} node(s)"
+    yield "model", f"{config.model.name} ({config.model.architecture}, {config.model.layers} layers)"
+    for section in ("precision", "parallel", "workload", "profile", "limits"):
+        for name, value in to_plain(getattr(config, section)).items():
+            if name != "kind":
+                yield name, "-".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
+    total, active = costs.parameters(config.model), costs.active_parameters(config.model)
+    yield "parameters", f"{total:,}", ""
+    if active != total:
+        yield "active parameters", f"{active:,}", ""
+    work, convention = config.workload, config.flops_convention
+    if isinstance(work, Inference):
+        prefill = costs.prefill_flops(config.model, work.isl, convention)
+        decode = costs.decode_flops(config.model, work.isl + work.osl // 2)
+        yield "FLOPs of a prompt", number(prefill / hardware.TERA), "TFLOP"
+        yield "FLOPs of an output token", number(decode / 1e9), "GFLOP"
+    else:
+        flops = costs.train_flops_per_sequence(config.model, work.seqlen, convention)
+        yield f"FLOPs of a sequence ({convention})", number(flops / hardware.TERA), "TFLOP"
+        yield "FLOPs of a token", number(flops / work.seqlen / 1e9), "GFLOP"
+        if work.gbs:
+            yield "FLOPs of a step", number(flops * work.gbs / hardware.TERA), "TFLOP"
+            yield "tokens of a step", f"{work.gbs * work.seqlen:,}", ""
+    peak = hardware.peak_flops(config.machine.gpu, config.precision.dtype)
+    yield "peak of one GPU", number(peak / hardware.TERA) if peak else None, "TFLOP/s"
+    estimate = to_plain(costs.memory_estimate(config))
+    for part, value in estimate.items():
+        if isinstance(value, (int, float)):
+            yield f"memory estimate: {part}", number(value / hardware.GIB), "GiB per GPU"
+    capacity = hardware.gpu(config.machine.gpu).memory_bytes
+    yield "memory of one GPU", number(capacity / hardware.GIB) if capacity else None, "GiB"
+
+
+def dry_table(runs: list[tuple[RunConfig, int]]) -> str:
+    """One line a run; what the recipe did not say stands below."""
+    rows = [
+        (c.target, c.size, c.precision.dtype, c.machine.gpus, c.machine.gpu, bool(c.proxy), repeats, c.name)
+        for c, repeats in runs
+    ]
+    header = ("workload", "size", "dtype", "scale", "gpu", "proxy", "repeats", "name")
+    notes = [
+        f"{c.name}: {o.field} = {o.value} instead of {o.replaced} ({o.source})"
+        for c, _ in runs
+        for o in c.overrides
+        if o.value != o.replaced
+    ]
+    return "\n".join(["dry run, nothing was started", "", render(header, rows), *([""] if notes else []), *notes])

@@ -1,0 +1,88 @@
+"""A Result for a person: each figure with its unit and a few words on what it means."""
+
+from collections.abc import Iterator
+
+from llmb.report.table import number, render
+from llmb.results.result import Result
+
+
+def summary(result: Result) -> str:
+    """The table that ends `llmb-run submit`, and the warnings below it."""
+    lines = [f"{result.name}: {result.status}" + (f" ({result.reason})" if result.reason else "")]
+    rows = list(_rows(result))
+    if rows:
+        lines += ["", render(("figure", "value", "unit", "what it says"), rows)]
+    if result.collectives:
+        lines += ["", _collectives(result)]
+    lines += [f"{'note' if w.code == 'PROXY' else 'warning'} {w.code}: {w.text}" for w in result.warnings]
+    return "\n".join(lines)
+
+
+def _rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
+    yield from _training_rows(result)
+    yield from _serving_rows(result)
+    reference = result.reference
+    if reference is not None:
+        value = f"{reference.ratio:.3f}"
+        said = f"of the published {reference.metric} {number(reference.value)} ({reference.source})"
+        yield "against reference", value, "x", f"{said}; above 1 is faster"
+    elif result.proxy and result.steps_done:
+        yield "against reference", "-", "", f"none: a stand-in ({result.proxy})"
+
+
+def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
+    step = result.step_time_s
+    if step is not None and result.window is not None:
+        first, last = result.window
+        spread = f", standard deviation {number(step.std)}" if step.std is not None else ""
+        yield "step time", number(step.median), "s", f"median of {step.n} steps ({first}-{last}){spread}"
+        yield "mean step time", number(step.mean), "s", f"the same steps, from {number(step.min)} to {number(step.max)}"
+    if result.tokens_per_s is not None:
+        yield "throughput", number(result.tokens_per_s), "tokens/s", "tokens of a step over its median time"
+    if result.tokens_per_s_per_gpu is not None and (result.gpus or 0) != 1:
+        yield "throughput per GPU", number(result.tokens_per_s_per_gpu), "tokens/s", "the same for one GPU"
+    if result.tflops_per_gpu is not None:
+        counted = f", attention counted {result.mfu_convention}" if result.mfu_convention else ""
+        yield "compute", number(result.tflops_per_gpu), "TFLOP/s", f"per device, from {result.tflops_source}{counted}"
+    if result.mfu is not None:
+        peak = f"{number(result.mfu_peak_tflops or 0)} TFLOP/s {result.mfu_peak_dtype} peak"
+        yield "MFU", f"{100 * result.mfu:.2f}", "%", f"useful compute against the {peak}"
+    if result.hfu is not None and result.hfu != result.mfu:
+        yield "HFU", f"{100 * result.hfu:.2f}", "%", "the same with recomputed work counted"
+    if result.days_per_1t_tokens is not None:
+        yield "time to train", number(result.days_per_1t_tokens), "days", "for 1T tokens at this throughput"
+    if result.peak_memory_gib is not None:
+        where = "process" if result.gpu == "cpu" else "device"
+        yield "peak memory", number(result.peak_memory_gib), "GiB", f"highest {where} memory in use"
+    if result.loss_first is not None and result.loss_last is not None:
+        yield "loss", number(result.loss_last), "", f"at step {result.steps_done}, from {number(result.loss_first)}"
+
+
+def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
+    rates = (
+        ("requests", result.request_throughput, "requests/s", "finished over the span of the run"),
+        ("output", result.output_tokens_per_s, "tokens/s", "generated, all GPUs together"),
+        ("output per GPU", result.output_tokens_per_s_per_gpu, "tokens/s", "the same for one GPU"),
+        ("input and output", result.total_tokens_per_s, "tokens/s", "read and generated"),
+    )
+    for name, value, unit, said in rates:
+        if value is not None:
+            yield name, number(value), unit, said
+    latencies = (
+        ("TTFT", result.ttft_ms, "from arrival to the first token"),
+        ("TPOT", result.tpot_ms, "per output token after the first"),
+        ("ITL", result.itl_ms, "between two tokens as they arrive"),
+        ("end to end", result.e2e_ms, "from arrival to the last token"),
+    )
+    for name, values, said in latencies:
+        for statistic, value in (values or {}).items():
+            yield f"{name} {statistic}", number(value), "ms", said
+
+
+def _collectives(result: Result) -> str:
+    header = ("operation", "calls", "bytes", "datatype", "ranks")
+    return render(header, [(c.operation, f"{c.calls:,}", _bytes(c.bytes), c.datatype, c.ranks) for c in result.collectives])
+
+
+def _bytes(count: int | None) -> str | None:
+    return None if count is None else f"{count:,}"

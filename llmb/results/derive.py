@@ -1,0 +1,169 @@
+"""Events and a configuration to a Result: the one place where figures are derived and warm-up is left out.
+
+    result = derive(config, read(run.events(0)))
+
+A foreign log has no configuration: what cannot be known without one stays null.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from llmb import costs, hardware, metrics
+from llmb.events import CollectiveSeen, Event, LogProblem, RequestDone, RunEnded, RunStarted, ServingSummary, StepDone
+from llmb.results.result import Collective, Comparison, Result
+from llmb.results.serving import serving_fields, summary_fields
+from llmb.results.warnings import cautions
+from llmb.spec import Inference, RunConfig, Status, Training
+
+DEFAULT_WINDOW = (35, 44)  # what readers of NVIDIA's recipes expect of a 50-step log
+
+
+def derive(
+    config: RunConfig | None, events: Iterable[Event], name: str = "", window: tuple[int, int] | None = None
+) -> Result:
+    """The Result of one run."""
+    seen = list(events)
+    steps = _steps(seen)
+    status, reason = _status(seen, steps, config)
+    fields: dict = {"name": config.name if config else name, "status": status, "reason": reason}
+    fields |= _identity(config, seen)
+    if steps:
+        chosen = _window(steps, config, window)
+        fields |= _training_fields(config, steps, chosen)
+    requests = [e for e in seen if isinstance(e, RequestDone)]
+    if requests:
+        fields |= serving_fields(requests, config.machine.gpus if config else None)
+    for event in seen:
+        if isinstance(event, ServingSummary):
+            fields |= summary_fields(event)
+    fields["collectives"] = tuple(Collective(**asdict(e)) for e in seen if isinstance(e, CollectiveSeen))
+    for event in seen:
+        if isinstance(event, LogProblem):
+            problems = fields.setdefault("log_problems", {})
+            problems[event.problem] = problems.get(event.problem, 0) + event.count
+    fields["reference"] = _compare_with_reference(config, fields)
+    return Result(**fields, warnings=cautions(config, fields, seen))
+
+
+def _steps(events: list[Event]) -> list[StepDone]:
+    """Rank 0's steps in order; of a repeated step (a resumed run) the last counts."""
+    by_step = {e.step: e for e in events if isinstance(e, StepDone) and e.rank == 0}
+    return [by_step[number] for number in sorted(by_step)]
+
+
+def _status(events: list[Event], steps: list[StepDone], config: RunConfig | None) -> tuple[Status, str | None]:
+    """The last RunEnded wins; without one the run was cut off. Success with steps missing is not success."""
+    ended = [e for e in events if isinstance(e, RunEnded)]
+    if not ended:
+        return "incomplete", "no end was recorded: the run was killed or is still going"
+    status, reason = ended[-1].status, ended[-1].reason
+    asked = _steps_asked(steps, config)
+    if status == "ok" and asked and (not steps or steps[-1].step < asked):
+        return "incomplete", f"{steps[-1].step if steps else 0} of {asked} steps are recorded"
+    return status, reason
+
+
+def _steps_asked(steps: list[StepDone], config: RunConfig | None) -> int | None:
+    if config is not None:
+        return None if isinstance(config.workload, Inference) else config.workload.steps
+    return next((s.steps for s in steps if s.steps), None)
+
+
+def _identity(config: RunConfig | None, events: list[Event]) -> dict:
+    """What produced the figures."""
+    found: dict = {}
+    start = next((e for e in events if isinstance(e, RunStarted) and e.rank == 0), None)
+    if start is not None:
+        found |= {"started": start.time, "gpu_name": start.gpu_name, "host": start.host}
+        found |= {"commit": start.commit, "versions": start.versions}
+    if config is not None:
+        found |= {"target": config.target, "size": config.size, "dtype": config.precision.dtype}
+        found |= {"gpu": config.machine.gpu, "gpus": config.machine.gpus, "engine": config.engine}
+        found |= {"proxy": config.proxy, "overrides": tuple(asdict(o) for o in config.overrides)}
+    return found
+
+
+def _window(
+    steps: list[StepDone], config: RunConfig | None, window: tuple[int, int] | None
+) -> tuple[int, int]:
+    """First and last step that count; a shorter foreign log is measured over its second half."""
+    if window is not None:
+        return window
+    if config is not None and not isinstance(config.workload, Inference):
+        return config.workload.window
+    last = next((s.steps for s in steps if s.steps), steps[-1].step)
+    return DEFAULT_WINDOW if last >= DEFAULT_WINDOW[1] else (last // 2 + 1, last)
+
+
+def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tuple[int, int]) -> dict:
+    measured = [s for s in steps if window[0] <= s.step <= window[1] and not s.warmup]
+    statistics = metrics.describe([s.seconds for s in measured if s.seconds is not None])
+    losses = [s.loss for s in steps if s.loss is not None]
+    memory = [s.memory_bytes for s in steps if s.memory_bytes is not None]
+    fields: dict = {
+        "step_time_s": statistics,
+        "window": window,
+        "steps_done": steps[-1].step,
+        "steps_asked": _steps_asked(steps, config),
+        "peak_memory_gib": max(memory) / hardware.GIB if memory else None,
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
+    }
+    tokens = {s.tokens for s in measured if s.tokens is not None}
+    if statistics is not None and len(tokens) == 1:
+        fields["tokens_per_s"] = next(iter(tokens)) / statistics.median
+        fields["days_per_1t_tokens"] = metrics.days_to_train(1e12, fields["tokens_per_s"])
+    reported = metrics.describe([s.reported_tflops_per_gpu for s in measured if s.reported_tflops_per_gpu is not None])
+    if reported is not None:
+        fields |= {"tflops_per_gpu": reported.median, "tflops_source": "reported by the engine"}
+    rate = metrics.describe(
+        [s.reported_tokens_per_s_per_gpu for s in measured if s.reported_tokens_per_s_per_gpu is not None]
+    )
+    if rate is not None:
+        fields["tokens_per_s_per_gpu"] = rate.median
+    if config is not None and statistics is not None:
+        fields |= _utilisation(config, statistics.median, fields)
+    return fields
+
+
+def _utilisation(config: RunConfig, step_time_s: float, fields: dict) -> dict:
+    """TFLOP/s, MFU and HFU by our own count of model FLOPs, against the peak of the dtype in use."""
+    gpus, dtype, work = config.machine.gpus, config.precision.dtype, config.workload
+    found: dict = {}
+    if fields.get("tokens_per_s"):
+        found["tokens_per_s_per_gpu"] = fields["tokens_per_s"] / gpus
+    sequences = fields["tokens_per_s"] * step_time_s / work.seqlen if fields.get("tokens_per_s") else None  # type: ignore[union-attr]
+    if sequences is None or isinstance(work, Inference):
+        return found
+    flops = costs.train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
+    tflops = metrics.tflops_per_gpu(flops * sequences, step_time_s, gpus)
+    peak = hardware.peak_flops(config.machine.gpu, dtype)
+    found |= {"tflops_per_gpu": tflops, "tflops_source": "model FLOPs", "mfu_convention": config.flops_convention}
+    found |= {"mfu": metrics.mfu(tflops, peak) if tflops is not None else None}
+    if peak is not None:
+        found |= {"mfu_peak_tflops": peak / hardware.TERA, "mfu_peak_dtype": dtype}
+        if isinstance(work, Training):
+            done = costs.hardware_flops_per_sequence(
+                config.model, work.seqlen, config.flops_convention, work.recompute_layers
+            )
+            worked = metrics.tflops_per_gpu(done * sequences, step_time_s, gpus)
+            found["hfu"] = metrics.mfu(worked, peak) if worked is not None else None
+    return found
+
+
+def _compare_with_reference(config: RunConfig | None, fields: dict) -> Comparison | None:
+    """Measured against published: the step time where it is printed, the rate otherwise. Never for a stand-in."""
+    if config is None or config.reference is None or config.proxy or fields["status"] != "ok":
+        return None
+    ref, step = config.reference, fields.get("step_time_s")
+    if ref.step_time_s is not None and step is not None:
+        ratio = ref.step_time_s / step.median
+        return Comparison(
+            metric="step_time_s", value=ref.step_time_s, measured=step.median, ratio=ratio, source=ref.source
+        )
+    for metric in ("tokens_per_s", "tflops_per_gpu"):
+        published, measured = getattr(ref, metric), fields.get(metric)
+        if published and measured:
+            ratio = measured / published
+            return Comparison(metric=metric, value=published, measured=measured, ratio=ratio, source=ref.source)
+    return None

@@ -1,0 +1,50 @@
+"""The closed list of warnings a Result may carry, each with what to do next."""
+
+from collections.abc import Iterable
+
+from llmb.events import Event, RunStarted
+from llmb.hardware import recognise
+from llmb.results.result import Caution
+from llmb.spec import RunConfig
+
+NOISE_LIMIT = 0.05  # standard deviation over median
+FEW_SAMPLES = 5
+
+
+def cautions(config: RunConfig | None, fields: dict, events: Iterable[Event]) -> tuple[Caution, ...]:
+    """Every warning that applies, in a fixed order."""
+    found = [*_about_samples(fields), *_about_config(config, fields)]
+    start = next((e for e in events if isinstance(e, RunStarted)), None)
+    if config is not None and start is not None:
+        found += _about_machine(config, start)
+    return tuple(Caution(code=code, text=text) for code, text in found)
+
+
+def _about_samples(fields: dict) -> Iterable[tuple[str, str]]:
+    steps = fields.get("step_time_s")
+    if steps is None:
+        return
+    if steps.n < FEW_SAMPLES:
+        yield "FEW_SAMPLES", f"only {steps.n} steps were measured; run more steps (--set steps=50)"
+    elif steps.std is not None and steps.median and steps.std / steps.median > NOISE_LIMIT:
+        share = 100 * steps.std / steps.median
+        yield "NOISY_STEPS", f"step times vary by {share:.0f} %; look for other work on the machine, or run more steps"
+
+
+def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str, str]]:
+    if config is None:
+        return
+    if config.proxy:
+        yield "PROXY", "a stand-in for the model; do not compare it with published results or scale it up"
+    if config.profile.profile or config.profile.nccl_trace:
+        yield "PROFILER_ON", "tracing slows a run; take the figures from a run without it"
+    if fields.get("tflops_per_gpu") is not None and fields.get("mfu") is None:
+        yield "NO_PEAK", f"no published {config.precision.dtype} peak for {config.machine.gpu}: MFU is not given"
+
+
+def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, str]]:
+    if config.machine.gpu == "cpu" or start.gpu_name is None:
+        return
+    if recognise(start.gpu_name) != config.machine.gpu:
+        asked = config.machine.gpu
+        yield "OTHER_GPU", f"ran on {start.gpu_name}, not on {asked}: MFU and references are for {asked}; fix --gpu-type"

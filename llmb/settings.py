@@ -1,0 +1,145 @@
+"""Settings a user asks for on top of a recipe row: from the environment, `--set`, or a sweep file.
+
+Each names a field of spec.py. The environment variables of NVIDIA's recipes keep their names here; anything that would
+have no effect is refused later, in resolve.py, never ignored.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from llmb.errors import ConfigError, UnknownName
+
+# Environment variable -> field. The first four choose the row; the others change it.
+SELECTOR_VARIABLES = {"MODEL_SIZE": "size", "DTYPE": "dtype", "JOB_TOTAL_GPUS": "gpus", "GPU_TYPE": "gpu"}
+VARIABLES = {
+    "MODE": "mode",
+    "USE_CASE": "use_case",
+    "MAX_BATCH_SIZE": "max_batch_size",
+    "MAX_NUM_TOKENS": "max_num_tokens",
+    "CONCURRENCY": "concurrency",
+    "NUM_REQUESTS": "num_requests",
+    "KV_CACHE_FRACTION": "kv_fraction",
+    "STREAMING": "streaming",
+    "ENABLE_CHUNKED_PREFILL": "chunked_prefill",
+    "TP": "tp",
+    "PP": "pp",
+    "CP": "cp",
+    "EP": "ep",
+    "ETP": "etp",
+    "VP": "vp",
+    "MBS": "mbs",
+    "GBS": "gbs",
+    "SEQ_LEN": "seqlen",
+    "MAX_STEPS": "steps",
+    "CUDA_GRAPH": "cuda_graphs",
+    "ENABLE_PROFILE": "profile",
+    "PROFILE_START": "profile_start",
+    "PROFILE_END": "profile_stop",
+    "PROFILE_START_STEP": "profile_start",
+    "PROFILE_STOP_STEP": "profile_stop",
+    "RUN_CONF_PROFILE_START_STEP": "profile_start",
+    "RUN_CONF_PROFILE_STOP_STEP": "profile_stop",
+    "ENABLE_GPU_METRICS": "gpu_metrics",
+    "ENABLE_NCCLTRACE": "nccl_trace",
+    "TIME_LIMIT": "time_limit_s",
+    "SBATCH_TIMELIMIT": "time_limit_s",
+    "ADDITIONAL_SLURM_PARAMS": "slurm_params",
+}
+TRUE, FALSE, NONE = ("true", "1", "yes", "on"), ("false", "0", "no", "off"), ("none", "null", "na")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One wish: a field, its value (text until the field's type is known) and who asked."""
+
+    field: str
+    value: Any
+    source: str
+
+
+def from_environment(environ: Mapping[str, str]) -> list[Setting]:
+    """Every known variable that is set; an empty one counts as unset."""
+    found = []
+    for variable, field in VARIABLES.items():
+        text = environ.get(variable, "")
+        if not text:
+            continue
+        if field == "use_case":
+            found += use_case(text, f"environment {variable}")
+        else:
+            found.append(Setting(field=field, value=text, source=f"environment {variable}"))
+    return found
+
+
+def use_case(text: str, source: str) -> list[Setting]:
+    """`chat:128/128` (or plain `chat`) as settings of use case, input and output length."""
+    name, colon, lengths = text.partition(":")
+    wishes = [Setting(field="use_case", value=name, source=source)]
+    if colon:
+        isl, slash, osl = lengths.partition("/")
+        if not (slash and isl.isdigit() and osl.isdigit()):
+            raise ConfigError(f"{source}: expected NAME:INPUT/OUTPUT such as chat:128/128, got {text!r}")
+        wishes += [Setting(field=f, value=v, source=source) for f, v in (("isl", isl), ("osl", osl))]
+    return wishes
+
+
+def from_arguments(pairs: list[str]) -> list[Setting]:
+    """`--set field=value` as given; `parallel.tp` is the same as `tp`."""
+    wishes: list[Setting] = []
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set: expected field=value, got {pair!r}")
+        section, dot, field = name.partition(".")
+        wishes += (
+            use_case(value, "--set")
+            if name.endswith("use_case")
+            else [Setting(field=name if section == "model" or not dot else field, value=value, source="--set")]
+        )
+    return wishes
+
+
+def typed(kind: Any, value: Any, where: str) -> Any:
+    """A wish's text as the field's type; values that already have a type pass through."""
+    if not isinstance(value, str):
+        return value
+    choices = [c for c in get_args(kind) if c is not type(None)] if get_origin(kind) is not Literal else []
+    optional = type(None) in get_args(kind)
+    text = value.strip()
+    if optional and text.lower() in NONE:
+        return None
+    if get_origin(kind) is tuple:
+        return _typed_tuple(kind, text, where)
+    target = choices[0] if optional and choices else kind
+    if get_origin(target) is Literal or target is str:
+        return text
+    if target is bool:
+        if text.lower() in TRUE + FALSE:
+            return text.lower() in TRUE
+        raise UnknownName(f"value for {where}:", text, ("true", "false"))
+    if where.endswith("time_limit_s") and ":" in text:
+        return seconds(text, where)
+    try:
+        return target(text)
+    except (ValueError, TypeError) as error:
+        words = {int: "a whole number", float: "a number"}
+        raise ConfigError(f"{where}: expected {words.get(target, target)}, got {text!r}") from error
+
+
+def _typed_tuple(kind: Any, text: str, where: str) -> list[Any]:
+    item = get_args(kind)[0]
+    parts = text.replace("-", ",").split(",") if item is int else [part for part in text.split(";") if part]
+    return [typed(item, part, where) for part in parts]
+
+
+def seconds(text: str, where: str) -> int:
+    """Slurm's HH:MM:SS, MM:SS or D-HH:MM:SS in seconds."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(p.isdigit() for p in parts) or len(parts) > 3 or (dash and not days.isdigit()):
+        raise ConfigError(f"{where}: expected HH:MM:SS, got {text!r}")
+    total = 0
+    for part in parts:
+        total = total * 60 + int(part)
+    return total + 86400 * int(days or 0)

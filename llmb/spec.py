@@ -1,0 +1,256 @@
+"""The nouns every part of llmb shares, frozen: Machine Model Parallel Precision Workload RunConfig.
+
+Field names are the one vocabulary of the whole tool: a recipe row, `--set tp=4`, a sweep's `params` and an environment
+variable (`TP=4`) all name a field as it is named here. Names are unique across the sections of a RunConfig.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek"]
+Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]
+STATUSES: tuple[Status, ...] = ("ok", "failed", "oom", "timeout", "incomplete", "diverged")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the run occupies."""
+
+    gpu: str  # a key of hardware.GPUS
+    gpus: int  # in all; one rank each
+    gpus_per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.gpus_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding and how it is stretched."""
+
+    theta: float = 500_000.0
+    scaling: Literal["none", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_tokens: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of gated MLPs in place of the dense one."""
+
+    count: int
+    top_k: int
+    ffn: int  # width of one expert
+    shared: int = 0  # experts every token visits
+    dense_layers: int = 0  # leading layers that keep the dense MLP
+    groups: int = 1  # experts are chosen from `top_groups` of these
+    top_groups: int = 1
+    score: Literal["softmax", "sigmoid"] = "softmax"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention: low-rank queries, keys and values."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int  # per head, without position
+    rope_dim: int  # per head, with position; shared among heads for keys
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba:
+    """A Mamba-2 mixer; its inner width is heads * head_dim."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    chunk: int
+    conv: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """An architecture in numbers."""
+
+    name: str
+    architecture: Architecture
+    layers: int
+    hidden: int
+    ffn: int  # width of the dense MLP
+    gated: bool = True  # three matrices (gate, up, down) instead of two
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied_embeddings: bool = False
+    norm_eps: float = 1e-5
+    rope: Rope = Rope()
+    pattern: str | None = None  # hybrids, one letter a layer: M mamba, * attention, - MLP
+    experts: Experts | None = None
+    latent: Latent | None = None
+    mamba: Mamba | None = None
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """How many of each kind of block the stack holds."""
+        if self.pattern is not None:
+            counts = {"mamba": self.pattern.count("M"), "mlp": self.pattern.count("-")}
+            return counts | {"attention": self.pattern.count("*")}
+        dense = self.experts.dense_layers if self.experts else self.layers
+        attention = "latent_attention" if self.latent else "attention"
+        return {attention: self.layers, "mlp": dense, "experts": self.layers - dense}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How the work is spread over ranks; every degree counts ranks, 1 means not split."""
+
+    dp: int = 1  # data: replicas that see different sequences
+    fsdp: bool = False  # parameters, gradients and optimizer state sharded over dp
+    tp: int = 1  # tensor
+    pp: int = 1  # pipeline
+    cp: int = 1  # context: one sequence over several ranks
+    ep: int = 1  # experts
+    etp: int = 1  # tensor, inside experts
+    vp: int | None = None  # virtual pipeline stages a rank; none without interleaving
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The number format of matrix products, and of the KV cache where there is one."""
+
+    dtype: Literal["fp32", "bf16", "fp8", "nvfp4"]
+    kv_dtype: Literal["bf16", "fp8"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Optimizer steps over synthetic tokens or a token file."""
+
+    kind: Literal["training"] = "training"
+    seqlen: int  # tokens a sequence
+    mbs: int  # sequences a rank computes at once
+    gbs: int  # sequences an optimizer step sees in all
+    ga: int  # micro-batches a rank accumulates; gbs = mbs * ga * dp
+    steps: int = 50
+    window: tuple[int, int] = (35, 44)  # steps that count, first and last, from 1; those before are warm-up
+    recompute_layers: int = 0
+    offload_layers: int = 0
+    cuda_graphs: bool = False
+    lr: float = 3e-4
+    seed: int = 1234
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inference:
+    """Requests of given lengths, as many as fit at once or one by one."""
+
+    kind: Literal["inference"] = "inference"
+    mode: Literal["max_throughput", "min_latency"]
+    use_case: str  # reasoning, chat, summarization, generation
+    isl: int  # input tokens a request
+    osl: int  # output tokens a request
+    max_batch_size: int
+    concurrency: int  # requests in flight
+    max_num_tokens: int  # tokens one engine step may process
+    kv_fraction: float  # of the memory left after the weights
+    num_requests: int
+    streaming: bool = True
+    chunked_prefill: bool = True
+    attention_dp: bool = False  # attention replicated, each rank with its own requests
+    seed: int = 1234
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfCore:
+    """Training on one GPU with state and activations in host memory."""
+
+    kind: Literal["outofcore"] = "outofcore"
+    seqlen: int
+    host_gib: float
+    device_gib: float
+    gbs: int | None = None  # sequences an optimizer step; none: chosen by the plan
+    steps: int = 7
+    window: tuple[int, int] = (3, 7)
+    lr: float = 3e-4
+    seed: int = 1234
+
+
+Workload = Training | Inference | OutOfCore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What is traced, and when."""
+
+    profile: bool = False
+    profile_start: int = 45  # first step profiled
+    profile_stop: int = 50  # profiling stops before this step
+    gpu_metrics: bool = False
+    nccl_trace: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the run may take, and extra wishes for the scheduler."""
+
+    time_limit_s: int = 1800
+    slurm_params: tuple[str, ...] = ()  # key=value or a bare flag, as sbatch names them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A published result of this very configuration. Null: the source does not print it."""
+
+    source: str
+    step_time_s: float | None = None
+    tokens_per_s: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu_percent: float | None = None
+    days_per_1t_tokens: float | None = None
+    plan: dict[str, Any] | None = None  # a published automatic configuration, by its printed names
+    note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """One departure from the recipe row, and who asked for it."""
+
+    field: str
+    value: Any
+    replaced: Any
+    source: str  # "environment MAX_BATCH_SIZE", "--set", "file sweep.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything an engine needs, complete, with the recipe row it came from and every override made to it."""
+
+    schema: int = 1
+    name: str  # spells the configuration; also the folder's name
+    target: str  # the workload's key: pretrain_llama3.1
+    size: str  # 8b
+    engine: str = "native"
+    proxy: str | None = None  # how the model was altered so that it fits; such a run has no reference
+    flops_convention: Literal["causal", "full"] = "causal"
+    machine: Machine
+    model: Model
+    parallel: Parallel
+    precision: Precision
+    workload: Workload
+    profile: Profile = Profile()
+    limits: Limits = Limits()
+    environment: dict[str, str] = field(default_factory=dict)  # for the ranks; secrets are masked here
+    recipe_row: dict[str, Any] = field(default_factory=dict)  # as the recipe prints it
+    overrides: tuple[Override, ...] = ()
+    reference: Reference | None = None

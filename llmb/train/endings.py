@@ -1,0 +1,57 @@
+"""Every way a run can end by itself: its status, its reason and the exit code.
+
+    ok          all steps done                                              0
+    failed      the request is wrong (one line on stderr)                   1
+    oom         memory ran out; the reason gives the peak and some advice   2
+    diverged    the loss or the gradient norm is no longer a number         2
+    failed      anything else (traceback on stderr)                         2
+
+Signals are in `signals.py`. A process killed outright writes no end; its steps are in the file.
+"""
+
+import sys
+import traceback
+from dataclasses import dataclass
+
+from llmb.errors import LlmbError
+from llmb.spec import Status
+
+
+class Diverged(Exception):
+    """The loss or the gradient norm is no longer a number; more steps would measure nothing."""
+
+
+class OutOfMemory(Exception):
+    """Memory ran out; the text says how far it went and what to change."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What the last event says, and what the process returns."""
+
+    status: Status
+    reason: str | None
+    exit_code: int
+
+
+def ending(error: Exception | None) -> Ending:
+    """How a run ends that raised this, or nothing."""
+    match error:
+        case None:
+            return Ending("ok", None, 0)
+        case LlmbError():
+            return Ending("failed", str(error), error.exit_code)
+        case OutOfMemory():
+            return Ending("oom", str(error), 2)
+        case Diverged():
+            return Ending("diverged", str(error), 2)
+        case _:
+            return Ending("failed", traceback.format_exception_only(error)[-1].strip(), 2)
+
+
+def explain(error: Exception) -> None:
+    """On stderr: one line for an end that has a name, the traceback for one that has none."""
+    if isinstance(error, (LlmbError, OutOfMemory, Diverged)):
+        print(f"llmb.train: {error}", file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)

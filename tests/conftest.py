@@ -1,0 +1,38 @@
+"""Every test starts with a clean environment: no recipe variable, no proxy, its own $LLMB_INSTALL."""
+
+import os
+import sys
+
+import pytest
+
+from llmb.recipes.recipe import load_all, shipped
+from llmb.settings import SELECTOR_VARIABLES, VARIABLES
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path):
+    for variable in (*VARIABLES, *SELECTOR_VARIABLES, "HF_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("LLMB_INSTALL", str(tmp_path / "llmb"))
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"])
+
+
+@pytest.fixture(scope="session")
+def recipes():
+    return load_all([shipped()])
+
+
+@pytest.fixture
+def llmb_run(capsys):
+    """Runs a command line in this process; gives exit code, stdout and stderr."""
+    from llmb.cli.run import main
+
+    def call(*arguments: str):
+        try:
+            code = main([str(a) for a in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call

@@ -1,0 +1,177 @@
+"""The training engine on a real GPU: the same numbers as on the CPU, the fast attention, the ends that need a GPU."""
+
+import copy
+import json
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llmb.events import RunEnded, StepDone, read
+from llmb.models.architectures import build_model
+from llmb.models.blocks import attention_backends, causal_attention
+from llmb.plain import to_plain
+from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.train.__main__ import run
+from llmb.train.loop import Job, train_step
+from llmb.train.mesh import Mesh
+from llmb.train.optimizer import make_optimizer
+from llmb.train.parallelize import ready_model
+from llmb.train.precision import compute_in_bf16
+from llmb.train.record import Record
+from llmb.train.tokens import synthetic_tokens
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SMALL = Model(
+    name="small", architecture="llama", layers=2, hidden=256, ffn=512, heads=4, kv_heads=2, head_dim=64, vocab=1000
+)
+TWO_LAYERS_OF_8B = Model(
+    name="8b of 2 layers",
+    architecture="llama",
+    layers=2,
+    hidden=4096,
+    ffn=14336,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+)
+CONFIG = RunConfig(
+    name="gpu",
+    target="pretrain_llama3.1",
+    size="8b",
+    proxy="2 of 32 layers",
+    machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
+    model=TWO_LAYERS_OF_8B,
+    parallel=Parallel(),
+    precision=Precision(dtype="bf16"),
+    workload=Training(seqlen=8192, mbs=1, gbs=2, ga=2, steps=4, window=(3, 4)),
+)
+
+
+def steps_and_end(config: RunConfig, folder: Path) -> tuple[list[StepDone], RunEnded]:
+    (folder / "config.json").write_text(json.dumps(to_plain(config)))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run(folder / "config.json", Record(folder, 0))
+    events = list(read(folder / "events.rank0.jsonl"))
+    assert isinstance(events[-1], RunEnded)
+    return [e for e in events if isinstance(e, StepDone)], events[-1]
+
+
+def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu() -> None:
+    exact = build_model(SMALL)
+    exact.init_weights(torch.Generator().manual_seed(4))
+    rounded = copy.deepcopy(exact).to(GPU)
+    compute_in_bf16(rounded)
+    tokens = synthetic_tokens(1, 0, (2, 257), SMALL.vocab, CPU)
+    losses = []
+    for network, device in ((exact, CPU), (rounded, GPU)):
+        here = tokens.to(device)
+        loss = network(here[:, :-1], here[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    expected = dict(exact.named_parameters())
+    for name, parameter in rounded.named_parameters():
+        error = (parameter.grad.cpu() - expected[name].grad).norm() / expected[name].grad.norm()
+        assert error < 0.03, f"{name}: {error:.3f}"
+
+
+def test_fp32_on_the_gpu_agrees_with_the_cpu_closely() -> None:
+    here = build_model(SMALL)
+    here.init_weights(torch.Generator().manual_seed(4))
+    there = copy.deepcopy(here).to(GPU)
+    tokens = synthetic_tokens(1, 0, (2, 257), SMALL.vocab, CPU)
+    loss_here = here(tokens[:, :-1], tokens[:, 1:])
+    tokens = tokens.to(GPU)
+    assert there(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(loss_here.item(), rel=1e-5)
+
+
+def test_tokens_are_the_same_on_both() -> None:
+    here, there = (synthetic_tokens(1234, 99, (4, 8193), 128256, device) for device in (CPU, GPU))
+    assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="older than Hopper"
+)
+def test_cudnn_takes_grouped_attention_forward_and_backward() -> None:
+    assert attention_backends(GPU)[0] is SDPBackend.CUDNN_ATTENTION
+    generator = torch.Generator(GPU).manual_seed(5)
+    q, k, v = (
+        torch.randn(1, 512, heads, 128, device=GPU, generator=generator).transpose(1, 2).requires_grad_()
+        for heads in (32, 8, 8)
+    )
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    wanted = torch.autograd.grad(exact.square().sum(), (q, k, v))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fast = causal_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+        given = torch.autograd.grad(fast.float().square().sum(), (q, k, v))
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_cudnn_attention" in names
+    for ours, theirs in zip((fast, *given), (exact, *wanted), strict=True):
+        assert (ours.float() - theirs).norm() / theirs.norm() < 0.02
+
+
+def test_layers_of_8b_train(tmp_path: Path) -> None:
+    steps, ended = steps_and_end(CONFIG, tmp_path)
+    assert (ended.status, ended.reason) == ("ok", None)
+    assert len(steps) == 4
+    # Logits start as random numbers of variance 4096 * 0.02^2, which costs half of that above chance.
+    assert steps[0].loss == pytest.approx(math.log(128256) + 4096 * 0.02**2 / 2, rel=0.01)
+    assert steps[-1].loss < steps[0].loss
+    parameters = sum(p.numel() for p in _on_meta(TWO_LAYERS_OF_8B).parameters())
+    assert 16 * parameters < steps[-1].memory_bytes < 16 * parameters + 20 * 2**30
+
+
+def test_recomputation_saves_memory_and_keeps_the_loss(tmp_path: Path) -> None:
+    peaks, losses = [], []
+    for layers in (0, 2):
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        work = replace(CONFIG.workload, recompute_layers=layers, mbs=2, gbs=2, ga=1, steps=2)
+        steps, ended = steps_and_end(replace(CONFIG, workload=work), folder)
+        assert ended.status == "ok"
+        peaks.append(steps[-1].memory_bytes)
+        losses.append([s.loss for s in steps])
+    assert peaks[1] < peaks[0] - 2**30
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_running_out_of_memory_has_a_name(tmp_path: Path) -> None:
+    work = replace(CONFIG.workload, mbs=256, gbs=256, ga=1)
+    steps, ended = steps_and_end(replace(CONFIG, workload=work), tmp_path)
+    assert not steps
+    assert ended.status == "oom"
+    assert "raise recompute_layers (now 0 of 2)" in ended.reason
+
+
+def test_a_step_waits_for_the_device_once() -> None:
+    work = replace(CONFIG.workload, seqlen=256)
+    config = replace(CONFIG, model=SMALL, workload=work)
+    job = Job(config, work, Mesh(0, 1, GPU))
+    model = ready_model(config, work, job.mesh)
+    optimizer = make_optimizer(model.parameters(), work.lr)
+    train_step(job, model, optimizer, 1)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train_step(job, model, optimizer, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in caught if "synchronizing" in str(w.message)]
+    assert len(waits) == 1, waits
+
+
+def _on_meta(model: Model) -> torch.nn.Module:
+    with torch.device("meta"):
+        return build_model(model)

@@ -1,0 +1,87 @@
+"""What the parity with transformers does not show: the chunked loss, initial weights, refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmb.errors import ConfigError
+from llmb.models.architectures import build_model
+from llmb.models.loss import chunked_cross_entropy
+from llmb.spec import Experts, Model, Rope
+
+MODEL = Model(
+    name="small", architecture="llama", layers=3, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=101
+)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 20, 64])
+def test_chunked_loss_equals_the_whole(chunk: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(20, 16, generator=generator, requires_grad=True)
+    weight = torch.randn(50, 16, generator=generator, requires_grad=True)
+    labels = torch.randint(50, (20,), generator=generator)
+    whole = F.cross_entropy(hidden @ weight.T, labels)
+    expected = torch.autograd.grad(3.0 * whole, (hidden, weight))
+    loss = chunked_cross_entropy(hidden, weight, labels, chunk)
+    torch.testing.assert_close(loss, whole)
+    for ours, theirs in zip(torch.autograd.grad(3.0 * loss, (hidden, weight)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_chunked_loss_refuses_a_second_backward_pass() -> None:
+    hidden = torch.randn(4, 8, requires_grad=True)
+    loss = chunked_cross_entropy(hidden, torch.randn(9, 8, requires_grad=True), torch.arange(4))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_chunked_loss_in_bf16_accumulates_the_head_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(256, 16, generator=generator)
+    weight = torch.randn(50, 16, generator=generator, requires_grad=True)
+    labels = torch.randint(50, (256,), generator=generator)
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels), weight)
+    (ours,) = torch.autograd.grad(chunked_cross_entropy(hidden.bfloat16(), weight, labels, 8), weight)
+    assert ours.dtype == torch.float32
+    assert (ours - expected).norm() / expected.norm() < 2e-2
+
+
+def test_a_token_sees_only_those_before_it() -> None:
+    network = build_model(MODEL)
+    network.init_weights(torch.Generator().manual_seed(1))
+    tokens = torch.arange(40)[None]
+    later = tokens.clone()
+    later[0, 25] = 99
+    change = (network(tokens) - network(later)).abs().amax(-1)[0]
+    assert change[:25].max() == 0
+    assert change[25:].min() > 0
+
+
+def test_initial_weights_follow_the_seed_and_the_loss_starts_at_chance() -> None:
+    network = build_model(MODEL)
+    network.init_weights(torch.Generator().manual_seed(1))
+    first = {name: weight.clone() for name, weight in network.state_dict().items()}
+    network.init_weights(torch.Generator().manual_seed(1))
+    assert all(torch.equal(weight, first[name]) for name, weight in network.state_dict().items())
+    tokens = torch.arange(90)[None]
+    loss = network(tokens[:, :-1], tokens[:, 1:]).item()
+    assert loss == pytest.approx(torch.tensor(MODEL.vocab).log().item(), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architecture": "grok1"}, "'grok1' is not built yet; those which are: llama"),
+        ({"experts": Experts(count=4, top_k=2, ffn=8)}, "not experts"),
+        ({"gated": False}, "not gated=false"),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
+        ({"head_dim": 7}, "must be even"),
+        ({"rope": Rope(scaling="yarn")}, "choices are: none, llama3"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(replace(MODEL, **change))

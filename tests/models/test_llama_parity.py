@@ -1,0 +1,119 @@
+"""Llama against `transformers`: the same weights must give the same logits, loss and gradients."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from llmb.models.architectures import build_model
+from llmb.models.llama import Llama
+from llmb.spec import Model, Rope
+
+TOLERANCE = 1e-5  # relative to the largest value of each tensor, fp32
+
+SMALL = {"architecture": "llama", "layers": 2, "hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
+MODELS = [
+    Model(name="multi-head", heads=4, kv_heads=4, rope=Rope(theta=10_000.0), **SMALL),
+    Model(name="grouped", heads=4, kv_heads=2, norm_eps=1e-6, **SMALL),
+    Model(name="one-kv-head-tied", heads=6, kv_heads=1, tied_embeddings=True, **SMALL),
+    Model(
+        name="llama3-scaling",
+        heads=4,
+        kv_heads=2,
+        # So short an original context that all three ranges of frequencies occur among the 8 pairs of a head.
+        rope=Rope(scaling="llama3", factor=8.0, original_tokens=64, low_freq_factor=1.0, high_freq_factor=4.0),
+        **SMALL,
+    ),
+]
+
+
+def reference(model: Model) -> LlamaForCausalLM:
+    rope = {"rope_type": "default", "rope_theta": model.rope.theta}
+    if model.rope.scaling == "llama3":
+        rope |= {
+            "rope_type": "llama3",
+            "factor": model.rope.factor,
+            "original_max_position_embeddings": model.rope.original_tokens,
+            "low_freq_factor": model.rope.low_freq_factor,
+            "high_freq_factor": model.rope.high_freq_factor,
+        }
+    config = LlamaConfig(
+        vocab_size=model.vocab,
+        hidden_size=model.hidden,
+        intermediate_size=model.ffn,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        rms_norm_eps=model.norm_eps,
+        tie_word_embeddings=model.tied_embeddings,
+        rope_parameters=rope,
+        max_position_embeddings=512,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(7)
+    network = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in network.parameters():  # large enough that every part of the network matters, norms included
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
+    return network
+
+
+def reference_name(name: str) -> str:
+    parts = {
+        "embedding.": "model.embed_tokens.",
+        "head.": "lm_head.",
+        "layers.": "model.layers.",
+        ".attention_norm.": ".input_layernorm.",
+        ".mlp_norm.": ".post_attention_layernorm.",
+        ".attention.": ".self_attn.",
+    }
+    parts |= {f".{one}.": f".{one}_proj." for one in ("q", "k", "v", "o", "gate", "up", "down")}
+    for ours, theirs in parts.items():
+        name = name.replace(ours, theirs)
+    return "model." + name if name.startswith("norm.") else name
+
+
+def copy_of(theirs: LlamaForCausalLM, model: Model) -> Llama:
+    ours = build_model(model)
+    weights = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(weights.pop(reference_name(name)))
+    assert not weights, "every weight of the reference has its place"
+    return ours
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
+    assert ours.shape == theirs.shape
+    assert theirs.abs().max() > 0, f"{what}: the reference is all zero, nothing is compared"
+    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    assert error < TOLERANCE, f"{what}: {error:.2e}"
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_logits_loss_and_every_gradient(model: Model) -> None:
+    theirs = reference(model)
+    ours = copy_of(theirs, model)
+    tokens = torch.randint(model.vocab, (3, 131), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+
+    their_logits = theirs(inputs, use_cache=False).logits
+    assert_near(ours(inputs), their_logits, "logits")
+    their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
+    our_loss = ours(inputs, labels)
+    assert_near(our_loss, their_loss, "loss")
+
+    their_loss.backward()
+    our_loss.backward()
+    weights = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert_near(parameter.grad, weights[reference_name(name)].grad, name)
+
+
+def test_scaling_changes_the_result() -> None:
+    plain, scaled = MODELS[1], MODELS[3]
+    ours = copy_of(reference(scaled), scaled)
+    unscaled = build_model(plain)
+    unscaled.load_state_dict(ours.state_dict())
+    tokens = torch.arange(97)[None]
+    assert (ours(tokens) - unscaled(tokens)).abs().max() > 1e-2

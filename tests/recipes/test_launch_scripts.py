@@ -1,0 +1,75 @@
+"""launch.sh of every recipe: defaults, the message for a missing variable, any folder, links, odd arguments."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from llmb.recipes.recipe import load_all, shipped
+
+RECIPES = load_all([shipped()])
+NEEDS_A_SCALE = ["pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1"]
+
+
+@pytest.fixture
+def launch(tmp_path: Path):
+    """Runs a launch.sh through a link, from another folder, with an llmb-run that prints its arguments."""
+    shown = tmp_path / "bin" / "llmb-run"
+    shown.parent.mkdir()
+    shown.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
+    shown.chmod(0o755)
+    elsewhere = tmp_path / "a folder"
+    elsewhere.mkdir()
+
+    def run(workload: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        link = elsewhere / "start here.sh"
+        link.unlink(missing_ok=True)
+        link.symlink_to(shipped() / workload / "launch.sh")
+        environ = {"PATH": f"{shown.parent}{os.pathsep}{os.environ['PATH']}", **variables}
+        return subprocess.run(
+            [link, *arguments], cwd=elsewhere, env=environ, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def submit(workload: str, size: str, dtype: str, scale: str, *more: str) -> list[str]:
+    return ["submit", "-w", workload, "-s", size, "--dtype", dtype, "--scale", scale, *more]
+
+
+@pytest.mark.parametrize("workload", RECIPES)
+def test_it_asks_for_the_recipes_defaults(launch, workload: str) -> None:
+    recipe = RECIPES[workload]
+    done = launch(workload, JOB_TOTAL_GPUS="32")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == submit(workload, recipe.default_size, recipe.default_dtype, "32")
+
+
+@pytest.mark.parametrize("workload", RECIPES)
+def test_variables_and_arguments_arrive_unbroken(launch, workload: str) -> None:
+    done = launch(workload, "--set", "a b=*", "", MODEL_SIZE="7b", DTYPE="bf16", JOB_TOTAL_GPUS="2")
+    assert done.stdout.splitlines() == submit(workload, "7b", "bf16", "2", "--set", "a b=*", "")
+
+
+@pytest.mark.parametrize("workload", NEEDS_A_SCALE)
+@pytest.mark.parametrize("variables", [{}, {"JOB_TOTAL_GPUS": ""}])
+def test_a_missing_scale_is_one_line_that_shows_how(launch, workload: str, variables: dict[str, str]) -> None:
+    done = launch(workload, **variables)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "JOB_TOTAL_GPUS: set the number of GPUs: JOB_TOTAL_GPUS=" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "scale"),
+    [("", "nvfp4", "4"), ("gb200", "nvfp4", "4"), ("h100", "fp8", "16"), ("H100", "fp8", "16")],
+)
+def test_deepseek_takes_what_the_gpu_can_hold(launch, gpu: str, dtype: str, scale: str) -> None:
+    done = launch("inference_deepseek-r1", GPU_TYPE=gpu)
+    assert done.stdout.splitlines() == submit("inference_deepseek-r1", "671b", dtype, scale)
+
+
+def test_out_of_core_is_for_one_gpu(launch) -> None:
+    done = launch("outofcore_llama3")
+    assert done.stdout.splitlines() == submit("outofcore_llama3", "8b", "bf16", "1")

@@ -1,0 +1,179 @@
+"""From recipe row to RunConfig: every row resolves, overrides are recorded, mistakes are one line."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmb.errors import ConfigError
+from llmb.recipes.recipe import expand_gpus, load_all, per_gpus, shipped
+from llmb.resolve import Request, resolve
+from llmb.settings import Setting, from_arguments, from_environment
+
+ALL = load_all([shipped()])
+ROWS = [
+    (recipe, row, dtype, gpus, proxy)
+    for recipe in ALL.values()
+    for proxy, rows in ((False, recipe.rows), (True, recipe.proxies))
+    for row in rows
+    for dtype in (row["dtype"] if isinstance(row["dtype"], list) else [row["dtype"]])
+    for gpus in expand_gpus(row["gpus"])
+]
+
+
+def wish(**fields):
+    return tuple(Setting(field=k, value=v, source="--set") for k, v in fields.items())
+
+
+def request(size="8b", dtype="fp8", gpus=8, gpu="h100", **more):
+    return Request(size=size, dtype=dtype, gpus=gpus, gpu=gpu, **more)
+
+
+@pytest.mark.parametrize(("recipe", "row", "dtype", "gpus", "proxy"), ROWS)
+def test_every_row_resolves_to_itself(recipe, row, dtype, gpus, proxy):
+    picks = wish(**{k: row[k] for k in ("mode", "use_case", "seqlen") if k in row})
+    config = resolve(
+        recipe, Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=row.get("gpu"), proxy=proxy, settings=picks)
+    )
+    assert config.recipe_row == row
+    assert config.machine.gpus == gpus == config.parallel.world_size
+    assert bool(config.proxy) == proxy
+    assert config.precision.dtype == dtype
+    for cell in ("tp", "pp", "cp", "vp", "ep", "etp", "fsdp"):
+        if cell in row:
+            assert getattr(config.parallel, cell) == row[cell]
+    if "dp" in row:
+        assert config.parallel.dp == per_gpus(row["dp"], gpus, "dp")
+    if "ga" in row:
+        assert config.workload.ga == row["ga"]
+    if "layers" in row:
+        assert config.model.layers == row["layers"]
+
+
+def test_overrides_are_recorded_with_what_they_replaced():
+    config = resolve(ALL["pretrain_llama3.1"], request(settings=wish(mbs="2", tp="2")))
+    assert (config.parallel.tp, config.parallel.dp, config.workload.ga) == (2, 4, 16)
+    assert [(o.field, o.replaced, o.value) for o in config.overrides] == [("mbs", 1, 2), ("tp", 1, 2)]
+
+
+def test_a_scale_above_the_range_continues_the_weak_scaling_and_says_so():
+    config = resolve(ALL["pretrain_llama3.1"], request(gpus=256))
+    assert config.workload.gbs == 256 * 16
+    assert "weak scaling" in config.overrides[0].source
+
+
+def test_a_short_run_measures_its_second_half():
+    config = resolve(ALL["pretrain_llama3.1"], request(settings=wish(steps="10")))
+    assert config.workload.window == (6, 10)
+
+
+def test_a_changed_model_is_a_proxy_without_reference():
+    config = resolve(ALL["pretrain_nemotronh"], request("56b", "fp8", 256))
+    assert config.reference is not None
+    assert config.reference.step_time_s == 15.892
+    altered = resolve(ALL["pretrain_llama3.1"], request(settings=wish(**{"model.layers": "2"})))
+    assert (altered.model.layers, altered.proxy, altered.reference) == (2, "model.layers=2", None)
+
+
+def test_a_changed_setting_has_no_reference_but_more_steps_do():
+    grok = ALL["pretrain_grok1"]
+    assert resolve(grok, request("314b", "bf16", 256, "gb200", settings=wish(mbs="2"))).reference is None
+    assert resolve(grok, request("314b", "bf16", 256, "gb200", settings=wish(steps="60"))).reference is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"size": "9b"}, "unknown size 8b 70b"),
+        ({"dtype": "int8"}, "unknown dtype fp8 bf16"),
+        ({"gpu": "h1000"}, "unknown GPU type h100"),
+        ({"gpus": 7}, "scale 7 is not listed 8, 16, 32"),
+        ({"settings": wish(tp="3")}, "tp 3 x pp 1 x cp 1 = 3 does not divide 8 GPUs tp could be 1, 2, 4, 8"),
+        ({"settings": wish(gbs="100")}, "gbs 100 is not a multiple of mbs 1 x dp 8 gbs could be 96 or 104"),
+        ({"settings": wish(paralel="3")}, "unknown field 'paralel'"),
+        ({"settings": wish(ep="2")}, "has no experts"),
+        ({"settings": wish(vp="2")}, "without pipeline parallelism"),
+        ({"settings": wish(mbs="two")}, "mbs: expected a whole number, got 'two'"),
+        ({"settings": wish(mbs="0")}, "mbs (--set): 0 is out of range at least 1"),
+        ({"settings": wish(cp="2", seqlen="8190")}, "seqlen 8190 is not a multiple of 2 x cp 2"),
+        ({"settings": wish(recompute_layers="99")}, "more than the 32 layers"),
+        ({"settings": wish(gpu_metrics="true")}, "no effect without profiling"),
+        ({"settings": wish(profile="true", nccl_trace="true")}, "exclude each other"),
+        ({"settings": wish(window="40-60")}, "ends after the last step, 50"),
+        ({"settings": wish(dp="4")}, "dp follows from the other settings"),
+        ({"settings": wish(kv_fraction="0.5")}, "unknown field"),
+        ({"settings": wish(lr="nan")}, "out of range"),
+        ({"settings": wish(**{"model.layerz": "2"})}, "did you mean layers"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_way_out(changes, said):
+    with pytest.raises(ConfigError) as caught:
+        resolve(ALL["pretrain_llama3.1"], request(**changes))
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in said.split("  "):
+        assert all(word in text for word in part.split()), text
+
+
+def test_an_environment_variable_without_effect_is_refused():
+    wishes = tuple(from_environment({"MODE": "max_throughput"}))
+    with pytest.raises(ConfigError, match="MODE is set but has no effect on pretrain_llama3.1"):
+        resolve(ALL["pretrain_llama3.1"], request(settings=wishes))
+
+
+def test_use_case_sets_lengths_and_time_limits_read_slurms_form():
+    wishes = tuple(from_environment({"USE_CASE": "chat:64/32", "SBATCH_TIMELIMIT": "1:40:00", "STREAMING": "off"}))
+    config = resolve(ALL["inference_deepseek-r1"], request("671b", "nvfp4", 4, "gb200", settings=wishes))
+    assert (config.workload.isl, config.workload.osl, config.workload.streaming) == (64, 32, False)
+    assert config.limits.time_limit_s == 6000
+    for bad in ("chat:64", "chat:a/b", "nap:1/2"):
+        with pytest.raises(ConfigError):
+            resolve(ALL["inference_deepseek-r1"], request("671b", "nvfp4", 4, "gb200", settings=tuple(from_environment({"USE_CASE": bad}))))
+
+
+def test_set_takes_sections_and_refuses_nonsense():
+    assert from_arguments(["parallel.tp=2"])[0].field == "tp"
+    assert from_arguments(["model.layers=2"])[0].field == "model.layers"
+    with pytest.raises(ConfigError, match="expected field=value"):
+        from_arguments(["tp"])
+
+
+field_names = st.sampled_from(["tp", "pp", "cp", "ep", "etp", "vp", "mbs", "gbs", "seqlen", "steps", "window", "profile", "recompute_layers", "x"])
+values = st.one_of(st.integers(-2, 4096).map(str), st.text(max_size=8), st.sampled_from(["none", "true", "1e9", "nan", "8-2"]))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    workload=st.sampled_from(sorted(ALL)),
+    gpus=st.integers(-1, 3000),
+    dtype=st.sampled_from(["fp8", "bf16", "fp32", "nvfp4", "?"]),
+    gpu=st.sampled_from([None, "h100", "gb200", "h200", "cpu", "b200", "tpu"]),
+    proxy=st.booleans(),
+    force=st.booleans(),
+    wishes=st.lists(st.tuples(field_names, values), max_size=4),
+)
+def test_any_request_gives_a_consistent_config_or_one_line(workload, gpus, dtype, gpu, proxy, force, wishes):
+    recipe = ALL[workload]
+    asked = tuple(Setting(field=f, value=v, source="--set") for f, v in wishes)
+    try:
+        config = resolve(recipe, Request(size=recipe.sizes[0], dtype=dtype, gpus=gpus, gpu=gpu, proxy=proxy, force=force, settings=asked))
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    assert config.parallel.world_size == config.machine.gpus == gpus
+    if recipe.kind == "training":
+        work = config.workload
+        assert work.gbs == work.mbs * work.ga * config.parallel.dp
+        assert 1 <= work.window[0] <= work.window[1] <= work.steps
+    assert (config.proxy is None) == (not (proxy or gpu == "cpu"))
+
+
+@given(st.integers(1, 4096), st.integers(0, 12))
+def test_ranges_expand_to_powers_of_two_of_their_start(first, doublings):
+    counts = expand_gpus(f"{first}-{first * 2**doublings}")
+    assert counts == [first * 2**i for i in range(doublings + 1)]
+
+
+@pytest.mark.parametrize("cell", ["8-", "-8", "16-8", "a-b", None, True, 1.5, ["8"]])
+def test_a_wrong_range_is_refused(cell):
+    with pytest.raises(ConfigError):
+        expand_gpus(cell)

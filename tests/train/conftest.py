@@ -1,0 +1,113 @@
+"""A small configuration with any field changed, and what a run of it left behind."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmb.events import RunEnded, RunStarted, StepDone, read
+from llmb.plain import to_plain
+from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.train.__main__ import run
+from llmb.train.record import Record
+
+CONFIG = RunConfig(
+    name="small",
+    target="pretrain_small",
+    size="tiny",
+    machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1),
+    model=Model(
+        name="tiny", architecture="llama", layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=128
+    ),
+    parallel=Parallel(),
+    precision=Precision(dtype="fp32"),
+    workload=Training(seqlen=32, mbs=4, gbs=4, ga=1, steps=4, window=(3, 4), lr=1e-2),
+)
+
+
+def changed(config: RunConfig, **changes: Any) -> RunConfig:
+    """The configuration with fields of any section changed; names are unique across sections."""
+    for section in ("model", "machine", "parallel", "precision", "workload", "profile"):
+        part = getattr(config, section)
+        own = {name: value for name, value in changes.items() if name in {f.name for f in fields(part)}}
+        config = replace(config, **{section: replace(part, **own)})
+        changes = {name: value for name, value in changes.items() if name not in own}
+    return replace(config, **changes)
+
+
+@dataclass
+class Outcome:
+    """What a run left behind."""
+
+    folder: Path
+    code: int | None = None
+
+    def events(self, rank: int = 0) -> list:
+        return list(read(self.folder / f"events.rank{rank}.jsonl"))
+
+    def started(self, rank: int = 0) -> RunStarted:
+        (event,) = [e for e in self.events(rank) if isinstance(e, RunStarted)]
+        return event
+
+    def steps(self, rank: int = 0) -> list[StepDone]:
+        return [e for e in self.events(rank) if isinstance(e, StepDone)]
+
+    def losses(self, rank: int = 0) -> list[float | None]:
+        return [step.loss for step in self.steps(rank)]
+
+    def ended(self, rank: int = 0) -> RunEnded:
+        *before, last = self.events(rank)
+        assert isinstance(last, RunEnded)
+        assert not any(isinstance(e, RunEnded) for e in before)
+        return last
+
+
+@pytest.fixture
+def folder_of(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the changed configuration into a new run folder."""
+
+    def write(**changes: Any) -> Path:
+        folder = tmp_path / f"run {len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(to_plain(changed(CONFIG, **changes))))
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def trained(folder_of: Callable[..., Path]) -> Callable[..., Outcome]:
+    """Trains the changed configuration in this process."""
+
+    def train(**changes: Any) -> Outcome:
+        folder = folder_of(**changes)
+        return Outcome(folder, run(folder / "config.json", Record(folder, 0)))
+
+    return train
+
+
+@pytest.fixture
+def start(folder_of: Callable[..., Path]) -> Callable[..., tuple[Outcome, subprocess.Popen]]:
+    """Starts the changed configuration as a user would, on one rank or several."""
+
+    def start(ranks: int = 1, **changes: Any) -> tuple[Outcome, subprocess.Popen]:
+        folder = folder_of(**changes)
+        launcher = ["-m"]
+        if ranks > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        process = subprocess.Popen(
+            [sys.executable, *launcher, "llmb.train", str(folder / "config.json")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        return Outcome(folder), process
+
+    return start

@@ -1,0 +1,186 @@
+"""However a run ends, its folder says how."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from llmb.spec import Inference
+from llmb.train import loop
+from llmb.train.memory import is_out_of_memory
+
+
+def wait_until(condition, process: subprocess.Popen, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_lost_loss_is_called_diverged(trained, capsys) -> None:
+    done = trained(lr=1e30)
+    assert done.code == 2
+    ended = done.ended()
+    assert ended.status == "diverged"
+    last = done.steps()[-1]
+    assert last.step < 4
+    assert ended.reason in {f"{what} became {value} at step {last.step}"
+                            for what in ("loss", "grad norm") for value in ("nan", "inf")}  # fmt: skip
+    assert None in (last.loss, last.grad_norm)
+    assert "NaN" not in (done.folder / "events.rank0.jsonl").read_text()
+    out, err = capsys.readouterr()
+    assert "number of nan iterations:   1 |" in out
+    assert err == f"llmb.train: {ended.reason}\n"
+
+
+def test_sigterm_in_the_middle_of_a_long_step(start) -> None:
+    outcome, process = start(hidden=2048, ffn=16384, heads=16, kv_heads=16, head_dim=128, seqlen=4096, layers=1)
+    wait_until(outcome.events, process)
+    time.sleep(2)  # well inside the first step, which takes a core more than half a minute
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 128 + signal.SIGTERM
+    assert outcome.ended().status == "incomplete"
+    assert outcome.ended().reason == "interrupted by SIGTERM after step 0"
+    assert err == "llmb.train: interrupted by SIGTERM after step 0\n"
+
+
+def test_sigusr1_is_the_time_limit(start) -> None:
+    outcome, process = start(steps=10**6)
+    wait_until(lambda: len(outcome.steps()) >= 2, process)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGUSR1
+    ended = outcome.ended()
+    assert ended.status == "timeout"
+    assert ended.reason == f"interrupted by SIGUSR1 after step {outcome.steps()[-1].step}"
+
+
+def test_a_killed_run_leaves_its_steps(start) -> None:
+    outcome, process = start(steps=10**6)
+    wait_until(lambda: len(outcome.steps()) >= 2, process)
+    process.kill()
+    process.communicate(timeout=30)
+    steps = outcome.steps()
+    assert [s.step for s in steps] == list(range(1, len(steps) + 1))
+    assert len(outcome.events()) == 1 + len(steps)  # nothing torn, and no end
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"dtype": "fp8"}, "dtype=fp8"),
+        ({"dtype": "nvfp4"}, "dtype=nvfp4"),
+        ({"tp": 2}, "tp=2"),
+        ({"pp": 2, "cp": 4}, "pp=2, cp=4"),
+        ({"ep": 2}, "ep=2"),
+        ({"vp": 2}, "vp=2"),
+        ({"dp": 2, "fsdp": True}, "fsdp=true with dp=2"),
+        ({"offload_layers": 1}, "offload_layers=1"),
+        ({"cuda_graphs": True}, "cuda_graphs=true"),
+        ({"profile": True}, "profile=true"),
+    ],
+)
+def test_what_is_not_built_is_refused(trained, capsys, changes: dict, named: str) -> None:
+    done = trained(**changes)
+    assert done.code == 1
+    reason = done.ended().reason
+    assert reason.startswith(f"the native training engine does not run {named}; it runs dtype fp32 or bf16")
+    assert capsys.readouterr() == ("", f"llmb.train: {reason}\n")
+
+
+def test_fsdp_on_one_rank_is_no_split(trained) -> None:
+    assert trained(fsdp=True, steps=1).ended().status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gbs": 8}, "gbs=8 is not mbs * ga * dp = 4 * 1 * 1 = 4"),
+        ({"recompute_layers": 3}, "recompute_layers=3: the model has 2 layers, so 0 to 2"),
+        ({"steps": 0}, "workload.steps=0: must be at least 1"),
+        ({"dp": 2, "gbs": 8}, "spreads over 2 ranks but 1 started; start it with: torchrun --nproc-per-node 2"),
+        ({"engine": "trtllm"}, "engine=trtllm"),
+        ({"architecture": "grok1"}, "architecture 'grok1' is not built yet"),
+    ],
+)
+def test_what_cannot_be_is_refused(trained, changes: dict, reason: str) -> None:
+    done = trained(**changes)
+    assert done.code == 1
+    assert done.ended().status == "failed"
+    assert reason in done.ended().reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_run_needs_a_gpu(trained) -> None:
+    assert "machine.gpu=h200 needs a CUDA device" in trained(gpu="h200").ended().reason
+
+
+def test_another_kind_of_workload_is_refused(trained) -> None:
+    serving = Inference(
+        mode="max_throughput",
+        use_case="chat",
+        isl=8,
+        osl=8,
+        max_batch_size=1,
+        concurrency=1,
+        max_num_tokens=8,
+        kv_fraction=0.9,
+        num_requests=1,
+    )
+    assert "runs kind training" in trained(workload=serving).ended().reason
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_out_of_memory_has_a_name_and_advice(trained, monkeypatch, error: Exception) -> None:
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(loop, "train_step", fail)
+    done = trained(recompute_layers=1)
+    assert done.code == 2
+    assert done.ended().status == "oom"
+    assert done.ended().reason.startswith("out of memory at a peak of ")
+    assert done.ended().reason.endswith("GiB: raise recompute_layers (now 1 of 2)")
+    assert trained(recompute_layers=2).ended().reason.endswith("lower mbs (now 4)")
+    everything_tried = trained(recompute_layers=2, mbs=1, ga=4)
+    assert everything_tried.ended().reason.endswith("lower seqlen (now 32) or take a smaller model")
+
+
+def test_memory_running_out_is_recognised_by_its_text() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+
+
+def test_an_unforeseen_error_leaves_its_last_line_and_a_traceback(trained, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(loop, "train_step", lambda *_: 1 / 0)
+    done = trained()
+    assert done.code == 2
+    assert (done.ended().status, done.ended().reason) == ("failed", "ZeroDivisionError: division by zero")
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_wrong_file_is_one_line_and_needs_no_torch(folder_of) -> None:
+    folder = folder_of()
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"seqlen"', '"seqlem"'))
+    command = [sys.executable, "-X", "importtime", "-m", "llmb.train"]
+    answer = subprocess.run([*command, config], capture_output=True, text=True, env=os.environ)
+    said = [line for line in answer.stderr.splitlines() if not line.startswith("import time:")]
+    assert answer.returncode == 1
+    assert len(said) == 1
+    assert "unknown field in config.json.workload: 'seqlem' (did you mean seqlen?)" in said[0]
+    assert "torch" not in answer.stderr
+    missing = subprocess.run([*command, folder / "none" / "config.json"], capture_output=True, text=True)
+    assert missing.returncode == 1
+    assert "cannot read" in missing.stderr.splitlines()[-1]

@@ -1,0 +1,115 @@
+"""Training on the CPU: the numbers must not depend on how the same work is cut up."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from llmb.train.optimizer import learning_rate
+from llmb.train.tokens import synthetic_tokens
+
+ITERATION = re.compile(
+    r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +(\d+)/ +4 \| consumed samples: +(\d+) "
+    r"\| elapsed time per iteration \(ms\): ([\d.]+) \| learning rate: (\d\.\d{6}E[+-]\d\d) "
+    r"\| global batch size: +(\d+) \| lm loss: (\d\.\d{6}E[+-]\d\d) \| loss scale: 1\.0 \| grad norm: ([\d.]+) "
+    r"\| number of skipped iterations: +0 \| number of nan iterations: +0 \|$"
+)
+RATE = re.compile(r"^Step Time : (\d+\.\d\d)s GPU utilization: (\d+\.\d)MODEL_TFLOP/s/GPU$")
+
+
+def test_a_run_records_who_what_and_how_it_ended(trained) -> None:
+    done = trained()
+    assert done.code == 0
+    started, steps, ended = done.started(), done.steps(), done.ended()
+    assert started.gpu_name
+    assert started.world_size == 1
+    assert started.versions["torch"] == torch.__version__
+    assert [s.step for s in steps] == [1, 2, 3, 4]
+    assert [s.warmup for s in steps] == [True, True, False, False]
+    assert {s.tokens for s in steps} == {4 * 32}
+    assert all(s.seconds > 0 and s.grad_norm > 0 and s.memory_bytes > 2**20 and s.steps == 4 for s in steps)
+    assert (ended.status, ended.reason) == ("ok", None)
+
+
+def test_the_log_reads_like_megatron_bridge(trained, capsys) -> None:
+    done = trained()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8
+    for step, rate, iteration in zip(done.steps(), lines[::2], lines[1::2], strict=True):
+        assert RATE.match(rate)
+        found = ITERATION.match(iteration)
+        assert found, iteration
+        number, samples, milliseconds, lr, batch, loss, norm = found.groups()
+        assert (int(number), int(samples), int(batch)) == (step.step, 4 * step.step, 4)
+        assert float(milliseconds) == pytest.approx(step.seconds * 1e3, abs=0.051)
+        assert float(lr) == pytest.approx(1e-3 * step.step)
+        assert float(loss) == pytest.approx(step.loss, rel=1e-6)
+        assert float(norm) == pytest.approx(step.grad_norm, abs=5.1e-4)
+
+
+def test_the_loss_falls(trained) -> None:
+    losses = trained(steps=30).losses()
+    assert losses[0] == pytest.approx(math.log(128), rel=0.02)
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.4
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(trained) -> None:
+    first = trained().losses()
+    assert trained().losses() == first
+    assert trained(seed=5).losses() != first
+
+
+def test_accumulation_changes_nothing(trained) -> None:
+    at_once, in_parts = trained(mbs=4, ga=1), trained(mbs=1, ga=4)
+    assert in_parts.losses() == pytest.approx(at_once.losses(), rel=1e-5)
+    assert [s.grad_norm for s in in_parts.steps()] == pytest.approx([s.grad_norm for s in at_once.steps()], rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recomputation_changes_nothing(trained, dtype: str) -> None:
+    plain = trained(dtype=dtype).losses()
+    assert trained(dtype=dtype, recompute_layers=1).losses() == plain
+    assert trained(dtype=dtype, recompute_layers=2).losses() == plain
+
+
+def test_bf16_follows_fp32(trained) -> None:
+    fp32, bf16 = trained(dtype="fp32", steps=12).losses(), trained(dtype="bf16", steps=12).losses()
+    assert bf16 != fp32
+    assert bf16 == pytest.approx(fp32, rel=5e-3)
+
+
+def test_tied_embeddings_train(trained) -> None:
+    done = trained(tied_embeddings=True, dtype="bf16", steps=12)
+    assert done.ended().status == "ok"
+    assert done.losses()[-1] < done.losses()[0]
+
+
+def test_two_ranks_equal_one(trained, start) -> None:
+    alone = trained(mbs=2, ga=2)
+    outcome, process = start(ranks=2, gpus=2, dp=2, mbs=1, ga=2, recompute_layers=1)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.count("Step Time") == 4  # rank 0 alone prints
+    for rank in (0, 1):
+        assert outcome.started(rank).world_size == 2
+        assert outcome.ended(rank).status == "ok"
+        assert outcome.losses(rank) == pytest.approx(alone.losses(), rel=1e-5)
+        norms = [s.grad_norm for s in outcome.steps(rank)]
+        assert norms == pytest.approx([s.grad_norm for s in alone.steps()], rel=1e-4)
+        assert {s.tokens for s in outcome.steps(rank)} == {4 * 32}
+
+
+def test_tokens_depend_only_on_their_place() -> None:
+    cpu = torch.device("cpu")
+    whole = synthetic_tokens(1234, 10, (6, 33), 1000, cpu)
+    assert torch.equal(whole[2:5], synthetic_tokens(1234, 12, (3, 33), 1000, cpu))
+    assert not torch.equal(whole, synthetic_tokens(1235, 10, (6, 33), 1000, cpu))
+    many = synthetic_tokens(1, 0, (100, 1000), 1000, cpu)
+    assert (many.min(), many.max()) == (0, 999)
+    # The share of tokens below a tenth of the vocabulary is the cube root of a tenth.
+    assert (many < 100).double().mean().item() == pytest.approx(0.1 ** (1 / 3), abs=0.01)
+
+
+def test_the_learning_rate_rises_then_stays() -> None:
+    assert [learning_rate(step, 1.0) for step in (1, 5, 10, 11, 50)] == [0.1, 0.5, 1.0, 1.0, 1.0]
