@@ -21,7 +21,7 @@ check: $(VENV)/test
 	$(BIN)/mypy
 
 docs: $(VENV)/engine
-	$(BIN)/python -m llmb.recipes.references > docs/references.md
+	$(BIN)/python docs/references.py > docs/references.md
 
 bench: $(VENV)/engine
 	$(BIN)/python bench/desk.py

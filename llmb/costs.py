@@ -11,12 +11,11 @@ else is sums over the stack. Conventions, the same everywhere:
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from llmb.errors import ConfigError, UnknownName
-from llmb.hardware import GIB, gpu
-from llmb.spec import Inference, Model, OutOfCore, Parallel, Precision, RunConfig, Training
+from llmb.spec import Model, Precision
 
 Convention = Literal["causal", "full"]
 
@@ -284,7 +283,7 @@ def decode_flops(model: Model, context: int) -> float:
 
 def kv_bytes_per_token(model: Model, kv_dtype: str | None) -> float:
     """Cache of one token over all layers; no dtype means bf16. A Mamba block caches nothing that grows."""
-    return sum(count * block.kv_values for _, count, block in stack(model)) * _bytes(kv_dtype or "bf16")
+    return sum(count * block.kv_values for _, count, block in stack(model)) * bytes_of(kv_dtype or "bf16")
 
 
 def state_bytes_per_sequence(model: Model) -> float:
@@ -301,7 +300,7 @@ def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -
     """
     _check_tokens("batch", batch)
     _check_tokens("context", context)
-    per_weight = _bytes(precision.dtype)
+    per_weight = bytes_of(precision.dtype)
     total = model.hidden * model.vocab * max(per_weight, BYTES["bf16"])
     for _, count, block in stack(model):
         touched = block.routed * (1 - (1 - block.visited / block.routed) ** batch) if block.routed else 0.0
@@ -310,191 +309,7 @@ def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -
     return total + batch * per_request
 
 
-def _bytes(dtype: str) -> float:
+def bytes_of(dtype: str) -> float:
     if dtype not in BYTES:
         raise UnknownName("dtype", dtype, BYTES)
     return BYTES[dtype]
-
-
-# Memory
-
-# Training state, bytes a parameter: weights, gradients, optimizer. Adam has two moments; a master copy is fp32.
-FP32_STATE = (4.0, 4.0, 8.0)  # the weights are the master copy, cast where they are used: our engine
-MIXED_STATE = (2.0, 2.0, 12.0)  # the optimizer keeps the master copy: other engines
-BF16_STATE = (2.0, 2.0, 4.0)  # no master copy, moments in bf16: out of core
-LOSS_PIECE_TOKENS = 2048  # the loss is computed in pieces, so that the logits never exist whole
-LOGIT_BYTES = 6.0  # bf16 logits and their fp32 softmax
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
-    """An estimate, not a measurement: bytes on the fullest GPU, under the stated assumptions.
-
-    Leaves out the CUDA context, communication buffers, kernel workspaces and fragmentation.
-    """
-
-    weights: float
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    kv_cache: float = 0.0
-    total: float = field(init=False)  # of the above; a field, so that the estimate as plain data has it too
-    host: float = 0.0  # in the memory of the host, for this GPU
-    device_budget: float | None = None  # what the GPU has, or may use; null when unknown
-    host_budget: float | None = None  # what the host may use; null when not limited
-    assumptions: str
-
-    def __post_init__(self) -> None:
-        total = self.weights + self.gradients + self.optimizer + self.activations + self.kv_cache
-        object.__setattr__(self, "total", total)
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the estimate is within the budgets; null when the GPU's memory is unknown."""
-        if self.device_budget is None:
-            return None
-        return self.total <= self.device_budget and (self.host_budget is None or self.host <= self.host_budget)
-
-
-def memory_estimate(config: RunConfig) -> MemoryEstimate:
-    """What the run will occupy on one GPU and on its host, before it is run."""
-    for degree in ("dp", "tp", "pp", "cp", "ep", "etp"):
-        if getattr(config.parallel, degree) < 1:
-            raise ConfigError(f"{degree} must be 1 or more, got {getattr(config.parallel, degree)}")
-    match config.workload:
-        case Training() as work:
-            return _training_memory(config, work)
-        case Inference() as work:
-            return _inference_memory(config, work)
-        case OutOfCore() as work:
-            return _out_of_core_memory(config, work)
-
-
-def _training_memory(config: RunConfig, work: Training) -> MemoryEstimate:
-    """The first pipeline stage, which holds the most micro-batches; recompute and offload count its own layers."""
-    model, split = config.model, config.parallel
-    native, fp32 = config.engine == "native", config.precision.dtype == "fp32"
-    per_weight, per_gradient, per_optimizer = FP32_STATE if native or fp32 else MIXED_STATE
-    value_bytes = BYTES["fp32" if fp32 else "bf16"]
-    layers = -(-model.layers // split.pp)
-    dense_layer, routed_layer, embedding = _rank_parameters(model, split)
-    dense = layers * dense_layer + embedding * (1 if model.tied_embeddings or split.pp > 1 else 2)
-    routed = layers * routed_layer
-
-    # fsdp shards everything; without it other engines than ours still shard the optimizer (ZeRO-1), over cp too.
-    replicas = split.dp if native else split.dp * split.cp
-    expert_replicas = max(1, replicas * split.tp // (split.ep * split.etp))
-    whole, sharded = dense + routed, dense / replicas + routed / expert_replicas
-    state = sharded if split.fsdp else whole
-    optimizer = state if native else sharded
-    gathered = max(dense_layer + routed_layer, embedding) * value_bytes if split.fsdp and replicas > 1 else 0.0
-
-    tokens = work.mbs * work.seqlen / split.cp / split.tp
-    layer = tokens * value_bytes * _saved_values(model)
-    recomputed = min(work.recompute_layers, layers)
-    offloaded = min(work.offload_layers, layers - recomputed)
-    kept = layer * (layers - recomputed - offloaded) + recomputed * tokens * value_bytes * model.hidden
-    in_flight = _micro_batches_in_flight(split, work.ga)
-    activations = in_flight * kept + layer * (min(recomputed, 1) + min(offloaded, 2))
-    if split.pp == 1:
-        activations += min(tokens, LOSS_PIECE_TOKENS / split.tp) * model.vocab * LOGIT_BYTES
-
-    sharding = "replicated"
-    if split.fsdp:
-        sharding = "sharded over dp with two layers gathered"
-    elif not native:
-        sharding = "the optimizer's sharded over dp"
-    return MemoryEstimate(
-        weights=per_weight * state + 2 * gathered,
-        gradients=per_gradient * state + gathered,
-        optimizer=per_optimizer * optimizer,
-        activations=activations,
-        host=in_flight * layer * offloaded,
-        device_budget=gpu(config.machine.gpu).memory_bytes,
-        assumptions=(
-            f"estimate: weights {per_weight:g}, gradients {per_gradient:g}, optimizer {per_optimizer:g} bytes a "
-            f"parameter, {sharding}; activations split by tp and cp, fused attention and MLP, loss in pieces, "
-            "balanced experts; a recomputed layer keeps its input, an offloaded one its activations on the host"
-        ),
-    )
-
-
-def _rank_parameters(model: Model, split: Parallel) -> tuple[float, float, float]:
-    """Parameters of one rank: the average layer's dense part, its routed experts, the embedding."""
-    parts = parameter_breakdown(model)
-    routed = sum(count * block.routed for _, count, block in stack(model))
-    dense = parameters(model) - parts["embedding"] - parts.get("lm_head", 0) - routed
-    experts_split = split.ep * split.etp
-    return dense / model.layers / split.tp, routed / model.layers / experts_split, parts["embedding"] / split.tp
-
-
-def _saved_values(model: Model) -> float:
-    """Values one token leaves for the backward pass in the average layer."""
-    return sum(count * block.saved_values for _, count, block in stack(model)) / model.layers
-
-
-def _micro_batches_in_flight(split: Parallel, ga: int) -> float:
-    """Micro-batches whose activations the first stage holds at once: pp with 1F1B, a little more when interleaved."""
-    extra = (split.pp - 1) / split.vp if split.vp and split.vp > 1 else 0.0
-    return min(ga, split.pp + extra)
-
-
-def _inference_memory(config: RunConfig, work: Inference) -> MemoryEstimate:
-    """Weights, one engine step's activations, and the cache of the requests in flight."""
-    model, split = config.model, config.parallel
-    ranks = 1 if work.attention_dp else split.tp  # that share a request, and all weights but the routed experts
-    parts = parameter_breakdown(model)
-    routed = sum(count * block.routed for _, count, block in stack(model))
-    kept_wide = sum(parts.get(part, 0) for part in ("embedding", "lm_head", "norms", "router"))
-    per_weight = _bytes(config.precision.dtype)
-    weights = (parameters(model) - routed - kept_wide) * per_weight + kept_wide * max(per_weight, BYTES["bf16"])
-    weights = (weights / ranks + routed * per_weight / max(split.tp, split.ep * split.etp)) / split.pp
-
-    widest = max(block.saved_values for _, _, block in stack(model))
-    activations = (
-        work.max_num_tokens * widest * BYTES["bf16"] + work.max_batch_size * model.vocab * BYTES["fp32"]
-    ) / ranks
-
-    requests = min(work.concurrency * ranks / split.tp, work.max_batch_size)
-    token = kv_bytes_per_token(model, config.precision.kv_dtype) / (1 if model.latent else min(ranks, model.kv_heads))
-    wanted = requests * ((work.isl + work.osl) * token + state_bytes_per_sequence(model) / ranks) / split.pp
-    memory = gpu(config.machine.gpu).memory_bytes
-    pool = wanted if memory is None else work.kv_fraction * max(0.0, memory - weights - activations)
-    return MemoryEstimate(
-        weights=weights,
-        activations=activations,
-        kv_cache=min(wanted, pool),
-        device_budget=memory,
-        assumptions=(
-            f"estimate: {per_weight:g} bytes a weight, embedding, head, norms and router bf16 or wider; KV cache in "
-            f"{config.precision.kv_dtype or 'bf16'} of {requests:g} whole requests a rank, at most kv_fraction of what "
-            "weights and activations leave; activations of one block at max_num_tokens"
-        ),
-    )
-
-
-def _out_of_core_memory(config: RunConfig, work: OutOfCore) -> MemoryEstimate:
-    """The least that must be there at once; the budgets are the user's, and the plan fills what is left of them."""
-    model = config.model
-    dense_layer, routed_layer, embedding = _rank_parameters(model, Parallel())
-    layer, ends = dense_layer + routed_layer, embedding * (1 if model.tied_embeddings else 2)
-    per_weight, per_gradient, per_optimizer = BF16_STATE
-    tokens = min(work.seqlen, LOSS_PIECE_TOKENS)
-    cache = work.seqlen * BYTES["bf16"] * max(block.kv_values for _, _, block in stack(model))
-    layer_inputs = work.seqlen * BYTES["bf16"] * model.layers * model.hidden
-    return MemoryEstimate(
-        weights=per_weight * (2 * layer + ends),
-        gradients=per_gradient * (2 * layer + ends),
-        optimizer=per_optimizer * (layer + ends),
-        activations=tokens * (2 * BYTES["bf16"] * _saved_values(model) + model.vocab * LOGIT_BYTES),
-        kv_cache=2 * cache,
-        host=sum(BF16_STATE) * model.layers * layer + per_weight * ends + layer_inputs,
-        device_budget=work.device_gib * GIB,
-        host_budget=work.host_gib * GIB,
-        assumptions=(
-            "estimate of the least: the host holds all weights, the layers' gradients and moments in bf16 "
-            f"({sum(BF16_STATE):g} bytes a parameter) and every layer's input for one sequence; the device holds two "
-            "layers' weights and gradients, one layer's moments, the whole state of embedding and head, activations "
-            f"of {tokens} tokens, keys and values of one layer with their gradients"
-        ),
-    )

@@ -138,7 +138,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write aside, then rename: a reader sees the old file or the new one, never half of one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(text)
+        aside.write_text(text, encoding="utf-8", errors="surrogateescape")
         os.replace(aside, path)
     except OSError as error:
         aside.unlink(missing_ok=True)

@@ -249,6 +249,8 @@ def _fit_window(cells: Row, overrides: list[Override]) -> None:
     steps, asked = cells["steps"], {o.field for o in overrides}
     if steps < 1:
         raise ConfigError("steps: at least 1 is needed")
+    if len(cells["window"]) != 2:
+        raise ConfigError("window: expected the first and last step that count, such as 35-44")
     first, last = cells["window"]
     if not 1 <= first <= last:
         raise ConfigError(f"window: {first}-{last} is not a range of steps, first to last")

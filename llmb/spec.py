@@ -144,8 +144,8 @@ class Training:
     ga: int  # micro-batches a rank accumulates; gbs = mbs * ga * dp
     steps: int = 50
     window: tuple[int, int] = (35, 44)  # steps that count, first and last, from 1; those before are warm-up
-    recompute_layers: int = 0
-    offload_layers: int = 0
+    recompute_layers: int = 0  # of each pipeline stage, whose activations are computed again in the backward pass
+    offload_layers: int = 0  # of each pipeline stage, whose activations wait in host memory
     cuda_graphs: bool = False
     lr: float = 3e-4
     seed: int = 1234

@@ -61,10 +61,25 @@ def tasks_for(wanted: Wanted, recipes: dict[str, Recipe]) -> list[Task]:
     if wanted.repeats < 1:
         raise ConfigError(f"repeats: {wanted.repeats} is not possible; at least 1 is needed")
     targets = wanted.targets or tuple(key for key, recipe in recipes.items() if recipe.kind == "training")
-    found = [task for target in targets for task in _of_target(target, wanted, recipes)]
+    found: list[Task] = []
+    for target in targets:
+        tasks = list(_of_target(target, wanted, recipes))
+        if not tasks and wanted.targets:
+            raise _nothing_listed(target, wanted, recipes)
+        found += tasks
+    if not found:
+        raise ConfigError(f"no workload lists a row for {wanted.gpu}; see: llmb-run list")
     if wanted.force and len(found) != 1:
         raise ConfigError(f"--force takes exactly one run, this names {len(found)}; give -w, -s, --dtype and --scale")
     return largest_first(found)
+
+
+def _nothing_listed(target: str, wanted: Wanted, recipes: dict[str, Recipe]) -> ConfigError:
+    recipe, _ = split_target(target, recipes)
+    if wanted.gpu and wanted.gpu not in recipe.values("gpu") and not wanted.proxy:
+        return UnknownName(f"GPU type of {recipe.workload}", wanted.gpu, recipe.values("gpu"))
+    counts = ", ".join(map(str, recipe.values("gpus", wanted.proxy)))
+    return ConfigError(f"no row of {recipe.workload} is within the bounds given; its scales are: {counts}")
 
 
 def largest_first(tasks: list[Task]) -> list[Task]:

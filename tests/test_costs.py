@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmb import costs
+from llmb import costs, memory
 from llmb.errors import ConfigError, UnknownName
 from llmb.hardware import GIB
 from llmb.plain import to_plain
@@ -336,8 +336,8 @@ def train(mbs: int = 1, ga: int = 1, seqlen: int = 8192, **options) -> Training:
     return Training(seqlen=seqlen, mbs=mbs, gbs=mbs * ga, ga=ga, **options)
 
 
-def estimate(*args, **options) -> costs.MemoryEstimate:
-    return costs.memory_estimate(run(*args, **options))
+def estimate(*args, **options) -> memory.MemoryEstimate:
+    return memory.memory_estimate(run(*args, **options))
 
 
 def test_activations_as_measured_on_an_h200() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "llmb"
 # In this order, each may import those before it.
-GROUND = ["errors", "plain", "spec", "hardware", "costs", "metrics", "events"]
+GROUND = ["errors", "plain", "spec", "hardware", "costs", "memory", "metrics", "events"]
 RESOLVING = ["layout", "settings", "recipes", "resolve", "tasks", "bulk"]
 ALLOWED = {
     **{part: set(GROUND[:i]) for i, part in enumerate(GROUND)},

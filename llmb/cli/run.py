@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from llmb import __version__
 from llmb.cli import catalogue, figures, jobs, submit
@@ -26,7 +26,10 @@ completion: eval "$(llmb-run completion bash)"
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a mistake in one line and exits 1, as every wrong request does."""
+    """Says a mistake in one line and exits 1, as every wrong request does; takes no half-written option."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         self.exit(1, f"ERROR: {message} (see {self.prog} --help)\n")

@@ -44,10 +44,16 @@ def run(options: argparse.Namespace) -> int:
     runs = [(config, task.request.environment) for task, config in resolved for _ in range(task.repeats)]
     for config, _ in runs:
         _check_runs_here(config)
-    failed = sum(not _run_one(config, extra, options.json) for config, extra in runs)
+    codes = []
+    for config, extra in runs:
+        code, interrupted = _run_one(config, extra, options.json)
+        codes.append(code)
+        if interrupted:  # Ctrl-C means the whole command
+            break
+    failed = sum(code != 0 for code in codes) + len(runs) - len(codes)
     if failed:
         print(f"ERROR: {failed} of {len(runs)} runs did not end well", file=sys.stderr)
-    return 2 if failed else 1 if bad else 0
+    return max([*codes, 1 if bad else 0])
 
 
 def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
@@ -96,8 +102,10 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
 def _check_runs_here(config: Any) -> None:
     """A run this machine cannot hold is refused before anything is made."""
     from llmb.errors import ConfigError
+    from llmb.launch.command import check_engine
     from llmb.launch.machine import gpu_names
 
+    check_engine(config)
     if config.limits.slurm_params:
         raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --dry-run")
     if config.machine.gpu == "cpu":
@@ -112,8 +120,11 @@ def _check_runs_here(config: Any) -> None:
         raise ConfigError(f"{asked} GPUs asked for, this machine has {here}; choose --scale {here} or less, or --dry-run")
 
 
-def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> bool:
-    """One run from folder to result. Every step leaves something that can be read if the next one fails."""
+def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[int, bool]:
+    """One run from folder to result: exit code, and whether it was interrupted.
+
+    Each step leaves what can be read if the next one fails.
+    """
     from llmb.cli.runs import keep_result
     from llmb.launch.command import engine_command
     from llmb.launch.local import run_local
@@ -133,7 +144,7 @@ def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> bool:
         print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=said, flush=True)
         live = LiveLine(config)
         try:
-            run_local(config, run_dir, command, environment, live.show, config.limits.time_limit_s)
+            outcome = run_local(config, run_dir, command, environment, live.show, config.limits.time_limit_s)
         finally:
             live.close()
             result = keep_result(run_dir, config)
@@ -141,4 +152,5 @@ def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> bool:
     print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=said)
     if as_json:
         print(run_dir.result.read_text(), end="")
-    return result.status == "ok"
+    refused = outcome.exit_code == 1  # the engine found the configuration wrong
+    return (0 if result.status == "ok" else 1 if refused else 2), outcome.interrupted

@@ -51,11 +51,11 @@ def engine_environment(config: RunConfig, environ: Mapping[str, str], wanted: Ma
     """The variables to set on top of `environ`: those the user wants, with their real values, and the engine's own."""
     _check(wanted)
     given = {**environ, **wanted}
+    defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // config.machine.gpus))}  # else each rank takes every core
+    if config.profile.nccl_trace:
+        defaults |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL"}  # every collective call, in the log
     settings = {**wanted, "PYTHONUNBUFFERED": "1"}
-    if "OMP_NUM_THREADS" not in given:  # else each rank would take every core
-        settings["OMP_NUM_THREADS"] = str(max(1, _cores() // config.machine.gpus))
-    if config.profile.nccl_trace:  # every collective call, in the log
-        settings = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL", **settings}
+    settings |= {name: value for name, value in defaults.items() if name not in given}
     paths = [os.path.abspath(path) for path in given.get("PYTHONPATH", "").split(os.pathsep) if path]
     source = str(Path(llmb.__file__).parent.parent)
     if Path(source).name not in ("site-packages", "dist-packages") and source not in paths:

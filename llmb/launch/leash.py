@@ -3,8 +3,8 @@
     python -m llmb.launch.leash RUNDIR          started by local.py, never by hand
 
 stdin:  an order {command, environment, grace_s}, then `s` to stop the run or `k` to kill it. End of file means that
-        llmb-run is gone, be it by kill -9: the kernel closes its end of the pipe. (A parent-death signal would not end an
-        engine that hangs in a CUDA call; here SIGTERM is followed by SIGKILL after the grace time.)
+        llmb-run is gone, be it by kill -9: the kernel closes its end of the pipe. (A parent-death signal would not
+        end an engine that hangs in a CUDA call; here SIGTERM is followed by SIGKILL after the grace time.)
 stdout: one JSON line {exit_code, error}.
 
 It is a subreaper: whatever the engine's processes leave behind becomes its child, be it in another group or session, as

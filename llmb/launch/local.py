@@ -44,6 +44,7 @@ class Outcome:
     reason: str | None
     exit_code: int | None  # negative: killed by that signal
     seconds: float
+    interrupted: int | None = None  # the signal that asked llmb-run to end: nothing more should be started
 
 
 def run_local(
@@ -62,11 +63,13 @@ def run_local(
     tail = EventTail(rundir.events(0))
     stop: Verdict | None = None
     before_stop: RunEnded | None = None
+    interrupted: int | None = None
     with Interruptions() as interruptions, _Engine(rundir, command, settings, grace_s) as engine:
         mark_alive(rundir, engine.pid)
         while engine.runs(POLL_S):
             _deliver(tail, on_event)
             interruption = interruptions.pop()
+            interrupted = interrupted or interruption
             if stop is not None:
                 if interruption == signal.SIGINT:
                     engine.say(leash.KILL)
@@ -78,12 +81,13 @@ def run_local(
             if stop is not None:
                 before_stop = tail.ended
                 engine.say(leash.STOP)
+    interrupted = interrupted or interruptions.pop()
     seconds = time.monotonic() - began
     _deliver(tail, on_event, finished=True)
     if engine.error is not None:
         verdict = Verdict("failed", engine.error)
     elif stop is not None:
-        verdict = stopped(stop, before_stop)
+        verdict = stopped(stop, before_stop, engine.exit_code, tail.ended)
     else:
         verdict = finished(engine.exit_code, _last_words(rundir), _log_end(rundir))
     if tail.ended is None or verdict != (tail.ended.status, tail.ended.reason):
@@ -91,9 +95,7 @@ def run_local(
         _deliver(tail, on_event, finished=True)
     if engine.error is not None:
         raise LaunchError(engine.error)
-    if stop is None and (late := interruptions.pop()) is not None:
-        signal.raise_signal(late)  # it came too late for this run; whoever would start the next one must hear of it
-    return Outcome(verdict.status, verdict.reason, engine.exit_code, seconds)
+    return Outcome(verdict.status, verdict.reason, engine.exit_code, seconds, interrupted)
 
 
 class _Engine:

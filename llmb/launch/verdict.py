@@ -2,7 +2,7 @@
 
 The engine's own last word counts most. Several ranks: the first that failed is the cause, the others fell with it. No
 last word: the exit code and the end of the log must do. A run that llmb-run stopped ended for that reason, whatever the
-engine made of the SIGTERM, unless it had already failed by itself.
+engine made of the SIGTERM, unless it had failed by itself before or came to its good end all the same.
 """
 
 import re
@@ -28,10 +28,12 @@ class Verdict(NamedTuple):
     reason: str | None
 
 
-def stopped(stop: Verdict, ended_before: RunEnded | None) -> Verdict:
-    """A run that was stopped from outside. `ended_before`: what the engine had said by then."""
-    if ended_before is not None and ended_before.status in FAILURES:
-        return Verdict(ended_before.status, ended_before.reason)
+def stopped(stop: Verdict, before: RunEnded | None, exit_code: int | None, last: RunEnded | None) -> Verdict:
+    """A run that llmb-run stopped. `before`, `last`: how rank 0 said it ended, by then and in the end."""
+    if before is not None and before.status in FAILURES:
+        return Verdict(before.status, before.reason)
+    if last is not None and last.status == "ok" and exit_code == 0:
+        return Verdict("ok", last.reason)
     return stop
 
 

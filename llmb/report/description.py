@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmb import costs, hardware
+from llmb.memory import memory_estimate
 from llmb.plain import to_plain
 from llmb.report.table import number, render
 from llmb.spec import Inference, RunConfig
@@ -22,6 +23,7 @@ def describe(config: RunConfig, command: str) -> str:
     if config.reference is not None:
         known = {k: v for k, v in to_plain(config.reference).items() if v is not None}
         parts.append(render(("published", "value"), list(known.items())))
+    parts.append(f"memory {memory_estimate(config).assumptions}")
     parts.append(f"command: {command}")
     return "\n\n".join(parts)
 
@@ -56,12 +58,14 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
             yield "tokens of a step", f"{work.gbs * work.seqlen:,}", ""
     peak = hardware.peak_flops(config.machine.gpu, config.precision.dtype)
     yield "peak of one GPU", number(peak / hardware.TERA) if peak else None, "TFLOP/s"
-    estimate = to_plain(costs.memory_estimate(config))
-    for part, value in estimate.items():
-        if isinstance(value, (int, float)):
-            yield f"memory estimate: {part}", number(value / hardware.GIB), "GiB per GPU"
-    capacity = hardware.gpu(config.machine.gpu).memory_bytes
-    yield "memory of one GPU", number(capacity / hardware.GIB) if capacity else None, "GiB"
+    estimate = memory_estimate(config)
+    for part, value in to_plain(estimate).items():
+        if value and part not in ("assumptions", "device_budget", "host_budget"):
+            where = "GiB of host per GPU" if part == "host" else "GiB per GPU"
+            yield f"memory estimate: {part}", number(value / hardware.GIB), where
+    budget = estimate.device_budget
+    yield "memory of one GPU", number(budget / hardware.GIB) if budget else None, "GiB"
+    yield "fits, by the estimate", estimate.fits, ""
 
 
 def dry_table(runs: list[tuple[RunConfig, int]]) -> str:

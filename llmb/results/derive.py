@@ -112,7 +112,8 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
     tokens = {s.tokens for s in measured if s.tokens is not None}
     if statistics is not None and len(tokens) == 1:
         fields["tokens_per_s"] = next(iter(tokens)) / statistics.median
-        fields["days_per_1t_tokens"] = metrics.days_to_train(1e12, fields["tokens_per_s"])
+        if config is None or not config.proxy:
+            fields["days_per_1t_tokens"] = metrics.days_to_train(1e12, fields["tokens_per_s"])
     reported = metrics.describe([s.reported_tflops_per_gpu for s in measured if s.reported_tflops_per_gpu is not None])
     if reported is not None:
         fields |= {"tflops_per_gpu": reported.median, "tflops_source": "reported by the engine"}
@@ -143,9 +144,8 @@ def _utilisation(config: RunConfig, step_time_s: float, fields: dict) -> dict:
     if peak is not None:
         found |= {"mfu_peak_tflops": peak / hardware.TERA, "mfu_peak_dtype": dtype}
         if isinstance(work, Training):
-            done = costs.hardware_flops_per_sequence(
-                config.model, work.seqlen, config.flops_convention, work.recompute_layers
-            )
+            recomputed = min(config.model.layers, work.recompute_layers * config.parallel.pp)
+            done = costs.hardware_flops_per_sequence(config.model, work.seqlen, config.flops_convention, recomputed)
             worked = metrics.tflops_per_gpu(done * sequences, step_time_s, gpus)
             found["hfu"] = metrics.mfu(worked, peak) if worked is not None else None
     return found

@@ -6,7 +6,13 @@ from llmb import metrics
 from llmb.events import RequestDone, ServingSummary
 from llmb.results.result import Result
 
-LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+RATES = (
+    "duration_s",
+    "request_throughput",
+    "output_tokens_per_s",
+    "total_tokens_per_s",
+    "output_tokens_per_s_per_user",
+)
 
 
 def serving_fields(requests: list[RequestDone], gpus: int | None) -> dict:
@@ -14,36 +20,14 @@ def serving_fields(requests: list[RequestDone], gpus: int | None) -> dict:
     measured = [r for r in requests if not r.warmup]
     good = [r for r in measured if r.error is None]
     found: dict = {"requests": len(good), "requests_failed": len(measured) - len(good)}
-    if not good:
-        return found
-    duration = max(r.end for r in good) - min(r.arrival for r in good)
-    found["duration_s"] = duration
-    found |= {name: metrics.latency_summary(values) for name, values in _latencies(good).items()}
-    if duration > 0:
-        output = sum(r.output_tokens for r in good)
-        found["request_throughput"] = len(good) / duration
-        found["output_tokens_per_s"] = output / duration
-        found["total_tokens_per_s"] = (output + sum(r.input_tokens for r in good)) / duration
-        found["output_tokens_per_s_per_gpu"] = output / duration / gpus if gpus else None
+    found |= {name: metrics.latency_summary(samples) for name, samples in metrics.latencies_ms(good).items()}
+    speeds = [speed for speed in map(metrics.output_speed, good) if speed is not None]
+    found["output_speed_tokens_per_s"] = sum(speeds) / len(speeds) if speeds else None
+    rates = metrics.throughput(good)
+    if rates is not None:
+        found |= {name: getattr(rates, name) for name in RATES}
+        found["output_tokens_per_s_per_gpu"] = rates.output_tokens_per_s / gpus if gpus else None
     return found
-
-
-def _latencies(requests: list[RequestDone]) -> dict[str, list[float]]:
-    """Milliseconds by kind; what a request that was not streamed cannot tell is left out."""
-    streamed = [r for r in requests if r.first_token is not None]
-    gaps = [b - a for r in streamed for a, b in zip(r.token_times, r.token_times[1:], strict=False)]
-    per_token = [
-        (r.end - r.first_token) / (r.output_tokens - 1)
-        for r in streamed
-        if r.output_tokens > 1 and r.first_token is not None
-    ]
-    seconds = {
-        "ttft_ms": [r.first_token - r.arrival for r in streamed if r.first_token is not None],
-        "tpot_ms": per_token,
-        "itl_ms": gaps,
-        "e2e_ms": [r.end - r.arrival for r in requests],
-    }
-    return {name: [1000 * s for s in values] for name, values in seconds.items()}
 
 
 def summary_fields(summary: ServingSummary) -> dict:

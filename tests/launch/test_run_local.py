@@ -107,6 +107,18 @@ def test_timeout_stays_a_timeout_when_the_engine_records_an_interruption(launch)
     assert ran.outcome.seconds < 5
 
 
+def test_a_run_that_ends_well_while_being_stopped_has_ended_well(launch):
+    ran = launch(
+        """
+        signal.signal(signal.SIGTERM, lambda *_: Path("told").touch())
+        while not Path("told").exists(): time.sleep(0.01)
+        write(RunEnded(status="ok"))
+        """,
+        timeout_s=0.7,
+    )
+    assert (ran.outcome.status, ran.outcome.exit_code) == ("ok", 0)
+
+
 def test_a_failure_before_the_time_limit_says_more_than_the_limit(launch):
     ran = launch("write(RunEnded(status='diverged', reason='loss is nan'))\ntime.sleep(60)", timeout_s=0.7)
     assert (ran.outcome.status, ran.outcome.reason) == ("diverged", "loss is nan")

@@ -1,12 +1,14 @@
 """launch.sh of every recipe: defaults, the message for a missing variable, any folder, links, odd arguments."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from llmb.recipes.recipe import load_all, shipped
+from llmb.settings import SELECTOR_VARIABLES, VARIABLES
 
 RECIPES = load_all([shipped()])
 NEEDS_A_SCALE = ["pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1"]
@@ -73,3 +75,12 @@ def test_deepseek_takes_what_the_gpu_can_hold(launch, gpu: str, dtype: str, scal
 def test_out_of_core_is_for_one_gpu(launch) -> None:
     done = launch("outofcore_llama3")
     assert done.stdout.splitlines() == submit("outofcore_llama3", "8b", "bf16", "1")
+
+
+@pytest.mark.parametrize("workload", RECIPES)
+def test_the_readme_names_only_variables_that_exist(workload: str) -> None:
+    readme = (shipped() / workload / "README.md").read_text()
+    table = readme.partition("## Variables")[2].partition("##")[0]
+    named = set(re.findall(r"`([A-Z_]+)`", table))
+    assert {"JOB_TOTAL_GPUS", "GPU_TYPE", "MODEL_SIZE", "DTYPE", "LLMB_INSTALL"} <= named
+    assert named - {"LLMB_INSTALL"} <= {*VARIABLES, *SELECTOR_VARIABLES}

@@ -1,4 +1,4 @@
-"""Stand-ins: every workload and size has one for every dtype its engine knows, small, with the structure of the original."""
+"""Stand-ins: one for every size, use case and dtype, small, with the structure of the original model."""
 
 import pytest
 

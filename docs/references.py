@@ -1,7 +1,7 @@
 """Every published result of the recipes beside what follows from its step time, and where the documents contradict
 themselves. The page is written from the recipe.yaml files alone:
 
-    python -m llmb.recipes.references > docs/references.md
+    python docs/references.py > docs/references.md
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ONE_TRILLION = 1e12
 INTRODUCTION = """\
 # Published results, recomputed
 
-Written by `python -m llmb.recipes.references` from the recipes; do not edit. In each pair the first number is printed
+Written by `python docs/references.py` from the recipes; do not edit. In each pair the first number is printed
 in the source and the second follows from the printed step time: tokens/s = sequence length x GBS / step time; TFLOP/s
 per GPU = tokens/s x model FLOPs a token / GPUs; MFU = that over the peak of the GPU for the dtype; days for 10^12
 tokens. Model FLOPs are those of `llmb/costs.py`, with the attention convention named. A dash: the source does not

@@ -1,0 +1,137 @@
+"""How quick the desk side is, each figure as a ratio to something measured in the same run.
+
+    python bench/desk.py [--log-gib 1.0] [--json FILE]
+
+1. start-up of `llmb-run --help` and `llmb-run list` against `python -c pass`          aim <= 6
+2. a communication log of 1 GiB summarised, against `grep -c` on the same file          aim <= 4, memory < 200 MB
+3. `llmb-run jobs` over 1,000 runs against 10 runs                                      aim < 1.5 x + 1 s
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+REPEATS = 15
+# Byte code is cached for both sides, as it is for every installed program.
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+
+
+def seconds(command: list[str], repeats: int = REPEATS, **environment: str) -> float:
+    """Median wall time of a command after one warm-up."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**ENVIRONMENT, **environment})
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def start_up(install: str) -> dict:
+    bare = seconds([sys.executable, "-c", "pass"])
+    found = {"python -c pass, ms": 1e3 * bare}
+    for arguments in (["--help"], ["list"], ["submit", "--help"]):
+        took = seconds([str(BIN / "llmb-run"), *arguments], LLMB_INSTALL=install)
+        found[f"llmb-run {' '.join(arguments)}, ms"] = 1e3 * took
+        found[f"llmb-run {' '.join(arguments)}, x of pass"] = took / bare
+    return found
+
+
+def write_log(path: Path, size: int) -> None:
+    """A log as a traced 8-GPU job writes it: collectives of a few shapes, a training line now and then."""
+    chance = random.Random(1)
+    shapes = [("AllReduce", 1, 7, 8), ("AllGather", 33554432, 9, 8), ("ReduceScatter", 33554432, 9, 8),
+              ("Broadcast", 4096, 4, 64), ("AllReduce", 524288, 9, 4), ("Send", 16777216, 9, 2)]  # fmt: skip
+    lines = []
+    for number in range(200_000):
+        operation, count, datatype, ranks = shapes[number % len(shapes)]
+        rank, comm = number % 8, chance.randrange(2**46)
+        lines.append(
+            f"node001:{4000 + rank}:{5000 + rank} [{rank}] NCCL INFO {operation}: opCount {number:x} "
+            f"sendbuff 0x{chance.randrange(2**47):x} recvbuff 0x{chance.randrange(2**47):x} count {count} "
+            f"datatype {datatype} op 0 root 0 comm 0x{comm:x} [nranks={ranks}] stream 0x{comm:x}\n"
+        )
+        if number % 500 == 0:
+            lines.append(f" [2025-12-19 10:49:15] iteration {number // 500 + 1:8d}/     400 | elapsed time per iteration (ms): 20289.1 |\n")
+    block = "".join(lines).encode()
+    with path.open("wb") as log:
+        while log.tell() < size:
+            log.write(block[: size - log.tell()])
+
+
+def communication_log(folder: Path, gib: float) -> dict:
+    path = folder / "nccl.log"
+    write_log(path, int(gib * 2**30))
+    seconds(["cat", str(path)], repeats=1)  # both sides read from the page cache
+    grep = seconds(["grep", "-c", "NCCL INFO", str(path)], repeats=3)
+    took, peak_mb = [], []
+    for _ in range(3):
+        code = (
+            "import sys, time, resource\nfrom pathlib import Path\nfrom llmb.results.nccl import summarise\n"
+            "t = time.perf_counter(); table = summarise(Path(sys.argv[1])); took = time.perf_counter() - t\n"
+            "peak = sum(resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))\n"
+            "print(took, peak / 1e3, len(table), sum(r.calls for r in table))"
+        )
+        out = subprocess.check_output([sys.executable, "-c", code, str(path)], text=True, env=ENVIRONMENT).split()
+        took.append(float(out[0]))
+        peak_mb.append(float(out[1]))
+    mine = statistics.median(took)
+    return {
+        "log, GiB": gib, "grep -c, s": grep, "llmb, s": mine, "llmb, x of grep": mine / grep,
+        "peak memory with children, MB": max(peak_mb), "rows": int(out[2]), "calls": int(out[3]),
+    }  # fmt: skip
+
+
+def job_lists(folder: Path) -> dict:
+    """Stores of 10 and 1,000 finished runs, listed by the command."""
+    from llmb.events import RunEnded, StepDone
+    from llmb.launch.rundir import store_path
+    from llmb.recipes.recipe import load_all, shipped
+    from llmb.resolve import Request, resolve
+    from llmb.results.derive import derive
+    from llmb.results.store import Store
+
+    recipe = load_all([shipped()])["pretrain_llama3.1"]
+    config = resolve(recipe, Request(size="8b", dtype="fp32", gpus=1, proxy=True))
+    steps = [StepDone(step=n, seconds=1.0, tokens=1000) for n in range(1, config.workload.steps + 1)]
+    result = derive(config, [*steps, RunEnded(status="ok")])
+    found = {}
+    for count in (10, 1000):
+        root = folder / f"install{count}"
+        with Store(store_path(root)) as store:
+            for number in range(count):
+                store.finish(store.add(config, root / str(number)), result)
+        found[f"jobs over {count} runs, s"] = seconds([str(BIN / "llmb-run"), "jobs"], LLMB_INSTALL=str(root))
+    found["1,000 runs, x of 10 runs"] = found["jobs over 1000 runs, s"] / found["jobs over 10 runs, s"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log-gib", type=float, default=1.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
+        folder = Path(name)
+        found = {
+            "start-up": start_up(str(folder)),
+            "communication log": communication_log(folder, options.log_gib),
+            "job list": job_lists(folder),
+        }
+    for title, figures in found.items():
+        print(title)
+        for figure, value in figures.items():
+            print(f"  {figure:32} {value:12.4g}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

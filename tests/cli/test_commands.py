@@ -1,0 +1,203 @@
+"""The command line from outside: lists, plans, wrong input, real runs, jobs, comparisons."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROXY = ["submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy"]
+TINY = [f"--set=model.{k}={v}" for k, v in {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}.items()]  # fmt: skip
+SMALL = [*PROXY, *TINY, "--seqlen", "32", "--set", "steps=4"]
+
+
+def shell(*arguments, **environment):
+    """The installed command in a process of its own."""
+    command = [str(Path(sys.executable).parent / "llmb-run"), *arguments]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+
+
+def test_list_names_every_workload(llmb_run):
+    code, out, _ = llmb_run("list")
+    assert code == 0
+    for word in ("pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1", "inference_deepseek-r1", "outofcore_llama3"):
+        assert word in out
+    code, out, _ = llmb_run("list", "-w", "pretrain_grok1")
+    assert code == 0
+    assert all(word in out for word in ("gb200", "h100", "128-512", "GPUs*2", "13.43", "stand-ins"))
+    code, out, _ = llmb_run("list", "-w", "pretrain_grok1", "--json")
+    assert len(json.loads(out)["references"]) == 8
+
+
+def test_show_gives_flops_parameters_memory_and_the_command(llmb_run):
+    code, out, _ = llmb_run("show", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "16", "--gpu-type", "h100")
+    assert code == 0
+    for word in ("8,030,261,248", "51.47", "memory estimate: total", "llmb.train config.json", "estimate:"):
+        assert word in out
+    code, out, _ = llmb_run("show", "-w", "pretrain_grok1", "-s", "314b", "--dtype", "bf16", "--scale", "128", "--json")
+    assert json.loads(out)["reference"]["step_time_s"] == 7.325
+
+
+WRONG = [
+    (["submit", "-w", "nothing"], "unknown workload 'nothing'; choices are: inference_deepseek-r1"),
+    (["submit", "-w", "pretrain_llama3.1", "-s", "9b"], "unknown size of pretrain_llama3.1 '9b'"),
+    (["submit", "-w", "pretrain_llama3.1", "-s", "8b", "-d", "fp9", "--scale", "8"], "unknown dtype of pretrain_llama3.1 8b 'fp9'"),
+    (["submit", "-w", "pretrain_llama3.1", "-s", "8b", "-d", "fp8", "--scale", "12"], "scale 12 is not listed"),
+    (["submit", "-w", "pretrain_llama3.1", "-s", "8b", "-d", "fp8", "--scale", "0"], "--scale: expected GPU counts"),
+    (["submit", "-w", "pretrain_grok1", "--gpu-type", "v100"], "unknown GPU type 'v100'; choices are: gb300"),
+    (["submit", "-w", "pretrain_grok1", "--gpu-type", "b200"], "unknown GPU type of pretrain_grok1 'b200'; choices are: gb200, h100"),
+    ([*PROXY, "--set", "paralel=4"], "unknown field (--set) for pretrain_llama3.1: 'paralel'"),
+    ([*PROXY, "--set", "mbs=3"], "gbs could be"),
+    ([*PROXY, "--env", "nonsense"], "--env: expected NAME=VALUE"),
+    ([*PROXY, "-f", "x.yaml"], "-f names the workloads"),
+    (["submit", "-f", "missing.yaml"], "cannot read missing.yaml"),
+    (["submit", "--scal", "8"], "unrecognized arguments"),
+    (["submit", "-w", "pretrain_llama3.1", "-s", "8b", "-d", "bf16", "--scale", "1", "--gpu-type", "h200"], "this machine has no GPU"),
+    (["submit", "-w", "inference_deepseek-r1", "-d", "bf16", "--proxy"], "not part of this version"),
+    (["read", "missing.log"], "missing.log"),
+    (["timing", "missing"], "missing"),
+    (["timing", "--window", "9"], "--window: expected FIRST-LAST"),
+    (["compare", "L1", "L2"], "no job 'L1'"),
+    (["jobs", "show", "L1"], "no job 'L1'; the newest are: none yet"),
+    (["nothing"], "invalid choice: 'nothing'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_request_is_one_line_and_exit_1(llmb_run, monkeypatch, tmp_path, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = llmb_run(*arguments)
+    assert code == 1
+    assert said in err
+    assert err.startswith("ERROR: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err + out
+    assert not list((tmp_path / "llmb").glob("workloads/*/experiments/*/*")), "a refused run must leave no folder"
+
+
+def test_contradicting_environment_and_flags_are_refused(llmb_run, monkeypatch):
+    monkeypatch.setenv("DTYPE", "bf16")
+    code, _, err = llmb_run(*PROXY)
+    assert (code, "--dtype fp32 and DTYPE=bf16 disagree" in err) == (1, True)
+    monkeypatch.delenv("DTYPE")
+    monkeypatch.setenv("USE_CASE", "chat")
+    code, _, err = llmb_run(*PROXY)
+    assert (code, "USE_CASE is set but has no effect on pretrain_llama3.1" in err) == (1, True)
+
+
+def test_slurm_wishes_have_no_effect_here_and_are_refused(llmb_run, monkeypatch):
+    monkeypatch.setenv("ADDITIONAL_SLURM_PARAMS", "exclusive")
+    code, _, err = llmb_run(*PROXY)
+    assert (code, "no effect on a local run" in err) == (1, True)
+
+
+def test_one_bad_task_does_not_stop_the_others(llmb_run):
+    code, out, err = llmb_run("submit", "-w", "pretrain_grok1", "-d", "fp8,bf16", "--scale", "128,130", "--gpu-type", "gb200", "--dry-run")
+    assert code == 1
+    assert out.count("gpus128") == 2
+    assert "skipped: scale 130" in err
+
+
+def test_a_real_run_ends_with_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_path):
+    code, out, err = llmb_run(*SMALL, "--json", "-r", "2", "--env", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", "--env", "NOTE=seen")
+    assert code == 0, err
+    lines = out.strip().splitlines()
+    result = json.loads(lines[-1])
+    assert (result["status"], result["steps_done"], result["window"]) == ("ok", 4, [3, 4])
+    assert result["proxy"]
+    assert result["reference"] is None
+    assert result["tokens_per_s"] > 0
+    runs = sorted((tmp_path / "llmb").glob("workloads/*/experiments/*/*/*"))
+    assert len(runs) == 2
+    assert (runs[-1] / "result.json").read_text().strip() == lines[-1]
+    assert {p.name.split("_")[0].split("-")[0] for p in runs[-1].iterdir()} >= {"config.json", "job.sh", "events.rank0.jsonl", "log", "result.json", "llmb"}
+    assert json.loads((runs[-1] / "config.json").read_text())["environment"]["NOTE"] == "seen"
+    for path in (tmp_path / "llmb").rglob("*"):
+        assert path.is_dir() or b"hf_abcdef" not in path.read_bytes()
+
+    assert "ok" in llmb_run("jobs")[1]
+    assert "tokens/s" in llmb_run("jobs", "show", "L1")[1]
+    assert "iteration" in llmb_run("jobs", "log", "L2", "--tail", "5")[1]
+    assert llmb_run("jobs", "log", "L2", "--dir")[1].strip() == str(runs[-1])
+    assert "verdict:" in llmb_run("compare", "L1", "L2")[1]
+    assert json.loads(llmb_run("compare", "L1", str(runs[-1]), "--json")[1])["figures"]
+    assert llmb_run("jobs", "refresh", "L1")[1].startswith("L1: ok")
+
+    before = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
+    os.remove(tmp_path / "llmb" / ".llmb" / "jobs.sqlite3")
+    assert llmb_run("jobs", "rebuild")[1].startswith("2 runs found")
+    after = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
+    stamps = ("created_at", "updated_at")
+    assert [{k: v for k, v in j.items() if k not in stamps} for j in before] == [{k: v for k, v in j.items() if k not in stamps} for j in after]
+
+    log = next(runs[0].glob("log-*.out"))
+    read = json.loads(llmb_run("read", str(log), "--json")[1])
+    assert (read["status"], read["steps_done"]) == ("ok", 4)
+    assert read["step_time_s"]["median"] == pytest.approx(result["step_time_s"]["median"], rel=0.9)
+
+
+def test_an_engine_that_refuses_is_exit_1_and_one_that_fails_exit_2(llmb_run):
+    code, out, _ = llmb_run("submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "1", "--proxy", *TINY)
+    assert code == 1
+    assert "failed" in out
+    code, out, _ = llmb_run(*SMALL, "--set", "lr=1e9")
+    assert code == 2
+    assert "diverged" in out
+
+
+def test_ctrl_c_leaves_a_readable_run_with_a_name(tmp_path):
+    command = [str(Path(sys.executable).parent / "llmb-run"), *PROXY, *TINY, "--seqlen", "32", "--set", "steps=100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "llmb").rglob("events.rank0.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "incomplete (interrupted by SIGINT" in out
+    assert "incomplete" in shell("jobs").stdout
+
+
+def test_a_timeout_is_named(llmb_run):
+    code, out, _ = llmb_run(*PROXY, *TINY, "--seqlen", "32", "--set", "steps=100000", "--timeout", "6")
+    assert code == 2
+    assert "timeout" in out
+
+
+def test_help_has_examples_and_completion_prints_a_script(llmb_run):
+    for arguments in (["--help"], ["submit", "--help"], ["show", "--help"], ["jobs", "--help"], ["compare", "--help"], ["timing", "--help"]):
+        code, out, _ = llmb_run(*arguments)
+        assert code == 0
+        assert "example" in out
+    for name in ("bash", "zsh", "fish"):
+        assert "llmb-run" in llmb_run("completion", name)[1]
+
+
+def test_completion_completes():
+    words = "llmb-run sub"
+    environment = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": words, "COMP_POINT": str(len(words)), "_ARGCOMPLETE_STDOUT_FILENAME": os.devnull}
+    assert shell(**environment).returncode == 0
+
+
+def test_a_closed_pipe_is_no_error():
+    done = subprocess.run(["bash", "-c", "set -o pipefail; llmb-run list -w pretrain_llama3.1 | head -1"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_install_says_what_is_here(tmp_path):
+    done = subprocess.run(["llmb-install", "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["folder"] == str(tmp_path / "llmb")
+
+
+def test_an_unwritable_folder_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = shell(*SMALL, LLMB_INSTALL=str(tmp_path / "file" / "below"))
+    assert done.returncode == 1
+    assert "LLMB_INSTALL" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,157 @@
+"""The command of an engine, its environment, and job.sh as text and as a program."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+import llmb
+from llmb import events
+from llmb.errors import ConfigError, UnknownName
+from llmb.launch import command
+from llmb.launch.command import engine_command, engine_environment, job_script, spelled_command
+from llmb.launch.rundir import RunDir
+from llmb.spec import Inference, Machine, Profile
+
+GOLDEN = r"""#!/usr/bin/env bash
+# Repeats this run in a new folder beside it.
+# Secret, taken from your environment: HF_TOKEN
+set -euo pipefail
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
+again="${here%/*/*}"/'it'"'"'s $HOME'_"$(date +%Y%m%d-%H%M%S)"
+mkdir -- "$again" "$again"/'it'"'"'s $HOME'
+cp -- "$here/config.json" "$again"/'it'"'"'s $HOME'
+cd -- "$again"/'it'"'"'s $HOME'
+echo "repeating in $PWD"
+export PLAIN='two words'
+export LINES='a
+b'
+exec python -m llmb.train config.json
+"""
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Say which modules can be found."""
+
+    def only(*names: str) -> None:
+        def find_spec(name):
+            return ModuleSpec(name, None, origin=f"{name}.py") if name in names else None
+
+        monkeypatch.setattr(command, "find_spec", find_spec)
+
+    return only
+
+
+def test_one_process_or_one_for_each_gpu(config, rundir, installed):
+    installed("llmb.train", "torch")
+    assert engine_command(config, rundir, "/py") == ["/py", "-m", "llmb.train", "config.json"]
+    assert spelled_command(config) == "python -m llmb.train config.json"
+    eight = replace(config, machine=Machine(gpu="h100", gpus=8, gpus_per_node=8))
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 8"
+    assert engine_command(eight, rundir, "/py") == f"/py {torchrun} -m llmb.train config.json".split()
+
+
+def test_an_engine_that_is_not_there_is_one_clear_line(config, rundir, installed):
+    serving = replace(
+        config,
+        workload=Inference(
+            mode="max_throughput", use_case="chat", isl=8, osl=8, max_batch_size=1, concurrency=1, max_num_tokens=8,
+            kv_fraction=0.5, num_requests=1,
+        ),
+    )  # fmt: skip
+    installed("llmb.train", "llmb.outofcore", "torch")
+    with pytest.raises(
+        ConfigError, match="for inference is not part of this version; there is one for: training, outofcore"
+    ):
+        engine_command(serving, rundir, "/py")
+    installed("llmb.train")
+    with pytest.raises(ConfigError, match=r"torch, which is not installed: pip install 'llmb\[engine\]'"):
+        engine_command(config, rundir, "/py")
+    with pytest.raises(UnknownName, match=r"megatron_bridge.*native"):
+        engine_command(replace(config, engine="megatron_bridge"), rundir, "/py")
+
+
+def test_looking_for_an_engine_imports_none():
+    program = "import sys; from llmb.launch.command import _can_be_started as f; f('llmb.train'); f('llmb.no_such')"
+    program += "; assert not {'torch', 'llmb.train'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(llmb.__file__).parents[1])
+
+
+def test_a_package_without_a_main_cannot_be_started():
+    assert command._can_be_started("llmb.report") is False
+    assert command._can_be_started("llmb.launch.command") is True
+    assert command._can_be_started("llmb.no_such_engine") is False
+
+
+def test_environment(config):
+    root = str(Path(llmb.__file__).parents[1])
+    settings = engine_environment(config, {"PYTHONPATH": "lib", "OTHER": "x"}, {"A": "1"})
+    cores = len(os.sched_getaffinity(0))
+    assert settings == {
+        "A": "1",
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(cores),
+        "PYTHONPATH": os.pathsep.join([root, os.path.abspath("lib")]),
+    }
+    many = replace(config, machine=Machine(gpu="h100", gpus=8 * cores, gpus_per_node=8))
+    assert engine_environment(many, {}, {})["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in engine_environment(config, {"OMP_NUM_THREADS": "3"}, {})
+    assert engine_environment(config, {}, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+def test_a_communication_trace_is_asked_for_but_not_over_the_users_head(config):
+    traced = replace(config, profile=Profile(nccl_trace=True))
+    assert "NCCL_DEBUG" not in engine_environment(config, {}, {})
+    settings = engine_environment(traced, {}, {})
+    assert (settings["NCCL_DEBUG"], settings["NCCL_DEBUG_SUBSYS"]) == ("INFO", "COLL")
+    settings = engine_environment(traced, {"NCCL_DEBUG": "TRACE"}, {"NCCL_DEBUG_SUBSYS": "ALL"})
+    assert (settings.get("NCCL_DEBUG"), settings["NCCL_DEBUG_SUBSYS"]) == (None, "ALL")
+
+
+@pytest.mark.parametrize("wanted", [{"a b": "1"}, {"1A": "1"}, {"": "1"}, {"A;touch x": "1"}, {"A": "nul\0"}])
+def test_a_variable_no_process_can_have_is_refused(config, rundir, wanted):
+    with pytest.raises(ConfigError, match="environment variable"):
+        engine_environment(config, {}, wanted)
+    with pytest.raises(ConfigError, match="environment variable"):
+        job_script(["true"], wanted, rundir)
+
+
+def test_job_script_as_text(tmp_path):
+    environment = {"PLAIN": "two words", "HF_TOKEN": "hf_secret", "LINES": "a\nb"}
+    text = job_script(["python", "-m", "llmb.train", "config.json"], environment, RunDir(tmp_path / "it's $HOME"))
+    assert text == GOLDEN
+
+
+@pytest.mark.parametrize(
+    "install", ["plain", "sp ace", "q'u\"o", "line\nbreak", "$(touch pwned)`touch pwned`", "-n *", "%d"]
+)
+def test_job_script_repeats_the_run_in_a_new_folder(tmp_path, config, engine, install):
+    config = replace(config, name="it's $(touch pwned) *")
+    run = RunDir.create(tmp_path / install, config, datetime(2020, 1, 1))
+    program = engine("""
+        import json
+        Path("seen.json").write_text(json.dumps([sys.argv[1:], os.environ["ODD"], os.environ["HF_TOKEN"]]))
+        write(RunEnded(status="ok"))
+    """)
+    odd = "a 'b' \"c\" $HOME `id` \\ \n end"
+    environment = engine_environment(config, os.environ, {"ODD": odd, "HF_TOKEN": "not for paper"})
+    run.write_job_script(job_script([*program, "config.json", odd], environment, run))
+    assert "not for paper" not in run.job_script.read_text()
+
+    own = {**os.environ, "HF_TOKEN": "from the shell", "CDPATH": "/tmp"}
+    done = subprocess.run([run.job_script], cwd=tmp_path, env=own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, again = RunDir.find_all(tmp_path / install)
+    assert first == run
+    assert not first.events(0).exists()
+    assert again.read_config() == config
+    assert json.loads((again.path / "seen.json").read_text()) == [["config.json", odd], odd, "from the shell"]
+    assert [event.status for event in events.read(again.events(0))] == ["ok"]
+    assert not list(tmp_path.rglob("pwned"))

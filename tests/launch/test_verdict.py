@@ -1,0 +1,98 @@
+"""Verdicts on runs that torchrun started: what one rank said must not drown in what torchrun prints."""
+
+import signal
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from llmb.events import RunEnded, StepDone
+from llmb.launch.local import Outcome, run_local
+from llmb.launch.process import find
+from llmb.launch.verdict import finished
+from llmb.spec import Machine
+
+TORCHRUN = """\
+W1115 03:18:40.814000 61 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 62 closing signal
+rank 0 says goodbye
+E1115 03:18:40.816000 61 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 1
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+"""
+INTERRUPTED = RunEnded(status="incomplete", reason="interrupted by SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "status", "reason"),
+    [
+        ("ValueError: bad", 1, "failed", "rank 1: exit code 1: ValueError: bad"),
+        ("step 3", -11, "failed", "rank 1: killed by signal 11 (SIGSEGV)"),
+        ("HIP out of memory", -6, "oom", "rank 1: HIP out of memory"),
+    ],
+)
+@pytest.mark.parametrize("ends", [[], [INTERRUPTED]])
+def test_a_rank_that_said_nothing(words, code, status, reason, ends):
+    assert finished(1, ends, f"{words}\n{TORCHRUN.format(code=code)}") == (status, reason)
+
+
+def test_an_interruption_from_outside_stays_one():
+    assert finished(143, [INTERRUPTED], "step 1\n") == ("incomplete", "interrupted by SIGTERM")
+
+
+def test_the_same_mistake_on_every_rank_is_said_once():
+    ends = [RunEnded(rank=rank, time=9.0 - rank, status="failed", reason="tp=3 does not fit") for rank in (0, 1)]
+    assert finished(1, ends, "") == ("failed", "tp=3 does not fit")
+
+
+def test_a_long_last_line_is_cut():
+    assert len(finished(1, [], "x" * 10_000).reason) == 500
+
+
+@pytest.fixture
+def torchrun(config, rundir, engine):
+    """Two ranks of a stand-in engine under the real torchrun."""
+    if find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+
+    def run(source: str, grace_s: float, on_event=lambda event: None) -> Outcome:
+        _, script = engine(source)
+        two = replace(config, machine=Machine(gpu="cpu", gpus=2, gpus_per_node=2))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+        return run_local(two, rundir, command, {}, on_event, 60, grace_s)
+
+    return run
+
+
+def test_a_rank_that_crashes_under_a_real_torchrun(torchrun):
+    outcome = torchrun(
+        """
+        rank = int(os.environ["RANK"])
+        end_on_sigterm() if rank == 0 else None
+        note_pid()
+        while len(Path("pids").read_text().split()) < 2: time.sleep(0.01)
+        if rank == 1:
+            raise ValueError("no such layer")
+        time.sleep(60)
+        """,
+        grace_s=5,
+    )
+    assert (outcome.status, outcome.reason) == ("failed", "rank 1: exit code 1: ValueError: no such layer")
+
+
+def test_deaf_ranks_of_a_real_torchrun_do_not_survive_it(torchrun, rundir):
+    outcome = torchrun(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note_pid()
+        while len(Path("pids").read_text().split()) < 2: time.sleep(0.01)
+        if os.environ["RANK"] == "0":
+            write(StepDone(step=1))
+        while True: time.sleep(60)
+        """,
+        grace_s=0.3,
+        on_event=lambda event: signal.raise_signal(signal.SIGINT) if isinstance(event, StepDone) else None,
+    )
+    assert (outcome.status, outcome.reason) == ("incomplete", "interrupted by SIGINT")
+    assert [find(int(pid)) for pid in (rundir.path / "pids").read_text().split()] == [None, None]
