@@ -59,7 +59,10 @@ def write_log(path: Path, size: int) -> None:
             f"datatype {datatype} op 0 root 0 comm 0x{comm:x} [nranks={ranks}] stream 0x{comm:x}\n"
         )
         if number % 500 == 0:
-            lines.append(f" [2025-12-19 10:49:15] iteration {number // 500 + 1:8d}/     400 | elapsed time per iteration (ms): 20289.1 |\n")
+            lines.append(
+                f" [2025-12-19 10:49:15] iteration {number // 500 + 1:8d}/     400 | "
+                "elapsed time per iteration (ms): 20289.1 |\n"
+            )
     block = "".join(lines).encode()
     with path.open("wb") as log:
         while log.tell() < size:

@@ -39,7 +39,9 @@ def _check_world(p: Parallel, gpus: int) -> None:
 def _check_model(p: Parallel, model: Model) -> None:
     attends = model.blocks.get("attention") or model.blocks.get("latent_attention")
     if attends and model.heads % p.tp:
-        raise ConfigError(f"tp {p.tp} does not divide {model.heads} heads; tp could be {_either(divisors(model.heads))}")
+        raise ConfigError(
+            f"tp {p.tp} does not divide {model.heads} heads; tp could be {_either(divisors(model.heads))}"
+        )
     if model.mamba and model.mamba.heads % p.tp:
         fits = divisors(model.mamba.heads)
         raise ConfigError(f"tp {p.tp} does not divide {model.mamba.heads} Mamba heads; tp could be {_either(fits)}")

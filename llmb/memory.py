@@ -7,7 +7,15 @@ An estimate, whose assumptions travel with it. Weights and FLOPs come from costs
 
 from dataclasses import dataclass, field
 
-from llmb.costs import BYTES, bytes_of, kv_bytes_per_token, parameter_breakdown, parameters, stack, state_bytes_per_sequence
+from llmb.costs import (
+    BYTES,
+    bytes_of,
+    kv_bytes_per_token,
+    parameter_breakdown,
+    parameters,
+    stack,
+    state_bytes_per_sequence,
+)
 from llmb.errors import ConfigError
 from llmb.hardware import GIB, gpu
 from llmb.spec import Inference, Model, OutOfCore, Parallel, RunConfig, Training

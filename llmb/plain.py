@@ -28,13 +28,14 @@ def build(cls: type[T], data: Any, where: str = "") -> T:
     if not isinstance(data, dict):
         raise ConfigError(f"{place}: expected a mapping of fields, got {_show(data)}")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    types_of = hints(cls)  # type: ignore[arg-type]
     for name in data:
         if name not in known:
             raise UnknownName(f"field in {place}:", name, known)
     values = {}
     for name, field in known.items():
         if name in data:
-            values[name] = convert(hints(cls)[name], data[name], f"{place}.{name}")
+            values[name] = convert(types_of[name], data[name], f"{place}.{name}")
         elif field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"{place}: field {name!r} is missing")
     return cls(**values)

@@ -13,7 +13,7 @@ from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
 from llmb.layout import check_layout, check_sequence, split_batch
 from llmb.plain import build, hints
-from llmb.recipes.recipe import Recipe, Row, expand_gpus, per_gpus
+from llmb.recipes.recipe import Recipe, Row, per_gpus
 from llmb.settings import Setting, typed
 from llmb.spec import (
     Inference,
@@ -136,9 +136,7 @@ def _inference_selectors(recipe: Recipe, wishes: list[Setting]) -> dict[str, str
     return chosen
 
 
-def _choose_row(
-    recipe: Recipe, request: Request, proxy: bool, selectors: dict[str, str]
-) -> tuple[Row, list[Override]]:
+def _choose_row(recipe: Recipe, request: Request, proxy: bool, selectors: dict[str, str]) -> tuple[Row, list[Override]]:
     """The one row that fits; walks size, GPU, dtype, use case and scale so that the error names the first misfit."""
     wanted: dict[str, Any] = {}
     if request.gpu is not None:
@@ -268,7 +266,9 @@ def _refuse_without_effect(cells: Row, overrides: list[Override]) -> None:
     for override in overrides:
         if override.field in ("profile_start", "profile_stop", "gpu_metrics") and not cells.get("profile"):
             name = override.source.removeprefix("environment ")
-            raise ConfigError(f"{name}: {override.field} has no effect without profiling; add -p or ENABLE_PROFILE=true")
+            raise ConfigError(
+                f"{name}: {override.field} has no effect without profiling; add -p or ENABLE_PROFILE=true"
+            )
     if cells.get("profile") and cells.get("nccl_trace"):
         raise ConfigError("profiling and the NCCL trace exclude each other; choose -p or ENABLE_NCCLTRACE=true")
     if cells.get("profile") and cells.get("profile_start", 0) > cells.get("profile_stop", 0):

@@ -33,8 +33,11 @@ class Rope:
     scaling: Literal["none", "llama3", "yarn"] = "none"
     factor: float = 1.0
     original_tokens: int = 8192
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: float = 1.0  # llama3: turns within the original context below which a pair is slowed in full
+    high_freq_factor: float = 4.0  # llama3: turns above which it is not slowed
+    beta_fast: float = 32.0  # yarn: the same two bounds
+    beta_slow: float = 1.0
+    mscale_all_dim: float = 0.0  # yarn: how much the attention's scale grows with the factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,10 @@ class Experts:
     dense_layers: int = 0  # leading layers that keep the dense MLP
     groups: int = 1  # experts are chosen from `top_groups` of these
     top_groups: int = 1
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid comes with a correction bias per expert
+    renormalise: bool = True  # the chosen experts' weights are made to sum to 1
+    scale: float = 1.0  # of the routed experts' sum
+    aux_loss: float = 0.0  # weight of the load-balancing loss; 0: the model has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +94,14 @@ class Model:
     kv_heads: int
     head_dim: int
     vocab: int
+    activation: Literal["silu", "gelu", "squared_relu"] = "silu"  # of the MLPs and experts
     tied_embeddings: bool = False
     norm_eps: float = 1e-5
-    rope: Rope = Rope()
+    post_norms: bool = False  # a second norm on what each block adds to the stream
+    rope: Rope | None = Rope()  # none: attention without positions
+    attention_cap: float | None = None  # attention logits are squeezed to +-cap by tanh
+    embedding_scale: float = 1.0  # of the embedding's output
+    logit_scale: float = 1.0  # of the logits
     pattern: str | None = None  # hybrids, one letter a layer: M mamba, * attention, - MLP
     experts: Experts | None = None
     latent: Latent | None = None
@@ -147,8 +158,14 @@ class Training:
     recompute_layers: int = 0  # of each pipeline stage, whose activations are computed again in the backward pass
     offload_layers: int = 0  # of each pipeline stage, whose activations wait in host memory
     cuda_graphs: bool = False
-    lr: float = 3e-4
+    balanced_experts: bool = False  # tokens are dealt to experts evenly, whatever the router says, as benchmarks do
+    lr: float = 3e-4  # highest learning rate
+    lr_warmup_steps: int = 10  # it rises linearly over these
+    lr_decay_steps: int | None = None  # and falls as a cosine to a tenth by this step; none: stays
     seed: int = 1234
+    data: str | None = None  # a token file; none: synthetic tokens
+    checkpoint_every: int | None = None  # steps between checkpoints; none: none are written
+    resume: str | None = None  # a folder of checkpoints to go on from
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,9 +105,7 @@ def _of_target(target: str, wanted: Wanted, recipes: dict[str, Recipe]) -> Itera
                 yield Task(workload=recipe.workload, request=request, repeats=wanted.repeats)
 
 
-def _scales(
-    recipe: Recipe, size: str, dtype: str, gpu: str | None, proxy: bool, wanted: Wanted
-) -> list[int]:
+def _scales(recipe: Recipe, size: str, dtype: str, gpu: str | None, proxy: bool, wanted: Wanted) -> list[int]:
     """GPU counts asked for; without --scale those listed, cut or continued by the bounds."""
     if wanted.scales is not None:
         return list(wanted.scales)
@@ -134,7 +132,5 @@ def _gpu_of(recipe: Recipe, size: str, dtype: str) -> str | None:
 def with_wishes(task: Task, settings: list[Setting], environment: dict[str, str]) -> Task:
     """The task with more settings and more environment; later ones win."""
     asked = task.request
-    request = replace(
-        asked, settings=(*asked.settings, *settings), environment={**asked.environment, **environment}
-    )
+    request = replace(asked, settings=(*asked.settings, *settings), environment={**asked.environment, **environment})
     return replace(task, request=request)

@@ -62,7 +62,9 @@ def test_the_desk_side_never_imports_torch_nor_the_device_side_yaml(path):
 
 
 def test_the_command_line_starts_without_torch_yaml_or_json():
-    code = "import sys, llmb.cli.run as r; r.parser(); print([m for m in ('torch','yaml','sqlite3') if m in sys.modules])"
+    code = (
+        "import sys, llmb.cli.run as r; r.parser(); print([m for m in ('torch','yaml','sqlite3') if m in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 

@@ -52,11 +52,23 @@ def test_a_mistake_is_one_line_that_says_where(data, said):
     assert "\n" not in str(caught.value)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
 def test_nothing_a_file_may_hold_escapes_as_another_error(data):
     for kind in (Outer, RunConfig, Parallel, Training):
         with pytest.raises(ConfigError):
-            build(kind, {"name": data, "unknown": data} if kind is Outer else data if not isinstance(data, dict) else {**data, "?": 1})
+            build(
+                kind,
+                {"name": data, "unknown": data}
+                if kind is Outer
+                else data
+                if not isinstance(data, dict)
+                else {**data, "?": 1},
+            )
 
 
 def test_json_is_valid_even_for_nan(tmp_path):

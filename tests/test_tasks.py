@@ -22,7 +22,10 @@ def test_lists_multiply_and_the_largest_scale_comes_first(recipes):
 
 def test_a_target_list_takes_sizes_from_suffixes(recipes):
     wanted = Wanted(targets=("pretrain_llama3.1_70b", "pretrain_nemotronh"), scales=(64,), gpu="h100")
-    assert {t[:2] for t in spelled(tasks_for(wanted, recipes))} == {("pretrain_llama3.1", "70b"), ("pretrain_nemotronh", "56b")}
+    assert {t[:2] for t in spelled(tasks_for(wanted, recipes))} == {
+        ("pretrain_llama3.1", "70b"),
+        ("pretrain_nemotronh", "56b"),
+    }
 
 
 @pytest.mark.parametrize(

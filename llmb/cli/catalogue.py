@@ -4,35 +4,32 @@ import argparse
 import json
 from typing import Any
 
+from llmb.cli.choices import add_run_options, complete_with, examples, load_recipes
+from llmb.cli.parsing import command
+
 FIRST_CELLS = ("size", "gpu", "dtype", "gpus")
 
 
 def add_commands(commands: Any) -> None:
     """Register list, show and completion."""
-    raw = argparse.RawDescriptionHelpFormatter
-    listing = commands.add_parser("list", help="workloads, sizes, dtypes, scales", formatter_class=raw,
-                                  epilog="examples:\n  llmb-run list\n  llmb-run list -w pretrain_grok1\n")  # fmt: skip
-    listing.add_argument("-w", "--workload", help="one workload in detail")
+    listing = command(
+        commands, "list", run_list, "workloads, sizes, dtypes, scales",
+        "llmb-run list", "llmb-run list -w pretrain_grok1",
+    )  # fmt: skip
+    complete_with(listing.add_argument("-w", "--workload", help="one workload in detail"), load_recipes)
     listing.add_argument("--json", action="store_true", help="as JSON")
-    listing.set_defaults(run=run_list)
 
-    from llmb.cli.choices import RUN_EXAMPLES, add_run_options
-
-    show = commands.add_parser("show", help="one run in full: settings, FLOPs, memory, command", formatter_class=raw,
-                               epilog=RUN_EXAMPLES.format(verb="show").replace(" --dry-run", ""))  # fmt: skip
+    show = command(commands, "show", run_show, "one run in full: settings, FLOPs, memory, command", *examples("show"))
     add_run_options(show)
     show.add_argument("--json", action="store_true", help="the resolved configuration as JSON")
-    show.set_defaults(run=run_show)
 
-    completion = commands.add_parser("completion", help="print the shell completion script", formatter_class=raw,
-                                     epilog='example:\n  eval "$(llmb-run completion bash)"\n')  # fmt: skip
+    source = 'eval "$(llmb-run completion bash)"'
+    completion = command(commands, "completion", run_completion, "print the shell completion script", source)
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
-    completion.set_defaults(run=run_completion)
 
 
 def run_list(options: argparse.Namespace) -> int:
     """All workloads in a line each, or one in detail."""
-    from llmb.cli.choices import load_recipes
     from llmb.report.table import render
 
     recipes = load_recipes()
@@ -40,7 +37,14 @@ def run_list(options: argparse.Namespace) -> int:
         return _list_one(options, recipes)
     header = ("workload", "what", "sizes", "dtypes", "GPUs", "results")
     rows = [
-        (r.workload, r.title, " ".join(r.sizes), " ".join(r.values("dtype")), " ".join(r.values("gpu")), len(r.references))
+        (
+            r.workload,
+            r.title,
+            " ".join(r.sizes),
+            " ".join(r.values("dtype")),
+            " ".join(r.values("gpu")),
+            len(r.references),
+        )
         for r in recipes.values()
     ]
     if options.json:

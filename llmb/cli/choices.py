@@ -2,37 +2,60 @@
 
 import argparse
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
-RUN_EXAMPLES = """examples:
-  llmb-run {verb} -w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16
-  llmb-run {verb} -w pretrain_llama3.1_70b,pretrain_grok1 --max-scale 512 --dry-run
-  USE_CASE=chat:128/128 llmb-run {verb} -w inference_deepseek-r1 -s 671b --dtype nvfp4 --scale 4 --dry-run
-  llmb-run {verb} -w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1 --set mbs=2 --set steps=20
+REFUSED = "settings may also come from the environment (MAX_BATCH_SIZE, TP, ...); what has no effect is refused"
 
-settings may also come from the environment, by the names of NVIDIA's recipes (MAX_BATCH_SIZE, TP, GBS, ...):
-what has no effect on the run is refused, never ignored
-"""
+
+def examples(verb: str, extra: str = "") -> list[str]:
+    """Command lines that end the help of a command which names runs."""
+    lines = (
+        "-w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16",
+        "-w pretrain_llama3.1_70b,pretrain_grok1 --max-scale 512",
+        "-w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1 --set mbs=2 --set steps=20",
+    )
+    chat = f"USE_CASE=chat:128/128 llmb-run {verb} -w inference_deepseek-r1 -s 671b --dtype nvfp4 --scale 4{extra}"
+    return [*(f"llmb-run {verb} {line}{extra}" for line in lines), chat, "", REFUSED]
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """-w -s --dtype --scale and the rest of what names a run."""
     add = parser.add_argument
-    add("-w", "--workload", metavar="W[,W...]", help="workload, or targets such as pretrain_llama3.1_70b")
+    workload = add("-w", "--workload", metavar="W[,W...]", help="workload, or targets such as pretrain_llama3.1_70b")
+    complete_with(workload, load_recipes)
     add("-s", "--model-size", "--size", dest="size", metavar="SIZE", help="model size, such as 8b")
     add("-d", "--dtype", metavar="D[,D...]", help="fp8, bf16, nvfp4 or fp32; all listed ones when left out")
     add("--scale", metavar="N[,N...]", help="number of GPUs; all listed ones when left out")
     add("--max-scale", type=int, metavar="N", help="listed scales up to N, then powers of two up to N")
     add("--min-scale", action="store_true", help="only the smallest listed scale")
     add("--exact-scales", action="store_true", help="with --max-scale: no powers of two beyond the list")
-    add("--gpu-type", metavar="GPU", help="GPU the recipe row is for; default: what this machine has")
+    gpu = add("--gpu-type", metavar="GPU", help="GPU the recipe row is for; default: what this machine has")
+    complete_with(gpu, _gpu_types)
     add("--proxy", action="store_true", help="a small stand-in for the model, which runs anywhere")
     add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
-    add("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a setting; model.FIELD changes the model")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a setting; model.FIELD changes the model",
+    )
     add("--seqlen", metavar="TOKENS", help="the same as --set seqlen=TOKENS")
     add("--host-gb", metavar="GIB", help="out-of-core: host memory to use")
     add("--device-gb", metavar="GIB", help="out-of-core: device memory to use")
     add("--force", action="store_true", help="accept a dtype or scale the recipe does not list (one run only)")
+
+
+def complete_with(argument: argparse.Action, names: Callable[[], Iterable[str]]) -> None:
+    """What the shell offers for an argument; asked for only while completing."""
+    argument.completer = lambda **_: list(names())  # type: ignore[attr-defined]
+
+
+def _gpu_types() -> Iterable[str]:
+    from llmb.hardware import GPUS
+
+    return GPUS
 
 
 def load_recipes() -> dict[str, Any]:
@@ -116,7 +139,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def resolve_all(tasks: list[Any], recipes: dict[str, Any]) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Each task with its RunConfig, and one line for each that makes no sense. One bad task does not stop the others."""
+    """Each task with its RunConfig, and one line for each that makes no sense: it does not stop the others."""
     from llmb.errors import ConfigError
     from llmb.resolve import resolve
 

@@ -5,34 +5,38 @@ import os
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.parsing import command
+
 
 def add_commands(commands: Any) -> None:
     """Register compare, read and timing."""
-    raw = argparse.RawDescriptionHelpFormatter
-    compare = commands.add_parser("compare", help="is run B faster than run A?", formatter_class=raw,
-                                  epilog="examples:\n  llmb-run compare L1 L2\n  llmb-run compare RUN_FOLDER_A RUN_FOLDER_B\n")  # fmt: skip
+    compare = command(
+        commands, "compare", run_compare, "is run B faster than run A?",
+        "llmb-run compare L1 L2", "llmb-run compare RUN_FOLDER_A RUN_FOLDER_B",
+    )  # fmt: skip
     compare.add_argument("a", help="a job id or a run folder")
     compare.add_argument("b", help="a job id or a run folder")
     compare.add_argument("--force", action="store_true", help="compare different workloads all the same")
     compare.add_argument("--json", action="store_true", help="as JSON")
-    compare.set_defaults(run=run_compare)
 
-    read = commands.add_parser("read", help="figures from another engine's log", formatter_class=raw,
-                               epilog="examples:\n  llmb-run read log-pretrain.out\n  llmb-run read nccl.log --reader nccl --json\n")  # fmt: skip
+    read = command(
+        commands, "read", run_read, "figures from another engine's log",
+        "llmb-run read log-pretrain.out", "llmb-run read nccl.log --reader nccl --json",
+    )  # fmt: skip
     read.add_argument("log", type=Path, help="a log of NeMo, Megatron-Bridge, torchtitan, trtllm-bench, vLLM or NCCL")
     read.add_argument("--reader", help="its format; default: recognised from the content")
     read.add_argument("--window", metavar="FIRST-LAST", help="iterations that count; default 35-44")
     read.add_argument("--json", action="store_true", help="the Result as JSON")
-    read.set_defaults(run=run_read)
 
-    timing = commands.add_parser("timing", help="the step-time table of a folder of logs", formatter_class=raw,
-                                 epilog="examples:\n  llmb-run timing experiments\n  llmb-run timing --style nemo --format=csv --window 11-44 DIR\n")  # fmt: skip
+    timing = command(
+        commands, "timing", run_timing, "the step-time table of a folder of logs",
+        "llmb-run timing experiments", "llmb-run timing --style nemo --format=csv --window 11-44 experiments",
+    )  # fmt: skip
     timing.add_argument("folder", nargs="?", type=Path, default=Path("experiments"), help="default: experiments")
     timing.add_argument("--style", default="megatron_bridge", help="megatron_bridge (log*.out) or nemo (*.out)")
     timing.add_argument("--format", default="table", help="table, csv or json")
     timing.add_argument("--full-names", action="store_true", help="do not shorten file names")
     timing.add_argument("--window", metavar="FIRST-LAST", default="35-44", help="iterations that count")
-    timing.set_defaults(run=run_timing)
 
 
 def _window(text: str) -> tuple[int, int]:

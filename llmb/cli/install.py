@@ -1,7 +1,7 @@
 """llmb-install: makes $LLMB_INSTALL and says what this machine can run.
 
-    llmb-install            make the folder, check what is here
-    llmb-install --json     the same as JSON
+llmb-install            make the folder, check what is here
+llmb-install --json     the same as JSON
 """
 
 import argparse
@@ -13,16 +13,15 @@ import sys
 from typing import Any
 
 from llmb import __version__
-from llmb.cli.run import Parser, guarded
+from llmb.cli.parsing import Parser
+from llmb.cli.run import guarded
 
 
 def main() -> int:
     """Make the folder and print the findings."""
-    top = Parser(
-        prog="llmb-install", description="Make the folder for runs and say what this machine can run.",
-        epilog="examples:\n  llmb-install\n  LLMB_INSTALL=/shared/llmb llmb-install --json\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    said = "Make the folder for runs and say what this machine can run."
+    lines = "examples:\n  llmb-install\n  LLMB_INSTALL=/shared/llmb llmb-install --json\n"
+    top = Parser(prog="llmb-install", description=said, epilog=lines)
     top.add_argument("--version", action="version", version=f"llmb {__version__}")
     top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     top.add_argument("--json", action="store_true", help="as JSON")

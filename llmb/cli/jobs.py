@@ -8,25 +8,23 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.parsing import command
+
 
 def add_commands(commands: Any) -> None:
-    """Register jobs and its verbs."""
-    raw = argparse.RawDescriptionHelpFormatter
-    jobs = commands.add_parser("jobs", help="runs so far: list, show, log, refresh, rebuild", formatter_class=raw,
-                               epilog="examples:\n  llmb-run jobs\n  llmb-run jobs show L3\n  llmb-run jobs log L3 -f\n")  # fmt: skip
-    jobs.add_argument("-n", "--limit", type=int, metavar="N", help="only the newest N")
-    jobs.add_argument("--json", action="store_true", help="as JSON, one job a line")
-    jobs.set_defaults(run=run_list)
+    """Register jobs and its verbs; `jobs` alone is `jobs list`."""
+    jobs = command(
+        commands, "jobs", run_list, "runs so far: list, show, log, refresh, rebuild",
+        "llmb-run jobs", "llmb-run jobs show L3", "llmb-run jobs log L3 -f",
+    )  # fmt: skip
     verbs = jobs.add_subparsers(metavar="VERB", parser_class=type(jobs))
-    listing = verbs.add_parser("list", help="the table of runs (the default)")
-    listing.add_argument("-n", "--limit", type=int, metavar="N", help="only the newest N")
-    listing.add_argument("--json", action="store_true", help="as JSON, one job a line")
-    listing.set_defaults(run=run_list)
-    show = verbs.add_parser("show", help="one run with its figures")
+    for listing in (jobs, command(verbs, "list", run_list, "the table of runs (the default)")):
+        listing.add_argument("-n", "--limit", type=int, metavar="N", help="only the newest N")
+        listing.add_argument("--json", action="store_true", help="as JSON, one job a line")
+    show = command(verbs, "show", run_show, "one run with its figures")
     show.add_argument("job_id")
     show.add_argument("--json", action="store_true", help="the stored Result")
-    show.set_defaults(run=run_show)
-    log = verbs.add_parser("log", help="the log of a run")
+    log = command(verbs, "log", run_log, "the log of a run")
     log.add_argument("job_id")
     log.add_argument("--tail", type=int, default=200, metavar="N", help="last N lines (200)")
     log.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
@@ -34,11 +32,9 @@ def add_commands(commands: Any) -> None:
     where.add_argument("--path", action="store_true", help="print the log's path instead")
     where.add_argument("--dir", action="store_true", help="print the run folder instead")
     where.add_argument("--list", action="store_true", help="list the run folder's files instead")
-    log.set_defaults(run=run_log)
-    refresh = verbs.add_parser("refresh", help="look again at runs that seem to be going")
+    refresh = command(verbs, "refresh", run_refresh, "look again at runs that seem to be going")
     refresh.add_argument("job_ids", nargs="+", metavar="job_id")
-    refresh.set_defaults(run=run_refresh)
-    verbs.add_parser("rebuild", help="make the store anew from the run folders").set_defaults(run=run_rebuild)
+    command(verbs, "rebuild", run_rebuild, "make the store anew from the run folders")
 
 
 def _store() -> Any:

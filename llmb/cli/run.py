@@ -1,5 +1,5 @@
-"""llmb-run: the command line. Each command lives in one file beside this one; imports happen when a command runs, so that
-`--help` is instant.
+"""llmb-run: the command line. Commands live in the files beside this one and import what they need when they run, so
+that `--help` is instant.
 
     llmb-run submit -w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1
 """
@@ -7,11 +7,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
 
 from llmb import __version__
 from llmb.cli import catalogue, figures, jobs, submit
+from llmb.cli.parsing import Parser
 
 EXAMPLES = """examples:
   llmb-run list                                                       what can be run
@@ -25,21 +25,9 @@ completion: eval "$(llmb-run completion bash)"
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Says a mistake in one line and exits 1, as every wrong request does; takes no half-written option."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**{"allow_abbrev": False, **options})
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(1, f"ERROR: {message} (see {self.prog} --help)\n")
-
-
 def parser() -> argparse.ArgumentParser:
-    top = Parser(
-        prog="llmb-run", description="Benchmark large language models: how fast, is that good, and why.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    said = "Benchmark large language models: how fast, is that good, and why."
+    top = Parser(prog="llmb-run", description=said, epilog=EXAMPLES)
     top.add_argument("--version", action="version", version=f"llmb {__version__}")
     top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
@@ -59,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return guarded(lambda: options.run(options), options.verbose)
 
 
-def guarded(action, verbose: bool) -> int:  # type: ignore[no-untyped-def]
+def guarded(action: Callable[[], int], verbose: bool) -> int:
     """Run an action; a known error is one line, an unknown one too unless -v asks for the traceback."""
     from llmb.errors import LlmbError
 

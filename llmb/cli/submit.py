@@ -7,14 +7,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.choices import add_run_options, examples
+from llmb.cli.parsing import command
+
 
 def add_commands(commands: Any) -> None:
     """Register submit and single."""
-    from llmb.cli.choices import RUN_EXAMPLES, add_run_options
-
     for name, said in (("submit", "run benchmarks"), ("single", "older name of submit")):
-        parser = commands.add_parser(name, help=said, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog=RUN_EXAMPLES.format(verb=name))  # fmt: skip
+        parser = command(commands, name, run, said, *examples(name, " --dry-run"))
         add_run_options(parser)
         add = parser.add_argument
         add("-f", "--file", type=Path, help="bulk file: .yaml with sweeps, or the older text form")
@@ -23,7 +23,6 @@ def add_commands(commands: Any) -> None:
         add("--timeout", type=int, metavar="S", help="the same as --set time_limit_s=S")
         add("--dry-run", action="store_true", help="say what would run, and run nothing")
         add("--json", action="store_true", help="print the stored Result as the last line")
-        parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -67,7 +66,9 @@ def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     if options.file and (options.workload or options.size):
         raise ConfigError("-f names the workloads; leave out -w and -s")
     environment = _environment(options.env)
-    wishes = [Setting(field=VARIABLES[k], value=v, source=f"--env {k}") for k, v in environment.items() if k in VARIABLES]
+    wishes = [
+        Setting(field=VARIABLES[k], value=v, source=f"--env {k}") for k, v in environment.items() if k in VARIABLES
+    ]
     if options.timeout is not None:
         wishes.append(Setting(field="time_limit_s", value=options.timeout, source="--timeout"))
     for_ranks = {k: v for k, v in environment.items() if k not in VARIABLES}
@@ -117,7 +118,9 @@ def _check_runs_here(config: Any) -> None:
             "add --proxy for a small stand-in on the CPU, or --dry-run to see the run"
         )
     if asked > here:
-        raise ConfigError(f"{asked} GPUs asked for, this machine has {here}; choose --scale {here} or less, or --dry-run")
+        raise ConfigError(
+            f"{asked} GPUs asked for, this machine has {here}; choose --scale {here} or less, or --dry-run"
+        )
 
 
 def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[int, bool]:
@@ -153,4 +156,4 @@ def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[i
     if as_json:
         print(run_dir.result.read_text(), end="")
     refused = outcome.exit_code == 1  # the engine found the configuration wrong
-    return (0 if result.status == "ok" else 1 if refused else 2), outcome.interrupted
+    return (0 if result.status == "ok" else 1 if refused else 2), outcome.interrupted is not None

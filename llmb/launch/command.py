@@ -90,10 +90,13 @@ def job_script(command: Sequence[str], environment: Mapping[str, str], rundir: R
 
 
 def _module(config: RunConfig) -> list[str]:
-    """The engine's module; above one GPU torchrun starts a process for each."""
-    ranks = config.machine.gpus
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
-    return [*torchrun, ENGINES[config.workload.kind]]
+    """The engine's module; above one GPU torchrun starts a process for each, on every node."""
+    machine, module = config.machine, ENGINES[config.workload.kind]
+    if machine.gpus == 1:
+        return [module]
+    per_node = str(min(machine.gpus, machine.gpus_per_node))
+    nodes = ["--standalone"] if machine.nodes == 1 else ["--nnodes", str(machine.nodes)]
+    return ["torch.distributed.run", *nodes, "--nproc-per-node", per_node, "-m", module]
 
 
 def _can_be_started(module: str) -> bool:

@@ -81,7 +81,9 @@ def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
 
 def _collectives(result: Result) -> str:
     header = ("operation", "calls", "bytes", "datatype", "ranks")
-    return render(header, [(c.operation, f"{c.calls:,}", _bytes(c.bytes), c.datatype, c.ranks) for c in result.collectives])
+    return render(
+        header, [(c.operation, f"{c.calls:,}", _bytes(c.bytes), c.datatype, c.ranks) for c in result.collectives]
+    )
 
 
 def _bytes(count: int | None) -> str | None:

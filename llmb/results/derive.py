@@ -83,9 +83,7 @@ def _identity(config: RunConfig | None, events: list[Event]) -> dict:
     return found
 
 
-def _window(
-    steps: list[StepDone], config: RunConfig | None, window: tuple[int, int] | None
-) -> tuple[int, int]:
+def _window(steps: list[StepDone], config: RunConfig | None, window: tuple[int, int] | None) -> tuple[int, int]:
     """First and last step that count; a shorter foreign log is measured over its second half."""
     if window is not None:
         return window

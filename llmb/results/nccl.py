@@ -1,32 +1,37 @@
-"""NCCL traces (NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=COLL): how often which collective moved how many bytes.
+"""NCCL traces (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=COLL): how often which collective moved how many bytes.
 
     [7] NCCL INFO AllReduce: opCount 2 sendbuff 0x7f... recvbuff 0x7f... count 1 datatype 1 op 0 root 0
         comm 0x55556b100660 [nranks=128] stream 0x5555630c58b0                                  (one line in the log)
 
-Such a log has millions of lines and few kinds of them, so each kind is parsed once and the rest is counting. What every
+Such a log has millions of lines but few kinds of them, so each kind is parsed once and the rest is counting. What every
 line must still pass through is one regular expression, and its shape decides the speed:
 
-- One group only: `findall` then gives plain bytes, which are counted at half the price of tuples. The name of the operation
-  stands before the addresses and all else behind them, so one group cannot hold both; instead each of the six common
-  operations begins its capture at another letter of the word "count", and that beginning tells the operation.
-- `.{22}` skips without looking. No torn line can hide behind it: the next line's own "opCount" comes later than that.
-- Possessive repeats, because nothing that is skipped ever needs to be given back.
+- One group: `findall` then gives plain bytes, which are counted at half the price of tuples. The operation's name stands
+  before the addresses and all else behind them, so one group cannot hold both; instead each of the six common operations
+  begins its capture at another letter of the word "count", and that beginning tells the operation.
+- `.{22}` skips without looking; no torn line can hide behind it, as the next line's own "opCount" comes later than that.
+- Possessive repeats: nothing that was skipped ever needs to be given back.
 
-A head that this pattern cannot follow to a valid tail (another operation, a torn line, two ranks writing at once) yields a
-capture that is not valid, and then its block is read again line by line. So the shortcut is exact or not taken.
+A head that cannot be followed to a valid tail this way (another operation, a torn line, two ranks writing at once) gives a
+capture that does not parse, and then its block is read again line by line. So the shortcut is exact or is not taken.
 """
 
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO
 
-from llmb.events import CollectiveSeen, Event, LogProblem, RunEnded
+from llmb.events import CollectiveSeen, Event, LogProblem
+from llmb.results.ending import Ending
+from llmb.results.lines import LINE_BYTES, clean, opened, tail_lines
 
-# ncclDataType_t: the number in the log, its name, its bytes.
+SIGN = rb"NCCL INFO \w+: opCount"
+
+# ncclDataType_t: the number in the log -> its name and its bytes
 DATATYPES = {
     0: ("int8", 1),
     1: ("uint8", 1),
@@ -42,12 +47,14 @@ DATATYPES = {
     11: ("fp8e5m2", 1),
 }
 
-BLOCK_BYTES = 256 << 10  # fits a core's cache; also what is read again when a line is torn
-LINE_BYTES = 64 << 10  # longer lines are cut
-PARALLEL_BYTES = 64 << 20  # below this a second process costs more than it saves
-MAX_WORKERS = 4
+BLOCK_BYTES = 128 << 10  # stays in a core's own cache; also what is read again when a line is torn
+PARALLEL_BYTES = 64 << 20  # below this, more processes cost more than they save
+WORKERS = 4  # at most: a login node has other users
+MANY_KINDS = 100_000  # fold what was counted so far: a log of ever new sizes must not fill the memory
 
-# operation -> how to reach its capture, and what the capture then begins with
+Call = tuple[str, int, int, int | None]  # operation, count, datatype, ranks
+
+# operation -> the way from its opCount to its capture, and what the capture then begins with
 _CAPTURES = {
     "AllReduce": (rb"[^t]*+t ", b""),
     "AllGather": (rb"[^t]*+t", b" "),
@@ -56,7 +63,149 @@ _CAPTURES = {
     "Send": (rb"[^o]*+o", b"unt "),
     "Recv": (rb"[^o]*+", b"ount "),
 }
-_OPERATION = {begin: operation for operation, (_, begin) in _CAPTURES.items()}
-_REACH = b"|".join(name.encode() + rb": opCount.{22}+" + reach for name, (reach, _) in _CAPTURES.items())
-_FAST = re.compile(rb"NCCL INFO (?:(?:" + _REACH + rb")(.{38}+[^\]]*+)|\w++: opCount)", re.DOTALL)
-_KEY = re.compile(rb"((?:ou)?(?:n?t)? ?|unt )(\d{1,18}) datatype (\d{1,9}) op \d+ root \d+ comm \w+ \[nranks=(\d{1,9})")
+_OPERATIONS = {begin: name for name, (_, begin) in _CAPTURES.items()}
+_WAYS = b"|".join(name.encode() + rb": opCount.{22}+" + way for name, (way, _) in _CAPTURES.items())
+_FAST = re.compile(rb"INFO (?:" + _WAYS + rb"|\w++: opCount)(.{,38}+[^\]]*+)", re.DOTALL)
+_KIND = re.compile(
+    rb"(|o?u?n?t? )(\d{1,18}) datatype (\d{1,3}) op \d{1,9} root \d{1,9} comm \w{1,20} \[nranks=(\d{1,9})"
+)
+
+_HEAD = re.compile(r"INFO (\w+): opCount ")
+_TAIL = re.compile(
+    r" count (\d{1,18}) datatype (\d{1,3}) op \d{1,9} root \d{1,9} comm \w{1,20}(?: \[nranks=(\d{1,9})\])?"
+)
+
+
+@dataclass
+class Tally:
+    """How many calls of which kind, and how many lines began like a call and did not end like one."""
+
+    calls: Counter[Call] = field(default_factory=Counter)
+    torn: int = 0
+
+    def add(self, other: "Tally") -> None:
+        self.calls.update(other.calls)
+        self.torn += other.torn
+
+    def add_line(self, line: str) -> None:
+        """Count the calls of one line; where two were written into one another, each is looked at by itself."""
+        _, *parts = _HEAD.split(line)
+        for operation, rest in zip(parts[::2], parts[1::2], strict=True):
+            if found := _TAIL.search(rest):
+                count, datatype, ranks = found.groups()
+                self.calls[operation, int(count), int(datatype), int(ranks) if ranks else None] += 1
+            else:
+                self.torn += 1
+
+    def seen(self) -> list[CollectiveSeen]:
+        """One event for each operation, datatype and size of communicator, the most bytes first."""
+        calls: Counter[tuple[str, int, int | None]] = Counter()
+        elements: Counter[tuple[str, int, int | None]] = Counter()
+        for (operation, count, datatype, ranks), times in self.calls.items():
+            calls[operation, datatype, ranks] += times
+            elements[operation, datatype, ranks] += times * count
+        events = []
+        for (operation, datatype, ranks), times in calls.items():
+            name, size = DATATYPES.get(datatype, (f"datatype {datatype}", None))
+            total = None if size is None else size * elements[operation, datatype, ranks]
+            events.append(CollectiveSeen(operation=operation, calls=times, bytes=total, datatype=name, ranks=ranks))
+        return sorted(events, key=lambda e: (-(e.bytes or 0), e.operation, e.datatype, e.ranks or 0))
+
+
+def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
+    """The collectives of a trace given line by line."""
+    tally, ending = Tally(), Ending("no collective lines")
+    for line in clean(lines):
+        tally.add_line(line.text)
+        ending.hear(line)
+    yield from _events(tally, ending)
+
+
+def read_file(path: Path) -> Iterator[Event]:
+    """The collectives of a trace of any size. How the run ended is looked for in the file's last lines only."""
+    ending = Ending("no collective lines")
+    for line in clean(tail_lines(path)):
+        ending.hear(line)
+    yield from _events(_tally(path), ending)
+
+
+def summarise(path: Path) -> list[CollectiveSeen]:
+    """All collectives of a trace, counted exactly."""
+    return _tally(path).seen()
+
+
+def _events(tally: Tally, ending: Ending) -> Iterator[Event]:
+    yield from tally.seen()
+    if tally.torn:
+        yield LogProblem(problem="torn line of a collective", count=tally.torn)
+    yield from ending.events(finished=bool(tally.calls))
+
+
+def _tally(path: Path) -> Tally:
+    with opened(path) as log:
+        size = os.fstat(log.fileno()).st_size
+        workers = min(WORKERS, len(os.sched_getaffinity(0)))
+        if size < PARALLEL_BYTES or workers == 1:
+            return _tally_range(path, 0, size)
+        cuts = [0, *(_next_line(log, size * part // workers) for part in range(1, workers)), size]
+    # Imported here, as most logs are small. Forked, so that a worker starts in a millisecond.
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    total = Tally()
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        for part in pool.map(_tally_range, [path] * workers, cuts[:-1], cuts[1:]):
+            total.add(part)
+    return total
+
+
+def _next_line(log: BinaryIO, offset: int) -> int:
+    """Where the first line after an offset begins."""
+    log.seek(offset)
+    log.readline(LINE_BYTES)
+    return log.tell()
+
+
+def _tally_range(path: Path, start: int, stop: int) -> Tally:
+    tally, kinds = Tally(), Counter[bytes]()
+    for buffer, length in _blocks(path, start, stop):
+        known = len(kinds)
+        found = _FAST.findall(buffer, 0, length)
+        kinds.update(found)
+        new = list(islice(reversed(kinds), len(kinds) - known))
+        if not all(map(_KIND.fullmatch, new)):
+            kinds.subtract(found)
+            for kind in new:
+                del kinds[kind]
+            for line in bytes(buffer[:length]).decode("latin-1").splitlines():
+                tally.add_line(line)
+        if len(kinds) > MANY_KINDS:
+            _fold(kinds, tally)
+    _fold(kinds, tally)
+    return tally
+
+
+def _blocks(path: Path, start: int, stop: int) -> Iterator[tuple[bytearray, int]]:
+    """A range of a file as blocks of whole lines, each in the same buffer, which is good until the next one is asked for."""
+    buffer = bytearray(BLOCK_BYTES)
+    view = memoryview(buffer)
+    held = 0
+    with opened(path, buffering=0) as log:
+        log.seek(start)
+        while got := log.readinto(view[held : held + stop - start]):  # type: ignore[attr-defined]
+            start += got
+            end = held + got
+            whole = buffer.rfind(b"\n", 0, end) + 1 or end
+            yield buffer, whole
+            held = end - whole
+            view[:held] = view[whole:end]
+    if held:
+        yield buffer, held
+
+
+def _fold(kinds: Counter[bytes], tally: Tally) -> None:
+    """Parse what was captured, each kind once, and start afresh."""
+    for kind, times in kinds.items():
+        begin, count, datatype, ranks = _KIND.fullmatch(kind).groups()  # type: ignore[union-attr]
+        tally.calls[_OPERATIONS[begin], int(count), int(datatype), int(ranks)] += times
+    kinds.clear()

@@ -108,7 +108,9 @@ class Store:
         now = time.time()
         with self._transaction():
             if job_id is None:
-                taken = self._db.execute("SELECT max(CAST(substr(job_id, 2) AS INTEGER)) FROM jobs WHERE job_id LIKE 'L%'")
+                taken = self._db.execute(
+                    "SELECT max(CAST(substr(job_id, 2) AS INTEGER)) FROM jobs WHERE job_id LIKE 'L%'"
+                )
                 job_id = f"L{(taken.fetchone()[0] or 0) + 1}"
             self._put(_job(config, run_dir, launcher, job_id, now))
         return job_id

@@ -47,4 +47,7 @@ def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, 
         return
     if recognise(start.gpu_name) != config.machine.gpu:
         asked = config.machine.gpu
-        yield "OTHER_GPU", f"ran on {start.gpu_name}, not on {asked}: MFU and references are for {asked}; fix --gpu-type"
+        yield (
+            "OTHER_GPU",
+            f"ran on {start.gpu_name}, not on {asked}: MFU and references are for {asked}; fix --gpu-type",
+        )

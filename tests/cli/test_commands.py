@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-PROXY = ["submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy"]
-TINY = [f"--set=model.{k}={v}" for k, v in {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}.items()]  # fmt: skip
+EIGHT_B = ["submit", "-w", "pretrain_llama3.1", "-s", "8b"]
+PROXY = [*EIGHT_B, "--dtype", "fp32", "--scale", "1", "--proxy"]
+SHAPE = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
+TINY = [f"--set=model.{field}={value}" for field, value in SHAPE.items()]
 SMALL = [*PROXY, *TINY, "--seqlen", "32", "--set", "steps=4"]
 
 
@@ -24,7 +26,13 @@ def shell(*arguments, **environment):
 def test_list_names_every_workload(llmb_run):
     code, out, _ = llmb_run("list")
     assert code == 0
-    for word in ("pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1", "inference_deepseek-r1", "outofcore_llama3"):
+    for word in (
+        "pretrain_llama3.1",
+        "pretrain_nemotronh",
+        "pretrain_grok1",
+        "inference_deepseek-r1",
+        "outofcore_llama3",
+    ):
         assert word in out
     code, out, _ = llmb_run("list", "-w", "pretrain_grok1")
     assert code == 0
@@ -34,7 +42,9 @@ def test_list_names_every_workload(llmb_run):
 
 
 def test_show_gives_flops_parameters_memory_and_the_command(llmb_run):
-    code, out, _ = llmb_run("show", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "16", "--gpu-type", "h100")
+    code, out, _ = llmb_run(
+        "show", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "16", "--gpu-type", "h100"
+    )
     assert code == 0
     for word in ("8,030,261,248", "51.47", "memory estimate: total", "llmb.train config.json", "estimate:"):
         assert word in out
@@ -45,18 +55,18 @@ def test_show_gives_flops_parameters_memory_and_the_command(llmb_run):
 WRONG = [
     (["submit", "-w", "nothing"], "unknown workload 'nothing'; choices are: inference_deepseek-r1"),
     (["submit", "-w", "pretrain_llama3.1", "-s", "9b"], "unknown size of pretrain_llama3.1 '9b'"),
-    (["submit", "-w", "pretrain_llama3.1", "-s", "8b", "-d", "fp9", "--scale", "8"], "unknown dtype of pretrain_llama3.1 8b 'fp9'"),
-    (["submit", "-w", "pretrain_llama3.1", "-s", "8b", "-d", "fp8", "--scale", "12"], "scale 12 is not listed"),
-    (["submit", "-w", "pretrain_llama3.1", "-s", "8b", "-d", "fp8", "--scale", "0"], "--scale: expected GPU counts"),
-    (["submit", "-w", "pretrain_grok1", "--gpu-type", "v100"], "unknown GPU type 'v100'; choices are: gb300"),
-    (["submit", "-w", "pretrain_grok1", "--gpu-type", "b200"], "unknown GPU type of pretrain_grok1 'b200'; choices are: gb200, h100"),
+    ([*EIGHT_B, "-d", "fp9", "--scale", "8"], "unknown dtype of pretrain_llama3.1 8b 'fp9'"),
+    ([*EIGHT_B, "-d", "fp8", "--scale", "12"], "scale 12 is not listed"),
+    ([*EIGHT_B, "-d", "fp8", "--scale", "0"], "--scale: expected GPU counts"),
+    (["submit", "-w", "pretrain_grok1", "--gpu-type", "v100"], "unknown GPU type 'v100' (did you mean h100?); choices"),
+    (["submit", "-w", "pretrain_grok1", "--gpu-type", "b200"], "'b200' (did you mean gb200?); choices are: gb200, h100"),
     ([*PROXY, "--set", "paralel=4"], "unknown field (--set) for pretrain_llama3.1: 'paralel'"),
     ([*PROXY, "--set", "mbs=3"], "gbs could be"),
     ([*PROXY, "--env", "nonsense"], "--env: expected NAME=VALUE"),
     ([*PROXY, "-f", "x.yaml"], "-f names the workloads"),
     (["submit", "-f", "missing.yaml"], "cannot read missing.yaml"),
     (["submit", "--scal", "8"], "unrecognized arguments"),
-    (["submit", "-w", "pretrain_llama3.1", "-s", "8b", "-d", "bf16", "--scale", "1", "--gpu-type", "h200"], "this machine has no GPU"),
+    ([*EIGHT_B, "-d", "bf16", "--scale", "1", "--gpu-type", "h200"], "this machine has no GPU"),
     (["submit", "-w", "inference_deepseek-r1", "-d", "bf16", "--proxy"], "not part of this version"),
     (["read", "missing.log"], "missing.log"),
     (["timing", "missing"], "missing"),
@@ -96,14 +106,18 @@ def test_slurm_wishes_have_no_effect_here_and_are_refused(llmb_run, monkeypatch)
 
 
 def test_one_bad_task_does_not_stop_the_others(llmb_run):
-    code, out, err = llmb_run("submit", "-w", "pretrain_grok1", "-d", "fp8,bf16", "--scale", "128,130", "--gpu-type", "gb200", "--dry-run")
+    code, out, err = llmb_run(
+        "submit", "-w", "pretrain_grok1", "-d", "fp8,bf16", "--scale", "128,130", "--gpu-type", "gb200", "--dry-run"
+    )
     assert code == 1
     assert out.count("gpus128") == 2
     assert "skipped: scale 130" in err
 
 
 def test_a_real_run_ends_with_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_path):
-    code, out, err = llmb_run(*SMALL, "--json", "-r", "2", "--env", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", "--env", "NOTE=seen")
+    code, out, err = llmb_run(
+        *SMALL, "--json", "-r", "2", "--env", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", "--env", "NOTE=seen"
+    )
     assert code == 0, err
     lines = out.strip().splitlines()
     result = json.loads(lines[-1])
@@ -114,7 +128,14 @@ def test_a_real_run_ends_with_a_result_that_jobs_and_compare_can_read(llmb_run, 
     runs = sorted((tmp_path / "llmb").glob("workloads/*/experiments/*/*/*"))
     assert len(runs) == 2
     assert (runs[-1] / "result.json").read_text().strip() == lines[-1]
-    assert {p.name.split("_")[0].split("-")[0] for p in runs[-1].iterdir()} >= {"config.json", "job.sh", "events.rank0.jsonl", "log", "result.json", "llmb"}
+    assert {p.name.split("_")[0].split("-")[0] for p in runs[-1].iterdir()} >= {
+        "config.json",
+        "job.sh",
+        "events.rank0.jsonl",
+        "log",
+        "result.json",
+        "llmb",
+    }
     assert json.loads((runs[-1] / "config.json").read_text())["environment"]["NOTE"] == "seen"
     for path in (tmp_path / "llmb").rglob("*"):
         assert path.is_dir() or b"hf_abcdef" not in path.read_bytes()
@@ -132,7 +153,9 @@ def test_a_real_run_ends_with_a_result_that_jobs_and_compare_can_read(llmb_run, 
     assert llmb_run("jobs", "rebuild")[1].startswith("2 runs found")
     after = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
     stamps = ("created_at", "updated_at")
-    assert [{k: v for k, v in j.items() if k not in stamps} for j in before] == [{k: v for k, v in j.items() if k not in stamps} for j in after]
+    assert [{k: v for k, v in j.items() if k not in stamps} for j in before] == [
+        {k: v for k, v in j.items() if k not in stamps} for j in after
+    ]
 
     log = next(runs[0].glob("log-*.out"))
     read = json.loads(llmb_run("read", str(log), "--json")[1])
@@ -141,7 +164,9 @@ def test_a_real_run_ends_with_a_result_that_jobs_and_compare_can_read(llmb_run, 
 
 
 def test_an_engine_that_refuses_is_exit_1_and_one_that_fails_exit_2(llmb_run):
-    code, out, _ = llmb_run("submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "1", "--proxy", *TINY)
+    code, out, _ = llmb_run(
+        "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "1", "--proxy", *TINY
+    )
     assert code == 1
     assert "failed" in out
     code, out, _ = llmb_run(*SMALL, "--set", "lr=1e9")
@@ -170,7 +195,14 @@ def test_a_timeout_is_named(llmb_run):
 
 
 def test_help_has_examples_and_completion_prints_a_script(llmb_run):
-    for arguments in (["--help"], ["submit", "--help"], ["show", "--help"], ["jobs", "--help"], ["compare", "--help"], ["timing", "--help"]):
+    for arguments in (
+        ["--help"],
+        ["submit", "--help"],
+        ["show", "--help"],
+        ["jobs", "--help"],
+        ["compare", "--help"],
+        ["timing", "--help"],
+    ):
         code, out, _ = llmb_run(*arguments)
         assert code == 0
         assert "example" in out
@@ -178,14 +210,20 @@ def test_help_has_examples_and_completion_prints_a_script(llmb_run):
         assert "llmb-run" in llmb_run("completion", name)[1]
 
 
-def test_completion_completes():
-    words = "llmb-run sub"
-    environment = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": words, "COMP_POINT": str(len(words)), "_ARGCOMPLETE_STDOUT_FILENAME": os.devnull}
-    assert shell(**environment).returncode == 0
+@pytest.mark.parametrize(
+    ("words", "offered"), [("llmb-run sub", "submit"), ("llmb-run show -w pretrain_g", "pretrain_grok1")]
+)
+def test_completion_offers_commands_and_workloads(tmp_path, words, offered):
+    answer = tmp_path / "answer"
+    where = {"COMP_LINE": words, "COMP_POINT": str(len(words)), "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
+    shell(_ARGCOMPLETE="1", _ARGCOMPLETE_IFS="|", _ARGCOMPLETE_SUPPRESS_SPACE="1", **where)
+    assert answer.read_text() == offered
 
 
 def test_a_closed_pipe_is_no_error():
-    done = subprocess.run(["bash", "-c", "set -o pipefail; llmb-run list -w pretrain_llama3.1 | head -1"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", "set -o pipefail; llmb-run list -w pretrain_llama3.1 | head -1"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

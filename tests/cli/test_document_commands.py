@@ -76,7 +76,9 @@ LAUNCH_SH = {
 def split(line):
     """A printed shell line as its variables and its arguments."""
     words = shlex.split(line)
-    first = next(i for i, word in enumerate(words) if not word.split("=")[0].isupper() and "=" not in word.split("-")[0])
+    first = next(
+        i for i, word in enumerate(words) if not word.split("=")[0].isupper() and "=" not in word.split("-")[0]
+    )
     return dict(word.split("=", 1) for word in words[:first]), words[first:]
 
 

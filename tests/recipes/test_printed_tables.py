@@ -156,7 +156,7 @@ def test_rows_are_the_printed_ones(workload: str) -> None:
 
 
 def at_each_scale(rows: list[Row]) -> list[Row]:
-    """Rows with one GPU count each, and what depends on it as a number: a weak-scaling rule and its printed rows agree."""
+    """Rows with one GPU count each, so that a weak-scaling rule and the rows it stands for can be compared."""
     return [
         row | {"gpus": gpus} | {k: per_gpus(row[k], gpus, k) for k in ("dp", "gbs") if k in row}
         for row in rows

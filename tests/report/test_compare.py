@@ -54,9 +54,13 @@ def test_swapping_the_runs_inverts_the_ratio(a, b):
 def run(recipes):
     def make(seconds, **changes):
         wishes = tuple(Setting(field=k, value=v, source="--set") for k, v in changes.items())
-        config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy=True, settings=wishes))
+        config = resolve(
+            recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy=True, settings=wishes)
+        )
         tokens = config.workload.gbs * config.workload.seqlen
-        events = [StepDone(step=n, seconds=s, tokens=tokens) for n, s in enumerate(noisy(seconds, config.workload.steps), 1)]
+        events = [
+            StepDone(step=n, seconds=s, tokens=tokens) for n, s in enumerate(noisy(seconds, config.workload.steps), 1)
+        ]
         return config, derive(config, [*events, RunEnded(status="ok")])
 
     return make

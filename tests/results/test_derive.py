@@ -16,7 +16,15 @@ OK = RunEnded(status="ok")
 
 def steps(count=50, seconds=15.892, tokens=8192 * 768, slow_until=34, **more):
     return [
-        StepDone(step=n, steps=count, seconds=seconds * (3 if n <= slow_until else 1), tokens=tokens, loss=12.0 - n / 50, grad_norm=1.0, **more)
+        StepDone(
+            step=n,
+            steps=count,
+            seconds=seconds * (3 if n <= slow_until else 1),
+            tokens=tokens,
+            loss=12.0 - n / 50,
+            grad_norm=1.0,
+            **more,
+        )
         for n in range(1, count + 1)
     ]
 
@@ -90,7 +98,15 @@ def test_a_log_without_configuration_keeps_unknowns_null():
 def test_requests_become_latencies(recipes):
     config = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="nvfp4", gpus=4, gpu="gb200"))
     requests = [
-        RequestDone(request=i, arrival=0.0, first_token=0.5, token_times=(0.5, 0.6, 0.8), end=0.8, input_tokens=10, output_tokens=3)
+        RequestDone(
+            request=i,
+            arrival=0.0,
+            first_token=0.5,
+            token_times=(0.5, 0.6, 0.8),
+            end=0.8,
+            input_tokens=10,
+            output_tokens=3,
+        )
         for i in range(4)
     ]
     broken = RequestDone(request=9, arrival=0.0, end=9.0, input_tokens=1, output_tokens=0, error="lost")
@@ -104,7 +120,9 @@ def test_requests_become_latencies(recipes):
 
 
 def test_totals_collectives_and_problems_are_kept():
-    summary = ServingSummary(values={"output_tokens_per_s": 100.0, "ttft_ms.mean": 5.0, "tpot_ms.p99": None, "odd": 1.0})
+    summary = ServingSummary(
+        values={"output_tokens_per_s": 100.0, "ttft_ms.mean": 5.0, "tpot_ms.p99": None, "odd": 1.0}
+    )
     seen = CollectiveSeen(operation="AllReduce", calls=3, bytes=12, datatype="float32", ranks=8)
     result = derive(None, [summary, seen, LogProblem(problem="binary", count=2), LogProblem(problem="binary"), OK])
     assert (result.output_tokens_per_s, result.ttft_ms, result.tpot_ms) == (100.0, {"mean": 5.0}, None)
@@ -114,5 +132,7 @@ def test_totals_collectives_and_problems_are_kept():
 
 def test_an_unknown_setting_keeps_a_reference_away(recipes):
     wish = (Setting(field="mbs", value="2", source="--set"),)
-    config = resolve(recipes["pretrain_nemotronh"], Request(size="56b", dtype="fp8", gpus=256, gpu="h100", settings=wish))
+    config = resolve(
+        recipes["pretrain_nemotronh"], Request(size="56b", dtype="fp8", gpus=256, gpu="h100", settings=wish)
+    )
     assert derive(config, [*steps(), OK]).reference is None
