@@ -97,12 +97,13 @@ def job_lists(folder: Path) -> dict:
     from llmb.events import RunEnded, StepDone
     from llmb.launch.rundir import store_path
     from llmb.recipes.recipe import load_all, shipped
-    from llmb.resolve import Request, resolve
+    from llmb.resolve import resolve
     from llmb.results.derive import derive
     from llmb.results.store import Store
+    from llmb.selection import Request
 
     recipe = load_all([shipped()])["pretrain_llama3.1"]
-    config = resolve(recipe, Request(size="8b", dtype="fp32", gpus=1, proxy=True))
+    config = resolve(recipe, Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
     steps = [StepDone(step=n, seconds=1.0, tokens=1000) for n in range(1, config.workload.steps + 1)]
     result = derive(config, [*steps, RunEnded(status="ok")])
     found = {}

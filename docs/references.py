@@ -57,7 +57,7 @@ def flops_per_sequence(recipe: Recipe, size: str, seqlen: int) -> float:
 
 def render() -> str:
     """The whole page as Markdown."""
-    recipes = load_all([shipped()]).values()
+    recipes = [recipe for recipe in load_all([shipped()]).values() if recipe.rows]
     results = [_results(recipe) for recipe in recipes]
     found = sum(len(recipe.contradictions) for recipe in recipes)
     contradictions = [_contradictions(recipe) for recipe in recipes if recipe.contradictions]

@@ -102,7 +102,7 @@ def _of_entry(
                 dtypes=_tuple(entry.dtypes or section.dtypes),
                 scales=_tuple(entry.scales or section.scales),
                 gpu=wanted.gpu,
-                proxy=wanted.proxy or entry.proxy or section.proxy,
+                proxy=wanted.proxy or ("small" if entry.proxy or section.proxy else None),
                 repeats=1 if profiled == "added" else _repeats(wanted, entry.repeats or section.repeats),
                 settings=(*wanted.settings, *settings, *swept, *extra),
             )

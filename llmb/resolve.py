@@ -6,14 +6,17 @@ Order, later wins: the recipe's defaults, its row, then each setting. Everything
 a machine is spent.
 """
 
-from dataclasses import dataclass, field, fields
+import os
+from dataclasses import fields, replace
 from typing import Any
 
 from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
 from llmb.layout import check_layout, check_sequence, split_batch
+from llmb.memory import memory_estimate
 from llmb.plain import build, hints
 from llmb.recipes.recipe import Recipe, Row, per_gpus
+from llmb.selection import Request, choose_row, inference_selectors
 from llmb.settings import Setting, typed
 from llmb.spec import (
     Inference,
@@ -29,44 +32,34 @@ from llmb.spec import (
     RunConfig,
     Training,
 )
+from llmb.truewidth import describe_change, true_width
 
 WORKLOADS: dict[str, type] = {"training": Training, "inference": Inference, "outofcore": OutOfCore}
 # A run that differs from the recipe only in these may still be compared with its published result.
 HARMLESS = {f.name for part in (Profile, Limits) for f in fields(part)} | {"steps", "window", "seed", "lr"}
+FILL = 0.9  # of the memory: the estimate leaves out the driver's context, workspaces and fragmentation
+PATHS = {"data", "resume"}
 MAY_BE_ZERO = {"recompute_layers", "offload_layers", "profile_start", "seed"}
 NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "proxy", "dp", "ga"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asked for, before it is known to make sense."""
-
-    size: str
-    dtype: str
-    gpus: int
-    gpu: str | None = None  # null: unknown here, the recipe's choice
-    proxy: bool = False
-    force: bool = False  # accept a dtype or GPU count the recipe does not list
-    settings: tuple[Setting, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-
-
 def resolve(recipe: Recipe, request: Request) -> RunConfig:
     """The RunConfig for a request, or one line that says what is wrong and what would be right."""
-    proxy = request.proxy or request.gpu == "cpu"
     wishes = [s for s in request.settings if not s.field.startswith("model.")]
-    selectors = _inference_selectors(recipe, wishes)
-    row, beyond = _choose_row(recipe, request, proxy, selectors)
-    gpu = request.gpu or ("cpu" if proxy else row["gpu"])
+    selectors = inference_selectors(recipe, wishes)
+    row, beyond = choose_row(recipe, request, selectors)
+    gpu = request.gpu or ("cpu" if request.stands_in else row["gpu"])
     kinds = _field_types(recipe.kind)
     cells = {**recipe.defaults, **{k: v for k, v in row.items() if k not in NOT_SETTINGS}, "dtype": request.dtype}
     cells = {k: _first(v) if k in ("mode", "use_case") else v for k, v in cells.items()} | selectors
-    if "gbs" in cells and cells["gbs"] is not None:
+    if request.proxy == "true-width":
+        cells |= {k: v for k, v in {"seqlen": recipe.defaults.get("seqlen"), "mbs": 1}.items() if k in cells and v}
+    if cells.get("gbs") is not None:
         cells["gbs"] = per_gpus(cells["gbs"], request.gpus, "gbs")
     overrides = [*beyond, *_apply(cells, kinds, wishes, recipe)]
     changes, model_overrides = _model_changes(recipe, request, row)
     model = recipe.model(request.size, changes)
-    proxied = [row["proxy"]] if proxy else []
+    proxied = [row["proxy"]] if request.stands_in and request.proxy != "true-width" else []
     proxied += [f"{o.field}={o.value}" for o in model_overrides]
     _fit_window(cells, overrides)
     _refuse_without_effect(cells, overrides)
@@ -84,8 +77,8 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
         if name != "parallel"
     }
     changed = tuple(overrides + model_overrides)
-    return RunConfig(
-        name=_name(recipe, request, parallel, model.name, sections["workload"], bool(proxied)),
+    config = RunConfig(
+        name=_name(recipe, request, parallel, model.name, sections["workload"], request.stands_in or bool(proxied)),
         target=recipe.workload,
         size=request.size,
         proxy="; ".join(proxied) or None,
@@ -99,6 +92,18 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
         reference=None if proxied else _reference(recipe, request, gpu, cells, changed),
         **sections,
     )
+    return _at_true_width(config, request.memory_gib) if request.proxy == "true-width" else config
+
+
+def _at_true_width(config: RunConfig, memory_gib: float | None) -> RunConfig:
+    """The run with as many of its model's real layers as the memory holds."""
+    budget = memory_gib * hardware.GIB if memory_gib else hardware.gpu(config.machine.gpu).memory_bytes
+    if budget is None:
+        raise ConfigError("a stand-in of true width needs to know the memory it may fill; add --device-gb GIB")
+    model = true_width(config.model, lambda m: memory_estimate(replace(config, model=m)).total <= FILL * budget)
+    said = f"true width, {describe_change(config.model, model)}"
+    proxy = f"{config.proxy}; {said}" if config.proxy else said
+    return replace(config, model=model, proxy=proxy, reference=None)
 
 
 def _sections(kind: str) -> dict[str, type]:
@@ -122,72 +127,6 @@ def _field_types(kind: str) -> dict[str, Any]:
     return names
 
 
-def _inference_selectors(recipe: Recipe, wishes: list[Setting]) -> dict[str, str]:
-    """Mode and use case choose the row of an inference recipe; they are wishes with a default."""
-    if recipe.kind != "inference":
-        return {}
-    chosen = {"mode": "max_throughput", "use_case": "reasoning"}
-    for wish in wishes:
-        if wish.field in chosen:
-            choices = recipe.values(wish.field)
-            if wish.value not in choices:
-                raise UnknownName(f"{wish.field} ({wish.source})", wish.value, choices)
-            chosen[wish.field] = wish.value
-    return chosen
-
-
-def _choose_row(recipe: Recipe, request: Request, proxy: bool, selectors: dict[str, str]) -> tuple[Row, list[Override]]:
-    """The one row that fits; walks size, GPU, dtype, use case and scale so that the error names the first misfit."""
-    wanted: dict[str, Any] = {}
-    if request.gpu is not None:
-        hardware.gpu(request.gpu)
-    gpu = None if proxy else request.gpu
-    for selector, value in [("size", request.size), ("gpu", gpu), ("dtype", request.dtype), *selectors.items()]:
-        if value is None or (request.force and selector == "dtype"):
-            continue
-        choices = recipe.values(selector, proxy, **wanted)
-        if value not in choices:
-            about = " ".join(str(v) for v in wanted.values())
-            what = "stand-in " if proxy else ""
-            raise UnknownName(f"{what}{selector} of {recipe.workload} {about}".rstrip(), value, choices)
-        wanted[selector] = value
-    rows = recipe.matching(proxy, **wanted, gpus=request.gpus)
-    if rows:
-        return _nearest(rows, recipe, request), []
-    return _beyond_the_table(recipe, request, proxy, wanted)
-
-
-def _nearest(rows: list[Row], recipe: Recipe, request: Request) -> Row:
-    """Of several rows that fit: the recipe's own GPU first, then the one that agrees with most of the settings."""
-    asked = {(s.field, str(s.value)) for s in request.settings}
-    return max(
-        rows, key=lambda row: (row.get("gpu") == recipe.default_gpu, len(asked & {(k, str(v)) for k, v in row.items()}))
-    )
-
-
-def _beyond_the_table(
-    recipe: Recipe, request: Request, proxy: bool, wanted: dict[str, Any]
-) -> tuple[Row, list[Override]]:
-    """A GPU count no row lists: above a weak-scaling range it follows the rule, elsewhere only with force."""
-    rows = recipe.matching(proxy, **wanted)
-    ranged = [r for r in rows if "-" in str(r.get("gpus"))]
-    counts = recipe.values("gpus", proxy, **wanted)
-    if ranged and request.gpus > counts[-1]:
-        row, source = _nearest(ranged, recipe, request), "--scale, above the recipe's range: weak scaling continued"
-    elif request.force:
-        row, source = _nearest(rows, recipe, request), "--force"
-    else:
-        more = f"; {counts[-1] * 2} and more continue the weak scaling" if ranged else ""
-        listed = ", ".join(map(str, counts))
-        about = f"{recipe.workload} {request.size} {request.dtype}"
-        if request.gpu and not proxy:
-            about += f" on {request.gpu}"
-        elif proxy:
-            about += " as a stand-in (--proxy)"
-        raise ConfigError(f"scale {request.gpus} is not listed for {about}; choices are: {listed}{more}")
-    return row, [Override(field="gpus", value=request.gpus, replaced=row.get("gpus"), source=source)]
-
-
 def _apply(cells: Row, kinds: dict[str, Any], wishes: list[Setting], recipe: Recipe) -> list[Override]:
     """Put each wish into the cells and keep a record of it."""
     records = []
@@ -196,6 +135,8 @@ def _apply(cells: Row, kinds: dict[str, Any], wishes: list[Setting], recipe: Rec
             _refuse_unknown(wish, kinds, recipe)
         where = f"{wish.field} ({wish.source})"
         value = typed(kinds[wish.field], wish.value, wish.field)
+        if wish.field in PATHS and value is not None:
+            value = os.path.abspath(os.path.expanduser(value))  # the engine works in its run folder
         if wish.field not in ("mode", "use_case"):
             records.append(Override(field=wish.field, value=value, replaced=cells.get(wish.field), source=wish.source))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -226,7 +167,7 @@ def _refuse_unknown(wish: Setting, kinds: dict[str, Any], recipe: Recipe) -> Non
 
 def _model_changes(recipe: Recipe, request: Request, row: Row) -> tuple[dict[str, Any], list[Override]]:
     """A stand-in row's model, then `--set model.layers=2`: a changed model is always a proxy."""
-    changes = dict(row.get("model") or {})
+    changes = {} if request.proxy == "true-width" else dict(row.get("model") or {})
     records = []
     for wish in request.settings:
         if wish.field.startswith("model."):

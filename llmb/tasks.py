@@ -8,10 +8,11 @@ A target is a workload's key, with or without `_<size>`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from llmb.errors import ConfigError, UnknownName
 from llmb.recipes.recipe import Recipe
-from llmb.resolve import Request
+from llmb.selection import Request
 from llmb.settings import Setting
 
 
@@ -36,10 +37,15 @@ class Wanted:
     min_scale: bool = False
     exact_scales: bool = False
     gpu: str | None = None
-    proxy: bool = False
+    proxy: Literal["small", "true-width"] | None = None
+    memory_gib: float | None = None
     force: bool = False
     repeats: int = 1
     settings: tuple[Setting, ...] = ()
+
+    @property
+    def stands_in(self) -> bool:
+        return self.proxy is not None or self.gpu == "cpu"
 
 
 def split_target(target: str, recipes: dict[str, Recipe]) -> tuple[Recipe, str | None]:
@@ -76,9 +82,9 @@ def tasks_for(wanted: Wanted, recipes: dict[str, Recipe]) -> list[Task]:
 
 def _nothing_listed(target: str, wanted: Wanted, recipes: dict[str, Recipe]) -> ConfigError:
     recipe, _ = split_target(target, recipes)
-    if wanted.gpu and wanted.gpu not in recipe.values("gpu") and not wanted.proxy:
+    if wanted.gpu and wanted.gpu not in recipe.values("gpu") and not wanted.stands_in:
         return UnknownName(f"GPU type of {recipe.workload}", wanted.gpu, recipe.values("gpu"))
-    counts = ", ".join(map(str, recipe.values("gpus", wanted.proxy)))
+    counts = ", ".join(map(str, recipe.values("gpus", wanted.stands_in)))
     return ConfigError(f"no row of {recipe.workload} is within the bounds given; its scales are: {counts}")
 
 
@@ -90,7 +96,7 @@ def _of_target(target: str, wanted: Wanted, recipes: dict[str, Recipe]) -> Itera
     recipe, size = split_target(target, recipes)
     if size and wanted.size and size != wanted.size:
         raise ConfigError(f"-w {target} names size {size}, -s names {wanted.size}; give one of them")
-    proxy = wanted.proxy or wanted.gpu == "cpu"
+    proxy = wanted.stands_in
     gpu = None if proxy else wanted.gpu
     chosen = size or wanted.size
     if chosen is not None and chosen not in recipe.models:
@@ -100,7 +106,7 @@ def _of_target(target: str, wanted: Wanted, recipes: dict[str, Recipe]) -> Itera
             for gpus in _scales(recipe, each, dtype, gpu, proxy, wanted):
                 request = Request(
                     size=each, dtype=dtype, gpus=gpus, gpu=wanted.gpu, proxy=wanted.proxy, force=wanted.force,
-                    settings=wanted.settings,
+                    memory_gib=wanted.memory_gib, settings=wanted.settings,
                 )  # fmt: skip
                 yield Task(workload=recipe.workload, request=request, repeats=wanted.repeats)
 

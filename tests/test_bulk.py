@@ -153,7 +153,7 @@ def test_ten_thousand_mutated_files_give_one_line_each(bulk, recipes, tmp_path):
 
 
 def _request(recipe, row):
-    from llmb.resolve import Request
+    from llmb.selection import Request
 
     size, dtype = row.get("size"), row.get("dtype")
     if isinstance(size, str) and isinstance(dtype, str):

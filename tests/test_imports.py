@@ -10,14 +10,16 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "llmb"
 # In this order, each may import those before it.
 GROUND = ["errors", "plain", "spec", "hardware", "costs", "memory", "metrics", "events"]
-RESOLVING = ["layout", "settings", "recipes", "resolve", "tasks", "bulk"]
+RESOLVING = ["layout", "settings", "recipes", "selection", "truewidth", "resolve", "tasks", "bulk"]
 ALLOWED = {
     **{part: set(GROUND[:i]) for i, part in enumerate(GROUND)},
     "recipes": {"errors", "plain", "spec", "hardware"},
     "layout": {"errors", "spec"},
     "settings": {"errors"},
-    "resolve": set(GROUND) | {"recipes", "layout", "settings"},
-    "tasks": {"errors", "recipes", "resolve", "settings"},
+    "truewidth": {"errors", "spec"},
+    "selection": {"errors", "spec", "hardware", "recipes", "settings"},
+    "resolve": set(GROUND) | {"recipes", "layout", "settings", "selection", "truewidth"},
+    "tasks": {"errors", "recipes", "selection", "settings"},
     "bulk": {"errors", "plain", "recipes", "settings", "tasks"},
     "launch": {"errors", "plain", "spec", "events"},
     "results": set(GROUND),

@@ -79,7 +79,8 @@ def test_json_is_valid_even_for_nan(tmp_path):
 
 
 def test_a_config_survives_the_file(recipes):
-    from llmb.resolve import Request, resolve
+    from llmb.resolve import resolve
+    from llmb.selection import Request
 
     config = resolve(recipes["pretrain_grok1"], Request(size="314b", dtype="fp8", gpus=128, gpu="gb200"))
     assert build(RunConfig, json.loads(to_json(config))) == config

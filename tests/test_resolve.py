@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from llmb.errors import ConfigError
 from llmb.recipes.recipe import expand_gpus, load_all, per_gpus, shipped
-from llmb.resolve import Request, resolve
+from llmb.resolve import resolve
+from llmb.selection import Request
 from llmb.settings import Setting, from_arguments, from_environment
 
 ALL = load_all([shipped()])
@@ -31,9 +32,9 @@ def request(size="8b", dtype="fp8", gpus=8, gpu="h100", **more):
 @pytest.mark.parametrize(("recipe", "row", "dtype", "gpus", "proxy"), ROWS)
 def test_every_row_resolves_to_itself(recipe, row, dtype, gpus, proxy):
     picks = wish(**{k: row[k] for k in ("mode", "use_case", "seqlen") if k in row})
-    config = resolve(
-        recipe, Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=row.get("gpu"), proxy=proxy, settings=picks)
-    )
+    stand_in = "small" if proxy else None
+    asked = Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=row.get("gpu"), proxy=stand_in, settings=picks)
+    config = resolve(recipe, asked)
     assert config.recipe_row == row
     assert config.machine.gpus == gpus == config.parallel.world_size
     assert bool(config.proxy) == proxy
@@ -154,7 +155,7 @@ values = st.one_of(
     gpus=st.integers(-1, 3000),
     dtype=st.sampled_from(["fp8", "bf16", "fp32", "nvfp4", "?"]),
     gpu=st.sampled_from([None, "h100", "gb200", "h200", "cpu", "b200", "tpu"]),
-    proxy=st.booleans(),
+    proxy=st.sampled_from([None, None, "small", "true-width"]),
     force=st.booleans(),
     wishes=st.lists(st.tuples(field_names, values), max_size=4),
 )

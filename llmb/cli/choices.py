@@ -32,7 +32,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--exact-scales", action="store_true", help="with --max-scale: no powers of two beyond the list")
     gpu = add("--gpu-type", metavar="GPU", help="GPU the recipe row is for; default: what this machine has")
     complete_with(gpu, _gpu_types)
-    add("--proxy", action="store_true", help="a small stand-in for the model, which runs anywhere")
+    kinds = {"nargs": "?", "const": "small", "choices": ("small", "true-width")}
+    add("--proxy", **kinds, help="a stand-in for the model: small, or its real layers, as many as fit")
     add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
     add(
         "--set",
@@ -43,7 +44,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--seqlen", metavar="TOKENS", help="the same as --set seqlen=TOKENS")
     add("--host-gb", metavar="GIB", help="out-of-core: host memory to use")
-    add("--device-gb", metavar="GIB", help="out-of-core: device memory to use")
+    add("--device-gb", metavar="GIB", help="device memory to use: out-of-core, or a stand-in of true width")
     add("--force", action="store_true", help="accept a dtype or scale the recipe does not list (one run only)")
 
 
@@ -68,12 +69,14 @@ def load_recipes() -> dict[str, Any]:
 
 def wanted(options: argparse.Namespace) -> Any:
     """The command line and the environment as one Wanted; a contradiction between them is an error."""
-    from llmb.settings import Setting, from_arguments, from_environment
+    from llmb.settings import Setting, from_arguments, from_environment, typed
     from llmb.tasks import Wanted
 
     settings = from_environment(os.environ)
     settings += [Setting(field="profile", value=True, source="-p")] if options.profile else []
-    shortcuts = (("seqlen", options.seqlen), ("host_gib", options.host_gb), ("device_gib", options.device_gb))
+    fills = options.proxy == "true-width"
+    device_gb = None if fills else options.device_gb
+    shortcuts = (("seqlen", options.seqlen), ("host_gib", options.host_gb), ("device_gib", device_gb))
     settings += [Setting(field=f, value=v, source=f"--{f}") for f, v in shortcuts if v is not None]
     settings += from_arguments(options.set)
     size = _one(options.size, "MODEL_SIZE", "-s")
@@ -89,6 +92,7 @@ def wanted(options: argparse.Namespace) -> Any:
         exact_scales=options.exact_scales,
         gpu=known_gpu(options),
         proxy=options.proxy,
+        memory_gib=typed(float, options.device_gb, "--device-gb") if fills else None,
         force=options.force,
         repeats=getattr(options, "repeats", 1),
         settings=tuple(settings),

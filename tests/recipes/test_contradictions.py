@@ -92,7 +92,11 @@ def rounded_like(printed: float, value: float) -> float:
     return round(value, decimals) if decimals else round(value)
 
 
-@pytest.mark.parametrize("workload", RECIPES)
+def test_only_recipes_of_a_document_have_contradictions() -> None:
+    assert {name for name, recipe in RECIPES.items() if recipe.contradictions} == set(SOURCES)
+
+
+@pytest.mark.parametrize("workload", SOURCES)
 def test_the_list_is_exactly_this(workload: str) -> None:
     found = RECIPES[workload].contradictions
     assert {c["source"] for c in found} == {SOURCES[workload]}

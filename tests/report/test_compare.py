@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone
 from llmb.report.compare import compare, speed_ratio, text
-from llmb.resolve import Request, resolve
+from llmb.resolve import resolve
 from llmb.results.derive import derive
+from llmb.selection import Request
 from llmb.settings import Setting
 
 
@@ -55,7 +56,7 @@ def run(recipes):
     def make(seconds, **changes):
         wishes = tuple(Setting(field=k, value=v, source="--set") for k, v in changes.items())
         config = resolve(
-            recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy=True, settings=wishes)
+            recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small", settings=wishes)
         )
         tokens = config.workload.gbs * config.workload.seqlen
         events = [
@@ -76,7 +77,7 @@ def test_runs_that_cannot_be_compared_are_refused(run, recipes):
     config, result = run(1.0)
     with pytest.raises(ConfigError, match="no figures"):
         compare((config, result), (config, derive(config, [])))
-    other = resolve(recipes["pretrain_grok1"], Request(size="314b", dtype="fp32", gpus=1, proxy=True))
+    other = resolve(recipes["pretrain_grok1"], Request(size="314b", dtype="fp32", gpus=1, proxy="small"))
     events = [StepDone(step=n, seconds=1.0, tokens=10) for n in range(1, other.workload.steps + 1)]
     grok = other, derive(other, [*events, RunEnded(status="ok")])
     with pytest.raises(ConfigError, match="different workloads"):

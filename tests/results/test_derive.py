@@ -6,9 +6,10 @@ import pytest
 
 from llmb.events import CollectiveSeen, LogProblem, RequestDone, RunEnded, RunStarted, ServingSummary, StepDone
 from llmb.plain import build, to_json
-from llmb.resolve import Request, resolve
+from llmb.resolve import resolve
 from llmb.results.derive import derive
 from llmb.results.result import Result
+from llmb.selection import Request
 from llmb.settings import Setting
 
 OK = RunEnded(status="ok")
@@ -80,7 +81,7 @@ def test_warnings_say_what_to_do(recipes, nemotron):
     other = derive(nemotron, [RunStarted(time=1.0, gpu_name="NVIDIA H200"), *steps(), OK])
     assert "OTHER_GPU" in {w.code for w in other.warnings}
     assert "NOISY_STEPS" in {w.code for w in other.warnings}
-    proxy = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy=True))
+    proxy = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
     result = derive(proxy, [*steps(proxy.workload.steps, seconds=0.5, tokens=1024), OK])
     assert {"PROXY", "NO_PEAK"} <= {w.code for w in result.warnings}
     assert result.mfu is None

@@ -7,14 +7,15 @@ import pytest
 
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import RunEnded, StepDone
-from llmb.resolve import Request, resolve
+from llmb.resolve import resolve
 from llmb.results.derive import derive
 from llmb.results.store import Store
+from llmb.selection import Request
 
 
 @pytest.fixture
 def config(recipes):
-    return resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy=True))
+    return resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
 
 
 def add_many(path, config, count):

@@ -1,0 +1,101 @@
+"""Which row of a recipe a request means.
+
+    choose_row(recipe, Request(size="8b", dtype="fp8", gpus=16, gpu="h100"), {})
+
+Size, GPU, dtype, use case and scale are looked at in this order, so that an error names the first that does not fit.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from llmb import hardware
+from llmb.errors import ConfigError, UnknownName
+from llmb.recipes.recipe import Recipe, Row
+from llmb.settings import Setting
+from llmb.spec import Override
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for, before it is known to make sense."""
+
+    size: str
+    dtype: str
+    gpus: int
+    gpu: str | None = None  # null: unknown here, the recipe's choice
+    proxy: Literal["small", "true-width"] | None = None  # a stand-in, and of which kind
+    memory_gib: float | None = None  # what a stand-in of true width may fill; null: the GPU's memory
+    force: bool = False  # accept a dtype or GPU count the recipe does not list
+    settings: tuple[Setting, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def stands_in(self) -> bool:
+        """A CPU never runs the real thing."""
+        return self.proxy is not None or self.gpu == "cpu"
+
+
+def inference_selectors(recipe: Recipe, wishes: list[Setting]) -> dict[str, str]:
+    """Mode and use case choose the row of an inference recipe; they are wishes with a default."""
+    if recipe.kind != "inference":
+        return {}
+    chosen = {"mode": "max_throughput", "use_case": "reasoning"}
+    for wish in wishes:
+        if wish.field in chosen:
+            choices = recipe.values(wish.field)
+            if wish.value not in choices:
+                raise UnknownName(f"{wish.field} ({wish.source})", wish.value, choices)
+            chosen[wish.field] = wish.value
+    return chosen
+
+
+def choose_row(recipe: Recipe, request: Request, selectors: dict[str, str]) -> tuple[Row, list[Override]]:
+    """The one row that fits; walks size, GPU, dtype, use case and scale so that the error names the first misfit."""
+    wanted: dict[str, Any] = {}
+    proxy = request.stands_in
+    if request.gpu is not None:
+        hardware.gpu(request.gpu)
+    gpu = None if proxy else request.gpu
+    for selector, value in [("size", request.size), ("gpu", gpu), ("dtype", request.dtype), *selectors.items()]:
+        if value is None or (request.force and selector == "dtype"):
+            continue
+        choices = recipe.values(selector, proxy, **wanted)
+        if value not in choices:
+            about = " ".join(str(v) for v in wanted.values())
+            what = "stand-in " if proxy else ""
+            raise UnknownName(f"{what}{selector} of {recipe.workload} {about}".rstrip(), value, choices)
+        wanted[selector] = value
+    rows = recipe.matching(proxy, **wanted, gpus=request.gpus)
+    if rows:
+        return _nearest(rows, recipe, request), []
+    return _beyond_the_table(recipe, request, wanted)
+
+
+def _nearest(rows: list[Row], recipe: Recipe, request: Request) -> Row:
+    """Of several rows that fit: the recipe's own GPU first, then the one that agrees with most of the settings."""
+    asked = {(s.field, str(s.value)) for s in request.settings}
+    return max(
+        rows, key=lambda row: (row.get("gpu") == recipe.default_gpu, len(asked & {(k, str(v)) for k, v in row.items()}))
+    )
+
+
+def _beyond_the_table(recipe: Recipe, request: Request, wanted: dict[str, Any]) -> tuple[Row, list[Override]]:
+    """A GPU count no row lists: above a weak-scaling range it follows the rule, elsewhere only with force."""
+    proxy = request.stands_in
+    rows = recipe.matching(proxy, **wanted)
+    ranged = [r for r in rows if "-" in str(r.get("gpus"))]
+    counts = recipe.values("gpus", proxy, **wanted)
+    if ranged and request.gpus > counts[-1]:
+        row, source = _nearest(ranged, recipe, request), "--scale, above the recipe's range: weak scaling continued"
+    elif request.force:
+        row, source = _nearest(rows, recipe, request), "--force"
+    else:
+        more = f"; {counts[-1] * 2} and more continue the weak scaling" if ranged else ""
+        listed = ", ".join(map(str, counts))
+        about = f"{recipe.workload} {request.size} {request.dtype}"
+        if request.gpu and not proxy:
+            about += f" on {request.gpu}"
+        elif proxy:
+            about += " as a stand-in (--proxy)"
+        raise ConfigError(f"scale {request.gpus} is not listed for {about}; choices are: {listed}{more}")
+    return row, [Override(field="gpus", value=request.gpus, replaced=row.get("gpus"), source=source)]

@@ -1,0 +1,40 @@
+"""The desk side alone: installed as a package, without torch, from any folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_a_login_node_needs_no_torch(tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    source = tmp_path / "source"  # a build writes into its folder
+    shutil.copytree(ROOT / "llmb", source / "llmb", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    install = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", source]
+    subprocess.run(install, check=True)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def llmb(*arguments):
+        command = [tmp_path / "venv" / "bin" / "llmb-run", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    missing = subprocess.run([python, "-c", "import torch"], capture_output=True)
+    assert missing.returncode != 0
+    assert "pretrain_grok1" in llmb("list").stdout
+    shown = llmb("show", "-w", "pretrain_llama3.1", "-s", "405b", "--dtype", "fp8", "--scale", "128")
+    assert "405,853,388,800" in shown.stdout, shown.stderr
+    scripts = python.parent.parent / "lib" / f"python3.{sys.version_info.minor}" / "site-packages/llmb/recipes"
+    assert (scripts / "pretrain_grok1" / "launch.sh").exists()
+    refused = llmb("submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy")
+    assert refused.returncode == 1
+    assert "pip install 'llmb[engine]'" in refused.stderr
