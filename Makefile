@@ -30,8 +30,10 @@ $(VENV)/engine: $(VENV)/python pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[engine]'
 	@touch $@
 
+# A torch with CUDA brings its Triton; beside a CPU build this one is for its interpreter, which runs the kernels in tests.
 $(VENV)/test: $(VENV)/engine
 	$(INSTALL) --editable '.[engine,test]'
+	$(BIN)/python -c "import triton" 2>/dev/null || $(INSTALL) triton==3.6.0
 	@touch $@
 
 $(VENV)/python:

@@ -29,7 +29,8 @@ def seconds(command: list[str], repeats: int = REPEATS, **environment: str) -> f
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**ENVIRONMENT, **environment})
+        # Into a pipe: grep stops at the first match when it writes to /dev/null.
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**ENVIRONMENT, **environment})
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
@@ -45,23 +46,26 @@ def start_up(install: str) -> dict:
 
 
 def write_log(path: Path, size: int) -> None:
-    """A log as a traced 8-GPU job writes it: collectives of a few shapes, a training line now and then."""
+    """A log as a traced 8-GPU job writes it: a few communicators and streams, buffers that the allocator uses again,
+    a training line now and then."""
     chance = random.Random(1)
     shapes = [("AllReduce", 1, 7, 8), ("AllGather", 33554432, 9, 8), ("ReduceScatter", 33554432, 9, 8),
               ("Broadcast", 4096, 4, 64), ("AllReduce", 524288, 9, 4), ("Send", 16777216, 9, 2)]  # fmt: skip
+    pointers = [[chance.randrange(2**46, 2**47) for _ in range(64)] for _ in range(8)]
     lines = []
     for number in range(200_000):
-        operation, count, datatype, ranks = shapes[number % len(shapes)]
-        rank, comm = number % 8, chance.randrange(2**46)
+        rank, kind = number % 8, number % len(shapes)
+        operation, count, datatype, ranks = shapes[kind]
+        buffer, comm, stream = chance.choice(pointers[rank]), pointers[rank][kind], pointers[rank][63]
         lines.append(
             f"node001:{4000 + rank}:{5000 + rank} [{rank}] NCCL INFO {operation}: opCount {number:x} "
-            f"sendbuff 0x{chance.randrange(2**47):x} recvbuff 0x{chance.randrange(2**47):x} count {count} "
-            f"datatype {datatype} op 0 root 0 comm 0x{comm:x} [nranks={ranks}] stream 0x{comm:x}\n"
+            f"sendbuff 0x{buffer:x} recvbuff 0x{buffer + count:x} count {count} "
+            f"datatype {datatype} op 0 root 0 comm 0x{comm:x} [nranks={ranks}] stream 0x{stream:x}\n"
         )
         if number % 500 == 0:
+            step = number // 500 + 1
             lines.append(
-                f" [2025-12-19 10:49:15] iteration {number // 500 + 1:8d}/     400 | "
-                "elapsed time per iteration (ms): 20289.1 |\n"
+                f" [2025-12-19 10:49:15] iteration {step:8d}/     400 | elapsed time per iteration (ms): 9.1 |\n"
             )
     block = "".join(lines).encode()
     with path.open("wb") as log:

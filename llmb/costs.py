@@ -173,12 +173,12 @@ def stack(model: Model) -> list[tuple[str, int, Block]]:
 
 
 def parameter_breakdown(model: Model) -> dict[str, int]:
-    """Parameters by part. Every block has one norm before it, and one more stands before the LM head."""
+    """Parameters by part. A norm stands before every block, with `post_norms` one behind, and one before the head."""
     parts = {"embedding": model.vocab * model.hidden}
-    norms, router = 1, 0
+    norms, router, norms_of_block = 1, 0, 2 if model.post_norms else 1
     for kind, count, block in stack(model):
         parts[kind] = count * (block.parameters - block.router)
-        norms, router = norms + count, router + count * block.router
+        norms, router = norms + count * norms_of_block, router + count * block.router
     if router:
         parts["router"] = router
     parts["norms"] = norms * model.hidden

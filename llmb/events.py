@@ -84,6 +84,15 @@ class CollectiveSeen:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimeSpent:
+    """What one kind of work took of a profiled step, on average over the profiled steps of rank 0."""
+
+    kind: str  # matrix products, attention, memory-bound work, optimizer, communication, idle
+    seconds_per_step: float
+    share: float  # of the step, 0 to 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogProblem:
     """Something in a log that could not be read, kept so that nothing is dropped in silence."""
 
@@ -102,9 +111,10 @@ class RunEnded:
     reason: str | None = None
 
 
-Event = RunStarted | StepDone | RequestDone | ServingSummary | CollectiveSeen | LogProblem | RunEnded
+Event = RunStarted | StepDone | RequestDone | ServingSummary | CollectiveSeen | TimeSpent | LogProblem | RunEnded
 TYPES: dict[str, type] = {
-    t.__name__: t for t in (RunStarted, StepDone, RequestDone, ServingSummary, CollectiveSeen, LogProblem, RunEnded)
+    t.__name__: t
+    for t in (RunStarted, StepDone, RequestDone, ServingSummary, CollectiveSeen, TimeSpent, LogProblem, RunEnded)
 }
 
 

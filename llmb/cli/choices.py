@@ -32,8 +32,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--exact-scales", action="store_true", help="with --max-scale: no powers of two beyond the list")
     gpu = add("--gpu-type", metavar="GPU", help="GPU the recipe row is for; default: what this machine has")
     complete_with(gpu, _gpu_types)
-    kinds = {"nargs": "?", "const": "small", "choices": ("small", "true-width")}
-    add("--proxy", **kinds, help="a stand-in for the model: small, or its real layers, as many as fit")
+    stand_in = "a stand-in for the model: small, or true-width, its real layers, as many as fit"
+    add("--proxy", nargs="?", const="small", choices=("small", "true-width"), help=stand_in)
     add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
     add(
         "--set",

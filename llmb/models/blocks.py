@@ -1,4 +1,4 @@
-"""The blocks that language models are made of: RMSNorm, rotary positions, grouped-query attention, gated MLP.
+"""The blocks that language models are made of: RMSNorm, rotary positions, grouped-query attention, dense MLPs.
 
 Plain torch, one micro-batch at a time. Every block computes in the number format of what it is given, so the same code
 runs in fp32 and bf16; it knows nothing of ranks or precision policies, which are applied from outside (`llmb/train`).
@@ -7,7 +7,8 @@ Tensor names end in their shape: B sequences, T tokens, C hidden width, H heads,
 """
 
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmb.errors import ConfigError
+from llmb.kernels.capped_attention import capped_attention
 from llmb.spec import Model, Rope
 
 
@@ -35,16 +37,33 @@ def rope_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
 
     `llama3`: pairs that turn often within the original context stay as they are, those that turn seldom are slowed by
     `factor`, and between the two bounds (counted in turns) the slowing sets in linearly.
+    `yarn`: likewise, but the slowing sets in linearly over the pairs between the bounds, whole pairs at both ends.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / rope.theta**exponents
-    if rope.scaling == "none":
-        return frequencies
     if rope.scaling == "llama3":
         turns = rope.original_tokens * frequencies / (2 * math.pi)
         kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
         return frequencies * (kept + (1 - kept) / rope.factor)
-    raise ConfigError(f"rope scaling {rope.scaling!r} is not built yet; choices are: none, llama3")
+    if rope.scaling == "yarn":
+        first = max(math.floor(_pair_with_turns(rope.beta_fast, rope, head_dim)), 0)
+        last = min(math.ceil(_pair_with_turns(rope.beta_slow, rope, head_dim)), head_dim - 1)
+        pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+        kept = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / rope.factor)
+    return frequencies
+
+
+def _pair_with_turns(turns: float, rope: Rope, head_dim: int) -> float:
+    """Which pair, as a broken number, turns so often within the original context."""
+    return head_dim * math.log(rope.original_tokens / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def yarn_attention_scale(rope: Rope) -> float:
+    """By how much YaRN multiplies the attention's logits; the published models put none of it into cosine and sine."""
+    if rope.scaling != "yarn" or rope.factor <= 1:
+        return 1.0
+    return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
 def rope_table(rope: Rope, head_dim: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -61,6 +80,11 @@ def rotate(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def rotate_interleaved(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Turn the pairs (2i, 2i + 1) instead: the layout of DeepSeek weights. They come out in the order of `rotate`."""
+    return rotate(x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos_TD, sin_TD)
+
+
 @cache
 def attention_backends(device: torch.device) -> list[SDPBackend]:
     """Which attention kernels to try, best first; torch takes the first that accepts the call.
@@ -73,43 +97,84 @@ def attention_backends(device: torch.device) -> list[SDPBackend]:
     return [*fused, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def causal_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Each token attends to itself and those before it; k and v may have fewer heads, each serving a group of q's."""
+def causal_attention(
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float | None = None, cap: float | None = None
+) -> Tensor:
+    """Each token attends to itself and those before it; k and v may have fewer heads, each serving a group of q's.
+
+    The logits are multiplied by `scale`, which is 1 / sqrt(D) unless given, and squeezed to +-cap where there is one.
+    """
+    if cap is not None:
+        return capped_attention(q_BHTD, k_BHTD, v_BHTD, scale or q_BHTD.shape[-1] ** -0.5, cap)
+    grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
     with sdpa_kernel(attention_backends(q_BHTD.device), set_priority=True):
-        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions.
+    """Grouped-query attention, with rotary positions where a table of them is given.
 
     Head counts are read off the projections' outputs, so that a model split over ranks by heads needs no other code.
     """
 
     def __init__(self, model: Model):
         super().__init__()
+        if model.heads % model.kv_heads:
+            raise ConfigError(f"model {model.name}: kv_heads={model.kv_heads} does not divide heads={model.heads}")
+        if model.rope is not None and model.head_dim % 2:
+            raise ConfigError(f"model {model.name}: head_dim={model.head_dim} must be even for rotary positions")
         self.head_dim = model.head_dim
+        self.cap = model.attention_cap
         self.q = nn.Linear(model.hidden, model.heads * model.head_dim, bias=False)
         self.k = nn.Linear(model.hidden, model.kv_heads * model.head_dim, bias=False)
         self.v = nn.Linear(model.hidden, model.kv_heads * model.head_dim, bias=False)
         self.o = nn.Linear(model.heads * model.head_dim, model.hidden, bias=False)
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
         q_BTHD, k_BTHD, v_BTHD = (
             projection(x_BTC).unflatten(-1, (-1, self.head_dim)) for projection in (self.q, self.k, self.v)
         )
-        q_BTHD, k_BTHD = rotate(q_BTHD, cos_TD, sin_TD), rotate(k_BTHD, cos_TD, sin_TD)
-        mixed_BHTD = causal_attention(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2))
+        if cos_TD is not None and sin_TD is not None:
+            q_BTHD, k_BTHD = rotate(q_BTHD, cos_TD, sin_TD), rotate(k_BTHD, cos_TD, sin_TD)
+        q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
+        mixed_BHTD = causal_attention(q_BHTD, k_BHTD, v_BHTD, cap=self.cap)
         return self.o(mixed_BHTD.transpose(1, 2).flatten(2))
 
 
-class GatedMlp(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0) squared."""
+    return F.relu(x).square()
 
-    def __init__(self, hidden: int, ffn: int):
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": partial(F.gelu, approximate="tanh"),  # what the published Grok-1 computes
+    "squared_relu": squared_relu,
+}
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)): SwiGLU with silu, GeGLU with gelu."""
+
+    def __init__(self, hidden: int, ffn: int, activation: str = "silu"):
         super().__init__()
         self.gate = nn.Linear(hidden, ffn, bias=False)
         self.up = nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_BTC)) * self.up(x_BTC))
+        return self.down(self.activation(self.gate(x_BTC)) * self.up(x_BTC))
+
+
+class PlainMlp(nn.Module):
+    """down(activation(up(x))), without a gate."""
+
+    def __init__(self, hidden: int, ffn: int, activation: str):
+        super().__init__()
+        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.down = nn.Linear(ffn, hidden, bias=False)
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x_BTC)))

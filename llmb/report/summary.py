@@ -12,6 +12,8 @@ def summary(result: Result) -> str:
     rows = list(_rows(result))
     if rows:
         lines += ["", render(("figure", "value", "unit", "what it says"), rows)]
+    if result.time_spent:
+        lines += ["", _time_spent(result)]
     if result.collectives:
         lines += ["", _collectives(result)]
     lines += [f"{'note' if w.code == 'PROXY' else 'warning'} {w.code}: {w.text}" for w in result.warnings]
@@ -77,6 +79,12 @@ def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     for name, values, said in latencies:
         for statistic, value in (values or {}).items():
             yield f"{name} {statistic}", number(value), "ms", said
+
+
+def _time_spent(result: Result) -> str:
+    rows = [(t.kind, number(t.seconds_per_step), f"{100 * t.share:.1f}%") for t in result.time_spent]
+    table = render(("where the time went", "s per step", "share"), rows)
+    return table + ("\n(own times of CPU operations; idle is Python between them)" if result.gpu == "cpu" else "")
 
 
 def _collectives(result: Result) -> str:

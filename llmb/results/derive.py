@@ -9,8 +9,18 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from llmb import costs, hardware, metrics
-from llmb.events import CollectiveSeen, Event, LogProblem, RequestDone, RunEnded, RunStarted, ServingSummary, StepDone
-from llmb.results.result import Collective, Comparison, Result
+from llmb.events import (
+    CollectiveSeen,
+    Event,
+    LogProblem,
+    RequestDone,
+    RunEnded,
+    RunStarted,
+    ServingSummary,
+    StepDone,
+    TimeSpent,
+)
+from llmb.results.result import Collective, Comparison, Result, TimeShare
 from llmb.results.serving import serving_fields, summary_fields
 from llmb.results.warnings import cautions
 from llmb.spec import Inference, RunConfig, Status, Training
@@ -36,6 +46,7 @@ def derive(
     for event in seen:
         if isinstance(event, ServingSummary):
             fields |= summary_fields(event)
+    fields["time_spent"] = tuple(TimeShare(**asdict(e)) for e in seen if isinstance(e, TimeSpent))
     fields["collectives"] = tuple(Collective(**asdict(e)) for e in seen if isinstance(e, CollectiveSeen))
     for event in seen:
         if isinstance(event, LogProblem):

@@ -1,8 +1,10 @@
 """Log files as clean lines: whatever a terminal, a pipe or a crash did to them.
 
 A carriage return ends a line as a newline does (progress bars), colours and control characters are taken out,
-undecodable bytes are replaced, a line without end is cut, and the rank that a launcher wrote in front (`[rank3]:`, `3: `,
-`[7] `) is read off. Everything streams: memory does not grow with the file.
+undecodable bytes are replaced, a line without end is cut, and the rank that a launcher wrote in front (`[rank3]:`,
+`3: `, `[7] `) is read off. Everything streams: memory does not grow with the file.
+
+Lines of an NCCL trace, of which a training log may hold millions, are passed over: `nccl.py` reads those by itself.
 
     for line in clean(file_lines(path)): print(line.rank, line.text)
 """
@@ -15,14 +17,15 @@ from typing import BinaryIO, NamedTuple
 
 from llmb.errors import ConfigError
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 256 << 10
 LINE_BYTES = 64 << 10  # the rest of a longer line is passed over
 TAIL_BYTES = 64 << 10
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;:?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))?")
 _CONTROLS = {code: None for code in (*range(32), 127) if chr(code) != "\t"}
 _RANK = re.compile(r"\[[a-z]{1,12}(\d{1,6})\]:\s?|\s{0,6}(\d{1,6}): |\[(\d{1,6})\] ")
-_UNFINISHED_WORD = re.compile(rb"[^\s|,=:]*$")
+_TRACE, _BAR = b"NCCL INFO ", b"|"  # a bar in the same line: a step's line was written into the trace's
+_WORD_ENDS = b" \t|=:"
 
 
 class Line(NamedTuple):
@@ -35,7 +38,7 @@ class Line(NamedTuple):
 def opened(path: Path, buffering: int = -1) -> BinaryIO:
     """A log, open for reading; one clear line where that cannot be."""
     try:
-        return path.open("rb", buffering=buffering)  # type: ignore[return-value]
+        return path.open("rb", buffering=buffering)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
@@ -62,13 +65,14 @@ def _split(log: BinaryIO) -> Iterator[bytes]:
             overlong = False
         rest = lines.pop()
         for line in lines:
-            yield line[:LINE_BYTES]
+            if _TRACE not in line or _BAR in line:
+                yield line[:LINE_BYTES]
         if len(rest) > LINE_BYTES or overlong:
             if not overlong:
                 yield rest[:LINE_BYTES]
             rest, overlong = b"", True
     if rest:
-        yield _UNFINISHED_WORD.sub(b"", rest, count=1)
+        yield rest[: max(map(rest.rfind, _WORD_ENDS)) + 1]
 
 
 def clean(lines: Iterable[bytes | str]) -> Iterator[Line]:
@@ -86,8 +90,8 @@ def clean(lines: Iterable[bytes | str]) -> Iterator[Line]:
 
 def _without_rank(text: str) -> Line:
     rank: int | None = None
-    while found := _RANK.match(text):  # a launcher's label may stand before the engine's own; the first names the process
-        if rank is None:
-            rank = int(found[found.lastindex or 0])
-        text = text[found.end() :]
+    for _ in range(2):  # a launcher's label may stand before the engine's own; the first names the process
+        if found := _RANK.match(text):
+            rank = int(found[found.lastindex or 0]) if rank is None else rank
+            text = text[found.end() :]
     return Line(rank or 0, text)

@@ -1,7 +1,7 @@
-"""Megatron-Bridge logs (Megatron-LM's too): steps count from 1, and TFLOP/s may stand on a line of their own before the step's.
+"""Megatron-Bridge logs (Megatron-LM's too): steps count from 1, and TFLOP/s may stand on a line before the step's own.
 
     Step Time : 5.74s GPU utilization: 1636.8MODEL_TFLOP/s/GPU
-     [2025-12-19 10:49:15] iteration        1/      50 | ... | elapsed time per iteration (ms): 5741.2 | ... | grad norm: 1.2 |
+     [2025-12-19 10:49:15] iteration        1/      50 | ... | elapsed time per iteration (ms): 5741.2 | ...
     [Rank 0] (after 1 iterations) memory (GB) | ... | mem-max-allocated-gigabytes: 194.41 | ...
 
 A TFLOP/s line belongs to the next step line of its rank and to no other, so one too few or too many shifts nothing. A
@@ -19,15 +19,15 @@ from llmb.results.lines import Line, clean
 
 SIGN = rb"elapsed time per iteration \(ms\)"
 
-_ITERATION = re.compile(r"\biteration\s+(\d{1,9})\s*/\s*(\d{1,9})")
-_MILLISECONDS = field(r"\belapsed time per iteration \(ms\)")
-_LOSS = field(r"\blm loss")
-_GRAD_NORM = field(r"\bgrad[ _]norm")
-_INLINE_TFLOPS = field(r"\bthroughput per GPU \(TFLOP/s/GPU\)")
-_TFLOPS = re.compile(NUMBER.removesuffix(r"(?![\w.])") + r"\s*(?:MODEL_)?TFLOP/s/GPU")
+_ITERATION = re.compile(r"iteration\s+(\d{1,9})\s*/\s*(\d{1,9})")
+_MILLISECONDS = field(r"elapsed time per iteration \(ms\)")
+_LOSS = field(r"lm loss")
+_GRAD_NORM = field(r"grad[ _]norm")
+_INLINE_TFLOPS = field(r"throughput per GPU \(TFLOP/s/GPU\)")
+_TFLOPS = re.compile(NUMBER + r"\s*(?:MODEL_)?TFLOP/s/GPU")
 _MEMORY = (  # the unit in the header of each form: 10^9 bytes, 2^20 bytes
-    (field(r"\bmem-max-allocated-gigabytes"), 1e9),
-    (field(r"memory \(MB\).*\bmax allocated"), float(1 << 20)),
+    (field(r"mem-max-allocated-gigabytes"), 1e9),
+    (field(r"memory \(MB\).{0,200}?\bmax allocated"), float(1 << 20)),
 )
 
 
@@ -47,7 +47,7 @@ def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
                     yield held
                 held = step
         elif "TFLOP/s/GPU" in line.text:
-            tflops[line.rank] = measure(_TFLOPS, line.text)
+            tflops[line.rank] = _tflops(line.text)
         elif held is not None and held.memory_bytes is None and (memory := _memory(line.text)) is not None:
             held = replace(held, memory_bytes=memory)
     if held is not None:
@@ -67,13 +67,18 @@ def _step(line: Line, tflops: float | None) -> StepDone | None:
         loss=number(_LOSS, line.text),
         grad_norm=number(_GRAD_NORM, line.text),
         memory_bytes=_memory(line.text),  # glued to the step's own line when ranks write at once
-        reported_tflops_per_gpu=measure(_INLINE_TFLOPS, line.text) or tflops,
+        reported_tflops_per_gpu=_tflops(line.text) or tflops,
     )
+
+
+def _tflops(text: str) -> float | None:
+    """Behind its unit within a step's line, before it on a line of its own, which may be glued to the step's."""
+    return measure(_INLINE_TFLOPS, text) or measure(_TFLOPS, text) if "TFLOP/s/GPU" in text else None
 
 
 def _memory(text: str) -> int | None:
     for pattern, unit in _MEMORY:
         value = measure(pattern, text)
-        if value is not None and value * unit < 1e18:
+        if value is not None:
             return round(value * unit)
     return None

@@ -14,13 +14,13 @@ from llmb.results.lines import Line, clean
 
 SIGN = rb"train_step_timing in s"
 
-_ITERATION = re.compile(r"\biteration\s+(\d{1,9})\s*/\s*(\d{1,9})")
-_BAR = re.compile(r"\b\d{1,9}/(\d{1,9}) \[.*\bglobal_step=(\d{1,9})\b")
-_SECONDS = field(r"\btrain_step_timing in s")
-_LOSS = field(r"\breduced_train_loss")
-_GRAD_NORM = field(r"\bgrad[ _]norm")
-_TFLOPS = field(r"\bTFLOPS_per_GPU")
-_MEMORY = field(r"\bpeak_memory_usage")
+_ITERATION = re.compile(r"iteration\s+(\d{1,9})\s*/\s*(\d{1,9})")
+_BAR = re.compile(r"\b\d{1,9}/(\d{1,9}) \[.{0,400}?\bglobal_step=(\d{1,9})\b")
+_SECONDS = field(r"train_step_timing in s")
+_LOSS = field(r"reduced_train_loss")
+_GRAD_NORM = field(r"grad[ _]norm")
+_TFLOPS = field(r"TFLOPS_per_GPU")
+_MEMORY = field(r"peak_memory_usage")
 
 
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:

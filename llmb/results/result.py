@@ -41,6 +41,15 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimeShare:
+    """What one kind of work took of a profiled step."""
+
+    kind: str
+    seconds_per_step: float
+    share: float  # of the step, 0 to 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """One run in figures."""
 
@@ -88,6 +97,7 @@ class Result:
     itl_ms: dict[str, float] | None = None
     e2e_ms: dict[str, float] | None = None
 
+    time_spent: tuple[TimeShare, ...] = ()  # of a profiled run; the shares sum to 1
     collectives: tuple[Collective, ...] = ()
     reference: Comparison | None = None
     predicted: Comparison | None = None

@@ -1,7 +1,7 @@
-"""torchtitan logs: `[titan] ... step: 10  loss: 7.1053  grad_norm: 1.2  memory: 33.70GiB(42.61%)  tps: 7,450  tflops: 380.10 ...`
+"""torchtitan logs: `[titan] ... step: 10  loss: 7.1053  grad_norm: 1.2  memory: 33.70GiB(42.61%)  tps: 7,450  ...`
 
-It prints tokens per second for each GPU instead of seconds. Seconds follow from it only where the log also says how many
-tokens make a step and how many GPUs share them; they are then a mean over the steps since the line before.
+It prints tokens per second for each GPU instead of seconds. Seconds follow from it only where the log also says how
+many tokens make a step and how many GPUs share them; they are then a mean over the steps since the line before.
 """
 
 import math
@@ -13,7 +13,7 @@ from llmb.results.ending import Ending
 from llmb.results.fields import field, measure, number
 from llmb.results.lines import Line, clean
 
-SIGN = rb"\bstep:[^\n]*\bloss:[^\n]*\btps:"
+SIGN = rb"step:[^\n]{1,30}loss:[^\n]{1,160}tps:"  # colours may stand between
 
 GIB = 1 << 30
 
@@ -24,11 +24,11 @@ _MEMORY = re.compile(r"\bmemory:\s*(\d{1,6}(?:\.\d{1,6})?)\s*GiB")
 _TPS = field(r"\btps")
 _TFLOPS = field(r"\btflops")
 _FACTS = {
-    "steps": re.compile(r"\btotal steps (\d{1,9})\b"),
-    "batch": re.compile(r"\bglobal batch size (\d{1,9})\b"),
-    "seqlen": re.compile(r"\bsequence length (\d{1,9})\b"),
+    "steps": re.compile(r"total steps (\d{1,9})\b"),
+    "batch": re.compile(r"global batch size (\d{1,9})\b"),
+    "seqlen": re.compile(r"sequence length (\d{1,9})\b"),
 }
-_MESH = re.compile(r"\bdevice mesh with \[[^\]]*\], \[((?:\d{1,6}(?:, )?){1,9})\]")
+_MESH = re.compile(r"device mesh with \[[^\]]*\], \[((?:\d{1,6}(?:, )?){1,9})\]")
 
 
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
@@ -54,8 +54,7 @@ def _step(line: Line, facts: dict[str, int]) -> StepDone | None:
     found, rate = _STEP.search(line.text), measure(_TPS, line.text)
     if found is None or rate is None or not int(found[1]):
         return None
-    tokens = facts["batch"] * facts["seqlen"] if {"batch", "seqlen"} <= facts.keys() else None
-    gpus = facts.get("gpus")
+    tokens, gpus = facts.get("batch", 0) * facts.get("seqlen", 0) or None, facts.get("gpus")
     memory = _MEMORY.search(line.text)
     return StepDone(
         rank=line.rank,

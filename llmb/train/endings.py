@@ -3,7 +3,9 @@
     ok          all steps done                                              0
     failed      the request is wrong (one line on stderr)                   1
     oom         memory ran out; the reason gives the peak and some advice   2
-    diverged    the loss or the gradient norm is no longer a number         2
+    diverged    loss or gradient norm is no number; the reason names the    2
+                first tensor that is not finite
+    failed      a checkpoint or a trace cannot be written (one line)        2
     failed      anything else (traceback on stderr)                         2
 
 Signals are in `signals.py`. A process killed outright writes no end; its steps are in the file.

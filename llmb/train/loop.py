@@ -8,24 +8,31 @@ closes the time measurement.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llmb.costs import train_flops_per_sequence
-from llmb.events import StepDone
-from llmb.metrics import tflops_per_gpu
+from llmb.events import StepDone, TimeSpent
+from llmb.hardware import peak_flops
+from llmb.metrics import mfu, tflops_per_gpu
 from llmb.spec import RunConfig, Training
+from llmb.train.anomaly import first_bad_tensor
+from llmb.train.checkpoint import Checkpoints, number, resume_point
+from llmb.train.data import TokenFile, open_data
 from llmb.train.endings import Diverged
-from llmb.train.log import step_lines
+from llmb.train.graphs import MicroBatchGraph
+from llmb.train.log import step_lines, time_table
 from llmb.train.memory import naming_shortage, peak_bytes
 from llmb.train.mesh import Mesh, open_mesh
 from llmb.train.optimizer import learning_rate, make_optimizer, update
 from llmb.train.parallelize import ready_model
+from llmb.train.profiler import SOURCES, Profiler
 from llmb.train.provenance import run_started
 from llmb.train.record import Record
 from llmb.train.supported import supported_workload
@@ -39,37 +46,80 @@ class Job:
     config: RunConfig
     work: Training
     mesh: Mesh
+    data: TokenFile | None = None  # none: synthetic tokens
+    profiler: Profiler | None = None  # none: nothing is traced
+    graph: MicroBatchGraph | None = None  # none: every kernel is launched by itself
+    resumed_at: int | None = None  # the first step of this process, where another process did those before
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """A part of a step, by its name in the trace."""
+        return nullcontext() if self.profiler is None else self.profiler.span(name)
+
+    def eager(self) -> "Job":
+        """The same without its CUDA graph, whose memory is given back."""
+        if self.graph is not None:
+            self.graph.clear()
+        return replace(self, graph=None)
 
 
 def train(config: RunConfig, record: Record) -> None:
     """Run every step the configuration asks for, reporting each; raises where the run cannot go on."""
     work = supported_workload(config)
+    data = open_data(work, config.model.vocab)
+    folder = record.path.parent
+    resumed = resume_point(config, work, folder)
+    steps = range(number(resumed) + 1 if resumed else 1, work.steps + 1)
     mesh = open_mesh(config)
-    job = Job(config, work, mesh)
+    profiler = Profiler(folder, config.profile, steps, mesh)
+    graph = MicroBatchGraph() if work.cuda_graphs else None
+    job = Job(config, work, mesh, data, profiler, graph, resumed_at=steps[0] if resumed else None)
     record.add(run_started(mesh))
-    with naming_shortage(mesh.device, config.model, work):
+    with naming_shortage(mesh.device, config):
         model = ready_model(config, work, mesh)
         optimizer = make_optimizer(model.parameters(), work.lr)
-        for step in range(1, work.steps + 1):
-            began = time.perf_counter()
-            loss, grad_norm = train_step(job, model, optimizer, step)
-            report(job, record, step, time.perf_counter() - began, loss, grad_norm)
-            stop_if_diverged(step, loss, grad_norm)
-    mesh.close()
+        with Checkpoints(folder, config, work, mesh, model, optimizer) as checkpoints:
+            if resumed is not None:
+                checkpoints.load(resumed)
+            for step in steps:
+                profiler.before(step)
+                began = time.perf_counter()
+                with job.span(f"step {step}"):
+                    loss, grad_norm = train_step(job, model, optimizer, step)
+                report(job, record, step, time.perf_counter() - began, loss, grad_norm)
+                stop_if_diverged(job, model, step, loss, grad_norm)
+                report_time_spent(job, record, profiler.after(step))
+                checkpoints.after(step)
 
 
 def train_step(job: Job, model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> tuple[float, float]:
     """Gradients of this rank's micro-batches, averaged over ranks, then one update: the mean loss and gradient norm."""
-    ga, mesh = job.work.ga, job.mesh
-    loss_sum = torch.zeros((), device=mesh.device)
-    for micro, (tokens, labels) in enumerate(micro_batches(job, step), start=1):
-        with nullcontext() if micro == ga else gradients_kept_local(model):
-            loss = model(tokens, labels) / ga
-            loss.backward()
-        loss_sum += loss.detach()
-    grad_norm = update(optimizer, learning_rate(step, job.work.lr))
-    mean_loss, norm = torch.stack((mesh.mean(loss_sum), grad_norm)).tolist()  # the one wait for the device
+    loss_sum = accumulate_gradients(job, model, step)
+    with job.span("optimizer"):
+        grad_norm = update(optimizer, learning_rate(step, job.work))
+    mean_loss, norm = torch.stack((job.mesh.mean(loss_sum), grad_norm)).tolist()  # the one wait for the device
     return mean_loss, norm
+
+
+def accumulate_gradients(job: Job, model: nn.Module, step: int) -> Tensor:
+    """Forward and backward of this rank's micro-batches; the mean of their losses, still on the device."""
+    compute = partial(add_gradients, job, model)
+    if job.graph is not None:
+        compute = partial(job.graph, model, compute)
+    loss_sum = torch.zeros((), device=job.mesh.device)
+    for micro, (tokens, labels) in enumerate(micro_batches(job, step), start=1):
+        local = nullcontext() if micro == job.work.ga else gradients_kept_local(model)
+        with job.span(f"micro-batch {micro}"), local:
+            loss_sum += compute(tokens, labels)
+    return loss_sum
+
+
+def add_gradients(job: Job, model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Forward and backward of one micro-batch, added to the parameters' gradients; its share of the loss."""
+    with job.span("forward"):
+        loss = model(tokens, labels) / job.work.ga
+    with job.span("backward"):
+        loss.backward()
+    return loss.detach()
 
 
 def micro_batches(job: Job, step: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -78,7 +128,10 @@ def micro_batches(job: Job, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     for micro in range(work.ga):
         first = (step - 1) * work.gbs + (micro * mesh.world_size + mesh.rank) * work.mbs
         shape = (work.mbs, work.seqlen + 1)
-        tokens = synthetic_tokens(work.seed, first, shape, job.config.model.vocab, mesh.device)
+        if job.data is not None:
+            tokens = job.data.sequences(first, shape, mesh.device)
+        else:
+            tokens = synthetic_tokens(work.seed, first, shape, job.config.model.vocab, mesh.device)
         yield tokens[:, :-1], tokens[:, 1:]
 
 
@@ -101,18 +154,28 @@ def report(job: Job, record: Record, step: int, seconds: float, loss: float, gra
             loss=loss if math.isfinite(loss) else None,  # JSON has no NaN; the last event names it
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             memory_bytes=peak_bytes(mesh.device),
-            warmup=step < work.window[0],
+            warmup=step < work.window[0] or step == job.resumed_at,
         )
     )
     if mesh.rank == 0:
         flops = work.gbs * train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
         tflops = tflops_per_gpu(flops, seconds, mesh.world_size)
-        lr = learning_rate(step, work.lr)
-        print(step_lines(work, step, seconds, tflops, lr, loss, grad_norm), flush=True)
+        utilisation = mfu(tflops, peak_flops(config.machine.gpu, config.precision.dtype))
+        lr, memory = learning_rate(step, work), peak_bytes(mesh.device)
+        print(step_lines(work, step, seconds, lr, loss, grad_norm, tflops, utilisation, memory), flush=True)
 
 
-def stop_if_diverged(step: int, loss: float, grad_norm: float) -> None:
+def report_time_spent(job: Job, record: Record, spent: Sequence[TimeSpent]) -> None:
+    """Where the time of the profiled steps went, once that is known: as events and in the log."""
+    for event in spent:
+        record.add(event)
+    if spent:
+        print(time_table(spent, SOURCES[job.mesh.device.type]), flush=True)
+
+
+def stop_if_diverged(job: Job, model: nn.Module, step: int, loss: float, grad_norm: float) -> None:
     """Every rank sees the same two numbers, so all stop at the same step."""
     for name, value in (("loss", loss), ("grad norm", grad_norm)):
         if not math.isfinite(value):
-            raise Diverged(f"{name} became {value} at step {step}")
+            first = first_bad_tensor(model, lambda: accumulate_gradients(job.eager(), model, step))
+            raise Diverged(f"{name} became {value} at step {step}: {first}")

@@ -1,20 +1,30 @@
 """How much memory a run took, how to recognise that there was not enough, and what to change then."""
 
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from llmb.errors import ConfigError
 from llmb.hardware import GIB
-from llmb.spec import Model, Training
+from llmb.memory import memory_estimate
+from llmb.spec import RunConfig, Training
 from llmb.train.endings import OutOfMemory
+from llmb.train.supported import supported_workload
 
 SHORTAGE_WORDS = (
     "can't allocate memory",  # torch's CPU allocator
     "CUDA error: out of memory",  # the driver
     "CUBLAS_STATUS_ALLOC_FAILED",  # cuBLAS, whose workspace comes last
 )
+REMEDIES = 3  # named at most
+
+_ASKED_FOR = re.compile(r"Tried to allocate ([\d.]+) ([KMG])iB")  # torch's GPU allocator
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -31,26 +41,94 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in SHORTAGE_WORDS)
 
 
-def shortage(device: torch.device, model: Model, work: Training) -> str:
-    """One line: the peak, and the next thing to try."""
-    if work.recompute_layers < model.layers:
-        advice = f"raise recompute_layers (now {work.recompute_layers} of {model.layers})"
-    elif work.mbs > 1:
-        advice = f"lower mbs (now {work.mbs})"
-    else:
-        advice = f"lower seqlen (now {work.seqlen}) or take a smaller model"
-    total = ""
-    if device.type == "cuda":
-        total = f" of {torch.cuda.get_device_properties(device).total_memory / GIB:.1f} GiB"
-    return f"out of memory at a peak of {peak_bytes(device) / GIB:.1f} GiB{total}: {advice}"
-
-
 @contextmanager
-def naming_shortage(device: torch.device, model: Model, work: Training) -> Iterator[None]:
+def naming_shortage(device: torch.device, config: RunConfig) -> Iterator[None]:
     """Whatever form a lack of memory takes inside, it leaves as OutOfMemory with advice."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            raise OutOfMemory(shortage(device, model, work)) from error
+            raise OutOfMemory(shortage(device, config, str(error))) from error
         raise
+
+
+def shortage(device: torch.device, config: RunConfig, error: str) -> str:
+    """One line: the peak, and what would free how much."""
+    budget = memory_estimate(config).device_budget
+    total = ""
+    if device.type == "cuda":
+        budget = torch.cuda.get_device_properties(device).total_memory
+        total = f" of {_size(budget)}"
+    found = _ASKED_FOR.search(error)
+    asked = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    return f"out of memory at a peak of {_size(peak_bytes(device))}{total}: {advice(config, budget, asked)}"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change of the configuration that needs less memory."""
+
+    said: str
+    frees: float  # bytes
+
+
+def advice(config: RunConfig, budget: float | None, asked: float) -> str:
+    """What to change, by the memory estimate: what suffices, else whatever helps; in the order of what it costs.
+
+    `asked`: the allocation that failed, the least that is lacking even where the estimate says that all would fit.
+    """
+    lacking = max(asked, memory_estimate(config).total - budget) if budget is not None else asked
+    chosen = [_enough(remedies, lacking) for remedies in _all_remedies(config) if remedies]
+    enough = [remedy for remedy in chosen if remedy.frees >= lacking]
+    if not chosen:
+        return "nothing here needs less memory; take a smaller model"
+    said = [f"{remedy.said} (frees about {_size(remedy.frees)})" for remedy in (enough or chosen)[:REMEDIES]]
+    if not enough:
+        said[-1] += f"; none alone frees the {_size(lacking)} that are lacking"
+    return ", or ".join(said) + ", by estimate"
+
+
+def _enough(remedies: list[Remedy], lacking: float) -> Remedy:
+    """The mildest of one kind that suffices, else the strongest."""
+    return next((remedy for remedy in remedies if remedy.frees >= lacking), remedies[-1])
+
+
+def _all_remedies(config: RunConfig) -> Iterator[list[Remedy]]:
+    """Those this engine runs, by kind, by rising cost and last what alters the work; each from mild to strong."""
+    work, layers = supported_workload(config), config.model.layers
+    split = work.mbs * work.ga  # sequences a rank computes in a step, however they are cut
+    smaller = [n for n in range(work.mbs - 1, 0, -1) if split % n == 0]
+    yield _remedies(config, [(f"lower mbs from {work.mbs} to {n}", {"mbs": n, "ga": split // n}) for n in smaller])
+    if config.parallel.dp > 1 and not config.parallel.fsdp:
+        sharded = replace(config, parallel=replace(config.parallel, fsdp=True))
+        yield _worth(config, [("set fsdp=true", sharded)])
+    for knob in ("recompute_layers", "offload_layers"):
+        now = getattr(work, knob)
+        more = range(now + 1, layers // config.parallel.pp + 1)
+        yield _remedies(config, [(f"raise {knob} from {now} to {n} of {layers}", {knob: n}) for n in more])
+    shorter = [n for n in (work.seqlen // 2, work.seqlen // 4, work.seqlen // 8) if n]
+    yield _remedies(config, [(f"lower seqlen from {work.seqlen} to {n}", {"seqlen": n}) for n in shorter])
+
+
+def _remedies(config: RunConfig, changes: list[tuple[str, dict[str, Any]]]) -> list[Remedy]:
+    work = config.workload
+    assert isinstance(work, Training)
+    return _worth(config, [(said, replace(config, workload=replace(work, **change))) for said, change in changes])
+
+
+def _worth(config: RunConfig, changed: list[tuple[str, RunConfig]]) -> list[Remedy]:
+    """Those that this engine runs and that free anything."""
+    now = memory_estimate(config).total
+    remedies = []
+    for said, candidate in changed:
+        try:
+            supported_workload(candidate)
+        except ConfigError:
+            continue
+        remedies.append(Remedy(said, now - memory_estimate(candidate).total))
+    return [remedy for remedy in remedies if remedy.frees > 0]
+
+
+def _size(count: float) -> str:
+    unit, name = next((pair for pair in ((GIB, "GiB"), (2**20, "MiB")) if count >= pair[0]), (2**10, "KiB"))
+    return f"{count / unit:.1f} {name}"

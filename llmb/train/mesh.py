@@ -2,6 +2,9 @@
 
 torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) starts the ranks; without
 it the process is the only one. NCCL connects GPUs and gloo CPUs.
+
+Ranks leave the group by ending. To destroy it first could hang: gloo's destructor holds the interpreter's lock while it
+waits for a thread that may be waiting for that lock.
 """
 
 import os
@@ -29,11 +32,6 @@ class Mesh:
             dist.all_reduce(value)
             value /= self.world_size
         return value
-
-    def close(self) -> None:
-        """Leave the group; only after success, since a rank that failed would wait here for the others."""
-        if self.world_size > 1:
-            dist.destroy_process_group()
 
 
 def open_mesh(config: RunConfig) -> Mesh:

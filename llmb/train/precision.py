@@ -4,6 +4,10 @@ bf16: the parameters stay in fp32 and are the master weights that the optimizer 
 embedding on, and each matrix product casts its weight when it is used. The cast copy is dropped at once and made again
 in the backward pass: that costs a few percent of the time and saves two bytes a parameter, so that weights, gradients
 and both Adam moments take 16 bytes a parameter. Gradients accumulate in fp32.
+
+fp8: as bf16, but the three products of every linear layer inside the stack, experts included, take 8-bit operands
+(`llmb/kernels/fp8.py`). Embedding, head and norms stay bf16 and routers fp32. A layer whose sizes the hardware's 8-bit
+products do not take computes in bf16; `fits_fp8` decides.
 """
 
 from typing import Any
@@ -12,7 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmb.errors import ConfigError
+from llmb.kernels.fp8 import MULTIPLE, fits_fp8, fp8_linear
+from llmb.kernels.fp8_grouped import fp8_grouped_product
 from llmb.models.architectures import Network
+from llmb.models.experts import GroupedLinear
+
+FP8_CAPABILITY = (8, 9)  # of a CUDA device: Ada; Hopper is 9.0
 
 
 class _CastProduct(torch.autograd.Function):
@@ -36,16 +46,43 @@ class CastLinear(nn.Linear):
         return _CastProduct.apply(x, self.weight)
 
 
+class Fp8Linear(CastLinear):
+    """A linear layer whose products take 8-bit operands, where they can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if fits_fp8(x.shape[:-1].numel(), self.in_features, self.out_features):
+            return fp8_linear(x, self.weight)
+        return super().forward(x)
+
+
+class Fp8GroupedLinear(GroupedLinear):
+    """The same for the weights of experts, whose rows can be padded to any multiple."""
+
+    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        _, outputs, inputs = self.weight.shape
+        if len(x_MI) and fits_fp8(MULTIPLE, inputs, outputs):
+            return fp8_grouped_product(x_MI, self.weight, ends_E)
+        return super().forward(x_MI, ends_E)
+
+
 def compute_in_bf16(network: Network) -> None:
-    """Make a network with fp32 parameters compute in bf16."""
-    for parent in list(network.modules()):
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear:
-                setattr(parent, name, _cast(child))
+    """Make a network with fp32 parameters compute in bf16; grouped linear layers cast their weights by themselves."""
+    _replace(network, nn.Linear, CastLinear)
     network.embedding.register_forward_hook(lambda _module, _args, stream: stream.to(torch.bfloat16))
 
 
-def _cast(linear: nn.Linear) -> CastLinear:
-    cast = CastLinear(linear.in_features, linear.out_features, bias=False, device="meta")
-    cast.weight = linear.weight
-    return cast
+def compute_in_fp8(network: Network, device: torch.device) -> None:
+    """Make a network with fp32 parameters compute its stack's matrix products in fp8 and the rest in bf16."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise ConfigError(f"dtype=fp8 needs a GPU of compute capability 8.9 or more, this one has {found}; try bf16")
+    _replace(network.layers, nn.Linear, Fp8Linear)
+    _replace(network.layers, GroupedLinear, Fp8GroupedLinear)
+    compute_in_bf16(network)
+
+
+def _replace(network: nn.Module, plain: type[nn.Module], precise: type[nn.Module]) -> None:
+    """Every layer of exactly the plain kind becomes one of the other, which is a subclass without state of its own."""
+    for module in network.modules():
+        if type(module) is plain:
+            module.__class__ = precise

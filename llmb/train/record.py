@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from llmb.events import RunEnded, RunStarted, StepDone, append
+from llmb.events import RunEnded, RunStarted, StepDone, TimeSpent, append
 from llmb.spec import Status
 
 
@@ -20,7 +20,7 @@ class Record:
         self.last_step = 0
         self._turn = threading.Lock()
 
-    def add(self, event: RunStarted | StepDone) -> None:
+    def add(self, event: RunStarted | StepDone | TimeSpent) -> None:
         """One fact of the run."""
         with self._turn:
             append(self.path, event)

@@ -6,7 +6,11 @@
 from llmb.errors import ConfigError
 from llmb.spec import RunConfig, Training
 
-RUNS = "dtype fp32 or bf16, data parallelism (dp), gradient accumulation (ga), recompute_layers"
+DTYPES = ("fp32", "bf16", "fp8")
+RUNS = (
+    f"dtype {', '.join(DTYPES)}, data parallelism (dp), gradient accumulation (ga), recompute_layers, offload_layers, "
+    "cuda_graphs on one GPU"
+)
 
 
 def supported_workload(config: RunConfig) -> Training:
@@ -18,20 +22,25 @@ def supported_workload(config: RunConfig) -> Training:
         raise ConfigError(f"a workload of kind {work.kind}: python -m llmb.train runs kind training")
     splits = {degree: getattr(parallel, degree) for degree in ("tp", "pp", "cp", "ep", "etp")}
     settings = {
-        f"dtype={config.precision.dtype}": config.precision.dtype not in ("fp32", "bf16"),
+        f"dtype={config.precision.dtype}": config.precision.dtype not in DTYPES,
         f"kv_dtype={config.precision.kv_dtype}": config.precision.kv_dtype is not None,
         **{f"{degree}={ranks}": ranks > 1 for degree, ranks in splits.items()},
         f"vp={parallel.vp}": (parallel.vp or 1) > 1,
         f"fsdp=true with dp={parallel.dp}": parallel.fsdp and parallel.dp > 1,
-        f"offload_layers={work.offload_layers}": work.offload_layers > 0,
-        "cuda_graphs=true": work.cuda_graphs,
-        "profile=true": config.profile.profile,
-        "gpu_metrics=true": config.profile.gpu_metrics,
+        f"cuda_graphs=true with dp={parallel.dp}": work.cuda_graphs and parallel.dp > 1,
+        f"cuda_graphs=true with offload_layers={work.offload_layers}": work.cuda_graphs and work.offload_layers > 0,
+        f"cuda_graphs=true with experts in {config.precision.dtype}": work.cuda_graphs
+        and config.model.experts is not None
+        and config.precision.dtype != "bf16",  # the others read the experts' loads on the host
+        "gpu_metrics=true (needs Nsight Systems)": config.profile.gpu_metrics,
     }
     refused = [setting for setting, asked in settings.items() if asked]
     if refused:
         raise ConfigError(f"the native training engine does not run {', '.join(refused)}; it runs {RUNS}")
+    if work.cuda_graphs and config.machine.gpu == "cpu":
+        raise ConfigError("cuda_graphs=true needs a CUDA GPU; machine.gpu=cpu has none")
     _check_sizes(work, parallel.dp, config.model.layers)
+    _check_schedule(work)
     return work
 
 
@@ -42,5 +51,22 @@ def _check_sizes(work: Training, dp: int, layers: int) -> None:
     if work.gbs != work.mbs * work.ga * dp:
         product = work.mbs * work.ga * dp
         raise ConfigError(f"gbs={work.gbs} is not mbs * ga * dp = {work.mbs} * {work.ga} * {dp} = {product}")
+    if work.checkpoint_every is not None and work.checkpoint_every < 1:
+        raise ConfigError(f"checkpoint_every={work.checkpoint_every}: must be at least 1")
     if not 0 <= work.recompute_layers <= layers:
         raise ConfigError(f"recompute_layers={work.recompute_layers}: the model has {layers} layers, so 0 to {layers}")
+    left = layers - work.recompute_layers
+    if not 0 <= work.offload_layers <= left:
+        raise ConfigError(
+            f"offload_layers={work.offload_layers}: {left} of the {layers} layers are not recomputed, so 0 to {left}"
+        )
+
+
+def _check_schedule(work: Training) -> None:
+    if work.lr_warmup_steps < 0:
+        raise ConfigError(f"lr_warmup_steps={work.lr_warmup_steps}: must be at least 0")
+    if work.lr_decay_steps is not None and work.lr_decay_steps <= work.lr_warmup_steps:
+        raise ConfigError(
+            f"lr_decay_steps={work.lr_decay_steps}: must be more than lr_warmup_steps={work.lr_warmup_steps}, "
+            "where the learning rate begins to fall"
+        )

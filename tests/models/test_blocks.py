@@ -74,7 +74,7 @@ def test_initial_weights_follow_the_seed_and_the_loss_starts_at_chance() -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architecture": "grok1"}, "'grok1' is not built yet; those which are: llama"),
+        ({"architecture": "gpt2"}, "'gpt2' is not built yet; those which are: llama"),
         ({"experts": Experts(count=4, top_k=2, ffn=8)}, "not experts"),
         ({"gated": False}, "not gated=false"),
         ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from llmb import costs
 from llmb.models.architectures import build_model
 from llmb.models.llama import Llama
 from llmb.spec import Model, Rope
@@ -58,27 +59,14 @@ def reference(model: Model) -> LlamaForCausalLM:
     return network
 
 
-def reference_name(name: str) -> str:
-    parts = {
-        "embedding.": "model.embed_tokens.",
-        "head.": "lm_head.",
-        "layers.": "model.layers.",
-        ".attention_norm.": ".input_layernorm.",
-        ".mlp_norm.": ".post_attention_layernorm.",
-        ".attention.": ".self_attn.",
-    }
-    parts |= {f".{one}.": f".{one}_proj." for one in ("q", "k", "v", "o", "gate", "up", "down")}
-    for ours, theirs in parts.items():
-        name = name.replace(ours, theirs)
-    return "model." + name if name.startswith("norm.") else name
-
-
 def copy_of(theirs: LlamaForCausalLM, model: Model) -> Llama:
     ours = build_model(model)
-    weights = dict(theirs.named_parameters())
+    assert isinstance(ours, Llama)
+    weights, names = dict(theirs.named_parameters()), Llama.foreign_names(model)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            parameter.copy_(weights.pop(reference_name(name)))
+            parameter.copy_(weights.pop(names.pop(name)))
+    assert not names, "every name is of a weight of ours"
     assert not weights, "every weight of the reference has its place"
     return ours
 
@@ -105,9 +93,9 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
 
     their_loss.backward()
     our_loss.backward()
-    weights = dict(theirs.named_parameters())
+    weights, names = dict(theirs.named_parameters()), Llama.foreign_names(model)
     for name, parameter in ours.named_parameters():
-        assert_near(parameter.grad, weights[reference_name(name)].grad, name)
+        assert_near(parameter.grad, weights[names[name]].grad, name)
 
 
 def test_scaling_changes_the_result() -> None:
@@ -117,3 +105,14 @@ def test_scaling_changes_the_result() -> None:
     unscaled.load_state_dict(ours.state_dict())
     tokens = torch.arange(97)[None]
     assert (ours(tokens) - unscaled(tokens)).abs().max() > 1e-2
+
+
+def test_parameters_equal_the_costs(recipes) -> None:
+    published = [recipe.model(size) for recipe in recipes.values() for size in recipe.sizes]
+    llamas = [model for model in published if model.architecture == "llama"]
+    assert {"8b", "70b", "405b"} <= set(recipes["pretrain_llama3.1"].sizes)
+    for model in (*MODELS, *llamas):
+        with torch.device("meta"):
+            network = build_model(model)
+        assert sum(p.numel() for p in network.parameters()) == costs.parameters(model), model.name
+        assert network.state_dict().keys() == Llama.foreign_names(model).keys()

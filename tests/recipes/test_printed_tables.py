@@ -150,7 +150,7 @@ PRINTED = [(workload, row) for workload, table, heading in TABLES for row in pri
 
 @pytest.mark.parametrize("workload", dict.fromkeys(workload for workload, _ in PRINTED))
 def test_rows_are_the_printed_ones(workload: str) -> None:
-    ours = [r for r in RECIPES[workload].rows if workload != "pretrain_llama3.1" or r["gpus"] != 1]
+    ours = [r for r in RECIPES[workload].rows if r["gpus"] != 1]  # the single-GPU rows are not in the documents
     kept = [{k: v for k, v in row.items() if k not in EXTRA} for row in ours]
     assert at_each_scale(kept) == at_each_scale([row for name, row in PRINTED if name == workload])
 

@@ -1,14 +1,19 @@
-"""bf16: the compute is rounded, the weights, their gradients and their updates are not."""
+"""bf16 and fp8: the compute is rounded, the weights, their gradients and their updates are not."""
 
 import copy
 
 import pytest
 import torch
+from small_models import SMALL_MODELS
+from torch import nn
 
+from llmb.kernels.fp8 import fp8_linear
 from llmb.models.architectures import build_model
+from llmb.models.experts import GroupedLinear, Router
 from llmb.spec import Model
+from llmb.train import precision
 from llmb.train.optimizer import make_optimizer, update
-from llmb.train.precision import CastLinear, compute_in_bf16
+from llmb.train.precision import CastLinear, Fp8GroupedLinear, Fp8Linear, compute_in_bf16, compute_in_fp8
 
 MODEL = Model(
     name="small", architecture="llama", layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=128
@@ -61,3 +66,98 @@ def test_gradients_are_clipped_and_the_norm_is_the_one_before(both) -> None:
     assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.cat([g.flatten() for g in grads]).norm().item() == pytest.approx(1.0, rel=1e-3)
     assert all(p.grad is None for p in rounded.parameters())
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_fp8_is_in_the_stack_and_nowhere_else(name: str, monkeypatch) -> None:
+    network = build_model(SMALL_MODELS[name])
+    network.init_weights(torch.Generator().manual_seed(1))
+    in_bf16 = copy.deepcopy(network)
+    compute_in_bf16(in_bf16)
+    compute_in_fp8(network, CPU)
+    kinds = {type(module) for module in network.layers.modules()}
+    assert Fp8Linear in kinds
+    assert not kinds & {nn.Linear, CastLinear, GroupedLinear}
+    assert (Fp8GroupedLinear in kinds) == (SMALL_MODELS[name].experts is not None)
+    assert type(network.embedding) is nn.Embedding
+    assert network.head is None or type(network.head) is CastLinear
+
+    rounded: list[torch.dtype] = []
+    for format in ("fp8_linear", "fp8_grouped_product"):
+        original = getattr(precision, format)
+        counted = lambda x, *rest, original=original: (rounded.append(x.dtype), original(x, *rest))[1]  # noqa: E731
+        monkeypatch.setattr(precision, format, counted)
+    tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (network, in_bf16)]
+    layers = [m for m in network.layers.modules() if isinstance(m, (Fp8Linear, Fp8GroupedLinear))]
+    assert rounded == [torch.bfloat16] * len([m for m in layers if all(n % 16 == 0 for n in m.weight.shape[-2:])])
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() != losses[1].item()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=0.01)
+    for parameter in network.parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+
+
+def test_what_does_not_fit_fp8_computes_in_bf16() -> None:
+    x = torch.randn(2, 16, 40, dtype=torch.bfloat16)
+    for layer, fits in ((Fp8Linear(40, 32), False), (Fp8Linear(32, 40), False), (Fp8Linear(32, 32), True)):
+        part = x[..., : layer.in_features].contiguous()
+        expected = fp8_linear(part, layer.weight) if fits else nn.functional.linear(part, layer.weight.bfloat16())
+        assert torch.equal(layer(part), expected)
+    odd = x[:, :15, :32].contiguous()
+    assert torch.equal(Fp8Linear.forward(layer, odd), nn.functional.linear(odd, layer.weight.bfloat16()))
+
+
+def test_routers_stay_in_fp32() -> None:
+    network = build_model(SMALL_MODELS["deepseek"])
+    compute_in_fp8(network, CPU)
+    router = next(module for module in network.modules() if isinstance(module, Router))
+    nn.init.normal_(router.weight)
+    x = torch.randn(16, 32).bfloat16()
+    weights, chosen = router(x)
+    plain = (x.float() @ router.weight.T).sigmoid().gather(1, chosen)
+    assert torch.equal(weights, plain / plain.sum(dim=1, keepdim=True))
+
+
+def test_fp8_trains_as_bf16_does(trained) -> None:
+    run = {"steps": 60, "layers": 2, "hidden": 64, "ffn": 128, "head_dim": 16}
+    bf16, fp8 = trained(dtype="bf16", **run).losses(), trained(dtype="fp8", **run).losses()
+    assert fp8 != bf16
+    assert fp8[0] == pytest.approx(bf16[0], rel=1e-3)
+    last = [sum(losses[-10:]) / 10 for losses in (bf16, fp8)]
+    assert last[0] < bf16[0] - 0.4, "there is something to learn"
+    assert last[1] == pytest.approx(last[0], rel=0.01)
+
+
+def test_fp8_is_deterministic_and_recomputation_changes_nothing(trained) -> None:
+    plain = trained(dtype="fp8").losses()
+    assert trained(dtype="fp8").losses() == plain
+    assert trained(dtype="fp8", recompute_layers=2).losses() == plain
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_lost_number_ends_the_run(trained, dtype: str) -> None:
+    done = trained(dtype=dtype, lr=1e30)
+    assert done.code == 2
+    assert done.ended().status == "diverged"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("name", ["grok1", "deepseek", "nemotron_h"])
+def test_every_architecture_learns_in_every_format(trained, name: str, dtype: str) -> None:
+    done = trained(model=SMALL_MODELS[name], dtype=dtype, steps=12)
+    assert done.ended().status == "ok", done.ended().reason
+    assert done.losses()[-1] < done.losses()[0] - 0.1
+
+
+def test_balanced_experts(trained) -> None:
+    balanced = trained(model=SMALL_MODELS["grok1"], balanced_experts=True)
+    assert balanced.ended().status == "ok"
+    assert balanced.losses() != trained(model=SMALL_MODELS["grok1"]).losses()
+    refused = trained(balanced_experts=True)
+    assert refused.code == 1
+    assert refused.ended().reason == "balanced_experts=true: model tiny has no experts"

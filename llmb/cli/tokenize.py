@@ -1,0 +1,191 @@
+"""`llmb-run tokenize`: text to a token file, with any tokenizer file of the library `tokenizers`.
+
+Text is read piece by piece, so memory does not grow with it. A piece ends with a line, where the tokenizers of language
+models begin anew anyway; a million characters without such a place are cut before a space.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from llmb.cli.parsing import command
+
+PIECE = 1 << 16  # characters read at once; also about the size of a piece
+LONGEST = 1 << 20  # characters to wait for a line end
+BATCH = 32  # pieces that the library encodes at once, on all cores
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # looked for in this order where --end is not given
+
+
+def add_commands(commands: Any) -> None:
+    """Register tokenize."""
+    parser = command(
+        commands, "tokenize", run, "make a token file from text, to train on",
+        "llmb-run tokenize data/kjv.txt --tokenizer data/tokenizer.json -o kjv.bin",
+        "zcat corpus/*.gz | llmb-run tokenize - --tokenizer tokenizer.json -o corpus.bin",
+        "llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy --set data=kjv.bin",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("texts", nargs="+", metavar="TEXT", help="UTF-8 text files; - is standard input")
+    add("-o", "--output", type=Path, required=True, metavar="FILE", help="the token file to write")
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help="a tokenizer.json in Hugging Face's format")
+    add("--end", metavar="TOKEN", help=f"put after each text; default: the first the tokenizer has of {' '.join(ENDS)}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Encode every text in turn, with an end-of-text token after each."""
+    from llmb.tokenfile import TokenWriter
+
+    _check_paths(options.texts, options.output)
+    tokenizer = _load_tokenizer(options.tokenizer)
+    vocab = max(tokenizer.get_vocab().values()) + 1
+    end = _end_token(tokenizer, options.end)
+    with Progress(options.texts) as progress, TokenWriter(options.output, vocab, end) as file:
+        for name in options.texts:
+            before = file.header.tokens
+            for batch in _batches(name):
+                for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                    file.add(encoding.ids)
+                progress.add(sum(len(piece.encode()) for piece in batch))
+            _refuse_empty(name, file.header.tokens - before)
+            if end is not None:
+                file.add([end])
+    marks = "no end-of-text token" if end is None else f"end-of-text token {end}"
+    size = f"{file.header.tokens:,} tokens, {progress.done / file.header.tokens:.2f} bytes of text each"
+    print(f"{options.output}: {size}; vocabulary {vocab:,}, {marks}")
+    return 0
+
+
+def pieces(file: TextIO) -> Iterator[str]:
+    """The text of a file in parts that may be encoded one by one."""
+    kept = ""
+    while read := file.read(PIECE):
+        kept += read
+        cut = _cut(kept)
+        if cut:
+            yield kept[:cut]
+            kept = kept[cut:]
+    if kept:
+        yield kept
+
+
+def _cut(text: str) -> int:
+    """How much of a text is a piece; 0: more must be read to know."""
+    newline = _last_alone(text, "\n")
+    if newline > 0 or len(text) < LONGEST:
+        return newline + 1
+    space = _last_alone(text, " ")
+    return space if space > 0 else len(text)
+
+
+def _last_alone(text: str, mark: str) -> int:
+    """The last place of a mark without white space on either side, or -1.
+
+    Beside other white space it is no safe place: tokenizers see a run of it otherwise where the text ends.
+    """
+    place = text.rfind(mark, 1, -1)
+    while place >= 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
+        place = text.rfind(mark, 1, place)
+    return place
+
+
+def _batches(name: str) -> Iterator[list[str]]:
+    """Lists of pieces of one text; says so where it is not text."""
+    from llmb.errors import ConfigError
+
+    batch: list[str] = []
+    try:
+        with open(0 if name == "-" else name, encoding="utf-8", newline="", closefd=name != "-") as file:
+            for piece in pieces(file):
+                batch.append(piece)
+                if len(batch) == BATCH:
+                    yield batch
+                    batch = []
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not UTF-8 text: {error.reason}") from error
+    if batch:
+        yield batch
+
+
+def _check_paths(texts: list[str], output: Path) -> None:
+    """What can be wrong with the files is said before the first one is read."""
+    from llmb.errors import ConfigError
+    from llmb.tokenfile import is_token_file
+
+    for name in texts:
+        if name != "-" and not Path(name).exists():
+            raise ConfigError(f"no file {name}; give the path of a text, or - for standard input")
+        if Path(name).is_dir():
+            raise ConfigError(f"{name} is a folder; give its text files: {name}/*.txt")
+    if output.exists() and not is_token_file(output):
+        raise ConfigError(f"{output} exists and is not a token file; choose another name")
+
+
+def _load_tokenizer(path: Path) -> Any:
+    from llmb.errors import ConfigError
+
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError("tokenize needs the library tokenizers: pip install tokenizers") from error
+    if not path.is_file():
+        raise ConfigError(f"no tokenizer file {path}; a model's folder has it as tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception
+        raise ConfigError(f"{path} is not a tokenizer file: {error}") from error
+
+
+def _end_token(tokenizer: Any, wanted: str | None) -> int | None:
+    from llmb.errors import ConfigError
+
+    if wanted is not None and tokenizer.token_to_id(wanted) is None:
+        known = [token for token in ENDS if tokenizer.token_to_id(token) is not None]
+        raise ConfigError(f"--end: the tokenizer has no token {wanted!r}; usual ones it has: {known or 'none'}")
+    found = [tokenizer.token_to_id(token) for token in ((wanted,) if wanted else ENDS)]
+    return next((number for number in found if number is not None), None)
+
+
+def _refuse_empty(name: str, tokens: int) -> None:
+    from llmb.errors import ConfigError
+
+    if tokens == 0:
+        raise ConfigError(f"{'standard input' if name == '-' else name} is empty: there is nothing to encode")
+
+
+class Progress:
+    """How far long work is, on stderr: redrawn on a terminal, one line now and then in a file."""
+
+    def __init__(self, texts: list[str]):
+        self.done = 0  # bytes of text
+        self._total = None if "-" in texts else sum(os.path.getsize(name) for name in texts)
+        self._began = time.monotonic()
+        self._redraws = sys.stderr.isatty()
+        self._next = self._began + 1
+        self._drawn = False
+
+    def add(self, done: int) -> None:
+        """So many bytes more."""
+        self.done += done
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + (0.2 if self._redraws else 10)
+        share = f" of {self._total / 1e6:,.0f} MB ({self.done / self._total:.0%})" if self._total else " MB"
+        line = f"{self.done / 1e6:,.0f}{share}, {self.done / 1e6 / (now - self._began):.1f} MB/s"
+        sys.stderr.write(f"\r\x1b[K{line}" if self._redraws else f"{line}\n")
+        sys.stderr.flush()
+        self._drawn = True
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the line, so that what follows starts on a new one."""
+        if self._drawn and self._redraws:
+            sys.stderr.write("\n")

@@ -1,0 +1,215 @@
+"""A mixture of experts in place of the dense MLP: a router sends each token to a few of many gated MLPs.
+
+No token is dropped. Each is copied once for every expert it visits, the copies are sorted by expert, and the experts
+compute them as three grouped products. The way back is a permutation and a sum, so equal inputs give equal bits.
+
+The weights of all experts are stacked along dimension 0, [E, out, in]: a split of that dimension is a split of experts,
+and slice e is what Hugging Face files hold for expert e.
+
+Shapes: N tokens, K experts a token visits, M = N * K copies, E experts, C hidden width, F an expert's width.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmb.errors import ConfigError
+from llmb.kernels.grouped import grouped_product
+from llmb.models.blocks import ACTIVATIONS, GatedMlp
+from llmb.spec import Experts, Model
+
+NO_WEIGHT = 1e-20  # keeps a token whose scores all round to zero from dividing by it
+
+
+class _Fp32Product(torch.autograd.Function):
+    """x @ weight.T in fp32 that keeps x as it came, where a wider copy would take twice its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, weight_EC: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NC, weight_EC)
+        return F.linear(x_NC.float(), weight_EC.float())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_NE: Tensor) -> tuple[Tensor, Tensor]:
+        x_NC, weight_EC = ctx.saved_tensors
+        return (grad_NE @ weight_EC.float()).to(x_NC.dtype), (grad_NE.T @ x_NC.float()).to(weight_EC.dtype)
+
+
+class Router(nn.Module):
+    """Which experts each token visits and with what weight, in fp32 whatever the rest computes in.
+
+    The weight is no nn.Linear, so that no pass over linear layers changes its number format. `forced_balance` is set
+    from outside: tokens are then dealt to the experts in turn, whatever the scores say, and the scores still weigh.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, hidden: int, experts: Experts):
+        super().__init__()
+        self.experts = experts
+        self.forced_balance = False
+        self.balance_losses: list[Tensor] | None = None  # where each forward pass leaves its own: `balance_losses`
+        self.weight = nn.Parameter(torch.empty(experts.count, hidden))
+        # Corrects the choice of experts, never their weight; it is no parameter because no gradient reaches it.
+        self.register_buffer("bias", torch.zeros(experts.count) if experts.score == "sigmoid" else None)
+
+    def forward(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """The chosen experts' weights in fp32 and their numbers, both [N, K]."""
+        logits_NE = _Fp32Product.apply(x_NC, self.weight)
+        scores_NE = logits_NE.sigmoid() if self.experts.score == "sigmoid" else logits_NE.softmax(dim=-1)
+        with torch.no_grad():
+            chosen_NK = self._deal(len(x_NC), x_NC.device) if self.forced_balance else self._choose(scores_NE)
+        if self.experts.aux_loss:
+            loss = self._balance_loss(scores_NE, chosen_NK)
+            if self.balance_losses is not None:
+                self.balance_losses.append(loss)
+        weights_NK = scores_NE.gather(1, chosen_NK)
+        if self.experts.renormalise:
+            weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + NO_WEIGHT)
+        return weights_NK * self.experts.scale, chosen_NK
+
+    def _choose(self, scores_NE: Tensor) -> Tensor:
+        """The experts with the highest corrected scores, from the groups whose two best add up to most."""
+        choice_NE = scores_NE if self.bias is None else scores_NE + self.bias
+        groups = self.experts.groups
+        if groups > 1:
+            choice_NGE = choice_NE.unflatten(1, (groups, -1))
+            group_scores_NG = choice_NGE.topk(min(2, choice_NGE.shape[-1]), dim=-1).values.sum(dim=-1)
+            best_NG = group_scores_NG.topk(self.experts.top_groups, dim=-1, sorted=False).indices
+            closed_NG = torch.ones_like(group_scores_NG, dtype=torch.bool).scatter_(1, best_NG, False)
+            choice_NE = choice_NGE.masked_fill(closed_NG[:, :, None], float("-inf")).flatten(1)
+        return choice_NE.topk(self.experts.top_k, dim=-1, sorted=False).indices
+
+    def _deal(self, tokens: int, device: torch.device) -> Tensor:
+        """Experts in turn: no two experts differ by more than one token, and no token visits one twice."""
+        places = torch.arange(tokens * self.experts.top_k, device=device)
+        return (places % self.experts.count).view(tokens, self.experts.top_k)
+
+    def _balance_loss(self, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
+        """The Switch Transformer's: E * sum over experts of (share of visits * mean probability); even load gives 1."""
+        counts_E = torch.zeros(self.experts.count, dtype=torch.int64, device=chosen_NK.device)
+        counts_E.scatter_add_(0, chosen_NK.flatten(), torch.ones_like(chosen_NK).flatten())
+        probabilities_NE = scores_NE / (scores_NE.sum(dim=-1, keepdim=True) + NO_WEIGHT)
+        even = self.experts.count * ((counts_E / chosen_NK.numel()) @ probabilities_NE.mean(dim=0))
+        return self.experts.aux_loss * even
+
+
+@contextmanager
+def balance_losses(network: nn.Module) -> Iterator[list[Tensor]]:
+    """Collects what the routers of a forward pass add to the loss; a recomputation outside adds nothing again."""
+    losses: list[Tensor] = []
+    routers = [router for router in network.modules() if isinstance(router, Router) and router.experts.aux_loss]
+    for router in routers:
+        router.balance_losses = losses
+    try:
+        yield losses
+    finally:
+        for router in routers:
+            router.balance_losses = None
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer with another weight for each run of rows: rows up to ends_E[0] meet weight[0], and so on.
+
+    The one place where routed experts' weights are used, for a precision pass to replace.
+    """
+
+    def __init__(self, groups: int, inputs: int, outputs: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, outputs, inputs))
+
+    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        return grouped_product(x_MI, self.weight, ends_E)
+
+
+class _Copies(torch.autograd.Function):
+    """Each token once for every expert it visits, in the order of the experts; backward, the sum over its copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, order_M: Tensor, back_M: Tensor, visits: int) -> Tensor:
+        ctx.save_for_backward(back_M)
+        ctx.visits = visits
+        return x_NC.index_select(0, order_M // visits)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_MC: Tensor) -> tuple[Tensor, None, None, None]:
+        (back_M,) = ctx.saved_tensors
+        grad_NKC = grad_MC.index_select(0, back_M).view(-1, ctx.visits, grad_MC.shape[1])
+        return grad_NKC.sum(dim=1), None, None, None
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order; backward, the gradient in the old one. Plain indexing would add up rows one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, y_MC: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
+        ctx.save_for_backward(back_M)
+        return y_MC.index_select(0, order_M)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_MC: Tensor) -> tuple[Tensor, None, None]:
+        (back_M,) = ctx.saved_tensors
+        return grad_MC.index_select(0, back_M), None, None
+
+
+class ExpertMlp(nn.Module):
+    """The routed experts' weighted sum, and the shared experts, which every token visits, added to it."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        experts = experts_of(model)
+        self.router = Router(model.hidden, experts)
+        self.gate = GroupedLinear(experts.count, model.hidden, experts.ffn)
+        self.up = GroupedLinear(experts.count, model.hidden, experts.ffn)
+        self.down = GroupedLinear(experts.count, experts.ffn, model.hidden)
+        self.activation = ACTIVATIONS[model.activation]
+        width = experts.shared * experts.ffn  # several shared experts are one that is as wide as all
+        self.shared = GatedMlp(model.hidden, width, model.activation) if experts.shared else None
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        x_NC = x_BTC.flatten(0, -2)
+        weights_NK, chosen_NK = self.router(x_NC)
+        order_M, back_M, ends_E = sorted_by_expert(chosen_NK, self.router.experts.count)
+        y_MC = self.visit(_Copies.apply(x_NC, order_M, back_M, chosen_NK.shape[1]), ends_E)
+        y_NKC = _Permuted.apply(y_MC, back_M, order_M).unflatten(0, chosen_NK.shape)
+        mixed_NC = (y_NKC * weights_NK[:, :, None].to(y_NKC.dtype)).sum(dim=1)
+        if self.shared is not None:
+            mixed_NC = mixed_NC + self.shared(x_NC)
+        return mixed_NC.view_as(x_BTC)
+
+    def visit(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
+        """Every expert's MLP on its own rows; where experts are on several ranks, rows travel around this call."""
+        return self.down(self.activation(self.gate(x_MC, ends_E)) * self.up(x_MC, ends_E), ends_E)
+
+
+def sorted_by_expert(chosen_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order that sorts visits by expert, its inverse, and where each expert's end; never read on the host."""
+    sorted_M, order_M = chosen_NK.flatten().sort(stable=True)
+    places_M = torch.arange(len(order_M), device=order_M.device)
+    back_M = torch.empty_like(order_M).scatter_(0, order_M, places_M)
+    every_E = torch.arange(count, device=order_M.device)
+    return order_M, back_M, torch.searchsorted(sorted_M, every_E, right=True, out_int32=True)
+
+
+def experts_of(model: Model) -> Experts:
+    """The model's experts, or a ConfigError that says what is wrong with them."""
+    experts = model.experts
+    if experts is None:
+        raise ConfigError(f"model {model.name}: a {model.architecture} needs the field experts")
+    if not 1 <= experts.top_k <= experts.count:
+        raise ConfigError(f"model {model.name}: top_k={experts.top_k} must be 1 to {experts.count}, the experts")
+    if experts.count % experts.groups or not 1 <= experts.top_groups <= experts.groups:
+        raise ConfigError(
+            f"model {model.name}: {experts.count} experts cannot be chosen from "
+            f"top_groups={experts.top_groups} of groups={experts.groups} equal groups"
+        )
+    if experts.top_k > experts.count // experts.groups * experts.top_groups:
+        raise ConfigError(f"model {model.name}: top_k={experts.top_k} is more than the experts of the open groups")
+    return experts

@@ -1,0 +1,119 @@
+"""The token file: text as numbers, ready to train on. Written on the desk side, memory-mapped on the device side.
+
+    64 bytes   magic "LLMBTOKS", version, bytes a token (2 or 4), vocabulary, tokens, end-of-text token (-1: none)
+    the rest   the tokens, one after the other
+
+All of it is little-endian. A vocabulary of up to 65,536 takes 2 bytes a token, a larger one 4. Whoever reads the header
+has a whole file: the size is checked against it, and a file gets its name only when its last token is written.
+"""
+
+import os
+import struct
+import sys
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from llmb.errors import ConfigError, LaunchError
+
+HEADER = struct.Struct("<8sIIQQq24x")
+MAGIC = b"LLMBTOKS"
+VERSION = 1
+_NO_END = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a token file says of itself."""
+
+    vocab: int  # token numbers are below this
+    tokens: int
+    end: int | None = None  # the token that closes every text; null: texts are not marked
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 if self.vocab <= 1 << 16 else 4
+
+    def packed(self) -> bytes:
+        end = _NO_END if self.end is None else self.end
+        return HEADER.pack(MAGIC, VERSION, self.token_bytes, self.vocab, self.tokens, end)
+
+
+def is_token_file(path: Path) -> bool:
+    """Whether a file begins as a token file does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_header(path: Path) -> Header:
+    """The header of a token file that is whole, or one line that says what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEADER.size)
+            stored = file.seek(0, os.SEEK_END) - HEADER.size
+    except OSError as error:
+        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
+    if len(head) < HEADER.size or not head.startswith(MAGIC):
+        raise ConfigError(f"{path} is not a token file; llmb-run tokenize makes one from text")
+    _, version, token_bytes, vocab, tokens, end = HEADER.unpack(head)
+    if version != VERSION:
+        raise ConfigError(f"{path} is a token file of version {version}; this llmb reads version {VERSION}")
+    header = Header(vocab=vocab, tokens=tokens, end=None if end == _NO_END else end)
+    if token_bytes != header.token_bytes:
+        raise ConfigError(f"{path}: {token_bytes} bytes a token do not go with a vocabulary of {vocab}; make it anew")
+    if stored != tokens * token_bytes:
+        short = "is truncated" if stored < tokens * token_bytes else "has something after its end"
+        raise ConfigError(f"{path} {short}: its header says {tokens} tokens, {stored / token_bytes:g} are there")
+    return header
+
+
+class TokenWriter:
+    """Writes a token file piece by piece.
+
+    with TokenWriter(Path("tokens.bin"), vocab=4096, end=0) as file:
+        file.add([17, 4, 1000])
+    """
+
+    def __init__(self, path: Path, vocab: int, end: int | None = None):
+        self.header = Header(vocab=vocab, tokens=0, end=end)
+        self._path = path
+        self._aside = path.with_name(f".{path.name}.{os.getpid()}")
+        self._code = "H" if self.header.token_bytes == 2 else "I"
+
+    def __enter__(self) -> "TokenWriter":
+        try:
+            self._file = self._aside.open("wb")
+            self._file.write(self.header.packed())
+        except OSError as error:
+            raise LaunchError(f"cannot write {self._path}: {error.strerror}") from error
+        return self
+
+    def add(self, tokens: list[int]) -> None:
+        """Append tokens."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.header.vocab:
+            raise ConfigError(f"{self._path}: token {max(tokens)} is outside the vocabulary of {self.header.vocab}")
+        packed = array(self._code, tokens)
+        if sys.byteorder == "big":
+            packed.byteswap()
+        try:
+            self._file.write(packed)
+        except OSError as error:
+            raise LaunchError(f"cannot write {self._path}: {error.strerror}") from error
+        self.header = Header(vocab=self.header.vocab, tokens=self.header.tokens + len(tokens), end=self.header.end)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            with self._file:
+                self._file.seek(0)
+                self._file.write(self.header.packed())
+            if kind is None:
+                os.replace(self._aside, self._path)
+        except OSError as failure:
+            if error is None:
+                raise LaunchError(f"cannot write {self._path}: {failure.strerror}") from failure
+        finally:
+            self._aside.unlink(missing_ok=True)

@@ -1,0 +1,236 @@
+"""Checkpoints: all that the next step depends on, written while training goes on, resumed bit for bit.
+
+    checkpoints/step_10/           complete: the rename to this name comes last
+    checkpoints/step_15.partial/   being written, or left behind by a run that was killed
+
+The format is that of torch.distributed.checkpoint: each rank writes its share, any number of ranks can read the whole.
+The tensors are the weights (fp32 in every number format), the buffers and the optimizer's state. Batch and learning
+rate follow from the step's number and training draws no random numbers, so nothing else need be kept.
+`checkpoint.json` beside the tensors says what they belong to, so that a wrong resume is refused in plain words.
+
+    llmb-run submit ... --set checkpoint_every=10        then        llmb-run submit ... --set resume=<run folder>
+"""
+
+import os
+import re
+import shutil
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+from llmb.errors import ConfigError, LaunchError
+from llmb.plain import read_json, to_json, to_plain
+from llmb.spec import RunConfig, Training
+from llmb.train.mesh import Mesh
+
+FAILURES = (Exception, dcp.CheckpointException)  # torch's own is no Exception
+KEPT = 2  # complete checkpoints; the older one is there in case the disk loses the newer
+FOLDER = "checkpoints"  # of the run folder
+IDENTITY = "checkpoint.json"
+
+_COMPLETE = re.compile(r"step_(\d+)")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module)(?:\.|$)")
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as intended
+
+
+def resume_point(config: RunConfig, work: Training, folder: Path) -> Path | None:
+    """The checkpoint that a run in this folder goes on from, checked against its configuration; none: a new run."""
+    chosen = None if work.resume is None else newest(Path(work.resume))
+    if chosen is not None:
+        saved = read_json(chosen / IDENTITY)
+        for name, mine in identity(config, work).items():
+            if saved.get(name) != mine:
+                raise ConfigError(f"resume: {chosen} was made with {_difference(name, saved.get(name), mine)}")
+        if number(chosen) >= work.steps:
+            raise ConfigError(f"resume: {chosen} is past the last step, {work.steps}; raise steps to go on")
+    here = complete(folder / FOLDER)
+    if work.checkpoint_every is not None and here and (chosen is None or number(here[-1]) > number(chosen)):
+        raise ConfigError(f"{here[-1]} is there already; resume={folder} goes on from it")
+    return chosen
+
+
+class Checkpoints:
+    """Those of one run: `load` before the first step, `after` each step; leaving waits for what is being written."""
+
+    def __init__(self, folder: Path, config: RunConfig, work: Training, mesh: Mesh, model: nn.Module, optimizer: Any):
+        self._folder = folder / FOLDER
+        self._config, self._work, self._mesh = config, work, mesh
+        self._model, self._optimizer = model, optimizer
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=mesh.device.type == "cuda")  # cached: pinned memory
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        # Ranks agree on a checkpoint in the background, which must not mix with what training says between GPUs.
+        wanted = work.resume is not None or work.checkpoint_every is not None
+        self._group = dist.new_group(backend="gloo") if wanted and mesh.world_size > 1 else None
+
+    def load(self, path: Path) -> None:
+        """Read the state of training, in place."""
+        _make_state(self._optimizer)
+        tensors = state_tensors(self._model, self._optimizer)
+        reader = dcp.FileSystemReader(path)
+        try:
+            _check_tensors(path, reader.read_metadata().state_dict_metadata, tensors)
+            dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        except ConfigError:
+            raise
+        except FAILURES as error:
+            raise ConfigError(f"resume: cannot read checkpoint {path}: {_cause(error)}") from error
+
+    def after(self, step: int) -> None:
+        """Begin a checkpoint where one is due; the training thread waits only while the tensors are copied."""
+        if self._writing is not None and self._writing.done():
+            self._wait()  # a write that failed ends the run at the next step, not at the next checkpoint
+        if self._work.checkpoint_every is None or step % self._work.checkpoint_every:
+            return
+        self._wait()
+        tensors = self._stager.stage(state_tensors(self._model, self._optimizer))
+        self._writing = self._writer.submit(self._write, step, tensors)
+
+    def _wait(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, _type: type | None, error: BaseException | None, _trace: TracebackType | None) -> None:
+        try:
+            self._wait()
+        except LaunchError:
+            if error is None:  # otherwise the run already ends, for a reason of its own
+                raise
+        finally:
+            self._writer.shutdown()
+
+    def _write(self, step: int, tensors: dict[str, Any]) -> None:
+        final = self._folder / f"step_{step}"
+        partial = final.with_name(f"{final.name}.partial")
+        first = self._mesh.rank == 0
+        try:
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)  # of a run in this folder that was killed
+                partial.mkdir(parents=True, exist_ok=True)  # another rank may be first
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), process_group=self._group)
+            if first:
+                _write_durably(partial / IDENTITY, to_json(identity(self._config, self._work) | {"step": step}))
+                _sync(partial)
+                partial.rename(final)
+                _sync(self._folder)
+                for old in complete(self._folder)[:-KEPT]:
+                    # By a rename too: half deleted, it must not look complete.
+                    shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
+        except FAILURES as error:
+            shutil.rmtree(partial, ignore_errors=True)  # room for the end of the log, if the disk is full
+            raise LaunchError(f"cannot write checkpoint {final}: {_cause(error)}") from error
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _COMPLETE.fullmatch(path.name)), key=number)
+
+
+def number(path: Path) -> int:
+    """The step after which a complete checkpoint was made."""
+    return int(path.name.removeprefix("step_"))
+
+
+def newest(folder: Path) -> Path:
+    """The newest complete checkpoint of a run folder or of its checkpoints folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"resume: there is no folder {folder}")
+    found = complete(folder / FOLDER) or complete(folder)
+    if not found:
+        raise ConfigError(f"resume: {folder} holds no complete checkpoint (checkpoints/step_<number>)")
+    return found[-1]
+
+
+def identity(config: RunConfig, work: Training) -> dict[str, Any]:
+    """What must be the same for a run to go on as if never interrupted: shapes, number format, and the data's order."""
+    shape = {f"model.{name}": value for name, value in to_plain(config.model).items() if name != "name"}
+    data = {name: getattr(work, name) for name in ("seqlen", "gbs", "seed")}
+    return shape | {"dtype": config.precision.dtype} | data
+
+
+def plain_name(name: str) -> str:
+    """A module's or parameter's name without what data parallelism and compilation put into it."""
+    return _WRAPPERS.sub("", name)
+
+
+def state_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Every tensor the next step depends on, by names that do not depend on how the model is wrapped."""
+    tensors = {f"model.{plain_name(name)}": tensor for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for kind, tensor in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{plain_name(name)}.{kind}"] = tensor
+    return tensors
+
+
+def _make_state(optimizer: Any) -> None:
+    """Have the optimizer make its state, to be read into: a step over zeros that changes nothing."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # each step sets its own
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _difference(name: str, was: Any, now: Any) -> str:
+    """The first field in which two values differ, and how."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        inner = next(field for field in {**now, **was} if was.get(field) != now.get(field))
+        return _difference(f"{name}.{inner}", was.get(inner), now.get(inner))
+    return f"{name}={was}, this run has {now}"
+
+
+def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    for name in sorted(saved.keys() ^ tensors.keys()):
+        have, lack = ("checkpoint", "run") if name in saved else ("run", "checkpoint")
+        raise ConfigError(f"resume: {path}: the {have} has a tensor {name}, the {lack} has none")
+    for name, tensor in tensors.items():
+        there = saved[name]
+        if not isinstance(there, TensorStorageMetadata):
+            raise ConfigError(f"resume: {path}: {name} is no tensor there")
+        was, now = f"{[*there.size]} {there.properties.dtype}", f"{[*tensor.shape]} {tensor.dtype}"
+        if was != now:
+            raise ConfigError(f"resume: {path}: {name} is {was} there and {now} in this run")
+
+
+def _cause(error: BaseException) -> str:
+    """Why, in one line: the first rank's error where torch gathered them, the system's own words where it gave any."""
+    if isinstance(error, dcp.CheckpointException):
+        return _cause(error.failures[min(error.failures)][0])
+    inner: BaseException | None = error
+    while inner is not None:  # torch's own error covers the system's
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        inner = inner.__context__
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _write_durably(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder reach the disk too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,149 @@
+"""8-bit linear layers on a real GPU: the bits of the CPU's cast, the hardware's products within what 8 bits allow."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmb.events import RunEnded, StepDone, read
+from llmb.kernels.fp8 import E4M3, E5M2, cast, fp8_linear, fp8_linear_reference, scale_of
+from llmb.kernels.fp8_grouped import fp8_grouped_product, fp8_grouped_product_reference
+from llmb.plain import to_plain
+from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.train.__main__ import run
+from llmb.train.record import Record
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+        reason="no GPU with 8-bit products",
+    ),
+]
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+TOKENS = 2048
+LAYERS_OF_8B = [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)]  # inputs, outputs: q and o, k and v, up, down
+SMALL = Model(
+    name="small", architecture="llama", layers=4, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64, vocab=1024
+)
+CONFIG = RunConfig(
+    name="gpu",
+    target="pretrain_llama3.1",
+    size="8b",
+    proxy="small",
+    machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
+    model=SMALL,
+    parallel=Parallel(),
+    precision=Precision(dtype="fp8"),
+    workload=Training(seqlen=512, mbs=4, gbs=8, ga=2, steps=50, window=(30, 50), lr=1e-3),
+)
+
+
+def operands(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(GPU).manual_seed(1)
+    x = torch.randn(tokens, inputs, device=GPU, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(outputs, inputs, device=GPU, generator=generator) * 0.02).requires_grad_()
+    grad = (torch.randn(tokens, outputs, device=GPU, generator=generator) * 1e-6).bfloat16()
+    return x, weight, grad
+
+
+def results(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    out = fp8_linear(x, weight)
+    return out, *torch.autograd.grad(out, (x, weight), grad)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16), (1000, 4096), (4096, 1040)], ids=str)
+def test_the_cast_gives_the_bits_of_the_cpu(dtype: torch.dtype, source: torch.dtype, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp() ** 4).to(source)
+    here = cast(x, scale_of(x, dtype), dtype, rows=True, columns=True)
+    moved = x.to(GPU)
+    there = cast(moved, scale_of(moved, dtype), dtype, rows=True, columns=True)
+    assert here.scale == there.scale.cpu()
+    assert torch.equal(here.rows.view(torch.uint8), there.rows.view(torch.uint8).cpu())
+    assert torch.equal(here.columns.view(torch.uint8), there.columns.view(torch.uint8).cpu())
+    for layout in ("rows", "columns"):
+        alone = cast(moved, there.scale, dtype, **{layout: True})
+        assert torch.equal(getattr(alone, layout).view(torch.uint8), getattr(there, layout).view(torch.uint8))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), LAYERS_OF_8B, ids=str)
+def test_the_products_of_8b(inputs: int, outputs: int) -> None:
+    x, weight, grad = operands(TOKENS, inputs, outputs)
+    found = results(x, weight, grad)
+    exact = (x.float() @ weight.T, grad.float() @ weight, grad.float().T @ x.float())
+    same = fp8_linear_reference(x.detach(), weight.detach(), grad)
+    forward, backward = (math.hypot(2.0**-bits, 2.0**-4) / math.sqrt(3) for bits in (4, 3))
+    # The forward product adds with fewer bits, which shows against the reference, much less against the truth.
+    for name, ours, truth, reference, bound, near in zip(
+        ("out", "grad of x", "grad of weight"), found, exact, same,
+        (forward, backward, backward), (0.02, 0.005, 0.005), strict=True,
+    ):  # fmt: skip
+        assert relative_error(ours, reference) < near, name
+        assert 0.005 < relative_error(ours, truth) < bound, name
+
+
+def test_all_three_products_are_the_hardware_s() -> None:
+    x, weight, grad = operands(256, 512, 768)
+    results(x, weight, grad)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        results(x, weight, grad)
+    calls = Counter({event.key: event.count for event in profile.key_averages()})
+    assert calls["aten::_scaled_mm"] == 3
+    assert calls["aten::mm"] == calls["aten::linear"] == 0
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["x", "weight", "grad"])
+def test_what_is_not_a_number_is_never_clipped(lost: float, where: str) -> None:
+    named = dict(zip(("x", "weight", "grad"), operands(64, 128, 64), strict=True))
+    named[where].data[3, 5] = lost
+    out, grad_x, grad_weight = results(**named)
+    touched = {"x": (out, grad_weight), "weight": (out, grad_x), "grad": (grad_x, grad_weight)}[where]
+    assert all(t.isnan().all() for t in touched)
+
+
+@pytest.mark.parametrize("sizes", [[512, 512], [1, 0, 700, 323]], ids=str)
+def test_grouped_products(sizes: list[int]) -> None:
+    x, weight, grad = operands(sum(sizes), 512, 256 * len(sizes))
+    weight = weight.detach().view(len(sizes), 256, 512).requires_grad_()
+    grad, ends = grad[:, :256].contiguous(), torch.tensor(sizes, device=GPU).cumsum(0).int()
+    out = fp8_grouped_product(x, weight, ends)
+    found = (out, *torch.autograd.grad(out, (x, weight), grad))
+    wanted = fp8_grouped_product_reference(x.detach(), weight.detach(), ends, grad)
+    for ours, theirs, near in zip(found, wanted, (0.02, 0.005, 0.005), strict=True):
+        assert relative_error(ours, theirs) < near
+    assert [(w == 0).all().item() for w in found[2]] == [size == 0 for size in sizes]
+
+
+def steps_of(config: RunConfig, folder: Path) -> list[StepDone]:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_plain(config)))
+    run(folder / "config.json", Record(folder, 0))
+    events = list(read(folder / "events.rank0.jsonl"))
+    assert isinstance(events[-1], RunEnded)
+    assert (events[-1].status, events[-1].reason) == ("ok", None)
+    return [event for event in events if isinstance(event, StepDone)]
+
+
+def test_a_small_llama_learns_in_fp8_what_it_learns_in_bf16(tmp_path: Path) -> None:
+    losses = {}
+    for dtype in ("bf16", "fp8"):
+        steps = steps_of(replace(CONFIG, precision=Precision(dtype=dtype)), tmp_path / dtype)
+        losses[dtype] = [step.loss for step in steps]
+    assert losses["fp8"][0] == pytest.approx(losses["bf16"][0], rel=2e-3)
+    last = {dtype: sum(values[-10:]) / 10 for dtype, values in losses.items()}
+    assert last["bf16"] < losses["bf16"][0] - 0.3, "there is something to learn"
+    assert last["fp8"] == pytest.approx(last["bf16"], rel=0.01)

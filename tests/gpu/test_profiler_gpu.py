@@ -1,0 +1,101 @@
+"""On a real GPU: kernels are sorted and add up to the step, and a resumed run begins where the other ended."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmb.events import RunEnded, StepDone, TimeSpent, read
+from llmb.plain import to_plain
+from llmb.spec import Machine, Model, Parallel, Precision, Profile, RunConfig, Training
+from llmb.train.__main__ import run
+from llmb.train.profiler import ATTENTION, COMMUNICATION, IDLE, KINDS, MEMORY, OPTIMIZER, PRODUCTS
+from llmb.train.record import Record
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+CONFIG = RunConfig(
+    name="gpu",
+    target="pretrain_llama3.1",
+    size="8b",
+    proxy="4 of 32 layers, half the width",
+    machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
+    model=Model(
+        name="small",
+        architecture="llama",
+        layers=4,
+        hidden=2048,
+        ffn=8192,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        vocab=32000,
+    ),
+    parallel=Parallel(),
+    precision=Precision(dtype="bf16"),
+    workload=Training(seqlen=4096, mbs=1, gbs=2, ga=2, steps=8, window=(3, 8)),
+)
+
+
+def events_of(config: RunConfig, folder: Path) -> list:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(to_plain(config)))
+    assert run(folder / "config.json", Record(folder, 0)) == 0
+    events = list(read(folder / "events.rank0.jsonl"))
+    assert isinstance(events[-1], RunEnded)
+    return events
+
+
+def steps_of(events: list) -> list[StepDone]:
+    return [event for event in events if isinstance(event, StepDone)]
+
+
+def test_kernels_add_up_to_the_step(tmp_path: Path) -> None:
+    profiled = replace(CONFIG, profile=Profile(profile=True, profile_start=5, profile_stop=8))
+    events = events_of(profiled, tmp_path / "run")
+    share = {event.kind: event.share for event in events if isinstance(event, TimeSpent)}
+    assert tuple(share) == KINDS
+    assert sum(share.values()) == pytest.approx(1)
+    assert all(share[kind] > 0.005 for kind in (PRODUCTS, ATTENTION, OPTIMIZER, MEMORY))
+    assert share[PRODUCTS] > 0.2  # most of the FLOPs of a step of more than a billion parameter uses
+    assert share[COMMUNICATION] == 0
+    assert 0 <= share[IDLE] < 0.7
+    time = json.loads((tmp_path / "run" / "profile" / "time.json").read_text())
+    assert time["steps"] == [5, 6, 7]
+    assert time["source"] == "GPU kernels"
+    assert time["step_s"] == pytest.approx(sum(s.seconds for s in steps_of(events)[4:7]) / 3, rel=0.2)
+    with gzip.open(tmp_path / "run" / "profile" / "trace.rank0.json.gz") as file:
+        trace = json.load(file)["traceEvents"]
+    kernels = {event["name"] for event in trace if event.get("cat") == "kernel"}
+    print("\n".join(sorted(f"{row['seconds_per_step']:.6f} {row['kind']}: {row['name']}" for row in time["longest"])))
+    assert len(kernels) > 10
+
+
+def test_profiling_does_not_slow_the_steps_around_it(tmp_path: Path) -> None:
+    plain = steps_of(events_of(CONFIG, tmp_path / "plain"))
+    profile = Profile(profile=True, profile_start=4, profile_stop=5)
+    profiled = steps_of(events_of(replace(CONFIG, profile=profile), tmp_path / "profiled"))
+    fastest = [min(s.seconds for s in steps[5:]) for steps in (plain, profiled)]
+    assert fastest[1] < 1.3 * fastest[0]
+
+
+def test_a_resumed_run_begins_where_the_other_ended(tmp_path: Path) -> None:
+    straight = steps_of(events_of(CONFIG, tmp_path / "straight"))
+    half = replace(CONFIG, workload=replace(CONFIG.workload, steps=4, checkpoint_every=2))
+    first = steps_of(events_of(half, tmp_path / "first"))
+    on = replace(CONFIG, workload=replace(CONFIG.workload, resume=str(tmp_path / "first")))
+    rest = steps_of(events_of(on, tmp_path / "rest"))
+    assert [step.step for step in rest] == [5, 6, 7, 8]
+    # A run repeats itself up to the order of atomic additions in the backward pass of attention.
+    losses, wanted = ([s.loss for s in steps] for steps in (first + rest, straight))
+    assert losses == pytest.approx(wanted, rel=2e-3)
+    # What was saved is what was loaded, to the bit: the first loss depends on nothing else.
+    again = replace(on, workload=replace(on.workload, steps=5))
+    assert steps_of(events_of(again, tmp_path / "again"))[0].loss == rest[0].loss

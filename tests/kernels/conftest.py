@@ -1,0 +1,33 @@
+"""Triton kernels run as compiled code where there is a GPU, and in Triton's interpreter elsewhere.
+
+The choice is made when a kernel is defined, so it must be made before any test imports one.
+"""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_numbers_from_arrays_of_one() -> None:
+    """Triton's interpreter takes int() of an array with one value, which NumPy 2.4 refuses: unpack it first."""
+    try:
+        import triton.runtime.interpreter as interpreter
+    except ImportError:
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_unpack(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_unpack

@@ -1,0 +1,87 @@
+"""The grouped product against the loop over groups, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmb.kernels import grouped
+from llmb.kernels.grouped import grouped_product, grouped_product_reference
+
+SIZES = {
+    "uneven": [3, 9, 1, 7],
+    "empty ones": [0, 13, 0, 0, 7, 0],
+    "all in the last": [0, 0, 20],
+    "one group": [20],
+}
+
+
+def ends_of(sizes: list[int]) -> torch.Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def both(sizes: list[int], dtype: torch.dtype, inputs: int, outputs: int) -> tuple[list, list]:
+    """Output and gradients of x and weight, ours in the dtype beside the loop's in fp32 on the same rounded numbers."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(sizes), inputs, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(len(sizes), outputs, inputs, generator=generator).to(dtype).float().requires_grad_()
+    slope = torch.randn(sum(sizes), outputs, generator=generator).to(dtype)
+    ours = grouped_product(x, weight, ends_of(sizes))
+    exact = x.detach().float().requires_grad_()
+    theirs = grouped_product_reference(exact, weight, ends_of(sizes))
+    found = [ours, *torch.autograd.grad(ours, (x, weight), slope)]
+    return found, [theirs, *torch.autograd.grad(theirs, (exact, weight), slope.float())]
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 24), (13, 5)], ids=["aligned", "odd"])
+def test_fp32_equals_the_loop(sizes: list[int], inputs: int, outputs: int) -> None:
+    for ours, theirs in zip(*both(sizes, torch.float32, inputs, outputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 24), (13, 5)], ids=["aligned", "odd"])
+def test_bf16_rounds_only_its_results(sizes: list[int], inputs: int, outputs: int) -> None:
+    (y, grad_x, grad_weight), expected = both(sizes, torch.bfloat16, inputs, outputs)
+    assert y.dtype == grad_x.dtype == torch.bfloat16
+    assert grad_weight.dtype == torch.float32  # the master weight's
+    for ours, theirs in zip((y, grad_x, grad_weight), expected, strict=True):
+        torch.testing.assert_close(ours.float(), theirs, rtol=2**-8, atol=2e-2)
+
+
+def test_a_group_without_rows_gets_no_gradient() -> None:
+    (_, _, grad_weight), _ = both([0, 13, 0, 7], torch.bfloat16, 16, 24)
+    assert grad_weight[[0, 2]].abs().max() == 0
+    assert grad_weight[[1, 3]].abs().amax((1, 2)).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "products"), [(torch.bfloat16, 16, 3), (torch.bfloat16, 13, 0), (torch.float32, 16, 0)]
+)
+def test_which_products_take_the_one_kernel(monkeypatch, dtype: torch.dtype, inputs: int, products: int) -> None:
+    taken = []
+
+    def counted(*arguments, **options):
+        taken.append(1)
+        return F.grouped_mm(*arguments, **options)
+
+    monkeypatch.setattr(grouped, "F", type("Counted", (), {"grouped_mm": staticmethod(counted)}))
+    both([5, 15], dtype, inputs, 8)
+    assert len(taken) == products
+
+
+def test_no_rows_at_all() -> None:
+    x = torch.zeros(0, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(3, 8, 16, requires_grad=True)
+    y = grouped_product(x, weight, ends_of([0, 0, 0]))
+    assert y.shape == (0, 8)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert weight.grad.abs().max() == 0
+
+
+def test_gradients_by_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(6, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(3, 2, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: grouped_product(a, b, ends_of([2, 0, 4])), (x, weight))

@@ -1,0 +1,276 @@
+"""DeepSeek-V3 against `transformers`: the same weights must give the same logits, loss, gradients and tokens."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from llmb import costs
+from llmb.errors import ConfigError
+from llmb.events import RunEnded, StepDone, read
+from llmb.models.architectures import build_model
+from llmb.models.deepseek import DeepSeek
+from llmb.plain import to_plain
+from llmb.spec import Experts, Latent, Machine, Model, Parallel, Precision, Rope, RunConfig, Training
+from llmb.train.__main__ import run
+from llmb.train.record import Record
+
+TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32
+
+SMALL = {
+    "architecture": "deepseek",
+    "layers": 3,
+    "hidden": 48,
+    "ffn": 80,
+    "heads": 4,
+    "kv_heads": 4,
+    "head_dim": 16,
+    "vocab": 97,
+    "latent": Latent(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12),
+}
+GROUPED = Experts(
+    count=8, top_k=3, ffn=24, shared=1, dense_layers=1, groups=4, top_groups=2, score="sigmoid", scale=2.5
+)
+MODELS = [
+    Model(
+        name="as-published",
+        norm_eps=1e-6,
+        # So short an original context that pairs are kept, slowed and in between among the 4 of a head.
+        rope=Rope(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=256, mscale_all_dim=1.0),
+        experts=GROUPED,
+        **SMALL,
+    ),
+    Model(
+        name="one-group-two-shared",
+        rope=Rope(theta=10_000.0),
+        experts=replace(GROUPED, groups=1, top_groups=1, shared=2, renormalise=False, scale=1.0, dense_layers=2),
+        **SMALL,
+    ),
+    Model(
+        name="yarn-without-mscale-tied",
+        rope=Rope(theta=100.0, scaling="yarn", factor=8.0, original_tokens=64, beta_fast=4.0),
+        experts=replace(GROUPED, dense_layers=0),
+        tied_embeddings=True,
+        **SMALL,
+    ),
+]
+
+
+def reference(model: Model) -> DeepseekV3ForCausalLM:
+    experts, latent = model.experts, model.latent
+    rope = {"rope_type": "default", "rope_theta": model.rope.theta}
+    if model.rope.scaling == "yarn":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": model.rope.factor,
+            "original_max_position_embeddings": model.rope.original_tokens,
+            "beta_fast": model.rope.beta_fast,
+            "beta_slow": model.rope.beta_slow,
+            "mscale": model.rope.mscale_all_dim,
+            "mscale_all_dim": model.rope.mscale_all_dim,
+        }
+        if not model.rope.mscale_all_dim:
+            rope["attention_factor"] = 1.0
+    config = DeepseekV3Config(
+        vocab_size=model.vocab,
+        hidden_size=model.hidden,
+        intermediate_size=model.ffn,
+        moe_intermediate_size=experts.ffn,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        n_routed_experts=experts.count,
+        n_shared_experts=experts.shared,
+        num_experts_per_tok=experts.top_k,
+        first_k_dense_replace=experts.dense_layers,
+        n_group=experts.groups,
+        topk_group=experts.top_groups,
+        norm_topk_prob=experts.renormalise,
+        routed_scaling_factor=experts.scale,
+        q_lora_rank=latent.q_rank,
+        kv_lora_rank=latent.kv_rank,
+        qk_nope_head_dim=latent.nope_dim,
+        qk_rope_head_dim=latent.rope_dim,
+        v_head_dim=latent.value_dim,
+        rms_norm_eps=model.norm_eps,
+        tie_word_embeddings=model.tied_embeddings,
+        rope_parameters=rope,
+        max_position_embeddings=512,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    torch.manual_seed(7)
+    network = DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in network.parameters():  # large enough that every part of the network matters, norms included
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.ndim == 1))
+        for name, buffer in network.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
+    return network.eval()
+
+
+def foreign_tensors(network: DeepseekV3ForCausalLM, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the names they have in published files, where every expert has three of its own."""
+    found = {}
+    for name, value in values.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = value.chunk(2, dim=1)
+            found |= {name.replace("gate_up_proj", "{expert}.gate_proj.weight"): gate}
+            found |= {name.replace("gate_up_proj", "{expert}.up_proj.weight"): up}
+        elif name.endswith("experts.down_proj"):
+            found[name.replace("down_proj", "{expert}.down_proj.weight")] = value
+        else:
+            found[name] = value
+    return found
+
+
+def copy_of(theirs: DeepseekV3ForCausalLM, model: Model) -> DeepSeek:
+    ours = build_model(model)
+    assert isinstance(ours, DeepSeek)
+    values = dict(theirs.named_parameters())
+    values |= {name: buffer for name, buffer in theirs.named_buffers() if name.endswith("correction_bias")}
+    values = foreign_tensors(theirs, values)
+    names = DeepSeek.foreign_names(model)
+    assert names.keys() == ours.state_dict().keys(), "every tensor of ours has a foreign name"
+    with torch.no_grad():
+        for name, tensor in ours.state_dict().items():
+            tensor.copy_(values.pop(names[name]))
+    assert not values, "every tensor of the reference has its place"
+    return ours
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
+    assert ours.shape == theirs.shape
+    assert theirs.abs().max() > 0, f"{what}: the reference is all zero, nothing is compared"
+    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    assert error < TOLERANCE, f"{what}: {error:.2e}"
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_logits_loss_and_every_gradient(model: Model) -> None:
+    theirs = reference(model)
+    ours = copy_of(theirs, model)
+    tokens = torch.randint(model.vocab, (3, 131), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+
+    their_logits = theirs(inputs, use_cache=False).logits
+    assert_near(ours(inputs), their_logits, "logits")
+    their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
+    our_loss = ours(inputs, labels)
+    assert_near(our_loss, their_loss, "loss")
+
+    their_loss.backward()
+    our_loss.backward()
+    grads = foreign_tensors(theirs, {name: parameter.grad for name, parameter in theirs.named_parameters()})
+    names = DeepSeek.foreign_names(model)
+    for name, parameter in ours.named_parameters():
+        assert_near(parameter.grad, grads[names[name]], name)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_greedy_decoding_token_for_token(model: Model) -> None:
+    theirs = reference(model)
+    ours = copy_of(theirs, model)
+    prompt = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
+    wanted = theirs.generate(
+        prompt, max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    given = prompt
+    with torch.no_grad():
+        for _ in range(16):
+            given = torch.cat((given, ours(given)[:, -1:].argmax(-1)), dim=1)
+    assert given.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("change", [{"factor": 20.0}, {"mscale_all_dim": 0.5}, {"beta_fast": 2.0}, {"beta_slow": 0.2}])
+def test_every_number_of_yarn_matters(change: dict) -> None:
+    model = MODELS[0]
+    ours = build_model(model)
+    ours.init_weights(torch.Generator().manual_seed(1))
+    for parameter in ours.parameters():
+        parameter.data.mul_(10)
+    other = build_model(replace(model, rope=replace(model.rope, **change)))
+    other.load_state_dict(ours.state_dict())
+    tokens = torch.arange(97)[None]
+    assert (ours(tokens) - other(tokens)).abs().max() > 1e-4
+
+
+def test_the_correction_chooses_but_does_not_weigh() -> None:
+    network = build_model(MODELS[1])
+    network.init_weights(torch.Generator().manual_seed(1))
+    router = network.layers[2].mlp.router
+    x = torch.randn(50, 48, generator=torch.Generator().manual_seed(2))
+    weights, chosen = router(x)
+    router.bias += 0.7  # the same for all: nothing changes
+    assert torch.equal(router(x)[1], chosen)
+    torch.testing.assert_close(router(x)[0], weights)
+    router.bias[5] += 10.0
+    weights, chosen = router(x)
+    assert (chosen == 5).any(dim=1).all()
+    assert weights.max() < 1
+
+
+def test_parameters_equal_the_costs(recipes) -> None:
+    published = recipes["inference_deepseek-r1"].model("671b")
+    for model in (*MODELS, published):
+        with torch.device("meta"):
+            network = build_model(model)
+        count = sum(tensor.numel() for tensor in network.state_dict().values())
+        assert count == costs.parameters(model)
+        assert network.state_dict().keys() == DeepSeek.foreign_names(model).keys()
+    assert count == 671_026_419_200
+
+
+CONFIG = RunConfig(
+    name="tiny-deepseek",
+    target="pretrain_deepseek",
+    size="tiny",
+    machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1),
+    model=replace(MODELS[0], experts=replace(GROUPED, aux_loss=0.01)),
+    parallel=Parallel(),
+    precision=Precision(dtype="fp32"),
+    workload=Training(seqlen=32, mbs=4, gbs=4, ga=1, steps=4, window=(3, 4), lr=1e-2),
+)
+
+
+def losses_of(folder: Path, dtype: str, **work: int) -> list[float]:
+    folder.mkdir()
+    config = replace(CONFIG, precision=Precision(dtype=dtype), workload=replace(CONFIG.workload, **work))
+    (folder / "config.json").write_text(json.dumps(to_plain(config)))
+    assert run(folder / "config.json", Record(folder, 0)) == 0
+    *events, ended = read(folder / "events.rank0.jsonl")
+    assert isinstance(ended, RunEnded)
+    assert ended.status == "ok"
+    return [event.loss for event in events if isinstance(event, StepDone)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_engine_trains_it(tmp_path: Path, dtype: str) -> None:
+    losses = losses_of(tmp_path / "run", dtype, steps=30)
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recomputation_changes_nothing(tmp_path: Path, dtype: str) -> None:
+    plain = losses_of(tmp_path / "plain", dtype)
+    assert losses_of(tmp_path / "recomputed", dtype, recompute_layers=3) == plain
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"latent": None}, "a deepseek needs the field latent"),
+        ({"experts": None}, "a deepseek needs the field experts"),
+        ({"rope": None}, "a deepseek has rotary positions; rope is missing"),
+        ({"post_norms": True}, "a deepseek cannot have post_norms=true"),
+        ({"attention_cap": 30.0}, "a deepseek cannot have attention_cap=30.0"),
+        ({"latent": replace(SMALL["latent"], rope_dim=7)}, "rope_dim=7 must be even"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(replace(MODELS[0], **change))

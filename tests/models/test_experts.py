@@ -1,0 +1,227 @@
+"""The mixture of experts: routing, dispatch, forced balance, the balance loss, number formats."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmb.errors import ConfigError
+from llmb.models.architectures import build_model
+from llmb.models.experts import ExpertMlp, GroupedLinear, Router, sorted_by_expert
+from llmb.spec import Experts, Model
+from llmb.train.parallelize import recompute
+from llmb.train.precision import compute_in_bf16
+
+EXPERTS = Experts(count=6, top_k=2, ffn=24)
+MODEL = Model(
+    name="small",
+    architecture="grok1",
+    layers=2,
+    hidden=32,
+    ffn=24,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocab=101,
+    attention_cap=30.0,
+    experts=EXPERTS,
+)
+
+
+def mixture(experts: Experts) -> ExpertMlp:
+    block = ExpertMlp(replace(MODEL, experts=experts))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(0.0, 0.2, generator=generator)
+    return block
+
+
+def network_of(experts: Experts) -> torch.nn.Module:
+    network = build_model(replace(MODEL, experts=experts))
+    network.init_weights(torch.Generator().manual_seed(1))
+    return network
+
+
+def inputs(tokens: int = 40) -> torch.Tensor:
+    return torch.randn(2, tokens // 2, 32, generator=torch.Generator().manual_seed(4))
+
+
+def by_loop(block: ExpertMlp, x_BTC: torch.Tensor) -> torch.Tensor:
+    """Expert by expert over all tokens, those that do not visit it weighed zero."""
+    x_NC = x_BTC.flatten(0, 1)
+    weights_NK, chosen_NK = block.router(x_NC)
+    out = torch.zeros_like(x_NC)
+    for e in range(block.router.experts.count):
+        hidden = F.silu(x_NC @ block.gate.weight[e].T) * (x_NC @ block.up.weight[e].T)
+        weight_N = (weights_NK * (chosen_NK == e)).sum(1)
+        out = out + weight_N[:, None] * (hidden @ block.down.weight[e].T)
+    if block.shared is not None:
+        out = out + block.shared(x_NC)
+    return out.view_as(x_BTC)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"shared": 2},
+        {"top_k": 1},
+        {"top_k": 6},
+        {"score": "sigmoid", "groups": 3, "top_groups": 2, "scale": 2.5},
+        {"renormalise": False},
+    ],
+    ids=str,
+)
+def test_dispatch_equals_the_loop(change: dict) -> None:
+    block = mixture(replace(EXPERTS, **change))
+    x = inputs().requires_grad_()
+    slope = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
+    given = (x, *block.parameters())
+    ours, theirs = block(x), by_loop(block, x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    found, wanted = (torch.autograd.grad(y, given, slope) for y in (ours, theirs))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_order_sorts_and_its_inverse_undoes_it() -> None:
+    chosen = torch.randint(5, (33, 3), generator=torch.Generator().manual_seed(1))
+    order, back, ends = sorted_by_expert(chosen, 7)
+    assert chosen.flatten()[order].tolist() == sorted(chosen.flatten().tolist())
+    assert torch.equal(order[back], torch.arange(99))
+    assert ends.dtype == torch.int32
+    assert ends.tolist() == chosen.flatten().bincount(minlength=7).cumsum(0).tolist()
+
+
+def test_softmax_weights_with_and_without_renormalising() -> None:
+    x = inputs().flatten(0, 1)
+    plain, summed = (mixture(replace(EXPERTS, renormalise=r)).router for r in (False, True))
+    probabilities = (x @ plain.weight.T).softmax(-1)
+    weights, chosen = plain(x)
+    torch.testing.assert_close(weights.sort(-1, descending=True).values, probabilities.topk(2).values)
+    torch.testing.assert_close(weights, probabilities.gather(1, chosen))
+    torch.testing.assert_close(summed(x)[0].sum(-1), torch.ones(40))
+
+
+def test_experts_come_from_the_open_groups_only() -> None:
+    router = mixture(replace(EXPERTS, count=12, top_k=3, score="sigmoid", groups=4, top_groups=2)).router
+    x = inputs().flatten(0, 1)
+    _, chosen = router(x)
+    scores = (x @ router.weight.T).sigmoid().view(40, 4, 3)
+    best = scores.topk(2).values.sum(-1).topk(2).indices
+    assert all(set((chosen[n] // 3).tolist()) <= set(best[n].tolist()) for n in range(40))
+    free, _ = torch.sort((x @ router.weight.T).topk(3).indices)
+    assert not torch.equal(free, torch.sort(chosen).values)  # the groups did close some
+
+
+@pytest.mark.parametrize(("count", "top_k", "tokens"), [(6, 2, 40), (8, 3, 50), (256, 8, 40), (5, 5, 4)])
+def test_forced_balance_is_even_and_the_router_still_learns(count: int, top_k: int, tokens: int) -> None:
+    block = mixture(replace(EXPERTS, count=count, top_k=top_k, renormalise=False))
+    block.router.forced_balance = True
+    x = inputs(tokens)
+    weights, chosen = block.router(x.flatten(0, 1))
+    visits = chosen.flatten().bincount(minlength=count)
+    assert visits.max() - visits.min() <= 1
+    assert all(len(set(row.tolist())) == top_k for row in chosen)
+    torch.testing.assert_close(weights, (x.flatten(0, 1) @ block.router.weight.T).softmax(-1).gather(1, chosen))
+    block(x).square().sum().backward()
+    assert block.router.weight.grad.abs().amax(1).min() > 0
+
+
+def test_the_balance_loss_is_one_at_even_load_and_reaches_the_total_loss() -> None:
+    network, plain = network_of(replace(EXPERTS, aux_loss=0.5)), network_of(EXPERTS)
+    tokens = torch.arange(100)[None]
+    total, bare = (n(tokens[:, :-1], tokens[:, 1:]) for n in (network, plain))
+    extra = (total - bare).item()
+    assert extra == pytest.approx(2 * 0.5, rel=0.1)  # two layers; initial routers are nearly even
+    total.backward()
+    bare.backward()
+    routers = [(n.layers[0].mlp.router.weight.grad, n.layers[1].mlp.router.weight.grad) for n in (network, plain)]
+    for ours, theirs in zip(*routers, strict=True):
+        assert (ours - theirs).abs().max() > 0
+    assert torch.equal(network(tokens), plain(tokens))  # logits know nothing of it
+
+
+def test_the_balance_loss_by_hand() -> None:
+    router = mixture(replace(EXPERTS, aux_loss=0.25)).router
+    collected: list[torch.Tensor] = []
+    router.balance_losses = collected
+    x = inputs().flatten(0, 1)
+    _, chosen = router(x)
+    probabilities = (x @ router.weight.T).softmax(-1)
+    shares = chosen.flatten().bincount(minlength=6) / 80
+    by_hand = 0.25 * 6 * sum(shares[e] * probabilities[:, e].mean() for e in range(6))
+    torch.testing.assert_close(collected[0], by_hand)
+
+
+def test_recomputation_gives_the_same_loss_and_gradients() -> None:
+    plain = network_of(replace(EXPERTS, aux_loss=0.5))
+    again = copy.deepcopy(plain)
+    recompute(again, 2)
+    tokens = torch.arange(100)[None]
+    for network in (plain, again):
+        network(tokens[:, :-1], tokens[:, 1:]).backward()
+    for (name, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad), name
+    assert all(m.balance_losses is None for m in again.modules() if isinstance(m, Router))
+
+
+def test_bf16_computes_in_bf16_with_an_fp32_router_and_fp32_gradients() -> None:
+    exact = network_of(EXPERTS)
+    rounded = copy.deepcopy(exact)
+    compute_in_bf16(rounded)
+    seen = {}
+
+    def note(name: str):
+        return lambda _module, given, result: seen.update({name: (given[0].dtype, result)})
+
+    block = rounded.layers[0].mlp
+    block.router.register_forward_hook(note("router"))
+    block.down.register_forward_hook(note("down"))
+    tokens = torch.arange(100)[None]
+    for network in (exact, rounded):
+        # The same experts for both: a choice that flips by rounding is no error.
+        for router in (m for m in network.modules() if isinstance(m, Router)):
+            router.forced_balance = True
+        network(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert seen["router"][0] == torch.bfloat16
+    assert seen["router"][1][0].dtype == torch.float32
+    assert seen["down"][0] == seen["down"][1].dtype == torch.bfloat16
+    expected = dict(exact.named_parameters())
+    for name, parameter in rounded.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        error = (parameter.grad - expected[name].grad).norm() / expected[name].grad.norm()
+        assert 0 < error < 0.05, f"{name}: {error:.3f}"
+
+
+def test_equal_inputs_give_equal_bits() -> None:
+    block = mixture(replace(EXPERTS, top_k=4))
+    x = inputs().requires_grad_()
+    results = [(y := block(x), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))) for _ in range(3)]
+    assert all(torch.equal(one, other) for other in results[1:] for one, other in zip(results[0], other, strict=True))
+
+
+def test_stacked_weights_are_experts_first() -> None:
+    layer = GroupedLinear(3, 5, 7)
+    assert layer.weight.shape == (3, 7, 5)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(3.0)[:, None, None].expand(3, 7, 5))
+    rows = layer(torch.ones(4, 5), torch.tensor([1, 1, 4], dtype=torch.int32))
+    assert rows[:, 0].tolist() == [0.0, 10.0, 10.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 7}, "top_k=7 must be 1 to 6"),
+        ({"groups": 4}, "6 experts cannot be chosen from top_groups=1 of groups=4"),
+        ({"groups": 3, "top_groups": 4}, "top_groups=4 of groups=3"),
+        ({"groups": 6, "top_groups": 1}, "more than the experts of the open groups"),
+    ],
+)
+def test_impossible_experts_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(replace(MODEL, experts=replace(EXPERTS, **change)))

@@ -1,0 +1,221 @@
+"""Grok-1 against a plain reference of its own: no class in `transformers` computes it.
+
+The reference below is written from the description of the published model, with loops over sequences, heads, tokens and
+experts, and shares no code with the product but the shape of its weights.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmb import costs
+from llmb.errors import ConfigError
+from llmb.events import RunEnded, StepDone, read
+from llmb.models.architectures import build_model
+from llmb.models.grok1 import Grok1
+from llmb.spec import Experts, Latent, Model, Rope
+
+TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32
+
+SMALL = Model(
+    name="small",
+    architecture="grok1",
+    layers=2,
+    hidden=32,
+    ffn=40,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    vocab=61,
+    activation="gelu",
+    tied_embeddings=True,
+    post_norms=True,
+    rope=Rope(theta=10_000.0),
+    attention_cap=30.0,
+    embedding_scale=78.38367176906169,
+    logit_scale=0.5773502691896257,
+    experts=Experts(count=8, top_k=2, ffn=40, renormalise=False),
+)
+MODELS = [
+    SMALL,
+    replace(SMALL, name="low-cap", attention_cap=2.0),
+    replace(SMALL, name="renormalised", experts=replace(SMALL.experts, renormalise=True, scale=1.5), post_norms=False),
+    replace(SMALL, name="own-head", tied_embeddings=False, kv_heads=4, norm_eps=1e-3),
+]
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def turned(x_TD: Tensor, theta: float) -> Tensor:
+    """Each pair (i, i + D/2) as a complex number, turned by position * theta ** (-2i / D)."""
+    tokens, width = x_TD.shape
+    half = width // 2
+    pairs = torch.complex(x_TD[:, :half], x_TD[:, half:])
+    angles = torch.tensor([[t * theta ** (-2 * i / width) for i in range(half)] for t in range(tokens)])
+    out = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((out.real, out.imag), dim=-1)
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def attention(x_TC: Tensor, weights: dict[str, Tensor], model: Model) -> Tensor:
+    width, heads = model.head_dim, []
+    for head in range(model.heads):
+        shared = head // (model.heads // model.kv_heads)
+        q = turned(x_TC @ weights["attention.q.weight"][head * width : (head + 1) * width].T, model.rope.theta)
+        k = turned(x_TC @ weights["attention.k.weight"][shared * width : (shared + 1) * width].T, model.rope.theta)
+        v = x_TC @ weights["attention.v.weight"][shared * width : (shared + 1) * width].T
+        rows = []
+        for t in range(len(x_TC)):
+            logits = model.attention_cap * torch.tanh(k[: t + 1] @ q[t] / math.sqrt(width) / model.attention_cap)
+            grown = torch.exp(logits - logits.max())
+            rows.append((grown / grown.sum()) @ v[: t + 1])
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, dim=-1) @ weights["attention.o.weight"].T
+
+
+def mixture(x_TC: Tensor, weights: dict[str, Tensor], model: Model) -> Tensor:
+    rows = []
+    for x in x_TC:
+        logits = weights["mlp.router.weight"] @ x
+        grown = torch.exp(logits - logits.max())
+        probabilities = grown / grown.sum()
+        best = sorted(range(model.experts.count), key=lambda e: -probabilities[e].item())[: model.experts.top_k]
+        total = sum(probabilities[e] for e in best) if model.experts.renormalise else 1.0
+        row = 0.0
+        for e in best:
+            gate, up, down = (weights[f"mlp.{one}.weight"][e] for one in ("gate", "up", "down"))
+            row = row + model.experts.scale * probabilities[e] / total * (down @ (gelu(gate @ x) * (up @ x)))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def reference_logits(tokens_BT: Tensor, weights: dict[str, Tensor], model: Model) -> Tensor:
+    sequences = []
+    for tokens_T in tokens_BT:
+        x_TC = weights["embedding.weight"][tokens_T] * model.embedding_scale
+        for index in range(model.layers):
+            start = f"layers.{index}."
+            inside = {name.removeprefix(start): w for name, w in weights.items() if name.startswith(start)}
+            added = attention(norm(x_TC, inside["attention_norm.weight"], model.norm_eps), inside, model)
+            if model.post_norms:
+                added = norm(added, inside["attention_post_norm.weight"], model.norm_eps)
+            x_TC = x_TC + added
+            added = mixture(norm(x_TC, inside["mlp_norm.weight"], model.norm_eps), inside, model)
+            if model.post_norms:
+                added = norm(added, inside["mlp_post_norm.weight"], model.norm_eps)
+            x_TC = x_TC + added
+        head = weights["embedding.weight" if model.tied_embeddings else "head.weight"]
+        sequences.append(norm(x_TC, weights["norm.weight"], model.norm_eps) @ head.T * model.logit_scale)
+    return torch.stack(sequences)
+
+
+def network_of(model: Model) -> Grok1:
+    network = build_model(model)
+    assert isinstance(network, Grok1)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in network.parameters():  # large enough that every part of the network matters, norms included
+            parameter.normal_(0.0, 0.3, generator=generator).add_(parameter.ndim == 1)
+        network.embedding.weight.mul_(0.05)
+    return network
+
+
+def assert_near(ours: Tensor, theirs: Tensor, what: str) -> None:
+    assert ours.shape == theirs.shape
+    assert theirs.abs().max() > 0, f"{what}: the reference is all zero, nothing is compared"
+    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    assert error < TOLERANCE, f"{what}: {error:.2e}"
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_logits_loss_and_every_gradient(model: Model) -> None:
+    network = network_of(model)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in network.named_parameters()}
+    tokens = torch.randint(model.vocab, (2, 25), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+
+    logits = reference_logits(inputs, weights, model)
+    assert_near(network(inputs), logits, "logits")
+    likelihood = torch.log_softmax(logits, dim=-1)
+    theirs = -sum(likelihood[b, t, labels[b, t]] for b in range(2) for t in range(24)) / 48
+    ours = network(inputs, labels)
+    assert_near(ours, theirs, "loss")
+
+    theirs.backward()
+    ours.backward()
+    for name, parameter in network.named_parameters():
+        assert_near(parameter.grad, weights[name].grad, name)
+
+
+def test_the_cap_and_both_scales_matter() -> None:
+    network = network_of(SMALL)
+    tokens = torch.arange(61)[None]
+    for change in ({"attention_cap": 2.0}, {"attention_cap": None}, {"embedding_scale": 1.0}, {"logit_scale": 1.0}):
+        other = build_model(replace(SMALL, **change))
+        other.load_state_dict(network.state_dict())
+        assert (network(tokens) - other(tokens)).abs().max() > 1e-3, change
+
+
+def test_parameters_equal_the_costs_and_have_foreign_names(recipes) -> None:
+    published = recipes["pretrain_grok1"].model("314b")
+    for model in (*MODELS, published):
+        with torch.device("meta"):
+            network = build_model(model)
+        assert sum(p.numel() for p in network.parameters()) == costs.parameters(model)
+        assert network.state_dict().keys() == Grok1.foreign_names(model).keys()
+    assert costs.parameters(published) == pytest.approx(314e9, rel=0.01)
+    names = Grok1.foreign_names(published)
+    assert len(set(names.values())) == len(names)
+    assert names["layers.3.mlp.down.weight"] == "model.layers.3.mlp.experts.{expert}.down_proj.weight"
+
+
+def test_the_recipe_has_the_published_numbers(recipes) -> None:
+    model = recipes["pretrain_grok1"].model("314b")
+    assert model.embedding_scale == pytest.approx(math.sqrt(6144))
+    assert model.logit_scale == pytest.approx(1 / math.sqrt(3))
+    assert (model.attention_cap, model.activation, model.post_norms) == (30.0, "gelu", True)
+    assert (model.tied_embeddings, model.experts.renormalise, model.rope.theta) == (True, False, 10_000.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_recipe_trains_here(llmb_run, tmp_path: Path, dtype: str) -> None:
+    code, out, err = llmb_run(
+        "submit", "-w", "pretrain_grok1", "-s", "314b", "--dtype", dtype, "--scale", "1", "--proxy", "--json",
+        "--set", "steps=10", "--set", "lr=0.003",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1])["status"] == "ok"
+    (path,) = tmp_path.rglob("events.rank0.jsonl")
+    *events, ended = read(path)
+    assert isinstance(ended, RunEnded)
+    losses = [event.loss for event in events if isinstance(event, StepDone)]
+    assert losses[0] == pytest.approx(math.log(4096), rel=0.05)
+    assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experts": None}, "a grok1 needs the field experts"),
+        ({"experts": Experts(count=4, top_k=2, ffn=8, shared=1)}, "a grok1 cannot have shared=1"),
+        ({"experts": Experts(count=4, top_k=5, ffn=8)}, "top_k=5 must be 1 to 4"),
+        ({"rope": None}, "rope is missing"),
+        ({"rope": Rope(scaling="llama3")}, "rope scaling of a grok1 is not built"),
+        ({"gated": False}, "a grok1 cannot have gated=false"),
+        ({"latent": Latent(q_rank=1, kv_rank=1, nope_dim=1, rope_dim=2, value_dim=1)}, "cannot have latent="),
+    ],
+)
+def test_what_cannot_be_built_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(replace(SMALL, **change))

@@ -1,0 +1,189 @@
+"""config.json: published ones are read as what they are, and nothing that matters is lost either way."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmb.errors import ConfigError
+from llmb.models.hugging_face import CONFIGURED, from_config, model_in, to_config
+from llmb.spec import Experts, Latent, Mamba, Model, Rope
+
+# Fields and values as the publishers print them; those without influence on the network are left out.
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+DEEPSEEK = Model(
+    name="DeepSeek-V3",
+    architecture="deepseek",
+    layers=61,
+    hidden=7168,
+    ffn=18432,
+    heads=128,
+    kv_heads=128,
+    head_dim=128,
+    vocab=129280,
+    norm_eps=1e-6,
+    rope=Rope(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
+    experts=Experts(
+        count=256, top_k=8, ffn=2048, shared=1, dense_layers=3, groups=8, top_groups=4, score="sigmoid", scale=2.5
+    ),
+    latent=Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+)
+NEMOTRON = Model(
+    name="nemotron",
+    architecture="nemotron_h",
+    layers=4,
+    hidden=48,
+    ffn=80,
+    gated=False,
+    activation="squared_relu",
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocab=97,
+    rope=None,
+    pattern="M-*-",
+    mamba=Mamba(heads=6, head_dim=16, groups=2, state=16, chunk=16),
+)
+
+
+def test_published_configurations_are_the_models_of_the_recipes(recipes) -> None:
+    assert from_config(LLAMA_8B, "Llama-3.1-8B") == recipes["pretrain_llama3.1"].model("8b", {})
+    assert from_config(DEEPSEEK_V3, "DeepSeek-V3") == DEEPSEEK
+
+
+def test_every_shipped_model_that_has_a_config_survives_it(recipes) -> None:
+    seen = set()
+    for recipe in recipes.values():
+        for size in recipe.models:
+            model = recipe.model(size, {})
+            if model.architecture in CONFIGURED:
+                back = from_config(json.loads(json.dumps(to_config(model))), model.name)
+                assert back == model
+                seen.add(model.architecture)
+    assert seen == set(CONFIGURED)
+
+
+def test_the_folder_names_the_model(tmp_path: Path) -> None:
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
+        model_in(tmp_path / "Llama-3.1-8B")
+    (tmp_path / "Llama-3.1-8B" / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert model_in(tmp_path / "Llama-3.1-8B").name == "Llama-3.1-8B"
+
+
+REFUSED = [
+    (LLAMA_8B | {"model_type": "mistral"}, "unknown model_type of config.json: 'mistral'"),
+    (LLAMA_8B | {"attention_bias": True}, "attention_bias=True is not built; only False is"),
+    (LLAMA_8B | {"hidden_act": "relu"}, "unknown hidden_act of config.json: 'relu'"),
+    (LLAMA_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "unknown rope_type of config.json: 'dynamic'"),
+    (LLAMA_8B | {"rope_scaling": {"rope_type": "llama3"}}, "field 'factor' is missing"),
+    (LLAMA_8B | {"hidden_size": None}, "field 'hidden_size' is missing"),
+    (LLAMA_8B | {"hidden_size": "wide"}, "config.json.hidden_size: expected a whole number, got 'wide'"),
+    (LLAMA_8B | {"vocab_size": 1.5}, "config.json.vocab: expected a whole number, got 1.5"),
+    (LLAMA_8B | {"num_attention_heads": 0}, "config.json.num_attention_heads: 0 must be at least 1"),
+    (LLAMA_8B | {"rope_scaling": "yarn"}, "config.json.rope_scaling: expected a mapping, got 'yarn'"),
+    (LLAMA_8B | {"model_type": ["llama"]}, "unknown model_type of config.json"),
+    ([LLAMA_8B], "config.json: expected a mapping"),
+    (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    (DEEPSEEK_V3 | {"q_lora_rank": None}, "field 'q_lora_rank' is missing"),
+    (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func=softmax is not built; only sigmoid is"),
+    (
+        DEEPSEEK_V3 | {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.7}},
+        "yarn with a factor on cosine and sine",
+    ),
+    (to_config(NEMOTRON) | {"hybrid_override_pattern": "MEME"}, "layers MEME are not built"),
+    (to_config(NEMOTRON) | {"hybrid_override_pattern": 4}, "hybrid_override_pattern: expected text, got 4"),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), REFUSED, ids=range(len(REFUSED)))
+def test_what_no_network_here_computes_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_config(config)
+    assert said in str(error.value)
+
+
+LLAMA = from_config(LLAMA_8B, "llama")
+LOST = [
+    (replace(LLAMA, attention_cap=30.0), "cannot say attention_cap=30.0"),
+    (replace(LLAMA, post_norms=True, logit_scale=0.5), "cannot say post_norms=True, logit_scale=0.5"),
+    (replace(LLAMA, rope=None), "cannot say rope=None"),
+    (replace(DEEPSEEK, embedding_scale=2.0), "cannot say embedding_scale=2.0"),
+    (replace(DEEPSEEK, latent=None), "field 'v_head_dim' is missing"),
+    (replace(NEMOTRON, rope=Rope()), "cannot say rope="),
+    (replace(NEMOTRON, layers=5), "cannot say layers=5"),
+    (replace(LLAMA, architecture="grok1"), "grok1 has no config.json; those which have: llama, deepseek, nemotron_h"),
+]
+
+
+@pytest.mark.parametrize(("model", "said"), LOST, ids=range(len(LOST)))
+def test_what_a_config_cannot_say_is_refused(model: Model, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        to_config(model)
+    assert said in str(error.value)

@@ -1,0 +1,222 @@
+"""Nemotron-H against `transformers`: the same weights must give the same logits, loss, gradients and next tokens."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmb import costs
+from llmb.errors import ConfigError
+from llmb.models.architectures import build_model
+from llmb.models.mamba import MambaMixer
+from llmb.models.nemotron_h import NemotronH
+from llmb.recipes.recipe import load_all, shipped
+from llmb.spec import Experts, Mamba, Model, Rope
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from transformers import NemotronHConfig, NemotronHForCausalLM
+
+TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32, in which both compute their scans
+
+SMALL: dict[str, Any] = {
+    "architecture": "nemotron_h",
+    "hidden": 48,
+    "ffn": 80,
+    "gated": False,
+    "activation": "squared_relu",
+    "heads": 4,
+    "head_dim": 16,
+    "vocab": 97,
+    "rope": None,
+}
+MODELS = [
+    Model(
+        name="groups",
+        layers=6,
+        kv_heads=2,
+        pattern="M-M*-M",
+        mamba=Mamba(heads=8, head_dim=16, groups=2, state=16, chunk=16),
+        **SMALL,
+    ),
+    Model(
+        name="one-group-odd-sizes",
+        layers=4,
+        kv_heads=4,
+        pattern="*M-M",
+        norm_eps=1e-6,
+        mamba=Mamba(heads=6, head_dim=12, groups=1, state=20, chunk=24, conv=3),
+        **SMALL,
+    ),
+    Model(
+        name="a-group-for-each-head",
+        layers=5,
+        kv_heads=1,
+        pattern="MM*--",
+        mamba=Mamba(heads=4, head_dim=8, groups=4, state=8, chunk=128),
+        **SMALL,
+    ),
+]
+KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+
+
+def reference(model: Model) -> NemotronHForCausalLM:
+    assert model.mamba is not None
+    config = NemotronHConfig(
+        vocab_size=model.vocab,
+        hidden_size=model.hidden,
+        layers_block_type=[KINDS[letter] for letter in model.pattern or ""],
+        intermediate_size=model.ffn,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        layer_norm_epsilon=model.norm_eps,
+        mamba_num_heads=model.mamba.heads,
+        mamba_head_dim=model.mamba.head_dim,
+        n_groups=model.mamba.groups,
+        ssm_state_size=model.mamba.state,
+        chunk_size=model.mamba.chunk,
+        conv_kernel=model.mamba.conv,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(7)
+    network = NemotronHForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():  # large enough that every part matters, norms included
+            if name.endswith("A_log"):
+                parameter.uniform_(-1.0, 1.5)
+            elif name.endswith("dt_bias"):
+                parameter.uniform_(-8.0, 0.0)  # some time steps come below the least, some are long
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + name.endswith(("norm.weight", "norm_f.weight")))
+    return network.eval()
+
+
+def copy_of(theirs: NemotronHForCausalLM, model: Model) -> NemotronH:
+    ours = build_model(model)
+    assert isinstance(ours, NemotronH)
+    names = ours.foreign_names(model)
+    weights = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            weight = weights.pop(names.pop(name))
+            assert parameter.shape == weight.shape
+            parameter.copy_(weight)
+    assert not weights, "every weight of the reference has its place"
+    assert not names, "every name is that of a weight"
+    return ours
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
+    assert ours.shape == theirs.shape
+    assert theirs.abs().max() > 0, f"{what}: the reference is all zero, nothing is compared"
+    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    assert error < TOLERANCE, f"{what}: {error:.2e}"
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_logits_loss_and_every_gradient(model: Model) -> None:
+    theirs = reference(model)
+    ours = copy_of(theirs, model)
+    tokens = torch.randint(model.vocab, (3, 72), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+
+    their_logits = theirs(inputs, use_cache=False).logits
+    assert_near(ours(inputs), their_logits, "logits")
+    their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
+    our_loss = ours(inputs, labels)
+    assert_near(our_loss, their_loss, "loss")
+
+    their_loss.backward()
+    our_loss.backward()
+    weights, names = dict(theirs.named_parameters()), ours.foreign_names(model)
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        assert_near(parameter.grad, weights[names[name]].grad, name)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_the_next_tokens_are_the_same(model: Model) -> None:
+    theirs = reference(model)
+    ours = copy_of(theirs, model)
+    our_tokens = their_tokens = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
+    for _ in range(16):
+        our_tokens = torch.cat((our_tokens, ours(our_tokens)[:, -1:].argmax(-1)), dim=1)
+        their_tokens = torch.cat((their_tokens, theirs(their_tokens, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
+    assert torch.equal(our_tokens, their_tokens)
+    assert len(our_tokens[:, 9:].unique()) > 2, "the reference repeats itself, nothing is compared"
+
+
+def test_a_token_sees_only_those_before_it() -> None:
+    network = build_model(MODELS[0])
+    network.init_weights(torch.Generator().manual_seed(1))
+    tokens = torch.arange(40)[None]
+    later = tokens.clone()
+    later[0, 25] = 90
+    change = (network(tokens) - network(later)).abs().amax(-1)[0]
+    assert change[:25].max() == 0
+    assert change[25:].min() > 0
+
+
+def test_initial_weights_follow_the_seed_and_the_loss_starts_at_chance() -> None:
+    network = build_model(MODELS[0])
+    network.init_weights(torch.Generator().manual_seed(1))
+    first = {name: weight.clone() for name, weight in network.state_dict().items()}
+    network.init_weights(torch.Generator().manual_seed(1))
+    assert all(torch.equal(weight, first[name]) for name, weight in network.state_dict().items())
+    tokens = torch.arange(90)[None]
+    loss = network(tokens[:, :-1], tokens[:, 1:]).item()
+    assert loss == pytest.approx(torch.tensor(97.0).log().item(), rel=0.02)
+
+
+def test_the_recurrence_starts_as_published() -> None:
+    mixer = MambaMixer(replace(MODELS[0], mamba=Mamba(heads=512, head_dim=4, groups=2, state=4, chunk=8)))
+    mixer.init_recurrence(torch.Generator().manual_seed(1))
+    steps, rates = F.softplus(mixer.dt_bias), mixer.a_log.exp()
+    assert 0.00099 < steps.min() < 0.0012
+    assert 0.09 < steps.max() < 0.1001
+    assert steps.log().mean().exp().item() == pytest.approx(0.01, rel=0.2)
+    assert 1.0 <= rates.min() < 1.2
+    assert 15.8 < rates.max() <= 16.0
+    assert (mixer.d == 1).all()
+    assert 0.45 < mixer.conv_weight.abs().max() <= 0.5
+
+
+@pytest.mark.parametrize("size", ["8b", "56b"])
+def test_parameters_are_those_that_the_costs_count(size: str) -> None:
+    model = load_all([shipped()])["pretrain_nemotronh"].model(size)
+    with torch.device("meta"):
+        network = build_model(model)
+    assert sum(parameter.numel() for parameter in network.parameters()) == costs.parameters(model)
+
+
+def test_every_weight_has_its_foreign_name() -> None:
+    with torch.device("meta"):
+        network = build_model(MODELS[0])
+    names = NemotronH.foreign_names(MODELS[0])
+    assert names.keys() == network.state_dict().keys()
+    assert len(set(names.values())) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pattern": None}, "must be 6 letters of M"),
+        ({"pattern": "M-M*-"}, "must be 6 letters of M .*, got 'M-M"),
+        ({"pattern": "M-ME-M"}, "must be 6 letters of M"),
+        ({"mamba": None}, "needs the field mamba"),
+        ({"mamba": Mamba(heads=8, head_dim=16, groups=3, state=16, chunk=16)}, "groups=3 does not divide heads=8"),
+        ({"mamba": Mamba(heads=8, head_dim=16, groups=2, state=16, chunk=0)}, "chunk=0: must be at least 1"),
+        ({"rope": Rope()}, "needs rope: null"),
+        ({"gated": True}, "needs rope: null and gated: false"),
+        ({"tied_embeddings": True}, "tied_embeddings=true"),
+        ({"experts": Experts(count=4, top_k=2, ffn=8)}, "experts"),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(replace(MODELS[0], **change))

@@ -1,0 +1,375 @@
+"""Weights in and out against `transformers`: either side reads what the other wrote and computes the same logits."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from llmb.errors import ConfigError, LaunchError
+from llmb.models.architectures import ARCHITECTURES, build_model
+from llmb.models.hugging_face import CONFIGURED, model_in
+from llmb.models.weights import foreign_tensors, load_weights, plan_shards, save_weights
+from llmb.spec import Experts, Latent, Mamba, Model, Rope
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, NemotronHConfig
+
+TOLERANCE = 1e-5  # relative to the largest logit, fp32
+SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "heads": 4, "vocab": 97}
+LLAMA = Model(name="llama", architecture="llama", layers=2, kv_heads=2, head_dim=12, **SIZES)
+MODELS = [
+    LLAMA,
+    replace(LLAMA, name="llama-tied", tied_embeddings=True, norm_eps=1e-6),
+    replace(LLAMA, name="llama-scaled", rope=Rope(scaling="llama3", factor=8.0, original_tokens=64)),
+    Model(
+        name="deepseek",
+        architecture="deepseek",
+        layers=3,
+        kv_heads=4,
+        head_dim=12,
+        norm_eps=1e-6,
+        rope=Rope(theta=10_000.0, scaling="yarn", factor=4.0, original_tokens=32, mscale_all_dim=1.0),
+        experts=Experts(
+            count=8, top_k=2, ffn=24, shared=1, dense_layers=1, groups=4, top_groups=2, score="sigmoid", scale=2.5
+        ),
+        latent=Latent(q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=12),
+        **SIZES,
+    ),
+    Model(
+        name="nemotron_h",
+        architecture="nemotron_h",
+        layers=5,
+        kv_heads=2,
+        head_dim=16,
+        gated=False,
+        activation="squared_relu",
+        rope=None,
+        pattern="M-M*-",
+        mamba=Mamba(heads=6, head_dim=16, groups=2, state=16, chunk=16),
+        **SIZES,
+    ),
+]
+GROK = Model(
+    name="grok1",
+    architecture="grok1",
+    layers=2,
+    kv_heads=2,
+    head_dim=12,
+    activation="gelu",
+    post_norms=True,
+    tied_embeddings=True,
+    attention_cap=30.0,
+    experts=Experts(count=4, top_k=2, ffn=24, renormalise=False),
+    **SIZES,
+)
+
+
+def their_config(model: Model) -> Any:
+    """The configuration of the reference, written out: `to_config` is what is under test."""
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_key_value_heads": model.kv_heads,
+        "tie_word_embeddings": model.tied_embeddings,
+        "attn_implementation": "eager",
+    }
+    if model.architecture == "llama":
+        rope = {"rope_type": "default", "rope_theta": 500_000.0}
+        if model.name == "llama-scaled":
+            rope |= {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        eps = 1e-6 if model.name == "llama-tied" else 1e-5
+        return LlamaConfig(num_hidden_layers=2, head_dim=12, rms_norm_eps=eps, rope_parameters=rope, **sizes)
+    if model.architecture == "deepseek":
+        rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+        rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+        return DeepseekV3Config(
+            num_hidden_layers=3,
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=12,
+            max_position_embeddings=128,
+            rope_parameters=rope,
+            **sizes,
+        )
+    return NemotronHConfig(
+        layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+        head_dim=16,
+        mamba_num_heads=6,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+        chunk_size=16,
+        **sizes,
+    )
+
+
+def stir(network: torch.nn.Module) -> None:
+    """Random values large enough that every tensor matters, norms and corrections included."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, tensor in network.state_dict().items():
+            if not name.endswith(("A_log", "a_log", "dt_bias")):  # what a recurrence must have to be stable
+                tensor.copy_(torch.randn_like(tensor) * 0.15 + (tensor.ndim == 1))
+
+
+def reference(model: Model) -> Any:
+    network = AutoModelForCausalLM.from_config(their_config(model), dtype=torch.float32)
+    stir(network)
+    return network
+
+
+def network_of(model: Model) -> Any:
+    network = build_model(model)
+    network.init_weights(torch.Generator().manual_seed(1))
+    stir(network)
+    return network
+
+
+def assert_same_logits(ours: Any, theirs: Any) -> None:
+    tokens = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        mine, wanted = ours(tokens), theirs(tokens, use_cache=False).logits
+    assert wanted.abs().max() > 0.1
+    assert (mine - wanted).abs().max() / wanted.abs().max() < TOLERANCE
+
+
+def test_every_architecture_is_tested() -> None:
+    assert {model.architecture for model in MODELS} == set(CONFIGURED)
+    assert {model.architecture for model in [*MODELS, GROK]} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_what_transformers_wrote_is_read_here(model: Model, shard: str, tmp_path: Path) -> None:
+    theirs, folder = reference(model), tmp_path / model.name
+    theirs.save_pretrained(folder, max_shard_size=shard)
+    assert (folder / "model.safetensors.index.json").exists() == (shard == "20KB")
+    assert model_in(folder) == model
+    ours = build_model(model_in(folder))
+    load_weights(ours, folder)
+    assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("shard", [5e9, 20_000])
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_what_is_written_here_is_read_by_transformers(model: Model, shard: float, tmp_path: Path) -> None:
+    ours = network_of(model)
+    save_weights(ours, tmp_path / "out", torch.float32, shard)
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (shard == 20_000)
+    theirs, said = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(said.values()), said
+    assert theirs.dtype == torch.float32
+    assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("model", [*MODELS, GROK], ids=lambda m: m.name)
+def test_there_and_back_is_the_same_bits(model: Model, tmp_path: Path) -> None:
+    first, second = network_of(model), build_model(model)
+    save_weights(first, tmp_path / "out", torch.float32, 30_000)
+    load_weights(second, tmp_path / "out")
+    assert {*foreign_tensors(first)} == {*foreign_tensors(second)}
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+    assert (tmp_path / "out" / "config.json").exists() == (model is not GROK)
+
+
+def test_weights_are_rounded_and_corrections_are_not(tmp_path: Path) -> None:
+    deepseek = next(m for m in MODELS if m.architecture == "deepseek")
+    network = network_of(deepseek)
+    save_weights(network, tmp_path / "out", torch.bfloat16)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in foreign_tensors(network).items():
+        kept = name.endswith("e_score_correction_bias")
+        assert torch.equal(stored[name], tensor if kept else tensor.bfloat16()), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_shards_are_planned_by_size() -> None:
+    sizes = {"a": 4, "b": 4, "c": 3, "d": 20, "e": 1, "f": 9}
+    assert plan_shards(sizes, 10) == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+    assert plan_shards(sizes, 1000) == [[*sizes]]
+
+
+def test_shards_are_filled_and_indexed(tmp_path: Path) -> None:
+    save_weights(network_of(LLAMA), tmp_path / "out", torch.float32, 20_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    count = len(files)
+    assert count > 3
+    assert [f.name for f in files] == [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    held = {}
+    for file in files:
+        with safe_open(file, "pt") as shard:
+            held |= dict.fromkeys(shard.keys(), file.name)
+        assert file.stat().st_size < 20_000 + 2_000  # its header
+    assert held == index["weight_map"]
+    bytes_of = (t.numel() * 4 for t in foreign_tensors(network_of(LLAMA)).values())
+    assert index["metadata"]["total_size"] == sum(bytes_of)
+
+
+def without(folder: Path, name: str) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file)
+
+
+def with_tensor(name: str, *shape: int) -> Callable[[Path], None]:
+    def add(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | {name: torch.zeros(shape)}, file)
+
+    return add
+
+
+def cut(folder: Path, file: str = "model.safetensors") -> None:
+    whole = (folder / file).read_bytes()
+    (folder / file).write_bytes(whole[: len(whole) // 2])
+
+
+def all_layers_gone(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    save_file({name: t for name, t in load_file(file).items() if "layers" not in name}, file)
+
+
+WRONG: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda f: without(f, "model.norm.weight"), "lacks 1 tensor (model.norm.weight)"),
+    (
+        all_layers_gone,
+        "lacks 18 tensors (model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight, "
+        "model.layers.0.mlp.gate_proj.weight, ...)",
+    ),
+    (with_tensor("model.layers.2.norm", 4), "has 1 tensor (model.layers.2.norm) that the model does not"),
+    (
+        with_tensor("model.norm.weight", 47),
+        "has 1 tensor (model.norm.weight [47] (the model has [48])) of another shape",
+    ),
+    (cut, "model.safetensors is cut off or not a safetensors file"),
+    (lambda f: (f / "model.safetensors").write_text("weights"), "is cut off or not a safetensors file"),
+    (lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor model.safetensors.index.json"),
+    (shutil.rmtree, "holds neither model.safetensors nor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("harm", "said"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_folder_is_named_and_the_network_untouched(harm: Callable, said: str, tmp_path: Path) -> None:
+    save_weights(network_of(LLAMA), tmp_path / "out", torch.float32)
+    harm(tmp_path / "out")
+    assert_refused(tmp_path / "out", said)
+
+
+WRONG_SHARDED: list[tuple[Callable[[Path, Path], Any], str]] = [
+    (lambda _f, shard: shard.unlink(), "index.json names 1 file (SHARD) not there"),
+    (lambda f, shard: cut(f, shard.name), "SHARD is cut off"),
+    (lambda f, _s: (f / "model.safetensors.index.json").write_text("{}"), "index.json has no weight_map"),
+    (lambda f, _s: (f / "model.safetensors.index.json").write_text("{"), "index.json is not valid JSON"),
+    (lambda f, shard: save_file({"x": torch.zeros(1)}, shard), "and has 1 tensor (x) that the model does not"),
+]
+
+
+@pytest.mark.parametrize(("harm", "said"), WRONG_SHARDED, ids=range(len(WRONG_SHARDED)))
+def test_a_wrong_shard_is_named_and_the_network_untouched(harm: Callable, said: str, tmp_path: Path) -> None:
+    save_weights(network_of(LLAMA), tmp_path / "out", torch.float32, 32_000)
+    shard = sorted((tmp_path / "out").glob("*.safetensors"))[1]
+    harm(tmp_path / "out", shard)
+    assert_refused(tmp_path / "out", said.replace("SHARD", shard.name))
+
+
+def assert_refused(folder: Path, said: str) -> None:
+    network = build_model(LLAMA)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(ConfigError) as error:
+        load_weights(network, folder)
+    assert said in str(error.value)
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+def test_a_folder_is_new_and_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = network_of(LLAMA)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="used exists already"):
+        save_weights(network, tmp_path / "used", torch.float32)
+    with pytest.raises(LaunchError, match=r"cannot write .*notes/out: Not a directory"):
+        save_weights(network, tmp_path / "used" / "notes" / "out", torch.float32)
+    save_weights(network, tmp_path / "empty", torch.float32)
+    load_weights(network, tmp_path / "empty")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("llmb.models.weights.save_file", full)
+    with pytest.raises(LaunchError, match=r"cannot write .*out: No space left on device"):
+        save_weights(network, tmp_path / "out", torch.float32)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "used"]
+
+
+MEMORY = """
+import resource, sys, torch
+from pathlib import Path
+from llmb.models.architectures import build_model
+from llmb.models.weights import load_weights, save_weights
+from llmb.spec import Model
+
+def now():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+def rise(work):
+    work()  # once before, so that buffers of libraries are there
+    Path("/proc/self/clear_refs").write_text("5")  # the highest use so far is forgotten
+    before = now()
+    work(again=True)
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(peak.split()[1]) * 1024 - before
+
+shape = dict(architecture="llama", hidden=512, ffn=1024, heads=8, kv_heads=8, head_dim=64, vocab=64)
+folder = Path(sys.argv[1])
+networks = [build_model(Model(name="wide", layers=layers, **shape)) for layers in (2, 32)]
+for network in networks:
+    network.init_weights(torch.Generator())
+def save(shard, again=False):
+    save_weights(networks[again], folder / f"{shard}{again}", torch.bfloat16, shard)
+def load(again=False):
+    load_weights(networks[again], folder / f"4000000{again}")
+print(rise(lambda again=False: save(4_000_000, again)), rise(load), rise(lambda again=False: save(10**10, again)))
+"""
+
+
+def test_memory_stays_near_one_shard_and_one_tensor(tmp_path: Path) -> None:
+    """A model of 340 MB (168 MB as bf16) in 48 shards of 4 MB, its largest tensor 2 MB."""
+    command = [sys.executable, "-c", MEMORY, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    sharded, loaded, at_once = map(int, done.stdout.split())
+    assert len(list((tmp_path / "4000000True").glob("*.safetensors"))) == 48
+    assert sharded < 7e6
+    assert loaded < 4e6
+    assert at_once > 120e6, "the measure sees what one large shard costs"

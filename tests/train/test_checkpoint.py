@@ -1,0 +1,294 @@
+"""A run that was interrupted, by whatever and whenever, goes on as if it had not been."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import socket
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from llmb.events import StepDone, read
+from llmb.plain import build
+from llmb.results.derive import derive
+from llmb.spec import RunConfig
+from llmb.train import loop
+from llmb.train.__main__ import main
+from llmb.train.checkpoint import Checkpoints, complete, newest, number, plain_name, state_tensors
+from llmb.train.optimizer import make_optimizer, update
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
+
+# A server that has imported what takes seconds to import forks every process of these tests.
+PROCESSES = get_context("forkserver")
+PROCESSES.set_forkserver_preload(["llmb.train.loop", "torch._dynamo"])
+
+
+def engine(config: Path, environment: dict[str, str]) -> None:
+    """One rank, as `python -m llmb.train` runs it."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os._exit(main([str(config)]))
+
+
+def train_on_two_ranks(folder: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks.append(PROCESSES.Process(target=engine, args=(folder / "config.json", place)))
+    try:
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
+def losses_of(folder: Path, rank: int) -> list[float | None]:
+    return [event.loss for event in read(folder / f"events.rank{rank}.jsonl") if isinstance(event, StepDone)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_resuming_changes_no_bit(trained, dtype: str) -> None:
+    straight = trained(steps=20, dtype=dtype)
+    first = trained(steps=10, dtype=dtype, checkpoint_every=5)
+    assert [path.name for path in complete(first.folder / "checkpoints")] == ["step_5", "step_10"]
+    rest = trained(steps=20, dtype=dtype, resume=str(first.folder))
+    assert rest.ended().status == "ok"
+    assert [s.step for s in rest.steps()] == list(range(11, 21))
+    assert first.losses() + rest.losses() == straight.losses()
+    norms = [s.grad_norm for outcome in (first, rest) for s in outcome.steps()]
+    assert norms == [s.grad_norm for s in straight.steps()]
+    assert not (rest.folder / "checkpoints").exists()  # none were asked for
+
+
+def test_a_run_may_go_on_in_its_own_folder_or_from_the_checkpoints_folder(trained) -> None:
+    straight = trained(steps=6, tied_embeddings=True)
+    first = trained(steps=4, tied_embeddings=True, checkpoint_every=3)
+    rest = trained(steps=6, tied_embeddings=True, checkpoint_every=1, resume=str(first.folder / "checkpoints"))
+    assert rest.losses() == straight.losses()[3:]
+    assert [path.name for path in complete(rest.folder / "checkpoints")] == ["step_5", "step_6"]  # the newest two
+    config = first.folder / "config.json"
+    data = json.loads(config.read_text())
+    data["workload"] |= {"steps": 6, "resume": str(first.folder)}
+    (first.folder / "checkpoints" / "step_6.partial").mkdir()  # as a kill leaves it
+    config.write_text(json.dumps(data))
+    assert main([str(config)]) == 0
+    assert first.losses()[-3:] == straight.losses()[3:]
+    assert newest(first.folder).name == "step_6"
+
+
+@pytest.mark.slow
+def test_resuming_changes_no_bit_on_two_ranks(folder_of, trained) -> None:
+    split = {"gpus": 2, "dp": 2, "mbs": 1, "ga": 2, "dtype": "bf16"}
+    straight, first = folder_of(steps=20, **split), folder_of(steps=10, checkpoint_every=10, **split)
+    rest = folder_of(steps=20, resume=str(first), **split)
+    for folder in (straight, first, rest):
+        train_on_two_ranks(folder)
+    losses, expected = losses_of(first, 1) + losses_of(rest, 1), losses_of(straight, 1)
+    assert len(losses) == 20
+    assert losses == expected
+    # One process reads what two wrote; the sums over ranks are then taken in another order.
+    alone = trained(steps=20, dtype="bf16", resume=str(first))
+    assert alone.losses() == pytest.approx(expected[10:], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_killed_at_thirty_moments(folder_of, trained) -> None:
+    """Each run is killed outright, whatever it is doing; the next goes on from the newest complete checkpoint."""
+    moments = random.Random(7)
+    losses: dict[int, float] = {}
+    resume, last, cut_short = None, 0, 0
+    for _ in range(32):
+        folder = folder_of(steps=10**6, checkpoint_every=1, resume=resume)
+        process = PROCESSES.Process(target=engine, args=(folder / "config.json", {}))
+        process.start()
+        events = folder / "events.rank0.jsonl"
+        while not events.exists():
+            assert process.is_alive()
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0.0, 0.8))
+        process.kill()
+        process.join()
+        for line in events.read_text().splitlines(keepends=True):
+            event = json.loads(line)  # a kill tears no line
+            if event["event"] == "StepDone":
+                assert losses.setdefault(event["step"], event["loss"]) == event["loss"]
+        checkpoints = folder / "checkpoints"
+        cut_short += any(checkpoints.glob("*.partial"))
+        if complete(checkpoints):
+            assert number(newest(folder)) > last
+            resume, last = str(folder), number(newest(folder))
+    assert last > 32  # the runs got somewhere
+    assert cut_short >= 5  # and kills met checkpoints half written
+    end = trained(steps=last + 5, resume=resume)
+    losses |= {s.step: s.loss for s in end.steps()}
+    straight = trained(steps=last + 5)
+    assert [losses[step] for step in sorted(losses) if step <= last + 5] == straight.losses()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden": 64}, "was made with model.hidden=32, this run has 64"),
+        ({"architecture": "nemotron_h"}, "was made with model.architecture=llama, this run has nemotron_h"),
+        ({"dtype": "bf16"}, "was made with dtype=fp32, this run has bf16"),
+        ({"seed": 5}, "was made with seed=1234, this run has 5"),
+        ({"steps": 2}, "step_2 is past the last step, 2; raise steps to go on"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(trained, capsys, changes: dict, said: str) -> None:
+    first = trained(steps=2, checkpoint_every=2)
+    capsys.readouterr()
+    done = trained(**{"steps": 4, "resume": str(first.folder), **changes})
+    assert done.code == 1
+    assert done.ended().status == "failed"
+    assert said in done.ended().reason
+    assert capsys.readouterr().err == f"llmb.train: {done.ended().reason}\n"
+
+
+def test_a_nested_difference_is_named(trained) -> None:
+    first = trained(steps=2, checkpoint_every=2)
+    config = json.loads((first.folder / "config.json").read_text())
+    config["model"]["rope"]["theta"] = 10_000.0
+    config["workload"] |= {"steps": 4, "resume": str(first.folder), "checkpoint_every": None}
+    (first.folder / "config.json").write_text(json.dumps(config))
+    assert main([str(first.folder / "config.json")]) == 1
+    last = (first.folder / "events.rank0.jsonl").read_text().splitlines()[-1]
+    assert "made with model.rope.theta=500000.0, this run has 10000.0" in last
+
+
+def test_tensors_that_do_not_fit_are_named(trained, monkeypatch) -> None:
+    first = trained(steps=2, checkpoint_every=2)
+    build = loop.ready_model
+
+    def with_one_more(*arguments):
+        model = build(*arguments)
+        model.extra = nn.Parameter(torch.zeros(3))
+        return model
+
+    monkeypatch.setattr(loop, "ready_model", with_one_more)
+    reason = trained(steps=4, resume=str(first.folder)).ended().reason
+    assert "the run has a tensor model.extra, the checkpoint has none" in reason
+
+    def with_another_shape(*arguments):
+        model = build(*arguments)
+        model.norm.weight = nn.Parameter(torch.zeros(3))
+        return model
+
+    monkeypatch.setattr(loop, "ready_model", with_another_shape)
+    reason = trained(steps=4, resume=str(first.folder)).ended().reason
+    assert "model.norm.weight is [32] torch.float32 there and [3] torch.float32 in this run" in reason
+
+
+def test_what_cannot_be_resumed_is_said_in_one_line(trained, tmp_path) -> None:
+    assert trained(resume=str(tmp_path / "none")).ended().reason == f"resume: there is no folder {tmp_path / 'none'}"
+    assert "holds no complete checkpoint" in trained(resume=str(tmp_path)).ended().reason
+    first = trained(steps=2, checkpoint_every=2)
+    for shard in newest(first.folder).glob("*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:100])
+    broken = trained(steps=4, resume=str(first.folder))
+    assert broken.code == 1
+    assert "resume: cannot read checkpoint" in broken.ended().reason
+    assert "\n" not in broken.ended().reason
+
+
+def test_checkpoints_of_an_earlier_run_are_not_overwritten(trained) -> None:
+    first = trained(steps=2, checkpoint_every=2)
+    assert main([str(first.folder / "config.json")]) == 1
+    assert "step_2 is there already; resume=" in (first.folder / "events.rank0.jsonl").read_text()
+    assert trained(steps=4, resume=str(first.folder)).ended().status == "ok"
+
+
+def test_a_full_disk_ends_the_run_and_spares_older_checkpoints(trained, tmp_path, monkeypatch, capsys) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    step = loop.train_step
+
+    def disk_fills_up(*arguments):
+        if arguments[-1] == 4:
+            while not complete(tmp_path / "run 0" / "checkpoints"):
+                time.sleep(0.01)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        return step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", disk_fills_up)
+    try:
+        done = trained(steps=100, checkpoint_every=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.undo()
+    assert done.code == 2
+    assert done.ended().status == "failed"
+    folder = done.folder / "checkpoints"
+    assert done.ended().reason == f"cannot write checkpoint {folder / 'step_4'}: File too large"
+    assert capsys.readouterr().err == f"llmb.train: {done.ended().reason}\n"
+    assert [path.name for path in folder.iterdir()] == ["step_2"]
+    assert trained(steps=4, resume=str(done.folder)).losses() == trained(steps=4).losses()[2:]
+
+
+def test_no_step_waits_for_the_disk(trained, monkeypatch) -> None:
+    """Writing is held up for the whole run: all steps are done meanwhile, and what was staged is what is written."""
+    write, held = Checkpoints._write, []
+
+    def held_up(self, step, tensors):
+        while not held:
+            time.sleep(0.01)
+        write(self, step, tensors)
+
+    take = loop.train_step
+
+    def note_the_last(job, model, optimizer, step):
+        if step == 4:
+            held.append("released")
+        return take(job, model, optimizer, step)
+
+    monkeypatch.setattr(Checkpoints, "_write", held_up)
+    monkeypatch.setattr(loop, "train_step", note_the_last)
+    first = trained(steps=4, checkpoint_every=3)
+    assert first.ended().status == "ok"
+    monkeypatch.undo()
+    assert trained(steps=4, resume=str(first.folder)).losses() == first.losses()[3:]
+
+
+def test_a_resumed_run_has_a_result_without_its_first_step(trained) -> None:
+    first = trained(steps=2, checkpoint_every=2)
+    rest = trained(steps=5, resume=str(first.folder), window=(2, 5))
+    config = build(RunConfig, json.loads((rest.folder / "config.json").read_text()))
+    result = derive(config, rest.events())
+    assert (result.status, result.steps_done, result.window) == ("ok", 5, (2, 5))
+    assert result.step_time_s.samples == tuple(s.seconds for s in rest.steps()[1:])  # of 3, 4 and 5 the first warms up
+    assert result.loss_last == trained(steps=5).losses()[-1]
+
+
+def test_all_that_the_next_step_depends_on_is_kept() -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("usage", torch.ones(2))
+    optimizer = make_optimizer(model.parameters(), 1e-3)
+    model(torch.ones(1, 3)).sum().backward()
+    update(optimizer, 1e-3)
+    wanted = {"model.weight", "model.bias", "model.usage"}
+    wanted |= {f"optimizer.{p}.{kind}" for p in ("weight", "bias") for kind in ("step", "exp_avg", "exp_avg_sq")}
+    assert state_tensors(model, optimizer).keys() == wanted
+    assert plain_name("module.layers.0._orig_mod.norm.weight") == "layers.0.norm.weight"
+    assert plain_name("module") == ""
+
+
+def test_only_whole_folders_count(tmp_path) -> None:
+    for name in ("step_9", "step_10", "step_11.partial", "step_x", "notes"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in complete(tmp_path)] == ["step_9", "step_10"]
+    shutil.rmtree(tmp_path / "step_10")
+    assert newest(tmp_path).name == "step_9"

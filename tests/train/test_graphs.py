@@ -1,0 +1,23 @@
+"""CUDA graphs without a GPU: what is refused. What they compute is in tests/gpu/test_graphs_gpu.py."""
+
+import pytest
+from small_models import SMALL_MODELS
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "cuda_graphs=true needs a CUDA GPU; machine.gpu=cpu has none"),
+        ({"dp": 2, "gbs": 8}, "the native training engine does not run cuda_graphs=true with dp=2; it runs"),
+        ({"offload_layers": 1}, "the native training engine does not run cuda_graphs=true with offload_layers=1; it"),
+        (
+            {"model": SMALL_MODELS["grok1"], "dtype": "fp8"},
+            "the native training engine does not run cuda_graphs=true with experts in fp8; it runs",
+        ),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(trained, capsys, changes: dict, reason: str) -> None:
+    done = trained(cuda_graphs=True, **changes)
+    assert done.code == 1
+    assert done.ended().reason.startswith(reason)
+    assert capsys.readouterr() == ("", f"llmb.train: {done.ended().reason}\n")

@@ -1,0 +1,57 @@
+"""Nemotron-H through the engine on the CPU: it learns, and how its work is cut up changes nothing."""
+
+import math
+from functools import partial
+
+import pytest
+
+from llmb.spec import Mamba
+
+HYBRID = {
+    "architecture": "nemotron_h",
+    "layers": 6,
+    "pattern": "M-M*-M",
+    "gated": False,
+    "activation": "squared_relu",
+    "rope": None,
+    "mamba": Mamba(heads=4, head_dim=16, groups=2, state=8, chunk=12),
+}
+
+
+@pytest.fixture
+def trained_hybrid(trained):
+    return partial(trained, **HYBRID)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_loss_falls(trained_hybrid, dtype: str) -> None:
+    done = trained_hybrid(dtype=dtype, steps=25)
+    assert (done.ended().status, done.ended().reason) == ("ok", None)
+    losses = done.losses()
+    assert losses[0] == pytest.approx(math.log(128), rel=0.02)
+    assert sum(losses[-5:]) / 5 < losses[0] - 0.4
+
+
+def test_bf16_follows_fp32(trained_hybrid) -> None:
+    fp32, bf16 = (trained_hybrid(dtype=dtype, steps=12).losses() for dtype in ("fp32", "bf16"))
+    assert bf16 != fp32
+    assert bf16 == pytest.approx(fp32, rel=5e-3)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_recomputation_changes_nothing(trained_hybrid, dtype: str) -> None:
+    plain = trained_hybrid(dtype=dtype).losses()
+    assert trained_hybrid(dtype=dtype, recompute_layers=3).losses() == plain
+    assert trained_hybrid(dtype=dtype, recompute_layers=6).losses() == plain
+
+
+def test_accumulation_changes_nothing(trained_hybrid) -> None:
+    at_once, in_parts = trained_hybrid(mbs=4, ga=1), trained_hybrid(mbs=1, ga=4)
+    assert in_parts.losses() == pytest.approx(at_once.losses(), rel=1e-5)
+
+
+def test_a_wrong_pattern_is_one_line(trained, capsys) -> None:
+    done = trained(**HYBRID | {"pattern": "M-M*-X"})
+    assert done.code == 1
+    assert done.ended().status == "failed"
+    assert "the pattern must be 6 letters of M (Mamba), * (attention) and - (MLP)" in capsys.readouterr().err
