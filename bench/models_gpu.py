@@ -19,7 +19,7 @@ from llmb.tokenfile import TokenWriter
 # workload, size, options; sequences a step are few so that all of them end within minutes
 RUNS = [
     ("pretrain_llama3.1", "1b", ["--set", "gbs=2", "--set", "lr=1e-4"]),
-    ("pretrain_llama3.1", "8b", ["--set", "gbs=1", "--set", "lr=1e-4"]),
+    ("pretrain_llama3.1", "8b", ["--set", "gbs=1", "--set", "lr=3e-5"]),
     ("pretrain_nemotronh", "8b", ["--set", "gbs=1", "--set", "lr=1e-4"]),
     ("pretrain_grok1", "314b", ["--proxy", "true-width", "--set", "gbs=1", "--seqlen", "4096", "--set", "lr=3e-5"]),
     ("pretrain_deepseek-v3", "671b", ["--proxy", "true-width", "--set", "gbs=1", "--set", "lr=3e-5"]),

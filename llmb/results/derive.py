@@ -57,8 +57,10 @@ def derive(
 
 
 def _steps(events: list[Event]) -> list[StepDone]:
-    """Rank 0's steps in order; of a repeated step (a resumed run) the last counts."""
-    by_step = {e.step: e for e in events if isinstance(e, StepDone) and e.rank == 0}
+    """The steps of the lowest rank that has some (a foreign log may be printed by the last); a repeated one's last."""
+    done = [e for e in events if isinstance(e, StepDone)]
+    lowest = min((e.rank for e in done), default=0)
+    by_step = {e.step: e for e in done if e.rank == lowest}
     return [by_step[number] for number in sorted(by_step)]
 
 

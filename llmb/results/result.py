@@ -60,7 +60,7 @@ class Result:
     dtype: str | None = None
     gpu: str | None = None
     gpus: int | None = None
-    engine: str = "native"
+    engine: str | None = None  # null: a log does not say for sure
     proxy: str | None = None
     status: Status
     reason: str | None = None

@@ -165,8 +165,9 @@ def test_a_real_run_ends_with_a_result_that_jobs_and_compare_can_read(llmb_run, 
 
 def test_an_engine_that_refuses_is_exit_1_and_one_that_fails_exit_2(llmb_run):
     code, out, _ = llmb_run(
-        "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "1", "--proxy", *TINY
-    )
+        "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy", *TINY,
+        "--set", "cuda_graphs=true",
+    )  # fmt: skip
     assert code == 1
     assert "failed" in out
     code, out, _ = llmb_run(*SMALL, "--set", "lr=1e9")
