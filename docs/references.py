@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmb import costs, hardware, metrics
-from llmb.recipes.recipe import Recipe, Row, load_all, per_gpus, shipped
+from llmb.recipes.recipe import Recipe, Row, load_all, load_yaml, per_gpus, shipped
 
 ONE_TRILLION = 1e12
 
@@ -55,14 +55,20 @@ def flops_per_sequence(recipe: Recipe, size: str, seqlen: int) -> float:
     return costs.train_flops_per_sequence(recipe.model(size), seqlen, convention)
 
 
+def contradictions(recipe: Recipe) -> list[dict[str, Any]]:
+    """Where the document of a recipe contradicts itself; none where there is no document."""
+    path = shipped() / recipe.workload / "contradictions.yaml"
+    return load_yaml(path) if path.exists() else []
+
+
 def render() -> str:
     """The whole page as Markdown."""
     recipes = [recipe for recipe in load_all([shipped()]).values() if recipe.rows]
     results = [_results(recipe) for recipe in recipes]
-    found = sum(len(recipe.contradictions) for recipe in recipes)
-    contradictions = [_contradictions(recipe) for recipe in recipes if recipe.contradictions]
+    found = sum(len(contradictions(recipe)) for recipe in recipes)
+    listed = [_contradictions(recipe) for recipe in recipes if contradictions(recipe)]
     heading = f"# Contradictions\n\n{found} places where a source contradicts itself, its siblings or arithmetic.\n"
-    return "\n".join([INTRODUCTION, *results, heading, *contradictions])
+    return "\n".join([INTRODUCTION, *results, heading, *listed])
 
 
 def _results(recipe: Recipe) -> str:
@@ -112,9 +118,9 @@ def _plan(row: Row) -> str:
 
 
 def _contradictions(recipe: Recipe) -> str:
-    numbers = [c for c in recipe.contradictions if "computed" in c]
-    words = [c for c in recipe.contradictions if "says" in c]
-    parts = [f"## {recipe.title} ({recipe.contradictions[0]['source']})\n"]
+    known = contradictions(recipe)
+    numbers, words = [c for c in known if "computed" in c], [c for c in known if "says" in c]
+    parts = [f"## {recipe.title} ({known[0]['source']})\n"]
     if numbers:
         cells = [(c["where"], _number(c["printed"]), _number(c["computed"]), f"`{c['how']}`") for c in numbers]
         parts.append(_table(("where", "printed", "computed", "how"), cells))

@@ -9,7 +9,6 @@ An error's text is one line: what is wrong, and what would be right.
 """
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 
 
 class LlmbError(Exception):
@@ -26,6 +25,8 @@ class UnknownName(ConfigError):
     """A name that does not exist; lists those that do and the nearest one."""
 
     def __init__(self, kind: str, name: object, choices: Iterable[object]):
+        from difflib import get_close_matches  # only a mistake has to wait for it
+
         listed = [str(c) for c in choices]
         near = get_close_matches(str(name), listed, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""

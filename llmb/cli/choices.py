@@ -61,7 +61,7 @@ def _gpu_types() -> Iterable[str]:
 
 def load_recipes() -> dict[str, Any]:
     """The recipes that come with llmb and the user's own under $LLMB_INSTALL/recipes."""
-    from llmb.launch.rundir import install_root
+    from llmb.launch.root import install_root
     from llmb.recipes.recipe import load_all, shipped
 
     return load_all([shipped(), install_root(os.environ) / "recipes"])

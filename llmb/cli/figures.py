@@ -61,7 +61,8 @@ def run_compare(options: argparse.Namespace) -> int:
 def _load(name: str) -> tuple[Any, Any]:
     """The configuration and result behind a job id or a run folder."""
     from llmb.cli.runs import load_run
-    from llmb.launch.rundir import RunDir, install_root, store_path
+    from llmb.launch.root import install_root
+    from llmb.launch.rundir import RunDir, store_path
     from llmb.results.store import Store
 
     if Path(name).is_dir():

@@ -30,7 +30,8 @@ def main() -> int:
 
 
 def _install(options: argparse.Namespace) -> int:
-    from llmb.launch.rundir import install_root, store_path
+    from llmb.launch.root import install_root
+    from llmb.launch.rundir import store_path
     from llmb.plain import to_json
     from llmb.report.table import render
     from llmb.results.store import Store

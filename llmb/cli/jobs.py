@@ -38,7 +38,8 @@ def add_commands(commands: Any) -> None:
 
 
 def _store() -> Any:
-    from llmb.launch.rundir import install_root, store_path
+    from llmb.launch.root import install_root
+    from llmb.launch.rundir import store_path
     from llmb.results.store import Store
 
     return Store(store_path(install_root(os.environ)))
@@ -135,7 +136,8 @@ def run_rebuild(_: argparse.Namespace) -> int:
     """The store from run folders alone; a folder that cannot be read is named and left out."""
     from llmb.cli.runs import keep_result, load_run
     from llmb.errors import LlmbError
-    from llmb.launch.rundir import RunDir, install_root, is_alive
+    from llmb.launch.root import install_root
+    from llmb.launch.rundir import RunDir, is_alive
 
     found = unreadable = 0
     with _store() as store:

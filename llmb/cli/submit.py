@@ -132,7 +132,8 @@ def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[i
     from llmb.launch.command import engine_command
     from llmb.launch.local import run_local
     from llmb.launch.lock import running_alone
-    from llmb.launch.rundir import RunDir, install_root, store_path
+    from llmb.launch.root import install_root
+    from llmb.launch.rundir import RunDir, store_path
     from llmb.report.live import LiveLine
     from llmb.report.summary import summary
     from llmb.results.store import Store

@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import count
@@ -30,14 +30,6 @@ from llmb.spec import RunConfig
 CONFIG_FILE = "config.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
 LONGEST_NAME = 200  # bytes; file systems allow 255, and a time stamp or a suffix is added to the name
-
-
-def install_root(environ: Mapping[str, str]) -> Path:
-    """Where everything is kept: $LLMB_INSTALL, or ~/.llmb."""
-    try:
-        return Path(environ.get("LLMB_INSTALL") or "~/.llmb").expanduser().absolute()
-    except (RuntimeError, OSError) as error:  # no home folder, or the current folder is gone
-        raise ConfigError(f"no folder to work in ({error}); name one: LLMB_INSTALL=/absolute/folder") from error
 
 
 def store_path(install: Path) -> Path:

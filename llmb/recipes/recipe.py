@@ -9,11 +9,13 @@ A user adds a workload by adding a folder with a recipe.yaml; no Python.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmb.errors import ConfigError, UnknownName
 from llmb.plain import build
-from llmb.spec import Model
+
+if TYPE_CHECKING:  # `llmb-run list` shows tables and builds no model: it need not wait for the import
+    from llmb.spec import Model
 
 Row = dict[str, Any]
 # Cells that choose a row; all others are settings of the run.
@@ -22,7 +24,7 @@ SELECTORS = ("gpu", "size", "dtype", "gpus", "mode", "use_case")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Tables of rows, stand-ins, published results and known contradictions of one workload."""
+    """Tables of rows, stand-ins and published results of one workload."""
 
     workload: str
     kind: str  # training, inference or outofcore
@@ -36,14 +38,15 @@ class Recipe:
     rows: tuple[Row, ...]
     proxies: tuple[Row, ...] = ()
     references: tuple[Row, ...] = ()
-    contradictions: tuple[dict[str, Any], ...] = ()
 
     @property
     def sizes(self) -> list[str]:
         return list(self.models)
 
-    def model(self, size: str, changes: dict[str, Any] | None = None) -> Model:
+    def model(self, size: str, changes: dict[str, Any] | None = None) -> "Model":
         """The model of a size, with fields changed for a stand-in; nested mappings are merged."""
+        from llmb.spec import Model
+
         if size not in self.models:
             raise UnknownName(f"size of {self.workload}", size, self.models)
         merged = dict(self.models[size])

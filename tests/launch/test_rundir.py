@@ -13,7 +13,8 @@ import yaml
 
 from llmb.errors import ConfigError, LaunchError
 from llmb.launch.lock import running_alone
-from llmb.launch.rundir import RunDir, install_root, is_alive, mark_alive, store_path
+from llmb.launch.root import install_root
+from llmb.launch.rundir import RunDir, is_alive, mark_alive, store_path
 from llmb.plain import write_whole
 from llmb.spec import Override
 
