@@ -14,7 +14,7 @@ from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
 from llmb.layout import check_layout, check_sequence, split_batch
 from llmb.memory import memory_estimate
-from llmb.plain import build, hints
+from llmb.plain import build, convert, hints
 from llmb.recipes.recipe import Recipe, Row, per_gpus
 from llmb.selection import Request, choose_row, inference_selectors
 from llmb.settings import Setting, typed
@@ -32,7 +32,7 @@ from llmb.spec import (
     RunConfig,
     Training,
 )
-from llmb.truewidth import describe_change, true_width
+from llmb.standins import describe_change, small, true_width
 
 WORKLOADS: dict[str, type] = {"training": Training, "inference": Inference, "outofcore": OutOfCore}
 # A run that differs from the recipe only in these may still be compared with its published result.
@@ -57,9 +57,9 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
     if cells.get("gbs") is not None:
         cells["gbs"] = per_gpus(cells["gbs"], request.gpus, "gbs")
     overrides = [*beyond, *_apply(cells, kinds, wishes, recipe)]
-    changes, model_overrides = _model_changes(recipe, request, row)
-    model = recipe.model(request.size, changes)
-    proxied = [row["proxy"]] if request.stands_in and request.proxy != "true-width" else []
+    base, stood_in = _base_model(recipe, request, row)
+    model, model_overrides = _changed_model(base, request)
+    proxied = [stood_in] if stood_in else []
     proxied += [f"{o.field}={o.value}" for o in model_overrides]
     _fit_window(cells, overrides)
     _refuse_without_effect(cells, overrides)
@@ -165,20 +165,28 @@ def _refuse_unknown(wish: Setting, kinds: dict[str, Any], recipe: Recipe) -> Non
     raise UnknownName(f"field ({wish.source}) for {recipe.workload}:", wish.field, sorted(set(kinds) - {"dp", "ga"}))
 
 
-def _model_changes(recipe: Recipe, request: Request, row: Row) -> tuple[dict[str, Any], list[Override]]:
-    """A stand-in row's model, then `--set model.layers=2`: a changed model is always a proxy."""
-    changes = {} if request.proxy == "true-width" else dict(row.get("model") or {})
+def _base_model(recipe: Recipe, request: Request, row: Row) -> tuple[Model, str | None]:
+    """The model of the size or its small stand-in, with what that leaves out; a recipe's row may shape its own."""
+    real = recipe.model(request.size)
+    if not request.stands_in or request.proxy == "true-width":
+        return real, None
+    made = recipe.model(request.size, row["model"]) if "model" in row else small(real)
+    return made, ", ".join([describe_change(real, made), *([row["proxy"]] if "proxy" in row else [])])
+
+
+def _changed_model(model: Model, request: Request) -> tuple[Model, list[Override]]:
+    """`--set model.layers=2`: a changed model is always a proxy."""
     records = []
     for wish in request.settings:
         if wish.field.startswith("model."):
             name = wish.field.removeprefix("model.")
             if name not in hints(Model):
                 raise UnknownName(f"model field ({wish.source}):", name, hints(Model))
-            value = typed(hints(Model)[name], wish.value, name)
-            replaced = changes.get(name, recipe.models[request.size].get(name))
+            value = convert(hints(Model)[name], typed(hints(Model)[name], wish.value, name), name)
+            replaced = getattr(model, name)
             records.append(Override(field=wish.field, value=value, replaced=replaced, source=wish.source))
-            changes[name] = value
-    return changes, records
+            model = replace(model, **{name: value})
+    return model, records
 
 
 def _fit_window(cells: Row, overrides: list[Override]) -> None:

@@ -68,8 +68,8 @@ def _list_one(options: argparse.Namespace, recipes: dict[str, Any]) -> int:
     header = ["size", "gpu", "dtype", "gpus", *dict.fromkeys(k for row in rows for k in row if k not in FIRST_CELLS)]
     print(f"{recipe.workload}: {recipe.title}\n")
     print(render(header, [[_text(row.get(cell)) for cell in header] for row in rows]))
-    stand_ins = recipe.matching(True, size=size)
-    print(f"\nstand-ins (--proxy): {', '.join(dict.fromkeys(p['size'] + ': ' + p['proxy'] for p in stand_ins))}")
+    sizes = ", ".join(recipe.values("size", True, size=size))
+    print(f"\nstand-ins (--proxy): {sizes}; `llmb-run show ... --proxy` says what one leaves out")
     if recipe.references:
         cells = [k for k in dict.fromkeys(k for r in recipe.references for k in r) if k not in ("note", "plan")]
         print("\npublished results\n" + render(cells, [[_text(r.get(c)) for c in cells] for r in recipe.references]))

@@ -5,6 +5,7 @@ import pytest
 from llmb import costs
 from llmb.recipes.recipe import Recipe, Row, load_all, shipped
 from llmb.spec import Model
+from llmb.standins import small
 
 RECIPES = load_all([shipped()])
 DTYPES = {
@@ -38,26 +39,27 @@ def test_it_runs_anywhere(recipe: Recipe, row: Row) -> None:
     assert row["gpus"] == 1
     assert row["dtype"] == DTYPES[recipe.kind]
     assert "gpu" not in row
-    assert costs.parameters(recipe.model(row["size"], row["model"])) < 32e6
+    assert costs.parameters(small(recipe.model(row["size"]))) < 32e6
 
 
 @pytest.mark.parametrize(("recipe", "row"), STAND_INS, ids=name)
 def test_it_keeps_the_structure_of_the_original(recipe: Recipe, row: Row) -> None:
-    original, small = recipe.model(row["size"]), recipe.model(row["size"], row["model"])
-    assert structure(small) == structure(original)
-    if small.latent is None:
-        assert 1 < small.kv_heads < small.heads or small.kv_heads == original.kv_heads
-        assert small.heads // small.kv_heads == original.heads // original.kv_heads
-        assert small.heads * small.head_dim == small.hidden
-    if small.pattern is not None:
-        assert len(small.pattern) == small.layers
-    if small.mamba is not None:
-        assert small.mamba.heads * small.mamba.head_dim == 2 * small.hidden
-        assert row["seqlen"] > small.mamba.chunk
-    if small.experts is not None:
-        per_group = small.experts.count // small.experts.groups
-        assert small.experts.top_k <= small.experts.top_groups * per_group
-        assert 0 < small.experts.dense_layers < small.layers or original.experts.dense_layers == 0  # type: ignore[union-attr]
+    original = recipe.model(row["size"])
+    made = small(original)
+    assert structure(made) == structure(original)
+    if made.latent is None:
+        assert 1 < made.kv_heads < made.heads or made.kv_heads == original.kv_heads
+        assert made.heads // made.kv_heads == original.heads // original.kv_heads
+        assert made.heads * made.head_dim == made.hidden
+    if made.pattern is not None:
+        assert len(made.pattern) == made.layers
+    if made.mamba is not None:
+        assert made.mamba.heads * made.mamba.head_dim == 2 * made.hidden
+        assert row["seqlen"] > made.mamba.chunk
+    if made.experts is not None:
+        per_group = made.experts.count // made.experts.groups
+        assert made.experts.top_k <= made.experts.top_groups * per_group
+        assert 0 < made.experts.dense_layers < made.layers or original.experts.dense_layers == 0  # type: ignore[union-attr]
 
 
 def structure(model: Model) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ from llmb.hardware import GIB
 from llmb.memory import memory_estimate
 from llmb.resolve import resolve
 from llmb.selection import Request
-from llmb.truewidth import smaller, true_width
+from llmb.standins import smaller, true_width
 
 
 @pytest.mark.parametrize(
