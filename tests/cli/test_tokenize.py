@@ -188,10 +188,11 @@ sys.exit(code)
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path):
     text, peaks = (DATA / "kjv.txt").read_text(), []
-    for repeats in (6, 24):
+    for repeats in (6, 60):
         (tmp_path / "text").write_text(text * repeats)
         command = [sys.executable, "-c", PEAK, tmp_path / "text", TOKENIZER, tmp_path / "tokens.bin"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stderr.splitlines()[-1]))
-    assert peaks[1] - peaks[0] < 8e6, f"{peaks}: 21 MB more text"
+    more_text = 54 * len(text)  # 62 MB; the library's threads make the peak vary by some 10 MB
+    assert peaks[1] - peaks[0] < more_text / 4, f"{peaks}: {more_text} bytes more text"

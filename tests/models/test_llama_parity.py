@@ -98,6 +98,18 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
         assert_near(parameter.grad, weights[names[name]].grad, name)
 
 
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_greedy_decoding_token_for_token(model: Model) -> None:
+    theirs = reference(model)
+    ours = copy_of(theirs, model)
+    given = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
+    wanted = theirs.generate(given, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        for _ in range(16):
+            given = torch.cat((given, ours(given)[:, -1:].argmax(-1)), dim=1)
+    assert given.tolist() == wanted.tolist()
+
+
 def test_scaling_changes_the_result() -> None:
     plain, scaled = MODELS[1], MODELS[3]
     ours = copy_of(reference(scaled), scaled)
