@@ -157,6 +157,18 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
         assert_near(parameter.grad, weights[name].grad, name)
 
 
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_greedy_decoding_token_for_token(model: Model) -> None:
+    network = network_of(model)
+    weights = dict(network.named_parameters())
+    ours = theirs = torch.randint(model.vocab, (2, 5), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for _ in range(16):
+            ours = torch.cat((ours, network(ours)[:, -1:].argmax(-1)), dim=1)
+            theirs = torch.cat((theirs, reference_logits(theirs, weights, model)[:, -1:].argmax(-1)), dim=1)
+    assert ours.tolist() == theirs.tolist()
+
+
 def test_the_cap_and_both_scales_matter() -> None:
     network = network_of(SMALL)
     tokens = torch.arange(61)[None]
