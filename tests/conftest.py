@@ -1,12 +1,19 @@
 """Every test starts with a clean environment: no recipe variable, no proxy, its own $LLMB_INSTALL."""
 
 import os
+import signal
 import sys
 
 import pytest
 
 from llmb.recipes.recipe import load_all, shipped
 from llmb.settings import SELECTOR_VARIABLES, VARIABLES
+
+
+def pytest_configure() -> None:
+    """A suite started in the background inherits that Ctrl-C and hang-up are ignored; what it starts must not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
