@@ -6,7 +6,6 @@ models begin anew anyway; a million characters without such a place are cut befo
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,15 +158,16 @@ def _refuse_empty(name: str, tokens: int) -> None:
 
 
 class Progress:
-    """How far long work is, on stderr: redrawn on a terminal, one line now and then in a file."""
+    """How far long work is, on stderr; short work says nothing."""
 
     def __init__(self, texts: list[str]):
+        from llmb.report.statusline import StatusLine
+
         self.done = 0  # bytes of text
         self._total = None if "-" in texts else sum(os.path.getsize(name) for name in texts)
         self._began = time.monotonic()
-        self._redraws = sys.stderr.isatty()
         self._next = self._began + 1
-        self._drawn = False
+        self._line = StatusLine()
 
     def add(self, done: int) -> None:
         """So many bytes more."""
@@ -175,17 +175,12 @@ class Progress:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + (0.2 if self._redraws else 10)
+        self._next = now + 0.2
         share = f" of {self._total / 1e6:,.0f} MB ({self.done / self._total:.0%})" if self._total else " MB"
-        line = f"{self.done / 1e6:,.0f}{share}, {self.done / 1e6 / (now - self._began):.1f} MB/s"
-        sys.stderr.write(f"\r\x1b[K{line}" if self._redraws else f"{line}\n")
-        sys.stderr.flush()
-        self._drawn = True
+        self._line.draw(f"{self.done / 1e6:,.0f}{share}, {self.done / 1e6 / (now - self._began):.1f} MB/s")
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the line, so that what follows starts on a new one."""
-        if self._drawn and self._redraws:
-            sys.stderr.write("\n")
+        self._line.close()

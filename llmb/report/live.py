@@ -1,16 +1,12 @@
-"""The live line while a run goes on: step, tokens/s, TFLOP/s, time left. On a terminal it redraws itself; in a file it
-prints one line now and then, so that logs stay readable."""
+"""The live line while a run goes on: step, tokens/s, TFLOP/s, time left."""
 
-import sys
-import time
 from typing import TextIO
 
 from llmb import costs, metrics
 from llmb.events import Event, RequestDone, RunStarted, StepDone
+from llmb.report.statusline import StatusLine
 from llmb.report.table import number
 from llmb.spec import Inference, RunConfig
-
-QUIET_S = 10.0  # between lines where nothing can be redrawn
 
 
 class LiveLine:
@@ -18,29 +14,23 @@ class LiveLine:
 
     def __init__(self, config: RunConfig, out: TextIO | None = None):
         self._config = config
-        self._out = out if out is not None else sys.stderr
-        self._redraw = self._out.isatty()
-        self._last_line = float("-inf")
+        self._line = StatusLine(out)
         self._recent: list[float] = []
         self._requests = 0
-        self._pending = False
 
     def show(self, event: Event) -> None:
         """Draw what an event tells."""
         if isinstance(event, RunStarted) and event.rank == 0:
-            self._draw(f"started on {event.gpu_name or 'an unknown device'}", force=True)
+            self._line.draw(f"started on {event.gpu_name or 'an unknown device'}", force=True)
         elif isinstance(event, StepDone) and event.rank == 0 and event.seconds is not None:
-            self._draw(self._step(event))
+            self._line.draw(self._step(event))
         elif isinstance(event, RequestDone) and isinstance(self._config.workload, Inference):
             self._requests += 1
-            self._draw(f"request {self._requests}/{self._config.workload.num_requests}")
+            self._line.draw(f"request {self._requests}/{self._config.workload.num_requests}")
 
     def close(self) -> None:
         """End the line, so that what follows starts on a new one."""
-        if self._pending:
-            self._out.write("\n")
-            self._out.flush()
-            self._pending = False
+        self._line.close()
 
     def _step(self, event: StepDone) -> str:
         self._recent = [*self._recent[-9:], event.seconds or 0.0]
@@ -59,12 +49,3 @@ class LiveLine:
         if event.loss is not None:
             parts.append(f"loss {event.loss:.4f}")
         return " | ".join(parts)
-
-    def _draw(self, text: str, force: bool = False) -> None:
-        if self._redraw:
-            self._out.write(f"\r\x1b[2K{text}")
-            self._pending = True
-        elif force or time.monotonic() - self._last_line >= QUIET_S:
-            self._out.write(text + "\n")
-            self._last_line = time.monotonic()
-        self._out.flush()

@@ -122,7 +122,7 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
     }
     tokens = {s.tokens for s in measured if s.tokens is not None}
     if statistics is not None and len(tokens) == 1:
-        fields["tokens_per_s"] = next(iter(tokens)) / statistics.median
+        fields["tokens_per_s"] = min(tokens) / statistics.median
         if config is None or not config.proxy:
             fields["days_per_1t_tokens"] = metrics.days_to_train(1e12, fields["tokens_per_s"])
     reported = metrics.describe([s.reported_tflops_per_gpu for s in measured if s.reported_tflops_per_gpu is not None])
@@ -133,32 +133,30 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
     )
     if rate is not None:
         fields["tokens_per_s_per_gpu"] = rate.median
-    if config is not None and statistics is not None:
-        fields |= _utilisation(config, statistics.median, fields)
+    if config is not None and statistics is not None and len(tokens) == 1:
+        fields["tokens_per_s_per_gpu"] = fields["tokens_per_s"] / config.machine.gpus
+        fields |= _utilisation(config, statistics.median, min(tokens))
     return fields
 
 
-def _utilisation(config: RunConfig, step_time_s: float, fields: dict) -> dict:
+def _utilisation(config: RunConfig, step_time_s: float, tokens: int) -> dict:
     """TFLOP/s, MFU and HFU by our own count of model FLOPs, against the peak of the dtype in use."""
     gpus, dtype, work = config.machine.gpus, config.precision.dtype, config.workload
-    found: dict = {}
-    if fields.get("tokens_per_s"):
-        found["tokens_per_s_per_gpu"] = fields["tokens_per_s"] / gpus
-    sequences = fields["tokens_per_s"] * step_time_s / work.seqlen if fields.get("tokens_per_s") else None  # type: ignore[union-attr]
-    if sequences is None or isinstance(work, Inference):
-        return found
+    if isinstance(work, Inference):
+        return {}
+    sequences = tokens / work.seqlen
     flops = costs.train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
     tflops = metrics.tflops_per_gpu(flops * sequences, step_time_s, gpus)
     peak = hardware.peak_flops(config.machine.gpu, dtype)
-    found |= {"tflops_per_gpu": tflops, "tflops_source": "model FLOPs", "mfu_convention": config.flops_convention}
-    found |= {"mfu": metrics.mfu(tflops, peak) if tflops is not None else None}
+    found: dict = {"tflops_per_gpu": tflops, "tflops_source": "model FLOPs", "mfu": metrics.mfu(tflops, peak)}
+    found["mfu_convention"] = config.flops_convention
     if peak is not None:
         found |= {"mfu_peak_tflops": peak / hardware.TERA, "mfu_peak_dtype": dtype}
         if isinstance(work, Training):
             recomputed = min(config.model.layers, work.recompute_layers * config.parallel.pp)
             done = costs.hardware_flops_per_sequence(config.model, work.seqlen, config.flops_convention, recomputed)
             worked = metrics.tflops_per_gpu(done * sequences, step_time_s, gpus)
-            found["hfu"] = metrics.mfu(worked, peak) if worked is not None else None
+            found["hfu"] = metrics.mfu(worked, peak)
     return found
 
 
