@@ -15,6 +15,11 @@ from llmb.settings import Setting
 from llmb.spec import Override
 
 
+def stands_in(proxy: str | None, gpu: str | None) -> bool:
+    """Whether a stand-in runs instead of the model: asked for, or on a CPU, which never runs the real thing."""
+    return proxy is not None or gpu == "cpu"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What the user asked for, before it is known to make sense."""
@@ -31,8 +36,7 @@ class Request:
 
     @property
     def stands_in(self) -> bool:
-        """A CPU never runs the real thing."""
-        return self.proxy is not None or self.gpu == "cpu"
+        return stands_in(self.proxy, self.gpu)
 
 
 def inference_selectors(recipe: Recipe, wishes: list[Setting]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from llmb.errors import ConfigError, UnknownName
 from llmb.recipes.recipe import Recipe
-from llmb.selection import Request
+from llmb.selection import Request, stands_in
 from llmb.settings import Setting
 
 
@@ -45,7 +45,7 @@ class Wanted:
 
     @property
     def stands_in(self) -> bool:
-        return self.proxy is not None or self.gpu == "cpu"
+        return stands_in(self.proxy, self.gpu)
 
 
 def split_target(target: str, recipes: dict[str, Recipe]) -> tuple[Recipe, str | None]:

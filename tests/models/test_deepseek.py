@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import assert_near, greedily
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from llmb import costs
@@ -143,13 +144,6 @@ def copy_of(theirs: DeepseekV3ForCausalLM, model: Model) -> DeepSeek:
     return ours
 
 
-def assert_near(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
-    assert ours.shape == theirs.shape
-    assert theirs.abs().max() > 0, f"{what}: the reference is all zero, nothing is compared"
-    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    assert error < TOLERANCE, f"{what}: {error:.2e}"
-
-
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_logits_loss_and_every_gradient(model: Model) -> None:
     theirs = reference(model)
@@ -158,17 +152,17 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
 
     their_logits = theirs(inputs, use_cache=False).logits
-    assert_near(ours(inputs), their_logits, "logits")
+    assert_near(ours(inputs), their_logits, "logits", TOLERANCE)
     their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
     our_loss = ours(inputs, labels)
-    assert_near(our_loss, their_loss, "loss")
+    assert_near(our_loss, their_loss, "loss", TOLERANCE)
 
     their_loss.backward()
     our_loss.backward()
     grads = foreign_tensors(theirs, {name: parameter.grad for name, parameter in theirs.named_parameters()})
     names = DeepSeek.foreign_names(model)
     for name, parameter in ours.named_parameters():
-        assert_near(parameter.grad, grads[names[name]], name)
+        assert_near(parameter.grad, grads[names[name]], name, TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
@@ -179,11 +173,7 @@ def test_greedy_decoding_token_for_token(model: Model) -> None:
     wanted = theirs.generate(
         prompt, max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    given = prompt
-    with torch.no_grad():
-        for _ in range(16):
-            given = torch.cat((given, ours(given)[:, -1:].argmax(-1)), dim=1)
-    assert given.tolist() == wanted.tolist()
+    assert greedily(ours, prompt) == wanted.tolist()
 
 
 @pytest.mark.parametrize("change", [{"factor": 20.0}, {"mscale_all_dim": 0.5}, {"beta_fast": 2.0}, {"beta_slow": 0.2}])

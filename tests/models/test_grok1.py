@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import assert_near, greedily
 from torch import Tensor
 
 from llmb import costs
@@ -130,13 +131,6 @@ def network_of(model: Model) -> Grok1:
     return network
 
 
-def assert_near(ours: Tensor, theirs: Tensor, what: str) -> None:
-    assert ours.shape == theirs.shape
-    assert theirs.abs().max() > 0, f"{what}: the reference is all zero, nothing is compared"
-    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    assert error < TOLERANCE, f"{what}: {error:.2e}"
-
-
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_logits_loss_and_every_gradient(model: Model) -> None:
     network = network_of(model)
@@ -145,28 +139,24 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
 
     logits = reference_logits(inputs, weights, model)
-    assert_near(network(inputs), logits, "logits")
+    assert_near(network(inputs), logits, "logits", TOLERANCE)
     likelihood = torch.log_softmax(logits, dim=-1)
     theirs = -sum(likelihood[b, t, labels[b, t]] for b in range(2) for t in range(24)) / 48
     ours = network(inputs, labels)
-    assert_near(ours, theirs, "loss")
+    assert_near(ours, theirs, "loss", TOLERANCE)
 
     theirs.backward()
     ours.backward()
     for name, parameter in network.named_parameters():
-        assert_near(parameter.grad, weights[name].grad, name)
+        assert_near(parameter.grad, weights[name].grad, name, TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_greedy_decoding_token_for_token(model: Model) -> None:
     network = network_of(model)
     weights = dict(network.named_parameters())
-    ours = theirs = torch.randint(model.vocab, (2, 5), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        for _ in range(16):
-            ours = torch.cat((ours, network(ours)[:, -1:].argmax(-1)), dim=1)
-            theirs = torch.cat((theirs, reference_logits(theirs, weights, model)[:, -1:].argmax(-1)), dim=1)
-    assert ours.tolist() == theirs.tolist()
+    prompt = torch.randint(model.vocab, (2, 5), generator=torch.Generator().manual_seed(2))
+    assert greedily(network, prompt) == greedily(lambda tokens: reference_logits(tokens, weights, model), prompt)
 
 
 def test_the_cap_and_both_scales_matter() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parity import assert_near, greedily
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llmb import costs
@@ -71,13 +72,6 @@ def copy_of(theirs: LlamaForCausalLM, model: Model) -> Llama:
     return ours
 
 
-def assert_near(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
-    assert ours.shape == theirs.shape
-    assert theirs.abs().max() > 0, f"{what}: the reference is all zero, nothing is compared"
-    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    assert error < TOLERANCE, f"{what}: {error:.2e}"
-
-
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_logits_loss_and_every_gradient(model: Model) -> None:
     theirs = reference(model)
@@ -86,16 +80,16 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
 
     their_logits = theirs(inputs, use_cache=False).logits
-    assert_near(ours(inputs), their_logits, "logits")
+    assert_near(ours(inputs), their_logits, "logits", TOLERANCE)
     their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
     our_loss = ours(inputs, labels)
-    assert_near(our_loss, their_loss, "loss")
+    assert_near(our_loss, their_loss, "loss", TOLERANCE)
 
     their_loss.backward()
     our_loss.backward()
     weights, names = dict(theirs.named_parameters()), Llama.foreign_names(model)
     for name, parameter in ours.named_parameters():
-        assert_near(parameter.grad, weights[names[name]].grad, name)
+        assert_near(parameter.grad, weights[names[name]].grad, name, TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
@@ -104,10 +98,7 @@ def test_greedy_decoding_token_for_token(model: Model) -> None:
     ours = copy_of(theirs, model)
     given = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
     wanted = theirs.generate(given, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-    with torch.no_grad():
-        for _ in range(16):
-            given = torch.cat((given, ours(given)[:, -1:].argmax(-1)), dim=1)
-    assert given.tolist() == wanted.tolist()
+    assert greedily(ours, given) == wanted.tolist()
 
 
 def test_scaling_changes_the_result() -> None:

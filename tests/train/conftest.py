@@ -5,40 +5,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_config import CONFIG, changed
 
 from llmb.events import RunEnded, RunStarted, StepDone, read
 from llmb.plain import to_plain
-from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.train.__main__ import run
 from llmb.train.record import Record
-
-CONFIG = RunConfig(
-    name="small",
-    target="pretrain_small",
-    size="tiny",
-    machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1),
-    model=Model(
-        name="tiny", architecture="llama", layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=128
-    ),
-    parallel=Parallel(),
-    precision=Precision(dtype="fp32"),
-    workload=Training(seqlen=32, mbs=4, gbs=4, ga=1, steps=4, window=(3, 4), lr=1e-2),
-)
-
-
-def changed(config: RunConfig, **changes: Any) -> RunConfig:
-    """The configuration with fields of any section changed; names are unique across sections."""
-    for section in ("model", "machine", "parallel", "precision", "workload", "profile"):
-        part = getattr(config, section)
-        own = {name: value for name, value in changes.items() if name in {f.name for f in fields(part)}}
-        config = replace(config, **{section: replace(part, **own)})
-        changes = {name: value for name, value in changes.items() if name not in own}
-    return replace(config, **changes)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import CONFIG, changed
+from small_config import CONFIG, changed
 from torch import nn
 
 from llmb.events import StepDone
