@@ -1,19 +1,24 @@
 # Two commands do everything on a fresh Debian with Python 3.11:
 #   make run     trains the Llama stand-in on this machine and explains the result
 #   make test    formats, lints, types and tests all that this machine can run
+# Beyond these: `make test-all` also proves every parallel layout of the recipes.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test test-fast test-all check docs bench clean
+.PHONY: run test test-all check docs bench clean
 
 run: $(VENV)/engine
 	$(BIN)/llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy
 
 test: check
-	$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not slurm"
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -n auto -m "not slow and not matrix and not gpu and not slurm"
+	$(BIN)/python -m pytest -m "slow and not matrix and not gpu"
+
+# The same, and every parallel layout of the recipes against one process.
+test-all: test
+	$(BIN)/python -m pytest -m "matrix and not gpu"
 
 check: $(VENV)/test
 	$(BIN)/ruff format --check .

@@ -103,6 +103,7 @@ def _of_entry(
                 scales=_tuple(entry.scales or section.scales),
                 gpu=wanted.gpu,
                 proxy=wanted.proxy or ("small" if entry.proxy or section.proxy else None),
+                layout=wanted.layout,
                 repeats=1 if profiled == "added" else _repeats(wanted, entry.repeats or section.repeats),
                 settings=(*wanted.settings, *settings, *swept, *extra),
             )

@@ -8,13 +8,16 @@ Facts only: seconds, tokens, bytes. What follows from them (tokens/s, MFU) is de
 
 import json
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from llmb.plain import to_json
 from llmb.spec import Status
+
+WHERE_SIGNAL = signal.SIGUSR2  # asks a rank for its Whereabouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,7 @@ class StepDone:
     step: int  # from 1
     steps: int | None = None  # asked for in all
     seconds: float | None = None
+    busy_s: float | None = None  # of these, not spent waiting for other ranks; null: cannot be told apart
     tokens: int | None = None  # by all ranks together
     loss: float | None = None
     grad_norm: float | None = None
@@ -93,6 +97,16 @@ class TimeSpent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """How far a rank had come when nothing moved any more and llmb-run asked it."""
+
+    time: float
+    rank: int
+    collectives: dict[str, int]  # entered so far, by group; equal on the ranks of a group that are at the same place
+    waiting: bool  # the main thread is inside torch.distributed, so for others
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogProblem:
     """Something in a log that could not be read, kept so that nothing is dropped in silence."""
 
@@ -109,13 +123,22 @@ class RunEnded:
     rank: int = 0
     status: Status
     reason: str | None = None
+    guilty_rank: int | None = None  # whose fault it was; null: no rank's, or not known
+    last_lines: tuple[str, ...] = ()  # of that rank's output
 
 
-Event = RunStarted | StepDone | RequestDone | ServingSummary | CollectiveSeen | TimeSpent | LogProblem | RunEnded
-TYPES: dict[str, type] = {
-    t.__name__: t
-    for t in (RunStarted, StepDone, RequestDone, ServingSummary, CollectiveSeen, TimeSpent, LogProblem, RunEnded)
-}
+Event = (
+    RunStarted
+    | StepDone
+    | RequestDone
+    | ServingSummary
+    | CollectiveSeen
+    | TimeSpent
+    | Whereabouts
+    | LogProblem
+    | RunEnded
+)
+TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 
 
 def append(path: Path, event: Event) -> None:
@@ -138,6 +161,12 @@ def parse(line: str | bytes) -> Event | None:
         return kind(**values)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def read_all(paths: Iterable[Path]) -> Iterator[Event]:
+    """Every event of several files, one file after the other."""
+    for path in paths:
+        yield from read(path)
 
 
 def read(path: Path) -> Iterator[Event]:

@@ -12,12 +12,13 @@ from typing import Any
 
 from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
-from llmb.layout import check_layout, check_sequence, split_batch
+from llmb.layout import check_model, check_ranks, check_schedule, check_sequence, spelled, split_batch
 from llmb.memory import memory_estimate
 from llmb.plain import build, convert, hints
-from llmb.recipes.recipe import Recipe, Row, per_gpus
-from llmb.selection import Request, choose_row, inference_selectors
+from llmb.recipes.recipe import Recipe, Row, expand_gpus, per_gpus
+from llmb.selection import Request, choose_layout, choose_row, inference_selectors
 from llmb.settings import Setting, typed
+from llmb.shrink import shrunk
 from llmb.spec import (
     Inference,
     Limits,
@@ -32,14 +33,17 @@ from llmb.spec import (
     RunConfig,
     Training,
 )
-from llmb.standins import describe_change, small, true_width
+from llmb.standins import UNIT, describe_change, small, true_width
 
 WORKLOADS: dict[str, type] = {"training": Training, "inference": Inference, "outofcore": OutOfCore}
 # A run that differs from the recipe only in these may still be compared with its published result.
 HARMLESS = {f.name for part in (Profile, Limits) for f in fields(part)} | {"steps", "window", "seed", "lr"}
 FILL = 0.9  # of the memory: the estimate leaves out the driver's context, workspaces and fragmentation
+FEWEST_STEPS = 8  # of a stand-in on many ranks of a CPU, which share its cores
+ROUNDS = 2  # micro-batches a stage of a stand-in's pipeline: gradients accumulate, and every stage is busy for a while
 PATHS = {"data", "resume"}
 MAY_BE_ZERO = {"recompute_layers", "offload_layers", "profile_start", "seed"}
+LAYOUT = ("fsdp", "tp", "pp", "cp", "ep", "etp", "vp")
 NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "proxy", "dp", "ga"}
 
 
@@ -56,18 +60,23 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
         cells |= {k: v for k, v in {"seqlen": recipe.defaults.get("seqlen"), "mbs": 1}.items() if k in cells and v}
     if cells.get("gbs") is not None:
         cells["gbs"] = per_gpus(cells["gbs"], request.gpus, "gbs")
+    layout = _scale_down(cells, recipe, request)
     overrides = [*beyond, *_apply(cells, kinds, wishes, recipe)]
-    base, stood_in = _base_model(recipe, request, row)
-    model, model_overrides = _changed_model(base, request)
-    proxied = [stood_in] if stood_in else []
-    proxied += [f"{o.field}={o.value}" for o in model_overrides]
     _fit_window(cells, overrides)
     _refuse_without_effect(cells, overrides)
     parallel = build(Parallel, {k: v for k, v in cells.items() if k in hints(Parallel)}, "parallel")
-    parallel = check_layout(parallel, model, request.gpus)
+    parallel = check_ranks(parallel, request.gpus)
+    if layout is not None:
+        _fit_to_ranks(cells, parallel, {o.field for o in overrides})
+    base, proxied = _base_model(recipe, request, row, parallel, cells)
+    model, model_overrides = _changed_model(base, request)
+    check_model(parallel, model)
+    proxied += [f"{o.field}={o.value}" for o in model_overrides]
+    proxied += [f"{layout} {spelled(parallel)}"] if layout is not None else []
     if recipe.kind == "training":
-        check_sequence(cells["seqlen"], parallel.cp)
+        check_sequence(cells["seqlen"], parallel)
         cells["ga"] = split_batch(cells["gbs"], cells["mbs"], parallel.dp)
+        check_schedule(cells["ga"], parallel)
         for name in ("recompute_layers", "offload_layers"):
             if cells.get(name, 0) > model.layers:
                 raise ConfigError(f"{name}: {cells[name]} is more than the {model.layers} layers of {model.name}")
@@ -100,7 +109,15 @@ def _at_true_width(config: RunConfig, memory_gib: float | None) -> RunConfig:
     budget = memory_gib * hardware.GIB if memory_gib else hardware.gpu(config.machine.gpu).memory_bytes
     if budget is None:
         raise ConfigError("a stand-in of true width needs to know the memory it may fill; add --device-gb GIB")
-    model = true_width(config.model, lambda m: memory_estimate(replace(config, model=m)).total <= FILL * budget)
+
+    def fits(model: Model) -> bool:
+        try:
+            check_model(config.parallel, model)
+        except ConfigError:
+            return False
+        return memory_estimate(replace(config, model=model)).total <= FILL * budget
+
+    model = true_width(config.model, fits)
     said = f"true width, {describe_change(config.model, model)}"
     proxy = f"{config.proxy}; {said}" if config.proxy else said
     return replace(config, model=model, proxy=proxy, reference=None)
@@ -165,13 +182,52 @@ def _refuse_unknown(wish: Setting, kinds: dict[str, Any], recipe: Recipe) -> Non
     raise UnknownName(f"field ({wish.source}) for {recipe.workload}:", wish.field, sorted(set(kinds) - {"dp", "ga"}))
 
 
-def _base_model(recipe: Recipe, request: Request, row: Row) -> tuple[Model, str | None]:
+def _scale_down(cells: Row, recipe: Recipe, request: Request) -> str | None:
+    """Give a stand-in on several ranks the layout of a real row, scaled down; says whose it is."""
+    if request.layout is not None and not (request.stands_in and recipe.kind == "training"):
+        raise ConfigError("--layout has no effect here: it chooses what a training stand-in scales down; add --proxy")
+    if not request.stands_in or recipe.kind != "training":
+        return None
+    row = choose_layout(recipe, request)
+    if request.gpus < 2:
+        return None
+    real, gpus = Parallel(), 1
+    if row is not None:
+        degrees = {k: v for k, v in row.items() if k in hints(Parallel) and k != "dp"}
+        gpus = expand_gpus(row["gpus"])[0]
+        real = check_ranks(build(Parallel, degrees, f"{recipe.workload} row"), gpus)
+    here = shrunk(real, request.gpus)
+    cells |= {name: getattr(here, name) for name in LAYOUT}
+    if request.gpu in (None, "cpu"):
+        cells["steps"] = max(FEWEST_STEPS, cells["steps"] // request.gpus)
+        cells["window"] = [cells["steps"] // 4 + 1, cells["steps"]]
+    if row is None:
+        return "no layout for several GPUs is published, here"
+    return f"layout {spelled(real)} of {gpus} x {row['gpu']} as"
+
+
+def _fit_to_ranks(cells: Row, parallel: Parallel, asked: set[str]) -> None:
+    """Sequence and batch of a stand-in on several ranks, where the user does not ask for his own."""
+    if "seqlen" not in asked:  # each rank's share of the tokens in units
+        unit = UNIT * parallel.tp * parallel.cp
+        cells["seqlen"] = -(-cells["seqlen"] // unit) * unit
+    if "gbs" not in asked:
+        cells["gbs"] = cells["mbs"] * ROUNDS * parallel.pp * parallel.dp
+
+
+def _base_model(recipe: Recipe, request: Request, row: Row, parallel: Parallel, cells: Row) -> tuple[Model, list[str]]:
     """The model of the size or its small stand-in, with what that leaves out; a recipe's row may shape its own."""
     real = recipe.model(request.size)
     if not request.stands_in or request.proxy == "true-width":
-        return real, None
-    made = recipe.model(request.size, row["model"]) if "model" in row else small(real)
-    return made, ", ".join([describe_change(real, made), *([row["proxy"]] if "proxy" in row else [])])
+        return real, []
+    if "model" in row:
+        made = recipe.model(request.size, row["model"])
+    else:
+        check_model(parallel, _changed_model(real, request)[0])  # a stand-in grows into any layout, the model does not
+        made = small(real, parallel)
+    shorter = [f"sequences of {cells['seqlen']} tokens"] if "seqlen" in cells else []
+    words = [describe_change(real, made), *shorter, *([row["proxy"]] if "proxy" in row else [])]
+    return made, [", ".join(words)]
 
 
 def _changed_model(model: Model, request: Request) -> tuple[Model, list[Override]]:

@@ -3,6 +3,7 @@
     choose_row(recipe, Request(size="8b", dtype="fp8", gpus=16, gpu="h100"), {})
 
 Size, GPU, dtype, use case and scale are looked at in this order, so that an error names the first that does not fit.
+A stand-in trains on any number of ranks: `choose_layout` finds the row whose layout is scaled down for it.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
-from llmb.recipes.recipe import Recipe, Row
+from llmb.recipes.recipe import Recipe, Row, expand_gpus
 from llmb.settings import Setting
 from llmb.spec import Override
 
@@ -29,6 +30,7 @@ class Request:
     gpus: int
     gpu: str | None = None  # null: unknown here, the recipe's choice
     proxy: Literal["small", "true-width"] | None = None  # a stand-in, and of which kind
+    layout: str | None = None  # GPU type whose layout a stand-in scales down; null: the GPU's or the recipe's
     memory_gib: float | None = None  # what a stand-in of true width may fill; null: the GPU's memory
     force: bool = False  # accept a dtype or GPU count the recipe does not list
     settings: tuple[Setting, ...] = ()
@@ -69,10 +71,25 @@ def choose_row(recipe: Recipe, request: Request, selectors: dict[str, str]) -> t
             what = "stand-in " if proxy else ""
             raise UnknownName(f"{what}{selector} of {recipe.workload} {about}".rstrip(), value, choices)
         wanted[selector] = value
-    rows = recipe.matching(proxy, **wanted, gpus=request.gpus)
+    scale = None if proxy and recipe.kind == "training" else request.gpus  # null: any
+    rows = recipe.matching(proxy, **wanted, gpus=scale)
     if rows:
         return _nearest(rows, recipe, request), []
     return _beyond_the_table(recipe, request, wanted)
+
+
+def choose_layout(recipe: Recipe, request: Request) -> Row | None:
+    """The row for several GPUs that a stand-in takes its layout from; null where the recipe prints none."""
+    rows = [row for row in recipe.matching(size=request.size) if expand_gpus(row.get("gpus", 1))[-1] > 1]
+    listed = list(dict.fromkeys(row.get("gpu") for row in rows))
+    if request.layout is not None:
+        if not rows:
+            raise ConfigError(f"--layout: {recipe.workload} {request.size} has no row for several GPUs; leave it out")
+        if request.layout not in listed:
+            raise UnknownName(f"layout of {recipe.workload} {request.size}", request.layout, listed)
+    wishes = [request.layout, request.gpu, recipe.default_gpu, *listed]
+    gpu = next((wish for wish in wishes if wish in listed), None)
+    return next((row for row in rows if row.get("gpu") == gpu), None)
 
 
 def _nearest(rows: list[Row], recipe: Recipe, request: Request) -> Row:

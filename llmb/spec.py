@@ -130,6 +130,8 @@ class Parallel:
     ep: int = 1  # experts
     etp: int = 1  # tensor, inside experts
     vp: int | None = None  # virtual pipeline stages a rank; none without interleaving
+    overlap_gather: bool = True  # sharded weights are gathered while the layer before computes
+    overlap_reduce: bool = True  # gradients are reduced while the backward pass goes on
 
     @property
     def world_size(self) -> int:
@@ -222,6 +224,7 @@ class Limits:
     """What the run may take, and extra wishes for the scheduler."""
 
     time_limit_s: int = 1800
+    stall_limit_s: float | None = None  # without progress before a run counts as hung; none: by its own step times
     slurm_params: tuple[str, ...] = ()  # key=value or a bare flag, as sbatch names them
 
 

@@ -38,6 +38,7 @@ class Wanted:
     exact_scales: bool = False
     gpu: str | None = None
     proxy: Literal["small", "true-width"] | None = None
+    layout: str | None = None
     memory_gib: float | None = None
     force: bool = False
     repeats: int = 1
@@ -106,7 +107,7 @@ def _of_target(target: str, wanted: Wanted, recipes: dict[str, Recipe]) -> Itera
             for gpus in _scales(recipe, each, dtype, gpu, proxy, wanted):
                 request = Request(
                     size=each, dtype=dtype, gpus=gpus, gpu=wanted.gpu, proxy=wanted.proxy, force=wanted.force,
-                    memory_gib=wanted.memory_gib, settings=wanted.settings,
+                    layout=wanted.layout, memory_gib=wanted.memory_gib, settings=wanted.settings,
                 )  # fmt: skip
                 yield Task(workload=recipe.workload, request=request, repeats=wanted.repeats)
 

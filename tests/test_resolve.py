@@ -5,10 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmb.errors import ConfigError
+from llmb.layout import check_model
 from llmb.recipes.recipe import expand_gpus, load_all, per_gpus, shipped
 from llmb.resolve import resolve
 from llmb.selection import Request
 from llmb.settings import Setting, from_arguments, from_environment
+from llmb.spec import Parallel
 
 ALL = load_all([shipped()])
 ROWS = [
@@ -96,6 +98,12 @@ def test_a_changed_setting_has_no_reference_but_more_steps_do():
         ({"settings": wish(mbs="two")}, "mbs: expected a whole number, got 'two'"),
         ({"settings": wish(mbs="0")}, "mbs (--set): 0 is out of range at least 1"),
         ({"settings": wish(cp="2", seqlen="8190")}, "seqlen 8190 is not a multiple of 2 x cp 2"),
+        ({"settings": wish(tp="8", seqlen="4100")}, "seqlen 4100 is not a multiple of tp 8 = 8; seqlen could be 4096"),
+        ({"settings": wish(pp="8", gbs="4")}, "pp 8 needs at least 8 micro-batches, a step has 4"),
+        ({"settings": wish(pp="4", vp="2", gbs="18")}, "vp 2 takes micro-batches in rounds of pp 4 has 9"),
+        ({"gpus": 16, "settings": wish(tp="16")}, "tp 16 does not divide the 8 key and value heads 1, 2, 4, 8"),
+        ({"gpus": 8, "layout": "h100"}, "--layout has no effect here add --proxy"),
+        ({"gpus": 8, "layout": "h200", "proxy": "small"}, "unknown layout of pretrain_llama3.1 8b 'h200' gb200"),
         ({"settings": wish(recompute_layers="99")}, "more than the 32 layers"),
         ({"settings": wish(gpu_metrics="true")}, "no effect without profiling"),
         ({"settings": wish(profile="true", nccl_trace="true")}, "exclude each other"),
@@ -113,6 +121,43 @@ def test_a_mistake_is_one_line_with_the_way_out(changes, said):
     assert "\n" not in text
     for part in said.split("  "):
         assert all(word in text for word in part.split()), text
+
+
+def test_a_layout_must_divide_experts_and_leave_mamba_whole():
+    for workload, size, changes, said in (
+        ("pretrain_grok1", "314b", {"ep": "16"}, "ep 16 does not divide 8 experts"),
+        ("pretrain_grok1", "314b", {"model.experts": None}, "has no experts"),
+        ("pretrain_nemotronh", "56b", {"cp": "2"}, "cp 2: a Mamba layer reads its sequence in order"),
+        ("pretrain_nemotronh", "56b", {"tp": "16"}, "tp 16 does not divide the 8 key and value heads"),
+    ):
+        asked = request(size, "fp8", 512, settings=wish(**changes))
+        with pytest.raises(ConfigError, match=said):
+            resolve(ALL[workload], asked)
+
+
+@pytest.mark.parametrize(
+    ("workload", "split", "change", "said"),
+    [
+        ("pretrain_grok1", {"etp": 4}, {"experts": {"ffn": 1026}}, "etp 4 does not divide the 1026 channels"),
+        ("pretrain_grok1", {"tp": 4}, {"vocab": 1026}, "tp 4 does not divide the 1026 entries of the vocabulary"),
+        ("pretrain_nemotronh", {"tp": 4}, {"mamba": {"groups": 6}}, "tp 4 does not divide the 6 Mamba groups"),
+        ("pretrain_nemotronh", {"tp": 4}, {"ffn": 1026}, "channels of the MLP of Nemotron-H-56B; tp could be 1, 2"),
+        ("pretrain_deepseek-v3", {"tp": 4}, {"experts": {"ffn": 1026}}, "the 1026 channels of the shared experts"),
+        ("pretrain_grok1", {"pp": 16, "vp": 8}, {}, "pp 16 x vp 8 needs more layers than the 64"),
+    ],
+)  # fmt: skip
+def test_a_layout_must_divide_the_model(workload, split, change, said):
+    recipe = ALL[workload]
+    with pytest.raises(ConfigError, match=said):
+        check_model(Parallel(**split), recipe.model(recipe.default_size, change))
+
+
+def test_the_layout_of_the_gpu_a_stand_in_runs_on_is_its_own():
+    llama = ALL["pretrain_llama3.1"]
+    on_h100 = resolve(llama, request("405b", "fp8", 16, "h100", proxy="small"))
+    assert (on_h100.machine.gpu, on_h100.parallel.pp) == ("h100", 2)
+    on_h200 = resolve(llama, request("405b", "fp8", 16, "h200", proxy="small"))  # not in the table: the recipe's choice
+    assert (on_h200.machine.gpu, on_h200.parallel.pp, on_h200.parallel.fsdp) == ("h200", 1, True)
 
 
 def test_an_environment_variable_without_effect_is_refused():

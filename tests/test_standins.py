@@ -7,6 +7,7 @@ from llmb.hardware import GIB
 from llmb.memory import memory_estimate
 from llmb.resolve import resolve
 from llmb.selection import Request
+from llmb.spec import Parallel
 from llmb.standins import smaller, true_width
 
 
@@ -42,6 +43,23 @@ def test_experts_give_way_last(recipes):
     last = chain[-1]
     assert (last.layers, last.experts.dense_layers, last.experts.count) == (2, 1, 16)
     assert true_width(real, lambda m: m.experts.count <= 64).experts.count == 64
+
+
+def test_several_ranks_hold_more_of_it_and_keep_a_layer_for_each_stage(recipes):
+    real = recipes["pretrain_llama3.1"].model("405b")
+
+    def made(gpus, gib):
+        asked = Request(
+            size="405b", dtype="bf16", gpus=gpus, gpu="h100", proxy="true-width", memory_gib=gib, layout="h100"
+        )
+        return resolve(recipes["pretrain_llama3.1"], asked)
+
+    one, eight = made(1, 139.0), made(8, 139.0)
+    assert 1 <= one.model.layers < eight.model.layers
+    assert eight.model.hidden == real.hidden
+    assert eight.parallel == Parallel(tp=2, pp=2, cp=2, vp=2)
+    with pytest.raises(ConfigError, match="does not fit at its true width"):
+        made(8, 20.0)
 
 
 def test_a_memory_is_needed(recipes):

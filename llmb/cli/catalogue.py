@@ -69,7 +69,8 @@ def _list_one(options: argparse.Namespace, recipes: dict[str, Any]) -> int:
     print(f"{recipe.workload}: {recipe.title}\n")
     print(render(header, [[_text(row.get(cell)) for cell in header] for row in rows]))
     sizes = ", ".join(recipe.values("size", True, size=size))
-    print(f"\nstand-ins (--proxy): {sizes}; `llmb-run show ... --proxy` says what one leaves out")
+    scale = "; any --scale, with a layout above scaled down" if recipe.kind == "training" else ""
+    print(f"\nstand-ins (--proxy): {sizes}{scale}; `llmb-run show ... --proxy` says what one leaves out")
     if recipe.references:
         cells = [k for k in dict.fromkeys(k for r in recipe.references for k in r) if k not in ("note", "plan")]
         print("\npublished results\n" + render(cells, [[_text(r.get(c)) for c in cells] for r in recipe.references]))

@@ -14,6 +14,7 @@ def examples(verb: str, extra: str = "") -> list[str]:
         "-w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16",
         "-w pretrain_llama3.1_70b,pretrain_grok1 --max-scale 512",
         "-w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1 --set mbs=2 --set steps=20",
+        "-w pretrain_llama3.1 -s 405b --dtype fp8 --scale 16 --proxy --layout h100",
     )
     chat = f"USE_CASE=chat:128/128 llmb-run {verb} -w inference_deepseek-r1 -s 671b --dtype nvfp4 --scale 4{extra}"
     return [*(f"llmb-run {verb} {line}{extra}" for line in lines), chat, "", REFUSED]
@@ -34,6 +35,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     complete_with(gpu, _gpu_types)
     stand_in = "a stand-in for the model: small, or true-width, its real layers, as many as fit"
     add("--proxy", nargs="?", const="small", choices=("small", "true-width"), help=stand_in)
+    whose = (
+        "with --proxy: the GPU type whose row's layout is scaled down; default: --gpu-type's, or the recipe's choice"
+    )
+    layout = add("--layout", metavar="GPU", help=whose)
+    complete_with(layout, _gpu_types)
     add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
     add(
         "--set",
@@ -92,6 +98,7 @@ def wanted(options: argparse.Namespace) -> Any:
         exact_scales=options.exact_scales,
         gpu=known_gpu(options),
         proxy=options.proxy,
+        layout=options.layout.lower() if options.layout else None,
         memory_gib=typed(float, options.device_gb, "--device-gb") if fills else None,
         force=options.force,
         repeats=getattr(options, "repeats", 1),

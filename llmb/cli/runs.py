@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from llmb.events import read
+from llmb.events import read_all
 from llmb.launch.rundir import RunDir, is_alive
 from llmb.plain import build, read_json, to_json, write_whole
 from llmb.results.derive import derive
@@ -16,12 +16,12 @@ def load_run(run: RunDir) -> tuple[RunConfig, Result]:
     config = build(RunConfig, read_json(run.config), "config.json")
     if run.result.exists():
         return config, build(Result, read_json(run.result), "result.json")
-    return config, derive(config, read(run.events(0)))
+    return config, derive(config, read_all(run.all_events()))
 
 
 def keep_result(run: RunDir, config: RunConfig) -> Result:
     """Derive the result of a run that is over and write it beside its events."""
-    result = derive(config, read(run.events(0)))
+    result = derive(config, read_all(run.all_events()))
     write_whole(run.result, to_json(result) + "\n")
     return result
 

@@ -113,9 +113,12 @@ def _check_runs_here(config: Any) -> None:
         return
     here, asked = len(gpu_names()), config.machine.gpus
     if here == 0:
+        gpu = config.machine.gpu
+        stands_in = "gpu" not in config.recipe_row  # only stand-ins are for any machine
+        on_cpu = f"leave out --gpu-type ({gpu}'s layout: --layout {gpu})" if stands_in else "add --proxy"
         raise ConfigError(
-            f"{asked} x {config.machine.gpu} asked for, this machine has no GPU; "
-            "add --proxy for a small stand-in on the CPU, or --dry-run to see the run"
+            f"{asked} x {gpu} asked for, this machine has no GPU; "
+            f"{on_cpu} for a small stand-in on the CPU, or --dry-run to see the run"
         )
     if asked > here:
         raise ConfigError(

@@ -4,7 +4,10 @@ torch's fused attention has no such squeeze. On CUDA flex_attention compiles one
 plain products run over a chunk of queries at a time, each computed again in the backward pass, so that no more than
 one chunk's logits exist.
 
-Shapes: B sequences, H heads, T tokens, D width of a head. k and v may have fewer heads, each serving a group of q's.
+Queries may be fewer than keys: they then stand at the end, and the last one sees all keys.
+
+Shapes: B sequences, H heads, Q queries, T keys, D width of a head. k and v may have fewer heads, each serving a group
+of q's.
 """
 
 import warnings
@@ -12,33 +15,39 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from llmb.kernels.triton_device import rehearsing
+
 QUERY_CHUNK = 512  # 0.8 GB of fp32 logits with 48 heads and 8,192 keys
 PROBE_TOKENS = 128
 
 
-def capped_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, cap: float) -> Tensor:
+def capped_attention(q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, cap: float) -> Tensor:
     """The fast way where there is one; the one place where this is decided."""
-    group = q_BHTD.shape[1] // k_BHTD.shape[1]
-    if q_BHTD.is_cuda and _flex_compiles(q_BHTD.device, q_BHTD.dtype, q_BHTD.shape[-1], group):
-        return flex_capped_attention(_compiled_flex(), q_BHTD, k_BHTD, v_BHTD, scale, cap)
-    return capped_attention_reference(q_BHTD, k_BHTD, v_BHTD, scale, cap)
+    group = q_BHQD.shape[1] // k_BHTD.shape[1]
+    if rehearsing():  # as much work and memory as any fused attention
+        return F.scaled_dot_product_attention(q_BHQD, k_BHTD, v_BHTD, is_causal=True, scale=scale, enable_gqa=True)
+    if q_BHQD.is_cuda and _flex_compiles(q_BHQD.device, q_BHQD.dtype, q_BHQD.shape[-1], group):
+        return flex_capped_attention(_compiled_flex(), q_BHQD, k_BHTD, v_BHTD, scale, cap)
+    return capped_attention_reference(q_BHQD, k_BHTD, v_BHTD, scale, cap)
 
 
 def capped_attention_reference(
-    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, cap: float, chunk: int = QUERY_CHUNK
+    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, cap: float, chunk: int = QUERY_CHUNK
 ) -> Tensor:
     """Plain products, a chunk of queries at a time; the softmax is in fp32."""
-    group, tokens = q_BHTD.shape[1] // k_BHTD.shape[1], q_BHTD.shape[2]
+    group, queries = q_BHQD.shape[1] // k_BHTD.shape[1], q_BHQD.shape[2]
+    before = k_BHTD.shape[2] - queries  # keys that every query sees
     k_BHTD, v_BHTD = (x.repeat_interleave(group, dim=1) for x in (k_BHTD, v_BHTD))
     parts = []
-    for start in range(0, tokens, chunk):
-        end = min(start + chunk, tokens)
-        given = q_BHTD[:, :, start:end], k_BHTD[:, :, :end], v_BHTD[:, :, :end]
+    for start in range(0, queries, chunk):
+        end = min(start + chunk, queries)
+        given = q_BHQD[:, :, start:end], k_BHTD[:, :, : before + end], v_BHTD[:, :, : before + end]
         parts.append(checkpoint(_last_queries, *given, scale, cap, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, dim=2)
 
@@ -53,11 +62,11 @@ def _last_queries(q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, 
 
 
 def flex_capped_attention(
-    flex: Callable[..., Tensor], q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, cap: float
+    flex: Callable[..., Tensor], q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, cap: float
 ) -> Tensor:
     """The same through flex_attention, plain or compiled."""
-    mask = _causal_mask(q_BHTD.shape[2], q_BHTD.device)
-    return flex(q_BHTD, k_BHTD, v_BHTD, score_mod=_squeeze(cap), block_mask=mask, scale=scale, enable_gqa=True)
+    mask = _causal_mask(q_BHQD.shape[2], k_BHTD.shape[2], q_BHQD.device)
+    return flex(q_BHQD, k_BHTD, v_BHTD, score_mod=_squeeze(cap), block_mask=mask, scale=scale, enable_gqa=True)
 
 
 @cache  # one function for each cap: a new one would be compiled anew
@@ -69,8 +78,9 @@ def _squeeze(cap: float) -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=8)
-def _causal_mask(tokens: int, device: torch.device) -> BlockMask:
-    return create_block_mask(lambda _b, _h, query, key: query >= key, None, None, tokens, tokens, device=device)
+def _causal_mask(queries: int, keys: int, device: torch.device) -> BlockMask:
+    before = keys - queries
+    return create_block_mask(lambda _b, _h, query, key: query + before >= key, None, None, queries, keys, device=device)
 
 
 @cache

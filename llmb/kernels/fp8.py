@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from llmb.kernels.triton_device import on_gpu
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # the hardware's products take only dimensions that are multiples of this
 SMALLEST_AMAX = 2.0**-100  # a smaller scale would have no inverse in fp32; such small numbers fade to zero
@@ -54,7 +56,7 @@ def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 def cast(x_MN: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Fp8:
     """A matrix divided by a known scale and rounded to 8 bits, in the layouts asked for."""
     m, n = x_MN.shape
-    if x_MN.device.type == "cuda":
+    if on_gpu(x_MN):
         from llmb.kernels.fp8_triton import cast_tiles  # Triton is there wherever torch has CUDA, and only there
 
         rows_MN = torch.empty((m, n) if rows else 0, dtype=dtype, device=x_MN.device)
@@ -70,7 +72,7 @@ def product(
     left_MK: Tensor, right_NK: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
     """left @ right.T of 8-bit values, scaled back; `fast` lets the GPU add with fewer bits, enough going forward."""
-    if left_MK.device.type == "cuda":
+    if on_gpu(left_MK):
         return torch._scaled_mm(left_MK, right_NK.T, *scales, out_dtype=dtype, use_fast_accum=fast)
     return ((left_MK.float() @ right_NK.float().T) * (scales[0] * scales[1])).to(dtype)
 

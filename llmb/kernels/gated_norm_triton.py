@@ -16,13 +16,13 @@ BACKWARD_TOKENS = 32  # of one program; more would leave multiprocessors idle, f
 
 @triton.jit
 def _forward_kernel(
-    y, gate, weight, out, y_token, gate_token, eps, WIDTH: tl.constexpr, TILE: tl.constexpr
+    y, gate, weight, out, y_token, gate_token, gate_group, eps, WIDTH: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     token, group, groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     inner = tl.arange(0, TILE)
     channels, inside = group * WIDTH + inner, inner < WIDTH
     value = tl.load(y + token * y_token + channels, mask=inside, other=0.0).to(tl.float32)
-    opened = tl.load(gate + token * gate_token + channels, mask=inside, other=0.0).to(tl.float32)
+    opened = tl.load(gate + token * gate_token + group * gate_group + inner, mask=inside, other=0.0).to(tl.float32)
     gated = value * opened * tl.sigmoid(opened)
     normed = gated / tl.sqrt(tl.sum(gated * gated) / WIDTH + eps)
     result = normed * tl.load(weight + channels, mask=inside, other=0.0).to(tl.float32)
@@ -31,7 +31,7 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    y, gate, weight, dout, dy, dgate, dweight, y_token, gate_token, dout_token, tokens, eps,
+    y, gate, weight, dout, dy, dgate, dweight, y_token, gate_token, gate_group, dout_token, tokens, eps,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     group, groups = tl.program_id(1), tl.num_programs(1)
@@ -43,7 +43,7 @@ def _backward_kernel(
         token = tl.program_id(0).to(tl.int64) * TOKENS + number
         there = inside & (token < tokens)
         value = tl.load(y + token * y_token + channels, mask=there, other=0.0).to(tl.float32)
-        opened = tl.load(gate + token * gate_token + channels, mask=there, other=0.0).to(tl.float32)
+        opened = tl.load(gate + token * gate_token + group * gate_group + inner, mask=there, other=0.0).to(tl.float32)
         slope = tl.load(dout + token * dout_token + channels, mask=there, other=0.0).to(tl.float32)
         share = tl.sigmoid(opened)
         gated = value * opened * share
@@ -61,42 +61,41 @@ def _backward_kernel(
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_NC: Tensor, gate_NC: Tensor, weight_C: Tensor, groups: int, eps: float) -> Tensor:
-        y_NC, gate_NC = _rows_dense(y_NC), _rows_dense(gate_NC)
-        tokens, channels = y_NC.shape
+    def forward(ctx: Any, y_NC: Tensor, gate_NGC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+        y_NC, gate_NGC = _rows_dense(y_NC), _rows_dense(gate_NGC)
+        tokens, groups, width = gate_NGC.shape
         out_NC = torch.empty(y_NC.shape, dtype=y_NC.dtype, device=y_NC.device)
-        width = channels // groups
         _forward_kernel[tokens, groups](
-            y_NC, gate_NC, weight_C, out_NC, y_NC.stride(0), gate_NC.stride(0), eps,
+            y_NC, gate_NGC, weight_C, out_NC, y_NC.stride(0), *gate_NGC.stride()[:2], eps,
             WIDTH=width, TILE=triton.next_power_of_2(width),
         )  # fmt: skip
-        ctx.save_for_backward(y_NC, gate_NC, weight_C)
-        ctx.groups, ctx.eps = groups, eps
+        ctx.save_for_backward(y_NC, gate_NGC, weight_C)
+        ctx.eps = eps
         return out_NC
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout_NC: Tensor) -> tuple[Tensor | None, ...]:
-        y_NC, gate_NC, weight_C = ctx.saved_tensors
+        y_NC, gate_NGC, weight_C = ctx.saved_tensors
         dout_NC = _rows_dense(dout_NC)
-        tokens, channels = y_NC.shape
+        tokens, groups, width = gate_NGC.shape
         dy_NC = torch.empty(y_NC.shape, dtype=y_NC.dtype, device=y_NC.device)
-        dgate_NC = torch.empty(y_NC.shape, dtype=gate_NC.dtype, device=y_NC.device)
-        parts, width = triton.cdiv(tokens, BACKWARD_TOKENS), channels // ctx.groups
-        dweight = torch.empty(parts, channels, dtype=torch.float32, device=y_NC.device)
-        _backward_kernel[parts, ctx.groups](
-            y_NC, gate_NC, weight_C, dout_NC, dy_NC, dgate_NC, dweight,
-            y_NC.stride(0), gate_NC.stride(0), dout_NC.stride(0), tokens, ctx.eps,
+        dgate_NGC = torch.empty(gate_NGC.shape, dtype=gate_NGC.dtype, device=y_NC.device)
+        parts = triton.cdiv(tokens, BACKWARD_TOKENS)
+        dweight = torch.empty(parts, groups * width, dtype=torch.float32, device=y_NC.device)
+        _backward_kernel[parts, groups](
+            y_NC, gate_NGC, weight_C, dout_NC, dy_NC, dgate_NGC, dweight,
+            y_NC.stride(0), *gate_NGC.stride()[:2], dout_NC.stride(0), tokens, ctx.eps,
             WIDTH=width, TOKENS=BACKWARD_TOKENS, TILE=triton.next_power_of_2(width),
         )  # fmt: skip
-        return dy_NC, dgate_NC, dweight.sum(dim=0).to(weight_C.dtype), None, None
+        return dy_NC, dgate_NGC, dweight.sum(dim=0).to(weight_C.dtype), None
 
 
-def _rows_dense(tensor_NC: Tensor) -> Tensor:
-    return tensor_NC if tensor_NC.stride(-1) == 1 else tensor_NC.contiguous()
+def _rows_dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def gated_norm_triton(y_BTC: Tensor, gate_BTC: Tensor, weight_C: Tensor, groups: int, eps: float) -> Tensor:
+def gated_norm_triton(y_BTC: Tensor, gate_BTGC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     """As `gated_norm.gated_norm`."""
-    out_NC = _GatedNorm.apply(y_BTC.flatten(0, 1), gate_BTC.flatten(0, 1), weight_C.contiguous(), groups, eps)
+    out_NC = _GatedNorm.apply(y_BTC.flatten(0, 1), gate_BTGC.flatten(0, 1), weight_C.contiguous(), eps)
     return out_NC.unflatten(0, y_BTC.shape[:2])

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from llmb.events import RunEnded
 from llmb.launch.log import Log
 from llmb.launch.process import descendants
 from llmb.launch.rundir import RunDir, shown
@@ -155,7 +156,8 @@ def _record_abandoned(rundir: RunDir) -> None:
     tail.new(finished=True)
     if tail.ended is None:
         with suppress(OSError):
-            record_end(tail.path, "incomplete", "llmb-run ended before the run did")
+            reason = "llmb-run ended before the run did"
+            record_end(tail.path, RunEnded(time=time.time(), status="incomplete", reason=reason))
 
 
 def envelope(order: bytes) -> bytes:

@@ -5,8 +5,9 @@
 A timeout, Ctrl-C, SIGTERM or SIGHUP ends the engine: SIGTERM, a grace time in which it may record its end, SIGKILL. A
 second Ctrl-C kills at once. leash.py sees to it that no process is left behind, even by a kill -9 of this one.
 
-The last RunEnded in events.rank0.jsonl is the run's end: where the verdict reached here says something else than the
-engine did (a timeout which the engine took for an interruption), it is appended.
+A run that no longer moves is ended too (`stall.py`). The last RunEnded in events.rank0.jsonl is the run's end: where
+the verdict reached here says more than rank 0 did (a timeout which the engine took for an interruption, whose fault a
+failure was), it is appended.
 """
 
 import json
@@ -16,19 +17,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
 from llmb.errors import LaunchError
-from llmb.events import Event, RunEnded
+from llmb.events import WHERE_SIGNAL, Event, RunEnded
 from llmb.launch import leash
 from llmb.launch.command import engine_environment, job_script
 from llmb.launch.interruptions import Interruptions
+from llmb.launch.process import descendants
 from llmb.launch.rundir import RunDir, mark_alive, shown
-from llmb.launch.tail import EventTail, record_end
-from llmb.launch.verdict import Verdict, finished, stopped
+from llmb.launch.stall import StallWatch
+from llmb.launch.tail import EventTails, record_end
+from llmb.launch.verdict import Verdict, exit_codes, finished, last_lines, stopped
 from llmb.spec import RunConfig, Status
 
 POLL_S = 0.1
@@ -42,9 +45,10 @@ class Outcome:
 
     status: Status
     reason: str | None
-    exit_code: int | None  # negative: killed by that signal
+    exit_code: int | None  # negative: killed by that signal; of several ranks, that of the first to fail
     seconds: float
     interrupted: int | None = None  # the signal that asked llmb-run to end: nothing more should be started
+    guilty_rank: int | None = None  # whose fault it was; none: no rank's, or not known
 
 
 def run_local(
@@ -60,14 +64,15 @@ def run_local(
     settings = engine_environment(config, os.environ, environment)
     rundir.write_job_script(job_script(command, settings, rundir))
     began = time.monotonic()
-    tail = EventTail(rundir.events(0))
+    tails = EventTails(rundir)
     stop: Verdict | None = None
-    before_stop: RunEnded | None = None
+    before_stop: list[RunEnded] = []
     interrupted: int | None = None
     with Interruptions() as interruptions, _Engine(rundir, command, settings, grace_s) as engine:
         mark_alive(rundir, engine.pid)
+        watch = StallWatch(config, engine)
         while engine.runs(POLL_S):
-            _deliver(tail, on_event)
+            _deliver(tails, on_event, watch)
             interruption = interruptions.pop()
             interrupted = interrupted or interruption
             if stop is not None:
@@ -78,24 +83,30 @@ def run_local(
                 stop = Verdict("incomplete", f"interrupted by {signal.Signals(interruption).name}")
             elif time.monotonic() - began > timeout_s:
                 stop = Verdict("timeout", f"stopped after the time limit of {timeout_s:g} s")
+            else:
+                stop = watch.verdict()
             if stop is not None:
-                before_stop = tail.ended
+                before_stop = tails.ends
                 engine.say(leash.STOP)
     interrupted = interrupted or interruptions.pop()
     seconds = time.monotonic() - began
-    _deliver(tail, on_event, finished=True)
+    _deliver(tails, on_event, finished=True)
+    own = next((end for end in tails.ends if end.rank == 0), None)
+    log = _log_end(rundir)
     if engine.error is not None:
         verdict = Verdict("failed", engine.error)
     elif stop is not None:
-        verdict = stopped(stop, before_stop, engine.exit_code, tail.ended)
+        verdict = stopped(stop, before_stop, engine.exit_code, own)
     else:
-        verdict = finished(engine.exit_code, _last_words(rundir), _log_end(rundir))
-    if tail.ended is None or verdict != (tail.ended.status, tail.ended.reason):
-        _record(tail, verdict)
-        _deliver(tail, on_event, finished=True)
+        verdict = finished(engine.exit_code, tails.ends, log, tails.silent, alone=config.machine.gpus == 1)
+    lines = [] if verdict.guilty_rank is None else last_lines(verdict.guilty_rank, log)
+    if own is None or lines or verdict != (own.status, own.reason, own.guilty_rank):
+        _record(rundir, RunEnded(time=time.time(), **verdict._asdict(), last_lines=tuple(lines)))
+        _deliver(tails, on_event, finished=True)
     if engine.error is not None:
         raise LaunchError(engine.error)
-    return Outcome(verdict.status, verdict.reason, engine.exit_code, seconds, interrupted)
+    exit_code = next(iter(exit_codes(log).values()), engine.exit_code)  # torchrun itself says 1, whatever happened
+    return Outcome(verdict.status, verdict.reason, exit_code, seconds, interrupted, verdict.guilty_rank)
 
 
 class _Engine:
@@ -146,6 +157,17 @@ class _Engine:
             while words:
                 words = words[self._process.stdin.write(words) :]
 
+    def worked_s(self) -> float:
+        """CPU time of all its processes so far."""
+        return sum(process.worked_s for process in descendants(self.pid))
+
+    def ask_where(self, pids: Collection[int]) -> None:
+        """Ask those of these processes that are the engine's for their Whereabouts."""
+        for process in descendants(self.pid):
+            if process.pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, WHERE_SIGNAL)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -173,30 +195,29 @@ class _Engine:
         return self._process.stdout.fileno()
 
 
-def _deliver(tail: EventTail, on_event: Callable[[Event], None], finished: bool = False) -> None:
-    for event in tail.new(finished=finished):
-        on_event(event)
+def _deliver(
+    tails: EventTails, on_event: Callable[[Event], None], watch: StallWatch | None = None, finished: bool = False
+) -> None:
+    """Rank 0's events to whoever wants them, everyone's to the watch."""
+    for rank, event in tails.new(finished=finished):
+        if watch is not None:
+            watch.saw(event)
+        if rank == 0:
+            on_event(event)
 
 
-def _record(tail: EventTail, verdict: Verdict) -> None:
+def _record(rundir: RunDir, end: RunEnded) -> None:
+    path = rundir.events(0)
     try:
-        record_end(tail.path, verdict.status, verdict.reason)
+        record_end(path, end)
     except OSError as error:
-        raise LaunchError(f"cannot write {shown(tail.path)}: {error.strerror}") from error
-
-
-def _last_words(rundir: RunDir) -> list[RunEnded]:
-    """How each rank says it ended, those that say so."""
-    tails = [EventTail(path) for path in rundir.all_events()]
-    for tail in tails:
-        tail.new(finished=True)
-    return [tail.ended for tail in tails if tail.ended is not None]
+        raise LaunchError(f"cannot write {shown(path)}: {error.strerror}") from error
 
 
 def _log_end(rundir: RunDir) -> str:
     try:
         with rundir.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END))
-            return log.read().decode(errors="replace")
-    except FileNotFoundError:
+            return log.read(LOG_END).decode(errors="replace")
+    except OSError:  # not there, or what kept it from being written keeps it from being read
         return ""

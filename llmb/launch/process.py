@@ -1,8 +1,10 @@
-"""A living process, as /proc describes it: its parent, its group and when it began."""
+"""A living process, as /proc describes it: its parent, its group, when it began and what it has done."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,7 @@ class Process:
     parent: int
     group: int
     started: int  # clock ticks since boot: tells a process from a later one with the same pid
+    worked_s: float  # CPU time so far, of all its threads
 
 
 def find(pid: int) -> Process | None:
@@ -22,7 +25,8 @@ def find(pid: int) -> Process | None:
     except OSError:
         return None
     state, parent, group, *rest = line[line.rindex(b")") + 2 :].split()  # the name in brackets may hold anything
-    return None if state in (b"Z", b"X") else Process(pid, int(parent), int(group), int(rest[16]))
+    worked_s = (int(rest[8]) + int(rest[9])) / TICKS_PER_S
+    return None if state in (b"Z", b"X") else Process(pid, int(parent), int(group), int(rest[16]), worked_s)
 
 
 def descendants(pid: int) -> list[Process]:

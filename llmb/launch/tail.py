@@ -1,16 +1,17 @@
-"""Reads an event file while it is being written, and adds the last word where an engine could not.
+"""Reads event files while they are being written, and adds the last word where an engine could not.
 
 tail = EventTail(rundir.events(0))
 for event in tail.new(): ...        # as often as wished; a half-written line waits for its other half
+for rank, event in EventTails(rundir).new(): ...        # the same for every rank there is by now
 """
 
 import os
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from llmb import events
 from llmb.events import Event, RunEnded
-from llmb.spec import Status
+from llmb.launch.rundir import RunDir
 
 
 class EventTail:
@@ -42,7 +43,32 @@ class EventTail:
         return found
 
 
-def record_end(path: Path, status: Status, reason: str | None) -> None:
+class EventTails:
+    """The events of all ranks of a run."""
+
+    def __init__(self, rundir: RunDir):
+        self._rundir = rundir
+        self._by_rank: dict[int, EventTail] = {}
+
+    def new(self, *, finished: bool = False) -> Iterator[tuple[int, Event]]:
+        """What was written since the last call, with its rank."""
+        for path in self._rundir.all_events():
+            rank = int(path.suffixes[0].removeprefix(".rank"))
+            tail = self._by_rank.setdefault(rank, EventTail(path))
+            yield from ((rank, event) for event in tail.new(finished=finished))
+
+    @property
+    def ends(self) -> list[RunEnded]:
+        """How each rank says it ended, those that say so."""
+        return [tail.ended for tail in self._by_rank.values() if tail.ended is not None]
+
+    @property
+    def silent(self) -> list[int]:
+        """Ranks that were there and have not said how they ended."""
+        return sorted(rank for rank, tail in self._by_rank.items() if tail.ended is None)
+
+
+def record_end(path: Path, end: RunEnded) -> None:
     """Append a RunEnded, on a line of its own even where a killed engine left half a line."""
     if path.exists():
         with path.open("r+b") as file:
@@ -50,4 +76,4 @@ def record_end(path: Path, status: Status, reason: str | None) -> None:
             file.seek(max(size - 1, 0))
             if size and file.read() != b"\n":
                 file.write(b"\n")
-    events.append(path, RunEnded(time=time.time(), status=status, reason=reason))
+    events.append(path, end)

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 from llmb.errors import ConfigError
 from llmb.kernels.capped_attention import capped_attention
+from llmb.kernels.triton_device import rehearsing
 from llmb.spec import Model, Rope
 
 
@@ -66,10 +68,14 @@ def yarn_attention_scale(rope: Rope) -> float:
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
-def rope_table(rope: Rope, head_dim: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, [tokens, head_dim / 2] in fp32; computed once, used by all layers."""
-    positions = torch.arange(tokens, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, rope_frequencies(rope, head_dim, device))
+def positions_in_order(tokens: int, device: torch.device) -> Tensor:
+    """The positions of a sequence that is whole."""
+    return torch.arange(tokens, device=device)
+
+
+def rope_table(rope: Rope, head_dim: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the positions' angles, [T, head_dim / 2] in fp32; computed once, used by all layers."""
+    angles = torch.outer(positions_T.float(), rope_frequencies(rope, head_dim, positions_T.device))
     return angles.cos(), angles.sin()
 
 
@@ -98,23 +104,42 @@ def attention_backends(device: torch.device) -> list[SDPBackend]:
 
 
 def causal_attention(
-    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float | None = None, cap: float | None = None
+    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float | None = None, cap: float | None = None
 ) -> Tensor:
     """Each token attends to itself and those before it; k and v may have fewer heads, each serving a group of q's.
 
+    Queries may be the last of the tokens only: they stand at the end of the keys, and the last one sees them all.
     The logits are multiplied by `scale`, which is 1 / sqrt(D) unless given, and squeezed to +-cap where there is one.
     """
     if cap is not None:
-        return capped_attention(q_BHTD, k_BHTD, v_BHTD, scale or q_BHTD.shape[-1] ** -0.5, cap)
-    grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
-    with sdpa_kernel(attention_backends(q_BHTD.device), set_priority=True):
-        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, scale=scale, enable_gqa=grouped)
+        return capped_attention(q_BHQD, k_BHTD, v_BHTD, scale or q_BHQD.shape[-1] ** -0.5, cap)
+    mask = _last_queries_mask(q_BHQD.shape[2], k_BHTD.shape[2], q_BHQD.device)
+    grouped = q_BHQD.shape[1] != k_BHTD.shape[1]
+    with sdpa_kernel(attention_backends(q_BHQD.device), set_priority=True):
+        return F.scaled_dot_product_attention(
+            q_BHQD, k_BHTD, v_BHTD, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+
+
+def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor | None:
+    """What tells torch that the queries are the last; none where they are all, which its kernels know by themselves.
+
+    On CUDA it has no memory: it picks FlashAttention-2, whose causal form stands at the end of the keys, or, where the
+    values' width is another than the keys', the memory-efficient kernel. cuDNN's stands at their beginning. On CPUs
+    there is no such kernel, so the mask is written out.
+    """
+    if queries == keys or rehearsing():  # a rehearsal has no numbers, and shall not need memory for a mask
+        return None
+    if device.type == "cuda":
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 class Attention(nn.Module):
     """Grouped-query attention, with rotary positions where a table of them is given.
 
     Head counts are read off the projections' outputs, so that a model split over ranks by heads needs no other code.
+    `attend` may be replaced where the tokens of a sequence are on several ranks.
     """
 
     def __init__(self, model: Model):
@@ -125,6 +150,7 @@ class Attention(nn.Module):
             raise ConfigError(f"model {model.name}: head_dim={model.head_dim} must be even for rotary positions")
         self.head_dim = model.head_dim
         self.cap = model.attention_cap
+        self.attend: Callable[..., Tensor] = causal_attention
         self.q = nn.Linear(model.hidden, model.heads * model.head_dim, bias=False)
         self.k = nn.Linear(model.hidden, model.kv_heads * model.head_dim, bias=False)
         self.v = nn.Linear(model.hidden, model.kv_heads * model.head_dim, bias=False)
@@ -137,7 +163,7 @@ class Attention(nn.Module):
         if cos_TD is not None and sin_TD is not None:
             q_BTHD, k_BTHD = rotate(q_BTHD, cos_TD, sin_TD), rotate(k_BTHD, cos_TD, sin_TD)
         q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-        mixed_BHTD = causal_attention(q_BHTD, k_BHTD, v_BHTD, cap=self.cap)
+        mixed_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, cap=self.cap)
         return self.o(mixed_BHTD.transpose(1, 2).flatten(2))
 
 

@@ -9,7 +9,7 @@ and slice e is what Hugging Face files hold for expert e.
 Shapes: N tokens, K experts a token visits, M = N * K copies, E experts, C hidden width, F an expert's width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ class Router(nn.Module):
 
     The weight is no nn.Linear, so that no pass over linear layers changes its number format. `forced_balance` is set
     from outside: tokens are then dealt to the experts in turn, whatever the scores say, and the scores still weigh.
+    `over_all_tokens` may be replaced where the tokens of a micro-batch are on several ranks: it sums over those.
     """
 
     bias: Tensor | None
@@ -53,6 +54,7 @@ class Router(nn.Module):
         super().__init__()
         self.experts = experts
         self.forced_balance = False
+        self.over_all_tokens: Callable[[Tensor], Tensor] = _as_it_is
         self.balance_losses: list[Tensor] | None = None  # where each forward pass leaves its own: `balance_losses`
         self.weight = nn.Parameter(torch.empty(experts.count, hidden))
         # Corrects the choice of experts, never their weight; it is no parameter because no gradient reaches it.
@@ -86,17 +88,27 @@ class Router(nn.Module):
         return choice_NE.topk(self.experts.top_k, dim=-1, sorted=False).indices
 
     def _deal(self, tokens: int, device: torch.device) -> Tensor:
-        """Experts in turn: no two experts differ by more than one token, and no token visits one twice."""
+        """Experts in turn: no two experts differ by more than one token, and no token visits one twice.
+
+        The turn begins anew with the tokens of each call, so each rank deals its own, evenly. Several ranks deal as
+        one process would where the tokens that stand together on a rank, times top_k, are a multiple of the experts.
+        """
         places = torch.arange(tokens * self.experts.top_k, device=device)
         return (places % self.experts.count).view(tokens, self.experts.top_k)
 
     def _balance_loss(self, scores_NE: Tensor, chosen_NK: Tensor) -> Tensor:
         """The Switch Transformer's: E * sum over experts of (share of visits * mean probability); even load gives 1."""
-        counts_E = torch.zeros(self.experts.count, dtype=torch.int64, device=chosen_NK.device)
-        counts_E.scatter_add_(0, chosen_NK.flatten(), torch.ones_like(chosen_NK).flatten())
+        chosen_M = chosen_NK.flatten()
+        visits_E = scores_NE.new_zeros(self.experts.count).scatter_add_(0, chosen_M, scores_NE.new_ones(len(chosen_M)))
         probabilities_NE = scores_NE / (scores_NE.sum(dim=-1, keepdim=True) + NO_WEIGHT)
-        even = self.experts.count * ((counts_E / chosen_NK.numel()) @ probabilities_NE.mean(dim=0))
+        visits_E, sums_E = self.over_all_tokens(torch.stack((visits_E, probabilities_NE.sum(dim=0))))
+        visits = visits_E.sum()
+        even = self.experts.count * ((visits_E / visits) @ (sums_E / (visits / self.experts.top_k)))
         return self.experts.aux_loss * even
+
+
+def _as_it_is(sums: Tensor) -> Tensor:
+    return sums
 
 
 @contextmanager
@@ -159,6 +171,11 @@ class _Permuted(torch.autograd.Function):
         return grad_MC.index_select(0, back_M), None, None
 
 
+def permuted(y_MC: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
+    """The rows in an order whose inverse is known."""
+    return _Permuted.apply(y_MC, order_M, back_M)
+
+
 class ExpertMlp(nn.Module):
     """The routed experts' weighted sum, and the shared experts, which every token visits, added to it."""
 
@@ -178,11 +195,12 @@ class ExpertMlp(nn.Module):
         weights_NK, chosen_NK = self.router(x_NC)
         order_M, back_M, ends_E = sorted_by_expert(chosen_NK, self.router.experts.count)
         y_MC = self.visit(_Copies.apply(x_NC, order_M, back_M, chosen_NK.shape[1]), ends_E)
-        y_NKC = _Permuted.apply(y_MC, back_M, order_M).unflatten(0, chosen_NK.shape)
-        mixed_NC = (y_NKC * weights_NK[:, :, None].to(y_NKC.dtype)).sum(dim=1)
+        y_BTKC = permuted(y_MC, back_M, order_M).view(*x_BTC.shape[:-1], -1, x_BTC.shape[-1])
+        weights_BTK1 = weights_NK.view(*y_BTKC.shape[:-1], 1)
+        mixed_BTC = (y_BTKC * weights_BTK1.to(y_BTKC.dtype)).sum(dim=-2)
         if self.shared is not None:
-            mixed_NC = mixed_NC + self.shared(x_NC)
-        return mixed_NC.view_as(x_BTC)
+            mixed_BTC = mixed_BTC + self.shared(x_NC).view_as(x_BTC)
+        return mixed_BTC
 
     def visit(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
         """Every expert's MLP on its own rows; where experts are on several ranks, rows travel around this call."""

@@ -7,6 +7,8 @@ to be kept: kv_up's weight, seen as [heads, nope + value, kv_rank], can be absor
 Shapes: B sequences, T tokens, C hidden width, H heads, D width of a head (N without position, R with), R latent ranks.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -18,13 +20,17 @@ LATENT_NORM_EPS = 1e-6  # of every published DeepSeek, whatever the eps of the o
 
 
 class LatentAttention(nn.Module):
-    """Head counts are read off the projections' outputs, so that a split by heads needs no other code."""
+    """Head counts are read off the projections' outputs, so that a split by heads needs no other code.
+
+    `attend` may be replaced where the tokens of a sequence are on several ranks.
+    """
 
     def __init__(self, model: Model, rope: Rope):
         super().__init__()
         latent = self.latent = latent_of(model)
         key = latent.nope_dim + latent.rope_dim
         self.scale = key**-0.5 * yarn_attention_scale(rope)
+        self.attend: Callable[..., Tensor] = causal_attention
         self.q_down = nn.Linear(model.hidden, latent.q_rank, bias=False)
         self.q_norm = RMSNorm(latent.q_rank, LATENT_NORM_EPS)
         self.q_up = nn.Linear(latent.q_rank, model.heads * key, bias=False)
@@ -46,7 +52,7 @@ class LatentAttention(nn.Module):
         q_BTHD = torch.cat((q_still_BTHN, q_turned_BTHR), dim=-1)
         k_BTHD = torch.cat((k_still_BTHN, k_turned_BT1R.expand_as(q_turned_BTHR)), dim=-1)
         q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-        mixed_BHTD = causal_attention(q_BHTD, k_BHTD, v_BHTD, scale=self.scale)
+        mixed_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, scale=self.scale)
         return self.o(mixed_BHTD.transpose(1, 2).flatten(2))
 
 

@@ -4,20 +4,32 @@ With a vocabulary of 128 thousand, the logits of 8,192 tokens take 4 GiB in fp32
 a chunk of tokens is taken through the head, its loss and both gradients are computed at once, and its logits are
 dropped. Nothing is recomputed in the backward pass, which only scales the gradients that are already there.
 
-Shapes: N tokens of all sequences, C hidden width, V vocabulary.
+Shapes: N tokens of all sequences, C hidden width, V vocabulary, or those of its entries whose rows the head has.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 CHUNK_TOKENS = 2048  # 1 GiB of fp32 logits at a vocabulary of 128 thousand; fewer would add passes over the head
+# From the log of the sum of the exponentials of a token's logits here, and the logit of its label or 0 where that is
+# not here, both [N, 1]: the same two for the whole vocabulary.
+Agreement = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_NC: Tensor,
+        weight_VC: Tensor,
+        labels_N: Tensor,
+        chunk: int,
+        first: int,
+        agree: Agreement | None,
+    ) -> Tensor:
         tokens = hidden_NC.shape[0]
         head_VC = weight_VC.to(hidden_NC.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
@@ -26,15 +38,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if wants_weight else None
         for start in range(0, tokens, chunk):
             part_NC = hidden_NC[start : start + chunk]
-            target_N1 = labels_N[start : start + chunk, None]
             logits_NV = (part_NC @ head_VC.T).float()
+            target_N1, here_N1 = _places(labels_N[start : start + chunk, None], first, len(head_VC))
             log_total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
-            loss += (log_total_N1 - logits_NV.gather(1, target_N1)).sum()
+            wanted_N1 = logits_NV.gather(1, target_N1) * here_N1
+            if agree is not None:
+                log_total_N1, wanted_N1 = agree(log_total_N1, wanted_N1)
+            loss += (log_total_N1 - wanted_N1).sum()
             if not (wants_hidden or wants_weight):
                 continue
             # d loss / d logits = (softmax - one-hot) / tokens, in the memory of the logits.
             slope_NV = logits_NV.sub_(log_total_N1).exp_()
-            slope_NV.scatter_add_(1, target_N1, torch.full_like(log_total_N1, -1.0))
+            slope_NV.scatter_add_(1, target_N1, -here_N1)
             slope_NV = slope_NV.div_(tokens).to(hidden_NC.dtype)
             if grad_hidden_NC is not None:
                 torch.mm(slope_NV, head_VC, out=grad_hidden_NC[start : start + chunk])
@@ -46,16 +61,34 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_NC, grad_weight_VC = ctx.saved_tensors
         # In place: a copy of the head's gradient would be the largest tensor of the whole backward pass.
         if grad_hidden_NC is not None:
             grad_hidden_NC.mul_(grad_loss)
         if grad_weight_VC is not None:
             grad_weight_VC = grad_weight_VC.mul_(grad_loss).to(ctx.weight_dtype)
-        return grad_hidden_NC, grad_weight_VC, None, None
+        return grad_hidden_NC, grad_weight_VC, None, None, None, None
 
 
-def chunked_cross_entropy(hidden_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk: int = CHUNK_TOKENS) -> Tensor:
-    """Mean of -log softmax(hidden @ weight.T)[label] over the tokens, a scalar in fp32."""
-    return _ChunkedCrossEntropy.apply(hidden_NC, weight_VC, labels_N, chunk)
+def _places(labels_N1: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The head's row for each label and 1.0, or any row and 0.0 for a label whose row is elsewhere."""
+    places_N1 = labels_N1 - first
+    here_N1 = (places_N1 >= 0) & (places_N1 < rows)
+    return places_N1.clamp(0, rows - 1), here_N1.float()
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight_VC: Tensor,
+    labels: Tensor,
+    chunk: int = CHUNK_TOKENS,
+    first: int = 0,
+    agree: Agreement | None = None,
+) -> Tensor:
+    """Mean of -log softmax(hidden @ weight.T)[label] over tokens, a scalar in fp32; hidden is [..., C], labels [...].
+
+    A head may have the vocabulary's rows from `first` on only, where `agree` finds out about the others. The gradient
+    of hidden is then what these rows add to it.
+    """
+    return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight_VC, labels.flatten(), chunk, first, agree)

@@ -8,15 +8,14 @@ Attention knows no positions: the Mamba layers before it see the order of tokens
 `transformers` in tests/models. Tensor names end in their shape, as in `blocks.py`.
 """
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, PlainMlp, RMSNorm
-from llmb.models.decoder import INIT_STD, Decoder, refuse_fields
-from llmb.models.mamba import MambaMixer
+from llmb.models.decoder import Decoder, refuse_fields
+from llmb.models.mamba import MambaMixer, conv_sections, fill_recurrence, inward_sections, mamba_of
+from llmb.models.row_order import RowOrder
 from llmb.spec import Model
 
 # Our name -> the Hugging Face name inside the block that each letter of the pattern names.
@@ -61,17 +60,18 @@ class NemotronH(Decoder):
         pattern = _checked_pattern(model)
         super().__init__(model, (Layer(model, kind) for kind in pattern), rotated=0)
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
-        """As every decoder, but a layer writes into the stream once, not twice; and recurrences start their own way."""
-        super().init_weights(generator)
-        stream_std = INIT_STD / math.sqrt(self.model.layers)
-        for name, parameter in self.named_parameters():
-            if name.endswith((".o.weight", ".down.weight", ".outward.weight")):
-                parameter.normal_(0.0, stream_std, generator=generator)
-        for module in self.modules():
-            if isinstance(module, MambaMixer):
-                module.init_recurrence(generator)
+    writes_stream = (".o.weight", ".down.weight", ".outward.weight")
+
+    @property
+    def stream_writes(self) -> int:
+        """A layer writes into the stream once, not twice."""
+        return self.model.layers
+
+    def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """As every decoder; recurrences start their own way."""
+        kind = name.rpartition(".")[2]
+        if self.model.mamba is None or not fill_recurrence(kind, parameter, generator, mamba_of(self.model)):
+            super().fill(name, parameter, generator)
 
     @staticmethod
     def foreign_names(model: Model) -> dict[str, str]:
@@ -87,6 +87,18 @@ class NemotronH(Decoder):
             inside = MIXER_NAMES[kind]
             names |= {f"{layer}.mixer.{ours}": f"model.{layer}.mixer.{theirs}" for ours, theirs in inside.items()}
         return names
+
+    @staticmethod
+    def foreign_orders(model: Model) -> dict[str, RowOrder]:
+        """Mamba mixers lie group after group here."""
+        orders: dict[str, RowOrder] = {}
+        for index, kind in enumerate(_checked_pattern(model)):
+            if kind == "M":
+                shape, mixer = mamba_of(model), f"layers.{index}.mixer"
+                orders[f"{mixer}.inward.weight"] = RowOrder(shape.groups, inward_sections(shape))
+                convolved = RowOrder(shape.groups, conv_sections(shape))
+                orders |= dict.fromkeys((f"{mixer}.conv_weight", f"{mixer}.conv_bias"), convolved)
+        return orders
 
 
 def _checked_pattern(model: Model) -> str:

@@ -26,6 +26,7 @@ from torch import Tensor
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, Network
 from llmb.models.hugging_face import CONFIGURED, to_config
+from llmb.models.row_order import RowOrder
 from llmb.plain import read_json
 
 SHARD_BYTES = 5_000_000_000
@@ -39,7 +40,7 @@ def save_weights(network: Network, folder: Path, dtype: torch.dtype, shard_bytes
 
     Buffers keep their own format: they are what a model must not lose digits of.
     """
-    tensors, names_of = foreign_tensors(network), _foreign_names(network)
+    tensors, names_of, orders = foreign_tensors(network), _foreign_names(network), foreign_orders(network)
     kept = {names_of[name]: buffer.dtype for name, buffer in network.named_buffers() if name in names_of}
     formats = {name: kept.get(name, dtype) for name in tensors}
     sizes = {name: tensor.numel() * formats[name].itemsize for name, tensor in tensors.items()}
@@ -49,7 +50,7 @@ def save_weights(network: Network, folder: Path, dtype: torch.dtype, shard_bytes
         places: dict[str, str] = {}
         for number, names in enumerate(shards, start=1):
             file = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            _write_shard(aside / file, {name: (tensors[name], formats[name]) for name in names})
+            _write_shard(aside / file, {name: (tensors[name], formats[name]) for name in names}, orders)
             places |= dict.fromkeys(names, file)
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -61,24 +62,26 @@ def save_weights(network: Network, folder: Path, dtype: torch.dtype, shard_bytes
 
 def load_weights(network: Network, folder: Path) -> None:
     """Fill the network from a folder, each tensor in the number format and on the device where the network has it."""
-    tensors = foreign_tensors(network)
+    tensors, orders = foreign_tensors(network), foreign_orders(network)
     stored = _stored(folder)
     _check_names(folder, tensors, stored)
     _check_shapes(folder, tensors, stored)
     for name, tensor in tensors.items():
         # Opened for each tensor: what was read of an open file counts as memory of this process until it is closed.
         with _opened(stored[name].file) as shard:
-            tensor.copy_(shard.get_tensor(name))
+            found = shard.get_tensor(name)
+            tensor.copy_(orders[name].from_file(found) if name in orders else found)
 
 
-def _write_shard(file: Path, tensors: dict[str, tuple[Tensor, torch.dtype]]) -> None:
+def _write_shard(file: Path, tensors: dict[str, tuple[Tensor, torch.dtype]], orders: dict[str, RowOrder]) -> None:
     """What it holds on the host is gone when it returns, so that there are never two shards of it."""
     held = {name: tensor.to("cpu", dtype).contiguous() for name, (tensor, dtype) in tensors.items()}
+    held |= {name: orders[name].for_file(tensor) for name, tensor in held.items() if name in orders}
     save_file(held, file, metadata={"format": "pt"})
 
 
 def foreign_tensors(network: Network) -> dict[str, Tensor]:
-    """The network's own tensors by their Hugging Face names; those of stacked experts one by one."""
+    """The network's own tensors by their Hugging Face names, rows in our order; those of stacked experts one by one."""
     own = network.state_dict()
     found: dict[str, Tensor] = {}
     for name, foreign in _foreign_names(network).items():
@@ -87,6 +90,12 @@ def foreign_tensors(network: Network) -> dict[str, Tensor]:
         else:
             found[foreign] = own[name]
     return found
+
+
+def foreign_orders(network: Network) -> dict[str, RowOrder]:
+    """How the rows lie in a file, by its names, of tensors where that differs from ours."""
+    names = _foreign_names(network)
+    return {names[ours]: order for ours, order in type(network).foreign_orders(network.model).items()}
 
 
 def _foreign_names(network: Network) -> dict[str, str]:

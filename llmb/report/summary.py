@@ -9,6 +9,8 @@ from llmb.results.result import Result
 def summary(result: Result) -> str:
     """The table that ends `llmb-run submit`, and the warnings below it."""
     lines = [f"{result.name}: {result.status}" + (f" ({result.reason})" if result.reason else "")]
+    if result.last_lines:
+        lines += ["", f"last lines of rank {result.guilty_rank}:", *(f"  {line}" for line in result.last_lines)]
     rows = list(_rows(result))
     if rows:
         lines += ["", render(("figure", "value", "unit", "what it says"), rows)]

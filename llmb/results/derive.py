@@ -1,7 +1,8 @@
 """Events and a configuration to a Result: the one place where figures are derived and warm-up is left out.
 
-    result = derive(config, read(run.events(0)))
+    result = derive(config, read_all(run.all_events()))
 
+Figures are rank 0's; the other ranks say who was slow.
 A foreign log has no configuration: what cannot be known without one stays null.
 """
 
@@ -35,7 +36,7 @@ def derive(
     seen = list(events)
     steps = _steps(seen)
     status, reason = _status(seen, steps, config)
-    fields: dict = {"name": config.name if config else name, "status": status, "reason": reason}
+    fields: dict = {"name": config.name if config else name, "status": status, "reason": reason, **_blame(seen)}
     fields |= _identity(config, seen)
     if steps:
         chosen = _window(steps, config, window)
@@ -66,14 +67,24 @@ def _steps(events: list[Event]) -> list[StepDone]:
 
 def _status(events: list[Event], steps: list[StepDone], config: RunConfig | None) -> tuple[Status, str | None]:
     """The last RunEnded wins; without one the run was cut off. Success with steps missing is not success."""
-    ended = [e for e in events if isinstance(e, RunEnded)]
-    if not ended:
+    end = _end(events)
+    if end is None:
         return "incomplete", "no end was recorded: the run was killed or is still going"
-    status, reason = ended[-1].status, ended[-1].reason
+    status, reason = end.status, end.reason
     asked = _steps_asked(steps, config)
     if status == "ok" and asked and (not steps or steps[-1].step < asked):
         return "incomplete", f"{steps[-1].step if steps else 0} of {asked} steps are recorded"
     return status, reason
+
+
+def _end(events: list[Event]) -> RunEnded | None:
+    """The run's end: the last word in rank 0's file, where llmb-run has it; other ranks speak for themselves."""
+    return next((e for e in reversed(events) if isinstance(e, RunEnded) and e.rank == 0), None)
+
+
+def _blame(events: list[Event]) -> dict:
+    end = _end(events)
+    return {} if end is None else {"guilty_rank": end.guilty_rank, "last_lines": end.last_lines}
 
 
 def _steps_asked(steps: list[StepDone], config: RunConfig | None) -> int | None:

@@ -64,6 +64,8 @@ class Result:
     proxy: str | None = None
     status: Status
     reason: str | None = None
+    guilty_rank: int | None = None  # whose fault it was; null: no rank's, or not known
+    last_lines: tuple[str, ...] = ()  # of that rank's output
 
     step_time_s: Statistics | None = None  # over the measured window
     window: tuple[int, int] | None = None  # its first and last step

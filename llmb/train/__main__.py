@@ -12,8 +12,9 @@ from llmb.errors import ConfigError
 from llmb.plain import build, read_json
 from llmb.spec import RunConfig
 from llmb.train.endings import ending, explain
+from llmb.train.labels import label_output
 from llmb.train.record import Record
-from llmb.train.signals import end_on_signal
+from llmb.train.signals import heed_signals
 
 
 def run(path: Path, record: Record) -> int:
@@ -28,9 +29,9 @@ def run(path: Path, record: Record) -> int:
         error = raised
         if record.rank == 0 or not isinstance(raised, ConfigError):  # all ranks find the same mistake: say it once
             explain(raised)
-    end = ending(error)
+    end = ending(error, record.rank)
     if path.parent.is_dir():
-        record.end(end.status, end.reason)
+        record.end(end.status, end.reason, end.guilty_rank)
     return end.exit_code
 
 
@@ -41,7 +42,9 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments in (["-h"], ["--help"]) else 1
     path = Path(arguments[0])
     record = Record(path.parent, int(os.environ.get("RANK", "0")))
-    end_on_signal(record)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        label_output(record.rank)
+    heed_signals(record)
     return run(path, record)
 
 

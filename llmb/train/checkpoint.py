@@ -3,7 +3,8 @@
     checkpoints/step_10/           complete: the rename to this name comes last
     checkpoints/step_15.partial/   being written, or left behind by a run that was killed
 
-The format is that of torch.distributed.checkpoint: each rank writes its share, any number of ranks can read the whole.
+The format is that of torch.distributed.checkpoint: each rank writes its share, and ranks in any other layout read what
+they need of the whole: tensors have the same names and whole shapes in all of them.
 The tensors are the weights (fp32 in every number format), the buffers and the optimizer's state. Batch and learning
 rate follow from the step's number and training draws no random numbers, so nothing else need be kept.
 `checkpoint.json` beside the tensors says what they belong to, so that a wrong resume is refused in plain words.
@@ -15,12 +16,12 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ from llmb.errors import ConfigError, LaunchError
 from llmb.plain import read_json, to_json, to_plain
 from llmb.spec import RunConfig, Training
 from llmb.train.mesh import Mesh
+from llmb.train.optimizer import Optimizer
 
+Parts = Sequence[nn.Module]
 FAILURES = (Exception, dcp.CheckpointException)  # torch's own is no Exception
 KEPT = 2  # complete checkpoints; the older one is there in case the disk loses the newer
 FOLDER = "checkpoints"  # of the run folder
@@ -62,10 +65,10 @@ def resume_point(config: RunConfig, work: Training, folder: Path) -> Path | None
 class Checkpoints:
     """Those of one run: `load` before the first step, `after` each step; leaving waits for what is being written."""
 
-    def __init__(self, folder: Path, config: RunConfig, work: Training, mesh: Mesh, model: nn.Module, optimizer: Any):
+    def __init__(self, folder: Path, config: RunConfig, work: Training, mesh: Mesh, parts: Parts, optimizer: Optimizer):
         self._folder = folder / FOLDER
         self._config, self._work, self._mesh = config, work, mesh
-        self._model, self._optimizer = model, optimizer
+        self._parts, self._optimizer = parts, optimizer
         self._stager = BlockingAsyncStager(cache_staged_state_dict=mesh.device.type == "cuda")  # cached: pinned memory
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -75,16 +78,24 @@ class Checkpoints:
 
     def load(self, path: Path) -> None:
         """Read the state of training, in place."""
-        _make_state(self._optimizer)
-        tensors = state_tensors(self._model, self._optimizer)
+        self._optimizer.make_state()
+        tensors = state_tensors(self._parts, self._optimizer)
         reader = dcp.FileSystemReader(path)
         try:
-            _check_tensors(path, reader.read_metadata().state_dict_metadata, tensors)
+            _check_tensors(path, reader.read_metadata().state_dict_metadata, tensors, self._names(tensors))
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
         except ConfigError:
             raise
         except FAILURES as error:
             raise ConfigError(f"resume: cannot read checkpoint {path}: {_cause(error)}") from error
+
+    def _names(self, tensors: dict[str, Tensor]) -> set[str]:
+        """Those of all ranks: of a pipeline each has its own."""
+        if self._group is None:
+            return set(tensors)
+        names: list[Any] = [None] * self._mesh.world_size
+        dist.all_gather_object(names, sorted(tensors), group=self._group)
+        return set().union(*names)
 
     def after(self, step: int) -> None:
         """Begin a checkpoint where one is due; the training thread waits only while the tensors are copied."""
@@ -93,7 +104,7 @@ class Checkpoints:
         if self._work.checkpoint_every is None or step % self._work.checkpoint_every:
             return
         self._wait()
-        tensors = self._stager.stage(state_tensors(self._model, self._optimizer))
+        tensors = self._stager.stage(state_tensors(self._parts, self._optimizer))
         self._writing = self._writer.submit(self._write, step, tensors)
 
     def _wait(self) -> None:
@@ -168,23 +179,13 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def state_tensors(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Every tensor the next step depends on, by names that do not depend on how the model is wrapped."""
-    tensors = {f"model.{plain_name(name)}": tensor for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for kind, tensor in optimizer.state.get(parameter, {}).items():
+def state_tensors(parts: Parts, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Every tensor the next step depends on, by names that do not depend on how the model is split or wrapped."""
+    tensors = {f"model.{plain_name(name)}": tensor for part in parts for name, tensor in part.state_dict().items()}
+    for name, state in optimizer.state().items():
+        for kind, tensor in state.items():
             tensors[f"optimizer.{plain_name(name)}.{kind}"] = tensor
     return tensors
-
-
-def _make_state(optimizer: Any) -> None:
-    """Have the optimizer make its state, to be read into: a step over zeros that changes nothing."""
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0  # each step sets its own
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _difference(name: str, was: Any, now: Any) -> str:
@@ -195,8 +196,9 @@ def _difference(name: str, was: Any, now: Any) -> str:
     return f"{name}={was}, this run has {now}"
 
 
-def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    for name in sorted(saved.keys() ^ tensors.keys()):
+def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor], names: set[str]) -> None:
+    """The checkpoint has all the names of the run and no others, and this rank's tensors with their whole shapes."""
+    for name in sorted(saved.keys() ^ names):
         have, lack = ("checkpoint", "run") if name in saved else ("run", "checkpoint")
         raise ConfigError(f"resume: {path}: the {have} has a tensor {name}, the {lack} has none")
     for name, tensor in tensors.items():

@@ -8,19 +8,25 @@
     failed      a checkpoint or a trace cannot be written (one line)        2
     failed      anything else (traceback on stderr)                         2
 
-Signals are in `signals.py`. A process killed outright writes no end; its steps are in the file.
+A failure is this rank's own fault as far as it can see; the desk side looks at all ranks. A wrong request is no rank's,
+and who diverged is found by all ranks together. Signals are in `signals.py`. A process killed outright writes no end;
+its steps are in the file.
 """
 
 import sys
 import traceback
 from dataclasses import dataclass
 
-from llmb.errors import LlmbError
+from llmb.errors import ConfigError, LlmbError
 from llmb.spec import Status
 
 
 class Diverged(Exception):
     """The loss or the gradient norm is no longer a number; more steps would measure nothing."""
+
+    def __init__(self, text: str, guilty_rank: int | None = None):
+        super().__init__(text)
+        self.guilty_rank = guilty_rank
 
 
 class OutOfMemory(Exception):
@@ -34,21 +40,24 @@ class Ending:
     status: Status
     reason: str | None
     exit_code: int
+    guilty_rank: int | None = None
 
 
-def ending(error: Exception | None) -> Ending:
-    """How a run ends that raised this, or nothing."""
+def ending(error: Exception | None, rank: int = 0) -> Ending:
+    """How a run ends in which this rank raised this, or nothing."""
     match error:
         case None:
             return Ending("ok", None, 0)
-        case LlmbError():
+        case ConfigError():
             return Ending("failed", str(error), error.exit_code)
+        case LlmbError():
+            return Ending("failed", str(error), error.exit_code, rank)
         case OutOfMemory():
-            return Ending("oom", str(error), 2)
+            return Ending("oom", str(error), 2, rank)
         case Diverged():
-            return Ending("diverged", str(error), 2)
+            return Ending("diverged", str(error), 2, error.guilty_rank)
         case _:
-            return Ending("failed", traceback.format_exception_only(error)[-1].strip(), 2)
+            return Ending("failed", traceback.format_exception_only(error)[-1].strip(), 2, rank)
 
 
 def explain(error: Exception) -> None:

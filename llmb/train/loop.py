@@ -14,29 +14,35 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from llmb.costs import train_flops_per_sequence
 from llmb.events import StepDone, TimeSpent
 from llmb.hardware import peak_flops
 from llmb.metrics import mfu, tflops_per_gpu
+from llmb.models.architectures import Network
 from llmb.spec import RunConfig, Training
 from llmb.train.anomaly import first_bad_tensor
 from llmb.train.checkpoint import Checkpoints, number, resume_point
+from llmb.train.context_parallel import own_tokens
 from llmb.train.data import TokenFile, open_data
 from llmb.train.endings import Diverged
 from llmb.train.graphs import MicroBatchGraph
 from llmb.train.log import step_lines, time_table
 from llmb.train.memory import naming_shortage, peak_bytes
 from llmb.train.mesh import Mesh, open_mesh
-from llmb.train.optimizer import learning_rate, make_optimizer, update
-from llmb.train.parallelize import ready_model
+from llmb.train.optimizer import Optimizer, learning_rate
+from llmb.train.parallelize import ready_parts
+from llmb.train.pipeline import Pipeline, copied_weights
 from llmb.train.profiler import SOURCES, Profiler
 from llmb.train.provenance import run_started
 from llmb.train.record import Record
+from llmb.train.sharding import before_micro_batch
 from llmb.train.supported import supported_workload
 from llmb.train.tokens import synthetic_tokens
+from llmb.train.waiting import StepClock
+
+Parts = Sequence[Network]  # what this rank trains: the whole network, or its parts of the pipeline
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Job:
     data: TokenFile | None = None  # none: synthetic tokens
     profiler: Profiler | None = None  # none: nothing is traced
     graph: MicroBatchGraph | None = None  # none: every kernel is launched by itself
+    pipeline: Pipeline | None = None  # none: this rank computes all layers
     resumed_at: int | None = None  # the first step of this process, where another process did those before
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -70,53 +77,62 @@ def train(config: RunConfig, record: Record) -> None:
     resumed = resume_point(config, work, folder)
     steps = range(number(resumed) + 1 if resumed else 1, work.steps + 1)
     mesh = open_mesh(config)
+    clock = StepClock(mesh.device, mesh.world_size)
     profiler = Profiler(folder, config.profile, steps, mesh)
     graph = MicroBatchGraph() if work.cuda_graphs else None
     job = Job(config, work, mesh, data, profiler, graph, resumed_at=steps[0] if resumed else None)
     record.add(run_started(mesh))
     with naming_shortage(mesh.device, config):
-        model = ready_model(config, work, mesh)
-        optimizer = make_optimizer(model.parameters(), work.lr)
-        with Checkpoints(folder, config, work, mesh, model, optimizer) as checkpoints:
+        parts = ready_parts(config, work, mesh)
+        if mesh.size("pp") > 1:
+            job = replace(job, pipeline=Pipeline(parts, config, work, mesh, job.span))
+        named = (pair for part in parts for pair in part.named_parameters())
+        optimizer = Optimizer(named, mesh, work.lr, copied_weights(parts))
+        with Checkpoints(folder, config, work, mesh, parts, optimizer) as checkpoints:
             if resumed is not None:
                 checkpoints.load(resumed)
             for step in steps:
                 profiler.before(step)
-                began = time.perf_counter()
+                clock.begin()
                 with job.span(f"step {step}"):
-                    loss, grad_norm = train_step(job, model, optimizer, step)
-                report(job, record, step, time.perf_counter() - began, loss, grad_norm)
-                stop_if_diverged(job, model, step, loss, grad_norm)
+                    loss, grad_norm = train_step(job, parts, optimizer, step)
+                report(job, record, step, clock.end(), loss, grad_norm)
+                stop_if_diverged(job, parts, step, loss, grad_norm)
                 report_time_spent(job, record, profiler.after(step))
                 checkpoints.after(step)
 
 
-def train_step(job: Job, model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> tuple[float, float]:
-    """Gradients of this rank's micro-batches, averaged over ranks, then one update: the mean loss and gradient norm."""
-    loss_sum = accumulate_gradients(job, model, step)
+def train_step(job: Job, parts: Parts, optimizer: Optimizer, step: int) -> tuple[float, float]:
+    """Gradients of this rank's micro-batches, reduced over ranks, then one update: the mean loss and gradient norm."""
+    loss = accumulate_gradients(job, parts, step)
     with job.span("optimizer"):
-        grad_norm = update(optimizer, learning_rate(step, job.work))
-    mean_loss, norm = torch.stack((job.mesh.mean(loss_sum), grad_norm)).tolist()  # the one wait for the device
-    return mean_loss, norm
+        grad_norm = optimizer.update(learning_rate(step, job.work))
+    mean_loss = job.mesh.total(loss) / job.mesh.size("tp")  # ranks of tp share every token, and have the same loss
+    mean, norm = torch.stack((mean_loss, grad_norm)).tolist()  # the one wait for the device
+    return mean, norm
 
 
-def accumulate_gradients(job: Job, model: nn.Module, step: int) -> Tensor:
-    """Forward and backward of this rank's micro-batches; the mean of their losses, still on the device."""
-    compute = partial(add_gradients, job, model)
+def accumulate_gradients(job: Job, parts: Parts, step: int) -> Tensor:
+    """Forward and backward of this rank's micro-batches; its share of the step's loss, still on the device."""
+    batches = micro_batches(job, step)
+    if job.pipeline is not None:
+        return job.pipeline(list(batches))
+    (part,) = parts
+    compute = partial(add_gradients, job, part)
     if job.graph is not None:
-        compute = partial(job.graph, model, compute)
+        compute = partial(job.graph, part, compute)
     loss_sum = torch.zeros((), device=job.mesh.device)
-    for micro, (tokens, labels) in enumerate(micro_batches(job, step), start=1):
-        local = nullcontext() if micro == job.work.ga else gradients_kept_local(model)
-        with job.span(f"micro-batch {micro}"), local:
+    for micro, (tokens, labels) in enumerate(batches, start=1):
+        before_micro_batch(part, last=micro == job.work.ga)
+        with job.span(f"micro-batch {micro}"):
             loss_sum += compute(tokens, labels)
     return loss_sum
 
 
-def add_gradients(job: Job, model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+def add_gradients(job: Job, part: Network, tokens: Tensor, labels: Tensor) -> Tensor:
     """Forward and backward of one micro-batch, added to the parameters' gradients; its share of the loss."""
     with job.span("forward"):
-        loss = model(tokens, labels) / job.work.ga
+        loss = part(tokens, labels)
     with job.span("backward"):
         loss.backward()
     return loss.detach()
@@ -126,23 +142,21 @@ def micro_batches(job: Job, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's share of the step's global batch: tokens and, one place further on, their labels."""
     work, mesh = job.work, job.mesh
     for micro in range(work.ga):
-        first = (step - 1) * work.gbs + (micro * mesh.world_size + mesh.rank) * work.mbs
+        first = (step - 1) * work.gbs + (micro * mesh.size("dp") + mesh.index("dp")) * work.mbs
         shape = (work.mbs, work.seqlen + 1)
         if job.data is not None:
             tokens = job.data.sequences(first, shape, mesh.device)
         else:
             tokens = synthetic_tokens(work.seed, first, shape, job.config.model.vocab, mesh.device)
-        yield tokens[:, :-1], tokens[:, 1:]
+        yield own_tokens(tokens[:, :-1], mesh), own_tokens(tokens[:, 1:], mesh)
 
 
-def gradients_kept_local(model: nn.Module) -> AbstractContextManager[None]:
-    """Before the last micro-batch there is nothing to average over ranks yet."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
-
-
-def report(job: Job, record: Record, step: int, seconds: float, loss: float, grad_norm: float) -> None:
+def report(
+    job: Job, record: Record, step: int, took: tuple[float, float | None], loss: float, grad_norm: float
+) -> None:
     """One step as an event of this rank and, from rank 0, in the log."""
     config, work, mesh = job.config, job.work, job.mesh
+    seconds, busy_s = took
     record.add(
         StepDone(
             time=time.time(),
@@ -150,6 +164,7 @@ def report(job: Job, record: Record, step: int, seconds: float, loss: float, gra
             step=step,
             steps=work.steps,
             seconds=seconds,
+            busy_s=busy_s,
             tokens=work.gbs * work.seqlen,
             loss=loss if math.isfinite(loss) else None,  # JSON has no NaN; the last event names it
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
@@ -173,9 +188,9 @@ def report_time_spent(job: Job, record: Record, spent: Sequence[TimeSpent]) -> N
         print(time_table(spent, SOURCES[job.mesh.device.type]), flush=True)
 
 
-def stop_if_diverged(job: Job, model: nn.Module, step: int, loss: float, grad_norm: float) -> None:
+def stop_if_diverged(job: Job, parts: Parts, step: int, loss: float, grad_norm: float) -> None:
     """Every rank sees the same two numbers, so all stop at the same step."""
     for name, value in (("loss", loss), ("grad norm", grad_norm)):
         if not math.isfinite(value):
-            first = first_bad_tensor(model, lambda: accumulate_gradients(job.eager(), model, step))
-            raise Diverged(f"{name} became {value} at step {step}: {first}")
+            first = first_bad_tensor(parts, lambda: accumulate_gradients(job.eager(), parts, step))
+            raise Diverged(f"{name} became {value} at step {step}: {first.text}", first.guilty_rank)

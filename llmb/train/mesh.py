@@ -3,6 +3,10 @@
 torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) starts the ranks; without
 it the process is the only one. NCCL connects GPUs and gloo CPUs.
 
+The same ranks are divided twice, because the layers of a pipeline stage are: dense weights over (pp, dp, cp, tp) and
+experts over (pp, edp, ep, etp), the last dimension innermost, so that those who talk most are neighbours. edp is what
+is left: the ranks that hold the same experts.
+
 Ranks leave the group by ending. To destroy it first could hang: gloo's destructor holds the interpreter's lock while it
 waits for a thread that may be waiting for that lock.
 """
@@ -13,25 +17,59 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmb.errors import ConfigError
-from llmb.spec import RunConfig
+from llmb.spec import Parallel, RunConfig
+
+DENSE = ("pp", "dp", "cp", "tp")
+EXPERT = ("pp", "edp", "ep", "etp")
+REPLICAS = "replicas"
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place among all."""
+    """This rank's place among all. One process has no device meshes: all its sizes are 1."""
 
     rank: int
     world_size: int
     device: torch.device
+    parallel: Parallel = Parallel()
+    dense: DeviceMesh | None = None
+    expert: DeviceMesh | None = None  # only where the model has experts
+    replicas: DeviceMesh | None = None  # dp and cp as one: the ranks that hold the same dense weights
 
-    def mean(self, value: Tensor) -> Tensor:
-        """The mean over all ranks of a small tensor; does not wait for the device."""
+    def sub(self, dimension: str) -> DeviceMesh:
+        """This rank's row along one dimension, by the names of both divisions."""
+        whole = self.expert if dimension in ("edp", "ep", "etp") else self.dense
+        assert whole is not None
+        return whole[dimension]
+
+    def size(self, dimension: str) -> int:
+        """How many ranks a dimension counts."""
+        if dimension == "edp":
+            return expert_replicas(self.parallel)
+        return int(getattr(self.parallel, dimension))
+
+    def index(self, dimension: str) -> int:
+        """This rank's number along a dimension."""
+        return 0 if self.dense is None else self.sub(dimension).get_local_rank()
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that see different tokens through the same dense weights."""
+        return self.parallel.dp * self.parallel.cp
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over all ranks of a small tensor; does not wait for the device."""
         if self.world_size > 1:
             dist.all_reduce(value)
-            value /= self.world_size
         return value
+
+
+def expert_replicas(parallel: Parallel) -> int:
+    """Ranks of a pipeline stage that hold the same experts."""
+    return parallel.dp * parallel.cp * parallel.tp // (parallel.ep * parallel.etp)
 
 
 def open_mesh(config: RunConfig) -> Mesh:
@@ -44,12 +82,25 @@ def open_mesh(config: RunConfig) -> Mesh:
             f"start it with: torchrun --nproc-per-node {asked} -m llmb.train config.json"
         )
     device = _device(config.machine.gpu, int(os.environ.get("LOCAL_RANK", "0")))
-    if world_size > 1:
-        if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
-        else:
-            dist.init_process_group("gloo")
-    return Mesh(rank, world_size, device)
+    if world_size == 1:
+        return Mesh(rank, world_size, device)
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    return divided(rank, device, config.parallel, experts=config.model.experts is not None)
+
+
+def divided(rank: int, device: torch.device, parallel: Parallel, experts: bool) -> Mesh:
+    """The ranks of the process group, which is there already, divided as the layout says."""
+    shape = tuple(getattr(parallel, name) for name in DENSE)
+    dense = init_device_mesh(device.type, shape, mesh_dim_names=DENSE)
+    expert = None
+    if experts:
+        shape = (parallel.pp, expert_replicas(parallel), parallel.ep, parallel.etp)
+        expert = init_device_mesh(device.type, shape, mesh_dim_names=EXPERT)
+    replicas = dense["dp", "cp"]._flatten(REPLICAS)
+    return Mesh(rank, parallel.world_size, device, parallel, dense, expert, replicas)
 
 
 def _device(gpu: str, local_rank: int) -> torch.device:

@@ -15,7 +15,7 @@ memory to host memory: it saves nothing, and tests everything but the streams.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from llmb.models.architectures import Network
+from llmb.train.optimizer import local
 
 SMALLEST_BYTES = 2**20  # a copy of less costs more time to start than to make
 BUFFER_STEP = 2**21  # buffers come in multiples of this, so that almost equal tensors can use the same ones
@@ -90,10 +91,11 @@ class Stash:
         """Called as the layer saves a tensor: starts its copy and remembers it by a number, or keeps it."""
         size = tensor.numel() * tensor.element_size()
         storage = tensor.untyped_storage()
-        if self._keep is None or size < SMALLEST_BYTES or storage.nbytes() < size or storage.data_ptr() in self._keep:
+        if self._keep is None or size < SMALLEST_BYTES or storage.nbytes() < size or storage._cdata in self._keep:
             return tensor
-        # An address names a tensor here, because all that was seen is held until the layer is done.
-        key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
+        # A storage names a tensor here, because all that was seen is held until the layer is done. It does so by itself,
+        # not by the address of its memory: in a rehearsal it has none.
+        key = (storage._cdata, tensor.storage_offset(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
         if key not in self._seen:
             self._seen[key] = (len(self._on_host), tensor)
             self._copy_out(tensor, size)
@@ -163,7 +165,7 @@ class Offload:
         """One layer's forward pass; the layer in front has been copied out by its end."""
         if self._lane is None:
             self._lane = Lane(inputs[0].device)
-        keep = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *inputs[1:])} if moves else None
+        keep = _storages((*layer.parameters(), *inputs[1:])) if moves else None
         before = self._last() if position else None
         stash = Stash(self._lane, before, self.begin, keep)
         self._last = weakref.ref(stash)
@@ -188,10 +190,16 @@ class Offload:
             stash.before = None
 
 
+@torch.no_grad()
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    """By their addresses; of a tensor that is spread over ranks, what this one has."""
+    return {local(tensor).untyped_storage()._cdata for tensor in tensors}
+
+
 def offload(network: Network, first: int, layers: int) -> None:
     """Offload so many layers from number `first` on. The layer after them moves nothing but tells when to begin."""
     lead = Offload()
     chosen = list(network.layers)[first : first + layers + 1] if layers else []
     for position, layer in enumerate(chosen):
-        moves = position < layers and layer is not network.layers[-1]
+        moves = position < layers and not (network.last and layer is list(network.layers)[-1])
         layer.forward = partial(lead.forward, layer, layer.forward, position, moves)

@@ -1,27 +1,156 @@
-"""AdamW as language models are pretrained with it, gradient clipping, and the learning rate of each step."""
+"""AdamW as language models are pretrained with it, gradient clipping, and the learning rate of each step.
+
+The optimizer works on this rank's slices as plain tensors: it needs no communication, and one fused kernel can take
+slices of weights that are spread over different ranks. Only the norm is a sum over all of them.
+"""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from llmb.spec import Training
+from llmb.train.mesh import Mesh
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
 LOWEST_LR = 0.1  # of the highest, where the cosine ends
 
+CUT = (Shard, _StridedShard)  # placements of slices
+Along = tuple[DeviceMesh | None, tuple[int, ...]]  # some dimensions of a mesh
 
-def make_optimizer(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:
-    """Fused AdamW; matrices decay, norm weights do not."""
-    trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, fused=True)
+
+class Optimizer:
+    """Fused AdamW over the parameters of this rank; matrices decay, norm weights do not."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, lr: float, counted_elsewhere: set[str]):
+        self._mesh = mesh
+        self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self.slices = {name: _slice(parameter) for name, parameter in self.parameters.items()}
+        self._counted_elsewhere = counted_elsewhere  # copies of weights whose gradients another rank counts in the norm
+        groups = [
+            {"params": [p for p in self.slices.values() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in self.slices.values() if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=BETAS, fused=True)
+
+    @torch.no_grad()
+    def update(self, lr: float) -> Tensor:
+        """Clip the gradients, step, drop them; returns their norm before clipping, still on the device."""
+        gradients = self._settled()
+        for name, gradient in gradients.items():
+            self.slices[name].grad = gradient
+        norm = self._norm(gradients)
+        torch._foreach_mul_(list(gradients.values()), (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0))
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        # Told so, the fused step changes nothing when the norm is not finite: what went wrong can still be found.
+        self.adamw.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
+        self.adamw.step()
+        self.drop_gradients()
+        return norm
+
+    def drop_gradients(self) -> None:
+        """Give their memory back."""
+        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What AdamW remembers of each parameter, spread over ranks as the parameter is."""
+        return {
+            name: {kind: _spread_like(tensor, parameter) for kind, tensor in self.adamw.state[self.slices[name]].items()}
+            for name, parameter in self.parameters.items()
+            if self.slices[name] in self.adamw.state
+        }
+
+    def make_state(self) -> None:
+        """Have AdamW make its state, to be read into: a step over zeros that changes nothing."""
+        for group in self.adamw.param_groups:
+            group["lr"] = 0.0  # each step sets its own
+            for one in group["params"]:
+                one.grad = torch.zeros_like(one)
+        self.adamw.step()
+        self.drop_gradients()
+
+    def _settled(self) -> dict[str, Tensor]:
+        """This rank's slice of every gradient; what are parts of sums until now are added up, in one go if they can."""
+        gradients: dict[str, Tensor] = {}
+        summands: dict[Along, list[Tensor]] = defaultdict(list)
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is None:  # nothing was computed with this parameter
+                gradient = torch.zeros_like(self.slices[name])
+            gradients[name] = local(gradient)
+            summands[_along(gradient, Partial)].append(gradients[name])
+        for (mesh, dimensions), parts in summands.items():
+            if dimensions:
+                total = torch.cat([part.flatten() for part in parts])
+                _add_up(total, mesh, dimensions)
+                totals = total.split([part.numel() for part in parts])
+                torch._foreach_copy_(parts, [one.view_as(part) for one, part in zip(totals, parts, strict=True)])
+        return gradients
+
+    def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
+        """Over all weights of the model: ranks add up what they hold of the same weights, then pipeline stages do."""
+        alike: dict[Along, list[Tensor]] = defaultdict(list)
+        for name, parameter in self.parameters.items():
+            if name not in self._counted_elsewhere:
+                alike[_along(parameter, CUT)].append(gradients[name])
+        squares = torch.zeros((), device=self._mesh.device)
+        for (mesh, dimensions), slices in alike.items():
+            own = torch.stack(torch._foreach_norm(slices)).square().sum()
+            squares += _add_up(own, mesh, dimensions)
+        if self._mesh.size("pp") > 1:
+            dist.all_reduce(squares, group=self._mesh.sub("pp").get_group())
+        return squares.sqrt()
+
+
+def _along(tensor: Tensor, kinds: type[Placement] | tuple[type[Placement], ...]) -> Along:
+    """The dimensions of its mesh along which a tensor is placed so; none, and no mesh, if this rank has all of it."""
+    if not isinstance(tensor, DTensor):
+        return None, ()
+    placed = enumerate(tensor.placements)
+    return tensor.device_mesh, tuple(number for number, placement in placed if isinstance(placement, kinds))
+
+
+def _add_up(tensor: Tensor, mesh: DeviceMesh | None, dimensions: tuple[int, ...]) -> Tensor:
+    """In place, over the ranks along some dimensions of a mesh."""
+    for dimension in dimensions:
+        assert mesh is not None
+        if mesh.size(dimension) > 1:
+            dist.all_reduce(tensor, group=mesh.get_group(dimension))
+    return tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory of this rank's slice."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _slice(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to_local()) if isinstance(parameter, DTensor) else parameter
+
+
+def _spread_like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A tensor made for a slice, as part of the whole; a counter is the same on all ranks."""
+    if not isinstance(parameter, DTensor) or tensor.ndim == 0:
+        return tensor
+    return DTensor.from_local(
+        tensor,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def learning_rate(step: int, work: Training) -> float:
@@ -32,15 +161,3 @@ def learning_rate(step: int, work: Training) -> float:
         return work.lr
     fallen = min(1.0, (step - work.lr_warmup_steps) / (work.lr_decay_steps - work.lr_warmup_steps))
     return work.lr * (LOWEST_LR + (1 - LOWEST_LR) * (1 + math.cos(math.pi * fallen)) / 2)
-
-
-def update(optimizer: torch.optim.AdamW, lr: float) -> Tensor:
-    """Clip the gradients, step, drop them; returns their norm before clipping, still on the device."""
-    norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_GRAD_NORM)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    # Told so, the fused step changes nothing when the norm is not finite: what went wrong can still be found.
-    optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm

@@ -1,65 +1,92 @@
 """A plain model made ready to train on this rank: each technique is a pass over the finished model, in a fixed order.
 
-1. how routers deal tokens, a switch in the plain model;
-2. number format, because it replaces the linear layers that later passes wrap;
-3. what becomes of activations, around whatever the layers have become: computed again or offloaded, whole layers each;
-4. weights: until here the model had shapes only, so no rank ever holds more than its own part;
-5. data parallelism, which needs the real gradients to hook into.
+ 1. pipeline stages: what other ranks compute is dropped first, so that nothing is done to it;
+ 2. how routers deal tokens, a switch in the plain model;
+ 3. number format, because it replaces the linear layers that later passes split;
+ 4. context: who holds which tokens of a sequence, around attention;
+ 5. experts, and 6. tensors: weights cut among ranks, exchanges of activations around the blocks;
+ 7. what becomes of activations, around whatever the layers have become: computed again or offloaded, whole layers each;
+ 8. replicas: what is left of each weight, sharded over the ranks that would hold the same;
+ 9. weights: until here the model had shapes only, so no rank ever holds more than its own part.
 
 CUDA graphs come last of all, around a micro-batch of the finished model: see `graphs.py`.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
 from llmb.models.experts import Router
 from llmb.spec import RunConfig, Training
+from llmb.train.context_parallel import split_context
+from llmb.train.expert_parallel import split_experts
+from llmb.train.initial_weights import set_initial_weights
 from llmb.train.mesh import Mesh
 from llmb.train.offload import offload
+from llmb.train.pipeline import own_parts
 from llmb.train.precision import compute_in_bf16, compute_in_fp8
+from llmb.train.sharding import lay_out, shard
+from llmb.train.tensor_parallel import split_tensors
 
 
-def ready_model(config: RunConfig, work: Training, mesh: Mesh) -> nn.Module:
-    """The configured model on this rank's device: called with tokens and labels, it returns the mean loss."""
+def ready_parts(config: RunConfig, work: Training, mesh: Mesh) -> list[Network]:
+    """What this rank trains: the whole network, or its parts of the pipeline, first to last.
+
+    A last part, called with tokens or a stream and with labels, returns the loss times its share of the step's.
+    """
+    parts = shaped_parts(config, work, mesh)
+    for part in parts:
+        part.to_empty(device=mesh.device)
+        lay_out(part)
+        set_initial_weights(part, work.seed)
+    return parts
+
+
+def shaped_parts(config: RunConfig, work: Training, mesh: Mesh) -> list[Network]:
+    """The same in shape, without memory for weights."""
     with torch.device("meta"):
-        network = build_model(config.model)
+        parts = own_parts(build_model(config.model), mesh)
+        recomputed, offloaded = work.recompute_layers, work.offload_layers  # of all parts of this rank, from the first on
+        for part in parts:
+            again = min(recomputed, len(part.layers))
+            away = min(offloaded, len(part.layers) - again)
+            prepare(part, config, replace(work, recompute_layers=again, offload_layers=away), mesh)
+            recomputed, offloaded = recomputed - again, offloaded - away
+    return parts
+
+
+def prepare(part: Network, config: RunConfig, work: Training, mesh: Mesh) -> None:
+    """Every pass over one part, in order; recomputed and offloaded layers are counted in this part."""
+    part.loss_share = 1 / (work.ga * mesh.sharers)
     if work.balanced_experts:
-        balance_experts(network)
+        balance_experts(part)
     if config.precision.dtype == "bf16":
-        compute_in_bf16(network)
+        compute_in_bf16(part)
     if config.precision.dtype == "fp8":
-        compute_in_fp8(network, mesh.device)
-    recompute(network, work.recompute_layers)
-    offload(network, first=work.recompute_layers, layers=work.offload_layers)
-    network.to_empty(device=mesh.device)
-    network.init_weights(torch.Generator(mesh.device).manual_seed(work.seed))
-    return replicate(network, mesh)
+        compute_in_fp8(part, mesh.device)
+    split_context(part, mesh)
+    split_experts(part, mesh)
+    split_tensors(part, mesh)
+    recompute(part, work.recompute_layers)
+    offload(part, first=work.recompute_layers, layers=work.offload_layers)
+    shard(part, mesh, config.precision.dtype)
 
 
 def balance_experts(network: Network) -> None:
     """Deal tokens to the experts evenly, so that a run measures the same work whatever an untrained router says."""
-    routers = [module for module in network.modules() if isinstance(module, Router)]
-    if not routers:
+    if network.model.experts is None:
         raise ConfigError(f"balanced_experts=true: model {network.model.name} has no experts")
-    for router in routers:
-        router.forced_balance = True
+    for router in network.modules():
+        if isinstance(router, Router):
+            router.forced_balance = True
 
 
 def recompute(network: Network, layers: int) -> None:
     """Keep only the inputs of the first layers; their insides are computed again in the backward pass."""
-    for layer in network.layers[:layers]:
+    for layer in list(network.layers)[:layers]:
         # No random numbers are drawn inside a layer, so there is no generator state to restore.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def replicate(network: Network, mesh: Mesh) -> nn.Module:
-    """One copy a rank; gradients are averaged over ranks while the backward pass still runs."""
-    if mesh.world_size == 1:
-        return network
-    return DistributedDataParallel(network, gradient_as_bucket_view=True)

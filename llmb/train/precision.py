@@ -50,7 +50,8 @@ class Fp8Linear(CastLinear):
     """A linear layer whose products take 8-bit operands, where they can."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if fits_fp8(x.shape[:-1].numel(), self.in_features, self.out_features):
+        outputs, inputs = self.weight.shape  # of the part that is here
+        if fits_fp8(x.shape[:-1].numel(), inputs, outputs):
             return fp8_linear(x, self.weight)
         return super().forward(x)
 
@@ -68,7 +69,8 @@ class Fp8GroupedLinear(GroupedLinear):
 def compute_in_bf16(network: Network) -> None:
     """Make a network with fp32 parameters compute in bf16; grouped linear layers cast their weights by themselves."""
     _replace(network, nn.Linear, CastLinear)
-    network.embedding.register_forward_hook(lambda _module, _args, stream: stream.to(torch.bfloat16))
+    if network.embedding is not None:
+        network.embedding.register_forward_hook(lambda _module, _args, stream: stream.to(torch.bfloat16))
 
 
 def compute_in_fp8(network: Network, device: torch.device) -> None:

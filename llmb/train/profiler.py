@@ -37,7 +37,7 @@ KINDS = (PRODUCTS, ATTENTION, OPTIMIZER, MEMORY, COMMUNICATION, IDLE)
 # What fits none is memory-bound: elementwise work, norms, copies.
 NAMES = (
     (MEMORY, r"^triton_(poi|red|per)_"),  # a compiler's name lists all that it fused, even products near by
-    (COMMUNICATION, r"nccl|\bgloo|c10d::|nvshmem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"),
+    (COMMUNICATION, r"nccl|\bgloo|c10d|nvshmem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"),
     (OPTIMIZER, r"^optimizer$|^optimizer\.|multi_tensor|fused_?adam|aten::_foreach"),
     (ATTENTION, r"flash|fmha|sdpa|attention|attn|scaled_?dot_?product"),
     (PRODUCTS, r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k_?reduce|_mm\b|_mm_|\bb?mmbackward"),

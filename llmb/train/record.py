@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from llmb.events import RunEnded, RunStarted, StepDone, TimeSpent, append
+from llmb.events import RunEnded, RunStarted, StepDone, TimeSpent, Whereabouts, append
 from llmb.spec import Status
 
 
@@ -20,14 +20,15 @@ class Record:
         self.last_step = 0
         self._turn = threading.Lock()
 
-    def add(self, event: RunStarted | StepDone | TimeSpent) -> None:
+    def add(self, event: RunStarted | StepDone | TimeSpent | Whereabouts) -> None:
         """One fact of the run."""
         with self._turn:
             append(self.path, event)
             if isinstance(event, StepDone):
                 self.last_step = event.step
 
-    def end(self, status: Status, reason: str | None = None) -> None:
+    def end(self, status: Status, reason: str | None = None, guilty_rank: int | None = None) -> None:
         """The last event: the turn is never given back, so a second end or a late step waits until the exit."""
         self._turn.acquire()
-        append(self.path, RunEnded(time=time.time(), rank=self.rank, status=status, reason=reason))
+        end = RunEnded(time=time.time(), rank=self.rank, status=status, reason=reason, guilty_rank=guilty_rank)
+        append(self.path, end)

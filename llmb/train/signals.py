@@ -1,17 +1,24 @@
-"""An interrupted run ends with a named status, at once, even in the middle of a long step.
+"""An interrupted run ends with a named status, at once, even in the middle of a long step; a hung one says where.
 
 Python runs signal handlers only between two of its own instructions, which may be minutes away while the main thread
 waits for a device. The interpreter's wake-up pipe is written immediately, so a thread waits on that pipe, writes the
 last event and ends the process with the exit code shells expect, 128 + signal.
+
+SIGUSR2 asks where this rank is. The stack of the main thread goes to stderr at once, even from inside a library; the
+thread then adds how far the rank has come, unless somebody keeps the interpreter's lock for himself.
 """
 
+import faulthandler
 import os
 import signal
 import sys
 import threading
+import traceback
 
+from llmb.events import WHERE_SIGNAL
 from llmb.spec import Status
 from llmb.train.record import Record
+from llmb.train.whereabouts import whereabouts
 
 STATUSES: dict[int, Status] = {
     signal.SIGTERM: "incomplete",
@@ -20,19 +27,29 @@ STATUSES: dict[int, Status] = {
 }
 
 
-def end_on_signal(record: Record) -> None:
-    """From now on SIGTERM, SIGINT and SIGUSR1 end the run through `record`."""
+def heed_signals(record: Record) -> None:
+    """From now on SIGTERM, SIGINT and SIGUSR1 end the run through `record`, and SIGUSR2 is answered there."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    for number in STATUSES:
+    for number in (*STATUSES, WHERE_SIGNAL):
         signal.signal(number, lambda _number, _frame: None)  # a handler must exist for the pipe to be written
+    faulthandler.register(WHERE_SIGNAL, all_threads=False, chain=True)
     signal.set_wakeup_fd(writer)
     threading.Thread(target=_wait, args=(reader, record), daemon=True).start()
+
+
+def _answer(record: Record) -> None:
+    try:
+        record.add(whereabouts(record.rank))
+    except Exception as error:  # whatever it is, this thread must live on: nobody else ends the run
+        traceback.print_exception(error)
 
 
 def _wait(reader: int, record: Record) -> None:
     number = os.read(reader, 1)[0]
     while number not in STATUSES:
+        if number == WHERE_SIGNAL:
+            _answer(record)
         number = os.read(reader, 1)[0]
     reason = f"interrupted by {signal.Signals(number).name} after step {record.last_step}"
     try:

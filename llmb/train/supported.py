@@ -4,12 +4,14 @@
 """
 
 from llmb.errors import ConfigError
+from llmb.layout import check_model, check_schedule, check_sequence, most_layers
 from llmb.spec import RunConfig, Training
 
 DTYPES = ("fp32", "bf16", "fp8")
+DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
 RUNS = (
-    f"dtype {', '.join(DTYPES)}, data parallelism (dp), gradient accumulation (ga), recompute_layers, offload_layers, "
-    "cuda_graphs on one GPU"
+    f"dtype {', '.join(DTYPES)}, every parallel layout ({', '.join(DEGREES)}, fsdp, vp), gradient accumulation (ga), "
+    "recompute_layers, offload_layers, cuda_graphs on one GPU"
 )
 
 
@@ -20,14 +22,14 @@ def supported_workload(config: RunConfig) -> Training:
         raise ConfigError(f"engine={config.engine}: python -m llmb.train is the native engine")
     if not isinstance(work, Training):
         raise ConfigError(f"a workload of kind {work.kind}: python -m llmb.train runs kind training")
-    splits = {degree: getattr(parallel, degree) for degree in ("tp", "pp", "cp", "ep", "etp")}
+    degrees = {degree: getattr(parallel, degree) for degree in DEGREES}
     settings = {
         f"dtype={config.precision.dtype}": config.precision.dtype not in DTYPES,
         f"kv_dtype={config.precision.kv_dtype}": config.precision.kv_dtype is not None,
-        **{f"{degree}={ranks}": ranks > 1 for degree, ranks in splits.items()},
-        f"vp={parallel.vp}": (parallel.vp or 1) > 1,
-        f"fsdp=true with dp={parallel.dp}": parallel.fsdp and parallel.dp > 1,
-        f"cuda_graphs=true with dp={parallel.dp}": work.cuda_graphs and parallel.dp > 1,
+        **{
+            f"cuda_graphs=true with {degree}={ranks}": work.cuda_graphs and ranks > 1
+            for degree, ranks in degrees.items()
+        },
         f"cuda_graphs=true with offload_layers={work.offload_layers}": work.cuda_graphs and work.offload_layers > 0,
         f"cuda_graphs=true with experts in {config.precision.dtype}": work.cuda_graphs
         and config.model.experts is not None
@@ -39,12 +41,17 @@ def supported_workload(config: RunConfig) -> Training:
         raise ConfigError(f"the native training engine does not run {', '.join(refused)}; it runs {RUNS}")
     if work.cuda_graphs and config.machine.gpu == "cpu":
         raise ConfigError("cuda_graphs=true needs a CUDA GPU; machine.gpu=cpu has none")
-    _check_sizes(work, parallel.dp, config.model.layers)
+    _check_sizes(work, parallel.dp)
+    check_model(parallel, config.model)
+    check_sequence(work.seqlen, parallel)
+    check_schedule(work.ga, parallel)
+    whose = "the model" if parallel.pp == 1 else "a rank of the pipeline"
+    _check_activations(work, whose, most_layers(config.model.layers, parallel))
     _check_schedule(work)
     return work
 
 
-def _check_sizes(work: Training, dp: int, layers: int) -> None:
+def _check_sizes(work: Training, dp: int) -> None:
     for name in ("seqlen", "mbs", "ga", "steps"):
         if getattr(work, name) < 1:
             raise ConfigError(f"workload.{name}={getattr(work, name)}: must be at least 1")
@@ -53,8 +60,11 @@ def _check_sizes(work: Training, dp: int, layers: int) -> None:
         raise ConfigError(f"gbs={work.gbs} is not mbs * ga * dp = {work.mbs} * {work.ga} * {dp} = {product}")
     if work.checkpoint_every is not None and work.checkpoint_every < 1:
         raise ConfigError(f"checkpoint_every={work.checkpoint_every}: must be at least 1")
+
+
+def _check_activations(work: Training, whose: str, layers: int) -> None:
     if not 0 <= work.recompute_layers <= layers:
-        raise ConfigError(f"recompute_layers={work.recompute_layers}: the model has {layers} layers, so 0 to {layers}")
+        raise ConfigError(f"recompute_layers={work.recompute_layers}: {whose} has {layers} layers, so 0 to {layers}")
     left = layers - work.recompute_layers
     if not 0 <= work.offload_layers <= left:
         raise ConfigError(

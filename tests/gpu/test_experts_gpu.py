@@ -197,7 +197,7 @@ def test_latent_attention_takes_a_fused_kernel() -> None:
 @pytest.mark.parametrize("model", [GROK, DEEPSEEK], ids=lambda m: m.architecture)
 def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu(model: Model) -> None:
     exact = build_model(model)
-    exact.init_weights(torch.Generator().manual_seed(4))
+    exact.init_weights(4)
     for module in exact.modules():
         if isinstance(module, Router):
             module.forced_balance = True  # a choice that flips by rounding is no error

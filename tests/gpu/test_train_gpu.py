@@ -20,8 +20,8 @@ from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.train.__main__ import run
 from llmb.train.loop import Job, train_step
 from llmb.train.mesh import Mesh
-from llmb.train.optimizer import make_optimizer
-from llmb.train.parallelize import ready_model
+from llmb.train.optimizer import Optimizer
+from llmb.train.parallelize import ready_parts
 from llmb.train.precision import compute_in_bf16
 from llmb.train.record import Record
 from llmb.train.tokens import synthetic_tokens
@@ -68,7 +68,7 @@ def steps_and_end(config: RunConfig, folder: Path) -> tuple[list[StepDone], RunE
 
 def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu() -> None:
     exact = build_model(SMALL)
-    exact.init_weights(torch.Generator().manual_seed(4))
+    exact.init_weights(4)
     rounded = copy.deepcopy(exact).to(GPU)
     compute_in_bf16(rounded)
     tokens = synthetic_tokens(1, 0, (2, 257), SMALL.vocab, CPU)
@@ -87,7 +87,7 @@ def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu() -> None:
 
 def test_fp32_on_the_gpu_agrees_with_the_cpu_closely() -> None:
     here = build_model(SMALL)
-    here.init_weights(torch.Generator().manual_seed(4))
+    here.init_weights(4)
     there = copy.deepcopy(here).to(GPU)
     tokens = synthetic_tokens(1, 0, (2, 257), SMALL.vocab, CPU)
     loss_here = here(tokens[:, :-1], tokens[:, 1:])
@@ -159,14 +159,14 @@ def test_a_step_waits_for_the_device_once() -> None:
     work = replace(CONFIG.workload, seqlen=256)
     config = replace(CONFIG, model=SMALL, workload=work)
     job = Job(config, work, Mesh(0, 1, GPU))
-    model = ready_model(config, work, job.mesh)
-    optimizer = make_optimizer(model.parameters(), work.lr)
-    train_step(job, model, optimizer, 1)
+    parts = ready_parts(config, work, job.mesh)
+    optimizer = Optimizer(parts[0].named_parameters(), job.mesh, work.lr, set())
+    train_step(job, parts, optimizer, 1)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            train_step(job, model, optimizer, 2)
+            train_step(job, parts, optimizer, 2)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     waits = [str(w.message) for w in caught if "synchronizing" in str(w.message)]

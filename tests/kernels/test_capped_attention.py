@@ -53,6 +53,18 @@ def test_flex_attention_computes_the_same() -> None:
     torch.testing.assert_close(flexible, capped_attention_reference(*given, SCALE, 5.0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("queries", [1, 10, 64])
+def test_the_last_queries_alone_attend_as_among_all(queries: int) -> None:
+    given = qkv(tokens=64)
+    last = (given[0][:, :, -queries:], *given[1:])
+    among_all = capped_attention_reference(*given, SCALE, 5.0)[:, :, -queries:]
+    parts = capped_attention_reference(*last, SCALE, 5.0, chunk=8)
+    assert_equal(with_gradients(parts, given), with_gradients(among_all, given))
+    flexible = flex_capped_attention(flex_attention, *(x.detach() for x in last), SCALE, 5.0)
+    torch.testing.assert_close(flexible, among_all, rtol=1e-4, atol=1e-5)
+
+
 def test_a_huge_cap_is_plain_attention_and_a_small_one_is_not() -> None:
     given = qkv()
     plain = F.scaled_dot_product_attention(*given, is_causal=True, scale=SCALE, enable_gqa=True)

@@ -120,7 +120,7 @@ def test_a_run_that_ends_well_while_being_stopped_has_ended_well(launch):
 
 
 def test_a_failure_before_the_time_limit_says_more_than_the_limit(launch):
-    ran = launch("write(RunEnded(status='diverged', reason='loss is nan'))\ntime.sleep(60)", timeout_s=0.7)
+    ran = launch("write(RunEnded(status='diverged', reason='loss is nan'))\ntime.sleep(60)", timeout_s=3)
     assert (ran.outcome.status, ran.outcome.reason) == ("diverged", "loss is nan")
 
 

@@ -10,7 +10,7 @@ import pytest
 from llmb.events import RunEnded, StepDone
 from llmb.launch.local import Outcome, run_local
 from llmb.launch.process import find
-from llmb.launch.verdict import finished
+from llmb.launch.verdict import exit_codes, finished, last_lines
 from llmb.spec import Machine
 
 TORCHRUN = """\
@@ -34,16 +34,64 @@ INTERRUPTED = RunEnded(status="incomplete", reason="interrupted by SIGTERM")
 )
 @pytest.mark.parametrize("ends", [[], [INTERRUPTED]])
 def test_a_rank_that_said_nothing(words, code, status, reason, ends):
-    assert finished(1, ends, f"{words}\n{TORCHRUN.format(code=code)}") == (status, reason)
+    assert finished(1, ends, f"{words}\n{TORCHRUN.format(code=code)}") == (status, reason, 1)
 
 
 def test_an_interruption_from_outside_stays_one():
-    assert finished(143, [INTERRUPTED], "step 1\n") == ("incomplete", "interrupted by SIGTERM")
+    assert finished(143, [INTERRUPTED], "step 1\n") == ("incomplete", "interrupted by SIGTERM", None)
 
 
 def test_the_same_mistake_on_every_rank_is_said_once():
     ends = [RunEnded(rank=rank, time=9.0 - rank, status="failed", reason="tp=3 does not fit") for rank in (0, 1)]
-    assert finished(1, ends, "") == ("failed", "tp=3 does not fit")
+    assert finished(1, ends, "") == ("failed", "tp=3 does not fit", None)
+
+
+def lost(rank, time=1.0):
+    reason = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:46286"
+    return RunEnded(rank=rank, time=time, status="failed", reason=reason, guilty_rank=rank)
+
+
+def test_who_lost_the_connection_is_not_the_cause():
+    killed = TORCHRUN.format(code=-9)
+    assert finished(1, [lost(0), lost(2)], killed) == ("failed", "rank 1: killed by signal 9 (SIGKILL)", 1)
+    thrown = RunEnded(rank=1, time=2.0, status="failed", reason="ValueError: bad", guilty_rank=1)
+    assert finished(1, [lost(0), thrown, lost(2)], "") == ("failed", "rank 1: ValueError: bad", 1)
+    assert finished(1, [lost(0), lost(2)], "", silent=[1]).guilty_rank == 1
+    assert finished(1, [lost(0, 2.0), lost(2, 1.0)], "").guilty_rank is None
+
+
+def test_every_rank_in_torchruns_list_is_seen():
+    log = (
+        TORCHRUN.format(code=2)
+        + """\
+[1]:
+  time      : 2026-11-15_06:28:52
+  host      : localhost
+  rank      : 2 (local_rank: 2)
+  exitcode  : -9 (pid: 5113)
+"""
+    )
+    assert exit_codes(log) == {1: 2, 2: -9}
+    assert finished(1, [lost(0), lost(1)], log) == ("failed", "rank 2: killed by signal 9 (SIGKILL)", 2)
+
+
+def test_all_ranks_agree_on_who_diverged():
+    ends = [RunEnded(rank=r, time=1.0, status="diverged", reason="nan, on rank 2", guilty_rank=2) for r in (0, 1, 3)]
+    assert finished(1, ends, "") == ("diverged", "nan, on rank 2", 2)
+
+
+def test_the_last_lines_are_the_ranks_own():
+    log = "[rank0]: step 1\n[rank2]: NCCL WARN\n" + TORCHRUN.format(code=-9) + "[rank2]: CUDA error\n[rank12]: x\n"
+    assert last_lines(2, log) == ["NCCL WARN", "CUDA error"]
+    assert last_lines(1, log) == []
+    assert last_lines(0, "step 1\nstep 2\n") == ["step 1", "step 2"]
+    assert len(last_lines(0, "step\n" * 100)) == 20
+
+
+def test_of_a_stack_the_innermost_calls_are_kept():
+    stack = ["Stack (most recent call first):", *(f'  File "x.py", line {n} in f{n}' for n in range(40))]
+    lines = last_lines(1, "\n".join(f"[rank1]: {line}" for line in ["loading", *stack, "interrupted"]))
+    assert lines == ["loading", *stack[:12]]
 
 
 def test_a_long_last_line_is_cut():

@@ -51,7 +51,7 @@ def test_chunked_loss_in_bf16_accumulates_the_head_in_fp32() -> None:
 
 def test_a_token_sees_only_those_before_it() -> None:
     network = build_model(MODEL)
-    network.init_weights(torch.Generator().manual_seed(1))
+    network.init_weights(1)
     tokens = torch.arange(40)[None]
     later = tokens.clone()
     later[0, 25] = 99
@@ -62,9 +62,9 @@ def test_a_token_sees_only_those_before_it() -> None:
 
 def test_initial_weights_follow_the_seed_and_the_loss_starts_at_chance() -> None:
     network = build_model(MODEL)
-    network.init_weights(torch.Generator().manual_seed(1))
+    network.init_weights(1)
     first = {name: weight.clone() for name, weight in network.state_dict().items()}
-    network.init_weights(torch.Generator().manual_seed(1))
+    network.init_weights(1)
     assert all(torch.equal(weight, first[name]) for name, weight in network.state_dict().items())
     tokens = torch.arange(90)[None]
     loss = network(tokens[:, :-1], tokens[:, 1:]).item()

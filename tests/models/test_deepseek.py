@@ -180,7 +180,7 @@ def test_greedy_decoding_token_for_token(model: Model) -> None:
 def test_every_number_of_yarn_matters(change: dict) -> None:
     model = MODELS[0]
     ours = build_model(model)
-    ours.init_weights(torch.Generator().manual_seed(1))
+    ours.init_weights(1)
     for parameter in ours.parameters():
         parameter.data.mul_(10)
     other = build_model(replace(model, rope=replace(model.rope, **change)))
@@ -191,7 +191,7 @@ def test_every_number_of_yarn_matters(change: dict) -> None:
 
 def test_the_correction_chooses_but_does_not_weigh() -> None:
     network = build_model(MODELS[1])
-    network.init_weights(torch.Generator().manual_seed(1))
+    network.init_weights(1)
     router = network.layers[2].mlp.router
     x = torch.randn(50, 48, generator=torch.Generator().manual_seed(2))
     weights, chosen = router(x)

@@ -41,7 +41,7 @@ def mixture(experts: Experts) -> ExpertMlp:
 
 def network_of(experts: Experts) -> torch.nn.Module:
     network = build_model(replace(MODEL, experts=experts))
-    network.init_weights(torch.Generator().manual_seed(1))
+    network.init_weights(1)
     return network
 
 

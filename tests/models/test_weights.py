@@ -143,7 +143,7 @@ def reference(model: Model) -> Any:
 
 def network_of(model: Model) -> Any:
     network = build_model(model)
-    network.init_weights(torch.Generator().manual_seed(1))
+    network.init_weights(1)
     stir(network)
     return network
 
@@ -354,7 +354,7 @@ shape = dict(architecture="llama", hidden=512, ffn=1024, heads=8, kv_heads=8, he
 folder = Path(sys.argv[1])
 networks = [build_model(Model(name="wide", layers=layers, **shape)) for layers in (2, 32)]
 for network in networks:
-    network.init_weights(torch.Generator())
+    network.init_weights(0)
 def save(shard, again=False):
     save_weights(networks[again], folder / f"{shard}{again}", torch.bfloat16, shard)
 def load(again=False):

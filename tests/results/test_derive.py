@@ -1,16 +1,19 @@
 """Events to a Result: the window, warm-up, statuses, utilisation, references."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from llmb.events import CollectiveSeen, LogProblem, RequestDone, RunEnded, RunStarted, ServingSummary, StepDone
 from llmb.plain import build, to_json
+from llmb.report.summary import summary
 from llmb.resolve import resolve
 from llmb.results.derive import derive
 from llmb.results.result import Result
 from llmb.selection import Request
 from llmb.settings import Setting
+from llmb.spec import Parallel
 
 OK = RunEnded(status="ok")
 
@@ -70,6 +73,45 @@ def test_every_end_has_a_name_and_keeps_what_is_there(nemotron, events, status, 
     assert said in result.reason
     assert result.reference is None
     assert result.steps_done == (len([e for e in events if isinstance(e, StepDone)]) or None)
+
+
+def test_the_guilty_rank_and_its_last_lines_are_those_of_the_runs_end(nemotron):
+    end = RunEnded(status="failed", reason="rank 3: bad", guilty_rank=3, last_lines=("Traceback", "bad"))
+    others = [RunEnded(rank=rank, status="incomplete", reason="interrupted") for rank in (1, 2)]
+    result = derive(nemotron, [*steps(3), OK, end, *others])
+    assert (result.status, result.reason, result.guilty_rank) == ("failed", "rank 3: bad", 3)
+    assert result.last_lines == ("Traceback", "bad")
+    assert "last lines of rank 3:\n  Traceback\n  bad\n" in summary(result)
+    assert derive(nemotron, [*steps(), OK]).guilty_rank is None
+
+
+def busy(rank, busy_s):
+    return [StepDone(step=n, rank=rank, seconds=1.0, tokens=8, busy_s=busy_s) for n in range(1, 51)]
+
+
+def slow_ranks(config, *seconds):
+    """What is said about slow ranks when each rank has this much work of its own in a step of a second."""
+    started = [RunStarted(time=1.0, rank=rank, host=f"node{rank // 2}") for rank in range(len(seconds))]
+    done = [event for rank, own in enumerate(seconds) for event in busy(rank, own)]
+    return [warning.text for warning in derive(config, [*started, *done, OK]).warnings if warning.code == "SLOW_RANK"]
+
+
+def test_a_slow_rank_is_named_with_its_host(nemotron):
+    (said,) = slow_ranks(nemotron, 0.4, 0.4, 0.4, 0.9)
+    assert said.startswith("rank 3 on node1 holds the others up: 0.9 s of own work a step, 125 % more than the median")
+
+
+def test_ranks_that_hardly_differ_or_hold_nobody_up_are_not(nemotron):
+    assert slow_ranks(nemotron, 0.80, 0.82, 0.85, 0.90) == []
+    assert slow_ranks(nemotron, 0.01, 0.01, 0.01, 0.05) == []
+    assert slow_ranks(nemotron, None, None) == []
+
+
+def test_stages_of_a_pipeline_are_not_compared(nemotron):
+    stages = replace(nemotron, machine=replace(nemotron.machine, gpus=4), parallel=Parallel(pp=2, dp=2))
+    assert slow_ranks(stages, 0.4, 0.4, 0.9, 0.9) == []
+    (said,) = slow_ranks(stages, 0.1, 0.5, 0.9, 0.9)
+    assert said.startswith("rank 1 on node0 ")
 
 
 def test_a_result_survives_the_file(nemotron):

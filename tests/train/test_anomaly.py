@@ -1,12 +1,16 @@
 """What ends a run early is named: the first tensor that is not finite, and what would have saved memory."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from ranks import on_ranks
 from small_config import CONFIG, changed
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from llmb.events import StepDone
 from llmb.hardware import GIB
@@ -15,8 +19,11 @@ from llmb.results.megatron_bridge import read
 from llmb.spec import Machine, Model
 from llmb.train import loop
 from llmb.train.anomaly import first_bad_tensor
+from llmb.train.endings import Diverged
 from llmb.train.memory import advice
-from llmb.train.optimizer import make_optimizer, update
+from llmb.train.mesh import Mesh
+from llmb.train.optimizer import Optimizer
+from llmb.train.record import Record
 
 EIGHT_BILLION = Model(
     name="8b", architecture="llama", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
@@ -33,15 +40,15 @@ def poisoned(trained, monkeypatch):
     """A run whose model is spoilt before the first step."""
 
     def train(spoil, **changes):
-        build = loop.ready_model
+        build = loop.ready_parts
 
         def spoilt(*arguments):
-            model = build(*arguments)
+            (model,) = build(*arguments)
             with torch.no_grad():
                 spoil(model)
-            return model
+            return [model]
 
-        monkeypatch.setattr(loop, "ready_model", spoilt)
+        monkeypatch.setattr(loop, "ready_parts", spoilt)
         done = trained(**changes)
         assert (done.code, done.ended().status) == (2, "diverged")
         return done.ended().reason
@@ -78,9 +85,9 @@ def test_a_gradient_that_is_not_finite_is_named(poisoned) -> None:
     def spoil(model):
         model.layers[0].mlp.register_forward_hook(lambda _module, _args, output: NoWayBack.apply(output))
 
-    # From there the backward pass goes through the last matrix of that MLP first.
-    wanted = "grad norm became nan at step 1: nan first in the gradient of layers.0.mlp.down.weight, micro-batch 1"
-    assert poisoned(spoil) == wanted
+    # From there the backward pass comes to what the last matrix of that MLP put out.
+    first = "nan first in the gradient of the output of layers.0.mlp.down, micro-batch 1"
+    assert poisoned(spoil) == f"grad norm became nan at step 1: {first}"
 
 
 def test_a_micro_batch_is_named(poisoned) -> None:
@@ -97,22 +104,74 @@ def test_a_micro_batch_is_named(poisoned) -> None:
     assert reason == "loss became nan at step 1: nan first in the output of norm, micro-batch 2"
 
 
+def diverge(rank: int, layout: dict, guilty: int, spoil: Callable[[nn.Module], None], folder: Path) -> Diverged:
+    """Train until the spoilt rank's trouble is everyone's."""
+    build = loop.ready_parts
+
+    def spoilt(*arguments):
+        parts = build(*arguments)
+        if rank == guilty:
+            with torch.no_grad():
+                spoil(parts[0])
+        return parts
+
+    loop.ready_parts = spoilt
+    try:
+        loop.train(changed(CONFIG, **layout), Record(folder, rank))
+    except Diverged as error:
+        return error
+    raise AssertionError("it trained on")
+
+
+def lose_weight(part: nn.Module) -> None:
+    weight = next(p for name, p in part.named_parameters() if name.endswith("mlp.down.weight"))
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    local.view(-1)[0] = torch.nan
+
+
+def lose_output(part: nn.Module) -> None:
+    layer = next(iter(part.layers))
+    layer.mlp.up.register_forward_hook(lambda _module, _args, output: output * torch.nan)
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "gbs": 8}, {"tp": 2}, {"pp": 2, "mbs": 2, "ga": 2}], ids=str)
+@pytest.mark.parametrize("spoil", [lose_weight, lose_output])
+def test_the_rank_it_came_from_is_named_by_all(layout, spoil, tmp_path) -> None:
+    errors = on_ranks(2, diverge, layout, 1, spoil, tmp_path)
+    assert [error.guilty_rank for error in errors] == [1, 1]
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert str(errors[0]).endswith(", on rank 1")
+
+
+def test_what_all_ranks_find_is_no_ranks_fault(tmp_path) -> None:
+    def spoil(part: nn.Module) -> None:
+        part.norm.register_forward_hook(lambda _module, _args, output: output * torch.nan)
+
+    errors = on_ranks(2, diverge_everywhere, spoil, tmp_path)
+    assert [error.guilty_rank for error in errors] == [None, None]
+    assert str(errors[0]).endswith("nan first in the output of norm, micro-batch 1, on every rank")
+
+
+def diverge_everywhere(rank: int, spoil: Callable[[nn.Module], None], folder: Path) -> Diverged:
+    return diverge(rank, {"dp": 2, "gbs": 8}, rank, spoil, folder)
+
+
 def test_an_update_that_is_not_finite_changes_nothing() -> None:
     model = nn.Linear(3, 2)
-    optimizer = make_optimizer(model.parameters(), 1e-2)
+    optimizer = Optimizer(model.named_parameters(), Mesh(0, 1, torch.device("cpu")), 1e-2, set())
     for factor in (1.0, float("inf"), 1.0):
         before = [p.clone() for p in model.parameters()]
         (model(torch.ones(1, 3)).sum() * factor).backward()
-        norm = update(optimizer, 1e-2)
+        norm = optimizer.update(1e-2)
         same = [torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)]
         assert same == [not norm.isfinite()] * 2
-    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+    assert {int(state["step"]) for state in optimizer.state().values()} == {2}
 
 
 def test_nothing_bad_is_said_too() -> None:
     model = nn.Linear(3, 2)
-    said = first_bad_tensor(model, lambda: model(torch.ones(1, 3)).sum().backward())
-    assert said == "every tensor of this rank was finite when the step was repeated"
+    said = first_bad_tensor([model], lambda: model(torch.ones(1, 3)).sum().backward())
+    assert said == ("every tensor was finite when the step was repeated", None)
 
 
 def test_the_log_is_read_like_megatron_bridges(trained, capsys) -> None:

@@ -9,19 +9,25 @@ import socket
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ranks
 import torch
+from ranks import Trained
+from small_config import CONFIG, changed
+from small_models import SMALL_MODELS
 from torch import nn
 
 from llmb.events import StepDone, read
 from llmb.plain import build
 from llmb.results.derive import derive
-from llmb.spec import RunConfig
+from llmb.spec import Model, RunConfig
 from llmb.train import loop
 from llmb.train.__main__ import main
 from llmb.train.checkpoint import Checkpoints, complete, newest, number, plain_name, state_tensors
-from llmb.train.optimizer import make_optimizer, update
+from llmb.train.mesh import Mesh
+from llmb.train.optimizer import Optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
@@ -106,6 +112,42 @@ def test_resuming_changes_no_bit_on_two_ranks(folder_of, trained) -> None:
     assert alone.losses() == pytest.approx(expected[10:], rel=1e-3)
 
 
+LAYOUTS = {
+    "one process": {"dp": 1},
+    "fsdp 4": {"dp": 4, "fsdp": True},
+    "dp 3": {"dp": 3},
+    "tp 2 pp 2": {"tp": 2, "pp": 2},
+    "fsdp 2 tp 2": {"dp": 2, "fsdp": True, "tp": 2},
+}
+
+
+def in_layout(name: str, model: Model, **changes: Any) -> RunConfig:
+    config = changed(CONFIG, model=model, gbs=12, mbs=1, lr=1e-3, **(LAYOUTS[name] | changes))
+    return changed(config, ga=12 // config.parallel.dp, gpus=config.parallel.world_size)
+
+
+@pytest.mark.parametrize(
+    ("model", "route"),
+    [
+        ("llama", ["fsdp 4", "one process", "dp 3"]),
+        ("grok1", ["tp 2 pp 2", "fsdp 4", "one process"]),  # its embedding is on two stages
+        pytest.param("nemotron_h", ["fsdp 2 tp 2", "tp 2 pp 2", "fsdp 4"], marks=pytest.mark.slow),
+        pytest.param("deepseek", ["one process", "fsdp 2 tp 2", "tp 2 pp 2"], marks=pytest.mark.slow),
+    ],
+)
+def test_one_layout_resumes_what_another_saved(tmp_path, model: str, route: list[str]) -> None:
+    """Two steps in each; together they are what one process does."""
+    straight = ranks.trained(in_layout("one process", SMALL_MODELS[model], steps=6), tmp_path / "straight")
+    losses, norms, last = [], [], None
+    for place, layout in enumerate(route):
+        folder = tmp_path / layout
+        resume = str(tmp_path / route[place - 1]) if place else None
+        last = ranks.trained(in_layout(layout, SMALL_MODELS[model], steps=2 * place + 2, resume=resume), folder)
+        losses += last.losses
+        norms += last.norms
+    assert Trained(losses, norms, last.tensors).farthest(straight) < 1e-5
+
+
 @pytest.mark.slow
 def test_killed_at_thirty_moments(folder_of, trained) -> None:
     """Each run is killed outright, whatever it is doing; the next goes on from the newest complete checkpoint."""
@@ -173,23 +215,23 @@ def test_a_nested_difference_is_named(trained) -> None:
 
 def test_tensors_that_do_not_fit_are_named(trained, monkeypatch) -> None:
     first = trained(steps=2, checkpoint_every=2)
-    build = loop.ready_model
+    build = loop.ready_parts
 
     def with_one_more(*arguments):
-        model = build(*arguments)
+        (model,) = build(*arguments)
         model.extra = nn.Parameter(torch.zeros(3))
-        return model
+        return [model]
 
-    monkeypatch.setattr(loop, "ready_model", with_one_more)
+    monkeypatch.setattr(loop, "ready_parts", with_one_more)
     reason = trained(steps=4, resume=str(first.folder)).ended().reason
     assert "the run has a tensor model.extra, the checkpoint has none" in reason
 
     def with_another_shape(*arguments):
-        model = build(*arguments)
+        (model,) = build(*arguments)
         model.norm.weight = nn.Parameter(torch.zeros(3))
-        return model
+        return [model]
 
-    monkeypatch.setattr(loop, "ready_model", with_another_shape)
+    monkeypatch.setattr(loop, "ready_parts", with_another_shape)
     reason = trained(steps=4, resume=str(first.folder)).ended().reason
     assert "model.norm.weight is [32] torch.float32 there and [3] torch.float32 in this run" in reason
 
@@ -276,12 +318,12 @@ def test_a_resumed_run_has_a_result_without_its_first_step(trained) -> None:
 def test_all_that_the_next_step_depends_on_is_kept() -> None:
     model = nn.Linear(3, 2)
     model.register_buffer("usage", torch.ones(2))
-    optimizer = make_optimizer(model.parameters(), 1e-3)
+    optimizer = Optimizer(model.named_parameters(), Mesh(0, 1, torch.device("cpu")), 1e-3, set())
     model(torch.ones(1, 3)).sum().backward()
-    update(optimizer, 1e-3)
+    optimizer.update(1e-3)
     wanted = {"model.weight", "model.bias", "model.usage"}
     wanted |= {f"optimizer.{p}.{kind}" for p in ("weight", "bias") for kind in ("step", "exp_avg", "exp_avg_sq")}
-    assert state_tensors(model, optimizer).keys() == wanted
+    assert state_tensors([model], optimizer).keys() == wanted
     assert plain_name("module.layers.0._orig_mod.norm.weight") == "layers.0.norm.weight"
     assert plain_name("module") == ""
 

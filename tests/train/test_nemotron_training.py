@@ -33,9 +33,10 @@ def test_the_loss_falls(trained_hybrid, dtype: str) -> None:
 
 
 def test_bf16_follows_fp32(trained_hybrid) -> None:
-    fp32, bf16 = (trained_hybrid(dtype=dtype, steps=12).losses() for dtype in ("fp32", "bf16"))
+    """At a rate at which a rounding does not grow into another course of training."""
+    fp32, bf16 = (trained_hybrid(dtype=dtype, steps=12, lr=3e-3).losses() for dtype in ("fp32", "bf16"))
     assert bf16 != fp32
-    assert bf16 == pytest.approx(fp32, rel=5e-3)
+    assert bf16 == pytest.approx(fp32, rel=3e-3)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

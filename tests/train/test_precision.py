@@ -12,9 +12,11 @@ from llmb.models.architectures import build_model
 from llmb.models.experts import GroupedLinear, Router
 from llmb.spec import Model
 from llmb.train import precision
-from llmb.train.optimizer import make_optimizer, update
+from llmb.train.mesh import Mesh
+from llmb.train.optimizer import Optimizer
 from llmb.train.precision import CastLinear, Fp8GroupedLinear, Fp8Linear, compute_in_bf16, compute_in_fp8
 
+CPU = torch.device("cpu")
 MODEL = Model(
     name="small", architecture="llama", layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=128
 )
@@ -24,7 +26,7 @@ MODEL = Model(
 def both() -> tuple:
     """The same weights in a network that computes in fp32 and one that computes in bf16, after one backward pass."""
     exact = build_model(MODEL)
-    exact.init_weights(torch.Generator().manual_seed(2))
+    exact.init_weights(2)
     rounded = copy.deepcopy(exact)
     compute_in_bf16(rounded)
     tokens = torch.randint(MODEL.vocab, (2, 65), generator=torch.Generator().manual_seed(3))
@@ -48,7 +50,7 @@ def test_every_product_is_in_bf16_and_every_gradient_in_fp32(both) -> None:
 def test_an_update_too_small_for_bf16_is_not_lost(both) -> None:
     _, rounded = both
     before = rounded.layers[0].mlp.up.weight.detach().clone()
-    update(make_optimizer(rounded.parameters(), lr=1e-7), lr=1e-7)
+    Optimizer(rounded.named_parameters(), Mesh(0, 1, CPU), 1e-7, set()).update(1e-7)
     after = rounded.layers[0].mlp.up.weight.detach()
     change = (after - before).abs()
     assert (change > 0).double().mean() > 0.99
@@ -62,19 +64,16 @@ def test_gradients_are_clipped_and_the_norm_is_the_one_before(both) -> None:
         parameter.grad.mul_(1000)
     expected = torch.cat([p.grad.flatten().double() for p in rounded.parameters()]).norm()
     grads = [p.grad for p in rounded.parameters()]
-    norm = update(make_optimizer(rounded.parameters(), lr=0.1), lr=0.1)
+    norm = Optimizer(rounded.named_parameters(), Mesh(0, 1, CPU), 0.1, set()).update(0.1)
     assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.cat([g.flatten() for g in grads]).norm().item() == pytest.approx(1.0, rel=1e-3)
     assert all(p.grad is None for p in rounded.parameters())
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_fp8_is_in_the_stack_and_nowhere_else(name: str, monkeypatch) -> None:
     network = build_model(SMALL_MODELS[name])
-    network.init_weights(torch.Generator().manual_seed(1))
+    network.init_weights(1)
     in_bf16 = copy.deepcopy(network)
     compute_in_bf16(in_bf16)
     compute_in_fp8(network, CPU)

@@ -1,0 +1,72 @@
+"""What a GPU's fused operations keep and allocate, where torch on a CPU would take them apart into smaller ones.
+
+Inside `fused_shapes` attention and RMSNorm are functions that allocate what the GPU's kernels do and compute nothing.
+Fused attention keeps its inputs, its output and one fp32 number a query; the output lies in memory as the query does.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, work: Callable[[int], None]) -> Tensor:
+        shape = (*q_BHTD.shape[:3], v_BHTD.shape[-1])
+        batch, heads, tokens, width = shape
+        in_order = q_BHTD.stride(1) >= q_BHTD.stride(2)
+        out = q_BHTD.new_empty(shape) if in_order else q_BHTD.new_empty(batch, tokens, heads, width).transpose(1, 2)
+        summed = torch.empty(shape[:3], dtype=torch.float32, device=q_BHTD.device)
+        ctx.save_for_backward(q_BHTD, k_BHTD, v_BHTD, out, summed)
+        ctx.work = work
+        work(1)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_BHTD, k_BHTD, v_BHTD, _, summed = ctx.saved_tensors
+        ctx.work(2)
+        delta = torch.empty_like(summed)
+        slopes = tuple(torch.empty_like(x) for x in (q_BHTD, k_BHTD, v_BHTD))
+        del delta
+        return *slopes, None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, inverse)
+        return torch.empty_like(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextmanager
+def fused_shapes(convention: str, count: Callable[[float], None]) -> Iterator[None]:
+    """Puts these in the place of torch's functions, and counts the FLOPs of each attention by the convention.
+
+    A TorchFunctionMode would be undone inside backward(), where layers are computed again.
+    """
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *_mask: Any, **_others: Any) -> Tensor:
+        batch, heads, queries, width = q.shape  # which stand at the end of the keys
+        pairs = queries * k.shape[2] - (queries * queries / 2 if convention == "causal" else 0)
+        flops = 2 * batch * heads * pairs * (width + v.shape[3])
+        return _Attention.apply(q, k, v, lambda times: count(times * flops))
+
+    def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float) -> Tensor:
+        return _RmsNorm.apply(x, weight)
+
+    with patch.object(F, "scaled_dot_product_attention", attention), patch.object(F, "rms_norm", rms_norm):
+        yield

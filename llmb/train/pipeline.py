@@ -1,0 +1,183 @@
+"""Pipeline parallelism: each rank has some of the layers, and the stream of activations travels from rank to rank.
+
+    parts = own_parts(network, mesh)                          # before anything else is done to the network
+    loss = Pipeline(parts, config, work, mesh, span)(batches) # all forward and backward passes of a step
+
+Rank r of pp has the stages r, r + pp, r + 2 pp and so on (`layout.stage_layers`), each a decoder with only the layers
+of that stage, which keep the names they have in the whole. The first stage has the embedding, the last one the norm,
+the head and the loss. When to compute which micro-batch is for torch to say: 1F1B, or interleaved 1F1B where a rank has
+several stages.
+
+Where embedding and head are one matrix, the first and the last stage hold a copy each. Both get the sum of the two
+gradients after every step, so the copies stay equal to the last bit.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from llmb.layout import stage_layers
+from llmb.models.architectures import Network
+from llmb.models.decoder import with_side_loss
+from llmb.spec import RunConfig, Training
+from llmb.train.mesh import Mesh
+from llmb.train.optimizer import local
+from llmb.train.sharding import before_micro_batch
+
+TIED = "embedding.weight"
+Span = Callable[[str], AbstractContextManager[None]]
+
+# On any error torch's schedules print what every rank does from the first micro-batch to the last.
+logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+
+
+def own_parts(network: Network, mesh: Mesh) -> list[Network]:
+    """This rank's parts of the network, first to last: one for each stage it has. The network itself is used up."""
+    pp = mesh.size("pp")
+    if pp == 1:
+        return [network]
+    layers, network.layers = list(network.layers), nn.ModuleList()  # without layers it is quickly copied
+    stages = stage_layers(len(layers), pp, mesh.parallel.vp)
+    parts = []
+    for stage in range(mesh.index("pp"), len(stages), pp):
+        part = deepcopy(network)
+        for number in stages[stage]:
+            part.layers.add_module(str(number), layers[number])
+        _keep_ends(part, first=stage == 0, last=stage == len(stages) - 1)
+        parts.append(part)
+    return parts
+
+
+def _keep_ends(part: Network, first: bool, last: bool) -> None:
+    """Drop what only the first or the last stage computes with, unless it is this one."""
+    part.first, part.last = first, last
+    if not first and not (last and part.model.tied_embeddings):
+        part.embedding = None
+    if not last:
+        part.norm = part.head = None
+
+
+def copied_weights(parts: list[Network]) -> set[str]:
+    """Names of weights that an earlier stage holds too, where the norm counts them."""
+    return {TIED for part in parts if part.last and not part.first and part.model.tied_embeddings}
+
+
+class Pipeline:
+    """Runs a step's micro-batches through all stages. `span` marks the passes of this rank in a trace."""
+
+    def __init__(self, parts: list[Network], config: RunConfig, work: Training, mesh: Mesh, span: Span):
+        self._mesh = mesh
+        self._first, self._last = parts[0].first, parts[-1].last
+        weights = {name: weight for part in parts for name, weight in part.named_parameters()}
+        self._tied = weights.get(TIED) if config.model.tied_embeddings else None  # only both ends have it
+        self._side_losses = torch.zeros((), device=mesh.device)  # of routers before the last stage, in one step
+        stages = [Stage(part, number, config, work, mesh, span) for number, part in enumerate(parts)]
+        for part in parts:
+            part.side_loss = self._noted
+        self._schedule = _schedule(stages, work.ga)
+
+    def __call__(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Gradients of all micro-batches; this rank's share of the loss, before the last stage only that of routers."""
+        tokens, labels = (torch.cat(all_of_one_kind) for all_of_one_kind in zip(*batches, strict=True))
+        losses: list[Tensor] = []
+        inputs = (tokens,) if self._first else ()
+        answers: dict[str, Any] = {"labels_BT": labels, "target": labels, "losses": losses} if self._last else {}
+        self._side_losses = torch.zeros_like(self._side_losses)
+        try:
+            self._schedule.step(*inputs, return_outputs=False, **answers)
+        except RuntimeError as error:  # what a stage raises comes wrapped in a page about its tensors
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None
+        if self._tied is not None:
+            self._add_gradient_of_copy(self._tied)
+        return sum(losses, start=self._side_losses)
+
+    def _noted(self, x: Tensor, loss: Tensor) -> Tensor:
+        self._side_losses += loss.detach()
+        return with_side_loss(x, loss)
+
+    def _add_gradient_of_copy(self, weight: nn.Parameter) -> None:
+        """The two ends of the pipeline exchange their gradients of the matrix that both hold."""
+        assert weight.grad is not None
+        mine = local(weight.grad)
+        theirs = torch.empty_like(mine)
+        group, other_end = self._mesh.sub("pp").get_group(), self._mesh.size("pp") - 1 if self._first else 0
+        exchange = [
+            dist.P2POp(dist.isend, mine, group=group, group_peer=other_end),
+            dist.P2POp(dist.irecv, theirs, group=group, group_peer=other_end),
+        ]
+        for transfer in dist.batch_isend_irecv(exchange):
+            transfer.wait()
+        mine += theirs
+
+
+class Stage(PipelineStage):
+    """One part of a pipeline as torch's schedules drive it."""
+
+    def __init__(self, part: Network, number: int, config: RunConfig, work: Training, mesh: Mesh, span: Span):
+        pp = mesh.size("pp")
+        self._part, self._span = part, span
+        super().__init__(
+            _Forward(part, span),
+            stage_index=mesh.index("pp") + number * pp,
+            num_stages=pp * (mesh.parallel.vp or 1),
+            device=mesh.device,
+            input_args=_tokens(work, mesh) if part.first else _stream(config, work, mesh),
+            output_args=_loss() if part.last else _stream(config, work, mesh),
+            group=mesh.sub("pp").get_group(),
+        )
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """The backward pass of one micro-batch; gradients are reduced over replicas as without a pipeline."""
+        before_micro_batch(self._part, last=last_backward)
+        with self._span("backward"):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+
+class _Forward(nn.Module):
+    """A part's forward pass. Torch's schedules treat a sharded module in a way of their own, and see none here."""
+
+    def __init__(self, part: Network, span: Span):
+        super().__init__()
+        self.part, self._span = part, span
+
+    def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        with self._span("forward"):
+            return self.part(x, labels_BT)
+
+
+def _schedule(stages: list[Stage], micro_batches: int) -> Schedule1F1B | ScheduleInterleaved1F1B:
+    def loss_of_last_part(loss: Tensor, _labels: Tensor) -> Tensor:
+        return loss
+
+    settings: dict[str, Any] = {"loss_fn": loss_of_last_part, "scale_grads": False}  # `loss_share` has scaled the loss
+    if len(stages) == 1:
+        return Schedule1F1B(stages[0], micro_batches, **settings)
+    return ScheduleInterleaved1F1B(stages, micro_batches, **settings)  # type: ignore[arg-type]
+
+
+# What passes between stages, in shape: with it, torch need not ask every stage and its neighbours.
+
+
+def _tokens(work: Training, mesh: Mesh) -> Tensor:
+    return torch.empty(work.mbs, work.seqlen // mesh.size("cp"), dtype=torch.int64, device="meta")
+
+
+def _stream(config: RunConfig, work: Training, mesh: Mesh) -> Tensor:
+    shape = (work.mbs, work.seqlen // mesh.size("cp") // mesh.size("tp"), config.model.hidden)
+    dtype = torch.float32 if config.precision.dtype == "fp32" else torch.bfloat16
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+def _loss() -> Tensor:
+    return torch.empty((), dtype=torch.float32, device="meta", requires_grad=True)

@@ -1,0 +1,279 @@
+"""Every parallel layout of the recipes trains as one process does: five optimizer steps, loss, norm and weights.
+
+A layout is scaled down to as few ranks as keep every dimension split that the recipe splits, and the model to a few
+layers; offloading and recomputation stay where the recipe has them. Beside the recipes' layouts stand a few with one
+or two dimensions, which fail more plainly. `docs/parallelism.md` holds what was found, written by
+
+    python tests/train/test_layouts.py --write
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Trained, trained
+from small_config import CONFIG, changed
+from small_models import SMALL_MODELS
+
+from llmb.layout import spelled
+from llmb.recipes.recipe import Recipe, Row, expand_gpus, load_all, shipped
+from llmb.shrink import shrunk
+from llmb.spec import Model, Parallel, RunConfig
+from llmb.train.mesh import expert_replicas
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "parallelism.md"
+BEGIN, END = "<!-- proved layouts -->", "<!-- end -->"
+# Of a loss, of a gradient norm, of a weight tensor. In fp32 only the order of sums differs. In bf16 and fp8 a sum that
+# is rounded in another place is another number, replicas exchange rounded weights, and slices have 8-bit scales of
+# their own. Of a gradient that is mostly rounding Adam makes a whole step: weights differ more than what they compute.
+TOLERANCE = {"fp32": (1e-5, 1e-5, 1e-5), "bf16": (3e-4, 5e-3, 3e-2), "fp8": (2e-3, 5e-2, 6e-2)}
+SPLIT = ("tp", "pp", "cp", "dp", "ep", "etp")
+MOST_RANKS = 16
+Distances = tuple[float, float, float]
+STEPS, MBS, GBS = 5, 2, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A layout of one architecture, and whose it is."""
+
+    architecture: str
+    stands_for: str
+    parallel: Parallel
+    recompute: bool = False
+    offload: bool = False
+    dtype: str = "fp32"
+
+    @property
+    def layout(self) -> str:
+        also = [name for name in ("recompute", "offload") if getattr(self, name)]
+        return ", ".join([spelled(self.parallel), *also])
+
+    def __str__(self) -> str:
+        return f"{self.architecture} {self.layout} {self.dtype}"
+
+    def config(self) -> RunConfig:
+        model = _model(self.architecture)
+        p = self.parallel
+        return changed(
+            CONFIG,
+            **{"model": model, "parallel": p, "dtype": self.dtype, "seqlen": 32, "lr": 3e-4, "lr_warmup_steps": 0},
+            **{"steps": STEPS, "mbs": MBS, "gbs": GBS, "ga": GBS // MBS // p.dp},
+            **{"recompute_layers": int(self.recompute), "offload_layers": int(self.offload)},
+        )
+
+    def alone(self) -> "Case":
+        """What it is compared with: one process that keeps all activations."""
+        return replace(self, parallel=Parallel(), recompute=False, offload=False)
+
+
+def _model(architecture: str) -> Model:
+    """Small, but of widths that 8-bit products take on each of two ranks."""
+    model = SMALL_MODELS[architecture]
+    return replace(model, experts=replace(model.experts, ffn=64)) if model.experts else model
+
+
+def recipe_cases() -> Iterator[Case]:
+    """One for each row of a recipe that splits anything, in the recipes' order."""
+    for recipe in load_all([shipped()]).values():
+        for row in recipe.rows:
+            real = _row_layout(row)
+            if recipe.kind == "outofcore" or real.world_size == 1:
+                continue
+            yield Case(
+                architecture=recipe.model(recipe.default_size).architecture,
+                stands_for=_row_name(recipe, row),
+                parallel=_scaled_down(real),
+                recompute=row.get("recompute_layers", 0) > 0,
+                offload=row.get("offload_layers", 0) > 0,
+            )
+
+
+def _row_layout(row: Row) -> Parallel:
+    """As the recipe has it, on the most GPUs that it names."""
+    given = {name: row[name] for name in ("fsdp", "tp", "pp", "cp", "ep", "etp", "vp") if name in row}
+    split = Parallel(**given)
+    return replace(split, dp=max(expand_gpus(row["gpus"])) // split.world_size)
+
+
+def _row_name(recipe: Recipe, row: Row) -> str:
+    mode = f" {row['mode']}" if "mode" in row else ""
+    return f"{recipe.workload} {row['size']} {row['gpu']}{mode}: {spelled(_row_layout(row))}"
+
+
+def _scaled_down(real: Parallel) -> Parallel:
+    """On as few ranks as leave every dimension split, among them the replicas of experts."""
+    ranks = 2
+    while ranks <= MOST_RANKS:
+        small = shrunk(real, ranks)
+        whole = [name for name in SPLIT if getattr(real, name) > 1 and getattr(small, name) == 1]
+        if not whole and (not _shares_experts(real) or _shares_experts(small)):
+            return small
+        ranks *= 2
+    raise AssertionError(f"{real} does not fit {MOST_RANKS} ranks")
+
+
+def _shares_experts(parallel: Parallel) -> bool:
+    return parallel.ep * parallel.etp > 1 and expert_replicas(parallel) > 1
+
+
+# Each dimension by itself or with one other, where a mistake is easier to find.
+PLAIN = [
+    Case(architecture=architecture, stands_for="one dimension or two", parallel=Parallel(**split), **more)
+    for architecture, split, more in (
+        ("llama", {"tp": 2}, {}),
+        ("llama", {"cp": 2}, {}),
+        ("llama", {"tp": 2, "cp": 2}, {}),
+        ("llama", {"pp": 2, "vp": 2}, {"recompute": True}),
+        ("llama", {"pp": 2, "dp": 2, "fsdp": True}, {"offload": True}),
+        ("grok1", {"dp": 2, "ep": 2}, {}),
+        ("grok1", {"pp": 2, "dp": 2, "fsdp": True}, {}),
+        ("nemotron_h", {"pp": 2, "dp": 2, "fsdp": True}, {"recompute": True}),
+        ("deepseek", {"dp": 4, "fsdp": True, "ep": 2}, {}),
+        ("deepseek", {"cp": 2, "tp": 2, "ep": 2, "etp": 2}, {}),
+    )
+]
+
+
+def _distinct(cases: Iterator[Case]) -> list[Case]:
+    """The first of those that scale down to the same, and how many rows it stands for."""
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(str(case), []).append(case)
+    return [_naming_all(alike) for alike in found.values()]
+
+
+def _naming_all(alike: list[Case]) -> Case:
+    others = len(alike) - 1
+    rows = f" and {others} more row{'s' * (others > 1)}" if others else ""
+    return replace(alike[0], stands_for=alike[0].stands_for + rows)
+
+
+RECIPES = _distinct(recipe_cases())
+CASES = [replace(case, dtype=dtype) for dtype in TOLERANCE for case in RECIPES] + PLAIN
+# One of each kind, on few ranks.
+QUICK = {
+    "llama dp2 fp32",
+    "llama fsdp tp2 dp2, offload fp32",
+    "llama tp2 cp2 fp32",
+    "llama tp2 pp2 vp2 dp2, recompute fp32",
+    "nemotron_h tp2 dp2 fp32",
+    "grok1 tp2 ep2 etp2 dp4 fp32",
+    "deepseek tp2 pp2 ep2 fp32",
+    "llama fsdp dp2, recompute fp8",
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_are_offloaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmb.train.offload.SMALLEST_BYTES", 1)
+
+
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    return [] if str(case) in QUICK else [pytest.mark.matrix]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=_marks(case)) for case in CASES])
+def test_a_layout_trains_as_one_process_does(case: Case) -> None:
+    losses, norms, weights = distances(case)
+    assert losses < TOLERANCE[case.dtype][0]
+    assert norms < TOLERANCE[case.dtype][1]
+    assert weights < TOLERANCE[case.dtype][2]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", [case for case in RECIPES if case.parallel.world_size == MOST_RANKS], ids=str)
+def test_the_same_seed_and_layout_give_the_same_bits(case: Case) -> None:
+    first, second = _run(case), _trained(case)
+    assert first.losses == second.losses
+    assert first.norms == second.norms
+    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
+
+
+def test_the_quick_ones_are_among_all_and_split_everything() -> None:
+    quick = [case for case in CASES if str(case) in QUICK]
+    assert {str(case) for case in quick} == QUICK
+    assert all(any(getattr(case.parallel, name) > 1 for case in quick) for name in SPLIT)
+
+
+def test_every_layout_of_a_recipe_stays_split_as_it_is() -> None:
+    rows = {case.architecture for case in RECIPES}
+    assert rows == set(SMALL_MODELS)
+    assert len(CASES) >= 25
+
+
+def test_the_document_lists_what_is_proved_here() -> None:
+    inside = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0]
+    rows = [line.strip("| ").split(" | ") for line in inside.splitlines() if line.startswith("|")]
+    assert [row[:5] for row in rows[2:]] == [_cells(case) for case in CASES]
+
+
+def distances(case: Case) -> Distances:
+    """The farthest that a loss, a norm and a weight are from those of one process."""
+    return _run(case).distances(_run(case.alone()))
+
+
+@cache
+def _run(case: Case) -> Trained:
+    return _trained(case)
+
+
+def _trained(case: Case) -> Trained:
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(case.config(), Path(folder))
+
+
+def _cells(case: Case) -> list[str]:
+    ranks = str(case.parallel.world_size)
+    return [case.architecture, case.stands_for, case.layout, ranks, case.dtype]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def section(found: dict[Case, Distances]) -> str:
+    """What was found, for the document."""
+    heading = ["architecture", "the layout of", "scaled down to", "ranks", "dtype", "loss", "norm", "weights"]
+    bounds = "; ".join(f"{dtype} {', '.join(f'{one:.0e}' for one in each)}" for dtype, each in TOLERANCE.items())
+    return "\n".join(
+        [
+            "The last three columns are the largest relative differences of a loss, of a gradient norm and of a weight",
+            f"tensor; they must be less than: {bounds}.",
+            "`python tests/train/test_layouts.py --write` writes this section.",
+            "",
+            _line(heading),
+            _line(["---"] * len(heading)),
+            *(_line([*_cells(case), *(f"{one:.0e}" for one in each)]) for case, each in found.items()),
+        ]
+    )
+
+
+def write() -> None:
+    """Prove all layouts and put what was found into the document."""
+    import llmb.train.offload as offloading
+
+    offloading.SMALLEST_BYTES = 1
+    found: dict[Case, Distances] = {}
+    for case in CASES:
+        began = time.monotonic()
+        found[case] = distances(case)
+        said = " ".join(f"{one:.0e}" for one in found[case])
+        print(f"{case}: {said}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        if any(one >= bound for one, bound in zip(found[case], TOLERANCE[case.dtype], strict=True)):
+            raise SystemExit("nothing is written: this is too far from one process")
+    before, rest = DOCUMENT.read_text().split(BEGIN)
+    _, after = rest.split(END, 1)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{section(found)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit(f"usage: python {sys.argv[0]} --write")
+    write()
