@@ -18,10 +18,11 @@ from llmb.costs import (
 )
 from llmb.errors import ConfigError
 from llmb.hardware import GIB, gpu
+from llmb.occupancy import occupancy, offloaded
 from llmb.spec import Inference, Model, OutOfCore, Parallel, RunConfig, Training
 
 # Training state, bytes a parameter: weights, gradients, optimizer. Adam has two moments; a master copy is fp32.
-FP32_STATE = (4.0, 4.0, 8.0)  # the weights are the master copy, cast where they are used: our engine
+FP32_STATE = (4.0, 4.0, 8.0)  # the weights are the master copy
 MIXED_STATE = (2.0, 2.0, 12.0)  # the optimizer keeps the master copy: other engines
 BF16_STATE = (2.0, 2.0, 4.0)  # no master copy, moments in bf16: out of core
 LOSS_PIECE_TOKENS = 2048  # the loss is computed in pieces, so that the logits never exist whole
@@ -73,45 +74,59 @@ def memory_estimate(config: RunConfig) -> MemoryEstimate:
 
 
 def _training_memory(config: RunConfig, work: Training) -> MemoryEstimate:
+    if config.engine == "native":
+        return _native_training_memory(config)
+    return _foreign_training_memory(config, work)
+
+
+def _native_training_memory(config: RunConfig) -> MemoryEstimate:
+    """Our engine, of which every tensor is known."""
+    return MemoryEstimate(
+        **occupancy(config),
+        host=offloaded(config),
+        device_budget=gpu(config.machine.gpu).memory_bytes,
+        assumptions=(
+            "estimate: fp32 weights, gradients and two moments, sharded over replicas as the layout says; what each "
+            "block keeps, with balanced experts; the fuller of the first and last pipeline stage at its peak"
+        ),
+    )
+
+
+def _foreign_training_memory(config: RunConfig, work: Training) -> MemoryEstimate:
     """The first pipeline stage, which holds the most micro-batches; recompute and offload count its own layers."""
     model, split = config.model, config.parallel
-    native, fp32 = config.engine == "native", config.precision.dtype == "fp32"
-    per_weight, per_gradient, per_optimizer = FP32_STATE if native or fp32 else MIXED_STATE
+    fp32 = config.precision.dtype == "fp32"
+    per_weight, per_gradient, per_optimizer = FP32_STATE if fp32 else MIXED_STATE
     value_bytes = BYTES["fp32" if fp32 else "bf16"]
     layers = -(-model.layers // split.pp)
     dense_layer, routed_layer, embedding = _rank_parameters(model, split)
     dense = layers * dense_layer + embedding * (1 if model.tied_embeddings or split.pp > 1 else 2)
     routed = layers * routed_layer
 
-    # fsdp shards everything; without it other engines than ours still shard the optimizer (ZeRO-1), over cp too.
-    replicas = split.dp if native else split.dp * split.cp
+    # fsdp shards everything; without it the optimizer still is (ZeRO-1), over cp too.
+    replicas = split.dp * split.cp
     expert_replicas = max(1, replicas * split.tp // (split.ep * split.etp))
     whole, sharded = dense + routed, dense / replicas + routed / expert_replicas
     state = sharded if split.fsdp else whole
-    optimizer = state if native else sharded
     gathered = max(dense_layer + routed_layer, embedding) * value_bytes if split.fsdp and replicas > 1 else 0.0
 
     tokens = work.mbs * work.seqlen / split.cp / split.tp
     layer = tokens * value_bytes * _saved_values(model)
     recomputed = min(work.recompute_layers, layers)
-    offloaded = min(work.offload_layers, layers - recomputed)
-    kept = layer * (layers - recomputed - offloaded) + recomputed * tokens * value_bytes * model.hidden
+    offloaded_layers = min(work.offload_layers, layers - recomputed)
+    kept = layer * (layers - recomputed - offloaded_layers) + recomputed * tokens * value_bytes * model.hidden
     in_flight = _micro_batches_in_flight(split, work.ga)
-    activations = in_flight * kept + layer * (min(recomputed, 1) + min(offloaded, 2))
+    activations = in_flight * kept + layer * (min(recomputed, 1) + min(offloaded_layers, 2))
     if split.pp == 1:
         activations += min(tokens, LOSS_PIECE_TOKENS / split.tp) * model.vocab * LOGIT_BYTES
 
-    sharding = "replicated"
-    if split.fsdp:
-        sharding = "sharded over dp with two layers gathered"
-    elif not native:
-        sharding = "the optimizer's sharded over dp"
+    sharding = "sharded over dp with two layers gathered" if split.fsdp else "the optimizer's sharded over dp"
     return MemoryEstimate(
         weights=per_weight * state + 2 * gathered,
         gradients=per_gradient * state + gathered,
-        optimizer=per_optimizer * optimizer,
+        optimizer=per_optimizer * sharded,
         activations=activations,
-        host=in_flight * layer * offloaded,
+        host=in_flight * layer * offloaded_layers,
         device_budget=gpu(config.machine.gpu).memory_bytes,
         assumptions=(
             f"estimate: weights {per_weight:g}, gradients {per_gradient:g}, optimizer {per_optimizer:g} bytes a "

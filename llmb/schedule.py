@@ -27,10 +27,8 @@ def rank_order(pp: int, vp: int | None, ga: int, rank: int) -> list[Pass]:
     """All passes of a rank in a step; without a pipeline each micro-batch forward and at once backward."""
     parts = vp or 1
     round_size = ga // max(1, ga // pp) if parts > 1 else 1
-    if parts > 1:
-        ahead = min(ga * parts, (parts - 1) * round_size + 2 * (pp - 1 - rank))
-    else:
-        ahead = min(ga, pp - 1 - rank)
+    away = pp - 1 - rank  # from the last rank, which turns round first
+    ahead = min(ga * parts, (parts - 1) * round_size + 2 * away if parts > 1 else away)
     return list(_alternating(ga, parts, round_size, ahead))
 
 

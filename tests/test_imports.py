@@ -9,26 +9,28 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "llmb"
 # In this order, each may import those before it.
-GROUND = ["errors", "plain", "tokenfile", "spec", "hardware", "costs", "memory", "metrics", "events"]
-RESOLVING = ["layout", "settings", "recipes", "selection", "shrink", "standins", "resolve", "tasks", "bulk"]
+GROUND = [
+    "errors", "plain", "tokenfile", "spec", "hardware", "layout", "schedule", "costs", "share", "traffic",
+    "activations", "occupancy", "memory", "rehearsed", "metrics", "events",
+]  # fmt: skip
+RESOLVING = ["settings", "recipes", "selection", "shrink", "standins", "resolve", "tasks", "bulk"]
 ALLOWED = {
     **{part: set(GROUND[:i]) for i, part in enumerate(GROUND)},
     "recipes": {"errors", "plain", "spec", "hardware"},
-    "layout": {"errors", "spec"},
     "settings": {"errors"},
     "shrink": {"spec"},
     "standins": {"errors", "spec"},
     "selection": {"errors", "spec", "hardware", "recipes", "settings"},
-    "resolve": set(GROUND) | {"recipes", "layout", "settings", "selection", "shrink", "standins"},
+    "resolve": set(GROUND) | {"recipes", "settings", "selection", "shrink", "standins"},
     "tasks": {"errors", "recipes", "selection", "settings"},
     "bulk": {"errors", "plain", "recipes", "settings", "tasks"},
-    "launch": {"errors", "plain", "spec", "events"},
+    "launch": {"errors", "plain", "spec", "rehearsed", "events"},
     "results": set(GROUND),
     "report": {*GROUND, "results"},
     "cli": {*GROUND, *RESOLVING, "launch", "results", "report"},
     "kernels": {"errors"},
     "models": {"errors", "plain", "spec", "kernels"},
-    "train": {*GROUND, "layout", "kernels", "models"},
+    "train": {*GROUND, "kernels", "models"},
 }
 DEVICE_SIDE = {"kernels", "models", "train"}
 

@@ -36,14 +36,21 @@ def estimate(*args, **options) -> memory.MemoryEstimate:
     return memory.memory_estimate(run(*args, **options))
 
 
-def test_activations_as_measured_on_an_h200() -> None:
-    """Llama 8B in bf16 took 95 GiB with 8,192 tokens at once and 129 GiB with 16,384: 34 GiB for the second half."""
-    one, two = (estimate(LLAMA_8B, "h200", 1, train(mbs=mbs)) for mbs in (1, 2))
-    assert (two.activations - one.activations) / GIB == pytest.approx(34, rel=0.02)
+@pytest.mark.parametrize(
+    ("model", "work", "measured"),
+    [
+        (LLAMA_1B, train(mbs=2), 41.0),
+        (LLAMA_8B, train(recompute_layers=28), 120),
+        (LLAMA_8B, train(ga=4, recompute_layers=28), 132.7),
+    ],
+)
+def test_peaks_as_measured_on_an_h200(model: Model, work: Training, measured: float) -> None:
+    """What real runs took, from bench/RESULTS.md."""
+    assert estimate(model, "h200", 1, work).total / GIB == pytest.approx(measured, rel=0.005)
 
 
 def test_state_is_sixteen_bytes_a_parameter() -> None:
-    found = estimate(LLAMA_8B, "h200", 1, train())
+    found = estimate(LLAMA_8B, "h200", 1, train(ga=2))
     assert found.weights + found.gradients + found.optimizer == pytest.approx(16 * 8_030_261_248)
     assert found.total == found.weights + found.gradients + found.optimizer + found.activations
     assert to_plain(found)["total"] == found.total
@@ -55,40 +62,41 @@ def test_state_is_sixteen_bytes_a_parameter() -> None:
 def test_every_degree_of_parallelism_helps_where_it_should() -> None:
     one = estimate(LLAMA_70B, "h100", 1, train(ga=8))
     tp = estimate(LLAMA_70B, "h100", 8, train(ga=8), tp=8)
-    assert tp.optimizer == pytest.approx(one.optimizer / 8)
-    assert tp.activations == pytest.approx(one.activations / 8)
+    assert tp.optimizer == pytest.approx(one.optimizer / 8, rel=1e-3)  # norms are on every rank
+    assert one.activations / 8 < tp.activations < one.activations / 4  # inside a block each has all tokens
     cp = estimate(LLAMA_70B, "h100", 8, train(ga=8), cp=8)
-    assert cp.optimizer == one.optimizer
+    assert cp.optimizer == pytest.approx(one.optimizer / 8)
     assert cp.activations < one.activations / 4
     pp = estimate(LLAMA_70B, "h100", 8, train(ga=8), pp=8)
     assert pp.optimizer < one.optimizer / 7
-    assert pp.activations == pytest.approx(one.activations, rel=0.02)  # an eighth of the layers, eight micro-batches
     interleaved = estimate(LLAMA_70B, "h100", 8, train(ga=64), pp=8, vp=5)
-    assert pp.activations < interleaved.activations < 1.25 * pp.activations
-    dp = estimate(LLAMA_70B, "h100", 8, train(), dp=8)
-    assert dp.optimizer == one.optimizer
-    fsdp = estimate(LLAMA_70B, "h100", 8, train(), dp=8, fsdp=True)
-    assert fsdp.optimizer == pytest.approx(one.optimizer / 8)
+    assert pp.activations < interleaved.activations
+    dp = estimate(LLAMA_70B, "h100", 8, train(ga=2), dp=8)
+    assert dp.optimizer == pytest.approx(one.optimizer / 8)
+    assert dp.gradients == one.gradients
+    fsdp = estimate(LLAMA_70B, "h100", 8, train(ga=2), dp=8, fsdp=True)
+    assert fsdp.gradients == pytest.approx(one.gradients / 8)
     assert one.weights / 8 < fsdp.weights < one.weights / 5
 
 
 def test_experts_are_split_by_their_own_degrees() -> None:
-    whole = estimate(GROK, "gb200", 1, train())
-    ep = estimate(GROK, "gb200", 8, train(), dp=8, ep=8)
-    split = estimate(GROK, "gb200", 32, train(), dp=8, tp=4, ep=8, etp=4)
+    whole = estimate(GROK, "gb200", 1, train(ga=2))
+    ep = estimate(GROK, "gb200", 8, train(ga=2), dp=8, ep=8)
+    split = estimate(GROK, "gb200", 32, train(ga=2), dp=8, tp=4, ep=8, etp=4)
     routed = costs.parameter_breakdown(GROK)["experts"]
-    assert whole.weights - ep.weights == pytest.approx(4 * routed * 7 / 8)
-    assert split.weights == pytest.approx(4 * (routed / 32 + (costs.parameters(GROK) - routed) / 4))
+    assert whole.gradients - ep.gradients == pytest.approx(4 * routed * 7 / 8)
+    rest = costs.parameters(GROK) - routed
+    assert split.gradients == pytest.approx(4 * (routed / 32 + rest / 4), rel=1e-3)  # norms and routers are whole
 
 
 def test_recompute_and_offload_trade_activations() -> None:
-    keep = estimate(LLAMA_8B, "h200", 1, train())
-    recompute = estimate(LLAMA_8B, "h200", 1, train(recompute_layers=32))
-    offload = estimate(LLAMA_8B, "h200", 1, train(offload_layers=16))
+    keep = estimate(LLAMA_8B, "h200", 1, train(ga=2))
+    recompute = estimate(LLAMA_8B, "h200", 1, train(ga=2, recompute_layers=32))
+    offload = estimate(LLAMA_8B, "h200", 1, train(ga=2, offload_layers=16))
     assert recompute.activations < keep.activations / 5
     assert offload.activations < keep.activations * 0.6
     assert keep.host == recompute.host == 0
-    assert offload.host == pytest.approx(keep.activations / 2, rel=0.05)
+    assert offload.host == pytest.approx(keep.activations - offload.activations)
 
 
 def test_the_master_copy_is_counted_once_in_every_engine() -> None:

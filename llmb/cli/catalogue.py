@@ -21,6 +21,8 @@ def add_commands(commands: Any) -> None:
 
     show = command(commands, "show", run_show, "one run in full: settings, FLOPs, memory, command", *examples("show"))
     add_run_options(show)
+    rehearsed = "one rank at full size, without a GPU: memory, FLOPs and exchanges of a step (training; needs torch)"
+    show.add_argument("--memory", action="store_true", help=rehearsed)
     show.add_argument("--json", action="store_true", help="the resolved configuration as JSON")
 
     source = 'eval "$(llmb-run completion bash)"'
@@ -93,8 +95,22 @@ def run_show(options: argparse.Namespace) -> int:
     resolved, bad = choices.resolve_all(tasks_for(choices.wanted(options), recipes), recipes)
     for line in bad:
         print(f"skipped: {line}")
+    if options.memory:
+        return _show_memory([config for _, config in resolved], options.json)
     for _, config in resolved:
         print(to_json(config, indent=2) if options.json else describe(config, spelled_command(config)) + "\n")
+    return 0
+
+
+def _show_memory(configs: list[Any], as_json: bool) -> int:
+    """What one rank of each run would hold, compute and send."""
+    from llmb.launch.rehearsal import rehearse
+    from llmb.plain import to_json
+    from llmb.report.rehearsal import describe_rehearsal
+
+    for config in configs:
+        found = rehearse(config)
+        print(to_json(found) if as_json else describe_rehearsal(config, found) + "\n", flush=True)
     return 0
 
 

@@ -29,7 +29,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q_BHTD, k_BHTD, v_BHTD, _, summed = ctx.saved_tensors
         ctx.work(2)
         delta = torch.empty_like(summed)

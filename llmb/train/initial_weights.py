@@ -11,6 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from llmb.models.architectures import Network
 from llmb.models.decoder import parameter_generator
+from llmb.train.optimizer import local
 
 
 @torch.no_grad()
@@ -21,16 +22,11 @@ def set_initial_weights(part: Network, seed: int) -> None:
         if isinstance(parameter, DTensor):
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             part.fill(name, whole, generator)
-            own_slice(parameter).copy_(slice_like(whole, parameter))
+            local(parameter).copy_(slice_like(whole, parameter))
         else:
             part.fill(name, parameter, generator)
     for buffer in part.buffers():  # the routers' corrections
         buffer.zero_()
-
-
-def own_slice(tensor: DTensor) -> Tensor:
-    """The memory of this rank's slice."""
-    return tensor.to_local()
 
 
 def slice_like(whole: Tensor, pattern: DTensor) -> Tensor:

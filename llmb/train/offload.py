@@ -70,17 +70,20 @@ class Lane:
         self._free[buffer.numel()].append(buffer)
 
 
+Keep = Callable[[], set[int]]
+
+
 class Stash:
     """What one layer saved in one forward pass: on the device, on the host, or both.
 
     Autograd's nodes hold it through `unpack`; when the last of them has run, it goes, and its buffers are free.
     """
 
-    def __init__(self, lane: Lane, before: "Stash | None", begin: Callable[["Stash"], None], keep: set[int] | None):
+    def __init__(self, lane: Lane, before: "Stash | None", begin: Callable[["Stash"], None], keep: Keep | None):
         self.lane = lane
         self.before = before  # of the layer in front, whose backward pass comes next
         self._begin = begin
-        self._keep = keep  # storages that stay on the device; none: all do
+        self._keep = keep  # which storages stay on the device; none: all do
         self._on_device: list[Tensor | None] = []
         self._on_host: list[Tensor] = []  # in the same order
         self._buffers: list[Tensor] = []
@@ -91,7 +94,7 @@ class Stash:
         """Called as the layer saves a tensor: starts its copy and remembers it by a number, or keeps it."""
         size = tensor.numel() * tensor.element_size()
         storage = tensor.untyped_storage()
-        if self._keep is None or size < SMALLEST_BYTES or storage.nbytes() < size or storage._cdata in self._keep:
+        if self._keep is None or size < SMALLEST_BYTES or storage.nbytes() < size or storage._cdata in self._keep():
             return tensor
         # A storage names a tensor here, because all that was seen is held until the layer is done. It does so by itself,
         # not by the address of its memory: in a rehearsal it has none.
@@ -161,11 +164,15 @@ class Offload:
         self._last: Callable[[], Stash | None] = lambda: None  # a weak reference: only autograd keeps stashes alive
         self._current: Callable[[], Stash | None] = lambda: None  # the one whose backward pass is running
 
-    def forward(self, layer: nn.Module, forward: Callable, position: int, moves: bool, *inputs: Tensor) -> Any:
-        """One layer's forward pass; the layer in front has been copied out by its end."""
+    def forward(
+        self, layer: nn.Module, forward: Callable, position: int, moves: bool, followed: bool, *inputs: Tensor
+    ) -> Any:
+        """One layer's forward pass; the layer in front has been copied out by its end, and itself if none follows."""
         if self._lane is None:
             self._lane = Lane(inputs[0].device)
-        keep = _storages((*layer.parameters(), *inputs[1:])) if moves else None
+        # Looked at when something is saved: a sharded layer gathers some of its parameters only as it goes on.
+        shared = inputs[1:]  # not all inputs: who refers to the stream keeps it on the device
+        keep = (lambda: _storages((*layer.parameters(), *shared))) if moves else None
         before = self._last() if position else None
         stash = Stash(self._lane, before, self.begin, keep)
         self._last = weakref.ref(stash)
@@ -174,6 +181,8 @@ class Offload:
         stash.close()
         if before is not None:
             before.leave()
+        if moves and not followed:
+            stash.leave()
         return out
 
     def begin(self, stash: Stash) -> None:
@@ -201,5 +210,6 @@ def offload(network: Network, first: int, layers: int) -> None:
     lead = Offload()
     chosen = list(network.layers)[first : first + layers + 1] if layers else []
     for position, layer in enumerate(chosen):
-        moves = position < layers and not (network.last and layer is list(network.layers)[-1])
-        layer.forward = partial(lead.forward, layer, layer.forward, position, moves)
+        followed = layer is not list(network.layers)[-1]
+        moves = position < layers and (followed or not network.last)
+        layer.forward = partial(lead.forward, layer, layer.forward, position, moves, followed)

@@ -65,10 +65,10 @@ class Optimizer:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """What AdamW remembers of each parameter, spread over ranks as the parameter is."""
+        state = {name: self.adamw.state.get(one, {}) for name, one in self.slices.items()}
         return {
-            name: {kind: _spread_like(tensor, parameter) for kind, tensor in self.adamw.state[self.slices[name]].items()}
+            name: {kind: _spread_like(tensor, parameter) for kind, tensor in state[name].items()}
             for name, parameter in self.parameters.items()
-            if self.slices[name] in self.adamw.state
         }
 
     def make_state(self) -> None:
@@ -136,7 +136,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _slice(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to_local()) if isinstance(parameter, DTensor) else parameter
+    return nn.Parameter(local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
 
 
 def _spread_like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:

@@ -13,6 +13,7 @@ gradients after every step, so the copies stay equal to the last bit.
 """
 
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -36,6 +37,8 @@ Span = Callable[[str], AbstractContextManager[None]]
 
 # On any error torch's schedules print what every rank does from the first micro-batch to the last.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+# The stream that carries the loss of routers is such a view; nothing here or in torch's schedules writes into it.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
 
 
 def own_parts(network: Network, mesh: Mesh) -> list[Network]:

@@ -2,24 +2,20 @@
 
     python -m llmb.train.rehearsal config.json      # one line of JSON
 
-The rank is built by the same passes as for training, on tensors that have shapes but no values (FakeTensorMode) and in
-a process group that has ranks but no processes (`fake`). It takes the GPU's way through every kernel. Of a step's
-micro-batches only those are computed that differ: the first, which finds no gradients, one from the middle, and the
-last, which reduces them. The others are like the middle one, and a pipeline's are put together in the order of torch's
-own schedule. Optimizer state is there from the start, as it is from the second step on.
+The rank is built by the same passes as for training, of tensors that have shapes but no values (device meta), and in a
+process group that has ranks but no processes (`fake`). It takes the GPU's way through every kernel. What torch does
+about memory and ranks where no operation shows it is followed here.
 
 Leaves out: the CUDA context, NCCL's buffers, libraries' workspaces (about 0.1 GiB) and fragmentation.
 """
 
-import json
-import math
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial, wraps
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,19 +31,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from llmb.errors import ConfigError
 from llmb.kernels import triton_device
-from llmb.models.architectures import Network
-from llmb.plain import build, read_json, to_plain
-from llmb.schedule import rank_order
+from llmb.plain import build, read_json, to_json
+from llmb.rehearsed import Rehearsal
+from llmb.schedule import bubble
 from llmb.spec import RunConfig, Training
 from llmb.traffic import Collective
 from llmb.train.footprint import REST, Footprint
 from llmb.train.fused_shapes import fused_shapes
 from llmb.train.mesh import DENSE, EXPERT, REPLICAS, Mesh, divided
 from llmb.train.offload import Lane
-from llmb.train.optimizer import Optimizer
-from llmb.train.parallelize import shaped_parts
-from llmb.train.pipeline import copied_weights
-from llmb.train.sharding import before_micro_batch, lay_out
+from llmb.train.rehearsed_rank import GRADIENTS, OPTIMIZER, WEIGHTS, Rank, Step
 from llmb.train.watch import Watch
 
 CPU = torch.device("cpu")
@@ -57,154 +50,7 @@ UNWATCHED = (
     (DeviceMesh, "_concatenate"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
 )
-WEIGHTS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 FAKE = "fake"  # torch's process group without processes
-
-Parts = Counter[str]  # bytes by what they are for
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one pass of a part of the network does, seen from where it began."""
-
-    peak: Parts  # above what was there before
-    left: Parts  # more than before when it is over; negative where it is less
-    flops: float
-    calls: Counter[Any]
-    bytes: Counter[Any]
-
-
-@dataclass
-class Step:
-    """A step put together from passes: what is held now, the most that was held at once, and all that was done."""
-
-    held: Parts
-    peak: Parts = field(default_factory=Counter)
-    flops: float = 0.0
-    calls: Counter[Any] = field(default_factory=Counter)
-    bytes: Counter[Any] = field(default_factory=Counter)
-
-    def add(self, cost: Cost) -> None:
-        """Go on with one more pass."""
-        highest = _sum(self.held, cost.peak)
-        if highest.total() > self.peak.total():
-            self.peak = highest
-        self.held = _sum(self.held, cost.left)
-        self.flops += cost.flops
-        self.calls.update(cost.calls)
-        self.bytes.update(cost.bytes)
-
-
-class Rank:
-    """One rank, built and ready to compute."""
-
-    def __init__(self, config: RunConfig, work: Training, mesh: Mesh, watch: Watch):
-        self._work, self._mesh, self._watch = work, mesh, watch
-        self._footprint = watch.footprint
-        self._pipelined = mesh.size("pp") > 1
-        shape = (work.mbs, work.seqlen // mesh.size("cp") // mesh.size("tp"), config.model.hidden)
-        self._stream = shape, torch.float32 if config.precision.dtype == "fp32" else torch.bfloat16
-        self._kept: list[Tensor] = []  # torch's schedules hold received tensors and their gradients until the step ends
-        self.parts = shaped_parts(config, work, mesh)
-        for part in self.parts:
-            lay_out(part)
-        self._footprint.claim(WEIGHTS)
-        named = [pair for part in self.parts for pair in part.named_parameters()]
-        self.optimizer = Optimizer(named, mesh, work.lr, copied_weights(self.parts))
-        self._moments = [torch.empty_like(one) for one in (*self.optimizer.slices.values(),) * 2]
-        self.optimizer.adamw.step = lambda: None  # type: ignore[assignment, method-assign]
-        self._footprint.claim(OPTIMIZER)
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the optimizer of this rank updates."""
-        return sum(one.numel() for one in self.optimizer.slices.values())
-
-    def step(self) -> Step:
-        """All micro-batches of a step and the update at its end."""
-        ga, place = self._work.ga, self._mesh.index("pp")
-        step = Step(Counter(self._footprint.now()))
-        step.held[REST] += self._received_bytes()
-        costs = [self._costs(part) for part in self.parts]
-        for part, micro, forward in rank_order(self._mesh.size("pp"), self._mesh.parallel.vp, ga, place):
-            step.add(costs[part][_kind(micro, ga), forward])
-        step.add(self._cost(self._update))
-        return step
-
-    def _costs(self, part: Network) -> dict[tuple[str, bool], Cost]:
-        """Of each kind of micro-batch, forward and backward."""
-        costs = {}
-        few = min(self._work.ga, 3)
-        for micro in range(few):
-            costs |= self._costs_of_micro_batch(part, _kind(micro, few))
-        return costs
-
-    def _costs_of_micro_batch(self, part: Network, kind: str) -> dict[tuple[str, bool], Cost]:
-        before_micro_batch(part, last=kind in ("last", "only"))
-        given, slope = self._received(part)
-        labels = torch.zeros(self._work.mbs, self._work.seqlen // self._mesh.size("cp"), dtype=torch.int64)
-        out: list[Tensor] = []
-
-        def forward() -> None:
-            out.append(part(given, labels if part.last else None))
-            self._footprint.label(WEIGHTS, part.parameters())  # with those that stay gathered
-
-        def backward() -> None:
-            out.pop().backward(slope)
-            self._footprint.label(REST, (one for x in self._kept for one in (x, x.grad) if one is not None))
-            self._footprint.claim(GRADIENTS)  # nothing else stays
-
-        return {(kind, True): self._cost(forward), (kind, False): self._cost(backward)}
-
-    def _received(self, part: Network) -> tuple[Tensor, Tensor | None]:
-        """What a part works on, and the gradient of what it makes."""
-        shape, dtype = self._stream
-        if part.first:
-            given = torch.zeros(self._work.mbs, self._work.seqlen // self._mesh.size("cp"), dtype=torch.int64)
-        else:
-            given = torch.empty(shape, dtype=dtype, requires_grad=True)
-        slope = None if part.last else torch.empty(shape, dtype=dtype)
-        self._kept += [given] if slope is None else [given, slope]
-        return given, slope
-
-    def _received_bytes(self) -> int:
-        """Torch's stages have memory for what they receive of every micro-batch, in both directions."""
-        shape, dtype = self._stream
-        received = sum((not part.first) + (not part.last) for part in self.parts)
-        return self._work.ga * received * math.prod(shape) * dtype.itemsize
-
-    def _update(self) -> None:
-        self.optimizer.update(self._work.lr)
-        self._mesh.total(torch.zeros(()))
-
-    def _cost(self, work: Callable[[], None]) -> Cost:
-        """Do it, and see what it took."""
-        watch, footprint = self._watch, self._footprint
-        before = footprint.now()
-        watch.flops, watch.calls, watch.bytes = 0.0, Counter(), Counter()
-        footprint.begin()
-        work()
-        peak, left = (_difference(found, before) for found in (footprint.at_peak(), footprint.now()))
-        return Cost(peak, left, watch.flops, watch.calls, watch.bytes)
-
-
-def _kind(micro: int, ga: int) -> str:
-    """Micro-batches of the same kind do the same."""
-    if ga == 1:
-        return "only"
-    return "first" if micro == 0 else "last" if micro == ga - 1 else "middle"
-
-
-def _sum(one: Parts, other: Parts) -> Parts:
-    total = Counter(one)
-    total.update(other)  # unlike +, keeps what is negative
-    return total
-
-
-def _difference(one: dict[str, int], other: dict[str, int]) -> Parts:
-    less = Counter(one)
-    less.subtract(other)
-    return less
 
 
 @contextmanager
@@ -295,26 +141,37 @@ def _count_scan(watch: Watch, kernel: str, arguments: tuple[Any, ...], constants
     watch.add_flops(times * 2.0 * batch * tokens * macs)
 
 
-def rehearse(config: RunConfig) -> dict[str, Any]:
-    """What a step of this run is for one rank."""
+def rehearse(config: RunConfig) -> Rehearsal:
+    """What a step of this run is for one rank: of the first or the last stage of the pipeline, whichever holds more."""
     work = config.workload
     if config.engine != "native" or not isinstance(work, Training):
         raise ConfigError("only training by the native engine can be rehearsed")
+    layout = config.parallel
+    ends = dict.fromkeys((0, (layout.pp - 1) * layout.world_size // layout.pp))
+    # Each in a process of its own: a process can be part of only one group in its life.
+    with ProcessPoolExecutor(len(ends), mp_context=get_context("fork")) as pool:
+        return max(pool.map(partial(_rehearse, config, work), ends), key=lambda found: found.peak_bytes)
+
+
+def _rehearse(config: RunConfig, work: Training, rank: int) -> Rehearsal:
     began = time.perf_counter()
-    rank = 0
     with rehearsing(config, rank) as (mesh, watch):
         made = Rank(config, work, mesh, watch)
         step = made.step()
-    return {
-        "rank": rank,
-        "parameters": made.parameters,
-        "bytes": {name: step.peak[name] for name in (WEIGHTS, GRADIENTS, OPTIMIZER, REST)},
-        "peak_bytes": step.peak.total(),
-        "host_bytes": watch.footprint.host_peak,
-        "flops": step.flops,
-        "collectives": [to_plain(one) for one in _collectives(step, mesh)],
-        "seconds": time.perf_counter() - began,
-    }
+        return Rehearsal(
+            rank=rank,
+            parameters=made.parameters,
+            weight_bytes=step.peak[WEIGHTS],
+            gradient_bytes=step.peak[GRADIENTS],
+            optimizer_bytes=step.peak[OPTIMIZER],
+            activation_bytes=step.peak[REST],
+            peak_bytes=step.peak.total(),
+            host_bytes=watch.footprint.host_peak,
+            flops=step.flops,
+            bubble=bubble(mesh.size("pp"), mesh.parallel.vp, work.ga),
+            collectives=(*_collectives(step, mesh), *made.handed_on()),
+            seconds=time.perf_counter() - began,
+        )
 
 
 def _collectives(step: Step, mesh: Mesh) -> Iterator[Collective]:
@@ -330,7 +187,9 @@ def _groups(mesh: Mesh) -> dict[str, tuple[str, int]]:
         return {}
     found = {str(dist.group.WORLD.group_name): ("all", mesh.world_size)}  # type: ignore[union-attr]
     for whole, names in ((mesh.expert, EXPERT), (mesh.dense, DENSE), (mesh.replicas, (REPLICAS,))):
-        for name in names if whole is not None else ():
+        for name in names:
+            if whole is None:
+                continue
             group = whole.get_group(name)
             found[str(group.group_name)] = (name, group.size())
     return found
@@ -342,7 +201,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m llmb.train.rehearsal config.json", file=sys.stderr)
         return 0 if arguments in (["-h"], ["--help"]) else 1
     path = Path(arguments[0])
-    print(json.dumps(rehearse(build(RunConfig, read_json(path), where=path.name))))
+    print(to_json(rehearse(build(RunConfig, read_json(path), where=path.name))))
     return 0
 
 

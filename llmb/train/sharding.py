@@ -15,6 +15,7 @@ A weight is cut along the first dimension that divides evenly, because torch pad
 weight is split already, takes uneven slices for others than they are. A weight without such a dimension stays whole.
 """
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -32,9 +33,13 @@ from llmb.models.experts import ExpertMlp, Router
 from llmb.models.mamba import GatedNorm, MambaMixer
 from llmb.train.local_view import see_local
 from llmb.train.mesh import Mesh
+from llmb.train.optimizer import local
 
 WHOLE = (Router, MambaMixer, GatedNorm)  # whose own parameters are used in fp32 in every number format
 TRAVEL = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+# A view comes out of experts, and of a part with a loss of its own. Nothing here changes one in place.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 _reduced_once: WeakSet[nn.Module] = WeakSet()  # parts whose gradients add up whole over the micro-batches of a step
 
@@ -45,6 +50,7 @@ def shard(part: Network, mesh: Mesh, dtype: str) -> None:
     edp = mesh.size("edp") if experts else 1
     if mesh.sharers == edp == 1:
         return
+    assert mesh.replicas is not None
     policy = MixedPrecisionPolicy() if dtype == "fp32" else TRAVEL
     settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": mesh.parallel.fsdp}
     whole = _keep_whole(part, mesh, experts)
@@ -73,11 +79,8 @@ def _fully_shard(module: nn.Module, mesh: DeviceMesh, chosen: set[nn.Parameter],
 
 def _cut(parameter: nn.Parameter, ranks: int) -> Shard | None:
     """Along which dimension a parameter is cut into slices; none: not at all."""
-    split, shape = False, parameter.shape
-    if isinstance(parameter, DTensor):
-        split = any(isinstance(one, Shard) and one.dim == 0 for one in parameter.placements)
-        shape = parameter.to_local().shape
-    even = [dimension for dimension, size in enumerate(shape) if size % ranks == 0]
+    split = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
+    even = [dimension for dimension, size in enumerate(local(parameter).shape) if size % ranks == 0]
     if even:
         return Shard(even[0])
     return None if split else Shard(0)
@@ -134,12 +137,11 @@ def _keep_whole(part: Network, mesh: Mesh, experts: list[ExpertMlp]) -> set[nn.P
 
 def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """The same along all dimensions of a mesh but the last ones, along which it is split already."""
-    local, placements = parameter.detach(), ()
-    if isinstance(parameter, DTensor):
-        local, placements = local.to_local(), parameter.placements
-    placements = (*[Replicate()] * (mesh.ndim - len(placements)), *placements)
+    split = parameter.placements if isinstance(parameter, DTensor) else ()
+    placements = (*[Replicate()] * (mesh.ndim - len(split)), *split)
     shape, stride = parameter.shape, parameter.stride()
-    return nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride))
+    slices = local(parameter.detach())
+    return nn.Parameter(DTensor.from_local(slices, mesh, placements, run_check=False, shape=shape, stride=stride))
 
 
 def _schedule(part: Network, mesh: Mesh) -> None:

@@ -125,7 +125,7 @@ def test_a_graph_that_diverges_still_names_the_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_offloading_keeps_the_loss_and_saves_memory(tmp_path: Path, dtype: str) -> None:
-    work = replace(CONFIG.workload, seqlen=2048, mbs=4, gbs=8, steps=4)
+    work = replace(CONFIG.workload, seqlen=2048, mbs=4, gbs=8, steps=4, lr=3e-4)
     config = replace(CONFIG, model=LARGER, precision=Precision(dtype=dtype), workload=work)
     plain, _ = outcome(tmp_path / "plain", config)
     again, _ = outcome(tmp_path / "again", config)

@@ -52,7 +52,7 @@ CONFIG = RunConfig(
     model=TWO_LAYERS_OF_8B,
     parallel=Parallel(),
     precision=Precision(dtype="bf16"),
-    workload=Training(seqlen=8192, mbs=1, gbs=2, ga=2, steps=4, window=(3, 4)),
+    workload=Training(seqlen=8192, mbs=1, gbs=2, ga=2, steps=4, window=(3, 4), lr=3e-5),
 )
 
 

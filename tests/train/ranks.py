@@ -30,6 +30,7 @@ from llmb.train.loop import train
 from llmb.train.record import Record
 
 LIMIT_S = 300
+LINGER_S = 3
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def _be_rank(rank: int, world: int, port: int, writer: int, work: Callable[..., 
     while data:
         data = data[os.write(writer, data) :]
     os.close(writer)
-    signal.pause()  # until all have answered: who leaves early breaks the others' last exchange
+    time.sleep(LINGER_S)  # who leaves at once breaks the others' last exchange; ends when all have answered
+    os._exit(0)
 
 
 def _answer(rank: int, reader: int) -> Any:

@@ -16,8 +16,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from llmb.models.experts import ExpertMlp, balance_losses
 from llmb.spec import Experts, Parallel
 from llmb.train.expert_parallel import on_host, split_experts
-from llmb.train.initial_weights import own_slice, slice_like
+from llmb.train.initial_weights import slice_like
 from llmb.train.mesh import divided
+from llmb.train.optimizer import local
 from llmb.train.parallelize import recompute
 from llmb.train.precision import Fp8GroupedLinear
 
@@ -77,7 +78,7 @@ def in_fp8(block: ExpertMlp) -> None:
 def load(block: ExpertMlp, weights: dict[str, torch.Tensor]) -> None:
     for name, parameter in block.named_parameters():
         if isinstance(parameter, DTensor):
-            own_slice(parameter).copy_(slice_like(weights[name], parameter))
+            local(parameter).copy_(slice_like(weights[name], parameter))
         else:
             parameter.copy_(weights[name])
 

@@ -121,7 +121,7 @@ def test_buffers_are_used_again_and_given_back(monkeypatch) -> None:
 
 def test_what_is_saved_twice_is_copied_once_and_parameters_never() -> None:
     weight, shared, x = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8, 8)
-    stash = Stash(Lane(CPU), None, lambda _: None, {t.untyped_storage().data_ptr() for t in (weight, shared)})
+    stash = Stash(Lane(CPU), None, lambda _: None, lambda: {t.untyped_storage()._cdata for t in (weight, shared)})
     assert stash.pack(weight) is weight
     assert stash.pack(shared) is shared
     expanded = torch.randn(1, 8).expand(100, 8)

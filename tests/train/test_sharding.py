@@ -27,6 +27,8 @@ from llmb.train.mesh import Mesh, open_mesh
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallelize import ready_parts
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
+
 # Where nothing divides by the number of ranks: some slices are padded, some empty, and some weights stay whole.
 UNEVEN = replace(SMALL_MODELS["llama"], name="uneven", hidden=22, ffn=50, vocab=130, head_dim=10)
 MODELS = SMALL_MODELS | {"uneven": UNEVEN}
@@ -86,6 +88,19 @@ def test_rounded_weights_travel(name: str, fsdp: bool, dtype: str) -> None:
 @pytest.mark.parametrize("name", ["uneven", pytest.param("deepseek", marks=pytest.mark.slow)])
 def test_replicas_of_split_tensors(name: str, fsdp: bool) -> None:
     assert_like_one_process(name, dp=3, tp=2, fsdp=fsdp)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("grok1", {"dp": 4, "ep": 2, "fsdp": True}),
+        pytest.param("grok1", {"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek", {"tp": 4, "ep": 2}, marks=pytest.mark.slow),  # only the experts have replicas
+        pytest.param("deepseek", {"dp": 4, "ep": 2, "fsdp": True, "recompute_layers": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_of_experts(name: str, layout: dict) -> None:
+    assert_like_one_process(name, **layout)
 
 
 def test_recomputed_and_offloaded_layers(monkeypatch) -> None:
@@ -212,5 +227,3 @@ def test_one_process_is_not_sharded() -> None:
     (part,) = ready_parts(config, config.workload, Mesh(0, 1, torch.device("cpu")))
     assert type(part) is type(build_model(config.model))
     assert not any(isinstance(parameter, DTensor) for parameter in part.parameters())
-
-

@@ -1,0 +1,89 @@
+"""Predicted against measured peak memory of training runs on this GPU.
+
+    python bench/memory_gpu.py [--json FILE] [--only llama]
+
+Each run takes 3 steps through `python -m llmb.train` in a process of its own; measured is its
+torch.cuda.max_memory_allocated, predicted are the rehearsal's peak and the closed form's. Aim: within 5 %.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from llmb.events import StepDone, read
+from llmb.hardware import GIB
+from llmb.launch.command import engine_environment
+from llmb.launch.rehearsal import rehearse
+from llmb.memory import memory_estimate
+from llmb.plain import to_json
+from llmb.recipes.recipe import load_all, shipped
+from llmb.report.table import render
+from llmb.resolve import resolve
+from llmb.selection import Request
+from llmb.settings import from_arguments
+from llmb.spec import RunConfig
+
+# workload, size, dtype, stand-in, settings: gradients accumulate over 2 micro-batches, as in the recipes
+RUNS = [
+    ("pretrain_llama3.1", "1b", "bf16", None, ["gbs=4"]),
+    ("pretrain_llama3.1", "8b", "bf16", None, ["gbs=2"]),
+    ("pretrain_llama3.1", "8b", "fp8", None, ["gbs=2"]),
+    ("pretrain_nemotronh", "8b", "bf16", None, ["gbs=2"]),
+    ("pretrain_grok1", "314b", "bf16", "true-width", ["gbs=2", "seqlen=4096"]),
+    ("pretrain_deepseek-v3", "671b", "bf16", "true-width", ["gbs=2"]),
+]
+STEPS = 3
+HEADER = ("run", "measured GiB", "rehearsed GiB", "ratio", "closed form GiB", "ratio")
+
+
+def configuration(workload: str, size: str, dtype: str, proxy: str | None, settings: list[str], gpu: str) -> RunConfig:
+    """One of the runs for this GPU."""
+    wishes = tuple(from_arguments([*settings, f"steps={STEPS}"]))
+    request = Request(size=size, dtype=dtype, gpus=1, gpu=gpu, proxy=proxy, settings=wishes)
+    return resolve(load_all([shipped()])[workload], request)
+
+
+def measured(config: RunConfig) -> float | None:
+    """The highest memory of a real run in bytes; null where it failed, and why in the output."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(to_json(config))
+        environment = {**os.environ, **engine_environment(config, os.environ, {})}
+        done = subprocess.run([sys.executable, "-m", "llmb.train", str(path)], env=environment, cwd=folder,
+                              capture_output=True, text=True)  # fmt: skip
+        if done.returncode:
+            print(f"{config.name} failed:\n{done.stdout[-1000:]}\n{done.stderr[-1000:]}", flush=True)
+            return None
+        steps = [event for event in read(Path(folder, "events.rank0.jsonl")) if isinstance(event, StepDone)]
+        return max(step.memory_bytes for step in steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--gpu-type", default="h200")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    lines = []
+    for workload, size, dtype, proxy, settings in RUNS:
+        if options.only not in workload:
+            continue
+        config = configuration(workload, size, dtype, proxy, settings, options.gpu_type)
+        rehearsed, formed, real = rehearse(config).peak_bytes, memory_estimate(config).total, measured(config)
+        ratios = (None, None) if real is None else (rehearsed / real, formed / real)
+        real_gib = None if real is None else real / GIB
+        lines.append((config.name, real_gib, rehearsed / GIB, ratios[0], formed / GIB, ratios[1]))
+        print(render(HEADER, lines[-1:]), flush=True)
+    print("\n" + render(HEADER, lines))
+    if options.json:
+        options.json.write_text(json.dumps([dict(zip(("run", "measured_gib", "rehearsed_gib", "rehearsed_ratio",
+                                           "closed_form_gib", "closed_form_ratio"), line, strict=True))
+                                            for line in lines]))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

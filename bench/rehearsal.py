@@ -1,0 +1,85 @@
+"""Every row of every training recipe rehearsed without its hardware, against the closed forms.
+
+    python bench/rehearsal.py [--only llama] [--all-scales] [--json FILE]
+
+A line a row, at its smallest and largest scale: seconds of the rehearsal with the start of its process (aim: 20), the
+peak of one rank, whether that fits its GPU, and the closed forms as a share of what the rehearsal counted: peak memory
+and traffic (aim: within 2 %), parameters and FLOPs (exactly 1).
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmb.hardware import GIB
+from llmb.launch.rehearsal import rehearse
+from llmb.memory import memory_estimate
+from llmb.plain import to_plain
+from llmb.recipes.recipe import expand_gpus, load_all, shipped
+from llmb.rehearsed import Rehearsal
+from llmb.report.table import render
+from llmb.resolve import resolve
+from llmb.selection import Request
+from llmb.share import rank_flops, rank_parameters
+from llmb.spec import RunConfig
+from llmb.traffic import step_traffic
+
+HEADER = ("run", "gpu", "s", "peak GiB", "fits", "closed form", "parameters", "FLOPs", "traffic")
+SMALL = 2**20  # bytes a call: exchanges of numbers and counts are no traffic worth a formula
+
+
+def rows(only: str, all_scales: bool) -> Iterator[RunConfig]:
+    """Every row of the training recipes in each of its dtypes."""
+    for recipe in load_all([shipped()]).values():
+        for row in recipe.rows if recipe.kind == "training" and only in recipe.workload else ():
+            scales = expand_gpus(row["gpus"])
+            dtypes = row["dtype"] if isinstance(row["dtype"], list) else [row["dtype"]]
+            for dtype in dtypes:
+                for gpus in scales if all_scales else dict.fromkeys((scales[0], scales[-1])):
+                    yield resolve(recipe, Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=row["gpu"]))
+
+
+def stage(config: RunConfig, found: Rehearsal) -> int:
+    """Where in the pipeline the rehearsed rank stands."""
+    return found.rank * config.parallel.pp // config.parallel.world_size
+
+
+def worst_traffic(config: RunConfig, found: Rehearsal) -> float | None:
+    """Of all exchanges, bytes by closed form over bytes counted, the farthest from 1; null where there are none."""
+    formed = {(one.kind, one.dimension): one.bytes for one in step_traffic(config, stage(config, found))}
+    large = [one for one in found.collectives if one.bytes >= SMALL * one.count and one.kind != "all-reduce"]
+    shares = [formed.get((one.kind, one.dimension), 0) / one.bytes for one in large]
+    return max(shares, key=lambda share: abs(share - 1), default=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--all-scales", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    lines, results = [], []
+    for config in rows(options.only, options.all_scales):
+        began = time.perf_counter()
+        found = rehearse(config)
+        seconds, estimate, place = time.perf_counter() - began, memory_estimate(config), stage(config, found)
+        fits = None if estimate.device_budget is None else found.peak_bytes <= estimate.device_budget
+        line = (
+            config.name, config.machine.gpu, seconds, found.peak_bytes / GIB, fits, estimate.total / found.peak_bytes,
+            rank_parameters(config, place) / found.parameters, rank_flops(config, place) / found.flops,
+            worst_traffic(config, found),
+        )  # fmt: skip
+        lines.append(line)
+        results.append({**dict(zip(HEADER, line, strict=True)), "rehearsal": to_plain(found)})
+        print(render(HEADER, [line]).splitlines()[-1], flush=True)
+    print("\n" + render(HEADER, lines))
+    farthest = max(lines, key=lambda line: abs(line[5] - 1))
+    print(f"\nslowest {max(line[2] for line in lines):.1f} s; closed form farthest: {farthest[5]:.4f} ({farthest[0]})")
+    if options.json:
+        options.json.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

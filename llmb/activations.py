@@ -1,0 +1,159 @@
+"""What the native engine's blocks keep for their backward pass on one rank, in bytes, and what they need while they run.
+
+Inside a block a rank sees all tokens of its piece of the sequence, in the stream between blocks only its share of them
+among the ranks of tp. A matrix product keeps what it takes: in the format of the stream, or in fp8 one byte a value. Fused
+attention keeps q, k, v, its output and one fp32 number a query and head.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from llmb.costs import BYTES
+from llmb.share import layer_blocks, layer_weights
+from llmb.spec import Model, Parallel, RunConfig, Training
+
+CHUNK_TOKENS = 2048  # of the loss: the logits never exist whole
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Sizes of one micro-batch on one rank."""
+
+    config: RunConfig
+
+    @property
+    def work(self) -> Training:
+        assert isinstance(self.config.workload, Training)
+        return self.config.workload
+
+    @property
+    def model(self) -> Model:
+        return self.config.model
+
+    @property
+    def split(self) -> Parallel:
+        return self.config.parallel
+
+    @cached_property
+    def value(self) -> float:
+        """Bytes of a value of the stream."""
+        return BYTES["fp32" if self.config.precision.dtype == "fp32" else "bf16"]
+
+    @cached_property
+    def taken(self) -> float:
+        """Bytes of a value that a matrix product of the stack keeps."""
+        return BYTES["fp8"] if self.config.precision.dtype == "fp8" else self.value
+
+    @cached_property
+    def inside(self) -> float:
+        """Tokens that a block of this rank sees."""
+        return self.work.mbs * self.work.seqlen / self.split.cp
+
+    @cached_property
+    def stream(self) -> float:
+        """Bytes of the stream between blocks."""
+        return self.inside / self.split.tp * self.model.hidden * self.value
+
+    def layer(self, layer: int) -> float:
+        """What a layer keeps."""
+        return sum(self.block(kind) for kind in layer_blocks(self.model, layer))
+
+    def block(self, kind: str) -> float:
+        """What a block keeps, with the norm before it and the one behind it."""
+        norms = self.stream * (2 if self.model.post_norms else 1)  # each keeps what it takes
+        return (
+            norms
+            + {
+                "attention": self._attention,
+                "latent_attention": self._latent_attention,
+                "mlp": self._mlp,
+                "experts": self._experts,
+                "mamba": self._mamba,
+            }[kind]()
+        )
+
+    def _gathered(self) -> float:
+        """The normed stream of all tp ranks, as the first products keep it."""
+        return self.inside * self.model.hidden * self.taken
+
+    def _attention(self) -> float:
+        m, tp = self.model, self.split.tp
+        width, kv_width = m.heads * m.head_dim / tp, m.kv_heads * m.head_dim / tp
+        rope = 2 * self.work.seqlen / self.split.cp * m.head_dim * self.value if m.rope else 0.0
+        return self._gathered() + rope + self._attended(width, 2 * kv_width, width, m.heads / tp)
+
+    def _attended(self, query: float, key_value: float, out: float, heads: float) -> float:
+        """Fused attention and what the product behind it keeps; keys and values are those of the whole sequence."""
+        whole = self.work.mbs * self.work.seqlen
+        copied = self.taken != self.value or self.split.cp > 1  # else it keeps the very same output
+        kept = self.inside * (query + out) * self.value + whole * key_value * self.value
+        return kept + self.inside * (4 * heads + out * self.taken * copied)
+
+    def _latent_attention(self) -> float:
+        assert self.model.latent is not None
+        low, tp, heads = self.model.latent, self.split.tp, self.model.heads / self.split.tp
+        key, narrow = low.nope_dim + low.rope_dim, low.q_rank + low.kv_rank
+        down = self.inside / tp * (self.model.hidden * self.taken + low.q_rank * self.value)
+        latents = self.inside * (narrow * self.taken + (low.kv_rank + low.rope_dim) * self.value)
+        value = low.nope_dim + low.value_dim  # a view into what kv_up makes
+        return down + latents + self._attended(heads * key, heads * (key + value), heads * low.value_dim, heads)
+
+    def _mlp(self) -> float:
+        return self._gathered() + self._gated(self.inside, self.model.ffn / self.split.tp, self.model.gated)
+
+    def _gated(self, rows: float, ffn: float, gated: bool = True) -> float:
+        """Gate, its activation and up, or only the activation; and what down takes."""
+        return rows * ffn * ((3 if gated else 1) * self.value + self.taken)
+
+    def _experts(self) -> float:
+        """Balanced: the router's input, rows on their way with the numbers of their places, experts, what they make."""
+        assert self.model.experts is not None
+        moe, split, hidden = self.model.experts, self.split, self.model.hidden
+        tokens = self.inside / split.tp
+        rows, places = tokens * moe.top_k, 24.0
+        arrived = rows * split.etp
+        kept = tokens * (hidden * self.value + 4 * moe.count) + rows * (hidden * self.value + places)
+        kept += arrived * (hidden * self.taken + (16 if split.ep * split.etp > 1 else 0))
+        if moe.shared:
+            kept += self._gated(self.inside, moe.shared * moe.ffn / split.tp)
+            kept += self._gathered() if self.taken != self.value or split.tp > 1 else 0
+        return kept + self._gated(arrived, moe.ffn / split.etp)
+
+    def _mamba(self) -> float:
+        assert self.model.mamba is not None
+        m, tp = self.model.mamba, self.split.tp
+        inner, mixed = m.heads * m.head_dim / tp, (m.heads * m.head_dim + 2 * m.groups * m.state) / tp
+        heads = m.heads / tp
+        values = inner + mixed + heads + mixed + inner  # what goes in, the convolution of it, the scan's output
+        return self._gathered() + self.inside * (values * self.value + inner * self.taken + 12 * heads)
+
+    def working(self, layer: int, forward: bool) -> float:
+        """About the most that a layer needs while it runs, besides what it keeps.
+
+        A few of its widest activations; going backward also the gradient of its largest matrix, in fp32.
+        """
+        weights = [one.on_rank(self.split) for one in layer_weights(self.model, layer)]
+        widest = max(self.model.hidden, *(one.shape[-2] for one in weights if len(one.shape) > 1 and not one.whole))
+        few = self.inside * widest * self.value
+        return 4 * few if forward else 3 * few + 4 * max(one.size for one in weights)
+
+    @property
+    def loss(self) -> float:
+        """What the loss keeps: the last norm's input and both gradients, which it computes going forward."""
+        return self.stream + self.inside * self.model.hidden * self.value + 4 * self._head
+
+    @property
+    def _head(self) -> float:
+        return self.model.vocab / self.split.tp * self.model.hidden
+
+    def loss_working(self, cast: bool) -> float:
+        """Besides that: the head in the stream's format unless it comes so, the stream, and a chunk's logits.
+
+        While the next chunk's logits are made in both formats, those of the last and their gradient are still there.
+        """
+        chunk = min(CHUNK_TOKENS, self.inside) * self.model.vocab / self.split.tp
+        logits = (12 if self.inside > CHUNK_TOKENS else 8) * chunk
+        own = self.stream if self.split.tp > 1 else 0.0
+        gradient = 6 * chunk + self.value * self._head
+        whole = self.inside * self.model.hidden * self.value
+        return max(logits, gradient) + whole + own + (self.value * self._head if cast and self.value < 4 else 0.0)

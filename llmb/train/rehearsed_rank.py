@@ -1,0 +1,190 @@
+"""One rank of a run, built of tensors without values, and what a step of it takes.
+
+Of a step's micro-batches only those are computed that differ: the first, which finds no gradients, one from the middle,
+and the last, which reduces them. The others are like the middle one, and a pipeline's are put together in the order of
+torch's own schedule. Optimizer state is there from the start, as it is from the second step on.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmb.models.architectures import Network
+from llmb.schedule import rank_order
+from llmb.spec import RunConfig, Training
+from llmb.traffic import Collective
+from llmb.train.footprint import REST
+from llmb.train.mesh import Mesh
+from llmb.train.optimizer import Optimizer
+from llmb.train.parallelize import shaped_parts
+from llmb.train.pipeline import TIED, copied_weights
+from llmb.train.sharding import before_micro_batch, lay_out
+from llmb.train.watch import Watch
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+
+Parts = Counter[str]  # bytes by what they are for
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one pass of a part of the network does, seen from where it began."""
+
+    peak: Parts  # above what was there before
+    left: Parts  # more than before when it is over; negative where it is less
+    flops: float
+    calls: Counter[Any]
+    bytes: Counter[Any]
+
+
+@dataclass
+class Step:
+    """A step put together from passes: what is held now, the most that was held at once, and all that was done."""
+
+    held: Parts
+    peak: Parts = field(default_factory=Counter)
+    flops: float = 0.0
+    calls: Counter[Any] = field(default_factory=Counter)
+    bytes: Counter[Any] = field(default_factory=Counter)
+
+    def add(self, cost: Cost) -> None:
+        """Go on with one more pass."""
+        highest = _sum(self.held, cost.peak)
+        if highest.total() > self.peak.total():
+            self.peak = highest
+        self.held = _sum(self.held, cost.left)
+        self.flops += cost.flops
+        self.calls.update(cost.calls)
+        self.bytes.update(cost.bytes)
+
+
+class Rank:
+    """One rank, built and ready to compute."""
+
+    def __init__(self, config: RunConfig, work: Training, mesh: Mesh, watch: Watch):
+        self._work, self._mesh, self._watch = work, mesh, watch
+        self._footprint = watch.footprint
+        self._pipelined = mesh.size("pp") > 1
+        shape = (work.mbs, work.seqlen // mesh.size("cp") // mesh.size("tp"), config.model.hidden)
+        self._stream = shape, torch.float32 if config.precision.dtype == "fp32" else torch.bfloat16
+        self._kept: list[Tensor] = []  # torch's schedules hold received tensors and their gradients until the step ends
+        self.parts = shaped_parts(config, work, mesh)
+        for part in self.parts:
+            lay_out(part)
+        self._footprint.claim(WEIGHTS)
+        named = [pair for part in self.parts for pair in part.named_parameters()]
+        self.optimizer = Optimizer(named, mesh, work.lr, copied_weights(self.parts))
+        self._moments = [torch.empty_like(one) for one in (*self.optimizer.slices.values(),) * 2]
+        vars(self.optimizer.adamw)["step"] = _nothing  # works in place, and on no tensor without values
+        self._footprint.claim(OPTIMIZER)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the optimizer of this rank updates."""
+        return sum(one.numel() for one in self.optimizer.slices.values())
+
+    def step(self) -> Step:
+        """All micro-batches of a step and the update at its end."""
+        ga, place = self._work.ga, self._mesh.index("pp")
+        step = Step(Counter(self._footprint.now()))
+        step.held[REST] += self._received_bytes()
+        costs = [self._costs(part) for part in self.parts]
+        for part, micro, forward in rank_order(self._mesh.size("pp"), self._mesh.parallel.vp, ga, place):
+            step.add(costs[part][_kind(micro, ga), forward])
+        step.add(self._cost(self._update))
+        return step
+
+    def _costs(self, part: Network) -> dict[tuple[str, bool], Cost]:
+        """Of each kind of micro-batch, forward and backward."""
+        costs: dict[tuple[str, bool], Cost] = {}
+        few = min(self._work.ga, 3)
+        for micro in range(few):
+            costs |= self._costs_of_micro_batch(part, _kind(micro, few))
+        return costs
+
+    def _costs_of_micro_batch(self, part: Network, kind: str) -> dict[tuple[str, bool], Cost]:
+        before_micro_batch(part, last=kind in ("last", "only"))
+        given, slope = self._received(part)
+        labels = torch.zeros(self._work.mbs, self._work.seqlen // self._mesh.size("cp"), dtype=torch.int64)
+        out: list[Tensor] = []
+
+        def forward() -> None:
+            out.append(part(given, labels if part.last else None))
+            self._footprint.label(WEIGHTS, part.parameters())  # with those that stay gathered
+
+        def backward() -> None:
+            out.pop().backward(slope)
+            self._footprint.label(REST, (one for x in self._kept for one in (x, x.grad) if one is not None))
+            self._footprint.claim(GRADIENTS)  # nothing else stays
+
+        return {(kind, True): self._cost(forward), (kind, False): self._cost(backward)}
+
+    def _received(self, part: Network) -> tuple[Tensor, Tensor | None]:
+        """What a part works on, and the gradient of what it makes."""
+        shape, dtype = self._stream
+        if part.first:
+            given = torch.zeros(self._work.mbs, self._work.seqlen // self._mesh.size("cp"), dtype=torch.int64)
+        else:
+            given = torch.empty(shape, dtype=dtype, requires_grad=True)
+        slope = None if part.last else torch.empty(shape, dtype=dtype)
+        self._kept += [given] if slope is None else [given, slope]
+        return given, slope
+
+    def _received_bytes(self) -> int:
+        """Torch's stages have memory for what they receive of every micro-batch, in both directions."""
+        shape, dtype = self._stream
+        received = sum((not part.first) + (not part.last) for part in self.parts)
+        return self._work.ga * received * math.prod(shape) * dtype.itemsize
+
+    def handed_on(self) -> Iterator[Collective]:
+        """What passes between neighbours in the pipeline, and the gradient of a matrix that both of its ends hold."""
+        shape, dtype = self._stream
+        once = self._work.ga * math.prod(shape) * dtype.itemsize
+        neighbours = sum((not part.first) + (not part.last) for part in self.parts)
+        count, size = neighbours * self._work.ga, neighbours * once
+        if self._pipelined and self.parts[0].model.tied_embeddings and (self.parts[0].first or self.parts[-1].last):
+            count, size = count + 1, size + self.optimizer.slices[TIED].numel() * torch.float32.itemsize
+        for kind in ("send", "receive") if self._pipelined else ():
+            yield Collective(kind=kind, dimension="pp", ranks=self._mesh.size("pp"), count=count, bytes=size)
+
+    def _update(self) -> None:
+        self.optimizer.update(self._work.lr)
+        self._mesh.total(torch.zeros(()))
+
+    def _cost(self, work: Callable[[], None]) -> Cost:
+        """Do it, and see what it took."""
+        watch, footprint = self._watch, self._footprint
+        before = footprint.now()
+        watch.flops, watch.calls, watch.bytes = 0.0, Counter(), Counter()
+        footprint.begin()
+        work()
+        peak, left = (_difference(found, before) for found in (footprint.at_peak(), footprint.now()))
+        return Cost(peak, left, watch.flops, watch.calls, watch.bytes)
+
+
+def _nothing() -> None:
+    """An update that costs no memory."""
+
+
+def _kind(micro: int, ga: int) -> str:
+    """Micro-batches of the same kind do the same."""
+    if ga == 1:
+        return "only"
+    return "first" if micro == 0 else "last" if micro == ga - 1 else "middle"
+
+
+def _sum(one: Parts, other: Parts) -> Parts:
+    total = Counter(one)
+    total.update(other)  # unlike +, keeps what is negative
+    return total
+
+
+def _difference(one: dict[str, int], other: dict[str, int]) -> Parts:
+    less = Counter(one)
+    less.subtract(other)
+    return less
