@@ -1,8 +1,8 @@
-"""What the native engine's blocks keep for their backward pass on one rank, in bytes, and what they need while they run.
+"""What the native engine's blocks keep for their backward pass on one rank, in bytes, and what they need as they run.
 
 Inside a block a rank sees all tokens of its piece of the sequence, in the stream between blocks only its share of them
-among the ranks of tp. A matrix product keeps what it takes: in the format of the stream, or in fp8 one byte a value. Fused
-attention keeps q, k, v, its output and one fp32 number a query and head.
+among the ranks of tp. A matrix product keeps what it takes: in the format of the stream, or in fp8 one byte a value.
+Fused attention keeps q, k, v, its output and one fp32 number a query and head.
 """
 
 from dataclasses import dataclass

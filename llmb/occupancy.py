@@ -125,7 +125,8 @@ class Walk:
         self._take(REST, self.kept[one.part])
         cast = unit.gathered == 0
         working = sizes.loss_working(cast) if part.last else self._working(part, forward=True)
-        on_way = 3 * sizes.value * self.layer[one.part].gathered if self.fsdp and not part.last else 0.0
+        # Gathered with the next one on its way, in two copies; behind the last layer one copy is left over.
+        on_way = (1 if part.last else 3) * sizes.value * self.layer[one.part].gathered if self.fsdp else 0.0
         self._look({REST: working, WEIGHTS: on_way})
 
     def _backward(self, one: Pass) -> None:

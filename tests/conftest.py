@@ -3,11 +3,16 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from llmb.recipes.recipe import load_all, shipped
 from llmb.settings import SELECTOR_VARIABLES, VARIABLES
+
+if not list(Path("/dev").glob("nvidia[0-9]*")):
+    # No GPU: Triton kernels run in its interpreter. That is chosen when Triton is first imported, which torch may do.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_configure() -> None:

@@ -54,7 +54,7 @@ def test_several_ranks_hold_more_of_it_and_keep_a_layer_for_each_stage(recipes):
         )
         return resolve(recipes["pretrain_llama3.1"], asked)
 
-    one, eight = made(1, 139.0), made(8, 139.0)
+    one, eight = made(1, 180.0), made(8, 180.0)
     assert 1 <= one.model.layers < eight.model.layers
     assert eight.model.hidden == real.hidden
     assert eight.parallel == Parallel(tp=2, pp=2, cp=2, vp=2)

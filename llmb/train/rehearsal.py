@@ -29,7 +29,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from llmb.errors import ConfigError
+from llmb.errors import ConfigError, LlmbError
 from llmb.kernels import triton_device
 from llmb.plain import build, read_json, to_json
 from llmb.rehearsed import Rehearsal
@@ -201,7 +201,11 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m llmb.train.rehearsal config.json", file=sys.stderr)
         return 0 if arguments in (["-h"], ["--help"]) else 1
     path = Path(arguments[0])
-    print(to_json(rehearse(build(RunConfig, read_json(path), where=path.name))))
+    try:
+        print(to_json(rehearse(build(RunConfig, read_json(path), where=path.name))))
+    except LlmbError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     return 0
 
 

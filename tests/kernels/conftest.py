@@ -1,15 +1,7 @@
-"""Triton kernels run as compiled code where there is a GPU, and in Triton's interpreter elsewhere.
-
-The choice is made when a kernel is defined, so it must be made before any test imports one.
-"""
-
-import os
+"""Triton kernels run as compiled code where there is a GPU, and in Triton's interpreter elsewhere (tests/conftest.py)."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
