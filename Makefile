@@ -16,7 +16,7 @@ test: check
 	$(BIN)/python -m pytest -n auto -m "not slow and not matrix and not gpu and not slurm"
 	$(BIN)/python -m pytest -m "slow and not matrix and not gpu"
 
-# The same, and every parallel layout of the recipes against one process.
+# The same, and every parallel layout and every row of the recipes.
 test-all: test
 	$(BIN)/python -m pytest -m "matrix and not gpu"
 

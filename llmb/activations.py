@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llmb.costs import BYTES
-from llmb.share import layer_blocks, layer_weights
+from llmb.share import is_sharded, layer_blocks, layer_weights
 from llmb.spec import Model, Parallel, RunConfig, Training
 
 CHUNK_TOKENS = 2048  # of the loss: the logits never exist whole
@@ -130,12 +130,22 @@ class Activations:
     def working(self, layer: int, forward: bool) -> float:
         """About the most that a layer needs while it runs, besides what it keeps.
 
-        A few of its widest activations; going backward also the gradient of its largest matrix, in fp32.
+        A few of its widest activations; going backward also the gradient of its largest matrix, in fp32. For a weight
+        that is not gathered it is made in the stream's format first, when most of those activations are gone.
         """
         weights = [one.on_rank(self.split) for one in layer_weights(self.model, layer)]
         widest = max(self.model.hidden, *(one.shape[-2] for one in weights if len(one.shape) > 1 and not one.whole))
         few = self.inside * widest * self.value
-        return 4 * few if forward else 3 * few + 4 * max(one.size for one in weights)
+        if forward:
+            return 4 * few
+        gradient = BYTES["fp32"] * max(one.size for one in weights)
+        return max(3 * few + gradient, few + self._cast_gradient(layer))
+
+    def _cast_gradient(self, layer: int) -> float:
+        """Of the largest weight that is not gathered, in both formats."""
+        whole = [one for one in layer_weights(self.model, layer) if not is_sharded(one, self.split)]
+        formats = BYTES["fp32"] + (self.value if self.value < BYTES["fp32"] else 0.0)
+        return formats * max((one.on_rank(self.split).size for one in whole), default=0)
 
     @property
     def loss(self) -> float:

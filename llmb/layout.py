@@ -4,6 +4,7 @@ Each check names the numbers that clash and those that would not.
 """
 
 from dataclasses import replace
+from math import gcd
 
 from llmb.errors import ConfigError
 from llmb.spec import Model, Parallel
@@ -64,16 +65,21 @@ def _check_tensors(p: Parallel, model: Model) -> None:
         split["channels of the shared experts"] = model.experts.shared * model.experts.ffn
     for what, count in split.items():
         if count % p.tp:
-            fits = [d for d in divisors(p.tp) if all(n % d == 0 for n in split.values())]
+            fits = divisors(gcd(*split.values()))
             raise ConfigError(
                 f"tp {p.tp} does not divide the {count} {what} of {model.name}; tp could be {_either(fits)}"
             )
 
 
+def check_has_experts(p: Parallel, model: Model) -> None:
+    """Whether there is something for ep and etp to split."""
+    if model.experts is None and (p.ep > 1 or p.etp > 1):
+        raise ConfigError(f"ep {p.ep} and etp {p.etp} have no effect: {model.name} has no experts; leave both at 1")
+
+
 def _check_experts(p: Parallel, model: Model) -> None:
+    check_has_experts(p, model)
     if model.experts is None:
-        if p.ep > 1 or p.etp > 1:
-            raise ConfigError(f"ep {p.ep} and etp {p.etp} have no effect: {model.name} has no experts; leave both at 1")
         return
     if model.experts.count % p.ep:
         fits = divisors(model.experts.count)
@@ -101,7 +107,8 @@ def check_schedule(ga: int, parallel: Parallel) -> None:
     """A pipeline needs a micro-batch for each stage; an interleaved one takes them in even rounds of at least that."""
     pp, unit = parallel.pp, f"a step has {ga} micro-batches (gbs / mbs / dp)"
     if pp > 1 and ga < pp:
-        raise ConfigError(f"pp {pp} needs at least {pp} micro-batches, {unit}; raise gbs to {pp}/{ga} of what it is")
+        factor = -(-pp // ga)
+        raise ConfigError(f"pp {pp} needs at least {pp} micro-batches, {unit}; gbs {factor} times as large would do")
     if pp > 1 and (parallel.vp or 1) > 1 and ga % (ga // pp):
         raise ConfigError(f"vp {parallel.vp} takes micro-batches in rounds of pp {pp}, {unit}; use a multiple of {pp}")
 

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 from llmb.activations import Activations
 from llmb.costs import BYTES
-from llmb.schedule import Pass, rank_order
+from llmb.schedule import SENDS_UNDER_WAY, Pass, rank_order
 from llmb.share import (
     Part,
     Weight,
     dense_sharers,
     end_weights,
+    is_sharded,
     layer_weights,
     part_weights,
     rank_parts,
-    sharers,
 )
 from llmb.spec import Parallel, RunConfig, Training
 
@@ -48,11 +48,6 @@ def offloaded(config: RunConfig) -> float:
     sizes, parts, split = Activations(config), rank_parts(config), config.parallel
     layers = sum(sizes.layer(layer) for part in parts for layer in _offloaded(part))
     return layers * min(sizes.work.ga, split.pp)
-
-
-def is_sharded(weight: Weight, split: Parallel) -> bool:
-    """Whether replicas share a weight."""
-    return sharers(weight, split) > 1 and weight.slice(split) < weight.on_rank(split).size
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class Walk:
         slices = sum(unit.slices for unit in self.units)
         self._take(WEIGHTS, FP32 * slices)
         self._take(OPTIMIZER, MOMENTS * slices)
-        self._take(REST, self.work.ga * self.sizes.stream * sum(self._neighbours(part) for part in self.parts))
+        self._take(REST, SENDS_UNDER_WAY * self.sizes.stream * (self.split.pp > 1))
         for one in rank_order(self.split.pp, self.split.vp, self.work.ga, self.rank):
             (self._forward if one.forward else self._backward)(one)
         return {name: float(self.most[name]) for name in (WEIGHTS, GRADIENTS, OPTIMIZER, REST)}
@@ -111,10 +106,6 @@ class Walk:
         now.update(more)
         if sum(now.values()) > sum(self.most.values()):
             self.most = now
-
-    def _neighbours(self, part: Part) -> int:
-        """Torch's stages have memory for what they receive of each micro-batch, in both directions."""
-        return (not part.first) + (not part.last)
 
     def _forward(self, one: Pass) -> None:
         part, unit, sizes = self.parts[one.part], self.units[one.part], self.sizes
@@ -132,12 +123,11 @@ class Walk:
     def _backward(self, one: Pass) -> None:
         part, unit, sizes = self.parts[one.part], self.units[one.part], self.sizes
         again = sizes.layer(part.layers[-1]) if part.recomputed == len(part.layers) else 0.0
-        self._look({REST: self._working(part, forward=False) + again})
+        received = 0.0 if part.last else sizes.stream
+        self._look({REST: self._working(part, forward=False) + again + received})
         if self.fsdp:
             self._look_at_gathered_layer(one)
         self._take(REST, -self.kept[one.part])
-        if not part.first:  # the gradient that is handed on stays until the step ends
-            self._take(REST, sizes.stream)
         last = one.micro == self.work.ga - 1
         if self.fsdp:
             self._take(WEIGHTS, -sizes.value * self.ends[one.part].gathered)
@@ -163,10 +153,10 @@ class Walk:
         self._look({REST: self._working(part, forward=False) - gone + flying})
 
     def _kept(self, part: Part) -> float:
-        """What a part's forward pass leaves: a layer counts its input, so the first one's gives way to the output."""
-        ends = self.sizes.stream * (part.first and not part.last)
-        ends += (self.sizes.loss - self.sizes.stream * (not part.first)) if part.last else 0.0
-        return sum(self._kept_layers(part)) + ends
+        """What a part's forward pass leaves: of layers and the loss. A received input stays if its layer's leaves."""
+        layers = self._kept_layers(part)
+        received = self.sizes.stream * (not part.first and layers[0] == 0)
+        return sum(layers) + received + (self.sizes.loss if part.last else 0.0)
 
     def _kept_layers(self, part: Part) -> list[float]:
         """Of each layer: all, its input where it is computed again, nothing where it is offloaded."""

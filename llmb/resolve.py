@@ -12,7 +12,15 @@ from typing import Any
 
 from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
-from llmb.layout import check_model, check_ranks, check_schedule, check_sequence, spelled, split_batch
+from llmb.layout import (
+    check_has_experts,
+    check_model,
+    check_ranks,
+    check_schedule,
+    check_sequence,
+    spelled,
+    split_batch,
+)
 from llmb.memory import memory_estimate
 from llmb.plain import build, convert, hints
 from llmb.recipes.recipe import Recipe, Row, expand_gpus, per_gpus
@@ -65,6 +73,7 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
     _fit_window(cells, overrides)
     _refuse_without_effect(cells, overrides)
     parallel = build(Parallel, {k: v for k, v in cells.items() if k in hints(Parallel)}, "parallel")
+    check_has_experts(parallel, recipe.model(request.size))  # before a number for ep is proposed
     parallel = check_ranks(parallel, request.gpus)
     if layout is not None:
         _fit_to_ranks(cells, parallel, {o.field for o in overrides})

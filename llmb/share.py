@@ -76,6 +76,11 @@ def sharers(weight: Weight, split: Parallel) -> int:
     return dense_sharers(split)
 
 
+def is_sharded(weight: Weight, split: Parallel) -> bool:
+    """Whether replicas share a weight."""
+    return sharers(weight, split) > 1 and weight.slice(split) < weight.on_rank(split).size
+
+
 def rank_parts(config: RunConfig, rank: int = 0) -> list[Part]:
     """The parts of one rank of the pipeline; recompute and offload count its layers from the first part on."""
     work, split = config.workload, config.parallel

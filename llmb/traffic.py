@@ -15,6 +15,7 @@ from llmb.share import (
     Weight,
     dense_sharers,
     end_weights,
+    is_sharded,
     layer_blocks,
     layer_weights,
     rank_parts,
@@ -143,8 +144,7 @@ def _add_ends(tally: _Tally, config: RunConfig, part: Part) -> None:
 def _add_sharding(tally: _Tally, config: RunConfig, part: Part) -> None:
     """Weights gathered and gradients reduced over replicas, layer by layer.
 
-    Sharded weights are gathered for each pass; a sharded optimizer's once a step. There torch fetches one layer ahead
-    in the last backward pass of a part, although it has just been let go, unless the embedding comes before it.
+    Sharded weights are gathered for each pass; a sharded optimizer's once a step.
     """
     work, _, value = _sizes(config)
     split = config.parallel
@@ -158,16 +158,12 @@ def _add_sharding(tally: _Tally, config: RunConfig, part: Part) -> None:
             if size:
                 tally.add(GATHER, dimension, times * gathers, size * value)
                 tally.add(REDUCE, dimension, times, size * BYTES["fp32"])
-    if not every and work.ga > 1 and len(part.layers) > 1 and not part.first:
-        fetched = layer_weights(config.model, part.layers[-1])
-        size = sum(_gathered(one, config) for one in fetched if _dimension(one, config) == "replicas")
-        tally.add(GATHER, "replicas", 1, size * value)
 
 
 def _dimension(weight: Weight, config: RunConfig) -> str | None:
     """Over which group a weight is sharded; none: not at all."""
     split = config.parallel
-    if sharers(weight, split) == 1 or weight.slice(split) == weight.on_rank(split).size:
+    if not is_sharded(weight, split):
         return None
     return "edp" if weight.routed and split.ep * split.etp > 1 else "replicas"
 

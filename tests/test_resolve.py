@@ -127,6 +127,7 @@ def test_a_layout_must_divide_experts_and_leave_mamba_whole():
     for workload, size, changes, said in (
         ("pretrain_grok1", "314b", {"ep": "16"}, "ep 16 does not divide 8 experts"),
         ("pretrain_grok1", "314b", {"model.experts": None}, "has no experts"),
+        ("pretrain_llama3.1", "8b", {"ep": "3"}, "ep 3 and etp 1 have no effect: .* has no experts"),
         ("pretrain_nemotronh", "56b", {"cp": "2"}, "cp 2: a Mamba layer reads its sequence in order"),
         ("pretrain_nemotronh", "56b", {"tp": "16"}, "tp 16 does not divide the 8 key and value heads"),
     ):
@@ -141,7 +142,8 @@ def test_a_layout_must_divide_experts_and_leave_mamba_whole():
         ("pretrain_grok1", {"etp": 4}, {"experts": {"ffn": 1026}}, "etp 4 does not divide the 1026 channels"),
         ("pretrain_grok1", {"tp": 4}, {"vocab": 1026}, "tp 4 does not divide the 1026 entries of the vocabulary"),
         ("pretrain_nemotronh", {"tp": 4}, {"mamba": {"groups": 6}}, "tp 4 does not divide the 6 Mamba groups"),
-        ("pretrain_nemotronh", {"tp": 4}, {"ffn": 1026}, "channels of the MLP of Nemotron-H-56B; tp could be 1, 2"),
+        ("pretrain_nemotronh", {"tp": 4}, {"ffn": 1026}, "channels of the MLP of Nemotron-H-56B; tp could be 1, 2$"),
+        ("pretrain_llama3.1", {"tp": 3}, {}, "tp 3 does not divide the 128 heads of .*; tp could be 1, 2, 4, 8$"),
         ("pretrain_deepseek-v3", {"tp": 4}, {"experts": {"ffn": 1026}}, "the 1026 channels of the shared experts"),
         ("pretrain_grok1", {"pp": 16, "vp": 8}, {}, "pp 16 x vp 8 needs more layers than the 64"),
     ],

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from llmb.cli.choices import add_run_options, complete_with, examples, load_recipes
@@ -23,7 +24,9 @@ def add_commands(commands: Any) -> None:
     add_run_options(show)
     rehearsed = "one rank at full size, without a GPU: memory, FLOPs and exchanges of a step (training; needs torch)"
     show.add_argument("--memory", action="store_true", help=rehearsed)
-    show.add_argument("--json", action="store_true", help="the resolved configuration as JSON")
+    show.add_argument(
+        "--json", action="store_true", help="as JSON: the resolved configuration, or what --memory counted"
+    )
 
     source = 'eval "$(llmb-run completion bash)"'
     completion = command(commands, "completion", run_completion, "print the shell completion script", source)
@@ -94,15 +97,16 @@ def run_show(options: argparse.Namespace) -> int:
     recipes = choices.load_recipes()
     resolved, bad = choices.resolve_all(tasks_for(choices.wanted(options), recipes), recipes)
     for line in bad:
-        print(f"skipped: {line}")
+        print(f"ERROR: skipped: {line}", file=sys.stderr)
     if options.memory:
-        return _show_memory([config for _, config in resolved], options.json)
-    for _, config in resolved:
-        print(to_json(config, indent=2) if options.json else describe(config, spelled_command(config)) + "\n")
-    return 0
+        _show_memory([config for _, config in resolved], options.json)
+    else:
+        for _, config in resolved:
+            print(to_json(config, indent=2) if options.json else describe(config, spelled_command(config)) + "\n")
+    return 1 if bad else 0
 
 
-def _show_memory(configs: list[Any], as_json: bool) -> int:
+def _show_memory(configs: list[Any], as_json: bool) -> None:
     """What one rank of each run would hold, compute and send."""
     from llmb.launch.rehearsal import rehearse
     from llmb.plain import to_json
@@ -111,7 +115,6 @@ def _show_memory(configs: list[Any], as_json: bool) -> int:
     for config in configs:
         found = rehearse(config)
         print(to_json(found) if as_json else describe_rehearsal(config, found) + "\n", flush=True)
-    return 0
 
 
 def run_completion(options: argparse.Namespace) -> int:

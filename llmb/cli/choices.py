@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+FITS = "llmb-run show -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 512 --memory    # what would one rank hold?"
 REFUSED = "settings may also come from the environment (MAX_BATCH_SIZE, TP, ...); what has no effect is refused"
 
 
@@ -17,7 +18,7 @@ def examples(verb: str, extra: str = "") -> list[str]:
         "-w pretrain_llama3.1 -s 405b --dtype fp8 --scale 16 --proxy --layout h100",
     )
     chat = f"USE_CASE=chat:128/128 llmb-run {verb} -w inference_deepseek-r1 -s 671b --dtype nvfp4 --scale 4{extra}"
-    return [*(f"llmb-run {verb} {line}{extra}" for line in lines), chat, "", REFUSED]
+    return [*(f"llmb-run {verb} {line}{extra}" for line in lines), chat, FITS, "", REFUSED]
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

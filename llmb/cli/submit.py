@@ -10,6 +10,8 @@ from typing import Any
 from llmb.cli.choices import add_run_options, examples
 from llmb.cli.parsing import command
 
+RANK_GIB = 0.25  # measured: what a process with torch has for itself before it holds a model
+
 
 def add_commands(commands: Any) -> None:
     """Register submit and single."""
@@ -110,6 +112,7 @@ def _check_runs_here(config: Any) -> None:
     if config.limits.slurm_params:
         raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --dry-run")
     if config.machine.gpu == "cpu":
+        _check_ranks_here(config)
         return
     here, asked = len(gpu_names()), config.machine.gpus
     if here == 0:
@@ -123,6 +126,22 @@ def _check_runs_here(config: Any) -> None:
     if asked > here:
         raise ConfigError(
             f"{asked} GPUs asked for, this machine has {here}; choose --scale {here} or less, or --dry-run"
+        )
+
+
+def _check_ranks_here(config: Any) -> None:
+    """Ranks on a CPU share its memory; one alone is left to try."""
+    from llmb.errors import ConfigError
+    from llmb.hardware import GIB
+    from llmb.launch.machine import host_memory_bytes
+    from llmb.memory import memory_estimate
+
+    ranks, here = config.machine.gpus, host_memory_bytes() / GIB
+    each = RANK_GIB + memory_estimate(config).total / GIB
+    if ranks > 1 and ranks * each > here:
+        raise ConfigError(
+            f"{ranks} ranks on the CPU need about {ranks * each:.0f} GiB, this machine has {here:.0f} GiB; "
+            f"choose --scale {max(1, int(here / each))} or less, or --dry-run"
         )
 
 

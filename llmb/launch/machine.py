@@ -1,5 +1,6 @@
-"""Which GPUs this machine has, by name, without importing torch."""
+"""What this machine has, without importing torch: GPUs by name, and memory."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -16,3 +17,8 @@ def gpu_names() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in listed.stdout.splitlines() if line.strip()]
+
+
+def host_memory_bytes() -> int:
+    """All of it, in use or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

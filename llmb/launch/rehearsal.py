@@ -31,6 +31,8 @@ def rehearse(config: RunConfig) -> Rehearsal:
         command = [sys.executable, "-m", MODULE, str(path)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines, said = done.stdout.splitlines(), done.stderr.strip().splitlines()
+    if done.returncode == ConfigError.exit_code and len(said) == 1:
+        raise ConfigError(f"--memory: {said[0]}")
     if done.returncode or not lines:
         raise LaunchError(f"the rehearsal of {config.name} failed: {said[-1] if said else f'exit {done.returncode}'}")
     return build(Rehearsal, json.loads(lines[-1]), "rehearsal")

@@ -11,14 +11,16 @@ that found something first is the one it came from. A weight comes before everyt
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from llmb.train.checkpoint import plain_name
+from llmb.models.architectures import Network
 
 
 class Finding(NamedTuple):
@@ -35,13 +37,13 @@ class BadTensor(NamedTuple):
     guilty_rank: int | None  # null: every rank found the same, or none found anything
 
 
-def first_bad_tensor(parts: Sequence[nn.Module], repeat: Callable[[], object]) -> BadTensor:
+def first_bad_tensor(parts: Sequence[Network], repeat: Callable[[], object]) -> BadTensor:
     """Names it in the order of the computation: weights, then outputs and gradients as `repeat` brings them forth.
 
     The step is repeated to its end whatever was found, since ranks that compute together must all do the same.
     """
     found = [
-        Finding(0.0, f"{trouble} in the weight {plain_name(name)}")
+        Finding(0.0, f"{trouble} in the weight {name}")
         for part in parts
         for name, parameter in part.named_parameters()
         if (trouble := _trouble(parameter))
@@ -69,37 +71,67 @@ def _first_of_all(own: Finding | None) -> BadTensor:
 
 
 @contextmanager
-def _watching(parts: Sequence[nn.Module], found: list[Finding]) -> Iterator[None]:
-    """Adds whatever is not finite as it appears; a module's parts finish before the module does."""
-    micro_batch = 0
+def _watching(parts: Sequence[Network], found: list[Finding]) -> Iterator[None]:
+    """Adds whatever is not finite as it appears; a module's parts finish before the module does.
 
-    def begin(*_: Any) -> None:
-        nonlocal micro_batch
-        micro_batch += 1
+    In a pipeline the backward pass of one micro-batch follows the forward pass of another, so a gradient remembers
+    which one its tensor is of; what comes after it, such as gradients of weights, is of the same.
+    """
+    under_way = 0  # the micro-batch whose forward or backward pass this rank is at
 
     def look(value: Any, what: str) -> None:
         if trouble := next(filter(None, map(_trouble, _tensors(value))), None):
-            found.append(Finding(time.time(), f"{trouble} first in {what}, micro-batch {micro_batch}"))
+            found.append(Finding(time.time(), f"{trouble} first in {what}"))
 
-    def look_both_ways(output: Any, name: str) -> None:
-        look(output, f"the output of {name}" if name else "the loss, every output before it being finite")
-        for tensor in _tensors(output):
+    def look_at_weight(name: str, weight: Tensor) -> None:
+        summed = isinstance(weight, DTensor)  # over ranks, and maybe over micro-batches before that
+        look(weight.grad, f"the gradient of {name}" + ("" if summed else f", micro-batch {under_way}"))
+
+    def look_back(what: str, micro_batch: int, gradient: Tensor) -> None:
+        nonlocal under_way
+        under_way = micro_batch
+        look(gradient, f"the gradient of {what}, micro-batch {under_way}")
+
+    def look_at_gradient(value: Any, what: str) -> None:
+        for tensor in _tensors(value):
             if tensor.requires_grad:  # sharded weights never show their gradients before they are summed over ranks
-                tensor.register_hook(lambda gradient: look(gradient, f"the gradient of the output of {name}"))
+                tensor.register_hook(partial(look_back, what, under_way))
+
+    def begin(part: Network, args: Any, counted: Iterator[int]) -> None:
+        nonlocal under_way
+        under_way = next(counted)
+        # Else the stage before this one would be the first to find what arose here.
+        look_at_gradient(args, f"the stream into {_layers_of(part)}")
+
+    def look_both_ways(output: Any, what: str) -> None:
+        look(output, f"{what}, micro-batch {under_way}")
+        look_at_gradient(output, what)
 
     with ExitStack() as hooks:
-        hooks.callback(parts[0].register_forward_pre_hook(begin).remove)
-        for name, module in (pair for part in parts for pair in part.named_modules()):
-            inner = plain_name(name)
-            handle = module.register_forward_hook(
-                lambda _module, _args, output, inner=inner: look_both_ways(output, inner)
-            )
+        for part in parts:
+            handle = part.register_forward_pre_hook(partial(begin, counted=count(1)))
             hooks.callback(handle.remove)
-        for name, parameter in (pair for part in parts for pair in part.named_parameters()):
-            what = f"the gradient of {plain_name(name)}"
-            handle = parameter.register_post_accumulate_grad_hook(lambda weight, what=what: look(weight.grad, what))
-            hooks.callback(handle.remove)
+            for name, module in part.named_modules():
+                what = f"the output of {name}" if name else _result(part)
+                handle = module.register_forward_hook(
+                    lambda _module, _args, output, what=what: look_both_ways(output, what)
+                )
+                hooks.callback(handle.remove)
+            for name, parameter in part.named_parameters():
+                handle = parameter.register_post_accumulate_grad_hook(partial(look_at_weight, name))
+                hooks.callback(handle.remove)
         yield
+
+
+def _result(part: Network) -> str:
+    """What a part gives, by a name that a reader knows."""
+    return "the loss" if part.last else f"the stream out of {_layers_of(part)}"
+
+
+def _layers_of(part: Network) -> str:
+    """`layers.2` or `layers.2 to layers.5`."""
+    names = [f"layers.{number}" for number, _ in part.layers.named_children()]
+    return " to ".join(dict.fromkeys((names[0], names[-1])))
 
 
 def _trouble(tensor: Tensor) -> str | None:

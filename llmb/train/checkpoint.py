@@ -39,9 +39,9 @@ FAILURES = (Exception, dcp.CheckpointException)  # torch's own is no Exception
 KEPT = 2  # complete checkpoints; the older one is there in case the disk loses the newer
 FOLDER = "checkpoints"  # of the run folder
 IDENTITY = "checkpoint.json"
+FORMAT = 2  # raised whenever a tensor of the same name and shape comes to mean something else; 1 was not written down
 
 _COMPLETE = re.compile(r"step_(\d+)")
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module)(?:\.|$)")
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as intended
 
@@ -51,6 +51,8 @@ def resume_point(config: RunConfig, work: Training, folder: Path) -> Path | None
     chosen = None if work.resume is None else newest(Path(work.resume))
     if chosen is not None:
         saved = read_json(chosen / IDENTITY)
+        if (was := saved.get("format", 1)) != FORMAT:
+            raise ConfigError(f"resume: {chosen} has format {was}, this version of llmb reads format {FORMAT} only")
         for name, mine in identity(config, work).items():
             if saved.get(name) != mine:
                 raise ConfigError(f"resume: {chosen} was made with {_difference(name, saved.get(name), mine)}")
@@ -134,7 +136,8 @@ class Checkpoints:
                 partial.mkdir(parents=True, exist_ok=True)  # another rank may be first
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), process_group=self._group)
             if first:
-                _write_durably(partial / IDENTITY, to_json(identity(self._config, self._work) | {"step": step}))
+                said = {"format": FORMAT, "step": step} | identity(self._config, self._work)
+                _write_durably(partial / IDENTITY, to_json(said))
                 _sync(partial)
                 partial.rename(final)
                 _sync(self._folder)
@@ -174,17 +177,12 @@ def identity(config: RunConfig, work: Training) -> dict[str, Any]:
     return shape | {"dtype": config.precision.dtype} | data
 
 
-def plain_name(name: str) -> str:
-    """A module's or parameter's name without what data parallelism and compilation put into it."""
-    return _WRAPPERS.sub("", name)
-
-
 def state_tensors(parts: Parts, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Every tensor the next step depends on, by names that do not depend on how the model is split or wrapped."""
-    tensors = {f"model.{plain_name(name)}": tensor for part in parts for name, tensor in part.state_dict().items()}
+    """Every tensor the next step depends on, by names that do not depend on how the model is split."""
+    tensors = {f"model.{name}": tensor for part in parts for name, tensor in part.state_dict().items()}
     for name, state in optimizer.state().items():
         for kind, tensor in state.items():
-            tensors[f"optimizer.{plain_name(name)}.{kind}"] = tensor
+            tensors[f"optimizer.{name}.{kind}"] = tensor
     return tensors
 
 

@@ -12,7 +12,7 @@ waits for a thread that may be waiting for that lock.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ class Mesh:
     rank: int
     world_size: int
     device: torch.device
-    parallel: Parallel = Parallel()
+    parallel: Parallel = field(default_factory=Parallel)
     dense: DeviceMesh | None = None
     expert: DeviceMesh | None = None  # only where the model has experts
     replicas: DeviceMesh | None = None  # dp and cp as one: the ranks that hold the same dense weights

@@ -96,8 +96,8 @@ class Stash:
         storage = tensor.untyped_storage()
         if self._keep is None or size < SMALLEST_BYTES or storage.nbytes() < size or storage._cdata in self._keep():
             return tensor
-        # A storage names a tensor here, because all that was seen is held until the layer is done. It does so by itself,
-        # not by the address of its memory: in a rehearsal it has none.
+        # A storage names a tensor here, because all that was seen is held until the layer is done. It does so by
+        # itself, not by the address of its memory: in a rehearsal it has none.
         key = (storage._cdata, tensor.storage_offset(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
         if key not in self._seen:
             self._seen[key] = (len(self._on_host), tensor)

@@ -50,7 +50,7 @@ def shaped_parts(config: RunConfig, work: Training, mesh: Mesh) -> list[Network]
     """The same in shape, without memory for weights."""
     with torch.device("meta"):
         parts = own_parts(build_model(config.model), mesh)
-        recomputed, offloaded = work.recompute_layers, work.offload_layers  # of all parts of this rank, from the first on
+        recomputed, offloaded = work.recompute_layers, work.offload_layers  # of this rank's parts, from the first on
         for part in parts:
             again = min(recomputed, len(part.layers))
             away = min(offloaded, len(part.layers) - again)

@@ -14,8 +14,9 @@ gradients after every step, so the copies stay equal to the last bit.
 
 import logging
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -23,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import _batch_p2p  # sends must begin the way receives do
 
 from llmb.layout import stage_layers
 from llmb.models.architectures import Network
 from llmb.models.decoder import with_side_loss
+from llmb.schedule import SENDS_UNDER_WAY
 from llmb.spec import RunConfig, Training
 from llmb.train.mesh import Mesh
 from llmb.train.optimizer import local
@@ -81,7 +84,8 @@ class Pipeline:
         weights = {name: weight for part in parts for name, weight in part.named_parameters()}
         self._tied = weights.get(TIED) if config.model.tied_embeddings else None  # only both ends have it
         self._side_losses = torch.zeros((), device=mesh.device)  # of routers before the last stage, in one step
-        stages = [Stage(part, number, config, work, mesh, span) for number, part in enumerate(parts)]
+        self._sends = Sends(several_stages=len(parts) > 1)
+        stages = [Stage(part, number, config, work, mesh, span, self._sends) for number, part in enumerate(parts)]
         for part in parts:
             part.side_loss = self._noted
         self._schedule = _schedule(stages, work.ga)
@@ -99,6 +103,7 @@ class Pipeline:
             if error.__cause__ is None:
                 raise
             raise error.__cause__ from None
+        self._sends.wait()
         if self._tied is not None:
             self._add_gradient_of_copy(self._tied)
         return sum(losses, start=self._side_losses)
@@ -123,11 +128,19 @@ class Pipeline:
 
 
 class Stage(PipelineStage):
-    """One part of a pipeline as torch's schedules drive it."""
+    """One part of a pipeline as torch's schedules drive it, with memory for no more than is in flight.
 
-    def __init__(self, part: Network, number: int, config: RunConfig, work: Training, mesh: Mesh, span: Span):
+    Torch's own stage receives each micro-batch of a step in a tensor of its own, which it makes before the first step
+    and keeps for good, and it keeps what it has sent until the backward pass, which needs none of it. Here a tensor is
+    made when it is received into. An input goes with its backward pass and a gradient behind it; what is sent goes
+    with the send: the transfer holds it until it has been waited for.
+    """
+
+    def __init__(
+        self, part: Network, number: int, config: RunConfig, work: Training, mesh: Mesh, span: Span, sends: "Sends"
+    ):
         pp = mesh.size("pp")
-        self._part, self._span = part, span
+        self._part, self._span, self._sends = part, span, sends
         super().__init__(
             _Forward(part, span),
             stage_index=mesh.index("pp") + number * pp,
@@ -138,6 +151,66 @@ class Stage(PipelineStage):
             group=mesh.sub("pp").get_group(),
         )
 
+    def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:
+        with self._shapes_only():
+            return super()._prepare_forward_infra(*arguments, **named)
+
+    def _prepare_backward_infra(self, *arguments: Any, **named: Any) -> Any:
+        with self._shapes_only():
+            made = super()._prepare_backward_infra(*arguments, **named)
+        received = [] if self.is_first else [*self.args_recv_info.values()]
+        received += [] if self.is_last else [*self.grad_recv_info.values()]
+        ends = (not self.is_first) + (not self.is_last)
+        known = len(received) == ends * (self.chunks or 0) and all(
+            len(infos) == 1 and isinstance(infos[0].buffer, Tensor) and infos[0].buffer.is_meta for infos in received
+        )
+        assert known, f"torch {torch.__version__} keeps what pipeline stages receive in a way not known here"
+        return made
+
+    @contextmanager
+    def _shapes_only(self) -> Iterator[None]:
+        """Torch makes what it will receive into where it believes the stage to be."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Where the input of a micro-batch is received."""
+        if not self.is_first:
+            (info,) = self.args_recv_info[fwd_chunk_id]
+            assert info.buffer is not None  # it has a shape, if no memory
+            info.buffer = torch.empty_like(info.buffer, device=self.device, requires_grad=True)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Where the gradient of a micro-batch's output is received."""
+        if not self.is_last:
+            (info,) = self.grad_recv_info[bwd_chunk_id]
+            info.buffer = torch.empty_like(info.buffer, device=self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """What is sent of a micro-batch. Here only the way back through the graph is left, behind a shape."""
+        sends = super().get_fwd_send_ops(fwd_chunk_id)
+        for send in sends:
+            (output,), _ = self.fwd_cache[fwd_chunk_id]
+            send.tensor = output.detach()
+            output.data = output.new_empty(()).expand(output.shape)
+        return self._sends.begun(sends)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The gradient of a micro-batch's input, which is sent."""
+        return self._sends.begun(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+        """The forward pass of one micro-batch, whose input is then held for its backward pass only."""
+        output = super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+        if not self.is_first:
+            _let_go(self.args_recv_info[fwd_chunk_id])
+        return output
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
@@ -145,6 +218,41 @@ class Stage(PipelineStage):
         before_micro_batch(self._part, last=last_backward)
         with self._span("backward"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if not self.is_last:
+            _let_go(self.grad_recv_info[bwd_chunk_id])
+
+
+def _let_go(received: tuple[Any, ...]) -> None:
+    """Keep the shape for the next step."""
+    for info in received:
+        info.buffer = torch.empty_like(info.buffer, device="meta", requires_grad=False)
+
+
+class Sends:
+    """Sends of a rank with several stages, which torch's schedule would only wait for at the end of a step.
+
+    Until then each would hold what it sends. Here at most a few are on their way. That cannot stop the pipeline: torch
+    has every receive begin where the send does in the order of all ranks, so even waiting for each at once would do.
+    With one stage a rank torch waits by itself, and begins a send together with the receive that comes next.
+    """
+
+    def __init__(self, several_stages: bool):
+        self._several = several_stages
+        self._under_way: deque[list[dist.Work]] = deque()
+
+    def begun(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        """What is left for the schedule to send."""
+        if not self._several:
+            return sends
+        self._under_way.append(_batch_p2p(sends))
+        self.wait(but=SENDS_UNDER_WAY)
+        return []
+
+    def wait(self, but: int = 0) -> None:
+        """For the eldest, until so many are left."""
+        while len(self._under_way) > but:
+            for transfer in self._under_way.popleft():
+                transfer.wait()
 
 
 class _Forward(nn.Module):

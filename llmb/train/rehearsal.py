@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from llmb.errors import ConfigError, LlmbError
+from llmb.errors import LlmbError
 from llmb.kernels import triton_device
 from llmb.plain import build, read_json, to_json
 from llmb.rehearsed import Rehearsal
@@ -41,6 +42,7 @@ from llmb.train.fused_shapes import fused_shapes
 from llmb.train.mesh import DENSE, EXPERT, REPLICAS, Mesh, divided
 from llmb.train.offload import Lane
 from llmb.train.rehearsed_rank import GRADIENTS, OPTIMIZER, WEIGHTS, Rank, Step
+from llmb.train.supported import supported_workload
 from llmb.train.watch import Watch
 
 CPU = torch.device("cpu")
@@ -143,10 +145,9 @@ def _count_scan(watch: Watch, kernel: str, arguments: tuple[Any, ...], constants
 
 def rehearse(config: RunConfig) -> Rehearsal:
     """What a step of this run is for one rank: of the first or the last stage of the pipeline, whichever holds more."""
-    work = config.workload
-    if config.engine != "native" or not isinstance(work, Training):
-        raise ConfigError("only training by the native engine can be rehearsed")
-    layout = config.parallel
+    if isinstance(config.workload, Training):  # a graph's own memory is not known here, and nothing else of it matters
+        config = replace(config, workload=replace(config.workload, cuda_graphs=False))
+    work, layout = supported_workload(config), config.parallel
     ends = dict.fromkeys((0, (layout.pp - 1) * layout.world_size // layout.pp))
     # Each in a process of its own: a process can be part of only one group in its life.
     with ProcessPoolExecutor(len(ends), mp_context=get_context("fork")) as pool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmb.models.architectures import Network
-from llmb.schedule import rank_order
+from llmb.schedule import SENDS_UNDER_WAY, rank_order
 from llmb.spec import RunConfig, Training
 from llmb.traffic import Collective
 from llmb.train.footprint import REST
@@ -72,7 +72,6 @@ class Rank:
         self._pipelined = mesh.size("pp") > 1
         shape = (work.mbs, work.seqlen // mesh.size("cp") // mesh.size("tp"), config.model.hidden)
         self._stream = shape, torch.float32 if config.precision.dtype == "fp32" else torch.bfloat16
-        self._kept: list[Tensor] = []  # torch's schedules hold received tensors and their gradients until the step ends
         self.parts = shaped_parts(config, work, mesh)
         for part in self.parts:
             lay_out(part)
@@ -92,7 +91,8 @@ class Rank:
         """All micro-batches of a step and the update at its end."""
         ga, place = self._work.ga, self._mesh.index("pp")
         step = Step(Counter(self._footprint.now()))
-        step.held[REST] += self._received_bytes()
+        if self._pipelined:
+            step.held[REST] += SENDS_UNDER_WAY * self._stream_bytes
         costs = [self._costs(part) for part in self.parts]
         for part, micro, forward in rank_order(self._mesh.size("pp"), self._mesh.parallel.vp, ga, place):
             step.add(costs[part][_kind(micro, ga), forward])
@@ -109,44 +109,40 @@ class Rank:
 
     def _costs_of_micro_batch(self, part: Network, kind: str) -> dict[tuple[str, bool], Cost]:
         before_micro_batch(part, last=kind in ("last", "only"))
-        given, slope = self._received(part)
-        labels = torch.zeros(self._work.mbs, self._work.seqlen // self._mesh.size("cp"), dtype=torch.int64)
-        out: list[Tensor] = []
+        tokens = torch.zeros(self._work.mbs, self._work.seqlen // self._mesh.size("cp"), dtype=torch.int64)
+        self._footprint.label(REST, [tokens])
+        held: list[Tensor] = []  # from the forward pass to the backward pass
 
         def forward() -> None:
-            out.append(part(given, labels if part.last else None))
+            given = tokens if part.first else self._received(requires_grad=True)
+            out = part(given, tokens if part.last else None)
+            if not part.last:  # it is sent, and its memory goes with the send
+                out.data = out.new_empty(()).expand(out.shape)
+            held.extend((given, out))
             self._footprint.label(WEIGHTS, part.parameters())  # with those that stay gathered
 
         def backward() -> None:
-            out.pop().backward(slope)
-            self._footprint.label(REST, (one for x in self._kept for one in (x, x.grad) if one is not None))
+            held.pop().backward(None if part.last else self._received())
+            held.clear()
             self._footprint.claim(GRADIENTS)  # nothing else stays
 
         return {(kind, True): self._cost(forward), (kind, False): self._cost(backward)}
 
-    def _received(self, part: Network) -> tuple[Tensor, Tensor | None]:
-        """What a part works on, and the gradient of what it makes."""
+    def _received(self, requires_grad: bool = False) -> Tensor:
+        """The stream between two stages, or its gradient."""
         shape, dtype = self._stream
-        if part.first:
-            given = torch.zeros(self._work.mbs, self._work.seqlen // self._mesh.size("cp"), dtype=torch.int64)
-        else:
-            given = torch.empty(shape, dtype=dtype, requires_grad=True)
-        slope = None if part.last else torch.empty(shape, dtype=dtype)
-        self._kept += [given] if slope is None else [given, slope]
-        return given, slope
+        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
 
-    def _received_bytes(self) -> int:
-        """Torch's stages have memory for what they receive of every micro-batch, in both directions."""
+    @property
+    def _stream_bytes(self) -> int:
         shape, dtype = self._stream
-        received = sum((not part.first) + (not part.last) for part in self.parts)
-        return self._work.ga * received * math.prod(shape) * dtype.itemsize
+        return math.prod(shape) * dtype.itemsize
 
     def handed_on(self) -> Iterator[Collective]:
         """What passes between neighbours in the pipeline, and the gradient of a matrix that both of its ends hold."""
-        shape, dtype = self._stream
-        once = self._work.ga * math.prod(shape) * dtype.itemsize
         neighbours = sum((not part.first) + (not part.last) for part in self.parts)
-        count, size = neighbours * self._work.ga, neighbours * once
+        count = neighbours * self._work.ga
+        size = count * self._stream_bytes
         if self._pipelined and self.parts[0].model.tied_embeddings and (self.parts[0].first or self.parts[-1].last):
             count, size = count + 1, size + self.optimizer.slices[TIED].numel() * torch.float32.itemsize
         for kind in ("send", "receive") if self._pipelined else ():

@@ -146,7 +146,7 @@ def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 def _schedule(part: Network, mesh: Mesh) -> None:
     """Sums, and when they and the gathering run: beside the computation unless the layout says otherwise."""
-    units = [module for module in part.modules() if isinstance(module, FSDPModule)]  # in the order of the forward pass
+    units = _sharded(part)  # in the order of the forward pass
     for unit, following in zip(units, [*units[1:], None], strict=True):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -156,7 +156,18 @@ def _schedule(part: Network, mesh: Mesh) -> None:
             unit.set_custom_all_gather(_GatherAlone())
             unit.set_modules_to_backward_prefetch([unit])  # it has been gathered: nothing is fetched ahead
         elif following is not None:
-            unit.set_modules_to_forward_prefetch([following])  # backward, torch does so by itself
+            unit.set_modules_to_forward_prefetch([following])
+    if mesh.parallel.overlap_gather:
+        # Torch's own guess, what came before in the forward passes so far, would gather the last layer once more for
+        # the first one: it takes the passes of several micro-batches for one.
+        backward = [units[0], *(unit for layer in reversed([*part.layers]) for unit in _sharded(layer))]
+        for unit, following in zip(backward, [*backward[1:], backward[-1]], strict=True):
+            unit.set_modules_to_backward_prefetch([following])
+
+
+def _sharded(module: nn.Module) -> list[FSDPModule]:
+    """The module and those inside it, as far as they are gathered by themselves."""
+    return [one for one in module.modules() if isinstance(one, FSDPModule)]
 
 
 class _GatherAlone(DefaultAllGather):

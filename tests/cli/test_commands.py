@@ -52,6 +52,12 @@ def test_show_gives_flops_parameters_memory_and_the_command(llmb_run):
     assert json.loads(out)["reference"]["step_time_s"] == 7.325
 
 
+def test_show_leaves_out_what_makes_no_sense_and_says_so_beside_the_data(llmb_run):
+    code, out, err = llmb_run("show", *EIGHT_B[1:], "-d", "fp8", "--scale", "16,12", "--json")
+    assert (code, json.loads(out)["machine"]["gpus"]) == (1, 16)
+    assert err.startswith("ERROR: skipped: scale 12 is not listed")
+
+
 WRONG = [
     (["submit", "-w", "nothing"], "unknown workload 'nothing'; choices are: inference_deepseek-r1"),
     (["submit", "-w", "pretrain_llama3.1", "-s", "9b"], "unknown size of pretrain_llama3.1 '9b'"),
@@ -62,6 +68,11 @@ WRONG = [
     (["submit", "-w", "pretrain_grok1", "--gpu-type", "b200"], "(did you mean gb200?); choices are: gb200, h100"),
     ([*PROXY, "--set", "paralel=4"], "unknown field (--set) for pretrain_llama3.1: 'paralel'"),
     ([*PROXY, "--set", "mbs=3"], "gbs could be"),
+    ([*PROXY, "--set", "stall_limit_s=-1"], "stall_limit_s (--set): -1.0 is out of range; it must be more than 0"),
+    ([*PROXY, "--set", "vp=2"], "vp 2 has no effect without pipeline parallelism; raise pp or set vp=none"),
+    ([*PROXY, "--layout", "nonsense"], "unknown layout of pretrain_llama3.1 8b 'nonsense'; choices are: gb300"),
+    ([*EIGHT_B, "-d", "fp8", "--scale", "16", "--layout", "h100"], "--layout has no effect here"),
+    ([*EIGHT_B, "-d", "fp32", "--scale", "1000000", "--proxy"], "1000000 ranks on the CPU need about "),
     ([*PROXY, "--env", "nonsense"], "--env: expected NAME=VALUE"),
     ([*PROXY, "-f", "x.yaml"], "-f names the workloads"),
     (["submit", "-f", "missing.yaml"], "cannot read missing.yaml"),
@@ -208,6 +219,10 @@ def test_help_has_examples_and_completion_prints_a_script(llmb_run):
         code, out, _ = llmb_run(*arguments)
         assert code == 0
         assert "example" in out
+    for verb in ("submit", "show"):
+        out = llmb_run(verb, "--help")[1]
+        assert "--proxy --layout h100" in out
+        assert "--scale 512 --memory" in out
     for name in ("bash", "zsh", "fish"):
         assert "llmb-run" in llmb_run("completion", name)[1]
 

@@ -31,6 +31,13 @@ def test_a_table_for_people_and_the_data_for_programs(capsys) -> None:
     assert found["peak_bytes"] > 16 * found["parameters"]
 
 
+def test_without_torch_it_says_what_to_install(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("llmb.launch.rehearsal.find_spec", lambda name: None)
+    assert main(ROW) == 1
+    said = "--memory needs torch, which is not installed: pip install 'llmb[engine]'"
+    assert capsys.readouterr().err == f"ERROR: {said}\n"
+
+
 def test_only_training_can_be_rehearsed(capsys) -> None:
     named = ["-w", "inference_deepseek-r1", "-s", "671b", "--dtype", "nvfp4", "--scale", "4", "--gpu-type", "gb200"]
     assert main(["show", *named, "--memory"]) == 1

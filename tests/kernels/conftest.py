@@ -1,4 +1,4 @@
-"""Triton kernels run as compiled code where there is a GPU, and in Triton's interpreter elsewhere (tests/conftest.py)."""
+"""Triton kernels run compiled where there is a GPU, and in Triton's interpreter elsewhere (tests/conftest.py)."""
 
 import pytest
 import torch

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from llmb.events import StepDone
 from llmb.hardware import GIB
 from llmb.memory import memory_estimate
+from llmb.models.architectures import build_model
 from llmb.results.megatron_bridge import read
 from llmb.spec import Machine, Model
 from llmb.train import loop
@@ -33,6 +34,18 @@ ON_H200 = changed(
     dtype="bf16",
     seqlen=8192,
 )
+
+
+class NoWayBack(torch.autograd.Function):
+    """Finite forward; the gradient is not."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.nan
 
 
 @pytest.fixture
@@ -73,15 +86,6 @@ def test_a_module_whose_output_is_not_finite_is_named(poisoned) -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_named(poisoned) -> None:
-    class NoWayBack(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * torch.nan
-
     def spoil(model):
         model.layers[0].mlp.register_forward_hook(lambda _module, _args, output: NoWayBack.apply(output))
 
@@ -143,6 +147,36 @@ def test_the_rank_it_came_from_is_named_by_all(layout, spoil, tmp_path) -> None:
     assert str(errors[0]).endswith(", on rank 1")
 
 
+@pytest.mark.parametrize("spoilt_call", [1, 3])
+def test_in_a_pipeline_a_gradient_is_named_with_its_layers_and_its_own_micro_batch(spoilt_call, tmp_path) -> None:
+    calls = []
+
+    def lose_gradient(part: nn.Module) -> None:
+        def hook(_module, args):
+            calls.append(None)
+            x_BTC, *rest = args
+            return (NoWayBack.apply(x_BTC), *rest) if (len(calls) - 1) % 4 + 1 == spoilt_call else args
+
+        next(iter(part.layers)).register_forward_pre_hook(hook)
+
+    layout = {"layers": 4, "pp": 2, "vp": 2, "mbs": 1, "ga": 4}
+    errors = on_ranks(2, diverge, layout, 1, lose_gradient, tmp_path)
+    where = f"the gradient of the stream into layers.1, micro-batch {spoilt_call}"
+    assert str(errors[0]) == f"grad norm became nan at step 1: nan first in {where}, on rank 1"
+    assert [error.guilty_rank for error in errors] == [1, 1]
+
+
+def test_what_a_stage_passes_on_is_not_called_the_loss() -> None:
+    model = build_model(CONFIG.model)
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    model.register_forward_hook(lambda _module, _args, output: output * torch.nan)
+    said = first_bad_tensor([model], lambda: model(tokens, tokens))
+    assert said.text == "nan first in the loss, micro-batch 1"
+    model.last = False
+    said = first_bad_tensor([model], lambda: (model(tokens), model(tokens)))
+    assert said.text == "nan first in the stream out of layers.0 to layers.1, micro-batch 1"
+
+
 def test_what_all_ranks_find_is_no_ranks_fault(tmp_path) -> None:
     def spoil(part: nn.Module) -> None:
         part.norm.register_forward_hook(lambda _module, _args, output: output * torch.nan)
@@ -169,8 +203,9 @@ def test_an_update_that_is_not_finite_changes_nothing() -> None:
 
 
 def test_nothing_bad_is_said_too() -> None:
-    model = nn.Linear(3, 2)
-    said = first_bad_tensor([model], lambda: model(torch.ones(1, 3)).sum().backward())
+    model = build_model(CONFIG.model)
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    said = first_bad_tensor([model], lambda: model(tokens, tokens).backward())
     assert said == ("every tensor was finite when the step was repeated", None)
 
 

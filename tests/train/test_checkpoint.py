@@ -25,7 +25,7 @@ from llmb.results.derive import derive
 from llmb.spec import Model, RunConfig
 from llmb.train import loop
 from llmb.train.__main__ import main
-from llmb.train.checkpoint import Checkpoints, complete, newest, number, plain_name, state_tensors
+from llmb.train.checkpoint import FORMAT, IDENTITY, Checkpoints, complete, newest, number, state_tensors
 from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
 
@@ -202,6 +202,19 @@ def test_another_runs_checkpoint_is_refused(trained, capsys, changes: dict, said
     assert capsys.readouterr().err == f"llmb.train: {done.ended().reason}\n"
 
 
+@pytest.mark.parametrize(("was", "said"), [(None, 1), (FORMAT + 1, FORMAT + 1)])
+def test_a_checkpoint_of_another_format_is_refused(trained, was: int | None, said: int) -> None:
+    first = trained(steps=2, checkpoint_every=2)
+    path = newest(first.folder) / IDENTITY
+    saved = json.loads(path.read_text())
+    assert saved.pop("format") == FORMAT
+    path.write_text(json.dumps(saved if was is None else saved | {"format": was}))
+    done = trained(steps=4, resume=str(first.folder))
+    assert done.code == 1
+    only = f"this version of llmb reads format {FORMAT} only"
+    assert done.ended().reason == f"resume: {path.parent} has format {said}, {only}"
+
+
 def test_a_nested_difference_is_named(trained) -> None:
     first = trained(steps=2, checkpoint_every=2)
     config = json.loads((first.folder / "config.json").read_text())
@@ -324,8 +337,6 @@ def test_all_that_the_next_step_depends_on_is_kept() -> None:
     wanted = {"model.weight", "model.bias", "model.usage"}
     wanted |= {f"optimizer.{p}.{kind}" for p in ("weight", "bias") for kind in ("step", "exp_avg", "exp_avg_sq")}
     assert state_tensors([model], optimizer).keys() == wanted
-    assert plain_name("module.layers.0._orig_mod.norm.weight") == "layers.0.norm.weight"
-    assert plain_name("module") == ""
 
 
 def test_only_whole_folders_count(tmp_path) -> None:

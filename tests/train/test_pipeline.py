@@ -1,6 +1,7 @@
 """Pipelines compute what one process does, whatever the split; each stage has only its own; the ends' copies agree."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ import torch
 from ranks import Trained, on_ranks, trained
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
+from torch.distributed.pipelining import PipelineStage
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from llmb.errors import ConfigError
 from llmb.layout import bubble, most_layers, stage_layers
 from llmb.models.architectures import build_model
+from llmb.schedule import SENDS_UNDER_WAY, most_in_flight
 from llmb.spec import Parallel, RunConfig
 from llmb.train.loop import Job, accumulate_gradients
 from llmb.train.mesh import Mesh, open_mesh
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallelize import ready_parts
-from llmb.train.pipeline import Pipeline, copied_weights, own_parts
+from llmb.train.pipeline import Pipeline, Stage, copied_weights, own_parts
 from llmb.train.supported import supported_workload
 
 CLOSE = 1e-5
@@ -146,6 +150,65 @@ def _ready(config: RunConfig) -> tuple[Job, Any, Optimizer]:
     job = replace(job, pipeline=Pipeline(parts, config, work, mesh, job.span))
     named = (pair for part in parts for pair in part.named_parameters())
     return job, parts, Optimizer(named, mesh, work.lr, copied_weights(parts))
+
+
+class Counted:
+    """How many of some tensors had memory at once, at most."""
+
+    def __init__(self) -> None:
+        self._seen: list[StorageWeakRef] = []
+        self.made = self.most = 0
+
+    def see(self, transfers: list[Any]) -> list[Any]:
+        self._seen = [one for one in self._seen if not one.expired()]
+        self._seen += [StorageWeakRef(one.tensor.untyped_storage()) for one in transfers]
+        self.made += len(transfers)
+        self.most = max(self.most, len(self._seen))
+        return transfers
+
+
+@pytest.mark.parametrize(("pp", "vp"), [(2, None), (2, 2), (4, None)])
+def test_a_stage_has_memory_for_what_is_in_flight_only(pp: int, vp: int | None) -> None:
+    ga = 16
+    for rank, counted in enumerate(on_ranks(pp, _transferred, small("grok1", pp=pp, vp=vp, ga=ga, gbs=2 * ga))):
+        parts = vp or 1
+        inputs, gradients = (2 * ga * (parts - (rank == end)) for end in (0, pp - 1))
+        assert [made for made, _ in counted.values()] == [inputs, gradients, gradients, inputs]
+        # The schedule itself holds on to the transfer it began last, and what arrives may wait for its turn.
+        assert counted["get_fwd_recv_ops"][1] <= most_in_flight(pp, vp, ga, rank) + 2
+        assert counted["get_bwd_recv_ops"][1] <= 2
+        sent = counted["get_fwd_send_ops"][1], counted["get_bwd_send_ops"][1]
+        assert max(sent) <= (SENDS_UNDER_WAY + 1 if vp else 3)
+
+
+def _transferred(_rank: int, config: RunConfig) -> dict[str, tuple[int, int]]:
+    """In two steps: how many tensors were received into and sent, and how many of them there were at once."""
+    job, parts, optimizer = _ready(config)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"):
+            found[name] = counted = Counted()
+            real = getattr(PipelineStage, name)
+            patch.setattr(PipelineStage, name, lambda *given, real=real, see=counted.see: see(real(*given)))
+        for step in (1, 2):
+            accumulate_gradients(job, parts, step)
+            optimizer.update(1e-2)
+    return {name: (counted.made, counted.most) for name, counted in found.items()}
+
+
+def test_another_torch_that_keeps_what_it_receives_is_noticed() -> None:
+    first, last = on_ranks(2, _unknown_torch, small("llama", pp=2))
+    assert first == last == f"torch {torch.__version__} keeps what pipeline stages receive in a way not known here"
+
+
+def _unknown_torch(_rank: int, config: RunConfig) -> str:
+    """Which makes everything it receives into on the stage's device."""
+    job, parts, _ = _ready(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "_shapes_only", lambda _stage: nullcontext())
+        with pytest.raises(AssertionError) as raised:
+            accumulate_gradients(job, parts, 1)
+    return str(raised.value)
 
 
 def test_what_a_stage_raises_is_raised_as_it_is() -> None:

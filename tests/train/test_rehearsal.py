@@ -10,6 +10,7 @@ from llmb.recipes.recipe import expand_gpus, load_all, shipped
 from llmb.rehearsed import Rehearsal
 from llmb.resolve import resolve
 from llmb.selection import Request
+from llmb.settings import Setting
 from llmb.share import rank_flops, rank_parameters
 from llmb.spec import RunConfig
 from llmb.traffic import step_traffic
@@ -61,6 +62,15 @@ def test_a_row_agrees_with_the_closed_forms(named: tuple) -> None:
     check(config, rehearse(config))
 
 
+def test_one_layer_at_its_true_width() -> None:
+    """Where the gradient of a single weight is a large part of the peak."""
+    wishes = tuple(Setting(field=field, value=value, source="test") for field, value in (("gbs", 2), ("seqlen", 4096)))
+    request = Request(size="314b", dtype="bf16", gpus=1, gpu="h200", proxy="true-width", settings=wishes)
+    config = resolve(RECIPES["pretrain_grok1"], request)
+    assert config.model.layers == 1
+    check(config, rehearse(config))
+
+
 def test_layers_that_are_computed_again_or_offloaded() -> None:
     config = row("pretrain_llama3.1", "8b", "fp8", 8, "h100")
     few = replace(config.model, layers=6)
@@ -72,7 +82,7 @@ def test_layers_that_are_computed_again_or_offloaded() -> None:
         assert found.host_bytes == pytest.approx(memory_estimate(changed).host, rel=CLOSE)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("config", every_row(), ids=lambda config: f"{config.machine.gpu}-{config.name}")
 def test_every_row_agrees_with_the_closed_forms(config: RunConfig) -> None:
     check(config, rehearse(config))

@@ -64,12 +64,12 @@ def assert_like_one_process(name: str, dtype: str = "fp32", mbs: int = 1, **layo
         ("grok1", 2, 2),
         ("nemotron_h", 2, 2),
         ("uneven", 3, 1),
-        pytest.param("deepseek", 2, 2, marks=pytest.mark.slow),
-        pytest.param("llama", 2, 6, marks=pytest.mark.slow),
-        pytest.param("grok1", 4, 1, marks=pytest.mark.slow),
-        pytest.param("grok1", 4, 3, marks=pytest.mark.slow),
-        pytest.param("nemotron_h", 4, 1, marks=pytest.mark.slow),
-        pytest.param("uneven", 4, 3, marks=pytest.mark.slow),
+        pytest.param("deepseek", 2, 2, marks=pytest.mark.matrix),
+        pytest.param("llama", 2, 6, marks=pytest.mark.matrix),
+        pytest.param("grok1", 4, 1, marks=pytest.mark.matrix),
+        pytest.param("grok1", 4, 3, marks=pytest.mark.matrix),
+        pytest.param("nemotron_h", 4, 1, marks=pytest.mark.matrix),
+        pytest.param("uneven", 4, 3, marks=pytest.mark.matrix),
     ],
 )
 def test_replicas(name: str, dp: int, mbs: int, fsdp: bool) -> None:
@@ -78,14 +78,14 @@ def test_replicas(name: str, dp: int, mbs: int, fsdp: bool) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize(
-    ("name", "fsdp"), [("grok1", True), ("nemotron_h", False), pytest.param("llama", True, marks=pytest.mark.slow)]
+    ("name", "fsdp"), [("grok1", True), ("nemotron_h", False), pytest.param("llama", True, marks=pytest.mark.matrix)]
 )
 def test_rounded_weights_travel(name: str, fsdp: bool, dtype: str) -> None:
     assert_like_one_process(name, dtype, dp=2, fsdp=fsdp)
 
 
 @pytest.mark.parametrize("fsdp", [True, False])
-@pytest.mark.parametrize("name", ["uneven", pytest.param("deepseek", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["uneven", pytest.param("deepseek", marks=pytest.mark.matrix)])
 def test_replicas_of_split_tensors(name: str, fsdp: bool) -> None:
     assert_like_one_process(name, dp=3, tp=2, fsdp=fsdp)
 
@@ -94,9 +94,9 @@ def test_replicas_of_split_tensors(name: str, fsdp: bool) -> None:
     ("name", "layout"),
     [
         ("grok1", {"dp": 4, "ep": 2, "fsdp": True}),
-        pytest.param("grok1", {"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek", {"tp": 4, "ep": 2}, marks=pytest.mark.slow),  # only the experts have replicas
-        pytest.param("deepseek", {"dp": 4, "ep": 2, "fsdp": True, "recompute_layers": 3}, marks=pytest.mark.slow),
+        pytest.param("grok1", {"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.matrix),
+        pytest.param("deepseek", {"tp": 4, "ep": 2}, marks=pytest.mark.matrix),  # only the experts have replicas
+        pytest.param("deepseek", {"dp": 4, "ep": 2, "fsdp": True, "recompute_layers": 3}, marks=pytest.mark.matrix),
     ],
 )
 def test_replicas_of_experts(name: str, layout: dict) -> None:

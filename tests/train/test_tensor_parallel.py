@@ -54,7 +54,7 @@ def test_two_ranks_train_as_one_process_does(run: Callable[..., Trained], name: 
     assert run(name, tp=2).farthest(run(name, tp=1)) < TOLERANCE["fp32"]
 
 
-@pytest.mark.parametrize("name", ["four kv heads", pytest.param("deepseek", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["four kv heads", pytest.param("deepseek", marks=pytest.mark.matrix)])
 def test_four_ranks_train_as_one_process_does(run: Callable[..., Trained], name: str) -> None:
     assert run(name, tp=4).farthest(run(name, tp=1)) < TOLERANCE["fp32"]
 
@@ -66,7 +66,7 @@ def test_recomputation_changes_no_bit(run: Callable[..., Trained], name: str) ->
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize(
-    "name", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "grok1", "deepseek"))]
+    "name", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "grok1", "deepseek"))]
 )
 def test_in_fewer_bits_the_courses_stay_near(run: Callable[..., Trained], name: str, dtype: str) -> None:
     assert run(name, tp=2, dtype=dtype).farthest(run(name, tp=1, dtype=dtype)) < TOLERANCE[dtype]
