@@ -91,7 +91,7 @@ class Walk:
         slices = sum(unit.slices for unit in self.units)
         self._take(WEIGHTS, FP32 * slices)
         self._take(OPTIMIZER, MOMENTS * slices)
-        self._take(REST, SENDS_UNDER_WAY * self.sizes.stream * (self.split.pp > 1))
+        self._take(REST, SENDS_UNDER_WAY * self.sizes.stream * (self.split.pp > 1 and self.split.overlap_send))
         for one in rank_order(self.split.pp, self.split.vp, self.work.ga, self.rank):
             (self._forward if one.forward else self._backward)(one)
         return {name: float(self.most[name]) for name in (WEIGHTS, GRADIENTS, OPTIMIZER, REST)}

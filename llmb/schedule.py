@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 BACKWARD_COST = 2.0  # of a forward pass
-SENDS_UNDER_WAY = 4  # of a rank, at most: two in each direction
+SENDS_UNDER_WAY = 4  # of a rank that computes meanwhile, at most: two in each direction
 
 
 class Pass(NamedTuple):

@@ -132,6 +132,7 @@ class Parallel:
     vp: int | None = None  # virtual pipeline stages a rank; none without interleaving
     overlap_gather: bool = True  # sharded weights are gathered while the layer before computes
     overlap_reduce: bool = True  # gradients are reduced while the backward pass goes on
+    overlap_send: bool = True  # with several stages a rank: what one gives is sent while the next computes
 
     @property
     def world_size(self) -> int:

@@ -84,7 +84,7 @@ class Pipeline:
         weights = {name: weight for part in parts for name, weight in part.named_parameters()}
         self._tied = weights.get(TIED) if config.model.tied_embeddings else None  # only both ends have it
         self._side_losses = torch.zeros((), device=mesh.device)  # of routers before the last stage, in one step
-        self._sends = Sends(several_stages=len(parts) > 1)
+        self._sends = Sends(several_stages=len(parts) > 1, overlap=mesh.parallel.overlap_send)
         stages = [Stage(part, number, config, work, mesh, span, self._sends) for number, part in enumerate(parts)]
         for part in parts:
             part.side_loss = self._noted
@@ -236,8 +236,9 @@ class Sends:
     With one stage a rank torch waits by itself, and begins a send together with the receive that comes next.
     """
 
-    def __init__(self, several_stages: bool):
+    def __init__(self, several_stages: bool, overlap: bool):
         self._several = several_stages
+        self._most = SENDS_UNDER_WAY if overlap else 0
         self._under_way: deque[list[dist.Work]] = deque()
 
     def begun(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
@@ -245,7 +246,7 @@ class Sends:
         if not self._several:
             return sends
         self._under_way.append(_batch_p2p(sends))
-        self.wait(but=SENDS_UNDER_WAY)
+        self.wait(but=self._most)
         return []
 
     def wait(self, but: int = 0) -> None:

@@ -91,7 +91,7 @@ class Rank:
         """All micro-batches of a step and the update at its end."""
         ga, place = self._work.ga, self._mesh.index("pp")
         step = Step(Counter(self._footprint.now()))
-        if self._pipelined:
+        if self._pipelined and self._mesh.parallel.overlap_send:
             step.held[REST] += SENDS_UNDER_WAY * self._stream_bytes
         costs = [self._costs(part) for part in self.parts]
         for part, micro, forward in rank_order(self._mesh.size("pp"), self._mesh.parallel.vp, ga, place):

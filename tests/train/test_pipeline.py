@@ -69,6 +69,7 @@ SPLITS = [
     ("llama", {"pp": 2, "vp": 2, "recompute_layers": 1}),
     ("grok1", {"pp": 2, "vp": 2, "recompute_layers": 2}),
     ("llama", {"pp": 2, "vp": 2, "offload_layers": 1}),
+    ("llama", {"pp": 2, "vp": 2, "overlap_send": False}),
     ("deepseek", {"pp": 2, "recompute_layers": 1, "offload_layers": 1}),
 ]
 
