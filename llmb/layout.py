@@ -151,15 +151,6 @@ def most_layers(layers: int, parallel: Parallel) -> int:
     return max(sum(map(len, stages[rank :: parallel.pp])) for rank in range(parallel.pp))
 
 
-def bubble(pp: int, vp: int | None, ga: int) -> float:
-    """The share of a step in which a rank waits for the pipeline to fill and to drain, if all stages take equally long.
-
-    A rank computes ga micro-batches on each of its vp stages and waits for pp - 1 such pieces of work. With 16 micro-
-    batches 8 ranks are idle for 7 / (16 + 7) = 30 % of the time; with 8 stages each, for 7 / (8 * 16 + 7) = 5 %.
-    """
-    return (pp - 1) / ((vp or 1) * ga + pp - 1)
-
-
 def spelled(parallel: Parallel) -> str:
     """`fsdp tp2 dp64`: what is split, and into how many."""
     degrees = ((name, getattr(parallel, name) or 1) for name in ("tp", "pp", "cp", "vp", "ep", "etp", "dp"))

@@ -21,7 +21,6 @@ from llmb.schedule import SENDS_UNDER_WAY, Pass, rank_order
 from llmb.share import (
     Part,
     Weight,
-    dense_sharers,
     end_weights,
     is_sharded,
     layer_weights,
@@ -76,7 +75,7 @@ class Walk:
         work = config.workload
         assert isinstance(work, Training)
         self.work, self.model, self.split, self.rank = work, config.model, config.parallel, rank
-        self.fsdp = self.split.fsdp and dense_sharers(self.split) > 1
+        self.fsdp = self.split.fsdp and self.split.sharers > 1
         self.sizes = Activations(config)
         self.parts = rank_parts(config, rank)
         self.units = [Unit.of(part_weights(self.model, part), self.split) for part in self.parts]

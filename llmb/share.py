@@ -55,7 +55,7 @@ class Weight:
     def slice(self, split: Parallel) -> int:
         """How many of its numbers the optimizer of the first replica updates: no other has more."""
         here, replicas = self.on_rank(split), sharers(self, split)
-        if replicas == 1 or (self.whole and dense_sharers(split) > 1):
+        if replicas == 1 or (self.whole and split.sharers > 1):
             return here.size
         if any(length % replicas == 0 for length in here.shape):
             return here.size // replicas
@@ -64,16 +64,11 @@ class Weight:
         return -(-here.shape[0] // replicas) * (here.size // here.shape[0])
 
 
-def dense_sharers(split: Parallel) -> int:
-    """Ranks that hold the same dense weights."""
-    return split.dp * split.cp
-
-
 def sharers(weight: Weight, split: Parallel) -> int:
     """Ranks that hold the same part of a weight."""
     if weight.routed and split.ep * split.etp > 1:
-        return split.dp * split.cp * split.tp // (split.ep * split.etp)
-    return dense_sharers(split)
+        return split.expert_sharers
+    return split.sharers
 
 
 def is_sharded(weight: Weight, split: Parallel) -> bool:

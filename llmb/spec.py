@@ -138,6 +138,16 @@ class Parallel:
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 
+    @property
+    def sharers(self) -> int:
+        """Ranks that see different tokens through the same dense weights."""
+        return self.dp * self.cp
+
+    @property
+    def expert_sharers(self) -> int:
+        """Ranks of a pipeline stage that hold the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:

@@ -13,7 +13,6 @@ from llmb.costs import BYTES
 from llmb.share import (
     Part,
     Weight,
-    dense_sharers,
     end_weights,
     is_sharded,
     layer_blocks,
@@ -45,7 +44,7 @@ class _Tally:
         split = config.parallel
         edp = sharers(Weight((1,), routed=True), split)
         self._ranks = {name: getattr(split, name) for name in ("tp", "cp", "pp", "ep", "etp")}
-        self._ranks |= {"replicas": dense_sharers(split), "edp": edp}
+        self._ranks |= {"replicas": split.sharers, "edp": edp}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
 

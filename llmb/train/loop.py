@@ -123,7 +123,7 @@ def accumulate_gradients(job: Job, parts: Parts, step: int) -> Tensor:
         compute = partial(job.graph, part, compute)
     loss_sum = torch.zeros((), device=job.mesh.device)
     for micro, (tokens, labels) in enumerate(batches, start=1):
-        before_micro_batch(part, last=micro == job.work.ga)
+        before_micro_batch(part, job.mesh, last=micro == job.work.ga)
         with job.span(f"micro-batch {micro}"):
             loss_sum += compute(tokens, labels)
     return loss_sum

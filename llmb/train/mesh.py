@@ -48,28 +48,18 @@ class Mesh:
     def size(self, dimension: str) -> int:
         """How many ranks a dimension counts."""
         if dimension == "edp":
-            return expert_replicas(self.parallel)
+            return self.parallel.expert_sharers
         return int(getattr(self.parallel, dimension))
 
     def index(self, dimension: str) -> int:
         """This rank's number along a dimension."""
         return 0 if self.dense is None else self.sub(dimension).get_local_rank()
 
-    @property
-    def sharers(self) -> int:
-        """Ranks that see different tokens through the same dense weights."""
-        return self.parallel.dp * self.parallel.cp
-
     def total(self, value: Tensor) -> Tensor:
         """The sum over all ranks of a small tensor; does not wait for the device."""
         if self.world_size > 1:
             dist.all_reduce(value)
         return value
-
-
-def expert_replicas(parallel: Parallel) -> int:
-    """Ranks of a pipeline stage that hold the same experts."""
-    return parallel.dp * parallel.cp * parallel.tp // (parallel.ep * parallel.etp)
 
 
 def open_mesh(config: RunConfig) -> Mesh:
@@ -97,7 +87,7 @@ def divided(rank: int, device: torch.device, parallel: Parallel, experts: bool) 
     dense = init_device_mesh(device.type, shape, mesh_dim_names=DENSE)
     expert = None
     if experts:
-        shape = (parallel.pp, expert_replicas(parallel), parallel.ep, parallel.etp)
+        shape = (parallel.pp, parallel.expert_sharers, parallel.ep, parallel.etp)
         expert = init_device_mesh(device.type, shape, mesh_dim_names=EXPERT)
     replicas = dense["dp", "cp"]._flatten(REPLICAS)
     return Mesh(rank, parallel.world_size, device, parallel, dense, expert, replicas)

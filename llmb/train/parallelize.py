@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
 from llmb.models.experts import Router
+from llmb.share import rank_parts
 from llmb.spec import RunConfig, Training
 from llmb.train.context_parallel import split_context
 from llmb.train.expert_parallel import split_experts
@@ -50,18 +51,15 @@ def shaped_parts(config: RunConfig, work: Training, mesh: Mesh) -> list[Network]
     """The same in shape, without memory for weights."""
     with torch.device("meta"):
         parts = own_parts(build_model(config.model), mesh)
-        recomputed, offloaded = work.recompute_layers, work.offload_layers  # of this rank's parts, from the first on
-        for part in parts:
-            again = min(recomputed, len(part.layers))
-            away = min(offloaded, len(part.layers) - again)
-            prepare(part, config, replace(work, recompute_layers=again, offload_layers=away), mesh)
-            recomputed, offloaded = recomputed - again, offloaded - away
+        for part, share in zip(parts, rank_parts(config, mesh.index("pp")), strict=True):
+            own = replace(work, recompute_layers=share.recomputed, offload_layers=share.offloaded)
+            prepare(part, config, own, mesh)
     return parts
 
 
 def prepare(part: Network, config: RunConfig, work: Training, mesh: Mesh) -> None:
     """Every pass over one part, in order; recomputed and offloaded layers are counted in this part."""
-    part.loss_share = 1 / (work.ga * mesh.sharers)
+    part.loss_share = 1 / (work.ga * mesh.parallel.sharers)
     if work.balanced_experts:
         balance_experts(part)
     if config.precision.dtype == "bf16":

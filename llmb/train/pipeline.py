@@ -140,14 +140,14 @@ class Stage(PipelineStage):
         self, part: Network, number: int, config: RunConfig, work: Training, mesh: Mesh, span: Span, sends: "Sends"
     ):
         pp = mesh.size("pp")
-        self._part, self._span, self._sends = part, span, sends
+        self._part, self._mesh, self._span, self._sends = part, mesh, span, sends
         super().__init__(
             _Forward(part, span),
             stage_index=mesh.index("pp") + number * pp,
             num_stages=pp * (mesh.parallel.vp or 1),
             device=mesh.device,
-            input_args=_tokens(work, mesh) if part.first else _stream(config, work, mesh),
-            output_args=_loss() if part.last else _stream(config, work, mesh),
+            input_args=_tokens(work, mesh) if part.first else stream_between(config, work, mesh),
+            output_args=_loss() if part.last else stream_between(config, work, mesh),
             group=mesh.sub("pp").get_group(),
         )
 
@@ -215,7 +215,7 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """The backward pass of one micro-batch; gradients are reduced over replicas as without a pipeline."""
-        before_micro_batch(self._part, last=last_backward)
+        before_micro_batch(self._part, self._mesh, last=last_backward)
         with self._span("backward"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if not self.is_last:
@@ -285,7 +285,8 @@ def _tokens(work: Training, mesh: Mesh) -> Tensor:
     return torch.empty(work.mbs, work.seqlen // mesh.size("cp"), dtype=torch.int64, device="meta")
 
 
-def _stream(config: RunConfig, work: Training, mesh: Mesh) -> Tensor:
+def stream_between(config: RunConfig, work: Training, mesh: Mesh) -> Tensor:
+    """What one stage gives the next."""
     shape = (work.mbs, work.seqlen // mesh.size("cp") // mesh.size("tp"), config.model.hidden)
     dtype = torch.float32 if config.precision.dtype == "fp32" else torch.bfloat16
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)

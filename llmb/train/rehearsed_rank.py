@@ -22,7 +22,7 @@ from llmb.train.footprint import REST
 from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallelize import shaped_parts
-from llmb.train.pipeline import TIED, copied_weights
+from llmb.train.pipeline import TIED, copied_weights, stream_between
 from llmb.train.sharding import before_micro_batch, lay_out
 from llmb.train.watch import Watch
 
@@ -70,8 +70,9 @@ class Rank:
         self._work, self._mesh, self._watch = work, mesh, watch
         self._footprint = watch.footprint
         self._pipelined = mesh.size("pp") > 1
-        shape = (work.mbs, work.seqlen // mesh.size("cp") // mesh.size("tp"), config.model.hidden)
-        self._stream = shape, torch.float32 if config.precision.dtype == "fp32" else torch.bfloat16
+        stream = stream_between(config, work, mesh)
+        self._stream = stream.shape, stream.dtype
+        del stream  # it would count as held
         self.parts = shaped_parts(config, work, mesh)
         for part in self.parts:
             lay_out(part)
@@ -108,7 +109,7 @@ class Rank:
         return costs
 
     def _costs_of_micro_batch(self, part: Network, kind: str) -> dict[tuple[str, bool], Cost]:
-        before_micro_batch(part, last=kind in ("last", "only"))
+        before_micro_batch(part, self._mesh, last=kind in ("last", "only"))
         tokens = torch.zeros(self._work.mbs, self._work.seqlen // self._mesh.size("cp"), dtype=torch.int64)
         self._footprint.label(REST, [tokens])
         held: list[Tensor] = []  # from the forward pass to the backward pass

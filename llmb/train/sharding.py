@@ -1,8 +1,8 @@
 """Weights, gradients and optimizer state sharded over the ranks that would hold the same, by torch's `fully_shard`.
 
-    shard(part, mesh, dtype)             # the last pass over a part, which has shapes only
-    lay_out(part)                        # once it has memory
-    before_micro_batch(part, last)       # each time, before the backward pass at the latest
+    shard(part, mesh, dtype)                 # the last pass over a part, which has shapes only
+    lay_out(part)                            # once it has memory
+    before_micro_batch(part, mesh, last)     # each time, before the backward pass at the latest
 
 fsdp=true (ZeRO-3): a layer is gathered for its forward pass, let go, gathered again for its backward pass, and its
 gradients are reduced after every backward pass. fsdp=false (a sharded optimizer): what the first forward pass of a step
@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +40,12 @@ TRAVEL = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 # A view comes out of experts, and of a part with a loss of its own. Nothing here changes one in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
-_reduced_once: WeakSet[nn.Module] = WeakSet()  # parts whose gradients add up whole over the micro-batches of a step
-
 
 def shard(part: Network, mesh: Mesh, dtype: str) -> None:
     """Shard what is left of each weight: dense ones over dp and cp, split experts over edp, each layer by itself."""
     experts = [mlp for mlp in part.modules() if isinstance(mlp, ExpertMlp) and _is_split(mlp)]
     edp = mesh.size("edp") if experts else 1
-    if mesh.sharers == edp == 1:
+    if mesh.parallel.sharers == edp == 1:
         return
     assert mesh.replicas is not None
     policy = MixedPrecisionPolicy() if dtype == "fp32" else TRAVEL
@@ -56,7 +53,7 @@ def shard(part: Network, mesh: Mesh, dtype: str) -> None:
     whole = _keep_whole(part, mesh, experts)
     # What each call is told to ignore, not which comes first, decides where a parameter belongs.
     dense = set(part.parameters()) - whole - {weight for mlp in experts for weight in _routed(mlp)}
-    if mesh.sharers > 1:
+    if mesh.parallel.sharers > 1:
         for layer in part.layers:
             _fully_shard(layer, mesh.replicas, dense, **settings)
     if edp > 1:
@@ -64,10 +61,8 @@ def shard(part: Network, mesh: Mesh, dtype: str) -> None:
             _fully_shard(mlp, mesh.sub("edp"), set(_routed(mlp)) - whole, **settings)
     # Embedding, norm and head stay from the beginning of the forward pass to the end of the backward pass.
     settings["reshard_after_forward"] = False
-    _fully_shard(part, mesh.replicas, dense if mesh.sharers > 1 else set(), **settings)
+    _fully_shard(part, mesh.replicas, dense if mesh.parallel.sharers > 1 else set(), **settings)
     _schedule(part, mesh)
-    if not mesh.parallel.fsdp:
-        _reduced_once.add(part)
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, chosen: set[nn.Parameter], **settings: Any) -> None:
@@ -92,7 +87,7 @@ def lay_out(part: Network) -> None:
         part._get_fsdp_state()._lazy_init()
 
 
-def before_micro_batch(part: Network, last: bool) -> None:
+def before_micro_batch(part: Network, mesh: Mesh, last: bool) -> None:
     """Whether the next backward pass of this part is its last in the step.
 
     All that depends on it happens in the backward pass, so it may be told before the forward pass or after. Nothing
@@ -101,7 +96,7 @@ def before_micro_batch(part: Network, last: bool) -> None:
     if not isinstance(part, FSDPModule):
         return
     part.set_is_last_backward(last)
-    if part in _reduced_once:
+    if not mesh.parallel.fsdp:
         part.set_requires_gradient_sync(last)
         part.set_reshard_after_backward(last)
 
@@ -123,7 +118,7 @@ def _keep_whole(part: Network, mesh: Mesh, experts: list[ExpertMlp]) -> set[nn.P
     routed = {grouped for mlp in experts for grouped in (mlp.gate, mlp.up, mlp.down)}
     whole = set()
     for module in part.modules():
-        replicas, spread = mesh.sharers, mesh.dense["dp", "cp", "tp"]
+        replicas, spread = mesh.parallel.sharers, mesh.dense["dp", "cp", "tp"]
         if module in routed:
             assert mesh.expert is not None
             replicas, spread = mesh.size("edp"), mesh.expert["edp", "ep", "etp"]

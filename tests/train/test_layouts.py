@@ -25,7 +25,6 @@ from llmb.layout import spelled
 from llmb.recipes.recipe import Recipe, Row, expand_gpus, load_all, shipped
 from llmb.shrink import shrunk
 from llmb.spec import Model, Parallel, RunConfig
-from llmb.train.mesh import expert_replicas
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- proved layouts -->", "<!-- end -->"
@@ -120,7 +119,7 @@ def _scaled_down(real: Parallel) -> Parallel:
 
 
 def _shares_experts(parallel: Parallel) -> bool:
-    return parallel.ep * parallel.etp > 1 and expert_replicas(parallel) > 1
+    return parallel.ep * parallel.etp > 1 and parallel.expert_sharers > 1
 
 
 # Each dimension by itself or with one other, where a mistake is easier to find.

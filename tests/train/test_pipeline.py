@@ -15,9 +15,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from llmb.errors import ConfigError
-from llmb.layout import bubble, most_layers, stage_layers
+from llmb.layout import most_layers, stage_layers
 from llmb.models.architectures import build_model
-from llmb.schedule import SENDS_UNDER_WAY, most_in_flight
+from llmb.schedule import SENDS_UNDER_WAY, bubble, most_in_flight
 from llmb.spec import Parallel, RunConfig
 from llmb.train.loop import Job, accumulate_gradients
 from llmb.train.mesh import Mesh, open_mesh
