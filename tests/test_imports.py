@@ -30,9 +30,11 @@ ALLOWED = {
     "cli": {*GROUND, *RESOLVING, "launch", "results", "report"},
     "kernels": {"errors"},
     "models": {"errors", "plain", "spec", "kernels"},
-    "train": {*GROUND, "kernels", "models"},
+    "rank": set(GROUND),
+    "train": {*GROUND, "kernels", "models", "rank"},
+    "infer": {*GROUND, "kernels", "models", "rank"},
 }
-DEVICE_SIDE = {"kernels", "models", "train"}
+DEVICE_SIDE = {"kernels", "models", "rank", "train", "infer"}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -21,12 +21,14 @@ from llmb.events import StepDone, TimeSpent
 from llmb.hardware import peak_flops
 from llmb.metrics import mfu, tflops_per_gpu
 from llmb.models.architectures import Network
+from llmb.rank.endings import Diverged
+from llmb.rank.provenance import run_started
+from llmb.rank.record import Record
 from llmb.spec import RunConfig, Training
 from llmb.train.anomaly import first_bad_tensor
 from llmb.train.checkpoint import Checkpoints, number, resume_point
 from llmb.train.context_parallel import own_tokens
 from llmb.train.data import TokenFile, open_data
-from llmb.train.endings import Diverged
 from llmb.train.graphs import MicroBatchGraph
 from llmb.train.log import step_lines, time_table
 from llmb.train.memory import naming_shortage, peak_bytes
@@ -35,8 +37,6 @@ from llmb.train.optimizer import Optimizer, learning_rate
 from llmb.train.parallelize import ready_parts
 from llmb.train.pipeline import Pipeline, copied_weights
 from llmb.train.profiler import SOURCES, Profiler
-from llmb.train.provenance import run_started
-from llmb.train.record import Record
 from llmb.train.sharding import before_micro_batch
 from llmb.train.supported import supported_workload
 from llmb.train.tokens import synthetic_tokens

@@ -12,8 +12,8 @@ import torch
 from llmb.errors import ConfigError
 from llmb.hardware import GIB
 from llmb.memory import memory_estimate
+from llmb.rank.endings import OutOfMemory
 from llmb.spec import RunConfig, Training
-from llmb.train.endings import OutOfMemory
 from llmb.train.supported import supported_workload
 
 SHORTAGE_WORDS = (

@@ -1,7 +1,4 @@
-"""Which rank this process is, on which device, and how it talks to the others.
-
-torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) starts the ranks; without
-it the process is the only one. NCCL connects GPUs and gloo CPUs.
+"""Which rank of the layout this process is, and how it talks to the others.
 
 The same ranks are divided twice, because the layers of a pipeline stage are: dense weights over (pp, dp, cp, tp) and
 experts over (pp, edp, ep, etp), the last dimension innermost, so that those who talk most are neighbours. edp is what
@@ -11,7 +8,6 @@ Ranks leave the group by ending. To destroy it first could hang: gloo's destruct
 waits for a thread that may be waiting for that lock.
 """
 
-import os
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from llmb.errors import ConfigError
+from llmb.rank.place import Place, join_ranks
 from llmb.spec import Parallel, RunConfig
 
 DENSE = ("pp", "dp", "cp", "tp")
@@ -28,12 +24,9 @@ REPLICAS = "replicas"
 
 
 @dataclass(frozen=True)
-class Mesh:
+class Mesh(Place):
     """This rank's place among all. One process has no device meshes: all its sizes are 1."""
 
-    rank: int
-    world_size: int
-    device: torch.device
     parallel: Parallel = field(default_factory=Parallel)
     dense: DeviceMesh | None = None
     expert: DeviceMesh | None = None  # only where the model has experts
@@ -64,21 +57,10 @@ class Mesh:
 
 def open_mesh(config: RunConfig) -> Mesh:
     """Find this rank's device and join the other ranks."""
-    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    asked = config.parallel.world_size
-    if world_size != asked:
-        raise ConfigError(
-            f"the configuration spreads over {asked} ranks but {world_size} started; "
-            f"start it with: torchrun --nproc-per-node {asked} -m llmb.train config.json"
-        )
-    device = _device(config.machine.gpu, int(os.environ.get("LOCAL_RANK", "0")))
-    if world_size == 1:
-        return Mesh(rank, world_size, device)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    return divided(rank, device, config.parallel, experts=config.model.experts is not None)
+    place = join_ranks(config, "llmb.train")
+    if place.world_size == 1:
+        return Mesh(place.rank, place.world_size, place.device)
+    return divided(place.rank, place.device, config.parallel, experts=config.model.experts is not None)
 
 
 def divided(rank: int, device: torch.device, parallel: Parallel, experts: bool) -> Mesh:
@@ -91,17 +73,3 @@ def divided(rank: int, device: torch.device, parallel: Parallel, experts: bool) 
         expert = init_device_mesh(device.type, shape, mesh_dim_names=EXPERT)
     replicas = dense["dp", "cp"]._flatten(REPLICAS)
     return Mesh(rank, parallel.world_size, device, parallel, dense, expert, replicas)
-
-
-def _device(gpu: str, local_rank: int) -> torch.device:
-    if gpu == "cpu":
-        return torch.device("cpu")
-    visible = torch.cuda.device_count()
-    if local_rank >= visible:
-        raise ConfigError(
-            f"machine.gpu={gpu} needs a CUDA device for local rank {local_rank}, but torch {torch.__version__} "
-            f"sees {visible}; machine.gpu=cpu runs on the CPU"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device

@@ -14,9 +14,9 @@ from llmb.events import RunEnded, StepDone, read
 from llmb.kernels.fp8 import E4M3, E5M2, cast, fp8_linear, fp8_linear_reference, scale_of
 from llmb.kernels.fp8_grouped import fp8_grouped_product, fp8_grouped_product_reference
 from llmb.plain import to_plain
+from llmb.rank.record import Record
 from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.train.__main__ import run
-from llmb.train.record import Record
 
 pytestmark = [
     pytest.mark.gpu,

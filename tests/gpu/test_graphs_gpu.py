@@ -10,10 +10,10 @@ import torch
 
 from llmb.events import RunEnded, StepDone, read
 from llmb.plain import to_plain
+from llmb.rank.record import Record
 from llmb.spec import Experts, Machine, Mamba, Model, Parallel, Precision, RunConfig, Training
 from llmb.train.__main__ import run
 from llmb.train.graphs import WARMUP_CALLS
-from llmb.train.record import Record
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

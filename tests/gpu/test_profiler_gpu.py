@@ -10,10 +10,10 @@ import torch
 
 from llmb.events import RunEnded, StepDone, TimeSpent, read
 from llmb.plain import to_plain
+from llmb.rank.record import Record
 from llmb.spec import Machine, Model, Parallel, Precision, Profile, RunConfig, Training
 from llmb.train.__main__ import run
 from llmb.train.profiler import ATTENTION, COMMUNICATION, IDLE, KINDS, MEMORY, OPTIMIZER, PRODUCTS
-from llmb.train.record import Record
 
 pytestmark = [
     pytest.mark.gpu,

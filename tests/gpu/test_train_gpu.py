@@ -16,6 +16,7 @@ from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.blocks import attention_backends, causal_attention
 from llmb.plain import to_plain
+from llmb.rank.record import Record
 from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.train.__main__ import run
 from llmb.train.loop import Job, train_step
@@ -23,7 +24,6 @@ from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallelize import ready_parts
 from llmb.train.precision import compute_in_bf16
-from llmb.train.record import Record
 from llmb.train.tokens import synthetic_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -15,9 +15,9 @@ from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.deepseek import DeepSeek
 from llmb.plain import to_plain
+from llmb.rank.record import Record
 from llmb.spec import Experts, Latent, Machine, Model, Parallel, Precision, Rope, RunConfig, Training
 from llmb.train.__main__ import run
-from llmb.train.record import Record
 
 TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32
 

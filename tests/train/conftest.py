@@ -14,8 +14,8 @@ from small_config import CONFIG, changed
 
 from llmb.events import RunEnded, RunStarted, StepDone, read
 from llmb.plain import to_plain
+from llmb.rank.record import Record
 from llmb.train.__main__ import run
-from llmb.train.record import Record
 
 
 @dataclass

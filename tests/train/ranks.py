@@ -23,11 +23,11 @@ from torch import Tensor
 
 from llmb.events import StepDone, read
 from llmb.plain import to_plain
+from llmb.rank.endings import ending
+from llmb.rank.record import Record
 from llmb.spec import RunConfig, Training
 from llmb.train.checkpoint import complete
-from llmb.train.endings import ending
 from llmb.train.loop import train
-from llmb.train.record import Record
 
 LIMIT_S = 300
 LINGER_S = 3

@@ -16,15 +16,15 @@ from llmb.events import StepDone
 from llmb.hardware import GIB
 from llmb.memory import memory_estimate
 from llmb.models.architectures import build_model
+from llmb.rank.endings import Diverged
+from llmb.rank.record import Record
 from llmb.results.megatron_bridge import read
 from llmb.spec import Machine, Model
 from llmb.train import loop
 from llmb.train.anomaly import first_bad_tensor
-from llmb.train.endings import Diverged
 from llmb.train.memory import advice
 from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
-from llmb.train.record import Record
 
 EIGHT_BILLION = Model(
     name="8b", architecture="llama", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256

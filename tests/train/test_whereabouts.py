@@ -12,9 +12,9 @@ from small_config import CONFIG, changed
 
 from llmb.events import WHERE_SIGNAL, StepDone, Whereabouts, read
 from llmb.launch.stall import suspect
+from llmb.rank.record import Record
+from llmb.rank.whereabouts import collectives_entered, whereabouts
 from llmb.train import loop
-from llmb.train.record import Record
-from llmb.train.whereabouts import collectives_entered, whereabouts
 
 
 def test_a_running_process_answers_and_goes_on(start) -> None:

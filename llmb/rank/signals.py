@@ -16,9 +16,9 @@ import threading
 import traceback
 
 from llmb.events import WHERE_SIGNAL
+from llmb.rank.record import Record
+from llmb.rank.whereabouts import whereabouts
 from llmb.spec import Status
-from llmb.train.record import Record
-from llmb.train.whereabouts import whereabouts
 
 STATUSES: dict[int, Status] = {
     signal.SIGTERM: "incomplete",
@@ -27,7 +27,7 @@ STATUSES: dict[int, Status] = {
 }
 
 
-def heed_signals(record: Record) -> None:
+def heed_signals(engine: str, record: Record) -> None:
     """From now on SIGTERM, SIGINT and SIGUSR1 end the run through `record`, and SIGUSR2 is answered there."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -35,7 +35,7 @@ def heed_signals(record: Record) -> None:
         signal.signal(number, lambda _number, _frame: None)  # a handler must exist for the pipe to be written
     faulthandler.register(WHERE_SIGNAL, all_threads=False, chain=True)
     signal.set_wakeup_fd(writer)
-    threading.Thread(target=_wait, args=(reader, record), daemon=True).start()
+    threading.Thread(target=_wait, args=(reader, engine, record), daemon=True).start()
 
 
 def _answer(record: Record) -> None:
@@ -45,7 +45,7 @@ def _answer(record: Record) -> None:
         traceback.print_exception(error)
 
 
-def _wait(reader: int, record: Record) -> None:
+def _wait(reader: int, engine: str, record: Record) -> None:
     number = os.read(reader, 1)[0]
     while number not in STATUSES:
         if number == WHERE_SIGNAL:
@@ -54,6 +54,6 @@ def _wait(reader: int, record: Record) -> None:
     reason = f"interrupted by {signal.Signals(number).name} after step {record.last_step}"
     try:
         record.end(STATUSES[number], reason)
-        os.write(sys.stderr.fileno(), f"llmb.train: {reason}\n".encode())
+        os.write(sys.stderr.fileno(), f"{engine}: {reason}\n".encode())
     finally:
         os._exit(128 + number)

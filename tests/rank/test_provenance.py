@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import llmb
-from llmb.train.provenance import commit, device_name, versions
+from llmb.rank.provenance import commit, device_name, versions
 
 
 def git(folder: Path, *arguments: str) -> str:

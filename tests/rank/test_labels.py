@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import os, signal, sys
-from llmb.train.labels import label_output
+from llmb.rank.labels import label_output
 label_output(3)
 print("one")
 print("two", flush=True)

@@ -60,9 +60,9 @@ def ending(error: Exception | None, rank: int = 0) -> Ending:
             return Ending("failed", traceback.format_exception_only(error)[-1].strip(), 2, rank)
 
 
-def explain(error: Exception) -> None:
+def explain(engine: str, error: Exception) -> None:
     """On stderr: one line for an end that has a name, the traceback for one that has none."""
     if isinstance(error, (LlmbError, OutOfMemory, Diverged)):
-        print(f"llmb.train: {error}", file=sys.stderr, flush=True)
+        print(f"{engine}: {error}", file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)

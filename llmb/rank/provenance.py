@@ -11,19 +11,19 @@ import torch
 
 import llmb
 from llmb.events import RunStarted
-from llmb.train.mesh import Mesh
+from llmb.rank.place import Place
 
 
-def run_started(mesh: Mesh) -> RunStarted:
+def run_started(place: Place) -> RunStarted:
     """The first event of this rank."""
     return RunStarted(
         time=time.time(),
-        rank=mesh.rank,
-        world_size=mesh.world_size,
-        gpu_name=device_name(mesh.device),
+        rank=place.rank,
+        world_size=place.world_size,
+        gpu_name=device_name(place.device),
         host=socket.gethostname(),
         pid=os.getpid(),
-        commit=commit() if mesh.rank == 0 else None,  # a thousand ranks need not all ask git
+        commit=commit() if place.rank == 0 else None,  # a thousand ranks need not all ask git
         versions=versions(),
     )
 
