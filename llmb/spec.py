@@ -155,6 +155,7 @@ class Precision:
 
     dtype: Literal["fp32", "bf16", "fp8", "nvfp4"]
     kv_dtype: Literal["bf16", "fp8"] | None = None
+    fp8_scaling: Literal["tensor", "channel", "block"] | None = None  # of served weights; none: as the model is published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,14 +191,27 @@ class Inference:
     use_case: str  # reasoning, chat, summarization, generation
     isl: int  # input tokens a request
     osl: int  # output tokens a request
+    lengths: Literal["fixed", "normal", "uniform"] = "fixed"  # how both vary around these
+    isl_spread: float = 0.0  # tokens: standard deviation (normal) or half the range (uniform)
+    osl_spread: float = 0.0
+    dataset: str | None = None  # requests from a file in trtllm-bench's line format instead
     max_batch_size: int
     concurrency: int  # requests in flight
     max_num_tokens: int  # tokens one engine step may process
     kv_fraction: float  # of the memory left after the weights
     num_requests: int
+    warmup_requests: int | None = None  # none: as many as are in flight at once, of the same lengths
     streaming: bool = True
     chunked_prefill: bool = True
     attention_dp: bool = False  # attention replicated, each rank with its own requests
+    prefix_cache: bool = False  # prompts that begin alike share blocks; off, as benchmarks repeat prompts
+    block_tokens: int = 64  # of the paged cache
+    cuda_graphs: bool = True  # where there is a GPU
+    ignore_eos: bool = True  # every answer has the length asked for
+    temperature: float = 0.0  # 0: always the most likely token
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    weights: str | None = None  # a folder in Hugging Face's layout; none: random weights
     seed: int = 1234
 
 

@@ -1,0 +1,76 @@
+"""Grouped-query attention of a served model: one product for q, k and v, rotary positions, the paged cache.
+
+Shapes: N tokens, H query heads, G heads of keys and values, D width of a head; heads are this rank's.
+"""
+
+import torch
+from torch import Tensor
+
+from llmb.infer.linear import Format, linear
+from llmb.infer.ranks import Group
+from llmb.infer.step import Inputs
+from llmb.infer.weights import Cut, Weights
+from llmb.kernels.forms import Activation, Form, in_form
+from llmb.kernels.paged_attention import KvCache, Spans, paged_attention, write_cache
+from llmb.models.blocks import rope_table, rotate
+from llmb.spec import Model
+
+
+class PagedAttention:
+    """One attention block and its cache."""
+
+    bytes_per_slot = 0
+
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        model: Model,
+        format: Format,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        group: Group,
+    ):
+        self.model, self.group, self.kv_dtype = model, group, kv_dtype
+        cut = Cut(0, group.index, group.size)
+        # Fewer heads of keys and values than ranks: each is on several of them.
+        kv_parts = min(group.size, model.kv_heads)
+        kv_cut = Cut(0, group.index * kv_parts // group.size, kv_parts)
+        self.heads, self.kv_heads = model.heads // group.size, model.kv_heads // kv_parts
+        cuts = {"q": cut, "k": kv_cut, "v": kv_cut}
+        together = torch.cat([weights.take(f"{name}.{one}.weight", share) for one, share in cuts.items()])
+        self.qkv = linear(together, format, dtype)
+        self.o = linear(weights.take(f"{name}.o.weight", Cut(1, group.index, group.size)), format, dtype)
+        self.form: Form = self.qkv.form
+        self.cache: KvCache | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.kv_heads * self.model.head_dim * self.kv_dtype.itemsize
+
+    def allocate(self, blocks: int, block_tokens: int, slots: int, device: torch.device) -> None:
+        heads, width = self.kv_heads, self.model.head_dim
+        shapes = ((blocks, heads, block_tokens, width), (blocks, heads, width, block_tokens))
+        self.cache = KvCache(*(torch.zeros(shape, dtype=self.kv_dtype, device=device) for shape in shapes))
+
+    def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
+        assert self.cache is not None
+        widths = [heads * self.model.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
+        q_NHD, k_NGD, v_NGD = (
+            one.unflatten(-1, (-1, self.model.head_dim)) for one in self.qkv(x).split(widths, dim=-1)
+        )
+        if self.model.rope is not None:
+            table = rope_table(self.model.rope, self.model.head_dim, inputs.positions_N)
+            q_NHD, k_NGD = rotate(q_NHD, *table), rotate(k_NGD, *table)
+        write_cache(k_NGD, v_NGD, self.cache, inputs.places_N)
+        mixed_NHD = paged_attention(
+            q_NHD, self.cache, spans_of(inputs), self.model.head_dim**-0.5, self.model.attention_cap
+        )
+        return self.group.sum(self.o(in_form(mixed_NHD.flatten(1), self.o.form)))
+
+
+def spans_of(inputs: Inputs) -> Spans:
+    """What the kernels need to know of a step."""
+    return Spans(
+        inputs.starts_P1, inputs.lengths_P, inputs.table_PM, inputs.decodes, inputs.longest_part, inputs.longest
+    )

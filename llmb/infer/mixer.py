@@ -1,0 +1,29 @@
+"""What every block of a served model is: something that mixes a step's tokens, and what it keeps for each sequence.
+
+A layer's block is taken from the weights of `llmb/models` under the same names, cut to this rank's share. Blocks own
+their part of the cache, which is allocated once it is known how much memory is left.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmb.infer.step import Inputs
+from llmb.kernels.forms import Activation, Form
+
+
+class Mixer(Protocol):
+    """One block. Everything is about this rank's share of it."""
+
+    form: Form  # how it wants its input
+    bytes_per_token: int  # of the cache, for each token of a sequence
+    bytes_per_slot: int  # of state, for each sequence whatever its length
+
+    def allocate(self, blocks: int, block_tokens: int, slots: int, device: torch.device) -> None:
+        """Make room for so many blocks of tokens and so many sequences."""
+        ...
+
+    def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
+        """What the block adds to the stream, [N, C]: already summed over the ranks that share its weights."""
+        ...

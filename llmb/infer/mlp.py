@@ -1,0 +1,49 @@
+"""Dense MLPs of a served model: gated, with gate and up in one product, and plain ones."""
+
+import torch
+from torch import Tensor
+
+from llmb.infer.linear import Format, linear
+from llmb.infer.ranks import Group
+from llmb.infer.step import Inputs
+from llmb.infer.weights import Cut, Weights
+from llmb.kernels.forms import Activation, Form, in_form
+from llmb.kernels.gated import gated
+from llmb.models.blocks import ACTIVATIONS
+
+
+class _Mlp:
+    """Keeps nothing between steps."""
+
+    bytes_per_token = bytes_per_slot = 0
+
+    def allocate(self, blocks: int, block_tokens: int, slots: int, device: torch.device) -> None:
+        pass
+
+
+class ServedGatedMlp(_Mlp):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, weights: Weights, name: str, activation: str, format: Format, dtype: torch.dtype, group: Group):
+        cut = Cut(0, group.index, group.size)
+        both = torch.cat([weights.take(f"{name}.{one}.weight", cut) for one in ("gate", "up")])
+        self.both = linear(both, format, dtype)
+        self.down = linear(weights.take(f"{name}.down.weight", Cut(1, group.index, group.size)), format, dtype)
+        self.activation, self.group = activation, group
+        self.form: Form = self.both.form
+
+    def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
+        return self.group.sum(self.down(gated(self.both(x), self.activation, self.down.form)))
+
+
+class ServedPlainMlp(_Mlp):
+    """down(activation(up(x)))."""
+
+    def __init__(self, weights: Weights, name: str, activation: str, format: Format, dtype: torch.dtype, group: Group):
+        self.up = linear(weights.take(f"{name}.up.weight", Cut(0, group.index, group.size)), format, dtype)
+        self.down = linear(weights.take(f"{name}.down.weight", Cut(1, group.index, group.size)), format, dtype)
+        self.activation, self.group = ACTIVATIONS[activation], group
+        self.form: Form = self.up.form
+
+    def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
+        return self.group.sum(self.down(in_form(self.activation(self.up(x)), self.down.form)))

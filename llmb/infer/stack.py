@@ -1,0 +1,122 @@
+"""A model as it is served: an embedding, blocks that each read a normed copy of the stream and add to it, a head.
+
+    stack = build_stack(model, weights, how, ranks)
+    logits_SV = stack.logits(stack.through(stack.embed(tokens_N), inputs), rows_S)
+
+All architectures are this: a Llama layer is two blocks, a Nemotron-H layer one. Between two blocks stands one kernel:
+it adds what the first made, norms the sum, and gives it in the number format that the second wants.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmb.infer.attention import PagedAttention
+from llmb.infer.linear import Format
+from llmb.infer.mixer import Mixer
+from llmb.infer.mlp import ServedGatedMlp, ServedPlainMlp
+from llmb.infer.ranks import Ranks
+from llmb.infer.step import Inputs
+from llmb.infer.weights import Cut, Weights
+from llmb.kernels.add_norm import add_norm
+from llmb.spec import Model
+
+
+@dataclass(frozen=True)
+class How:
+    """Number formats: of the stream and of what is not rounded, of linear layers, of the cache."""
+
+    dtype: torch.dtype
+    format: Format
+    kv_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Block:
+    """A mixer with the norm before it and, where the model has one, the norm of what it adds."""
+
+    norm_C: Tensor
+    mixer: Mixer
+    post_norm_C: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """This rank's layers; embedding, norm and head only where it is the first or last of a pipeline."""
+
+    model: Model
+    blocks: Sequence[Block]
+    embedding_VC: Tensor | None
+    norm_C: Tensor | None
+    head_VC: Tensor | None
+    ranks: Ranks
+
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        """The stream as it enters the first block."""
+        assert self.embedding_VC is not None
+        x_NC = F.embedding(tokens_N, self.embedding_VC)
+        return x_NC if self.model.embedding_scale == 1.0 else x_NC * self.model.embedding_scale
+
+    def through(self, added_NC: Tensor, inputs: Inputs) -> Tensor:
+        """The stream after this rank's blocks; its last norm comes with the head, for the rows that need it."""
+        eps, stream_NC = self.model.norm_eps, None
+        for block in self.blocks:
+            normed, stream_NC = add_norm(added_NC, stream_NC, block.norm_C, eps, block.mixer.form)
+            added_NC = block.mixer(normed, inputs)
+            if block.post_norm_C is not None:
+                added_NC = F.rms_norm(added_NC, block.post_norm_C.shape, block.post_norm_C, eps)
+        return added_NC if stream_NC is None else stream_NC + added_NC
+
+    def logits(self, x_NC: Tensor, rows_S: Tensor) -> Tensor:
+        """Of the rows that sample, [S, V]."""
+        assert self.norm_C is not None
+        assert self.head_VC is not None
+        normed_SC = F.rms_norm(x_NC[rows_S], self.norm_C.shape, self.norm_C, self.model.norm_eps)
+        if self.model.logit_scale != 1.0:
+            normed_SC = normed_SC * self.model.logit_scale
+        return self.ranks.dense.gather(F.linear(normed_SC, self.head_VC))
+
+    def mixers(self) -> Iterable[Mixer]:
+        return (block.mixer for block in self.blocks)
+
+
+def build_stack(model: Model, weights: Weights, how: How, ranks: Ranks) -> Stack:
+    """All layers, from weights that are taken one at a time."""
+    split = Cut(0, ranks.dense.index, ranks.dense.size)
+    embedding_VC = weights.take("embedding.weight").to(how.dtype)
+    head_VC = split.of(embedding_VC) if model.tied_embeddings else weights.take("head.weight", split).to(how.dtype)
+    return Stack(
+        model=model,
+        blocks=[block for layer in range(model.layers) for block in layer_blocks(model, layer, weights, how, ranks)],
+        embedding_VC=embedding_VC,
+        norm_C=weights.take("norm.weight").to(how.dtype),
+        head_VC=head_VC,
+        ranks=ranks,
+    )
+
+
+def layer_blocks(model: Model, layer: int, weights: Weights, how: How, ranks: Ranks) -> list[Block]:
+    """The blocks of one layer, as `llmb/models` names their weights."""
+    name = f"layers.{layer}"
+
+    def norm(of: str) -> Tensor:
+        return weights.take(f"{name}.{of}.weight").to(how.dtype)
+
+    common = (how.format, how.dtype)
+    if model.pattern is not None:
+        kind = model.pattern[layer]
+        if kind == "*":
+            mixer: Mixer = PagedAttention(weights, f"{name}.mixer", model, *common, how.kv_dtype, ranks.dense)
+        else:
+            mixer = ServedPlainMlp(weights, f"{name}.mixer", model.activation, *common, ranks.dense)
+        return [Block(norm("norm"), mixer)]
+    attention = PagedAttention(weights, f"{name}.attention", model, *common, how.kv_dtype, ranks.dense)
+    mlp = ServedGatedMlp(weights, f"{name}.mlp", model.activation, *common, ranks.dense)
+    post = {of: norm(f"{of}_post_norm") if model.post_norms else None for of in ("attention", "mlp")}
+    return [
+        Block(norm("attention_norm"), attention, post["attention"]),
+        Block(norm("mlp_norm"), mlp, post["mlp"]),
+    ]
