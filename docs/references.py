@@ -76,8 +76,25 @@ def _results(recipe: Recipe) -> str:
     if not recipe.references:
         return heading + "The source prints no measured value.\n"
     timed = [row for row in recipe.references if "step_time_s" in row]
+    served = [row for row in recipe.references if "output_tokens_per_s" in row]
     plans = [row for row in recipe.references if "plan" in row]
-    return heading + "\n".join([*([_timed(recipe, timed)] if timed else []), *(_plan(row) for row in plans)])
+    tables = [*([_timed(recipe, timed)] if timed else []), *([_served(recipe, served)] if served else [])]
+    return heading + "\n".join([*tables, *(_plan(row) for row in plans)])
+
+
+def _served(recipe: Recipe, references: list[Row]) -> str:
+    """Serving runs: what is printed, and what a request's lengths make of it."""
+    header = ("size", "dtype", "GPUs", "use case", "output tokens/s", "requests/s", "source")
+    lines = []
+    for row in references:
+        cells = {name: row[name] for name in ("gpu", "size", "dtype", "gpus", "mode", "use_case")}
+        isl, osl = (recipe.matching(**cells)[0][name] for name in ("isl", "osl"))
+        printed = row["output_tokens_per_s"]
+        case = f"{row['use_case']} {isl}/{osl}"
+        about = (row["size"], row["dtype"], f"{row['gpus']} {row['gpu']}", case)
+        lines.append((*about, _number(printed), f"{printed / osl:,.1f}", row["source"]))
+    notes = dict.fromkeys(f"- {row['size']}: {row['note']}." for row in references if "note" in row)
+    return "\n".join([_table(header, lines), "Requests/s = output tokens/s / output length.", "", *notes, ""])
 
 
 def _timed(recipe: Recipe, references: list[Row]) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -55,17 +55,67 @@ class StepDone:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestDone:
-    """One inference request; times are seconds since the benchmark began."""
+    """One inference request; times are seconds since the benchmark began, for all ranks at the same moment.
 
+    A rank records the requests that it took itself, so each is recorded once.
+    """
+
+    rank: int = 0
     request: int
     arrival: float
     first_token: float | None = None
-    token_times: tuple[float, ...] = ()
+    token_times: tuple[float, ...] = ()  # of every token; where a stream gives several at once, of every arrival
     end: float
     input_tokens: int
     output_tokens: int
+    requested_tokens: int | None = None  # how long the answer was to be
+    finish: str | None = None  # what ended it: length, stop, cancelled
     warmup: bool = False
     error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSample:
+    """How far a benchmark is, a few times a second: for the live line, and for curves of the queue and the cache.
+
+    Counts are those of one phase: a warm-up has its own, and its own beginning.
+    """
+
+    rank: int = 0
+    elapsed_s: float  # since the phase began
+    warmup: bool = False
+    requests: int | None = None  # asked for, of those counted here
+    done: int
+    waiting: int | None = None  # not begun yet
+    running: int | None = None
+    output_tokens: int | None = None  # so far
+    blocks_used: int | None = None  # of the KV cache
+    blocks: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingFacts:
+    """What the engine decided, and what the benchmark took of this rank's device. Null: not known.
+
+    A rank may record it again when it knows more: what is not null in a later one counts.
+    """
+
+    rank: int = 0
+    requests: int | None = None  # asked for in all: a dataset may hold fewer than the configuration names
+    kv_blocks: int | None = None
+    block_tokens: int | None = None
+    cache_bytes: int | None = None
+    weight_bytes: int | None = None
+    weights_note: str | None = None  # how they are held: nvfp4 weights dequantised to bf16
+    dequantised: bool | None = None  # products are computed in a wider format than the one asked for
+    graph_batches: tuple[int, ...] | None = None  # batch sizes that have a CUDA graph; empty: none
+    peak_memory_bytes: int | None = None
+    warmup_requests: int | None = None
+    warmup_s: float | None = None
+    energy_joules: float | None = None  # over the measured span, from the device's own counter
+    power_joules: float | None = None  # the same, integrated over samples of its power
+    energy_note: str | None = None  # why there is no energy
+    mean_power_w: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +181,8 @@ Event = (
     RunStarted
     | StepDone
     | RequestDone
+    | ServingSample
+    | ServingFacts
     | ServingSummary
     | CollectiveSeen
     | TimeSpent
@@ -143,7 +195,7 @@ TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 
 def append(path: Path, event: Event) -> None:
     """Add one whole line with a single write, so that a killed run leaves complete lines and at most one torn end."""
-    line = to_json({"event": type(event).__name__, **asdict(event)}) + "\n"
+    line = to_json({"event": type(event).__name__, **vars(event)}) + "\n"  # plain already: asdict would copy each number
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, line.encode())

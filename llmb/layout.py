@@ -51,12 +51,39 @@ def check_model(parallel: Parallel, model: Model) -> None:
         raise ConfigError(f"pp {p.pp} x vp {p.vp or 1} needs more layers than the {model.layers} of {model.name}")
 
 
-def _check_tensors(p: Parallel, model: Model) -> None:
-    """What tensor parallelism splits: heads with their keys and values, Mamba's heads and groups, MLPs, vocabulary."""
+def check_serving(parallel: Parallel, model: Model, attention_dp: bool) -> None:
+    """Whether the layout can serve the model: one replica, whose ranks share requests or have some each."""
+    p = parallel
+    if p.dp > 1:
+        raise ConfigError(
+            f"tp {p.tp} x pp {p.pp} = {p.tp * p.pp} ranks serve, {p.world_size} GPUs are asked for; "
+            f"set tp and pp so that they make {p.world_size}"
+        )
+    if not attention_dp:  # else attention and dense layers are whole on every rank
+        _check_tensors(p, model, kv_copies=True)
+    _check_experts(p, model)
+    if model.experts is not None and p.tp % p.ep:
+        fits = [ranks for ranks in divisors(p.tp) if model.experts.count % ranks == 0]
+        raise ConfigError(f"ep {p.ep} does not divide tp {p.tp}; ep could be {_either(fits)}")
+    if model.experts is not None and model.experts.ffn % (p.tp // p.ep):
+        raise ConfigError(
+            f"tp {p.tp} / ep {p.ep} = {p.tp // p.ep} ranks share each expert, which does not divide its "
+            f"{model.experts.ffn} channels; ep could be {p.tp}"
+        )
+    if model.layers < p.pp:
+        raise ConfigError(f"pp {p.pp} needs more layers than the {model.layers} of {model.name}")
+
+
+def _check_tensors(p: Parallel, model: Model, kv_copies: bool = False) -> None:
+    """What tensor parallelism splits: heads with their keys and values, Mamba's heads and groups, MLPs, vocabulary.
+
+    `kv_copies`: with more ranks than heads of keys and values, several ranks may have the same one.
+    """
     blocks = model.blocks
     split = {"entries of the vocabulary": model.vocab}
     if blocks.get("attention") or blocks.get("latent_attention"):
-        split |= {"heads": model.heads, "key and value heads": model.kv_heads}
+        copied = kv_copies and p.tp % model.kv_heads == 0
+        split |= {"heads": model.heads} | ({} if copied else {"key and value heads": model.kv_heads})
     if blocks.get("mlp"):
         split["channels of the MLP"] = model.ffn
     if model.mamba:

@@ -7,15 +7,8 @@ An estimate, whose assumptions travel with it. Weights and FLOPs come from costs
 
 from dataclasses import dataclass, field
 
-from llmb.costs import (
-    BYTES,
-    bytes_of,
-    kv_bytes_per_token,
-    parameter_breakdown,
-    parameters,
-    stack,
-    state_bytes_per_sequence,
-)
+from llmb import serving_fit
+from llmb.costs import BYTES, bytes_of, parameter_breakdown, parameters, stack
 from llmb.errors import ConfigError
 from llmb.hardware import GIB, gpu
 from llmb.occupancy import occupancy, offloaded
@@ -158,34 +151,17 @@ def _micro_batches_in_flight(split: Parallel, ga: int) -> float:
 
 def _inference_memory(config: RunConfig, work: Inference) -> MemoryEstimate:
     """Weights, one engine step's activations, and the cache of the requests in flight."""
-    model, split = config.model, config.parallel
-    ranks = 1 if work.attention_dp else split.tp  # that share a request, and all weights but the routed experts
-    parts = parameter_breakdown(model)
-    routed = sum(count * block.routed for _, count, block in stack(model))
-    kept_wide = sum(parts.get(part, 0) for part in ("embedding", "lm_head", "norms", "router"))
-    per_weight = bytes_of(config.precision.dtype)
-    weights = (parameters(model) - routed - kept_wide) * per_weight + kept_wide * max(per_weight, BYTES["bf16"])
-    weights = (weights / ranks + routed * per_weight / max(split.tp, split.ep * split.etp)) / split.pp
-
-    widest = max(block.saved_values for _, _, block in stack(model))
-    activations = (
-        work.max_num_tokens * widest * BYTES["bf16"] + work.max_batch_size * model.vocab * BYTES["fp32"]
-    ) / ranks
-
-    requests = min(work.concurrency * ranks / split.tp, work.max_batch_size)
-    token = kv_bytes_per_token(model, config.precision.kv_dtype) / (1 if model.latent else min(ranks, model.kv_heads))
-    wanted = requests * ((work.isl + work.osl) * token + state_bytes_per_sequence(model) / ranks) / split.pp
-    memory = gpu(config.machine.gpu).memory_bytes
-    pool = wanted if memory is None else work.kv_fraction * max(0.0, memory - weights - activations)
+    free, wanted = serving_fit.free_bytes(config), serving_fit.wanted_bytes(config)
     return MemoryEstimate(
-        weights=weights,
-        activations=activations,
-        kv_cache=min(wanted, pool),
-        device_budget=memory,
+        weights=serving_fit.weight_bytes(config),
+        activations=serving_fit.workspace_bytes(config),
+        kv_cache=wanted if free is None else min(wanted, work.kv_fraction * free),
+        device_budget=gpu(config.machine.gpu).memory_bytes,
         assumptions=(
-            f"estimate: {per_weight:g} bytes a weight, embedding, head, norms and router bf16 or wider; KV cache in "
-            f"{config.precision.kv_dtype or 'bf16'} of {requests:g} whole requests a rank, at most kv_fraction of what "
-            "weights and activations leave; activations of one block at max_num_tokens"
+            f"estimate: {bytes_of(config.precision.dtype):g} bytes a weight, embedding, head, norms and router bf16 or "
+            f"wider; cache in {config.precision.kv_dtype or 'bf16'} of as many whole requests as are computed at once, "
+            "at most kv_fraction of what the weights leave; activations of one block at max_num_tokens"
+            + ("" if free is None else f"\n{serving_fit.advice(config, free)}")
         ),
     )
 

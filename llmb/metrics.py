@@ -5,9 +5,10 @@ be known is None: a missing, infinite or not positive input never becomes an inf
 Formulas, conventions and worked examples: docs/metrics.md.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import fsum, hypot, isfinite, sqrt
 from sys import float_info
 from typing import Protocol
@@ -18,6 +19,9 @@ from llmb.hardware import TERA
 SECONDS_PER_DAY = 86_400
 LATENCY_PERCENTILES = (50, 90, 95, 99)
 LARGEST = float_info.max
+STEADY_SHARE = 0.1  # of the run; a shorter window stands for nothing
+STEADY_REQUESTS = 2  # that must end within it
+ENERGY_TOLERANCE = 0.05  # between two ways of measuring the same
 
 
 def _quotient(above: Sequence[float | None], below: Sequence[float | None]) -> float | None:
@@ -122,9 +126,9 @@ def describe(samples: Iterable[float]) -> Statistics | None:
     )
 
 
-def latency_summary(samples_ms: Iterable[float]) -> dict[str, float] | None:
+def latency_summary(samples: Iterable[float]) -> dict[str, float] | None:
     """mean, p50, p90, p95 and p99; None for no samples, or when one of them is not finite."""
-    values = _finite(samples_ms)
+    values = sorted(_finite(samples))  # so that sorting again, for each percentile, costs next to nothing
     if not values:
         return None
     ranks = {f"p{q}": percentile(values, q) for q in LATENCY_PERCENTILES}
@@ -185,13 +189,23 @@ def output_speed(request: Request) -> float | None:
     return _quotient((1000.0,), (tpot_ms(request),))
 
 
+def user_throughput(request: Request) -> float | None:
+    """Tokens/s one user gets, waiting for the first included: n / E2E."""
+    return _quotient((request.output_tokens, 1000.0), (e2e_ms(request),))
+
+
 def itl_ms(request: Request) -> list[float]:
     """Inter-token latencies: the gaps between successive arrivals of the stream, whatever each one carried."""
+    gaps = ((b - a) * 1000.0 for a, b in pairwise(_arrivals(request)))
+    return [gap for gap in gaps if 0 <= gap <= LARGEST]
+
+
+def _arrivals(request: Request) -> list[float]:
+    """When something of the answer came, the first token included once."""
     times = list(request.token_times)
     if request.first_token is not None and times and request.first_token < times[0]:
         times.insert(0, request.first_token)
-    gaps = [_elapsed_ms(a, b) for a, b in pairwise(times)]
-    return [gap for gap in gaps if gap is not None]
+    return times
 
 
 def latencies_ms(requests: Sequence[Request]) -> dict[str, list[float]]:
@@ -212,7 +226,6 @@ class Throughput:
     output_tokens_per_s: float  # first tokens included
     total_tokens_per_s: float  # input and output
     mean_in_flight: float  # requests at once on average, by Little's law
-    output_tokens_per_s_per_user: float  # output tokens/s over mean_in_flight
 
 
 def throughput(requests: Sequence[Request]) -> Throughput | None:
@@ -220,7 +233,7 @@ def throughput(requests: Sequence[Request]) -> Throughput | None:
     spans = [e2e_ms(r) for r in requests]
     if not spans or any(span is None for span in spans):
         return None
-    duration = max(r.end for r in requests) - min(r.arrival for r in requests)
+    duration = float(max(r.end for r in requests) - min(r.arrival for r in requests))
     in_flight = _quotient((fsum(span or 0.0 for span in spans),), (duration, 1000))
     if in_flight is None:
         return None
@@ -231,8 +244,74 @@ def throughput(requests: Sequence[Request]) -> Throughput | None:
         output_tokens_per_s=output / duration,
         total_tokens_per_s=both / duration,
         mean_in_flight=in_flight,
-        output_tokens_per_s_per_user=output / duration / in_flight,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady:
+    """The rate while the engine is full."""
+
+    start_s: float
+    end_s: float
+    output_tokens_per_s: float
+
+
+def steady(requests: Sequence[Request]) -> Steady | None:
+    """Output tokens/s from when as many answers have begun as ever go on at once until the last one begins.
+
+    Before that the first wave is being read, after it the engine drains; in between every request that ends makes room
+    for another. Tokens count at their own arrival. None when answers carry no times, when all requests were one wave,
+    or when the window is too short to stand for anything.
+    """
+    whole = throughput(requests)
+    begun = sorted(r.first_token for r in requests if r.first_token is not None)
+    if whole is None or len(begun) < len(requests) or not all(r.token_times for r in requests):
+        return None
+    start, end = begun[_most_at_once(requests) - 1], begun[-1]
+    finished = sum(start < r.end <= end for r in requests)
+    if end - start < STEADY_SHARE * whole.duration_s or finished < STEADY_REQUESTS:
+        return None
+    tokens = fsum(_tokens_between(r, start, end) for r in requests)
+    rate = _quotient((tokens,), (end - start,))
+    return None if rate is None else Steady(start_s=start, end_s=end, output_tokens_per_s=rate)
+
+
+def _most_at_once(requests: Sequence[Request]) -> int:
+    """The largest number of answers that go on at the same time; an end makes room for a beginning at that moment."""
+    changes = [(r.first_token, 1) for r in requests if r.first_token is not None] + [(r.end, -1) for r in requests]
+    return max(1, *accumulate(change for _, change in sorted(changes)))
+
+
+def _tokens_between(request: Request, start: float, end: float) -> float:
+    """Output tokens that came after `start` and not after `end`; arrivals that carry several carry equally many."""
+    times = sorted(_arrivals(request))
+    return (bisect_right(times, end) - bisect_right(times, start)) * request.output_tokens / len(times)
+
+
+def issue_rate(requests: Sequence[Request]) -> float | None:
+    """Requests/s at which they were sent: intervals over the time from the first to the last; None for all at once."""
+    arrivals = [r.arrival for r in requests]
+    return _quotient((len(arrivals) - 1,), (max(arrivals) - min(arrivals),)) if arrivals else None
+
+
+def late_share(requests: Sequence[Request], concurrency: int) -> float | None:
+    """How much of the load asked for was missing because requests were sent late: a share of concurrency x T.
+
+    Until the last one is sent, as many as `concurrency` (or all there are) should be in flight.
+    """
+    whole = throughput(requests)
+    if whole is None:
+        return None
+    asked = min(concurrency, len(requests))
+    first, last = min(r.arrival for r in requests), max(r.arrival for r in requests)
+    in_flight_s = fsum(min(r.end, last) - r.arrival for r in requests)
+    return max(0.0, asked * (last - first) - in_flight_s) / (asked * whole.duration_s)
+
+
+def energies_agree(counted_joules: float | None, integrated_joules: float | None) -> bool | None:
+    """Whether a device's energy counter and the integral of its sampled power tell the same; None without both."""
+    ratio = _quotient((counted_joules,), (integrated_joules,))
+    return None if ratio is None else abs(ratio - 1) <= ENERGY_TOLERANCE
 
 
 def mbu(bytes_per_step: float | None, step_time_s: float | None, memory_bandwidth: float | None) -> float | None:

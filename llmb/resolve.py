@@ -18,13 +18,15 @@ from llmb.layout import (
     check_ranks,
     check_schedule,
     check_sequence,
+    check_serving,
     spelled,
     split_batch,
 )
 from llmb.memory import memory_estimate
-from llmb.plain import build, convert, hints
-from llmb.recipes.recipe import Recipe, Row, expand_gpus, per_gpus
-from llmb.selection import Request, choose_layout, choose_row, inference_selectors
+from llmb.plain import build, convert, hints, to_plain
+from llmb.recipes.recipe import Recipe, Row, expand_gpus, listed, per_gpus
+from llmb.selection import SCALED_DOWN, Request, choose_layout, choose_row, inference_selectors
+from llmb.serving import check_settings, follow, scaling_of_stand_in, without_printed_lengths
 from llmb.settings import Setting, typed
 from llmb.shrink import shrunk
 from llmb.spec import (
@@ -45,41 +47,59 @@ from llmb.standins import UNIT, describe_change, small, true_width
 
 WORKLOADS: dict[str, type] = {"training": Training, "inference": Inference, "outofcore": OutOfCore}
 # A run that differs from the recipe only in these may still be compared with its published result.
-HARMLESS = {f.name for part in (Profile, Limits) for f in fields(part)} | {"steps", "window", "seed", "lr"}
+HARMLESS = {f.name for part in (Profile, Limits) for f in fields(part)} | {"steps", "window", "seed", "lr", "weights"}
+ENGINES = {"training": ("native",), "inference": ("native", "trtllm"), "outofcore": ("native",)}
 FILL = 0.9  # of the memory: the estimate leaves out the driver's context, workspaces and fragmentation
 FEWEST_STEPS = 8  # of a stand-in on many ranks of a CPU, which share its cores
 ROUNDS = 2  # micro-batches a stage of a stand-in's pipeline: gradients accumulate, and every stage is busy for a while
-PATHS = {"data", "resume"}
-MAY_BE_ZERO = {"recompute_layers", "offload_layers", "profile_start", "seed"}
+ROUNDS_SERVED = 2  # times its concurrency in requests, of a stand-in on many ranks of a CPU
+PATHS = {"data", "resume", "dataset", "weights"}
+MAY_BE_ZERO = {
+    "recompute_layers", "offload_layers", "profile_start", "seed",
+    "isl_spread", "osl_spread", "temperature", "top_k", "warmup_requests",
+}  # fmt: skip
+SHARES = {"kv_fraction", "top_p"}  # at most 1
 LAYOUT = ("fsdp", "tp", "pp", "cp", "ep", "etp", "vp")
-NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "proxy", "dp", "ga"}
+NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "proxy", "true_width", "dp", "ga"}
+# Fields of a shared section that mean nothing to a kind of run.
+WITHOUT_EFFECT = {
+    "training": {"kv_dtype", "fp8_scaling"},
+    "inference": {"fsdp", "cp", "etp", "vp", "overlap_gather", "overlap_reduce", "overlap_send"},
+    "outofcore": {"kv_dtype", "fp8_scaling"},
+}
 
 
 def resolve(recipe: Recipe, request: Request) -> RunConfig:
     """The RunConfig for a request, or one line that says what is wrong and what would be right."""
-    wishes = [s for s in request.settings if not s.field.startswith("model.")]
+    wishes = [s for s in request.settings if not s.field.startswith("model.") and s.field != "engine"]
     selectors = inference_selectors(recipe, wishes)
     row, beyond = choose_row(recipe, request, selectors)
-    gpu = request.gpu or ("cpu" if request.stands_in else row["gpu"])
+    if recipe.kind == "inference" and request.stands_in:
+        wishes = without_printed_lengths(recipe, wishes)
+    gpu = request.gpu or ("cpu" if request.stands_in else _gpu_of(row, recipe))
     kinds = _field_types(recipe.kind)
     cells = {**recipe.defaults, **{k: v for k, v in row.items() if k not in NOT_SETTINGS}, "dtype": request.dtype}
     cells = {k: _first(v) if k in ("mode", "use_case") else v for k, v in cells.items()} | selectors
     if request.proxy == "true-width":
         cells |= {k: v for k, v in {"seqlen": recipe.defaults.get("seqlen"), "mbs": 1}.items() if k in cells and v}
+        cells |= row.get("true_width", {})
     if cells.get("gbs") is not None:
         cells["gbs"] = per_gpus(cells["gbs"], request.gpus, "gbs")
-    layout = _scale_down(cells, recipe, request)
+    layout = _scale_down(cells, recipe, request, selectors)
+    as_printed = dict(cells)
     overrides = [*beyond, *_apply(cells, kinds, wishes, recipe)]
+    if recipe.kind == "inference":
+        overrides += follow(cells, as_printed, {o.field for o in overrides})
     _fit_window(cells, overrides)
     _refuse_without_effect(cells, overrides)
     parallel = build(Parallel, {k: v for k, v in cells.items() if k in hints(Parallel)}, "parallel")
     check_has_experts(parallel, recipe.model(request.size))  # before a number for ep is proposed
     parallel = check_ranks(parallel, request.gpus)
-    if layout is not None:
+    if layout is not None and recipe.kind == "training":
         _fit_to_ranks(cells, parallel, {o.field for o in overrides})
     base, proxied = _base_model(recipe, request, row, parallel, cells)
     model, model_overrides = _changed_model(base, request)
-    check_model(parallel, model)
+    _check_layout(parallel, model, cells)
     proxied += [f"{o.field}={o.value}" for o in model_overrides]
     proxied += [f"{layout} {spelled(parallel)}"] if layout is not None else []
     if recipe.kind == "training":
@@ -94,8 +114,12 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
         for name, kind in _sections(recipe.kind).items()
         if name != "parallel"
     }
+    if recipe.kind == "inference" and request.proxy != "true-width" and proxied:
+        sections["precision"], said = scaling_of_stand_in(model, sections["precision"])
+        proxied += [said] if said else []
     changed = tuple(overrides + model_overrides)
     config = RunConfig(
+        engine=_engine(recipe, request, bool(proxied)),
         name=_name(recipe, request, parallel, model.name, sections["workload"], request.stands_in or bool(proxied)),
         target=recipe.workload,
         size=request.size,
@@ -110,7 +134,34 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
         reference=None if proxied else _reference(recipe, request, gpu, cells, changed),
         **sections,
     )
+    if recipe.kind == "inference":
+        check_settings(config, {o.field for o in overrides})
     return _at_true_width(config, request.memory_gib) if request.proxy == "true-width" else config
+
+
+def _gpu_of(row: Row, recipe: Recipe) -> str:
+    """The GPU of a row that lists several: the recipe's own choice, or the first."""
+    return recipe.default_gpu if recipe.default_gpu in listed(row, "gpu") else listed(row, "gpu")[0]
+
+
+def _engine(recipe: Recipe, request: Request, altered: bool) -> str:
+    """Who runs it: this repository unless another engine is asked for, which knows no stand-ins."""
+    wish = next((s for s in reversed(request.settings) if s.field == "engine"), None)
+    if wish is None or wish.value == "native":
+        return "native"
+    if wish.value not in ENGINES[recipe.kind]:
+        raise UnknownName(f"engine for {recipe.workload} ({wish.source})", str(wish.value), ENGINES[recipe.kind])
+    if altered or request.stands_in:
+        raise ConfigError(f"{wish.source} {wish.value} runs published weights, not stand-ins; leave out --proxy or it")
+    return str(wish.value)
+
+
+def _check_layout(parallel: Parallel, model: Model, cells: Row) -> None:
+    """Whether the layout divides the model, in training or, where there are requests, in serving."""
+    if "max_batch_size" in cells:
+        check_serving(parallel, model, cells.get("attention_dp", False))
+    else:
+        check_model(parallel, model)
 
 
 def _at_true_width(config: RunConfig, memory_gib: float | None) -> RunConfig:
@@ -119,9 +170,11 @@ def _at_true_width(config: RunConfig, memory_gib: float | None) -> RunConfig:
     if budget is None:
         raise ConfigError("a stand-in of true width needs to know the memory it may fill; add --device-gb GIB")
 
+    cells = to_plain(config.workload)
+
     def fits(model: Model) -> bool:
         try:
-            check_model(config.parallel, model)
+            _check_layout(config.parallel, model, cells)
         except ConfigError:
             return False
         return memory_estimate(replace(config, model=model)).total <= FILL * budget
@@ -149,8 +202,7 @@ def _field_types(kind: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     for part in _sections(kind).values():
         names.update(hints(part))
-    del names["kind"]
-    return names
+    return {name: kind_of for name, kind_of in names.items() if name != "kind" and name not in WITHOUT_EFFECT[kind]}
 
 
 def _apply(cells: Row, kinds: dict[str, Any], wishes: list[Setting], recipe: Recipe) -> list[Override]:
@@ -173,10 +225,10 @@ def _apply(cells: Row, kinds: dict[str, Any], wishes: list[Setting], recipe: Rec
 
 def _check_number(name: str, value: float, where: str) -> None:
     lowest = 0 if name in MAY_BE_ZERO else 1 if isinstance(value, int) else 1e-12
-    highest = 1.0 if name == "kv_fraction" else 1e15
+    highest = 1.0 if name in SHARES else 1e15
     if not lowest <= value <= highest:  # NaN fails too
         allowed = "more than 0" if lowest == 1e-12 else f"at least {lowest}"
-        at_most = " and at most 1" if name == "kv_fraction" else ""
+        at_most = " and at most 1" if name in SHARES else ""
         raise ConfigError(f"{where}: {value} is out of range; it must be {allowed}{at_most}")
 
 
@@ -191,13 +243,13 @@ def _refuse_unknown(wish: Setting, kinds: dict[str, Any], recipe: Recipe) -> Non
     raise UnknownName(f"field ({wish.source}) for {recipe.workload}:", wish.field, sorted(set(kinds) - {"dp", "ga"}))
 
 
-def _scale_down(cells: Row, recipe: Recipe, request: Request) -> str | None:
+def _scale_down(cells: Row, recipe: Recipe, request: Request, selectors: dict[str, str]) -> str | None:
     """Give a stand-in on several ranks the layout of a real row, scaled down; says whose it is."""
-    if request.layout is not None and not (request.stands_in and recipe.kind == "training"):
-        raise ConfigError("--layout has no effect here: it chooses what a training stand-in scales down; add --proxy")
-    if not request.stands_in or recipe.kind != "training":
+    if request.layout is not None and not (request.stands_in and recipe.kind in SCALED_DOWN):
+        raise ConfigError("--layout has no effect here: it chooses what a stand-in scales down; add --proxy")
+    if not request.stands_in or recipe.kind not in SCALED_DOWN:
         return None
-    row = choose_layout(recipe, request)
+    row = choose_layout(recipe, request, selectors)
     if request.gpus < 2:
         return None
     real, gpus = Parallel(), 1
@@ -207,12 +259,30 @@ def _scale_down(cells: Row, recipe: Recipe, request: Request) -> str | None:
         real = check_ranks(build(Parallel, degrees, f"{recipe.workload} row"), gpus)
     here = shrunk(real, request.gpus)
     cells |= {name: getattr(here, name) for name in LAYOUT}
+    if recipe.kind == "inference":
+        _deal_requests(cells, here, row or {})
     if request.gpu in (None, "cpu"):
-        cells["steps"] = max(FEWEST_STEPS, cells["steps"] // request.gpus)
-        cells["window"] = [cells["steps"] // 4 + 1, cells["steps"]]
+        _shorten(cells, request.gpus)
     if row is None:
         return "no layout for several GPUs is published, here"
-    return f"layout {spelled(real)} of {gpus} x {row['gpu']} as"
+    attention = " with attention data parallelism" if cells.get("attention_dp") else ""
+    return f"layout {spelled(real)} of {gpus} x {request.layout or _gpu_of(row, recipe)}{attention} as"
+
+
+def _deal_requests(cells: Row, here: Parallel, row: Row) -> None:
+    """Attention data parallelism as in the row: each rank takes its part of the stand-in's batch."""
+    cells["attention_dp"] = bool(row.get("attention_dp")) and here.tp > 1
+    if cells["attention_dp"]:
+        cells["max_batch_size"] = max(1, cells["max_batch_size"] // here.tp)
+
+
+def _shorten(cells: Row, ranks: int) -> None:
+    """Many ranks share the cores of one CPU."""
+    if "steps" in cells:
+        cells["steps"] = max(FEWEST_STEPS, cells["steps"] // ranks)
+        cells["window"] = [cells["steps"] // 4 + 1, cells["steps"]]
+    else:
+        cells["num_requests"] = max(ROUNDS_SERVED * cells["concurrency"], cells["num_requests"] // ranks)
 
 
 def _fit_to_ranks(cells: Row, parallel: Parallel, asked: set[str]) -> None:
@@ -232,7 +302,7 @@ def _base_model(recipe: Recipe, request: Request, row: Row, parallel: Parallel, 
     if "model" in row:
         made = recipe.model(request.size, row["model"])
     else:
-        check_model(parallel, _changed_model(real, request)[0])  # a stand-in grows into any layout, the model does not
+        _check_layout(parallel, _changed_model(real, request)[0], cells)  # a stand-in grows into any layout, it does not
         made = small(real, parallel)
     shorter = [f"sequences of {cells['seqlen']} tokens"] if "seqlen" in cells else []
     words = [describe_change(real, made), *shorter, *([row["proxy"]] if "proxy" in row else [])]

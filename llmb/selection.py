@@ -3,17 +3,22 @@
     choose_row(recipe, Request(size="8b", dtype="fp8", gpus=16, gpu="h100"), {})
 
 Size, GPU, dtype, use case and scale are looked at in this order, so that an error names the first that does not fit.
-A stand-in trains on any number of ranks: `choose_layout` finds the row whose layout is scaled down for it.
+A use case of the user's own (long:20000/2000) takes the row whose lengths are nearest. A stand-in runs on any number of
+ranks: `choose_layout` finds the row whose layout is scaled down for it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf, log
 from typing import Any, Literal
 
 from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
-from llmb.recipes.recipe import Recipe, Row, expand_gpus
+from llmb.recipes.recipe import Recipe, Row, expand_gpus, listed
 from llmb.settings import Setting
 from llmb.spec import Override
+
+SCALED_DOWN = ("training", "inference")  # kinds whose stand-ins run on any number of ranks
 
 
 def stands_in(proxy: str | None, gpu: str | None) -> bool:
@@ -41,7 +46,7 @@ class Request:
         return stands_in(self.proxy, self.gpu)
 
 
-def inference_selectors(recipe: Recipe, wishes: list[Setting]) -> dict[str, str]:
+def inference_selectors(recipe: Recipe, wishes: Sequence[Setting]) -> dict[str, str]:
     """Mode and use case choose the row of an inference recipe; they are wishes with a default."""
     if recipe.kind != "inference":
         return {}
@@ -49,10 +54,18 @@ def inference_selectors(recipe: Recipe, wishes: list[Setting]) -> dict[str, str]
     for wish in wishes:
         if wish.field in chosen:
             choices = recipe.values(wish.field)
-            if wish.value not in choices:
-                raise UnknownName(f"{wish.field} ({wish.source})", wish.value, choices)
+            own = wish.field == "use_case" and _lengths(wishes) is not None
+            if wish.value not in choices and not own:
+                more = ["NAME:INPUT/OUTPUT"] if wish.field == "use_case" else []
+                raise UnknownName(f"{wish.field} ({wish.source})", wish.value, [*choices, *more])
             chosen[wish.field] = wish.value
     return chosen
+
+
+def _lengths(wishes: Sequence[Setting]) -> tuple[int, int] | None:
+    """Input and output length, where both are asked for."""
+    asked = {wish.field: str(wish.value) for wish in wishes if str(wish.value).isdigit() and int(wish.value) > 0}
+    return (int(asked["isl"]), int(asked["osl"])) if asked.keys() >= {"isl", "osl"} else None
 
 
 def choose_row(recipe: Recipe, request: Request, selectors: dict[str, str]) -> tuple[Row, list[Override]]:
@@ -62,8 +75,9 @@ def choose_row(recipe: Recipe, request: Request, selectors: dict[str, str]) -> t
     if request.gpu is not None:
         hardware.gpu(request.gpu)
     gpu = None if proxy else request.gpu
+    own_case = "use_case" in selectors and selectors["use_case"] not in recipe.values("use_case")
     for selector, value in [("size", request.size), ("gpu", gpu), ("dtype", request.dtype), *selectors.items()]:
-        if value is None or (request.force and selector == "dtype"):
+        if value is None or (request.force and selector == "dtype") or (own_case and selector == "use_case"):
             continue
         choices = recipe.values(selector, proxy, **wanted)
         if value not in choices:
@@ -71,32 +85,46 @@ def choose_row(recipe: Recipe, request: Request, selectors: dict[str, str]) -> t
             what = "stand-in " if proxy else ""
             raise UnknownName(f"{what}{selector} of {recipe.workload} {about}".rstrip(), value, choices)
         wanted[selector] = value
-    scale = None if proxy and recipe.kind == "training" else request.gpus  # null: any
+    if own_case:
+        wanted["use_case"] = _like(recipe.matching(proxy, **wanted), request)
+    scale = None if proxy and recipe.kind in SCALED_DOWN else request.gpus  # null: any
     rows = recipe.matching(proxy, **wanted, gpus=scale)
-    if rows:
-        return _nearest(rows, recipe, request), []
-    return _beyond_the_table(recipe, request, wanted)
+    row, beyond = (_nearest(rows, recipe, request), []) if rows else _beyond_the_table(recipe, request, wanted)
+    if own_case:
+        near = {"value": selectors["use_case"], "replaced": row["use_case"], "source": "the row with the nearest lengths"}
+        beyond = [*beyond, Override(field="use_case", **near)]
+    return row, beyond
 
 
-def choose_layout(recipe: Recipe, request: Request) -> Row | None:
+def _like(rows: list[Row], request: Request) -> str:
+    """The use case whose lengths differ by the smallest factors from those asked for."""
+    isl, osl = _lengths(request.settings) or (inf, inf)
+    return min(rows, key=lambda row: abs(log(row["isl"] / isl)) + abs(log(row["osl"] / osl)))["use_case"]
+
+
+def choose_layout(recipe: Recipe, request: Request, selectors: dict[str, str]) -> Row | None:
     """The row for several GPUs that a stand-in takes its layout from; null where the recipe prints none."""
-    rows = [row for row in recipe.matching(size=request.size) if expand_gpus(row.get("gpus", 1))[-1] > 1]
-    listed = list(dict.fromkeys(row.get("gpu") for row in rows))
+    known = {name: value for name, value in selectors.items() if value in recipe.values(name)}
+    rows = [row for row in recipe.matching(size=request.size, **known) if expand_gpus(row.get("gpus", 1))[-1] > 1]
+    gpus = list(dict.fromkeys(gpu for row in rows for gpu in listed(row, "gpu")))
     if request.layout is not None:
         if not rows:
             raise ConfigError(f"--layout: {recipe.workload} {request.size} has no row for several GPUs; leave it out")
-        if request.layout not in listed:
-            raise UnknownName(f"layout of {recipe.workload} {request.size}", request.layout, listed)
-    wishes = [request.layout, request.gpu, recipe.default_gpu, *listed]
-    gpu = next((wish for wish in wishes if wish in listed), None)
-    return next((row for row in rows if row.get("gpu") == gpu), None)
+        if request.layout not in gpus:
+            raise UnknownName(f"layout of {recipe.workload} {request.size}", request.layout, gpus)
+    wishes = [request.layout, request.gpu, recipe.default_gpu, *gpus]
+    if recipe.kind == "inference":  # a replica is as large as its row: one on at least so many GPUs, if there is one
+        large = [row for row in rows if expand_gpus(row["gpus"])[-1] >= request.gpus]
+        rows = [row for row in large if request.layout in (None, *listed(row, "gpu"))] or rows
+    return next((row for wish in wishes for row in rows if wish in listed(row, "gpu")), None)
 
 
 def _nearest(rows: list[Row], recipe: Recipe, request: Request) -> Row:
     """Of several rows that fit: the recipe's own GPU first, then the one that agrees with most of the settings."""
     asked = {(s.field, str(s.value)) for s in request.settings}
     return max(
-        rows, key=lambda row: (row.get("gpu") == recipe.default_gpu, len(asked & {(k, str(v)) for k, v in row.items()}))
+        rows,
+        key=lambda row: (recipe.default_gpu in listed(row, "gpu"), len(asked & {(k, str(v)) for k, v in row.items()})),
     )
 
 

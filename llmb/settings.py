@@ -4,6 +4,7 @@ Each names a field of spec.py. The environment variables of NVIDIA's recipes kee
 have no effect is refused later, in resolve.py, never ignored.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -22,6 +23,8 @@ VARIABLES = {
     "KV_CACHE_FRACTION": "kv_fraction",
     "STREAMING": "streaming",
     "ENABLE_CHUNKED_PREFILL": "chunked_prefill",
+    "DATASET": "dataset",
+    "WEIGHTS": "weights",
     "TP": "tp",
     "PP": "pp",
     "CP": "cp",
@@ -46,6 +49,7 @@ VARIABLES = {
     "SBATCH_TIMELIMIT": "time_limit_s",
     "ADDITIONAL_SLURM_PARAMS": "slurm_params",
 }
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")  # of a use case: it becomes part of the run folder's name
 TRUE, FALSE, NONE = ("true", "1", "yes", "on"), ("false", "0", "no", "off"), ("none", "null", "na")
 
 
@@ -75,6 +79,8 @@ def from_environment(environ: Mapping[str, str]) -> list[Setting]:
 def use_case(text: str, source: str) -> list[Setting]:
     """`chat:128/128` (or plain `chat`) as settings of use case, input and output length."""
     name, colon, lengths = text.partition(":")
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{source}: {name!r} cannot name a use case; use letters, digits, '.', '_' and '-'")
     wishes = [Setting(field="use_case", value=name, source=source)]
     if colon:
         isl, slash, osl = lengths.partition("/")

@@ -188,15 +188,17 @@ class Inference:
 
     kind: Literal["inference"] = "inference"
     mode: Literal["max_throughput", "min_latency"]
-    use_case: str  # reasoning, chat, summarization, generation
+    use_case: str  # reasoning, chat, summarization, generation, or a name the user gave to his own lengths
     isl: int  # input tokens a request
     osl: int  # output tokens a request
     lengths: Literal["fixed", "normal", "uniform"] = "fixed"  # how both vary around these
     isl_spread: float = 0.0  # tokens: standard deviation (normal) or half the range (uniform)
     osl_spread: float = 0.0
     dataset: str | None = None  # requests from a file in trtllm-bench's line format instead
+    # A scheduler computes at most max_batch_size requests at once. With attention_dp each of the tp ranks has one of its
+    # own, so that 768 on 4 ranks are 3072 in all; otherwise all ranks share one. What is in flight beyond that waits.
     max_batch_size: int
-    concurrency: int  # requests in flight
+    concurrency: int  # requests in flight, in all
     max_num_tokens: int  # tokens one engine step may process
     kv_fraction: float  # of the memory left after the weights
     num_requests: int
@@ -260,6 +262,7 @@ class Reference:
     source: str
     step_time_s: float | None = None
     tokens_per_s: float | None = None
+    output_tokens_per_s: float | None = None  # of serving, by all GPUs together
     tflops_per_gpu: float | None = None
     mfu_percent: float | None = None
     days_per_1t_tokens: float | None = None

@@ -11,9 +11,9 @@ PACKAGE = Path(__file__).parent.parent / "llmb"
 # In this order, each may import those before it.
 GROUND = [
     "errors", "plain", "tokenfile", "spec", "hardware", "layout", "schedule", "costs", "share", "traffic",
-    "activations", "occupancy", "memory", "rehearsed", "metrics", "events",
+    "activations", "occupancy", "serving_fit", "memory", "rehearsed", "metrics", "events",
 ]  # fmt: skip
-RESOLVING = ["settings", "recipes", "selection", "shrink", "standins", "resolve", "tasks", "bulk"]
+RESOLVING = ["settings", "recipes", "selection", "serving", "shrink", "standins", "resolve", "tasks", "bulk"]
 ALLOWED = {
     **{part: set(GROUND[:i]) for i, part in enumerate(GROUND)},
     "recipes": {"errors", "plain", "spec", "hardware"},
@@ -21,7 +21,8 @@ ALLOWED = {
     "shrink": {"spec"},
     "standins": {"errors", "spec"},
     "selection": {"errors", "spec", "hardware", "recipes", "settings"},
-    "resolve": set(GROUND) | {"recipes", "settings", "selection", "shrink", "standins"},
+    "serving": {"errors", "spec", "hardware", "recipes", "settings"},
+    "resolve": set(GROUND) | {"recipes", "settings", "selection", "serving", "shrink", "standins"},
     "tasks": {"errors", "recipes", "selection", "settings"},
     "bulk": {"errors", "plain", "recipes", "settings", "tasks"},
     "launch": {"errors", "plain", "spec", "rehearsed", "events"},

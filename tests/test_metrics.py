@@ -312,7 +312,46 @@ def test_throughput_over_the_whole_span() -> None:
     assert found.output_tokens_per_s == 5.0
     assert found.total_tokens_per_s == 55.0
     assert found.mean_in_flight == pytest.approx(5.5 / 4)
-    assert found.output_tokens_per_s_per_user == pytest.approx(5.0 / (5.5 / 4))
+
+
+def test_a_user_waits_for_the_first_token_too() -> None:
+    assert metrics.user_throughput(STREAMED) == pytest.approx(4 / 1.5)
+    assert metrics.user_throughput(request(1.0, 1.0, (), 1.0, 1)) is None
+    assert metrics.user_throughput(request(0.0, None, (), 2.0, 0)) is None
+
+
+def test_the_rate_at_which_requests_are_sent() -> None:
+    sent = [request(start, None, (), 10.0, 1) for start in (1.0, 1.5, 2.0, 3.0)]
+    assert metrics.issue_rate(sent) == 1.5  # three intervals in two seconds
+    assert metrics.issue_rate(sent[:1]) is None
+    assert metrics.issue_rate([sent[0], sent[0]]) is None
+    assert metrics.issue_rate([]) is None
+
+
+def test_load_that_was_missing() -> None:
+    """Two at a time asked for; the second is sent when the first has ended, so half is missing while both are due."""
+    one_by_one = [request(0.0, None, (), 4.0, 1), request(4.0, None, (), 8.0, 1)]
+    assert metrics.late_share(one_by_one, 2) == pytest.approx(4 / 16)
+    assert metrics.late_share(one_by_one, 1) == 0
+    assert metrics.late_share([request(0.0, None, (), 4.0, 1)] * 2, 2) == 0
+    assert metrics.late_share([], 2) is None
+
+
+def test_two_ways_to_measure_energy() -> None:
+    assert metrics.energies_agree(100.0, 104.0) is True
+    assert metrics.energies_agree(100.0, 94.0) is False
+    assert metrics.energies_agree(100.0, None) is metrics.energies_agree(None, 1.0) is None
+    assert metrics.energies_agree(100.0, 0.0) is None
+
+
+def test_no_steady_window_without_times_or_requests() -> None:
+    assert metrics.steady([]) is None
+    assert metrics.steady([request(0.0, None, (), 2.0, 10)] * 4) is None
+    assert metrics.steady([request(float(i), i + 0.5, (), i + 1.0, 10) for i in range(8)]) is None
+    prompts_only = [request(float(i), i + 1.0, (i + 1.0,), i + 1.0, 1) for i in range(8)]
+    found = metrics.steady(prompts_only)
+    assert found is not None
+    assert (found.start_s, found.end_s, found.output_tokens_per_s) == (1.0, 8.0, 1.0)
 
 
 def test_throughput_of_nothing() -> None:

@@ -42,18 +42,17 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         _print_dry(resolved, options.json)
         return 1 if bad else 0
-    runs = [(config, task.request.environment) for task, config in resolved for _ in range(task.repeats)]
-    for config, _ in runs:
+    for _, config in resolved:
         _check_runs_here(config)
-    codes = []
-    for config, extra in runs:
-        code, interrupted = _run_one(config, extra, options.json)
-        codes.append(code)
+    asked, codes = sum(task.repeats for task, _ in resolved), []
+    for task, config in resolved:
+        done, interrupted = _run_repeatedly(config, task.request.environment, task.repeats, options.json)
+        codes += done
         if interrupted:  # Ctrl-C means the whole command
             break
-    failed = sum(code != 0 for code in codes) + len(runs) - len(codes)
+    failed = sum(code != 0 for code in codes) + asked - len(codes)
     if failed:
-        print(f"ERROR: {failed} of {len(runs)} runs did not end well", file=sys.stderr)
+        print(f"ERROR: {failed} of {asked} runs did not end well", file=sys.stderr)
     return max([*codes, 1 if bad else 0])
 
 
@@ -145,8 +144,25 @@ def _check_ranks_here(config: Any) -> None:
         )
 
 
-def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[int, bool]:
-    """One run from folder to result: exit code, and whether it was interrupted.
+def _run_repeatedly(config: Any, environment: dict[str, str], repeats: int, as_json: bool) -> tuple[list[int], bool]:
+    """The same run again and again: exit codes, and whether it was interrupted. Then how well its figures are known."""
+    from llmb.report import repeats as report
+
+    codes: list[int] = []
+    results: list[Any] = []
+    interrupted = False
+    while len(codes) < repeats and not interrupted:
+        code, interrupted, result = _run_one(config, environment, as_json)
+        codes.append(code)
+        results.append(result)
+    known = report.repeats(results)
+    if known:
+        print(f"\n{known}", file=sys.stderr if as_json else sys.stdout)
+    return codes, interrupted
+
+
+def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[int, bool, Any]:
+    """One run from folder to result: exit code, whether it was interrupted, and the result.
 
     Each step leaves what can be read if the next one fails.
     """
@@ -157,6 +173,7 @@ def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[i
     from llmb.launch.root import install_root
     from llmb.launch.rundir import RunDir, store_path
     from llmb.report.live import LiveLine
+    from llmb.report.overview import overview
     from llmb.report.summary import summary
     from llmb.results.store import Store
 
@@ -175,8 +192,14 @@ def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[i
             live.close()
             result = keep_result(run_dir, config)
             store.finish(job, result)
+    block = overview(result, config)
+    if block:
+        print(f"\n{block}", file=said)
+        if config.engine == "native":  # another engine has printed its own
+            run_dir.add_to_log(block)
     print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=said)
     if as_json:
         print(run_dir.result.read_text(), end="")
     refused = outcome.exit_code == 1  # the engine found the configuration wrong
-    return (0 if result.status == "ok" else 1 if refused else 2), outcome.interrupted is not None
+    code = 0 if result.status == "ok" else 1 if refused else 2
+    return code, outcome.interrupted is not None, result

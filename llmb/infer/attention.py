@@ -11,8 +11,7 @@ from llmb.infer.ranks import Group
 from llmb.infer.step import Inputs
 from llmb.infer.weights import Cut, Weights
 from llmb.kernels.forms import Activation, Form, in_form
-from llmb.kernels.paged_attention import KvCache, Spans, paged_attention, write_cache
-from llmb.models.blocks import rope_table, rotate
+from llmb.kernels.paged_attention import KvCache, paged_attention, rotate_and_cache
 from llmb.spec import Model
 
 
@@ -55,22 +54,7 @@ class PagedAttention:
 
     def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
         assert self.cache is not None
-        widths = [heads * self.model.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        q_NHD, k_NGD, v_NGD = (
-            one.unflatten(-1, (-1, self.model.head_dim)) for one in self.qkv(x).split(widths, dim=-1)
-        )
-        if self.model.rope is not None:
-            table = rope_table(self.model.rope, self.model.head_dim, inputs.positions_N)
-            q_NHD, k_NGD = rotate(q_NHD, *table), rotate(k_NGD, *table)
-        write_cache(k_NGD, v_NGD, self.cache, inputs.places_N)
-        mixed_NHD = paged_attention(
-            q_NHD, self.cache, spans_of(inputs), self.model.head_dim**-0.5, self.model.attention_cap
-        )
+        made = rotate_and_cache(self.qkv(x), inputs.cos_ND, inputs.sin_ND, self.cache, inputs.places_N)
+        scale, cap = self.model.head_dim**-0.5, self.model.attention_cap
+        mixed_NHD = paged_attention(*made, self.cache, inputs, scale, cap)
         return self.group.sum(self.o(in_form(mixed_NHD.flatten(1), self.o.form)))
-
-
-def spans_of(inputs: Inputs) -> Spans:
-    """What the kernels need to know of a step."""
-    return Spans(
-        inputs.starts_P1, inputs.lengths_P, inputs.table_PM, inputs.decodes, inputs.longest_part, inputs.longest
-    )

@@ -1,15 +1,25 @@
 """Linear layers of a served model in each number format; a layer says in which form it wants its input.
 
+    layer = linear(weight_OK, "fp8_block", torch.bfloat16)
+    out_NO = layer(in_form(x_NK, layer.form))
+
+A weight comes as plain numbers and is rounded here, so that one read from a file in the same format gets the values of
+the file back. A layer whose shape the format's products cannot take stays plain: `fitting` decides.
+
 Shapes: N tokens, K inputs, O outputs.
 """
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.kernels.forms import Activation, Form, Rows8, as_plain
+from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8, as_plain, in_form
+from llmb.kernels.fp8 import MULTIPLE, cast, product, scale_of
+from llmb.kernels.fp8_block import block_product, in_blocks
+from llmb.kernels.nvfp4 import NVFP4_GROUP, from_nvfp4, in_nvfp4
 
 Format = Literal["plain", "fp8_tensor", "fp8_channel", "fp8_block", "nvfp4"]
 
@@ -18,42 +28,104 @@ class Linear(Protocol):
     """x @ weight.T."""
 
     form: Form
+    dequantised: bool  # the device has no product of the format that the weight was rounded to; it is kept wider
+
+    @property
+    def bytes(self) -> int:
+        """What a step reads of memory for the weight, with its scales."""
+        ...
 
     def __call__(self, x: Activation) -> Tensor:
         """[N, O] in the model's own format."""
         ...
 
 
-def linear(weight_OK: Tensor, format: Format, dtype: torch.dtype) -> Linear:
-    """The layer of a weight that is given as plain numbers; `dtype` is what comes out."""
+def linear(weight_OK: Tensor, format: Format, dtype: torch.dtype, input_scale: Tensor | None = None) -> Linear:
+    """The layer of a weight that is given as plain numbers; `dtype` is what comes out.
+
+    `input_scale` (fp32, a scalar) is for fp8_tensor: activations are divided by it and not by one found at each use.
+    """
+    format = fitting(format, *weight_OK.shape)
+    if format == "fp8_tensor":
+        return TensorLinear(weight_OK, dtype, input_scale)
     return FORMATS[format](weight_OK, dtype)
+
+
+def fitting(format: Format, outputs: int, inputs: int) -> Format:
+    """The format, or plain where its products cannot take the shape; decided for all devices alike."""
+    fits = {
+        "plain": True,
+        "fp8_tensor": inputs % MULTIPLE == 0 and outputs % MULTIPLE == 0,
+        "fp8_channel": inputs % MULTIPLE == 0 and outputs % MULTIPLE == 0,
+        "fp8_block": inputs % GROUP == 0,
+        "nvfp4": inputs % NVFP4_GROUP == 0,
+    }
+    return format if fits[format] else "plain"
 
 
 class PlainLinear:
     """In the format of the stream."""
 
     form: Form = "plain"
+    dequantised = False
 
     def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
         self.weight_OK = weight_OK.to(dtype)
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_OK.nbytes
 
     def __call__(self, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
         return F.linear(x, self.weight_OK)
 
 
+class TensorLinear:
+    """8-bit weights and activations with one scale each.
+
+    The scale of an activation is that of all tokens of a step together, found at each use in a pass of its own, so what
+    a sequence gets depends on its neighbours; a known `input_scale` spares both.
+    """
+
+    form: Form = "plain"
+    dequantised = False
+
+    def __init__(self, weight_OK: Tensor, dtype: torch.dtype, input_scale: Tensor | None = None):
+        rounded = cast(weight_OK, scale_of(weight_OK, E4M3), E4M3, rows=True)
+        self.values_OK, self.scale = rounded.rows, rounded.scale
+        self.input_scale = None if input_scale is None else input_scale.to(weight_OK.device, torch.float32)
+        self.dtype = dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.values_OK.nbytes + self.scale.nbytes
+
+    def __call__(self, x: Activation) -> Tensor:
+        assert isinstance(x, Tensor)
+        if self.input_scale is None:
+            x8 = cast(x, scale_of(x, E4M3), E4M3, rows=True)
+        else:  # what is beyond the largest number of the format is clipped, not lost
+            limit = self.input_scale * torch.finfo(E4M3).max
+            x8 = cast(x.clamp(-limit, limit), self.input_scale, E4M3, rows=True)
+        return product(x8.rows, self.values_OK, (x8.scale, self.scale), self.dtype, fast=True)
+
+
 class ChannelLinear:
     """8-bit weights with a scale for each output, 8-bit activations with a scale for each token."""
 
     form: Form = "rows8"
+    dequantised = False
 
     def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
-        from llmb.kernels.forms import in_form
-
         rounded = in_form(weight_OK, "rows8")
         assert isinstance(rounded, Rows8)
         self.values_OK, self.scales_1O = rounded.values, rounded.scales.T.contiguous()
         self.dtype = dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.values_OK.nbytes + self.scales_1O.nbytes
 
     def __call__(self, x: Activation) -> Tensor:
         assert isinstance(x, Rows8)
@@ -64,4 +136,39 @@ class ChannelLinear:
         return F.linear(as_plain(x, torch.float32), self.values_OK.float() * self.scales_1O.T).to(self.dtype)
 
 
-FORMATS = {"plain": PlainLinear, "fp8_channel": ChannelLinear}
+class BlockLinear:
+    """8-bit weights with a scale for each 128 x 128, 8-bit activations with one for each 128 channels of a token."""
+
+    form: Form = "groups8"
+    dequantised = False
+
+    def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
+        self.weight, self.outputs, self.dtype = in_blocks(weight_OK), len(weight_OK), dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.weight.values.nbytes + self.weight.scales.nbytes
+
+    def __call__(self, x: Activation) -> Tensor:
+        assert isinstance(x, Groups8)
+        return block_product(x, self.weight, self.outputs, self.dtype)
+
+
+class Nvfp4Linear(PlainLinear):
+    """The numbers of 4-bit weights, kept in the format of the stream; activations are plain.
+
+    They are widened once, when the layer is made: at each use it would cost more than reading them wide.
+    """
+
+    dequantised = True
+
+    def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
+        super().__init__(from_nvfp4(in_nvfp4(weight_OK)), dtype)
+
+
+FORMATS: dict[Format, Callable[[Tensor, torch.dtype], Linear]] = {
+    "plain": PlainLinear,
+    "fp8_channel": ChannelLinear,
+    "fp8_block": BlockLinear,
+    "nvfp4": Nvfp4Linear,
+}

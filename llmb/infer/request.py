@@ -56,6 +56,8 @@ class Sequence:
     slot: int | None = None  # its row in what the device keeps for each sequence; none while it waits
     blocks: list[int] = field(default_factory=list)  # of the cache, in the order of its tokens
     synced: int = 0  # blocks of these that the device's table has; 0 again when it gets a slot
+    shared: int = 0  # of these, the first so many came from the prefix cache
+    digests: list[bytes] = field(default_factory=list)  # names of its full blocks there, as far as they were needed
     finish: Finish | None = None
 
     @property

@@ -8,20 +8,23 @@ it adds what the first made, norms the sum, and gives it in the number format th
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.infer.attention import PagedAttention
+from llmb.infer.experts import ServedExperts
 from llmb.infer.linear import Format
+from llmb.infer.mamba import StatefulMamba
 from llmb.infer.mixer import Mixer
 from llmb.infer.mlp import ServedGatedMlp, ServedPlainMlp
 from llmb.infer.ranks import Ranks
 from llmb.infer.step import Inputs
 from llmb.infer.weights import Cut, Weights
 from llmb.kernels.add_norm import add_norm
+from llmb.models.blocks import rope_frequencies
 from llmb.spec import Model
 
 
@@ -52,6 +55,7 @@ class Stack:
     embedding_VC: Tensor | None
     norm_C: Tensor | None
     head_VC: Tensor | None
+    frequencies_D: Tensor | None  # of the rotary positions, in radians a token
     ranks: Ranks
 
     def embed(self, tokens_N: Tensor) -> Tensor:
@@ -62,6 +66,7 @@ class Stack:
 
     def through(self, added_NC: Tensor, inputs: Inputs) -> Tensor:
         """The stream after this rank's blocks; its last norm comes with the head, for the rows that need it."""
+        inputs = self._with_angles(inputs)
         eps, stream_NC = self.model.norm_eps, None
         for block in self.blocks:
             normed, stream_NC = add_norm(added_NC, stream_NC, block.norm_C, eps, block.mixer.form)
@@ -79,6 +84,13 @@ class Stack:
             normed_SC = normed_SC * self.model.logit_scale
         return self.ranks.dense.gather(F.linear(normed_SC, self.head_VC))
 
+    def _with_angles(self, inputs: Inputs) -> Inputs:
+        """Cosine and sine of the positions, once for all layers."""
+        if self.frequencies_D is None:
+            return inputs
+        angles_ND = inputs.positions_N[:, None].float() * self.frequencies_D
+        return replace(inputs, cos_ND=angles_ND.cos(), sin_ND=angles_ND.sin())
+
     def mixers(self) -> Iterable[Mixer]:
         return (block.mixer for block in self.blocks)
 
@@ -94,8 +106,15 @@ def build_stack(model: Model, weights: Weights, how: How, ranks: Ranks) -> Stack
         embedding_VC=embedding_VC,
         norm_C=weights.take("norm.weight").to(how.dtype),
         head_VC=head_VC,
+        frequencies_D=_frequencies(model, ranks.device),
         ranks=ranks,
     )
+
+
+def _frequencies(model: Model, device: torch.device) -> Tensor | None:
+    if model.rope is None:
+        return None
+    return rope_frequencies(model.rope, model.latent.rope_dim if model.latent else model.head_dim, device)
 
 
 def layer_blocks(model: Model, layer: int, weights: Weights, how: How, ranks: Ranks) -> list[Block]:
@@ -110,11 +129,16 @@ def layer_blocks(model: Model, layer: int, weights: Weights, how: How, ranks: Ra
         kind = model.pattern[layer]
         if kind == "*":
             mixer: Mixer = PagedAttention(weights, f"{name}.mixer", model, *common, how.kv_dtype, ranks.dense)
+        elif kind == "M":
+            mixer = StatefulMamba(weights, f"{name}.mixer", model, *common, ranks.dense)
         else:
             mixer = ServedPlainMlp(weights, f"{name}.mixer", model.activation, *common, ranks.dense)
         return [Block(norm("norm"), mixer)]
     attention = PagedAttention(weights, f"{name}.attention", model, *common, how.kv_dtype, ranks.dense)
-    mlp = ServedGatedMlp(weights, f"{name}.mlp", model.activation, *common, ranks.dense)
+    if model.experts is not None and layer >= model.experts.dense_layers:
+        mlp: Mixer = ServedExperts(weights, f"{name}.mlp", model, *common, ranks.experts, ranks.dense)
+    else:
+        mlp = ServedGatedMlp(weights, f"{name}.mlp", model.activation, *common, ranks.dense)
     post = {of: norm(f"{of}_post_norm") if model.post_norms else None for of in ("attention", "mlp")}
     return [
         Block(norm("attention_norm"), attention, post["attention"]),

@@ -3,7 +3,7 @@
 A step mixes sequences that generate (one token each) with chunks of prompts. Those with one token come first, so that
 one kernel can take them and another the chunks; a step with nothing else may be the replay of a CUDA graph.
 
-Shapes: N tokens, P parts, S parts that sample, M blocks of the longest sequence.
+Shapes: N tokens, P parts, D half of the rotated width.
 """
 
 from dataclasses import dataclass, field
@@ -12,9 +12,10 @@ from typing import Protocol
 from torch import Tensor
 
 from llmb.infer.request import Sequence
+from llmb.kernels.spans import Spans
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: thousands are made each step, and a frozen one takes three times as long
 class Part:
     """A sequence's tokens of this step: positions start to start + count."""
 
@@ -39,6 +40,16 @@ class Plan:
         return sum(part.count for part in self.parts)
 
     @property
+    def decodes(self) -> int:
+        """How many parts of one token lead."""
+        return next((place for place, part in enumerate(self.parts) if part.count > 1), len(self.parts))
+
+    @property
+    def generates(self) -> bool:
+        """Whether each part is one token that gives the next."""
+        return all(part.samples and part.count == 1 for part in self.parts)
+
+    @property
     def sampling(self) -> list[Part]:
         """The parts that a token comes out of, in the order in which they come."""
         return [part for part in self.parts if part.samples]
@@ -60,17 +71,12 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """A plan as the layers see it. Integers are int32 except where torch's indexing wants int64."""
+@dataclass(frozen=True, kw_only=True)
+class Inputs(Spans):
+    """A plan as the layers see it."""
 
     positions_N: Tensor  # int64, of each token in its sequence
     places_N: Tensor  # int64, where its key and value go in the cache: block * block_tokens + offset; -1: nowhere
     slots_P: Tensor  # int64, whose row of per-sequence state
-    starts_P1: Tensor  # where each part's tokens begin among the N; the last is N
-    lengths_P: Tensor  # tokens of the sequence once this step is done: what its newest token attends to
-    table_PM: Tensor  # its blocks, in order; what is beyond them is never read
-    decodes: int  # the first so many parts have one token each
-    longest_part: int  # tokens of the longest part
-    longest: int  # at least the largest of lengths_P
-    parts: tuple[tuple[int, int], ...] = ()  # (start, count) of the parts after the decodes, known to the host
+    cos_ND: Tensor | None = None  # fp32, of the positions' angles; none: the model has no rotary positions
+    sin_ND: Tensor | None = None

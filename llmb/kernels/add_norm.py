@@ -8,7 +8,7 @@ One pass over memory instead of three: add, norm, round. The sum is kept in the 
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.kernels.forms import Activation, Form, in_form
+from llmb.kernels.forms import Activation, Form, in_form_reference
 from llmb.kernels.triton_device import takes_triton
 
 
@@ -18,7 +18,7 @@ def add_norm_reference(
     """The normed sum in the form asked for, and the sum."""
     stream_NC = added_NC if stream_NC is None else stream_NC + added_NC
     normed_NC = F.rms_norm(stream_NC, weight_C.shape, weight_C.to(stream_NC.dtype), eps)
-    return in_form(normed_NC, form), stream_NC
+    return in_form_reference(normed_NC, form), stream_NC
 
 
 def add_norm(

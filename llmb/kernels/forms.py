@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from llmb.kernels.triton_device import takes_triton
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 SMALLEST_AMAX = 2.0**-100  # a smaller scale would have no inverse in fp32; such small numbers fade to zero
@@ -37,7 +39,16 @@ Activation = Tensor | Rows8 | Groups8
 
 
 def in_form(x_NK: Tensor, form: Form) -> Activation:
-    """An activation in the form asked for, in plain torch."""
+    """An activation in the form asked for, by a kernel where there is one."""
+    if form != "plain" and takes_triton(x_NK):
+        from llmb.kernels.forms_triton import in_form_triton
+
+        return in_form_triton(x_NK, form)
+    return in_form_reference(x_NK, form)
+
+
+def in_form_reference(x_NK: Tensor, form: Form) -> Activation:
+    """The same in plain torch."""
     if form == "plain":
         return x_NK
     if form == "rows8":

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.kernels.forms import Activation, Form, in_form
+from llmb.kernels.forms import Activation, Form, in_form_reference
 from llmb.kernels.triton_device import takes_triton
 
 ACTIVATIONS = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh")}
@@ -12,7 +12,7 @@ ACTIVATIONS = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh")}
 def gated_reference(both_N2F: Tensor, activation: str, form: Form) -> Activation:
     """Gate first, up second along the channels."""
     gate_NF, up_NF = both_N2F.chunk(2, dim=-1)
-    return in_form(ACTIVATIONS[activation](gate_NF) * up_NF, form)
+    return in_form_reference(ACTIVATIONS[activation](gate_NF) * up_NF, form)
 
 
 def gated(both_N2F: Tensor, activation: str, form: Form) -> Activation:

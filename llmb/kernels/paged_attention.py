@@ -1,16 +1,17 @@
 """Attention whose keys and values lie in blocks of a cache that many sequences share.
 
-    write_cache(k_NHD, v_NHD, cache, places_N)
-    out_NHD = paged_attention(q_NHD, cache, ...)
+    q_NHD, k_NGD, v_NGD = rotate_and_cache(qkv_NW, heads, cos_ND, sin_ND, cache, places_N)
+    out_NHD = paged_attention(q_NHD, k_NGD, v_NGD, cache, spans, scale)
 
 A cache holds, for each block, keys [heads, tokens, width] and values [heads, width, tokens]: values lie transposed, so
 that both products of attention find the dimension they sum over contiguous, which 8-bit loads need. It may be in the
 format of the activations or in e4m3, whose numbers stand for themselves times the cache's scales.
 
-The tokens of a step are the last of their sequences; each attends to itself and all before it.
+The tokens of a step are the last of their sequences; each attends to itself and all before it. On a GPU a token sees
+the keys and values of its own step as they were made, before rounding; those of earlier steps as the cache holds them.
 
-Shapes: N tokens, P sequences, H query heads, G heads of keys and values, D width of a head, M blocks of a sequence,
-L tokens of a block.
+Shapes: N tokens, P sequences, H query heads, G heads of keys and values, D width of a head, W = (H + 2 G) D, M blocks
+of a sequence, L tokens of a block.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmb.kernels.spans import Spans
 from llmb.kernels.triton_device import takes_triton
 
 
@@ -31,29 +33,51 @@ class KvCache:
     value_scale: float = 1.0
 
     @property
+    def kv_heads(self) -> int:
+        return self.keys_BGLD.shape[1]
+
+    @property
     def block_tokens(self) -> int:
         return self.keys_BGLD.shape[2]
 
-
-@dataclass(frozen=True)
-class Spans:
-    """Which of a step's tokens belong to which sequence, and where that sequence lies: see `infer/step.py`."""
-
-    starts_P1: Tensor  # int32
-    lengths_P: Tensor  # int32
-    table_PM: Tensor  # int32
-    decodes: int  # the first so many sequences have one token each
-    longest_part: int  # tokens of the longest part
-    longest: int  # at least the largest of lengths_P
+    @property
+    def width(self) -> int:
+        return self.keys_BGLD.shape[3]
 
 
-def write_cache(k_NGD: Tensor, v_NGD: Tensor, cache: KvCache, places_N: Tensor) -> None:
-    """Keys and values to their places, rounded to the cache's format; a place of -1 is left out."""
+def rotate_and_cache_reference(
+    qkv_NW: Tensor, cos_ND: Tensor | None, sin_ND: Tensor | None, cache: KvCache, places_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys turned by their positions; keys and values to their places. A place of -1 is left out."""
+    rows_NXD = qkv_NW.unflatten(-1, (-1, cache.width))
+    heads = rows_NXD.shape[1] - 2 * cache.kv_heads
+    q_NHD, k_NGD, v_NGD = rows_NXD.split((heads, cache.kv_heads, cache.kv_heads), dim=1)
+    if cos_ND is not None and sin_ND is not None:
+        q_NHD, k_NGD = (_rotated(x, cos_ND, sin_ND) for x in (q_NHD, k_NGD))
     kept = places_N >= 0
     places, length = places_N[kept], cache.block_tokens
     block, offset = places // length, places % length
     cache.keys_BGLD[block, :, offset] = (k_NGD[kept] / cache.key_scale).to(cache.keys_BGLD.dtype)
     cache.values_BGDL[block, :, :, offset] = (v_NGD[kept] / cache.value_scale).to(cache.values_BGDL.dtype)
+    return q_NHD, k_NGD, v_NGD
+
+
+def _rotated(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
+    """The pairs (i, i + D/2) of each head turned, as `models/blocks.py` does."""
+    cos, sin = (table.to(x_NHD.dtype)[:, None, :] for table in (cos_ND, sin_ND))
+    first, second = x_NHD.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotate_and_cache(
+    qkv_NW: Tensor, cos_ND: Tensor | None, sin_ND: Tensor | None, cache: KvCache, places_N: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in one kernel where there is one, which then writes over `qkv_NW`."""
+    if takes_triton(qkv_NW):
+        from llmb.kernels.paged_write_triton import rotate_and_cache_triton
+
+        return rotate_and_cache_triton(qkv_NW, cos_ND, sin_ND, cache, places_N)
+    return rotate_and_cache_reference(qkv_NW, cos_ND, sin_ND, cache, places_N)
 
 
 def paged_attention_reference(
@@ -80,10 +104,18 @@ def paged_attention_reference(
     return out_NHD
 
 
-def paged_attention(q_NHD: Tensor, cache: KvCache, spans: Spans, scale: float, cap: float | None = None) -> Tensor:
-    """The same by kernels where there are some."""
+def paged_attention(
+    q_NHD: Tensor,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
+    cache: KvCache,
+    spans: Spans,
+    scale: float,
+    cap: float | None = None,
+) -> Tensor:
+    """The same by kernels where there are some; they take this step's own keys and values as they are."""
     if takes_triton(q_NHD):
         from llmb.kernels.paged_attention_triton import paged_attention_triton
 
-        return paged_attention_triton(q_NHD, cache, spans, scale, cap)
+        return paged_attention_triton(q_NHD, k_NGD, v_NGD, cache, spans, scale, cap)
     return paged_attention_reference(q_NHD, cache, spans, scale, cap)

@@ -8,7 +8,8 @@ For each head, with a state h of head width x state size:
 `ssd_reference` does exactly that, token after token. `ssd_chunked` cuts the sequence into chunks, inside which the same
 sums are matrix products, as in attention, and between which only the state is carried on: state-space duality (Dao and
 Gu, 2024, arXiv 2405.21060). `ssd` takes the Triton kernels (`ssd_triton.py`) on a GPU and the chunked form elsewhere.
-All compute in fp32 or wider, whatever the inputs are.
+All compute in fp32 or wider, whatever the inputs are. `ssd_from` is the same for a piece of one sequence, which goes on
+from the state that the piece before left.
 
 Tensor names end in their shape: B sequences, T tokens, H heads, P width of a head, G groups of heads that share b and
 c, N state size, Z chunks, L tokens of a chunk.
@@ -30,6 +31,25 @@ def ssd(x_BTHP: Tensor, dt_BTH: Tensor, a_H: Tensor, b_BTGN: Tensor, c_BTGN: Ten
     return ssd_chunked(x_BTHP, dt_BTH, a_H, b_BTGN, c_BTGN, d_H, chunk)
 
 
+def ssd_from(
+    state_HPN: Tensor,
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    a_H: Tensor,
+    b_TGN: Tensor,
+    c_TGN: Tensor,
+    d_H: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """y [T, H, P] of one sequence that goes on from a state, and the state it ends in; not for gradients."""
+    if takes_triton(x_THP):
+        from llmb.kernels.ssd_triton import ssd_from_triton
+
+        return ssd_from_triton(state_HPN, x_THP, dt_TH, a_H, b_TGN, c_TGN, d_H, chunk)
+    y_BTHP, end_BHPN = _chunked(state_HPN[None], x_THP[None], dt_TH[None], a_H, b_TGN[None], c_TGN[None], d_H, chunk)
+    return y_BTHP[0], end_BHPN[0]
+
+
 def ssd_reference(x_BTHP: Tensor, dt_BTH: Tensor, a_H: Tensor, b_BTGN: Tensor, c_BTGN: Tensor, d_H: Tensor) -> Tensor:
     """The recurrence one token after the other: slow, and plainly right."""
     x, dt, a, b, c, d = (_wide(one) for one in (x_BTHP, dt_BTH, a_H, b_BTGN, c_BTGN, d_H))
@@ -49,6 +69,20 @@ def ssd_chunked(
     x_BTHP: Tensor, dt_BTH: Tensor, a_H: Tensor, b_BTGN: Tensor, c_BTGN: Tensor, d_H: Tensor, chunk: int
 ) -> Tensor:
     """The same in matrix products over chunks, of any sequence length; autograd goes through it."""
+    return _chunked(None, x_BTHP, dt_BTH, a_H, b_BTGN, c_BTGN, d_H, chunk)[0]
+
+
+def _chunked(
+    state_BHPN: Tensor | None,
+    x_BTHP: Tensor,
+    dt_BTH: Tensor,
+    a_H: Tensor,
+    b_BTGN: Tensor,
+    c_BTGN: Tensor,
+    d_H: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """y, and the state after the last token; a state of None is zero."""
     tokens, groups = x_BTHP.shape[1], b_BTGN.shape[2]
     x, dt, b, c = (_in_chunks(_wide(one), chunk) for one in (x_BTHP, dt_BTH, b_BTGN, c_BTGN))
     x_BZLGKP = x.unflatten(3, (groups, -1))  # K: heads of a group
@@ -67,14 +101,18 @@ def ssd_chunked(
     left_BZLGK = (fallen_BZLGK[:, :, -1:] - fallen_BZLGK).exp()
     own_BZGKPN = torch.einsum("bzlgkp,bzlgn->bzgkpn", left_BZLGK[..., None] * input_BZLGKP, b)
     whole_BZGK = fallen_BZLGK[:, :, -1].exp()
-    entering = [torch.zeros_like(own_BZGKPN[:, 0])]
-    for z in range(own_BZGKPN.shape[1] - 1):
+    first_BGKPN = torch.zeros_like(own_BZGKPN[:, 0])
+    if state_BHPN is not None:
+        first_BGKPN = _wide(state_BHPN).unflatten(1, (groups, -1))
+    entering = [first_BGKPN]
+    for z in range(own_BZGKPN.shape[1]):
         entering.append(whole_BZGK[:, z, :, :, None, None] * entering[-1] + own_BZGKPN[:, z])
+    end_BGKPN = entering.pop()
     read_BZLGKP = torch.einsum("bzlgn,bzgkpn->bzlgkp", c, torch.stack(entering, dim=1))
     y_BZLGKP = y_BZLGKP + fallen_BZLGK.exp()[..., None] * read_BZLGKP
 
     y_BTHP = (y_BZLGKP.flatten(3, 4) + _wide(d_H)[:, None] * x).flatten(1, 2)
-    return y_BTHP[:, :tokens].to(x_BTHP.dtype)
+    return y_BTHP[:, :tokens].to(x_BTHP.dtype), end_BGKPN.flatten(1, 2)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -113,11 +113,13 @@ def _scores(shape: _Shape, c: Tensor, b: Tensor) -> Tensor:
     return scores
 
 
-def _chunk_states(shape: _Shape, v: Tensor, weights: Tensor, k: Tensor) -> Tensor:
-    """What each chunk adds to the state, [B, Z, H, P, N]."""
-    states = torch.empty(
-        shape.batch, shape.chunks, shape.heads, shape.width, shape.state, dtype=torch.float32, device=v.device
-    )
+def _room(shape: _Shape, chunks: int, device: torch.device) -> Tensor:
+    """For a state of each chunk, [B, Z, H, P, N]."""
+    return torch.empty(shape.batch, chunks, shape.heads, shape.width, shape.state, dtype=torch.float32, device=device)
+
+
+def _chunk_states(shape: _Shape, v: Tensor, weights: Tensor, k: Tensor, states: Tensor) -> Tensor:
+    """What each chunk adds to the state, into `states`."""
     grid = (shape.batch * shape.chunks, shape.heads, shape.tiles_n)
     strides = (*v.stride()[:3], *k.stride()[:3])
     states_kernel[grid](v, weights, k, states, *strides, shape.tokens, shape.chunks, **shape.sizes(*ALL))
@@ -126,18 +128,23 @@ def _chunk_states(shape: _Shape, v: Tensor, weights: Tensor, k: Tensor) -> Tenso
 
 def _entering_states(shape: _Shape, x: Tensor, b: Tensor, decays: _Decays) -> Tensor:
     """The state that enters each chunk."""
-    states = _chunk_states(shape, x, decays.leaving, b)
+    states = _chunk_states(shape, x, decays.leaving, b, _room(shape, shape.chunks, x.device))
+    return _passed_on(shape, states, decays.whole)
+
+
+def _passed_on(shape: _Shape, states: Tensor, whole: Tensor) -> Tensor:
+    """What each chunk adds becomes, in place, what enters it."""
     size = shape.width * shape.state
     grid = (shape.batch * shape.heads, triton.cdiv(size, PASS_BLOCK))
     pass_kernel[grid](
-        states, decays.whole, states, states, shape.chunks, shape.heads, size, BACKWARD=False, BLOCK=PASS_BLOCK
+        states, whole, states, states, states.shape[1], shape.heads, size, BACKWARD=False, BLOCK=PASS_BLOCK
     )
     return states
 
 
 def _leaving_slopes(shape: _Shape, dy: Tensor, c: Tensor, entering: Tensor, decays: _Decays) -> tuple[Tensor, Tensor]:
     """The slope of the state that leaves each chunk, and how much is read through the chunk, [B, H, Z]."""
-    slopes = _chunk_states(shape, dy, decays.entered, c)
+    slopes = _chunk_states(shape, dy, decays.entered, c, _room(shape, shape.chunks, dy.device))
     size = shape.width * shape.state
     blocks = triton.cdiv(size, PASS_BLOCK)
     through = decays.whole.new_empty(blocks, *decays.whole.shape)
@@ -145,6 +152,16 @@ def _leaving_slopes(shape: _Shape, dy: Tensor, c: Tensor, entering: Tensor, deca
         slopes, decays.whole, entering, through, shape.chunks, shape.heads, size, BACKWARD=True, BLOCK=PASS_BLOCK
     )
     return slopes, through.sum(dim=0)
+
+
+def _scan(shape: _Shape, x: Tensor, c: Tensor, scores: Tensor, states: Tensor, decays: _Decays, d: Tensor) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid = (shape.batch * shape.chunks, shape.heads, shape.tiles)
+    strides = (*x.stride()[:3], *c.stride()[:3])
+    scan_kernel[grid](
+        x, c, scores, states, decays.dt, decays.s, d, y, *strides, shape.tokens, shape.chunks, **shape.sizes(*ALL)
+    )
+    return y
 
 
 class _Ssd(torch.autograd.Function):
@@ -155,12 +172,7 @@ class _Ssd(torch.autograd.Function):
         decays = _decays(shape, dt, a)
         scores = _scores(shape, c, b)
         states = _entering_states(shape, x, b, decays)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        grid = (shape.batch * shape.chunks, shape.heads, shape.tiles)
-        strides = (*x.stride()[:3], *c.stride()[:3])
-        scan_kernel[grid](
-            x, c, scores, states, decays.dt, decays.s, d, y, *strides, shape.tokens, shape.chunks, **shape.sizes(*ALL)
-        )
+        y = _scan(shape, x, c, scores, states, decays, d)
         ctx.save_for_backward(x, dt, a, b, c, d)
         ctx.shape = shape
         return y
@@ -246,3 +258,31 @@ def ssd_triton(
     dt, a, d = (one.float() for one in (dt_BTH, a_H, d_H))
     x, b, c = (_rows_dense(one.to(x_BTHP.dtype)) for one in (x_BTHP, b_BTGN, c_BTGN))
     return _Ssd.apply(x, dt, a, b, c, d, chunk)
+
+
+def ssd_from_triton(
+    state_HPN: Tensor,
+    x_THP: Tensor,
+    dt_TH: Tensor,
+    a_H: Tensor,
+    b_TGN: Tensor,
+    c_TGN: Tensor,
+    d_H: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """As `ssd.ssd_from`, by the same kernels: the first state counts as what one more chunk, before all, leaves.
+
+    Another one, after all, receives what would enter it.
+    """
+    dt, a, d = (one.float() for one in (dt_TH[None], a_H, d_H))
+    x, b, c = (_rows_dense(one.to(x_THP.dtype)[None]) for one in (x_THP, b_TGN, c_TGN))
+    tokens, heads, width = x_THP.shape
+    shape = _Shape(1, tokens, heads, b_TGN.shape[1], width, b_TGN.shape[2], chunk)
+    decays = _decays(shape, dt, a)
+    scores = _scores(shape, c, b)
+    states = _room(shape, shape.chunks + 2, x.device)
+    states[:, 0] = state_HPN
+    own = states[:, 1:-1]
+    _chunk_states(shape, x, decays.leaving, b, own)
+    _passed_on(shape, states, F.pad(decays.whole, (1, 1)))
+    return _scan(shape, x, c, scores, own, decays, d)[0], states[0, -1]

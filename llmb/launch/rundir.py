@@ -131,6 +131,14 @@ class RunDir:
         data = record(config, job_id=job_id, launcher=launcher, launched=launched, install=install, cluster=cluster)
         write_whole(self.record(job_id), yaml.safe_dump(data, sort_keys=False))
 
+    def add_to_log(self, text: str) -> None:
+        """End the log with what was found out when the engine was gone."""
+        try:
+            with self.log.open("a", encoding="utf-8") as log:
+                log.write(f"\n{text}\n")
+        except OSError as error:
+            raise refusal(self.log, error) from error
+
     @property
     def name(self) -> str:
         return self.path.name

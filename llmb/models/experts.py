@@ -63,29 +63,17 @@ class Router(nn.Module):
     def forward(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts' weights in fp32 and their numbers, both [N, K]."""
         logits_NE = _Fp32Product.apply(x_NC, self.weight)
-        scores_NE = logits_NE.sigmoid() if self.experts.score == "sigmoid" else logits_NE.softmax(dim=-1)
+        scores_NE = router_scores(logits_NE, self.experts)
         with torch.no_grad():
-            chosen_NK = self._deal(len(x_NC), x_NC.device) if self.forced_balance else self._choose(scores_NE)
+            if self.forced_balance:
+                chosen_NK = self._deal(len(x_NC), x_NC.device)
+            else:
+                chosen_NK = choose(scores_NE, self.bias, self.experts)
         if self.experts.aux_loss:
             loss = self._balance_loss(scores_NE, chosen_NK)
             if self.balance_losses is not None:
                 self.balance_losses.append(loss)
-        weights_NK = scores_NE.gather(1, chosen_NK)
-        if self.experts.renormalise:
-            weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + NO_WEIGHT)
-        return weights_NK * self.experts.scale, chosen_NK
-
-    def _choose(self, scores_NE: Tensor) -> Tensor:
-        """The experts with the highest corrected scores, from the groups whose two best add up to most."""
-        choice_NE = scores_NE if self.bias is None else scores_NE + self.bias
-        groups = self.experts.groups
-        if groups > 1:
-            choice_NGE = choice_NE.unflatten(1, (groups, -1))
-            group_scores_NG = choice_NGE.topk(min(2, choice_NGE.shape[-1]), dim=-1).values.sum(dim=-1)
-            best_NG = group_scores_NG.topk(self.experts.top_groups, dim=-1, sorted=False).indices
-            closed_NG = torch.ones_like(group_scores_NG, dtype=torch.bool).scatter_(1, best_NG, False)
-            choice_NE = choice_NGE.masked_fill(closed_NG[:, :, None], float("-inf")).flatten(1)
-        return choice_NE.topk(self.experts.top_k, dim=-1, sorted=False).indices
+        return weigh(scores_NE, chosen_NK, self.experts), chosen_NK
 
     def _deal(self, tokens: int, device: torch.device) -> Tensor:
         """Experts in turn: no two experts differ by more than one token, and no token visits one twice.
@@ -105,6 +93,31 @@ class Router(nn.Module):
         visits = visits_E.sum()
         even = self.experts.count * ((visits_E / visits) @ (sums_E / (visits / self.experts.top_k)))
         return self.experts.aux_loss * even
+
+
+def router_scores(logits_NE: Tensor, experts: Experts) -> Tensor:
+    """How much each token is drawn to each expert."""
+    return logits_NE.sigmoid() if experts.score == "sigmoid" else logits_NE.softmax(dim=-1)
+
+
+def choose(scores_NE: Tensor, bias_E: Tensor | None, experts: Experts) -> Tensor:
+    """The experts with the highest corrected scores, from the groups whose two best add up to most, [N, K]."""
+    choice_NE = scores_NE if bias_E is None else scores_NE + bias_E
+    if experts.groups > 1:
+        choice_NGE = choice_NE.unflatten(1, (experts.groups, -1))
+        group_scores_NG = choice_NGE.topk(min(2, choice_NGE.shape[-1]), dim=-1).values.sum(dim=-1)
+        best_NG = group_scores_NG.topk(experts.top_groups, dim=-1, sorted=False).indices
+        closed_NG = torch.ones_like(group_scores_NG, dtype=torch.bool).scatter_(1, best_NG, False)
+        choice_NE = choice_NGE.masked_fill(closed_NG[:, :, None], float("-inf")).flatten(1)
+    return choice_NE.topk(experts.top_k, dim=-1, sorted=False).indices
+
+
+def weigh(scores_NE: Tensor, chosen_NK: Tensor, experts: Experts) -> Tensor:
+    """What each chosen expert's answer is multiplied by: its score without the correction."""
+    weights_NK = scores_NE.gather(1, chosen_NK)
+    if experts.renormalise:
+        weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + NO_WEIGHT)
+    return weights_NK * experts.scale
 
 
 def _as_it_is(sums: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def save_weights(network: Network, folder: Path, dtype: torch.dtype, shard_bytes
 
     Buffers keep their own format: they are what a model must not lose digits of.
     """
-    tensors, names_of, orders = foreign_tensors(network), _foreign_names(network), foreign_orders(network)
+    tensors, names_of, orders = foreign_tensors(network), foreign_names(network), foreign_orders(network)
     kept = {names_of[name]: buffer.dtype for name, buffer in network.named_buffers() if name in names_of}
     formats = {name: kept.get(name, dtype) for name in tensors}
     sizes = {name: tensor.numel() * formats[name].itemsize for name, tensor in tensors.items()}
@@ -63,12 +63,12 @@ def save_weights(network: Network, folder: Path, dtype: torch.dtype, shard_bytes
 def load_weights(network: Network, folder: Path) -> None:
     """Fill the network from a folder, each tensor in the number format and on the device where the network has it."""
     tensors, orders = foreign_tensors(network), foreign_orders(network)
-    stored = _stored(folder)
+    stored = stored_tensors(folder)
     _check_names(folder, tensors, stored)
     _check_shapes(folder, tensors, stored)
     for name, tensor in tensors.items():
         # Opened for each tensor: what was read of an open file counts as memory of this process until it is closed.
-        with _opened(stored[name].file) as shard:
+        with opened(stored[name].file) as shard:
             found = shard.get_tensor(name)
             tensor.copy_(orders[name].from_file(found) if name in orders else found)
 
@@ -84,7 +84,7 @@ def foreign_tensors(network: Network) -> dict[str, Tensor]:
     """The network's own tensors by their Hugging Face names, rows in our order; those of stacked experts one by one."""
     own = network.state_dict()
     found: dict[str, Tensor] = {}
-    for name, foreign in _foreign_names(network).items():
+    for name, foreign in foreign_names(network).items():
         if "{expert}" in foreign:
             found |= {foreign.format(expert=number): one for number, one in enumerate(own[name].unbind())}
         else:
@@ -94,12 +94,12 @@ def foreign_tensors(network: Network) -> dict[str, Tensor]:
 
 def foreign_orders(network: Network) -> dict[str, RowOrder]:
     """How the rows lie in a file, by its names, of tensors where that differs from ours."""
-    names = _foreign_names(network)
+    names = foreign_names(network)
     return {names[ours]: order for ours, order in type(network).foreign_orders(network.model).items()}
 
 
-def _foreign_names(network: Network) -> dict[str, str]:
-    """Our name of a tensor -> its name in a file."""
+def foreign_names(network: Network) -> dict[str, str]:
+    """Our name of a tensor -> its name in a file; `{expert}` counts along dimension 0 of ours."""
     architecture: Any = ARCHITECTURES[network.model.architecture]
     trunk = TRUNKS.get(network.model.architecture, "model.")
     names: dict[str, str] = architecture.foreign_names(network.model)
@@ -136,20 +136,22 @@ def _written_aside(folder: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """Where a tensor lies."""
+class Stored:
+    """Where a tensor lies, and as what."""
 
     file: Path
     shape: list[int]
+    dtype: str  # as safetensors calls it: BF16, F8_E4M3
 
 
-def _stored(folder: Path) -> dict[str, _Stored]:
+def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder."""
     found = {}
     for file in _files(folder):
-        with _opened(file) as shard:
+        with opened(file) as shard:
             for name in shard.keys():  # noqa: SIM118 - not a mapping
-                found[name] = _Stored(file, shard.get_slice(name).get_shape())
+                tensor = shard.get_slice(name)
+                found[name] = Stored(file, tensor.get_shape(), tensor.get_dtype())
     return found
 
 
@@ -166,12 +168,12 @@ def _files(folder: Path) -> list[Path]:
     files = sorted({folder / name for name in places.values()})
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ConfigError(f"{folder / INDEX} names {_listed(missing, 'file')} not there")
+        raise ConfigError(f"{folder / INDEX} names {listed(missing, 'file')} not there")
     return files
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[safe_open]:
+def opened(file: Path) -> Iterator[safe_open]:
     try:
         with safe_open(file, framework="pt") as shard:
             yield shard
@@ -181,23 +183,23 @@ def _opened(file: Path) -> Iterator[safe_open]:
 
 def _check_names(folder: Path, tensors: Iterable[str], stored: Iterable[str]) -> None:
     missing, extra = sorted(set(tensors) - set(stored)), sorted(set(stored) - set(tensors))
-    wrong = [f"lacks {_listed(missing, 'tensor')}"] * bool(missing)
-    wrong += [f"has {_listed(extra, 'tensor')} that the model does not"] * bool(extra)
+    wrong = [f"lacks {listed(missing, 'tensor')}"] * bool(missing)
+    wrong += [f"has {listed(extra, 'tensor')} that the model does not"] * bool(extra)
     if wrong:
         raise ConfigError(f"{folder} {' and '.join(wrong)}")
 
 
-def _check_shapes(folder: Path, tensors: dict[str, Tensor], stored: dict[str, _Stored]) -> None:
+def _check_shapes(folder: Path, tensors: dict[str, Tensor], stored: dict[str, Stored]) -> None:
     wrong = [
         f"{name} {stored[name].shape} (the model has {[*tensor.shape]})"
         for name, tensor in tensors.items()
         if stored[name].shape != [*tensor.shape]
     ]
     if wrong:
-        raise ConfigError(f"{folder} has {_listed(wrong, 'tensor')} of another shape")
+        raise ConfigError(f"{folder} has {listed(wrong, 'tensor')} of another shape")
 
 
-def _listed(names: list[str], what: str) -> str:
+def listed(names: list[str], what: str) -> str:
     """How many, and the first few."""
     more = ", ..." if len(names) > 3 else ""
     return f"{len(names)} {what}{'s' * (len(names) > 1)} ({', '.join(names[:3])}{more})"

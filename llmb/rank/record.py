@@ -7,25 +7,40 @@ import threading
 import time
 from pathlib import Path
 
-from llmb.events import RunEnded, RunStarted, StepDone, TimeSpent, Whereabouts, append
+from llmb.events import (
+    RequestDone,
+    RunEnded,
+    RunStarted,
+    ServingFacts,
+    ServingSample,
+    StepDone,
+    TimeSpent,
+    Whereabouts,
+    append,
+)
 from llmb.spec import Status
+
+Fact = RunStarted | StepDone | RequestDone | ServingSample | ServingFacts | TimeSpent | Whereabouts
 
 
 class Record:
-    """Appends to events.rank<N>.jsonl; the signal thread and the training thread take turns."""
+    """Appends to events.rank<N>.jsonl; the signal thread and the one that works take turns."""
 
     def __init__(self, folder: Path, rank: int):
         self.path = folder / f"events.rank{rank}.jsonl"
         self.rank = rank
-        self.last_step = 0
+        self.reached = "step 0"  # how far the run is: its last step, or how many requests have ended
         self._turn = threading.Lock()
 
-    def add(self, event: RunStarted | StepDone | TimeSpent | Whereabouts) -> None:
+    def add(self, event: Fact) -> None:
         """One fact of the run."""
         with self._turn:
             append(self.path, event)
             if isinstance(event, StepDone):
-                self.last_step = event.step
+                self.reached = f"step {event.step}"
+            elif isinstance(event, ServingSample):
+                what = "warm-up requests" if event.warmup else "requests"
+                self.reached = f"{event.done} of {event.requests} {what}"
 
     def end(self, status: Status, reason: str | None = None, guilty_rank: int | None = None) -> None:
         """The last event: the turn is never given back, so a second end or a late step waits until the exit."""

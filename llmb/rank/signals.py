@@ -51,7 +51,7 @@ def _wait(reader: int, engine: str, record: Record) -> None:
         if number == WHERE_SIGNAL:
             _answer(record)
         number = os.read(reader, 1)[0]
-    reason = f"interrupted by {signal.Signals(number).name} after step {record.last_step}"
+    reason = f"interrupted by {signal.Signals(number).name} after {record.reached}"
     try:
         record.end(STATUSES[number], reason)
         os.write(sys.stderr.fileno(), f"{engine}: {reason}\n".encode())

@@ -63,18 +63,19 @@ class Recipe:
         """The distinct values of one selector among matching rows, in the recipe's order."""
         found: dict[Any, None] = {}
         for row in self.matching(proxy, **wanted):
-            found.update(dict.fromkeys(_listed(row, selector)))
+            found.update(dict.fromkeys(listed(row, selector)))
         return sorted(found) if selector == "gpus" else list(found)
 
 
 def _agrees(row: Row, wanted: dict[str, Any]) -> bool:
     return all(
-        value is None or (selector not in row and selector == "gpu") or value in _listed(row, selector)
+        value is None or (selector not in row and selector == "gpu") or value in listed(row, selector)
         for selector, value in wanted.items()
     )
 
 
-def _listed(row: Row, selector: str) -> list[Any]:
+def listed(row: Row, selector: str) -> list[Any]:
+    """What a row says of a selector, one value or several, as a list."""
     if selector == "gpus":
         return expand_gpus(row.get("gpus", 1))
     value = row.get(selector)

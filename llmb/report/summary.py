@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from llmb.report.table import number, render
 from llmb.results.result import Result
 
+STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+
 
 def summary(result: Result) -> str:
     """The table that ends `llmb-run submit`, and the warnings below it."""
@@ -14,6 +16,9 @@ def summary(result: Result) -> str:
     rows = list(_rows(result))
     if rows:
         lines += ["", render(("figure", "value", "unit", "what it says"), rows)]
+    distributions = list(_distributions(result))
+    if distributions:
+        lines += ["", render(("over requests", *STATISTICS, "unit", "what it says"), distributions)]
     if result.time_spent:
         lines += ["", _time_spent(result)]
     if result.collectives:
@@ -63,24 +68,49 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
+    steady = "" if result.steady_window_s is None else "from {:.4g} to {:.4g} s".format(*result.steady_window_s)
     rates = (
-        ("requests", result.request_throughput, "requests/s", "finished over the span of the run"),
-        ("output", result.output_tokens_per_s, "tokens/s", "generated, all GPUs together"),
-        ("output per GPU", result.output_tokens_per_s_per_gpu, "tokens/s", "the same for one GPU"),
-        ("input and output", result.total_tokens_per_s, "tokens/s", "read and generated"),
+        ("requests", result.request_throughput, "requests/s", f"{result.requests} finished, over the whole run"),
+        ("output, whole run", result.output_tokens_per_s, "tokens/s", "generated, all GPUs together"),
+        ("output, steady", result.steady_output_tokens_per_s, "tokens/s", f"while the engine was full, {steady}"),
+        ("output per GPU", result.output_tokens_per_s_per_gpu, "tokens/s", "of the whole run, for one GPU"),
+        ("output per user", result.output_tokens_per_s_per_user, "tokens/s", "of one answer, waiting included; mean"),
+        ("input and output", result.total_tokens_per_s, "tokens/s", "read and generated, over the whole run"),
+        ("in flight", result.mean_in_flight, "requests", "at once, on average"),
     )
     for name, value, unit, said in rates:
         if value is not None:
             yield name, number(value), unit, said
-    latencies = (
-        ("TTFT", result.ttft_ms, "from arrival to the first token"),
-        ("TPOT", result.tpot_ms, "per output token after the first"),
-        ("ITL", result.itl_ms, "between two tokens as they arrive"),
-        ("end to end", result.e2e_ms, "from arrival to the last token"),
+    yield from _resource_rows(result)
+
+
+def _distributions(result: Result) -> Iterator[tuple[str | None, ...]]:
+    """A row for each figure that every request, or every gap, has one of."""
+    found = (
+        ("TTFT", result.ttft_ms, "ms", "from arrival to the first token"),
+        ("TPOT", result.tpot_ms, "ms", "per output token after the first"),
+        ("ITL", result.itl_ms, "ms", "between two tokens as they arrive"),
+        ("end to end", result.e2e_ms, "ms", "from arrival to the last token"),
+        ("output speed", result.output_speed_summary_tokens_per_s, "tokens/s", "of one answer, once it has begun"),
     )
-    for name, values, said in latencies:
-        for statistic, value in (values or {}).items():
-            yield f"{name} {statistic}", number(value), "ms", said
+    for name, values, unit, said in found:
+        if values:
+            shown = (number(values[s]) if s in values else None for s in STATISTICS)
+            yield name, *shown, unit, said
+
+
+def _resource_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
+    """What serving took: cache and energy."""
+    if result.kv_cache_gib is not None:
+        used = "" if result.kv_peak_use is None else f", {100 * result.kv_peak_use:.0f} % of it used at most"
+        yield "KV cache", number(result.kv_cache_gib), "GiB", f"of one GPU{used}"
+    if result.energy_joules is not None:
+        doubt = ", which sampled power contradicts" if result.energy_valid is False else ""
+        yield "energy", number(result.energy_joules), "J", f"all GPUs together, by their counters{doubt}"
+    if result.output_tokens_per_joule is not None:
+        yield "efficiency", number(result.output_tokens_per_joule), "tokens/J", "generated for that energy"
+    if result.mean_power_w is not None:
+        yield "power", number(result.mean_power_w), "W", "of one GPU, on average"
 
 
 def _time_spent(result: Result) -> str:

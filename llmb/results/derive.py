@@ -2,7 +2,7 @@
 
     result = derive(config, read_all(run.all_events()))
 
-Figures are rank 0's; the other ranks say who was slow.
+Figures of training are rank 0's, the other ranks say who was slow; requests are every rank's.
 A foreign log has no configuration: what cannot be known without one stays null.
 """
 
@@ -14,7 +14,6 @@ from llmb.events import (
     CollectiveSeen,
     Event,
     LogProblem,
-    RequestDone,
     RunEnded,
     RunStarted,
     ServingSummary,
@@ -22,7 +21,7 @@ from llmb.events import (
     TimeSpent,
 )
 from llmb.results.result import Collective, Comparison, Result, TimeShare
-from llmb.results.serving import serving_fields, summary_fields
+from llmb.results.serving import serving_fault, serving_fields, summary_fields
 from llmb.results.warnings import cautions
 from llmb.spec import Inference, RunConfig, Status, Training
 
@@ -41,9 +40,7 @@ def derive(
     if steps:
         chosen = _window(steps, config, window)
         fields |= _training_fields(config, steps, chosen)
-    requests = [e for e in seen if isinstance(e, RequestDone)]
-    if requests:
-        fields |= serving_fields(requests, config.machine.gpus if config else None)
+    fields |= serving_fields(seen, config)
     for event in seen:
         if isinstance(event, ServingSummary):
             fields |= summary_fields(event)
@@ -66,7 +63,7 @@ def _steps(events: list[Event]) -> list[StepDone]:
 
 
 def _status(events: list[Event], steps: list[StepDone], config: RunConfig | None) -> tuple[Status, str | None]:
-    """The last RunEnded wins; without one the run was cut off. Success with steps missing is not success."""
+    """The last RunEnded wins; without one the run was cut off. Success without what was asked for is not success."""
     end = _end(events)
     if end is None:
         return "incomplete", "no end was recorded: the run was killed or is still going"
@@ -74,7 +71,8 @@ def _status(events: list[Event], steps: list[StepDone], config: RunConfig | None
     asked = _steps_asked(steps, config)
     if status == "ok" and asked and (not steps or steps[-1].step < asked):
         return "incomplete", f"{steps[-1].step if steps else 0} of {asked} steps are recorded"
-    return status, reason
+    fault = serving_fault(events, config) if status == "ok" else None
+    return fault or (status, reason)
 
 
 def _end(events: list[Event]) -> RunEnded | None:
@@ -181,7 +179,7 @@ def _compare_with_reference(config: RunConfig | None, fields: dict) -> Compariso
         return Comparison(
             metric="step_time_s", value=ref.step_time_s, measured=step.median, ratio=ratio, source=ref.source
         )
-    for metric in ("tokens_per_s", "tflops_per_gpu"):
+    for metric in ("tokens_per_s", "output_tokens_per_s", "tflops_per_gpu"):
         published, measured = getattr(ref, metric), fields.get(metric)
         if published and measured:
             ratio = measured / published

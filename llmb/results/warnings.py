@@ -3,20 +3,25 @@
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from llmb import metrics
 from llmb.events import Event, RunStarted, StepDone
 from llmb.hardware import recognise
 from llmb.results.result import Caution
-from llmb.spec import RunConfig
+from llmb.results.serving import engine_facts, measured_requests
+from llmb.spec import Inference, RunConfig
 
 NOISE_LIMIT = 0.05  # standard deviation over median
 FEW_SAMPLES = 5
 SLOW_LIMIT = 0.2  # own work above that of the median rank
 HELD_UP_LIMIT = 0.1  # the same surplus, over the step time: less is noise, or not worth a word
+FULL_TIMES = 2  # how often the requests should fill the engine
+LATE_LIMIT = 0.05  # of the load asked for, that may be missing
 
 
 def cautions(config: RunConfig | None, fields: dict, events: Sequence[Event]) -> tuple[Caution, ...]:
     """Every warning that applies, in a fixed order."""
-    found = [*_about_samples(fields), *_about_ranks(config, fields, events), *_about_config(config, fields)]
+    found = [*_about_samples(fields), *_about_ranks(config, fields, events)]
+    found += [*_about_serving(config, fields, events), *_about_config(config, fields)]
     start = next((e for e in events if isinstance(e, RunStarted)), None)
     if config is not None and start is not None:
         found += _about_machine(config, start)
@@ -60,6 +65,39 @@ def _about_ranks(config: RunConfig | None, fields: dict, events: Iterable[Event]
                 where = f" on {hosts[rank]}" if hosts.get(rank) else ""
                 more = f"{seconds:.3g} s of own work a step, {100 * surplus / usual:.0f} % more than the median rank"
                 yield "SLOW_RANK", f"rank {rank}{where} holds the others up: {more}; look at what else runs there"
+
+
+def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Event]) -> Iterable[tuple[str, str]]:
+    """What keeps the figures of a benchmark's requests from standing for the engine."""
+    measured = measured_requests(events)
+    if config is None or not isinstance(config.workload, Inference) or not measured:
+        return
+    work, failed = config.workload, [r for r in measured if r.error is not None]
+    if failed:
+        told = f"the first: request {failed[0].request}: {failed[0].error}"
+        yield "FAILED_REQUESTS", f"{len(failed)} of {len(measured)} requests failed and are left out; {told}"
+    full = min(work.concurrency, work.max_batch_size * _replicas(config))
+    if len(measured) < FULL_TIMES * full:
+        wish = f"--set num_requests={FULL_TIMES * full}"
+        yield "FEW_REQUESTS", f"{len(measured)} requests for {full} at a time: filling and draining weigh much; {wish}"
+    if fields.get("steady_output_tokens_per_s") is None and work.streaming:  # else nobody saw when tokens came
+        yield "NOT_STEADY", "the engine was never full for long: no steady window is given; run more requests"
+    late = metrics.late_share(measured, work.concurrency)
+    if late is not None and late > LATE_LIMIT:
+        yield "CLIENT_BOUND", f"{100 * late:.0f} % of the load was missing: requests were sent late, not served slowly"
+    if work.prefix_cache:
+        yield "PREFIX_CACHE_ON", "prompts may be read from the cache; set prefix_cache=false to measure the engine"
+    if config.model.experts is not None and work.weights is None:
+        yield "RANDOM_ROUTING", "random weights choose other experts than trained ones; set weights=FOLDER to be sure"
+    if any(facts.dequantised for facts in engine_facts(events).values()):
+        note = fields.get("weights_note") or f"{config.precision.dtype} weights are computed in a wider format"
+        yield "DEQUANTISED", f"{note}: this GPU has no products in {config.precision.dtype}, its speed is not that"
+
+
+def _replicas(config: RunConfig) -> int:
+    """Copies of the attention, each with its own batch."""
+    own = isinstance(config.workload, Inference) and config.workload.attention_dp
+    return config.parallel.dp * (config.parallel.tp if own else 1)
 
 
 def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str, str]]:

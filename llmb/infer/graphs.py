@@ -1,0 +1,78 @@
+"""CUDA graphs for steps in which every sequence generates: hundreds of kernels by one launch.
+
+A graph has fixed sizes, so there is one for each of a few batch sizes; a step takes the next larger and is padded. All
+share one pool of memory, which is as large as the largest needs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmb.infer.staging import Sizes, Staging, StepTensors, cut
+from llmb.infer.step import Plan
+
+WARMUP_CALLS = 2  # before a capture: kernels are compiled and libraries make their handles
+
+Compute = Callable[[StepTensors], tuple[Tensor, Tensor]]
+
+
+def graph_sizes(max_batch_size: int) -> tuple[int, ...]:
+    """Batch sizes worth a graph: small ones closely, then a quarter more each; the largest is the batch limit."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    while sizes[-1] < max_batch_size:
+        sizes.append(-(-sizes[-1] * 5 // 4 // 16) * 16)
+    return (*(size for size in sizes if size < max_batch_size), max_batch_size)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    longs: Tensor
+    ints: Tensor
+    sizes: Sizes
+    logits_SV: Tensor
+    tokens_S: Tensor
+    targets_S: Tensor
+
+
+class DecodeGraphs:
+    """The graphs, captured before the first request comes."""
+
+    def __init__(self, staging: Staging, compute: Compute, longest: int, newest: Tensor, sizes: tuple[int, ...]):
+        self._staging, self._compute, self._longest = staging, compute, longest
+        self._captured: dict[int, _Captured] = {}
+        if sizes and newest.is_cuda:
+            pool = torch.cuda.graph_pool_handle()
+            for size in sorted(sizes, reverse=True):  # the largest makes the pool
+                self._captured[size] = self._capture(size, pool)
+        self._sizes = sorted(self._captured)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self._sizes)
+
+    def launch(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Logits, likeliest tokens and slots of the step's rows, padding after them; none if there is no graph for it."""
+        parts = len(plan.parts)
+        if not parts or not self._sizes or parts > self._sizes[-1] or not plan.generates:
+            return None
+        one = self._captured[next(size for size in self._sizes if size >= parts)]
+        self._staging.load(plan, one.longs, one.ints, one.sizes, self._staging.blocks)
+        one.graph.replay()
+        return one.logits_SV, one.tokens_S, one.targets_S
+
+    def _capture(self, size: int, pool: object) -> _Captured:
+        staging, sizes, empty = self._staging, Sizes(size, size, size), Plan()
+        longs = torch.empty(sizes.longs, dtype=torch.int64, device=staging.device)
+        ints = torch.empty(sizes.ints(staging.blocks), dtype=torch.int32, device=staging.device)
+        staging.load(empty, longs, ints, sizes, staging.blocks)
+        step = cut(longs, ints, sizes, empty, self._longest, size)
+        for _ in range(WARMUP_CALLS):
+            self._compute(step)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits_SV, tokens_S = self._compute(step)
+        return _Captured(graph, longs, ints, sizes, logits_SV, tokens_S, step.targets_S)

@@ -1,0 +1,112 @@
+"""From a configuration to an engine that is ready: weights, layers, the cache that fits, graphs, the scheduler.
+
+    engine = open_engine(config, place, longest=2000)
+
+How large the cache may be is measured: the largest step the engine will ever compute is computed once without one, and
+of the memory that then is left the cache gets the fraction asked for. It is never larger than what a full batch of the
+longest sequences could fill, unless prompts that begin alike may use more.
+"""
+
+import torch
+
+from llmb.infer.blocks import BlockPool
+from llmb.infer.engine import Engine
+from llmb.infer.folder_weights import FolderWeights
+from llmb.infer.formats import how_of
+from llmb.infer.graphs import graph_sizes
+from llmb.infer.limits import Limits
+from llmb.infer.ranks import Ranks
+from llmb.infer.runner import TorchRunner
+from llmb.infer.scheduler import Scheduler
+from llmb.infer.stack import Stack, build_stack
+from llmb.infer.step import Inputs
+from llmb.infer.weights import RandomWeights, Weights
+from llmb.rank.place import Place
+from llmb.spec import Inference, RunConfig
+
+HOST_SHARE = 0.5  # of a machine's free memory that may count as the device's, where there is no device but the host
+
+
+def open_engine(config: RunConfig, place: Place, longest: int) -> Engine:
+    """The engine on this rank, for sequences of at most `longest` tokens."""
+    work = config.workload
+    assert isinstance(work, Inference)
+    ranks = Ranks(device=place.device)
+    stack = build_stack(config.model, weights_of(config, place.device), how_of(config), ranks)
+    blocks = cache_blocks(stack, work, longest)
+    slots = work.max_batch_size
+    for mixer in stack.mixers():
+        mixer.allocate(blocks, work.block_tokens, slots + 1, place.device)
+    sizes = graph_sizes(slots) if work.cuda_graphs and place.device.type == "cuda" else ()
+    runner = TorchRunner(stack, slots, longest, work.block_tokens, work.max_num_tokens, sizes)
+    limits = Limits(
+        max_batch_size=slots,
+        max_num_tokens=work.max_num_tokens,
+        max_length=longest,
+        chunked_prefill=work.chunked_prefill,
+    )
+    stateless = all(mixer.bytes_per_slot == 0 for mixer in stack.mixers())
+    pool = BlockPool(blocks, work.block_tokens, work.prefix_cache and stateless)
+    return Engine(Scheduler(pool, limits), runner)
+
+
+def weights_of(config: RunConfig, device: torch.device) -> Weights:
+    """From the folder that the run names, or random."""
+    work, dtype = config.workload, how_of(config).dtype
+    assert isinstance(work, Inference)
+    if work.weights is not None:
+        return FolderWeights(config.model, work.weights, dtype, device)
+    return RandomWeights(config.model, work.seed, dtype, device)
+
+
+def cache_blocks(stack: Stack, work: Inference, longest: int) -> int:
+    """How many blocks the cache gets; at least one."""
+    per_sequence = -(-longest // work.block_tokens)
+    bytes_per_block = work.block_tokens * sum(mixer.bytes_per_token for mixer in stack.mixers())
+    states = (work.max_batch_size + 1) * sum(mixer.bytes_per_slot for mixer in stack.mixers())
+    wanted = work.max_batch_size * per_sequence
+    room = int(free_bytes(stack, work) * work.kv_fraction) - states
+    fitting = room // bytes_per_block if bytes_per_block else wanted
+    return max(1, fitting if work.prefix_cache else min(wanted, fitting))
+
+
+def free_bytes(stack: Stack, work: Inference) -> int:
+    """What is left for the cache beside the weights and the largest step."""
+    device = stack.ranks.device
+    if device.type != "cuda":
+        return int(_host_free_bytes() * HOST_SHARE)
+    _largest_step(stack, work)
+    peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(0, free - peak)
+
+
+@torch.inference_mode()
+def _largest_step(stack: Stack, work: Inference) -> None:
+    """As many tokens as a step may have, of one prompt, and as many rows of logits as a batch; nothing is kept."""
+    device, tokens = stack.ranks.device, work.max_num_tokens
+    for mixer in stack.mixers():
+        mixer.allocate(1, work.block_tokens, 1, device)
+    inputs = Inputs(
+        positions_N=torch.arange(tokens, device=device),
+        places_N=torch.full((tokens,), -1, device=device),
+        slots_P=torch.zeros(1, dtype=torch.int64, device=device),
+        starts_P1=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        lengths_P=torch.tensor([tokens], dtype=torch.int32, device=device),
+        table_PM=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        decodes=0,
+        longest_part=tokens,
+        longest=tokens,
+        parts=((0, tokens),),
+    )
+    torch.cuda.reset_peak_memory_stats(device)
+    x_NC = stack.through(stack.embed(torch.zeros(tokens, dtype=torch.int64, device=device)), inputs)
+    stack.logits(x_NC, torch.zeros(work.max_batch_size, dtype=torch.int64, device=device)).argmax(dim=-1)
+    torch.cuda.synchronize(device)
+
+
+def _host_free_bytes() -> int:
+    with open("/proc/meminfo") as lines:
+        found = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(found.split()[1]) * 1024

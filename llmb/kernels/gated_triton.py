@@ -1,0 +1,46 @@
+"""Triton for the gated product: one program a token, which it holds whole."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
+from llmb.kernels.forms_triton import store_groups, store_row
+
+
+@triton.jit
+def _gated(both_ptr, out_ptr, scales_ptr, F: tl.constexpr, WIDE: tl.constexpr, SILU: tl.constexpr, FORM: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.arange(0, WIDE)
+    inside = f < F
+    gate = tl.load(both_ptr + row * 2 * F + f, mask=inside, other=0.0)
+    dtype = gate.dtype
+    gate = gate.to(tl.float32)
+    up = tl.load(both_ptr + row * 2 * F + F + f, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        active = gate * tl.sigmoid(gate)
+    else:  # gelu's tanh form: tanh(y) = 2 * sigmoid(2 y) - 1
+        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    mixed = (active.to(dtype).to(tl.float32) * up).to(dtype)
+    if FORM == "plain":
+        tl.store(out_ptr + row * F + f, mixed, mask=inside)
+    elif FORM == "rows8":
+        store_row(mixed.to(tl.float32), out_ptr + row * F, scales_ptr + row, f, inside)
+    else:
+        store_groups(mixed.to(tl.float32), out_ptr + row * F, scales_ptr + row * (F // 128), F, WIDE)
+
+
+def gated_triton(both_N2F: Tensor, activation: str, form: Form) -> Activation:
+    """As `gated_reference`."""
+    n, f = both_N2F.shape[0], both_N2F.shape[1] // 2
+    out_NF = torch.empty(n, f, dtype=both_N2F.dtype if form == "plain" else E4M3, device=both_N2F.device)
+    groups = 0 if form == "plain" else 1 if form == "rows8" else f // GROUP
+    scales = torch.empty(n, groups, dtype=torch.float32, device=both_N2F.device)
+    wide = max(triton.next_power_of_2(f), GROUP)
+    if n:
+        _gated[(n,)](
+            both_N2F.contiguous(), out_NF, scales,
+            F=f, WIDE=wide, SILU=activation == "silu", FORM=form, num_warps=min(max(wide // 1024, 1), 16),
+        )  # fmt: skip
+    return out_NF if form == "plain" else (Rows8 if form == "rows8" else Groups8)(out_NF, scales)

@@ -1,0 +1,89 @@
+"""How well a figure is known when the same configuration ran several times: mean and 95 % interval over the runs.
+
+Runs vary more than the steps or requests within one (clocks, placement, what else the machine did), so only repeats say
+how far two configurations must lie apart to differ. The interval is Student's: mean +- t x s / sqrt(n).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from llmb import metrics
+from llmb.results.result import Result
+
+# Two-sided 95 % quantiles of Student's distribution by degrees of freedom; between two of them the wider one is taken.
+T_95 = {
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
+    11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131, 16: 2.120, 17: 2.110, 18: 2.101, 19: 2.093, 20: 2.086,
+    25: 2.060, 30: 2.042, 40: 2.021, 60: 2.000, 120: 1.980,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """One figure over several runs."""
+
+    metric: str
+    n: int
+    mean: float
+    low: float
+    high: float
+    error: float  # half the interval / mean
+    spread: float  # (largest - smallest) / mean
+
+
+def student_t(freedom: int) -> float:
+    """The quantile for so many degrees of freedom, from 1."""
+    return T_95[max(known for known in T_95 if known <= freedom)]
+
+
+def interval(metric: str, samples: Sequence[float]) -> Interval | None:
+    """None for fewer than two samples, or when one of them is not finite."""
+    found = metrics.describe(samples)
+    if found is None or found.std is None or not found.mean:
+        return None
+    half = student_t(found.n - 1) * found.std / sqrt(found.n)
+    return Interval(
+        metric=metric,
+        n=found.n,
+        mean=found.mean,
+        low=found.mean - half,
+        high=found.mean + half,
+        error=half / abs(found.mean),
+        spread=(found.max - found.min) / abs(found.mean),
+    )
+
+
+def _mean_of(name: str) -> Callable[[Result], float | None]:
+    return lambda result: (getattr(result, name) or {}).get("mean")
+
+
+def _field(name: str) -> Callable[[Result], float | None]:
+    return lambda result: getattr(result, name)
+
+
+FIGURES: dict[str, Callable[[Result], float | None]] = {
+    "step time (s, median)": lambda result: result.step_time_s.median if result.step_time_s else None,
+    "tokens/s": _field("tokens_per_s"),
+    "TFLOP/s per GPU": _field("tflops_per_gpu"),
+    "requests/s": _field("request_throughput"),
+    "output tokens/s, whole run": _field("output_tokens_per_s"),
+    "output tokens/s, steady window": _field("steady_output_tokens_per_s"),
+    "TTFT (ms, mean)": _mean_of("ttft_ms"),
+    "TPOT (ms, mean)": _mean_of("tpot_ms"),
+    "end to end (ms, mean)": _mean_of("e2e_ms"),
+    "output speed (tokens/s, mean)": _field("output_speed_tokens_per_s"),
+    "output tokens/J": _field("output_tokens_per_joule"),
+}
+
+
+def intervals(results: Sequence[Result]) -> list[Interval]:
+    """Every figure that all runs which ended well have; nothing for fewer than two of these."""
+    good = [result for result in results if result.status == "ok"]
+    found = []
+    for metric, figure in FIGURES.items():
+        samples = [value for value in map(figure, good) if value is not None]
+        known = interval(metric, samples) if len(samples) == len(good) else None
+        if known is not None:
+            found.append(known)
+    return found

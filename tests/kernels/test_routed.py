@@ -1,0 +1,201 @@
+"""Routed experts: the reference against single tokens worked out by hand, the Triton kernels against the reference."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmb.kernels.forms import E4M3, Form, as_plain, in_form
+from llmb.kernels.gated import gated_reference
+from llmb.kernels.routed import Stacked, Visits, empty_stack, fill_rows, plain_matrix, routed_mlp_reference
+
+pytest.importorskip("triton")
+import triton.language as language
+from triton.runtime import interpreter
+
+from llmb.kernels.routed_triton import deal, gate, most_tiles, product, routed_mlp_triton, rows_of_tile
+
+FP32 = torch.float32
+FORMS: tuple[Form, ...] = ("plain", "rows8", "groups8")
+
+
+@pytest.fixture(autouse=True)
+def round_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter loses the carry when it rounds to 8 bits: let torch round there."""
+    convert = interpreter._convert_float
+
+    def rounded(x, x_type, to_type, mode):
+        if (x_type, to_type) == (language.float32, language.float8e4nv):
+            return torch.from_numpy(x).to(E4M3).view(torch.uint8).numpy()
+        return convert(x, x_type, to_type, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time() -> None:
+    torch.manual_seed(11)
+
+
+def stack(shape: tuple[int, int, int], form: Form, seed: int = 0, alike: bool = False) -> Stacked:
+    made = empty_stack(shape, form, FP32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for expert in range(shape[0]):
+        fill_rows(made, expert, 0, torch.randn(shape[1:], generator=generator) * 0.1 * (expert + 1), alike)
+    return made
+
+
+def visits_of(tokens: int, top_k: int, experts: int, seed: int = 0) -> Visits:
+    """Uneven: low experts are visited more often, the last one never."""
+    generator = torch.Generator().manual_seed(seed)
+    wish = torch.rand(tokens, experts - 1, generator=generator) - 0.15 * torch.arange(experts - 1)
+    return Visits(torch.rand(tokens, top_k, generator=generator), wish.topk(top_k).indices, experts)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+def moved(what, device: torch.device):
+    """A tensor, or a tuple of tensors and other things, on the device."""
+    if isinstance(what, Tensor):
+        return what.to(device)
+    return type(what)(*(moved(one, device) for one in what)) if isinstance(what, tuple) else what
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_the_reference_is_each_token_through_each_of_its_experts(form: Form, activation: str) -> None:
+    both, down = stack((4, 256, 128), form, 1), stack((4, 128, 128), form, 2)
+    x_NC, visits = torch.randn(5, 128), visits_of(5, 2, 4)
+    x = in_form(x_NC, form)
+    found = routed_mlp_reference(x, visits, both, down, activation, FP32)
+    for token, x_C in enumerate(as_plain(x, FP32)):
+        wanted = torch.zeros(128)
+        for weight, expert in zip(visits.weights_NK[token], visits.chosen_NK[token].tolist(), strict=True):
+            gate, up = (plain_matrix(both, expert) @ x_C).chunk(2)
+            gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+            hidden_F = as_plain(in_form((gate * up)[None], form), FP32)[0]
+            wanted += weight * (plain_matrix(down, expert) @ hidden_F)
+        assert relative(found[token], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["rows8", "groups8"])
+def test_matrices_are_rounded_to_three_bits_of_mantissa(form: Form) -> None:
+    weight = torch.randn(256, 384)
+    weight[:128] *= 1e-3
+    made = empty_stack((2, 512, 384), form, FP32, torch.device("cpu"))
+    fill_rows(made, 1, 256, weight)
+    error = (plain_matrix(made, 1)[256:] - weight).abs()
+    whose = weight.abs().amax(1, keepdim=True) if form == "rows8" else weight.abs().amax()
+    assert (error <= weight.abs() * 2.0**-4 + whose * 2.0**-9 / 448).all()
+    assert error.max() > 0
+
+
+def test_one_scale_for_a_matrix() -> None:
+    made = stack((2, 6, 8), "rows8", alike=True)
+    assert made.scales is not None
+    assert (made.scales == made.scales[:, :1]).all()
+    assert made.scales[0, 0] != made.scales[1, 0]
+    assert (made.values.float().abs().amax(dim=(1, 2)) == torch.finfo(E4M3).max).all()
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "rows"), [(1, 2, 5, 16), (17, 3, 5, 16), (40, 4, 9, 32)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_visit_is_dealt_once_to_a_tile_of_its_expert(
+    tokens: int, top_k: int, experts: int, rows: int, ranks: int, device: torch.device
+) -> None:
+    chosen_M = visits_of(tokens, top_k, experts).chosen_NK.flatten()
+    first, here = 0 if ranks == 1 else 2, experts if ranks == 1 else 2
+    dealt = deal(chosen_M.view(tokens, top_k).to(device), first, here, rows)
+    found = []
+    for expert, tile in zip(dealt.experts_T.tolist(), dealt.visits_P.view(-1, rows).tolist(), strict=True):
+        if expert >= 0:
+            real = [visit for visit in tile if visit < len(chosen_M)]
+            assert real, "a tile of padding only"
+            assert (chosen_M[real] == first + expert).all()
+            assert tile[len(real) :] == [len(chosen_M)] * (rows - len(real))
+            found += real
+    wanted = ((chosen_M >= first) & (chosen_M < first + here)).nonzero().flatten().tolist()
+    assert sorted(found) == wanted
+    assert found == sorted(found, key=lambda visit: (chosen_M[visit].item(), visit))
+
+
+def test_there_are_tiles_enough_for_the_worst_case() -> None:
+    for visits, experts, rows in ((8, 256, 16), (35, 3, 16), (100, 4, 32), (1, 1, 16)):
+        alone = min(experts, visits)
+        sizes = [1] * (alone - 1) + [visits - alone + 1]
+        assert sum(-(-size // rows) for size in sizes) <= most_tiles(visits, experts, rows) <= visits
+    assert [rows_of_tile(v, 8) for v in (1, 128, 129, 512, 513, 100_000)] == [16, 16, 32, 64, 128, 128]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (3, 32), (17, 16), (40, 64)])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_products_give_what_torch_gives(form: Form, tokens: int, rows: int, top_k: int, device: torch.device) -> None:
+    weight, visits = stack((5, 384, 256), form, 3), visits_of(tokens, 2, 5)
+    x, factor_M = in_form(torch.randn(tokens * 2 // top_k, 256), form), visits.weights_NK.flatten()
+    wanted_MO = torch.stack([
+        plain_matrix(weight, expert) @ as_plain(x, FP32)[visit // top_k] * factor_M[visit]
+        for visit, expert in enumerate(visits.chosen_NK.flatten().tolist())
+    ])  # fmt: skip
+    dealt = deal(visits.chosen_NK.to(device), 0, 5, rows)
+    on_device = product(moved(x, device), moved(weight, device), dealt, tokens * 2, top_k, FP32, factor_M.to(device))
+    assert relative(on_device.cpu(), wanted_MO) < 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("width", [128, 1152])
+def test_the_gate_gives_what_torch_gives(form: Form, activation: str, width: int, device: torch.device) -> None:
+    both_M2F, chosen_NK = 3 * torch.randn(6, 2 * width), torch.tensor([[1, 0], [2, 1], [2, 3]])
+    there = [0, 2, 3, 4]  # visits to experts 1 and 2
+    found = moved(gate(both_M2F.to(device), chosen_NK.to(device), 1, 2, activation, form), torch.device("cpu"))
+    wanted = gated_reference(both_M2F, activation, form)
+    if not isinstance(found, Tensor):
+        torch.testing.assert_close(found.scales[there], wanted.scales[there])
+    # A number halfway between two of the format may go to the other.
+    assert relative(as_plain(found, FP32)[there], as_plain(wanted, FP32)[there]) < (1e-6 if form == "plain" else 2e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (3, 32), (17, None)])
+def test_kernels_give_what_the_reference_gives(form: Form, tokens: int, rows: int | None, device: torch.device) -> None:
+    both, down = stack((5, 256, 256), form, 3), stack((5, 256, 128), form, 4)
+    visits, x = visits_of(tokens, 2, 5), in_form(torch.randn(tokens, 256), form)
+    wanted = routed_mlp_reference(x, visits, both, down, "silu", FP32)
+    given = (moved(one, device) for one in (x, visits, both, down))
+    found = routed_mlp_triton(*given, "silu", FP32, rows).cpu()
+    assert relative(found, wanted) < (1e-5 if form == "plain" else 2e-3)
+
+
+def test_kernels_take_sizes_that_fill_no_tile(device: torch.device) -> None:
+    both, down = stack((3, 2 * 72, 40), "plain", 5), stack((3, 40, 72), "plain", 6)
+    visits, x_NC = visits_of(7, 2, 3), torch.randn(7, 40)
+    wanted = routed_mlp_reference(x_NC, visits, both, down, "gelu", FP32)
+    given = (moved(one, device) for one in (x_NC, visits, both, down))
+    assert relative(routed_mlp_triton(*given, "gelu", FP32).cpu(), wanted) < 1e-5
+
+
+def test_kernels_add_nothing_for_other_ranks_experts(device: torch.device) -> None:
+    both, down = stack((6, 64, 32), "plain", 7), stack((6, 32, 32), "plain", 8)
+    x_NC, visits = torch.randn(9, 32).to(device), visits_of(9, 3, 6)
+    wanted = routed_mlp_reference(x_NC.cpu(), visits, both, down, "silu", FP32)
+    both, down, visits = (moved(one, device) for one in (both, down, visits))
+    parts = [
+        routed_mlp_triton(
+            x_NC, visits._replace(first=first), Stacked(both.values[first:][:2].contiguous()),
+            Stacked(down.values[first:][:2].contiguous()), "silu", FP32,
+        )
+        for first in (0, 2, 4)
+    ]  # fmt: skip
+    assert relative(sum(parts).cpu(), wanted) < 1e-5
+    nobody = visits._replace(chosen_NK=torch.full_like(visits.chosen_NK, 5))
+    first_two = Stacked(both.values[:2]), Stacked(down.values[:2])
+    assert (routed_mlp_triton(x_NC, nobody, *first_two, "silu", FP32) == 0).all()
+
+
+def test_no_tokens(device: torch.device) -> None:
+    visits = Visits(torch.ones(0, 2), torch.zeros(0, 2, dtype=torch.int64), 2)
+    parts = (torch.ones(0, 32), visits, stack((2, 64, 32), "plain"), stack((2, 32, 32), "plain"))
+    assert routed_mlp_triton(*(moved(one, device) for one in parts), "silu", FP32).shape == (0, 32)
