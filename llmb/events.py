@@ -195,7 +195,7 @@ TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 
 def append(path: Path, event: Event) -> None:
     """Add one whole line with a single write, so that a killed run leaves complete lines and at most one torn end."""
-    line = to_json({"event": type(event).__name__, **vars(event)}) + "\n"  # plain already: asdict would copy each number
+    line = to_json({"event": type(event).__name__, **vars(event)}) + "\n"  # asdict would copy every number
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, line.encode())

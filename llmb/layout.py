@@ -52,7 +52,10 @@ def check_model(parallel: Parallel, model: Model) -> None:
 
 
 def check_serving(parallel: Parallel, model: Model, attention_dp: bool) -> None:
-    """Whether the layout can serve the model: one replica, whose ranks share requests or have some each."""
+    """Whether the layout can serve the model: one replica, whose ranks share requests or have some each.
+
+    The ranks of a stage are tp, of which ep have different experts (`check_ranks`) and the others parts of each.
+    """
     p = parallel
     if p.dp > 1:
         raise ConfigError(
@@ -62,9 +65,6 @@ def check_serving(parallel: Parallel, model: Model, attention_dp: bool) -> None:
     if not attention_dp:  # else attention and dense layers are whole on every rank
         _check_tensors(p, model, kv_copies=True)
     _check_experts(p, model)
-    if model.experts is not None and p.tp % p.ep:
-        fits = [ranks for ranks in divisors(p.tp) if model.experts.count % ranks == 0]
-        raise ConfigError(f"ep {p.ep} does not divide tp {p.tp}; ep could be {_either(fits)}")
     if model.experts is not None and model.experts.ffn % (p.tp // p.ep):
         raise ConfigError(
             f"tp {p.tp} / ep {p.ep} = {p.tp // p.ep} ranks share each expert, which does not divide its "

@@ -5,6 +5,7 @@
 An estimate, whose assumptions travel with it. Weights and FLOPs come from costs.py.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from llmb import serving_fit
@@ -60,8 +61,8 @@ def memory_estimate(config: RunConfig) -> MemoryEstimate:
     match config.workload:
         case Training() as work:
             return _training_memory(config, work)
-        case Inference() as work:
-            return _inference_memory(config, work)
+        case Inference():
+            return _inference_memory(config)
         case OutOfCore() as work:
             return _out_of_core_memory(config, work)
 
@@ -149,18 +150,19 @@ def _micro_batches_in_flight(split: Parallel, ga: int) -> float:
     return min(ga, split.pp + extra)
 
 
-def _inference_memory(config: RunConfig, work: Inference) -> MemoryEstimate:
+def _inference_memory(config: RunConfig) -> MemoryEstimate:
     """Weights, one engine step's activations, and the cache of the requests in flight."""
     free, wanted = serving_fit.free_bytes(config), serving_fit.wanted_bytes(config)
+    room = math.inf if free is None else serving_fit.room(config, free).cache
     return MemoryEstimate(
         weights=serving_fit.weight_bytes(config),
         activations=serving_fit.workspace_bytes(config),
-        kv_cache=wanted if free is None else min(wanted, work.kv_fraction * free),
+        kv_cache=min(wanted, room),
         device_budget=gpu(config.machine.gpu).memory_bytes,
         assumptions=(
             f"estimate: {bytes_of(config.precision.dtype):g} bytes a weight, embedding, head, norms and router bf16 or "
             f"wider; cache in {config.precision.kv_dtype or 'bf16'} of as many whole requests as are computed at once, "
-            "at most kv_fraction of what the weights leave; activations of one block at max_num_tokens"
+            "at most kv_fraction of what weights and activations leave; activations of one block at max_num_tokens"
             + ("" if free is None else f"\n{serving_fit.advice(config, free)}")
         ),
     )

@@ -101,8 +101,10 @@ def percentile(samples: Iterable[float], q: float) -> float | None:
     if not 0 <= q <= 100:
         raise ConfigError(f"a percentile is 0 to 100, got {q}")
     ranked = sorted(_finite(samples))
-    if not ranked:
-        return None
+    return _between_ranks(ranked, q) if ranked else None
+
+
+def _between_ranks(ranked: Sequence[float], q: float) -> float:
     rank = (len(ranked) - 1) * q / 100
     low = min(int(rank), len(ranked) - 1)
     high = min(low + 1, len(ranked) - 1)
@@ -128,22 +130,25 @@ def describe(samples: Iterable[float]) -> Statistics | None:
 
 def latency_summary(samples: Iterable[float]) -> dict[str, float] | None:
     """mean, p50, p90, p95 and p99; None for no samples, or when one of them is not finite."""
-    values = sorted(_finite(samples))  # so that sorting again, for each percentile, costs next to nothing
-    if not values:
+    ranked = sorted(_finite(samples))
+    if not ranked:
         return None
-    ranks = {f"p{q}": percentile(values, q) for q in LATENCY_PERCENTILES}
-    return {"mean": _mean(values)} | {name: value for name, value in ranks.items() if value is not None}
+    return {"mean": _mean(ranked)} | {f"p{q}": _between_ranks(ranked, q) for q in LATENCY_PERCENTILES}
 
 
 def _finite(samples: Iterable[float]) -> list[float]:
     """The samples, or none at all when one is not finite: leaving that one out would hide it."""
-    values = [float(x) for x in samples]
-    return values if all(isfinite(x) for x in values) else []
+    values = list(map(float, samples))
+    return values if all(map(isfinite, values)) else []
 
 
 def _mean(values: list[float]) -> float:
-    """Divided before summing, so that no sum overflows; never outside the samples."""
-    return min(max(fsum(x / len(values) for x in values), min(values)), max(values))
+    """Never outside the samples, and never overflowing."""
+    try:
+        mean = fsum(values) / len(values)
+    except OverflowError:
+        mean = 2 * fsum(x / 2 / len(values) for x in values)
+    return min(max(mean, min(values)), max(values))
 
 
 # Serving

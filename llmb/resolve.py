@@ -24,11 +24,11 @@ from llmb.layout import (
 )
 from llmb.memory import memory_estimate
 from llmb.plain import build, convert, hints, to_plain
-from llmb.recipes.recipe import Recipe, Row, expand_gpus, listed, per_gpus
-from llmb.selection import SCALED_DOWN, Request, choose_layout, choose_row, inference_selectors
+from llmb.recipes.recipe import Recipe, Row, per_gpus
+from llmb.scaledown import fit_to_ranks, scale_down
+from llmb.selection import Request, choose_row, gpu_of, inference_selectors
 from llmb.serving import check_settings, follow, scaling_of_stand_in, without_printed_lengths
 from llmb.settings import Setting, typed
-from llmb.shrink import shrunk
 from llmb.spec import (
     Inference,
     Limits,
@@ -43,23 +43,19 @@ from llmb.spec import (
     RunConfig,
     Training,
 )
-from llmb.standins import UNIT, describe_change, small, true_width
+from llmb.standins import describe_change, small, true_width
 
 WORKLOADS: dict[str, type] = {"training": Training, "inference": Inference, "outofcore": OutOfCore}
 # A run that differs from the recipe only in these may still be compared with its published result.
 HARMLESS = {f.name for part in (Profile, Limits) for f in fields(part)} | {"steps", "window", "seed", "lr", "weights"}
 ENGINES = {"training": ("native",), "inference": ("native", "trtllm"), "outofcore": ("native",)}
 FILL = 0.9  # of the memory: the estimate leaves out the driver's context, workspaces and fragmentation
-FEWEST_STEPS = 8  # of a stand-in on many ranks of a CPU, which share its cores
-ROUNDS = 2  # micro-batches a stage of a stand-in's pipeline: gradients accumulate, and every stage is busy for a while
-ROUNDS_SERVED = 2  # times its concurrency in requests, of a stand-in on many ranks of a CPU
 PATHS = {"data", "resume", "dataset", "weights"}
 MAY_BE_ZERO = {
     "recompute_layers", "offload_layers", "profile_start", "seed",
     "isl_spread", "osl_spread", "temperature", "top_k", "warmup_requests",
 }  # fmt: skip
 SHARES = {"kv_fraction", "top_p"}  # at most 1
-LAYOUT = ("fsdp", "tp", "pp", "cp", "ep", "etp", "vp")
 NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "proxy", "true_width", "dp", "ga"}
 # Fields of a shared section that mean nothing to a kind of run.
 WITHOUT_EFFECT = {
@@ -76,7 +72,7 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
     row, beyond = choose_row(recipe, request, selectors)
     if recipe.kind == "inference" and request.stands_in:
         wishes = without_printed_lengths(recipe, wishes)
-    gpu = request.gpu or ("cpu" if request.stands_in else _gpu_of(row, recipe))
+    gpu = request.gpu or ("cpu" if request.stands_in else gpu_of(row, recipe))
     kinds = _field_types(recipe.kind)
     cells = {**recipe.defaults, **{k: v for k, v in row.items() if k not in NOT_SETTINGS}, "dtype": request.dtype}
     cells = {k: _first(v) if k in ("mode", "use_case") else v for k, v in cells.items()} | selectors
@@ -85,7 +81,7 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
         cells |= row.get("true_width", {})
     if cells.get("gbs") is not None:
         cells["gbs"] = per_gpus(cells["gbs"], request.gpus, "gbs")
-    layout = _scale_down(cells, recipe, request, selectors)
+    layout = scale_down(cells, recipe, request, selectors)
     as_printed = dict(cells)
     overrides = [*beyond, *_apply(cells, kinds, wishes, recipe)]
     if recipe.kind == "inference":
@@ -96,7 +92,7 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
     check_has_experts(parallel, recipe.model(request.size))  # before a number for ep is proposed
     parallel = check_ranks(parallel, request.gpus)
     if layout is not None and recipe.kind == "training":
-        _fit_to_ranks(cells, parallel, {o.field for o in overrides})
+        fit_to_ranks(cells, parallel, {o.field for o in overrides})
     base, proxied = _base_model(recipe, request, row, parallel, cells)
     model, model_overrides = _changed_model(base, request)
     _check_layout(parallel, model, cells)
@@ -137,11 +133,6 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
     if recipe.kind == "inference":
         check_settings(config, {o.field for o in overrides})
     return _at_true_width(config, request.memory_gib) if request.proxy == "true-width" else config
-
-
-def _gpu_of(row: Row, recipe: Recipe) -> str:
-    """The GPU of a row that lists several: the recipe's own choice, or the first."""
-    return recipe.default_gpu if recipe.default_gpu in listed(row, "gpu") else listed(row, "gpu")[0]
 
 
 def _engine(recipe: Recipe, request: Request, altered: bool) -> str:
@@ -243,57 +234,6 @@ def _refuse_unknown(wish: Setting, kinds: dict[str, Any], recipe: Recipe) -> Non
     raise UnknownName(f"field ({wish.source}) for {recipe.workload}:", wish.field, sorted(set(kinds) - {"dp", "ga"}))
 
 
-def _scale_down(cells: Row, recipe: Recipe, request: Request, selectors: dict[str, str]) -> str | None:
-    """Give a stand-in on several ranks the layout of a real row, scaled down; says whose it is."""
-    if request.layout is not None and not (request.stands_in and recipe.kind in SCALED_DOWN):
-        raise ConfigError("--layout has no effect here: it chooses what a stand-in scales down; add --proxy")
-    if not request.stands_in or recipe.kind not in SCALED_DOWN:
-        return None
-    row = choose_layout(recipe, request, selectors)
-    if request.gpus < 2:
-        return None
-    real, gpus = Parallel(), 1
-    if row is not None:
-        degrees = {k: v for k, v in row.items() if k in hints(Parallel) and k != "dp"}
-        gpus = expand_gpus(row["gpus"])[0]
-        real = check_ranks(build(Parallel, degrees, f"{recipe.workload} row"), gpus)
-    here = shrunk(real, request.gpus)
-    cells |= {name: getattr(here, name) for name in LAYOUT}
-    if recipe.kind == "inference":
-        _deal_requests(cells, here, row or {})
-    if request.gpu in (None, "cpu"):
-        _shorten(cells, request.gpus)
-    if row is None:
-        return "no layout for several GPUs is published, here"
-    attention = " with attention data parallelism" if cells.get("attention_dp") else ""
-    return f"layout {spelled(real)} of {gpus} x {request.layout or _gpu_of(row, recipe)}{attention} as"
-
-
-def _deal_requests(cells: Row, here: Parallel, row: Row) -> None:
-    """Attention data parallelism as in the row: each rank takes its part of the stand-in's batch."""
-    cells["attention_dp"] = bool(row.get("attention_dp")) and here.tp > 1
-    if cells["attention_dp"]:
-        cells["max_batch_size"] = max(1, cells["max_batch_size"] // here.tp)
-
-
-def _shorten(cells: Row, ranks: int) -> None:
-    """Many ranks share the cores of one CPU."""
-    if "steps" in cells:
-        cells["steps"] = max(FEWEST_STEPS, cells["steps"] // ranks)
-        cells["window"] = [cells["steps"] // 4 + 1, cells["steps"]]
-    else:
-        cells["num_requests"] = max(ROUNDS_SERVED * cells["concurrency"], cells["num_requests"] // ranks)
-
-
-def _fit_to_ranks(cells: Row, parallel: Parallel, asked: set[str]) -> None:
-    """Sequence and batch of a stand-in on several ranks, where the user does not ask for his own."""
-    if "seqlen" not in asked:  # each rank's share of the tokens in units
-        unit = UNIT * parallel.tp * parallel.cp
-        cells["seqlen"] = -(-cells["seqlen"] // unit) * unit
-    if "gbs" not in asked:
-        cells["gbs"] = cells["mbs"] * ROUNDS * parallel.pp * parallel.dp
-
-
 def _base_model(recipe: Recipe, request: Request, row: Row, parallel: Parallel, cells: Row) -> tuple[Model, list[str]]:
     """The model of the size or its small stand-in, with what that leaves out; a recipe's row may shape its own."""
     real = recipe.model(request.size)
@@ -302,7 +242,7 @@ def _base_model(recipe: Recipe, request: Request, row: Row, parallel: Parallel, 
     if "model" in row:
         made = recipe.model(request.size, row["model"])
     else:
-        _check_layout(parallel, _changed_model(real, request)[0], cells)  # a stand-in grows into any layout, it does not
+        _check_layout(parallel, _changed_model(real, request)[0], cells)  # its stand-in grows into any layout
         made = small(real, parallel)
     shorter = [f"sequences of {cells['seqlen']} tokens"] if "seqlen" in cells else []
     words = [describe_change(real, made), *shorter, *([row["proxy"]] if "proxy" in row else [])]

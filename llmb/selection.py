@@ -91,8 +91,8 @@ def choose_row(recipe: Recipe, request: Request, selectors: dict[str, str]) -> t
     rows = recipe.matching(proxy, **wanted, gpus=scale)
     row, beyond = (_nearest(rows, recipe, request), []) if rows else _beyond_the_table(recipe, request, wanted)
     if own_case:
-        near = {"value": selectors["use_case"], "replaced": row["use_case"], "source": "the row with the nearest lengths"}
-        beyond = [*beyond, Override(field="use_case", **near)]
+        own, near = selectors["use_case"], "the row with the nearest lengths"
+        beyond = [*beyond, Override(field="use_case", value=own, replaced=row["use_case"], source=near)]
     return row, beyond
 
 
@@ -104,7 +104,7 @@ def _like(rows: list[Row], request: Request) -> str:
 
 def choose_layout(recipe: Recipe, request: Request, selectors: dict[str, str]) -> Row | None:
     """The row for several GPUs that a stand-in takes its layout from; null where the recipe prints none."""
-    known = {name: value for name, value in selectors.items() if value in recipe.values(name)}
+    known: dict[str, Any] = {name: value for name, value in selectors.items() if value in recipe.values(name)}
     rows = [row for row in recipe.matching(size=request.size, **known) if expand_gpus(row.get("gpus", 1))[-1] > 1]
     gpus = list(dict.fromkeys(gpu for row in rows for gpu in listed(row, "gpu")))
     if request.layout is not None:
@@ -117,6 +117,11 @@ def choose_layout(recipe: Recipe, request: Request, selectors: dict[str, str]) -
         large = [row for row in rows if expand_gpus(row["gpus"])[-1] >= request.gpus]
         rows = [row for row in large if request.layout in (None, *listed(row, "gpu"))] or rows
     return next((row for wish in wishes for row in rows if wish in listed(row, "gpu")), None)
+
+
+def gpu_of(row: Row, recipe: Recipe) -> str:
+    """The GPU of a row that lists several: the recipe's own choice, or the first."""
+    return recipe.default_gpu if recipe.default_gpu in listed(row, "gpu") else listed(row, "gpu")[0]
 
 
 def _nearest(rows: list[Row], recipe: Recipe, request: Request) -> Row:

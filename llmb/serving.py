@@ -83,7 +83,7 @@ def check_settings(config: RunConfig, asked: Collection[str]) -> None:
     if work.attention_dp and config.parallel.tp == 1 and "attention_dp" in asked:
         raise ConfigError("attention_dp has no effect on one rank; raise TP or leave it out")
     if work.prefix_cache and config.model.blocks.get("mamba"):
-        raise ConfigError(f"prefix_cache: {config.model.name} has Mamba layers, whose state cannot be shared; leave it out")
+        raise ConfigError(f"prefix_cache: the Mamba state of {config.model.name} cannot be shared; leave it out")
     _check_precision(config)
 
 
@@ -112,13 +112,12 @@ def _check_step(work: Inference) -> None:
 
 def _check_alone(work: Inference) -> None:
     """A latency run has one request at a time and streams it."""
+    way_out = "leave it out or set MODE=max_throughput"
     for variable, value in (("MAX_BATCH_SIZE", work.max_batch_size), ("CONCURRENCY", work.concurrency)):
         if value != 1:
-            raise ConfigError(
-                f"{variable}={value}: MODE=min_latency has one request at a time; leave it out or set MODE=max_throughput"
-            )
+            raise ConfigError(f"{variable}={value}: MODE=min_latency has one request at a time; {way_out}")
     if not work.streaming:
-        raise ConfigError("STREAMING=false: MODE=min_latency measures each token; leave it out or set MODE=max_throughput")
+        raise ConfigError(f"STREAMING=false: MODE=min_latency measures each token; {way_out}")
     if work.attention_dp:
         raise ConfigError("attention_dp: MODE=min_latency has one request, which cannot be dealt to several ranks")
 

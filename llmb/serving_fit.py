@@ -4,11 +4,11 @@
     advice(config, free_bytes)    which KV_CACHE_FRACTION, MAX_BATCH_SIZE or MAX_NUM_TOKENS would fit, in one line
 
 `free_bytes` is what a rank has left once its weights are there: measured by the engine, or estimated before the run.
-The cache takes kv_fraction of it; a step's activations must fit into the rest. All are the fullest rank's.
+A step's activations come off first; of what then is left the cache takes kv_fraction. All are the fullest rank's.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llmb.costs import BLOCKS, BYTES, bytes_of, kv_bytes_per_token, stack
 from llmb.errors import ConfigError
@@ -18,6 +18,7 @@ from llmb.share import Part, Weight, end_weights, layer_blocks, layer_weights
 from llmb.spec import Inference, Model, RunConfig
 
 FINEST = 0.01  # steps in which a KV fraction is proposed
+MOST = 0.97  # the highest that is proposed: the largest of the published ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,8 @@ class Room:
     """What becomes of the memory that the weights leave."""
 
     free: float  # bytes
-    cache: float  # of them, for cached tokens and states
     workspace: float  # a step's activations need these; estimated
+    cache: float  # for cached tokens and states: kv_fraction of the rest
     token: float  # bytes of one cached token
     request: float  # bytes of one whole request, its state included
     tokens: int  # that the cache holds beside the states of a full batch
@@ -34,8 +35,8 @@ class Room:
 
     @property
     def lacking(self) -> float:
-        """Bytes that the workspace needs beyond what the cache leaves."""
-        return max(0.0, self.workspace - (self.free - self.cache))
+        """Bytes that a step alone needs beyond what is free."""
+        return max(0.0, self.workspace - self.free)
 
 
 def weight_bytes(config: RunConfig) -> float:
@@ -44,7 +45,8 @@ def weight_bytes(config: RunConfig) -> float:
     Left out: scales, and copies of key and value heads where there are fewer of them than ranks.
     """
     stages = stage_layers(config.model.layers, config.parallel.pp, None)
-    return max(_stage_bytes(config, layers, index == 0, index == len(stages) - 1) for index, layers in enumerate(stages))
+    last = len(stages) - 1
+    return max(_stage_bytes(config, layers, index == 0, index == last) for index, layers in enumerate(stages))
 
 
 def _stage_bytes(config: RunConfig, layers: range, first: bool, last: bool) -> float:
@@ -136,16 +138,17 @@ def free_bytes(config: RunConfig) -> float | None:
 def room(config: RunConfig, free_bytes: float) -> Room:
     """What fits into the memory that is left at the run's KV fraction."""
     work = _work(config)
-    token, state = token_bytes(config), state_bytes(config)
-    request = _blocks(work) * work.block_tokens * token + state
-    cache = work.kv_fraction * free_bytes
+    token, state, workspace = token_bytes(config), state_bytes(config), workspace_bytes(config)
+    request = _whole_tokens(work) * token + state
+    cache = work.kv_fraction * max(0.0, free_bytes - workspace)
+    states = (work.max_batch_size + 1) * state  # one more is for padding
     return Room(
         free=free_bytes,
+        workspace=workspace,
         cache=cache,
-        workspace=workspace_bytes(config),
         token=token,
         request=request,
-        tokens=max(0, int((cache - work.max_batch_size * state) // token)) if token else 0,
+        tokens=max(0, int((cache - states) // token)) if token else 0,
         requests=int(cache // request),
     )
 
@@ -168,79 +171,69 @@ def check_fits(config: RunConfig) -> None:
             f"the weights of {config.model.name} in {config.precision.dtype} need {_gib(weight_bytes(config))} a GPU, "
             f"which is more than a {config.machine.gpu} has; take more GPUs (TP, PP, EP) or a smaller dtype"
         )
-    if room(config, free).requests == 0:
+    here = room(config, free)
+    if here.requests == 0 or _states_crowd_out(config, here):
         raise ConfigError(advice(config, free))
+
+
+def _states_crowd_out(config: RunConfig, here: Room) -> bool:
+    """Whether the states of a full batch leave no room for one request's tokens."""
+    return here.token > 0 and here.tokens < _whole_tokens(_work(config))
 
 
 def advice(config: RunConfig, free_bytes: float) -> str:
     """What to change so that the run fits, or that it does; one line with the numbers."""
     work, here = _work(config), room(config, free_bytes)
+    lengths = f"{work.isl}+{work.osl} tokens"
     if here.requests == 0:
-        return f"{_too_small(config, here)}; {_for_one_request(config, here)}"
-    if here.lacking:
         return (
-            f"a step of {work.max_num_tokens} tokens needs about {_gib(here.workspace)}, KV_CACHE_FRACTION="
-            f"{work.kv_fraction:g} leaves {_gib(here.free - here.cache)} of {_gib(here.free)}; {_for_a_step(config, here)}"
+            f"one request of {lengths} needs {_gib(here.request)} of cache, KV_CACHE_FRACTION={work.kv_fraction:g} of "
+            f"the {_gib(max(0.0, here.free - here.workspace))} beside a step of {work.max_num_tokens} tokens is "
+            f"{_gib(here.cache)}; {_for_one_request(config, here)}"
         )
+    if _states_crowd_out(config, here):
+        states = _gib((work.max_batch_size + 1) * state_bytes(config))
+        way_out = f"MAX_BATCH_SIZE={here.requests - 1} would do" if here.requests > 1 else "take more GPUs"
+        return f"the states of a batch of {work.max_batch_size} need {states} of {_gib(here.cache)} of cache; {way_out}"
     if here.requests < min(work.max_batch_size, work.concurrency):
         return (
-            f"the cache holds {here.requests} whole requests of {work.isl}+{work.osl} tokens, so that a batch of "
-            f"{work.max_batch_size} is computed again in part; MAX_BATCH_SIZE={here.requests} never is"
+            f"the cache holds {here.requests} whole requests of {lengths}, so that of a batch of "
+            f"{work.max_batch_size} some wait; MAX_BATCH_SIZE={here.requests} or more GPUs would do"
         )
-    return f"fits: room for {here.requests} whole requests of {work.isl}+{work.osl} tokens ({here.tokens:,} tokens)"
-
-
-def _too_small(config: RunConfig, here: Room) -> str:
-    work = _work(config)
-    return (
-        f"one request of {work.isl}+{work.osl} tokens needs {_gib(here.request)} of cache, KV_CACHE_FRACTION="
-        f"{work.kv_fraction:g} of {_gib(here.free)} free is {_gib(here.cache)}"
-    )
+    return f"fits: room for {here.requests} whole requests of {lengths} ({here.tokens:,} tokens)"
 
 
 def _for_one_request(config: RunConfig, here: Room) -> str:
-    """A larger fraction, a smaller step beside it, or shorter requests."""
-    least = math.ceil(here.request / here.free / FINEST) * FINEST if here.free else math.inf
-    if least <= _highest(here):
+    """A larger fraction, a smaller step or batch, or shorter requests: the first that would do."""
+    spare = here.free - here.workspace
+    least = math.ceil(here.request / spare / FINEST) * FINEST if spare > 0 else math.inf
+    if least <= MOST:
         return f"KV_CACHE_FRACTION={least:.2f} would do"
-    tokens = _step_that_fits(config, here.free - least * here.free) if least < 1 else 0
-    if tokens:
-        return f"KV_CACHE_FRACTION={least:.2f} with MAX_NUM_TOKENS={tokens} would do"
-    most = int(_highest(here) * here.free // here.token) if here.token else 0
-    shorter = f"requests of at most {most} tokens, " if most > 0 else ""
-    return f"no fraction would do: take {shorter}more GPUs or a smaller dtype"
+    for fraction in (_work(config).kv_fraction, MOST):
+        if smaller := _smaller_step(config, here.free - here.request / fraction):
+            raised = "" if fraction == _work(config).kv_fraction else f"KV_CACHE_FRACTION={fraction:.2f} with "
+            return f"{raised}{smaller} would do"
+    block = here.token * _work(config).block_tokens
+    tokens = int(MOST * spare // block) * _work(config).block_tokens if block else 0
+    shorter = f"requests of at most {tokens} tokens at KV_CACHE_FRACTION={MOST}, " if tokens > 0 else ""
+    return f"take {shorter}more GPUs or a smaller dtype"
 
 
-def _for_a_step(config: RunConfig, here: Room) -> str:
-    """A smaller fraction that still holds a request, or a smaller step at the same fraction."""
-    work, ways = _work(config), []
-    highest = _highest(here)
-    if highest * here.free >= here.request:
-        ways.append(f"KV_CACHE_FRACTION={highest:.2f}")
-    if tokens := _step_that_fits(config, here.free - here.cache):
-        ways.append(f"MAX_NUM_TOKENS={tokens}")
-    half = replace(config, workload=replace(work, max_batch_size=max(1, work.max_batch_size // 2)))
-    if workspace_bytes(half) <= here.free - here.cache:
-        ways.append(f"MAX_BATCH_SIZE={max(1, work.max_batch_size // 2)}")
-    return " or ".join(ways) + " would do" if ways else "take more GPUs or a smaller dtype"
-
-
-def _highest(here: Room) -> float:
-    """The largest fraction that leaves room for a step."""
-    return max(0.0, math.floor((here.free - here.workspace) / here.free / FINEST) * FINEST) if here.free else 0.0
-
-
-def _step_that_fits(config: RunConfig, left: float) -> int:
-    """The most tokens a step may have in so many bytes; 0 where that is fewer than the settings allow."""
+def _smaller_step(config: RunConfig, left: float) -> str | None:
+    """A token budget or a batch with which a step takes no more than so many bytes."""
     work = _work(config)
     fewest = work.max_batch_size if work.chunked_prefill else max(work.max_batch_size, work.isl)
     tokens = int((left - _logit_bytes(config)) // _step_bytes_per_token(config))
-    return tokens if fewest <= tokens < work.max_num_tokens else 0
+    if fewest <= tokens < work.max_num_tokens:
+        return f"MAX_NUM_TOKENS={tokens}"
+    row = _logit_bytes(config) / work.max_batch_size
+    batch = int((left - work.max_num_tokens * _step_bytes_per_token(config)) // row)
+    return f"MAX_BATCH_SIZE={batch}" if 1 <= batch < work.max_batch_size else None
 
 
-def _blocks(work: Inference) -> int:
-    """Blocks of the paged cache that a whole request takes."""
-    return -(-(work.isl + work.osl) // work.block_tokens)
+def _whole_tokens(work: Inference) -> int:
+    """Places in the paged cache that a whole request takes: blocks are not shared."""
+    return -(-(work.isl + work.osl) // work.block_tokens) * work.block_tokens
 
 
 def _work(config: RunConfig) -> Inference:

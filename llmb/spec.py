@@ -155,7 +155,7 @@ class Precision:
 
     dtype: Literal["fp32", "bf16", "fp8", "nvfp4"]
     kv_dtype: Literal["bf16", "fp8"] | None = None
-    fp8_scaling: Literal["tensor", "channel", "block"] | None = None  # of served weights; none: as the model is published
+    fp8_scaling: Literal["tensor", "channel", "block"] | None = None  # of served weights; none: as published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,12 +195,12 @@ class Inference:
     isl_spread: float = 0.0  # tokens: standard deviation (normal) or half the range (uniform)
     osl_spread: float = 0.0
     dataset: str | None = None  # requests from a file in trtllm-bench's line format instead
-    # A scheduler computes at most max_batch_size requests at once. With attention_dp each of the tp ranks has one of its
-    # own, so that 768 on 4 ranks are 3072 in all; otherwise all ranks share one. What is in flight beyond that waits.
+    # A scheduler computes at most max_batch_size requests at once. With attention_dp each of the tp ranks has its own
+    # scheduler, so that 768 on 4 ranks are 3072 in all; otherwise all ranks share one. Requests beyond that wait.
     max_batch_size: int
     concurrency: int  # requests in flight, in all
     max_num_tokens: int  # tokens one engine step may process
-    kv_fraction: float  # of the memory left after the weights
+    kv_fraction: float  # of the memory left beside the weights and the largest step
     num_requests: int
     warmup_requests: int | None = None  # none: as many as are in flight at once, of the same lengths
     streaming: bool = True

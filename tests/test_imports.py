@@ -13,7 +13,9 @@ GROUND = [
     "errors", "plain", "tokenfile", "spec", "hardware", "layout", "schedule", "costs", "share", "traffic",
     "activations", "occupancy", "serving_fit", "memory", "rehearsed", "metrics", "events",
 ]  # fmt: skip
-RESOLVING = ["settings", "recipes", "selection", "serving", "shrink", "standins", "resolve", "tasks", "bulk"]
+RESOLVING = [
+    "settings", "recipes", "selection", "serving", "shrink", "standins", "scaledown", "resolve", "tasks", "bulk",
+]  # fmt: skip
 ALLOWED = {
     **{part: set(GROUND[:i]) for i, part in enumerate(GROUND)},
     "recipes": {"errors", "plain", "spec", "hardware"},
@@ -22,13 +24,17 @@ ALLOWED = {
     "standins": {"errors", "spec"},
     "selection": {"errors", "spec", "hardware", "recipes", "settings"},
     "serving": {"errors", "spec", "hardware", "recipes", "settings"},
-    "resolve": set(GROUND) | {"recipes", "settings", "selection", "serving", "shrink", "standins"},
+    "scaledown": {"errors", "plain", "spec", "layout", "recipes", "selection", "shrink", "standins"},
+    "resolve": set(GROUND) | {"recipes", "settings", "selection", "serving", "scaledown", "standins"},
     "tasks": {"errors", "recipes", "selection", "settings"},
     "bulk": {"errors", "plain", "recipes", "settings", "tasks"},
+    "shard": set(),
+    "checksums": set(),
+    "weightfolder": {"errors", "plain", "hardware", "recipes", "shard", "checksums"},
     "launch": {"errors", "plain", "spec", "rehearsed", "events"},
     "results": set(GROUND),
     "report": {*GROUND, "results"},
-    "cli": {*GROUND, *RESOLVING, "launch", "results", "report"},
+    "cli": {*GROUND, *RESOLVING, "launch", "results", "report", "weightfolder"},
     "kernels": {"errors"},
     "models": {"errors", "plain", "spec", "kernels"},
     "rank": set(GROUND),

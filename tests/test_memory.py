@@ -171,7 +171,7 @@ def test_published_serving_configurations_fit(gpu: str, gpus: int, dtype: str, w
     assert found.fits
     assert found.gradients == found.optimizer == 0
     assert found.device_budget is not None
-    assert found.kv_cache <= work.kv_fraction * (found.device_budget - found.weights)
+    assert found.kv_cache <= work.kv_fraction * (found.device_budget - found.weights - found.activations)
 
 
 def test_serving_weights_by_dtype() -> None:

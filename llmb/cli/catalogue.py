@@ -62,6 +62,7 @@ def run_list(options: argparse.Namespace) -> int:
 def _list_one(options: argparse.Namespace, recipes: dict[str, Any]) -> int:
     """Rows, stand-ins and published results of one workload."""
     from llmb.report.table import render
+    from llmb.selection import SCALED_DOWN
     from llmb.tasks import split_target
 
     recipe, size = split_target(options.workload, recipes)
@@ -74,7 +75,7 @@ def _list_one(options: argparse.Namespace, recipes: dict[str, Any]) -> int:
     print(f"{recipe.workload}: {recipe.title}\n")
     print(render(header, [[_text(row.get(cell)) for cell in header] for row in rows]))
     sizes = ", ".join(recipe.values("size", True, size=size))
-    scale = "; any --scale, with a layout above scaled down" if recipe.kind == "training" else ""
+    scale = "; any --scale, with a layout above scaled down" if recipe.kind in SCALED_DOWN else ""
     print(f"\nstand-ins (--proxy): {sizes}{scale}; `llmb-run show ... --proxy` says what one leaves out")
     if recipe.references:
         cells = [k for k in dict.fromkeys(k for r in recipe.references for k in r) if k not in ("note", "plan")]

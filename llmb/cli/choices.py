@@ -41,6 +41,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     layout = add("--layout", metavar="GPU", help=whose)
     complete_with(layout, _gpu_types)
+    add("--engine", metavar="E", help="native (the default), or trtllm: TensorRT-LLM's own benchmark, if it is here")
     add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
     add(
         "--set",
@@ -85,6 +86,7 @@ def wanted(options: argparse.Namespace) -> Any:
     device_gb = None if fills else options.device_gb
     shortcuts = (("seqlen", options.seqlen), ("host_gib", options.host_gb), ("device_gib", device_gb))
     settings += [Setting(field=f, value=v, source=f"--{f}") for f, v in shortcuts if v is not None]
+    settings += [Setting(field="engine", value=options.engine, source="--engine")] if options.engine else []
     settings += from_arguments(options.set)
     size = _one(options.size, "MODEL_SIZE", "-s")
     dtypes = _one(options.dtype, "DTYPE", "--dtype")

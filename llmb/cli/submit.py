@@ -91,6 +91,7 @@ def _environment(pairs: list[str]) -> dict[str, str]:
 
 
 def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
+    from llmb.launch.command import spelled_command
     from llmb.plain import to_json
     from llmb.report.description import dry_table
 
@@ -99,6 +100,9 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
             print(to_json(config))
     else:
         print(dry_table([(config, task.repeats) for task, config in resolved]))
+        for _, config in resolved:
+            if config.engine != "native":
+                print(f"\n{config.name}: {spelled_command(config)}", end="")
 
 
 def _check_runs_here(config: Any) -> None:
@@ -106,8 +110,11 @@ def _check_runs_here(config: Any) -> None:
     from llmb.errors import ConfigError
     from llmb.launch.command import check_engine
     from llmb.launch.machine import gpu_names
+    from llmb.serving_fit import check_fits
 
     check_engine(config)
+    if config.workload.kind == "inference":
+        check_fits(config)
     if config.limits.slurm_params:
         raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --dry-run")
     if config.machine.gpu == "cpu":
@@ -200,6 +207,6 @@ def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[i
     print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=said)
     if as_json:
         print(run_dir.result.read_text(), end="")
-    refused = outcome.exit_code == 1  # the engine found the configuration wrong
+    refused = outcome.exit_code == 1 and config.engine == "native"  # it found the configuration wrong
     code = 0 if result.status == "ok" else 1 if refused else 2
     return code, outcome.interrupted is not None, result

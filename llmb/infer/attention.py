@@ -49,8 +49,11 @@ class PagedAttention:
 
     def allocate(self, blocks: int, block_tokens: int, slots: int, device: torch.device) -> None:
         heads, width = self.kv_heads, self.model.head_dim
-        shapes = ((blocks, heads, block_tokens, width), (blocks, heads, width, block_tokens))
-        self.cache = KvCache(*(torch.zeros(shape, dtype=self.kv_dtype, device=device) for shape in shapes))
+        keys, values = (blocks, heads, block_tokens, width), (blocks, heads, width, block_tokens)
+        self.cache = KvCache(
+            torch.zeros(keys, dtype=self.kv_dtype, device=device),
+            torch.zeros(values, dtype=self.kv_dtype, device=device),
+        )
 
     def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
         assert self.cache is not None

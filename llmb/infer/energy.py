@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -51,9 +52,7 @@ class EnergyMeter:
         if device.type != "cuda":
             raise LookupError(f"the run is on a {device.type} device")
         if self._nvml is None:
-            import pynvml
-
-            self._nvml = pynvml
+            self._nvml = import_module("pynvml")
         self._nvml.nvmlInit()
         # By its own name: NVML knows nothing of CUDA_VISIBLE_DEVICES.
         gpu = self._nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

@@ -18,17 +18,18 @@ from llmb.infer.ranks import ExpertGroup, Group
 from llmb.infer.step import Inputs
 from llmb.infer.weights import Cut, Weights
 from llmb.kernels.forms import Activation, Form, in_form
-from llmb.kernels.nvfp4 import from_nvfp4, in_nvfp4
-from llmb.kernels.routed import Stacked, Visits, empty_stack, fill_rows, routed_mlp
-from llmb.models.experts import choose, experts_of, router_scores, weigh
+from llmb.kernels.routed import Visits, routed_mlp
+from llmb.kernels.router import route
+from llmb.kernels.stacked import Kind, Stacked, empty_stack, fill_rows
+from llmb.models.experts import experts_of
 from llmb.spec import Model
 
-FORMS: dict[Format, Form] = {
+KINDS: dict[Format, Kind] = {
     "plain": "plain",
     "fp8_tensor": "rows8",  # kept as a scale for each output, all alike; activations have one for each token
     "fp8_channel": "rows8",
     "fp8_block": "groups8",
-    "nvfp4": "plain",  # rounded to 4 bits, kept as wide as the stream
+    "nvfp4": "nvfp4",  # unlike dense layers' kept in 4 bits: most of the model is here
 }
 
 
@@ -40,10 +41,9 @@ class ServedRouter:
         self.weight_EC = weights.take(f"{name}.weight")
         self.bias_E = weights.take(f"{name}.bias").float() if self.experts.score == "sigmoid" else None
 
-    def __call__(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:
-        scores_NE = router_scores(self._logits(x_NC), self.experts)
-        chosen_NK = choose(scores_NE, self.bias_E, self.experts)
-        return weigh(scores_NE, chosen_NK, self.experts), chosen_NK
+    def __call__(self, x_NC: Tensor, places_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[N, K] both; what only fills up a step (its place is negative, if places are given) visits nobody."""
+        return route(self._logits(x_NC), self.bias_E, self.experts, places_N)
 
     def _logits(self, x_NC: Tensor) -> Tensor:
         if x_NC.is_cuda and x_NC.dtype == self.weight_EC.dtype == torch.bfloat16:
@@ -69,17 +69,17 @@ class ServedExperts:
         shared_group: Group,
     ):
         experts = experts_of(model)
-        format = _fitting_share(format, model, experts_group)
+        kept = _fitting_share(format, model, experts_group)
         self.router = ServedRouter(weights, f"{name}.router", model)
         here, width = experts.count // experts_group.size, experts.ffn // experts_group.width.size
         self.count, self.first = experts.count, here * experts_group.index
-        kind = (FORMS[format], dtype, self.router.weight_EC.device)
+        kind = (KINDS[kept], dtype, self.router.weight_EC.device)
         self.both = empty_stack((here, 2 * width, model.hidden), *kind)
         self.down = empty_stack((here, model.hidden, width), *kind)
         # Only one of the three is there unrounded at a time.
-        _fill(self.both, weights, f"{name}.gate.weight", 1, 0, format, experts_group)
-        _fill(self.both, weights, f"{name}.up.weight", 1, width, format, experts_group)
-        _fill(self.down, weights, f"{name}.down.weight", 2, 0, format, experts_group)
+        _fill(self.both, weights, f"{name}.gate.weight", 1, 0, kept, experts_group)
+        _fill(self.both, weights, f"{name}.up.weight", 1, width, kept, experts_group)
+        _fill(self.down, weights, f"{name}.down.weight", 2, 0, kept, experts_group)
         self.activation, self.dtype, self.group = model.activation, dtype, experts_group
         self.shared: ServedGatedMlp | None = None
         if experts.shared:
@@ -91,13 +91,14 @@ class ServedExperts:
     def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
         assert isinstance(x, Tensor)
         everybodys_NC = self.group.spread(x)
-        visits = Visits(*self.router(everybodys_NC), self.count, self.first)
+        alone = everybodys_NC is x  # else some tokens are others', whose places are not known here
+        visits = Visits(*self.router(everybodys_NC, inputs.places_N if alone else None), self.count, self.first)
         read = in_form(everybodys_NC, self.both.form)
         routed_NC = self.group.collect(routed_mlp(read, visits, self.both, self.down, self.activation, self.dtype))
         if self.shared is None:
             return routed_NC
-        same = everybodys_NC is x and self.shared.form == self.both.form
-        return routed_NC + self.shared(read if same else in_form(x, self.shared.form), inputs)
+        fits = alone and self.shared.form == self.both.form
+        return routed_NC + self.shared(read if fits else in_form(x, self.shared.form), inputs)
 
 
 def _fill(
@@ -107,8 +108,6 @@ def _fill(
     whole_EOI = weights.take(name, Cut(0, group.index, group.size))
     share_EOI = Cut(width_dim, group.width.index, group.width.size).of(whole_EOI)
     for expert, weight_OI in enumerate(share_EOI):
-        if format == "nvfp4":
-            weight_OI = from_nvfp4(in_nvfp4(weight_OI))
         fill_rows(stack, expert, start, weight_OI, alike=format == "fp8_tensor")
 
 

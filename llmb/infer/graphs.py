@@ -6,6 +6,7 @@ share one pool of memory, which is as large as the largest needs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class DecodeGraphs:
         one.graph.replay()
         return one.logits_SV, one.tokens_S, one.targets_S
 
-    def _capture(self, size: int, pool: object) -> _Captured:
+    def _capture(self, size: int, pool: Any) -> _Captured:
         staging, sizes, empty = self._staging, Sizes(size, size, size), Plan()
         longs = torch.empty(sizes.longs, dtype=torch.int64, device=staging.device)
         ints = torch.empty(sizes.ints(staging.blocks), dtype=torch.int32, device=staging.device)

@@ -112,7 +112,7 @@ class Journal:
         """Whether it is time for a sample."""
         return elapsed >= self._next_sample
 
-    def sample(self, elapsed: float, done: int, output_tokens: int, load: EngineLoad) -> None:
+    def sample(self, elapsed: float, done: int, output_tokens: int, load: EngineLoad, last: bool = False) -> None:
         """How far the phase is."""
         self._next_sample = elapsed + SAMPLE_S
         self._record.add(
@@ -129,15 +129,12 @@ class Journal:
                 blocks=load.blocks,
             )
         )
-        if self._record.rank == 0 and elapsed >= self._said_at + PROGRESS_S:
-            self._say(elapsed, done, output_tokens, load)
-
-    def _say(self, elapsed: float, done: int, output_tokens: int, load: EngineLoad) -> None:
-        rate = (output_tokens - self._said_tokens) / max(elapsed - self._said_at, 1e-6)
-        self._said_at, self._said_tokens = elapsed, output_tokens
-        print(
-            f"{'warm-up' if self._warmup else 'measured'} {elapsed:.1f} s: {done}/{self._requests} requests | "
-            f"{rate:.0f} output tokens/s | {load.running} running, {load.waiting} waiting | "
-            f"cache {load.blocks_used}/{load.blocks} blocks",
-            flush=True,
-        )
+        if self._record.rank == 0 and (last or elapsed >= self._said_at + PROGRESS_S):
+            since, before = (0.0, 0) if last else (self._said_at, self._said_tokens)  # the last line is about it all
+            self._said_at, self._said_tokens = elapsed, output_tokens
+            print(
+                f"{'warm-up' if self._warmup else 'measured'} {elapsed:.1f} s: {done}/{self._requests} requests | "
+                f"{(output_tokens - before) / max(elapsed - since, 1e-6):.0f} output tokens/s | "
+                f"{load.running} running, {load.waiting} waiting | cache {load.blocks_used}/{load.blocks} blocks",
+                flush=True,
+            )

@@ -20,6 +20,7 @@ from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8, as
 from llmb.kernels.fp8 import MULTIPLE, cast, product, scale_of
 from llmb.kernels.fp8_block import block_product, in_blocks
 from llmb.kernels.nvfp4 import NVFP4_GROUP, from_nvfp4, in_nvfp4
+from llmb.kernels.thin import is_thin, thin_product
 
 Format = Literal["plain", "fp8_tensor", "fp8_channel", "fp8_block", "nvfp4"]
 
@@ -78,7 +79,7 @@ class PlainLinear:
 
     def __call__(self, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
-        return F.linear(x, self.weight_OK)
+        return thin_product(x, self.weight_OK, None, x.dtype) if is_thin(x) else F.linear(x, self.weight_OK)
 
 
 class TensorLinear:
@@ -129,6 +130,8 @@ class ChannelLinear:
 
     def __call__(self, x: Activation) -> Tensor:
         assert isinstance(x, Rows8)
+        if is_thin(x.values):
+            return thin_product(x, self.values_OK, self.scales_1O, self.dtype)
         if x.values.is_cuda:
             return torch._scaled_mm(
                 x.values, self.values_OK.T, x.scales, self.scales_1O, out_dtype=self.dtype, use_fast_accum=True

@@ -8,7 +8,10 @@ steps. Ranks that have requests of their own (attention data parallelism) deal t
 
 from dataclasses import dataclass
 
-from llmb.infer.prompts import Prompt
+from llmb.infer.prompts import Draw, Prompt
+from llmb.spec import Inference
+
+SETTLED = 32  # steps of the warm-up in which all of its requests are computed together
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,24 @@ def load_of(prompts: list[Prompt], concurrency: int) -> Load:
     """All at once where concurrency is not limited (below 1), or not less than there are."""
     limit = len(prompts) if concurrency < 1 else min(concurrency, len(prompts))
     return Load(list(enumerate(prompts)), limit)
+
+
+def warmup_load(work: Inference, load: Load, parts: int, cache_tokens: int, draw: Draw) -> Load:
+    """This driver's share of the warm-up: as many requests as are computed at once, unless their number is given.
+
+    They have the lengths of those that will be measured and other tokens. Their answers are cut where all of them have
+    been computed together for a while: the steps beyond that are alike.
+    """
+    if work.warmup_requests is not None:
+        count = -(-work.warmup_requests // parts)
+    else:
+        fitting = cache_tokens * len(load.prompts) // max(1, sum(prompt.total for _, prompt in load.prompts))
+        count = min(load.in_flight, work.max_batch_size, max(1, fitting))
+    lengths = [(len(prompt.tokens), prompt.output_tokens) for _, prompt in load.prompts]
+    chosen = [lengths[i % len(lengths)] for i in range(count)] if lengths else []
+    all_begun = -(-sum(inputs for inputs, _ in chosen) // work.max_num_tokens)  # steps until the last has begun
+    prompts = draw.prompts((inputs, min(outputs, all_begun + SETTLED)) for inputs, outputs in chosen)
+    return load_of(prompts, load.in_flight)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,20 @@ from llmb.kernels.forms import Activation, Form
 class Mixer(Protocol):
     """One block. Everything is about this rank's share of it."""
 
-    form: Form  # how it wants its input
-    bytes_per_token: int  # of the cache, for each token of a sequence
-    bytes_per_slot: int  # of state, for each sequence whatever its length
+    @property
+    def form(self) -> Form:
+        """How it wants its input."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of the cache, for each token of a sequence."""
+        ...
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Of state, for each sequence whatever its length."""
+        ...
 
     def allocate(self, blocks: int, block_tokens: int, slots: int, device: torch.device) -> None:
         """Make room for so many blocks of tokens and so many sequences."""

@@ -1,13 +1,12 @@
 """One phase of the benchmark, warm-up or measured: a load is sent, and the engine steps until all of it has ended.
 
-    seconds = Phase(engine, load, ask, journal).run()
+    seconds = Phase(engine, work, eos, load, journal).run()
 
 The first requests arrive at the beginning of the phase, each other one the moment that one ends. Ranks that compute the
 same requests run the same phase: what is sent depends on what has ended and on nothing else.
 """
 
-from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 from llmb.infer.engine import Engine
 from llmb.infer.journal import Flight, Journal, StepClock
@@ -18,63 +17,59 @@ from llmb.infer.trace import Trace
 from llmb.spec import Inference
 
 
-@dataclass(frozen=True)
 class Phase:
-    """What is needed to run it; `journal` is none on ranks that leave the recording to another."""
+    """To be run once, at once: its clock starts when it is made. `journal` is none where another rank records."""
 
-    engine: Engine
-    work: Inference
-    eos: frozenset[int]
-    load: Load
-    journal: Journal | None
-    trace: Trace | None = None
-
-    def run(self) -> float:
-        """Until the last request has ended; how many seconds that took."""
-        return _Run(self).finish()
-
-
-class _Run:
-    """A phase under way."""
-
-    def __init__(self, phase: Phase):
-        self._phase, self._engine, self._journal = phase, phase.engine, phase.journal
-        self._coming = iter(phase.load.prompts)
+    def __init__(
+        self,
+        engine: Engine,
+        work: Inference,
+        eos: frozenset[int],
+        load: Load,
+        journal: Journal | None,
+        trace: Trace | None = None,
+    ):
+        self._engine, self._work, self._eos, self._load = engine, work, eos, load
+        self._journal, self._trace = journal, trace
+        self._coming = iter(load.prompts)
         self._flights: dict[int, Flight] = {}
         self._done = self._tokens_of_done = 0
         self._clock = StepClock()
 
-    def finish(self) -> float:
-        """Send and step until nothing is left."""
-        trace, step = self._phase.trace, 0
-        for number, prompt in islice(self._coming, self._phase.load.in_flight):
+    def run(self) -> float:
+        """Send and step until the last request has ended; how many seconds that took."""
+        for number, prompt in islice(self._coming, self._load.in_flight):
             self._send(number, prompt)
-        going = True
-        while going:
-            if trace is not None:
-                trace.before(step)
+        for step in count():
+            if self._trace is not None:
+                self._trace.before(step)
             self._clock.turn()
             going = self._engine.step()
-            if trace is not None:
-                trace.after(step)
+            if self._trace is not None:
+                self._trace.after(step)
+            if not going:
+                break
             if self._journal is not None:
-                self._journal.write_some()
-                if self._journal.due(elapsed := self._clock.elapsed()):
-                    self._sample(elapsed)
-            step += 1
+                self._write(self._journal)
         return self._close()
+
+    def _write(self, journal: Journal) -> None:
+        """While the device computes."""
+        journal.write_some()
+        if journal.due(elapsed := self._clock.elapsed()):
+            self._sample(journal, elapsed)
 
     def _close(self) -> float:
         seconds = self._clock.elapsed()
-        asked = len(self._phase.load.prompts)
+        asked = len(self._load.prompts)
         if self._done != asked:
             raise RuntimeError(f"the engine has nothing left to do, but {asked - self._done} of {asked} requests do")
         if self._journal is not None:
-            self._sample(seconds)
+            self._sample(self._journal, seconds, last=True)
         return seconds
 
     def _send(self, number: int, prompt: Prompt) -> None:
-        work = self._phase.work
+        work = self._work
         flight = Flight(number, prompt, self._clock, self._clock.now())
         self._flights[number] = flight
         self._engine.submit(
@@ -85,7 +80,7 @@ class _Run:
                 sampling=Sampling(
                     temperature=work.temperature, top_k=work.top_k, top_p=work.top_p, seed=work.seed + number
                 ),
-                eos=self._phase.eos,
+                eos=self._eos,
                 ignore_eos=work.ignore_eos,
                 on_token=flight.heard if work.streaming and self._journal is not None else None,
                 on_end=self._ended,
@@ -102,7 +97,6 @@ class _Run:
         for number, prompt in islice(self._coming, 1):
             self._send(number, prompt)
 
-    def _sample(self, elapsed: float) -> None:
-        assert self._journal is not None
+    def _sample(self, journal: Journal, elapsed: float, last: bool = False) -> None:
         tokens = self._tokens_of_done + sum(len(flight.times) for flight in self._flights.values())
-        self._journal.sample(elapsed, self._done, tokens, self._engine.load)
+        journal.sample(elapsed, self._done, tokens, self._engine.load, last)

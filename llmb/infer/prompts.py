@@ -61,12 +61,14 @@ def terms_of(model: Model, weights: str | None) -> Terms:
     if weights is None:
         return Terms(model.vocab)
     folder = Path(weights)
-    told: dict[str, Any] = convert(dict[str, Any], read_json(folder / "config.json"), f"{folder}/config.json")
+    where = f"{folder}/config.json"
+    told = convert(dict[str, Any], read_json(folder / "config.json"), where)
     ends = told.get("eos_token_id")
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
     return Terms(
         vocab=model.vocab,
-        eos=frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends]),
-        context=told.get("max_position_embeddings"),
+        eos=frozenset(convert(tuple[int, ...], listed, f"{where}.eos_token_id")),
+        context=convert(int | None, told.get("max_position_embeddings"), f"{where}.max_position_embeddings"),
         folder=folder,
     )
 

@@ -1,6 +1,7 @@
 """What a user asks for and what comes of it: Sampling, Request, Answer, and Sequence, which is a request under way."""
 
-from collections.abc import Callable, Sequence as Tokens
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -77,6 +77,7 @@ class Scheduler:
         """
         ended = []
         sampled = iter(tokens)
+        block_tokens = self.pool.block_tokens
         for part in plan.parts:
             sequence = part.sequence
             token = next(sampled) if part.samples else None
@@ -87,17 +88,21 @@ class Scheduler:
             if token is not None:
                 sequence.pending -= 1
                 sequence.tokens.append(token)
-            if self.pool.prefix_cache:
+            if self.pool.prefix_cache and part.end // block_tokens > part.start // block_tokens:
                 self._remember(part)
-            if token is None:
-                continue
-            finish = ending(sequence.request, sequence.tokens)
-            if finish is not None:
-                self._end(sequence, finish)
+            if token is not None and self._complete(sequence):
                 ended.append(sequence)
-            if sequence.request.on_token is not None:
-                sequence.request.on_token(sequence.request.number, token)
         return ended
+
+    def _complete(self, sequence: Sequence) -> bool:
+        """Tell of a sequence's newest token; whether it is the last. Ended first, as the callback may cancel it."""
+        request = sequence.request
+        finish = ending(request, sequence.tokens)
+        if finish is not None:
+            self._end(sequence, finish)
+        if request.on_token is not None:
+            request.on_token(request.number, sequence.tokens[-1])
+        return finish is not None
 
     # -- planning
 
@@ -112,8 +117,8 @@ class Scheduler:
             request = sequence.request
             length = len(sequence.tokens) + sequence.pending
             start = sequence.computed
-            if sequence.slot is None or length >= len(request.prompt) + request.max_tokens or sequence in self._unread:
-                continue  # preempted a moment ago, all of its answer under way, or to be read first
+            if length >= len(request.prompt) + request.max_tokens or sequence in self._unread:
+                continue  # all of its answer is under way, or it has to be read first
             if start + 1 < length:
                 prompts.append(sequence)
             elif len(parts) < most and (length <= len(sequence.blocks) * block_tokens or self._grow(sequence)):
@@ -142,7 +147,7 @@ class Scheduler:
             if budget == 0:
                 break
             if sequence.slot is None:
-                continue
+                continue  # preempted a moment ago
             # If nothing else can go on, this has to; otherwise it may wait until there is a free block.
             if not parts and self._room(sequence) == 0 and not self._grow(sequence):
                 continue
@@ -247,7 +252,6 @@ class Scheduler:
         sequence = part.sequence
         first = part.start // self.pool.block_tokens
         full = min(part.end, sequence.computed, len(sequence.tokens)) // self.pool.block_tokens
-        if full > first:
-            name_blocks(sequence.digests, sequence.tokens, self.pool.block_tokens, full)
-            for index in range(first, full):
-                self.pool.remember(sequence.blocks[index], sequence.digests[index])
+        name_blocks(sequence.digests, sequence.tokens, self.pool.block_tokens, full)
+        for index in range(first, full):
+            self.pool.remember(sequence.blocks[index], sequence.digests[index])

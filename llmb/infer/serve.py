@@ -7,6 +7,8 @@ of the memory that then is left the cache gets the fraction asked for. It is nev
 longest sequences could fill, unless prompts that begin alike may use more.
 """
 
+from pathlib import Path
+
 import torch
 
 from llmb.infer.blocks import BlockPool
@@ -55,7 +57,7 @@ def weights_of(config: RunConfig, device: torch.device) -> Weights:
     work, dtype = config.workload, how_of(config).dtype
     assert isinstance(work, Inference)
     if work.weights is not None:
-        return FolderWeights(config.model, work.weights, dtype, device)
+        return FolderWeights(config.model, Path(work.weights), dtype, device)
     return RandomWeights(config.model, work.seed, dtype, device)
 
 

@@ -11,6 +11,7 @@ import torch
 from llmb.errors import ConfigError
 from llmb.hardware import GIB
 from llmb.infer.prompts import Prompt
+from llmb.infer.serve import HOST_SHARE
 from llmb.rank.endings import OutOfMemory
 from llmb.rank.memory import bytes_asked, is_out_of_memory, peak_bytes
 from llmb.serving_fit import advice, room, token_bytes, weight_bytes
@@ -39,6 +40,13 @@ def total_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def free_bytes(device: torch.device) -> float:
+    """What nobody has taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE
+
+
 def remedy(config: RunConfig, total: float, asked: float) -> str:
     """What to change. `asked`: bytes of the allocation that failed, lacking even where by estimate all would fit."""
     weights = weight_bytes(config)
@@ -60,7 +68,7 @@ def remedy(config: RunConfig, total: float, asked: float) -> str:
     return f"by estimate it fits, so what is lacking is little: try {said}"
 
 
-def check_room(config: RunConfig, blocks: int, prompts: Iterable[Prompt]) -> None:
+def check_room(config: RunConfig, device: torch.device, blocks: int, prompts: Iterable[Prompt]) -> None:
     """A ConfigError with advice where the cache, of so many blocks, cannot hold the longest request even alone."""
     work = _work(config)
     longest = max(prompts, key=lambda prompt: prompt.total, default=None)
@@ -68,7 +76,7 @@ def check_room(config: RunConfig, blocks: int, prompts: Iterable[Prompt]) -> Non
         return
     isl, osl = len(longest.tokens), longest.output_tokens
     longest_alone = replace(config, workload=replace(work, isl=isl, osl=osl))
-    free = blocks * work.block_tokens * token_bytes(config) / work.kv_fraction
+    free = free_bytes(device) + blocks * work.block_tokens * token_bytes(config)
     raise ConfigError(
         f"the KV cache of {blocks * work.block_tokens} tokens is too small for a request of {isl}+{osl}: "
         f"{advice(longest_alone, free)}"

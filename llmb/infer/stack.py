@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llmb.infer.attention import PagedAttention
 from llmb.infer.experts import ServedExperts
+from llmb.infer.latent import LatentPaged
 from llmb.infer.linear import Format
 from llmb.infer.mamba import StatefulMamba
 from llmb.infer.mixer import Mixer
@@ -134,7 +135,8 @@ def layer_blocks(model: Model, layer: int, weights: Weights, how: How, ranks: Ra
         else:
             mixer = ServedPlainMlp(weights, f"{name}.mixer", model.activation, *common, ranks.dense)
         return [Block(norm("norm"), mixer)]
-    attention = PagedAttention(weights, f"{name}.attention", model, *common, how.kv_dtype, ranks.dense)
+    attend = PagedAttention if model.latent is None else LatentPaged
+    attention: Mixer = attend(weights, f"{name}.attention", model, *common, how.kv_dtype, ranks.dense)
     if model.experts is not None and layer >= model.experts.dense_layers:
         mlp: Mixer = ServedExperts(weights, f"{name}.mlp", model, *common, ranks.experts, ranks.dense)
     else:

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
 from llmb.kernels.forms_triton import store_groups, store_row
 
@@ -21,10 +22,13 @@ def _add_norm(
     WIDE: tl.constexpr,
     ADDS: tl.constexpr,
     FORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDE)
     inside = c < C
+    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    begins(DEPENDENT)
     x = tl.load(added_ptr + row * C + c, mask=inside, other=0.0)
     dtype = x.dtype
     x = x.to(tl.float32)
@@ -32,7 +36,6 @@ def _add_norm(
         x = (x + tl.load(stream_ptr + row * C + c, mask=inside, other=0.0).to(tl.float32)).to(dtype)
         tl.store(stream_ptr + row * C + c, x, mask=inside)
         x = x.to(tl.float32)
-    weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
     normed = (x * tl.rsqrt(tl.sum(x * x) / C + eps) * weight).to(dtype)
     if FORM == "plain":
         tl.store(out_ptr + row * C + c, normed, mask=inside)
@@ -57,6 +60,7 @@ def add_norm_triton(
         _add_norm[(n,)](
             added_NC, stream, weight_C, out_NC, scales, eps,
             C=c, WIDE=wide, ADDS=stream_NC is not None, FORM=form, num_warps=min(max(wide // 512, 1), 16),
+            **dependent(n),
         )  # fmt: skip
     made: Activation = out_NC if form == "plain" else (Rows8 if form == "rows8" else Groups8)(out_NC, scales)
     return made, stream

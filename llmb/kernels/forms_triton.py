@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
 
 _LARGEST = tl.constexpr(448.0)
@@ -31,7 +32,10 @@ def store_groups(x, values_ptr, scales_ptr, C: tl.constexpr, WIDE: tl.constexpr)
 
 
 @triton.jit
-def _round(x_ptr, stride, out_ptr, scales_ptr, C: tl.constexpr, WIDE: tl.constexpr, FORM: tl.constexpr):
+def _round(
+    x_ptr, stride, out_ptr, scales_ptr, C: tl.constexpr, WIDE: tl.constexpr, FORM: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    begins(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDE)
     x = tl.load(x_ptr + row * stride + c, mask=c < C, other=0.0).to(tl.float32)
@@ -49,6 +53,14 @@ def in_form_triton(x_NC: Tensor, form: Form) -> Activation:
     wide = max(triton.next_power_of_2(c), GROUP)
     if n:
         _round[(n,)](
-            x_NC, x_NC.stride(0), out_NC, scales, C=c, WIDE=wide, FORM=form, num_warps=min(max(wide // 512, 1), 16)
+            x_NC,
+            x_NC.stride(0),
+            out_NC,
+            scales,
+            C=c,
+            WIDE=wide,
+            FORM=form,
+            num_warps=min(max(wide // 512, 1), 16),
+            **dependent(n),
         )
     return (Rows8 if form == "rows8" else Groups8)(out_NC, scales)

@@ -7,8 +7,8 @@ This is DeepSeek's format: both operands have one scale for every 128 numbers of
 128 of them in the hardware and the scaled sums in fp32.
 
 Three ways to the same result: cuBLAS where it knows these scales (Hopper with CUDA 12.9 or later) and there are many
-tokens; a Triton kernel for few tokens, where cuBLAS reads the weight at half the speed of memory, and for other GPUs;
-plain torch anywhere else.
+tokens; a Triton kernel for few tokens, where all that counts is how fast the weight is read, and for other GPUs; plain
+torch anywhere else.
 
 Shapes: N tokens, K inputs, O outputs; B blocks along the outputs, the last one filled up with zeros; G groups along K.
 """
@@ -61,21 +61,21 @@ def block_product(x: Groups8, weight: Blocks8, outputs: int, dtype: torch.dtype)
     """The same by the fastest way there is, [N, outputs] and contiguous."""
     if not takes_triton(x.values):
         return block_product_reference(x, weight, outputs, dtype)
-    if len(x.values) > FEW_TOKENS and _cublas_knows_blocks(x.values.device):
-        return _cublas_product(x, weight, outputs, dtype)
+    if len(x.values) > FEW_TOKENS and cublas_knows_blocks(x.values.device):
+        return cublas_product(x, weight, outputs, dtype)
     from llmb.kernels.fp8_block_triton import block_product_triton
 
     return block_product_triton(x, weight, outputs, dtype)
 
 
 @cache
-def _cublas_knows_blocks(device: torch.device) -> bool:
+def cublas_knows_blocks(device: torch.device) -> bool:
     """As torch checks it: nothing but Hopper, and a library of CUDA 12.9 or later."""
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return torch.cuda.get_device_capability(device)[0] == 9 and cuda >= (12, 9)
 
 
-def _cublas_product(x: Groups8, weight: Blocks8, outputs: int, dtype: torch.dtype) -> Tensor:
+def cublas_product(x: Groups8, weight: Blocks8, outputs: int, dtype: torch.dtype) -> Tensor:
     """Scales of tokens are wanted with the tokens side by side, those of blocks with the groups side by side."""
     tokens, more = len(x.values), -len(x.values) % FOURS
     values_NK, scales_GN = x.values, x.scales.T

@@ -5,13 +5,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
 from llmb.kernels.forms_triton import store_groups, store_row
 
 
 @triton.jit
-def _gated(both_ptr, out_ptr, scales_ptr, F: tl.constexpr, WIDE: tl.constexpr, SILU: tl.constexpr, FORM: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _gated(
+    both_ptr,
+    out_ptr,
+    scales_ptr,
+    F: tl.constexpr,
+    WIDE: tl.constexpr,
+    SILU: tl.constexpr,
+    FORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    begins(DEPENDENT)
+    gate_row(tl.program_id(0).to(tl.int64), both_ptr, out_ptr, scales_ptr, F, WIDE, SILU, FORM)
+
+
+@triton.jit
+def gate_row(
+    row, both_ptr, out_ptr, scales_ptr, F: tl.constexpr, WIDE: tl.constexpr, SILU: tl.constexpr, FORM: tl.constexpr
+):
+    """One row, for any kernel that knows which."""
     f = tl.arange(0, WIDE)
     inside = f < F
     gate = tl.load(both_ptr + row * 2 * F + f, mask=inside, other=0.0)
@@ -42,5 +60,6 @@ def gated_triton(both_N2F: Tensor, activation: str, form: Form) -> Activation:
         _gated[(n,)](
             both_N2F.contiguous(), out_NF, scales,
             F=f, WIDE=wide, SILU=activation == "silu", FORM=form, num_warps=min(max(wide // 1024, 1), 16),
+            **dependent(n),
         )  # fmt: skip
     return out_NF if form == "plain" else (Rows8 if form == "rows8" else Groups8)(out_NF, scales)

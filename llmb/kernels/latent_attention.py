@@ -1,14 +1,19 @@
 """Latent attention whose cache holds, for each token, one latent and one rotated key that all heads share.
 
-    turn_and_write(q_NHD, latent_NR, key_NK, norm_R, eps, turns, cache, places_N)
+    rotate_and_cache_latents(q_NHD, latent_NR, key_NK, norm_R, eps, cos_NF, sin_NF, cache, places_N)
     mixed_NHR = latent_attention(q_latent_NHR, q_turned_NHK, cache, spans, scale)
+    mixed_NHV = expanded_attention(q_NHD, kv_THW, keys_TK, scale)
 
-Queries come with kv_up absorbed into them, so a latent is both key and value: a logit is the product of latents plus
+For the second, queries come with kv_up absorbed into them, so a latent is both key and value: a logit is the product of latents plus
 that of rotated parts, and what comes out is a mix of latents, from which the caller makes values. A cache in e4m3 holds
 latents so, which stand for themselves times its scale; rotated keys, an eighth of the numbers, stay as they are: they
 are not normed, and their rounding would touch every head's sense of position.
 
-Shapes: N tokens, H heads, R latent rank, K width of the rotated key (F = K / 2 pairs), B blocks, L tokens of a block.
+The third is for a long chunk of one sequence, whose latents of all its tokens so far the caller has expanded: there it
+is cheaper to multiply the narrower keys and values of each head.
+
+Shapes: N tokens, H heads, R latent rank, K width of the rotated key (F = K / 2 pairs), B blocks, L tokens of a block,
+T tokens of a sequence, V width of a value, D width of a query, W = D - K + V.
 """
 
 from dataclasses import dataclass
@@ -18,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.kernels.forms import E4M3, LARGEST
-from llmb.kernels.paged_attention import Spans
+from llmb.kernels.spans import Spans
 from llmb.kernels.triton_device import takes_triton
 
 
@@ -41,41 +46,33 @@ class LatentCache:
         return (latents_TR if self.scale == 1.0 else latents_TR * self.scale), keys_TK
 
 
-@dataclass(frozen=True)
-class Turns:
-    """By how much each token's pairs are turned: position times frequency, in radians."""
-
-    positions_N: Tensor
-    frequencies_F: Tensor  # fp32
-
-
-def turn_and_write_reference(
+def rotate_and_cache_latents_reference(
     q_NHD: Tensor,
     latent_NR: Tensor,
     key_NK: Tensor,
     norm_R: Tensor,
     eps: float,
-    turns: Turns,
+    cos_NF: Tensor,
+    sin_NF: Tensor,
     cache: LatentCache,
     places_N: Tensor,
 ) -> None:
-    """Turn the last K of each query in place; norm the latent, turn the key, and write both; a place of -1 is left out.
+    """Rotate the last K of each query in place; norm the latent, rotate the key, cache both. A place of -1 is left out.
 
     Pairs (2i, 2i + 1) come out as (i, i + F), in queries and keys alike.
     """
-    angles_NF = turns.positions_N[:, None] * turns.frequencies_F
     width = key_NK.shape[-1]
-    q_NHD[..., -width:] = _turned(q_NHD[..., -width:], angles_NF[:, None])
+    q_NHD[..., -width:] = _rotated(q_NHD[..., -width:], cos_NF[:, None], sin_NF[:, None])
     normed_NR = F.rms_norm(latent_NR, norm_R.shape, norm_R.to(latent_NR.dtype), eps)
     kept = places_N >= 0
     block, offset = places_N[kept] // cache.block_tokens, places_N[kept] % cache.block_tokens
     cache.latents_BLR[block, offset] = _rounded(normed_NR[kept] / cache.scale, cache.latents_BLR.dtype)
-    cache.keys_BLK[block, offset] = _turned(key_NK, angles_NF)[kept].to(cache.keys_BLK.dtype)
+    cache.keys_BLK[block, offset] = _rotated(key_NK, cos_NF, sin_NF)[kept].to(cache.keys_BLK.dtype)
 
 
-def _turned(x: Tensor, angles: Tensor) -> Tensor:
-    even, odd = x[..., ::2], x[..., 1::2]
-    return torch.cat((even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin()), -1).to(x)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd, cos, sin = x[..., ::2], x[..., 1::2], cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,22 +80,23 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-LARGEST, LARGEST).to(dtype) if dtype == E4M3 else x.to(dtype)
 
 
-def turn_and_write(
+def rotate_and_cache_latents(
     q_NHD: Tensor,
     latent_NR: Tensor,
     key_NK: Tensor,
     norm_R: Tensor,
     eps: float,
-    turns: Turns,
+    cos_NF: Tensor,
+    sin_NF: Tensor,
     cache: LatentCache,
     places_N: Tensor,
 ) -> None:
     """The same in one kernel where there is one."""
     if takes_triton(q_NHD):
-        from llmb.kernels.latent_attention_triton import turn_and_write_triton
+        from llmb.kernels.latent_attention_triton import rotate_and_cache_latents_triton
 
-        return turn_and_write_triton(q_NHD, latent_NR, key_NK, norm_R, eps, turns, cache, places_N)
-    return turn_and_write_reference(q_NHD, latent_NR, key_NK, norm_R, eps, turns, cache, places_N)
+        return rotate_and_cache_latents_triton(q_NHD, latent_NR, key_NK, norm_R, eps, cos_NF, sin_NF, cache, places_N)
+    return rotate_and_cache_latents_reference(q_NHD, latent_NR, key_NK, norm_R, eps, cos_NF, sin_NF, cache, places_N)
 
 
 def latent_attention_reference(
@@ -129,3 +127,23 @@ def latent_attention(
 
         return latent_attention_triton(q_latent_NHR, q_turned_NHK, cache, spans, scale)
     return latent_attention_reference(q_latent_NHR, q_turned_NHK, cache, spans, scale)
+
+
+def expanded_attention_reference(q_NHD: Tensor, kv_THW: Tensor, keys_TK: Tensor, scale: float) -> Tensor:
+    """The last N of T tokens: the unrotated part of each head's keys with its values, and keys that all heads share."""
+    nope = q_NHD.shape[-1] - keys_TK.shape[-1]
+    k_THD = torch.cat((kv_THW[..., :nope], keys_TK[:, None].expand(-1, q_NHD.shape[1], -1)), dim=-1)
+    q_HND, k_HTD, v_HTV = (x.transpose(0, 1) for x in (q_NHD, k_THD, kv_THW[..., nope:]))
+    seen_NT = torch.ones(len(q_NHD), len(keys_TK), dtype=torch.bool, device=q_NHD.device).tril(
+        len(keys_TK) - len(q_NHD)
+    )
+    return F.scaled_dot_product_attention(q_HND, k_HTD, v_HTV, seen_NT, scale=scale).transpose(0, 1)
+
+
+def expanded_attention(q_NHD: Tensor, kv_THW: Tensor, keys_TK: Tensor, scale: float) -> Tensor:
+    """The same by a kernel where there is one."""
+    if takes_triton(q_NHD):
+        from llmb.kernels.latent_attention_triton import expanded_attention_triton
+
+        return expanded_attention_triton(q_NHD, kv_THW, keys_TK, scale)
+    return expanded_attention_reference(q_NHD, kv_THW, keys_TK, scale)

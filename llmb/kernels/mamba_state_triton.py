@@ -5,8 +5,6 @@ what it makes for a group is read by all of the group's heads while its own stat
 some of its channels, or some of one head's rows of state: enough programs for a small batch to keep a GPU busy.
 """
 
-# mypy: disable-error-code="no-untyped-def"
-
 import torch
 import triton
 import triton.language as tl
@@ -16,9 +14,11 @@ from llmb.kernels.mamba_state import MambaState, MambaWeights, Rows
 
 TILE_CHANNELS = 256
 TILE_WIDTH = 32  # rows of a head's state that one program has; its columns are taken whole
+# Whose rows these are lies anywhere in a step's numbers: no kernel is to be compiled again for where.
+ANYWHERE = ("slots", "positions", "lengths")
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _conv_step_kernel(
     x, weight, bias, kept, out, slots, positions, lengths, x_row, x_group, width,
     REACH: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
@@ -53,7 +53,7 @@ def _softplus(x):
     return tl.where(x > 20.0, x, tl.where(rounded == 1.0, power, tl.log(rounded) * lost))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _recurrence_step_kernel(
     steps, convolved, dt_bias, a, d, state, out, slots, positions, lengths, step_row, step_group, shortest,
     SHARE: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr, TILE_P: tl.constexpr, TILE_N: tl.constexpr,

@@ -9,6 +9,8 @@ A chunk of a prompt attends to what the cache holds of its sequence, then to its
 before it needs no cache at all and goes to torch's attention, which is faster there.
 """
 
+from itertools import groupby
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -16,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.paged_attention import KvCache
 from llmb.kernels.spans import Spans
 
@@ -61,7 +64,9 @@ def _decode(
     SHARES: tl.constexpr,
     COMPUTE: tl.constexpr,
     CAPPED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    begins(DEPENDENT)
     part, head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + part)
     tiles = tl.cdiv(length, L)
@@ -104,7 +109,17 @@ def _decode(
 
 
 @triton.jit
-def _together(shares_ptr, sums_ptr, out_ptr, lengths_ptr, H: tl.constexpr, D: tl.constexpr, SHARES: tl.constexpr):
+def _together(
+    shares_ptr,
+    sums_ptr,
+    out_ptr,
+    lengths_ptr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    SHARES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    begins(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(lengths_ptr + row // H) > 0:
         s, d = tl.arange(0, SHARES), tl.arange(0, D)
@@ -227,10 +242,12 @@ def _generate(q_NHD: Tensor, cache: KvCache, spans: Spans, scale: float, cap: fl
         q_NHD, cache.keys_BGLD, cache.values_BGDL, made, sums, spans.table_PM, spans.lengths_P, spans.starts_P1,
         scale * LOG2_E * cache.key_scale, cache.value_scale, cap or 0.0, q_NHD.stride(0), spans.table_PM.stride(0),
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), G=g, D=d, L=cache.block_tokens, SHARES=shares,
-        COMPUTE=_compute_type(cache), CAPPED=cap is not None, num_warps=2 if shares == 1 else 4,
+        COMPUTE=_compute_type(cache), CAPPED=cap is not None, num_warps=2 if shares == 1 else 4, **dependent(parts),
     )  # fmt: skip
     if shares > 1:
-        _together[(parts * heads,)](made, sums, out_NHD, spans.lengths_P, H=heads, D=d, SHARES=shares, num_warps=1)
+        _together[(parts * heads,)](
+            made, sums, out_NHD, spans.lengths_P, H=heads, D=d, SHARES=shares, num_warps=1, **dependent(parts)
+        )
 
 
 def _read_prompts(
@@ -246,13 +263,14 @@ def _read_prompts(
     whole = cap is None and q_NHD.is_cuda
     skip_from = LONG_CHUNK if whole else 2**30
     begin, rest = spans.decodes, 0
-    for before, count in spans.parts:
+    for (before, count), alike in groupby(spans.parts):  # neighbours of one length go together
+        end = begin + count * len(list(alike))
         if before == 0 and count >= skip_from:
-            rows = slice(begin, begin + count)
-            out_NHD[rows] = _whole_prompt(q_NHD[rows], k_NGD[rows], v_NGD[rows], scale)
+            q, k, v = (x[begin:end].unflatten(0, (-1, count)) for x in (q_NHD, k_NGD, v_NGD))
+            out_NHD[begin:end] = _whole_prompts(q, k, v, scale)
         else:
             rest = max(rest, count)
-        begin += count
+        begin = end
     if rest:
         group = q_NHD.shape[1] // cache.kv_heads
         _chunk[(triton.cdiv(rest, CHUNK_TILE), q_NHD.shape[1], len(spans.parts))](
@@ -265,9 +283,9 @@ def _read_prompts(
         )  # fmt: skip
 
 
-def _whole_prompt(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
+def _whole_prompts(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(backends, set_priority=True):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return mixed[0].transpose(0, 1)
+    return mixed.transpose(1, 2).flatten(0, 1)

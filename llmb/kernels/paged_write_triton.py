@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.paged_attention import KvCache
 
 
@@ -24,7 +25,9 @@ def _rotate_and_cache(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     ROTATES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    begins(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     row = qkv_ptr + token * (H + 2 * G) * D
     place = tl.load(places_ptr + token)
@@ -71,6 +74,7 @@ def rotate_and_cache_triton(
             1 / cache.key_scale, 1 / cache.value_scale,
             H=h, G=g, D=cache.width, L=cache.block_tokens, HEADS=triton.next_power_of_2(h + g),
             KV_HEADS=triton.next_power_of_2(g), ROTATES=cos_ND is not None, num_warps=4,
+            **dependent(n),
         )  # fmt: skip
     q_NHD, k_NGD, v_NGD = rows_NXD.split((h, g, g), dim=1)
     return q_NHD, k_NGD, v_NGD

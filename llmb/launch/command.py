@@ -1,6 +1,6 @@
 """The command that starts an engine, the variables it needs, and job.sh, which repeats the run by hand.
 
-    engine_command(config, rundir, sys.executable) -> [python, -m, llmb.train, config.json]
+    engine_command(config, rundir, sys.executable) -> [python, -m, llmb.train, config.json], or another engine's
     bash job.sh                                    # the same run again, in a new folder beside the first
 
 The engine works inside its run folder: config.json lies there, and whatever a library drops lands there.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import llmb
 from llmb.errors import ConfigError, UnknownName
+from llmb.launch import trtllm
 from llmb.launch.rundir import CONFIG_FILE, TIMESTAMP, RunDir
 from llmb.launch.secrets import is_secret
 from llmb.spec import RunConfig
@@ -25,20 +26,27 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def engine_command(config: RunConfig, rundir: RunDir, python: str) -> list[str]:
-    """What starts the native engine for this run, from inside its run folder."""
+    """What starts the run's engine, from inside its run folder."""
     check_engine(config)
+    if config.engine == "trtllm":
+        return trtllm.local_command(config)
     return [python, "-m", *_module(config), rundir.config.name]
 
 
 def spelled_command(config: RunConfig) -> str:
-    """The command as a person would type it."""
+    """The command as a person would type it; of another engine, its job."""
+    if config.engine == "trtllm":
+        return f"sbatch, with this job:\n{trtllm.slurm_job(config)}"
     return shlex.join(["python", "-m", *_module(config), CONFIG_FILE])
 
 
 def check_engine(config: RunConfig) -> None:
     """A ConfigError where this installation has no engine for the run; nothing is made or started."""
+    if config.engine == "trtllm":
+        trtllm.check(config)
+        return
     if config.engine != "native":
-        raise UnknownName("engine to start here", config.engine, ["native"])
+        raise UnknownName("engine to start here", config.engine, ["native", "trtllm"])
     kind = config.workload.kind
     if not _can_be_started(ENGINES[kind]):
         present = ", ".join(k for k, module in ENGINES.items() if _can_be_started(module)) or "none"

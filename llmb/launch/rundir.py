@@ -6,6 +6,7 @@
         .lock
         <name>_<timestamp>/<name>/
           config.json job.sh pid events.rank0.jsonl log-<name>.out result.json llmb-config_<jobid>.yaml profile/
+          (of serving runs the log is <name>_streaming-<on/off>_<jobid>.out)
 
 A run folder is made once; nothing here reuses or deletes one.
 """
@@ -168,7 +169,19 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        return self.path / f"log-{self.name}.out"
+        """All that was printed. Serving runs have the name that readers of NVIDIA's inference recipes look for."""
+        streaming = self._streaming()
+        if streaming is None:
+            return self.path / f"log-{self.name}.out"
+        job = f"_{self.job_id}" if self.job_id else ""
+        return self.path / f"{self.name}_streaming-{'on' if streaming else 'off'}{job}.out"
+
+    def _streaming(self) -> bool | None:
+        """Whether a serving run streams; none: it is another kind of run, or its configuration cannot be read."""
+        try:
+            return read_json(self.config)["workload"].get("streaming")
+        except (ConfigError, KeyError, TypeError, AttributeError):
+            return None
 
     @property
     def result(self) -> Path:

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from llmb.errors import ConfigError
 from llmb.kernels.grouped import grouped_product
+from llmb.kernels.router import NO_WEIGHT, choose, router_scores, weigh
 from llmb.models.blocks import ACTIVATIONS, GatedMlp
 from llmb.spec import Experts, Model
-
-NO_WEIGHT = 1e-20  # keeps a token whose scores all round to zero from dividing by it
 
 
 class _Fp32Product(torch.autograd.Function):
@@ -93,31 +92,6 @@ class Router(nn.Module):
         visits = visits_E.sum()
         even = self.experts.count * ((visits_E / visits) @ (sums_E / (visits / self.experts.top_k)))
         return self.experts.aux_loss * even
-
-
-def router_scores(logits_NE: Tensor, experts: Experts) -> Tensor:
-    """How much each token is drawn to each expert."""
-    return logits_NE.sigmoid() if experts.score == "sigmoid" else logits_NE.softmax(dim=-1)
-
-
-def choose(scores_NE: Tensor, bias_E: Tensor | None, experts: Experts) -> Tensor:
-    """The experts with the highest corrected scores, from the groups whose two best add up to most, [N, K]."""
-    choice_NE = scores_NE if bias_E is None else scores_NE + bias_E
-    if experts.groups > 1:
-        choice_NGE = choice_NE.unflatten(1, (experts.groups, -1))
-        group_scores_NG = choice_NGE.topk(min(2, choice_NGE.shape[-1]), dim=-1).values.sum(dim=-1)
-        best_NG = group_scores_NG.topk(experts.top_groups, dim=-1, sorted=False).indices
-        closed_NG = torch.ones_like(group_scores_NG, dtype=torch.bool).scatter_(1, best_NG, False)
-        choice_NE = choice_NGE.masked_fill(closed_NG[:, :, None], float("-inf")).flatten(1)
-    return choice_NE.topk(experts.top_k, dim=-1, sorted=False).indices
-
-
-def weigh(scores_NE: Tensor, chosen_NK: Tensor, experts: Experts) -> Tensor:
-    """What each chosen expert's answer is multiplied by: its score without the correction."""
-    weights_NK = scores_NE.gather(1, chosen_NK)
-    if experts.renormalise:
-        weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + NO_WEIGHT)
-    return weights_NK * experts.scale
 
 
 def _as_it_is(sums: Tensor) -> Tensor:

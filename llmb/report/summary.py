@@ -70,7 +70,7 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
 def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     steady = "" if result.steady_window_s is None else "from {:.4g} to {:.4g} s".format(*result.steady_window_s)
     rates = (
-        ("requests", result.request_throughput, "requests/s", f"{result.requests} finished, over the whole run"),
+        ("requests", result.request_throughput, "requests/s", "finished, over the whole run"),
         ("output, whole run", result.output_tokens_per_s, "tokens/s", "generated, all GPUs together"),
         ("output, steady", result.steady_output_tokens_per_s, "tokens/s", f"while the engine was full, {steady}"),
         ("output per GPU", result.output_tokens_per_s_per_gpu, "tokens/s", "of the whole run, for one GPU"),
@@ -86,12 +86,14 @@ def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
 
 def _distributions(result: Result) -> Iterator[tuple[str | None, ...]]:
     """A row for each figure that every request, or every gap, has one of."""
+    speed = result.output_speed_tokens_per_s
+    speeds = result.output_speed_summary_tokens_per_s or (None if speed is None else {"mean": speed})
     found = (
         ("TTFT", result.ttft_ms, "ms", "from arrival to the first token"),
         ("TPOT", result.tpot_ms, "ms", "per output token after the first"),
         ("ITL", result.itl_ms, "ms", "between two tokens as they arrive"),
         ("end to end", result.e2e_ms, "ms", "from arrival to the last token"),
-        ("output speed", result.output_speed_summary_tokens_per_s, "tokens/s", "of one answer, once it has begun"),
+        ("output speed", speeds, "tokens/s", "of one answer, once it has begun"),
     )
     for name, values, unit, said in found:
         if values:

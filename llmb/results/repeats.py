@@ -47,7 +47,7 @@ def interval(metric: str, samples: Sequence[float]) -> Interval | None:
         metric=metric,
         n=found.n,
         mean=found.mean,
-        low=found.mean - half,
+        low=found.mean - half if found.min < 0 else max(0.0, found.mean - half),  # no rate or time is below zero
         high=found.mean + half,
         error=half / abs(found.mean),
         spread=(found.max - found.min) / abs(found.mean),

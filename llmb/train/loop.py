@@ -22,6 +22,7 @@ from llmb.hardware import peak_flops
 from llmb.metrics import mfu, tflops_per_gpu
 from llmb.models.architectures import Network
 from llmb.rank.endings import Diverged
+from llmb.rank.memory import peak_bytes
 from llmb.rank.provenance import run_started
 from llmb.rank.record import Record
 from llmb.spec import RunConfig, Training
@@ -31,7 +32,7 @@ from llmb.train.context_parallel import own_tokens
 from llmb.train.data import TokenFile, open_data
 from llmb.train.graphs import MicroBatchGraph
 from llmb.train.log import step_lines, time_table
-from llmb.train.memory import naming_shortage, peak_bytes
+from llmb.train.memory import naming_shortage
 from llmb.train.mesh import Mesh, open_mesh
 from llmb.train.optimizer import Optimizer, learning_rate
 from llmb.train.parallelize import ready_parts

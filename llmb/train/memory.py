@@ -1,7 +1,5 @@
-"""How much memory a run took, how to recognise that there was not enough, and what to change then."""
+"""What to change when a training run has not enough memory."""
 
-import re
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,32 +11,11 @@ from llmb.errors import ConfigError
 from llmb.hardware import GIB
 from llmb.memory import memory_estimate
 from llmb.rank.endings import OutOfMemory
+from llmb.rank.memory import bytes_asked, is_out_of_memory, peak_bytes
 from llmb.spec import RunConfig, Training
 from llmb.train.supported import supported_workload
 
-SHORTAGE_WORDS = (
-    "can't allocate memory",  # torch's CPU allocator
-    "CUDA error: out of memory",  # the driver
-    "CUBLAS_STATUS_ALLOC_FAILED",  # cuBLAS, whose workspace comes last
-)
 REMEDIES = 3  # named at most
-
-_ASKED_FOR = re.compile(r"Tried to allocate ([\d.]+) ([KMG])iB")  # torch's GPU allocator
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most this process held at once so far: tensors on a GPU, or the whole process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out; below torch's own GPU allocator only the text tells."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in SHORTAGE_WORDS)
 
 
 @contextmanager
@@ -48,20 +25,19 @@ def naming_shortage(device: torch.device, config: RunConfig) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            raise OutOfMemory(shortage(device, config, str(error))) from error
+            raise OutOfMemory(shortage(device, config, error)) from error
         raise
 
 
-def shortage(device: torch.device, config: RunConfig, error: str) -> str:
+def shortage(device: torch.device, config: RunConfig, error: Exception) -> str:
     """One line: the peak, and what would free how much."""
     budget = memory_estimate(config).device_budget
     total = ""
     if device.type == "cuda":
         budget = torch.cuda.get_device_properties(device).total_memory
         total = f" of {_size(budget)}"
-    found = _ASKED_FOR.search(error)
-    asked = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    return f"out of memory at a peak of {_size(peak_bytes(device))}{total}: {advice(config, budget, asked)}"
+    peak = _size(peak_bytes(device))
+    return f"out of memory at a peak of {peak}{total}: {advice(config, budget, bytes_asked(error))}"
 
 
 @dataclass(frozen=True)

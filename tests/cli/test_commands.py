@@ -130,6 +130,7 @@ def test_a_real_run_ends_with_a_result_that_jobs_and_compare_can_read(llmb_run, 
         *SMALL, "--json", "-r", "2", "--env", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", "--env", "NOTE=seen"
     )
     assert code == 0, err
+    assert "95 % interval" in err
     lines = out.strip().splitlines()
     result = json.loads(lines[-1])
     assert (result["status"], result["steps_done"], result["window"]) == ("ok", 4, [3, 4])

@@ -119,3 +119,56 @@ def test_the_out_of_core_line_of_the_design_resolves(llmb_run):
     code, out, err = llmb_run(*line.split())
     assert code == 0, err
     assert_cells(json.loads(out), {"seqlen": 65536, "host_gib": 178, "device_gib": 78, "gpu": "h100"})
+
+
+@pytest.mark.parametrize("mode", ["max_throughput", "min_latency"])
+@pytest.mark.parametrize(
+    "case", ["reasoning:1000/1000", "chat:128/128", "summarization:8000/512", "generation:512/8000"]
+)
+@pytest.mark.parametrize(
+    ("workload", "size"), [(R1, "671b"), ("inference_llama3.1", "8b"), ("inference_llama3.1", "70b")]
+)
+def test_every_use_case_runs_as_a_stand_in_with_scaled_lengths(workload, size, case, mode, llmb_run, monkeypatch):
+    monkeypatch.setenv("MODE", mode)
+    monkeypatch.setenv("USE_CASE", case)
+    line = f"submit -w {workload} -s {size} --dtype fp8 --scale 1 --proxy --dry-run --json"
+    code, out, err = llmb_run(*line.split())
+    assert code == 0, err
+    config = json.loads(out)
+    name, _, lengths = case.partition(":")
+    work = config["workload"]
+    assert f"lengths {work['isl']}/{work['osl']} instead of {lengths}" in config["proxy"]
+    assert work["isl"] + work["osl"] <= 272
+    assert work["num_requests"] >= 2 * work["concurrency"]
+    concurrency = 16 if mode == "max_throughput" else 1
+    assert config["name"].endswith(f"_{mode}_TP1_EP1_PP1_CON{concurrency}_{name}_proxy")
+
+
+def test_the_printed_folder_name(llmb_run):
+    _, out, _ = llmb_run(*f"{SUBMIT_R1} --dtype nvfp4 --scale 4 --dry-run --json".split()[1:])
+    assert json.loads(out)["name"] == "DeepSeek-R1_max_throughput_TP4_EP4_PP1_CON3072_reasoning"
+
+
+def test_another_engine_is_composed_and_without_it_refused(llmb_run, monkeypatch):
+    line = f"{SUBMIT_R1} --dtype nvfp4 --scale 4 --engine trtllm".split()[1:]
+    monkeypatch.setenv("USE_CASE", "chat:128/128")
+    code, out, err = llmb_run(*line, "--dry-run")
+    assert (code, err) == (0, "")
+    assert "\nsrun --mpi=pmix trtllm-llmapi-launch trtllm-bench --model DeepSeek-R1 " in out
+    assert "\nenable_attention_dp: true\n" in out
+    code, out, err = llmb_run("show", *line[1:])
+    assert (code, err) == (0, "")
+    assert "trtllm-bench" in out
+    code, out, err = llmb_run(*line)
+    assert (code, out) == (1, "")
+    assert err.startswith("ERROR: --engine trtllm needs trtllm-bench on the PATH")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_run_whose_single_request_cannot_fit_is_refused_with_what_would(llmb_run):
+    line = "submit -w inference_llama3.1 -s 8b --dtype fp8 --scale 1 --gpu-type h200 --set kv_fraction=0.01"
+    code, out, err = llmb_run(*line.split(), "--set", "use_case=long:100000/2000")
+    assert (code, out) == (1, "")
+    assert "one request of 100000+2000 tokens needs 6.23 GiB of cache" in err
+    assert "KV_CACHE_FRACTION=0.05 would do" in err
+    assert len(err.splitlines()) == 1

@@ -170,7 +170,9 @@ def test_a_thousand_requests_with_random_cancels(prefix_cache, chain):
         alike = dice.randrange(30)
         prompt = [*common[:alike], *(dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 20)))]
         eos = frozenset({3}) if dice.random() < 0.3 else frozenset()
-        arrivals.append((dice.randrange(400), Request(number=number, prompt=prompt, max_tokens=dice.randrange(1, 30), eos=eos)))
+        arrivals.append(
+            (dice.randrange(400), Request(number=number, prompt=prompt, max_tokens=dice.randrange(1, 30), eos=eos))
+        )
         if dice.random() < 0.2:
             cancels[number] = dice.randrange(600)
     preempted = count_preemptions(engine)

@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.infer.load import Load, Seat, load_of, seat_of
-from llmb.infer.prompts import Prompt
+from llmb.infer.load import SETTLED, Load, Seat, load_of, seat_of, warmup_load
+from llmb.infer.prompts import Draw, Prompt, Terms
+from llmb.spec import Inference
 
 
 def load(count: int, concurrency: int) -> Load:
@@ -44,3 +45,29 @@ def test_who_records() -> None:
         Seat(3, 4, True),
         Seat(1, 4, False),  # the second stage of a pipeline
     ]
+
+
+def warmed(**changes) -> list[tuple[int, int]]:
+    """Input and output tokens of a warm-up of requests of 100 + 500 tokens, 32 of which are in flight."""
+    asked = {"mode": "max_throughput", "use_case": "chat", "isl": 100, "osl": 500, "num_requests": 64}
+    asked |= {"max_batch_size": 16, "concurrency": 32, "max_num_tokens": 400, "kv_fraction": 0.5}
+    cache_tokens, parts = changes.pop("cache_tokens", 10**6), changes.pop("parts", 1)
+    load = load_of([Prompt([number] * 100, 500) for number in range(64)], 32).share(0, parts)
+    warmup = warmup_load(Inference(**asked | changes), load, parts, cache_tokens, Draw(0, Terms(1000)))
+    assert len(warmup.prompts) == 0 or warmup.in_flight == min(len(warmup.prompts), load.in_flight)
+    return [(len(prompt.tokens), prompt.output_tokens) for _, prompt in warmup.prompts]
+
+
+def test_a_warm_up_is_what_is_computed_at_once() -> None:
+    assert warmed() == [(100, 4 + SETTLED)] * 16  # the batch, of whose prompts a step takes four
+    assert len(warmed(max_batch_size=100)) == 32  # what is in flight
+    assert len(warmed(cache_tokens=6000)) == 10  # what the cache holds
+    assert len(warmed(cache_tokens=1)) == 1
+    assert len(warmed(parts=4)) == 8  # a driver's share of what is in flight
+    assert warmed(max_num_tokens=1) == [(100, 500)] * 16  # never longer than what is measured
+
+
+def test_the_number_of_a_warm_up_can_be_given() -> None:
+    assert warmed(warmup_requests=0) == []
+    assert len(warmed(warmup_requests=70)) == 70
+    assert len(warmed(warmup_requests=9, parts=4)) == 3

@@ -1,5 +1,8 @@
 """The driver of a phase over the real scheduler: who is in flight when, and what is written down about it."""
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -43,9 +46,10 @@ class WatchedEngine(Engine):
         self.most = max(self.most, self.load.waiting + self.load.running)
 
 
-def engine(blocks: int = 40) -> WatchedEngine:
+def engine(blocks: int = 40, lockstep: Callable[[bool], bool] | None = None) -> WatchedEngine:
     limits = Limits(max_batch_size=4, max_num_tokens=16, max_length=1000)
-    return WatchedEngine(Scheduler(BlockPool(blocks, 4, False), limits), OracleRunner(blocks, 4, limits))
+    scheduler = Scheduler(BlockPool(blocks, 4, False), limits)
+    return WatchedEngine(scheduler, OracleRunner(blocks, 4, limits), lockstep=lockstep)
 
 
 def prompts(*lengths: tuple[int, int]) -> list[Prompt]:
@@ -116,6 +120,43 @@ def test_a_rank_that_does_not_record_drives_alike(tmp_path) -> None:
     Phase(silent, WORK, frozenset(), load, None).run()
     assert silent.runner.launches == recording.runner.launches
     assert silent.runner.computed == recording.runner.computed
+
+
+class Lockstep:
+    """Asked by several threads at once, each for its rank: whether any of them has work."""
+
+    def __init__(self, ranks: int):
+        self._barrier, self._busy = threading.Barrier(ranks, timeout=30), [False] * ranks
+
+    def of(self, rank: int) -> Callable[[bool], bool]:
+        def ask(busy: bool) -> bool:
+            self._busy[rank] = busy
+            self._barrier.wait()
+            found = any(self._busy)
+            self._barrier.wait()
+            return found
+
+        return ask
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 5, 100])
+def test_ranks_with_requests_of_their_own_end_together(tmp_path, concurrency: int) -> None:
+    load, lockstep = load_of(prompts(*[(5, 4), (9, 2), (3, 30)] * 4), concurrency), Lockstep(3)
+    engines = [engine(lockstep=lockstep.of(rank)) for rank in range(3)]
+    records = [Record(tmp_path, rank) for rank in range(3)]
+
+    def drive(rank: int) -> None:
+        share = load.share(rank, 3)
+        journal = Journal(records[rank], len(share.prompts), False)
+        Phase(engines[rank], WORK, frozenset(), share, journal).run()
+        journal.write_all()
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(drive, range(3)))
+    assert len({one.runner.launches for one in engines}) == 1
+    found = requests([event for record in records for event in read(record.path)])
+    assert [r.request for r in found] == list(range(12))
+    assert sum(one.most for one in engines) == min(concurrency, 12)
 
 
 def test_an_end_token_ends_an_answer_where_it_may(tmp_path) -> None:

@@ -29,13 +29,17 @@ def work(**changes) -> Inference:
     return Inference(**asked | changes)
 
 
-def drawn(terms: Terms = Terms(100), **changes):
+TERMS = Terms(100)
+
+
+def drawn(terms: Terms = TERMS, **changes):
     asked = work(**changes)
     return measured_prompts(asked, terms, Draw(asked.seed, terms))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "isl", "osl"), [("fixed", (20, 20), (10, 10)), ("uniform", (15, 25), (7, 13)), ("normal", (1, 60), (1, 40))]
+    ("lengths", "isl", "osl"),
+    [("fixed", (20, 20), (10, 10)), ("uniform", (15, 25), (7, 13)), ("normal", (1, 60), (1, 40))],
 )
 def test_lengths_lie_where_the_distribution_says(lengths: str, isl: tuple, osl: tuple) -> None:
     prompts = drawn(lengths=lengths, isl_spread=5.0, osl_spread=3.0, num_requests=2000)
@@ -131,7 +135,7 @@ def test_a_wrong_line_is_named_with_its_reason(tmp_path, line, reason: str) -> N
 
 
 def test_files_that_cannot_be_read(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the dataset .*: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the dataset .*: No such file"):
         read_dataset(tmp_path / "none.jsonl", Terms(100))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not text"):
@@ -159,7 +163,7 @@ def test_texts_go_through_the_tokenizer_of_the_weights(tmp_path, weights) -> Non
     (prompt,) = read_dataset(path, terms_of(MODEL, str(weights)))
     assert list(prompt.tokens) == [3, 1, 2, 0]
     (weights / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="line 1: .* is no tokenizer"):
+    with pytest.raises(ConfigError, match=r"line 1: .* is no tokenizer"):
         read_dataset(path, terms_of(MODEL, str(weights)))
     (weights / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"line 1: a text needs a tokenizer, and .*tokenizer.json does not exist"):

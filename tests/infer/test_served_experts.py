@@ -14,13 +14,14 @@ from llmb.infer.experts import ServedExperts
 from llmb.infer.linear import Format
 from llmb.infer.ranks import ALONE, ExpertGroup, Group, Ranks
 from llmb.infer.stack import How, build_stack
+from llmb.infer.step import Inputs
 from llmb.infer.weights import Cut, RandomWeights
 from llmb.kernels.fp8 import E4M3, rounded
 from llmb.kernels.nvfp4 import from_nvfp4, in_nvfp4
 from llmb.models.architectures import build_model
 from llmb.models.blocks import ACTIVATIONS
 from llmb.models.experts import ExpertMlp
-from llmb.spec import Experts, Model, Rope
+from llmb.spec import Experts, Latent, Model, Rope
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 GROK = Model(
@@ -48,8 +49,20 @@ DEEPSEEK = replace(
     activation="silu",
     experts=Experts(count=8, top_k=3, ffn=24, shared=1, groups=4, top_groups=2, score="sigmoid", scale=2.5),
 )
+WHOLE_DEEPSEEK = Model(
+    name="small deepseek",
+    architecture="deepseek",
+    layers=3,
+    hidden=48,
+    ffn=80,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    vocab=61,
+    experts=replace(DEEPSEEK.experts, dense_layers=1),
+    latent=Latent(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12),
+)
 WIDE = replace(DEEPSEEK, name="whole blocks", hidden=256, experts=replace(DEEPSEEK.experts, ffn=128, shared=0))
-NO_INPUTS = step_inputs([], 4)  # experts look at nothing but x
 
 
 @dataclass
@@ -87,6 +100,11 @@ def some(tokens: int, model: Model) -> Tensor:
     return torch.randn(tokens, model.hidden, generator=torch.Generator().manual_seed(6))
 
 
+def step_of(tokens: int) -> Inputs:
+    """Experts look at nothing of a step but which tokens have a place."""
+    return step_inputs([(0, range(tokens), 0, tokens)], 1)
+
+
 def assert_close(found: Tensor, wanted: Tensor, bound: float = 1e-5) -> None:
     assert found.shape == wanted.shape
     assert (found - wanted).norm() <= bound * wanted.norm()
@@ -97,11 +115,21 @@ def assert_close(found: Tensor, wanted: Tensor, bound: float = 1e-5) -> None:
 @torch.no_grad
 def test_they_are_the_networks_experts(model: Model, tokens: int) -> None:
     block, x_NC = block_of(model), some(tokens, model)
-    assert_close(served(block, model)(x_NC, NO_INPUTS), block(x_NC))
+    assert_close(served(block, model)(x_NC, step_of(len(x_NC))), block(x_NC))
 
 
 def test_a_step_without_tokens() -> None:
-    assert served(block_of(DEEPSEEK), DEEPSEEK)(some(0, DEEPSEEK), NO_INPUTS).shape == (0, DEEPSEEK.hidden)
+    assert served(block_of(DEEPSEEK), DEEPSEEK)(some(0, DEEPSEEK), step_of(0)).shape == (0, DEEPSEEK.hidden)
+
+
+@torch.no_grad
+def test_what_fills_up_a_step_visits_nobody() -> None:
+    block, x_NC = block_of(DEEPSEEK), some(5, DEEPSEEK)
+    mixer, inputs = served(block, DEEPSEEK), step_inputs([(0, (0,), 0, 1), (1, (1,), 0, 1)], 1, padding=3)
+    assert inputs.places_N.tolist() == [0, 1, -1, -1, -1]
+    _, chosen_NK = mixer.router(x_NC, inputs.places_N)
+    assert (chosen_NK[2:] == -1).all()
+    assert_close(mixer(x_NC, inputs)[:2], block(x_NC[:2]))
 
 
 def in_pieces(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -135,7 +163,7 @@ def test_formats_round_weights_and_what_meets_them(format: Format) -> None:
             gate, up = (read(x_NC[token, None]) @ weight(one.weight[e]).T for one in (block.gate, block.up))
             hidden = read(ACTIVATIONS["silu"](gate) * up)
             wanted_NC[token] += factor * (hidden @ weight(block.down.weight[e]).T)[0]
-    assert_close(served(block, WIDE, format)(x_NC, NO_INPUTS), wanted_NC)
+    assert_close(served(block, WIDE, format)(x_NC, step_of(len(x_NC))), wanted_NC)
 
 
 def test_a_width_of_no_whole_blocks_stays_plain() -> None:
@@ -156,7 +184,7 @@ def test_ranks_add_up_to_the_whole(model: Model, size: int, width: int) -> None:
             group = ExpertGroup(index, size, Group(part, width))
             mixer = served(block, model, "plain", group, Group(index * width + part, size * width))
             assert mixer.both.values.numel() * size * width == 2 * block.gate.weight.numel()
-            total_NC += mixer(x_NC, NO_INPUTS)
+            total_NC += mixer(x_NC, step_of(len(x_NC)))
     assert_close(total_NC, block(x_NC))
 
 
@@ -180,7 +208,7 @@ class Travelling(ExpertGroup):
 def test_tokens_travel_to_the_experts_and_shared_experts_stay() -> None:
     block, xs = block_of(DEEPSEEK), some(7, DEEPSEEK).split([3, 4])
     groups = [Travelling(index, 2, others_NC=xs[1 - index]) for index in range(2)]
-    alone = [served(block, DEEPSEEK, "plain", groups[index])(xs[index], NO_INPUTS) for index in range(2)]
+    alone = [served(block, DEEPSEEK, "plain", groups[index])(xs[index], step_of(len(xs[index]))) for index in range(2)]
     routed_NC = groups[0].sums[0] + groups[1].sums[0]
     assert block.shared is not None
     assert_close(routed_NC + block.shared(torch.cat(xs)), block(torch.cat(xs)))
@@ -201,14 +229,15 @@ def test_shares_must_be_equal() -> None:
         served(block, GROK, "plain", ExpertGroup(width=Group(0, 3)))
 
 
+@pytest.mark.parametrize("model", [GROK, WHOLE_DEEPSEEK], ids=lambda model: model.name)
 @torch.no_grad
-def test_a_whole_grok1() -> None:
-    network = build_model(GROK)
+def test_a_whole_model(model: Model) -> None:
+    network = build_model(model)
     network.init_weights(3)
-    stack = build_stack(GROK, RandomWeights(GROK, 3, FP32, CPU), How(FP32, "plain", FP32), Ranks(CPU))
+    stack = build_stack(model, RandomWeights(model, 3, FP32, CPU), How(FP32, "plain", FP32), Ranks(CPU))
     for mixer in stack.mixers():
         mixer.allocate(8, 4, 2, CPU)
-    tokens_BT = torch.randint(GROK.vocab, (1, 19), generator=torch.Generator().manual_seed(7))
+    tokens_BT = torch.randint(model.vocab, (1, 19), generator=torch.Generator().manual_seed(7))
     found = []
     for start, end, padding in ((0, 11, 0), (11, 12, 3), (12, 19, 0)):
         inputs = step_inputs([(1, (5, 2, 7, 0, 3), start, end - start)], 4, padding)

@@ -73,7 +73,7 @@ def in_steps(cuts: list[int], blocks: list[int], cache: KvCache, qkv: Tensor, ca
 def test_any_cut_into_steps_is_plain_attention(cuts, cap):
     qkv = made(40, seed=1)
     stepped = in_steps(cuts, [5, 0, 3], empty_cache(6), qkv, cap)
-    spans, places = step_of([(0, 40, [0, 1, 2])])
+    _, places = step_of([(0, 40, [0, 1, 2])])
     q, k, v = rotate_and_cache_reference(qkv, *angles(torch.arange(40)), empty_cache(3), places)
     plain = causal_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), cap=cap)[0].transpose(0, 1)
     torch.testing.assert_close(stepped, plain, rtol=1e-4, atol=1e-5)

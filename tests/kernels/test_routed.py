@@ -7,16 +7,20 @@ from torch import Tensor
 
 from llmb.kernels.forms import E4M3, Form, as_plain, in_form
 from llmb.kernels.gated import gated_reference
-from llmb.kernels.routed import Stacked, Visits, empty_stack, fill_rows, plain_matrix, routed_mlp_reference
+from llmb.kernels.routed import Visits, routed_mlp_reference
+from llmb.kernels.stacked import Kind, Stacked, empty_stack, fill_rows, plain_matrix
 
 pytest.importorskip("triton")
 import triton.language as language
 from triton.runtime import interpreter
 
-from llmb.kernels.routed_triton import deal, gate, most_tiles, product, routed_mlp_triton, rows_of_tile
+from llmb.kernels.dealt_triton import deal, most_tiles, rows_of_tile
+from llmb.kernels.routed_triton import gate, product, routed_mlp_triton
 
 FP32 = torch.float32
 FORMS: tuple[Form, ...] = ("plain", "rows8", "groups8")
+FORM_OF: dict[Kind, Form] = {"plain": "plain", "rows8": "rows8", "groups8": "groups8", "nvfp4": "plain"}
+KINDS = tuple(FORM_OF)
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +41,11 @@ def same_numbers_every_time() -> None:
     torch.manual_seed(11)
 
 
-def stack(shape: tuple[int, int, int], form: Form, seed: int = 0, alike: bool = False) -> Stacked:
-    made = empty_stack(shape, form, FP32, torch.device("cpu"))
+def stack(shape: tuple[int, int, int], kind: Kind, seed: int = 0) -> Stacked:
+    made = empty_stack(shape, kind, FP32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     for expert in range(shape[0]):
-        fill_rows(made, expert, 0, torch.randn(shape[1:], generator=generator) * 0.1 * (expert + 1), alike)
+        fill_rows(made, expert, 0, torch.randn(shape[1:], generator=generator) * 0.1 * (expert + 1))
     return made
 
 
@@ -63,41 +67,21 @@ def moved(what, device: torch.device):
     return type(what)(*(moved(one, device) for one in what)) if isinstance(what, tuple) else what
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_the_reference_is_each_token_through_each_of_its_experts(form: Form, activation: str) -> None:
-    both, down = stack((4, 256, 128), form, 1), stack((4, 128, 128), form, 2)
+def test_the_reference_is_each_token_through_each_of_its_experts(kind: Kind, activation: str) -> None:
+    both, down = stack((4, 256, 128), kind, 1), stack((4, 128, 128), kind, 2)
     x_NC, visits = torch.randn(5, 128), visits_of(5, 2, 4)
-    x = in_form(x_NC, form)
+    x = in_form(x_NC, FORM_OF[kind])
     found = routed_mlp_reference(x, visits, both, down, activation, FP32)
     for token, x_C in enumerate(as_plain(x, FP32)):
         wanted = torch.zeros(128)
         for weight, expert in zip(visits.weights_NK[token], visits.chosen_NK[token].tolist(), strict=True):
             gate, up = (plain_matrix(both, expert) @ x_C).chunk(2)
             gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-            hidden_F = as_plain(in_form((gate * up)[None], form), FP32)[0]
+            hidden_F = as_plain(in_form((gate * up)[None], FORM_OF[kind]), FP32)[0]
             wanted += weight * (plain_matrix(down, expert) @ hidden_F)
         assert relative(found[token], wanted) < 1e-5
-
-
-@pytest.mark.parametrize("form", ["rows8", "groups8"])
-def test_matrices_are_rounded_to_three_bits_of_mantissa(form: Form) -> None:
-    weight = torch.randn(256, 384)
-    weight[:128] *= 1e-3
-    made = empty_stack((2, 512, 384), form, FP32, torch.device("cpu"))
-    fill_rows(made, 1, 256, weight)
-    error = (plain_matrix(made, 1)[256:] - weight).abs()
-    whose = weight.abs().amax(1, keepdim=True) if form == "rows8" else weight.abs().amax()
-    assert (error <= weight.abs() * 2.0**-4 + whose * 2.0**-9 / 448).all()
-    assert error.max() > 0
-
-
-def test_one_scale_for_a_matrix() -> None:
-    made = stack((2, 6, 8), "rows8", alike=True)
-    assert made.scales is not None
-    assert (made.scales == made.scales[:, :1]).all()
-    assert made.scales[0, 0] != made.scales[1, 0]
-    assert (made.values.float().abs().amax(dim=(1, 2)) == torch.finfo(E4M3).max).all()
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "rows"), [(1, 2, 5, 16), (17, 3, 5, 16), (40, 4, 9, 32)])
@@ -129,19 +113,20 @@ def test_there_are_tiles_enough_for_the_worst_case() -> None:
     assert [rows_of_tile(v, 8) for v in (1, 128, 129, 512, 513, 100_000)] == [16, 16, 32, 64, 128, 128]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (3, 32), (17, 16), (40, 64)])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_products_give_what_torch_gives(form: Form, tokens: int, rows: int, top_k: int, device: torch.device) -> None:
-    weight, visits = stack((5, 384, 256), form, 3), visits_of(tokens, 2, 5)
-    x, factor_M = in_form(torch.randn(tokens * 2 // top_k, 256), form), visits.weights_NK.flatten()
+def test_products_give_what_torch_gives(kind: Kind, tokens: int, rows: int, top_k: int, device: torch.device) -> None:
+    weight, visits = stack((5, 384, 256), kind, 3), visits_of(tokens, 2, 5)
+    x, factor_M = in_form(torch.randn(tokens * 2 // top_k, 256), FORM_OF[kind]), visits.weights_NK.flatten()
     wanted_MO = torch.stack([
         plain_matrix(weight, expert) @ as_plain(x, FP32)[visit // top_k] * factor_M[visit]
         for visit, expert in enumerate(visits.chosen_NK.flatten().tolist())
     ])  # fmt: skip
     dealt = deal(visits.chosen_NK.to(device), 0, 5, rows)
     on_device = product(moved(x, device), moved(weight, device), dealt, tokens * 2, top_k, FP32, factor_M.to(device))
-    assert relative(on_device.cpu(), wanted_MO) < 1e-5
+    # Tensor cores add 8-bit products with fewer bits than fp32 has.
+    assert relative(on_device.cpu(), wanted_MO) < (1e-3 if device.type == "cuda" and FORM_OF[kind] != "plain" else 1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -158,20 +143,21 @@ def test_the_gate_gives_what_torch_gives(form: Form, activation: str, width: int
     assert relative(as_plain(found, FP32)[there], as_plain(wanted, FP32)[there]) < (1e-6 if form == "plain" else 2e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tokens", "rows"), [(1, 16), (3, 32), (17, None)])
-def test_kernels_give_what_the_reference_gives(form: Form, tokens: int, rows: int | None, device: torch.device) -> None:
-    both, down = stack((5, 256, 256), form, 3), stack((5, 256, 128), form, 4)
-    visits, x = visits_of(tokens, 2, 5), in_form(torch.randn(tokens, 256), form)
+def test_kernels_give_what_the_reference_gives(kind: Kind, tokens: int, rows: int | None, device: torch.device) -> None:
+    both, down = stack((5, 256, 256), kind, 3), stack((5, 256, 128), kind, 4)
+    visits, x = visits_of(tokens, 2, 5), in_form(torch.randn(tokens, 256), FORM_OF[kind])
     wanted = routed_mlp_reference(x, visits, both, down, "silu", FP32)
     given = (moved(one, device) for one in (x, visits, both, down))
     found = routed_mlp_triton(*given, "silu", FP32, rows).cpu()
-    assert relative(found, wanted) < (1e-5 if form == "plain" else 2e-3)
+    assert relative(found, wanted) < (1e-5 if FORM_OF[kind] == "plain" else 2e-3)
 
 
-def test_kernels_take_sizes_that_fill_no_tile(device: torch.device) -> None:
-    both, down = stack((3, 2 * 72, 40), "plain", 5), stack((3, 40, 72), "plain", 6)
-    visits, x_NC = visits_of(7, 2, 3), torch.randn(7, 40)
+@pytest.mark.parametrize("kind", ["plain", "nvfp4"])
+def test_kernels_take_sizes_that_fill_no_tile(kind: Kind, device: torch.device) -> None:
+    both, down = stack((3, 2 * 80, 48), kind, 5), stack((3, 48, 80), kind, 6)
+    visits, x_NC = visits_of(7, 2, 3), torch.randn(7, 48)
     wanted = routed_mlp_reference(x_NC, visits, both, down, "gelu", FP32)
     given = (moved(one, device) for one in (x_NC, visits, both, down))
     assert relative(routed_mlp_triton(*given, "gelu", FP32).cpu(), wanted) < 1e-5
@@ -184,15 +170,37 @@ def test_kernels_add_nothing_for_other_ranks_experts(device: torch.device) -> No
     both, down, visits = (moved(one, device) for one in (both, down, visits))
     parts = [
         routed_mlp_triton(
-            x_NC, visits._replace(first=first), Stacked(both.values[first:][:2].contiguous()),
-            Stacked(down.values[first:][:2].contiguous()), "silu", FP32,
+            x_NC, visits._replace(first=first), Stacked("plain", both.values[first:][:2].contiguous()),
+            Stacked("plain", down.values[first:][:2].contiguous()), "silu", FP32,
         )
         for first in (0, 2, 4)
     ]  # fmt: skip
     assert relative(sum(parts).cpu(), wanted) < 1e-5
     nobody = visits._replace(chosen_NK=torch.full_like(visits.chosen_NK, 5))
-    first_two = Stacked(both.values[:2]), Stacked(down.values[:2])
+    first_two = Stacked("plain", both.values[:2]), Stacked("plain", down.values[:2])
     assert (routed_mlp_triton(x_NC, nobody, *first_two, "silu", FP32) == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_very_many_tokens_are_computed_in_parts(
+    kind: Kind, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, down = stack((3, 256, 128), kind, 9), stack((3, 128, 128), kind, 10)
+    given = [
+        moved(one, device) for one in (in_form(torch.randn(7, 128), FORM_OF[kind]), visits_of(7, 2, 3), both, down)
+    ]
+    at_once = routed_mlp_triton(*given, "silu", FP32)
+    monkeypatch.setattr("llmb.kernels.routed_triton.MOST_TOKENS", 3)
+    assert torch.equal(routed_mlp_triton(*given, "silu", FP32), at_once)
+
+
+def test_a_token_may_visit_an_expert_twice(device: torch.device) -> None:
+    """As no router chooses, but a row of padding may hold anything."""
+    both, down = stack((1, 64, 32), "plain", 11), stack((1, 32, 32), "plain", 12)
+    x_NC, visits = torch.randn(20, 32), Visits(torch.rand(20, 2), torch.zeros(20, 2, dtype=torch.int64), 8)
+    wanted = routed_mlp_reference(x_NC, visits, both, down, "silu", FP32)
+    given = (moved(one, device) for one in (x_NC, visits, both, down))
+    assert relative(routed_mlp_triton(*given, "silu", FP32).cpu(), wanted) < 1e-5
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -43,9 +43,7 @@ def test_rates_cache_queue_and_time_left(config):
         sample(10.0, 1, 200, waiting=4, running=5, blocks_used=3, blocks=4),
         sample(15.0, 2, 700, waiting=3, running=5, blocks_used=3, blocks=4),
     )
-    assert line == (
-        "2/10 requests | 100 tokens/s now, 46.67 so far | KV 75 % | 5 running, 3 waiting | 15 s | 6 s left"
-    )
+    assert line == ("2/10 requests | 100 tokens/s now, 46.67 so far | KV 75 % | 5 running, 3 waiting | 15 s | 6 s left")
 
 
 def test_a_warm_up_is_shown_as_such_and_does_not_enter_the_rate(config):

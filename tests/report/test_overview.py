@@ -36,7 +36,8 @@ Per User Output Speed (tps/user):                 1.0000
 @pytest.fixture(scope="module")
 def config(recipes):
     found = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
-    return replace(found, workload=replace(found.workload, num_requests=4, concurrency=2, max_batch_size=2))
+    work = replace(found.workload, num_requests=4, concurrency=2, max_batch_size=2, max_num_tokens=192, kv_fraction=0.1)
+    return replace(found, workload=work)
 
 
 def request(number, arrival, first, gap, tokens=5, inputs=10):

@@ -25,6 +25,12 @@ def test_a_worked_example():
     assert found.spread == pytest.approx(4 / 12)
 
 
+def test_an_interval_ends_where_rates_do():
+    found = interval("tokens/s", [10.0, 20.0])
+    assert (found.low, found.mean) == (0.0, 15.0)
+    assert found.high == pytest.approx(15 + 12.706 * 5)  # s / sqrt(2) = 5
+
+
 def test_between_two_rows_of_the_table_the_wider_quantile_is_taken():
     assert (student_t(1), student_t(24), student_t(29), student_t(1000)) == (12.706, 2.086, 2.060, 1.980)
     quantiles = [T_95[freedom] for freedom in sorted(T_95)]

@@ -243,7 +243,9 @@ def test_facts_of_the_engine(config):
 
 def test_energy_is_of_all_gpus_or_of_none(config):
     two = replace(config, machine=replace(config.machine, gpus=2))
-    facts = [ServingFacts(rank=rank, energy_joules=50.0, power_joules=joules) for rank, joules in ((0, 50.0), (1, 40.0))]
+    facts = [
+        ServingFacts(rank=rank, energy_joules=50.0, power_joules=joules) for rank, joules in ((0, 50.0), (1, 40.0))
+    ]
     result = derive(two, [*facts, *PAIRS, OK])
     assert (result.energy_joules, result.energy_valid, result.mean_power_w) == (100.0, False, None)
     assert "which sampled power contradicts" in summary(result)

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
+from llmb.rank.memory import is_out_of_memory
 from llmb.spec import Inference
 from llmb.train import loop
-from llmb.train.memory import is_out_of_memory
 
 
 def wait_until(condition, process: subprocess.Popen, seconds: float = 60) -> None:

@@ -1,0 +1,39 @@
+"""What this engine serves, and a refusal of everything else, before anything is built."""
+
+from collections.abc import Sequence
+
+from llmb.errors import ConfigError
+from llmb.infer.prompts import Prompt
+from llmb.spec import Inference, RunConfig
+
+COUNTS = ("isl", "osl", "num_requests", "max_batch_size", "max_num_tokens", "block_tokens")
+
+
+def supported_workload(config: RunConfig) -> Inference:
+    """The workload, whose numbers can be served; a ConfigError names those that cannot."""
+    work = config.workload
+    if config.engine != "native":
+        raise ConfigError(f"engine={config.engine}: python -m llmb.infer is the native engine")
+    if not isinstance(work, Inference):
+        raise ConfigError(f"a workload of kind {work.kind}: python -m llmb.infer runs kind inference")
+    for name in COUNTS:
+        if getattr(work, name) < 1:
+            raise ConfigError(f"workload.{name}={getattr(work, name)}: must be at least 1")
+    for name in ("isl_spread", "osl_spread"):
+        if getattr(work, name) < 0:
+            raise ConfigError(f"workload.{name}={getattr(work, name):g}: must be at least 0")
+    if not 0 < work.kv_fraction <= 1:
+        raise ConfigError(f"workload.kv_fraction={work.kv_fraction:g}: must be above 0 and at most 1")
+    if config.profile.gpu_metrics:
+        raise ConfigError("the native serving engine does not run gpu_metrics=true (needs Nsight Systems)")
+    return work
+
+
+def check_steps(work: Inference, prompts: Sequence[Prompt]) -> None:
+    """Whether a step holds every prompt, where prompts are not cut."""
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    if not work.chunked_prefill and longest > work.max_num_tokens:
+        raise ConfigError(
+            f"a prompt of {longest} tokens does not fit into a step of max_num_tokens={work.max_num_tokens}; "
+            f"raise it to {longest} or set chunked_prefill=true"
+        )

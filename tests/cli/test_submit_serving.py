@@ -1,0 +1,85 @@
+"""What `llmb-run submit` makes of an engine's requests: the report on the screen and in the log, repeats, failures.
+
+The engine is a script that writes events as a real one does; everything around it is real.
+"""
+
+import json
+import sys
+
+import pytest
+
+SERVE = ["submit", "-w", "inference_deepseek-r1", "-s", "671b", "--dtype", "fp8", "--scale", "1", "--proxy"]
+LOAD = ["--set", "num_requests=4", "--set", "concurrency=2", "--set", "max_batch_size=2"]
+ENGINE = """
+import os, sys
+from pathlib import Path
+from llmb.events import RequestDone, RunEnded, RunStarted, ServingSample, append
+
+missing = int(sys.argv[1])
+path = Path("events.rank0.jsonl")
+append(path, RunStarted(time=0.0, pid=os.getpid()))
+append(path, ServingSample(elapsed_s=1.0, done=1, requests=4, output_tokens=5))
+slower = len(list(Path("../..").resolve().iterdir())) / 10  # each run of the experiment a little
+for number in range(4):
+    first = (number // 2) * 5 + 1.0
+    times = tuple(first + i * (1 + slower) for i in range(5 - missing))
+    append(path, RequestDone(request=number, arrival=first - 1, first_token=first, token_times=times, end=times[-1],
+                             input_tokens=10, output_tokens=len(times), requested_tokens=5))
+append(path, RunEnded(time=1.0, status="ok"))
+"""
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """Puts the script in the engine's place; the argument says how many tokens each answer lacks."""
+    from llmb.launch import command
+
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+
+    def install(missing=0):
+        monkeypatch.setattr(command, "engine_command", lambda *_: [sys.executable, str(script), str(missing)])
+
+    return install
+
+
+def logs(tmp_path):
+    return sorted((tmp_path / "llmb").glob("workloads/*/experiments/*/*/*/*.out"))
+
+
+def test_the_report_is_printed_and_ends_the_log(llmb_run, engine, tmp_path):
+    engine()
+    code, out, err = llmb_run(*SERVE, *LOAD)
+    assert code == 0, err
+    assert out.index("= PERFORMANCE OVERVIEW") < out.index("output, whole run") < out.index("run folder: /", 200)
+    (log,) = logs(tmp_path)
+    block = out[out.index("===") : out.rindex("===") + 3]
+    assert log.read_text().endswith(f"\n{block}\n")
+    code, out, _ = llmb_run("read", str(log), "--json")
+    read, kept = json.loads(out), json.loads((log.parent / "result.json").read_text())
+    assert code == 0
+    for figure in ("requests", "output_tokens", "request_throughput", "output_tokens_per_s", "ttft_ms", "e2e_ms"):
+        assert read[figure] == pytest.approx(kept[figure], rel=1e-4)
+
+
+def test_repeats_end_with_an_interval_and_json_stays_last(llmb_run, engine, tmp_path):
+    engine()
+    code, out, err = llmb_run(*SERVE, *LOAD, "-r", "3", "--json")
+    assert code == 0, err
+    results = [json.loads(line) for line in out.splitlines()]
+    assert len(results) == len(logs(tmp_path)) == 3
+    assert "over 3 of 3 runs" in err
+    assert "95 % interval" in err
+    assert "output tokens/s, whole run" in err
+    assert err.count("= PERFORMANCE OVERVIEW") == 3
+    _, out, _ = llmb_run(*SERVE, *LOAD)
+    assert "interval" not in out  # of one run
+
+
+def test_wrong_lengths_end_badly_and_without_a_report(llmb_run, engine, tmp_path):
+    engine(missing=2)
+    code, out, err = llmb_run(*SERVE, *LOAD)
+    assert code == 2
+    assert "4 of 4 answers are not as long as asked for: request 0 has 3 of 5 tokens" in out
+    assert "1 of 1 runs did not end well" in err
+    assert "PERFORMANCE OVERVIEW" not in out + logs(tmp_path)[0].read_text()

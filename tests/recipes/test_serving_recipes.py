@@ -1,0 +1,103 @@
+"""Inference recipes: models shared with training, published figures that have a row, stand-ins on any layout."""
+
+import pytest
+
+from llmb.errors import ConfigError
+from llmb.recipes.recipe import Recipe, Row, listed, load_all, shipped
+from llmb.resolve import resolve
+from llmb.selection import Request
+from llmb.settings import Setting
+from llmb.spec import Inference, RunConfig
+
+RECIPES = load_all([shipped()])
+SERVING = [recipe for recipe in RECIPES.values() if recipe.kind == "inference"]
+LLAMA, R1 = RECIPES["inference_llama3.1"], RECIPES["inference_deepseek-r1"]
+CASES = {"reasoning": (1000, 1000), "chat": (128, 128), "summarization": (8000, 512), "generation": (512, 8000)}
+
+
+def stand_in(recipe: Recipe, size: str, gpus: int, layout: str | None = None, **fields: str) -> RunConfig:
+    wishes = tuple(Setting(field=name, value=value, source="--set") for name, value in fields.items())
+    return resolve(recipe, Request(size=size, dtype="fp8", gpus=gpus, proxy="small", layout=layout, settings=wishes))
+
+
+def work_of(config: RunConfig) -> Inference:
+    assert isinstance(config.workload, Inference)
+    return config.workload
+
+
+@pytest.mark.parametrize("size", LLAMA.sizes)
+def test_the_models_are_those_of_training(size: str) -> None:
+    assert LLAMA.models[size] == RECIPES["pretrain_llama3.1"].models[size]
+
+
+def test_deepseek_is_the_same_shape_in_both() -> None:
+    trained, served = RECIPES["pretrain_deepseek-v3"].model("671b"), R1.model("671b")
+    assert [getattr(trained, f) for f in ("layers", "hidden", "experts", "latent", "rope")] == [
+        getattr(served, f) for f in ("layers", "hidden", "experts", "latent", "rope")
+    ]
+
+
+@pytest.mark.parametrize("recipe", SERVING, ids=lambda r: r.workload)
+def test_a_use_case_has_the_same_lengths_everywhere(recipe: Recipe) -> None:
+    assert {row["use_case"]: (row["isl"], row["osl"]) for row in recipe.rows} == CASES
+    for row in recipe.proxies:
+        isl, osl = CASES[row["use_case"]]
+        assert row["proxy"] == f"lengths {row['isl']}/{row['osl']} instead of {isl}/{osl}"
+        assert (row["true_width"]["isl"], row["true_width"]["osl"]) == (isl, osl)
+
+
+@pytest.mark.parametrize("gpu", ["h200", "h100", "b200", "gb200"])
+def test_llama_has_each_mode_and_use_case_for_each_gpu_and_dtype(gpu: str) -> None:
+    found = sorted(
+        (row["size"], dtype, row["mode"], row["use_case"])
+        for row in LLAMA.rows
+        if gpu in listed(row, "gpu")
+        for dtype in listed(row, "dtype")
+    )
+    formats = [("8b", "bf16"), ("8b", "fp8"), ("70b", "bf16"), ("70b", "fp8"), ("70b", "nvfp4")]
+    modes = ("max_throughput", "min_latency")
+    assert found == sorted((*one, mode, case) for one in formats for mode in modes for case in CASES)
+
+
+@pytest.mark.parametrize("row", LLAMA.references, ids=lambda r: f"{r['gpu']}-{r['size']}-{r['use_case']}-{r['source']}")
+def test_a_published_figure_belongs_to_a_row_and_the_newest_is_compared_with(row: Row) -> None:
+    picks = {name: row[name] for name in ("mode", "use_case")}
+    wishes = tuple(Setting(field=name, value=value, source="--set") for name, value in picks.items())
+    asked = Request(size=row["size"], dtype=row["dtype"], gpus=row["gpus"], gpu=row["gpu"], settings=wishes)
+    config = resolve(LLAMA, asked)
+    assert config.reference is not None
+    assert config.reference.source.startswith("TensorRT-LLM 1.0")
+    assert (config.precision.kv_dtype, work_of(config).concurrency) == ("fp8", work_of(config).num_requests)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "layout", "spelled", "batch"),
+    [
+        (4, None, "layout tp4 ep4 of 4 x gb200 with attention data parallelism as tp4 ep4", 4),
+        (2, None, "layout tp4 ep4 of 4 x gb200 with attention data parallelism as tp2 ep2", 8),
+        (16, None, "layout tp8 pp2 ep8 of 16 x h100 with attention data parallelism as tp8 pp2 ep8", 2),
+        (4, "h100", "layout tp8 pp2 ep8 of 16 x h100 with attention data parallelism as tp2 pp2 ep2", 8),
+    ],
+)
+def test_a_stand_in_on_several_ranks_has_a_rows_layout(gpus: int, layout: str | None, spelled: str, batch: int) -> None:
+    config = stand_in(R1, "671b", gpus, layout)
+    assert spelled in (config.proxy or "")
+    work = work_of(config)
+    assert work.attention_dp
+    assert (work.max_batch_size, work.concurrency, work.num_requests) == (batch, 16, 32)
+
+
+def test_one_request_at_a_time_is_shared_by_all_ranks() -> None:
+    config = stand_in(R1, "671b", 4, mode="min_latency")
+    assert (config.parallel.tp, config.parallel.ep, work_of(config).attention_dp) == (4, 1, False)
+
+
+@pytest.mark.parametrize(("size", "gpus"), [("8b", 2), ("70b", 2), ("70b", 4)])
+def test_llama_shares_its_heads(size: str, gpus: int) -> None:
+    assert stand_in(LLAMA, size, gpus).parallel.tp == gpus
+
+
+def test_where_no_layout_is_published_tensors_are_split() -> None:
+    assert (stand_in(LLAMA, "8b", 4).proxy or "").endswith("no layout for several GPUs is published, here tp4")
+    with pytest.raises(ConfigError, match="tp 3 does not divide the 32 heads"):
+        stand_in(LLAMA, "8b", 3)
