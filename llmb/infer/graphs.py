@@ -6,17 +6,26 @@ share one pool of memory, which is as large as the largest needs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmb.infer.staging import Sizes, Staging, StepTensors, cut
-from llmb.infer.step import Plan
+from llmb.infer.staging import Sizes, Staging, StepBuffer
+from llmb.infer.step import Inputs, Plan
 
 WARMUP_CALLS = 2  # before a capture: kernels are compiled and libraries make their handles
 
-Compute = Callable[[StepTensors], tuple[Tensor, Tensor]]
+
+class Outcome(NamedTuple):
+    """What a step gives, one row for each part that samples; those of padding come last."""
+
+    logits_SV: Tensor
+    tokens_S: Tensor  # the likeliest
+    targets_S: Tensor  # the slots whose newest token that is
+
+
+Compute = Callable[[StepBuffer, Inputs], Outcome]
 
 
 def graph_sizes(max_batch_size: int) -> tuple[int, ...]:
@@ -30,12 +39,8 @@ def graph_sizes(max_batch_size: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    longs: Tensor
-    ints: Tensor
-    sizes: Sizes
-    logits_SV: Tensor
-    tokens_S: Tensor
-    targets_S: Tensor
+    buffer: StepBuffer
+    outcome: Outcome
 
 
 class DecodeGraphs:
@@ -54,26 +59,26 @@ class DecodeGraphs:
     def sizes(self) -> tuple[int, ...]:
         return tuple(self._sizes)
 
-    def launch(self, plan: Plan) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Logits, likeliest tokens and slots of the step's rows, padding after them; none if there is no graph for it."""
+    def launch(self, plan: Plan) -> Outcome | None:
+        """Compute the step; none if there is no graph for it."""
         parts = len(plan.parts)
         if not parts or not self._sizes or parts > self._sizes[-1] or not plan.generates:
             return None
         one = self._captured[next(size for size in self._sizes if size >= parts)]
-        self._staging.load(plan, one.longs, one.ints, one.sizes, self._staging.blocks)
+        self._staging.load(plan, one.buffer)
         one.graph.replay()
-        return one.logits_SV, one.tokens_S, one.targets_S
+        return one.outcome
 
     def _capture(self, size: int, pool: Any) -> _Captured:
-        staging, sizes, empty = self._staging, Sizes(size, size, size), Plan()
-        longs = torch.empty(sizes.longs, dtype=torch.int64, device=staging.device)
-        ints = torch.empty(sizes.ints(staging.blocks), dtype=torch.int32, device=staging.device)
-        staging.load(empty, longs, ints, sizes, staging.blocks)
-        step = cut(longs, ints, sizes, empty, self._longest, size)
+        staging, empty = self._staging, Plan()
+        sizes = Sizes(tokens=size, parts=size, samples=size, blocks=staging.blocks)
+        buffer = StepBuffer.on(staging.device, sizes)
+        staging.load(empty, buffer)
+        inputs = buffer.inputs(empty, self._longest, decodes=size)
         for _ in range(WARMUP_CALLS):
-            self._compute(step)
+            self._compute(buffer, inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            logits_SV, tokens_S = self._compute(step)
-        return _Captured(graph, longs, ints, sizes, logits_SV, tokens_S, step.targets_S)
+            outcome = self._compute(buffer, inputs)
+        return _Captured(graph, buffer, outcome)

@@ -35,7 +35,6 @@ from llmb.models.latent_attention import LATENT_NORM_EPS, latent_of
 from llmb.spec import Model
 
 EXPANDED_FROM = 256  # tokens of a later chunk: fewer save less than it costs to expand all that came before
-EXPANDED_UP_TO = 16384  # tokens of a sequence: of more, keys and values of all heads would take more than a GiB
 
 
 class LatentPaged:
@@ -59,9 +58,8 @@ class LatentPaged:
         self.heads = model.heads // group.size
         self.scale = (sizes.nope_dim + sizes.rope_dim) ** -0.5 * yarn_attention_scale(rope_of(model))
         heads, columns = Cut(0, group.index, group.size), Cut(1, group.index, group.size)
-        self.down = linear(
-            torch.cat([weights.take(f"{name}.{one}.weight") for one in ("q_down", "kv_down")]), format, dtype
-        )
+        both_down = torch.cat([weights.take(f"{name}.{one}.weight") for one in ("q_down", "kv_down")])
+        self.down = linear(both_down, format, dtype)
         self.q_up = linear(weights.take(f"{name}.q_up.weight", heads), format, dtype)
         self.o = linear(weights.take(f"{name}.o.weight", columns), format, dtype)
         self.kv_up_HWR = weights.take(f"{name}.kv_up.weight", heads).to(dtype).unflatten(0, (self.heads, -1))
@@ -69,11 +67,8 @@ class LatentPaged:
             weights.take(f"{name}.{one}.weight").to(dtype) for one in ("q_norm", "kv_norm")
         )
         self.form: Form = self.down.form
+        self.bytes_per_token = sizes.kv_rank * kv_dtype.itemsize + sizes.rope_dim * self.key_dtype.itemsize
         self.cache: LatentCache | None = None
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.sizes.kv_rank * self.kv_dtype.itemsize + self.sizes.rope_dim * self.key_dtype.itemsize
 
     def allocate(self, blocks: int, block_tokens: int, slots: int, device: torch.device) -> None:
         self.cache = LatentCache(
@@ -83,6 +78,8 @@ class LatentPaged:
 
     def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
         assert self.cache is not None
+        assert inputs.cos_ND is not None
+        assert inputs.sin_ND is not None
         widths = (self.sizes.q_rank, self.sizes.kv_rank, self.sizes.rope_dim)
         q_NC, latent_NR, key_NK = self.down(x).split(widths, dim=-1)
         normed, _ = add_norm(q_NC, None, self.q_norm_C, LATENT_NORM_EPS, self.q_up.form)
@@ -121,7 +118,8 @@ class LatentPaged:
 
     def _whole(self, q_NHD: Tensor, cache: LatentCache, places_N: Tensor, count: int, out_NHV: Tensor) -> None:
         """Sequences of `count` tokens each, all of them here, as `llmb/models` computes them."""
-        kv_NHW, keys_NK = self._kv(cache, places_N)
+        latents_NR, keys_NK = self._cached(cache, places_N)
+        kv_NHW = _times(latents_NR, self.kv_up_HWR)
         still_NHD, v_NHV = kv_NHW.split((self.sizes.nope_dim, self.sizes.value_dim), dim=-1)
         k_NHD = torch.cat((still_NHD, keys_NK[:, None].expand(-1, self.heads, -1)), dim=-1)
         q_BHTD, k_BHTD, v_BHTV = (x.unflatten(0, (-1, count)).transpose(1, 2) for x in (q_NHD, k_NHD, v_NHV))
@@ -129,17 +127,25 @@ class LatentPaged:
         out_NHV.unflatten(0, (-1, count)).copy_(mixed_BHTV.transpose(1, 2))
 
     def _expanded(self, q_NHD: Tensor, cache: LatentCache, table_M: Tensor, length: int, out_NHV: Tensor) -> None:
-        """The last tokens of one sequence of `length`."""
+        """The last tokens of one sequence of `length`; as many heads at a time as take no more memory than if it were
+        whole."""
         positions_T = torch.arange(length, device=table_M.device)
-        places_T = table_M[positions_T // cache.block_tokens].long() * cache.block_tokens
-        out_NHV.copy_(
-            expanded_attention(q_NHD, *self._kv(cache, places_T + positions_T % cache.block_tokens), self.scale)
-        )
+        blocks_T = table_M[positions_T // cache.block_tokens].long()
+        latents_TR, keys_TK = self._cached(cache, blocks_T * cache.block_tokens + positions_T % cache.block_tokens)
+        each = max(1, self.heads * len(q_NHD) // length)
+        for first in range(0, self.heads, each):
+            heads = slice(first, first + each)
+            kv_THW = _times(latents_TR, self.kv_up_HWR[heads])
+            out_NHV[:, heads] = expanded_attention(q_NHD[:, heads], kv_THW, keys_TK, self.scale)
 
-    def _kv(self, cache: LatentCache, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys without position and values of each head, [T, H, W], and the rotated keys that they share."""
-        latents_TR, keys_TK = (one.to(self.kv_up_HWR.dtype) for one in cache.at(places_T))
-        return F.linear(latents_TR, self.kv_up_HWR.flatten(0, 1)).unflatten(-1, (self.heads, -1)), keys_TK
+    def _cached(self, cache: LatentCache, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        latents_TR, keys_TK = cache.at(places_T)
+        return latents_TR.to(self.kv_up_HWR.dtype), keys_TK.to(self.kv_up_HWR.dtype)
+
+
+def _times(latents_TR: Tensor, kv_up_HWR: Tensor) -> Tensor:
+    """Keys without position and values of each head, [T, H, W]."""
+    return F.linear(latents_TR, kv_up_HWR.flatten(0, 1)).unflatten(-1, kv_up_HWR.shape[:2])
 
 
 def _runs(parts: Sequence[tuple[int, int]]) -> Iterator[tuple[str, list[tuple[int, int]]]]:
@@ -149,7 +155,7 @@ def _runs(parts: Sequence[tuple[int, int]]) -> Iterator[tuple[str, list[tuple[in
         place, (start, count) = numbered
         if start == 0:
             return "whole", count  # those of one length are a batch
-        if count >= EXPANDED_FROM and start + count <= EXPANDED_UP_TO:
+        if count >= EXPANDED_FROM:
             return "expanded", place  # each by itself
         return "absorbed", 0
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmb.infer.graphs import DecodeGraphs
+from llmb.infer.graphs import DecodeGraphs, Outcome
 from llmb.infer.sampler import greedy, sample, uniform
 from llmb.infer.stack import Stack
-from llmb.infer.staging import Sizes, Staging, StepTensors, cut
-from llmb.infer.step import Plan
+from llmb.infer.staging import Sizes, Staging, StepBuffer
+from llmb.infer.step import Inputs, Part, Plan
 
 
 @dataclass
@@ -26,7 +26,8 @@ class LaunchedStep:
     def tokens(self) -> list[int]:
         if self.ready is not None:
             self.ready.synchronize()
-        return self.tokens_S.tolist()
+        tokens: list[int] = self.tokens_S.tolist()
+        return tokens
 
 
 class TorchRunner:
@@ -42,50 +43,43 @@ class TorchRunner:
         graph_sizes: tuple[int, ...] = (),
     ):
         self.stack, self.device = stack, stack.ranks.device
-        self.blocks = -(-longest // block_tokens)
-        self.longest = longest
-        self.staging = Staging(slots, self.blocks, block_tokens, max(most_tokens, slots), self.device)
+        blocks = -(-longest // block_tokens)
+        self.staging = Staging(slots, blocks, block_tokens, most_tokens, self.device)
         self.newest = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last is padding's
         self.graphs = DecodeGraphs(self.staging, self.compute, longest, self.newest, graph_sizes)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> LaunchedStep:
+        """Begin the step. Its likeliest tokens come with it; drawn ones take their place where any are asked for."""
+        logits_SV, tokens_S, targets_S = self.graphs.launch(plan) or self._computed(plan)
         parts = plan.sampling
-        made = self.graphs.launch(plan)
-        if made is None:
-            step = self._upload(plan)
-            logits_SV, tokens_S = self.compute(step)
-            made = logits_SV, tokens_S, step.targets_S
-        logits_SV, tokens_S, targets_S = made
         if any(part.sequence.request.sampling.temperature > 0 for part in parts):
-            tokens_S = self._sampled(plan, logits_SV[: len(parts)])
+            tokens_S = drawn(logits_SV[: len(parts)], parts)
             self.newest[targets_S[: len(parts)]] = tokens_S
         return self._fetched(tokens_S[: len(parts)])
 
-    def compute(self, step: StepTensors) -> tuple[Tensor, Tensor]:
+    def compute(self, buffer: StepBuffer, inputs: Inputs) -> Outcome:
         """The logits of the rows that sample and their likeliest tokens, which become their slots' newest."""
-        slot = (-1 - step.tokens_N).clamp(min=0)
-        tokens_N = torch.where(step.tokens_N < 0, self.newest[slot], step.tokens_N)
-        x_NC = self.stack.through(self.stack.embed(tokens_N), step.inputs)
-        logits_SV = self.stack.logits(x_NC, step.rows_S)
+        slot_N = (-1 - buffer.tokens_N).clamp(min=0)
+        tokens_N = torch.where(buffer.tokens_N < 0, self.newest[slot_N], buffer.tokens_N)
+        x_NC = self.stack.through(self.stack.embed(tokens_N), inputs)
+        logits_SV = self.stack.logits(x_NC, buffer.rows_S)
         tokens_S = greedy(logits_SV)
-        self.newest[step.targets_S] = tokens_S
-        return logits_SV, tokens_S
+        self.newest[buffer.targets_S] = tokens_S
+        return Outcome(logits_SV, tokens_S, buffer.targets_S)
 
-    def _upload(self, plan: Plan) -> StepTensors:
-        sizes = Sizes(plan.tokens, len(plan.parts), len(plan.sampling))
+    def _computed(self, plan: Plan) -> Outcome:
+        """Without a graph, in exactly the plan's sizes."""
         longest = max((part.end for part in plan.parts), default=0)
-        blocks = max(-(-longest // self.staging.block_tokens), 1)
-        longs = torch.empty(sizes.longs, dtype=torch.int64, device=self.device)
-        ints = torch.empty(sizes.ints(blocks), dtype=torch.int32, device=self.device)
-        self.staging.load(plan, longs, ints, sizes, blocks)
-        return cut(longs, ints, sizes, plan, longest, plan.decodes)
-
-    def _sampled(self, plan: Plan, logits_SV: Tensor) -> Tensor:
-        asked = [part.sequence for part in plan.sampling]
-        # The step has counted its token as pending already: the place of the one that comes is one less.
-        draws = [uniform(one.request.sampling.seed, part.end - len(one.request.prompt)) for one, part in zip(asked, plan.sampling, strict=True)]
-        return sample(logits_SV, [one.request.sampling for one in asked], draws)
+        sizes = Sizes(
+            tokens=plan.tokens,
+            parts=len(plan.parts),
+            samples=len(plan.sampling),
+            blocks=max(1, -(-longest // self.staging.block_tokens)),
+        )
+        buffer = StepBuffer.on(self.device, sizes)
+        self.staging.load(plan, buffer)
+        return self.compute(buffer, buffer.inputs(plan, longest, plan.decodes))
 
     def _fetched(self, tokens_S: Tensor) -> LaunchedStep:
         if self.device.type != "cuda":
@@ -95,3 +89,15 @@ class TorchRunner:
         ready = torch.cuda.Event()
         ready.record()
         return LaunchedStep(host_S, ready)
+
+
+def drawn(logits_SV: Tensor, parts: list[Part]) -> Tensor:
+    """A token for each part that samples, by its request's settings.
+
+    The draw follows from the seed and the place in the answer of the token that comes: the part ends just before it.
+    """
+    requests = [part.sequence.request for part in parts]
+    places = [part.end - len(request.prompt) for part, request in zip(parts, requests, strict=True)]
+    samplings = [request.sampling for request in requests]
+    draws = [uniform(sampling.seed, place) for sampling, place in zip(samplings, places, strict=True)]
+    return sample(logits_SV, samplings, draws)

@@ -1,7 +1,8 @@
-"""The next token of each sequence from its logits: the most likely, or drawn from what temperature, top-k and top-p leave.
+"""The next token of each sequence from its logits: the most likely, or drawn by temperature, top-k and top-p.
 
-A draw takes one number between 0 and 1, which follows from the request's seed and the place in its answer alone: so an
-answer does not depend on what else the engine computes beside it, nor on how often it was interrupted.
+They apply in this order, as elsewhere: top-p counts probabilities among those that top-k has left. A draw takes one
+number between 0 and 1, which follows from the request's seed and the place in its answer alone: so an answer does not
+depend on what else the engine computes beside it, nor on how often it was interrupted.
 
 Shapes: S sequences, V tokens of the vocabulary.
 """
@@ -40,10 +41,10 @@ def sample(logits_SV: Tensor, how: Many[Sampling], draws: Many[float]) -> Tensor
     top_k_S1 = torch.tensor([one.top_k or vocab for one in how], device=device)[:, None]
     logits_SV = logits_SV.float() / temperature_S1.clamp(min=1e-6)
     sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
-    shares_SV = sorted_SV.softmax(dim=-1)
+    beyond_SV = torch.arange(vocab, device=device)[None] >= top_k_S1
+    shares_SV = sorted_SV.masked_fill(beyond_SV, float("-inf")).softmax(dim=-1)
     before_SV = shares_SV.cumsum(dim=-1) - shares_SV
-    rank_1V = torch.arange(vocab, device=device)[None]
-    kept_SV = (rank_1V < top_k_S1) & (before_SV < top_p_S1)
+    kept_SV = (before_SV < top_p_S1) & ~beyond_SV
     kept_SV[:, 0] = True  # the most likely token always stays
     reach_SV = (shares_SV * kept_SV).cumsum(dim=-1)
     # The first token whose reach exceeds the draw; rounding must not lead past the last that is kept.

@@ -33,13 +33,16 @@ def open_engine(config: RunConfig, place: Place, longest: int) -> Engine:
     """The engine on this rank, for sequences of at most `longest` tokens."""
     work = config.workload
     assert isinstance(work, Inference)
-    ranks = Ranks(device=place.device)
-    stack = build_stack(config.model, weights_of(config, place.device), how_of(config), ranks)
-    blocks = cache_blocks(stack, work, longest)
-    slots = work.max_batch_size
+    stack = build_stack(config.model, weights_of(config, place.device), how_of(config), Ranks(device=place.device))
+    return engine_on(stack, work, longest, cache_blocks(stack, work, longest))
+
+
+def engine_on(stack: Stack, work: Inference, longest: int, blocks: int) -> Engine:
+    """An engine whose cache has so many blocks."""
+    slots, device = work.max_batch_size, stack.ranks.device
     for mixer in stack.mixers():
-        mixer.allocate(blocks, work.block_tokens, slots + 1, place.device)
-    sizes = graph_sizes(slots) if work.cuda_graphs and place.device.type == "cuda" else ()
+        mixer.allocate(blocks, work.block_tokens, slots + 1, device)
+    sizes = graph_sizes(slots) if work.cuda_graphs and device.type == "cuda" else ()
     runner = TorchRunner(stack, slots, longest, work.block_tokens, work.max_num_tokens, sizes)
     limits = Limits(
         max_batch_size=slots,
@@ -47,9 +50,12 @@ def open_engine(config: RunConfig, place: Place, longest: int) -> Engine:
         max_length=longest,
         chunked_prefill=work.chunked_prefill,
     )
-    stateless = all(mixer.bytes_per_slot == 0 for mixer in stack.mixers())
-    pool = BlockPool(blocks, work.block_tokens, work.prefix_cache and stateless)
-    return Engine(Scheduler(pool, limits), runner)
+    return Engine(Scheduler(BlockPool(blocks, work.block_tokens, shares_prefixes(stack, work)), limits), runner)
+
+
+def shares_prefixes(stack: Stack, work: Inference) -> bool:
+    """Whether prompts that begin alike share blocks: not where a sequence has a state, whose past is not kept."""
+    return work.prefix_cache and all(mixer.bytes_per_slot == 0 for mixer in stack.mixers())
 
 
 def weights_of(config: RunConfig, device: torch.device) -> Weights:
@@ -69,7 +75,7 @@ def cache_blocks(stack: Stack, work: Inference, longest: int) -> int:
     wanted = work.max_batch_size * per_sequence
     room = int(free_bytes(stack, work) * work.kv_fraction) - states
     fitting = room // bytes_per_block if bytes_per_block else wanted
-    return max(1, fitting if work.prefix_cache else min(wanted, fitting))
+    return max(1, fitting if shares_prefixes(stack, work) else min(wanted, fitting))
 
 
 def free_bytes(stack: Stack, work: Inference) -> int:

@@ -4,13 +4,13 @@
     mixed_NHR = latent_attention(q_latent_NHR, q_turned_NHK, cache, spans, scale)
     mixed_NHV = expanded_attention(q_NHD, kv_THW, keys_TK, scale)
 
-For the second, queries come with kv_up absorbed into them, so a latent is both key and value: a logit is the product of latents plus
-that of rotated parts, and what comes out is a mix of latents, from which the caller makes values. A cache in e4m3 holds
-latents so, which stand for themselves times its scale; rotated keys, an eighth of the numbers, stay as they are: they
-are not normed, and their rounding would touch every head's sense of position.
+For the second, queries come with kv_up absorbed into them, so a latent is both key and value: a logit is the product of
+latents plus that of rotated parts, and what comes out is a mix of latents, from which the caller makes values. The
+third is for a long chunk of one sequence, whose latents so far the caller has expanded: there it is cheaper to multiply
+the narrower keys and values of each head.
 
-The third is for a long chunk of one sequence, whose latents of all its tokens so far the caller has expanded: there it
-is cheaper to multiply the narrower keys and values of each head.
+A cache in e4m3 holds latents so, which stand for themselves times its scale. Rotated keys, a ninth of the numbers, stay
+as they are: no norm bounds them, and their rounding would touch every head's sense of position.
 
 Shapes: N tokens, H heads, R latent rank, K width of the rotated key (F = K / 2 pairs), B blocks, L tokens of a block,
 T tokens of a sequence, V width of a value, D width of a query, W = D - K + V.

@@ -20,12 +20,13 @@ from llmb.kernels.latent_attention import LatentCache
 from llmb.kernels.spans import Spans
 
 LOG2_E = 1.4426950408889634
-LARGEST_TILE = (
-    64  # rows, and tokens: with a rank of 512, sums fill half the registers, two tiles and queries all memory
-)
-LARGEST_TILE_FP32 = SMALLEST_TILE = 16  # tensor cores take no smaller ones
-WARPS = 8
+# Rows, and tokens of the context, of a tile. With a rank of 512 the sums of 64 rows take half of a multiprocessor's
+# registers, and two tiles of latents with the queries all of its memory. Tensor cores take no less than 16.
+LARGEST_TILE, LARGEST_TILE_FP32, SMALLEST_TILE = 64, 16, 16
 PROMPT_TILE, PROMPT_TILE_FP32 = (128, 64), (32, 16)  # queries of one head, and tokens they meet
+WARPS = 8
+# Slices of a step's numbers begin anywhere; that shall not mean one more kernel to compile for each.
+ANYWHERE = ["table", "starts", "lengths", "places"]
 HEADS_AT_ONCE = 16
 MOST_WAVES = 2  # of programs that splitting the context may make
 FIXED_TILES = 4  # what a program's beginning and end cost, in tiles of the context
@@ -38,7 +39,7 @@ def _rotated(pairs_at, cos, sin, inside):
     return even * cos - odd * sin, odd * cos + even * sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _write_kernel(
     q, latent, key, norm, cosines, sines, places, latents, keys,
     q_token, q_head, latent_token, key_token, heads, eps, inverse_scale,
@@ -74,12 +75,12 @@ def _write_kernel(
         tl.store(part + PAIRS + pairs[None, :], second.to(q.dtype.element_ty), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_part", "rows_of_all"], do_not_specialize_on_alignment=ANYWHERE)
 def _attend_kernel(
     q_latent, q_turned, latents, keys, table, starts, lengths, out, sums,
     latent_token, latent_head, turned_token, turned_head, table_part, rows_of_all, logit_scale, cache_scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TURNED: tl.constexpr, TURNED_TILE: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     tile, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length = tl.load(starts + part), tl.load(lengths + part)
@@ -97,11 +98,11 @@ def _attend_kernel(
 
     # A row sees the tokens before its own and that; the tile walks over what its last row sees of this split.
     seen_Q = tl.where(there, length - count + rows // HEADS + 1, 0)
-    reach = tl.cdiv(tl.cdiv(length, SPLITS), TOKENS) * TOKENS
+    reach = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), TOKENS) * TOKENS
     first = split * reach
     last = tl.minimum(first + reach, tl.max(seen_Q))
     row = (start * HEADS + rows).to(tl.int64) + split * rows_of_all
-    if SPLITS > 1:  # noqa: SIM102 - one is known to the compiler, the other to the program
+    if SPLIT:  # noqa: SIM102 - one is known to the compiler, the other to the program
         if first >= last:
             tl.store(sums + row, tl.full((ROWS,), float("-inf"), tl.float32), mask=there)
             return
@@ -141,29 +142,29 @@ def _attend_kernel(
         mixed_QR.to(out.dtype.element_ty),
         mask=there[:, None] & ranked[None, :],
     )
-    if SPLITS > 1:
+    if SPLIT:
         tl.store(sums + row, largest_Q + tl.log2(total_Q), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_of_all", "splits"], do_not_specialize_on_alignment=ANYWHERE)
 def _combine_kernel(
-    mixed, sums, starts, out, rows_of_all,
-    HEADS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITS_TILE: tl.constexpr,
+    mixed, sums, starts, out, rows_of_all, splits,
+    HEADS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SPLITS_TILE: tl.constexpr,
 ):  # fmt: skip
     number, part = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts + part)
     if number >= (tl.load(starts + part + 1) - start) * HEADS:
         return
     row = (start * HEADS + number).to(tl.int64)
-    splits = tl.arange(0, SPLITS_TILE)
-    sum_S = tl.load(sums + row + splits * rows_of_all, mask=splits < SPLITS, other=float("-inf"))
+    numbers = tl.arange(0, SPLITS_TILE)
+    sum_S = tl.load(sums + row + numbers * rows_of_all, mask=numbers < splits, other=float("-inf"))
     largest = tl.max(sum_S)
     origin = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp2(sum_S - origin))
     ranks = tl.arange(0, RANK_TILE)
     ranked = ranks < RANK
     mixed_R = tl.zeros((RANK_TILE,), tl.float32)
-    for split in range(SPLITS):
+    for split in range(splits):
         at = row + split * rows_of_all
         share_R = tl.exp2(tl.load(sums + at) - origin) + tl.zeros((RANK_TILE,), tl.float32)
         written = ranked & (share_R > 0)  # a split that is empty wrote nothing
@@ -172,7 +173,7 @@ def _combine_kernel(
     tl.store(out + row * RANK + ranks, mixed_R.to(out.dtype.element_ty), mask=ranked)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "length"])
 def _prompt_kernel(
     q, kv, keys, out, q_token, q_head, kv_token, kv_head, out_token, out_head, count, length, logit_scale,
     NOPE: tl.constexpr, NOPE_TILE: tl.constexpr, TURNED: tl.constexpr, TURNED_TILE: tl.constexpr,
@@ -278,12 +279,13 @@ def latent_attention_triton(
         *q_latent_NHR.stride()[:2], *q_turned_NHK.stride()[:2], spans.table_PM.stride(0), rows_of_all,
         scale * LOG2_E, cache.scale, **sizes,
         TURNED=turned, TURNED_TILE=max(SMALLEST_TILE, triton.next_power_of_2(turned)), BLOCK=cache.block_tokens,
-        ROWS=rows, TOKENS=context, num_warps=WARPS, num_stages=2,
+        ROWS=rows, TOKENS=context, SPLIT=splits > 1, num_warps=WARPS, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[rows_of_part, parts](
-            mixed, sums, spans.starts_P1, out_NHR, rows_of_all, **sizes, SPLITS_TILE=triton.next_power_of_2(splits)
-        )
+            mixed, sums, spans.starts_P1, out_NHR, rows_of_all, splits,
+            **sizes, SPLITS_TILE=triton.next_power_of_2(splits),
+        )  # fmt: skip
     return out_NHR
 
 

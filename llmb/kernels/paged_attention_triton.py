@@ -84,7 +84,7 @@ def _decode(
         block = tl.load(table_ptr + part.to(tl.int64) * table_stride + tile).to(tl.int64)
         at = (block * G + head) * L * D
         k = tl.load(keys_ptr + at + t[:, None] * D + d[None, :]).to(COMPUTE)
-        x = _capped(tl.dot(q, tl.trans(k)) * scale, cap, CAPPED)
+        x = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, CAPPED)
         x = tl.where((tile * L + t)[None, :] < length, x, _FAR)
         higher = tl.maximum(top, tl.max(x, 1))
         p = tl.exp2(x - higher[:, None])
@@ -92,7 +92,7 @@ def _decode(
         total = total * fade + tl.sum(p, 1)
         top = higher
         v = tl.load(values_ptr + at + d[:, None] * L + t[None, :]).to(COMPUTE)
-        mixed = mixed * fade[:, None] + tl.dot(p.to(COMPUTE), tl.trans(v))
+        mixed = mixed * fade[:, None] + tl.dot(p.to(COMPUTE), tl.trans(v), input_precision="ieee")
     mixed = mixed * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     row = (part.to(tl.int64) * G + head) * GROUP + r
     if SHARES == 1:
@@ -176,7 +176,7 @@ def _chunk(
         block = tl.load(table_ptr + part.to(tl.int64) * table_stride + old).to(tl.int64)
         at = (block * G + kv_head) * L * D
         k = tl.load(keys_ptr + at + t[:, None] * D + d[None, :]).to(COMPUTE)
-        x = _capped(tl.dot(q16, tl.trans(k)) * (scale * key_scale), cap, CAPPED)
+        x = _capped(tl.dot(q16, tl.trans(k), input_precision="ieee") * (scale * key_scale), cap, CAPPED)
         x = tl.where((old * L + t)[None, :] < before, x, _FAR)
         higher = tl.maximum(top, tl.max(x, 1))
         p = tl.exp2(x - higher[:, None])
@@ -184,12 +184,12 @@ def _chunk(
         total = total * fade + tl.sum(p, 1)
         top = higher
         v = tl.load(values_ptr + at + d[:, None] * L + t[None, :]).to(COMPUTE)
-        mixed = mixed * fade[:, None] + tl.dot(p.to(COMPUTE), tl.trans(v)) * value_scale
+        mixed = mixed * fade[:, None] + tl.dot(p.to(COMPUTE), tl.trans(v), input_precision="ieee") * value_scale
     for new in tl.range(0, tl.cdiv(tl.minimum(count, (tile + 1) * TILE), L), num_stages=3):
         own = new * L + t
         at = (begin + own).to(tl.int64) * stride + kv_head * D
         k = tl.load(k_ptr + at[:, None] + d[None, :], mask=(own < count)[:, None], other=0.0)
-        x = _capped(tl.dot(q, tl.trans(k)) * scale, cap, CAPPED)
+        x = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, CAPPED)
         x = tl.where(own[None, :] <= m[:, None], x, _FAR)
         higher = tl.maximum(top, tl.max(x, 1))
         p = tl.exp2(x - higher[:, None])
@@ -197,7 +197,7 @@ def _chunk(
         total = total * fade + tl.sum(p, 1)
         top = higher
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=(own < count)[:, None], other=0.0)
-        mixed = mixed * fade[:, None] + tl.dot(p.to(v.dtype), v)
+        mixed = mixed * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     out = out_ptr + (rows * GROUP * G + head)[:, None] * D + d[None, :]
     tl.store(out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
 

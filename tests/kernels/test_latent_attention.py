@@ -210,5 +210,5 @@ def test_a_tile_lies_within_a_block() -> None:
     assert tile_sizes(torch.bfloat16, 128, 96) == (64, 32)
     assert tile_sizes(torch.bfloat16, 16, 128) == (16, 64)
     assert tile_sizes(torch.float32, 128, 64) == (16, 16)
-    with pytest.raises(ConfigError, match="block_tokens=24.*multiple of 16"):
+    with pytest.raises(ConfigError, match=r"block_tokens=24.*multiple of 16"):
         tile_sizes(torch.bfloat16, 128, 24)
