@@ -6,12 +6,14 @@ Shapes: N tokens, H query heads, G heads of keys and values, D width of a head; 
 import torch
 from torch import Tensor
 
-from llmb.infer.linear import Format, linear
+from llmb.infer.linear import Format, linear, thin_onto
 from llmb.infer.ranks import Group
 from llmb.infer.step import Inputs
 from llmb.infer.weights import Cut, Weights
 from llmb.kernels.forms import Activation, Form, in_form
 from llmb.kernels.paged_attention import KvCache, paged_attention, rotate_and_cache
+from llmb.kernels.thin import Norm, thin_product
+from llmb.kernels.thin_attention import thin_attention
 from llmb.spec import Model
 
 
@@ -61,3 +63,18 @@ class PagedAttention:
         scale, cap = self.model.head_dim**-0.5, self.model.attention_cap
         mixed_NHD = paged_attention(*made, self.cache, inputs, scale, cap)
         return self.group.sum(self.o(in_form(mixed_NHD.flatten(1), self.o.form)))
+
+    @property
+    def has_thin(self) -> bool:
+        return self.qkv.thin is not None and self.o.thin is not None
+
+    def thin(self, stream_NC: Tensor, norm: Norm, inputs: Inputs) -> Tensor:
+        assert self.cache is not None
+        assert self.qkv.thin is not None
+        assert self.o.thin is not None
+        qkv_NW = thin_product(stream_NC, self.qkv.thin, stream_NC.dtype, norm=norm)
+        scale, cap = self.model.head_dim**-0.5, self.model.attention_cap
+        mixed_NHD = thin_attention(
+            qkv_NW, inputs.cos_ND, inputs.sin_ND, self.cache, inputs.places_N, inputs, scale, cap
+        )
+        return thin_onto(stream_NC, mixed_NHD.flatten(1), self.o.thin, self.group)

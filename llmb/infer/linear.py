@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmb.infer.ranks import Group
 from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8, as_plain, in_form
 from llmb.kernels.fp8 import MULTIPLE, cast, product, scale_of
 from llmb.kernels.fp8_block import block_product, in_blocks
 from llmb.kernels.nvfp4 import NVFP4_GROUP, from_nvfp4, in_nvfp4
-from llmb.kernels.thin import is_thin, thin_product
+from llmb.kernels.thin import ThinWeight, is_thin, thin_product
 
 Format = Literal["plain", "fp8_tensor", "fp8_channel", "fp8_block", "nvfp4"]
 
@@ -30,6 +31,11 @@ class Linear(Protocol):
 
     form: Form
     dequantised: bool  # the device has no product of the format that the weight was rounded to; it is kept wider
+
+    @property
+    def thin(self) -> ThinWeight | None:
+        """The weight as products for a handful of tokens take it, in formats that they know."""
+        ...
 
     @property
     def bytes(self) -> int:
@@ -52,6 +58,12 @@ def linear(weight_OK: Tensor, format: Format, dtype: torch.dtype, input_scale: T
     return FORMATS[format](weight_OK, dtype)
 
 
+def thin_onto(stream_NC: Tensor, x_NK: Tensor, weight: ThinWeight, group: Group) -> Tensor:
+    """The stream with a block's last product added to it, of which the ranks of a group have a part each."""
+    onto_NC = stream_NC if group.index == 0 else None
+    return group.sum(thin_product(x_NK, weight, stream_NC.dtype, onto_NO=onto_NC))
+
+
 def fitting(format: Format, outputs: int, inputs: int) -> Format:
     """The format, or plain where its products cannot take the shape; decided for all devices alike."""
     fits = {
@@ -72,6 +84,7 @@ class PlainLinear:
 
     def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
         self.weight_OK = weight_OK.to(dtype)
+        self.thin = ThinWeight(self.weight_OK)
 
     @property
     def bytes(self) -> int:
@@ -79,7 +92,7 @@ class PlainLinear:
 
     def __call__(self, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
-        return thin_product(x, self.weight_OK, None, x.dtype) if is_thin(x) else F.linear(x, self.weight_OK)
+        return thin_product(x, self.thin, x.dtype) if is_thin(x) else F.linear(x, self.weight_OK)
 
 
 class TensorLinear:
@@ -96,6 +109,7 @@ class TensorLinear:
         rounded = cast(weight_OK, scale_of(weight_OK, E4M3), E4M3, rows=True)
         self.values_OK, self.scale = rounded.rows, rounded.scale
         self.input_scale = None if input_scale is None else input_scale.to(weight_OK.device, torch.float32)
+        self.thin = ThinWeight(self.values_OK, self.scale.expand(len(weight_OK)).contiguous())
         self.dtype = dtype
 
     @property
@@ -122,6 +136,7 @@ class ChannelLinear:
         rounded = in_form(weight_OK, "rows8")
         assert isinstance(rounded, Rows8)
         self.values_OK, self.scales_1O = rounded.values, rounded.scales.T.contiguous()
+        self.thin = ThinWeight(self.values_OK, self.scales_1O[0])
         self.dtype = dtype
 
     @property
@@ -131,7 +146,7 @@ class ChannelLinear:
     def __call__(self, x: Activation) -> Tensor:
         assert isinstance(x, Rows8)
         if is_thin(x.values):
-            return thin_product(x, self.values_OK, self.scales_1O, self.dtype)
+            return thin_product(x, self.thin, self.dtype)
         if x.values.is_cuda:
             return torch._scaled_mm(
                 x.values, self.values_OK.T, x.scales, self.scales_1O, out_dtype=self.dtype, use_fast_accum=True
@@ -144,6 +159,7 @@ class BlockLinear:
 
     form: Form = "groups8"
     dequantised = False
+    thin = None
 
     def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
         self.weight, self.outputs, self.dtype = in_blocks(weight_OK), len(weight_OK), dtype

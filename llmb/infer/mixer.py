@@ -4,13 +4,14 @@ A layer's block is taken from the weights of `llmb/models` under the same names,
 their part of the cache, which is allocated once it is known how much memory is left.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from llmb.infer.step import Inputs
 from llmb.kernels.forms import Activation, Form
+from llmb.kernels.thin import Norm
 
 
 class Mixer(Protocol):
@@ -37,4 +38,18 @@ class Mixer(Protocol):
 
     def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
         """What the block adds to the stream, [N, C]: already summed over the ranks that share its weights."""
+        ...
+
+
+@runtime_checkable
+class ThinMixer(Mixer, Protocol):
+    """A block with a second way for steps in which a handful of sequences generate: fewer kernels, larger ones."""
+
+    @property
+    def has_thin(self) -> bool:
+        """Whether the formats of its weights allow it."""
+        ...
+
+    def thin(self, stream_NC: Tensor, norm: Norm, inputs: Inputs) -> Tensor:
+        """The stream with what the block adds to it, its norm included; what was given stays as it is."""
         ...

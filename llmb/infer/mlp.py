@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
-from llmb.infer.linear import Format, linear
+from llmb.infer.linear import Format, linear, thin_onto
 from llmb.infer.ranks import Group
 from llmb.infer.step import Inputs
 from llmb.infer.weights import Cut, Weights
 from llmb.kernels.forms import Activation, Form, in_form
 from llmb.kernels.gated import gated
+from llmb.kernels.thin import Norm, thin_product
 from llmb.models.blocks import ACTIVATIONS
 
 
@@ -34,6 +35,16 @@ class ServedGatedMlp(_Mlp):
 
     def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
         return self.group.sum(self.down(gated(self.both(x), self.activation, self.down.form)))
+
+    @property
+    def has_thin(self) -> bool:
+        return self.both.thin is not None and self.down.thin is not None
+
+    def thin(self, stream_NC: Tensor, norm: Norm, inputs: Inputs) -> Tensor:
+        assert self.both.thin is not None
+        assert self.down.thin is not None
+        mixed_NF = thin_product(stream_NC, self.both.thin, stream_NC.dtype, norm=norm, activation=self.activation)
+        return thin_onto(stream_NC, mixed_NF, self.down.thin, self.group)
 
 
 class ServedPlainMlp(_Mlp):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from llmb.infer.request import Sampling
+from llmb.kernels.argmax import argmax
 
 _MASK = 2**64 - 1
 
@@ -27,7 +28,7 @@ def uniform(seed: int, place: int) -> float:
 
 def greedy(logits_SV: Tensor) -> Tensor:
     """The most likely token of each."""
-    return logits_SV.argmax(dim=-1)
+    return argmax(logits_SV)
 
 
 def sample(logits_SV: Tensor, how: Many[Sampling], draws: Many[float]) -> Tensor:

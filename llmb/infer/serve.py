@@ -4,7 +4,8 @@
 
 How large the cache may be is measured: the largest step the engine will ever compute is computed once without one, and
 of the memory that then is left the cache gets the fraction asked for. It is never larger than what a full batch of the
-longest sequences could fill, unless prompts that begin alike may use more.
+longest sequences could fill, unless prompts that begin alike may use more. Ranks that schedule the same requests each
+for itself have caches of one size, that of the rank with least room: else they would decide differently.
 """
 
 from pathlib import Path
@@ -13,15 +14,19 @@ import torch
 
 from llmb.infer.blocks import BlockPool
 from llmb.infer.engine import Engine
+from llmb.infer.exchange import SpreadExperts, least_of_all
 from llmb.infer.folder_weights import FolderWeights
 from llmb.infer.formats import how_of
 from llmb.infer.graphs import graph_sizes
+from llmb.infer.layout import join_groups
 from llmb.infer.limits import Limits
 from llmb.infer.ranks import Ranks
 from llmb.infer.runner import TorchRunner
 from llmb.infer.scheduler import Scheduler
 from llmb.infer.stack import Stack, build_stack
+from llmb.infer.stage_runner import StageRunner
 from llmb.infer.step import Inputs
+from llmb.infer.supported import check_layout
 from llmb.infer.weights import RandomWeights, Weights
 from llmb.rank.place import Place
 from llmb.spec import Inference, RunConfig
@@ -33,29 +38,48 @@ def open_engine(config: RunConfig, place: Place, longest: int) -> Engine:
     """The engine on this rank, for sequences of at most `longest` tokens."""
     work = config.workload
     assert isinstance(work, Inference)
-    stack = build_stack(config.model, weights_of(config, place.device), how_of(config), Ranks(device=place.device))
-    return engine_on(stack, work, longest, cache_blocks(stack, work, longest))
+    check_layout(config)
+    ranks = join_groups(config, place)
+    stack = build_stack(config.model, weights_of(config, place.device), how_of(config), ranks)
+    return engine_on(stack, work, longest, least_of_all(cache_blocks(stack, work, longest), ranks.device))
 
 
 def engine_on(stack: Stack, work: Inference, longest: int, blocks: int) -> Engine:
-    """An engine whose cache has so many blocks."""
-    slots, device = work.max_batch_size, stack.ranks.device
+    """An engine whose cache has so many blocks.
+
+    A pipeline computes as many steps at once as it has stages, each of other sequences: the host has to know a token
+    before the first stage can go on with it.
+    """
+    slots, device, stages = work.max_batch_size, stack.ranks.device, stack.ranks.stage.size
     for mixer in stack.mixers():
         mixer.allocate(blocks, work.block_tokens, slots + 1, device)
-    sizes = graph_sizes(slots) if work.cuda_graphs and device.type == "cuda" else ()
-    runner = TorchRunner(stack, slots, longest, work.block_tokens, work.max_num_tokens, sizes)
+    sizes = graph_sizes(slots) if has_graphs(stack.ranks, work) else ()
+    run = TorchRunner if stages == 1 else StageRunner
+    runner = run(stack, slots, longest, work.block_tokens, work.max_num_tokens, sizes)
     limits = Limits(
         max_batch_size=slots,
         max_num_tokens=work.max_num_tokens,
         max_length=longest,
         chunked_prefill=work.chunked_prefill,
     )
-    return Engine(Scheduler(BlockPool(blocks, work.block_tokens, shares_prefixes(stack, work)), limits), runner)
+    pool = BlockPool(blocks, work.block_tokens, shares_prefixes(stack, work))
+    scheduler = Scheduler(pool, limits, chain=stages == 1, depth=stages)
+    experts = stack.ranks.experts
+    lockstep = experts.any_busy if isinstance(experts, SpreadExperts) else None
+    return Engine(scheduler, runner, depth=max(1, stages - 1), lockstep=lockstep)
+
+
+def has_graphs(ranks: Ranks, work: Inference) -> bool:
+    """Whether decodes are replays of CUDA graphs: on one rank only, as exchanges between ranks are not captured."""
+    return work.cuda_graphs and ranks.device.type == "cuda" and ranks.world == 1
 
 
 def shares_prefixes(stack: Stack, work: Inference) -> bool:
-    """Whether prompts that begin alike share blocks: not where a sequence has a state, whose past is not kept."""
-    return work.prefix_cache and all(mixer.bytes_per_slot == 0 for mixer in stack.mixers())
+    """Whether prompts that begin alike share blocks: not where a sequence has a state, whose past is not kept.
+
+    It may be in another stage's layers.
+    """
+    return work.prefix_cache and not stack.model.blocks.get("mamba")
 
 
 def weights_of(config: RunConfig, device: torch.device) -> Weights:
@@ -82,7 +106,7 @@ def free_bytes(stack: Stack, work: Inference) -> int:
     """What is left for the cache beside the weights and the largest step."""
     device = stack.ranks.device
     if device.type != "cuda":
-        return int(_host_free_bytes() * HOST_SHARE)
+        return int(_host_free_bytes() * HOST_SHARE / stack.ranks.world)
     _largest_step(stack, work)
     peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()
@@ -108,9 +132,14 @@ def _largest_step(stack: Stack, work: Inference) -> None:
         longest=tokens,
         parts=((0, tokens),),
     )
+    stack.ranks.experts.begin(tokens)
     torch.cuda.reset_peak_memory_stats(device)
-    x_NC = stack.through(stack.embed(torch.zeros(tokens, dtype=torch.int64, device=device)), inputs)
-    stack.logits(x_NC, torch.zeros(work.max_batch_size, dtype=torch.int64, device=device)).argmax(dim=-1)
+    x_NC = torch.zeros(tokens, stack.model.hidden, dtype=stack.dtype, device=device)
+    if stack.ranks.stage.first:
+        x_NC = stack.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
+    x_NC = stack.through(x_NC, inputs)
+    if stack.ranks.stage.last:
+        stack.logits(x_NC, torch.zeros(work.max_batch_size, dtype=torch.int64, device=device)).argmax(dim=-1)
     torch.cuda.synchronize(device)
 
 

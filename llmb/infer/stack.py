@@ -4,11 +4,13 @@
     logits_SV = stack.logits(stack.through(stack.embed(tokens_N), inputs), rows_S)
 
 All architectures are this: a Llama layer is two blocks, a Nemotron-H layer one. Between two blocks stands one kernel:
-it adds what the first made, norms the sum, and gives it in the number format that the second wants.
+it adds what the first made, norms the sum, and gives it in the number format that the second wants. For a handful of
+tokens even that is too many: then blocks that can (`ThinMixer`) take the stream itself and give it back added to.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +21,14 @@ from llmb.infer.experts import ServedExperts
 from llmb.infer.latent import LatentPaged
 from llmb.infer.linear import Format
 from llmb.infer.mamba import StatefulMamba
-from llmb.infer.mixer import Mixer
+from llmb.infer.mixer import Mixer, ThinMixer
 from llmb.infer.mlp import ServedGatedMlp, ServedPlainMlp
 from llmb.infer.ranks import Ranks
 from llmb.infer.step import Inputs
 from llmb.infer.weights import Cut, Weights
 from llmb.kernels.add_norm import add_norm
+from llmb.kernels.thin import Norm, ThinWeight, is_thin, thin_product
+from llmb.layout import stage_layers
 from llmb.models.blocks import rope_frequencies
 from llmb.spec import Model
 
@@ -46,6 +50,12 @@ class Block:
     mixer: Mixer
     post_norm_C: Tensor | None = None
 
+    @cached_property
+    def thin(self) -> ThinMixer | None:
+        """The mixer, if steps of a handful of tokens can go its second way."""
+        mixer = self.mixer
+        return mixer if self.post_norm_C is None and isinstance(mixer, ThinMixer) and mixer.has_thin else None
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -59,6 +69,11 @@ class Stack:
     frequencies_D: Tensor | None  # of the rotary positions, in radians a token
     ranks: Ranks
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the stream."""
+        return self.blocks[0].norm_C.dtype
+
     def embed(self, tokens_N: Tensor) -> Tensor:
         """The stream as it enters the first block."""
         assert self.embedding_VC is not None
@@ -69,7 +84,12 @@ class Stack:
         """The stream after this rank's blocks; its last norm comes with the head, for the rows that need it."""
         inputs = self._with_angles(inputs)
         eps, stream_NC = self.model.norm_eps, None
+        few = is_thin(added_NC) and inputs.decodes == len(added_NC)
         for block in self.blocks:
+            if few and block.thin is not None:
+                stream_NC = added_NC if stream_NC is None else stream_NC + added_NC
+                added_NC, stream_NC = block.thin.thin(stream_NC, Norm(block.norm_C, eps), inputs), None
+                continue
             normed, stream_NC = add_norm(added_NC, stream_NC, block.norm_C, eps, block.mixer.form)
             added_NC = block.mixer(normed, inputs)
             if block.post_norm_C is not None:
@@ -80,10 +100,11 @@ class Stack:
         """Of the rows that sample, [S, V]."""
         assert self.norm_C is not None
         assert self.head_VC is not None
-        normed_SC = F.rms_norm(x_NC[rows_S], self.norm_C.shape, self.norm_C, self.model.norm_eps)
-        if self.model.logit_scale != 1.0:
-            normed_SC = normed_SC * self.model.logit_scale
-        return self.ranks.dense.gather(F.linear(normed_SC, self.head_VC))
+        x_SC, norm, scale = x_NC[rows_S], Norm(self.norm_C, self.model.norm_eps), self.model.logit_scale
+        if is_thin(x_SC) and scale == 1.0:
+            return self.ranks.dense.gather(thin_product(x_SC, ThinWeight(self.head_VC), x_SC.dtype, norm=norm))
+        normed_SC = F.rms_norm(x_SC, self.norm_C.shape, *norm)
+        return self.ranks.dense.gather(F.linear(normed_SC if scale == 1.0 else normed_SC * scale, self.head_VC))
 
     def _with_angles(self, inputs: Inputs) -> Inputs:
         """Cosine and sine of the positions, once for all layers."""
@@ -97,19 +118,27 @@ class Stack:
 
 
 def build_stack(model: Model, weights: Weights, how: How, ranks: Ranks) -> Stack:
-    """All layers, from weights that are taken one at a time."""
-    split = Cut(0, ranks.dense.index, ranks.dense.size)
-    embedding_VC = weights.take("embedding.weight").to(how.dtype)
-    head_VC = split.of(embedding_VC) if model.tied_embeddings else weights.take("head.weight", split).to(how.dtype)
+    """The layers of this rank's stage, from weights that are taken one at a time."""
+    stage = ranks.stage
+    layers = stage_layers(model.layers, stage.size, None)[stage.index]
+    embedding_VC = weights.take("embedding.weight").to(how.dtype) if stage.first else None
     return Stack(
         model=model,
-        blocks=[block for layer in range(model.layers) for block in layer_blocks(model, layer, weights, how, ranks)],
+        blocks=[block for layer in layers for block in layer_blocks(model, layer, weights, how, ranks)],
         embedding_VC=embedding_VC,
-        norm_C=weights.take("norm.weight").to(how.dtype),
-        head_VC=head_VC,
+        norm_C=weights.take("norm.weight").to(how.dtype) if stage.last else None,
+        head_VC=_head(model, weights, how, ranks, embedding_VC) if stage.last else None,
         frequencies_D=_frequencies(model, ranks.device),
         ranks=ranks,
     )
+
+
+def _head(model: Model, weights: Weights, how: How, ranks: Ranks, embedding_VC: Tensor | None) -> Tensor:
+    """This rank's part of the vocabulary; tied to the embedding it is the same memory, where the embedding is here."""
+    split = Cut(0, ranks.dense.index, ranks.dense.size)
+    if model.tied_embeddings and embedding_VC is not None:
+        return split.of(embedding_VC)
+    return weights.take("embedding.weight" if model.tied_embeddings else "head.weight", split).to(how.dtype)
 
 
 def _frequencies(model: Model, device: torch.device) -> Tensor | None:

@@ -80,7 +80,9 @@ class StepBuffer:
 class Staging:
     """Where plans become tensors. `slots`: sequences that may run; slot number `slots` is nobody's, for padding."""
 
-    def __init__(self, slots: int, blocks: int, block_tokens: int, most_tokens: int, device: torch.device):
+    def __init__(
+        self, slots: int, blocks: int, block_tokens: int, most_tokens: int, device: torch.device, turns: int = TURNS
+    ):
         self.slots, self.blocks, self.block_tokens, self.device = slots, blocks, block_tokens, device
         self._table = np.zeros((slots, blocks), dtype=np.int32)  # of each slot
         most = Sizes(tokens=max(most_tokens, slots), parts=slots, samples=slots, blocks=blocks)
@@ -90,7 +92,7 @@ class Staging:
                 torch.empty(most.longs, dtype=torch.int64, pin_memory=pin),
                 torch.empty(most.ints, dtype=torch.int32, pin_memory=pin),
             )
-            for _ in range(TURNS)
+            for _ in range(turns)
         )
 
     def load(self, plan: Plan, buffer: StepBuffer) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from llmb.errors import ConfigError
 from llmb.infer.prompts import Prompt
+from llmb.layout import check_ranks, check_serving
 from llmb.spec import Inference, RunConfig
 
 COUNTS = ("isl", "osl", "num_requests", "max_batch_size", "max_num_tokens", "block_tokens")
@@ -27,6 +28,16 @@ def supported_workload(config: RunConfig) -> Inference:
     if config.profile.gpu_metrics:
         raise ConfigError("the native serving engine does not run gpu_metrics=true (needs Nsight Systems)")
     return work
+
+
+def check_layout(config: RunConfig) -> None:
+    """Whether these ranks can serve this model; a ConfigError names what does not divide."""
+    work, split = config.workload, config.parallel
+    assert isinstance(work, Inference)
+    for name, unsplit in (("cp", 1), ("etp", 1), ("vp", None), ("fsdp", False)):
+        if getattr(split, name) != unsplit:
+            raise ConfigError(f"{name}={getattr(split, name)}: the serving engine splits by tp, pp and ep only")
+    check_serving(check_ranks(split, split.world_size), config.model, work.attention_dp)
 
 
 def check_steps(work: Inference, prompts: Sequence[Prompt]) -> None:

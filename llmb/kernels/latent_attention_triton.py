@@ -89,12 +89,6 @@ def _attend_kernel(
         return
     rows = tile * ROWS + tl.arange(0, ROWS)
     there = rows < count * HEADS
-    token, head = (start + rows // HEADS).to(tl.int64), rows % HEADS
-    ranks, turned = tl.arange(0, RANK_TILE), tl.arange(0, TURNED_TILE)
-    ranked, paired = ranks < RANK, turned < TURNED
-    at_R1, at_K1 = token * latent_token + head * latent_head, token * turned_token + head * turned_head
-    q_QR = tl.load(q_latent + at_R1[:, None] + ranks[None, :], mask=there[:, None] & ranked[None, :], other=0.0)
-    q_QK = tl.load(q_turned + at_K1[:, None] + turned[None, :], mask=there[:, None] & paired[None, :], other=0.0)
 
     # A row sees the tokens before its own and that; the tile walks over what its last row sees of this split.
     seen_Q = tl.where(there, length - count + rows // HEADS + 1, 0)
@@ -106,6 +100,12 @@ def _attend_kernel(
         if first >= last:
             tl.store(sums + row, tl.full((ROWS,), float("-inf"), tl.float32), mask=there)
             return
+    token, head = (start + rows // HEADS).to(tl.int64), rows % HEADS
+    ranks, turned = tl.arange(0, RANK_TILE), tl.arange(0, TURNED_TILE)
+    ranked, paired = ranks < RANK, turned < TURNED
+    at_R1, at_K1 = token * latent_token + head * latent_head, token * turned_token + head * turned_head
+    q_QR = tl.load(q_latent + at_R1[:, None] + ranks[None, :], mask=there[:, None] & ranked[None, :], other=0.0)
+    q_QK = tl.load(q_turned + at_K1[:, None] + turned[None, :], mask=there[:, None] & paired[None, :], other=0.0)
     largest_Q = tl.full((ROWS,), float("-inf"), tl.float32)
     total_Q = tl.zeros((ROWS,), tl.float32)
     mixed_QR = tl.zeros((ROWS, RANK_TILE), tl.float32)
@@ -271,7 +271,6 @@ def latent_attention_triton(
         "HEADS": heads,
         "RANK": rank,
         "RANK_TILE": max(SMALLEST_TILE, triton.next_power_of_2(rank)),
-        "SPLITS": splits,
     }
     _attend_kernel[tiles, splits, parts](
         q_latent_NHR, q_turned_NHK, cache.latents_BLR, cache.keys_BLK,

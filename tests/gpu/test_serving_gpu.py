@@ -92,7 +92,8 @@ def test_paged_attention(dtype, parts):
     made = paged_attention(*views, caches[1], spans, width**-0.5)
     difference = (made - expected).float().norm() / expected.float().norm()
     assert difference < (0.01 if dtype == torch.bfloat16 else 0.05), difference
-    assert (caches[1].keys_BGLD.float() == caches[0].keys_BGLD.float()).float().mean() > 0.99
+    written, wanted = caches[1].keys_BGLD.float(), caches[0].keys_BGLD.float()
+    assert (written - wanted).norm() / wanted.norm() < 0.01  # the kernel turns in fp32, plain torch in bf16
 
 
 MODEL = Model(

@@ -1,22 +1,26 @@
 """Small models in folders as `transformers` writes them, what it answers from them, and engines that serve them.
 
-    folder = written(LLAMA, tmp_path)
-    pool = answered(LLAMA, folder)
-    heard = serve(engine_for(stack_of(config_of(LLAMA, folder)), blocks=9, max_num_tokens=7), requests)
+folder = written(LLAMA, tmp_path)
+pool = answered(LLAMA, folder)
+heard = serve(engine_for(stack_of(config_of(LLAMA, folder)), blocks=9, max_num_tokens=7), requests)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from hypothesis import event
+from hypothesis import strategies as st
 from small_serving import CONFIG, changed
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmb.infer.engine import Engine, Load
 from llmb.infer.formats import how_of
+from llmb.infer.outlook import Outlook
 from llmb.infer.ranks import Ranks
 from llmb.infer.request import Answer, Request
 from llmb.infer.serve import engine_on, weights_of
@@ -30,7 +34,9 @@ from llmb.spec import Experts, Inference, Latent, Mamba, Model, Rope, RunConfig
 CPU = torch.device("cpu")
 ALONE = Place(rank=0, world_size=1, device=CPU)
 LONGEST = 64  # tokens of a sequence
+PROMPTS = 12  # in a pool
 ANSWER = 12  # tokens of an answer, at most
+SEED = 8  # of the weights; one with which no two tokens are nearly as likely
 
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "heads": 4, "head_dim": 16, "vocab": 97}
 LLAMA = Model(
@@ -77,7 +83,7 @@ GROK = Model(
     post_norms=True,
     rope=Rope(theta=10_000.0),
     attention_cap=30.0,
-    embedding_scale=78.38367176906169,
+    embedding_scale=2.0,
     logit_scale=0.5773502691896257,
     experts=Experts(count=8, top_k=2, ffn=40, renormalise=False),
     **SIZES,
@@ -88,9 +94,9 @@ MODELS = (LLAMA, DEEPSEEK, NEMOTRON, GROK)
 # -- weights
 
 
-def written(model: Model, folder: Path) -> Path:
+def written(model: Model, folder: Path, seed: int = SEED) -> Path:
     """A folder of random weights, by `transformers` where it has the model; large enough that every part matters."""
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     if model.architecture in CONFIGURED:
         network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config(model)))
         fill(dict(network.named_parameters()) | _corrections(network))
@@ -98,8 +104,6 @@ def written(model: Model, folder: Path) -> Path:
     else:
         ours = build_model(model)
         fill(dict(ours.named_parameters()))
-        with torch.no_grad():
-            ours.embedding.weight.mul_(0.05)  # it is scaled up again
         save_weights(ours, folder, torch.float32)
     return folder
 
@@ -146,44 +150,43 @@ def prompts_for(vocab: int) -> list[list[int]]:
 def answered(model: Model, folder: Path) -> Pool:
     """By `generate` of `transformers`, each prompt alone; by our own network where it has no such model."""
     prompts, answers, margins = prompts_for(model.vocab), [], []
+    generate = _theirs(folder) if model.architecture in CONFIGURED else _ours(model, folder)
     for prompt in prompts:
-        logits_TV = _generated(model, folder, prompt)
+        logits_TV = generate(torch.tensor([prompt]))
         best_T2 = logits_TV.topk(2, dim=-1).values
         margins.append((best_T2[:, 0] - best_T2[:, 1]).min().item())
         answers.append(tuple(logits_TV.argmax(dim=-1).tolist()))
     return Pool(prompts, answers, min(margins))
 
 
-def _generated(model: Model, folder: Path, prompt: list[int]) -> Tensor:
-    """The logits of each token of the answer."""
-    given = torch.tensor([prompt])
-    if model.architecture not in CONFIGURED:
-        ours = build_model(model)
-        load_weights(ours, folder)
-        return greedy_logits(ours, given)
+def _theirs(folder: Path) -> Callable[[Tensor], Tensor]:
+    """From a prompt to the logits of each token of the answer."""
     network = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    network.generation_config.eos_token_id = None
-    made = network.generate(
-        given,
-        max_new_tokens=ANSWER,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    logits_TV = torch.cat(made.logits)
-    assert made.sequences[0, len(prompt) :].tolist() == logits_TV.argmax(dim=-1).tolist()
-    return logits_TV
+    settings = {"max_new_tokens": ANSWER, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+    def generate(given: Tensor) -> Tensor:
+        made = network.generate(given, **settings, output_logits=True, return_dict_in_generate=True)
+        logits_TV = torch.cat(made.logits)
+        assert made.sequences[0, given.shape[1] :].tolist() == logits_TV.argmax(dim=-1).tolist()
+        return logits_TV
+
+    return generate
 
 
-@torch.no_grad()
-def greedy_logits(network: torch.nn.Module, given: Tensor) -> Tensor:
-    """Continued by the likeliest token, the whole text computed anew each time."""
-    rows = []
-    for _ in range(ANSWER):
-        rows.append(network(given)[0, -1])
-        given = torch.cat((given, rows[-1].argmax()[None, None]), dim=1)
-    return torch.stack(rows)
+def _ours(model: Model, folder: Path) -> Callable[[Tensor], Tensor]:
+    """The same by a network without a cache, which computes the whole text anew for each token."""
+    network = build_model(model)
+    load_weights(network, folder)
+
+    @torch.no_grad()
+    def generate(given: Tensor) -> Tensor:
+        rows = []
+        for _ in range(ANSWER):
+            rows.append(network(given)[0, -1])
+            given = torch.cat((given, rows[-1].argmax()[None, None]), dim=1)
+        return torch.stack(rows)
+
+    return generate
 
 
 # -- engines
@@ -206,7 +209,7 @@ def engine_for(stack: Stack, blocks: int = 256, longest: int = LONGEST, **settin
     return engine_on(stack, replace(work, **settings), longest, blocks)
 
 
-# -- driving them
+# -- driving them, in every way
 
 
 @dataclass
@@ -263,3 +266,51 @@ def check_idle(engine: Engine) -> None:
     pool.check()
     assert engine.load == Load(waiting=0, running=0, blocks_used=0, blocks=pool.blocks)
     assert sorted(engine.scheduler._slots) == list(range(limits.max_batch_size))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Who asks for what and when, and the engine that has to cope."""
+
+    prompts: list[int]  # places in a pool
+    max_tokens: list[int]
+    arrivals: dict[int, int]
+    cancels: dict[int, int]
+    spare_blocks: int  # beyond what the longest request needs for itself
+    settings: dict[str, Any]
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    count = draw(st.integers(1, 10))
+    numbers = st.integers(0, count - 1)
+    chunked = draw(st.booleans())
+    return Scene(
+        prompts=draw(st.lists(st.integers(0, PROMPTS - 1), min_size=count, max_size=count)),
+        max_tokens=draw(st.lists(st.integers(1, ANSWER), min_size=count, max_size=count)),
+        arrivals=draw(st.dictionaries(numbers, st.integers(0, 25))),
+        cancels=draw(st.dictionaries(numbers, st.integers(0, 40), max_size=3)),
+        spare_blocks=draw(st.integers(0, 4)),
+        settings={
+            "chunked_prefill": chunked,
+            "max_num_tokens": draw(st.integers(1 if chunked else LONGEST, LONGEST + 20)),
+            "max_batch_size": draw(st.integers(1, 6)),
+            "block_tokens": draw(st.sampled_from([1, 2, 4, 7, 16])),
+            "prefix_cache": draw(st.booleans()),
+        },
+    )
+
+
+def play(stack: Stack, scene: Scene, requests: list[Request]) -> Heard:
+    """The requests, each for as many tokens as the scene says; without foresight, so that many are preempted."""
+    requests = [replace(one, max_tokens=most) for one, most in zip(requests, scene.max_tokens, strict=True)]
+    longest = max(len(request.prompt) + request.max_tokens for request in requests)
+    blocks = -(-longest // scene.settings["block_tokens"]) + scene.spare_blocks
+    engine = engine_for(stack, blocks, **scene.settings)
+    with (
+        mock.patch.object(engine.scheduler, "_preempt", wraps=engine.scheduler._preempt) as preempted,
+        mock.patch.object(Outlook, "admits", return_value=True),
+    ):
+        heard = serve(engine, requests, scene.arrivals, scene.cancels)
+    event(f"preempted: {preempted.call_count > 0}")
+    return heard

@@ -6,12 +6,10 @@ from torch import Tensor
 
 from llmb.kernels.add_norm import add_norm_reference
 from llmb.kernels.add_norm_triton import add_norm_triton
-from llmb.kernels.forms import Activation, Form, Rows8, as_plain, in_form_reference
+from llmb.kernels.forms import Activation, Form, as_plain, in_form_reference
 from llmb.kernels.forms_triton import in_form_triton
 from llmb.kernels.gated import gated_reference
 from llmb.kernels.gated_triton import gated_triton
-from llmb.kernels.thin import thin_product_reference
-from llmb.kernels.thin_triton import thin_product_triton
 
 FORMS: tuple[Form, ...] = ("plain", "rows8", "groups8")
 
@@ -64,16 +62,3 @@ def test_a_row_of_zeros_stays_zero(form):
 def test_nothing_comes_of_no_tokens():
     assert in_form_triton(torch.zeros(0, 128), "rows8").values.shape == (0, 128)
     assert gated_triton(torch.zeros(0, 256), "silu", "plain").shape == (0, 128)
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 7), (1100, 10), (2048, 4)])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_thin_product_is_the_product(tokens, inputs, outputs, scaled):
-    generator = torch.Generator().manual_seed(inputs)
-    x, weight = torch.randn(tokens, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
-    scales = torch.rand(outputs, generator=generator) if scaled else None
-    for given in (x, Rows8(x, torch.rand(tokens, 1, generator=generator))):
-        expected = thin_product_reference(given, weight, scales, torch.float32)
-        made = thin_product_triton(given, weight, scales, torch.float32)
-        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)

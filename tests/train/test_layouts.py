@@ -4,7 +4,7 @@ A layout is scaled down to as few ranks as keep every dimension split that the r
 layers; offloading and recomputation stay where the recipe has them. Beside the recipes' layouts stand a few with one
 or two dimensions, which fail more plainly. `docs/parallelism.md` holds what was found, written by
 
-    python tests/train/test_layouts.py --write
+    PYTHONPATH=tests python tests/train/test_layouts.py --write
 """
 
 import sys
@@ -245,7 +245,7 @@ def section(found: dict[Case, Distances]) -> str:
         [
             "The last three columns are the largest relative differences of a loss, of a gradient norm and of a weight",
             f"tensor; they must be less than: {bounds}.",
-            "`python tests/train/test_layouts.py --write` writes this section.",
+            "`PYTHONPATH=tests python tests/train/test_layouts.py --write` writes this section.",
             "",
             _line(heading),
             _line(["---"] * len(heading)),

@@ -1,0 +1,127 @@
+"""The serving engine's speed on one H200: every figure beside a ceiling that was measured in the same process.
+
+    python bench/infer_gpu.py [--json FILE] [--only throughput,latency,profile,deepseek,peer] [--row 1000/1000]
+    python bench/infer_gpu.py --tiny        # very small models, with or without a GPU: shows only that it runs
+
+Random weights, all requests at once, EOS ignored. How a ceiling follows from bytes, FLOPs and measured rates:
+`infer_ceilings.py` and docs/inference.md. Takes less than eight minutes; a table is printed when it is complete.
+"""
+
+import argparse
+import gc
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from infer_bench import Bench
+from infer_deepseek import PROMPT, deepseek
+from infer_llama import llama
+from infer_rates import bandwidths
+from infer_serving import Row
+
+from llmb.plain import convert
+from llmb.recipes.recipe import load_all, shipped
+from llmb.spec import Model
+
+PARTS = ("ceilings", "throughput", "latency", "profile", "deepseek", "peer")
+
+# Requests are as many as eight minutes allow. The profiler comes last, as a traced process may stay slower.
+ROWS = (
+    Row(dtype="fp8", isl=128, osl=128, batch=2048, budget=8192, requests=7000, published=27_911, aim=29_000, floor=22_000),
+    Row(dtype="fp8", isl=128, osl=2048, batch=1536, budget=4096, requests=800, published=26_221, aim=27_000, floor=20_000),
+    Row(dtype="fp8", isl=20000, osl=2000, batch=88, budget=20480, requests=82, published=1_804, aim=1_850, floor=1_450),
+    Row(dtype="bf16", isl=1000, osl=1000, batch=448, budget=4096, requests=400, aim=8_800, floor=7_500,
+        parts=("throughput", "latency", "peer")),
+    Row(dtype="fp8", isl=1000, osl=1000, batch=960, budget=4096, requests=1440, published=17_744, aim=18_500, floor=14_500,
+        parts=("throughput", "latency", "profile")),
+)  # fmt: skip
+
+DEEPSEEK_LAYERS = (1, 4)  # with a dense MLP, with experts: 11 GB each
+READ_BYTES = 8 << 30
+
+
+def ceilings(bench: Bench) -> None:
+    """Part 1: bandwidth and rates. The other parts ask for what is measured here."""
+    size, tokens = (1 << 24, 256) if bench.tiny else (READ_BYTES, PROMPT)
+    bench.bandwidth |= bandwidths(bench.device, size, bench.seconds)
+    bench.rate("bf16", bench.llama, tokens)
+    for row in bench.rows:
+        bench.rates_of(row)
+    bench.rate("fp8", bench.deepseek, tokens)
+    gc.collect()
+    how = {"copy": "copy, bytes read and bytes written", "sum": "sum", "dot": "dot product"}
+    bench.say(
+        "1. Ceilings of this device, measured",
+        ("what", "rate"),
+        [
+            *((f"{how[name]}, {size / 2**30:g} GiB", f"{rate / 1e12:.3f} TB/s") for name, rate in bench.bandwidth.items()),
+            *((name, f"{rate / 1e12:.1f} TFLOP/s") for name, rate in bench.rates.items()),
+        ],
+        "read bandwidth below: the best of the three",
+        "a layer's products: its matrices one after the other, random data; fp8 by torch._scaled_mm, a scale for each row",
+    )
+    bench.keep("ceilings", {"bandwidth": bench.bandwidth, "rates": bench.rates})
+
+
+def models() -> tuple[Model, Model]:
+    """Llama 3.1 8b, and DeepSeek-R1 with few of its layers."""
+    recipes = load_all([shipped()])
+    small = convert(Model, recipes["inference_llama3.1"].models["8b"], "8b")
+    whole = convert(Model, recipes["inference_deepseek-r1"].models["671b"], "671b")
+    assert whole.experts is not None
+    dense, moe = DEEPSEEK_LAYERS
+    return small, replace(whole, layers=dense + moe, experts=replace(whole.experts, dense_layers=dense))
+
+
+def tiny_models() -> tuple[Model, Model]:
+    """The same structure, very small."""
+    dense, moe = models()
+    assert moe.experts is not None
+    assert moe.latent is not None
+    experts = replace(moe.experts, count=8, top_k=2, ffn=128, groups=2, top_groups=1)
+    latent = replace(moe.latent, q_rank=128, kv_rank=128, nope_dim=32, rope_dim=16, value_dim=32)
+    dense = replace(dense, layers=2, hidden=128, ffn=256, heads=4, kv_heads=2, head_dim=32, vocab=512)
+    moe = replace(moe, layers=2, hidden=128, ffn=256, heads=4, kv_heads=4, head_dim=32, vocab=512)
+    return dense, replace(moe, experts=experts, latent=latent)
+
+
+def tiny_row(row: Row) -> Row:
+    return replace(row, isl=32, osl=12, batch=4, budget=48, requests=12)
+
+
+def run(parts: tuple[str, ...], asked_row: str, file: Path | None, tiny: bool) -> None:
+    """All parts that were asked for; ceilings always, as all others need them."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}", flush=True)
+    rows = tuple(tiny_row(row) if tiny else row for row in ROWS if asked_row in row.title)
+    bench = Bench(device, *(tiny_models() if tiny else models()), rows, parts, tiny, file)
+    ceilings(bench)
+    llama(bench)
+    if "deepseek" in parts:
+        deepseek(bench)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
+    parser.add_argument("--row", default="", help="only rows with this in their name: fp8, 128/128")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    parts = tuple(options.only.split(","))
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"no part is called {', '.join(unknown)}; parts are: {', '.join(PARTS)}")
+    if not any(options.row in row.title for row in ROWS):
+        parser.error(f"no row is called {options.row}; rows are: {', '.join(row.title for row in ROWS)}")
+    if not options.tiny and not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU; --tiny runs anywhere")
+    began = time.perf_counter()
+    run(parts, options.row, options.json, options.tiny)
+    print(f"\n{time.perf_counter() - began:.0f} seconds in all")
+
+
+if __name__ == "__main__":
+    main()

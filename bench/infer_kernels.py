@@ -1,0 +1,176 @@
+"""Where the time of a step goes: kernels of some profiled steps by class, idle time, and what the host did meanwhile.
+
+Kernels may overlap (a small one starts while the one before ends), so the moments are dealt out: where several run the
+class named first owns the moment. What no name fits is "other", and its longest kernels are listed, so that nothing
+hides. On a CPU the times are the own times of torch's operations.
+"""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from infer_ceilings import DECODE, EXPERTS, PREFILL, PRODUCTS, SAMPLING, SMALL, Step
+from infer_serving import Row, submit
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from llmb.infer.engine import Engine
+from llmb.infer.step import Plan
+from llmb.spec import Model
+from llmb.train.timeline import Work, by_precedence
+
+COPIES, OTHER = "copies", "other"
+# By the names of kernels, ours and others'; the first line that fits decides.
+NAMES = (
+    (COPIES, r"^memcpy|^memset|^aten::(copy_|_to_copy|fill_|zero_)$"),
+    (DECODE, r"^_(decode|together|attend_kernel|combine_kernel)\b"),
+    (PREFILL, r"^_(chunk|prompt_kernel)\b|flash|fmha|sdpa|scaled_dot_product|cudnn.*attention"),
+    (EXPERTS, r"^_(product|gate|sum|count|deal)_kernel\b"),
+    (SMALL, r"^_(add_norm|gated|round|rotate_and_cache|write_kernel|route_kernel)\b|rms_?norm|cos_kernel|sin_kernel"),
+    (PRODUCTS, r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k|^_(tile|thin)\b|^aten::(mm|addmm|bmm|linear|mv)$"),
+    (SAMPLING, r"argmax|arg_?max_?ops|sort|softmax|cumsum|scan"),
+)
+CLASSES = (PRODUCTS, EXPERTS, DECODE, PREFILL, SMALL, SAMPLING, COPIES, OTHER)
+LONGEST = 6  # kernels of no class that are listed
+
+
+def kind_of(name: str) -> str:
+    """The class of a kernel or operation of this name."""
+    return next((kind for kind, pattern in NAMES if re.search(pattern, name, re.IGNORECASE)), OTHER)
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """An average step. Seconds."""
+
+    step: Step  # what it computed
+    wall: float  # of the same steps without a profiler
+    span: float  # from the first kernel's start to the last one's end, with it
+    kinds: dict[str, float]
+    others: list[tuple[str, float]]
+    host: dict[str, float]  # without a profiler: planning, launching, taking the tokens in, waiting for the device
+
+    @property
+    def idle(self) -> float:
+        """In which no kernel ran."""
+        return max(0.0, self.span - sum(self.kinds.values()))
+
+
+def as_if_steady(engine: Engine, model: Model, row: Row, more: int = 256) -> None:
+    """Bring the engine to where the row's long run would be: requests at every stage of their answers, others waiting.
+
+    Plans are taken as computed without computing them: blocks and positions are those of a long run, and what the
+    cache holds does not change how long reading it takes.
+    """
+    scheduler, limits = engine.scheduler, engine.scheduler.limits
+    stages = [place * row.osl // row.batch for place in range(row.batch)]
+    submit(engine, model, [(row.isl + stage, row.osl - stage) for stage in reversed(stages)])
+    scheduler.limits = replace(limits, max_num_tokens=row.batch * (row.isl + row.osl))
+    plan = scheduler.plan()
+    scheduler.took(plan, [0] * len(plan.sampling))
+    scheduler.limits = limits
+    submit(engine, model, [(row.isl, row.osl)] * more, first=row.batch)
+
+
+def profiled(engine: Engine, steps: int, device: torch.device) -> Profiled:
+    """Go on for twice as many steps, the second half under the profiler."""
+    _settle(engine, device)
+    began = time.perf_counter()
+    with _watched(engine) as (host, _):
+        for _ in range(steps):
+            engine.step()
+        _synchronize(device)
+    wall = time.perf_counter() - began
+    host["waiting for the device"] = wall - sum(host.values())
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    with _watched(engine) as (_, plans), profile(activities=[activity]) as trace:
+        for _ in range(steps):
+            engine.step()
+        _synchronize(device)
+    pieces = list(by_precedence(_work(trace, device), CLASSES))
+    kinds, others = Counter[str](), Counter[str]()
+    for piece in pieces:
+        kinds[piece.kind] += (piece.end - piece.start) / steps
+        if piece.kind == OTHER:
+            others[piece.name] += (piece.end - piece.start) / steps
+    span = (max(piece.end for piece in pieces) - min(piece.start for piece in pieces)) / steps
+    each = {name: seconds / steps for name, seconds in host.items()}
+    return Profiled(_mean_step(plans), wall / steps, span, dict(kinds), others.most_common(LONGEST), each)
+
+
+def _settle(engine: Engine, device: torch.device) -> None:
+    """Past what only happens once: the first steps, and the profiler's own beginning."""
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
+    for _ in range(5):
+        engine.step()
+    with profile(activities=[activity]):
+        engine.step()
+        _synchronize(device)
+    engine.step()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _watched(engine: Engine) -> Iterator[tuple[dict[str, float], list[Plan]]]:
+    """Seconds of the host in each of an engine step's three calls, and the plans that were launched."""
+    host, plans = {"planning": 0.0, "launching": 0.0, "taking tokens in": 0.0}, []
+
+    def timed(call: Any, name: str) -> Any:
+        def replacement(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*arguments)
+            host[name] += time.perf_counter() - began
+            if name == "planning":
+                plans.append(result)
+            return result
+
+        return replacement
+
+    calls = ((engine.scheduler, "plan"), (engine.runner, "launch"), (engine.scheduler, "took"))
+    for (owner, method), name in zip(calls, list(host), strict=True):
+        setattr(owner, method, timed(getattr(owner, method), name))
+    try:
+        yield host, plans
+    finally:
+        for owner, method in calls:
+            delattr(owner, method)
+
+
+def _work(trace: Any, device: torch.device) -> Iterator[Work]:
+    """What ran, in seconds. A CPU's operations enclose one another: each is as long as its own time."""
+    for event in trace.events():
+        start, end = event.time_range.start, event.time_range.end
+        if device.type != "cuda":
+            end = start + event.self_cpu_time_total
+        elif event.device_type != DeviceType.CUDA:
+            continue
+        yield Work(start / 1e6, end / 1e6, kind_of(event.name), event.name)
+
+
+def _mean_step(plans: list[Plan]) -> Step:
+    """What the plans compute, on average."""
+    decodes = contexts = prompt_tokens = pairs = samples = 0.0
+    for plan in plans:
+        first = plan.decodes
+        decodes += first
+        contexts += sum(part.end for part in plan.parts[:first])
+        prompt_tokens += sum(part.count for part in plan.parts[first:])
+        pairs += sum(part.count * part.start + part.count**2 / 2 for part in plan.parts[first:])
+        samples += len(plan.sampling)
+    steps = len(plans)
+    return Step(
+        decodes=decodes / steps,
+        context=contexts / max(decodes, 1.0),
+        prompt_tokens=prompt_tokens / steps,
+        prompt_pairs=pairs / steps,
+        samples=samples / steps,
+    )

@@ -1,0 +1,97 @@
+"""What the device can do, measured in the process that measures the engine: bandwidth, and rates of matrix products.
+
+Each is kept up for about a second on random data, as clocks fall under load and zeros would save power. A product is
+that of one layer after the other, so that weights come from memory and not from a cache.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from infer_ceilings import product_shapes
+from torch import Tensor
+
+from llmb.kernels.forms import E4M3
+from llmb.spec import Model
+
+
+class Stopwatch:
+    """Seconds of the device between `start` and `stop`: by its own events on a GPU, by the host's clock on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._began = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+        if self._events:
+            torch.cuda.synchronize()
+            self._events[0].record()
+
+    def stop(self) -> float:
+        if self._events is None:
+            return time.perf_counter() - self._began
+        self._events[1].record()
+        torch.cuda.synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1000
+
+
+def sustained(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds of one call, when it is repeated for so long."""
+    watch = Stopwatch(device)
+    call()
+    watch.start()
+    call()
+    count = max(2, round(seconds / max(watch.stop(), 1e-6)))
+    watch.start()
+    for _ in range(count):
+        call()
+    return watch.stop() / count
+
+
+def bandwidths(device: torch.device, size: int, seconds: float) -> dict[str, float]:
+    """bytes/s of a copy (read and written bytes counted), of a sum and of a dot product over fp32 numbers."""
+    values = torch.randn(size // 4, device=device)
+    target = torch.empty_like(values)
+    first, second = values.chunk(2)
+    return {
+        "copy": 2 * values.nbytes / sustained(lambda: target.copy_(values), device, seconds),
+        "sum": values.nbytes / sustained(values.sum, device, seconds),
+        "dot": values.nbytes / sustained(lambda: torch.dot(first, second), device, seconds),
+    }
+
+
+def products_rate(model: Model, tokens: int, dtype: str, device: torch.device, seconds: float) -> float:
+    """FLOP/s of the products of a dense layer."""
+    return _rate(product_shapes(model), tokens, dtype, device, seconds)
+
+
+def head_rate(model: Model, rows: int, device: torch.device, seconds: float) -> float:
+    """FLOP/s of the head, which is in bf16."""
+    return _rate([(model.vocab, model.hidden)], rows, "bf16", device, seconds)
+
+
+def _rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device: torch.device, seconds: float) -> float:
+    operands = [_operands(tokens, *shape, dtype, device) for shape in shapes]
+
+    def layer() -> None:
+        for product in operands:
+            product()
+
+    flops = 2.0 * tokens * sum(outputs * inputs for outputs, inputs in shapes)
+    return flops / sustained(layer, device, seconds)
+
+
+def _operands(tokens: int, outputs: int, inputs: int, dtype: str, device: torch.device) -> Callable[[], Tensor]:
+    """A product of random matrices, ready to be computed."""
+    x_NK = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+    w_OK = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
+    if dtype != "fp8" or device.type != "cuda":  # a CPU has no products of fp8: a smoke run takes bf16 for them
+        return lambda: F.linear(x_NK, w_OK)
+    x8_NK, w8_OK = x_NK.to(E4M3), w_OK.to(E4M3)
+    scales_N1 = torch.rand(tokens, 1, device=device) + 0.5
+    scales_1O = torch.rand(1, outputs, device=device) + 0.5
+    return lambda: torch._scaled_mm(
+        x8_NK, w8_OK.T, scales_N1, scales_1O, out_dtype=torch.bfloat16, use_fast_accum=True
+    )

@@ -1,0 +1,260 @@
+"""The engine as the benchmark drives it: a configuration, one measured phase, steps that are timed by themselves.
+
+Throughput goes through `llmb.infer.benchmark.Bench` and the events it records, and from there through `llmb.metrics`,
+as in `llmb-run submit`: there is no second way to a figure.
+"""
+
+import gc
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from infer_rates import Stopwatch
+from torch import Tensor
+
+from llmb.events import RequestDone, read
+from llmb.infer.benchmark import Bench
+from llmb.infer.energy import Energy
+from llmb.infer.engine import Engine
+from llmb.infer.experts import ServedExperts
+from llmb.infer.load import Seat, load_of, warmup_load
+from llmb.infer.prompts import Draw, measured_prompts, terms_of
+from llmb.infer.request import Request
+from llmb.infer.runner import TorchRunner
+from llmb.infer.scheduler import Scheduler
+from llmb.infer.serve import open_engine
+from llmb.metrics import steady, throughput
+from llmb.rank.place import Place
+from llmb.rank.record import Record
+from llmb.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+
+WARMUP_REQUESTS = 16  # enough for every kernel to be compiled; graphs are captured when the engine opens
+KV_FRACTION = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the throughput table, and which other parts are measured with the same open engine."""
+
+    dtype: str
+    isl: int
+    osl: int
+    batch: int  # requests computed at once, at most
+    budget: int  # tokens of a step, at most
+    requests: int
+    published: float | None = None  # output tokens/s of TensorRT-LLM 1.0 on one H200
+    aim: float | None = None
+    floor: float | None = None
+    parts: tuple[str, ...] = ("throughput",)
+
+    @property
+    def title(self) -> str:
+        return f"{self.dtype} {self.isl}/{self.osl}"
+
+    @property
+    def precision(self) -> Precision:
+        kv_dtype = "fp8" if self.dtype == "fp8" else "bf16"
+        return Precision(dtype=self.dtype, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+
+
+def config_of(model: Model, row: Row, device: torch.device) -> RunConfig:
+    """All requests at once, streamed, EOS ignored, random weights."""
+    return RunConfig(
+        name=row.title,
+        target="bench",
+        size="bench",
+        machine=Machine(gpu="h200" if device.type == "cuda" else "cpu", gpus=1, gpus_per_node=1),
+        model=model,
+        parallel=Parallel(),
+        precision=row.precision,
+        workload=Inference(
+            mode="max_throughput",
+            use_case="bench",
+            isl=row.isl,
+            osl=row.osl,
+            max_batch_size=row.batch,
+            concurrency=row.requests,
+            max_num_tokens=row.budget,
+            kv_fraction=KV_FRACTION if device.type == "cuda" else 0.05,
+            num_requests=row.requests,
+            warmup_requests=min(WARMUP_REQUESTS, row.requests),
+        ),
+    )
+
+
+def opened(config: RunConfig, device: torch.device, longest: int) -> Engine:
+    """The engine of a configuration; what earlier ones held is let go of first."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return open_engine(config, Place(0, 1, device), longest=longest)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A phase, from its recorded requests."""
+
+    seconds: float
+    whole: float  # output tokens/s, ramp-up and drain included
+    steady: float | None  # output tokens/s while the engine was full; none: all requests were one wave
+    in_flight: float  # on average, waiting ones included
+    most_at_once: int  # answers going on at the same time
+    energy: Energy
+
+
+def measure(engine: Engine, config: RunConfig, device: torch.device) -> Measured:
+    """Warm up, send everything, and derive the rates from what was recorded."""
+    work = config.workload
+    assert isinstance(work, Inference)
+    wanted = terms_of(config.model, None)
+    draw = Draw(work.seed, wanted)
+    load = load_of(measured_prompts(work, wanted, draw), work.concurrency)
+    warmup = warmup_load(work, load, 1, engine.load.blocks * work.block_tokens, draw)
+    with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # progress is no part of the tables
+        record = Record(Path(folder), 0)
+        bench = Bench(work, frozenset(), engine, Place(0, 1, device), Seat(0, 1, records=True), record)
+        bench.warm_up(warmup)
+        energy = bench.measure(load, None)
+        done = [event for event in read(record.path) if isinstance(event, RequestDone) and not event.warmup]
+    return _derived(done, work, energy)
+
+
+def _derived(done: list[RequestDone], work: Inference, energy: Energy) -> Measured:
+    wrong = sum(one.output_tokens != one.requested_tokens for one in done)
+    if wrong or len(done) != work.num_requests:
+        raise RuntimeError(f"{len(done)} of {work.num_requests} requests ended, {wrong} of them with a wrong length")
+    whole, window = throughput(done), steady(done)
+    if whole is None:
+        raise RuntimeError("the recorded requests have no times")
+    return Measured(
+        seconds=whole.duration_s,
+        whole=whole.output_tokens_per_s,
+        steady=window and window.output_tokens_per_s,
+        in_flight=whole.mean_in_flight,
+        most_at_once=_most_at_once(done),
+        energy=energy,
+    )
+
+
+def _most_at_once(done: list[RequestDone]) -> int:
+    """How many answers went on at the same time, at most."""
+    changes = sorted([(one.first_token or 0.0, 1) for one in done] + [(one.end, -1) for one in done])
+    return int(max(np.cumsum([change for _, change in changes])))
+
+
+def like(config: RunConfig, isl: int, osl: int, requests: int) -> RunConfig:
+    """Other requests for an engine that is open."""
+    work = config.workload
+    assert isinstance(work, Inference)
+    changed = replace(work, isl=isl, osl=osl, num_requests=requests, concurrency=requests)
+    return replace(config, workload=changed)
+
+
+def submit(engine: Engine, model: Model, lengths: Sequence[tuple[int, int]], first: int = 0) -> None:
+    """Random prompts with these numbers of input and output tokens."""
+    random = np.random.default_rng(first)
+    for number, (inputs, outputs) in enumerate(lengths, start=first):
+        prompt = random.integers(model.vocab, size=inputs, dtype=np.int32).tolist()
+        engine.submit(Request(number=number, prompt=prompt, max_tokens=outputs, ignore_eos=True))
+
+
+def cancel_all(engine: Engine) -> None:
+    for number in [*engine.scheduler.running, *engine.scheduler.waiting]:
+        engine.cancel(number)
+    engine.drain()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Steps in which all requests generated."""
+
+    seconds: float  # a step
+    context: float  # cached tokens a request attended to, on average
+    experts: float | None  # distinct experts that were visited, on average over layers; none: the model has none
+
+
+def decode(engine: Engine, model: Model, batch: int, context: int, settle: int, steps: int, device: torch.device) -> Decoded:
+    """Read `batch` prompts, and time `steps` steps when all of them generate, at `context` tokens on average."""
+    prompt = context - settle - steps // 2
+    submit(engine, model, [(prompt, settle + steps + 16)] * batch)
+    while engine.scheduler.waiting or any(len(one.tokens) <= prompt for one in engine.scheduler.running.values()):
+        engine.step()
+    for _ in range(settle):
+        engine.step()
+    watch = Stopwatch(device)
+    before = _mean_length(engine)
+    watch.start()
+    for _ in range(steps):
+        engine.step()
+    seconds = watch.stop() / steps
+    after = _mean_length(engine)
+    visited = visited_experts(engine) if model.experts is not None else None
+    cancel_all(engine)
+    return Decoded(seconds, (before + after) / 2, visited)
+
+
+def _mean_length(engine: Engine) -> float:
+    running = engine.scheduler.running.values()
+    return sum(sequence.length for sequence in running) / len(running)
+
+
+def prefill(engine: Engine, model: Model, tokens: int, repeats: int, device: torch.device) -> float:
+    """Seconds of a step that reads a whole prompt; the median of some."""
+    watch, seconds = Stopwatch(device), []
+    for repeat in range(repeats + 1):
+        submit(engine, model, [(tokens, 1)], first=repeat)
+        watch.start()
+        engine.step()
+        seconds.append(watch.stop())
+        engine.drain()
+    return sorted(seconds[1:])[repeats // 2]
+
+
+class _NoGraphs:
+    """In place of captured graphs, for a step whose layers are to be looked into."""
+
+    def launch(self, plan: object) -> None:
+        return None
+
+
+class _Listening:
+    """A router that keeps what it has chosen."""
+
+    def __init__(self, router: object):
+        self._router, self.chosen_NK = router, torch.empty(0)
+
+    def __call__(self, x_NC: Tensor, places_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights_NK, self.chosen_NK = self._router(x_NC, places_N)  # type: ignore[operator]
+        return weights_NK, self.chosen_NK
+
+
+def visited_experts(engine: Engine) -> float:
+    """Compute one more step without a graph, and count the experts of each layer that some token visits."""
+    runner = engine.runner
+    layers = [mixer for mixer in runner.stack.mixers() if isinstance(mixer, ServedExperts)]  # type: ignore[attr-defined]
+    graphs, routers = runner.graphs, [layer.router for layer in layers]  # type: ignore[attr-defined]
+    ears = [_Listening(router) for router in routers]
+    runner.graphs = _NoGraphs()  # type: ignore[attr-defined]
+    for layer, ear in zip(layers, ears, strict=True):
+        layer.router = ear  # type: ignore[assignment]
+    engine.step()
+    counts = [len(ear.chosen_NK[(ear.chosen_NK >= 0) & (ear.chosen_NK < layer.count)].unique())
+              for layer, ear in zip(layers, ears, strict=True)]  # fmt: skip
+    runner.graphs = graphs  # type: ignore[attr-defined]
+    for layer, router in zip(layers, routers, strict=True):
+        layer.router = router
+    return sum(counts) / len(counts)
+
+
+def for_longer(engine: Engine, longest: int) -> Engine:
+    """A second engine for longer sequences on the layers and the cache of one that is idle; it has no graphs."""
+    scheduler, runner = engine.scheduler, engine.runner
+    assert isinstance(runner, TorchRunner)
+    limits, pool = replace(scheduler.limits, max_length=longest), scheduler.pool
+    longer = TorchRunner(runner.stack, limits.max_batch_size, longest, pool.block_tokens, limits.max_num_tokens)
+    return Engine(Scheduler(pool, limits), longer)

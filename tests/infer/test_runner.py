@@ -1,0 +1,105 @@
+"""Steps on a device: padded as for a CUDA graph, empty ones in between and tokens the host has not read change nothing."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_served import ANSWER, LONGEST, MODELS, config_of, engine_for, prompts_for, serve, stack_of
+
+from llmb.infer.engine import Engine
+from llmb.infer.graphs import Outcome, graph_sizes
+from llmb.infer.request import Request, Sampling, Sequence
+from llmb.infer.runner import TorchRunner, drawn
+from llmb.infer.sampler import uniform
+from llmb.infer.stack import Stack
+from llmb.infer.staging import Sizes, StepBuffer
+from llmb.infer.step import Part, Plan
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: model.name)
+def stack(request: pytest.FixtureRequest) -> Stack:
+    return stack_of(config_of(request.param, None))
+
+
+def requests_for(stack: Stack) -> list[Request]:
+    """Two of three are drawn: so answers differ though the weights are small."""
+    return [
+        Request(number=n, prompt=prompt, max_tokens=ANSWER, sampling=Sampling(temperature=0.5 * (n % 3), seed=n))
+        for n, prompt in enumerate(prompts_for(stack.model.vocab))
+    ]
+
+
+def answers(stack: Stack, change: Callable[[Engine], Engine | None] = lambda engine: None) -> list[tuple[int, ...]]:
+    engine = engine_for(stack, max_num_tokens=24)
+    return serve(change(engine) or engine, requests_for(stack)).tokens()
+
+
+class EagerReplays:
+    """Does what a graph's replay does, without one: the step in a fixed size, its sizes and numbers those of a capture."""
+
+    def __init__(self, runner: TorchRunner, size: int):
+        self.runner, self.size, self.count = runner, size, 0
+
+    def launch(self, plan: Plan) -> Outcome | None:
+        if not plan.parts or not plan.generates:
+            return None
+        staging, size = self.runner.staging, self.size
+        sizes = Sizes(tokens=size, parts=size, samples=size, blocks=staging.blocks)
+        buffer = StepBuffer.on(staging.device, sizes)
+        staging.load(plan, buffer)
+        self.count += 1
+        return self.runner.compute(buffer, buffer.inputs(Plan(), LONGEST, decodes=size))
+
+
+def test_padded_steps_give_the_same_answers(stack: Stack) -> None:
+    replays: list[EagerReplays] = []
+
+    def padded(engine: Engine) -> None:
+        assert isinstance(engine.runner, TorchRunner)
+        replays.append(EagerReplays(engine.runner, size=4))
+        engine.runner.graphs = replays[0]  # type: ignore[assignment]
+
+    assert answers(stack, padded) == answers(stack)
+    assert replays[0].count > ANSWER
+
+
+def test_empty_steps_in_between_change_nothing(stack: Stack) -> None:
+    def with_company(engine: Engine) -> None:
+        launch = engine.runner.launch
+
+        def twice(plan: Plan) -> object:
+            assert launch(Plan()).tokens() == []
+            return launch(plan)
+
+        engine.runner.launch = twice  # type: ignore[assignment, method-assign]
+
+    assert answers(stack, with_company) == answers(stack)
+
+
+@pytest.mark.parametrize("depth", [0, 2, 5])
+def test_how_many_steps_stay_unread_changes_nothing(stack: Stack, depth: int) -> None:
+    assert answers(stack, lambda engine: Engine(engine.scheduler, engine.runner, depth=depth)) == answers(stack)
+
+
+def test_a_draw_follows_from_the_request_and_the_place_in_its_answer() -> None:
+    """The fourth token of an answer: generated, or computed anew with all before it, in another slot."""
+    sampling = Sampling(temperature=1.0, seed=11)
+    request = Request(number=5, prompt=[1, 2, 3], max_tokens=9, sampling=sampling)
+    parts = [
+        Part(Sequence(request=request, tokens=[1, 2, 3, 4, 5], pending=1, slot=2), 5, 1, True),
+        Part(Sequence(request=request, tokens=[1, 2, 3, 4, 5, 6], slot=0), 0, 6, True),
+        Part(Sequence(request=request, tokens=[1, 2, 3, 4, 5, 6], slot=1), 4, 2, True),
+    ]
+    flat_SV = torch.zeros(3, 1000)  # so that the token tells the draw
+    assert drawn(flat_SV, parts).tolist() == [int(uniform(11, 3) * 1000)] * 3
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 384, 2048])
+def test_graph_sizes_reach_the_batch_limit_and_waste_little(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes[-1] == most
+    assert sorted(set(sizes)) == list(sizes)
+    for batch in range(1, most + 1):
+        size = next(size for size in sizes if size >= batch)
+        assert size < batch + max(batch, 8) + 8 if batch < 64 else size <= batch * 1.25 + 16
+    assert len(sizes) < 30
