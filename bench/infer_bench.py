@@ -1,6 +1,7 @@
 """What all parts of `infer_gpu.py` share: the device, the models, rates once they are measured, tables, the JSON file."""
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ class Bench:
     bandwidth: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)  # by what was multiplied
     results: dict[str, list[Any]] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
 
     @property
     def seconds(self) -> float:
@@ -49,8 +51,8 @@ class Bench:
             self.json.write_text(json.dumps(self.results, indent=1))
 
     def say(self, title: str, header: Iterable[str], rows: Iterable[Iterable[Any]], *notes: str) -> None:
-        """A table with its title and what a reader must know of it."""
-        print(f"\n{title}\n" + render(list(header), [list(row) for row in rows]))
+        """A table with its title, the seconds that have gone by, and what a reader must know of it."""
+        print(f"\n{title}   [{time.perf_counter() - self.began:.0f} s]\n" + render(list(header), [list(row) for row in rows]))
         print("".join(f"  {note}\n" for note in notes), end="", flush=True)
 
     def rate(self, dtype: str, model: Model, tokens: float) -> float:

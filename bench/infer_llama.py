@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from infer_bench import Bench
 from infer_ceilings import Rates, Term, ceiling, decode_step, steady_step, terms
 from infer_kernels import Profiled, as_if_steady, profiled
 from infer_profile import say_profile, small_floors
-from infer_serving import Decoded, Measured, Row, config_of, decode, like, measure, opened
+from infer_serving import Decoded, Measured, Row, config_of, decode, let_go, like, measure, opened
 
 from llmb.infer.engine import Engine
 from llmb.spec import RunConfig
@@ -21,7 +20,7 @@ from llmb.spec import RunConfig
 LATENCY_AIM = {"bf16": 0.85, "fp8": 0.75}  # of the bandwidth limit, one request
 PROFILED_STEPS = 10
 PEER_REQUESTS, PEER_LENGTHS = 256, (128, 128)
-PEER_LIMIT_S, PEER_START_S = 28.0, 45.0  # of its generation; of its imports, weights and warm-up
+PEER_LIMIT_S, PEER_START_S = 25.0, 45.0  # of its generation; of its imports, weights and warm-up
 
 
 @dataclass(frozen=True)
@@ -164,8 +163,7 @@ def _say_peer(bench: Bench, ours: float) -> None:
 
 def _peer(bench: Bench) -> dict[str, Any]:
     """What its process printed, or why it printed nothing."""
-    if bench.device.type == "cuda":
-        torch.cuda.empty_cache()
+    let_go(bench.device)
     isl, osl, requests = _peer_load(bench)
     command = [sys.executable, str(Path(__file__).with_name("infer_peer.py")), "--requests", str(requests)]
     command += ["--isl", str(isl), "--osl", str(osl), "--limit", str(PEER_LIMIT_S)] + ["--tiny"] * bench.tiny

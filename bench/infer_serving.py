@@ -33,7 +33,8 @@ from llmb.rank.place import Place
 from llmb.rank.record import Record
 from llmb.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
 
-WARMUP_REQUESTS = 16  # enough for every kernel to be compiled; graphs are captured when the engine opens
+# Enough for every kernel to be compiled; graphs are captured when the engine opens.
+WARMUP_REQUESTS, WARMUP_STEPS = 16, 4  # at most so many, and of long prompts as many as so many steps read
 KV_FRACTION = 0.95
 
 
@@ -82,17 +83,22 @@ def config_of(model: Model, row: Row, device: torch.device) -> RunConfig:
             max_num_tokens=row.budget,
             kv_fraction=KV_FRACTION if device.type == "cuda" else 0.05,
             num_requests=row.requests,
-            warmup_requests=min(WARMUP_REQUESTS, row.requests),
+            warmup_requests=min(WARMUP_REQUESTS, row.requests, max(2, WARMUP_STEPS * row.budget // row.isl)),
         ),
     )
 
 
 def opened(config: RunConfig, device: torch.device, longest: int) -> Engine:
     """The engine of a configuration; what earlier ones held is let go of first."""
+    let_go(device)
+    return open_engine(config, Place(0, 1, device), longest=longest)
+
+
+def let_go(device: torch.device) -> None:
+    """Give memory back that nothing needs any more; an engine holds itself in cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return open_engine(config, Place(0, 1, device), longest=longest)
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,7 @@ def submit(engine: Engine, model: Model, lengths: Sequence[tuple[int, int]], fir
 
 
 def cancel_all(engine: Engine) -> None:
+    """Leave the engine idle."""
     for number in [*engine.scheduler.running, *engine.scheduler.waiting]:
         engine.cancel(number)
     engine.drain()
@@ -243,8 +250,7 @@ def visited_experts(engine: Engine) -> float:
     for layer, ear in zip(layers, ears, strict=True):
         layer.router = ear  # type: ignore[assignment]
     engine.step()
-    counts = [len(ear.chosen_NK[(ear.chosen_NK >= 0) & (ear.chosen_NK < layer.count)].unique())
-              for layer, ear in zip(layers, ears, strict=True)]  # fmt: skip
+    counts = [len(ear.chosen_NK.unique()) for ear in ears]  # no step without a graph has padding, which visits nobody
     runner.graphs = graphs  # type: ignore[attr-defined]
     for layer, router in zip(layers, routers, strict=True):
         layer.router = router

@@ -45,9 +45,7 @@ def _capped(x, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _attended(
-    top, total, mixed, q, k, v, seen, scale, value_scale, cap, COMPUTE: tl.constexpr, CAPPED: tl.constexpr
-):
+def _attended(top, total, mixed, q, k, v, seen, scale, value_scale, cap, COMPUTE: tl.constexpr, CAPPED: tl.constexpr):
     """The softmax so far with one more tile of the cache."""
     x = _capped(tl.dot(q, tl.trans(k.to(COMPUTE))) * scale, cap, CAPPED)
     x = tl.where(seen[None, :], x, _FAR)

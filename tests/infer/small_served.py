@@ -15,6 +15,7 @@ import torch
 from hypothesis import event
 from hypothesis import strategies as st
 from small_serving import CONFIG, changed
+from steps import step_inputs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -94,21 +95,21 @@ MODELS = (LLAMA, DEEPSEEK, NEMOTRON, GROK)
 # -- weights
 
 
-def written(model: Model, folder: Path, seed: int = SEED) -> Path:
+def written(model: Model, folder: Path, scale: float = 0.2) -> Path:
     """A folder of random weights, by `transformers` where it has the model; large enough that every part matters."""
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     if model.architecture in CONFIGURED:
         network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config(model)))
-        fill(dict(network.named_parameters()) | _corrections(network))
+        fill(dict(network.named_parameters()) | _corrections(network), scale)
         network.save_pretrained(folder)
     else:
         ours = build_model(model)
-        fill(dict(ours.named_parameters()))
+        fill(dict(ours.named_parameters()), scale)
         save_weights(ours, folder, torch.float32)
     return folder
 
 
-def fill(weights: Mapping[str, Tensor]) -> None:
+def fill(weights: Mapping[str, Tensor], scale: float) -> None:
     with torch.no_grad():
         for name, weight in weights.items():
             if name.endswith("A_log"):
@@ -116,7 +117,7 @@ def fill(weights: Mapping[str, Tensor]) -> None:
             elif name.endswith("dt_bias"):
                 weight.uniform_(-8.0, 0.0)  # some time steps come below the least, some are long
             else:
-                weight.normal_(0.0, 0.2).add_("norm" in name)
+                weight.normal_(0.0, scale).add_("norm" in name)
 
 
 def _corrections(network: torch.nn.Module) -> dict[str, Tensor]:
@@ -207,6 +208,16 @@ def engine_for(stack: Stack, blocks: int = 256, longest: int = LONGEST, **settin
     work = CONFIG.workload
     assert isinstance(work, Inference)
     return engine_on(stack, replace(work, **settings), longest, blocks)
+
+
+@torch.inference_mode()
+def logits_of(stack: Stack, tokens: list[int], block_tokens: int = 16) -> Tensor:
+    """Of every token of a text, [N, V], computed in one step."""
+    blocks = range(-(-len(tokens) // block_tokens))
+    for mixer in stack.mixers():
+        mixer.allocate(len(blocks), block_tokens, 1, CPU)
+    inputs = step_inputs([(0, blocks, 0, len(tokens))], block_tokens)
+    return stack.logits(stack.through(stack.embed(torch.tensor(tokens)), inputs), torch.arange(len(tokens)))
 
 
 # -- driving them, in every way

@@ -17,7 +17,7 @@ from llmb.spec import Experts, Model
 
 CPU = torch.device("cpu")
 LLAMA = Model(
-    name="llama", architecture="llama", layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=97
+    name="llama", architecture="llama", layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=33
 )
 GROK = replace(
     LLAMA,
@@ -68,27 +68,21 @@ def by_triton(monkeypatch: pytest.MonkeyPatch, whole_numbers_from_arrays_of_one:
     monkeypatch.setattr("llmb.kernels.thin_attention_triton.shares_of", lambda *_: 4)
 
 
-@pytest.mark.parametrize(("count", "padding"), [(1, 0), (3, 1), (4, 0)])
+@pytest.mark.parametrize(("count", "padding"), [(1, 0), (2, 1), (4, 0)])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_llama_comes_to_the_same(count, padding, kernels, request):
-    tokens, inputs = [5, 17, 90, 33][: count + padding], generating(count, padding)
-    usual = logits(small(LLAMA), tokens, inputs)
+    tokens, inputs = [5, 17, 30, 32][: count + padding], generating(count, padding)
+    slow, fast = small(LLAMA), small(LLAMA)
+    usual = logits(slow, tokens, inputs)
     request.getfixturevalue("thin")
     if kernels:
         request.getfixturevalue("by_triton")
-    again = logits(small(LLAMA), tokens, inputs)
-    torch.testing.assert_close(again[:count], usual[:count], rtol=1e-4, atol=1e-4)
-
-
-def test_the_cache_is_left_alike(thin, by_triton, monkeypatch):
-    fast, inputs = small(LLAMA), generating(3, padding=1)
-    logits(fast, [1, 2, 3, 4], inputs)
-    monkeypatch.undo()
-    slow = small(LLAMA)
-    logits(slow, [1, 2, 3, 4], inputs)
+    torch.testing.assert_close(logits(fast, tokens, inputs)[:count], usual[:count], rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(fast.blocks[::2], slow.blocks[::2], strict=True):
         for of in ("keys_BGLD", "values_BGDL"):
-            torch.testing.assert_close(getattr(ours.mixer.cache, of), getattr(theirs.mixer.cache, of))
+            torch.testing.assert_close(
+                getattr(ours.mixer.cache, of), getattr(theirs.mixer.cache, of), rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
@@ -110,7 +104,7 @@ def test_blocks_without_a_thin_way_take_the_usual_one(thin):
 def test_thin_and_usual_blocks_follow_one_another(thin):
     """Attention thin, experts not: the stream passes between them."""
     mixed = replace(LLAMA, architecture="grok1", experts=Experts(count=4, top_k=2, ffn=32))
-    inputs, tokens = generating(3), [5, 17, 90]
+    inputs, tokens = generating(3), [5, 17, 30]
     stack = small(mixed)
     assert [block.thin is not None for block in stack.blocks] == [True, False, True, False]
     found = logits(stack, tokens, inputs)
@@ -123,7 +117,7 @@ def test_thin_and_usual_blocks_follow_one_another(thin):
 def test_a_chunk_of_a_prompt_goes_the_usual_way(thin, monkeypatch):
     monkeypatch.setattr("llmb.infer.attention.thin_attention", None)
     inputs = step_inputs([(0, BLOCKS[0], 0, 3)], 16)
-    assert logits(small(LLAMA), [1, 2, 3], inputs).shape == (3, 97)
+    assert logits(small(LLAMA), [1, 2, 3], inputs).shape == (3, 33)
 
 
 def test_ranks_that_share_a_block_add_the_stream_once(thin):

@@ -24,17 +24,24 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 @given(
     tokens=TOKENS,
-    inputs=st.sampled_from([16, 128, 1100, 2304, 5000]),
-    outputs=st.sampled_from([2, 6, 14, 40, 300]),
+    inputs=st.sampled_from([8, 16, 128, 1100, 2304]),
+    outputs=st.sampled_from([2, 6, 14, 32]),
     seed=st.integers(0, 99),
     eight_bits=st.booleans(),
     normed=st.booleans(),
     activation=st.sampled_from([None, "silu", "gelu"]),
     adds=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_one_kernel_is_norm_product_gate_and_sum(
-    tokens: int, inputs: int, outputs: int, seed: int, eight_bits: bool, normed: bool, activation: str | None, adds: bool
+    tokens: int,
+    inputs: int,
+    outputs: int,
+    seed: int,
+    eight_bits: bool,
+    normed: bool,
+    activation: str | None,
+    adds: bool,
 ) -> None:
     x, values = 3 * drawn(tokens, inputs, seed=seed), drawn(outputs, inputs, seed=seed + 1) * inputs**-0.5
     weight = ThinWeight(values.to(E4M3), drawn(outputs, seed=seed + 2).abs()) if eight_bits else ThinWeight(values)
@@ -52,9 +59,7 @@ def test_inputs_in_8_bits_have_their_scales() -> None:
     given_x = Rows8(x, drawn(3, 1, seed=3).abs())
     for weight in (ThinWeight(values), ThinWeight(values, drawn(10, seed=4).abs())):
         expected = thin_product_reference(given_x, weight, torch.float32)
-        torch.testing.assert_close(
-            thin_product_triton(given_x, weight, torch.float32), expected, rtol=1e-4, atol=1e-4
-        )
+        torch.testing.assert_close(thin_product_triton(given_x, weight, torch.float32), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_comes_out_is_in_the_format_asked_for() -> None:
