@@ -1,4 +1,4 @@
-"""What all parts of `infer_gpu.py` share: the device, the models, rates once they are measured, tables, the JSON file."""
+"""What all parts of `infer_gpu.py` share: the device, models, rates once they are measured, tables, the JSON file."""
 
 import json
 import time
@@ -16,6 +16,7 @@ from llmb.report.table import render
 from llmb.spec import Model
 
 SUSTAINED_S = 1.0  # of each measured rate
+TILE = 16  # tokens; a product of an odd number may be slower, and a ceiling is none then
 
 
 @dataclass
@@ -52,21 +53,24 @@ class Bench:
 
     def say(self, title: str, header: Iterable[str], rows: Iterable[Iterable[Any]], *notes: str) -> None:
         """A table with its title, the seconds that have gone by, and what a reader must know of it."""
-        print(f"\n{title}   [{time.perf_counter() - self.began:.0f} s]\n" + render(list(header), [list(row) for row in rows]))
+        print(f"\n{title}   [{time.perf_counter() - self.began:.0f} s]")
+        print(render(list(header), [list(row) for row in rows]))
         print("".join(f"  {note}\n" for note in notes), end="", flush=True)
 
     def rate(self, dtype: str, model: Model, tokens: float) -> float:
         """FLOP/s of a layer's products; measured when it is first asked for."""
-        return self._rate(f"{model.name} {dtype} layer", tokens, lambda n, s: products_rate(model, n, dtype, self.device, s))
+        what = f"{model.name} {dtype} layer"
+        return self._rate(what, tokens, lambda n, s: products_rate(model, n, dtype, self.device, s))
 
     def head(self, model: Model, rows: float) -> float:
         """The same of the head."""
         return self._rate(f"{model.name} bf16 head", rows, lambda n, s: head_rate(model, n, self.device, s))
 
     def _rate(self, what: str, tokens: float, measured: Callable[[int, float], float]) -> float:
-        name = f"{what}, {round(tokens)} tokens"
+        tiled = max(1, round(tokens / TILE)) * TILE
+        name = f"{what}, {tiled} tokens"
         if name not in self.rates:
-            self.rates[name] = measured(max(1, round(tokens)), self.seconds)
+            self.rates[name] = measured(tiled, self.seconds)
         return self.rates[name]
 
     def rates_of(self, row: Row) -> Rates:

@@ -3,11 +3,11 @@ the rate, whichever takes longer; classes follow one another on a device, so the
 
     sum(term.seconds(rates) for term in terms(model, precision, steady_step(isl=1000, osl=1000, batch=960)))
 
-Bytes and FLOPs follow from `llmb.costs`, bandwidth and rates are measured beside the engine (`infer_rates.py`). Only what
-must be moved counts: weights and cached tokens once a step, no activations. Attention, MLPs and experts; no Mamba.
+Bytes and FLOPs follow from `llmb.costs`, bandwidth and rates are measured beside the engine (`infer_rates.py`). Only
+what must be moved counts: weights and cached tokens once a step, no activations. Attention, MLPs and experts; no Mamba.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmb.costs import BYTES, Block, bytes_of, stack
@@ -85,7 +85,9 @@ def prompt_step(tokens: int) -> Step:
 
 def terms(model: Model, precision: Precision, step: Step) -> list[Term]:
     """All that a step must do."""
-    found = [term for kind, count, block in stack(model) for term in _block_terms(model, precision, step, kind, count, block)]
+    found = []
+    for kind, count, block in stack(model):
+        found += _block_terms(model, precision, step, kind, count, block)
     head = model.hidden * model.vocab
     return [*found, Term("head", PRODUCTS, BYTES["bf16"] * head, 2 * step.samples * head, "head")]
 
@@ -125,6 +127,23 @@ def distinct_experts(count: int, top_k: int, tokens: float) -> float:
     return count * (1 - (1 - top_k / count) ** tokens)
 
 
+def on_one_of(gpus: int, model: Model, step: Step) -> Step:
+    """A GPU's own step where each has its own requests (attention data parallelism) and a share of the experts.
+
+    Its experts see the tokens of all, and are visited as often as its own tokens visit any.
+    """
+    assert model.experts is not None
+    everybodys = distinct_experts(model.experts.count, model.experts.top_k, gpus * step.tokens)
+    return replace(step, experts=everybodys / gpus)
+
+
+def exchange_seconds(gpus: int, model: Model, tokens: float, link: float) -> float:
+    """What these layouts add at `link` bytes/s each way: around each layer of experts every GPU receives the tokens of
+    all others and sends its sums back to them, in bf16. Latency and waiting for one another are left out."""
+    one_way = (gpus - 1) * tokens * model.hidden * BYTES["bf16"] / link
+    return 2 * model.blocks["experts"] * one_way
+
+
 def _kept_plain(model: Model, kind: str) -> int:
     """Weights of a block that stay in bf16 whatever the format: what latent attention absorbs (kv_up)."""
     if kind != "latent_attention" or model.latent is None:
@@ -156,9 +175,9 @@ def by_kind(found: list[Term], rates: Rates) -> dict[str, float]:
 def small_bytes(model: Model, precision: Precision) -> float | None:
     """Activations that norms, rotation, rounding and gates read and write for a token; none for latents and experts.
 
-    No part of the ceiling: a fused kernel could leave some of it out. A layer with q, k, v in one product: two additions
-    with norm (two inputs, the sum and the normed copy each), rotation (q, k, v in; q and the cache out), rounding of
-    the mixed values, the gate (gate and up in, one width out).
+    No part of the ceiling: a fused kernel could leave some of it out. A layer with q, k, v in one product: two
+    additions with norm (two inputs, the sum and the normed copy each), rotation (q, k, v in; q and the cache out),
+    rounding of the mixed values, the gate (gate and up in, one width out).
     """
     if model.latent is not None or model.experts is not None or model.pattern is not None:
         return None

@@ -1,10 +1,21 @@
-"""Part 4: DeepSeek-R1 with layers of true width, as many as are quickly built; each kind of step against its ceiling."""
+"""Part 4: DeepSeek-R1 with a few layers of true width; each kind of step against its own ceiling."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from infer_bench import Bench
-from infer_ceilings import Rates, Term, ceiling, decode_step, distinct_experts, prompt_step, terms
+from infer_ceilings import (
+    Rates,
+    Term,
+    ceiling,
+    decode_step,
+    distinct_experts,
+    exchange_seconds,
+    on_one_of,
+    prompt_step,
+    steady_step,
+    terms,
+)
 from infer_kernels import profiled
 from infer_profile import say_profile, small_floors
 from infer_serving import Row, config_of, decode, for_longer, opened, prefill, submit
@@ -14,6 +25,12 @@ from llmb.infer.engine import Engine
 AIM = 0.7  # of the ceiling
 BATCHES, CONTEXT, PROMPT = (1, 64, 256), 1000, 8192
 ANSWER = 128  # tokens; more than are timed
+
+# The whole model, as docs/inference.md derives it.
+WHOLE_LAYERS = (3, 58)  # dense, experts
+WHOLE_LENGTHS = (1000, 1000)
+WHOLE = ((8, 64), (8, 128), (8, 256))  # GPUs, requests on each
+LINK = 450e9  # bytes/s each way between H200s of a node
 
 
 def deepseek(bench: Bench) -> None:
@@ -32,8 +49,9 @@ def deepseek(bench: Bench) -> None:
     seconds = prefill(for_longer(engine, prompt + 1), model, prompt, 3, bench.device)
     rows.append((f"prefill, {prompt} tokens", seconds, terms(model, row.precision, prompt_step(prompt)), None, prompt))
     _say(bench, rows, rates)
+    _say_whole(bench, row, rates, {batch: ceiling(needed, rates) / seconds for _, seconds, needed, _, batch in rows})
     if "profile" in bench.parts:
-        _profile(bench, engine, row, rates)
+        _profile(bench, engine, row, rates, rows[-2][3])
 
 
 def _say(bench: Bench, rows: list[tuple[str, float, list[Term], float | None, int]], rates: Rates) -> None:
@@ -42,8 +60,8 @@ def _say(bench: Bench, rows: list[tuple[str, float, list[Term], float | None, in
     shown: list[tuple[Any, ...]] = []
     for what, seconds, needed, visited, tokens in rows:
         limit, expected = ceiling(needed, rates), distinct_experts(experts.count, experts.top_k, tokens)
-        moved, flops = sum(term.bytes for term in needed), sum(term.flops for term in needed)
-        shown.append((what, 1e3 * seconds, 1e3 * limit, limit / seconds, AIM, moved / 1e9, flops / 1e9, visited, expected))
+        work = (sum(term.bytes for term in needed) / 1e9, sum(term.flops for term in needed) / 1e9)
+        shown.append((what, 1e3 * seconds, 1e3 * limit, limit / seconds, AIM, *work, visited, expected))
         parts = [asdict(term) | {"seconds": term.seconds(rates)} for term in needed]
         bench.keep("deepseek", {"step": what, "seconds": seconds, "ceiling": limit, "experts": visited, "terms": parts})
     layers = f"{blocks['mlp']} dense and {blocks['experts']} expert layers and the head"
@@ -60,13 +78,40 @@ def _say(bench: Bench, rows: list[tuple[str, float, list[Term], float | None, in
     )
 
 
-def _profile(bench: Bench, engine: Engine, row: Row, rates: Rates) -> None:
-    model = bench.deepseek
-    prompt = row.isl - 16
+def _say_whole(bench: Bench, row: Row, rates: Rates, reached: dict[int, float]) -> None:
+    """All 61 layers on several GPUs, at the lowest share of the ceiling that the steps above reached."""
+    assert bench.deepseek.experts is not None
+    dense = WHOLE_LAYERS[0]
+    experts = replace(bench.deepseek.experts, dense_layers=dense)
+    model = replace(bench.deepseek, layers=sum(WHOLE_LAYERS), experts=experts)
+    shown = []
+    for gpus, requests in WHOLE:
+        step = on_one_of(gpus, model, steady_step(*WHOLE_LENGTHS, requests))
+        limit, ratio = ceiling(terms(model, row.precision, step), rates), min(list(reached.values())[1:])
+        travel = exchange_seconds(gpus, model, step.tokens, LINK)
+        seconds = limit / ratio + travel
+        found = (1e3 * limit, ratio, 1e3 * travel, 1e3 * seconds, requests / seconds, gpus * requests / seconds)
+        shown.append((gpus, requests, step.experts, *found))
+        bench.keep(
+            "whole", {"gpus": gpus, "requests": requests, "seconds": seconds, "ceiling": limit, "travel": travel}
+        )
+    bench.say(
+        f"   Extrapolated, not measured: the whole model, {WHOLE_LENGTHS[0]}/{WHOLE_LENGTHS[1]}, attention DP and EP",
+        ("GPUs", "requests each", "experts each", "ceiling ms", "of ceiling", "exchange ms", "step ms",
+         "tokens/s a GPU", "in all"),
+        shown,
+        "of ceiling: the lowest of the steps above without batch 1; exchange: nothing hides it, 450 GB/s each way",
+    )  # fmt: skip
+
+
+def _profile(bench: Bench, engine: Engine, row: Row, rates: Rates, visited: float | None) -> None:
+    """The largest batch, with the experts that were counted for it."""
+    model, prompt = bench.deepseek, row.isl - 16
     submit(engine, model, [(prompt, row.osl)] * row.batch)
     while engine.scheduler.waiting or any(one.computed < prompt for one in engine.scheduler.running.values()):
         engine.step()
     found = profiled(engine, 4 if bench.tiny else 10, bench.device)
     title = f"5. Where a step goes: {model.name} as above, decode, batch {row.batch}"
     floors = small_floors(model, row.precision, found.step, bench.read)
-    say_profile(bench, title, found, terms(model, row.precision, found.step), rates, floors)
+    needed = terms(model, row.precision, replace(found.step, experts=visited))
+    say_profile(bench, title, found, needed, rates, floors)

@@ -28,12 +28,12 @@ COPIES, OTHER = "copies", "other"
 # By the names of kernels, ours and others'; the first line that fits decides.
 NAMES = (
     (COPIES, r"^memcpy|^memset|^aten::(copy_|_to_copy|fill_|zero_)$"),
-    (DECODE, r"^_(decode|together|attend_kernel|combine_kernel)"),
-    (PREFILL, r"^_(chunk|prompt_kernel)|flash|fmha|sdpa|scaled_dot_product|cudnn.*attention"),
-    (EXPERTS, r"^_(product|gate|sum|count|deal)_kernel"),
-    (SMALL, r"^_(add_norm|gated|round|rotate_and_cache|write_kernel|route_kernel)|rms_?norm|cos_kernel|sin_kernel"),
-    (PRODUCTS, r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k|^_(tile|thin)|^aten::(mm|addmm|bmm|linear|mv)$"),
-    (SAMPLING, r"argmax|arg_?max_?ops|sort|softmax|cumsum|scan"),
+    (DECODE, r"^_(decode|together|thin_attention|attend_kernel|combine_kernel)\b"),
+    (PREFILL, r"^_(chunk|prompt_kernel)\b|flash|fmha|sdpa|scaled_dot_product|cudnn.*attention"),
+    (EXPERTS, r"^_(product|gate|sum|count|deal)_kernel\b"),
+    (SMALL, r"^_(add_norm|gated|round|rotate_and_cache|write_kernel|route_kernel)\b|rms_?norm|cos_kernel|sin_kernel"),
+    (SAMPLING, r"^_(chunk_)?winners\b|arg_?max|sort|softmax|cumsum|scan"),
+    (PRODUCTS, r"^_(tile|thin)\b|gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k|^aten::(mm|addmm|bmm|linear|mv)$"),
 )
 CLASSES = (PRODUCTS, EXPERTS, DECODE, PREFILL, SMALL, SAMPLING, COPIES, OTHER)
 LONGEST = 6  # kernels of no class that are listed

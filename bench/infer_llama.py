@@ -1,4 +1,4 @@
-"""Parts 2, 3, 5 and 6: Llama 3.1 8b. Each row's engine is opened once, and all that the row asks for is measured with it."""
+"""Parts 2, 3, 5 and 6: Llama 3.1 8b. Each row's engine is opened once, for all that the row asks for."""
 
 import json
 import subprocess
@@ -34,9 +34,14 @@ class Served:
     rates: Rates
 
     @property
+    def step_s(self) -> float:
+        """Of an average step that reaches the ceiling."""
+        return ceiling(self.needed, self.rates)
+
+    @property
     def limit(self) -> float:
         """Output tokens/s of the ceiling, at the number of requests that were computed at once."""
-        return self.found.most_at_once / ceiling(self.needed, self.rates)
+        return self.found.most_at_once / self.step_s
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -83,7 +88,8 @@ def _measure(bench: Bench, row: Row, wanted: list[str], found: Found) -> None:
         found.throughput.append(_throughput(bench, row, engine, config, opening_s))
     if "latency" in wanted:
         settle, steps = (2, 4) if bench.tiny else (50, 200)
-        found.latency.append((row, decode(engine, bench.llama, 1, row.isl // 2 + settle + steps, settle, steps, device)))
+        context = row.isl // 2 + settle + steps
+        found.latency.append((row, decode(engine, bench.llama, 1, context, settle, steps, device)))
     if "profile" in wanted:
         as_if_steady(engine, bench.llama, row)
         found.profile.append((row, profiled(engine, 4 if bench.tiny else PROFILED_STEPS, device)))
@@ -95,7 +101,8 @@ def _throughput(bench: Bench, row: Row, engine: Engine, config: RunConfig, openi
     found = measure(engine, config, bench.device)
     needed = terms(bench.llama, row.precision, steady_step(row.isl, row.osl, found.most_at_once))
     served = Served(row, found, opening_s, needed, bench.rates_of(row))
-    print(f"{row.title}: {found.whole:,.0f} output tokens/s in {found.seconds:.1f} s, ceiling {served.limit:,.0f}", flush=True)
+    speed = f"{found.whole:,.0f} output tokens/s in {found.seconds:.1f} s"
+    print(f"{row.title}: {speed}, ceiling {served.limit:,.0f}", flush=True)
     bench.keep("throughput", served.plain)
     return served
 
@@ -106,24 +113,25 @@ def _say_throughput(bench: Bench, done: list[Served]) -> None:
         row, found, limit = one.row, one.found, one.limit
         ratios = (found.whole / limit, found.steady and found.steady / limit)
         rates = (found.whole, found.steady, row.published, row.aim, row.floor, limit, *ratios)
-        rows.append((row.title, row.requests, found.most_at_once, found.seconds, *rates, found.energy.mean_power_w, one.opening_s))
+        seen = (row.title, row.requests, found.most_at_once, found.seconds)
+        rows.append((*seen, *rates, found.energy.mean_power_w, one.opening_s))
     bench.say(
         "2. Offline throughput, Llama 3.1 8b, output tokens/s",
-        ("row", "requests", "at once", "s", "whole run", "steady", "TRT-LLM", "aim", "floor", "ceiling", "whole / ceiling",
-         "steady / ceiling", "W", "opening s"),
+        ("row", "requests", "at once", "s", "whole run", "steady", "TRT-LLM", "aim", "floor", "ceiling",
+         "whole / ceiling", "steady / ceiling", "W", "opening s"),
         rows,
-        "whole run: ramp-up and drain included; steady: while the engine was full, none where all requests were one wave",
+        "whole run: ramp-up and drain included; steady: while the engine was full, none where there was one wave",
         "TRT-LLM: version 1.0, published for the same GPU; at once: answers that went on at the same time, at most",
     )  # fmt: skip
     bench.say(
         "   The ceiling of each row: ms of an average step, which gives every request one token",
         ("row", *(term.name for term in done[0].needed), "sum", "tokens/s"),
         [
-            (one.row.title, *(1e3 * term.seconds(one.rates) for term in one.needed), 1e3 * ceiling(one.needed, one.rates), one.limit)
+            (one.row.title, *(1e3 * term.seconds(one.rates) for term in one.needed), 1e3 * one.step_s, one.limit)
             for one in done
         ],
         "each: bytes over read bandwidth or FLOPs over measured rate, whichever is longer; no activations",
-    )  # fmt: skip
+    )
 
 
 def _say_latency(bench: Bench, done: list[tuple[Row, Decoded]]) -> None:
@@ -151,10 +159,10 @@ def _say_peer(bench: Bench, ours: float) -> None:
     isl, osl, requests = _peer_load(bench)
     found = _peer(bench)
     theirs = found["tokens"] / found["seconds"] if found.get("tokens") else None
-    said = found.get("error") or f"{found['version']}, {found['attention']}, {found['ended']} of {requests} requests ended"
+    said = found.get("error") or f"{found['version']}, {found['attention']}, {found['ended']} of {requests} ended"
     bench.say(
-        f"6. Peer: continuous batching of transformers, Llama 3.1 8b bf16, {isl}/{osl}, {requests} requests, output tokens/s",
-        ("engine", "tokens/s", ""),
+        f"6. Peer: transformers' continuous batching, Llama 3.1 8b bf16, {isl}/{osl}, {requests} requests",
+        ("engine", "output tokens/s", ""),
         [("llmb", ours, ""), ("transformers", theirs, said), ("ratio", theirs and ours / theirs, "")],
         "whole run; imports, weights, warm-up and graph capture not counted, for both",
     )

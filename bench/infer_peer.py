@@ -54,7 +54,7 @@ def _model(tiny: bool) -> Any:
              "num_key_value_heads": 2, "vocab_size": 512} if tiny else {
              "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
              "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
-    config = LlamaConfig(**sizes, max_position_embeddings=8192, rope_theta=500000.0, attn_implementation="sdpa")
+    config = LlamaConfig(**sizes, max_position_embeddings=8192, attn_implementation="sdpa")
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.set_default_dtype(torch.bfloat16)
         model = LlamaForCausalLM(config)

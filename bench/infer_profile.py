@@ -25,7 +25,8 @@ def say_profile(
     for kind in CLASSES:
         spent, floor = found.kinds.get(kind), floors.get(kind)
         if spent is not None or floor:
-            rows.append((kind, _us(spent), _us(floor), floor / spent if floor and spent else None, (spent or 0) / found.span))
+            ratio = floor / spent if floor and spent else None
+            rows.append((kind, _us(spent), _us(floor), ratio, (spent or 0.0) / found.span))
     rows.append(("idle", _us(found.idle), None, None, found.idle / found.span))
     total = sum(floors.values())
     rows.append(("step, under the profiler", _us(found.span), _us(total), total / found.span, 1.0))
@@ -33,10 +34,15 @@ def say_profile(
     step = found.step
     host = ", ".join(f"{name} {_us(seconds):,.0f}" for name, seconds in found.host.items())
     busy = sum(seconds for name, seconds in found.host.items() if "waiting" not in name)
-    bench.say(title, ("class", "us a step", "floor us", "of floor", "share"), rows,
-              f"a step: {step.decodes:.0f} generate at {step.context:.0f} tokens, {step.prompt_tokens:.0f} tokens of prompts",
-              f"host, us a step: {host}; busy {busy / found.wall:.0%} of the step",
-              *(f"other: {_us(seconds):.0f} us {name[:90]}" for name, seconds in found.others))  # fmt: skip
+    prompts = f"{step.prompt_tokens:.0f} tokens of prompts"
+    bench.say(
+        title,
+        ("class", "us a step", "floor us", "of floor", "share"),
+        rows,
+        f"a step: {step.decodes:.0f} generate, each with {step.context:.0f} tokens in the cache, and {prompts}",
+        f"host, us a step: {host}; busy {busy / found.wall:.0%} of the step",
+        *(f"other: {_us(seconds):.0f} us {name[:90]}" for name, seconds in found.others),
+    )
     bench.keep("profile", asdict(found) | {"title": title, "floors": floors, "idle": found.idle})
 
 

@@ -92,6 +92,4 @@ def _operands(tokens: int, outputs: int, inputs: int, dtype: str, device: torch.
     x8_NK, w8_OK = x_NK.to(E4M3), w_OK.to(E4M3)
     scales_N1 = torch.rand(tokens, 1, device=device) + 0.5
     scales_1O = torch.rand(1, outputs, device=device) + 0.5
-    return lambda: torch._scaled_mm(
-        x8_NK, w8_OK.T, scales_N1, scales_1O, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+    return lambda: torch._scaled_mm(x8_NK, w8_OK.T, scales_N1, scales_1O, out_dtype=torch.bfloat16, use_fast_accum=True)

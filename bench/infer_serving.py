@@ -185,10 +185,15 @@ class Decoded:
     experts: float | None  # distinct experts that were visited, on average over layers; none: the model has none
 
 
-def decode(engine: Engine, model: Model, batch: int, context: int, settle: int, steps: int, device: torch.device) -> Decoded:
+def decode(
+    engine: Engine, model: Model, batch: int, context: int, settle: int, steps: int, device: torch.device
+) -> Decoded:
     """Read `batch` prompts, and time `steps` steps when all of them generate, at `context` tokens on average."""
     prompt = context - settle - steps // 2
-    submit(engine, model, [(prompt, settle + steps + 16)] * batch)
+    reading = -(
+        -batch * context // engine.scheduler.limits.max_num_tokens
+    )  # steps, in which the first generate already
+    submit(engine, model, [(prompt, reading + settle + steps + 8)] * batch)
     while engine.scheduler.waiting or any(len(one.tokens) <= prompt for one in engine.scheduler.running.values()):
         engine.step()
     for _ in range(settle):
@@ -199,6 +204,8 @@ def decode(engine: Engine, model: Model, batch: int, context: int, settle: int, 
     for _ in range(steps):
         engine.step()
     seconds = watch.stop() / steps
+    if len(engine.scheduler.running) != batch:
+        raise RuntimeError(f"{len(engine.scheduler.running)} of {batch} requests were computed at once")
     after = _mean_length(engine)
     visited = visited_experts(engine) if model.experts is not None else None
     cancel_all(engine)

@@ -83,21 +83,21 @@ class TorchRunner:
 
     def settle(self, outcome: Outcome, parts: list[Part]) -> Tensor:
         """The tokens: the likeliest, or drawn ones where any are asked for, which then are the slots' newest."""
-        logits_SV, tokens_S, targets_S = (one[: len(parts)] for one in outcome)
+        count = len(parts)
         if all(part.sequence.request.sampling.temperature == 0 for part in parts):
-            return tokens_S
-        tokens_S = self.stack.ranks.dense.agree(drawn(logits_SV, parts))
-        self.newest[targets_S] = tokens_S
+            return outcome.tokens_S[:count]
+        tokens_S = self.stack.ranks.dense.agree(drawn(outcome.logits_SV[:count], parts))
+        self.newest[outcome.targets_S[:count]] = tokens_S
         return tokens_S
 
     def load(self, plan: Plan) -> tuple[StepBuffer, Inputs]:
         """In exactly the plan's sizes, for no graph; an empty one gets a row of padding, as kernels want one."""
-        longest = max((part.end for part in plan.parts), default=0)
+        longest = max((part.end for part in plan.parts), default=1)
         sizes = Sizes(
             tokens=max(1, plan.tokens),
             parts=max(1, len(plan.parts)),
             samples=len(plan.sampling),
-            blocks=max(1, -(-longest // self.staging.block_tokens)),
+            blocks=-(-longest // self.staging.block_tokens),
         )
         buffer = StepBuffer.on(self.device, sizes)
         self.staging.load(plan, buffer)

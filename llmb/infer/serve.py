@@ -40,6 +40,8 @@ def open_engine(config: RunConfig, place: Place, longest: int) -> Engine:
     assert isinstance(work, Inference)
     check_layout(config)
     ranks = join_groups(config, place)
+    if place.rank == 0 and work.cuda_graphs and place.device.type == "cuda" and not has_graphs(ranks, work):
+        print("CUDA graphs are off: they are for one rank, what travels between several is not captured", flush=True)
     stack = build_stack(config.model, weights_of(config, place.device), how_of(config), ranks)
     return engine_on(stack, work, longest, least_of_all(cache_blocks(stack, work, longest), ranks.device))
 

@@ -17,6 +17,7 @@ from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
 from llmb.kernels.gated_triton import gate_row
 from llmb.kernels.routed import Visits
 from llmb.kernels.routed_nvfp4_triton import nvfp4_product
+from llmb.kernels.routed_wide_triton import fits_wide, wide_product
 from llmb.kernels.stacked import Stacked
 
 CHANNELS = 1024  # of a token that one program adds up
@@ -158,6 +159,8 @@ def product(
     if weight.kind == "nvfp4":
         assert isinstance(x, Tensor)
         return nvfp4_product(x, weight, dealt, visits, top_k, dtype, visit_weights)
+    if isinstance(x, Groups8) and fits_wide(weight, dealt):
+        return wide_product(x, weight, dealt, visits, top_k, dtype, visit_weights)
     values, scales = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values.contiguous(), x.scales.contiguous())
     outputs, inputs = weight.values.shape[1:]
     out_MO = torch.empty(visits, outputs, dtype=dtype, device=values.device)

@@ -174,7 +174,7 @@ def _thin_attention(
         arrivals = arrivals_ptr + part * G + head
         if tl.atomic_add(arrivals, 1, sem="acq_rel") < used - 1:
             return
-        tl.store(arrivals, 0)
+        tl.store(arrivals, 1)
         mixed = _together(shares_ptr, sums_ptr, rows, d, there, used, GROUP, ROWS, D, SHARES)
     tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=there)
 

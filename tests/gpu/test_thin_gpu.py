@@ -1,7 +1,5 @@
 """Steps of a handful of tokens on a real GPU, at the widths of Llama 8b: the thin way against the usual one."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -116,11 +114,11 @@ def small(format: Format, kv_dtype: torch.dtype) -> Stack:
 
 
 @pytest.fixture
-def usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def usual(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Every step goes the usual way until this is undone."""
     for module in ("stack", "linear"):
         monkeypatch.setattr(f"llmb.infer.{module}.is_thin", lambda _: False)
-    yield monkeypatch
+    return monkeypatch
 
 
 @pytest.mark.parametrize("lengths", [[1000], [700, 1, 0, 2048]], ids=str)

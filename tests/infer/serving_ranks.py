@@ -30,6 +30,7 @@ class Outcome:
 
     answers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by the number of the request
     preempted: list[int] = field(default_factory=list)  # how often, on each rank
+    computed: list[int] = field(default_factory=list)  # tokens, on each rank
 
 
 def served_by_ranks(
@@ -39,6 +40,7 @@ def served_by_ranks(
     outcome = Outcome()
     for found in on_ranks(config.parallel.world_size, rank_outcome, config, requests, blocks, change):
         outcome.preempted += found.preempted
+        outcome.computed += found.computed
         for number, tokens in found.answers.items():
             assert outcome.answers.setdefault(number, tokens) == tokens, "ranks with the same request disagree"
     return outcome
@@ -52,10 +54,13 @@ def rank_outcome(
     if change is not None:
         change(engine)
     seat = seat_of(rank, config.parallel.tp, _work(config).attention_dp)
-    with mock.patch.object(engine.scheduler, "_preempt", wraps=engine.scheduler._preempt) as preempt:
+    with (
+        mock.patch.object(engine.scheduler, "_preempt", wraps=engine.scheduler._preempt) as preempt,
+        mock.patch.object(engine.runner, "launch", wraps=engine.runner.launch) as launch,
+    ):
         heard = serve(engine, requests[seat.index :: seat.parts])
     answers = {number: answer.tokens for number, answer in heard.answers.items()}
-    return Outcome(answers, [preempt.call_count])
+    return Outcome(answers, [preempt.call_count], [sum(call.args[0].tokens for call in launch.call_args_list)])
 
 
 def rank_engine(config: RunConfig, blocks: int) -> Engine:

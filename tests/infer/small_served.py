@@ -5,8 +5,9 @@ pool = answered(LLAMA, folder)
 heard = serve(engine_for(stack_of(config_of(LLAMA, folder)), blocks=9, max_num_tokens=7), requests)
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -211,13 +212,17 @@ def engine_for(stack: Stack, blocks: int = 256, longest: int = LONGEST, **settin
 
 
 @torch.inference_mode()
-def logits_of(stack: Stack, tokens: list[int], block_tokens: int = 16) -> Tensor:
-    """Of every token of a text, [N, V], computed in one step."""
-    blocks = range(-(-len(tokens) // block_tokens))
+def logits_of(stack: Stack, tokens: list[int], starts: Sequence[int] = ()) -> Tensor:
+    """Of every token of a text, [N, V], computed in one step or in those that `starts`, the end included, bounds."""
+    blocks, length = range(-(-len(tokens) // 16)), 16
     for mixer in stack.mixers():
-        mixer.allocate(len(blocks), block_tokens, 1, CPU)
-    inputs = step_inputs([(0, blocks, 0, len(tokens))], block_tokens)
-    return stack.logits(stack.through(stack.embed(torch.tensor(tokens)), inputs), torch.arange(len(tokens)))
+        mixer.allocate(len(blocks), length, 1, CPU)
+    made = []
+    for start, end in pairwise(starts or (0, len(tokens))):
+        inputs = step_inputs([(0, blocks, start, end - start)], length)
+        x_NC = stack.through(stack.embed(torch.tensor(tokens[start:end])), inputs)
+        made.append(stack.logits(x_NC, torch.arange(end - start)))
+    return torch.cat(made)
 
 
 # -- driving them, in every way

@@ -1,4 +1,4 @@
-"""Steps on a device: padded as for a CUDA graph, empty ones in between and tokens the host has not read change nothing."""
+"""Steps on a device: padding as in a CUDA graph, empty ones in between and tokens not read yet change nothing."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def answers(stack: Stack, change: Callable[[Engine], Engine | None] = lambda eng
 
 
 class EagerReplays:
-    """Does what a graph's replay does, without one: the step in a fixed size, its sizes and numbers those of a capture."""
+    """What a graph's replay does, without one: steps of a fixed size, of which the host knows what a capture does."""
 
     def __init__(self, runner: TorchRunner, size: int):
         self.runner, self.size, self.count = runner, size, 0

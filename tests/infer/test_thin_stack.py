@@ -68,7 +68,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch, whole_numbers_from_arrays_of_one:
     monkeypatch.setattr("llmb.kernels.thin_attention_triton.shares_of", lambda *_: 4)
 
 
-@pytest.mark.parametrize(("count", "padding"), [(1, 0), (2, 1), (4, 0)])
+@pytest.mark.parametrize(("count", "padding"), [(1, 0), (3, 1)])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_llama_comes_to_the_same(count, padding, kernels, request):
     tokens, inputs = [5, 17, 30, 32][: count + padding], generating(count, padding)

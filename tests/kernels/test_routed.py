@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 
 from llmb.kernels.dealt_triton import deal, most_tiles, rows_of_tile
 from llmb.kernels.routed_triton import gate, product, routed_mlp_triton
+from llmb.kernels.routed_wide_triton import fits_wide
 
 FP32 = torch.float32
 FORMS: tuple[Form, ...] = ("plain", "rows8", "groups8")
@@ -111,6 +112,20 @@ def test_there_are_tiles_enough_for_the_worst_case() -> None:
         sizes = [1] * (alone - 1) + [visits - alone + 1]
         assert sum(-(-size // rows) for size in sizes) <= most_tiles(visits, experts, rows) <= visits
     assert [rows_of_tile(v, 8) for v in (1, 128, 129, 512, 513, 100_000)] == [16, 16, 32, 64, 128, 128]
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_wide_product_gives_what_torch_gives(top_k: int, device: torch.device) -> None:
+    weight, visits = stack((3, 512, 256), "groups8", 3), visits_of(140, 2, 3)
+    x = in_form(torch.randn(140 * 2 // top_k, 256), "groups8")
+    dealt = deal(visits.chosen_NK.to(device), 0, 3, 128)
+    assert fits_wide(weight, dealt)
+    given = (moved(x, device), moved(weight, device), dealt, 280, top_k, FP32)
+    found = product(*given, moved(visits.weights_NK, device)).cpu()
+    rows = as_plain(x, FP32).repeat_interleave(top_k, 0)
+    for visit, expert in enumerate(visits.chosen_NK.flatten().tolist()):
+        wanted = visits.weights_NK.flatten()[visit] * (plain_matrix(weight, expert) @ rows[visit])
+        assert relative(found[visit], wanted) < 1e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,199 @@
+"""The arithmetic behind bench/infer_gpu.py: ceilings by hand, against `llmb.costs`, against what the engine holds."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import llmb.kernels
+from llmb import costs
+from llmb.infer.formats import how_of
+from llmb.infer.ranks import Ranks
+from llmb.infer.stack import build_stack
+from llmb.infer.weights import RandomWeights
+from llmb.spec import Experts, Latent, Model, Precision
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+ceilings, kernels, program = (import_module(name) for name in ("infer_ceilings", "infer_kernels", "infer_gpu"))
+
+FP8 = Precision(dtype="fp8", kv_dtype="fp8")
+BF16 = Precision(dtype="bf16", kv_dtype="bf16")
+SMALL = Model(
+    name="small", architecture="llama", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=10
+)  # attention 2 * 8 * (8 + 4) = 192 weights a layer, MLP 3 * 8 * 16 = 384, head 80
+MOE = Model(
+    name="moe", architecture="deepseek", layers=3, hidden=8, ffn=16, heads=2, kv_heads=2, head_dim=4, vocab=10,
+    experts=Experts(count=4, top_k=1, ffn=4, shared=1, dense_layers=1),
+    latent=Latent(q_rank=4, kv_rank=6, nope_dim=4, rope_dim=2, value_dim=4),
+)  # fmt: skip
+RATES = ceilings.Rates(read=100.0, products=1000.0, head=100.0, bf16=50.0)
+
+
+def by_name(model, precision, step):
+    return {term.name: term for term in ceilings.terms(model, precision, step)}
+
+
+def test_an_average_step_has_its_share_of_prompts():
+    step = ceilings.steady_step(isl=4, osl=4, batch=8)
+    # Of 8 requests in flight 6 generate, at 4 + 4 / 2 tokens; 2 prompts of 4 tokens are read, 8 pairs each.
+    assert step == ceilings.Step(decodes=6, context=6, prompt_tokens=8, prompt_pairs=16, samples=8)
+    assert step.tokens == 14
+
+
+def test_each_term_is_bytes_and_flops_by_hand():
+    found = by_name(SMALL, FP8, ceilings.steady_step(isl=4, osl=4, batch=8))
+    assert {name: (term.bytes, term.flops) for name, term in found.items()} == {
+        "attention weights": (384, 2 * 14 * 384),
+        "cache": (6 * 6 * 2 * 8, 2 * 6 * 6 * 2 * 16),
+        "prompts": (0, 2 * 16 * 2 * 16),
+        "mlp weights": (768, 2 * 14 * 768),
+        "head": (160, 2 * 8 * 80),
+    }
+
+
+def test_the_ceiling_adds_the_longer_of_both_for_each_term():
+    found = ceilings.terms(SMALL, FP8, ceilings.steady_step(isl=4, osl=4, batch=8))
+    seconds = {"attention weights": 10.752, "cache": 46.08, "prompts": 20.48, "mlp weights": 21.504, "head": 12.8}
+    assert {term.name: term.seconds(RATES) for term in found} == pytest.approx(seconds)
+    assert ceilings.ceiling(found, RATES) == pytest.approx(sum(seconds.values()))
+    assert ceilings.by_kind(found, RATES) == pytest.approx(
+        {ceilings.PRODUCTS: 45.056, ceilings.DECODE: 46.08, ceilings.PREFILL: 20.48}
+    )
+
+
+def test_memory_bounds_a_step_of_one_request():
+    found = ceilings.terms(SMALL, BF16, ceilings.decode_step(1, context=10))
+    fast = ceilings.Rates(read=100.0, products=1e9, head=1e9, bf16=1e9)
+    # 1152 weights and the head's 80 in 2 bytes, 10 tokens of 2 layers with 8 values of 2 bytes.
+    assert ceilings.ceiling(found, fast) == pytest.approx((2 * 1152 + 160 + 10 * 2 * 16) / 100)
+
+
+@pytest.mark.parametrize("precision", [FP8, BF16])
+def test_sums_equal_those_of_costs(precision):
+    decode = ceilings.terms(SMALL, precision, ceilings.decode_step(5, context=7))
+    assert sum(term.bytes for term in decode) == pytest.approx(costs.decode_bytes(SMALL, precision, 5, 7))
+    assert sum(term.flops for term in decode) == pytest.approx(5 * costs.decode_flops(SMALL, 7))
+    prompt = ceilings.terms(SMALL, precision, ceilings.prompt_step(9))
+    assert sum(term.flops for term in prompt) == pytest.approx(costs.prefill_flops(SMALL, 9, "causal"))
+
+
+def test_latent_attention_and_experts_by_hand():
+    found = by_name(MOE, FP8, ceilings.decode_step(3, context=10, experts=2.5))
+    # kv_up: 6 * 2 * (4 + 4) = 96 weights in bf16; the other matrices of attention:
+    matrices = 8 * (4 + 6 + 2) + 4 * 2 * (4 + 2) + 2 * 4 * 8
+    assert found["latent_attention weights"].bytes == 3 * matrices
+    assert found["kv_up"].bytes == 3 * 2 * 96
+    assert found["cache"].bytes == 3 * 10 * 3 * (6 + 2 * 2)
+    assert found["cache"].flops == 2 * 3 * 10 * 3 * 2 * (2 * 6 + 2)
+    one = 3 * 8 * 4
+    assert found["experts"].bytes == 2 * 2.5 * one
+    assert found["experts"].flops == 2 * 3 * 2 * one
+    assert found["experts weights"].bytes == 2 * one  # the shared ones
+    assert found["router"].bytes == 2 * 2 * 8 * 4
+
+
+def test_expected_experts():
+    assert ceilings.distinct_experts(256, 8, 1) == pytest.approx(8)
+    assert ceilings.distinct_experts(4, 2, 2) == pytest.approx(3)  # each is missed by both with 1/4
+    assert ceilings.distinct_experts(256, 8, 64) == pytest.approx(222.4, abs=0.1)
+    assert by_name(MOE, FP8, ceilings.decode_step(2, context=1))["experts"].bytes == pytest.approx(2 * 1.75 * 96)
+
+
+def test_a_gpu_of_several_reads_its_share_of_the_experts():
+    step = ceilings.on_one_of(2, MOE, ceilings.decode_step(1, context=1))
+    assert step.experts == pytest.approx(1.75 / 2)  # two tokens visit 1.75 of 4 experts
+    # Three GPUs, 5 tokens each, 2 layers of experts: 2 x 5 tokens of 8 x 2 bytes arrive, and as many leave.
+    assert ceilings.exchange_seconds(3, MOE, tokens=5, link=10.0) == pytest.approx(2 * 2 * 160 / 10)
+
+
+def test_worked_examples_of_the_page():
+    llama, few = program.models()
+    rates = ceilings.Rates(read=4.3e12, products=1.2e15, head=0.7e15, bf16=0.7e15)
+    needed = ceilings.terms(llama, FP8, ceilings.steady_step(1000, 1000, 960))
+    milliseconds = {term.name: 1e3 * term.seconds(rates) for term in needed}
+    page = {"attention weights": 4.29, "mlp weights": 18.03, "cache": 21.92, "prompts": 0.36, "head": 1.44}
+    assert milliseconds == pytest.approx(page, abs=0.005)
+    assert 960 / ceilings.ceiling(needed, rates) == pytest.approx(20_848, abs=1)
+
+    whole = replace(few, layers=61, experts=replace(few.experts, dense_layers=3))
+    step = ceilings.on_one_of(8, whole, ceilings.steady_step(1000, 1000, 256))
+    assert 1e3 * ceilings.ceiling(ceilings.terms(whole, FP8, step), rates) == pytest.approx(43.62, abs=0.005)
+    assert 1e3 * ceilings.exchange_seconds(8, whole, step.tokens, 450e9) == pytest.approx(13.24, abs=0.005)
+
+
+def test_activations_by_hand():
+    # A layer in fp8: norms 2 * 8 * 7, rotation 2 * (8 + 8 + 8) + 8 cached, rounding 8 * 3, the gate 16 * 5.
+    assert ceilings.small_bytes(SMALL, FP8) == 2 * (112 + 56 + 24 + 80)
+    assert ceilings.small_bytes(MOE, FP8) is None
+
+
+def test_product_shapes_are_all_of_a_dense_layer():
+    llama, deepseek = program.models()
+    kv_up = 512 * 128 * (128 + 128)
+    for model, attention, absorbed in ((llama, costs.attention, 0), (deepseek, costs.latent_attention, kv_up)):
+        weights = sum(outputs * inputs for outputs, inputs in ceilings.product_shapes(model))
+        assert weights == attention(model).matrices - absorbed + costs.mlp(model).matrices
+
+
+@pytest.mark.parametrize("precision", [FP8, BF16])
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_engine_holds_the_cache_that_ceilings_count(which, precision):
+    model = program.tiny_models()[which]
+    row = program.Row(dtype=precision.dtype, isl=8, osl=8, batch=1, budget=8, requests=1)
+    device = torch.device("cpu")
+    how = how_of(import_module("infer_serving").config_of(model, row, device))
+    stack = build_stack(model, RandomWeights(model, 1, how.dtype, device), how, Ranks(device=device))
+    held = sum(mixer.bytes_per_token for mixer in stack.mixers())
+    assert held == model.layers * ceilings.cached_bytes(model, precision)
+
+
+def test_a_class_for_every_kernel_that_serving_launches():
+    served = ("add_norm", "argmax", "dealt", "forms", "fp8_block", "gated", "latent_attention", "paged_attention",
+              "paged_write", "routed", "router", "thin", "thin_attention")  # fmt: skip
+    for module in served:
+        text = (Path(llmb.kernels.__file__).parent / f"{module}_triton.py").read_text()
+        for name in re.findall(r"^ *(_\w+)\[", text, re.MULTILINE):
+            assert kernels.kind_of(name) != kernels.OTHER, f"{module}_triton.py: {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_qqtst_128x256_128x6_2x1_v_bz_TNN", ceilings.PRODUCTS),
+        ("_thin", ceilings.PRODUCTS),
+        ("_thin_attention", ceilings.DECODE),
+        ("_decode", ceilings.DECODE),
+        ("_chunk", ceilings.PREFILL),
+        ("_chunk_winners", ceilings.SAMPLING),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps>>",
+            ceilings.SAMPLING,
+        ),
+        ("_gate_kernel", ceilings.EXPERTS),
+        ("_gated", ceilings.SMALL),
+        ("Memcpy HtoD (Pinned -> Device)", kernels.COPIES),
+        ("void at::native::vectorized_elementwise_kernel<4, FillFunctor>", kernels.OTHER),
+    ],
+)
+def test_kernels_by_name(name, kind):
+    assert kernels.kind_of(name) == kind
+
+
+@pytest.mark.slow
+def test_the_program_runs_to_its_end_on_any_machine(tmp_path):
+    command = [sys.executable, BENCH / "infer_gpu.py", "--tiny", "--json", tmp_path / "found.json"]
+    done = subprocess.run(
+        [*command, "--row", "1000/1000", "--only", "throughput,latency,profile,deepseek"],
+        capture_output=True, text=True, cwd=BENCH.parent, env={"PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for title in ("1. Ceilings", "2. Offline throughput", "3. One request", "4. DeepSeek-R1", "5. Where a step goes"):
+        assert title in done.stdout
+    assert "seconds in all" in done.stdout
+    assert (tmp_path / "found.json").stat().st_size > 1000
