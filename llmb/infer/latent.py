@@ -121,7 +121,9 @@ class LatentPaged:
         latents_NR, keys_NK = self._cached(cache, places_N)
         kv_NHW = _times(latents_NR, self.kv_up_HWR)
         still_NHD, v_NHV = kv_NHW.split((self.sizes.nope_dim, self.sizes.value_dim), dim=-1)
-        k_NHD = torch.cat((still_NHD, keys_NK[:, None].expand(-1, self.heads, -1)), dim=-1)
+        k_NHD = torch.empty_like(q_NHD)  # filled by two copies, which torch.cat takes four times as long for
+        k_NHD[..., : self.sizes.nope_dim] = still_NHD
+        k_NHD[..., self.sizes.nope_dim :] = keys_NK[:, None]
         q_BHTD, k_BHTD, v_BHTV = (x.unflatten(0, (-1, count)).transpose(1, 2) for x in (q_NHD, k_NHD, v_NHV))
         mixed_BHTV = causal_attention(q_BHTD, k_BHTD, v_BHTV, scale=self.scale)
         out_NHV.unflatten(0, (-1, count)).copy_(mixed_BHTV.transpose(1, 2))

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dependent_launch import begins, dependent
+
 CHUNK = 1024  # visits that a program looks at in one go
 
 
@@ -27,7 +29,8 @@ class Tile(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["first", "visits"])
-def _count_kernel(chosen, counts, first, visits, CHUNK: tl.constexpr):
+def _count_kernel(chosen, counts, first, visits, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
+    begins(DEPENDENT)
     expert = tl.program_id(0)
     found = tl.zeros((CHUNK,), tl.int32)
     for start in range(0, visits, CHUNK):
@@ -39,9 +42,10 @@ def _count_kernel(chosen, counts, first, visits, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize=["first", "visits", "experts", "tiles"])
 def _deal_kernel(
     chosen, counts, visits_of, expert_of, first, visits, experts, tiles,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program for each expert, and one more for the tiles that are nobody's."""
+    begins(DEPENDENT)
     expert = tl.program_id(0)
     every = tl.arange(0, EXPERTS)
     tiles_of = tl.cdiv(tl.load(counts + every, mask=every < experts, other=0), ROWS)
@@ -98,9 +102,10 @@ def deal(chosen_NK: Tensor, first: int, experts: int, rows: int) -> Dealt:
     counts_E, visits_P, experts_T = (
         torch.empty(size, dtype=torch.int32, device=chosen_NK.device) for size in (experts, tiles * rows, tiles)
     )
-    _count_kernel[experts,](chosen_NK, counts_E, first, visits, CHUNK=CHUNK)
+    early = dependent(len(chosen_NK))
+    _count_kernel[experts,](chosen_NK, counts_E, first, visits, CHUNK=CHUNK, **early)
     _deal_kernel[experts + 1,](
         chosen_NK, counts_E, visits_P, experts_T, first, visits, experts, tiles,
-        ROWS=rows, EXPERTS=triton.next_power_of_2(experts), CHUNK=CHUNK,
+        ROWS=rows, EXPERTS=triton.next_power_of_2(experts), CHUNK=CHUNK, **early,
     )  # fmt: skip
     return Dealt(visits_P, experts_T, rows)

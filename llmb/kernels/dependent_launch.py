@@ -37,8 +37,8 @@ def _hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def dependent(tokens: int) -> dict[str, Any]:
+def dependent(tokens: int, small: int = SMALL) -> dict[str, Any]:
     """What a launch for so many tokens is given: whether the kernel waits by itself, and that it may start early."""
-    if _INTERPRETED or tokens > SMALL or not _hopper():
+    if _INTERPRETED or tokens > small or not _hopper():
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}

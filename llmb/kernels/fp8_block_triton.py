@@ -11,16 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.forms import GROUP, Groups8
 from llmb.kernels.fp8_block import Blocks8
 
 OUTPUTS = 64  # of a tile: half a block of scales
+ADDED = 256  # outputs whose parts one program adds
 PROGRAMS = 512  # about four for each multiprocessor keep enough reads under way
 
 
 @triton.jit
 def _tile(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, N, WIDTH, K, GROUPS, EACH, scale_n, scale_g, scale_b,
-          OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+          OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     o = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     n = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)
@@ -30,14 +32,29 @@ def _tile(x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, out_ptr, N, WIDTH, K, GROUPS, 
     w_row = w_ptr + o[:, None].to(tl.int64) * K + k[None, :]
     x_column = x_ptr + n[None, :].to(tl.int64) * K + k[:, None]
     w_scale_row = w_scale_ptr + tl.program_id(0) * OUTPUTS // GROUP * scale_b
-    total = tl.zeros((OUTPUTS, TOKENS), tl.float32)
-    for group in range(part * EACH, tl.minimum(part * EACH + EACH, GROUPS)):
+    first = part * EACH
+    w = tl.load(w_row + first * GROUP)  # on its way before the input is there
+    begins(DEPENDENT)
+    x = tl.load(x_column + first * GROUP, mask=is_token[None, :], other=0.0)
+    x_scale = tl.load(x_scale_ptr + n * scale_n + first * scale_g, mask=is_token, other=0.0)
+    total = tl.dot(w, x) * (tl.load(w_scale_row + first) * x_scale)[None, :]
+    for group in range(first + 1, tl.minimum(first + EACH, GROUPS)):
         w = tl.load(w_row + group * GROUP)
         x = tl.load(x_column + group * GROUP, mask=is_token[None, :], other=0.0)
         x_scale = tl.load(x_scale_ptr + n * scale_n + group * scale_g, mask=is_token, other=0.0)
         total += tl.dot(w, x) * (tl.load(w_scale_row + group) * x_scale)[None, :]
     place = (part * N + n[None, :]).to(tl.int64) * WIDTH + o[:, None]
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=is_token[None, :] & (o[:, None] < WIDTH))
+
+
+@triton.jit
+def _add_parts(parts_ptr, out_ptr, SIZE, PARTS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr):
+    begins(DEPENDENT)
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    total = tl.zeros((TILE,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + part * SIZE + place, mask=place < SIZE, other=0.0)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=place < SIZE)
 
 
 def block_product_triton(x: Groups8, weight: Blocks8, outputs: int, dtype: torch.dtype) -> Tensor:
@@ -53,9 +70,19 @@ def block_product_triton(x: Groups8, weight: Blocks8, outputs: int, dtype: torch
     _tile[(*tiles, parts)](
         x.values, x.scales, weight.values, weight.scales, out,
         tokens, outputs, inputs, groups, each, *x.scales.stride(), weight.scales.stride(0),
-        OUTPUTS=OUTPUTS, TOKENS=tile, GROUP=GROUP, num_warps=4, num_stages=4,
+        OUTPUTS=OUTPUTS, TOKENS=tile, GROUP=GROUP, num_warps=4, num_stages=4, **dependent(tokens),
     )  # fmt: skip
-    return out if parts == 1 else out.sum(dim=0).to(dtype)
+    return out if parts == 1 else _added(out, dtype)
+
+
+def _added(parts_PNO: Tensor, dtype: torch.dtype) -> Tensor:
+    parts, tokens, outputs = parts_PNO.shape
+    out_NO = torch.empty(tokens, outputs, dtype=dtype, device=parts_PNO.device)
+    size = tokens * outputs
+    _add_parts[(triton.cdiv(size, ADDED),)](
+        parts_PNO, out_NO, size, PARTS=parts, TILE=ADDED, num_warps=2, **dependent(tokens)
+    )
+    return out_NO
 
 
 def parts_of(tokens: int, groups: int, tiles: int) -> int:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmb.errors import ConfigError
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.forms import E4M3, LARGEST
 from llmb.kernels.latent_attention import LatentCache
 from llmb.kernels.spans import Spans
@@ -44,8 +45,9 @@ def _write_kernel(
     q, latent, key, norm, cosines, sines, places, latents, keys,
     q_token, q_head, latent_token, key_token, heads, eps, inverse_scale,
     NOPE: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, PAIRS: tl.constexpr, PAIRS_TILE: tl.constexpr,
-    HEADS: tl.constexpr, LARGEST: tl.constexpr,
+    HEADS: tl.constexpr, LARGEST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    begins(DEPENDENT)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs = tl.arange(0, PAIRS_TILE)
     paired = pairs < PAIRS
@@ -80,8 +82,9 @@ def _attend_kernel(
     q_latent, q_turned, latents, keys, table, starts, lengths, out, sums,
     latent_token, latent_head, turned_token, turned_head, table_part, rows_of_all, logit_scale, cache_scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, TURNED: tl.constexpr, TURNED_TILE: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    begins(DEPENDENT)
     tile, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, length = tl.load(starts + part), tl.load(lengths + part)
     count = tl.load(starts + part + 1) - start
@@ -150,7 +153,9 @@ def _attend_kernel(
 def _combine_kernel(
     mixed, sums, starts, out, rows_of_all, splits,
     HEADS: tl.constexpr, RANK: tl.constexpr, RANK_TILE: tl.constexpr, SPLITS_TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    begins(DEPENDENT)
     number, part = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts + part)
     if number >= (tl.load(starts + part + 1) - start) * HEADS:
@@ -237,7 +242,7 @@ def rotate_and_cache_latents_triton(
         q_NHD.stride(0), q_NHD.stride(1), latent_NR.stride(0), key_NK.stride(0), heads, eps, 1 / cache.scale,
         NOPE=width - turned, RANK=rank, RANK_TILE=triton.next_power_of_2(rank),
         PAIRS=turned // 2, PAIRS_TILE=triton.next_power_of_2(turned // 2), HEADS=HEADS_AT_ONCE,
-        LARGEST=LARGEST if cache.latents_BLR.dtype == E4M3 else None,
+        LARGEST=LARGEST if cache.latents_BLR.dtype == E4M3 else None, **dependent(tokens),
     )  # fmt: skip
 
 
@@ -278,12 +283,12 @@ def latent_attention_triton(
         *q_latent_NHR.stride()[:2], *q_turned_NHK.stride()[:2], spans.table_PM.stride(0), rows_of_all,
         scale * LOG2_E, cache.scale, **sizes,
         TURNED=turned, TURNED_TILE=max(SMALLEST_TILE, triton.next_power_of_2(turned)), BLOCK=cache.block_tokens,
-        ROWS=rows, TOKENS=context, SPLIT=splits > 1, num_warps=WARPS, num_stages=2,
+        ROWS=rows, TOKENS=context, SPLIT=splits > 1, num_warps=WARPS, num_stages=2, **dependent(tokens),
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[rows_of_part, parts](
             mixed, sums, spans.starts_P1, out_NHR, rows_of_all, splits,
-            **sizes, SPLITS_TILE=triton.next_power_of_2(splits),
+            **sizes, SPLITS_TILE=triton.next_power_of_2(splits), **dependent(tokens),
         )  # fmt: skip
     return out_NHR
 

@@ -29,6 +29,9 @@ MOST_SHARES = 64
 LONG_CHUNK = 512  # tokens from which torch's attention is the faster
 CHUNK_TILE = 128  # query tokens of a program
 
+# Slices of a step's numbers begin anywhere; that shall not mean one more kernel to compile for each.
+ANYWHERE = ["table_ptr", "lengths_ptr", "starts_ptr"]
+
 _FAR = tl.constexpr(-1e30)  # a logit that weighs nothing; infinities would make NaN of a tile without any key
 
 
@@ -41,7 +44,7 @@ def _capped(x, cap, CAPPED: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=ANYWHERE)
 def _decode(
     q_ptr,
     keys_ptr,
@@ -108,7 +111,7 @@ def _decode(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
 def _together(
     shares_ptr,
     sums_ptr,
@@ -130,7 +133,7 @@ def _together(
         tl.store(out_ptr + row * D + d, mixed.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "first_part"], do_not_specialize_on_alignment=ANYWHERE)
 def _chunk(
     q_ptr,
     k_ptr,

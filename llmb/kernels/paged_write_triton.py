@@ -8,7 +8,7 @@ from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.paged_attention import KvCache
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["places_ptr", "cos_ptr", "sin_ptr"])
 def _rotate_and_cache(
     qkv_ptr,
     cos_ptr,

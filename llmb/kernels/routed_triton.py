@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmb.kernels.dealt_triton import Dealt, Tile, deal, rows_of_tile, tile_and_block
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
 from llmb.kernels.gated_triton import gate_row
 from llmb.kernels.routed import Visits
@@ -21,6 +22,7 @@ from llmb.kernels.routed_wide_triton import fits_wide, wide_product
 from llmb.kernels.stacked import Stacked
 
 CHANNELS = 1024  # of a token that one program adds up
+FEW_VISITS = 128  # of a step so small that its kernels are launched early
 MOST_TOKENS = 16384  # computed together; more would fill memory with what is between the products and gain nothing
 
 
@@ -43,9 +45,10 @@ ROUNDED_TILES = {
 def _product_kernel(
     x, x_scales, weight, weight_scales, out, visit_weights, visits_of, expert_of, visits, tiles, outputs, inputs,
     FORM: tl.constexpr, TOP_K: tl.constexpr, WEIGH: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out[visit] = x[visit // TOP_K] @ weight[expert].T for a tile of visits to one expert."""
+    begins(DEPENDENT)
     tile, block = tile_and_block(tiles, outputs, COLUMNS, BAND)
     expert = tl.load(expert_of + tile).to(tl.int64)
     if expert < 0:
@@ -92,9 +95,10 @@ def _product_kernel(
 @triton.jit(do_not_specialize=["first", "experts"])
 def _gate_kernel(
     both, chosen, out, scales, first, experts,
-    F: tl.constexpr, WIDE: tl.constexpr, SILU: tl.constexpr, FORM: tl.constexpr,
+    F: tl.constexpr, WIDE: tl.constexpr, SILU: tl.constexpr, FORM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of one visit, in the form that the second product wants."""
+    begins(DEPENDENT)
     visit = tl.program_id(0).to(tl.int64)
     expert = tl.load(chosen + visit) - first
     if (expert >= 0) & (expert < experts):
@@ -102,8 +106,12 @@ def _gate_kernel(
 
 
 @triton.jit(do_not_specialize=["first", "experts"])
-def _sum_kernel(answers, chosen, out, first, experts, width, TOP_K: tl.constexpr, CHANNELS: tl.constexpr):
+def _sum_kernel(
+    answers, chosen, out, first, experts, width,
+    TOP_K: tl.constexpr, CHANNELS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """A token's answers from the experts of this rank, in the order of its visits."""
+    begins(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < width
@@ -137,8 +145,9 @@ def routed_mlp_triton(
         hidden = gate(both_M2F, chosen_NK, visits.first, experts, activation, down.form)
         answers_MC = product(hidden, down, dealt, count, 1, dtype, weights_NK)
         _sum_kernel[len(chosen_NK), triton.cdiv(channels, CHANNELS)](
-            answers_MC, chosen_NK, out_NC[some], visits.first, experts, channels, TOP_K=top_k, CHANNELS=CHANNELS
-        )
+            answers_MC, chosen_NK, out_NC[some], visits.first, experts, channels, TOP_K=top_k, CHANNELS=CHANNELS,
+            **dependent(len(chosen_NK)),
+        )  # fmt: skip
     return out_NC
 
 
@@ -171,7 +180,7 @@ def product(
         visits, tiles, outputs, inputs,
         FORM=weight.kind, TOP_K=top_k, WEIGH=visit_weights is not None, EVEN=inputs % shape.depth == 0,
         GROUP=GROUP, ROWS=dealt.rows, COLUMNS=shape.columns, DEPTH=shape.depth, BAND=shape.band,
-        num_warps=shape.warps, num_stages=shape.stages,
+        num_warps=shape.warps, num_stages=shape.stages, **dependent(visits, FEW_VISITS),
     )  # fmt: skip
     return out_MO
 
@@ -186,6 +195,7 @@ def gate(both_M2F: Tensor, chosen_NK: Tensor, first: int, experts: int, activati
     _gate_kernel[visits,](
         both_M2F, chosen_NK, out_MF, scales, first, experts,
         F=width, WIDE=wide, SILU=activation == "silu", FORM=form, num_warps=min(max(wide // 1024, 1), 16),
+        **dependent(visits, FEW_VISITS),
     )  # fmt: skip
     if form == "plain":
         return out_MF

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.router import NO_WEIGHT, NOBODY, Rule
 
 
@@ -17,8 +18,9 @@ def _route_kernel(
     logits, bias, places, weights, chosen, experts, scale,
     NOBODY: tl.constexpr, NO_WEIGHT: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
-    GROUPS_TILE: tl.constexpr, EACH_TILE: tl.constexpr, TOP_K_TILE: tl.constexpr,
+    GROUPS_TILE: tl.constexpr, EACH_TILE: tl.constexpr, TOP_K_TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    begins(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS_TILE), tl.arange(0, EACH_TILE)
     inside = (group < GROUPS)[:, None] & (member < EACH)[None, :]
@@ -74,6 +76,6 @@ def route_triton(
         NOBODY=NOBODY, NO_WEIGHT=NO_WEIGHT, GROUPS=rule.groups, EACH=each, TOP_GROUPS=rule.top_groups, TOP_K=rule.top_k,
         SIGMOID=rule.score == "sigmoid", RENORMALISE=rule.renormalise,
         GROUPS_TILE=triton.next_power_of_2(rule.groups), EACH_TILE=triton.next_power_of_2(each),
-        TOP_K_TILE=triton.next_power_of_2(rule.top_k), num_warps=1,
+        TOP_K_TILE=triton.next_power_of_2(rule.top_k), num_warps=1, **dependent(tokens),
     )  # fmt: skip
     return weights_NK, chosen_NK

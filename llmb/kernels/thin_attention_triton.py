@@ -50,7 +50,7 @@ def _attended(top, total, mixed, q, k, v, seen, scale, value_scale, cap, COMPUTE
     x = _capped(tl.dot(q, tl.trans(k.to(COMPUTE))) * scale, cap, CAPPED)
     x = tl.where(seen[None, :], x, _FAR)
     higher = tl.maximum(top, tl.max(x, 1))
-    p = tl.where(seen[None, :], tl.exp2(x - higher[:, None]), 0.0)
+    p = tl.exp2(x - higher[:, None])  # zero where nothing is seen: every share has a token, so `higher` is not far
     fade = tl.exp2(top - higher)
     mixed = mixed * fade[:, None] + tl.dot(p.to(COMPUTE), tl.trans(v.to(COMPUTE))) * value_scale
     return higher, total * fade + tl.sum(p, 1), mixed
@@ -174,7 +174,7 @@ def _thin_attention(
         arrivals = arrivals_ptr + part * G + head
         if tl.atomic_add(arrivals, 1, sem="acq_rel") < used - 1:
             return
-        tl.store(arrivals, 1)
+        tl.store(arrivals, 0)
         mixed = _together(shares_ptr, sums_ptr, rows, d, there, used, GROUP, ROWS, D, SHARES)
     tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=there)
 

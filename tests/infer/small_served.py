@@ -293,6 +293,7 @@ class Scene:
     arrivals: dict[int, int]
     cancels: dict[int, int]
     spare_blocks: int  # beyond what the longest request needs for itself
+    depth: int  # steps that stay unread
     settings: dict[str, Any]
 
 
@@ -307,6 +308,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         arrivals=draw(st.dictionaries(numbers, st.integers(0, 25))),
         cancels=draw(st.dictionaries(numbers, st.integers(0, 40), max_size=3)),
         spare_blocks=draw(st.integers(0, 4)),
+        depth=draw(st.integers(0, 2)),
         settings={
             "chunked_prefill": chunked,
             "max_num_tokens": draw(st.integers(1 if chunked else LONGEST, LONGEST + 20)),
@@ -323,6 +325,7 @@ def play(stack: Stack, scene: Scene, requests: list[Request]) -> Heard:
     longest = max(len(request.prompt) + request.max_tokens for request in requests)
     blocks = -(-longest // scene.settings["block_tokens"]) + scene.spare_blocks
     engine = engine_for(stack, blocks, **scene.settings)
+    engine.depth = scene.depth
     with (
         mock.patch.object(engine.scheduler, "_preempt", wraps=engine.scheduler._preempt) as preempted,
         mock.patch.object(Outlook, "admits", return_value=True),
