@@ -1,4 +1,4 @@
-"""Triton for turning queries and keys by their positions and writing keys and values to the cache: a program a token."""
+"""Triton for turning queries and keys by their positions and writing keys and values to the cache, token by token."""
 
 import triton
 import triton.language as tl

@@ -22,11 +22,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmb.infer.engine import Engine, Load
 from llmb.infer.formats import how_of
+from llmb.infer.graphs import Outcome
 from llmb.infer.outlook import Outlook
 from llmb.infer.ranks import Ranks
 from llmb.infer.request import Answer, Request
+from llmb.infer.runner import TorchRunner
 from llmb.infer.serve import engine_on, weights_of
 from llmb.infer.stack import Stack, build_stack
+from llmb.infer.staging import Sizes, StepBuffer
+from llmb.infer.step import Plan
 from llmb.models.architectures import build_model
 from llmb.models.hugging_face import CONFIGURED, to_config
 from llmb.models.weights import load_weights, save_weights
@@ -209,6 +213,31 @@ def engine_for(stack: Stack, blocks: int = 256, longest: int = LONGEST, **settin
     work = CONFIG.workload
     assert isinstance(work, Inference)
     return engine_on(stack, replace(work, **settings), longest, blocks)
+
+
+class EagerReplays:
+    """What a graph's replay does, without one: steps of a fixed size, of which the host knows what a capture does."""
+
+    def __init__(self, runner: TorchRunner, size: int):
+        self.runner, self.size, self.count = runner, size, 0
+
+    @classmethod
+    def of(cls, engine: Engine, size: int) -> "EagerReplays":
+        """In place of the engine's graphs, of which there are none on a CPU."""
+        assert isinstance(engine.runner, TorchRunner)
+        replays = cls(engine.runner, size)
+        engine.runner.graphs = replays  # type: ignore[assignment]
+        return replays
+
+    def launch(self, plan: Plan) -> Outcome | None:
+        if not plan.parts or not plan.generates:
+            return None
+        staging, size = self.runner.staging, self.size
+        sizes = Sizes(tokens=size, parts=size, samples=size, blocks=staging.blocks)
+        buffer = StepBuffer.on(staging.device, sizes)
+        staging.load(plan, buffer)
+        self.count += 1
+        return self.runner.compute(buffer, buffer.inputs(Plan(), LONGEST, decodes=size))
 
 
 @torch.inference_mode()

@@ -176,11 +176,28 @@ def test_prompts_that_begin_alike_share_blocks_on_every_rank(case_of) -> None:
 # -- a pipeline
 
 
+class Launches:
+    """What one rank has launched, as another one hears of it."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+        self._heard = 0
+
+    def say(self) -> None:
+        os.write(self._writer, b".")
+
+    def wait_for(self, count: int) -> None:
+        while self._heard < count:
+            readable, _, _ = select.select([self._reader], [], [], 30)
+            assert readable, f"the first stage waits for tokens: it has launched {self._heard} steps, not {count}"
+            self._heard += len(os.read(self._reader, 1))
+
+
 def test_the_first_stage_goes_on_while_the_last_has_not_told_it_anything(case_of) -> None:
     """The last stage does not tell what it chose in a step before the first has launched the next one."""
     case = case_of("llama")
     requests = [Request(number=number, prompt=[number, 7, 9], max_tokens=12) for number in range(4)]
-    launches, launched = os.pipe()
+    launches = Launches()
 
     def hold_back(engine: Engine) -> None:
         runner = engine.runner
@@ -189,12 +206,12 @@ def test_the_first_stage_goes_on_while_the_last_has_not_told_it_anything(case_of
 
         def launch_and_say(plan: Plan) -> LaunchedStep:
             step = launch(plan)
-            os.write(launched, b".")
+            launches.say()
             return step
 
         def wait_and_tell(tokens_S: torch.Tensor) -> LaunchedStep:
             if 1 <= (step := next(steps)) <= 8:  # in the first all prompts are read, after these some have ended
-                wait_for_bytes(launches, step + 2)
+                launches.wait_for(step + 2)
             return tell(tokens_S)
 
         if runner.stage.first:
@@ -204,18 +221,6 @@ def test_the_first_stage_goes_on_while_the_last_has_not_told_it_anything(case_of
 
     alone = rank_outcome(0, config_of(case.model, case.folder, **SETTINGS), requests, 64, None)
     assert replace(case, requests=requests).served(PP2, blocks=64, change=hold_back).answers == alone.answers
-
-
-said_so_far = 0
-
-
-def wait_for_bytes(pipe: int, count: int) -> None:
-    """Until so many have come in all."""
-    global said_so_far
-    while said_so_far < count:
-        readable, _, _ = select.select([pipe], [], [], 30)
-        assert readable, f"the first stage waits for tokens: it has launched {said_so_far} steps, not {count}"
-        said_so_far += len(os.read(pipe, 1))
 
 
 # -- attention data parallelism

@@ -1,11 +1,15 @@
 """Served answers equal those of `transformers`, token for token, however the engine comes to compute them: whatever is
 beside them, in whatever chunks, again after preemption or from blocks of another prompt that begins alike."""
 
+import importlib
+import pkgutil
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_served import (
@@ -15,6 +19,7 @@ from small_served import (
     LONGEST,
     MODELS,
     NEMOTRON,
+    EagerReplays,
     Pool,
     Scene,
     answered,
@@ -27,7 +32,9 @@ from small_served import (
     stack_of,
     written,
 )
+from triton_interpreter import whole_numbers_from_arrays_of_one  # noqa: F401  # a fixture
 
+from llmb import kernels
 from llmb.infer import latent
 from llmb.infer.request import Answer, Request
 from llmb.infer.serve import open_engine
@@ -121,6 +128,35 @@ def test_prompts_that_begin_alike_are_computed_once_unless_there_is_state(case: 
     needed = sum(len(case.pool.prompts[number]) + ANSWER - 1 for number in (1, 2, 3, 4, 5))
     # Of the 17 tokens that four of them begin with, 16 are there; 8 of the fourth one's.
     assert computed == needed - (0 if case.model is NEMOTRON else 4 * 16 + 8)
+
+
+# -- by the kernels of a GPU
+
+
+@pytest.fixture
+def triton_everywhere(whole_numbers_from_arrays_of_one: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
+    """Triton's kernels, in its interpreter, wherever a GPU would take them; memory that nobody wrote is no number."""
+    if torch.cuda.is_available():
+        pytest.skip("there kernels are compiled, for its own tensors: tests/gpu")
+    for module in pkgutil.iter_modules(kernels.__path__):
+        if not module.name.endswith(("_triton", "_kernels", "triton_device")):
+            found = importlib.import_module(f"{kernels.__name__}.{module.name}")
+            if hasattr(found, "takes_triton"):
+                monkeypatch.setattr(found, "takes_triton", lambda tensor: True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("triton_everywhere")
+def test_kernels_of_a_gpu_in_padded_steps_give_the_same_answers(case: Case) -> None:
+    engine = engine_for(case.stack, max_num_tokens=12)
+    replays = EagerReplays.of(engine, size=4)
+    prompts = (8, 2, 4)
+    requests = [replace(case.request(number, prompt), max_tokens=4) for number, prompt in enumerate(prompts)]
+    assert serve(engine, requests).tokens() == [case.pool.answers[prompt][:4] for prompt in prompts]
+    assert replays.count > 0
 
 
 # -- many

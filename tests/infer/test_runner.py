@@ -4,15 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_served import ANSWER, LONGEST, MODELS, config_of, engine_for, prompts_for, serve, stack_of
+from small_served import ANSWER, MODELS, EagerReplays, config_of, engine_for, prompts_for, serve, stack_of
 
 from llmb.infer.engine import Engine
-from llmb.infer.graphs import Outcome, graph_sizes
+from llmb.infer.graphs import graph_sizes
 from llmb.infer.request import Request, Sampling, Sequence
-from llmb.infer.runner import TorchRunner, drawn
+from llmb.infer.runner import drawn
 from llmb.infer.sampler import uniform
 from llmb.infer.stack import Stack
-from llmb.infer.staging import Sizes, StepBuffer
 from llmb.infer.step import Part, Plan
 
 
@@ -34,33 +33,11 @@ def answers(stack: Stack, change: Callable[[Engine], Engine | None] = lambda eng
     return serve(change(engine) or engine, requests_for(stack)).tokens()
 
 
-class EagerReplays:
-    """What a graph's replay does, without one: steps of a fixed size, of which the host knows what a capture does."""
-
-    def __init__(self, runner: TorchRunner, size: int):
-        self.runner, self.size, self.count = runner, size, 0
-
-    def launch(self, plan: Plan) -> Outcome | None:
-        if not plan.parts or not plan.generates:
-            return None
-        staging, size = self.runner.staging, self.size
-        sizes = Sizes(tokens=size, parts=size, samples=size, blocks=staging.blocks)
-        buffer = StepBuffer.on(staging.device, sizes)
-        staging.load(plan, buffer)
-        self.count += 1
-        return self.runner.compute(buffer, buffer.inputs(Plan(), LONGEST, decodes=size))
-
-
 def test_padded_steps_give_the_same_answers(stack: Stack) -> None:
-    replays: list[EagerReplays] = []
-
-    def padded(engine: Engine) -> None:
-        assert isinstance(engine.runner, TorchRunner)
-        replays.append(EagerReplays(engine.runner, size=4))
-        engine.runner.graphs = replays[0]  # type: ignore[assignment]
-
-    assert answers(stack, padded) == answers(stack)
-    assert replays[0].count > ANSWER
+    engine = engine_for(stack, max_num_tokens=24)
+    replays = EagerReplays.of(engine, size=4)
+    assert serve(engine, requests_for(stack)).tokens() == answers(stack)
+    assert replays.count > ANSWER
 
 
 def test_empty_steps_in_between_change_nothing(stack: Stack) -> None:
