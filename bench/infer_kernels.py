@@ -30,10 +30,13 @@ NAMES = (
     (COPIES, r"^memcpy|^memset|^aten::(copy_|_to_copy|fill_|zero_)$"),
     (DECODE, r"^_(decode|together|thin_attention|attend_kernel|combine_kernel)\b"),
     (PREFILL, r"^_(chunk|prompt_kernel)\b|flash|fmha|sdpa|scaled_dot_product|cudnn.*attention"),
-    (EXPERTS, r"^_(product|gate|sum|count|deal)_kernel\b"),
+    (EXPERTS, r"^_(product|wide|gate|sum|count|deal)_kernel\b"),
     (SMALL, r"^_(add_norm|gated|round|rotate_and_cache|write_kernel|route_kernel)\b|rms_?norm|cos_kernel|sin_kernel"),
     (SAMPLING, r"^_(chunk_)?winners\b|arg_?max|sort|softmax|cumsum|scan"),
-    (PRODUCTS, r"^_(tile|thin)\b|gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k|^aten::(mm|addmm|bmm|linear|mv)$"),
+    (
+        PRODUCTS,
+        r"^_(tile|add_parts|thin)\b|gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k|^aten::(mm|addmm|bmm|linear|mv)$",
+    ),
 )
 CLASSES = (PRODUCTS, EXPERTS, DECODE, PREFILL, SMALL, SAMPLING, COPIES, OTHER)
 LONGEST = 6  # kernels of no class that are listed

@@ -39,9 +39,10 @@ class PagedAttention:
         kv_cut = Cut(0, group.index * kv_parts // group.size, kv_parts)
         self.heads, self.kv_heads = model.heads // group.size, model.kv_heads // kv_parts
         cuts = {"q": cut, "k": kv_cut, "v": kv_cut}
-        together = torch.cat([weights.take(f"{name}.{one}.weight", share) for one, share in cuts.items()])
-        self.qkv = linear(together, format, dtype)
-        self.o = linear(weights.take(f"{name}.o.weight", Cut(1, group.index, group.size)), format, dtype)
+        parts = (weights.take(f"{name}.{one}.weight", share) for one, share in cuts.items())
+        self.qkv = linear(*parts, format=format, dtype=dtype)
+        columns = weights.take(f"{name}.o.weight", Cut(1, group.index, group.size))
+        self.o = linear(columns, format=format, dtype=dtype)
         self.form: Form = self.qkv.form
         self.cache: KvCache | None = None
 

@@ -58,10 +58,10 @@ class LatentPaged:
         self.heads = model.heads // group.size
         self.scale = (sizes.nope_dim + sizes.rope_dim) ** -0.5 * yarn_attention_scale(rope_of(model))
         heads, columns = Cut(0, group.index, group.size), Cut(1, group.index, group.size)
-        both_down = torch.cat([weights.take(f"{name}.{one}.weight") for one in ("q_down", "kv_down")])
-        self.down = linear(both_down, format, dtype)
-        self.q_up = linear(weights.take(f"{name}.q_up.weight", heads), format, dtype)
-        self.o = linear(weights.take(f"{name}.o.weight", columns), format, dtype)
+        both_down = (weights.take(f"{name}.{one}.weight") for one in ("q_down", "kv_down"))
+        self.down = linear(*both_down, format=format, dtype=dtype)
+        self.q_up = linear(weights.take(f"{name}.q_up.weight", heads), format=format, dtype=dtype)
+        self.o = linear(weights.take(f"{name}.o.weight", columns), format=format, dtype=dtype)
         self.kv_up_HWR = weights.take(f"{name}.kv_up.weight", heads).to(dtype).unflatten(0, (self.heads, -1))
         self.q_norm_C, self.kv_norm_R = (
             weights.take(f"{name}.{one}.weight").to(dtype) for one in ("q_norm", "kv_norm")

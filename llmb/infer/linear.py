@@ -1,6 +1,6 @@
 """Linear layers of a served model in each number format; a layer says in which form it wants its input.
 
-    layer = linear(weight_OK, "fp8_block", torch.bfloat16)
+    layer = linear(weight_OK, format="fp8_block", dtype=torch.bfloat16)
     out_NO = layer(in_form(x_NK, layer.form))
 
 A weight comes as plain numbers and is rounded here, so that one read from a file in the same format gets the values of
@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.infer.ranks import Group
-from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8, as_plain, in_form
-from llmb.kernels.fp8 import MULTIPLE, cast, product, scale_of
+from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8, in_form
+from llmb.kernels.fp8 import MULTIPLE, cast, scale_of
 from llmb.kernels.fp8_block import block_product, in_blocks
 from llmb.kernels.nvfp4 import NVFP4_GROUP, from_nvfp4, in_nvfp4
 from llmb.kernels.thin import ThinWeight, is_thin, thin_product
 
 Format = Literal["plain", "fp8_tensor", "fp8_channel", "fp8_block", "nvfp4"]
+Parts = tuple[Tensor, ...]  # weights that read the same input, each [O, K]
 
 
 class Linear(Protocol):
@@ -47,15 +48,17 @@ class Linear(Protocol):
         ...
 
 
-def linear(weight_OK: Tensor, format: Format, dtype: torch.dtype, input_scale: Tensor | None = None) -> Linear:
+def linear(*parts_OK: Tensor, format: Format, dtype: torch.dtype, input_scale: Tensor | None = None) -> Linear:
     """The layer of a weight that is given as plain numbers; `dtype` is what comes out.
 
-    `input_scale` (fp32, a scalar) is for fp8_tensor: activations are divided by it and not by one found at each use.
+    Several weights that read the same input become one layer, their outputs one after the other; each is rounded by
+    itself, as if it stood alone. `input_scale` (fp32, a scalar) is for fp8_tensor: activations are divided by it and
+    not by one found at each use.
     """
-    format = fitting(format, *weight_OK.shape)
+    format = fitting(format, sum(len(part) for part in parts_OK), parts_OK[0].shape[1])
     if format == "fp8_tensor":
-        return TensorLinear(weight_OK, dtype, input_scale)
-    return FORMATS[format](weight_OK, dtype)
+        return TensorLinear(parts_OK, dtype, input_scale)
+    return FORMATS[format](parts_OK, dtype)
 
 
 def thin_onto(stream_NC: Tensor, x_NK: Tensor, weight: ThinWeight, group: Group) -> Tensor:
@@ -82,8 +85,8 @@ class PlainLinear:
     form: Form = "plain"
     dequantised = False
 
-    def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
-        self.weight_OK = weight_OK.to(dtype)
+    def __init__(self, parts_OK: Parts, dtype: torch.dtype):
+        self.weight_OK = torch.cat([part.to(dtype) for part in parts_OK])
         self.thin = ThinWeight(self.weight_OK)
 
     @property
@@ -96,7 +99,7 @@ class PlainLinear:
 
 
 class TensorLinear:
-    """8-bit weights and activations with one scale each.
+    """8-bit weights and activations with one scale each; weights that were put together keep their own.
 
     The scale of an activation is that of all tokens of a step together, found at each use in a pass of its own, so what
     a sequence gets depends on its neighbours; a known `input_scale` spares both.
@@ -105,16 +108,17 @@ class TensorLinear:
     form: Form = "plain"
     dequantised = False
 
-    def __init__(self, weight_OK: Tensor, dtype: torch.dtype, input_scale: Tensor | None = None):
-        rounded = cast(weight_OK, scale_of(weight_OK, E4M3), E4M3, rows=True)
-        self.values_OK, self.scale = rounded.rows, rounded.scale
-        self.input_scale = None if input_scale is None else input_scale.to(weight_OK.device, torch.float32)
-        self.thin = ThinWeight(self.values_OK, self.scale.expand(len(weight_OK)).contiguous())
+    def __init__(self, parts_OK: Parts, dtype: torch.dtype, input_scale: Tensor | None = None):
+        rounded = [cast(part, scale_of(part, E4M3), E4M3, rows=True) for part in parts_OK]
+        self.values_OK = torch.cat([part.rows for part in rounded])
+        self.scales_1O = torch.cat([part.scale.expand(len(part.rows)) for part in rounded])[None]
+        self.input_scale = None if input_scale is None else input_scale.to(self.values_OK.device, torch.float32)
+        self.thin = ThinWeight(self.values_OK, self.scales_1O[0])
         self.dtype = dtype
 
     @property
     def bytes(self) -> int:
-        return self.values_OK.nbytes + self.scale.nbytes
+        return self.values_OK.nbytes + self.scales_1O.nbytes
 
     def __call__(self, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
@@ -123,7 +127,7 @@ class TensorLinear:
         else:  # what is beyond the largest number of the format is clipped, not lost
             limit = self.input_scale * torch.finfo(E4M3).max
             x8 = cast(x.clamp(-limit, limit), self.input_scale, E4M3, rows=True)
-        return product(x8.rows, self.values_OK, (x8.scale, self.scale), self.dtype, fast=True)
+        return _rows_product(Rows8(x8.rows, x8.scale.expand(len(x), 1)), self.values_OK, self.scales_1O, self.dtype)
 
 
 class ChannelLinear:
@@ -132,8 +136,8 @@ class ChannelLinear:
     form: Form = "rows8"
     dequantised = False
 
-    def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
-        rounded = in_form(weight_OK, "rows8")
+    def __init__(self, parts_OK: Parts, dtype: torch.dtype):
+        rounded = in_form(torch.cat(parts_OK), "rows8")
         assert isinstance(rounded, Rows8)
         self.values_OK, self.scales_1O = rounded.values, rounded.scales.T.contiguous()
         self.thin = ThinWeight(self.values_OK, self.scales_1O[0])
@@ -147,11 +151,15 @@ class ChannelLinear:
         assert isinstance(x, Rows8)
         if is_thin(x.values):
             return thin_product(x, self.thin, self.dtype)
-        if x.values.is_cuda:
-            return torch._scaled_mm(
-                x.values, self.values_OK.T, x.scales, self.scales_1O, out_dtype=self.dtype, use_fast_accum=True
-            )
-        return F.linear(as_plain(x, torch.float32), self.values_OK.float() * self.scales_1O.T).to(self.dtype)
+        return _rows_product(x, self.values_OK, self.scales_1O, self.dtype)
+
+
+def _rows_product(x: Rows8, values_OK: Tensor, scales_1O: Tensor, dtype: torch.dtype) -> Tensor:
+    """8-bit values with a scale for each token and each output."""
+    if x.values.is_cuda:
+        scales = (x.scales.contiguous(), scales_1O)
+        return torch._scaled_mm(x.values, values_OK.T, *scales, out_dtype=dtype, use_fast_accum=True)
+    return (F.linear(x.values.float(), values_OK.float()) * (x.scales * scales_1O)).to(dtype)
 
 
 class BlockLinear:
@@ -161,8 +169,9 @@ class BlockLinear:
     dequantised = False
     thin = None
 
-    def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
-        self.weight, self.outputs, self.dtype = in_blocks(weight_OK), len(weight_OK), dtype
+    def __init__(self, parts_OK: Parts, dtype: torch.dtype):
+        together_OK = torch.cat(parts_OK)
+        self.weight, self.outputs, self.dtype = in_blocks(together_OK), len(together_OK), dtype
 
     @property
     def bytes(self) -> int:
@@ -181,11 +190,11 @@ class Nvfp4Linear(PlainLinear):
 
     dequantised = True
 
-    def __init__(self, weight_OK: Tensor, dtype: torch.dtype):
-        super().__init__(from_nvfp4(in_nvfp4(weight_OK)), dtype)
+    def __init__(self, parts_OK: Parts, dtype: torch.dtype):
+        super().__init__(tuple(from_nvfp4(in_nvfp4(part)) for part in parts_OK), dtype)
 
 
-FORMATS: dict[Format, Callable[[Tensor, torch.dtype], Linear]] = {
+FORMATS: dict[Format, Callable[[Parts, torch.dtype], Linear]] = {
     "plain": PlainLinear,
     "fp8_channel": ChannelLinear,
     "fp8_block": BlockLinear,

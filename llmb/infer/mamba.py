@@ -37,8 +37,9 @@ class StatefulMamba:
         def exact(of: str) -> Tensor:
             return weights.take(f"{name}.{of}", cut).float()
 
-        self.inward = linear(weights.take(f"{name}.inward.weight", cut), format, dtype)
-        self.outward = linear(weights.take(f"{name}.outward.weight", Cut(1, group.index, group.size)), format, dtype)
+        self.inward = linear(weights.take(f"{name}.inward.weight", cut), format=format, dtype=dtype)
+        columns = weights.take(f"{name}.outward.weight", Cut(1, group.index, group.size))
+        self.outward = linear(columns, format=format, dtype=dtype)
         self.recurrence = MambaWeights(
             conv_C1K=exact("conv_weight"),
             conv_bias_C=exact("conv_bias"),

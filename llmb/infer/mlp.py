@@ -27,9 +27,10 @@ class ServedGatedMlp(_Mlp):
 
     def __init__(self, weights: Weights, name: str, activation: str, format: Format, dtype: torch.dtype, group: Group):
         cut = Cut(0, group.index, group.size)
-        both = torch.cat([weights.take(f"{name}.{one}.weight", cut) for one in ("gate", "up")])
-        self.both = linear(both, format, dtype)
-        self.down = linear(weights.take(f"{name}.down.weight", Cut(1, group.index, group.size)), format, dtype)
+        both = (weights.take(f"{name}.{one}.weight", cut) for one in ("gate", "up"))
+        self.both = linear(*both, format=format, dtype=dtype)
+        columns = weights.take(f"{name}.down.weight", Cut(1, group.index, group.size))
+        self.down = linear(columns, format=format, dtype=dtype)
         self.activation, self.group = activation, group
         self.form: Form = self.both.form
 
@@ -51,8 +52,9 @@ class ServedPlainMlp(_Mlp):
     """down(activation(up(x)))."""
 
     def __init__(self, weights: Weights, name: str, activation: str, format: Format, dtype: torch.dtype, group: Group):
-        self.up = linear(weights.take(f"{name}.up.weight", Cut(0, group.index, group.size)), format, dtype)
-        self.down = linear(weights.take(f"{name}.down.weight", Cut(1, group.index, group.size)), format, dtype)
+        rows, columns = Cut(0, group.index, group.size), Cut(1, group.index, group.size)
+        self.up = linear(weights.take(f"{name}.up.weight", rows), format=format, dtype=dtype)
+        self.down = linear(weights.take(f"{name}.down.weight", columns), format=format, dtype=dtype)
         self.activation, self.group = ACTIVATIONS[activation], group
         self.form: Form = self.up.form
 

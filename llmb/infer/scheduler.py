@@ -173,6 +173,7 @@ class Scheduler:
 
     def _admit(self, parts: list[Part]) -> None:
         """Begin with those that have waited longest, if their first chunk fits now and their answer probably will."""
+        whole = self.limits.max_num_tokens - sum(part.count == 1 for part in parts)
         budget = self.limits.max_num_tokens - sum(part.count for part in parts)
         outlook: Outlook | None = None
         while budget > 0 and self.waiting and self._slots:
@@ -182,7 +183,7 @@ class Scheduler:
             found = self._find_prefix(sequence)
             sequence.shared = len(found)
             start = len(found) * self.pool.block_tokens
-            count = self._first_chunk(len(sequence.tokens) - start, budget)
+            count = self._first_chunk(len(sequence.tokens) - start, budget, whole)
             need = self.pool.blocks_for(start + count) - len(found)
             if count == 0 or need > self.pool.free - self.pool.revived(found):
                 break
@@ -193,14 +194,15 @@ class Scheduler:
             parts.append(self._chunk(sequence, count))
             budget -= count
 
-    def _first_chunk(self, tokens: int, budget: int) -> int:
+    def _first_chunk(self, tokens: int, budget: int, whole: int) -> int:
         """How much of so many tokens is computed in the first step: 0 if it has to be later.
 
-        With chunks off it is all or nothing, except where a preempted sequence has outgrown even a step of its own.
+        What fits whole into the next step, beside those that generate (`whole`), waits for it: a prompt in one piece
+        is faster than in two. With chunks off it is all or nothing, except where a preempted sequence has outgrown
+        even a step of its own.
         """
-        if tokens <= budget or self.limits.chunked_prefill or tokens > self.limits.max_num_tokens:
-            return min(tokens, budget)
-        return 0
+        later = tokens <= (whole if self.limits.chunked_prefill else self.limits.max_num_tokens)
+        return 0 if tokens > budget and later else min(tokens, budget)
 
     def _start(self, sequence: Sequence, found: list[int]) -> None:
         """From the queue to those that run, with a slot and what the prefix cache has of it."""

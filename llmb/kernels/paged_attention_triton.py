@@ -100,7 +100,7 @@ def _decode(
     row = (part.to(tl.int64) * G + head) * GROUP + r
     if SHARES == 1:
         at = out_ptr + row[:, None] * D + d[None, :]
-        tl.store(at, mixed.to(out_ptr.dtype.element_ty), mask=there & (length > 0))
+        tl.store(at, mixed.to(out_ptr.dtype.element_ty), mask=there)
     else:
         tl.store(out_ptr + (row * SHARES + share)[:, None] * D + d[None, :], mixed, mask=there)
         # What this share weighs, as a logarithm; a share without a token weighs nothing.
@@ -111,26 +111,23 @@ def _decode(
         )
 
 
-@triton.jit(do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit
 def _together(
     shares_ptr,
     sums_ptr,
     out_ptr,
-    lengths_ptr,
-    H: tl.constexpr,
     D: tl.constexpr,
     SHARES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     begins(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(lengths_ptr + row // H) > 0:
-        s, d = tl.arange(0, SHARES), tl.arange(0, D)
-        sums = tl.load(sums_ptr + row * SHARES + s)
-        weights = tl.exp2(sums - tl.max(sums))
-        shares = tl.load(shares_ptr + (row * SHARES + s)[:, None] * D + d[None, :])
-        mixed = tl.sum(shares * weights[:, None], 0) / tl.sum(weights)
-        tl.store(out_ptr + row * D + d, mixed.to(out_ptr.dtype.element_ty))
+    s, d = tl.arange(0, SHARES), tl.arange(0, D)
+    sums = tl.load(sums_ptr + row * SHARES + s)
+    weights = tl.exp2(sums - tl.max(sums))
+    shares = tl.load(shares_ptr + (row * SHARES + s)[:, None] * D + d[None, :])
+    mixed = tl.sum(shares * weights[:, None], 0) / tl.sum(weights)
+    tl.store(out_ptr + row * D + d, mixed.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["table_stride", "first_part"], do_not_specialize_on_alignment=ANYWHERE)
@@ -214,7 +211,7 @@ def paged_attention_triton(
     scale: float,
     cap: float | None,
 ) -> Tensor:
-    """As `paged_attention_reference`; q, k and v are rows of one matrix. Of padding nothing is written."""
+    """As `paged_attention_reference`; q, k and v are rows of one matrix."""
     out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
     if spans.decodes:
         _generate(q_NHD, cache, spans, scale, cap, out_NHD)
@@ -248,9 +245,7 @@ def _generate(q_NHD: Tensor, cache: KvCache, spans: Spans, scale: float, cap: fl
         COMPUTE=_compute_type(cache), CAPPED=cap is not None, num_warps=2 if shares == 1 else 4, **dependent(parts),
     )  # fmt: skip
     if shares > 1:
-        _together[(parts * heads,)](
-            made, sums, out_NHD, spans.lengths_P, H=heads, D=d, SHARES=shares, num_warps=1, **dependent(parts)
-        )
+        _together[(parts * heads,)](made, sums, out_NHD, D=d, SHARES=shares, num_warps=1, **dependent(parts))
 
 
 def _read_prompts(

@@ -85,7 +85,10 @@ def test_a_block_product_in_a_graph_is_the_same_bits(tokens: int) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_layer_gives_on_the_gpu_what_it_gives_on_the_cpu(format: Format, tokens: int) -> None:
     x, weight = drawn(tokens, 1024).bfloat16(), drawn(768, 1024, seed=1)
-    there, here = linear(weight, format, torch.bfloat16), linear(weight.cpu(), format, torch.bfloat16)
+    there, here = (
+        linear(weight, format=format, dtype=torch.bfloat16),
+        linear(weight.cpu(), format=format, dtype=torch.bfloat16),
+    )
     assert there.bytes == here.bytes
     found, wanted = there(in_form(x, there.form)), here(in_form(x.cpu(), here.form))
     # 8-bit products add with fewer bits: `use_fast_accum`.
@@ -95,5 +98,7 @@ def test_a_layer_gives_on_the_gpu_what_it_gives_on_the_cpu(format: Format, token
 def test_a_known_scale_of_the_input() -> None:
     x, weight = drawn(16, 256).bfloat16(), drawn(64, 256, seed=1)
     scale = torch.tensor(0.05)
-    there, here = (linear(w, "fp8_tensor", torch.bfloat16, input_scale=scale) for w in (weight, weight.cpu()))
+    there, here = (
+        linear(w, format="fp8_tensor", dtype=torch.bfloat16, input_scale=scale) for w in (weight, weight.cpu())
+    )
     assert relative_error(there(x).cpu(), here(x.cpu())) < 0.02

@@ -111,7 +111,7 @@ def test_a_cache_for_one_makes_others_wait_and_begin_again(case: Case) -> None:
         Request(number=number, prompt=case.pool.prompts[prompt], max_tokens=ANSWER, stop=stop)
         for number, prompt in enumerate((0, 9, 1))
     ]
-    engine = engine_for(case.stack, blocks=20, block_tokens=2, max_batch_size=3)
+    engine = engine_for(case.stack, blocks=20, block_tokens=2, max_batch_size=3, max_num_tokens=64)
     with mock.patch.object(engine.scheduler, "_preempt", wraps=engine.scheduler._preempt) as preempted:
         heard = serve(engine, requests)
     assert preempted.call_count > 0

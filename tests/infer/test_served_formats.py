@@ -206,12 +206,10 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def round_products(together: tuple[nn.Linear, ...], rounded: Callable[[Tensor], Tensor], form: Form) -> None:
-    """Layers of one input, whose weights the engine has in one."""
-    weights = rounded(torch.cat([layer.weight.data for layer in together]))
-    for layer, weight in zip(together, weights.split([layer.out_features for layer in together]), strict=True):
-        layer.weight.data = weight
-        layer.register_forward_pre_hook(lambda _, given: as_plain(in_form(given[0][0], form), torch.float32)[None])
+def round_product(layer: nn.Linear, rounded: Callable[[Tensor], Tensor], form: Form) -> None:
+    """As the engine rounds it, where it may be one layer with others of the same input."""
+    layer.weight.data = rounded(layer.weight.data)
+    layer.register_forward_pre_hook(lambda _, given: as_plain(in_form(given[0][0], form), torch.float32)[None])
 
 
 @pytest.mark.parametrize("format", ["fp8_channel", "fp8_block", "nvfp4"])
@@ -224,8 +222,8 @@ def test_a_network_whose_products_are_rounded_gives_the_same(format: Format, tmp
     forms: dict[str, Form] = {"fp8_channel": "rows8", "fp8_block": "groups8", "nvfp4": "plain"}
     for layer in network.layers:
         attention, mlp = layer.attention, layer.mlp
-        for together in ((attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)):
-            round_products(together, ROUNDED[format], forms[format])
+        for one in (attention.q, attention.k, attention.v, attention.o, mlp.gate, mlp.up, mlp.down):
+            round_product(one, ROUNDED[format], forms[format])
     text = prompts_for(model.vocab)[-1]
     with torch.no_grad():
         wanted_NV = network(torch.tensor([text]))[0]
