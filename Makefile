@@ -13,7 +13,7 @@ run: $(VENV)/engine
 	$(BIN)/llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy
 
 test: check
-	$(BIN)/python -m pytest -n auto -m "not slow and not matrix and not gpu and not slurm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not matrix and not gpu and not slurm"
 	$(BIN)/python -m pytest -m "slow and not matrix and not gpu"
 
 # The same, and every parallel layout and every row of the recipes.
