@@ -38,6 +38,7 @@ class Block:
     step_macs: int = 0  # for each token, of the same recurrence one token after the other
     decode_pair_macs: int = 0  # for each cached token when one token is generated
     kv_values: int = 0  # cached for each token
+    kv_wide_values: int = 0  # of these, in bf16 or wider whatever the cache's dtype
     state_values: int = 0  # kept for each sequence, however long
     saved_values: int = 0  # kept for each token until the backward pass, the norm before the block included
 
@@ -90,6 +91,7 @@ def latent_attention(model: Model) -> Block:
         repeated_pair_macs=heads * key,
         decode_pair_macs=heads * (2 * latent.kv_rank + latent.rope_dim),
         kv_values=latent.kv_rank + latent.rope_dim,
+        kv_wide_values=latent.rope_dim,  # a rotated key that all heads share
         saved_values=2 * (model.hidden + latent.q_rank + latent.kv_rank) + heads * 2 * (key + value),
     )
 
@@ -283,7 +285,10 @@ def decode_flops(model: Model, context: int) -> float:
 
 def kv_bytes_per_token(model: Model, kv_dtype: str | None) -> float:
     """Cache of one token over all layers; no dtype means bf16. A Mamba block caches nothing that grows."""
-    return sum(count * block.kv_values for _, count, block in stack(model)) * bytes_of(kv_dtype or "bf16")
+    each = bytes_of(kv_dtype or "bf16")
+    wide = max(each, BYTES["bf16"])
+    blocks = [(count, block.kv_values, block.kv_wide_values) for _, count, block in stack(model)]
+    return sum(count * ((values - wider) * each + wider * wide) for count, values, wider in blocks)
 
 
 def state_bytes_per_sequence(model: Model) -> float:

@@ -258,7 +258,7 @@ def test_latent_cache_is_compressed_but_its_decode_is_wider() -> None:
     longer = costs.decode_flops(DEEPSEEK, 1001) - costs.decode_flops(DEEPSEEK, 1000)
     assert longer == 2 * 61 * 128 * (512 + 64 + 512)
     assert costs.kv_bytes_per_token(DEEPSEEK, "bf16") == 61 * (512 + 64) * 2
-    assert costs.kv_bytes_per_token(DEEPSEEK, "fp8") == 61 * (512 + 64)
+    assert costs.kv_bytes_per_token(DEEPSEEK, "fp8") == 61 * (512 + 2 * 64)  # the rotated key stays in bf16
 
 
 def test_kv_cache_of_plain_and_hybrid_models() -> None:

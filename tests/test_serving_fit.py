@@ -77,7 +77,7 @@ def test_the_cache_of_a_token() -> None:
     many = llama("bf16", 2, "70b")
     many = replace(many, parallel=replace(many.parallel, tp=16))
     assert serving_fit.token_bytes(many) == 2 * 2 * 1 * 128 * 80  # a rank has at least one head
-    assert serving_fit.token_bytes(deepseek()) == (512 + 64) * 31  # a latent is whole on every rank
+    assert serving_fit.token_bytes(deepseek()) == (512 + 2 * 64) * 31  # a latent is whole on every rank
 
 
 def test_states_are_kept_for_requests_not_for_tokens() -> None:
