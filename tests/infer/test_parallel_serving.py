@@ -73,7 +73,12 @@ LAYOUTS = [
     *(("deepseek", layout) for layout in (TP8_EP8_PP2, TP8_EP8_PP2_DP)),
     ("llama", PP4),
 ]
-QUICK = [("llama", TP2), ("nemotron_h", PP2), ("grok1", TP2_PP2), ("deepseek", TP4_EP4_DP)]
+QUICK = [("llama", TP2), ("nemotron_h", PP2), ("grok1", TP2_PP2), ("deepseek", TP4_EP4_DP), ("grok1", TP4_EP2)]
+SLOW = [("deepseek", layout) for layout in (TP8_EP8_PP2, TP8_EP8_PP2_DP, TP4_EP4)]  # as in the recipes; others: matrix
+
+
+def marks(case: tuple[str, dict[str, Any]]) -> list[pytest.MarkDecorator]:
+    return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.matrix]
 
 
 def said(layout: dict[str, Any]) -> str:
@@ -137,10 +142,7 @@ def test_one_process_answers_by_a_margin_and_what_the_network_would(case_of, nam
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        pytest.param(*case, id=f"{case[0]} {said(case[1])}", marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in LAYOUTS
-    ],
+    [pytest.param(*case, id=f"{case[0]} {said(case[1])}", marks=marks(case)) for case in LAYOUTS],
 )
 def test_ranks_answer_as_one_process_does(case_of, name: str, layout: dict[str, Any]) -> None:
     case = case_of(name)

@@ -37,26 +37,22 @@ RANKS = 4
 FAULTY_ENGINE = """
 import os, sys, time
 from pathlib import Path
-from llmb.train import __main__ as engine
+from llmb.rank.process import Process, leave
+from llmb.train.__main__ import training
 
 RANK = int(os.environ["RANK"])
-engine_run = engine.run
 
 def happens():
     Path("fault").touch()
 
-def run(path, record):
+def faulty():
     import torch
     from llmb.train import loop
     train_step, ready_parts = loop.train_step, loop.ready_parts
 {fault}
-    return engine_run(path, record)
+    return training()
 
-engine.run = run
-code = engine.main(sys.argv[1:])
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(code)
+leave(Process("llmb.train", faulty).main(sys.argv[1:]))
 """
 
 
