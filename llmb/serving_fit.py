@@ -10,7 +10,7 @@ A step's activations come off first; of what then is left the cache takes kv_fra
 import math
 from dataclasses import dataclass
 
-from llmb.costs import BLOCKS, BYTES, bytes_of, kv_bytes_per_token, stack
+from llmb.costs import BLOCKS, BYTES, bytes_of, kv_bytes_per_token, stack, state_bytes_per_sequence
 from llmb.errors import ConfigError
 from llmb.hardware import GIB, gpu
 from llmb.layout import stage_layers
@@ -92,7 +92,7 @@ def token_bytes(config: RunConfig) -> float:
 
 def state_bytes(config: RunConfig) -> float:
     """What recurrent blocks keep for a request of any length, in fp32, on the stage with most."""
-    total = sum(count * block.state_values for _, count, block in stack(config.model)) * BYTES["fp32"]
+    total = state_bytes_per_sequence(config.model)
     return total * _stage_share(config, "state_values") / _sharing(config)
 
 

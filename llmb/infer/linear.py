@@ -98,7 +98,27 @@ class PlainLinear:
         return thin_product(x, self.thin, x.dtype) if is_thin(x) else F.linear(x, self.weight_OK)
 
 
-class TensorLinear:
+class _ScaledOutputs:
+    """8-bit weights with a scale for each output, which meet 8-bit activations with a scale for each token."""
+
+    dequantised = False
+
+    def __init__(self, values_OK: Tensor, scales_1O: Tensor, dtype: torch.dtype):
+        self.values_OK, self.scales_1O, self.dtype = values_OK, scales_1O, dtype
+        self.thin = ThinWeight(values_OK, scales_1O[0])
+
+    @property
+    def bytes(self) -> int:
+        return self.values_OK.nbytes + self.scales_1O.nbytes
+
+    def product(self, x: Rows8) -> Tensor:
+        if x.values.is_cuda:
+            scales = (x.scales.contiguous(), self.scales_1O)
+            return torch._scaled_mm(x.values, self.values_OK.T, *scales, out_dtype=self.dtype, use_fast_accum=True)
+        return (F.linear(x.values.float(), self.values_OK.float()) * (x.scales * self.scales_1O)).to(self.dtype)
+
+
+class TensorLinear(_ScaledOutputs):
     """8-bit weights and activations with one scale each; weights that were put together keep their own.
 
     The scale of an activation is that of all tokens of a step together, found at each use in a pass of its own, so what
@@ -106,19 +126,12 @@ class TensorLinear:
     """
 
     form: Form = "plain"
-    dequantised = False
 
     def __init__(self, parts_OK: Parts, dtype: torch.dtype, input_scale: Tensor | None = None):
         rounded = [cast(part, scale_of(part, E4M3), E4M3, rows=True) for part in parts_OK]
-        self.values_OK = torch.cat([part.rows for part in rounded])
-        self.scales_1O = torch.cat([part.scale.expand(len(part.rows)) for part in rounded])[None]
+        scales_O = torch.cat([part.scale.expand(len(part.rows)) for part in rounded])
+        super().__init__(torch.cat([part.rows for part in rounded]), scales_O[None], dtype)
         self.input_scale = None if input_scale is None else input_scale.to(self.values_OK.device, torch.float32)
-        self.thin = ThinWeight(self.values_OK, self.scales_1O[0])
-        self.dtype = dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.values_OK.nbytes + self.scales_1O.nbytes
 
     def __call__(self, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
@@ -127,39 +140,24 @@ class TensorLinear:
         else:  # what is beyond the largest number of the format is clipped, not lost
             limit = self.input_scale * torch.finfo(E4M3).max
             x8 = cast(x.clamp(-limit, limit), self.input_scale, E4M3, rows=True)
-        return _rows_product(Rows8(x8.rows, x8.scale.expand(len(x), 1)), self.values_OK, self.scales_1O, self.dtype)
+        return self.product(Rows8(x8.rows, x8.scale.expand(len(x), 1)))
 
 
-class ChannelLinear:
+class ChannelLinear(_ScaledOutputs):
     """8-bit weights with a scale for each output, 8-bit activations with a scale for each token."""
 
     form: Form = "rows8"
-    dequantised = False
 
     def __init__(self, parts_OK: Parts, dtype: torch.dtype):
         rounded = in_form(torch.cat(parts_OK), "rows8")
         assert isinstance(rounded, Rows8)
-        self.values_OK, self.scales_1O = rounded.values, rounded.scales.T.contiguous()
-        self.thin = ThinWeight(self.values_OK, self.scales_1O[0])
-        self.dtype = dtype
-
-    @property
-    def bytes(self) -> int:
-        return self.values_OK.nbytes + self.scales_1O.nbytes
+        super().__init__(rounded.values, rounded.scales.T.contiguous(), dtype)
 
     def __call__(self, x: Activation) -> Tensor:
         assert isinstance(x, Rows8)
         if is_thin(x.values):
             return thin_product(x, self.thin, self.dtype)
-        return _rows_product(x, self.values_OK, self.scales_1O, self.dtype)
-
-
-def _rows_product(x: Rows8, values_OK: Tensor, scales_1O: Tensor, dtype: torch.dtype) -> Tensor:
-    """8-bit values with a scale for each token and each output."""
-    if x.values.is_cuda:
-        scales = (x.scales.contiguous(), scales_1O)
-        return torch._scaled_mm(x.values, values_OK.T, *scales, out_dtype=dtype, use_fast_accum=True)
-    return (F.linear(x.values.float(), values_OK.float()) * (x.scales * scales_1O)).to(dtype)
+        return self.product(x)
 
 
 class BlockLinear:

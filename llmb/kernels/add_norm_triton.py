@@ -1,12 +1,11 @@
 """Triton for add_norm: one program a token, which it holds whole."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmb.kernels.dependent_launch import begins, dependent
-from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
+from llmb.kernels.forms import Activation, Form, as_form, room_for
 from llmb.kernels.forms_triton import store_groups, store_row
 
 
@@ -51,9 +50,7 @@ def add_norm_triton(
     """As `add_norm_reference`, but the sum is written over `stream_NC`."""
     n, c = added_NC.shape
     added_NC = added_NC.contiguous()
-    out_NC = torch.empty(n, c, dtype=added_NC.dtype if form == "plain" else E4M3, device=added_NC.device)
-    groups = 0 if form == "plain" else 1 if form == "rows8" else c // GROUP
-    scales = torch.empty(n, groups, dtype=torch.float32, device=added_NC.device)
+    out_NC, scales = room_for(n, c, form, added_NC)
     stream = added_NC if stream_NC is None else stream_NC
     wide = triton.next_power_of_2(c)
     if n:
@@ -62,5 +59,4 @@ def add_norm_triton(
             C=c, WIDE=wide, ADDS=stream_NC is not None, FORM=form, num_warps=min(max(wide // 512, 1), 16),
             **dependent(n),
         )  # fmt: skip
-    made: Activation = out_NC if form == "plain" else (Rows8 if form == "rows8" else Groups8)(out_NC, scales)
-    return made, stream
+    return as_form(out_NC, scales, form), stream

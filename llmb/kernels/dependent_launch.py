@@ -7,6 +7,7 @@ Large kernels gain nothing and would only have their successor's programs waitin
 """
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ else:  # the interpreter runs one kernel after the other
         pass
 
 
+@cache
 def _hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 

@@ -57,6 +57,22 @@ def in_form_reference(x_NK: Tensor, form: Form) -> Activation:
     return Groups8(values_NGK.flatten(-2), scales_NG1.squeeze(-1))
 
 
+def room_for(rows: int, width: int, form: Form, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales for a kernel to write; plain ones are in the format of `like` and have no scales."""
+    dtype, scales = (like.dtype, 0) if form == "plain" else (E4M3, 1 if form == "rows8" else width // GROUP)
+    return (
+        torch.empty(rows, width, dtype=dtype, device=like.device),
+        torch.empty(rows, scales, dtype=torch.float32, device=like.device),
+    )
+
+
+def as_form(values_NK: Tensor, scales: Tensor, form: Form) -> Activation:
+    """What a kernel has written there."""
+    if form == "plain":
+        return values_NK
+    return Rows8(values_NK, scales) if form == "rows8" else Groups8(values_NK, scales)
+
+
 def as_plain(x: Activation, dtype: torch.dtype) -> Tensor:
     """The numbers that an activation stands for."""
     if isinstance(x, Tensor):

@@ -1,12 +1,11 @@
 """Triton for 8-bit forms: how a row that a kernel holds is rounded and stored, and the kernel that only does that."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmb.kernels.dependent_launch import begins, dependent
-from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
+from llmb.kernels.forms import GROUP, Activation, Form, as_form, room_for
 
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_AMAX = tl.constexpr(2.0**-100)
@@ -48,8 +47,7 @@ def _round(
 def in_form_triton(x_NC: Tensor, form: Form) -> Activation:
     """As `in_form`, for the rounded forms; rows must be contiguous."""
     n, c = x_NC.shape
-    out_NC = torch.empty(n, c, dtype=E4M3, device=x_NC.device)
-    scales = torch.empty(n, 1 if form == "rows8" else c // GROUP, dtype=torch.float32, device=x_NC.device)
+    out_NC, scales = room_for(n, c, form, x_NC)
     wide = max(triton.next_power_of_2(c), GROUP)
     if n:
         _round[(n,)](
@@ -63,4 +61,4 @@ def in_form_triton(x_NC: Tensor, form: Form) -> Activation:
             num_warps=min(max(wide // 512, 1), 16),
             **dependent(n),
         )
-    return (Rows8 if form == "rows8" else Groups8)(out_NC, scales)
+    return as_form(out_NC, scales, form)

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from llmb.kernels.forms import E4M3, SMALLEST_AMAX
 from llmb.kernels.triton_device import on_gpu
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E5M2 = torch.float8_e5m2
 MULTIPLE = 16  # the hardware's products take only dimensions that are multiples of this
-SMALLEST_AMAX = 2.0**-100  # a smaller scale would have no inverse in fp32; such small numbers fade to zero
 
 
 class Fp8(NamedTuple):

@@ -1,12 +1,11 @@
 """Triton for the gated product: one program a token, which it holds whole."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from llmb.kernels.dependent_launch import begins, dependent
-from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
+from llmb.kernels.forms import GROUP, Activation, Form, as_form, room_for
 from llmb.kernels.forms_triton import store_groups, store_row
 
 
@@ -52,9 +51,7 @@ def gate_row(
 def gated_triton(both_N2F: Tensor, activation: str, form: Form) -> Activation:
     """As `gated_reference`."""
     n, f = both_N2F.shape[0], both_N2F.shape[1] // 2
-    out_NF = torch.empty(n, f, dtype=both_N2F.dtype if form == "plain" else E4M3, device=both_N2F.device)
-    groups = 0 if form == "plain" else 1 if form == "rows8" else f // GROUP
-    scales = torch.empty(n, groups, dtype=torch.float32, device=both_N2F.device)
+    out_NF, scales = room_for(n, f, form, both_N2F)
     wide = max(triton.next_power_of_2(f), GROUP)
     if n:
         _gated[(n,)](
@@ -62,4 +59,4 @@ def gated_triton(both_N2F: Tensor, activation: str, form: Form) -> Activation:
             F=f, WIDE=wide, SILU=activation == "silu", FORM=form, num_warps=min(max(wide // 1024, 1), 16),
             **dependent(n),
         )  # fmt: skip
-    return out_NF if form == "plain" else (Rows8 if form == "rows8" else Groups8)(out_NF, scales)
+    return as_form(out_NF, scales, form)

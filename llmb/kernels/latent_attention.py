@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.kernels.forms import E4M3, LARGEST
+from llmb.kernels.rotation import rotate_interleaved
 from llmb.kernels.spans import Spans
 from llmb.kernels.triton_device import takes_triton
 
@@ -62,17 +63,13 @@ def rotate_and_cache_latents_reference(
     Pairs (2i, 2i + 1) come out as (i, i + F), in queries and keys alike.
     """
     width = key_NK.shape[-1]
-    q_NHD[..., -width:] = _rotated(q_NHD[..., -width:], cos_NF[:, None], sin_NF[:, None])
+    q_NHD[..., -width:] = rotate_interleaved(q_NHD[..., -width:], cos_NF, sin_NF)
     normed_NR = F.rms_norm(latent_NR, norm_R.shape, norm_R.to(latent_NR.dtype), eps)
     kept = places_N >= 0
     block, offset = places_N[kept] // cache.block_tokens, places_N[kept] % cache.block_tokens
     cache.latents_BLR[block, offset] = _rounded(normed_NR[kept] / cache.scale, cache.latents_BLR.dtype)
-    cache.keys_BLK[block, offset] = _rotated(key_NK, cos_NF, sin_NF)[kept].to(cache.keys_BLK.dtype)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd, cos, sin = x[..., ::2], x[..., 1::2], cos.to(x.dtype), sin.to(x.dtype)
-    return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    turned_NK = rotate_interleaved(key_NK[:, None], cos_NF, sin_NF)[:, 0]
+    cache.keys_BLK[block, offset] = turned_NK[kept].to(cache.keys_BLK.dtype)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

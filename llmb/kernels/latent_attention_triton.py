@@ -18,9 +18,9 @@ from llmb.errors import ConfigError
 from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.forms import E4M3, LARGEST
 from llmb.kernels.latent_attention import LatentCache
+from llmb.kernels.softmax_triton import LOG2_E
 from llmb.kernels.spans import Spans
 
-LOG2_E = 1.4426950408889634
 # Rows, and tokens of the context, of a tile. With a rank of 512 the sums of 64 rows take half of a multiprocessor's
 # registers, and two tiles of latents with the queries all of its memory. Tensor cores take no less than 16.
 LARGEST_TILE, LARGEST_TILE_FP32, SMALLEST_TILE = 64, 16, 16

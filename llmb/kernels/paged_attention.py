@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmb.kernels.rotation import rotate
 from llmb.kernels.spans import Spans
 from llmb.kernels.triton_device import takes_triton
 
@@ -53,20 +54,13 @@ def rotate_and_cache_reference(
     heads = rows_NXD.shape[1] - 2 * cache.kv_heads
     q_NHD, k_NGD, v_NGD = rows_NXD.split((heads, cache.kv_heads, cache.kv_heads), dim=1)
     if cos_ND is not None and sin_ND is not None:
-        q_NHD, k_NGD = (_rotated(x, cos_ND, sin_ND) for x in (q_NHD, k_NGD))
+        q_NHD, k_NGD = (rotate(x, cos_ND, sin_ND) for x in (q_NHD, k_NGD))
     kept = places_N >= 0
     places, length = places_N[kept], cache.block_tokens
     block, offset = places // length, places % length
     cache.keys_BGLD[block, :, offset] = (k_NGD[kept] / cache.key_scale).to(cache.keys_BGLD.dtype)
     cache.values_BGDL[block, :, :, offset] = (v_NGD[kept] / cache.value_scale).to(cache.values_BGDL.dtype)
     return q_NHD, k_NGD, v_NGD
-
-
-def _rotated(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor) -> Tensor:
-    """The pairs (i, i + D/2) of each head turned, as `models/blocks.py` does."""
-    cos, sin = (table.to(x_NHD.dtype)[:, None, :] for table in (cos_ND, sin_ND))
-    first, second = x_NHD.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rotate_and_cache(

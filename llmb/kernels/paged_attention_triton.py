@@ -20,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.paged_attention import KvCache
+from llmb.kernels.softmax_triton import FAR, LOG2_E, capped, shares_of, with_tile
 from llmb.kernels.spans import Spans
 
-LOG2_E = 1.4426950408889634
 FULL_GPU = 2112  # programs: 16 for each of an H200's processors
 SHORTEST_SHARE = 128  # tokens of a sequence that a program should have at least
 MOST_SHARES = 64
@@ -31,17 +31,6 @@ CHUNK_TILE = 128  # query tokens of a program
 
 # Slices of a step's numbers begin anywhere; that shall not mean one more kernel to compile for each.
 ANYWHERE = ["table_ptr", "lengths_ptr", "starts_ptr"]
-
-_FAR = tl.constexpr(-1e30)  # a logit that weighs nothing; infinities would make NaN of a tile without any key
-
-
-@triton.jit
-def _capped(x, cap, CAPPED: tl.constexpr):
-    """Logits squeezed to +-cap; x and the outcome count in powers of two."""
-    if CAPPED:
-        y = x / (cap * 1.4426950408889634)
-        x = cap * 1.4426950408889634 * (2 * tl.sigmoid(2 * y) - 1)
-    return x
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=ANYWHERE)
@@ -80,22 +69,17 @@ def _decode(
     there = (r < GROUP)[:, None]
     q = tl.load(q_ptr + token * q_stride + (head * GROUP + r)[:, None] * D + d[None, :], mask=there, other=0.0)
     q = q.to(COMPUTE)
-    top = tl.full([ROWS], _FAR, tl.float32)
+    top = tl.full([ROWS], FAR, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, D], tl.float32)
     for tile in tl.range(first, last, num_stages=2):
         block = tl.load(table_ptr + part.to(tl.int64) * table_stride + tile).to(tl.int64)
         at = (block * G + head) * L * D
         k = tl.load(keys_ptr + at + t[:, None] * D + d[None, :]).to(COMPUTE)
-        x = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, CAPPED)
-        x = tl.where((tile * L + t)[None, :] < length, x, _FAR)
-        higher = tl.maximum(top, tl.max(x, 1))
-        p = tl.exp2(x - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(p, 1)
-        top = higher
+        x = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, CAPPED)
+        x = tl.where((tile * L + t)[None, :] < length, x, FAR)
         v = tl.load(values_ptr + at + d[:, None] * L + t[None, :]).to(COMPUTE)
-        mixed = mixed * fade[:, None] + tl.dot(p.to(COMPUTE), tl.trans(v), input_precision="ieee")
+        top, total, mixed = with_tile(top, total, mixed, x, tl.trans(v), 1.0)
     mixed = mixed * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     row = (part.to(tl.int64) * G + head) * GROUP + r
     if SHARES == 1:
@@ -106,7 +90,7 @@ def _decode(
         # What this share weighs, as a logarithm; a share without a token weighs nothing.
         tl.store(
             sums_ptr + row * SHARES + share,
-            tl.where(total == 0.0, _FAR, top + tl.log2(tl.where(total == 0.0, 1.0, total))),
+            tl.where(total == 0.0, FAR, top + tl.log2(tl.where(total == 0.0, 1.0, total))),
             mask=r < GROUP,
         )
 
@@ -167,7 +151,7 @@ def _chunk(
     there = (m < count)[:, None]
     rows = (begin + m).to(tl.int64)
     q = tl.load(q_ptr + rows[:, None] * stride + head * D + d[None, :], mask=there, other=0.0)
-    top = tl.full([TILE], _FAR, tl.float32)
+    top = tl.full([TILE], FAR, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     mixed = tl.zeros([TILE, D], tl.float32)
     kv_head = head // GROUP
@@ -176,28 +160,18 @@ def _chunk(
         block = tl.load(table_ptr + part.to(tl.int64) * table_stride + old).to(tl.int64)
         at = (block * G + kv_head) * L * D
         k = tl.load(keys_ptr + at + t[:, None] * D + d[None, :]).to(COMPUTE)
-        x = _capped(tl.dot(q16, tl.trans(k), input_precision="ieee") * (scale * key_scale), cap, CAPPED)
-        x = tl.where((old * L + t)[None, :] < before, x, _FAR)
-        higher = tl.maximum(top, tl.max(x, 1))
-        p = tl.exp2(x - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(p, 1)
-        top = higher
+        x = capped(tl.dot(q16, tl.trans(k), input_precision="ieee") * (scale * key_scale), cap, CAPPED)
+        x = tl.where((old * L + t)[None, :] < before, x, FAR)
         v = tl.load(values_ptr + at + d[:, None] * L + t[None, :]).to(COMPUTE)
-        mixed = mixed * fade[:, None] + tl.dot(p.to(COMPUTE), tl.trans(v), input_precision="ieee") * value_scale
+        top, total, mixed = with_tile(top, total, mixed, x, tl.trans(v), value_scale)
     for new in tl.range(0, tl.cdiv(tl.minimum(count, (tile + 1) * TILE), L), num_stages=3):
         own = new * L + t
         at = (begin + own).to(tl.int64) * stride + kv_head * D
         k = tl.load(k_ptr + at[:, None] + d[None, :], mask=(own < count)[:, None], other=0.0)
-        x = _capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, CAPPED)
-        x = tl.where(own[None, :] <= m[:, None], x, _FAR)
-        higher = tl.maximum(top, tl.max(x, 1))
-        p = tl.exp2(x - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(p, 1)
-        top = higher
+        x = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, CAPPED)
+        x = tl.where(own[None, :] <= m[:, None], x, FAR)
         v = tl.load(v_ptr + at[:, None] + d[None, :], mask=(own < count)[:, None], other=0.0)
-        mixed = mixed * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top, total, mixed = with_tile(top, total, mixed, x, v, 1.0)
     out = out_ptr + (rows * GROUP * G + head)[:, None] * D + d[None, :]
     tl.store(out, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
 
@@ -220,12 +194,6 @@ def paged_attention_triton(
     return out_NHD
 
 
-def shares_of(parts: int, kv_heads: int, longest: int) -> int:
-    """Among how many programs a sequence's tokens are divided: a power of two."""
-    wanted = min(FULL_GPU // max(parts * kv_heads, 1), longest // SHORTEST_SHARE, MOST_SHARES)
-    return 1 << max(wanted.bit_length() - 1, 0)
-
-
 def _compute_type(cache: KvCache) -> tl.dtype:
     known = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
     return known.get(cache.keys_BGLD.dtype, tl.float16)
@@ -233,7 +201,7 @@ def _compute_type(cache: KvCache) -> tl.dtype:
 
 def _generate(q_NHD: Tensor, cache: KvCache, spans: Spans, scale: float, cap: float | None, out_NHD: Tensor) -> None:
     parts, heads, g, d = spans.decodes, q_NHD.shape[1], cache.kv_heads, cache.width
-    group, shares = heads // g, shares_of(parts, g, spans.longest)
+    group, shares = heads // g, shares_of(parts, g, spans.longest, FULL_GPU, SHORTEST_SHARE, MOST_SHARES)
     made, sums = out_NHD, spans.lengths_P
     if shares > 1:
         made = torch.empty(parts, heads, shares, d, dtype=torch.float32, device=q_NHD.device)

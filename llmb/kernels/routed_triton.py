@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmb.kernels.dealt_triton import Dealt, Tile, deal, rows_of_tile, tile_and_block
 from llmb.kernels.dependent_launch import begins, dependent
-from llmb.kernels.forms import E4M3, GROUP, Activation, Form, Groups8, Rows8
+from llmb.kernels.forms import GROUP, Activation, Form, Groups8, as_form, room_for
 from llmb.kernels.gated_triton import gate_row
 from llmb.kernels.routed import Visits
 from llmb.kernels.routed_nvfp4_triton import nvfp4_product
@@ -188,15 +188,11 @@ def product(
 def gate(both_M2F: Tensor, chosen_NK: Tensor, first: int, experts: int, activation: str, form: Form) -> Activation:
     """What the second product reads; rows of visits to other ranks' experts stay as they were found."""
     visits, width = len(both_M2F), both_M2F.shape[1] // 2
-    device = both_M2F.device
-    out_MF = torch.empty(visits, width, dtype=both_M2F.dtype if form == "plain" else E4M3, device=device)
-    scales = torch.empty(visits, width // GROUP if form == "groups8" else 1, dtype=torch.float32, device=device)
+    out_MF, scales = room_for(visits, width, form, both_M2F)
     wide = max(triton.next_power_of_2(width), GROUP)
     _gate_kernel[visits,](
         both_M2F, chosen_NK, out_MF, scales, first, experts,
         F=width, WIDE=wide, SILU=activation == "silu", FORM=form, num_warps=min(max(wide // 1024, 1), 16),
         **dependent(visits, FEW_VISITS),
     )  # fmt: skip
-    if form == "plain":
-        return out_MF
-    return Rows8(out_MF, scales) if form == "rows8" else Groups8(out_MF, scales)
+    return as_form(out_MF, scales, form)

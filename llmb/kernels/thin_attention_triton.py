@@ -14,15 +14,13 @@ from torch import Tensor
 
 from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.paged_attention import KvCache
+from llmb.kernels.softmax_triton import FAR, LOG2_E, capped, shares_of, with_tile
 from llmb.kernels.spans import Spans
 
 FULL_GPU = 1056  # programs: 8 for each of an H200's processors
 SHORTEST_SHARE = 64  # tokens of a sequence that a program should have at least
 MOST_SHARES = 64
 WARPS = 4
-LOG2_E = 1.4426950408889634
-
-_FAR = tl.constexpr(-1e30)  # a logit that weighs nothing; infinities would make NaN of a share without any key
 
 
 @triton.jit
@@ -36,24 +34,11 @@ def _turned(x_ptr, d, mask, cos, sin, D: tl.constexpr, ROTATES: tl.constexpr):
 
 
 @triton.jit
-def _capped(x, cap, CAPPED: tl.constexpr):
-    """Logits squeezed to +-cap; x and the outcome count in powers of two."""
-    if CAPPED:
-        y = x / (cap * 1.4426950408889634)
-        x = cap * 1.4426950408889634 * (2 * tl.sigmoid(2 * y) - 1)
-    return x
-
-
-@triton.jit
 def _attended(top, total, mixed, q, k, v, seen, scale, value_scale, cap, COMPUTE: tl.constexpr, CAPPED: tl.constexpr):
     """The softmax so far with one more tile of the cache."""
-    x = _capped(tl.dot(q, tl.trans(k.to(COMPUTE))) * scale, cap, CAPPED)
-    x = tl.where(seen[None, :], x, _FAR)
-    higher = tl.maximum(top, tl.max(x, 1))
-    p = tl.exp2(x - higher[:, None])  # zero where nothing is seen: every share has a token, so `higher` is not far
-    fade = tl.exp2(top - higher)
-    mixed = mixed * fade[:, None] + tl.dot(p.to(COMPUTE), tl.trans(v.to(COMPUTE))) * value_scale
-    return higher, total * fade + tl.sum(p, 1), mixed
+    x = capped(tl.dot(q, tl.trans(k.to(COMPUTE))) * scale, cap, CAPPED)
+    x = tl.where(seen[None, :], x, FAR)  # weighs nothing: every share has a token, so the highest logit is not far
+    return with_tile(top, total, mixed, x, tl.trans(v.to(COMPUTE)), value_scale)
 
 
 @triton.jit
@@ -74,7 +59,7 @@ def _together(
     sums = tl.load(
         sums_ptr + rows[:, None] + s[None, :] * GROUP,
         mask=there & (s < used)[None, :],
-        other=_FAR,
+        other=FAR,
         cache_modifier=".cg",
     )
     weights = tl.exp2(sums - tl.max(sums, 1)[:, None])
@@ -150,8 +135,8 @@ def _thin_attention(
     tl.store(keys_ptr + to + offset * D + d, (own_k / key_scale).to(keys_ptr.dtype.element_ty), mask=kept)
     tl.store(values_ptr + to + d * L + offset, (own_v / value_scale).to(values_ptr.dtype.element_ty), mask=kept)
 
-    own = _capped(tl.sum(q.to(tl.float32) * own_k[None, :], 1) * scale, cap, CAPPED)
-    top = tl.where(newest, own, _FAR)
+    own = capped(tl.sum(q.to(tl.float32) * own_k[None, :], 1) * scale, cap, CAPPED)
+    top = tl.where(newest, own, FAR)
     total = tl.where(newest, tl.full([ROWS], 1.0, tl.float32), 0.0)
     mixed = tl.zeros([ROWS, D], tl.float32) + own_v[None, :]
     q = q.to(COMPUTE)
@@ -179,12 +164,6 @@ def _thin_attention(
     tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=there)
 
 
-def shares_of(parts: int, kv_heads: int, longest: int) -> int:
-    """Among how many programs at most a sequence's tokens are divided: a power of two."""
-    wanted = min(FULL_GPU // max(parts * kv_heads, 1), longest // SHORTEST_SHARE, MOST_SHARES)
-    return 1 << max(wanted.bit_length() - 1, 0)
-
-
 @remember
 def _arrivals(device: torch.device, count: int) -> Tensor:
     """Counters of programs that are done, zero before and after each kernel: steps follow one another, so all share."""
@@ -204,7 +183,7 @@ def thin_attention_triton(
     """As `thin_attention_reference`; of padding nothing is written."""
     n, g, d, device = len(qkv_NW), cache.kv_heads, cache.width, qkv_NW.device
     heads = qkv_NW.shape[1] // d - 2 * g
-    shares = shares_of(n, g, spans.longest)
+    shares = shares_of(n, g, spans.longest, FULL_GPU, SHORTEST_SHARE, MOST_SHARES)
     out_NHD = torch.empty(n, heads, d, dtype=qkv_NW.dtype, device=device)
     made = torch.empty(n * heads * shares, d, dtype=torch.float32, device=device)
     sums = torch.empty(n * heads * shares, dtype=torch.float32, device=device)

@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from llmb.errors import ConfigError
 from llmb.kernels.capped_attention import capped_attention
+from llmb.kernels.rotation import rotate
 from llmb.kernels.triton_device import rehearsing
 from llmb.spec import Model, Rope
 
@@ -77,18 +78,6 @@ def rope_table(rope: Rope, head_dim: int, positions_T: Tensor) -> tuple[Tensor, 
     """Cosine and sine of the positions' angles, [T, head_dim / 2] in fp32; computed once, used by all layers."""
     angles = torch.outer(positions_T.float(), rope_frequencies(rope, head_dim, positions_T.device))
     return angles.cos(), angles.sin()
-
-
-def rotate(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Turn the pairs (i, i + D/2) of each head by their position's angle: the Hugging Face layout of Llama weights."""
-    cos, sin = (table.to(x_BTHD.dtype)[:, None, :] for table in (cos_TD, sin_TD))
-    first, second = x_BTHD.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def rotate_interleaved(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Turn the pairs (2i, 2i + 1) instead: the layout of DeepSeek weights. They come out in the order of `rotate`."""
-    return rotate(x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos_TD, sin_TD)
 
 
 @cache

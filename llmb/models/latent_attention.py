@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from llmb.errors import ConfigError
-from llmb.models.blocks import RMSNorm, causal_attention, rotate_interleaved, yarn_attention_scale
+from llmb.kernels.rotation import rotate_interleaved
+from llmb.models.blocks import RMSNorm, causal_attention, yarn_attention_scale
 from llmb.spec import Latent, Model, Rope
 
 LATENT_NORM_EPS = 1e-6  # of every published DeepSeek, whatever the eps of the other norms

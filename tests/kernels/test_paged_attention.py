@@ -9,8 +9,9 @@ from llmb.kernels.paged_attention import (
     paged_attention_reference,
     rotate_and_cache_reference,
 )
-from llmb.kernels.paged_attention_triton import paged_attention_triton, shares_of
+from llmb.kernels.paged_attention_triton import FULL_GPU, MOST_SHARES, paged_attention_triton
 from llmb.kernels.paged_write_triton import rotate_and_cache_triton
+from llmb.kernels.softmax_triton import shares_of
 from llmb.kernels.spans import Spans
 from llmb.models.blocks import causal_attention
 
@@ -115,7 +116,7 @@ def test_triton_is_the_reference(parts, cap, rotates):
 def test_shares_of_a_long_sequence_come_together(monkeypatch):
     monkeypatch.setattr("llmb.kernels.paged_attention_triton.SHORTEST_SHARE", 8)
     spans, _ = step_of([(50, 1, [4, 1, 2, 0]), (3, 1, [3])])
-    assert shares_of(2, KV_HEADS, spans.longest) == 4
+    assert shares_of(2, KV_HEADS, spans.longest, FULL_GPU, 8, MOST_SHARES) == 4
     cache = empty_cache(6)
     cache.keys_BGLD.normal_(generator=torch.Generator().manual_seed(4))
     cache.values_BGDL.normal_(generator=torch.Generator().manual_seed(5))

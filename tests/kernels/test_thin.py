@@ -8,10 +8,17 @@ from torch import Tensor
 
 from llmb.kernels.forms import Rows8
 from llmb.kernels.paged_attention import KvCache
+from llmb.kernels.softmax_triton import shares_of
 from llmb.kernels.spans import Spans
 from llmb.kernels.thin import MOST_TOKENS, Norm, ThinWeight, thin_product_reference
 from llmb.kernels.thin_attention import thin_attention_reference
-from llmb.kernels.thin_attention_triton import _arrivals, shares_of, thin_attention_triton
+from llmb.kernels.thin_attention_triton import (
+    FULL_GPU,
+    MOST_SHARES,
+    SHORTEST_SHARE,
+    _arrivals,
+    thin_attention_triton,
+)
 from llmb.kernels.thin_triton import TILES, thin_product_triton, tile_of
 
 E4M3 = torch.float8_e4m3fn
@@ -162,4 +169,4 @@ def test_an_8_bit_cache_gives_older_tokens_rounded_and_the_newest_as_it_is() -> 
     [(1, 8, 2048, 32), (4, 8, 2048, 32), (1, 8, 40, 1), (1, 1, 100_000, 64), (4, 128, 2048, 2)],
 )
 def test_shares_fill_the_gpu_but_leave_each_its_tokens(parts: int, kv_heads: int, longest: int, shares: int) -> None:
-    assert shares_of(parts, kv_heads, longest) == shares
+    assert shares_of(parts, kv_heads, longest, FULL_GPU, SHORTEST_SHARE, MOST_SHARES) == shares
