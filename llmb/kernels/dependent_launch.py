@@ -16,9 +16,9 @@ import triton.language as tl
 
 SMALL = 16  # tokens of a step whose kernels are launched so
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-if not _INTERPRETED:
+if not INTERPRETED:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     @triton.jit
@@ -41,6 +41,6 @@ def _hopper() -> bool:
 
 def dependent(tokens: int, small: int = SMALL) -> dict[str, Any]:
     """What a launch for so many tokens is given: whether the kernel waits by itself, and that it may start early."""
-    if _INTERPRETED or tokens > small or not _hopper():
+    if INTERPRETED or tokens > small or not _hopper():
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}

@@ -20,7 +20,7 @@ from llmb.kernels.spans import Spans
 FULL_GPU = 1056  # programs: 8 for each of an H200's processors
 SHORTEST_SHARE = 64  # tokens of a sequence that a program should have at least
 MOST_SHARES = 64
-WARPS = 4
+WARPS = 8
 
 
 @triton.jit

@@ -92,8 +92,12 @@ def test_paged_attention(dtype, parts):
     made = paged_attention(*views, caches[1], spans, width**-0.5)
     difference = (made - expected).float().norm() / expected.float().norm()
     assert difference < (0.01 if dtype == torch.bfloat16 else 0.05), difference
+    # The kernel turns in fp32, plain torch in bf16: a number may round the other way, never by more than one step.
     written, wanted = caches[1].keys_BGLD.float(), caches[0].keys_BGLD.float()
-    assert (written - wanted).norm() / wanted.norm() < 0.01  # the kernel turns in fp32, plain torch in bf16
+    step = torch.finfo(dtype).eps * torch.maximum(wanted.abs(), written.abs()).clamp(min=0.02)
+    other = (written - wanted).abs()
+    assert (other <= step * (4 if dtype == torch.bfloat16 else 1)).all()
+    assert (other > 0).float().mean() < 0.05
 
 
 MODEL = Model(

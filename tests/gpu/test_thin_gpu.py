@@ -8,9 +8,9 @@ from llmb.infer.linear import Format
 from llmb.infer.ranks import Ranks
 from llmb.infer.stack import How, Stack, build_stack
 from llmb.infer.step import Inputs
-from llmb.infer.weights import RandomWeights
+from llmb.infer.weights import Cut, RandomWeights, Weights
 from llmb.kernels.argmax import argmax
-from llmb.kernels.forms import Rows8, in_form
+from llmb.kernels.forms import Rows8, as_plain, in_form
 from llmb.kernels.paged_attention import KvCache
 from llmb.kernels.thin import Norm, ThinWeight, thin_product, thin_product_reference
 from llmb.kernels.thin_attention import thin_attention, thin_attention_reference
@@ -101,9 +101,18 @@ def test_attention_again_and_again(lengths: list[int], longest: int, dtype: torc
         assert relative_error(mine, its) < 0.001
 
 
-def small(format: Format, kv_dtype: torch.dtype) -> Stack:
-    weights = RandomWeights(LLAMA, 3, BF16, GPU)
-    stack = build_stack(LLAMA, weights, How(BF16, format, kv_dtype), Ranks(GPU))
+class Rounded(RandomWeights):
+    """The numbers that weights in 8 bits stand for: of linear layers a scale for each output."""
+
+    def take(self, name: str, cut: Cut | None = None) -> Tensor:
+        values = super().take(name, cut)
+        if not name.startswith("layers.") or values.dim() == 1:
+            return values
+        return as_plain(in_form(values, "rows8"), torch.float32)
+
+
+def small(weights: Weights, dtype: torch.dtype, format: Format, kv_dtype: torch.dtype) -> Stack:
+    stack = build_stack(LLAMA, weights, How(dtype, format, kv_dtype), Ranks(GPU))
     for mixer in stack.mixers():
         mixer.allocate(BLOCKS, LENGTH, 8, GPU)
         if mixer.bytes_per_token:
@@ -122,24 +131,28 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize("lengths", [[1000], [700, 1, 0, 2048]], ids=str)
-@pytest.mark.parametrize(
-    ("format", "kv_dtype", "error"), [("plain", BF16, 0.02), ("fp8_channel", E4M3, 0.08)], ids=["bf16", "fp8"]
-)
+@pytest.mark.parametrize(("format", "kv_dtype"), [("plain", BF16), ("fp8_channel", E4M3)], ids=["bf16", "fp8"])
 @torch.inference_mode()
 def test_a_llama_of_true_width(
-    lengths: list[int], format: Format, kv_dtype: torch.dtype, error: float, usual: pytest.MonkeyPatch
+    lengths: list[int], format: Format, kv_dtype: torch.dtype, usual: pytest.MonkeyPatch
 ) -> None:
-    stack, inputs = small(format, kv_dtype), decodes(lengths, 2048)
+    """Against the same numbers in fp32; of 8-bit weights it is nearer than the usual way, which rounds inputs too."""
+    made_of = RandomWeights if format == "plain" else Rounded
+    exact = small(made_of(LLAMA, 3, BF16, GPU), torch.float32, "plain", kv_dtype)
+    stack = small(RandomWeights(LLAMA, 3, BF16, GPU), BF16, format, kv_dtype)
+    inputs = decodes(lengths, 2048)
     tokens, rows = torch.arange(len(lengths), device=GPU) + 5, torch.arange(len(lengths), device=GPU)
     there = inputs.lengths_P > 0
 
-    def logits() -> Tensor:
-        return stack.logits(stack.through(stack.embed(tokens), inputs), rows)
+    def logits(of: Stack = stack) -> Tensor:
+        return of.logits(of.through(of.embed(tokens), inputs), rows)
 
-    wanted = logits()
+    wanted, usually = logits(exact), logits()
     usual.undo()
     found = logits()
-    assert relative_error(found[there], wanted[there]) < error
+    error = relative_error(found[there], wanted[there])
+    assert error < (0.02 if format == "plain" else 0.04)
+    assert format == "plain" or error < relative_error(usually[there], wanted[there])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = logits()

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from llmb.kernels import thin_triton
 from llmb.kernels.forms import Rows8
 from llmb.kernels.paged_attention import KvCache
 from llmb.kernels.softmax_triton import shares_of
@@ -19,7 +20,7 @@ from llmb.kernels.thin_attention_triton import (
     _arrivals,
     thin_attention_triton,
 )
-from llmb.kernels.thin_triton import TILES, thin_product_triton, tile_of
+from llmb.kernels.thin_triton import step_of, thin_product_triton, tile_of
 
 E4M3 = torch.float8_e4m3fn
 TOKENS = st.integers(1, MOST_TOKENS)
@@ -76,13 +77,22 @@ def test_what_comes_out_is_in_the_format_asked_for() -> None:
     assert made.shape == (2, 16)
 
 
-def test_tiles_of_llama_8b() -> None:
-    """Each layer's shape has the tile that was measured for it; a small weight is not read beyond its end."""
-    for bits, tiles in ((torch.bfloat16, TILES[2]), (E4M3, TILES[1])):
-        shapes = {"more": (6144, 4096), "as many": (4096, 4096), "many": (28672, 4096), "few": (4096, 14336)}
-        for kind, shape in shapes.items():
-            assert tile_of(torch.empty(shape, dtype=bits, device="meta")) == tiles[kind]
-    assert tile_of(torch.empty(64, 100, device="meta")).step == 128
+def test_programs_take_rows_in_turn_and_long_rows_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thin_triton, "PROCESSORS", 1)
+    monkeypatch.setattr(thin_triton, "MOST_INPUTS", 2)
+    for inputs, activation in ((256, None), (256, "silu"), (1300, None), (1300, "gelu")):
+        x, weight = drawn(2, inputs, seed=1), ThinWeight(drawn(60, inputs, seed=2) * inputs**-0.5)
+        norm = Norm(drawn(inputs, seed=3), 1e-5)
+        expected = thin_product_reference(x, weight, torch.float32, norm, activation)
+        made = thin_product_triton(x, weight, torch.float32, norm, activation)
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_program_takes_as_many_inputs_as_its_registers_hold() -> None:
+    down = tile_of(torch.empty(4096, 14336, dtype=torch.bfloat16, device="meta"))
+    assert [step_of(down, tokens, 14336, packed=False) for tokens in (1, 2, 4)] == [16384, 8192, 4096]
+    assert step_of(down, 2, 14336, packed=True) == 16384
+    assert step_of(down, 1, 100, packed=False) == 256
 
 
 HEADS, KV_HEADS, WIDTH, LENGTH = 6, 2, 16, 16  # the last: tokens of a block
