@@ -12,8 +12,9 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint c
 run: $(VENV)/engine
 	$(BIN)/llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy
 
-test: check
+test: check $(VENV)/slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not matrix and not gpu and not slurm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not slow and not matrix and not gpu"
 	$(BIN)/python -m pytest -m "slow and not matrix and not gpu"
 
 # The same, and every parallel layout and every row of the recipes.
@@ -45,6 +46,14 @@ $(VENV)/python:
 	@$(PYTHON) -c "import ensurepip" 2>/dev/null || apt-get install --yes python3-venv
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
+
+# The daemons that cluster tests start; where they cannot be had, those tests are skipped and say why.
+DAEMONS := slurmctld slurmd munged slurmdbd mariadbd
+PACKAGES := slurm-wlm slurm-wlm-basic-plugins munge slurmdbd mariadb-server
+$(VENV)/slurm: $(VENV)/python
+	@which $(DAEMONS) >/dev/null || test "$$(id -u)" != 0 || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -qq --no-install-recommends $(PACKAGES); } >/dev/null || echo "cannot install $(PACKAGES)"
+	@! which $(DAEMONS) >/dev/null || touch $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -48,7 +48,7 @@ from llmb.standins import describe_change, small, true_width
 WORKLOADS: dict[str, type] = {"training": Training, "inference": Inference, "outofcore": OutOfCore}
 # A run that differs from the recipe only in these may still be compared with its published result.
 HARMLESS = {f.name for part in (Profile, Limits) for f in fields(part)} | {"steps", "window", "seed", "lr", "weights"}
-ENGINES = {"training": ("native",), "inference": ("native", "trtllm"), "outofcore": ("native",)}
+ENGINES = {"training": ("native", "megatron_bridge"), "inference": ("native", "trtllm"), "outofcore": ("native",)}
 FILL = 0.9  # of the memory: the estimate leaves out the driver's context, workspaces and fragmentation
 PATHS = {"data", "resume", "dataset", "weights"}
 MAY_BE_ZERO = {
@@ -57,6 +57,8 @@ MAY_BE_ZERO = {
 }  # fmt: skip
 SHARES = {"kv_fraction", "top_p"}  # at most 1
 NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "proxy", "true_width", "dp", "ga"}
+PROFILE_DETAILS = ("profiler", "profile_start", "profile_stop", "profile_ranks", "gpu_metrics")
+TRACED_STEPS = 5  # of a run with ENABLE_NCCLTRACE, whose log grows by gigabytes
 # Fields of a shared section that mean nothing to a kind of run.
 WITHOUT_EFFECT = {
     "training": {"kv_dtype", "fp8_scaling"},
@@ -86,8 +88,9 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
     overrides = [*beyond, *_apply(cells, kinds, wishes, recipe)]
     if recipe.kind == "inference":
         overrides += follow(cells, as_printed, {o.field for o in overrides})
+    _shorten_trace(cells, overrides)
     _fit_window(cells, overrides)
-    _refuse_without_effect(cells, overrides)
+    _refuse_without_effect(cells, overrides, request.gpus)
     parallel = build(Parallel, {k: v for k, v in cells.items() if k in hints(Parallel)}, "parallel")
     check_has_experts(parallel, recipe.model(request.size))  # before a number for ep is proposed
     parallel = check_ranks(parallel, request.gpus)
@@ -143,7 +146,7 @@ def _engine(recipe: Recipe, request: Request, altered: bool) -> str:
     if wish.value not in ENGINES[recipe.kind]:
         raise UnknownName(f"engine for {recipe.workload} ({wish.source})", str(wish.value), ENGINES[recipe.kind])
     if altered or request.stands_in:
-        raise ConfigError(f"{wish.source} {wish.value} runs published weights, not stand-ins; leave out --proxy or it")
+        raise ConfigError(f"{wish.source} {wish.value} runs published models, not stand-ins; leave out --proxy or it")
     return str(wish.value)
 
 
@@ -264,6 +267,14 @@ def _changed_model(model: Model, request: Request) -> tuple[Model, list[Override
     return model, records
 
 
+def _shorten_trace(cells: Row, overrides: list[Override]) -> None:
+    """A run that traces every collective is a few steps long, unless its length was asked for."""
+    steps = cells.get("steps", 0)
+    if cells.get("nccl_trace") and steps > TRACED_STEPS and "steps" not in {o.field for o in overrides}:
+        overrides.append(Override(field="steps", value=TRACED_STEPS, replaced=steps, source="ENABLE_NCCLTRACE"))
+        cells["steps"] = TRACED_STEPS
+
+
 def _fit_window(cells: Row, overrides: list[Override]) -> None:
     """Fewer steps than the recipe's windows reach: measure the second half and profile the last steps instead."""
     if "steps" not in cells:
@@ -286,13 +297,15 @@ def _fit_window(cells: Row, overrides: list[Override]) -> None:
         cells["profile_start"], cells["profile_stop"] = max(1, steps - 5), steps
 
 
-def _refuse_without_effect(cells: Row, overrides: list[Override]) -> None:
+def _refuse_without_effect(cells: Row, overrides: list[Override], ranks: int) -> None:
     for override in overrides:
-        if override.field in ("profile_start", "profile_stop", "gpu_metrics") and not cells.get("profile"):
+        if override.field in PROFILE_DETAILS and not cells.get("profile"):
             name = override.source.removeprefix("environment ")
             raise ConfigError(
                 f"{name}: {override.field} has no effect without profiling; add -p or ENABLE_PROFILE=true"
             )
+    if absent := [rank for rank in cells.get("profile_ranks", ()) if not 0 <= rank < ranks]:
+        raise ConfigError(f"profile_ranks: there is no rank {absent[0]}; the run has ranks 0 to {ranks - 1}")
     if cells.get("profile") and cells.get("nccl_trace"):
         raise ConfigError("profiling and the NCCL trace exclude each other; choose -p or ENABLE_NCCLTRACE=true")
     if cells.get("profile") and cells.get("profile_start", 0) > cells.get("profile_stop", 0):

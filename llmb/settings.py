@@ -43,6 +43,7 @@ VARIABLES = {
     "PROFILE_STOP_STEP": "profile_stop",
     "RUN_CONF_PROFILE_START_STEP": "profile_start",
     "RUN_CONF_PROFILE_STOP_STEP": "profile_stop",
+    "PROFILE_RANKS": "profile_ranks",
     "ENABLE_GPU_METRICS": "gpu_metrics",
     "ENABLE_NCCLTRACE": "nccl_trace",
     "TIME_LIMIT": "time_limit_s",
@@ -135,7 +136,10 @@ def typed(kind: Any, value: Any, where: str) -> Any:
 
 def _typed_tuple(kind: Any, text: str, where: str) -> list[Any]:
     item = get_args(kind)[0]
-    parts = text.replace("-", ",").split(",") if item is int else [part for part in text.split(";") if part]
+    if item is int:  # two that are a range may be written as one: 35-44
+        parts = (text if Ellipsis in get_args(kind) else text.replace("-", ",")).split(",")
+    else:
+        parts = [part for part in text.split(";") if part]
     return [typed(item, part, where) for part in parts]
 
 

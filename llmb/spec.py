@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek"]
 Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]
+NSIGHT_VARIABLE = "LLMB_NSIGHT"  # set where Nsight Systems watches a rank, which then opens and closes its window
 STATUSES: tuple[Status, ...] = ("ok", "failed", "oom", "timeout", "incomplete", "diverged")
 
 
@@ -240,8 +241,10 @@ class Profile:
     """What is traced, and when."""
 
     profile: bool = False
+    profiler: Literal["nsight", "torch"] | None = None  # none: Nsight Systems where it is, else torch's own
     profile_start: int = 45  # first step profiled
     profile_stop: int = 50  # profiling stops before this step
+    profile_ranks: tuple[int, ...] = ()  # none named: all
     gpu_metrics: bool = False
     nccl_trace: bool = False
 

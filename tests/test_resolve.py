@@ -298,7 +298,7 @@ def test_a_stand_in_of_true_width_has_the_real_lengths_and_as_many_layers_as_fit
         ({}, {"settings": {"lengths": "even"}}, "lengths 'even' fixed"),
         ({}, {"settings": {"attention_dp": "true"}}, "attention_dp has no effect on one rank"),
         ({}, {"settings": {"engine": "vllm"}}, "unknown engine 'vllm' native, trtllm"),
-        ({}, {"settings": {"engine": "trtllm"}, "proxy": "small"}, "runs published weights, not stand-ins"),
+        ({}, {"settings": {"engine": "trtllm"}, "proxy": "small"}, "runs published models, not stand-ins"),
         ({}, {"dtype": "bf16", "settings": {"fp8_scaling": "block"}}, "fp8_scaling has no effect with dtype bf16"),
         ({}, {"gpu": "a100", "proxy": "small"}, "dtype fp8: NVIDIA A100 SXM 80 GB does not compute in 8 bits"),
     ],

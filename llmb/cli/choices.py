@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 FITS = "llmb-run show -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 512 --memory    # what would one rank hold?"
@@ -41,7 +42,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     layout = add("--layout", metavar="GPU", help=whose)
     complete_with(layout, _gpu_types)
-    add("--engine", metavar="E", help="native (the default), or trtllm: TensorRT-LLM's own benchmark, if it is here")
+    add("--engine", metavar="E", help="native (the default), or one that is installed: trtllm, megatron_bridge")
     add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
     add(
         "--set",
@@ -54,6 +55,32 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--host-gb", metavar="GIB", help="out-of-core: host memory to use")
     add("--device-gb", metavar="GIB", help="device memory to use: out-of-core, or a stand-in of true width")
     add("--force", action="store_true", help="accept a dtype or scale the recipe does not list (one run only)")
+
+
+def add_place_options(parser: argparse.ArgumentParser) -> None:
+    """--on, and what Slurm is asked for."""
+    add = parser.add_argument
+    where = "default: slurm where there is a cluster_config.yaml, else local; inside an allocation the run goes into it"
+    add("--on", choices=("local", "slurm", "dry"), help=f"where to run; dry: print the job script. {where}")
+    add("--retries", type=int, default=0, metavar="N", help="Slurm: try again after failures not its own")
+    add("--nice", type=int, metavar="N", help="Slurm: lower priority")
+    add("--nodelist", metavar="NODES", help="Slurm: these nodes")
+    add("--exclude", metavar="NODES", help="Slurm: any but these nodes")
+    add("--reservation", metavar="NAME", help="Slurm: within this reservation")
+    add("--segment", type=int, metavar="N", help="Slurm: nodes that must share an NVLink domain")
+    more = "Slurm: any other option of sbatch, as key=value or a bare flag, without dashes before it"
+    add("--slurm-arg", action="append", default=[], metavar="KEY[=VALUE]", help=more)
+
+
+def cluster_here() -> Any:
+    """The cluster whose file is in this folder or in $LLMB_INSTALL; none: there is no such file."""
+    from llmb.launch.cluster import FILE, find_cluster
+    from llmb.launch.root import install_root
+
+    folder, install = Path.cwd(), install_root(os.environ)
+    if not (folder / FILE).exists() and not (install / FILE).exists():
+        return None  # the usual case need not wait for YAML
+    return find_cluster(folder, install)
 
 
 def complete_with(argument: argparse.Action, names: Callable[[], Iterable[str]]) -> None:
@@ -110,7 +137,7 @@ def wanted(options: argparse.Namespace) -> Any:
 
 
 def known_gpu(options: argparse.Namespace) -> str | None:
-    """--gpu-type, GPU_TYPE, or the GPU of this machine; null when there is none of these."""
+    """--gpu-type, GPU_TYPE, the cluster's GPU type, or the GPU of this machine; null when there is none of these."""
     from llmb import hardware
     from llmb.errors import UnknownName
     from llmb.launch.machine import gpu_names
@@ -118,6 +145,9 @@ def known_gpu(options: argparse.Namespace) -> str | None:
     asked = _one(options.gpu_type, "GPU_TYPE", "--gpu-type")
     if asked is not None:
         return hardware.gpu(asked.lower()).key
+    cluster = None if getattr(options, "on", None) == "local" else cluster_here()
+    if cluster is not None and cluster.gpu_type is not None:
+        return hardware.gpu(cluster.gpu_type).key
     names = gpu_names()
     if not names:
         return None

@@ -50,25 +50,34 @@ def _window(text: str) -> tuple[int, int]:
 
 def run_compare(options: argparse.Namespace) -> int:
     """Differing fields, ratios with an interval, a verdict."""
+    from llmb.cli.runs import load_run
     from llmb.plain import to_json
     from llmb.report.compare import compare, text
 
-    compared = compare(_load(options.a), _load(options.b), options.force)
+    a, b = _find(options.a), _find(options.b)
+    compared = compare(load_run(a), load_run(b), options.force, clusters=(_cluster(a), _cluster(b)))
     print(to_json(compared) if options.json else text(compared))
     return 0
 
 
-def _load(name: str) -> tuple[Any, Any]:
-    """The configuration and result behind a job id or a run folder."""
-    from llmb.cli.runs import load_run
+def _find(name: str) -> Any:
+    """The run folder behind a job id or a path."""
     from llmb.launch.root import install_root
     from llmb.launch.rundir import RunDir, store_path
     from llmb.results.store import Store
 
     if Path(name).is_dir():
-        return load_run(RunDir.open(Path(name)))
+        return RunDir.open(Path(name))
     with Store(store_path(install_root(os.environ))) as store:
-        return load_run(RunDir.open(Path(store.job(name).run_dir)))
+        return RunDir.open(Path(store.job(name).run_dir))
+
+
+def _cluster(run: Any) -> str | None:
+    """The cluster an imported run comes from; none: it was run here."""
+    from llmb.launch.origin import origin_of
+
+    origin = origin_of(run)
+    return origin.cluster if origin else None
 
 
 def run_read(options: argparse.Namespace) -> int:

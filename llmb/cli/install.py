@@ -1,7 +1,7 @@
-"""llmb-install: makes $LLMB_INSTALL and says what this machine can run; or says what is wrong with a folder of weights.
+"""llmb-install: makes $LLMB_INSTALL, describes the cluster there if there is one, and says what this machine can run.
 
-llmb-install                     make the folder, check what is here
-llmb-install --json              the same as JSON
+llmb-install                     make the folder, and cluster_config.yaml where there is Slurm
+llmb-install --json              the same, told as JSON
 llmb-install verify FOLDER       missing, short, extra or corrupted files of downloaded weights
 """
 
@@ -12,101 +12,170 @@ import platform
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmb import __version__
-from llmb.cli.parsing import Parser, command
+from llmb.cli import verify
+from llmb.cli.answers import Answers, Notebook, Played, check, check_new, read_played, recorded, write_new
+from llmb.cli.cluster_choice import asker, look
+from llmb.cli.cluster_setup import Setup, set_up
+from llmb.cli.parsing import Parser
 from llmb.cli.run import guarded
+from llmb.errors import ConfigError
 
-if TYPE_CHECKING:
-    from llmb.recipes.listing import Listing
+EXAMPLES = """examples:
+  llmb-install                                         make the folder; describe the cluster, asking what is open
+  llmb-install --dry-run                               say what would be made, and make nothing
+  llmb-install --partition batch --gpu-type h100       answers instead of questions; also changes a file made before
+  llmb-install --record answers.yaml                   keep the answers (no secrets) ...
+  llmb-install --play answers.yaml                     ... and give them again, with nobody at the terminal
+  LLMB_INSTALL=/shared/llmb llmb-install --json        for programs
+  llmb-install verify DeepSeek-R1-FP4                  what is wrong with a folder of weights
+
+the file: $LLMB_INSTALL/cluster_config.yaml, yours to edit; one in the current folder goes before it
+"""
+SHOWN = {  # field of Answers: what the table calls it
+    "account": "account",
+    "gpu_partition": "partition",
+    "gpus_per_node": "GPUs of a node",
+    "gpu_type": "their type",
+    "cpu_partition": "CPU partition",
+    "architecture": "architecture",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the folder and print the findings, or do what a command asks for."""
-    said = "Make the folder for runs and say what this machine can run."
-    lines = "examples:\n  llmb-install\n  LLMB_INSTALL=/shared/llmb llmb-install --json\n"
-    lines += "  llmb-install verify DeepSeek-R1-FP4\n"
-    top = Parser(prog="llmb-install", description=said, epilog=lines)
+    said = "Make the folder for runs, describe the cluster, and say what this machine can run."
+    top = Parser(prog="llmb-install", description=said, epilog=EXAMPLES)
     top.add_argument("--version", action="version", version=f"llmb {__version__}")
     top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     top.add_argument("--json", action="store_true", help="as JSON")
+    _add_set_up(top)
     top.set_defaults(run=_install)
-    _add_verify(top.add_subparsers(metavar="COMMAND", parser_class=Parser))
+    verify.add_command(top.add_subparsers(metavar="COMMAND", parser_class=Parser))
     options = top.parse_args(arguments)
     return guarded(lambda: options.run(options), options.verbose)
 
 
-def _add_verify(commands: Any) -> None:
-    verify = command(
-        commands, "verify", _verify, "Say which files of a folder of weights are missing, short, extra or corrupted.",
-        "llmb-install verify $LLMB_INSTALL/workloads/inference_deepseek-r1/DeepSeek-R1-FP4",
-        "llmb-install verify weights --like fp8 --json",
-    )  # fmt: skip
-    verify.add_argument("folder", metavar="FOLDER", type=Path, help="in Hugging Face's layout")
-    verify.add_argument("--like", metavar="NAME", help="published sizes: fp4, fp8 or none (by the folder's name)")
-    verify.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="as JSON")
+def _add_set_up(top: argparse.ArgumentParser) -> None:
+    add = top.add_argument_group("where there is Slurm").add_argument
+    add("--account", metavar="NAME", help="account of the jobs (default: yours in Slurm)")
+    add("--partition", metavar="NAME", help="partition of GPU jobs (default: the one with GPUs)")
+    add("--cpu-partition", metavar="NAME", help="partition of jobs without GPUs")
+    add("--gpus-per-node", metavar="N", type=int, help="GPUs of a node; 0: jobs ask for none")
+    add("--gpu-type", metavar="TYPE", help="h100, gb200, ...; cpu where there are none")
+    add("--architecture", metavar="A", help="of the nodes: x86_64 or aarch64")
+    add("--record", metavar="FILE", type=Path, help="keep the answers in a new file, without secrets")
+    add("--play", metavar="FILE", type=Path, help="take the answers from a file, and ask nothing")
+    add("--dry-run", action="store_true", help="say what would be made, and make nothing")
 
 
 def _install(options: argparse.Namespace) -> int:
-    from llmb.launch.root import install_root
     from llmb.launch.rundir import store_path
     from llmb.plain import to_json
     from llmb.report.table import render
     from llmb.results.store import Store
 
-    root = install_root(os.environ)
-    with Store(store_path(root)):
-        pass
-    found = {"folder": str(root), **_findings()}
-    print(to_json(found) if options.json else render(("what", "found"), list(found.items())))
-    if not options.json:
-        print("\nnext: llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy")
+    played = read_played(options.play) if options.play else Played()
+    if options.record:
+        check_new(options.record)
+    root = _root(played)
+    if not options.dry_run:
+        with Store(store_path(root)):
+            pass
+    setup, slurm, notes = _cluster(options, played, root)
+    found = {"folder": str(root), **_findings(), "Slurm": slurm}
+    if options.json:
+        print(to_json({**found, "cluster": _plain(setup) if setup else None, "notes": notes}))
+        return 0
+    print(render(("what", "found"), [*found.items(), *_rows(setup)]))
+    for note in notes:
+        print(f"note: {note}")
+    if options.dry_run and setup:
+        print(f"\n{setup.path}, {setup.state}:\n{setup.text}", end="")
+    print(f"\nnext: {_next(root, setup)}")
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
-    from llmb.hardware import GIB
-    from llmb.plain import to_json, to_plain
-    from llmb.report.statusline import StatusLine
-    from llmb.weightfolder import check_folder
+def _root(played: Played) -> Path:
+    """$LLMB_INSTALL, or the folder that the played file names; they may not contradict one another."""
+    from llmb.launch.root import install_root
 
-    line = StatusLine()
+    named, set_to = played.install_path, os.environ.get("LLMB_INSTALL")
+    if named is None:
+        return install_root(os.environ)
+    if set_to and install_root(os.environ) != named.absolute():
+        raise ConfigError(f"install_path is {named}, LLMB_INSTALL is {set_to}; unset one, or make them agree")
+    return named.absolute()
+
+
+def _cluster(options: argparse.Namespace, played: Played, root: Path) -> tuple[Setup | None, str, list[str]]:
+    """The set-up, and what is to be said of Slurm and besides. Without Slurm there is nothing to set up."""
+    from llmb.launch.slurm_call import SlurmDown
+
+    wishes = check(_wishes(options))
+    asked_for = bool(wishes.given() or options.play or options.record)
+    if not shutil.which("sbatch"):
+        if asked_for:
+            raise ConfigError(
+                "no Slurm on this machine (sbatch not found); set up the cluster where jobs are submitted"
+            )
+        return None, "not found: runs are local", []
     try:
-        found = check_folder(options.folder, _listing(options.folder, options.like), line.draw)
-    finally:
-        line.close()
-    if options.json:
-        print(to_json({"well": not found.problems, **to_plain(found)}))
-        return 1 if found.problems else 0
-    for problem in found.problems:
-        print(_printable(f"{problem.kind:<10}  {problem.file}: {problem.said}"))
-    print(f"{found.folder}: {found.shards} files of weights, {found.bytes / GIB:.1f} GiB")
-    print(f"checked: {', '.join(found.checked)}")
-    for left in found.not_checked:
-        print(f"not checked: {left}")
-    print(f"problems: {len(found.problems) or 'none'}")
-    return 1 if found.problems else 0
+        facts = look()
+    except SlurmDown as error:
+        if asked_for:
+            raise
+        return None, "does not answer now", [str(error)]
+    at_terminal = not options.play and sys.stdin.isatty() and sys.stderr.isatty()
+    notebook = Notebook(None if options.dry_run else root / ".llmb" / "answers.json")
+    ask = asker(sys.stdin.readline, at_terminal)
+    setup = set_up(wishes, played, root, facts, ask, notebook, options.dry_run)
+    if options.record and not options.dry_run:
+        write_new(options.record, recorded(setup.answers, root, played.environment or {}, played.workloads))
+    return setup, f"cluster {facts.cluster}", [*setup.notes, *_hidden(setup.path)]
 
 
-def _printable(text: str) -> str:
-    """On one line whatever a file calls its tensors."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def _hidden(path: Path) -> list[str]:
+    """A file in the current folder goes before the one that was set up."""
+    own = Path(path.name).absolute()
+    return [f"{own} goes before it in this folder"] if own.exists() and own != path else []
 
 
-def _listing(folder: Path, like: str | None) -> "Listing | None":
-    """The list of sizes that was asked for, or that of the model which the folder is named after."""
-    from llmb.errors import UnknownName
-    from llmb.recipes.listing import listings
+def _wishes(options: argparse.Namespace) -> Answers:
+    return Answers(
+        account=options.account,
+        gpu_partition=options.partition,
+        cpu_partition=options.cpu_partition,
+        gpus_per_node=options.gpus_per_node,
+        gpu_type=options.gpu_type,
+        architecture=options.architecture,
+    )
 
-    known = listings()
-    if like is None:
-        name = folder.resolve().name.lower()
-        return next((listing for listing in known.values() if listing.name.lower() in name), None)
-    if like != "none" and like not in known:
-        raise UnknownName("list of sizes", like, [*known, "none"])
-    return known.get(like)
+
+def _rows(setup: Setup | None) -> list[tuple[str, Any]]:
+    if setup is None:
+        return []
+    told = asdict(setup.answers)
+    return [("cluster's file", f"{setup.path}: {setup.state}"), *((name, told[key]) for key, name in SHOWN.items())]
+
+
+def _plain(setup: Setup) -> dict[str, Any]:
+    return {"file": str(setup.path), "state": setup.state, **asdict(setup.answers)}
+
+
+def _next(root: Path, setup: Setup | None) -> str:
+    """The command to try now."""
+    from shlex import quote
+
+    from llmb.launch.root import install_root
+
+    export = "" if root == install_root(os.environ) else f"export LLMB_INSTALL={quote(str(root))}; "
+    on = " --on slurm" if setup else ""
+    return f"{export}llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy{on}"
 
 
 def _findings() -> dict[str, Any]:
@@ -121,7 +190,6 @@ def _findings() -> dict[str, Any]:
         "engine": "torch is installed" if torch else "not installed: pip install 'llmb[engine]'",
         "GPUs": f"{len(names)} x {names[0]}" if names else "none: use --proxy",
         "GPU type": hardware.recognise(names[0]) if names else None,
-        "Slurm": "sbatch found" if shutil.which("sbatch") else "not found: runs are local",
         "free disk GiB": round(shutil.disk_usage(os.path.expanduser("~")).free / hardware.GIB, 1),
     }
 

@@ -1,29 +1,47 @@
-"""`llmb-run jobs`: what was run and how it went, from the store and the run folders."""
+"""`llmb-run jobs`: what was run and how it went, from the store and the run folders. Larger verbs are in job_*.py."""
 
 import argparse
 import os
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.job_table import add_filters
 from llmb.cli.parsing import command
 
 
 def add_commands(commands: Any) -> None:
     """Register jobs and its verbs; `jobs` alone is `jobs list`."""
     jobs = command(
-        commands, "jobs", run_list, "runs so far: list, show, log, refresh, rebuild",
-        "llmb-run jobs", "llmb-run jobs show L3", "llmb-run jobs log L3 -f",
+        commands, "jobs", run_list, "runs so far: list, show, log, cancel, retry, refresh, rebuild",
+        "llmb-run jobs", "llmb-run jobs --watch --on slurm", "llmb-run jobs --status failed,lost --since 2d",
+        "llmb-run jobs show L3", "llmb-run jobs log 4711 -f", "llmb-run jobs cancel --all --status pending",
+        "llmb-run jobs retry 4711 --exclude-node n7",
     )  # fmt: skip
     verbs = jobs.add_subparsers(metavar="VERB", parser_class=type(jobs))
     for listing in (jobs, command(verbs, "list", run_list, "the table of runs (the default)")):
         listing.add_argument("-n", "--limit", type=int, metavar="N", help="only the newest N")
         listing.add_argument("--json", action="store_true", help="as JSON, one job a line")
+        listing.add_argument("--watch", action="store_true", help="show changes until nothing runs any more")
+        add_filters(listing)
     show = command(verbs, "show", run_show, "one run with its figures")
     show.add_argument("job_id")
     show.add_argument("--json", action="store_true", help="the stored Result")
+    _add_log(verbs)
+    cancel = command(verbs, "cancel", run_cancel, "end runs that go on")
+    cancel.add_argument("job_ids", nargs="*", metavar="job_id")
+    cancel.add_argument("--all", action="store_true", help="all that go on, or those of them that the filters leave")
+    add_filters(cancel)
+    retry = command(verbs, "retry", run_retry, "run the same configuration again, in a new folder")
+    retry.add_argument("job_ids", nargs="+", metavar="job_id")
+    retry.add_argument("--exclude-node", action="append", default=[], metavar="NODE", help="not on this node (Slurm)")
+    refresh = command(verbs, "refresh", run_refresh, "look again at runs that seem to be going")
+    refresh.add_argument("job_ids", nargs="*", metavar="job_id", help="all that go on when left out")
+    command(verbs, "rebuild", run_rebuild, "make the store anew from the run folders")
+
+
+def _add_log(verbs: Any) -> None:
     log = command(verbs, "log", run_log, "the log of a run")
     log.add_argument("job_id")
     log.add_argument("--tail", type=int, default=200, metavar="N", help="last N lines (200)")
@@ -32,12 +50,10 @@ def add_commands(commands: Any) -> None:
     where.add_argument("--path", action="store_true", help="print the log's path instead")
     where.add_argument("--dir", action="store_true", help="print the run folder instead")
     where.add_argument("--list", action="store_true", help="list the run folder's files instead")
-    refresh = command(verbs, "refresh", run_refresh, "look again at runs that seem to be going")
-    refresh.add_argument("job_ids", nargs="+", metavar="job_id")
-    command(verbs, "rebuild", run_rebuild, "make the store anew from the run folders")
 
 
-def _store() -> Any:
+def open_store() -> Any:
+    """The store of this $LLMB_INSTALL."""
     from llmb.launch.root import install_root
     from llmb.launch.rundir import store_path
     from llmb.results.store import Store
@@ -47,114 +63,114 @@ def _store() -> Any:
 
 def run_list(options: argparse.Namespace) -> int:
     """One line a run; those said to be going are looked at first."""
-    from llmb.cli.runs import refresh
-    from llmb.errors import LlmbError
+    from llmb.cli.job_table import filters, room, table
+    from llmb.errors import ConfigError
     from llmb.plain import to_json
-    from llmb.report.table import render
 
-    with _store() as store:
-        jobs = store.jobs(options.limit)
-        for number, job in enumerate(jobs):
-            if job.status == "running":
-                try:
-                    jobs[number] = refresh(store, job)
-                except LlmbError as error:  # a folder someone moved away must not hide the other runs
-                    print(f"ERROR: {job.job_id}: {error}", file=sys.stderr)
+    chosen = filters(options)
+    if options.watch and options.json:
+        raise ConfigError("--watch shows a table; leave out --json, or call: llmb-run jobs --json")
+    with open_store() as store:
+        if options.watch:
+            from llmb.cli.job_watch import watch
+
+            return watch(store, options)
+        _refresh(store, _unsettled(store))
+        jobs = store.jobs(options.limit, **chosen)
+        again = [job.job_id for job in store.to_be_tried_again()]
     if options.json:
         for job in jobs:
             print(to_json(job))
         return 0
-    header = ("job", "workload", "size", "dtype", "scale", "gpu", "proxy", "started", "status", "s/step",
-              "tokens/s/gpu", "TFLOP/s/gpu", "MFU %", "vs ref")  # fmt: skip
-    rows = [
-        (j.job_id, j.workload, j.size, j.dtype, j.scale, j.gpu, bool(j.proxy),
-         datetime.fromtimestamp(j.created_at).strftime("%m-%d %H:%M"), j.status, j.step_time_s, j.tokens_per_s_per_gpu,
-         j.tflops_per_gpu, None if j.mfu is None else 100 * j.mfu, j.reference_ratio)
-        for j in jobs
-    ]  # fmt: skip
-    print(render(header, rows) if rows else "no runs yet; start one: llmb-run submit --help")
+    print(table(jobs, room()))
+    if again:
+        print(f"to try again {', '.join(again)}: llmb-run jobs --watch", file=sys.stderr)
     return 0
 
 
 def run_show(options: argparse.Namespace) -> int:
     """A run's figures and where it lies."""
-    from llmb.cli.runs import load_run, refresh
+    from llmb.cli.runs import load_run
     from llmb.launch.rundir import RunDir
     from llmb.plain import to_json
     from llmb.report.summary import summary
 
-    with _store() as store:
-        job = store.job(options.job_id)
-        if job.status == "running":
-            job = refresh(store, job)
+    with open_store() as store:
+        (job,) = _refresh(store, [store.job(options.job_id)])
+        again = [other.job_id for other in store.retries_of(job.job_id)]
     _, result = load_run(RunDir.open(Path(job.run_dir)))
     if options.json:
         print(to_json(result))
         return 0
-    print(f"job {job.job_id}, {job.status}\n\n{summary(result)}\n\nrun folder: {job.run_dir}")
+    print("\n".join(_about(job, again)))
+    if job.status not in ("submitting", "pending"):  # which have no figures
+        print(f"\n{summary(result)}")
+    print(f"\nrun folder: {job.run_dir}")
     return 0
+
+
+def _about(job: Any, again: list[str]) -> list[str]:
+    """What the store knows of a job besides its result."""
+    from llmb.cli.job_table import elapsed_s, span, waited_s
+
+    now = time.time()
+    lines = [f"job {job.job_id}, {job.status}" + (f" ({job.reason})" if job.reason and job.status != "ok" else "")]
+    if job.slurm_state:
+        parts = {"on": job.nodes, "waited": span(waited_s(job, now)), "ran": span(elapsed_s(job, now))}
+        lines.append(f"Slurm: {job.slurm_state}" + "".join(f", {k} {v}" for k, v in parts.items() if v is not None))
+    if job.retry_of:
+        lines.append(f"attempt {job.attempt}, again after {job.retry_of}")
+    if again:
+        lines.append(f"tried again as {', '.join(again)}")
+    return lines
 
 
 def run_log(options: argparse.Namespace) -> int:
-    """The end of a log; -f goes on until the run does."""
-    from llmb.errors import ConfigError
-    from llmb.launch.rundir import RunDir, is_alive
+    from llmb.cli.job_log import run
 
-    with _store() as store:
-        run = RunDir.open(Path(store.job(options.job_id).run_dir))
-    if options.path or options.dir:
-        print(run.log if options.path else run.path)
-        return 0
-    if options.list:
-        print("\n".join(sorted(str(p.relative_to(run.path)) for p in run.path.rglob("*"))))
-        return 0
-    try:
-        with run.log.open(errors="replace") as log:
-            print("".join(log.readlines()[-options.tail :] if options.tail > 0 else []), end="", flush=True)
-            while options.follow and is_alive(run):
-                print(log.read(), end="", flush=True)
-                time.sleep(0.2)
-            print(log.read() if options.follow else "", end="")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{run.log} does not exist; the run ended before it wrote a log") from error
-    return 0
+    return run(options)
+
+
+def run_cancel(options: argparse.Namespace) -> int:
+    from llmb.cli.job_cancel import run
+
+    return run(options)
+
+
+def run_retry(options: argparse.Namespace) -> int:
+    from llmb.cli.job_retry import run
+
+    return run(options)
+
+
+def run_rebuild(options: argparse.Namespace) -> int:
+    from llmb.cli.job_rebuild import run
+
+    return run(options)
 
 
 def run_refresh(options: argparse.Namespace) -> int:
-    """Status of the named runs, looked at anew."""
-    from llmb.cli.runs import refresh
+    """Status of the named runs, looked at anew; those that may be tried again are."""
+    from llmb.cli.retrying import retry_failed
 
-    with _store() as store:
-        for job_id in options.job_ids:
-            job = store.job(job_id)
-            job = refresh(store, job) if job.status == "running" else job
+    with open_store() as store:
+        named = [store.job(job_id) for job_id in options.job_ids] or _unsettled(store)
+        for job in _refresh(store, named):
             print(f"{job.job_id}: {job.status}" + (f" ({job.reason})" if job.reason else ""))
+        retry_failed(store)
     return 0
 
 
-def run_rebuild(_: argparse.Namespace) -> int:
-    """The store from run folders alone; a folder that cannot be read is named and left out."""
-    from llmb.cli.runs import keep_result, load_run
-    from llmb.errors import LlmbError
-    from llmb.launch.root import install_root
-    from llmb.launch.rundir import RunDir, is_alive
+def _unsettled(store: Any) -> list[Any]:
+    """Those whose end is not known; nothing more is read where there is none."""
+    from llmb.results.store import GOING
 
-    found = unreadable = 0
-    with _store() as store:
-        store.clear()
-        for run in sorted(RunDir.find_all(install_root(os.environ)), key=lambda r: r.created_at):
-            try:
-                config, result = load_run(run)
-                over = is_alive(run) is False
-                if over and not run.result.exists():
-                    result = keep_result(run, config)
-            except LlmbError as error:
-                print(f"ERROR: {error}", file=sys.stderr)
-                unreadable += 1
-                continue
-            job_id = store.add(config, run.path, job_id=run.job_id)
-            if over:
-                store.restore(config, run.path, job_id, result, run.created_at)
-            found += 1
-    print(f"{found} runs found" + (f", {unreadable} folders could not be read" if unreadable else ""))
-    return 0
+    return store.jobs(statuses=(*GOING, "lost"))
+
+
+def _refresh(store: Any, jobs: list[Any]) -> list[Any]:
+    if not any(job.going or job.status == "lost" for job in jobs):
+        return jobs
+    from llmb.cli.polling import Poller
+
+    return Poller(store).refresh(jobs)

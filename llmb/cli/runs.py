@@ -1,14 +1,12 @@
-"""What several commands do with run folders: load one, keep its result, bring the store up to date."""
-
-from pathlib import Path
+"""What several commands do with run folders: load one, keep its result."""
 
 from llmb.events import Event, RunEnded, read_all
-from llmb.launch.rundir import RunDir, is_alive
+from llmb.launch.rundir import RunDir
 from llmb.plain import build, read_json, to_json, write_whole
 from llmb.results.derive import derive
+from llmb.results.nccl import tally
 from llmb.results.readers import read_log
 from llmb.results.result import Result
-from llmb.results.store import Job, Store
 from llmb.spec import RunConfig
 
 
@@ -33,19 +31,13 @@ def _events(run: RunDir, config: RunConfig) -> list[Event]:
     Of the two ends the log's counts, unless llmb-run stopped the run or the log does not say.
     """
     ours = list(read_all(run.all_events()))
-    if config.engine == "native" or not run.log.exists():
+    if not run.log.exists():
+        return ours
+    if config.profile.nccl_trace:
+        ours = [*tally(run.log).events(), *ours]  # NCCL writes its trace into the log, whatever the engine
+    if config.engine == "native":
         return ours
     theirs = list(read_log(run.log, config.engine))
     stopped = any(isinstance(event, RunEnded) and event.status in ("timeout", "incomplete") for event in ours)
     unsaid = any(isinstance(event, RunEnded) and event.status == "incomplete" for event in theirs)
     return [*theirs, *ours] if stopped or unsaid else [*ours, *theirs]
-
-
-def refresh(store: Store, job: Job) -> Job:
-    """A job that says it runs: if its process is gone from this host, find out how it ended."""
-    run = RunDir.open(Path(job.run_dir))
-    if is_alive(run) is not False:
-        return job
-    config, _ = load_run(run)
-    store.finish(job.job_id, keep_result(run, config))
-    return store.job(job.job_id)

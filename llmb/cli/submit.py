@@ -1,4 +1,7 @@
-"""`llmb-run submit` (older name: `single`): resolve, make the run folder, launch, wait, build the result, print it."""
+"""`llmb-run submit` (older name: `single`): resolve, make the run folder, launch, wait, build the result, print it.
+
+On a cluster it hands all runs to Slurm and ends; inside an allocation, as in `sbatch -N 2 ./launch.sh`, it runs there.
+"""
 
 import argparse
 import os
@@ -7,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from llmb.cli.choices import add_run_options, examples
+from llmb.cli.choices import add_place_options, add_run_options, examples
 from llmb.cli.parsing import command
 
 RANK_GIB = 0.25  # measured: what a process with torch has for itself before it holds a model
@@ -18,20 +21,21 @@ def add_commands(commands: Any) -> None:
     for name, said in (("submit", "run benchmarks"), ("single", "older name of submit")):
         parser = command(commands, name, run, said, *examples(name, " --dry-run"))
         add_run_options(parser)
+        add_place_options(parser)
         add = parser.add_argument
         add("-f", "--file", type=Path, help="bulk file: .yaml with sweeps, or the older text form")
         add("-r", "--repeats", type=int, default=1, metavar="N", help="run each configuration N times")
         add("--env", action="append", default=[], metavar="K=V", help="environment variable for the ranks")
         add("--timeout", type=int, metavar="S", help="the same as --set time_limit_s=S")
         add("--dry-run", action="store_true", help="say what would run, and run nothing")
-        add("--json", action="store_true", help="print the stored Result as the last line")
+        add("--json", action="store_true", help="print the stored Result as the last line; of Slurm, a line a job")
 
 
 def run(options: argparse.Namespace) -> int:
-    """All tasks of a command line, one after the other, largest first."""
+    """All tasks of a command line, largest first: one after the other here, all at once to Slurm."""
     from dataclasses import replace
 
-    from llmb.cli import choices
+    from llmb.cli import choices, on_slurm
     from llmb.launch.secrets import mask
 
     recipes = choices.load_recipes()
@@ -39,14 +43,23 @@ def run(options: argparse.Namespace) -> int:
     resolved = [(task, replace(config, environment=mask(config.environment))) for task, config in resolved]
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
-    if options.dry_run:
+    place = on_slurm.place(options, os.environ)
+    if options.dry_run or options.on == "dry":
         _print_dry(resolved, options.json)
+        if (place == "slurm" or options.on == "dry") and not options.json:
+            on_slurm.print_scripts(resolved, options)
         return 1 if bad else 0
-    for _, config in resolved:
-        _check_runs_here(config)
+    if place == "slurm":
+        return max(on_slurm.send(resolved, options), 1 if bad else 0)
+    on_slurm.refuse_wishes(options)
+    if place == "local":
+        for _, config in resolved:
+            _check_runs_here(config)
+    else:
+        resolved = [(task, on_slurm.in_room(config, os.environ)) for task, config in resolved]
     asked, codes = sum(task.repeats for task, _ in resolved), []
     for task, config in resolved:
-        done, interrupted = _run_repeatedly(config, task.request.environment, task.repeats, options.json)
+        done, interrupted = _run_repeatedly(config, task.request.environment, task.repeats, options.json, place)
         codes += done
         if interrupted:  # Ctrl-C means the whole command
             break
@@ -116,7 +129,7 @@ def _check_runs_here(config: Any) -> None:
     if config.workload.kind == "inference":
         check_fits(config)
     if config.limits.slurm_params:
-        raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --dry-run")
+        raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --on slurm")
     if config.machine.gpu == "cpu":
         _check_ranks_here(config)
         return
@@ -151,7 +164,9 @@ def _check_ranks_here(config: Any) -> None:
         )
 
 
-def _run_repeatedly(config: Any, environment: dict[str, str], repeats: int, as_json: bool) -> tuple[list[int], bool]:
+def _run_repeatedly(
+    config: Any, environment: dict[str, str], repeats: int, as_json: bool, place: str
+) -> tuple[list[int], bool]:
     """The same run again and again: exit codes, and whether it was interrupted. Then how well its figures are known."""
     from llmb.report import repeats as report
 
@@ -159,7 +174,7 @@ def _run_repeatedly(config: Any, environment: dict[str, str], repeats: int, as_j
     results: list[Any] = []
     interrupted = False
     while len(codes) < repeats and not interrupted:
-        code, interrupted, result = _run_one(config, environment, as_json)
+        code, interrupted, result = _run_one(config, environment, as_json, place)
         codes.append(code)
         results.append(result)
     known = report.repeats(results)
@@ -168,14 +183,22 @@ def _run_repeatedly(config: Any, environment: dict[str, str], repeats: int, as_j
     return codes, interrupted
 
 
-def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[int, bool, Any]:
+def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: int) -> int:
+    """A run of this configuration, here and now, that is linked to the one it tries again."""
+    _check_runs_here(config)
+    return _run_one(config, environment, False, "local", retry_of=retry_of, attempt=attempt)[0]
+
+
+def _run_one(
+    config: Any, environment: dict[str, str], as_json: bool, place: str, **lineage: Any
+) -> tuple[int, bool, Any]:
     """One run from folder to result: exit code, whether it was interrupted, and the result.
 
-    Each step leaves what can be read if the next one fails.
+    Each step leaves what can be read if the next one fails. `lineage`: retry_of and attempt of a run that is one.
     """
+    from contextlib import nullcontext
+
     from llmb.cli.runs import keep_result
-    from llmb.launch.command import engine_command
-    from llmb.launch.local import run_local
     from llmb.launch.lock import running_alone
     from llmb.launch.root import install_root
     from llmb.launch.rundir import RunDir, store_path
@@ -186,15 +209,14 @@ def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[i
 
     said = sys.stderr if as_json else sys.stdout
     root = install_root(os.environ)
-    with running_alone(root, config), Store(store_path(root)) as store:
+    alone = running_alone(root, config) if place == "local" else nullcontext()
+    with alone, Store(store_path(root)) as store:
         run_dir = RunDir.create(root, config, datetime.now())
-        command = engine_command(config, run_dir, sys.executable)
-        job = store.add(config, run_dir.path)
-        run_dir.write_record(config, job)
+        job = _enter(store, config, run_dir, place, **lineage)
         print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=said, flush=True)
         live = LiveLine(config)
         try:
-            outcome = run_local(config, run_dir, command, environment, live.show, config.limits.time_limit_s)
+            outcome = _launch(config, run_dir, environment, live.show, place)
         finally:
             live.close()
             result = keep_result(run_dir, config)
@@ -210,3 +232,35 @@ def _run_one(config: Any, environment: dict[str, str], as_json: bool) -> tuple[i
     refused = outcome.exit_code == 1 and config.engine == "native"  # it found the configuration wrong
     code = 0 if result.status == "ok" else 1 if refused else 2
     return code, outcome.interrupted is not None, result
+
+
+def _enter(store: Any, config: Any, run_dir: Any, place: str, **lineage: Any) -> str:
+    """The run into the store and its record into its folder; several runs in one allocation share Slurm's id."""
+    from llmb.launch.submission import Submission, keep_submission
+
+    if place == "local":
+        if lineage:
+            keep_submission(run_dir, Submission(token=None, **lineage))
+        job: str = store.add(config, run_dir.path, **lineage)
+        run_dir.write_record(config, job)
+        return job
+    slurm_id = os.environ["SLURM_JOB_ID"]
+    run_dir.write_record(config, slurm_id, "slurm", cluster_name=os.environ.get("SLURM_CLUSTER_NAME"))
+    return store.add(config, run_dir.path, "slurm", store.free_id(slurm_id), nodes=os.environ.get("SLURM_JOB_NODELIST"))
+
+
+def _launch(config: Any, run_dir: Any, environment: dict[str, str], on_event: Any, place: str) -> Any:
+    from llmb.cli.choices import cluster_here
+    from llmb.launch.command import engine_command
+    from llmb.launch.local import run_local
+
+    if place == "local":
+        command = engine_command(config, run_dir, sys.executable)
+        return run_local(config, run_dir, command, environment, on_event, config.limits.time_limit_s)
+    from llmb.cli.in_job import run_in_allocation
+    from llmb.cli.slurm_submit import container_flags, rank_settings
+
+    cluster = cluster_here()
+    settings = rank_settings(config, environment, cluster)
+    flags = container_flags(config, run_dir, settings, cluster)
+    return run_in_allocation(config, run_dir, settings, on_event, flags, os.environ)

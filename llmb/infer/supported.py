@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from llmb.errors import ConfigError
 from llmb.infer.prompts import Prompt
 from llmb.layout import check_ranks, check_serving
+from llmb.rank.nsight import watched_by_nsight
 from llmb.spec import Inference, RunConfig
 
 COUNTS = ("isl", "osl", "num_requests", "max_batch_size", "max_num_tokens", "block_tokens")
@@ -25,7 +26,7 @@ def supported_workload(config: RunConfig) -> Inference:
             raise ConfigError(f"workload.{name}={getattr(work, name):g}: must be at least 0")
     if not 0 < work.kv_fraction <= 1:
         raise ConfigError(f"workload.kv_fraction={work.kv_fraction:g}: must be above 0 and at most 1")
-    if config.profile.gpu_metrics:
+    if config.profile.gpu_metrics and not watched_by_nsight():
         raise ConfigError("the native serving engine does not run gpu_metrics=true (needs Nsight Systems)")
     return work
 

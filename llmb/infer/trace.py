@@ -3,6 +3,7 @@
     llmb-run submit ... -p        engine steps profile_start up to, not including, profile_stop, counted from 0
 
 Open it in chrome://tracing or ui.perfetto.dev. Steps that are traced are slower, and so is what is measured meanwhile.
+Where Nsight Systems watches instead (rank/nsight.py), its window is opened and closed around the same steps.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from llmb.errors import ConfigError, LaunchError
+from llmb.rank.nsight import NsightWindow, watched_by_nsight
 from llmb.rank.place import Place
 from llmb.spec import Profile
 
@@ -30,23 +32,32 @@ class Trace:
         self._steps = range(asked.profile_start, asked.profile_stop)
         self._device = place.device
         self._trace: profile | None = None
+        if asked.profile_ranks and place.rank not in asked.profile_ranks:
+            self._steps = range(0)
+        self._nsight = NsightWindow(self._steps) if watched_by_nsight() else None
 
     def before(self, step: int) -> None:
         """Begin where the window begins."""
-        if step == self._steps[0]:
+        if self._nsight is not None:
+            self._nsight.before(step)
+        elif self._steps and step == self._steps[0]:
             on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             self._trace = profile(activities=[ProfilerActivity.CPU, *on_gpu])
             self._trace.start()
 
     def after(self, step: int) -> None:
         """Write the file where the window ends."""
-        if step == self._steps[-1]:
+        if self._nsight is not None:
+            self._nsight.after(step)
+        elif self._steps and step == self._steps[-1]:
             self._write()
 
     def close(self) -> None:
         """The phase is over, perhaps before the window is."""
         self._write()
-        if not self.path.exists():
+        if self._nsight is not None:
+            self._nsight.close()
+        elif self._steps and not self.path.exists():
             first, last = self._steps[0], self._steps[-1]
             print(f"profile: nothing was traced, the phase ended before step {first} of {first} to {last}", flush=True)
 

@@ -1,6 +1,7 @@
 """The command that starts an engine, the variables it needs, and job.sh, which repeats the run by hand.
 
     engine_command(config, rundir, sys.executable) -> [python, -m, llmb.train, config.json], or another engine's
+    engine_order(config, rundir, sys.executable)   -> the same for a cluster: what each task runs
     bash job.sh                                    # the same run again, in a new folder beside the first
 
 The engine works inside its run folder: config.json lies there, and whatever a library drops lands there.
@@ -10,48 +11,89 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import llmb
 from llmb.errors import ConfigError, UnknownName
-from llmb.launch import trtllm
+from llmb.launch import megatron_bridge, nsight, trtllm
+from llmb.launch.order import EngineOrder
 from llmb.launch.rundir import CONFIG_FILE, TIMESTAMP, RunDir
 from llmb.launch.secrets import is_secret
-from llmb.spec import RunConfig
+from llmb.spec import NSIGHT_VARIABLE, RunConfig
 
 ENGINES = {"training": "llmb.train", "inference": "llmb.infer", "outofcore": "llmb.outofcore"}
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def engine_command(config: RunConfig, rundir: RunDir, python: str) -> list[str]:
-    """What starts the run's engine, from inside its run folder."""
-    check_engine(config)
+def engine_command(
+    config: RunConfig, rundir: RunDir, python: str, environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """What starts the run's engine on this machine, from inside its run folder."""
+    check_engine(config, environ)
+    nsys = [] if not nsight.used(config) else nsight.wrapped([], config, rundir.job_id)
     if config.engine == "trtllm":
-        return trtllm.local_command(config)
-    return [python, "-m", *_module(config), rundir.config.name]
+        return [*nsys, *trtllm.local_command(config)]
+    if config.engine == "megatron_bridge":
+        return _torchrun(config, "python3", [*nsys, "python3"] if nsys else [], megatron_bridge.script(config, environ))
+    if config.machine.gpus == 1:
+        return [*nsys, python, *_module(config)]
+    return _torchrun(config, python, [*nsys, python] if nsys else [], _module(config))
 
 
-def spelled_command(config: RunConfig) -> str:
-    """The command as a person would type it; of another engine, its job."""
+def engine_order(
+    config: RunConfig, rundir: RunDir, python: str, environ: Mapping[str, str] = os.environ
+) -> EngineOrder:
+    """What a cluster starts for the run, task by task. `python`: the native engine's; a container has its own."""
     if config.engine == "trtllm":
-        return f"sbatch, with this job:\n{trtllm.slurm_job(config)}"
-    return shlex.join(["python", "-m", *_module(config), CONFIG_FILE])
+        order = trtllm.order(config, environ)
+    elif config.engine == "megatron_bridge":
+        order = megatron_bridge.order(config, environ)
+    else:
+        source = _checkout()
+        order = EngineOrder(command=(python, *_module(config)), folders=(source,) if source else ())
+    if not nsight.used(config):
+        return order
+    return replace(order, command=tuple(nsight.wrapped(order.command, config, rundir.job_id)))
 
 
-def check_engine(config: RunConfig) -> None:
-    """A ConfigError where this installation has no engine for the run; nothing is made or started."""
+def spelled_command(config: RunConfig, environ: Mapping[str, str] = os.environ) -> str:
+    """The command as a person would type it; another engine's as each rank runs it, trtllm-bench's as a script."""
     if config.engine == "trtllm":
-        trtllm.check(config)
-        return
-    if config.engine != "native":
-        raise UnknownName("engine to start here", config.engine, ["native", "trtllm"])
+        return trtllm.script(config)
+    if config.engine == "megatron_bridge":
+        return shlex.join(["python3", *megatron_bridge.script(config, environ)]) + "\n"
+    alone = config.machine.gpus == 1
+    return shlex.join(["python", *_module(config)] if alone else _torchrun(config, "python", [], _module(config)))
+
+
+def check_engine(
+    config: RunConfig, environ: Mapping[str, str] = os.environ, here: bool = True, in_container: bool = False
+) -> None:
+    """A ConfigError where there is no engine for the run; nothing is made or started.
+
+    `here`: it is to be started on this machine, so what it needs must be on it; a container is not looked into.
+    """
+    if here:
+        nsight.check(config)
+    if config.engine == "trtllm":
+        trtllm.check(config, here)
+    elif config.engine == "megatron_bridge":
+        megatron_bridge.check(config, environ, in_container)
+    elif config.engine == "native":
+        _check_native(config, in_container)
+    else:
+        raise UnknownName("engine to start here", config.engine, ["native", "trtllm", "megatron_bridge"])
+
+
+def _check_native(config: RunConfig, in_container: bool) -> None:
     kind = config.workload.kind
     if not _can_be_started(ENGINES[kind]):
         present = ", ".join(k for k, module in ENGINES.items() if _can_be_started(module)) or "none"
         raise ConfigError(f"the native engine for {kind} is not part of this version; there is one for: {present}")
-    if find_spec("torch") is None:
+    if not in_container and find_spec("torch") is None:
         raise ConfigError("the native engine needs torch, which is not installed: pip install 'llmb[engine]'")
 
 
@@ -59,15 +101,20 @@ def engine_environment(config: RunConfig, environ: Mapping[str, str], wanted: Ma
     """The variables to set on top of `environ`: those the user wants, with their real values, and the engine's own."""
     _check(wanted)
     given = {**environ, **wanted}
-    defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // config.machine.gpus))}  # else each rank takes every core
+    ranks_here = min(config.machine.gpus, config.machine.gpus_per_node)
+    defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // ranks_here))}  # else each rank takes every core
     if config.profile.nccl_trace:
         defaults |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL"}  # every collective call, in the log
+    defaults |= _own_environment(config, given)
     settings = {**wanted, "PYTHONUNBUFFERED": "1"}
     settings |= {name: value for name, value in defaults.items() if name not in given}
-    paths = [os.path.abspath(path) for path in given.get("PYTHONPATH", "").split(os.pathsep) if path]
-    source = str(Path(llmb.__file__).parent.parent)
-    if Path(source).name not in ("site-packages", "dist-packages") and source not in paths:
-        paths.insert(0, source)  # run from a checkout, which the engine would not find from its run folder
+    if nsight.used(config):
+        settings[NSIGHT_VARIABLE] = "1"
+    known = [*given.get("PYTHONPATH", "").split(os.pathsep), *defaults.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = list(dict.fromkeys(os.path.abspath(path) for path in known if path))
+    source = _checkout()
+    if source and source not in paths:
+        paths.insert(0, source)  # the engine would not find it from its run folder
     if paths:
         settings["PYTHONPATH"] = os.pathsep.join(paths)
     return settings
@@ -97,14 +144,29 @@ def job_script(command: Sequence[str], environment: Mapping[str, str], rundir: R
     return "\n".join(lines) + "\n"
 
 
+def _checkout() -> str | None:
+    """The folder this package lies in, where that is no place in which Python looks by itself."""
+    folder = Path(llmb.__file__).parent.parent
+    return None if folder.name in ("site-packages", "dist-packages") else str(folder)
+
+
+def _own_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    if config.engine == "trtllm":
+        return trtllm.environment(config)
+    return megatron_bridge.environment(config, environ) if config.engine == "megatron_bridge" else {}
+
+
 def _module(config: RunConfig) -> list[str]:
-    """The engine's module; above one GPU torchrun starts a process for each, on every node."""
-    machine, module = config.machine, ENGINES[config.workload.kind]
-    if machine.gpus == 1:
-        return [module]
+    return ["-m", ENGINES[config.workload.kind], CONFIG_FILE]
+
+
+def _torchrun(config: RunConfig, python: str, program: Sequence[str], words: Sequence[str]) -> list[str]:
+    """A process for each GPU; `program`: what runs the words, where that is not Python itself."""
+    machine = config.machine
     per_node = str(min(machine.gpus, machine.gpus_per_node))
     nodes = ["--standalone"] if machine.nodes == 1 else ["--nnodes", str(machine.nodes)]
-    return ["torch.distributed.run", *nodes, "--nproc-per-node", per_node, "-m", module]
+    start = [python, "-m", "torch.distributed.run", *nodes, "--nproc-per-node", per_node]
+    return [*start, "--no-python", *program, *words] if program else [*start, *words]
 
 
 def _can_be_started(module: str) -> bool:

@@ -2,20 +2,24 @@
 
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class Interruptions:
-    """SIGINT, SIGTERM and SIGHUP while this is entered. What nohup had ignored stays ignored."""
+    """SIGINT, SIGTERM and SIGHUP, and others on request, while this is entered. What nohup ignored stays ignored."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: Iterable[int] = ()) -> None:
+        self._numbers = {*ENDING, *more}
         self._seen: list[int] = []
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruptions":
         if threading.current_thread() is threading.main_thread():  # no other thread may ask for signals
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in self._numbers:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._former[number] = signal.signal(number, self._note)
         return self

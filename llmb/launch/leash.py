@@ -1,15 +1,19 @@
 """Holds an engine on a leash: the process between llmb-run and the engine, so that neither can leave the other behind.
 
-    python -m llmb.launch.leash RUNDIR          started by local.py, never by hand
+    python -m llmb.launch.leash RUNDIR RESTART  started by local.py, never by hand
 
-stdin:  an order {command, environment, grace_s}, then `s` to stop the run or `k` to kill it. End of file means that
-        llmb-run is gone, be it by kill -9: the kernel closes its end of the pipe. (A parent-death signal would not
-        end an engine that hangs in a CUDA call; here SIGTERM is followed by SIGKILL after the grace time.)
+stdin:  an order {command, environment, grace_s, launcher_signal}, then `s` to stop the run or `k` to kill it. End of
+        file means that llmb-run is gone, be it by kill -9: the kernel closes its end of the pipe. (A parent-death
+        signal would not end an engine that hangs in a CUDA call; here SIGTERM is followed by SIGKILL after the grace
+        time.)
 stdout: one JSON line {exit_code, error}.
 
 It is a subreaper: whatever the engine's processes leave behind becomes its child, be it in another group or session, as
 torchrun's workers are. It ends when it has no child left, so nothing of a run outlives it. The engine's output goes
 through it into the log, in whole lines without secrets, and goes on doing so when llmb-run is gone.
+
+A launcher such as srun, whose ranks are on other machines, kills them on SIGTERM. So it is given `launcher_signal`,
+which it passes on and ranks end by, then after the grace time SIGTERM, and is itself killed after another.
 """
 
 import ctypes
@@ -39,12 +43,14 @@ STOP, KILL = b"s", b"k"
 class Leash:
     """The engine with all that stems from it, from its start until nothing of it is left."""
 
-    def __init__(self, engine: subprocess.Popen[bytes], log: Log, grace_s: float):
+    def __init__(self, engine: subprocess.Popen[bytes], log: Log, grace_s: float, launcher_signal: int | None = None):
         self.exit_code: int | None = None
         self.abandoned = False  # llmb-run went away
         self._engine = engine
         self._log = log
         self._grace_s = grace_s
+        self._launcher_signal = launcher_signal
+        self._terminate_at: float | None = None  # a launcher; set when the end has begun
         self._kill_at: float | None = None  # set when the end has begun
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
@@ -65,7 +71,11 @@ class Leash:
                 return
             if self.exit_code is not None or self._log.error:
                 self.stop()
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            now = time.monotonic()
+            if self._terminate_at is not None and now >= self._terminate_at:
+                self._terminate_at = None
+                self._signal_launcher(signal.SIGTERM)
+            if self._kill_at is not None and now >= self._kill_at:
                 self._kill()
 
     def stop(self) -> None:
@@ -77,12 +87,21 @@ class Leash:
         if self._kill_at is not None:
             return
         self._kill_at = time.monotonic() + self._grace_s
+        if self._launcher_signal is not None:
+            self._terminate_at, self._kill_at = self._kill_at, self._kill_at + self._grace_s
+            self._signal_launcher(self._launcher_signal)
+            return
         me, group = os.getpid(), os.getpgrp()
         outside = [p.pid for p in descendants(me) if p.parent == me and p.group != group]
         os.killpg(group, signal.SIGTERM)  # this process too, which has begun to stop already
         for pid in outside:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+
+    def _signal_launcher(self, number: int) -> None:
+        if self.exit_code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._engine.pid, number)
 
     def _kill(self) -> None:
         """Repeated until none is left, as a process may have been born meanwhile."""
@@ -95,6 +114,8 @@ class Leash:
         if KILL in words:
             self.stop()
             self._kill_at = time.monotonic()
+            self._terminate_at = None
+            self._signal_launcher(signal.SIGTERM)
         self.abandoned = self.abandoned or not words
         self.stop()
         return bool(words)
@@ -116,15 +137,19 @@ class Leash:
 
 def main() -> None:
     """One run, from its order to its report."""
-    rundir = RunDir(Path(sys.argv[1]))
+    rundir = RunDir(Path(sys.argv[1]), int(sys.argv[2]))
     order = json.loads(_read_order(sys.stdin.fileno()))
-    exit_code, error = run(rundir, order["command"], order["environment"], order["grace_s"])
+    exit_code, error = run(rundir, **order)
     with suppress(BrokenPipeError):
         os.write(sys.stdout.fileno(), json.dumps({"exit_code": exit_code, "error": error}).encode())
 
 
 def run(
-    rundir: RunDir, command: list[str], environment: dict[str, str], grace_s: float
+    rundir: RunDir,
+    command: list[str],
+    environment: dict[str, str],
+    grace_s: float,
+    launcher_signal: int | None = None,
 ) -> tuple[int | None, str | None]:
     """The engine's exit code (negative: a signal), and what went wrong outside of it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -136,14 +161,14 @@ def run(
         engine = subprocess.Popen(
             command,
             env=environment,
-            cwd=rundir.path,
+            cwd=rundir.work,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
     except OSError as error:
         return None, f"cannot start {command[0]}: {error.strerror}"
-    leash = Leash(engine, log, grace_s)
+    leash = Leash(engine, log, grace_s, launcher_signal)
     leash.hold()
     if leash.abandoned:
         _record_abandoned(rundir)

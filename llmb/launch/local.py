@@ -5,6 +5,8 @@
 A timeout, Ctrl-C, SIGTERM or SIGHUP ends the engine: SIGTERM, a grace time in which it may record its end, SIGKILL. A
 second Ctrl-C kills at once. leash.py sees to it that no process is left behind, even by a kill -9 of this one.
 
+Inside a Slurm job the command is srun, and the ranks it starts are on other machines: see Launcher.
+
 A run that no longer moves is ended too (`stall.py`). The last RunEnded in events.rank0.jsonl is the run's end: where
 the verdict reached here says more than rank 0 did (a timeout which the engine took for an interruption, whose fault a
 failure was), it is appended.
@@ -40,6 +42,15 @@ LOG_END = 2**18  # bytes searched for the cause of a silent death
 
 
 @dataclass(frozen=True)
+class Launcher:
+    """A command that starts ranks on other machines, passes signals on to them, and kills them when it is ended."""
+
+    stop_signal: int  # that ranks end by
+    signals: Collection[int]  # by which the scheduler ends this process
+    meaning: Callable[[int], Verdict]  # of one of these, at the moment it has come
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a run ended."""
 
@@ -59,16 +70,24 @@ def run_local(
     on_event: Callable[[Event], None],
     timeout_s: float,
     grace_s: float = GRACE_S,
+    launcher: Launcher | None = None,
 ) -> Outcome:
-    """Run `command` in its run folder until it ends. `environment`: what the user adds to this process's own."""
+    """Run `command` in its run folder until it ends. `environment`: what the user adds to this process's own.
+
+    `launcher`: what `command` is, where it is not the engine itself; there the job script is somebody else's.
+    """
     settings = engine_environment(config, os.environ, environment)
-    rundir.write_job_script(job_script(command, settings, rundir))
+    if launcher is None:
+        rundir.write_job_script(job_script(command, settings, rundir))
     began = time.monotonic()
     tails = EventTails(rundir)
     stop: Verdict | None = None
     before_stop: list[RunEnded] = []
     interrupted: int | None = None
-    with Interruptions() as interruptions, _Engine(rundir, command, settings, grace_s) as engine:
+    with (
+        Interruptions(launcher.signals if launcher else ()) as interruptions,
+        _Engine(rundir, command, settings, grace_s, launcher) as engine,
+    ):
         mark_alive(rundir, engine.pid)
         watch = StallWatch(config, engine)
         while engine.runs(POLL_S):
@@ -80,7 +99,7 @@ def run_local(
                     engine.say(leash.KILL)
                 continue
             if interruption is not None:
-                stop = Verdict("incomplete", f"interrupted by {signal.Signals(interruption).name}")
+                stop = _interrupted(interruption, launcher)
             elif time.monotonic() - began > timeout_s:
                 stop = Verdict("timeout", f"stopped after the time limit of {timeout_s:g} s")
             else:
@@ -88,7 +107,10 @@ def run_local(
             if stop is not None:
                 before_stop = tails.ends
                 engine.say(leash.STOP)
-    interrupted = interrupted or interruptions.pop()
+    if (late := interruptions.pop()) is not None:
+        interrupted = interrupted or late
+        if stop is None and launcher is not None and late in launcher.signals:
+            stop = launcher.meaning(late)  # a scheduler ends the ranks along with this process: they were quicker
     seconds = time.monotonic() - began
     _deliver(tails, on_event, finished=True)
     own = next((end for end in tails.ends if end.rank == 0), None)
@@ -109,20 +131,36 @@ def run_local(
     return Outcome(verdict.status, verdict.reason, exit_code, seconds, interrupted, verdict.guilty_rank)
 
 
+def _interrupted(number: int, launcher: Launcher | None) -> Verdict:
+    if launcher is not None and number in launcher.signals:
+        return launcher.meaning(number)
+    return Verdict("incomplete", f"interrupted by {signal.Signals(number).name}")
+
+
 class _Engine:
     """This end of the leash: starts it, speaks to it, and reads its report when all is over."""
 
     exit_code: int | None = None
     error: str | None = None  # what kept the engine from running, or its log from being written
 
-    def __init__(self, rundir: RunDir, command: Sequence[str], settings: Mapping[str, str], grace_s: float):
+    def __init__(
+        self,
+        rundir: RunDir,
+        command: Sequence[str],
+        settings: Mapping[str, str],
+        grace_s: float,
+        launcher: Launcher | None = None,
+    ):
         order = {"command": list(command), "environment": {**os.environ, **settings}, "grace_s": grace_s}
+        self._launches = launcher is not None
+        if launcher is not None:
+            order["launcher_signal"] = int(launcher.stop_signal)
         self._order = json.dumps(order).encode()
         self._report = b""
         path = {"PYTHONPATH": settings["PYTHONPATH"]} if "PYTHONPATH" in settings else {}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", leash.__name__, str(rundir.path)],
+                [sys.executable, "-m", leash.__name__, str(rundir.path), str(rundir.restart)],
                 env={**os.environ, **path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -157,14 +195,14 @@ class _Engine:
             while words:
                 words = words[self._process.stdin.write(words) :]
 
-    def worked_s(self) -> float:
-        """CPU time of all its processes so far."""
-        return sum(process.worked_s for process in descendants(self.pid))
+    def worked_s(self) -> float | None:
+        """CPU time of all its processes so far; none: they are on other machines."""
+        return None if self._launches else sum(process.worked_s for process in descendants(self.pid))
 
     def ask_where(self, pids: Collection[int]) -> None:
-        """Ask those of these processes that are the engine's for their Whereabouts."""
+        """Ask those of these processes that are the engine's for their Whereabouts; a launcher passes it on to all."""
         for process in descendants(self.pid):
-            if process.pid in pids:
+            if process.parent == self.pid if self._launches else process.pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, WHERE_SIGNAL)
 

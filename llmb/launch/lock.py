@@ -25,18 +25,23 @@ def running_alone(install: Path, config: RunConfig) -> Iterator[None]:
     """Hold the experiment's lock, or say who does."""
     experiment = experiment_path(install, config)
     make_folder(experiment)
-    path = lock_path(experiment)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise refusal(path, error) from error
-    try:
-        free = _lock(descriptor, path)
+    with locked(lock_path(experiment)) as free:
         rival = next((run for run in RunDir.of_experiment(experiment) if live_pid(run) is not None), None)
         if rival is not None or not free:
             who = f" (pid {live_pid(rival)}, folder {shown(rival.path)})" if rival else ""
             raise ConfigError(f"{config.name} is already running{who}; wait for it or stop it")
         yield
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Hold the lock that is this file, made where it is missing; False: someone else holds it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise refusal(path, error) from error
+    try:
+        yield _lock(descriptor, path)
     finally:
         os.close(descriptor)
 

@@ -5,10 +5,13 @@ Its sections and keys are those that tools around NVIDIA's recipes already read.
 
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from llmb import __version__
 from llmb.launch.secrets import mask
@@ -65,6 +68,14 @@ def record(
     }
 
 
+def as_yaml(data: Mapping[str, Any]) -> str:
+    """The text of the file: by libyaml where it is there, as hundreds may be written in one pass."""
+    try:
+        return str(yaml.dump(data, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False))
+    except UnicodeEncodeError:  # a folder whose name is not UTF-8 is beyond libyaml
+        return str(yaml.safe_dump(data, sort_keys=False))
+
+
 def experiment_id(config: RunConfig) -> str:
     """The same for two runs that measure the same thing with the same version."""
     measured = {field: value for field, value in to_plain(config).items() if field in MEASURED}
@@ -75,6 +86,7 @@ def _listed(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value  # YAML has no tuples
 
 
+@cache
 def _torch_version() -> str | None:
     try:
         return version("torch")  # from its metadata; importing it would take seconds

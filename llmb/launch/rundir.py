@@ -7,8 +7,11 @@
         <name>_<timestamp>/<name>/
           config.json job.sh pid events.rank0.jsonl log-<name>.out result.json llmb-config_<jobid>.yaml profile/
           (of serving runs the log is <name>_streaming-<on/off>_<jobid>.out)
+          submission.json slurm-<jobid>.out allocation.json restart-<n>/         of Slurm jobs
 
-A run folder is made once; nothing here reuses or deletes one.
+A run folder is made once; nothing here reuses or deletes one. Slurm may start a job again under its old id, while
+ranks of the first start still live on a node it lost: so each start but the first works in restart-<n>/, with pid,
+events, log and result of its own, and the newest start is what counts.
 """
 
 import errno
@@ -18,8 +21,8 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import count
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 from llmb.errors import ConfigError, LaunchError, LlmbError
@@ -30,6 +33,7 @@ from llmb.spec import RunConfig
 
 CONFIG_FILE = "config.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
+RESTART = "restart-"
 LONGEST_NAME = 200  # bytes; file systems allow 255, and a time stamp or a suffix is added to the name
 
 
@@ -81,6 +85,7 @@ class RunDir:
     """One run's folder: where each of its files is."""
 
     path: Path
+    restart: int = 0  # how often the job was started again
 
     @classmethod
     def create(cls, install: Path, config: RunConfig, now: datetime) -> "RunDir":
@@ -98,7 +103,7 @@ class RunDir:
         rundir = cls(path.absolute())
         if not rundir.config.is_file():
             raise ConfigError(f"{shown(path)} is not a run folder: it holds no {CONFIG_FILE}")
-        return rundir
+        return rundir._newest()
 
     @classmethod
     def find_all(cls, install: Path) -> Iterator["RunDir"]:
@@ -110,7 +115,24 @@ class RunDir:
     def of_experiment(cls, experiment: Path) -> Iterator["RunDir"]:
         """Every run folder of one experiment, by time."""
         for config in sorted(experiment.glob(f"*/*/{CONFIG_FILE}")):
-            yield cls(config.parent)
+            yield cls(config.parent)._newest()
+
+    def _newest(self) -> "RunDir":
+        """The same folder as its newest start left it."""
+        numbers = (path.name.removeprefix(RESTART) for path in self.path.glob(f"{RESTART}*"))
+        return replace(self, restart=max((int(number) for number in numbers if number.isdigit()), default=0))
+
+    def for_new_start(self) -> "RunDir":
+        """Where a start of the job works: here, or, where it was started before, in a folder of its own."""
+        if not self.allocation.exists():
+            return self
+        again = replace(self, restart=self.restart + 1)
+        try:
+            again.work.mkdir()
+            copyfile(self.config, again.work / CONFIG_FILE)
+        except OSError as error:
+            raise refusal(again.work, error) from error
+        return again
 
     def read_config(self) -> RunConfig:
         """The configuration the run was made with."""
@@ -123,14 +145,12 @@ class RunDir:
 
     def write_record(self, config: RunConfig, job_id: str, launcher: str = "local", **cluster: str | None) -> None:
         """Store llmb-config_<jobid>.yaml; `cluster` may give cluster_name and the slurm_* keys."""
-        import yaml  # both only here: slow imports that nothing else on the way to a run needs
-
-        from llmb.launch.record import record
+        from llmb.launch.record import as_yaml, record  # only here: slow, and nothing else on the way to a run needs it
 
         launched = datetime.fromtimestamp(self.created_at)
-        install = self.path.parents[5]
+        install = self.install
         data = record(config, job_id=job_id, launcher=launcher, launched=launched, install=install, cluster=cluster)
-        write_whole(self.record(job_id), yaml.safe_dump(data, sort_keys=False))
+        write_whole(self.record(job_id), as_yaml(data))
 
     def add_to_log(self, text: str) -> None:
         """End the log with what was found out when the engine was gone."""
@@ -160,6 +180,16 @@ class RunDir:
         return records[0].stem.removeprefix("llmb-config_") if records else None
 
     @property
+    def install(self) -> Path:
+        """The installation that the folder belongs to."""
+        return self.path.parents[5]
+
+    @property
+    def work(self) -> Path:
+        """The folder that the engine works in."""
+        return self.path / f"{RESTART}{self.restart}" if self.restart else self.path
+
+    @property
     def config(self) -> Path:
         return self.path / CONFIG_FILE
 
@@ -172,9 +202,9 @@ class RunDir:
         """All that was printed. Serving runs have the name that readers of NVIDIA's inference recipes look for."""
         streaming = self._streaming()
         if streaming is None:
-            return self.path / f"log-{self.name}.out"
+            return self.work / f"log-{self.name}.out"
         job = f"_{self.job_id}" if self.job_id else ""
-        return self.path / f"{self.name}_streaming-{'on' if streaming else 'off'}{job}.out"
+        return self.work / f"{self.name}_streaming-{'on' if streaming else 'off'}{job}.out"
 
     def _streaming(self) -> bool | None:
         """Whether a serving run streams; none: it is another kind of run, or its configuration cannot be read."""
@@ -185,22 +215,46 @@ class RunDir:
 
     @property
     def result(self) -> Path:
-        return self.path / "result.json"
+        return self.work / "result.json"
+
+    @property
+    def submission(self) -> Path:
+        """How a Slurm job came to be; written before Slurm knows of it."""
+        return self.path / "submission.json"
+
+    @property
+    def allocation(self) -> Path:
+        """The nodes that a start of a Slurm job was given: the first that it writes."""
+        return self.work / "allocation.json"
+
+    @property
+    def ending(self) -> Path:
+        """What Slurm said of a job that has ended; Slurm itself forgets."""
+        return self.path / "ending.json"
+
+    def slurm_output(self, job_id: str) -> Path:
+        """What the job printed outside of the run's own log."""
+        return self.path / f"slurm-{job_id}.out"
+
+    @property
+    def origin(self) -> Path:
+        """Where an imported run comes from; runs made here have none."""
+        return self.path / "origin.json"
 
     @property
     def pid_file(self) -> Path:
-        return self.path / "pid"
+        return self.work / "pid"
 
     @property
     def profile(self) -> Path:
-        return self.path / "profile"
+        return self.work / "profile"
 
     def events(self, rank: int) -> Path:
-        return self.path / f"events.rank{rank}.jsonl"
+        return self.work / f"events.rank{rank}.jsonl"
 
     def all_events(self) -> list[Path]:
         """The event files there are, one a rank."""
-        return sorted(self.path.glob("events.rank*.jsonl"))
+        return sorted(self.work.glob("events.rank*.jsonl"))
 
     def record(self, job_id: str) -> Path:
         return self.path / f"llmb-config_{job_id}.yaml"
@@ -240,13 +294,13 @@ def _marker(rundir: RunDir) -> dict[str, Any] | None:
 
 def _take(experiment: Path, stamp: str) -> Path:
     """The first folder of this time stamp that nobody else has; making it is what claims it."""
-    for number in count(1):
+    number = 1
+    while True:
         folder = experiment / (stamp if number == 1 else f"{stamp}_{number}")
         try:
             folder.mkdir()
             return folder
-        except FileExistsError:
-            continue
+        except FileExistsError:  # of hundreds made in one second, those there are need not be tried one by one
+            number = max(number, sum(name.startswith(stamp) for name in os.listdir(experiment))) + 1
         except OSError as error:
             raise refusal(folder, error) from error
-    raise AssertionError("count() never ends")

@@ -40,8 +40,8 @@ class Engine(Protocol):
     def ask_where(self, pids: Collection[int]) -> None:
         """Ask those of these processes that are the engine's for their Whereabouts."""
 
-    def worked_s(self) -> float:
-        """CPU time of all its processes so far."""
+    def worked_s(self) -> float | None:
+        """CPU time of all its processes so far; none: they are on other machines."""
 
 
 class StallWatch:
@@ -75,6 +75,8 @@ class StallWatch:
     @property
     def limit_s(self) -> float | None:
         """Seconds that may pass without an event; none: nothing can be said about this kind of run."""
+        if self._config.engine != "native":  # it writes no events, so their absence means nothing
+            return None
         wanted = self._config.limits.stall_limit_s
         if isinstance(self._config.workload, Inference):
             return wanted
@@ -110,6 +112,8 @@ class StallWatch:
             return False
         if now - self._sampled_at >= SAMPLE_S:
             worked_s = self._engine.worked_s()
+            if worked_s is None:
+                return False
             if abs(worked_s - self._worked_s) > IDLE_SHARE * (now - self._sampled_at):
                 self._worked_at = now
             self._sampled_at, self._worked_s = now, worked_s

@@ -1,35 +1,38 @@
-"""TensorRT-LLM's own benchmark, trtllm-bench: its requests, its options file, its command, and the job around them.
+"""TensorRT-LLM's own benchmark, trtllm-bench: its requests, its options file, its command.
 
     local_command(config)    what runs in the run folder: bash -c SCRIPT
-    slurm_job(config)        the same for a cluster, a task for each GPU; what --dry-run prints
-    check(config)            one line where it cannot be started here
+    order(config, environ)   the same on a cluster: a task for each GPU, of which the first runs SCRIPT
+    check(config, here)      one line where it cannot be started
 
 The report it prints is read by results/trtllm.py. `prepare-dataset` is part of trtllm-bench from 1.3 on; with an older
 one the requests come from a file: DATASET.
 """
 
 import shlex
+from collections.abc import Mapping
+from pathlib import Path
 from shutil import which
 from typing import Any
 
 from llmb.errors import ConfigError
+from llmb.launch.order import EngineOrder
 from llmb.spec import Inference, RunConfig
 
 PROGRAM = "trtllm-bench"
-OPTIONS_FILE, DATASET_FILE = "trtllm.yaml", "dataset.jsonl"
+SCRIPT_FILE, OPTIONS_FILE, DATASET_FILE = "trtllm.sh", "trtllm.yaml", "dataset.jsonl"
 STREAM_INTERVAL = 4  # tokens between two messages of a stream, as the recipe has it
 # DeepSeek's own prediction layer drafts this many tokens; one that is among the likeliest, or nearly, is accepted.
 DRAFTED, LIKELIEST, NEARLY = 3, 10, 0.6
 
 
-def check(config: RunConfig) -> None:
-    """A ConfigError where trtllm-bench cannot be started for this run."""
-    if which(PROGRAM) is None:
+def check(config: RunConfig, here: bool = True) -> None:
+    """A ConfigError where trtllm-bench cannot be started for this run. `here`: on this machine, without a cluster."""
+    if here and which(PROGRAM) is None:
         raise ConfigError(f"--engine trtllm needs {PROGRAM} on the PATH, as in TensorRT-LLM's container; or --dry-run")
     if _work(config).weights is None:
         raise ConfigError("--engine trtllm needs published weights: WEIGHTS=FOLDER, in Hugging Face's layout")
-    if config.machine.nodes > 1:
-        raise ConfigError(f"--engine trtllm starts one node here, this run needs {config.machine.nodes}; see --dry-run")
+    if here and config.machine.nodes > 1:
+        raise ConfigError(f"--engine trtllm needs {config.machine.nodes} nodes, here is one; use --on slurm")
 
 
 def local_command(config: RunConfig) -> list[str]:
@@ -37,26 +40,36 @@ def local_command(config: RunConfig) -> list[str]:
     return ["bash", "-c", script(config)]
 
 
+def order(config: RunConfig, environ: Mapping[str, str]) -> EngineOrder:
+    """A task for each GPU. Its launcher makes the first run the script and the others wait for work.
+
+    The script is a file, as some versions of that launcher take quoted words apart. Tasks find each other by MPI:
+    PMIx, unless srun's own variable names another.
+    """
+    work = _work(config)
+    folders = [work.weights, str(Path(work.dataset).parent) if work.dataset else None]
+    return EngineOrder(
+        command=("trtllm-llmapi-launch", "bash", SCRIPT_FILE),
+        mpi=environ.get("SLURM_MPI_TYPE", "pmix"),
+        files={SCRIPT_FILE: script(config)},
+        folders=tuple(folder for folder in folders if folder),
+    )
+
+
+def environment(config: RunConfig) -> dict[str, str]:
+    """What it wants to be told by variables: which of its steps are profiled."""
+    asked = config.profile
+    if not asked.profile:
+        return {}
+    window = {"TLLM_PROFILE_START_STOP": f"{asked.profile_start}-{asked.profile_stop}"}
+    if asked.profiler == "torch":
+        return window | {"TLLM_TORCH_PROFILE_TRACE": "trace.json"}
+    return window | {"TLLM_LLMAPI_ENABLE_NVTX": "1", "TLLM_PROFILE_RECORD_GC": "1"}
+
+
 def script(config: RunConfig) -> str:
     """Writes the options file, prepares the requests, runs the benchmark."""
     return "\n".join(["set -euo pipefail", *_preparations(config), f"exec {bench_line(config)}"]) + "\n"
-
-
-def slurm_job(config: RunConfig) -> str:
-    """The same as a batch script: the benchmark is started once for each GPU, the preparations once in all."""
-    machine, log = config.machine, f"{config.name}_streaming-{'on' if _work(config).streaming else 'off'}_%j"
-    wishes = {
-        "job-name": config.name,
-        "nodes": machine.nodes,
-        "ntasks-per-node": min(machine.gpus, machine.gpus_per_node),
-        "time": _clock(config.limits.time_limit_s),
-        "output": f"{log}.out",
-        "error": f"{log}.err",
-    }
-    asked = [f"{name}={value}" for name, value in wishes.items()] + ["exclusive", *config.limits.slurm_params]
-    header = ["#!/usr/bin/env bash", *(f"#SBATCH --{wish}" for wish in asked), "set -euo pipefail"]
-    start = f"srun --mpi=pmix trtllm-llmapi-launch {bench_line(config)}"
-    return "\n".join([*header, *_preparations(config), start]) + "\n"
 
 
 def _preparations(config: RunConfig) -> list[str]:
@@ -156,10 +169,6 @@ def _flat(settings: dict[str, Any]) -> list[Any]:
 
 def _joined(words: list[Any]) -> str:
     return shlex.join(map(str, words))
-
-
-def _clock(seconds: int) -> str:
-    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 def _work(config: RunConfig) -> Inference:

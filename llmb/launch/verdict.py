@@ -3,9 +3,9 @@
 Pure: facts in, verdict out. The engine's own last word counts most, but a rank that is killed has none, and whoever
 talked to it fails for want of an answer, perhaps first. So, of several ranks, the cause is the first of these:
 
-    killed by a signal that none of ours sends (SIGKILL, SIGSEGV), by torchrun's word, without a last word
+    killed by a signal that none of ours sends (SIGKILL, SIGSEGV), by its launcher's word, without a last word
     the first that failed by itself
-    one that died without a last word, by torchrun's word or because others lost it
+    one that died without a last word, by its launcher's word or because others lost it
     the first that lost its connection to another
 
 A run that llmb-run stopped ended for that reason, whatever the engine made of the SIGTERM, unless it had failed by
@@ -25,6 +25,7 @@ LAST_LINES = 20
 INNERMOST = 12  # lines of a stack, of which the first are the innermost
 
 _CRASHES = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
+_BY_SRUN = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM}
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError", re.IGNORECASE)
 _LOST_ANOTHER = re.compile(
     r"Connection (?:closed|reset) by (?:remote )?peer|Connection refused|Broken pipe|Timed out waiting"
@@ -34,6 +35,11 @@ _LABEL = re.compile(r"^\[rank(\d+)\]: ?", re.MULTILINE)
 _TORCHRUN = re.compile(r"^[WE]\d{4} .*torch/distributed/elastic/multiprocessing/api\.py", re.MULTILINE)
 _RANK_FAILED = re.compile(r"torch/distributed/elastic/.* failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _RANK_LISTED = re.compile(r"^ *rank +: (\d+) .*\n *exitcode +: (-?\d+)", re.MULTILINE)
+_TASKS_FAILED = re.compile(
+    r"^srun: error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|([A-Z][\w ]+?))(?: \(core dumped\))?$",
+    re.MULTILINE,
+)
+_NAMES = {signal.strsignal(number): -number for number in signal.valid_signals()} | {"Out Of Memory": -signal.SIGKILL}
 _LONGEST_REASON = 500  # characters
 
 
@@ -47,7 +53,8 @@ class Verdict(NamedTuple):
 
 def stopped(stop: Verdict, before: Sequence[RunEnded], exit_code: int | None, last: RunEnded | None) -> Verdict:
     """A run that llmb-run stopped. `before`: how ranks said they had ended by then; `last`: rank 0 in the end."""
-    if causes := _causes(before):
+    causes = [cause for cause in _causes(before) if not _lost_another(cause)]
+    if causes:
         return _said(causes[0], before)
     if last is not None and last.status == "ok" and exit_code == 0:
         return Verdict("ok", last.reason)
@@ -85,9 +92,24 @@ def finished(
 
 
 def exit_codes(log: str) -> dict[int, int]:
-    """Of the ranks that torchrun saw fail, the one it noticed first in front."""
+    """Of the ranks that torchrun or srun saw fail, the one it noticed first in front."""
+    if tasks := _tasks_failed(log):
+        return tasks
     first = {int(found[2]): int(found[1]) for found in _RANK_FAILED.finditer(log)}
     return first | {int(found[1]): int(found[2]) for found in _RANK_LISTED.finditer(log)}
+
+
+def _tasks_failed(log: str) -> dict[int, int]:
+    """By srun's word; those that it ended itself, once one had failed, do not count."""
+    codes: dict[int, int] = {}
+    for found in _TASKS_FAILED.finditer(log):
+        code = int(found[2]) if found[2] else _NAMES.get(found[3])
+        if code is None or (codes and code in _BY_SRUN):
+            continue
+        for part in found[1].split(","):
+            first, _, last = part.partition("-")
+            codes |= {rank: code for rank in range(int(first), int(last or first) + 1) if rank not in codes}
+    return codes
 
 
 def lines_of(rank: int | None, log: str) -> list[str]:

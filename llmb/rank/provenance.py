@@ -13,6 +13,8 @@ import llmb
 from llmb.events import RunStarted
 from llmb.rank.place import Place
 
+HOST = "LLMB_HOST"  # what whoever started the ranks calls this machine, where it has another name there
+
 
 def run_started(place: Place) -> RunStarted:
     """The first event of this rank."""
@@ -21,7 +23,7 @@ def run_started(place: Place) -> RunStarted:
         rank=place.rank,
         world_size=place.world_size,
         gpu_name=device_name(place.device),
-        host=socket.gethostname(),
+        host=os.environ.get(HOST) or socket.gethostname(),
         pid=os.getpid(),
         commit=commit() if place.rank == 0 else None,  # a thousand ranks need not all ask git
         versions=versions(),

@@ -65,9 +65,12 @@ def speed_ratio(a: list[float], b: list[float]) -> Verdict:
 
 
 def compare(
-    a: tuple[RunConfig | None, Result], b: tuple[RunConfig | None, Result], force: bool = False
+    a: tuple[RunConfig | None, Result],
+    b: tuple[RunConfig | None, Result],
+    force: bool = False,
+    clusters: tuple[str | None, str | None] = (None, None),
 ) -> dict[str, Any]:
-    """Everything `llmb-run compare` says, as plain data."""
+    """Everything `llmb-run compare` says, as plain data; `clusters`: where A and B were imported from."""
     (config_a, result_a), (config_b, result_b) = a, b
     for label, result in (("A", result_a), ("B", result_b)):
         if result.step_time_s is None and result.output_tokens_per_s is None:
@@ -83,6 +86,7 @@ def compare(
     return {
         "a": result_a.name,
         "b": result_b.name,
+        "clusters": list(clusters),
         "differing": differing,
         "figures": list(_figures(result_a, result_b)),
         "speed": to_plain(verdict),
@@ -116,7 +120,8 @@ def _figures(a: Result, b: Result) -> Iterator[dict[str, Any]]:
 
 def text(compared: dict[str, Any]) -> str:
     """For a person: differing fields first, then figures, then the verdict."""
-    parts = [f"A: {compared['a']}\nB: {compared['b']}"]
+    from_where = [f" (imported from {cluster})" if cluster else "" for cluster in compared["clusters"]]
+    parts = [f"A: {compared['a']}{from_where[0]}\nB: {compared['b']}{from_where[1]}"]
     if compared["differing"]:
         rows = [(field, *values) for field, values in compared["differing"].items()]
         parts.append("differing fields\n" + render(("field", "A", "B"), rows))

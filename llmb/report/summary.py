@@ -63,6 +63,10 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     if result.peak_memory_gib is not None:
         where = "process" if result.gpu == "cpu" else "device"
         yield "peak memory", number(result.peak_memory_gib), "GiB", f"highest {where} memory in use"
+    for slow in result.slow_ranks:
+        where = f" on {slow.host}" if slow.host else ""
+        said = f"{number(slow.own_s)} s of own work a step, the median of the others {number(slow.usual_s)}"
+        yield f"slow rank {slow.rank}{where}", f"{slow.ratio:.2f}", "x", said
     if result.loss_first is not None and result.loss_last is not None:
         yield "loss", number(result.loss_last), "", f"at step {result.steps_done}, from {number(result.loss_first)}"
 

@@ -20,8 +20,9 @@ from llmb.events import (
     StepDone,
     TimeSpent,
 )
-from llmb.results.result import Collective, Comparison, Result, TimeShare
+from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeShare
 from llmb.results.serving import serving_fault, serving_fields, summary_fields
+from llmb.results.slow_ranks import slow_ranks
 from llmb.results.warnings import cautions
 from llmb.spec import Inference, RunConfig, Status, Training
 
@@ -40,6 +41,7 @@ def derive(
     if steps:
         chosen = _window(steps, config, window)
         fields |= _training_fields(config, steps, chosen)
+        fields["slow_ranks"] = _slow_ranks(config, seen, fields)
     fields |= serving_fields(seen, config)
     for event in seen:
         if isinstance(event, ServingSummary):
@@ -146,6 +148,15 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
         fields["tokens_per_s_per_gpu"] = fields["tokens_per_s"] / config.machine.gpus
         fields |= _utilisation(config, statistics.median, min(tokens))
     return fields
+
+
+def _slow_ranks(config: RunConfig | None, events: list[Event], fields: dict) -> tuple[SlowRank, ...]:
+    """Who held the others up; without a configuration nobody knows which ranks have the same work."""
+    statistics = fields["step_time_s"]
+    if config is None or statistics is None:
+        return ()
+    stage_ranks = max(1, config.machine.gpus // config.parallel.pp)
+    return slow_ranks(events, fields["window"], statistics.median, stage_ranks)
 
 
 def _utilisation(config: RunConfig, step_time_s: float, tokens: int) -> dict:

@@ -50,6 +50,17 @@ class TimeShare:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlowRank:
+    """A rank that held the others up, over the measured window."""
+
+    rank: int
+    host: str | None
+    own_s: float  # work of its own in a step, waiting left out; median
+    usual_s: float  # the same of the median of the others
+    ratio: float  # of these two; above 1 is slower
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """One run in figures."""
 
@@ -84,6 +95,7 @@ class Result:
     peak_memory_gib: float | None = None
     loss_first: float | None = None
     loss_last: float | None = None
+    slow_ranks: tuple[SlowRank, ...] = ()
 
     requests: int | None = None  # measured and finished
     requests_failed: int | None = None

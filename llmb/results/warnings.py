@@ -1,26 +1,23 @@
 """The closed list of warnings a Result may carry, each with what to do next."""
 
 from collections.abc import Iterable, Sequence
-from statistics import median
 
 from llmb import metrics
-from llmb.events import Event, RunStarted, StepDone
+from llmb.events import Event, RunStarted
 from llmb.hardware import recognise
-from llmb.results.result import Caution
+from llmb.results.result import Caution, SlowRank
 from llmb.results.serving import engine_facts, measured_requests
 from llmb.spec import Inference, RunConfig
 
 NOISE_LIMIT = 0.05  # standard deviation over median
 FEW_SAMPLES = 5
-SLOW_LIMIT = 0.2  # own work above that of the median rank
-HELD_UP_LIMIT = 0.1  # the same surplus, over the step time: less is noise, or not worth a word
 FULL_TIMES = 2  # how often the requests should fill the engine
 LATE_LIMIT = 0.05  # of the load asked for, that may be missing
 
 
 def cautions(config: RunConfig | None, fields: dict, events: Sequence[Event]) -> tuple[Caution, ...]:
     """Every warning that applies, in a fixed order."""
-    found = [*_about_samples(fields), *_about_ranks(config, fields, events)]
+    found = [*_about_samples(fields), *_about_ranks(fields.get("slow_ranks", ()))]
     found += [*_about_serving(config, fields, events), *_about_config(config, fields)]
     start = next((e for e in events if isinstance(e, RunStarted)), None)
     if config is not None and start is not None:
@@ -39,32 +36,19 @@ def _about_samples(fields: dict) -> Iterable[tuple[str, str]]:
         yield "NOISY_STEPS", f"step times vary by {share:.0f} %; look for other work on the machine, or run more steps"
 
 
-def _about_ranks(config: RunConfig | None, fields: dict, events: Iterable[Event]) -> Iterable[tuple[str, str]]:
-    """Ranks that the others wait for. Step times are the same on all; what differs is how much of them was own work.
-
-    Compared are ranks of one pipeline stage: another stage may have more to do.
-    """
-    steps = fields.get("step_time_s")
-    if config is None or steps is None or steps.n < FEW_SAMPLES:
-        return
-    first, last = fields["window"]
-    stage_ranks = max(1, config.machine.gpus // config.parallel.pp)
-    own: dict[int, dict[int, list[float]]] = {}  # by stage and rank
-    hosts: dict[int, str | None] = {}
-    for event in events:
-        if isinstance(event, StepDone) and event.busy_s is not None and first <= event.step <= last:
-            own.setdefault(event.rank // stage_ranks, {}).setdefault(event.rank, []).append(event.busy_s)
-        elif isinstance(event, RunStarted):
-            hosts[event.rank] = event.host
-    for stage in own.values():
-        typical = {rank: median(seconds) for rank, seconds in stage.items()}
-        usual = median(typical.values())
-        for rank, seconds in typical.items():
-            surplus = seconds - usual
-            if surplus > SLOW_LIMIT * usual and surplus > HELD_UP_LIMIT * steps.median:
-                where = f" on {hosts[rank]}" if hosts.get(rank) else ""
-                more = f"{seconds:.3g} s of own work a step, {100 * surplus / usual:.0f} % more than the median rank"
-                yield "SLOW_RANK", f"rank {rank}{where} holds the others up: {more}; look at what else runs there"
+def _about_ranks(slow: Iterable[SlowRank]) -> Iterable[tuple[str, str]]:
+    """Ranks that the others wait for: one warning a host, as it may be the node that is slow."""
+    places: dict[str | int, list[SlowRank]] = {}
+    for one in slow:
+        places.setdefault(one.host if one.host is not None else one.rank, []).append(one)
+    for ranks in places.values():
+        worst = max(ranks, key=lambda one: one.ratio)
+        names = ", ".join(str(one.rank) for one in ranks)
+        who = f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+        where = f" on {worst.host}" if worst.host else ""
+        more = f"{worst.own_s:.3g} s of own work a step, {100 * (worst.ratio - 1):.0f} % more than the median rank"
+        holds = "holds" if len(ranks) == 1 else "hold"
+        yield "SLOW_RANK", f"{who}{where} {holds} the others up: {more}; look at what else runs there"
 
 
 def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Event]) -> Iterable[tuple[str, str]]:

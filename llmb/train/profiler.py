@@ -3,7 +3,8 @@
     llmb-run submit ... -p        steps profile_start up to, not including, profile_stop
 
 Each rank leaves profile/trace.rank<N>.json.gz (open it in chrome://tracing or ui.perfetto.dev); rank 0 also leaves
-profile/time.json. While a trace is taken, steps and their parts are marked in it and, on a GPU, as NVTX ranges.
+profile/time.json. While a trace is taken, steps and their parts are marked in it and, on a GPU, as NVTX ranges. Where
+Nsight Systems watches instead (rank/nsight.py), its window is opened and closed around the same steps.
 
 On a GPU the times are those of the kernels on all streams. Where several run at once the first kind of KINDS counts, so
 communication is what no computation hides; idle is the time in which nothing runs. On a CPU they are the own times of
@@ -25,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import TimeSpent
 from llmb.plain import to_json, write_whole
+from llmb.rank.nsight import NsightWindow, watched_by_nsight
 from llmb.spec import Profile
 from llmb.train.mesh import Mesh
 from llmb.train.timeline import Work, by_nesting, by_precedence, within
@@ -59,14 +61,18 @@ class Profiler:
 
     def __init__(self, folder: Path, asked: Profile, steps: range, mesh: Mesh):
         self._folder, self._mesh = folder / "profile", mesh
-        self._steps = _steps_to_trace(asked, steps) if asked.profile else range(0)
+        mine = not asked.profile_ranks or mesh.rank in asked.profile_ranks
+        self._steps = _steps_to_trace(asked, steps) if asked.profile and mine else range(0)
+        self._nsight = NsightWindow(self._steps) if watched_by_nsight() else None
         # The tracing library is slow at first: where there is a step before the window it gets used to its work there.
         self._settles = bool(self._steps) and self._steps[0] > steps[0]
         self._trace: profile | None = None
 
     def before(self, step: int) -> None:
         """Begin the trace where the window begins."""
-        if self._steps and step == self._steps[0] - self._settles:
+        if self._nsight is not None:
+            self._nsight.before(step)
+        elif self._steps and step == self._steps[0] - self._settles:
             activities = [ProfilerActivity.CPU]
             if self._mesh.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
@@ -76,7 +82,8 @@ class Profiler:
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Marks a part of a step in the trace."""
-        return nullcontext() if self._trace is None else self._mark(name)
+        marked = self._trace is not None or (self._nsight is not None and self._nsight.is_open)
+        return self._mark(name) if marked else nullcontext()
 
     @contextmanager
     def _mark(self, name: str) -> Iterator[None]:
@@ -92,6 +99,8 @@ class Profiler:
 
     def after(self, step: int) -> tuple[TimeSpent, ...]:
         """Once the window's last step is done: write the files; on rank 0 where the time went."""
+        if self._nsight is not None:
+            self._nsight.after(step)
         if self._trace is None:
             return ()
         if step != self._steps[-1]:

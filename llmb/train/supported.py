@@ -5,6 +5,7 @@
 
 from llmb.errors import ConfigError
 from llmb.layout import check_model, check_schedule, check_sequence, most_layers
+from llmb.rank.nsight import watched_by_nsight
 from llmb.spec import RunConfig, Training
 
 DTYPES = ("fp32", "bf16", "fp8")
@@ -34,7 +35,7 @@ def supported_workload(config: RunConfig) -> Training:
         f"cuda_graphs=true with experts in {config.precision.dtype}": work.cuda_graphs
         and config.model.experts is not None
         and config.precision.dtype != "bf16",  # the others read the experts' loads on the host
-        "gpu_metrics=true (needs Nsight Systems)": config.profile.gpu_metrics,
+        "gpu_metrics=true (needs Nsight Systems)": config.profile.gpu_metrics and not watched_by_nsight(),
     }
     refused = [setting for setting, asked in settings.items() if asked]
     if refused:

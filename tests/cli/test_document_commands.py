@@ -154,7 +154,7 @@ def test_another_engine_is_composed_and_without_it_refused(llmb_run, monkeypatch
     monkeypatch.setenv("USE_CASE", "chat:128/128")
     code, out, err = llmb_run(*line, "--dry-run")
     assert (code, err) == (0, "")
-    assert "\nsrun --mpi=pmix trtllm-llmapi-launch trtllm-bench --model DeepSeek-R1 " in out
+    assert "\nexec trtllm-bench --model DeepSeek-R1 " in out
     assert "\nenable_attention_dp: true\n" in out
     code, out, err = llmb_run("show", *line[1:])
     assert (code, err) == (0, "")

@@ -74,8 +74,8 @@ def test_an_engine_that_is_not_there_is_one_clear_line(config, rundir, installed
     installed("llmb.train")
     with pytest.raises(ConfigError, match=r"torch, which is not installed: pip install 'llmb\[engine\]'"):
         engine_command(config, rundir, "/py")
-    with pytest.raises(UnknownName, match=r"megatron_bridge.*native"):
-        engine_command(replace(config, engine="megatron_bridge"), rundir, "/py")
+    with pytest.raises(UnknownName, match=r"tensorflow.*native, trtllm, megatron_bridge"):
+        engine_command(replace(config, engine="tensorflow"), rundir, "/py")
 
 
 def test_looking_for_an_engine_imports_none():

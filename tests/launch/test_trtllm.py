@@ -1,4 +1,4 @@
-"""trtllm-bench: its job as text for every printed row, and as a process whose report becomes a Result."""
+"""trtllm-bench: its script as text for every printed row, and as a process whose report becomes a Result."""
 
 import shlex
 from dataclasses import replace
@@ -12,14 +12,15 @@ import yaml
 from llmb.cli.runs import keep_result
 from llmb.errors import ConfigError
 from llmb.launch import trtllm
-from llmb.launch.command import engine_command, spelled_command
+from llmb.launch.command import engine_command, engine_environment, engine_order, spelled_command
 from llmb.launch.local import Outcome, run_local
 from llmb.launch.rundir import RunDir
+from llmb.launch.slurm_job import SlurmWishes, slurm_script
 from llmb.recipes.recipe import Row, load_all, shipped
 from llmb.resolve import resolve
 from llmb.results.result import Result
 from llmb.selection import Request
-from llmb.settings import Setting
+from llmb.settings import Setting, seconds
 from llmb.spec import Inference, RunConfig
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -38,8 +39,21 @@ def name(row: Row) -> str:
 
 
 @pytest.mark.parametrize("row", R1.rows, ids=name)
-def test_the_job_of_a_printed_row_is_the_golden_text(row: Row) -> None:
-    assert trtllm.slurm_job(composed(row)) == (GOLDEN / "trtllm" / f"{name(row)}.sbatch").read_text()
+def test_the_script_of_a_printed_row_is_the_golden_text(row: Row) -> None:
+    assert trtllm.script(composed(row)) == (GOLDEN / "trtllm" / f"{name(row)}.sh").read_text()
+
+
+@pytest.mark.parametrize("row", R1.rows, ids=name)
+def test_a_cluster_starts_a_task_for_each_gpu_and_the_first_runs_the_script(row: Row, tmp_path: Path) -> None:
+    config = composed(row, weights="/a folder/R1", dataset="/data/requests.jsonl")
+    rundir = RunDir.create(tmp_path, config, datetime(2026, 1, 2, 3, 4, 5))
+    order = engine_order(config, rundir, "python")
+    assert order.command == ("trtllm-llmapi-launch", "bash", "trtllm.sh")  # no word of it needs a quote
+    assert (order.mpi, order.folders) == ("pmix", ("/a folder/R1", "/data"))
+    assert order.tasks_per_node(config.machine) * config.machine.nodes == row["gpus"]
+    assert order.tasks_per_node(config.machine) == (8 if row["gpu"] == "h100" else 4)
+    order.lay_out(rundir)
+    assert (rundir.path / "trtllm.sh").read_text() == trtllm.script(config)
 
 
 def test_there_is_a_golden_text_for_each_printed_row_and_no_other() -> None:
@@ -48,7 +62,20 @@ def test_there_is_a_golden_text_for_each_printed_row_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("row", R1.rows, ids=name)
-def test_the_job_says_what_the_row_says(row: Row) -> None:
+def test_the_job_asks_for_the_machine_and_the_time_of_the_row(row: Row, tmp_path: Path) -> None:
+    config = composed(row)
+    rundir = RunDir.create(tmp_path, config, datetime(2026, 1, 2, 3, 4, 5))
+    lines = slurm_script(config, rundir, None, SlurmWishes(), ["python"], {}).splitlines()
+    per_node, nodes = (8, 2) if row["gpu"] == "h100" else (4, 1)
+    asked = {f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--job-name={config.name}"}
+    assert {f"#SBATCH {option}" for option in asked} <= set(lines)
+    (limit,) = (line.removeprefix("#SBATCH --time=") for line in lines if line.startswith("#SBATCH --time="))
+    long = (row["mode"], row["use_case"]) == ("max_throughput", "generation")
+    assert 0 < seconds(limit, "") - (6000 if long else 1800) < 600  # its own, and time to end
+
+
+@pytest.mark.parametrize("row", R1.rows, ids=name)
+def test_the_script_says_what_the_row_says(row: Row) -> None:
     """Independent of the golden texts: every printed cell, looked up where trtllm-bench takes it from."""
     config = composed(row, weights="/a folder/R1")
     words = shlex.split(trtllm.bench_line(config))
@@ -82,7 +109,6 @@ def test_settings_reach_the_command() -> None:
     assert "--warmup 5" in line
     assert "prepare-dataset" not in trtllm.script(quiet)
     assert "cuda_graph_config" not in trtllm.options_text(quiet)
-    assert "streaming-off_%j.out" in trtllm.slurm_job(quiet)
     spread = composed(row, lengths="uniform", isl_spread="100", osl_spread="50")
     assert "token-unif-dist" in trtllm.dataset_line(spread)
     assert "--input-min 900 --input-max 1100 --output-min 950 --output-max 1050" in trtllm.dataset_line(spread)
@@ -91,19 +117,32 @@ def test_settings_reach_the_command() -> None:
     assert "--input-stdev 100 --output-stdev 0" in trtllm.dataset_line(normal)
 
 
+def test_the_window_of_a_profile_is_told_by_variables() -> None:
+    plain = composed(R1.rows[0])
+    traced = composed(R1.rows[0], profile="true", profile_start="500", profile_stop="505")
+    assert not [variable for variable in engine_environment(plain, {}, {}) if variable.startswith("TLLM_")]
+    told = engine_environment(traced, {}, {})
+    assert told["TLLM_PROFILE_START_STOP"] == "500-505"
+    assert "TLLM_TORCH_PROFILE_TRACE" not in told
+    by_torch = replace(traced, profile=replace(traced.profile, profiler="torch"))
+    assert engine_environment(by_torch, {}, {})["TLLM_TORCH_PROFILE_TRACE"] == "trace.json"
+
+
 def test_what_cannot_be_started_is_one_line(monkeypatch, tmp_path: Path, bench) -> None:
     row = R1.rows[0]
     bench("true")
     with pytest.raises(ConfigError, match="WEIGHTS=FOLDER"):
         trtllm.check(composed(row))
     h100 = next(r for r in R1.rows if r["gpu"] == "h100")
-    with pytest.raises(ConfigError, match="needs 2; see --dry-run"):
+    with pytest.raises(ConfigError, match="needs 2 nodes, here is one; use --on slurm"):
         trtllm.check(composed(h100, weights="/w"))
+    trtllm.check(composed(h100, weights="/w"), here=False)
     trtllm.check(composed(row, weights="/w"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="needs trtllm-bench on the PATH"):
         trtllm.check(composed(row, weights="/w"))
-    assert spelled_command(composed(row)).startswith("sbatch, with this job:\n#!/usr/bin/env bash\n")
+    trtllm.check(composed(row, weights="/w"), here=False)
+    assert spelled_command(composed(row)) == trtllm.script(composed(row))
 
 
 @pytest.fixture

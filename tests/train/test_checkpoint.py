@@ -131,8 +131,8 @@ def in_layout(name: str, model: Model, **changes: Any) -> RunConfig:
     [
         ("llama", ["fsdp 4", "one process", "dp 3"]),
         ("grok1", ["tp 2 pp 2", "fsdp 4", "one process"]),  # its embedding is on two stages
-        pytest.param("nemotron_h", ["fsdp 2 tp 2", "tp 2 pp 2", "fsdp 4"], marks=pytest.mark.slow),
-        pytest.param("deepseek", ["one process", "fsdp 2 tp 2", "tp 2 pp 2"], marks=pytest.mark.slow),
+        pytest.param("nemotron_h", ["fsdp 2 tp 2", "tp 2 pp 2", "fsdp 4"], marks=pytest.mark.matrix),
+        pytest.param("deepseek", ["one process", "fsdp 2 tp 2", "tp 2 pp 2"], marks=pytest.mark.matrix),
     ],
 )
 def test_one_layout_resumes_what_another_saved(tmp_path, model: str, route: list[str]) -> None:

@@ -71,6 +71,7 @@ def test_one_layer_at_its_true_width() -> None:
     check(config, rehearse(config))
 
 
+@pytest.mark.matrix
 def test_layers_that_are_computed_again_or_offloaded() -> None:
     config = row("pretrain_llama3.1", "8b", "fp8", 8, "h100")
     few = replace(config.model, layers=6)

@@ -84,7 +84,7 @@ def test_rounded_weights_travel(name: str, fsdp: bool, dtype: str) -> None:
     assert_like_one_process(name, dtype, dp=2, fsdp=fsdp)
 
 
-@pytest.mark.parametrize("fsdp", [True, False])
+@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", ["uneven", pytest.param("deepseek", marks=pytest.mark.matrix)])
 def test_replicas_of_split_tensors(name: str, fsdp: bool) -> None:
     assert_like_one_process(name, dp=3, tp=2, fsdp=fsdp)
@@ -108,7 +108,7 @@ def test_recomputed_and_offloaded_layers(monkeypatch) -> None:
     assert_like_one_process("grok1", dp=2, fsdp=True, recompute_layers=2, offload_layers=1)
 
 
-@pytest.mark.parametrize("fsdp", [True, False])
+@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_what_overlaps_changes_no_bit(fsdp: bool) -> None:
     usual, alone = (outcome("grok1", dp=2, fsdp=fsdp, overlap_gather=on, overlap_reduce=on) for on in (True, False))
     assert usual.losses == alone.losses

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # DeepSeek-R1 inference, set by the environment (README.md lists the variables); arguments go to `llmb-run submit`:
 #   GPU_TYPE=gb200 USE_CASE=chat:128/128 ./launch.sh
+# Inside an allocation it runs there: sbatch -N 1 ... ./launch.sh
 set -euo pipefail
 gpu=${GPU_TYPE:-}
 case ${gpu,,} in

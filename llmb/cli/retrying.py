@@ -1,0 +1,42 @@
+"""Tries again what failed through no fault of its own, as often as `submit --retries N` allows, without guilty nodes.
+
+No daemon does it: whoever watches or refreshes jobs does. The retries that are left move from the job that failed to
+the one that tries it again, in one transaction, so that two who watch do not both submit it.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from llmb.cli.endings import read_ending
+from llmb.cli.job_retry import resubmit
+from llmb.cli.polling import say_aside
+from llmb.errors import LlmbError
+from llmb.launch.rundir import RunDir
+from llmb.launch.slurm import SlurmDown, states
+from llmb.results.store import Job, Store
+
+
+def retry_failed(store: Store, say: Callable[[str], None] = say_aside) -> list[str]:
+    """Submit those that are worth it; gives the new jobs' ids."""
+    tried = (_try_again(store, job, say) for job in store.to_be_tried_again())
+    return [job_id for job_id in tried if job_id is not None]
+
+
+def _try_again(store: Store, job: Job, say: Callable[[str], None]) -> str | None:
+    try:
+        states([job.slurm_id or ""])
+    except SlurmDown:  # whoever refreshed has said so
+        return None
+    left = store.take_retries(job.job_id)
+    if left == 0:  # another was quicker
+        return None
+    try:
+        ending = read_ending(RunDir.open(Path(job.run_dir)))
+        without = ending.guilty_nodes if ending else ()
+        again = resubmit(store, job, exclude=without, retries=left - 1)
+    except LlmbError as error:  # Slurm has no node left for it, or its folder is gone: once more would be no better
+        say(f"ERROR: {job.job_id}: cannot be tried again: {error}")
+        return None
+    said = f"{job.job_id}: {job.reason or job.status}; again as {again}"
+    say(f"{said}, without {','.join(without)}" if without else said)
+    return again

@@ -1,0 +1,156 @@
+"""`llmb-run archive` and `import` from outside: runs of one cluster compared with those of another."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from llmb.cli.runs import keep_result
+from llmb.events import RunEnded, RunStarted, StepDone, append
+from llmb.launch.rundir import RunDir, store_path
+from llmb.resolve import resolve
+from llmb.results.store import Store
+from llmb.selection import Request
+
+pytest.importorskip("zstandard")
+
+
+@pytest.fixture
+def config(recipes):
+    return resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+
+
+@pytest.fixture
+def make_run(config):
+    """A run that was made on some cluster, with steps of so many seconds; gives its job id and folder."""
+
+    def make(install: Path, seconds: float, cluster: str | None = None, ended: bool = True) -> tuple[str, RunDir]:
+        run = RunDir.create(install, config, datetime(2026, 1, 2, 3, 4, 5))
+        append(run.events(0), RunStarted(time=1000.0 + seconds, host="node1"))
+        for step in range(1, config.workload.steps + 1):
+            append(run.events(0), StepDone(step=step, seconds=seconds * (1 + step % 7 / 1000), tokens=1000))
+        with Store(store_path(install)) as store:
+            job_id = store.add(config, run.path, created_at=run.created_at)
+            run.write_record(config, job_id, cluster_name=cluster)
+            if ended:
+                append(run.events(0), RunEnded(time=2000.0, status="ok"))
+                store.finish(job_id, keep_result(run, config))
+        return job_id, run
+
+    return make
+
+
+@pytest.fixture
+def here(tmp_path) -> Path:
+    return tmp_path / "llmb"  # $LLMB_INSTALL of every test
+
+
+def rows(llmb_run) -> list[dict]:
+    return [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
+
+
+def test_runs_of_two_clusters_are_compared(llmb_run, make_run, here, tmp_path, monkeypatch):
+    make_run(tmp_path / "eos", 1.0, cluster="eos")
+    make_run(here, 2.0)
+    file = tmp_path / "eos.tar.zst"
+    with monkeypatch.context() as there:
+        there.setenv("LLMB_INSTALL", str(tmp_path / "eos"))
+        code, out, err = llmb_run("archive", "--output", file)
+    assert (code, err) == (0, "")
+    assert f"{file}: 1 runs, " in out
+
+    code, out, _ = llmb_run("import", file)
+    assert (code, out) == (0, "1 runs imported from eos, 0 were here already\n")
+    stored = rows(llmb_run)
+    assert {(row["job_id"], row["launcher"], row["status"]) for row in stored} == {
+        ("L1", "local", "ok"),
+        ("L1@eos", "imported", "ok"),
+    }
+    assert "L1@eos" in llmb_run("jobs", "--on", "imported")[1]
+    code, out, _ = llmb_run("compare", "L1", "L1@eos")
+    assert code == 0
+    assert "(imported from eos)" in out.splitlines()[1]
+    assert "imported" not in out.splitlines()[0]
+    assert "B is faster, by 100.0 %" in out
+    assert json.loads(llmb_run("compare", "L1", "L1@eos", "--json")[1])["clusters"] == [None, "eos"]
+
+    assert llmb_run("import", file)[1] == "0 runs imported, 1 were here already\n"
+    assert rows(llmb_run) == stored
+    assert llmb_run("jobs", "rebuild")[1].startswith("2 runs found")
+    imported = [row for row in stored if row["launcher"] == "imported"]
+    assert [row for row in rows(llmb_run) if row["launcher"] == "imported"] == imported
+
+
+def test_a_row_that_a_killed_import_did_not_write_is_written_by_the_next(llmb_run, make_run, tmp_path, here):
+    _, run = make_run(tmp_path / "there", 1.0)
+    file = tmp_path / "a.tar.zst"
+    llmb_run("archive", run.path, "-o", file)
+    llmb_run("import", file, "--as", "other")
+    before = rows(llmb_run)
+    os.remove(store_path(here))
+    assert llmb_run("import", file)[1] == "0 runs imported, 1 were here already\n"
+    assert rows(llmb_run) == before
+    assert [row["job_id"] for row in before] == ["L1@other"]
+
+
+def test_only_what_was_asked_for_and_has_ended(llmb_run, make_run, here, tmp_path):
+    done, _ = make_run(here, 1.0)
+    going, run = make_run(here, 1.0, ended=False)
+    (run.pid_file).write_text(json.dumps({"pid": 1, "started": 1, "host": "another"}))
+    code, out, err = llmb_run("archive", "-o", tmp_path / "all.tar.zst")
+    assert (code, err) == (0, "left out: 1 runs that have not ended\n")
+    code, _, err = llmb_run("archive", going, "-o", tmp_path / "b.tar.zst")
+    assert (code, err) == (1, f"ERROR: not ended yet: {going}; wait, or end it: llmb-run jobs cancel {going}\n")
+    code, out, _ = llmb_run("archive", done, "--json", "-o", tmp_path / "c.tar.zst")
+    assert (code, json.loads(out)["runs"]) == (0, 1)
+    assert (tmp_path / "c.tar.zst").read_bytes() == (tmp_path / "all.tar.zst").read_bytes()
+    code, _, err = llmb_run("archive", "--since", "2026-06-01", "-o", tmp_path / "d.tar.zst")
+    assert (code, err) == (1, "ERROR: there are no runs to archive\n")
+    assert not (tmp_path / "d.tar.zst").exists()
+
+
+def test_secrets_of_this_shell_stay_here(llmb_run, make_run, here, tmp_path, monkeypatch):
+    import zstandard
+
+    _, run = make_run(here, 1.0)
+    run.log.write_text("my word is correct horse\n")
+    monkeypatch.setenv("VAULT_PASSWORD", "correct horse")
+    assert llmb_run("archive", "-o", tmp_path / "a.tar.zst")[0] == 0
+    with (tmp_path / "a.tar.zst").open("rb") as file:
+        whole = zstandard.ZstdDecompressor().stream_reader(file).read()
+    assert b"my word is ***" in whole
+    assert b"correct horse" not in whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["archive", "L9"], "ERROR: no job 'L9'"),
+        (["archive", "--since", "yesterday"], "ERROR: --since 'yesterday' is no time"),
+        (["archive", "-o", "/nowhere/a.tar.zst", "RUN"], "ERROR: cannot write /nowhere/a.tar.zst"),
+        (["import", "missing.tar.zst"], "ERROR: cannot read missing.tar.zst"),
+        (["import", "config.json"], "ERROR: config.json is refused: it was cut off or changed"),
+        (["import", "config.json", "--as", "a/b"], "ERROR: --as 'a/b': use letters"),
+    ],
+)
+def test_a_mistake_is_one_line(llmb_run, make_run, here, monkeypatch, arguments, said):
+    _, run = make_run(here, 1.0)
+    monkeypatch.chdir(run.path)
+    code, out, err = llmb_run(*(str(run.path) if word == "RUN" else word for word in arguments))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith(said)
+
+
+def test_without_the_package_one_line_says_what_to_install(make_run, here, tmp_path):
+    _, run = make_run(here, 1.0)
+    code = "import sys; sys.modules['zstandard'] = None; from llmb.cli.run import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "archive", str(run.path), "-o", "a.tar.zst"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    said = "ERROR: archives need the zstandard package: pip install zstandard\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    assert not list(tmp_path.glob("*a.tar.zst*"))

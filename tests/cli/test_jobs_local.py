@@ -1,0 +1,108 @@
+"""Local runs through `llmb-run jobs`: cancelled, tried again, watched on a terminal, and Slurm away."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from llmb.cli.polling import Poller
+from llmb.launch.root import install_root
+from llmb.launch.rundir import RunDir, mark_alive, store_path
+from llmb.resolve import resolve
+from llmb.results.store import Store
+from llmb.selection import Request
+
+SHAPE = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
+RUN = [
+    "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy", "--seqlen", "32",
+    *(f"--set=model.{field}={value}" for field, value in SHAPE.items()),
+]  # fmt: skip
+
+
+@pytest.fixture
+def store():
+    with Store(store_path(install_root(os.environ))) as store:
+        yield store
+
+
+def test_slurm_away_is_said_once(store, recipes, monkeypatch, capsys):
+    config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    for number in (1, 2):
+        temporary = store.add(config, Path(f"/{number}"), "slurm", status="submitting")
+        store.submitted(temporary, str(number))
+    monkeypatch.setenv("PATH", "/nowhere")
+    poller = Poller(store)
+    for _ in range(2):
+        assert [job.status for job in poller.refresh(store.jobs())] == ["pending", "pending"]
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "Slurm is not installed on this machine" in said
+    assert "shown is what was known at submission" in said
+
+
+def test_watch_draws_in_place_on_a_terminal(store, recipes):
+    config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    sleeper = subprocess.Popen(["sleep", "100"])
+    run = RunDir.create(install_root(os.environ), config, datetime.now())
+    mark_alive(run, sleeper.pid)
+    store.add(config, run.path)
+    screen, terminal = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "70", "LINES": "20"}
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "llmb.cli.run", "jobs", "--watch"],
+        stdout=terminal, stderr=terminal, stdin=terminal, env=environment,
+    )  # fmt: skip
+    os.close(terminal)
+    text = ""
+    with suppress(OSError):  # the other end is closed
+        while piece := os.read(screen, 65536).decode():
+            text += piece
+            if "1 running" in text and sleeper.poll() is None:
+                sleeper.kill()
+                sleeper.wait()
+    assert watch.wait() == 0
+    assert "1 incomplete" in text
+    assert "\x1b[5A" in text  # up over what was drawn before
+    assert max(len(line.rstrip("\r")) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.slow
+def test_a_local_run_is_cancelled(llmb_run, store):
+    running = subprocess.Popen(
+        [sys.executable, "-m", "llmb.cli.run", *RUN, "--set", "steps=100000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    end = time.monotonic() + 60
+    while not list(install_root(os.environ).rglob("events.rank0.jsonl")):
+        assert time.monotonic() < end
+        assert running.poll() is None
+        time.sleep(0.2)
+    assert llmb_run("jobs", "cancel", "--all", "--on", "slurm")[1] == ""
+    assert llmb_run("jobs", "cancel", "L1")[1] == "L1: cancelled\n"
+    running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert store.job("L1").status == "incomplete"
+
+
+@pytest.mark.slow
+def test_a_local_run_is_tried_again(llmb_run, store):
+    assert llmb_run(*RUN, "--set", "steps=4")[0] == 0
+    code, _, err = llmb_run("jobs", "retry", "L1")
+    assert code == 0, err
+    first, again = store.jobs()
+    assert (again.job_id, again.retry_of, again.attempt, again.name) == ("L2", "L1", 2, first.name)
+    assert "attempt 2, again after L1" in llmb_run("jobs", "show", "L2")[1]
+    before = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
+    store_path(install_root(os.environ)).unlink()
+    llmb_run("jobs", "rebuild")
+    after = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
+    for row in (*before, *after):
+        del row["created_at"], row["updated_at"]
+    assert after == before

@@ -1,0 +1,100 @@
+"""The table of jobs: columns, narrow terminals, filters, JSON, times."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmb.cli.job_table import elapsed_s, span, table, waited_s
+from llmb.events import RunEnded, StepDone
+from llmb.resolve import resolve
+from llmb.results.derive import derive
+from llmb.results.store import Store
+from llmb.selection import Request
+
+
+@pytest.fixture
+def store(tmp_path, recipes):
+    """One local run that went well, one Slurm job that failed; none goes on."""
+    config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    steps = [StepDone(step=n, seconds=2.0, tokens=1000) for n in range(1, config.workload.steps + 1)]
+    with Store(tmp_path / "llmb" / ".llmb" / "jobs.sqlite3") as store:
+        store.finish(store.add(config, Path("/a")), derive(config, [*steps, RunEnded(status="ok")]))
+        temporary = store.add(replace(config, target="other"), Path("/b"), launcher="slurm", status="submitting")
+        times = {"submitted_at": 1000.0, "started_at": 1060.0, "ended_at": 4783.0}
+        result = derive(config, [RunEnded(status="failed", reason="node n2 failed")])
+        job = store.submitted(temporary, "4711")
+        store.finish(job, result, slurm_state="NODE_FAIL", nodes="n[1-2]", **times)
+        yield store
+
+
+def test_every_column_that_has_something_to_say(store):
+    lines = table(store.jobs()).splitlines()
+    assert lines[0].split("  ")[0] == "job"
+    for title in ("Slurm state", "nodes", "waited", "elapsed", "tokens/s/gpu", "MFU %", "vs ref", "proxy"):
+        assert title in lines[0]
+    assert lines[2].split()[:2] == ["L1", "pretrain_llama3.1_8b"] or lines[2].startswith("L1")
+    for word in ("4711", "other", "failed", "NODE_FAIL", "n[1-2]", "1:00", "1:02:03"):
+        assert word in lines[3]
+    assert "nodes" not in table(store.jobs(launcher="local"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_a_narrow_terminal_loses_columns_not_lines(store, width):
+    lines = table(store.jobs(), width).splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= width
+    assert "status" in lines[0]
+
+
+def test_filters_and_json(llmb_run, store):
+    assert [json.loads(line)["job_id"] for line in llmb_run("jobs", "--json")[1].splitlines()] == ["L1", "4711"]
+    assert "4711" not in llmb_run("jobs", "--on", "local")[1]
+    assert "L1 " not in llmb_run("jobs", "--status", "failed,lost")[1]
+    assert "L1 " not in llmb_run("jobs", "list", "--workload", "other")[1]
+    assert "4711" in llmb_run("jobs", "--since", "1h")[1]
+    assert "no runs" in llmb_run("jobs", "--since", "2999-01-01")[1]
+    assert llmb_run("jobs", "-n", "1", "--json")[1].count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["jobs", "--status", "runing"], "did you mean running?"),
+        (["jobs", "--since", "yesterday"], "write 90m, 2h, 3d"),
+        (["jobs", "--watch", "--json"], "leave out --json"),
+        (["jobs", "cancel"], "which jobs?"),
+        (["jobs", "cancel", "L1", "--all"], "not both"),
+        (["jobs", "cancel", "L9"], "no job 'L9'"),
+        (["jobs", "retry", "L9"], "no job 'L9'"),
+    ],
+)
+def test_a_wrong_request_is_one_line(llmb_run, store, arguments, said):
+    code, _, err = llmb_run(*arguments)
+    assert code == 1
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_what_has_ended_is_not_cancelled(llmb_run, store):
+    code, out, err = llmb_run("jobs", "cancel", "L1", "4711")
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["4711: has ended already", "L1: has ended already"]
+
+
+def test_watch_ends_when_nothing_runs(llmb_run, store):
+    code, out, _ = llmb_run("jobs", "--watch")
+    assert code == 0
+    assert "4711 other 8b fp32 x1: failed (node n2 failed)" in out
+    assert "Slurm state" in out
+
+
+def test_times(store):
+    job, now = store.job("4711"), time.time()
+    assert (waited_s(job, now), elapsed_s(job, now)) == (60.0, 3723.0)
+    waiting = replace(job, status="pending", started_at=None, ended_at=None)
+    assert (waited_s(waiting, 1090.0), elapsed_s(waiting, 1090.0)) == (90.0, None)
+    assert elapsed_s(replace(job, status="running", ended_at=None), 1070.0) == 10.0
+    assert [span(s) for s in (None, 7.9, 65, 3600, 200000)] == [None, "0:07", "1:05", "1:00:00", "2-07:33:20"]

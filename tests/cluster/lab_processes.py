@@ -1,0 +1,92 @@
+"""The processes of a Slurm lab, found by its pid files and by the Slurm that their environment names."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+DAEMONS = ("slurmctld", "slurmd-*", "slurmdbd", "mariadb", "munged")  # in the order they stop fastest
+
+
+def put_down(folder: Path) -> None:
+    """End every process of the lab in this folder."""
+    for daemon in DAEMONS:
+        pids = daemons(folder, daemon)
+        for pid in pids:
+            kill(pid, signal.SIGTERM)
+        wait_gone(pids, 5.0)
+        for pid in pids:
+            kill(pid, signal.SIGKILL)
+        for file in (folder / "run").glob(f"{daemon}.pid"):
+            file.unlink(missing_ok=True)
+    left = [pid for pid, _ in of_lab(folder)]
+    for pid in {*(parent for parent in map(parent_of, left) if is_step(parent)), *left}:
+        kill(pid, signal.SIGKILL)
+    if (folder / "etc/cgroup.conf").exists():
+        _remove_cgroups()
+
+
+def daemons(folder: Path, daemon: str) -> list[int]:
+    """Living processes of those pid files, unless the number is by now another's."""
+    pids = []
+    for file in (folder / "run").glob(f"{daemon}.pid"):
+        with suppress(ValueError, OSError):
+            pid = int(file.read_text())
+            if lives(pid) and Path(f"/proc/{pid}/comm").read_text().startswith(daemon.split("-")[0]):
+                pids.append(pid)
+    return pids
+
+
+def of_lab(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
+    """Processes whose environment names this lab's Slurm, except this one and those it was started by."""
+    mark = f"SLURM_CONF={folder}/etc/slurm.conf".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) in (os.getpid(), os.getppid()):
+            continue
+        with suppress(OSError):
+            environ = (entry / "environ").read_bytes().split(b"\0")
+            if mark in environ:
+                yield int(entry.name), environ
+
+
+def parent_of(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("PPid:"):
+                return int(line.split()[1])
+    return 0
+
+
+def is_step(pid: int) -> bool:
+    """Whether this is a slurmstepd; it overwrites its environment with its title."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")
+    except OSError:
+        return False
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def kill(pid: int, sig: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, sig)
+
+
+def wait_gone(pids: list[int], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while any(lives(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _remove_cgroups() -> None:
+    for top in Path("/sys/fs/cgroup").glob("*/slurm_n*"):
+        for path, _, _ in os.walk(top, topdown=False):
+            with suppress(OSError):
+                os.rmdir(path)

@@ -1,0 +1,130 @@
+"""Which Slurm labs live on this machine: shares out port ranges and host names, and finds labs whose owner died.
+
+One file per port range; a living lab holds its file's lock, which the kernel takes back however the owner ends. So a
+range whose lock is free is unclaimed, or its lab was left behind: `sweep` puts that down. The names n1, n2, ... are
+in /etc/hosts as long as some living lab wants them.
+"""
+
+import fcntl
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+REGISTER = Path(tempfile.gettempdir()) / "llmb-slurm-labs"
+PORTS_EACH = 100
+FIRST_PORTS = range(17000, 32000, PORTS_EACH)  # below those the kernel hands out by itself
+HOSTS = Path("/etc/hosts")
+MARK = "# slurm lab"
+
+
+class Claim:
+    """A port range that is ours until `release`."""
+
+    def __init__(self, port: int, descriptor: int):
+        self.port = port
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        with _register():
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            _write_hosts()
+
+
+def claim(folder: Path, nodes: int, put_down: Callable[[Path], None], port: int | None = None) -> Claim:
+    """The range that begins at `port`, or any free one; what a dead owner left behind is put down first."""
+    with _register():
+        _sweep(put_down)
+        for first in FIRST_PORTS if port is None else [port]:
+            descriptor = os.open(REGISTER / str(first), os.O_RDWR | os.O_CREAT, 0o600)
+            if _locked(descriptor) and _unused(first):
+                os.write(descriptor, json.dumps({"folder": str(folder), "nodes": nodes}).encode())
+                _write_hosts()
+                return Claim(first, descriptor)
+            os.close(descriptor)
+    raise RuntimeError("no free range of ports for a Slurm lab" if port is None else f"port {port} is taken")
+
+
+def sweep(put_down: Callable[[Path], None]) -> None:
+    """Put down every lab whose owner is gone."""
+    with _register():
+        _sweep(put_down)
+        _write_hosts()
+
+
+def wait_for_end(port: int) -> None:
+    """Until the owner of that range, by now dying, has lost its lock."""
+    with open(REGISTER / str(port)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@contextmanager
+def alone(what: str, wait_s: float) -> Iterator[None]:
+    """Holds the only `what` of this machine, which one lab at a time can use."""
+    REGISTER.mkdir(exist_ok=True)
+    descriptor = os.open(REGISTER / f"only-{what}", os.O_RDWR | os.O_CREAT, 0o600)
+    end = time.monotonic() + wait_s
+    try:
+        while not _locked(descriptor):
+            if time.monotonic() > end:
+                raise TimeoutError(f"another lab kept the {what} for {wait_s:g} s")
+            time.sleep(0.1)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _register() -> Iterator[None]:
+    REGISTER.mkdir(exist_ok=True)
+    with open(REGISTER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _sweep(put_down: Callable[[Path], None]) -> None:
+    for entry in _entries():
+        with open(entry, "r+") as file:
+            if (text := file.read()) and _locked(file.fileno()):
+                put_down(Path(json.loads(text)["folder"]))
+                file.truncate(0)
+
+
+def _entries() -> list[Path]:
+    return [entry for entry in REGISTER.iterdir() if entry.name.isdigit()]
+
+
+def _write_hosts() -> None:
+    """In place: in a container the file is often a mount of its own, which cannot be replaced."""
+    texts = [text for entry in _entries() if (text := entry.read_text())]
+    nodes = max((json.loads(text)["nodes"] for text in texts), default=0)
+    before = HOSTS.read_text()
+    kept = [line for line in before.splitlines() if not line.endswith(MARK)]
+    after = "\n".join([*kept, *(f"127.0.0.1 n{i} {MARK}" for i in range(1, nodes + 1))]) + "\n"
+    if after != before:
+        HOSTS.write_text(after)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unused(first: int) -> bool:
+    """Whether nobody outside the register listens there either."""
+    for port in (first + 1, first + 2, first + 11):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                return False
+    return True

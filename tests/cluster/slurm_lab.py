@@ -1,0 +1,327 @@
+"""A private Slurm for tests: a controller, several nodes with false GPUs on this one host, on request with accounting.
+
+    with SlurmLab(folder, nodes=4, gpus=8) as lab:
+        subprocess.run(["sinfo"], env={**os.environ, **lab.environment})
+        lab.crash_node("n2")
+
+Real daemons, started as root without systemd; all their files are in `folder`. They do not outlive the process that
+started them: a watchman waits for its end and puts the lab down, and should he be killed too, the next lab does it.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import lab_register
+import lab_settings
+from lab_processes import daemons, is_step, kill, of_lab, parent_of, put_down, wait_gone
+from lab_watchman import Watchman
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
+ACCOUNTING_PROGRAMS = ("slurmdbd", "sacct", "mariadbd", "mariadb-install-db", "mariadb-admin")
+START_S = 40.0
+CALL_S = 15.0
+
+
+def missing(accounting: bool = False, cgroup: bool = False) -> str | None:
+    """Why no lab can be started here; None: one can."""
+    if os.geteuid() != 0:
+        return "a Slurm lab needs root"
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    wanted = PROGRAMS + (ACCOUNTING_PROGRAMS if accounting else ())
+    if absent := [program for program in wanted if shutil.which(program, path=path) is None]:
+        return f"not installed: {', '.join(absent)}"
+    if cgroup and not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK):
+        return "no writable memory cgroup (version 1)"
+    return None
+
+
+class SlurmLab:
+    """A Slurm of its own. `settings` replace or add lines of slurm.conf."""
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 4,
+        gpus: int = 8,
+        cpus: int = 32,
+        memory_mib: int = 16000,
+        accounting: bool = False,
+        cgroup: bool = False,
+        port: int | None = None,
+        settings: Mapping[str, str] | None = None,
+    ):
+        self.folder = folder
+        self.nodes = tuple(f"n{i}" for i in range(1, nodes + 1))
+        self.gpus = gpus
+        self._cpus = cpus
+        self._memory_mib = memory_mib
+        self._accounting = accounting
+        self._cgroup = cgroup
+        self._port = port
+        self._settings = dict(settings or {})
+        self._undo = ExitStack()
+        self._memories = 0  # how often the controller began without one
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The nodes' names, which this host resolves."""
+        return self.nodes
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process adds to its environment to speak to this Slurm."""
+        return {"SLURM_CONF": str(self.folder / "etc/slurm.conf"), "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"}
+
+    def __enter__(self) -> "SlurmLab":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Up, with every node idle."""
+        with ExitStack() as undo:
+            if self._cgroup:
+                undo.enter_context(lab_register.alone("cgroup", wait_s=300))  # their names carry no lab
+            claim = lab_register.claim(self.folder, len(self.nodes), put_down, self._port)
+            undo.callback(claim.release)
+            undo.callback(put_down, self.folder)
+            self._write(claim.port)
+            undo.enter_context(Watchman(claim.port))
+            self._start_munge()
+            if self._accounting:
+                self._start_accounting()
+            self.start_controller(forget=True)
+            for node in self.nodes:
+                self.start_slurmd(node)
+            self._wait(self._all_idle, "all nodes idle")
+            self._undo = undo.pop_all()
+
+    def stop(self) -> None:
+        """Everything ended, jobs and their processes too; the folder with the logs stays."""
+        self._undo.close()
+
+    def start_controller(self, forget: bool = False) -> None:
+        """`forget`: without the jobs of before, whose ids it does not give out again."""
+        if forget:
+            self._change(FirstJobId=1 + 100_000 * self._memories)
+            self._memories += 1
+        self._daemon("slurmctld", *(["-i", "-c"] if forget else []))
+        self._wait(lambda: "is UP" in self.call("scontrol", "ping", check=False), "the controller to answer")
+
+    def kill_controller(self) -> None:
+        """As kill -9 does it: what it had not saved yet, a few seconds of submissions, it will not remember."""
+        self._kill("slurmctld")
+
+    def freeze_controller(self) -> None:
+        """It still takes calls, and answers none of them before `thaw_controller`."""
+        for pid in daemons(self.folder, "slurmctld"):
+            kill(pid, signal.SIGSTOP)
+
+    def thaw_controller(self) -> None:
+        for pid in daemons(self.folder, "slurmctld"):
+            kill(pid, signal.SIGCONT)
+
+    def wait_until_saved(self, comment: str) -> None:
+        """Until the controller would remember the job with this comment after a kill."""
+        state = self.folder / "state/job_state"
+        self._wait(lambda: state.exists() and comment.encode() in state.read_bytes(), "the controller to save its jobs")
+
+    def start_slurmd(self, node: str) -> None:
+        self._daemon("slurmd", "-N", node)
+
+    def kill_slurmd(self, node: str) -> None:
+        """The daemon alone: its steps and their tasks live on."""
+        self._kill(f"slurmd-{node}")
+
+    def crash_node(self, node: str) -> None:
+        """All at once, as when the power fails: slurmd, steps (before they can report anything) and tasks."""
+        self.kill_slurmd(node)
+        tasks = [pid for pid, environ in of_lab(self.folder) if f"SLURMD_NODENAME={node}".encode() in environ]
+        steps = {parent for parent in map(parent_of, tasks) if is_step(parent)}
+        for pid in (*steps, *tasks):
+            kill(pid, signal.SIGKILL)
+        wait_gone([*steps, *tasks], 5.0)
+
+    def down(self, node: str, reason: str = "test") -> None:
+        """Slurm takes the node for failed: its jobs end with NODE_FAIL within a second."""
+        self.call("scontrol", "update", f"nodename={node}", "state=down", f"reason={reason}")
+
+    def resume(self, node: str) -> None:
+        self.call("scontrol", "update", f"nodename={node}", "state=resume")
+
+    def heal(self) -> None:
+        """Start the daemons that are dead and bring back the nodes that are down, as after a test that broke them."""
+        self.thaw_controller()
+        if not self._alive("slurmctld"):
+            self.start_controller()
+        dead = [node for node in self.nodes if not self._alive(f"slurmd-{node}")]
+        for node in dead:
+            self.start_slurmd(node)
+        if dead or self._fallen():
+            self._wait(self._all_up, "all nodes up")
+
+    def call(self, *command: str, check: bool = True) -> str:
+        """Output of one of Slurm's programs."""
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=CALL_S,
+            )
+        except subprocess.TimeoutExpired:
+            if check:
+                raise
+            return ""
+        if check and done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}: {done.stdout}{done.stderr}".strip())
+        return done.stdout
+
+    def _write(self, port: int) -> None:
+        folder = self.folder
+        for name in ("etc", "run", "log", "state", "munge", "dev", *(f"spool/{node}" for node in self.nodes)):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for i in range(self.gpus):
+            with suppress(FileExistsError):
+                (folder / f"dev/gpu{i}").symlink_to("/dev/null")  # Slurm wants a device file for each
+        size = {"nodes": len(self.nodes), "gpus": self.gpus}
+        etc = folder / "etc"
+        (etc / "gres.conf").write_text(lab_settings.gres_conf(folder, **size))
+        (etc / "slurm.conf").write_text(
+            lab_settings.slurm_conf(
+                folder,
+                port,
+                **size,
+                cpus=self._cpus,
+                memory_mib=self._memory_mib,
+                accounting=self._accounting,
+                cgroup=self._cgroup,
+                settings=self._settings,
+            )
+        )
+        if self._cgroup:
+            (etc / "cgroup.conf").write_text(lab_settings.CGROUP)
+        if self._accounting:
+            (etc / "slurmdbd.conf").write_text(lab_settings.slurmdbd_conf(folder, port))
+            (etc / "slurmdbd.conf").chmod(0o600)
+
+    def _change(self, **settings: object) -> None:
+        """Settings that are in slurm.conf already."""
+        path = self.folder / "etc/slurm.conf"
+        text = path.read_text()
+        for name, value in settings.items():
+            text = re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.MULTILINE)
+        aside = path.with_suffix(".new")
+        aside.write_text(text)
+        aside.replace(path)
+
+    def _start_munge(self) -> None:
+        munge = self.folder / "munge"
+        (munge / "munge.key").unlink(missing_ok=True)
+        (munge / "munge.key").write_bytes(os.urandom(1024))
+        (munge / "munge.key").chmod(0o400)
+        self._daemon(
+            "munged",
+            "--force",  # the folder's parents are not as strict as munge likes
+            "--num-threads=4",
+            f"--key-file={munge}/munge.key",
+            f"--socket={lab_settings.munge_socket(self.folder)}",
+            f"--seed-file={munge}/munge.seed",
+            f"--pid-file={self.folder}/run/munged.pid",
+            f"--log-file={self.folder}/log/munged.log",
+        )
+
+    def _start_accounting(self) -> None:
+        data, socket = self.folder / "db", self.folder / "run/mariadb.sock"
+        if not (data / "mysql").exists():
+            root = ["--auth-root-authentication-method=socket", "--skip-test-db"]
+            self._daemon("mariadb-install-db", "--no-defaults", "--user=root", f"--datadir={data}", *root)
+        database = subprocess.Popen(
+            [
+                "mariadbd",
+                "--no-defaults",
+                "--user=root",
+                "--skip-networking",
+                f"--datadir={data}",
+                f"--socket={socket}",
+                f"--pid-file={self.folder}/run/mariadb.pid",
+                f"--log-error={self.folder}/log/mariadb.log",
+                "--innodb-buffer-pool-size=64M",
+                "--innodb-flush-log-at-trx-commit=2",
+            ],
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        ping = ["mariadb-admin", "--no-defaults", f"--socket={socket}", "ping"]
+        self._wait(lambda: database.poll() is None and "alive" in self.call(*ping, check=False), "the database")
+        self._daemon("slurmdbd", MYSQL_UNIX_PORT=str(socket))
+        self._wait(lambda: self._answers("sacctmgr", "-n", "show", "cluster"), "the accounting daemon")
+        if not self.call("sacctmgr", "-n", "show", "cluster", "lab").strip():
+            self.call("sacctmgr", "-i", "add", "cluster", "lab")
+
+    def _daemon(self, *command: str, **environment: str) -> None:
+        """Run what goes into the background by itself. To a file: a pipe would wait for the daemon's own end."""
+        with open(self.folder / "log/start.log", "a+") as log:
+            done = subprocess.run(
+                command,
+                env={**os.environ, **self.environment, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=START_S,
+            )
+            if done.returncode:
+                log.seek(0)
+                raise RuntimeError(f"{command[0]} did not start: {log.read()[-500:]}")
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + START_S
+        while not condition():
+            if time.monotonic() > end:
+                raise TimeoutError(f"the Slurm lab in {self.folder} waited {START_S:g} s for {what}")
+            time.sleep(0.05)
+
+    def _answers(self, *command: str) -> bool:
+        try:
+            self.call(*command)
+        except (RuntimeError, subprocess.TimeoutExpired):
+            return False
+        return True
+
+    def _states(self) -> list[tuple[str, str]]:
+        lines = self.call("sinfo", "-h", "-N", "-o", "%N %t", check=False).splitlines()
+        return [(node, state) for node, state in (line.split() for line in lines)]
+
+    def _all_idle(self) -> bool:
+        states = self._states()
+        return len(states) == len(self.nodes) and all(state == "idle" for _, state in states)
+
+    def _fallen(self) -> list[str]:
+        return [node for node, state in self._states() if state.rstrip("*") in ("down", "drain", "drng", "fail", "unk")]
+
+    def _all_up(self) -> bool:
+        for node in self._fallen():
+            self.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+        return all(state in ("idle", "mix", "alloc", "comp") for _, state in self._states())
+
+    def _alive(self, daemon: str) -> bool:
+        return bool(daemons(self.folder, daemon))
+
+    def _kill(self, daemon: str) -> None:
+        for pid in daemons(self.folder, daemon):
+            kill(pid, signal.SIGKILL)
+            wait_gone([pid], 5.0)

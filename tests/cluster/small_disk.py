@@ -1,0 +1,45 @@
+"""A file system of a few MiB that can be full, and is gone with whoever asked for it, be it by kill -9."""
+
+import os
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+# The shell outlives its owner, whose end closes the pipe that it reads from.
+HOLD = 'mount -t tmpfs -o size="$2" tmpfs "$1" || exit 1; echo mounted; read -r _; umount --lazy "$1"'
+
+
+class SmallDisk:
+    """Mounted at `folder` while it is entered; `mounted` says whether this machine lets it."""
+
+    def __init__(self, folder: Path, size: str = "48m"):
+        self.folder = folder
+        self.mounted = False
+        self._size = size
+
+    def __enter__(self) -> "SmallDisk":
+        command = ["bash", "-c", HOLD, "hold", str(self.folder), self._size]
+        self._holder = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        assert self._holder.stdout is not None
+        self.mounted = self._holder.stdout.readline() == b"mounted\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._holder.communicate()
+        self.mounted = False
+
+    def fill(self) -> None:
+        """To the last byte."""
+        with suppress(OSError), self._filler.open("ab", buffering=0) as filler:
+            while filler.write(bytes(65536)):
+                pass
+        assert os.statvfs(self.folder).f_bavail == 0
+
+    def free(self) -> None:
+        self._filler.unlink(missing_ok=True)
+
+    @property
+    def _filler(self) -> Path:
+        return self.folder / "filler"

@@ -1,0 +1,164 @@
+"""Jobs that fail on a real Slurm in every way it offers, and what each is called: from its state and its log alone."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_lab import SlurmLab, missing
+
+from llmb.launch.failure import Failure, named
+from llmb.launch.slurm import JobState, states
+
+pytestmark = pytest.mark.slurm
+DEADLINE_S = 60.0
+# One task on each of two nodes: it notes where it is, then does something, and so does the other in time.
+TASKS = "srun --kill-on-bad-exit=1 bash -c 'echo $SLURMD_NODENAME > started.$SLURM_PROCID; {}; sleep 60'"
+
+
+class Jobs:
+    """Submits jobs of a folder and says how they failed."""
+
+    def __init__(self, lab: SlurmLab, folder: Path):
+        self.lab, self.folder = lab, folder
+
+    def submit(self, what: str = ":", *options: str, nodes: int = 2) -> str:
+        place = [f"--chdir={self.folder}", "--output=slurm-%j.out", "--no-requeue"]
+        size = [f"--nodes={nodes}", "--ntasks-per-node=1"]
+        return self.lab.call("sbatch", "--parsable", *place, *size, *options, "--wrap", TASKS.format(what)).strip()
+
+    def node_of(self, rank: int) -> str:
+        """Where a rank runs, once it does."""
+        place = self.folder / f"started.{rank}"
+        return eventually(lambda: place.read_text().strip() if place.exists() else "")
+
+    def state(self, job_id: str) -> JobState | None:
+        """Slurm's last word on a job; none: it goes on."""
+        state = states([job_id]).get(job_id)
+        gone = self.lab.call("squeue", "-h", "-j", job_id, check=False) == ""  # its last lines are written then
+        return state if gone and state is not None and state.phase == "ended" else None
+
+    def failure(self, job_id: str) -> Failure:
+        """Why a job failed, once it has."""
+        state = eventually(lambda: self.state(job_id))
+        failure = named(None, state, (self.folder / f"slurm-{job_id}.out").read_text())
+        assert failure is not None, state
+        return failure
+
+
+def eventually(found: Callable):
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return value
+
+
+@pytest.fixture
+def jobs(slurm, tmp_path):
+    return Jobs(slurm, tmp_path)
+
+
+def test_a_node_is_lost(jobs):
+    job = jobs.submit()
+    node = jobs.node_of(1)
+    jobs.lab.down(node)
+    failure = jobs.failure(job)
+    assert failure == Failure("node_failure", f"node {node} went down (NODE_FAIL)", True, (node,))
+
+
+def test_the_node_of_the_batch_script_is_lost(jobs):
+    job = jobs.submit()
+    node = jobs.node_of(0)
+    jobs.lab.down(node)
+    failure = jobs.failure(job)
+    assert (failure.kind, failure.retryable) == ("node_failure", True)
+    assert failure.guilty_nodes in ((), (node,))  # its log may be lost with it
+
+
+@pytest.mark.slow
+def test_a_node_crashes(jobs):
+    job = jobs.submit("sleep 120")
+    node = jobs.node_of(1)
+    jobs.lab.crash_node(node)
+    failure = jobs.failure(job)
+    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("node_failure", True, (node,))
+
+
+def test_a_job_is_cancelled(jobs):
+    job = jobs.submit()
+    jobs.node_of(1)
+    jobs.lab.call("scancel", job)
+    assert jobs.failure(job) == Failure("cancelled", "the job was cancelled (CANCELLED)", False, ())
+
+
+def test_a_job_that_waits_is_cancelled(jobs):
+    job = jobs.submit(":", "--begin=now+1hour")
+    jobs.lab.call("scancel", job)
+    state = eventually(lambda: jobs.state(job))
+    assert named(None, state).kind == "cancelled"
+
+
+def test_a_rank_is_killed(jobs):
+    job = jobs.submit("if [ $SLURM_PROCID = 1 ]; then sleep 1; kill -9 $$; fi")
+    failure = jobs.failure(job)
+    assert (failure.kind, failure.retryable) == ("killed", False)
+    assert failure.reason.endswith(f"srun: error: {jobs.node_of(1)}: task 1: Killed")
+
+
+def test_a_rank_fails_by_itself(jobs):
+    job = jobs.submit("if [ $SLURM_PROCID = 1 ]; then sleep 1; exit 3; fi")
+    reason = f"task 1 on {jobs.node_of(1)}: Exited with exit code 3"
+    assert jobs.failure(job) == Failure("program_error", reason, False, ())
+
+
+def test_more_tasks_than_the_job_has_room_for(jobs):
+    job = jobs.lab.call(
+        "sbatch", "--parsable", f"--chdir={jobs.folder}", "--output=slurm-%j.out", "--wrap", "srun -n 64 true"
+    ).strip()
+    assert jobs.failure(job).kind == "refused"
+
+
+@pytest.fixture(scope="module")
+def strict_lab(tmp_path_factory):
+    """A Slurm that enforces memory limits and lets urgent jobs push others aside."""
+    if why := missing(cgroup=True):
+        pytest.skip(why)
+    settings = {"PreemptType": "preempt/partition_prio", "PreemptMode": "CANCEL"}
+    with SlurmLab(tmp_path_factory.mktemp("strict"), nodes=2, cgroup=True, settings=settings) as lab:
+        lab.call("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=9", "PreemptMode=off")
+        yield lab
+
+
+@pytest.fixture
+def strict_jobs(strict_lab, tmp_path, monkeypatch):
+    for name, value in strict_lab.environment.items():
+        monkeypatch.setenv(name, value)
+    return Jobs(strict_lab, tmp_path)
+
+
+GREEDY = 'if [ $SLURM_PROCID = {} ]; then sleep 1; exec python3 -c "x = bytearray(300 << 20)"; fi'
+
+
+def test_a_rank_is_killed_for_its_memory(strict_jobs):
+    """Of the job, whose batch step did nothing wrong, Slurm itself says no more than FAILED."""
+    job = strict_jobs.submit(GREEDY.format(1), "--mem=100")
+    failure = strict_jobs.failure(job)
+    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("oom_kill", False, ())
+    assert f" on {strict_jobs.node_of(1)}: " in failure.reason
+
+
+def test_a_job_is_pushed_aside(strict_jobs):
+    job = strict_jobs.submit(":", "--exclusive")
+    strict_jobs.node_of(1)
+    strict_jobs.lab.call("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap", "true")
+    failure = strict_jobs.failure(job)
+    assert failure == Failure("preemption", "a job of higher priority took the nodes (PREEMPTED)", True, ())
+
+
+def test_the_time_runs_out(jobs):
+    """Slurm looks at the clock every 30 s, counted from its start: at the end of this file there is least to wait."""
+    job = jobs.submit(":", "--time=5")
+    jobs.node_of(1)
+    jobs.lab.call("scontrol", "update", f"jobid={job}", "EndTime=now+1seconds")
+    assert jobs.failure(job) == Failure("time_limit", "the job's time limit ran out (TIMEOUT)", False, ())

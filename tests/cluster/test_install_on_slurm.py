@@ -1,0 +1,209 @@
+"""llmb-install beside real Slurm daemons: what it finds, what it asks at a terminal, and that a kill loses nothing."""
+
+import contextlib
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmb.launch.cluster import FILE, find_cluster, read_cluster
+
+pytestmark = pytest.mark.slurm
+
+PROGRAM = [sys.executable, "-m", "llmb.cli.install"]
+LIMIT_S = 30.0
+TOKEN = "hf_" + "b" * 30
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    return tmp_path / "llmb"
+
+
+@pytest.fixture
+def two_partitions(slurm):
+    """Both have GPUs, and Slurm prefers neither."""
+    slurm.call("scontrol", "update", "PartitionName=main", "Default=NO")
+    slurm.call("scontrol", "create", "PartitionName=extra", "Nodes=n[1-2]")
+    yield
+    slurm.call("scontrol", "delete", "PartitionName=extra")
+    slurm.call("scontrol", "update", "PartitionName=main", "Default=YES")
+
+
+def install(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*PROGRAM, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
+    )
+
+
+def cluster_of(told: subprocess.CompletedProcess[str]) -> dict:
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout)["cluster"]
+
+
+class Terminal:
+    """llmb-install with somebody in front of it."""
+
+    def __init__(self, *arguments: str):
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen([*PROGRAM, *arguments], stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        self.seen = ""
+
+    def wait_for(self, text: str) -> None:
+        end = time.monotonic() + LIMIT_S
+        while text not in self.seen:
+            assert time.monotonic() < end, self.seen
+            if select.select([self._ours], [], [], 0.1)[0]:
+                self.seen += os.read(self._ours, 4096).decode()
+
+    def type(self, text: str) -> None:
+        self.seen = ""
+        os.write(self._ours, text.encode())
+
+    def close(self) -> int:
+        code = self.process.wait(LIMIT_S)
+        os.close(self._ours)
+        return code
+
+
+def everything_in(folder: Path) -> str:
+    return "".join(path.read_bytes().decode(errors="replace") for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_slurm_tells_and_what_it_does_not(slurm, root):
+    told = install()  # this lab's administrator gave his GPUs no type
+    assert (told.returncode, told.stderr.count("\n")) == (1, 1)
+    assert "--gpu-type NAME, one of: " in told.stderr
+    assert not (root / FILE).exists()
+    found = cluster_of(install("--gpu-type", "h100", "--json"))
+    assert found | {"file": None} == {
+        "file": None,
+        "state": "written",
+        "account": None,
+        "gpu_partition": "main",
+        "cpu_partition": "main",
+        "gpus_per_node": slurm.gpus,
+        "cpu_gpus_per_node": None,
+        "gpu_type": "h100",
+        "architecture": os.uname().machine,
+    }
+    cluster = find_cluster(Path.cwd(), root)
+    assert cluster.name == "lab"
+    assert cluster.sbatch == {"partition": "main", "gpus-per-node": str(slurm.gpus)}
+    assert TOKEN not in everything_in(root)
+
+
+def test_slurm_takes_the_options_of_the_file(slurm, root):
+    assert install("--gpu-type", "h100").returncode == 0
+    options = read_cluster(root / FILE).sbatch
+    spelled = [f"--{name}={value}" for name, value in options.items()]
+    job = slurm.call("sbatch", "--parsable", "--output=/dev/null", "--mem=1", *spelled, "--wrap", "true").strip()
+    shown = slurm.call("scontrol", "show", "job", job, "-o")
+    assert "Partition=main" in shown
+    assert f"gpu:{slurm.gpus}" in shown
+
+
+def test_a_second_time_keeps_the_file_and_a_dry_run_makes_none(slurm, root):
+    dry = install("--gpu-type", "h100", "--dry-run")
+    assert "partition: main" in dry.stdout
+    assert not root.exists()
+    assert cluster_of(install("--gpu-type", "h100", "--json"))["state"] == "written"
+    edited = "# mine\n" + (root / FILE).read_text()
+    (root / FILE).write_text(edited)
+    assert cluster_of(install("--json"))["state"] == "kept"
+    assert (root / FILE).read_text() == edited
+
+
+def test_recorded_answers_are_played_elsewhere(slurm, root, tmp_path, monkeypatch):
+    assert install("--gpu-type", "gb200", "--gpus-per-node", "4", "--record", "answers.yaml").returncode == 0
+    text = (tmp_path / "answers.yaml").read_text()
+    assert TOKEN not in text
+    elsewhere = tmp_path / "it's elsewhere"
+    (tmp_path / "answers.yaml").write_text(text.replace(str(root), str(elsewhere)))
+    monkeypatch.delenv("LLMB_INSTALL")
+    told = install("--play", "answers.yaml")
+    assert told.returncode == 0, told.stderr
+    assert "export LLMB_INSTALL=" in told.stdout
+    first, second = read_cluster(root / FILE), read_cluster(elsewhere / FILE)
+    assert second.gpu_type == "gb200"
+    assert (first.sbatch, first.cpu_sbatch, first.architecture) == (
+        second.sbatch,
+        second.cpu_sbatch,
+        second.architecture,
+    )
+    wrong = install("--play", "answers.yaml", "--partition", "none")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
+    assert "choices are: main" in wrong.stderr
+
+
+def test_a_set_up_that_is_killed_goes_on_where_it_was(slurm, root, two_partitions):
+    first = Terminal()
+    first.wait_for("--partition")
+    first.type("nonsense\n")
+    first.wait_for("--partition")
+    first.type("extra\n")
+    first.wait_for("--gpu-type")
+    first.process.kill()
+    first.close()
+    assert not (root / FILE).exists()
+    second = Terminal()
+    second.wait_for("--gpu-type")
+    assert "--partition" not in second.seen
+    second.type("h200\n")
+    second.wait_for("next: ")
+    assert second.close() == 0
+    cluster = read_cluster(root / FILE)
+    assert (cluster.sbatch["partition"], cluster.gpu_type) == ("extra", "h200")
+    assert not (root / ".llmb" / "answers.json").exists()
+
+
+def test_the_default_account_is_found(slurm_with_accounting, root):
+    manage = ("sacctmgr", "--immediate")
+    for account in ("research", "students"):
+        slurm_with_accounting.call(*manage, "add", "account", account, check=False)
+    slurm_with_accounting.call(*manage, "add", "user", "root", "account=students,research", check=False)
+    slurm_with_accounting.call(*manage, "modify", "user", "root", "set", "DefaultAccount=research")
+    found = cluster_of(install("--gpu-type", "h100", "--json"))
+    assert found["account"] == "research"
+    changed = cluster_of(install("--account", "students", "--json"))
+    assert (changed["state"], changed["account"]) == ("written", "students")
+    assert read_cluster(root / FILE).sbatch["account"] == "students"
+    assert read_cluster(root / f"{FILE}.1").sbatch["account"] == "research"
+
+
+def test_a_kill_at_any_moment_leaves_whole_files(slurm, root):
+    assert install("--gpu-type", "h100").returncode == 0
+    for number in range(1, 9):
+        process = subprocess.Popen([*PROGRAM, "--gpus-per-node", str(number)], stdout=subprocess.DEVNULL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.04 * number + 0.1)  # it takes some 0.3 s
+        process.kill()
+        process.wait()
+        kept = [path for path in root.iterdir() if path.name.startswith(FILE)]
+        counts = {read_cluster(path).gpus_per_node for path in kept}
+        assert counts <= {slurm.gpus, *range(1, number + 1)}
+        assert slurm.gpus in counts  # the first file is still there, under one of its names
+    assert cluster_of(install("--gpus-per-node", "3", "--json"))["gpus_per_node"] == 3
+
+
+@pytest.mark.slow
+def test_slurm_goes_away(slurm, root):
+    assert install("--gpu-type", "h100").returncode == 0
+    before = (root / FILE).read_text()
+    slurm.kill_controller()
+    told = install("--partition", "main")
+    assert (told.returncode, told.stderr.count("\n")) == (2, 1)
+    told = install()
+    assert told.returncode == 0
+    assert "does not answer now" in told.stdout
+    assert (root / FILE).read_text() == before

@@ -1,0 +1,400 @@
+"""`llmb-run jobs` against real Slurm daemons: states, ends, outages, lost and stranded jobs, cancel, retry, rebuild."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from llmb.cli import polling, stranded
+from llmb.cli.endings import read_ending
+from llmb.cli.polling import Poller
+from llmb.cli.retrying import retry_failed
+from llmb.events import RunEnded, RunStarted, StepDone, append
+from llmb.launch import slurm as programs
+from llmb.launch.root import install_root
+from llmb.launch.rundir import RunDir, store_path
+from llmb.launch.submission import Submission, keep_submission, new_token, read_submission
+from llmb.resolve import resolve
+from llmb.results.store import Store
+from llmb.selection import Request
+
+pytestmark = pytest.mark.slurm
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def config(recipes):
+    return resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+
+
+@pytest.fixture
+def store():
+    with Store(store_path(install_root(os.environ))) as store:
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(slurm):
+    yield
+    slurm.call("scancel", "--user=root", check=False)
+
+
+@pytest.fixture(autouse=True)
+def one_host(monkeypatch):
+    """What a node writes is seen at once."""
+    monkeypatch.setattr(polling, "SETTLING_S", 0.5)
+
+
+class Jobs:
+    """Makes run folders and sends small scripts to Slurm in their name, as submitting does with real runs."""
+
+    def __init__(self, store, config):
+        self.store, self.config = store, config
+
+    def folder(self, **lineage):
+        run = RunDir.create(install_root(os.environ), self.config, datetime.now())
+        keep_submission(run, Submission(token=new_token(), **lineage))
+        return run
+
+    def send(self, run, script, *arguments):
+        run.write_job_script(f"#!/bin/bash\n{script}\n")
+        comment = f"--comment={read_submission(run).token}"
+        return programs.submit(run.job_script, [f"--chdir={run.path}", "--output=slurm-%j.out", comment, *arguments])
+
+    def submit(self, script, *arguments, wishes=None, **lineage):
+        """A job with its row and its record; gives its id and its folder."""
+        run = self.folder(wishes=wishes or {}, **lineage)
+        temporary = self.store.add(self.config, run.path, "slurm", status="submitting", **lineage)
+        slurm_id = self.send(run, script, *arguments)
+        run.write_record(self.config, slurm_id, "slurm")
+        return self.store.submitted(temporary, slurm_id), run
+
+
+@pytest.fixture
+def jobs(slurm, store, config):
+    return Jobs(store, config)
+
+
+def events_of_a_good_run(run, config):
+    """What a rank would have written; the script of a job copies it to its place."""
+    path = run.path / "prepared"
+    append(path, RunStarted(time=1.0, host="n1", world_size=1))
+    for step in range(1, config.workload.steps + 1):
+        append(path, StepDone(step=step, seconds=2.0, tokens=1000))
+    append(path, RunEnded(time=2.0, status="ok"))
+
+
+def wait(store, job_id, *statuses):
+    poller, end = Poller(store), time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        (job,) = poller.refresh([store.job(job_id)])
+        if job.status in statuses:
+            return job
+        time.sleep(0.2)
+    raise AssertionError(f"{job_id} is {job.status} ({job.reason}, {job.slurm_state}), not {statuses}")
+
+
+def rows(llmb_run):
+    """What `jobs --json` prints, without when it was looked at."""
+    listed = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
+    unsteady = ("created_at", "updated_at", "refreshed_at")
+    return sorted(({k: v for k, v in row.items() if k not in unsteady} for row in listed), key=lambda r: r["job_id"])
+
+
+def test_from_pending_to_a_result(jobs, store, config, llmb_run):
+    held, _ = jobs.submit("true", "--hold")
+    job_id, run = jobs.submit("sleep 2; cp prepared events.rank0.jsonl", "--hold")
+    events_of_a_good_run(run, config)
+    waiting = wait(store, job_id, "pending")
+    assert (waiting.slurm_state, waiting.reason, waiting.started_at) == ("PENDING", "JobHeldUser", None)
+    subprocess.run(["scontrol", "release", job_id], check=True)
+    running = wait(store, job_id, "running")
+    assert running.nodes.startswith("n")
+    job = wait(store, job_id, "ok")
+    assert (job.step_time_s, job.tokens_per_s_per_gpu, job.slurm_state) == (2.0, 500.0, "COMPLETED")
+    assert 2 <= job.ended_at - job.started_at < 30
+    assert json.loads(run.result.read_text())["status"] == "ok"
+    assert read_ending(run).nodes == job.nodes
+    out = llmb_run("jobs", "--on", "slurm")[1]
+    assert "COMPLETED" in out
+    assert "JobHeldUser" in llmb_run("jobs", "refresh", held)[1]
+
+
+def test_many_jobs_are_one_question(jobs, store, tmp_path, monkeypatch):
+    ids = [jobs.submit("true", "--hold")[0] for _ in range(5)]
+    counted = tmp_path / "bin"
+    counted.mkdir()
+    real = subprocess.check_output(["which", "squeue"], text=True).strip()
+    (counted / "squeue").write_text(f'#!/bin/bash\necho >> {tmp_path}/asked\nexec {real} "$@"\n')
+    (counted / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{counted}:{os.environ['PATH']}")
+    Poller(store).refresh([store.job(job_id) for job_id in ids])
+    assert (tmp_path / "asked").read_text() == "\n"
+
+
+def test_a_job_that_dies_without_a_word_is_named_from_what_slurm_says(jobs, store):
+    job_id, run = jobs.submit("exit 3")
+    job = wait(store, job_id, "failed", "incomplete")
+    assert (job.status, job.slurm_state) == ("failed", "FAILED")
+    assert "exit code 3" in job.reason
+    assert json.loads(run.result.read_text())["reason"] == job.reason
+
+
+@pytest.mark.slow
+def test_slurm_away_is_said_and_nothing_is_forgotten(jobs, slurm, store, config, capsys):
+    job_id, run = jobs.submit("until [ -e go ]; do sleep 0.1; done; cp prepared events.rank0.jsonl")
+    events_of_a_good_run(run, config)
+    wait(store, job_id, "running")
+    slurm.call("scontrol", "shutdown", "slurmctld")  # as for an update: it remembers what runs
+    while "is UP" in slurm.call("scontrol", "ping", check=False):
+        time.sleep(0.1)
+    (job,) = Poller(store).refresh([store.job(job_id)])
+    assert job.status == "running"
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("ERROR: Slurm does not answer")
+    assert "s ago" in said
+    slurm.start_controller()
+    (run.path / "go").touch()
+    assert wait(store, job_id, "ok").step_time_s == 2.0
+
+
+def test_a_forgotten_job_is_lost_until_its_folder_speaks(jobs, store, config):
+    run = jobs.folder()
+    temporary = store.add(config, run.path, "slurm", status="submitting")
+    job_id = store.submitted(temporary, "999999")
+    store.note(job_id, status="running")
+    assert Poller(store).refresh([store.job(job_id)])[0].status == "running"  # it was seen a moment ago
+    long_ago = time.time() - 2 * polling.FORGETTING_S
+    store.note(job_id, created_at=long_ago, submitted_at=long_ago)
+    (job,) = Poller(store).refresh([store.job(job_id)])
+    assert job.status == "lost"
+    assert "does not know it any more" in job.reason
+    events_of_a_good_run(run, config)
+    (run.path / "prepared").rename(run.events(0))
+    (job,) = Poller(store).refresh([job])
+    assert (job.status, job.step_time_s, job.slurm_state) == ("ok", 2.0, None)
+
+
+def test_a_number_that_belongs_to_another_job_by_now(jobs, store):
+    """As after a controller that lost its newest jobs and counts on from an older number."""
+    stranger, _ = jobs.submit("sleep 60")
+    run = jobs.folder()
+    store.note(stranger, job_id=f"{stranger}-2")
+    long_ago = time.time() - 2 * polling.FORGETTING_S
+    store.add(jobs.config, run.path, "slurm", stranger, status="running", created_at=long_ago)
+    (job,) = Poller(store).refresh([store.job(stranger)])
+    assert job.status == "lost"
+
+
+def test_a_job_whose_submitter_was_killed_is_found_by_its_comment_or_its_output(jobs, store, config):
+    by_comment, by_output = jobs.folder(), jobs.folder()
+    ids = [jobs.send(by_comment, "true", "--hold"), jobs.send(by_output, "sleep 30")]
+    for run in (by_comment, by_output):
+        store.add(config, run.path, "slurm", status="submitting")
+    end = time.monotonic() + PATIENCE_S
+    while not by_output.slurm_output(ids[1]).exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    keep_submission(by_output, Submission(token=new_token()))  # so that the comment cannot be what finds it
+    found = Poller(store).refresh(store.jobs())
+    assert [job.job_id for job in found] == ids
+    assert found[0].status == "pending"
+
+
+def test_a_job_that_was_never_submitted_fails_once_that_is_certain(jobs, store, config, llmb_run):
+    run = jobs.folder()
+    temporary = store.add(config, run.path, "slurm", status="submitting")
+    assert Poller(store).refresh(store.jobs())[0].status == "submitting"
+    store.note(temporary, created_at=time.time() - 2 * stranded.ON_ITS_WAY_S)
+    (job,) = Poller(store).refresh(store.jobs())
+    assert (job.status, job.reason) == ("failed", stranded.NEVER_SUBMITTED)
+    before = rows(llmb_run)
+    assert llmb_run("jobs", "rebuild")[0] == 0
+    assert rows(llmb_run) == before
+
+
+def test_a_job_that_slurm_refuses_says_why_and_stays(slurm, llmb_run, monkeypatch, tmp_path):
+    (tmp_path / "desk").mkdir()
+    monkeypatch.chdir(tmp_path / "desk")
+    code, _, err = llmb_run(
+        "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy", "--on", "slurm",
+        "--slurm-arg", "partition=nowhere",
+    )  # fmt: skip
+    assert code == 1
+    assert "invalid partition" in err
+    (row,) = rows(llmb_run)
+    assert row["status"] == "failed"
+    assert "invalid partition" in row["reason"]
+    llmb_run("jobs", "rebuild")
+    assert rows(llmb_run) == [row]
+
+
+def test_cancel(jobs, store, llmb_run):
+    ids = [jobs.submit("sleep 60", "--hold")[0], jobs.submit("sleep 60")[0]]
+    kept, _ = jobs.submit("sleep 60", "--hold")
+    wait(store, ids[1], "running")
+    code, out, err = llmb_run("jobs", "cancel", *ids)
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == sorted(f"{job_id}: cancelled" for job_id in ids)
+    for job_id in ids:
+        job = wait(store, job_id, "incomplete")
+        assert job.slurm_state == "CANCELLED"
+        assert "cancelled" in job.reason
+    assert wait(store, kept, "pending")
+    code, out, _ = llmb_run("jobs", "cancel", "--all", "--status", "pending", "--on", "slurm")
+    assert out == f"{kept}: cancelled\n"
+    assert wait(store, kept, "incomplete")
+
+
+def test_a_lost_node_is_left_out_when_the_job_is_tried_again(jobs, slurm, store, llmb_run, capsys):
+    wishes = {"arguments": ["hold"], "exclude": "n4"}
+    job_id, run = jobs.submit("sleep 100", "--nodelist=n2", "--no-requeue", retries=2, wishes=wishes)
+    wait(store, job_id, "running")
+    slurm.down("n2")
+    job = wait(store, job_id, "failed")
+    assert (job.slurm_state, read_ending(run).failure) == ("NODE_FAIL", "node_failure")
+    assert "to try again" in llmb_run("jobs")[2]
+    (again,) = retry_failed(store)
+    assert retry_failed(store) == []
+    new = store.job(again)
+    assert (new.retry_of, new.attempt, new.retries, new.workload) == (job_id, 2, 1, job.workload)
+    assert new.run_dir != job.run_dir
+    submission = read_submission(RunDir.open(Path(new.run_dir)))
+    assert submission.wishes["exclude"] == "n4,n2"
+    assert wait(store, again, "pending")
+    shown = llmb_run("jobs", "show", job_id)[1]
+    assert f"tried again as {again}" in shown
+    assert "Slurm: NODE_FAIL, on n2, waited 0:0" in shown
+
+
+def test_retry_by_hand(jobs, store, llmb_run):
+    wishes = {"arguments": ["hold"]}
+    job_id, _ = jobs.submit("exit 1", wishes=wishes)
+    code, _, err = llmb_run("jobs", "retry", job_id)
+    if code:  # it had not ended yet
+        assert "cancel it first" in err
+    wait(store, job_id, "failed")
+    code, out, err = llmb_run("jobs", "retry", job_id, "--exclude-node", "n3")
+    assert (code, err) == (0, "")
+    again = out.split()[-1]
+    assert (store.job(again).retry_of, store.job(again).attempt) == (job_id, 2)
+    assert "n3" in subprocess.check_output(["scontrol", "show", "job", again], text=True)
+
+
+def test_rebuild_gives_the_same_table(jobs, slurm, store, config, llmb_run):
+    good, run = jobs.submit("cp prepared events.rank0.jsonl; sleep 1", retries=1)
+    events_of_a_good_run(run, config)
+    bad, _ = jobs.submit("exit 1", retries=1)
+    held, _ = jobs.submit("true", "--hold", retries=3)
+    again, _ = jobs.submit("true", "--hold", retry_of=bad, attempt=2)
+    wait(store, good, "ok")
+    wait(store, bad, "failed")
+    for job_id in (held, again):
+        wait(store, job_id, "pending")
+    before = rows(llmb_run)
+    assert len(before) == 4
+    store_path(install_root(os.environ)).unlink()
+    assert llmb_run("jobs", "rebuild")[1].startswith("4 runs found")
+    assert rows(llmb_run) == before
+
+
+def test_watch_prints_changes_and_ends(jobs, config, store):
+    _, run = jobs.submit("sleep 2; cp prepared events.rank0.jsonl")
+    events_of_a_good_run(run, config)
+    watch = subprocess.run(
+        [sys.executable, "-m", "llmb.cli.run", "jobs", "--watch"], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert (watch.returncode, watch.stderr) == (0, "")
+    said = [line for line in watch.stdout.splitlines() if "x1: " in line]
+    assert "x1: ok 500 tokens/s/gpu" in said[-1]
+    assert len(said) >= 2
+    assert "COMPLETED" in watch.stdout
+
+
+def test_a_log_is_followed_until_slurm_says_that_the_job_has_ended(jobs, config):
+    job_id, run = jobs.submit(
+        "cp prepared events.rank0.jsonl; echo before; sleep 1; for i in 1 2 3; do echo line $i >> log; sleep 0.5; done"
+    )
+    events_of_a_good_run(run, config)
+    (run.path / "log").symlink_to(run.log.name)
+    follow = subprocess.run(
+        [sys.executable, "-m", "llmb.cli.run", "jobs", "log", job_id, "-f"],
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert follow.returncode == 0, follow.stderr
+    assert follow.stdout.splitlines()[-3:] == ["line 1", "line 2", "line 3"]
+
+
+@pytest.mark.slow
+def test_ten_at_once_lose_nothing(slurm, store, tmp_path):
+    command = [
+        sys.executable, "-m", "llmb.cli.run", "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32",
+        "--scale", "1", "--proxy", "--on", "slurm", "--slurm-arg", "hold", "-r", "3",
+    ]  # fmt: skip
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    desk = tmp_path / "desk"
+    desk.mkdir()
+    submitters = [subprocess.Popen(command, cwd=desk, **quiet) for _ in range(10)]
+    outputs = [submitter.communicate(timeout=10 * PATIENCE_S) for submitter in submitters]
+    assert [submitter.returncode for submitter in submitters] == [0] * 10, outputs
+    queued = slurm.call("squeue", "-h", "-o", "%i", "--states=pending").split()
+    held = store.jobs()
+    assert len(held) == len({job.run_dir for job in held}) == 30
+    assert {job.job_id for job in held} <= set(queued)
+
+
+@pytest.mark.slow
+def test_a_real_run_from_submit_to_the_table(slurm, llmb_run, monkeypatch, tmp_path):
+    desk = tmp_path / "desk"
+    desk.mkdir()
+    monkeypatch.chdir(desk)
+    shape = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
+    code, out, err = llmb_run(
+        "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "2", "--proxy", "--seqlen", "32",
+        *(f"--set=model.{field}={value}" for field, value in shape.items()), "--set=steps=4", "--on", "slurm", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    job_id = json.loads(out.splitlines()[-1])["job_id"]
+    code, log, _ = llmb_run("jobs", "log", job_id, "-f")
+    assert code == 0
+    assert "iteration" in log
+    code, out, err = llmb_run("jobs", "--watch")
+    assert (code, err) == (0, "")
+    (row,) = rows(llmb_run)
+    assert (row["job_id"], row["status"], row["slurm_state"]) == (job_id, "ok", "COMPLETED")
+    assert row["tokens_per_s_per_gpu"] > 0
+    store_path(install_root(os.environ)).unlink()
+    llmb_run("jobs", "rebuild")
+    assert rows(llmb_run) == [row]
+
+
+def test_a_submitter_killed_at_any_moment_loses_nothing(slurm, store, llmb_run, monkeypatch, tmp_path):
+    (tmp_path / "desk").mkdir()
+    command = [
+        sys.executable, "-m", "llmb.cli.run", "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32",
+        "--scale", "1", "--proxy", "--on", "slurm", "--slurm-arg", "hold", "-r", "100",
+    ]  # fmt: skip
+    submitter = subprocess.Popen(command, cwd=tmp_path / "desk", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while len(store.jobs()) < 40:
+        assert submitter.poll() is None
+    submitter.kill()
+    submitter.communicate()
+    time.sleep(1)  # an sbatch that was under way ends by itself
+    monkeypatch.setattr(stranded, "ON_ITS_WAY_S", 0.0)
+    Poller(store).refresh(store.jobs())
+    jobs = store.jobs()
+    assert {job.status for job in jobs} <= {"pending", "failed"}
+    assert {job.reason for job in jobs if job.status == "failed"} <= {stranded.NEVER_SUBMITTED}
+    tokens = {read_submission(RunDir.open(Path(job.run_dir))).token: job for job in jobs}
+    queued = [line.split() for line in slurm.call("squeue", "-h", "-t", "PD", "-O", "JobID:20,Comment:60").splitlines()]
+    ours = {job_id for job_id, token in queued if token in tokens}
+    assert ours == {job.job_id for job in jobs if job.status == "pending"}
+    assert not [job_id for job_id, token in queued if token not in tokens]
+    before = rows(llmb_run)
+    assert llmb_run("jobs", "rebuild")[0] == 0
+    assert rows(llmb_run) == before

@@ -1,0 +1,123 @@
+"""The lab itself: jobs run on it, its nodes break as real ones do, and nothing of it outlives its owner."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lab_processes
+import lab_register
+import pytest
+import slurm_lab
+from slurm_lab import SlurmLab
+
+pytestmark = pytest.mark.slurm
+
+
+def until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "never came"
+        time.sleep(0.1)
+    return value
+
+
+def state(lab, job):
+    return lab.call("squeue", "-h", "-t", "all", "-j", job, "-o", "%T").strip()
+
+
+def ended(lab, job):
+    word = state(lab, job)
+    return None if word in ("PENDING", "RUNNING", "COMPLETING") else word
+
+
+def submitted(lab, tmp_path, command, *arguments):
+    return lab.call("sbatch", "--parsable", f"--output={tmp_path}/%j.out", *arguments, f"--wrap={command}").strip()
+
+
+def test_a_job_sees_its_nodes_by_name_and_its_gpus(slurm, tmp_path):
+    told = "getent hosts $SLURMD_NODENAME; echo $CUDA_VISIBLE_DEVICES"
+    out = slurm.call("srun", "-N2", "--gpus-per-node=4", "bash", "-c", told)
+    assert set(out.split()) == {"127.0.0.1", "n1", "n2", "0,1,2,3"}
+
+
+def test_a_crashed_node_takes_its_tasks_along(slurm, tmp_path):
+    job = submitted(slurm, tmp_path, f"touch {tmp_path}/began; sleep 311", "--no-requeue", "--nodelist=n3")
+    until((tmp_path / "began").exists)
+    slurm.crash_node("n3")
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid, _ in lab_processes.of_lab(slurm.folder)]
+    assert not [command for command in commands if b"sleep\x00311" in command]
+    slurm.down("n3")  # Slurm itself would need half a minute to see it
+    assert until(lambda: ended(slurm, job)) == "NODE_FAIL"
+
+
+def test_a_node_set_down_fails_its_job_and_heals(slurm, tmp_path):
+    job = submitted(slurm, tmp_path, "sleep 60", "--no-requeue", "--nodelist=n2")
+    until(lambda: state(slurm, job) == "RUNNING")
+    slurm.down("n2")
+    until(lambda: state(slurm, job) == "NODE_FAIL")
+    slurm.heal()
+    assert slurm.call("srun", "--nodelist=n2", "echo", "back").strip() == "back"
+
+
+def test_jobs_survive_the_controller(slurm, tmp_path):
+    waiting = f"until [ -e {tmp_path}/end ]; do sleep 0.1; done"
+    job = submitted(slurm, tmp_path, waiting, "--comment=to be kept")
+    slurm.wait_until_saved("to be kept")
+    slurm.kill_controller()
+    slurm.start_controller()
+    assert state(slurm, job) == "RUNNING"
+    (tmp_path / "end").touch()
+    until(lambda: state(slurm, job) == "COMPLETED")
+
+
+def test_a_killed_owner_leaves_no_process_and_no_host_name(tmp_path):
+    if why := slurm_lab.missing():
+        pytest.skip(why)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)],
+        cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout.readline() == "up\n"
+    assert "127.0.0.1 n9 " in lab_register.HOSTS.read_text()
+    pids = [int(file.read_text()) for file in (tmp_path / "run").glob("*.pid")]
+    assert len(pids) == 11
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    until(lambda: not any(lab_processes.lives(pid) for pid in pids))
+    until(lambda: "127.0.0.1 n9 " not in lab_register.HOSTS.read_text())
+
+
+OWNER = """
+import sys, time, pathlib
+from slurm_lab import SlurmLab
+SlurmLab(pathlib.Path(sys.argv[1]), nodes=9).start()
+print("up", flush=True)
+time.sleep(100)
+"""
+
+
+def test_two_labs_stand_side_by_side(slurm, tmp_path):
+    with SlurmLab(tmp_path, nodes=1, gpus=2) as other:
+        assert other.call("sinfo", "-h", "-o", "%D %G").split() == ["1", "gpu:2"]
+        assert slurm.call("sinfo", "-h", "-o", "%D %G").split() == ["4", "gpu:8"]
+    assert "is UP" in slurm.call("scontrol", "ping")
+
+
+def test_memory_is_enforced_with_cgroups(tmp_path):
+    if why := slurm_lab.missing(cgroup=True):
+        pytest.skip(why)
+    with SlurmLab(tmp_path, nodes=1, cgroup=True) as lab:
+        greedy = f"{sys.executable} -c 'bytearray(300 << 20)'"
+        job = submitted(lab, tmp_path, greedy, "--mem=50M")
+        assert until(lambda: ended(lab, job)) == "OUT_OF_MEMORY"
+
+
+def test_accounting_remembers(slurm_with_accounting, tmp_path):
+    lab = slurm_with_accounting
+    job = submitted(lab, tmp_path, "exit 3")
+    until(lambda: "FAILED" in lab.call("sacct", "-X", "-n", "-j", job, "-o", "State"))

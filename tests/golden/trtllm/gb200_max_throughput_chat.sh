@@ -1,0 +1,14 @@
+set -euo pipefail
+: "${WEIGHTS:?set it to the folder of the weights}"
+cat > trtllm.yaml <<'END'
+enable_attention_dp: true
+kv_cache_config: {dtype: fp8, free_gpu_memory_fraction: 0.5, enable_block_reuse: false}
+enable_chunked_prefill: false
+stream_interval: 4
+print_iter_log: true
+cuda_graph_config:
+  enable_padding: true
+  batch_sizes: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 2884]
+END
+trtllm-bench --model "$WEIGHTS" prepare-dataset --output dataset.jsonl --random-seed 1234 token-norm-dist --num-requests 115360 --input-mean 128 --output-mean 128 --input-stdev 0 --output-stdev 0
+exec trtllm-bench --model DeepSeek-R1 --model_path "$WEIGHTS" throughput --backend pytorch --tp 4 --ep 4 --pp 1 --dataset dataset.jsonl --max_batch_size 2884 --max_num_tokens 16000 --num_requests 115360 --concurrency 11536 --warmup 0 --extra_llm_api_options trtllm.yaml --streaming

@@ -1,0 +1,400 @@
+"""Failures named from what they leave behind: lines as Slurm, pyxis, CUDA, NCCL and torch print them."""
+
+import dataclasses
+import typing
+from datetime import datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmb.events import RunEnded, RunStarted, append
+from llmb.launch.failure import Failure, failure_of, named
+from llmb.launch.nccl_watchdog import collective_timeout
+from llmb.launch.nodelist import node_names
+from llmb.launch.rundir import RunDir
+from llmb.launch.slurm import JobState
+from llmb.launch.symptoms import Kind
+from llmb.launch.verdict import Verdict
+
+STEP_OOM = """\
+slurmstepd-n2: error: Detected 1 oom-kill event(s) in StepId=15.0. Some of your processes may have been killed by ...
+srun: error: n2: task 3: Out Of Memory
+srun: launch/slurm: _step_signal: Terminating StepId=15.0
+slurmstepd-n1: error: *** STEP 15.0 ON n1 CANCELLED AT 2026-11-15T12:39:51 ***
+srun: error: n1: tasks 0-1: Terminated
+"""
+NODE_LOST = """\
+srun: error: Node failure on n2
+slurmstepd-n1: error: *** JOB 19 ON n1 CANCELLED AT 2026-11-15T12:39:59 DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR ...
+srun: Job step aborted: Waiting up to 4 seconds for job step to finish.
+"""
+KILLED = """\
+srun: error: n2: task 3: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=16.0
+srun: error: n1: tasks 0-1: Terminated
+"""
+
+
+def job(state="FAILED", **more):
+    facts = {
+        "job_id": "7",
+        "phase": "ended",
+        "state": state,
+        "reason": None,
+        "exit_code": 1,
+        "signal": 0,
+        "nodes": "n[1-2]",
+        "submitted_at": 1.0,
+        "started_at": 2.0,
+        "ended_at": 3.0,
+        "restarts": 0,
+    }
+    return JobState(**facts | more)
+
+
+def failed(reason, rank=None, status="failed", last_lines=()):
+    return RunEnded(status=status, reason=reason, guilty_rank=rank, last_lines=last_lines)
+
+
+def ranks(silent=(), hosts=("n1", "n1", "n2", "n2")):
+    """Ranks that began on these hosts and said how they ended, but for some."""
+    started = [RunStarted(time=1.0, rank=rank, host=host) for rank, host in enumerate(hosts)]
+    ended = [RunEnded(rank=r, status="incomplete", reason="interrupted") for r in range(len(hosts)) if r not in silent]
+    return [*started, *ended]
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "again", "said"),
+    [
+        ("NODE_FAIL", "node_failure", True, "a node went down (NODE_FAIL), one of n[1-2]"),
+        ("BOOT_FAIL", "node_failure", True, "BOOT_FAIL"),
+        ("PREEMPTED", "preemption", True, "took the nodes (PREEMPTED)"),
+        ("TIMEOUT", "time_limit", False, "time limit ran out (TIMEOUT)"),
+        ("DEADLINE", "time_limit", False, "DEADLINE"),
+        ("OUT_OF_MEMORY", "oom_kill", False, "want of host memory (OUT_OF_MEMORY)"),
+        ("CANCELLED", "cancelled", False, "cancelled (CANCELLED)"),
+        ("CANCELLED by 1000", "cancelled", False, "cancelled (CANCELLED)"),
+    ],
+)
+@pytest.mark.parametrize("end", [None, failed("interrupted by SIGTERM", status="incomplete"), failed("exit code 143")])
+def test_slurm_knows_who_ended_the_job(state, kind, again, said, end):
+    failure = named(end, job(state))
+    assert (failure.kind, failure.retryable, failure.guilty_nodes) == (kind, again, ())
+    assert said in failure.reason
+
+
+def test_what_ended_well_or_goes_on_has_not_failed():
+    assert named(failed(None, status="ok"), job("COMPLETED")) is None
+    assert named(failed(None, status="ok"), job("TIMEOUT")) is None
+    assert named(None, job("RUNNING", phase="running")) is None
+    assert named(None, job("PENDING", phase="pending")) is None
+
+
+def test_a_node_that_went_down_and_who_was_on_it():
+    failure = named(None, job("NODE_FAIL"), NODE_LOST, ranks())
+    reason = "node n2 went down (NODE_FAIL); ranks 2-3 were on it"
+    assert failure == Failure("node_failure", reason, True, ("n2",))
+    one = named(None, job("NODE_FAIL"), NODE_LOST, ranks(hosts=("n1", "n2")))
+    assert one.reason == "node n2 went down (NODE_FAIL); rank 1 was on it"
+
+
+def test_a_node_that_went_down_with_the_log():
+    failure = named(None, job("NODE_FAIL"), "", ranks(silent=(2, 3)))
+    assert failure.guilty_nodes == ("n2",)
+    everybody = named(None, job("NODE_FAIL"), "", ranks(silent=(0, 1, 2, 3)))
+    assert everybody.guilty_nodes == ()
+
+
+def test_what_slurm_wrote_into_the_log_counts_while_the_job_still_runs():
+    end = failed("interrupted by SIGTERM", status="incomplete")
+    running = job("RUNNING", phase="running")
+    due = "slurmstepd: error: *** JOB 21 ON n1 CANCELLED AT 2026-11-15T12:40:18 DUE TO {} ***\n"
+    assert named(end, running, due.format("TIME LIMIT")).kind == "time_limit"
+    assert named(end, None, due.format("PREEMPTION")).kind == "preemption"
+    assert named(end, None, "").kind == "cancelled"
+    told = failed("ended by Slurm with SIGTERM: cancelled or preempted", status="incomplete")
+    assert named(told, job("PREEMPTED")).kind == "preemption"
+    assert named(told, None).kind == "cancelled"
+    assert named(failed("stopped after the time limit of 5 s", status="timeout")).kind == "time_limit"
+
+
+def test_what_ended_an_earlier_run_of_a_requeued_job_does_not_count():
+    end = failed("rank 2: ValueError: no such layer", 2)
+    assert named(end, job("FAILED", restarts=1), NODE_LOST).kind == "program_error"
+    assert named(None, job("NODE_FAIL", restarts=1), NODE_LOST).guilty_nodes == ("n2",)
+
+
+def test_a_step_that_is_killed_for_its_memory_is_no_mere_failure():
+    """Slurm itself says FAILED 1:0 of the job then."""
+    lost = failed("rank 3: gone without a word; rank 0: RuntimeError: Connection closed by peer", 3)
+    failure = named(lost, job("FAILED"), STEP_OOM, ranks(silent=(3,)))
+    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("oom_kill", False, ())
+    assert "on n2: slurmstepd-n2: error: Detected 1 oom-kill" in failure.reason
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=440575.0. Some of the step tasks have been OOM Killed.",
+        "slurmstepd: error: StepId=12.0 exceeded memory limit (131072 > 102400), being killed",
+        "srun: error: nid001277: tasks 1-3: Out Of Memory",
+        "kernel: Out of memory: Killed process 4242 (python3) total-vm:9000000kB",
+    ],
+)
+def test_every_wording_of_an_oom_kill(line):
+    assert named(failed("exit code 137"), None, f"step 1\n{line}\n").kind == "oom_kill"
+
+
+def test_a_rank_killed_by_nobody_knows_whom():
+    failure = named(failed("exit code 137: srun: Force Terminated"), job("FAILED"), KILLED, ranks(silent=(3,)))
+    assert (failure.kind, failure.retryable) == ("killed", False)
+    assert "on n2: srun: error: n2: task 3: Killed" in failure.reason
+    assert named(failed("rank 1: killed by signal 9 (SIGKILL)", 1), None).kind == "killed"
+    assert named(None, job("FAILED", reason="JobLaunchFailure", exit_code=0, signal=9)).kind == "killed"
+    assert named(None, None).kind == "killed"
+
+
+def test_a_node_that_lives_and_tells_of_a_killed_task_is_not_lost():
+    """Its only rank is silent, but srun heard from its node."""
+    failure = named(failed("exit code 137"), job("FAILED"), KILLED, ranks(silent=(1,), hosts=("n1", "n2")))
+    assert failure.kind == "killed"
+
+
+def test_a_node_that_went_silent():
+    lost = failed("rank 2: gone without a word; rank 0: RuntimeError: Connection reset by peer", 2)
+    failure = named(lost, job("FAILED"), "[rank0]: Connection reset by peer\n", ranks(silent=(2, 3)))
+    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("node_failure", True, ("n2",))
+    assert failure.reason.startswith("node n2 went silent: ranks 2-3 gone without a word")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[rank2]: torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        "[rank2]: RuntimeError: CUDA error: an illegal memory access was encountered",
+        "n2:531:1762 [0] enqueue.cc:1 NCCL WARN Cuda failure 719 'uncorrectable NVLink error detected'",
+        "Nov 15 12:00:00 n2 kernel: NVRM: Xid (PCI:0000:9b:00): 79, pid=1234, GPU has fallen off the bus.",
+    ],
+)
+def test_a_gpu_that_fails_is_its_nodes_fault(line):
+    noise = "[rank0]: ncclRemoteError: A call failed possibly due to a network error\n"
+    failure = named(failed("rank 0: DistBackendError: NCCL error in: x", 0), job("FAILED"), noise + line, ranks())
+    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("gpu_fault", True, ("n2",))
+
+
+WATCHDOG = (
+    "[rank{rank}]:[E1206 18:44:12 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog caught collective operation timeout:"
+    " WorkNCCL(SeqNum=7753, OpType=_REDUCE_SCATTER_BASE, NumelIn=5, NumelOut=1, Timeout(ms)=600000) ran for 600061 ms\n"
+    "[rank{rank}]:[E1206 18:44:12.8 ProcessGroupNCCL.cpp:1664] [PG ID 1 PG GUID 3(dp) Rank {rank}] Exception (either an"
+    " error or timeout) detected by watchdog at work: 7753, last enqueued NCCL work: {begun}, last completed: 7752.\n"
+)
+
+
+def test_a_collective_that_does_not_end_is_the_late_ranks_fault():
+    log = "".join(WATCHDOG.format(rank=rank, begun=7755 if rank != 3 else 7753) for rank in range(4))
+    failure = named(failed("rank 0: exit code -6"), job("FAILED"), log, ranks(silent=(0, 1, 2, 3)))
+    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("nccl_timeout", True, ("n2",))
+    said = "_REDUCE_SCATTER_BASE did not end within 600 s; ranks 0-2 waited; rank 3 had not begun it (on n2)"
+    assert failure.reason == said
+
+
+def test_a_rank_that_never_came_to_the_collective():
+    log = "".join(WATCHDOG.format(rank=rank, begun=7755) for rank in (0, 1, 2))
+    timeout = collective_timeout(log, silent=(0, 1, 2, 3))
+    assert (timeout.waiting, timeout.late) == ((0, 1, 2), (3,))
+    failure = named(failed("exit code 1"), job("FAILED"), log, ranks(silent=(0, 1, 2, 3)))
+    assert failure.guilty_nodes == ("n2",)
+
+
+def test_a_collective_in_which_all_wait_is_nobodys_fault():
+    log = "".join(WATCHDOG.format(rank=rank, begun=7755) for rank in range(4))
+    failure = named(failed("exit code 1"), job("FAILED"), log, ranks(silent=(0, 1, 2, 3)))
+    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("nccl_timeout", False, ())
+    assert collective_timeout("step 1\n") is None
+
+
+def test_a_lost_connection_may_be_tried_again_where_a_node_is_to_blame():
+    lost = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:46286"
+    nobody = named(failed(f"rank 0: {lost}"), job("FAILED"), "", ranks())
+    assert (nobody.kind, nobody.retryable) == ("network", False)
+    one = named(failed(f"rank 3: gone without a word; rank 0: {lost}", 3), job("FAILED"), "", ranks(silent=(3,)))
+    assert (one.kind, one.retryable, one.guilty_nodes) == ("network", True, ("n2",))
+    nccl = (
+        "n1:27255:27934 [0] ib_plugin.c:1105 NCCL WARN NET/IB : Got completion from peer 10.0.35.1<49189> with error 4"
+    )
+    assert named(failed("exit code 1"), job("FAILED"), nccl, ranks()).kind == "nccl_error"
+    assert (
+        named(failed("rank 0: torch.distributed.DistNetworkError: The client socket has timed out", 0)).kind
+        == "network"
+    )
+
+
+def test_where_a_rank_was_is_known_from_srun_too():
+    """Hosts may call themselves otherwise than Slurm does; with our engine a task is a rank."""
+    hung = failed("hung: rank 3 did not answer", 3)
+    unknown = ranks(hosts=("localhost",) * 4)
+    assert named(hung, job("FAILED"), KILLED, unknown).guilty_nodes == ("n2",)
+    assert named(hung, job("FAILED"), KILLED, []).guilty_nodes == ()
+
+
+def test_a_hang():
+    hung = "hung: no rank made progress for 30 s after step 4; rank 2 did not answer: stopped, or busy inside a library"
+    failure = named(failed(hung, 2), job("FAILED"), "", ranks())
+    assert failure == Failure("hung", hung, True, ("n2",))
+    assert not named(failed("hung: all ranks are at the same place"), job("FAILED"), "", ranks()).retryable
+
+
+PYXIS = """\
+pyxis: importing docker image: example.com/nemo:25.07
+slurmstepd: error: pyxis: child 10028 failed with error code: 1
+slurmstepd: error: pyxis: failed to import docker image
+slurmstepd: error: pyxis: printing enroot log file:
+slurmstepd: error: pyxis:     [INFO] Querying registry for permission grant
+slurmstepd: error: pyxis:     {}
+slurmstepd: error: pyxis: couldn't start container
+slurmstepd: error: spank: required plugin spank_pyxis.so: task_init() failed with rc=-1
+srun: error: n2: task 0: Exited with exit code 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "again"),
+    [
+        ("[ERROR] URL https://example.com/v2/nemo/manifests/25.07 returned error code: 401 Unauthorized", False),
+        ("[ERROR] URL https://example.com/v2/nemo/manifests/25.07 returned error code: 404 Not Found", False),
+        ("[ERROR] URL https://example.com/v2/nemo/manifests/25.07 returned error code: 429 Too Many Requests", True),
+        ("curl: (6) Could not resolve host: example.com", True),
+        ("[ERROR] No such file or directory: /images/nemo.sqsh", False),
+    ],
+)
+def test_a_container_that_is_not_there(line, again):
+    failure = named(failed("exit code 1"), job("FAILED"), PYXIS.format(line))
+    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("container_missing", again, ())
+    assert failure.reason.endswith(line)
+
+
+def test_a_cluster_without_pyxis():
+    log = "srun: unrecognized option '--container-image=x'\nTry \"srun --help\" for more information\n"
+    assert named(failed("exit code 1"), job("FAILED"), log).kind == "container_missing"
+
+
+def test_a_full_disk_under_a_run_or_its_container():
+    full = "rank 0: OSError: [Errno 28] No space left on device: 'checkpoint'"
+    assert named(failed(full, 0), job("FAILED")).kind == "disk_full"
+    image = PYXIS.format("Write failed because No space left on device")
+    assert named(failed("exit code 1"), job("FAILED"), image).kind == "disk_full"
+
+
+def test_weights_that_are_not_there():
+    said = "/weights/deepseek is not a folder of weights"
+    assert named(failed(said), None, f"llmb.infer: {said}\n").kind == "weights_missing"
+    foreign = "OSError: x/y is not a local folder and is not a valid model identifier listed on a hub\n"
+    assert named(failed("exit code 1"), None, foreign).kind == "weights_missing"
+
+
+def test_memory_of_the_device():
+    said = "rank 1: out of memory at a peak of 79 GiB; set recompute_layers"
+    failure = named(failed(said, 1, status="oom"), job("FAILED"), "ncclRemoteError\n", ranks())
+    assert failure == Failure("gpu_oom", said, False, ())
+    foreign = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\nncclRemoteError: x\n"
+    assert named(failed("exit code 1"), None, foreign).kind == "gpu_oom"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("Unable to determine the device handle for GPU0000:9B:00.0: Unknown Error", "gpu_fault"),
+        ("RuntimeError: CUDA error: unspecified launch failure", "gpu_fault"),
+        ("OSError: [Errno 122] Disk quota exceeded: 'x'", "disk_full"),
+        ("[ERROR] No such file or directory: /images/nemo.sqsh", "container_missing"),
+        ("slurmstepd: error: pyxis: couldn't start container", "container_missing"),
+        ("/bin/bash: line 1: enroot: command not found", "container_missing"),
+        ("huggingface_hub.errors.GatedRepoError: 401 Client Error.", "weights_missing"),
+        ("OSError: Can't load tokenizer for 'x/y'.", "weights_missing"),
+        ("OSError: x/y does not appear to have a file named config.json.", "weights_missing"),
+        ("RuntimeError: HIP out of memory. Tried to allocate 2.00 GiB", "gpu_oom"),
+        ("ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress", "nccl_timeout"),
+        ("torch.distributed.DistBackendError: NCCL error in: x.hpp:317, unhandled system error", "nccl_error"),
+        ("ncclSystemError: System call (e.g. socket, malloc) or external library call failed", "nccl_error"),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", "network"),
+        ("RuntimeError: [../gloo/pair.cc:144] no error: No route to host", "network"),
+        ("srun: error: n2: tasks 0,2-3: Killed", "killed"),
+    ],
+)
+def test_lines_that_speak_for_themselves(line, kind):
+    failure = named(failed("exit code 1"), job("FAILED"), f"step 1\n{line}\nTerminating\n")
+    assert failure.kind == kind
+    assert failure.reason.endswith(f": {line}")
+
+
+def test_an_error_of_the_program_stays_one_however_loud_its_victims_are():
+    noise = "[rank0]: ncclRemoteError\n[rank0]: Connection reset by peer\n[rank1]: Watchdog caught collective\n"
+    failure = named(failed("rank 2: ValueError: no such layer", 2), job("FAILED"), noise, ranks())
+    assert failure == Failure("program_error", "rank 2: ValueError: no such layer", False, ())
+    assert named(failed("loss became nan at step 3", status="diverged"), None, noise).kind == "program_error"
+
+
+def test_a_request_that_the_engine_refuses():
+    said = "the configuration spreads over 4 ranks but 2 started"
+    assert named(failed(said), job("FAILED"), f"[rank1]: llmb.train: {said}\n").kind == "refused"
+    step = "srun: error: Unable to create step for job 1: More processors requested than permitted\n"
+    assert named(failed("exit code 1"), job("FAILED"), step).kind == "refused"
+
+
+def test_little_evidence_is_said_as_it_is():
+    crashed = "srun: error: n2: task 1: Segmentation fault\nsrun: error: n1: task 0: Terminated\n"
+    assert named(None, job("FAILED"), crashed).reason == "task 1 on n2: Segmentation fault"
+    assert named(None, job("FAILED")).reason == "the job ended (FAILED, exit code 1), but the run did not say how"
+    assert named(None, job("COMPLETED", exit_code=0)).kind == "program_error"
+    assert named(Verdict("failed", "exit code 3: bye")) == Failure("program_error", "exit code 3: bye")
+
+
+def test_a_reason_is_one_line_of_bounded_length():
+    assert "\n" not in named(failed("ValueError: a\n b")).reason
+    assert len(named(failed("ValueError: " + "x" * 9999)).reason) == 400
+
+
+LINES = st.sampled_from([*STEP_OOM.split("\n"), *NODE_LOST.split("\n"), *KILLED.split("\n")])
+
+
+@given(st.lists(LINES | st.text()), st.text() | st.none(), st.sampled_from(["FAILED", "NODE_FAIL", "", "x"]))
+def test_whatever_the_log_says_there_is_a_name(lines, said, state):
+    failure = named(failed(said), job(state), "\n".join(lines), ranks(silent=(3,)))
+    assert failure.kind in typing.get_args(Kind)
+    assert "\n" not in failure.reason
+    assert failure.reason
+
+
+def test_a_host_that_slurm_does_not_know_is_not_excluded():
+    """sbatch would refuse its name."""
+    hung = failed("hung: rank 1 did not answer", 1)
+    assert named(hung, job("FAILED"), "", ranks(hosts=("n1.example.com", "n2.example.com"))).guilty_nodes == ("n2",)
+    assert named(hung, job("FAILED"), "", ranks(hosts=("localhost", "localhost"))).guilty_nodes == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n[1-3,08],gpu-a", ("n1", "n2", "n3", "n08", "gpu-a")),
+        ("r[1-2]n[09-10]", ("r1n09", "r1n10", "r2n09", "r2n10")),
+        ("n1", ("n1",)),
+        ("(null)", ()),
+        ("None assigned", ()),
+        ("", ()),
+        (None, ()),
+    ],
+)
+def test_lists_of_nodes(text, names):
+    assert node_names(text) == names
+
+
+def test_a_run_folder_says_why_it_failed(tmp_path, config):
+    rundir = RunDir.create(tmp_path, config, datetime(2026, 1, 2, 3, 4, 5))
+    for event in ranks(silent=(2, 3)):
+        append(rundir.events(event.rank), event)
+    (rundir.path / "slurm-7.out").write_text(NODE_LOST)
+    failure = failure_of(rundir, job("NODE_FAIL"))
+    assert (failure.kind, failure.guilty_nodes) == ("node_failure", ("n2",))
+    append(rundir.events(0), RunEnded(status="ok"))
+    assert failure_of(rundir, dataclasses.replace(job("COMPLETED"), exit_code=0)) is None

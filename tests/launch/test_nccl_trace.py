@@ -1,0 +1,66 @@
+"""ENABLE_NCCLTRACE: a short run whose log says what ranks sent one another, and a Result that adds it up."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmb import events
+from llmb.cli.runs import keep_result
+from llmb.errors import ConfigError
+from llmb.events import RunEnded, StepDone
+from llmb.report.summary import summary
+from llmb.resolve import resolve
+from llmb.results.nccl import summarise
+from llmb.selection import Request
+from llmb.settings import Setting, from_environment
+from llmb.spec import Profile, RunConfig, Training
+
+TRACE = Path(__file__).parent.parent / "golden" / "logs" / "nccl.log"
+
+
+def resolved(recipes, environ: dict[str, str], **fields: str) -> RunConfig:
+    wishes = [*from_environment(environ), *(Setting(field=k, value=v, source="--set") for k, v in fields.items())]
+    request = Request(size="314b", dtype="fp8", gpus=256, gpu="gb200", settings=tuple(wishes))
+    return resolve(recipes["pretrain_grok1"], request)
+
+
+def test_it_is_five_steps_long_unless_another_length_is_asked_for(recipes):
+    traced = resolved(recipes, {"ENABLE_NCCLTRACE": "true"})
+    assert isinstance(traced.workload, Training)
+    assert (traced.workload.steps, traced.workload.window) == (5, (3, 5))
+    assert ("steps", 5, "ENABLE_NCCLTRACE") in [(o.field, o.value, o.source) for o in traced.overrides]
+    longer = resolved(recipes, {"ENABLE_NCCLTRACE": "true", "MAX_STEPS": "20"})
+    assert isinstance(longer.workload, Training)
+    assert longer.workload.steps == 20
+
+
+def test_a_profile_beside_it_is_refused(recipes):
+    with pytest.raises(ConfigError, match="exclude each other"):
+        resolved(recipes, {"ENABLE_NCCLTRACE": "true", "ENABLE_PROFILE": "true"})
+
+
+def test_ranks_to_profile_must_be_there(recipes):
+    config = resolved(recipes, {"ENABLE_PROFILE": "true", "PROFILE_RANKS": "0,255"})
+    assert config.profile.profile_ranks == (0, 255)
+    with pytest.raises(ConfigError, match="there is no rank 256; the run has ranks 0 to 255"):
+        resolved(recipes, {"ENABLE_PROFILE": "true", "PROFILE_RANKS": "0,256"})
+    with pytest.raises(ConfigError, match="expected a whole number, got '0-3'"):
+        resolved(recipes, {"ENABLE_PROFILE": "true", "PROFILE_RANKS": "0-3"})
+    with pytest.raises(ConfigError, match="PROFILE_RANKS: profile_ranks has no effect without profiling"):
+        resolved(recipes, {"PROFILE_RANKS": "0"})
+
+
+def test_its_table_is_in_the_result_of_the_native_engine(config, rundir):
+    """The engine tells of its steps by events; NCCL itself writes into the log."""
+    rundir.log.write_bytes(b"step 1\n" + TRACE.read_bytes())
+    for step in (1, 2, 3):
+        events.append(rundir.events(0), StepDone(rank=0, step=step, steps=3, seconds=1.0))
+    events.append(rundir.events(0), RunEnded(time=1.0, status="ok"))
+    assert keep_result(rundir, config).collectives == ()  # nobody asked for a trace
+    result = keep_result(rundir, replace(config, profile=Profile(nccl_trace=True)))
+    counted = [(row.operation, row.calls, row.bytes, row.ranks) for row in result.collectives]
+    assert counted == [(seen.operation, seen.calls, seen.bytes, seen.ranks) for seen in summarise(TRACE)]
+    assert counted
+    assert result.status == "ok"
+    assert "AllReduce" in summary(result)
