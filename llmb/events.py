@@ -69,6 +69,7 @@ class RequestDone:
     input_tokens: int
     output_tokens: int
     requested_tokens: int | None = None  # how long the answer was to be
+    answer_crc: int | None = None  # of its tokens, CRC-32 over int64: equal answers have equal ones, wherever computed
     finish: str | None = None  # what ended it: length, stop, cancelled
     warmup: bool = False
     error: str | None = None

@@ -8,6 +8,9 @@ end together the queue is written out over the steps that follow, and the rest a
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from zlib import crc32
+
+import numpy as np
 
 from llmb.events import RequestDone, ServingSample
 from llmb.infer.engine import Load as EngineLoad
@@ -52,6 +55,7 @@ class Flight:
     times: list[float] = field(default_factory=list)
     end: float | None = None
     output_tokens: int = 0
+    answer_crc: int | None = None
     finish: Finish | None = None
 
     def heard(self, _number: int, _token: int) -> None:
@@ -61,6 +65,7 @@ class Flight:
     def ended(self, answer: Answer) -> None:
         """Nothing more will come."""
         self.end, self.output_tokens, self.finish = self.clock.now(), len(answer.tokens), answer.finish
+        self.answer_crc = crc32(np.array(answer.tokens, dtype=np.int64).tobytes())
 
     def done(self, rank: int, warmup: bool) -> RequestDone:
         """As it is recorded; without token times where the answer came whole."""
@@ -75,6 +80,7 @@ class Flight:
             input_tokens=len(self.prompt.tokens),
             output_tokens=self.output_tokens,
             requested_tokens=self.prompt.output_tokens,
+            answer_crc=self.answer_crc,
             finish=self.finish,
             warmup=warmup,
         )

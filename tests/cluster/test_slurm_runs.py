@@ -92,14 +92,14 @@ def stepping(run: RunDir) -> None:
 
 
 def facts(run: RunDir, ranks: int) -> list:
-    """What must not depend on where ranks run: losses and norms of a training, lengths of answers."""
+    """What must not depend on where ranks run: losses and norms of a training, answers of a served model."""
     found = []
     for rank in range(ranks):
         for event in read(run.events(rank)):
             if isinstance(event, StepDone):
                 found.append((rank, event.step, event.tokens, event.loss, event.grad_norm))
             elif isinstance(event, RequestDone):
-                found.append((rank, event.request, event.input_tokens, event.output_tokens, event.warmup, event.error))
+                found.append((rank, event.request, event.output_tokens, event.answer_crc, event.warmup, event.error))
     return sorted(found)
 
 
