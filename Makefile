@@ -15,9 +15,9 @@ run: $(VENV)/engine
 test: check $(VENV)/slurm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not matrix and not gpu and not slurm"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not slow and not matrix and not gpu"
-	$(BIN)/python -m pytest -m "slow and not matrix and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "slow and not matrix and not gpu"
 
-# The same, and every parallel layout and every row of the recipes.
+# The same, and every parallel layout, every row of the recipes and what takes longest.
 test-all: test
 	$(BIN)/python -m pytest -m "matrix and not gpu"
 

@@ -6,6 +6,7 @@ Facts only: seconds, tokens, bytes. What follows from them (tokens/s, MFU) is de
     for event in read(path): ...
 """
 
+import errno
 import json
 import os
 import signal
@@ -195,11 +196,18 @@ TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
 
 
 def append(path: Path, event: Event) -> None:
-    """Add one whole line with a single write, so that a killed run leaves complete lines and at most one torn end."""
+    """Add one whole line with a single write, so that a killed run leaves complete lines and at most one torn end.
+
+    What a full disk takes half of is taken back: the next line would be lost with it.
+    """
     line = to_json({"event": type(event).__name__, **vars(event)}) + "\n"  # asdict would copy every number
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line.encode())
+        data = line.encode()
+        written = os.write(descriptor, data)
+        if written < len(data):
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(descriptor)
 

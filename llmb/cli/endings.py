@@ -62,7 +62,9 @@ def settle(run: RunDir, job: Job, state: JobState | None) -> dict[str, Any]:
 
     `state`: Slurm's word; none: it has forgotten the job, and the folder knows how it ended.
     """
-    _, result = load_run(run)
+    config, result = load_run(run)
+    if run.all_events():  # ranks may have outlived what watched them, and said more since the result was written
+        result = keep_result(run, config)
     failure = failure_of(run, state)
     told = _told(result, failure)
     if told != result or not run.result.exists():
@@ -101,6 +103,6 @@ def _told(result: Result, failure: Failure | None) -> Result:
     """The result with the failure named; a run that broke off without a word has failed."""
     if failure is None:
         return result
-    unsaid = result.status in ("ok", "incomplete")
+    unsaid = result.status in ("ok", "incomplete", "timeout")  # a time limit has its own kind of failure
     status = STATUS_OF.get(failure.kind) or ("failed" if unsaid else result.status)
     return replace(result, status=status, reason=failure.reason)

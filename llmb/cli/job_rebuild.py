@@ -4,8 +4,10 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from llmb.cli.endings import read_ending
@@ -36,7 +38,7 @@ def run(_: argparse.Namespace) -> int:
             print(f"ERROR: {error}", file=sys.stderr)
             unreadable += 1
     with open_store() as store:
-        store.replace_all(_named_first(_without_spent_retries(rows)), began)
+        store.replace_all(_named_first(_without_spent_retries(_told_apart(rows))), began)
         Poller(store).refresh([job for job in store.jobs() if job.going])
     print(f"{len(rows)} runs found" + (f", {unreadable} folders could not be read" if unreadable else ""))
     return 0
@@ -68,7 +70,8 @@ def row_of(run: RunDir) -> Job:
     if submission is None:
         return row
     retries = submission.retries if row.going or _is_retryable(run) else 0
-    return replace(row, retry_of=submission.retry_of, attempt=submission.attempt, retries=retries)
+    name = submission.name or row.job_id
+    return replace(row, job_id=name, retry_of=submission.retry_of, attempt=submission.attempt, retries=retries)
 
 
 def _local_row(run: RunDir) -> Job:
@@ -105,6 +108,24 @@ def _is_retryable(run: RunDir) -> bool:
 def _made(run: RunDir) -> tuple[float, int]:
     """When, finer than the second that a folder's name tells: hundreds may be made in one."""
     return run.created_at, run.config.stat().st_mtime_ns
+
+
+def _told_apart(rows: Sequence[Job]) -> list[Job]:
+    """Where Slurm gave an id twice, as after a crash that took its newest jobs, and no folder says who is called how:
+    the job whose record is older has it.
+    """
+    given: Counter[str] = Counter()
+    names: dict[str, str] = {}
+    for job in sorted((job for job in rows if job.job_id), key=_named_at):
+        given[job.job_id] += 1
+        times = given[job.job_id]
+        names[job.run_dir] = job.job_id if times == 1 else f"{job.job_id}-{times}"
+    return [replace(job, job_id=names.get(job.run_dir, "")) for job in rows]
+
+
+def _named_at(job: Job) -> int:
+    record = RunDir(Path(job.run_dir)).record(job.job_id)
+    return record.stat().st_mtime_ns if record.exists() else 0
 
 
 def _without_spent_retries(rows: Sequence[Job]) -> list[Job]:

@@ -45,7 +45,7 @@ class Poller:
         self._silent = False
         found = [self._look(job) for job in jobs]
         self._ask_slurm([job for job in found if job.slurm_id and _open_end(job)])
-        return [self._store.job(job.job_id) if _open_end(job) else job for job in found]
+        return [self._store.now(job) if _open_end(job) else job for job in found]
 
     def _look(self, job: Job) -> Job:
         """A job as far as it can be told without asking Slurm for its state."""
@@ -84,7 +84,8 @@ class Poller:
         try:
             run = RunDir.open(Path(job.run_dir))
             submission = read_submission(run)
-            if state is not None and not _is_its(submission, state):
+            given_away = state is not None and not _is_its(run, submission, state)
+            if given_away:
                 state = None
             goes_on = state is not None and state.phase != "ended"
             if submission is None and goes_on:  # it is in somebody's allocation, which may outlive it
@@ -95,7 +96,7 @@ class Poller:
             if state is not None and not ended and _just_ended(state):
                 return _slurm_columns(state, job)  # still going, as far as anyone can see
             if state is None and not ended:
-                return _lost(job)
+                return _lost(job, certain=given_away)
             return settle(run, job, state)
         except LaunchError as error:  # the disk is full, say: another time
             self._say_once(f"{job.job_id}: {error}")
@@ -151,9 +152,12 @@ def _why_it_waits(state: JobState) -> str | None:
     return state.reason if state.phase == "pending" else None
 
 
-def _is_its(submission: Submission | None, state: JobState) -> bool:
+def _is_its(run: RunDir, submission: Submission | None, state: JobState) -> bool:
     """Whether Slurm speaks of this folder's job, not of another that has the same id by now."""
-    return submission is None or state.comment in (None, submission.token)
+    if submission is None:
+        return True
+    at_home = state.folder is None or f"/{run.path.parent.name}/" in state.folder  # the installation may have moved
+    return at_home and state.comment in (None, submission.token)
 
 
 def _just_ended(state: JobState) -> bool:
@@ -161,8 +165,9 @@ def _just_ended(state: JobState) -> bool:
     return started is not None and ended is not None and 0 <= time.time() - ended < SETTLING_S
 
 
-def _lost(job: Job) -> dict[str, Any]:
+def _lost(job: Job, certain: bool) -> dict[str, Any]:
+    """`certain`: its id is another job's by now, which must not be taken, and cancelled, for this one."""
     last_sign = max(job.refreshed_at or 0.0, job.submitted_at or 0.0, job.created_at)
-    if job.status == "lost" or time.time() - last_sign < FORGETTING_S:
+    if job.status == "lost" or (not certain and time.time() - last_sign < FORGETTING_S):
         return {}
     return {"status": "lost", "reason": "Slurm does not know it any more, and its run folder does not say how it ended"}

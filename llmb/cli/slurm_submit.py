@@ -24,7 +24,7 @@ from llmb.launch.rundir import RunDir, mark_alive
 from llmb.launch.secrets import mask
 from llmb.launch.slurm_job import SlurmWishes, job_options, placed, sbatch_arguments, slurm_script
 from llmb.launch.slurm_ranks import asked_per_node
-from llmb.launch.submission import Submission, keep_submission, new_token
+from llmb.launch.submission import Submission, keep_name, keep_submission, new_token
 from llmb.plain import to_plain
 from llmb.results.store import Store
 from llmb.spec import RunConfig
@@ -199,7 +199,7 @@ def _note(store: Store, cluster: Cluster | None, done: Sequence[tuple[_Ready, "F
     outcomes = [(one, _outcome(future)) for one, future in done]
     for one, outcome in outcomes:
         if isinstance(outcome, str):
-            one.run.write_record(one.request.config, outcome, "slurm", **_cluster_facts(cluster))
+            one.run.write_record(one.request.config, outcome, "slurm", **cluster_facts(cluster))
         elif not isinstance(outcome, slurm.SlurmDown):
             _settle(one, str(outcome))
     with store.many():
@@ -224,13 +224,16 @@ def _outcome(future: "Future[str]") -> str | LlmbError:
 
 def _entered(store: Store, one: _Ready, outcome: str | LlmbError) -> Sent:
     if isinstance(outcome, str):
-        return Sent(one.request, one.run, store.submitted(one.temporary, outcome))
+        name = store.submitted(one.temporary, outcome)
+        keep_name(one.run, outcome, name)
+        return Sent(one.request, one.run, name)
     if not isinstance(outcome, slurm.SlurmDown):
         store.refused(one.temporary, str(outcome))
     return Sent(one.request, one.run, one.temporary, outcome)
 
 
-def _cluster_facts(cluster: Cluster | None) -> dict[str, str | None]:
+def cluster_facts(cluster: Cluster | None) -> dict[str, str | None]:
+    """What a job's record says of where it was sent."""
     if cluster is None:
         return {}
     return {

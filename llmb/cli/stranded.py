@@ -12,7 +12,7 @@ from pathlib import Path
 from llmb.cli.endings import settle_unsubmitted
 from llmb.launch import slurm
 from llmb.launch.rundir import RunDir, is_alive, live_pid
-from llmb.launch.submission import read_submission
+from llmb.launch.submission import keep_name, read_submission
 from llmb.results.store import Job, Store
 
 ON_ITS_WAY_S = 60.0  # a request that sbatch sent before it was killed has reached Slurm or never will
@@ -25,11 +25,13 @@ def find_again(store: Store, job: Job) -> Job:
     run = RunDir.open(Path(job.run_dir))
     slurm_id = slurm_id_of(run)
     if slurm_id is not None:
-        return store.job(store.submitted(job.job_id, slurm_id))
+        _keep_record(run, slurm_id)
+        keep_name(run, slurm_id, store.submitted(job.job_id, slurm_id))
+        return store.now(job)
     if not may_yet_come(run, job.created_at):
         settle_unsubmitted(run, run.read_config(), NEVER_SUBMITTED)
         store.refused(job.job_id, NEVER_SUBMITTED)
-    return store.job(job.job_id)
+    return store.now(job)
 
 
 def slurm_id_of(run: RunDir) -> str | None:
@@ -50,6 +52,15 @@ def may_yet_come(run: RunDir, made_at: float) -> bool:
 
 def _submitter_lives(run: RunDir) -> bool | None:
     return False if live_pid(run) == os.getpid() else is_alive(run)  # who asks has given up
+
+
+def _keep_record(run: RunDir, slurm_id: str) -> None:
+    """The job's id into its folder, which the submitter could not do any more; a job that starts does it itself."""
+    if run.job_id is None:
+        from llmb.cli.choices import cluster_here
+        from llmb.cli.slurm_submit import cluster_facts  # slow, and hardly ever needed
+
+        run.write_record(run.read_config(), slurm_id, "slurm", **cluster_facts(cluster_here()))
 
 
 def _id_in_output(run: RunDir) -> str | None:

@@ -76,6 +76,7 @@ _WORDS: dict[Kind, str] = {
     "refused": "refused",
 }
 _STOPPED = re.compile(r"(?:interrupted by|ended by Slurm with) SIG")
+_BY_THE_LEASH = re.compile(r"interrupted by SIG(?:USR1|TERM)|llmb-run ended before")  # nobody above had more to say
 _EXCEPTION = re.compile(r"\b\w+(?:Error|Exception)\b: ")
 _ENGINE_REFUSES = re.compile(r"^(?:\[rank\d+\]: )?llmb\.\w+: (.+)$", re.MULTILINE)
 
@@ -153,6 +154,8 @@ class _Scene:
 
     def own_word(self) -> Finding | None:
         """What the run says of itself; before it what only the machine can have done."""
+        if _BY_THE_LEASH.match(self.said) and self.job is not None and self.job.signal == 9:
+            return "killed", f"the process that watched the run was killed; its ranks: {self.said}", ()
         if self.status == "timeout":
             return "time_limit", self.said or _WORDS["time_limit"], ()
         words = "\n".join((self.said, *self.last_lines))

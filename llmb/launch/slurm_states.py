@@ -25,7 +25,7 @@ EVENTS = ("Submit", "Start", "End")
 _SQUEUE_FIELDS = "JobID State Reason exit_code NodeList SubmitTime StartTime EndTime RestartCnt Comment"
 SQUEUE = ",".join(f"{field}:|" for field in _SQUEUE_FIELDS.split())  # each as long as it is, and a separator
 SACCT = "JobIDRaw,State,Reason,ExitCode,NodeList,Submit,Start,End,Comment"
-
+_WORK_DIR = re.compile(r" WorkDir=(.*?) ReservationName=")
 
 Times = tuple[float | None, float | None, float | None]  # submitted, started, ended
 
@@ -46,6 +46,7 @@ class JobState:
     ended_at: float | None = None
     restarts: int = 0  # how often Slurm has put it back into the queue
     comment: str | None = None  # None: not known, or none given
+    folder: str | None = None  # where it was to work: tells jobs apart where no comments are kept. None: not known
 
 
 def phase_of(word: str) -> Phase:
@@ -89,7 +90,9 @@ def read_completions(lines: Iterable[str], wanted: Collection[str]) -> dict[str,
             said = dict(word.split("=", 1) for word in line.split() if "=" in word)
             word, code, nodes = (said.get(key, "") for key in ("JobState", "ExitCode", "NodeList"))
             submitted, started, ended = (_local_time(said.get(f"{event}Time", "")) for event in EVENTS)
-            rows.append(_state(match[1], word, "", code, nodes, (submitted, started, ended), ""))
+            state = _state(match[1], word, "", code, nodes, (submitted, started, ended), "")
+            folder = _WORK_DIR.search(line)
+            rows.append(replace(state, folder=folder[1] if folder else None))
     return _last_of_each(rows)
 
 

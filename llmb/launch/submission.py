@@ -6,7 +6,7 @@ A submitter that is killed after sbatch leaves a job whose id it told nobody: th
 finds it again. The rest is what a retry must know, and what the job store cannot know when it is made anew.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -23,6 +23,7 @@ class Submission:
     attempt: int = 1
     retries: int = 0  # how often a failure that is no fault of the run may be tried again
     wishes: dict[str, Any] = field(default_factory=dict)  # SlurmWishes as plain data
+    name: str | None = None  # of its row, such as 17-2 where Slurm gave the id 17 twice; null: Slurm's id
 
 
 def new_token() -> str:
@@ -33,6 +34,13 @@ def new_token() -> str:
 def keep_submission(rundir: RunDir, submission: Submission) -> None:
     """Write it beside the configuration."""
     write_whole(rundir.submission, to_json(submission) + "\n")
+
+
+def keep_name(rundir: RunDir, slurm_id: str, name: str) -> None:
+    """What users know the job by, where that is not Slurm's id."""
+    submission = read_submission(rundir)
+    if name != slurm_id and submission is not None and submission.name != name:
+        keep_submission(rundir, replace(submission, name=name))
 
 
 def read_submission(rundir: RunDir) -> Submission | None:

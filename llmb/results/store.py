@@ -214,8 +214,15 @@ class Store:
     def move_on(self, job: Job, **columns: Any) -> None:
         """Keep what was found out about a job, unless its status has changed since it was read: that is newer."""
         with self._transaction():
-            if self.job(job.job_id).status == job.status:
-                self._set(job.job_id, {"updated_at": time.time(), **columns})
+            now = self.now(job)
+            if now.status == job.status:
+                self._set(now.job_id, {"updated_at": time.time(), **columns})
+
+    def now(self, job: Job) -> Job:
+        """The same job as it is in the store by now, where another process may have renamed it, or taken it out."""
+        at_home = self._select(" WHERE job_id = ? AND run_dir = ?", (job.job_id, job.run_dir))
+        found = at_home or self._select(" WHERE run_dir = ?", (job.run_dir,))
+        return found[0] if found else job
 
     def finish(self, job_id: str, result: Result, **columns: Any) -> None:
         """Keep how a run went; `columns`: what else is known of its end."""

@@ -32,7 +32,7 @@ def encode():
 def test_the_shipped_text_as_the_library_encodes_it_whole(llmb_run, tmp_path, encode):
     path = tmp_path / "kjv.bin"
     code, out, err = llmb_run("tokenize", DATA / "kjv.txt", "--tokenizer", TOKENIZER, "-o", path)
-    assert (code, err) == (0, "")
+    assert code == 0, err  # a slow machine shows progress
     text = (DATA / "kjv.txt").read_text()
     assert tokens_in(path) == [*encode(text), 0]
     count = read_header(path).tokens
@@ -185,7 +185,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_memory_does_not_grow_with_the_text(tmp_path):
     text, peaks = (DATA / "kjv.txt").read_text(), []
     for repeats in (6, 60):

@@ -119,6 +119,20 @@ def test_what_slurm_wrote_into_the_log_counts_while_the_job_still_runs():
     assert named(failed("stopped after the time limit of 5 s", status="timeout")).kind == "time_limit"
 
 
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("interrupted by SIGUSR1 after step 3", "timeout"),
+        ("interrupted by SIGTERM after step 3", "incomplete"),
+        ("llmb-run ended before the run did", "incomplete"),
+    ],
+)
+def test_ranks_that_were_stopped_because_what_watched_them_was_killed_were_not_out_of_time(said, status):
+    failure = named(failed(said, status=status), job("FAILED", reason="JobLaunchFailure", exit_code=None, signal=9))
+    assert (failure.kind, failure.retryable) == ("killed", False)
+    assert failure.reason == f"the process that watched the run was killed; its ranks: {said}"
+
+
 def test_what_ended_an_earlier_run_of_a_requeued_job_does_not_count():
     end = failed("rank 2: ValueError: no such layer", 2)
     assert named(end, job("FAILED", restarts=1), NODE_LOST).kind == "program_error"

@@ -82,7 +82,7 @@ def test_the_completion_file_knows_ends_and_local_times():
     jobs = read_completions(COMPLETIONS, {"6"})
     assert jobs.keys() == {"6"}
     job = jobs["6"]
-    assert (job.state, job.signal, job.nodes) == ("FAILED", 9, "n1")
+    assert (job.state, job.signal, job.nodes, job.folder) == ("FAILED", 9, "n1", "/w")
     assert job.ended_at == time.mktime((2026, 11, 15, 12, 48, 3, 0, 0, -1))
     assert job.submitted_at == job.started_at - 2
 
