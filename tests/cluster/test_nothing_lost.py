@@ -22,7 +22,7 @@ from llmb.launch.submission import read_submission
 from llmb.plain import read_json
 from llmb.results.store import GOING
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.matrix]
 RUNS = 40
 LIMIT_S = 420.0  # about a hundred on two cores that have nothing else to do
 CLUSTER = """
