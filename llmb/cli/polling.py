@@ -93,7 +93,7 @@ class Poller:
             if state is not None and goes_on:
                 return {**_slurm_columns(state, job), "status": state.phase, "reason": _why_it_waits(state)}
             ended = has_end(run)
-            if state is not None and not ended and _just_ended(state):
+            if state is not None and not ended and (_just_ended(state) or _moves(run)):
                 return _slurm_columns(state, job)  # still going, as far as anyone can see
             if state is None and not ended:
                 return _lost(job, certain=given_away)
@@ -163,6 +163,11 @@ def _is_its(run: RunDir, submission: Submission | None, state: JobState) -> bool
 def _just_ended(state: JobState) -> bool:
     started, ended = state.started_at, state.ended_at
     return started is not None and ended is not None and 0 <= time.time() - ended < SETTLING_S
+
+
+def _moves(run: RunDir) -> bool:
+    """Whether its ranks still write: they may outlive what Slurm calls the job, and end well."""
+    return any(time.time() - path.stat().st_mtime < SETTLING_S for path in run.all_events())
 
 
 def _lost(job: Job, certain: bool) -> dict[str, Any]:
