@@ -7,7 +7,6 @@
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
+from desk import say
 from slurm_lab import SlurmLab, missing
 
 BIN = Path(sys.executable).parent
@@ -123,12 +123,7 @@ def main() -> None:
         with SlurmLab(folder / "slurm") as lab:
             os.environ.update(lab.environment)
             found = {"submitting": submit_rate(folder, lab, options.jobs), "job list": listing(folder, options.runs)}
-    for title, figures in found.items():
-        print(title)
-        for figure, value in figures.items():
-            print(f"  {figure:32} {value:12.4g}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
+    say(found, options.json)
 
 
 if __name__ == "__main__":

@@ -135,12 +135,17 @@ def main() -> None:
             "communication log": communication_log(folder, options.log_gib),
             "job list": job_lists(folder),
         }
+    say(found, options.json)
+
+
+def say(found: dict[str, dict[str, float]], file: Path | None) -> None:
+    """Print the figures of each part, and keep them in a file where one is named."""
     for title, figures in found.items():
         print(title)
         for figure, value in figures.items():
             print(f"  {figure:32} {value:12.4g}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2))
+    if file:
+        file.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from llmb.events import RunEnded
 from llmb.launch.failure import Failure, failure_of
 from llmb.launch.rundir import RunDir
 from llmb.launch.slurm import JobState
-from llmb.launch.tail import EventTail, record_end
+from llmb.launch.tail import last_word, record_end
 from llmb.plain import build, read_json, to_json, write_whole
 from llmb.results.result import Result
 from llmb.results.store import Job, figures
@@ -52,9 +52,7 @@ class Ending:
 
 def has_end(run: RunDir) -> bool:
     """Whether the folder says how the run ended."""
-    tail = EventTail(run.events(0))
-    tail.new(finished=True)
-    return run.result.exists() or tail.ended is not None
+    return run.result.exists() or last_word(run.events(0)) is not None
 
 
 def settle(run: RunDir, job: Job, state: JobState | None) -> dict[str, Any]:

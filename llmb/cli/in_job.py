@@ -23,7 +23,7 @@ from llmb.launch.interruptions import Interruptions
 from llmb.launch.local import Outcome, run_local
 from llmb.launch.rundir import RunDir
 from llmb.launch.slurm_ranks import END, WARNING, check_room, ranks_command, rendezvous, srun
-from llmb.launch.tail import EventTail, record_end
+from llmb.launch.tail import last_word, record_end
 from llmb.plain import to_json, write_whole
 from llmb.report.overview import overview
 from llmb.report.summary import summary
@@ -119,10 +119,9 @@ def _time_limit(config: RunConfig, environ: Mapping[str, str]) -> float:
 
 def _record_failure(run: RunDir, reason: str) -> None:
     """What kept the run from beginning, unless the run itself has said how it ended."""
-    tail = EventTail(run.events(0))
-    tail.new(finished=True)
-    if tail.ended is None:
-        record_end(tail.path, RunEnded(time=time.time(), status="failed", reason=reason))
+    path = run.events(0)
+    if last_word(path) is None:
+        record_end(path, RunEnded(time=time.time(), status="failed", reason=reason))
 
 
 def _say(run: RunDir, config: RunConfig, result: Result) -> None:

@@ -61,8 +61,7 @@ def in_room(config: Any, environ: Mapping[str, str]) -> Any:
     from llmb.serving_fit import check_fits
 
     check_engine(config, environ, here=False)
-    if config.workload.kind == "inference":
-        check_fits(config)
+    check_fits(config)
     cluster = cluster_here()
     config = placed(config, ranks_per_node(config, environ, cluster.gpus_per_node if cluster else None))
     check_room(config, environ)
@@ -118,8 +117,7 @@ def _requests(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> l
     cluster, asked = cluster_here(), wishes(options)
     found = []
     for task, config in resolved:
-        if config.workload.kind == "inference":
-            check_fits(config)
+        check_fits(config)
         request = JobRequest(
             config=for_cluster(config, cluster),
             environment=task.request.environment,

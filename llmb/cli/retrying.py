@@ -18,15 +18,23 @@ from llmb.results.store import Job, Store
 
 def retry_failed(store: Store, say: Callable[[str], None] = say_aside) -> list[str]:
     """Submit those that are worth it; gives the new jobs' ids."""
-    tried = (_try_again(store, job, say) for job in store.to_be_tried_again())
+    jobs = store.to_be_tried_again()
+    if not jobs or not _answers(jobs):
+        return []
+    tried = (_try_again(store, job, say) for job in jobs)
     return [job_id for job_id in tried if job_id is not None]
 
 
-def _try_again(store: Store, job: Job, say: Callable[[str], None]) -> str | None:
+def _answers(jobs: list[Job]) -> bool:
+    """Whether Slurm does; where not, whoever refreshed has said so."""
     try:
-        states([job.slurm_id or ""])
-    except SlurmDown:  # whoever refreshed has said so
-        return None
+        states([job.slurm_id or "" for job in jobs])
+    except SlurmDown:
+        return False
+    return True
+
+
+def _try_again(store: Store, job: Job, say: Callable[[str], None]) -> str | None:
     left = store.take_retries(job.job_id)
     if left == 0:  # another was quicker
         return None

@@ -126,8 +126,7 @@ def _check_runs_here(config: Any) -> None:
     from llmb.serving_fit import check_fits
 
     check_engine(config)
-    if config.workload.kind == "inference":
-        check_fits(config)
+    check_fits(config)
     if config.limits.slurm_params:
         raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --on slurm")
     if config.machine.gpu == "cpu":

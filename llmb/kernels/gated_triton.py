@@ -10,6 +10,15 @@ from llmb.kernels.forms_triton import store_groups, store_row
 
 
 @triton.jit
+def activated(gate, SILU: tl.constexpr):
+    """silu, or gelu's tanh form: tanh(y) = 2 * sigmoid(2 y) - 1."""
+    if SILU:
+        return gate * tl.sigmoid(gate)
+    else:
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+
+
+@triton.jit
 def _gated(
     both_ptr,
     out_ptr,
@@ -35,10 +44,7 @@ def gate_row(
     dtype = gate.dtype
     gate = gate.to(tl.float32)
     up = tl.load(both_ptr + row * 2 * F + F + f, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        active = gate * tl.sigmoid(gate)
-    else:  # gelu's tanh form: tanh(y) = 2 * sigmoid(2 y) - 1
-        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    active = activated(gate, SILU)
     mixed = (active.to(dtype).to(tl.float32) * up).to(dtype)
     if FORM == "plain":
         tl.store(out_ptr + row * F + f, mixed, mask=inside)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmb.kernels.dependent_launch import INTERPRETED, begins, dependent
 from llmb.kernels.forms import Rows8
+from llmb.kernels.gated_triton import activated
 from llmb.kernels.thin import Norm, ThinWeight
 
 
@@ -198,15 +199,6 @@ def _around(
 
 
 @triton.jit
-def _gated(total, ROWS: tl.constexpr, ACTIVATION: tl.constexpr):
-    gate, up = tl.split(tl.reshape(total, (ROWS // 2, 2)))
-    if ACTIVATION == "silu":
-        return gate * tl.sigmoid(gate) * up
-    else:  # gelu's tanh form: tanh(y) = 2 * sigmoid(2 y) - 1
-        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-
-
-@triton.jit
 def _thin(
     x_ptr, weight_ptr, scales_ptr, x_scales_ptr, norm_ptr, onto_ptr, out_ptr, eps, outputs, groups, programs,
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, SCALED: tl.constexpr,
@@ -252,7 +244,8 @@ def _thin(
             if NORMED:
                 total *= tl.rsqrt(lengths[n] / K + eps)
             if gated:
-                total = _gated(total, ROWS, ACTIVATION)
+                gate, up = tl.split(tl.reshape(total, (ROWS // 2, 2)))
+                total = activated(gate, ACTIVATION == "silu") * up
                 o = group * (ROWS // 2) + tl.arange(0, ROWS // 2)
             else:
                 o = group * ROWS + tl.arange(0, ROWS)

@@ -11,13 +11,12 @@ that lost others complain louder than whoever was lost.
 What is no fault of the run may be tried again, where it is known that it would not meet the same node.
 """
 
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from llmb.events import Event, RunEnded, RunStarted, read_all
+from llmb.launch.log import end_of
 from llmb.launch.nccl_watchdog import collective_timeout
 from llmb.launch.nodelist import node_names
 from llmb.launch.rundir import RunDir
@@ -36,7 +35,6 @@ from llmb.launch.symptoms import (
 )
 from llmb.launch.verdict import Verdict
 
-LOG_END = 2**18  # bytes searched for evidence
 LONGEST_REASON = 400  # characters
 
 ALWAYS_AGAIN: tuple[Kind, ...] = ("node_failure", "preemption", "gpu_fault")
@@ -100,7 +98,7 @@ def failure_of(rundir: RunDir, job: JobState | None) -> Failure | None:
     end = next((event for event in reversed(events) if isinstance(event, RunEnded) and event.rank == 0), None)
     job_id = job.job_id if job is not None else rundir.job_id
     outputs = [rundir.log, *([rundir.slurm_output(job_id)] if job_id is not None else [])]
-    return named(end, job, "\n".join(map(_end_of, outputs)), events)
+    return named(end, job, "\n".join(map(end_of, outputs)), events)
 
 
 def named(
@@ -293,12 +291,3 @@ def _numbered(noun: str, numbers: Sequence[int]) -> str:
 def _one_line(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 3] + "..."
-
-
-def _end_of(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_END))
-            return file.read(LOG_END).decode(errors="replace")
-    except OSError:  # a run that never began has none
-        return ""

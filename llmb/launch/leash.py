@@ -33,7 +33,7 @@ from llmb.launch.log import Log
 from llmb.launch.process import descendants
 from llmb.launch.rundir import RunDir, shown
 from llmb.launch.secrets import secret_values
-from llmb.launch.tail import EventTail, record_end
+from llmb.launch.tail import last_word, record_end
 
 POLL_S = 0.05
 PR_SET_CHILD_SUBREAPER = 36
@@ -177,12 +177,11 @@ def run(
 
 def _record_abandoned(rundir: RunDir) -> None:
     """The last word on a run that nobody watches any more, where the engine did not say it."""
-    tail = EventTail(rundir.events(0))
-    tail.new(finished=True)
-    if tail.ended is None:
+    path = rundir.events(0)
+    if last_word(path) is None:
         with suppress(OSError):
             reason = "llmb-run ended before the run did"
-            record_end(tail.path, RunEnded(time=time.time(), status="incomplete", reason=reason))
+            record_end(path, RunEnded(time=time.time(), status="incomplete", reason=reason))
 
 
 def envelope(order: bytes) -> bytes:

@@ -29,6 +29,7 @@ from llmb.events import WHERE_SIGNAL, Event, RunEnded
 from llmb.launch import leash
 from llmb.launch.command import engine_environment, job_script
 from llmb.launch.interruptions import Interruptions
+from llmb.launch.log import end_of
 from llmb.launch.process import descendants
 from llmb.launch.rundir import RunDir, mark_alive, shown
 from llmb.launch.stall import StallWatch
@@ -38,7 +39,6 @@ from llmb.spec import RunConfig, Status
 
 POLL_S = 0.1
 GRACE_S = 10.0
-LOG_END = 2**18  # bytes searched for the cause of a silent death
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run_local(
     seconds = time.monotonic() - began
     _deliver(tails, on_event, finished=True)
     own = next((end for end in tails.ends if end.rank == 0), None)
-    log = _log_end(rundir)
+    log = end_of(rundir.log)
     if engine.error is not None:
         verdict = Verdict("failed", engine.error)
     elif stop is not None:
@@ -250,12 +250,3 @@ def _record(rundir: RunDir, end: RunEnded) -> None:
         record_end(path, end)
     except OSError as error:
         raise LaunchError(f"cannot write {shown(path)}: {error.strerror}") from error
-
-
-def _log_end(rundir: RunDir) -> str:
-    try:
-        with rundir.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_END))
-            return log.read(LOG_END).decode(errors="replace")
-    except OSError:  # not there, or what kept it from being written keeps it from being read
-        return ""

@@ -1,4 +1,4 @@
-"""The engine's output on its way into the run folder's log: whole lines, without secrets."""
+"""The engine's output on its way into the run folder's log: whole lines, without secrets; and the end of a log."""
 
 import os
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from pathlib import Path
 from llmb.launch.secrets import scrub
 
 LONGEST_LINE = 2**20  # bytes kept back while waiting for the end of a line
+END = 2**18  # bytes searched for why a run ended
 
 
 class Log:
@@ -39,3 +40,13 @@ class Log:
                 text = text[os.write(self._file, text) :]
         except OSError as error:
             self.error = error
+
+
+def end_of(path: Path) -> str:
+    """The last that was written; nothing where it is not there, or where what kept it from being written still does."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - END))
+            return file.read(END).decode(errors="replace")
+    except OSError:
+        return ""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llmb.errors import ConfigError
 from llmb.launch.local import Launcher
+from llmb.launch.nodelist import node_names
 from llmb.launch.order import EngineOrder
 from llmb.launch.verdict import Verdict
 from llmb.spec import RunConfig
@@ -106,10 +107,4 @@ def rendezvous(environ: Mapping[str, str]) -> dict[str, str]:
     """Where ranks find one another; two jobs on a node have different ports."""
     first, count = PORTS
     port = first + int(environ["SLURM_JOB_ID"]) % count
-    return {"MASTER_ADDR": first_host(environ["SLURM_JOB_NODELIST"]), "MASTER_PORT": str(port)}
-
-
-def first_host(nodes: str) -> str:
-    """The first of Slurm's list of nodes: gpu[003-9,12]-ib is gpu003-ib."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
+    return {"MASTER_ADDR": node_names(environ["SLURM_JOB_NODELIST"])[0], "MASTER_PORT": str(port)}

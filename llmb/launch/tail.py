@@ -68,6 +68,13 @@ class EventTails:
         return sorted(rank for rank, tail in self._by_rank.items() if tail.ended is None)
 
 
+def last_word(path: Path) -> RunEnded | None:
+    """How a rank that writes no more says it ended."""
+    tail = EventTail(path)
+    tail.new(finished=True)
+    return tail.ended
+
+
 def record_end(path: Path, end: RunEnded) -> None:
     """Append a RunEnded, on a line of its own even where a killed engine left half a line."""
     if path.exists():

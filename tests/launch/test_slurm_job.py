@@ -19,7 +19,6 @@ from llmb.launch.slurm_job import SlurmWishes, job_options, placed, sbatch_argum
 from llmb.launch.slurm_ranks import (
     asked_per_node,
     check_room,
-    first_host,
     in_allocation,
     ranks_command,
     ranks_per_node,
@@ -213,7 +212,7 @@ JOB = {"SLURM_JOB_ID": "40123", "SLURM_JOB_NODELIST": "gpu[007-9,12]-ib,x1", "SL
     [("n1", "n1"), ("n[1-4]", "n1"), ("a,b", "a"), ("gpu[007-9,12]-ib", "gpu007-ib"), ("r[1-2]n[5,7],z", "r1n5")],
 )
 def test_ranks_meet_on_the_first_host(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert rendezvous({**JOB, "SLURM_JOB_NODELIST": nodes})["MASTER_ADDR"] == first
 
 
 def test_two_jobs_meet_at_different_ports() -> None:
