@@ -12,10 +12,15 @@ INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint c
 run: $(VENV)/engine
 	$(BIN)/llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy
 
+# Every worker and every engine that a test starts would otherwise compile the same files again.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+test: export OMP_NUM_THREADS = 1
+# Stealing leaves tests of a file, which share what was computed, together; files that wait for Slurm or for time limits
+# go to a worker each, in the order of tests/conftest.py.
 test: check $(VENV)/slurm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow and not matrix and not gpu and not slurm"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not slow and not matrix and not gpu"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "slow and not matrix and not gpu"
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not matrix and not gpu and not slurm"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not slow and not matrix and not gpu"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not matrix and not gpu"
 
 # The same, and every parallel layout, every row of the recipes and what takes longest.
 test-all: test

@@ -13,7 +13,7 @@ from llmb.costs import BYTES, bytes_of, parameter_breakdown, parameters, stack
 from llmb.errors import ConfigError
 from llmb.hardware import GIB, gpu
 from llmb.occupancy import occupancy, offloaded
-from llmb.spec import Inference, Model, OutOfCore, Parallel, RunConfig, Training
+from llmb.spec import Inference, Model, OutOfCore, Parallel, Prediction, RunConfig, Training
 
 # Training state, bytes a parameter: weights, gradients, optimizer. Adam has two moments; a master copy is fp32.
 FP32_STATE = (4.0, 4.0, 8.0)  # the weights are the master copy
@@ -169,6 +169,25 @@ def _inference_memory(config: RunConfig) -> MemoryEstimate:
 
 
 def _out_of_core_memory(config: RunConfig, work: OutOfCore) -> MemoryEstimate:
+    """What the plan takes, or, before there is one, the least."""
+    return _least_out_of_core(config, work) if work.prediction is None else _planned_memory(work, work.prediction)
+
+
+def _planned_memory(work: OutOfCore, expected: Prediction) -> MemoryEstimate:
+    taken = dict(expected.device_bytes)
+    return MemoryEstimate(
+        weights=taken.pop("param", 0),
+        gradients=taken.pop("grad", 0),
+        optimizer=taken.pop("state", 0),
+        activations=sum(taken.values()),
+        host=sum(expected.host_bytes.values()),
+        device_budget=work.device_gib * GIB,
+        host_budget=work.host_gib * GIB,
+        assumptions="by the plan: what it allocates on both sides, and a GPU's own context",
+    )
+
+
+def _least_out_of_core(config: RunConfig, work: OutOfCore) -> MemoryEstimate:
     """The least that must be there at once; the budgets are the user's, and the plan fills what is left of them."""
     model = config.model
     dense_layer, routed_layer, embedding = _rank_parameters(model, Parallel())

@@ -8,6 +8,7 @@ a machine is spent.
 
 import os
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from llmb import hardware
@@ -24,6 +25,8 @@ from llmb.layout import (
 )
 from llmb.memory import memory_estimate
 from llmb.plain import build, convert, hints, to_plain
+from llmb.planning import planned
+from llmb.predict.rates import known_rates, rates_of
 from llmb.recipes.recipe import Recipe, Row, per_gpus
 from llmb.scaledown import fit_to_ranks, scale_down
 from llmb.selection import Request, choose_row, gpu_of, inference_selectors
@@ -48,27 +51,37 @@ from llmb.standins import describe_change, small, true_width
 WORKLOADS: dict[str, type] = {"training": Training, "inference": Inference, "outofcore": OutOfCore}
 # A run that differs from the recipe only in these may still be compared with its published result.
 HARMLESS = {f.name for part in (Profile, Limits) for f in fields(part)} | {"steps", "window", "seed", "lr", "weights"}
+# What a plan chooses: an out-of-core run is what it is by its model, its sequences and its budgets.
+CHOICES_OF_A_PLAN = {
+    "gbs", "chunk_tokens", "seqs_per_round", "resident_params", "resident_grads", "resident_states",
+    "activation_slots", "full_saves", "attention_saves",
+}  # fmt: skip
 ENGINES = {"training": ("native", "megatron_bridge"), "inference": ("native", "trtllm"), "outofcore": ("native",)}
 FILL = 0.9  # of the memory: the estimate leaves out the driver's context, workspaces and fragmentation
-PATHS = {"data", "resume", "dataset", "weights"}
+PATHS = {"data", "resume", "dataset", "weights", "export"}
 MAY_BE_ZERO = {
-    "recompute_layers", "offload_layers", "profile_start", "seed",
+    "recompute_layers", "offload_layers", "profile_start", "seed", "lr_warmup_steps",
+    "resident_params", "resident_grads", "resident_states", "activation_slots", "full_saves", "attention_saves",
     "isl_spread", "osl_spread", "temperature", "top_k", "warmup_requests",
 }  # fmt: skip
 SHARES = {"kv_fraction", "top_p"}  # at most 1
 NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "proxy", "true_width", "dp", "ga"}
 PROFILE_DETAILS = ("profiler", "profile_start", "profile_stop", "profile_ranks", "gpu_metrics")
 TRACED_STEPS = 5  # of a run with ENABLE_NCCLTRACE, whose log grows by gigabytes
-# Fields of a shared section that mean nothing to a kind of run.
+# Fields that nobody can set: those of a shared section that mean nothing to a kind of run, and what is worked out.
 WITHOUT_EFFECT = {
     "training": {"kv_dtype", "fp8_scaling"},
     "inference": {"fsdp", "cp", "etp", "vp", "overlap_gather", "overlap_reduce", "overlap_send"},
-    "outofcore": {"kv_dtype", "fp8_scaling"},
+    "outofcore": {"kv_dtype", "fp8_scaling", "plan", "prediction", *(set(hints(Parallel)) - {"dp"})},
 }
 
 
-def resolve(recipe: Recipe, request: Request) -> RunConfig:
-    """The RunConfig for a request, or one line that says what is wrong and what would be right."""
+def resolve(recipe: Recipe, request: Request, install: Path | None = None) -> RunConfig:
+    """The RunConfig for a request, or one line that says what is wrong and what would be right.
+
+    `install`: where measured rates of this machine are looked for; none: plans use the known ones of its GPU.
+    """
+    _refuse_true_width(recipe, request)
     wishes = [s for s in request.settings if not s.field.startswith("model.") and s.field != "engine"]
     selectors = inference_selectors(recipe, wishes)
     row, beyond = choose_row(recipe, request, selectors)
@@ -116,6 +129,9 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
     if recipe.kind == "inference" and request.proxy != "true-width" and proxied:
         sections["precision"], said = scaling_of_stand_in(model, sections["precision"])
         proxied += [said] if said else []
+    if recipe.kind == "outofcore":
+        rates = known_rates(gpu) if install is None else rates_of(gpu, install)
+        sections["workload"] = planned(sections["workload"], model, request.dtype, rates)
     changed = tuple(overrides + model_overrides)
     config = RunConfig(
         engine=_engine(recipe, request, bool(proxied)),
@@ -136,6 +152,14 @@ def resolve(recipe: Recipe, request: Request) -> RunConfig:
     if recipe.kind == "inference":
         check_settings(config, {o.field for o in overrides})
     return _at_true_width(config, request.memory_gib) if request.proxy == "true-width" else config
+
+
+def _refuse_true_width(recipe: Recipe, request: Request) -> None:
+    if recipe.kind == "outofcore" and request.proxy == "true-width":
+        raise ConfigError(
+            f"{recipe.workload} needs no stand-in of true width: it runs models that do not fit; leave out --proxy, or "
+            "take fewer layers: --set model.layers=N"
+        )
 
 
 def _engine(recipe: Recipe, request: Request, altered: bool) -> str:
@@ -331,7 +355,8 @@ def _reference(
     recipe: Recipe, request: Request, gpu: str, cells: Row, changed: tuple[Override, ...]
 ) -> Reference | None:
     """The published result of exactly this configuration, if there is one."""
-    if any(o.value != o.replaced and o.field not in HARMLESS for o in changed):
+    harmless = HARMLESS | CHOICES_OF_A_PLAN if recipe.kind == "outofcore" else HARMLESS
+    if any(o.value != o.replaced and o.field not in harmless for o in changed):
         return None
     known = {**cells, "gpu": gpu, "size": request.size, "gpus": request.gpus}
     own = hints(Reference)

@@ -34,6 +34,8 @@ VARIABLES = {
     "MBS": "mbs",
     "GBS": "gbs",
     "SEQ_LEN": "seqlen",
+    "HOST_GB": "host_gib",
+    "DEVICE_GB": "device_gib",
     "MAX_STEPS": "steps",
     "CUDA_GRAPH": "cuda_graphs",
     "ENABLE_PROFILE": "profile",

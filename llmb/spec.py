@@ -7,6 +7,8 @@ variable (`TP=4`) all name a field as it is named here. Names are unique across 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llmb.plan import Plan, Update
+
 Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek"]
 Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]
 NSIGHT_VARIABLE = "LLMB_NSIGHT"  # set where Nsight Systems watches a rank, which then opens and closes its window
@@ -219,18 +221,54 @@ class Inference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a plan is expected to take, a step. Null: nobody has measured this machine."""
+
+    rates: dict[str, Any]  # of the machine, as predict/rates.py names them
+    step_s: float | None
+    compute_s: float | None  # of these, in which the device computes
+    inbound_s: float | None  # in which the link carries something from the host to the device
+    outbound_s: float | None
+    inbound_bytes: int
+    outbound_bytes: int
+    hardware_flops: float  # executed, with what is computed again
+    home_slots: dict[str, int]  # places that activations take on the host, by kind
+    host_bytes: dict[str, int]  # by kind
+    device_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutOfCore:
-    """Training on one GPU with state and activations in host memory."""
+    """Training on one GPU with state and activations in host memory. Null where the plan is to choose."""
 
     kind: Literal["outofcore"] = "outofcore"
     seqlen: int
     host_gib: float
     device_gib: float
-    gbs: int | None = None  # sequences an optimizer step; none: chosen by the plan
+    update: Update = "stochastic"  # how weights take small changes
+    clip: float | None = None  # largest norm of a step's gradients; none: they are taken as they are
+    gbs: int | None = None  # sequences an optimizer step
+    chunk_tokens: int | None = None  # most that are computed at once
+    seqs_per_round: int | None = None  # that go through all layers together
+    resident_params: int | None = None  # units of weights that stay on the device
+    resident_grads: int | None = None
+    resident_states: int | None = None
+    activation_slots: int | None = None  # whole (layer, chunk)s that stay on the device
+    full_saves: int | None = None  # of those that wait on the host: everything is kept
+    attention_saves: int | None = None  # input, keys and values, attention; of the others without the attention
     steps: int = 7
     window: tuple[int, int] = (3, 7)
-    lr: float = 3e-4
+    lr: float = 3e-4  # as in Training, as are all below
+    lr_warmup_steps: int = 10
+    lr_decay_steps: int | None = None
     seed: int = 1234
+    data: str | None = None
+    pack: bool = False  # documents of a token file do not see one another
+    checkpoint_every: int | None = None
+    resume: str | None = None
+    export: str | None = None  # a folder for the trained weights in Hugging Face's layout; none: they are not kept
+    plan: Plan | None = None  # made when the run is resolved
+    prediction: Prediction | None = None
 
 
 Workload = Training | Inference | OutOfCore

@@ -10,11 +10,12 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "llmb"
 # In this order, each may import those before it.
 GROUND = [
-    "errors", "plain", "tokenfile", "spec", "hardware", "layout", "schedule", "costs", "share", "traffic",
-    "activations", "occupancy", "serving_fit", "memory", "rehearsed", "metrics", "events",
+    "errors", "plain", "lanes", "tokenfile", "plan", "spec", "hardware", "layout", "schedule", "costs", "share",
+    "traffic", "activations", "occupancy", "serving_fit", "memory", "rehearsed", "metrics", "events",
 ]  # fmt: skip
 RESOLVING = [
-    "settings", "recipes", "selection", "serving", "shrink", "standins", "scaledown", "resolve", "tasks", "bulk",
+    "settings", "recipes", "selection", "serving", "shrink", "standins", "scaledown", "planning", "resolve", "tasks",
+    "bulk",
 ]  # fmt: skip
 ALLOWED = {
     **{part: set(GROUND[:i]) for i, part in enumerate(GROUND)},
@@ -25,23 +26,28 @@ ALLOWED = {
     "selection": {"errors", "spec", "hardware", "recipes", "settings"},
     "serving": {"errors", "spec", "hardware", "recipes", "settings"},
     "scaledown": {"errors", "plain", "spec", "layout", "recipes", "selection", "shrink", "standins"},
-    "resolve": set(GROUND) | {"recipes", "settings", "selection", "serving", "scaledown", "standins"},
+    "planning": {"errors", "spec", "hardware", "predict"},
+    "resolve": {
+        *GROUND, "predict", "planning", "recipes", "settings", "selection", "serving", "scaledown", "standins",
+    },
     "tasks": {"errors", "recipes", "selection", "settings"},
     "bulk": {"errors", "plain", "recipes", "settings", "tasks"},
     "shard": set(),
     "checksums": set(),
     "weightfolder": {"errors", "plain", "hardware", "recipes", "shard", "checksums"},
+    "predict": {"errors", "plain", "plan", "spec", "hardware", "costs", "lanes"},
     "launch": {"errors", "plain", "spec", "rehearsed", "events"},
     "results": set(GROUND),
-    "report": {*GROUND, "results"},
-    "cli": {*GROUND, *RESOLVING, "launch", "results", "report", "weightfolder"},
+    "report": {*GROUND, "predict", "results"},
+    "cli": {*GROUND, *RESOLVING, "predict", "launch", "results", "report", "weightfolder"},
     "kernels": {"errors"},
     "models": {"errors", "plain", "spec", "kernels"},
     "rank": set(GROUND),
     "train": {*GROUND, "kernels", "models", "rank"},
     "infer": {*GROUND, "kernels", "models", "rank"},
+    "outofcore": {*GROUND, "predict", "kernels", "models", "rank"},
 }
-DEVICE_SIDE = {"kernels", "models", "rank", "train", "infer"}
+DEVICE_SIDE = {"kernels", "models", "rank", "train", "infer", "outofcore"}
 
 
 def imports_of(path: Path) -> set[str]:

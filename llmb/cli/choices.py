@@ -111,8 +111,12 @@ def wanted(options: argparse.Namespace) -> Any:
     settings += [Setting(field="profile", value=True, source="-p")] if options.profile else []
     fills = options.proxy == "true-width"
     device_gb = None if fills else options.device_gb
-    shortcuts = (("seqlen", options.seqlen), ("host_gib", options.host_gb), ("device_gib", device_gb))
-    settings += [Setting(field=f, value=v, source=f"--{f}") for f, v in shortcuts if v is not None]
+    shortcuts = (
+        ("seqlen", options.seqlen, "--seqlen"),
+        ("host_gib", options.host_gb, "--host-gb"),
+        ("device_gib", device_gb, "--device-gb"),
+    )
+    settings += [Setting(field=f, value=v, source=flag) for f, v, flag in shortcuts if v is not None]
     settings += [Setting(field="engine", value=options.engine, source="--engine")] if options.engine else []
     settings += from_arguments(options.set)
     size = _one(options.size, "MODEL_SIZE", "-s")
@@ -185,12 +189,14 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 def resolve_all(tasks: list[Any], recipes: dict[str, Any]) -> tuple[list[tuple[Any, Any]], list[str]]:
     """Each task with its RunConfig, and one line for each that makes no sense: it does not stop the others."""
     from llmb.errors import ConfigError
+    from llmb.launch.root import install_root
     from llmb.resolve import resolve
 
+    install = install_root(os.environ)
     good, bad = [], []
     for task in tasks:
         try:
-            good.append((task, resolve(recipes[task.workload], task.request)))
+            good.append((task, resolve(recipes[task.workload], task.request, install)))
         except ConfigError as error:
             bad.append(str(error))
     if bad and not good:

@@ -5,6 +5,8 @@ run.
 
 So a job's folder is complete though nobody watches. A job that Slurm starts again under its old id works in
 RUNDIR/restart-<n>; one that somebody made of an old job.sh by hand has another id, and gets a run folder of its own.
+One that is over by what llmb-run has told its user does not run again: a controller that crashed may have forgotten
+its end.
 """
 
 import os
@@ -15,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from llmb.cli.run import guarded
-from llmb.cli.runs import keep_result
+from llmb.cli.runs import keep_result, load_run
 from llmb.errors import LlmbError
 from llmb.events import Event, RunEnded
 from llmb.launch.command import engine_order
@@ -23,6 +25,7 @@ from llmb.launch.interruptions import Interruptions
 from llmb.launch.local import Outcome, run_local
 from llmb.launch.rundir import RunDir
 from llmb.launch.slurm_ranks import END, WARNING, check_room, ranks_command, rendezvous, srun
+from llmb.launch.submission import read_submission
 from llmb.launch.tail import last_word, record_end
 from llmb.plain import to_json, write_whole
 from llmb.report.overview import overview
@@ -40,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def attend(run: RunDir, container: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run the ranks of this folder's configuration, whatever comes, and write down how it went."""
+    if is_over(run, environ):
+        return _refuse(run, environ)
     config = run.read_config()
     with Interruptions((WARNING, END)):  # none may cut the result off; while ranks run, run_local has them
         run = own_folder(run, config, environ)
@@ -50,6 +55,26 @@ def attend(run: RunDir, container: Sequence[str], environ: Mapping[str, str]) ->
             print(f"ERROR: {error}", file=sys.stderr)
         result = keep_result(run, config)
         _say(run, config, result)
+    return _exit_code(result)
+
+
+def is_over(run: RunDir, environ: Mapping[str, str]) -> bool:
+    """Whether somebody has seen this job end, or found that there was none."""
+    return run.ending.exists() and run.job_id in (None, environ["SLURM_JOB_ID"])
+
+
+def _refuse(run: RunDir, environ: Mapping[str, str]) -> int:
+    """As it ended before, so that Slurm's word on it stays the same."""
+    submission = read_submission(run)
+    name = (submission.name if submission else None) or environ["SLURM_JOB_ID"]
+    _, result = load_run(run)
+    print(
+        f"ERROR: job {name} is over: {result.status}; to have it run again: llmb-run jobs retry {name}", file=sys.stderr
+    )
+    return _exit_code(result)
+
+
+def _exit_code(result: Result) -> int:
     return 0 if result.status == "ok" else 2
 
 

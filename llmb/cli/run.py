@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from llmb import __version__
-from llmb.cli import archive, catalogue, figures, jobs, submit, tokenize
+from llmb.cli import archive, catalogue, figures, jobs, plan, probe, submit, tokenize
 from llmb.cli.parsing import Parser
 
 EXAMPLES = """examples:
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"llmb {__version__}")
     top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for part in (submit, catalogue, jobs, figures, archive, tokenize):
+    for part in (submit, catalogue, plan, probe, jobs, figures, archive, tokenize):
         part.add_commands(commands)
     return top
 

@@ -1,5 +1,6 @@
 """What several commands do with run folders: load one, keep its result."""
 
+from llmb.cli.profiles import draw_profile
 from llmb.events import Event, RunEnded, read_all
 from llmb.launch.rundir import RunDir
 from llmb.plain import build, read_json, to_json, write_whole
@@ -22,6 +23,8 @@ def keep_result(run: RunDir, config: RunConfig) -> Result:
     """Derive the result of a run that is over and write it beside its events."""
     result = derive(config, _events(run, config))
     write_whole(run.result, to_json(result) + "\n")
+    if run.lanes.exists():
+        draw_profile(run, config)
     return result
 
 

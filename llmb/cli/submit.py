@@ -55,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
     if place == "local":
         for _, config in resolved:
             _check_runs_here(config)
+            _warn_of_budgets(config)
     else:
         resolved = [(task, on_slurm.in_room(config, os.environ)) for task, config in resolved]
     asked, codes = sum(task.repeats for task, _ in resolved), []
@@ -147,6 +148,14 @@ def _check_runs_here(config: Any) -> None:
         )
 
 
+def _warn_of_budgets(config: Any) -> None:
+    """Before a run that would fill memory which is not there."""
+    from llmb.cli.budgets import beyond_this_machine
+
+    for line in beyond_this_machine(config):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
 def _check_ranks_here(config: Any) -> None:
     """Ranks on a CPU share its memory; one alone is left to try."""
     from llmb.errors import ConfigError
@@ -226,6 +235,8 @@ def _run_one(
         if config.engine == "native":  # another engine has printed its own
             run_dir.add_to_log(block)
     print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=said)
+    if run_dir.profile_page.exists():
+        print(f"profile: {run_dir.profile_page}", file=said)
     if as_json:
         print(run_dir.result.read_text(), end="")
     refused = outcome.exit_code == 1 and config.engine == "native"  # it found the configuration wrong

@@ -1,10 +1,14 @@
-"""Rotary positions in plain torch: pairs of a head's channels turned by their position's angle.
+"""Rotary positions: pairs of a head's channels turned by their position's angle.
 
-Shapes: any leading ones, T tokens, H heads, D width of a head; cosine and sine are [T, D / 2].
+`rotate` and `rotate_interleaved` are plain torch with a new tensor; `rotate_in_place` turns heads where they lie, in
+one pass over memory, with the Triton kernel (`rotation_triton.py`) on a GPU. Shapes: any leading ones, T tokens (N
+rows), H heads, D width of a head; cosine and sine are [T, D / 2].
 """
 
 import torch
 from torch import Tensor
+
+from llmb.kernels.triton_device import takes_triton
 
 
 def rotate(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -17,3 +21,20 @@ def rotate(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 def rotate_interleaved(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Turn the pairs (2i, 2i + 1) instead: the layout of DeepSeek weights. They come out in the order of `rotate`."""
     return rotate(x_BTHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos_TD, sin_TD)
+
+
+def rotate_in_place(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False) -> None:
+    """As `rotate`, over x itself, which may be heads inside wider rows; computed in fp32 and rounded once. The inverse
+    turns back, which is also how a slope goes back through a rotation."""
+    if takes_triton(x_NHD):
+        from llmb.kernels.rotation_triton import rotate_in_place_triton
+
+        rotate_in_place_triton(x_NHD, cos_ND, sin_ND, inverse)
+    else:
+        rotate_in_place_reference(x_NHD, cos_ND, sin_ND, inverse)
+
+
+def rotate_in_place_reference(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False) -> None:
+    """The same in plain torch."""
+    wide = x_NHD.to(torch.promote_types(x_NHD.dtype, torch.float32))
+    x_NHD.copy_(rotate(wide, cos_ND, -sin_ND if inverse else sin_ND))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from shutil import which
 
 from llmb.errors import ConfigError
-from llmb.spec import Inference, RunConfig
+from llmb.spec import Inference, OutOfCore, RunConfig
 
 PROGRAM = "nsys"
 FOLDER = "nsys_profile"
@@ -36,10 +36,15 @@ PLACE = {
 
 
 def used(config: RunConfig) -> bool:
-    """Whether ranks are started under nsys. Only the native engine has a profiler that needs nothing installed."""
+    """Whether ranks are started under nsys. Only the native engine has a profiler that needs nothing installed.
+
+    Out-of-core runs draw their own pictures, so they are watched by nsys only where that is asked for.
+    """
     asked = config.profile
     if not asked.profile or asked.profiler == "torch" or config.machine.gpu == "cpu":
         return False
+    if isinstance(config.workload, OutOfCore):
+        return asked.profiler == "nsight"
     return asked.profiler == "nsight" or config.engine != "native" or which(PROGRAM) is not None
 
 
@@ -78,6 +83,10 @@ def report_name(config: RunConfig) -> str:
     """What a rank's report is called, in the shell's words, without its ending .nsys-rep."""
     if isinstance(config.workload, Inference):
         return "profile_${job}_${rank}_${local}"
+    work = config.workload
+    if isinstance(work, OutOfCore):
+        budgets = f"host_{work.host_gib:g}_dev_{work.device_gib:g}"
+        return f"{budgets}_seq_{work.seqlen}_model_{config.size.removesuffix('b')}"
     if config.target == "pretrain_nemotronh":
         return "profile_${job}_${node}_${rank}"
     if config.target == "pretrain_grok1":

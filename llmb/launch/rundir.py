@@ -249,6 +249,15 @@ class RunDir:
     def profile(self) -> Path:
         return self.work / "profile"
 
+    @property
+    def lanes(self) -> Path:
+        """What an out-of-core run did on its lanes, when it was profiled."""
+        return self.profile / "lanes.json"
+
+    @property
+    def profile_page(self) -> Path:
+        return self.profile / "profile.html"
+
     def events(self, rank: int) -> Path:
         return self.work / f"events.rank{rank}.jsonl"
 

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from llmb.models.architectures import ARCHITECTURES, Network
 from llmb.models.hugging_face import CONFIGURED, to_config
 from llmb.models.row_order import RowOrder
 from llmb.plain import read_json
+from llmb.spec import Model
 
 SHARD_BYTES = 5_000_000_000
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -44,13 +46,35 @@ def save_weights(network: Network, folder: Path, dtype: torch.dtype, shard_bytes
     kept = {names_of[name]: buffer.dtype for name, buffer in network.named_buffers() if name in names_of}
     formats = {name: kept.get(name, dtype) for name in tensors}
     sizes = {name: tensor.numel() * formats[name].itemsize for name, tensor in tensors.items()}
+
+    def as_in_files() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            held = tensor.to("cpu", formats[name]).contiguous()
+            yield name, orders[name].for_file(held) if name in orders else held
+
+    save_tensors(network.model, as_in_files(), sizes, folder, dtype, shard_bytes)
+
+
+def save_tensors(
+    model: Model,
+    tensors: Iterable[tuple[str, Tensor]],
+    sizes: dict[str, int],
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: float = SHARD_BYTES,
+) -> None:
+    """The same of tensors that are made one by one, in the order of `sizes`: their names in files and their bytes.
+
+    A tensor is held until its shard is written. `dtype` is what config.json says that most of them are.
+    """
     shards = plan_shards(sizes, shard_bytes)
-    config = to_config(network.model) if network.model.architecture in CONFIGURED else None
+    config = to_config(model) if model.architecture in CONFIGURED else None
     with _written_aside(folder) as aside:
         places: dict[str, str] = {}
+        coming = iter(tensors)
         for number, names in enumerate(shards, start=1):
             file = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            _write_shard(aside / file, {name: (tensors[name], formats[name]) for name in names}, orders)
+            _write_shard(aside / file, names, coming)
             places |= dict.fromkeys(names, file)
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -73,10 +97,10 @@ def load_weights(network: Network, folder: Path) -> None:
             tensor.copy_(orders[name].from_file(found) if name in orders else found)
 
 
-def _write_shard(file: Path, tensors: dict[str, tuple[Tensor, torch.dtype]], orders: dict[str, RowOrder]) -> None:
+def _write_shard(file: Path, names: list[str], coming: Iterator[tuple[str, Tensor]]) -> None:
     """What it holds on the host is gone when it returns, so that there are never two shards of it."""
-    held = {name: tensor.to("cpu", dtype).contiguous() for name, (tensor, dtype) in tensors.items()}
-    held |= {name: orders[name].for_file(tensor) for name, tensor in held.items() if name in orders}
+    held = dict(islice(coming, len(names)))
+    assert list(held) == names, "tensors come in the order of their sizes"
     save_file(held, file, metadata={"format": "pt"})
 
 

@@ -6,8 +6,12 @@ from typing import Any
 from llmb import costs, hardware
 from llmb.memory import memory_estimate
 from llmb.plain import to_plain
+from llmb.report.plan import describe_plan
+from llmb.report.plan_figures import plan_figures
 from llmb.report.table import number, render
-from llmb.spec import Inference, RunConfig
+from llmb.spec import Inference, OutOfCore, RunConfig
+
+NOT_SETTINGS = ("kind", "plan", "prediction")
 
 
 def describe(config: RunConfig, command: str) -> str:
@@ -22,7 +26,10 @@ def describe(config: RunConfig, command: str) -> str:
         parts.append(render(("changed", "recipe", "here", "by"), rows))
     if config.reference is not None:
         known = {k: v for k, v in to_plain(config.reference).items() if v is not None}
+        known.pop("plan", None)  # stands beside our own
         parts.append(render(("published", "value"), list(known.items())))
+    if isinstance(config.workload, OutOfCore):
+        parts.append(describe_plan(plan_figures(config)))
     parts.append(f"memory {memory_estimate(config).assumptions}")
     parts.append(f"command: {command}")
     return "\n\n".join(parts)
@@ -34,7 +41,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "model", f"{config.model.name} ({config.model.architecture}, {config.model.layers} layers)"
     for section in ("precision", "parallel", "workload", "profile", "limits"):
         for name, value in to_plain(getattr(config, section)).items():
-            if name != "kind":
+            if name not in NOT_SETTINGS:
                 yield name, "-".join(map(str, value)) if isinstance(value, tuple) else value
 
 

@@ -30,6 +30,10 @@ def summary(result: Result) -> str:
 def _rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     yield from _training_rows(result)
     yield from _serving_rows(result)
+    predicted = result.predicted
+    if predicted is not None:
+        said = f"of the speed predicted, {number(predicted.value)} s a step ({predicted.source}); above 1 is faster"
+        yield "against prediction", f"{predicted.ratio:.3f}", "x", said
     reference = result.reference
     if reference is not None:
         value = f"{reference.ratio:.3f}"

@@ -24,7 +24,7 @@ from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeSh
 from llmb.results.serving import serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
 from llmb.results.warnings import cautions
-from llmb.spec import Inference, RunConfig, Status, Training
+from llmb.spec import Inference, OutOfCore, RunConfig, Status, Training
 
 DEFAULT_WINDOW = (35, 44)  # what readers of NVIDIA's recipes expect of a 50-step log
 
@@ -53,6 +53,7 @@ def derive(
             problems = fields.setdefault("log_problems", {})
             problems[event.problem] = problems.get(event.problem, 0) + event.count
     fields["reference"] = _compare_with_reference(config, fields)
+    fields["predicted"] = _compare_with_prediction(config, fields)
     return Result(**fields, warnings=cautions(config, fields, seen))
 
 
@@ -172,12 +173,21 @@ def _utilisation(config: RunConfig, step_time_s: float, tokens: int) -> dict:
     found["mfu_convention"] = config.flops_convention
     if peak is not None:
         found |= {"mfu_peak_tflops": peak / hardware.TERA, "mfu_peak_dtype": dtype}
-        if isinstance(work, Training):
-            recomputed = min(config.model.layers, work.recompute_layers * config.parallel.pp)
-            done = costs.hardware_flops_per_sequence(config.model, work.seqlen, config.flops_convention, recomputed)
-            worked = metrics.tflops_per_gpu(done * sequences, step_time_s, gpus)
-            found["hfu"] = metrics.mfu(worked, peak)
+        worked = metrics.tflops_per_gpu(_hardware_flops(config, sequences), step_time_s, gpus)
+        found["hfu"] = metrics.mfu(worked, peak)
     return found
+
+
+def _hardware_flops(config: RunConfig, sequences: float) -> float | None:
+    """What is executed, with what is computed again: by the number of layers, or by an out-of-core run's plan."""
+    work = config.workload
+    if isinstance(work, Training):
+        recomputed = min(config.model.layers, work.recompute_layers * config.parallel.pp)
+        convention = config.flops_convention
+        return sequences * costs.hardware_flops_per_sequence(config.model, work.seqlen, convention, recomputed)
+    if isinstance(work, OutOfCore) and work.plan is not None and work.prediction is not None:
+        return work.prediction.hardware_flops * sequences / work.plan.gbs
+    return None
 
 
 def _compare_with_reference(config: RunConfig | None, fields: dict) -> Comparison | None:
@@ -196,3 +206,16 @@ def _compare_with_reference(config: RunConfig | None, fields: dict) -> Compariso
             ratio = measured / published
             return Comparison(metric=metric, value=published, measured=measured, ratio=ratio, source=ref.source)
     return None
+
+
+def _compare_with_prediction(config: RunConfig | None, fields: dict) -> Comparison | None:
+    """Measured against the step time that the run's plan expected; for stand-ins too, whose plans are their own."""
+    step = fields.get("step_time_s")
+    if config is None or not isinstance(config.workload, OutOfCore) or step is None or fields["status"] != "ok":
+        return None
+    expected = config.workload.prediction
+    if expected is None or expected.step_s is None:
+        return None
+    source = f"its plan, by rates {expected.rates['source']}"
+    ratio = expected.step_s / step.median
+    return Comparison(metric="step_time_s", value=expected.step_s, measured=step.median, ratio=ratio, source=source)

@@ -1,20 +1,14 @@
 """Checkpoints: all that the next step depends on, written while training goes on, resumed bit for bit.
 
-    checkpoints/step_10/           complete: the rename to this name comes last
-    checkpoints/step_15.partial/   being written, or left behind by a run that was killed
-
-The format is that of torch.distributed.checkpoint: each rank writes its share, and ranks in any other layout read what
-they need of the whole: tensors have the same names and whole shapes in all of them.
+How their folders come about is in `llmb/rank/checkpoint_folder.py`. The format is that of torch.distributed.checkpoint:
+each rank writes its share, and ranks in any other layout read what they need of the whole: tensors have the same names
+and whole shapes in all of them.
 The tensors are the weights (fp32 in every number format), the buffers and the optimizer's state. Batch and learning
 rate follow from the step's number and training draws no random numbers, so nothing else need be kept.
-`checkpoint.json` beside the tensors says what they belong to, so that a wrong resume is refused in plain words.
 
     llmb-run submit ... --set checkpoint_every=10        then        llmb-run submit ... --set resume=<run folder>
 """
 
-import os
-import re
-import shutil
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,46 +23,29 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from llmb.errors import ConfigError, LaunchError
-from llmb.plain import read_json, to_json, to_plain
+from llmb.plain import to_plain
+from llmb.rank import checkpoint_folder
 from llmb.spec import RunConfig, Training
 from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
 
 Parts = Sequence[nn.Module]
 FAILURES = (Exception, dcp.CheckpointException)  # torch's own is no Exception
-KEPT = 2  # complete checkpoints; the older one is there in case the disk loses the newer
-FOLDER = "checkpoints"  # of the run folder
-IDENTITY = "checkpoint.json"
 FORMAT = 2  # raised whenever a tensor of the same name and shape comes to mean something else; 1 was not written down
-
-_COMPLETE = re.compile(r"step_(\d+)")
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as intended
 
 
 def resume_point(config: RunConfig, work: Training, folder: Path) -> Path | None:
     """The checkpoint that a run in this folder goes on from, checked against its configuration; none: a new run."""
-    chosen = None if work.resume is None else newest(Path(work.resume))
-    if chosen is not None:
-        saved = read_json(chosen / IDENTITY)
-        if (was := saved.get("format", 1)) != FORMAT:
-            raise ConfigError(f"resume: {chosen} has format {was}, this version of llmb reads format {FORMAT} only")
-        for name, mine in identity(config, work).items():
-            if saved.get(name) != mine:
-                raise ConfigError(f"resume: {chosen} was made with {_difference(name, saved.get(name), mine)}")
-        if number(chosen) >= work.steps:
-            raise ConfigError(f"resume: {chosen} is past the last step, {work.steps}; raise steps to go on")
-    here = complete(folder / FOLDER)
-    if work.checkpoint_every is not None and here and (chosen is None or number(here[-1]) > number(chosen)):
-        raise ConfigError(f"{here[-1]} is there already; resume={folder} goes on from it")
-    return chosen
+    return checkpoint_folder.resume_point(work, folder, identity(config, work), FORMAT)
 
 
 class Checkpoints:
     """Those of one run: `load` before the first step, `after` each step; leaving waits for what is being written."""
 
     def __init__(self, folder: Path, config: RunConfig, work: Training, mesh: Mesh, parts: Parts, optimizer: Optimizer):
-        self._folder = folder / FOLDER
+        self._folder = folder
         self._config, self._work, self._mesh = config, work, mesh
         self._parts, self._optimizer = parts, optimizer
         self._stager = BlockingAsyncStager(cache_staged_state_dict=mesh.device.type == "cuda")  # cached: pinned memory
@@ -127,47 +104,18 @@ class Checkpoints:
             self._writer.shutdown()
 
     def _write(self, step: int, tensors: dict[str, Any]) -> None:
-        final = self._folder / f"step_{step}"
-        partial = final.with_name(f"{final.name}.partial")
+        final = checkpoint_folder.place_of(self._folder, step)
         first = self._mesh.rank == 0
         try:
             if first:
-                shutil.rmtree(partial, ignore_errors=True)  # of a run in this folder that was killed
-                partial.mkdir(parents=True, exist_ok=True)  # another rank may be first
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), process_group=self._group)
+                checkpoint_folder.begin(final)
+            writer = dcp.FileSystemWriter(checkpoint_folder.partial_of(final))
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
             if first:
-                said = {"format": FORMAT, "step": step} | identity(self._config, self._work)
-                _write_durably(partial / IDENTITY, to_json(said))
-                _sync(partial)
-                partial.rename(final)
-                _sync(self._folder)
-                for old in complete(self._folder)[:-KEPT]:
-                    # By a rename too: half deleted, it must not look complete.
-                    shutil.rmtree(old.rename(old.with_name(f"{old.name}.partial")))
+                checkpoint_folder.finish(final, identity(self._config, self._work), FORMAT)
         except FAILURES as error:
-            shutil.rmtree(partial, ignore_errors=True)  # room for the end of the log, if the disk is full
+            checkpoint_folder.give_up(final)
             raise LaunchError(f"cannot write checkpoint {final}: {_cause(error)}") from error
-
-
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _COMPLETE.fullmatch(path.name)), key=number)
-
-
-def number(path: Path) -> int:
-    """The step after which a complete checkpoint was made."""
-    return int(path.name.removeprefix("step_"))
-
-
-def newest(folder: Path) -> Path:
-    """The newest complete checkpoint of a run folder or of its checkpoints folder."""
-    if not folder.is_dir():
-        raise ConfigError(f"resume: there is no folder {folder}")
-    found = complete(folder / FOLDER) or complete(folder)
-    if not found:
-        raise ConfigError(f"resume: {folder} holds no complete checkpoint (checkpoints/step_<number>)")
-    return found[-1]
 
 
 def identity(config: RunConfig, work: Training) -> dict[str, Any]:
@@ -186,14 +134,6 @@ def state_tensors(parts: Parts, optimizer: Optimizer) -> dict[str, Tensor]:
     return tensors
 
 
-def _difference(name: str, was: Any, now: Any) -> str:
-    """The first field in which two values differ, and how."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        inner = next(field for field in {**now, **was} if was.get(field) != now.get(field))
-        return _difference(f"{name}.{inner}", was.get(inner), now.get(inner))
-    return f"{name}={was}, this run has {now}"
-
-
 def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor], names: set[str]) -> None:
     """The checkpoint has all the names of the run and no others, and this rank's tensors with their whole shapes."""
     for name in sorted(saved.keys() ^ names):
@@ -209,28 +149,7 @@ def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor]
 
 
 def _cause(error: BaseException) -> str:
-    """Why, in one line: the first rank's error where torch gathered them, the system's own words where it gave any."""
+    """Why, in one line: the first rank's error where torch gathered them."""
     if isinstance(error, dcp.CheckpointException):
         return _cause(error.failures[min(error.failures)][0])
-    inner: BaseException | None = error
-    while inner is not None:  # torch's own error covers the system's
-        if isinstance(inner, OSError) and inner.strerror:
-            return inner.strerror
-        inner = inner.__context__
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """The names in a folder reach the disk too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return checkpoint_folder.cause(error)

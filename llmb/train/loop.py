@@ -16,31 +16,31 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmb.costs import train_flops_per_sequence
 from llmb.events import StepDone, TimeSpent
-from llmb.hardware import peak_flops
-from llmb.metrics import mfu, tflops_per_gpu
 from llmb.models.architectures import Network
+from llmb.rank.checkpoint_folder import number
 from llmb.rank.endings import Diverged
+from llmb.rank.learning_rate import learning_rate
 from llmb.rank.memory import peak_bytes
 from llmb.rank.provenance import run_started
 from llmb.rank.record import Record
+from llmb.rank.step_log import LoggedStep, step_lines
+from llmb.rank.token_data import TokenFile, open_data
+from llmb.rank.tokens import synthetic_tokens
 from llmb.spec import RunConfig, Training
 from llmb.train.anomaly import first_bad_tensor
-from llmb.train.checkpoint import Checkpoints, number, resume_point
+from llmb.train.checkpoint import Checkpoints, resume_point
 from llmb.train.context_parallel import own_tokens
-from llmb.train.data import TokenFile, open_data
 from llmb.train.graphs import MicroBatchGraph
-from llmb.train.log import step_lines, time_table
+from llmb.train.log import time_table
 from llmb.train.memory import naming_shortage
 from llmb.train.mesh import Mesh, open_mesh
-from llmb.train.optimizer import Optimizer, learning_rate
+from llmb.train.optimizer import Optimizer
 from llmb.train.parallelize import ready_parts
 from llmb.train.pipeline import Pipeline, copied_weights
 from llmb.train.profiler import SOURCES, Profiler
 from llmb.train.sharding import before_micro_batch
 from llmb.train.supported import supported_workload
-from llmb.train.tokens import synthetic_tokens
 from llmb.train.waiting import StepClock
 
 Parts = Sequence[Network]  # what this rank trains: the whole network, or its parts of the pipeline
@@ -174,11 +174,18 @@ def report(
         )
     )
     if mesh.rank == 0:
-        flops = work.gbs * train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
-        tflops = tflops_per_gpu(flops, seconds, mesh.world_size)
-        utilisation = mfu(tflops, peak_flops(config.machine.gpu, config.precision.dtype))
-        lr, memory = learning_rate(step, work), peak_bytes(mesh.device)
-        print(step_lines(work, step, seconds, lr, loss, grad_norm, tflops, utilisation, memory), flush=True)
+        logged = LoggedStep(
+            step=step,
+            steps=work.steps,
+            gbs=work.gbs,
+            seqlen=work.seqlen,
+            seconds=seconds,
+            lr=learning_rate(step, work),
+            loss=loss,
+            grad_norm=grad_norm,
+            memory_bytes=peak_bytes(mesh.device),
+        )
+        print(step_lines(config, logged), flush=True)
 
 
 def report_time_spent(job: Job, record: Record, spent: Sequence[TimeSpent]) -> None:

@@ -1,10 +1,9 @@
-"""AdamW as language models are pretrained with it, gradient clipping, and the learning rate of each step.
+"""AdamW as language models are pretrained with it, and gradient clipping.
 
 The optimizer works on this rank's slices as plain tensors: it needs no communication, and one fused kernel can take
 slices of weights that are spread over different ranks. Only the norm is a sum over all of them.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -15,13 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmb.spec import Training
+from llmb.rank.adamw import BETAS, EPS, WEIGHT_DECAY
 from llmb.train.mesh import Mesh
 
-BETAS = (0.9, 0.95)
-WEIGHT_DECAY = 0.1
 MAX_GRAD_NORM = 1.0
-LOWEST_LR = 0.1  # of the highest, where the cosine ends
 
 CUT = (Shard, _StridedShard)  # placements of slices
 Along = tuple[DeviceMesh | None, tuple[int, ...]]  # some dimensions of a mesh
@@ -39,7 +35,8 @@ class Optimizer:
             {"params": [p for p in self.slices.values() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in self.slices.values() if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=BETAS, fused=True)
+        groups = [group for group in groups if group["params"]]
+        self.adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True)
 
     @torch.no_grad()
     def update(self, lr: float) -> Tensor:
@@ -151,13 +148,3 @@ def _spread_like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def learning_rate(step: int, work: Training) -> float:
-    """Rises in equal parts to its highest, then stays or falls as a cosine; steps count from 1."""
-    if step < work.lr_warmup_steps:
-        return work.lr * step / work.lr_warmup_steps
-    if work.lr_decay_steps is None:
-        return work.lr
-    fallen = min(1.0, (step - work.lr_warmup_steps) / (work.lr_decay_steps - work.lr_warmup_steps))
-    return work.lr * (LOWEST_LR + (1 - LOWEST_LR) * (1 + math.cos(math.pi * fallen)) / 2)

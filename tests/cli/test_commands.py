@@ -78,7 +78,7 @@ WRONG = [
     (["submit", "-f", "missing.yaml"], "cannot read missing.yaml"),
     (["submit", "--scal", "8"], "unrecognized arguments"),
     ([*EIGHT_B, "-d", "bf16", "--scale", "1", "--gpu-type", "h200"], "this machine has no GPU"),
-    (["submit", "-w", "outofcore_llama3", "-d", "bf16", "--proxy"], "not part of this version"),
+    (["submit", "-w", "outofcore_llama3", "--proxy", "--device-gb", "0"], "(--device-gb): 0.0 is out of range"),
     (["read", "missing.log"], "missing.log"),
     (["timing", "missing"], "missing"),
     (["timing", "--window", "9"], "--window: expected FIRST-LAST"),

@@ -36,7 +36,8 @@ RUN = [
 LLMB_RUN = [sys.executable, "-m", "llmb.cli.run"]
 AT_ONCE = 4  # runs that wait or go, before more are submitted
 SUBMITTING_S = 0.5  # how long it takes, about
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
+BELIEVING_S = 13.0  # how long Slurm takes a job for one that only begins, though its node knows nothing of it
 
 
 class Process(NamedTuple):
@@ -76,6 +77,7 @@ class Chaos:
     _repairs: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _operated_at: float = 0.0
+    _ask_nodes_at: float | None = None
     _started: int = 0
 
     def rage(self, runs: int, limit_s: float) -> None:
@@ -164,15 +166,17 @@ class Chaos:
             self._submit()
             time.sleep(self.random.uniform(0.0, 1.5 * SUBMITTING_S))
         self.lab.kill_controller()
-        down_s = self.random.uniform(0.2, 3.0)
-        self._later(down_s, self.lab.start_controller)
-        self._later(down_s + 4.0, lambda: self.lab.call("scontrol", "reconfigure", check=False))
+        self._later(self.random.uniform(0.2, 3.0), self._start_controller)
         return True
 
     def full_disk(self) -> bool:
         self.disk.fill()
         self._later(self.random.uniform(0.5, 3.0), self.disk.free)
         return True
+
+    def _start_controller(self) -> None:
+        self.lab.start_controller()
+        self._ask_nodes_at = time.monotonic() + BELIEVING_S
 
     def _notice_crash(self, node: str) -> None:
         """In less time than Slurm takes, which is less than a real machine needs to start again."""
@@ -267,7 +271,7 @@ class Chaos:
         self.disk.free()
         self.lab.heal()
         end = time.monotonic() + PATIENCE_S
-        while self._commands or self._queue() or any(self._processes()):
+        while self._commands or self.lab.submitting() or self.lab.call("squeue", "-h") or any(self._processes()):
             self._tend()
             self._operate()
             assert time.monotonic() < end, (
@@ -279,11 +283,16 @@ class Chaos:
     def _operate(self) -> None:
         """As whoever runs the cluster: nodes that Slurm has drained come back, jobs that it holds are let go.
 
-        A controller that gives an id twice finds the node still busy with the first, and drains it.
+        A controller that gives an id twice finds the node still busy with the first, and drains it. One that was away
+        takes minutes to ask the nodes which of its jobs have ended meanwhile, unless it is told to.
         """
-        if time.monotonic() < self._operated_at + 1.0 or not daemons(self.lab.folder, "slurmctld"):
+        now = time.monotonic()
+        if now < self._operated_at + 1.0 or not daemons(self.lab.folder, "slurmctld"):
             return
-        self._operated_at = time.monotonic()
+        self._operated_at = now
+        if self._ask_nodes_at is not None and now >= self._ask_nodes_at:
+            self._ask_nodes_at = None
+            self.lab.call("scontrol", "reconfigure", check=False)
         for node in self.lab.call("sinfo", "-h", "-N", "-t", "drain,down,fail", "-o", "%N", check=False).split():
             self.lab.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
         for line in self.lab.call("squeue", "-h", "-t", "pending", "-o", "%i %r", check=False).splitlines():

@@ -1,7 +1,7 @@
 """Slurm labs for the tests of this folder: a test that asks for one finds it in its environment, and whole.
 
 `slurm` is plain, as on a cluster without accounting; `slurm_with_accounting` also answers sacct and sacctmgr. Each is
-started once per test process, so job numbers go on counting and jobs of earlier tests may still be listed.
+started once per test process, so job numbers go on counting and jobs of earlier tests, all over, may still be listed.
 """
 
 import os
@@ -30,7 +30,7 @@ def slurm_with_accounting(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def slurm_environment(request, monkeypatch, clean_environment):
-    """Slurm's programs reach the lab that the test asks for; what the test broke is mended afterwards."""
+    """Slurm's programs reach the lab that the test asks for; afterwards all is mended, and no job is left."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_"))]:
         monkeypatch.delenv(name)
     labs = [request.getfixturevalue(name) for name in LABS if name in request.fixturenames]
@@ -40,3 +40,4 @@ def slurm_environment(request, monkeypatch, clean_environment):
     yield
     for lab in labs:
         lab.heal()
+        lab.cancel_all()

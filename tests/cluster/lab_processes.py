@@ -21,11 +21,22 @@ def put_down(folder: Path) -> None:
             kill(pid, signal.SIGKILL)
         for file in (folder / "run").glob(f"{daemon}.pid"):
             file.unlink(missing_ok=True)
-    left = [pid for pid, _ in of_lab(folder)]
-    for pid in {*(parent for parent in map(parent_of, left) if is_step(parent)), *left}:
-        kill(pid, signal.SIGKILL)
+    kill_tasks(folder)
     if (folder / "etc/cgroup.conf").exists():
         _remove_cgroups()
+
+
+def kill_tasks(folder: Path, node: str | None = None) -> None:
+    """The steps of a node, before they can report anything, with their tasks; of no node: of all, and all else.
+
+    Repeated until none is left, as a task may have been born meanwhile.
+    """
+    mark = f"SLURMD_NODENAME={node}".encode()
+    while tasks := [pid for pid, environ in of_lab(folder) if node is None or mark in environ]:
+        steps = {parent for parent in map(parent_of, tasks) if runs(parent, "slurmstepd")}
+        for pid in (*steps, *tasks):
+            kill(pid, signal.SIGKILL)
+        wait_gone([*steps, *tasks], 5.0)
 
 
 def daemons(folder: Path, daemon: str) -> list[int]:
@@ -34,7 +45,7 @@ def daemons(folder: Path, daemon: str) -> list[int]:
     for file in (folder / "run").glob(f"{daemon}.pid"):
         with suppress(ValueError, OSError):
             pid = int(file.read_text())
-            if lives(pid) and Path(f"/proc/{pid}/comm").read_text().startswith(daemon.split("-")[0]):
+            if lives(pid) and runs(pid, daemon.split("-")[0]):
                 pids.append(pid)
     return pids
 
@@ -59,10 +70,10 @@ def parent_of(pid: int) -> int:
     return 0
 
 
-def is_step(pid: int) -> bool:
-    """Whether this is a slurmstepd; it overwrites its environment with its title."""
+def runs(pid: int, program: str) -> bool:
+    """Whether the process runs this program, by name: a slurmstepd overwrites its environment with its title."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")
+        return Path(f"/proc/{pid}/comm").read_text().startswith(program)
     except OSError:
         return False
 

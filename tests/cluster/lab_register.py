@@ -107,7 +107,9 @@ def _write_hosts() -> None:
     kept = [line for line in before.splitlines() if not line.endswith(MARK)]
     after = "\n".join([*kept, *(f"127.0.0.1 n{i} {MARK}" for i in range(1, nodes + 1))]) + "\n"
     if after != before:
-        HOSTS.write_text(after)
+        with HOSTS.open("r+") as file:  # never empty: ranks of other labs look names up meanwhile
+            file.write(after)
+            file.truncate()
 
 
 def _locked(descriptor: int) -> bool:

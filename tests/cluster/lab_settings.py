@@ -4,9 +4,13 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from lab_register import PORTS_EACH
+
 CONTROLLER_PORT = 1  # offsets into the lab's range
 ACCOUNTING_PORT = 2
 NODE_PORT = 10
+RENDEZVOUS_PORTS = 12000  # ranks meet at a port that follows from their job's id, modulo this
+JOBS_EACH = 1000  # ids that no other lab nearby gives out
 
 CGROUP = """\
 CgroupPlugin=cgroup/v1
@@ -59,11 +63,11 @@ def slurm_conf(
         "MpiDefault": "none",
         "ReturnToService": 1,  # 2 would bring back at once a node that a test set down
         "SlurmctldTimeout": 10,
-        "SlurmdTimeout": 5,
+        "SlurmdTimeout": 15,  # less, and a node that is busy passes for dead
         "InactiveLimit": 0,
         "KillWait": 2,
         "MinJobAge": 300,
-        "FirstJobId": 1,
+        "FirstJobId": first_job_id(port),
         "BatchStartTimeout": 10,
         "MessageTimeout": 10,
         "TCPTimeout": 2,
@@ -92,6 +96,11 @@ def slurm_conf(
         )
     lines.append(f"PartitionName=main Nodes=n[1-{nodes}] Default=YES MaxTime=INFINITE State=UP")
     return "\n".join(lines) + "\n"
+
+
+def first_job_id(port: int, memories: int = 0) -> int:
+    """Ids of labs side by side differ, for their ranks all meet on this host. `memories`: those a controller lost."""
+    return 1 + port // PORTS_EACH * JOBS_EACH % RENDEZVOUS_PORTS + RENDEZVOUS_PORTS * 10 * memories
 
 
 def slurmdbd_conf(folder: Path, port: int) -> str:

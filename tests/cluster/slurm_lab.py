@@ -14,19 +14,21 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 import lab_register
 import lab_settings
-from lab_processes import daemons, is_step, kill, of_lab, parent_of, put_down, wait_gone
+from lab_processes import daemons, kill, kill_tasks, of_lab, put_down, runs, wait_gone
 from lab_watchman import Watchman
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 ACCOUNTING_PROGRAMS = ("slurmdbd", "sacct", "mariadbd", "mariadb-install-db", "mariadb-admin")
-START_S = 40.0
-CALL_S = 15.0
+# How long a machine with much else to do may take; nobody waits longer than it takes.
+START_S = 120.0
+CALL_S = 60.0
 
 
 def missing(accounting: bool = False, cgroup: bool = False) -> str | None:
@@ -67,6 +69,7 @@ class SlurmLab:
         self._port = port
         self._settings = dict(settings or {})
         self._undo = ExitStack()
+        self._first_port = 0  # of the range that it has while it is up
         self._memories = 0  # how often the controller began without one
 
     @property
@@ -90,10 +93,11 @@ class SlurmLab:
         """Up, with every node idle."""
         with ExitStack() as undo:
             if self._cgroup:
-                undo.enter_context(lab_register.alone("cgroup", wait_s=300))  # their names carry no lab
+                undo.enter_context(lab_register.alone("cgroup", wait_s=600))  # their names carry no lab
             claim = lab_register.claim(self.folder, len(self.nodes), put_down, self._port)
             undo.callback(claim.release)
             undo.callback(put_down, self.folder)
+            self._first_port = claim.port
             self._write(claim.port)
             undo.enter_context(Watchman(claim.port))
             self._start_munge()
@@ -112,7 +116,7 @@ class SlurmLab:
     def start_controller(self, forget: bool = False) -> None:
         """`forget`: without the jobs of before, whose ids it does not give out again."""
         if forget:
-            self._change(FirstJobId=1 + 100_000 * self._memories)
+            self._change(FirstJobId=lab_settings.first_job_id(self._first_port, self._memories))
             self._memories += 1
         self._daemon("slurmctld", *(["-i", "-c"] if forget else []))
         self._wait(lambda: "is UP" in self.call("scontrol", "ping", check=False), "the controller to answer")
@@ -120,6 +124,11 @@ class SlurmLab:
     def kill_controller(self) -> None:
         """As kill -9 does it: what it had not saved yet, a few seconds of submissions, it will not remember."""
         self._kill("slurmctld")
+
+    def stop_controller(self) -> None:
+        """As for an update: it saves all it knows first."""
+        self.call("scontrol", "shutdown", "slurmctld")
+        self._wait(lambda: not self._alive("slurmctld"), "the controller to end")
 
     def freeze_controller(self) -> None:
         """It still takes calls, and answers none of them before `thaw_controller`."""
@@ -130,10 +139,34 @@ class SlurmLab:
         for pid in daemons(self.folder, "slurmctld"):
             kill(pid, signal.SIGCONT)
 
-    def wait_until_saved(self, comment: str) -> None:
-        """Until the controller would remember the job with this comment after a kill."""
-        state = self.folder / "state/job_state"
-        self._wait(lambda: state.exists() and comment.encode() in state.read_bytes(), "the controller to save its jobs")
+    def wait_until_saved(self, job: str) -> None:
+        """Until the controller would remember this job after a kill, as it is now.
+
+        The job gets a mark: what was saved with it was saved after whatever had happened to the job before.
+        """
+        mark = uuid4().hex
+        self.call("scontrol", "update", f"jobid={job}", f"admincomment={mark}")
+        self._wait(lambda: mark.encode() in self._saved(), "the controller to save its jobs")
+
+    @contextmanager
+    def unable_to_save(self) -> Iterator[None]:
+        """Whatever the controller hears meanwhile about jobs it does not save, and will not remember after a kill."""
+        obstacle = self.folder / "state/job_state.new"  # where it writes before it renames
+        self._wait(lambda: _made(obstacle), "the controller to have saved its jobs")
+        try:
+            yield
+        finally:
+            obstacle.rmdir()
+
+    def submitting(self) -> bool:
+        """Whether an sbatch is under way: it outlives the program that called it, if that is killed."""
+        return any(runs(pid, "sbatch") for pid, _ in of_lab(self.folder))
+
+    def wait_for_submissions(self) -> None:
+        self._wait(lambda: not self.submitting(), "the end of each sbatch")
+
+    def cancel_all(self) -> None:
+        self.call("scancel", "--user=root", check=False)
 
     def start_slurmd(self, node: str) -> None:
         self._daemon("slurmd", "-N", node)
@@ -145,11 +178,7 @@ class SlurmLab:
     def crash_node(self, node: str) -> None:
         """All at once, as when the power fails: slurmd, steps (before they can report anything) and tasks."""
         self.kill_slurmd(node)
-        tasks = [pid for pid, environ in of_lab(self.folder) if f"SLURMD_NODENAME={node}".encode() in environ]
-        steps = {parent for parent in map(parent_of, tasks) if is_step(parent)}
-        for pid in (*steps, *tasks):
-            kill(pid, signal.SIGKILL)
-        wait_gone([*steps, *tasks], 5.0)
+        kill_tasks(self.folder, node)
 
     def down(self, node: str, reason: str = "test") -> None:
         """Slurm takes the node for failed: its jobs end with NODE_FAIL within a second."""
@@ -168,6 +197,15 @@ class SlurmLab:
             self.start_slurmd(node)
         if dead or self._fallen():
             self._wait(self._all_up, "all nodes up")
+
+    def give_accounts(self, *accounts: str) -> None:
+        """To root, who may have some of them already; the first becomes the default."""
+        for account in accounts:
+            if not self.call("sacctmgr", "-n", "show", "account", account).strip():
+                self.call("sacctmgr", "-i", "add", "account", account, "description=d", "organization=o")
+            if not self.call("sacctmgr", "-n", "show", "associations", "user=root", f"account={account}").strip():
+                self.call("sacctmgr", "-i", "add", "user", "root", f"account={account}")
+        self.call("sacctmgr", "-i", "modify", "user", "root", "set", f"defaultaccount={accounts[0]}")
 
     def call(self, *command: str, check: bool = True) -> str:
         """Output of one of Slurm's programs."""
@@ -302,6 +340,13 @@ class SlurmLab:
             return False
         return True
 
+    def _saved(self) -> bytes:
+        """What the controller would remember now."""
+        try:
+            return (self.folder / "state/job_state").read_bytes()
+        except FileNotFoundError:  # none yet, or it is just being replaced
+            return b""
+
     def _states(self) -> list[tuple[str, str]]:
         lines = self.call("sinfo", "-h", "-N", "-o", "%N %t", check=False).splitlines()
         return [(node, state) for node, state in (line.split() for line in lines)]
@@ -316,7 +361,9 @@ class SlurmLab:
     def _all_up(self) -> bool:
         for node in self._fallen():
             self.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
-        return all(state in ("idle", "mix", "alloc", "comp") for _, state in self._states())
+        states = self._states()
+        up = ("idle", "mix", "alloc", "comp", "plnd")
+        return len(states) == len(self.nodes) and all(state in up for _, state in states)
 
     def _alive(self, daemon: str) -> bool:
         return bool(daemons(self.folder, daemon))
@@ -324,4 +371,12 @@ class SlurmLab:
     def _kill(self, daemon: str) -> None:
         for pid in daemons(self.folder, daemon):
             kill(pid, signal.SIGKILL)
-            wait_gone([pid], 5.0)
+            wait_gone([pid], START_S)
+
+
+def _made(folder: Path) -> bool:
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True

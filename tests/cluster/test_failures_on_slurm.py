@@ -11,7 +11,7 @@ from llmb.launch.failure import Failure, named
 from llmb.launch.slurm import JobState, states
 
 pytestmark = pytest.mark.slurm
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 # One task on each of two nodes: it notes where it is, then does something, and so does the other in time.
 TASKS = "srun --kill-on-bad-exit=1 bash -c 'echo $SLURMD_NODENAME > started.$SLURM_PROCID; {}; sleep 60'"
 

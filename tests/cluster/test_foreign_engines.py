@@ -16,6 +16,7 @@ import llmb
 pytestmark = pytest.mark.slurm
 
 LOGS = Path(__file__).parent.parent / "golden" / "logs"
+PATIENCE_S = 240.0
 REAL_SRUN = "/usr/bin/srun"
 NSYS = """
 while [[ $1 == profile || $1 == --* ]]; do
@@ -96,7 +97,7 @@ def finished(llmb_run, tmp_path: Path):
     def run(*arguments: str) -> tuple[Path, dict]:
         code, out, err = llmb_run("submit", *arguments, "--on", "slurm")
         assert (code, err) == (0, ""), out
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_S
         while not (found := list((tmp_path / "llmb").glob("workloads/*/experiments/*/*/*/result.json"))):
             assert time.monotonic() < end, "no result came"
             time.sleep(0.2)

@@ -17,7 +17,7 @@ from llmb.launch.cluster import FILE, find_cluster, read_cluster
 pytestmark = pytest.mark.slurm
 
 PROGRAM = [sys.executable, "-m", "llmb.cli.install"]
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 TOKEN = "hf_" + "b" * 30
 
 
@@ -168,11 +168,7 @@ def test_a_set_up_that_is_killed_goes_on_where_it_was(slurm, root, two_partition
 
 
 def test_the_default_account_is_found(slurm_with_accounting, root):
-    manage = ("sacctmgr", "--immediate")
-    for account in ("research", "students"):
-        slurm_with_accounting.call(*manage, "add", "account", account, check=False)
-    slurm_with_accounting.call(*manage, "add", "user", "root", "account=students,research", check=False)
-    slurm_with_accounting.call(*manage, "modify", "user", "root", "set", "DefaultAccount=research")
+    slurm_with_accounting.give_accounts("research", "students")
     found = cluster_of(install("--gpu-type", "h100", "--json"))
     assert found["account"] == "research"
     changed = cluster_of(install("--account", "students", "--json"))

@@ -56,7 +56,7 @@ def submit(install, llmb_run):
     return call
 
 
-def wait_for(condition, seconds: float = 90, what: str = "what was waited for"):
+def wait_for(condition, seconds: float = 240, what: str = "what was waited for"):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
@@ -144,7 +144,7 @@ def test_a_killed_rank_is_named(slurm, submit):
 
 
 def test_a_stopped_rank_hangs_the_run_and_is_found(slurm, submit):
-    job, run = submit(*LONG, "--set", "stall_limit_s=4")
+    job, run = submit(*LONG, "--set", "stall_limit_s=8")
     stepping(run)
     [victim] = [event.pid for event in read(run.events(1)) if isinstance(event, RunStarted)]
     os.kill(victim, signal.SIGSTOP)
@@ -200,6 +200,21 @@ def test_a_requeued_job_works_in_a_folder_of_its_own(slurm, submit):
     assert [step.step for step in steps(again)] == list(range(1, len(steps(again)) + 1))
     assert run.events(0).read_bytes() == before
     assert read_json(again.allocation)["restarts"] == 1
+
+
+@pytest.mark.slow
+def test_a_job_that_is_over_does_not_run_again(slurm, submit, llmb_run):
+    """A controller that crashes before it has saved a job's end puts the job back into the queue."""
+    job, run = submit(*LLAMA, "--scale", "1", "--set", "steps=2")
+    assert ended(slurm, job, run)["status"] == "ok"
+    told = llmb_run("jobs", "--json")[1]
+    assert json.loads(told)["status"] == "ok"
+    slurm.call("scontrol", "requeue", job)
+    wait_for(lambda: "Restarts=1" in slurm.call("scontrol", "show", "job", job, "-o"), what="the requeue")
+    assert ended(slurm, job, run)["status"] == "ok"
+    assert f"ERROR: job {job} is over: ok; to have it run again: " in run.slurm_output(job).read_text()
+    assert RunDir.open(run.path).restart == 0
+    assert llmb_run("jobs", "--json")[1] == told
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ from llmb.models.blocks import causal_attention
 from llmb.models.experts import ExpertMlp, Router
 from llmb.plain import to_plain
 from llmb.rank.record import Record
+from llmb.rank.tokens import synthetic_tokens
 from llmb.spec import Experts, Latent, Machine, Model, Parallel, Precision, Rope, RunConfig, Training
 from llmb.train.__main__ import run
 from llmb.train.precision import compute_in_bf16
-from llmb.train.tokens import synthetic_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

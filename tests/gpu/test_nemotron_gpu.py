@@ -23,10 +23,10 @@ from llmb.kernels.ssd import ssd, ssd_chunked, ssd_reference
 from llmb.models.architectures import build_model
 from llmb.plain import to_plain
 from llmb.rank.record import Record
+from llmb.rank.tokens import synthetic_tokens
 from llmb.spec import Machine, Mamba, Model, Parallel, Precision, RunConfig, Training
 from llmb.train.__main__ import run
 from llmb.train.precision import compute_in_bf16
-from llmb.train.tokens import synthetic_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

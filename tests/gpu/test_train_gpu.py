@@ -17,6 +17,7 @@ from llmb.models.architectures import build_model
 from llmb.models.blocks import attention_backends, causal_attention
 from llmb.plain import to_plain
 from llmb.rank.record import Record
+from llmb.rank.tokens import synthetic_tokens
 from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.train.__main__ import run
 from llmb.train.loop import Job, train_step
@@ -24,7 +25,6 @@ from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallelize import ready_parts
 from llmb.train.precision import compute_in_bf16
-from llmb.train.tokens import synthetic_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -32,7 +32,7 @@ from small_served import (
     stack_of,
     written,
 )
-from triton_interpreter import whole_numbers_from_arrays_of_one  # noqa: F401  # a fixture
+from triton_interpreter import interpreter  # noqa: F401  # a fixture
 
 from llmb import kernels
 from llmb.infer import latent
@@ -134,7 +134,7 @@ def test_prompts_that_begin_alike_are_computed_once_unless_there_is_state(case: 
 
 
 @pytest.fixture
-def triton_everywhere(whole_numbers_from_arrays_of_one: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
+def triton_everywhere(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
     """Triton's kernels, in its interpreter, wherever a GPU would take them; memory that nobody wrote is no number."""
     if torch.cuda.is_available():
         pytest.skip("there kernels are compiled, for its own tensors: tests/gpu")

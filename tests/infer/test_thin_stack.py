@@ -6,7 +6,7 @@ import pytest
 import torch
 from steps import step_inputs
 from torch import Tensor
-from triton_interpreter import whole_numbers_from_arrays_of_one  # noqa: F401  # a fixture
+from triton_interpreter import interpreter  # noqa: F401  # a fixture
 
 from llmb.infer.linear import Format
 from llmb.infer.ranks import Group, Ranks
@@ -62,7 +62,7 @@ def thin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def by_triton(monkeypatch: pytest.MonkeyPatch, whole_numbers_from_arrays_of_one: None) -> None:  # noqa: F811
+def by_triton(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:  # noqa: F811
     for module in ("thin", "thin_attention"):
         monkeypatch.setattr(f"llmb.kernels.{module}.takes_triton", lambda _: True)
     monkeypatch.setattr("llmb.kernels.thin_attention_triton.shares_of", lambda *_: 4)

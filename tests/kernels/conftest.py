@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from triton_interpreter import whole_numbers_from_arrays_of_one  # noqa: F401  # a fixture
+from triton_interpreter import interpreter  # noqa: F401  # a fixture
 
 
 @pytest.fixture(scope="session")
@@ -11,5 +11,5 @@ def device() -> torch.device:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interpreted(whole_numbers_from_arrays_of_one: None) -> None:  # noqa: F811
+def interpreted(interpreter: None) -> None:  # noqa: F811
     pass

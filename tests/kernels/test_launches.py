@@ -8,7 +8,7 @@ import pytest
 import llmb.kernels
 
 FILES = sorted(Path(llmb.kernels.__file__).parent.glob("*triton.py"))
-OF_THE_LAUNCH = {"num_warps", "num_stages", "num_ctas", "launch_pdl"}
+OF_THE_LAUNCH = {"num_warps", "num_stages", "num_ctas", "launch_pdl", "enable_fp_fusion"}
 
 
 def kernels_in(tree: ast.Module) -> dict[str, set[str]]:

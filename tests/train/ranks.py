@@ -17,10 +17,10 @@ from torch import Tensor
 
 from llmb.events import StepDone, read
 from llmb.plain import to_plain
+from llmb.rank.checkpoint_folder import complete
 from llmb.rank.endings import ending
 from llmb.rank.record import Record
 from llmb.spec import RunConfig, Training
-from llmb.train.checkpoint import complete
 from llmb.train.loop import train
 
 

@@ -1,6 +1,7 @@
 """A run that was interrupted, by whatever and whenever, goes on as if it had not been."""
 
 import json
+import math
 import os
 import random
 import resource
@@ -21,11 +22,12 @@ from torch import nn
 
 from llmb.events import StepDone, read
 from llmb.plain import build
+from llmb.rank.checkpoint_folder import IDENTITY, complete, newest, number
 from llmb.results.derive import derive
 from llmb.spec import Model, RunConfig
 from llmb.train import loop
 from llmb.train.__main__ import main
-from llmb.train.checkpoint import FORMAT, IDENTITY, Checkpoints, complete, newest, number, state_tensors
+from llmb.train.checkpoint import FORMAT, Checkpoints, state_tensors
 from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
 
@@ -122,8 +124,8 @@ LAYOUTS = {
 
 
 def in_layout(name: str, model: Model, **changes: Any) -> RunConfig:
-    config = changed(CONFIG, model=model, gbs=12, mbs=1, lr=1e-3, **(LAYOUTS[name] | changes))
-    return changed(config, ga=12 // config.parallel.dp, gpus=config.parallel.world_size)
+    config = changed(CONFIG, model=model, mbs=1, lr=1e-3, **(LAYOUTS[name] | changes))
+    return changed(config, ga=config.workload.gbs // config.parallel.dp, gpus=config.parallel.world_size)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +139,14 @@ def in_layout(name: str, model: Model, **changes: Any) -> RunConfig:
 )
 def test_one_layout_resumes_what_another_saved(tmp_path, model: str, route: list[str]) -> None:
     """Two steps in each; together they are what one process does."""
-    straight = ranks.trained(in_layout("one process", SMALL_MODELS[model], steps=6), tmp_path / "straight")
+    gbs = math.lcm(*(LAYOUTS[layout].get("dp", 1) for layout in route))
+    straight = ranks.trained(in_layout("one process", SMALL_MODELS[model], gbs=gbs, steps=6), tmp_path / "straight")
     losses, norms, last = [], [], None
     for place, layout in enumerate(route):
         folder = tmp_path / layout
         resume = str(tmp_path / route[place - 1]) if place else None
-        last = ranks.trained(in_layout(layout, SMALL_MODELS[model], steps=2 * place + 2, resume=resume), folder)
+        config = in_layout(layout, SMALL_MODELS[model], gbs=gbs, steps=2 * place + 2, resume=resume)
+        last = ranks.trained(config, folder)
         losses += last.losses
         norms += last.norms
     assert Trained(losses, norms, last.tensors).farthest(straight) < 1e-5

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ranks import trained as trained_by_ranks
+from small_config import CONFIG, changed
 
 from llmb.errors import ConfigError, LaunchError
+from llmb.rank.token_data import TokenFile
 from llmb.tokenfile import HEADER, Header, TokenWriter, read_header
-from llmb.train.data import TokenFile
 
 CPU = torch.device("cpu")
 DATA = Path(__file__).parent.parent.parent / "data"
@@ -142,13 +144,12 @@ def test_the_loss_depends_on_the_file_and_not_on_the_cut(trained, tmp_path: Path
     assert trained().losses() != at_once
 
 
-def test_two_ranks_see_the_batch_of_one(trained, start, tmp_path: Path) -> None:
+def test_two_ranks_see_the_batch_of_one(tmp_path: Path) -> None:
     path = token_file(tmp_path / "tokens.bin", [(7 * i * i + 3 * i) % 128 for i in range(3000)])
-    alone = trained(data=str(path), mbs=2, ga=2).losses()
-    outcome, process = start(ranks=2, gpus=2, dp=2, mbs=1, ga=2, data=str(path))
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert outcome.losses() == pytest.approx(alone, rel=1e-5)
+    config = changed(CONFIG, data=str(path), ga=2)
+    alone = trained_by_ranks(changed(config, mbs=2), tmp_path / "one")
+    spread = trained_by_ranks(changed(config, mbs=1, gpus=2, dp=2), tmp_path / "two")
+    assert spread.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
 def test_a_small_model_learns_the_shipped_text(trained, llmb_run, tmp_path: Path) -> None:

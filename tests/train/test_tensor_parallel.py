@@ -34,7 +34,7 @@ MODELS = SMALL_MODELS | {
 
 
 def config_of(model: Model, **changes: Any) -> RunConfig:
-    return changed(replace(CONFIG, model=model), **{"steps": 5, "mbs": 2, "gbs": 4, "ga": 2, "lr": 1e-3} | changes)
+    return changed(replace(CONFIG, model=model), **{"steps": 2, "mbs": 2, "gbs": 4, "ga": 2, "lr": 1e-3} | changes)
 
 
 @pytest.fixture(scope="module")

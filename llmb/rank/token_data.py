@@ -6,17 +6,26 @@ that is resumed goes on where it was. Unless seqlen divides the text, each epoch
 """
 
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmb.errors import ConfigError
-from llmb.spec import Training
 from llmb.tokenfile import HEADER, read_header
 
 
-def open_data(work: Training, vocab: int) -> "TokenFile | None":
+class Reading(Protocol):
+    """What a workload says of its text; see the fields of spec.Training."""
+
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def seqlen(self) -> int: ...
+
+
+def open_data(work: Reading, vocab: int) -> "TokenFile | None":
     """The token file a workload names, checked against it and the model's vocabulary; none: it trains without one."""
     if work.data is None:
         return None

@@ -1,0 +1,1 @@
+../llmb/recipes/outofcore_llama3/do_transformer_profile.sh

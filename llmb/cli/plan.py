@@ -1,0 +1,54 @@
+"""`llmb-run plan`: what an out-of-core run will do and how fast, before it is run."""
+
+import argparse
+import sys
+from typing import Any
+
+from llmb.cli.choices import add_run_options
+from llmb.cli.parsing import command
+
+EXAMPLES = (
+    "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 65536 --host-gb 178 --device-gb 78",
+    "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 8192 --host-gb 60 --device-gb 24 --gpu-type h200 --set gbs=16",
+    "llmb-run plan -w outofcore_llama3 -s 70b --gpu-type h200 --set update=master --json",
+    "",
+    "any choice of the plan can be fixed: --set chunk_tokens=16384 --set resident_grads=32 --set full_saves=40 ...",
+    "rates are those of the GPU's kind until `llmb-run probe` has measured this machine",
+)
+
+
+def add_commands(commands: Any) -> None:
+    """Register plan."""
+    said = "the plan of an out-of-core run: chunks, rounds, memory, and the time predicted"
+    parser = command(commands, "plan", run, said, *EXAMPLES)
+    add_run_options(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON, one object a plan")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The plan of each run that is named."""
+    from llmb.cli import choices
+    from llmb.cli.budgets import beyond_this_machine
+    from llmb.errors import ConfigError
+    from llmb.plain import to_json
+    from llmb.report.plan import describe_plan
+    from llmb.report.plan_figures import as_data, plan_figures
+    from llmb.tasks import split_target, tasks_for
+
+    recipes = choices.load_recipes()
+    planned = ", ".join(key for key, recipe in recipes.items() if recipe.kind == "outofcore")
+    wanted = choices.wanted(options)
+    if not wanted.targets:
+        raise ConfigError(f"plan: name the run with -w; plans are made for out-of-core runs: {planned}")
+    for target in wanted.targets:
+        if split_target(target, recipes)[0].kind != "outofcore":
+            raise ConfigError(f"plans are made for out-of-core runs ({planned}), not for {target}; see llmb-run show")
+    resolved, bad = choices.resolve_all(tasks_for(wanted, recipes), recipes)
+    for line in bad:
+        print(f"ERROR: skipped: {line}", file=sys.stderr)
+    for _, config in resolved:
+        figures = plan_figures(config)
+        print(to_json(as_data(figures)) if options.json else describe_plan(figures) + "\n")
+        for line in beyond_this_machine(config):
+            print(f"warning: {line}", file=sys.stderr)
+    return 1 if bad else 0

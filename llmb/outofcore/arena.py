@@ -1,0 +1,123 @@
+"""All memory of a run but what one computation uses in between: a slab on the device and one on the host, cut up once.
+
+    arena = Arena(model, plan, device, homes, budgets)
+    arena.buffer("param", 3).copy_(arena.home("param", 17), non_blocking=True)
+
+A kind's buffers on the device are as many as the plan says, its places at home as many as its program needs. No memory
+is taken or given back while the run goes on, and more than the budgets is never taken: what lacks is said before the
+run. On a GPU torch's allocator, from which the slab and all between come, is held to the device's budget, too.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmb.errors import ConfigError
+from llmb.hardware import GIB
+from llmb.outofcore.host_slab import HostSlab
+from llmb.plan import Plan
+from llmb.predict.footprint import CONTEXT_BYTES, device_bytes, host_bytes
+from llmb.predict.pieces import KINDS, OF_UNITS, Units, piece_bytes
+from llmb.predict.residency import Residency
+from llmb.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """What a run may take. Null: all there is."""
+
+    host_gib: float | None = None
+    device_gib: float | None = None
+
+
+UNLIMITED = Budgets()
+
+
+class Arena:
+    """The buffers of every kind, by their numbers."""
+
+    def __init__(
+        self,
+        model: Model,
+        plan: Plan,
+        device: torch.device,
+        home_slots: dict[str, int],
+        budgets: Budgets = UNLIMITED,
+        host_slab: HostSlab | None = None,
+    ):
+        """`home_slots`: places at home for kinds of which no piece has one of its own. A slab given is used again."""
+        _check_budgets(model, plan, device, home_slots, budgets)
+        if device.type == "cuda" and budgets.device_gib is not None:
+            _limit_allocator(device, budgets.device_gib)
+        self.device, self.sizes = device, piece_bytes(model, plan)
+        residency = Residency(model, plan)
+        self.homes = {kind: home_slots.get(kind, 0) for kind in KINDS}
+        self.homes |= {kind: Units(model).count - _residents(residency, kind) for kind in OF_UNITS}
+        self.host_bytes = self._total(self.homes)
+        self._host = HostSlab(self.host_bytes, device) if host_slab is None else host_slab
+        if self._host.size < self.host_bytes:
+            raise ConfigError(f"a host slab of {self._host.size} bytes is given, the plan needs {self.host_bytes}")
+        self.slab = torch.empty(self._total(residency.buffers), dtype=torch.uint8, device=device)
+        self._behind_units = self._total({kind: residency.buffers[kind] for kind in OF_UNITS})
+        self._buffers = self._cut(self.slab, residency.buffers)
+        self._homes = self._cut(self._host.memory, self.homes)
+
+    def buffer(self, kind: str, number: int) -> Tensor:
+        """A buffer on the device, as bytes."""
+        return self._buffers[kind][number]
+
+    def home(self, kind: str, number: int) -> Tensor:
+        """A place on the host, as bytes."""
+        return self._homes[kind][number]
+
+    def scratch(self, shape: torch.Size) -> Tensor:
+        """fp32 memory on the device until the first step: that of activations, or new where it is too small."""
+        size = 4 * shape.numel()
+        if size > self.slab.numel() - self._behind_units:
+            return torch.empty(shape, device=self.device)
+        return self.slab[self._behind_units : self._behind_units + size].view(torch.float32).view(shape)
+
+    @property
+    def device_bytes(self) -> int:
+        """The most that was taken on the device so far: the slab and what computations used beside it."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device)
+        return self.slab.numel()
+
+    def _total(self, counts: dict[str, int]) -> int:
+        return sum(self.sizes[kind] * count for kind, count in counts.items())
+
+    def _cut(self, slab: Tensor, counts: dict[str, int]) -> dict[str, list[Tensor]]:
+        found: dict[str, list[Tensor]] = {}
+        first = 0
+        for kind, count in counts.items():
+            end = first + self.sizes[kind] * count
+            found[kind] = list(slab[first:end].view(count, self.sizes[kind]).unbind()) if count else []
+            first = end
+        return found
+
+
+def _residents(residency: Residency, kind: str) -> int:
+    return sum(piece.kind == kind for piece in residency.resident)
+
+
+def _check_budgets(
+    model: Model, plan: Plan, device: torch.device, home_slots: dict[str, int], budgets: Budgets
+) -> None:
+    needed = {
+        "host": (sum(host_bytes(model, plan, home_slots).values()), budgets.host_gib),
+        "device": (sum(device_bytes(model, plan, device.type).values()), budgets.device_gib),
+    }
+    for side, (size, budget) in needed.items():
+        if budget is not None and size > budget * GIB:
+            raise ConfigError(
+                f"the plan needs {size / GIB:.2f} GiB on the {side}, more than {side}_gib={budget:g}; "
+                f"`llmb-run plan` makes one for given budgets"
+            )
+
+
+def _limit_allocator(device: torch.device, device_gib: float) -> None:
+    """More than the budget, less what the driver takes for itself, is refused as if the GPU had no more."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (device_gib * GIB - CONTEXT_BYTES) / total), device)

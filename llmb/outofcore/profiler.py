@@ -1,0 +1,72 @@
+"""Watches all lanes in the asked steps and leaves profile/lanes.json, from which pictures and traces are made.
+
+Where Nsight Systems watches instead (rank/nsight.py), its window is opened and closed around the same steps.
+"""
+
+from pathlib import Path
+
+from llmb.errors import ConfigError, LaunchError
+from llmb.hardware import TERA, peak_flops
+from llmb.lanes import write_lanes
+from llmb.outofcore.executor import Watch
+from llmb.outofcore.lane_record import LaneRecord
+from llmb.outofcore.trainer import Trainer
+from llmb.rank.nsight import NsightWindow, watched_by_nsight
+from llmb.spec import OutOfCore, Profile, RunConfig
+
+
+class Profiler:
+    """Call `before` each step, which gives the watch to take it with, and `after` it."""
+
+    def __init__(self, folder: Path, config: RunConfig, work: OutOfCore, steps: range, trainer: Trainer):
+        self._folder, self._config, self._work, self._trainer = folder / "profile", config, work, trainer
+        self._steps = _steps_to_watch(config.profile, steps) if config.profile.profile else range(0)
+        self._nsight = NsightWindow(self._steps) if watched_by_nsight() else None
+        self._record: LaneRecord | None = None
+
+    def before(self, step: int) -> Watch | None:
+        """What is to be told of the step's entries; none: nothing."""
+        if self._nsight is not None:
+            self._nsight.before(step)
+            return None
+        if step not in self._steps:
+            return None
+        if self._record is None:
+            began = self._trainer.lanes.moment("compute")
+            self._record = LaneRecord(self._trainer.model, self._trainer.plan, began)
+        return self._record.watch(step)
+
+    def after(self, step: int) -> None:
+        """Behind the last of them: wait for all lanes, and write."""
+        if self._nsight is not None:
+            self._nsight.after(step)
+        elif self._record is not None and step == self._steps[-1]:
+            self._write(self._record)
+            self._record = None
+
+    def _write(self, record: LaneRecord) -> None:
+        self._trainer.lanes.wait()
+        peak = peak_flops(self._config.machine.gpu, self._config.precision.dtype)
+        arena = self._trainer.arena
+        lanes = record.lanes(arena.device_bytes, arena.host_bytes, None if peak is None else peak / TERA, self._link())
+        path = self._folder / "lanes.json"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_lanes(path, lanes)
+        except OSError as error:
+            raise LaunchError(f"cannot write {path}: {error.strerror}") from error
+
+    def _link(self) -> tuple[float, float] | None:
+        """What it can do, where the plan was made with measured or known rates."""
+        prediction = self._work.prediction
+        return None if prediction is None else (prediction.rates["link_in_gbs"], prediction.rates["link_out_gbs"])
+
+
+def _steps_to_watch(asked: Profile, steps: range) -> range:
+    window = range(max(asked.profile_start, steps[0]), min(asked.profile_stop, steps[-1] + 1))
+    if not window:
+        raise ConfigError(
+            f"profile_start={asked.profile_start}, profile_stop={asked.profile_stop}: none of the steps of this run, "
+            f"{steps[0]} to {steps[-1]}, is profiled; profile_stop is the first step after the window"
+        )
+    return window

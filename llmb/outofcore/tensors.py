@@ -1,0 +1,105 @@
+"""The tensors inside pieces: views into flat buffers, laid out as `llmb/predict/pieces.py` counts them.
+
+    weights = block_weights(numbers, model)                 # also of a gradient, or of a moment: any format
+    attn = attn_of(buffer, model, tokens, torch.bfloat16)   # buffer: bytes
+
+Tensors of weights begin at multiples of 256 numbers, so that a weight, its gradient and its state lie at the same
+places of their buffers; those of activations begin at multiples of 256 bytes. Shapes: N tokens of a chunk, T tokens of
+a context, C hidden width, A width of all heads, W of all heads of keys, H heads, F width of the MLP, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmb.predict.pieces import ALIGNMENT, Units
+from llmb.spec import Model
+
+Shape = tuple[int, ...]
+
+
+class BlockWeights(NamedTuple):
+    """Of one layer; products are x @ weight.T."""
+
+    wqkv_XC: Tensor  # X: A for the queries, W for the keys, W for the values
+    wo_CA: Tensor
+    w13_2FC: Tensor  # gate, then up
+    w2_CF: Tensor
+    norm1_C: Tensor
+    norm2_C: Tensor
+
+
+class KeyValues(NamedTuple):
+    """Of a context in one layer, keys with their positions; or the slopes of these."""
+
+    k_TW: Tensor
+    v_TW: Tensor
+
+
+class Attn(NamedTuple):
+    """What a chunk's attention gave."""
+
+    out_NA: Tensor
+    lse_HN: Tensor  # fp32
+
+
+class Rest(NamedTuple):
+    """What else the way back wants to know."""
+
+    q_NA: Tensor  # with its positions
+    resid_NC: Tensor  # the stream behind the attention
+    h13_N2F: Tensor  # gate, then up
+
+
+def block_weights(numbers: Tensor, model: Model) -> BlockWeights:
+    """The weights of a layer in a buffer of numbers."""
+    return BlockWeights(*unit_tensors(numbers, Units(model).block_tensors))
+
+
+def unit_tensors(numbers: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """Tensors behind one another in a buffer of numbers."""
+    found, first = [], 0
+    for shape in shapes:
+        found.append(numbers[first : first + prod(shape)].view(shape))
+        first += aligned(prod(shape))
+    return found
+
+
+def kv_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> KeyValues:
+    """Keys and values in a buffer of bytes; their slopes with another format."""
+    shape = (tokens, model.kv_heads * model.head_dim)
+    return KeyValues(*_in_bytes(buffer, (shape, dtype), (shape, dtype)))
+
+
+def attn_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Attn:
+    """A chunk's attention in a buffer of bytes."""
+    out = ((tokens, model.heads * model.head_dim), dtype)
+    return Attn(*_in_bytes(buffer, out, ((model.heads, tokens), torch.float32)))
+
+
+def rest_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Rest:
+    """A chunk's queries, stream and MLP in a buffer of bytes."""
+    widths = (model.heads * model.head_dim, model.hidden, 2 * model.ffn)
+    return Rest(*_in_bytes(buffer, *(((tokens, width), dtype) for width in widths)))
+
+
+def stream_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Tensor:
+    """A chunk's stream, or its slope, in a buffer of bytes."""
+    return _in_bytes(buffer, ((tokens, model.hidden), dtype))[0]
+
+
+def aligned(size: int) -> int:
+    """The next multiple at which a tensor may begin."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _in_bytes(buffer: Tensor, *wanted: tuple[Shape, torch.dtype]) -> list[Tensor]:
+    found, first = [], 0
+    for shape, dtype in wanted:
+        size = prod(shape) * dtype.itemsize
+        found.append(buffer[first : first + size].view(dtype).view(shape))
+        first += aligned(size)
+    return found

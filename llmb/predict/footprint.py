@@ -1,0 +1,41 @@
+"""How much memory a plan takes on both sides, by kind of piece: exactly what the device side will allocate."""
+
+from llmb.plan import Plan
+from llmb.predict.pieces import KINDS, OF_UNITS, Units, piece_bytes
+from llmb.predict.workspace import workspace_bytes
+from llmb.spec import Model
+
+CONTEXT_BYTES = 640 << 20  # of the driver and the libraries, on a GPU
+WORKSPACE_ROOM = 1.1  # an allocator cannot use every gap
+
+
+def buffers_of(plan: Plan) -> dict[str, int]:
+    """Buffers of each kind on the device."""
+    return {
+        "param": plan.resident_params + plan.param_blocks,
+        "grad": plan.resident_grads + plan.grad_blocks,
+        "state": plan.resident_states + plan.state_blocks,
+        "inp": plan.inp_slots,
+        "kv": plan.kv_slots,
+        "attn": plan.attn_slots,
+        "rest": plan.rest_slots,
+        "dstream": plan.chunks_per_round,
+        "dkv": 1,
+    }
+
+
+def device_bytes(model: Model, plan: Plan, gpu: str) -> dict[str, int]:
+    """On the device; `context` is what a GPU's driver takes before anything is allocated."""
+    sizes, buffers = piece_bytes(model, plan), buffers_of(plan)
+    taken = {kind: buffers[kind] * sizes[kind] for kind in KINDS}
+    taken["workspace"] = int(WORKSPACE_ROOM * workspace_bytes(model, plan))
+    return taken | {"context": 0 if gpu == "cpu" else CONTEXT_BYTES}
+
+
+def host_bytes(model: Model, plan: Plan, home_slots: dict[str, int]) -> dict[str, int]:
+    """On the host: places for all units that are not resident, and for activations as many as wait there at once."""
+    sizes, units = piece_bytes(model, plan), Units(model).count
+    resident = {"param": plan.resident_params, "grad": plan.resident_grads, "state": plan.resident_states}
+    places = {kind: units - resident[kind] for kind in OF_UNITS}
+    places |= {kind: home_slots.get(kind, 0) for kind in KINDS if kind not in OF_UNITS}
+    return {kind: places[kind] * sizes[kind] for kind in KINDS if places[kind]}

@@ -1,0 +1,145 @@
+"""What moves between host and device in out-of-core training, cut into pieces of a few kinds, and how large they are.
+
+    param grad state    of a unit of weights: a layer's block, or a part of the embedding or of the head
+    inp                 a chunk's input of a layer, which is the output of the layer before
+    kv                  keys and values of a group in a layer
+    attn                a chunk's attention in a layer: output, and log-sum-exp of each row
+    rest                queries, stream behind the attention, gate and up products
+    dstream             a chunk's gradient on its way back
+    dkv                 gradients of a group's keys and values, while its chunks are gone back through
+
+A piece is one stretch of bytes; the tensors in it begin at multiples of 256, in the order given here.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from llmb.plan import Plan
+from llmb.spec import Model
+
+ALIGNMENT = 256
+KINDS = ("param", "grad", "state", "inp", "kv", "attn", "rest", "dstream", "dkv")
+OF_UNITS = ("param", "grad", "state")  # kinds that outlive a round
+STATE_BYTES = {"master": (2, 4, 4), "stochastic": (2, 2), "nearest": (2, 2)}  # low bits of the master weight; m, v
+GRAD_BYTES = {"master": 4, "stochastic": 2, "nearest": 2}
+
+
+class Piece(NamedTuple):
+    """One of them. A unit's has a layer only: its unit's number."""
+
+    kind: str
+    layer: int
+    group: int = -1
+    chunk: int = -1
+
+
+@dataclass(frozen=True)
+class Units:
+    """The weights in units, numbered: the layers' blocks, then the parts of the embedding, then those of the head.
+
+    No part is larger than a block, so that all units pass through the same buffers. The norm before the head lies
+    behind the last part of the head, or of the embedding where the two are one.
+    """
+
+    model: Model
+
+    @property
+    def block_tensors(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes inside a block: products with queries, keys and values, output, gate and up, down; two norms."""
+        m = self.model
+        width, kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
+        matrices = (width + 2 * kv_width, m.hidden), (m.hidden, width), (2 * m.ffn, m.hidden), (m.hidden, m.ffn)
+        return (*matrices, (m.hidden,), (m.hidden,))
+
+    @property
+    def block_numbers(self) -> int:
+        """Weights of a unit's buffer, what lies between its tensors included."""
+        return _block_numbers(self.model)
+
+    @property
+    def parts(self) -> int:
+        """Of the embedding, and as many of the head."""
+        m = self.model
+        return -(-m.vocab * m.hidden // (self.block_numbers - _aligned(m.hidden)))
+
+    def part_rows(self, part: int) -> range:
+        """The vocabulary's rows in a part."""
+        rows = -(-self.model.vocab // self.parts)
+        return range(part * rows, min((part + 1) * rows, self.model.vocab))
+
+    @property
+    def embedding(self) -> range:
+        """Unit numbers."""
+        return range(self.model.layers, self.model.layers + self.parts)
+
+    @property
+    def head(self) -> range:
+        """Unit numbers; with tied embeddings those of the embedding."""
+        if self.model.tied_embeddings:
+            return self.embedding
+        return range(self.embedding.stop, self.embedding.stop + self.parts)
+
+    @property
+    def count(self) -> int:
+        return self.head.stop
+
+    def tensors(self, unit: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes inside a unit, in their order."""
+        if unit < self.model.layers:
+            return self.block_tensors
+        of = self.head if unit in self.head else self.embedding
+        rows = len(self.part_rows(unit - of.start))
+        norm = ((self.model.hidden,),) if unit == self.head[-1] else ()
+        return ((rows, self.model.hidden), *norm)
+
+
+@cache
+def _block_numbers(model: Model) -> int:
+    return numbers_of(Units(model).block_tensors)
+
+
+def numbers_of(shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Numbers of several tensors behind one another, each begun at a multiple of 256 numbers.
+
+    Numbers and not bytes: so a weight, its gradient and its state lie at the same place of their pieces.
+    """
+    return sum(_aligned(_product(shape)) for shape in shapes)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def number_bytes(plan: Plan) -> int:
+    """Of a number of the stream; with fp8 products it is bf16 all the same."""
+    return 4 if plan.dtype == "fp32" else 2
+
+
+def piece_bytes(model: Model, plan: Plan) -> dict[str, int]:
+    """Bytes of a buffer for each kind."""
+    each = number_bytes(plan)
+    numbers = Units(model).block_numbers
+    width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    rows, context = plan.chunk_tokens, plan.group_tokens
+    state = (4, 4) if plan.dtype == "fp32" else STATE_BYTES[plan.update]
+    grad = 4 if plan.dtype == "fp32" else GRAD_BYTES[plan.update]
+    wide = rows * width * each
+    return {
+        "param": numbers * each,
+        "grad": numbers * grad,
+        "state": sum(numbers * size for size in state),
+        "inp": _aligned(rows * model.hidden * each),
+        "kv": 2 * _aligned(context * kv_width * each),
+        "attn": _aligned(wide) + _aligned(4 * model.heads * rows),
+        "rest": _aligned(wide) + _aligned(rows * model.hidden * each) + _aligned(rows * 2 * model.ffn * each),
+        "dstream": _aligned(rows * model.hidden * each),
+        "dkv": 2 * _aligned(4 * context * kv_width),
+    }

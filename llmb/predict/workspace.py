@@ -1,0 +1,63 @@
+"""How much the computation of one chunk allocates beside its pieces.
+
+    workspace_bytes(model, plan)
+
+Each function names what is alive together at each point of the device side's `block.py`, in numbers a token of the run's
+format, and takes the largest. Kernels of attention
+make new memory for what they give; what cuDNN uses inside is what its published form needs: the queries' slopes in
+fp32, and slopes of keys and values for each head of the queries. What 8-bit products round their operands into is not
+counted, nor what the plain forms of kernels hold on CPUs.
+"""
+
+from llmb.plan import FULL, Plan
+from llmb.predict.pieces import number_bytes, piece_bytes
+from llmb.spec import Model
+
+KEYS_AT_ONCE = 16384  # of one call of the attention: its gradients are made for each head of the queries
+
+
+def workspace_bytes(model: Model, plan: Plan) -> int:
+    """What the computation of one chunk needs at most. What a level does not keep is there while it is computed again."""
+    sizes, each, rows = piece_bytes(model, plan), number_bytes(plan), plan.chunk_tokens
+    keys = min(plan.group_tokens, KEYS_AT_ONCE)
+    again = 0 if set(plan.levels) == {FULL} else sizes["rest"] + sizes["attn"]
+    forward = forward_numbers(model, keeps_attn=not again, keeps_rest=not again)
+    behind = max(recompute_numbers(model, attn_saved=not again), backward_numbers(model, keys / rows))
+    head = plan.loss_tokens * head_numbers(model) * each + rows * model.hidden * each
+    fp8 = 2 * rows * (2 * model.ffn + model.hidden) if plan.dtype == "fp8" else 0  # both forms of both operands
+    return max(rows * each * forward, again + rows * each * behind, head) + fp8
+
+
+def forward_numbers(model: Model, keeps_attn: bool, keeps_rest: bool) -> int:
+    """Of `Block.forward`."""
+    width = model.heads * model.head_dim
+    queries = 0 if keeps_rest else width
+    attention = queries + (0 if keeps_attn else width + _lse(model)) + width + _lse(model)
+    mlp = model.ffn if keeps_rest else model.hidden + 2 * model.ffn
+    return max(model.hidden + queries, attention, model.hidden, mlp)
+
+
+def recompute_numbers(model: Model, attn_saved: bool) -> int:
+    """Of `Block.recompute`, whose `attn` and `rest` are the caller's."""
+    width = model.heads * model.head_dim
+    return max(model.hidden, 0 if attn_saved else width + _lse(model))
+
+
+def backward_numbers(model: Model, keys_a_token: float) -> int:
+    """Of `Block.backward`; a call of the attention takes so many times as many keys as queries."""
+    width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    given = width + 2 * kv_width * keys_a_token
+    inside = 2 * width + 2 * _lse(model) + (2 * width * keys_a_token if model.heads != model.kv_heads else 0)
+    carved = 2 * width + 2 * kv_width + model.hidden  # in the memory of gate and up, as far as that goes
+    beyond = carved if carved > 2 * model.ffn else 0
+    return round(max(model.ffn, model.hidden, given + inside + beyond))
+
+
+def head_numbers(model: Model) -> int:
+    """Of `vocabulary.head_loss`, for each of the tokens whose logits exist at once."""
+    return model.vocab + model.hidden
+
+
+def _lse(model: Model) -> int:
+    """A log-sum-exp for each head, as two numbers of 16 bits."""
+    return 2 * model.heads

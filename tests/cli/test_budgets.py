@@ -1,0 +1,62 @@
+"""Budgets beside what this machine has: said for runs that are meant for it, and only for those."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmb.cli import budgets
+from llmb.hardware import GIB
+from llmb.resolve import resolve
+from llmb.selection import Request
+from llmb.spec import Machine
+
+
+@pytest.fixture
+def config(recipes):
+    """A stand-in on an H200, with budgets of its own."""
+    found = resolve(recipes["outofcore_llama3"], Request(size="3b", dtype="bf16", gpus=1, proxy="small"))
+    return replace(found, machine=Machine(gpu="h200", gpus=1, gpus_per_node=8))
+
+
+def with_budgets(config, host_gib, device_gib):
+    return replace(config, workload=replace(config.workload, host_gib=host_gib, device_gib=device_gib))
+
+
+@pytest.fixture
+def h200_here(monkeypatch):
+    monkeypatch.setattr(budgets, "gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr(budgets, "gpu_memory_bytes", lambda: 139 * GIB)
+    monkeypatch.setattr(budgets, "host_memory_bytes", lambda: 125 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "said"),
+    [
+        (110.0, 130.0, []),
+        (178.0, 78.0, ["178 GiB of host memory, this machine has 125.0; the run will fail unless --host-gb is lower"]),
+        (75.0, 140.0, ["140 GiB of device memory, this machine has 139.0"]),
+        (178.0, 140.0, ["of host memory", "of device memory"]),
+    ],
+)
+def test_each_budget_that_is_not_there_has_a_line(h200_here, config, host, device, said):
+    lines = list(budgets.beyond_this_machine(with_budgets(config, host, device)))
+    assert len(lines) == len(said)
+    assert all(part in line for part, line in zip(said, lines, strict=True))
+
+
+def test_a_plan_for_another_machine_is_not_held_against_this_one(h200_here, config):
+    elsewhere = replace(with_budgets(config, 1000.0, 1000.0), machine=Machine(gpu="h100", gpus=1, gpus_per_node=8))
+    assert not list(budgets.beyond_this_machine(elsewhere))
+
+
+def test_on_a_cpu_both_budgets_are_of_one_memory(monkeypatch, config):
+    monkeypatch.setattr(budgets, "gpu_names", lambda: [])
+    monkeypatch.setattr(budgets, "host_memory_bytes", lambda: 8 * GIB)
+    on_cpu = replace(with_budgets(config, 5.0, 4.0), machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1024))
+    (line,) = budgets.beyond_this_machine(on_cpu)
+    assert "9 GiB of host memory, this machine has 8.0" in line
+
+
+def test_other_runs_have_no_budgets(h200_here, recipes):
+    other = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    assert not list(budgets.beyond_this_machine(other))

@@ -1,0 +1,81 @@
+"""`llmb-run probe`: a real measurement of this CPU, kept where plans look for it; what is not here cannot be measured."""
+
+import json
+
+import pytest
+
+from llmb.predict.rates import rates_of, rates_path
+
+CPU = ["probe", "--gpu-type", "cpu"]
+
+
+def test_it_measures_keeps_and_prints_what_plans_then_go_by(llmb_run, tmp_path):
+    code, out, err = llmb_run(*CPU)
+    assert code == 0, err
+    path = rates_path(tmp_path / "llmb", "cpu")
+    assert f"stored in {path}" in out
+    rates = rates_of("cpu", tmp_path / "llmb")
+    assert rates.gpu == "cpu"
+    assert rates.fp8_tflops is None
+    for name in ("matmul_tflops", "attention_forward_tflops", "attention_backward_tflops", "memory_gbs"):
+        assert getattr(rates, name) > 0
+    assert 0 < rates.link_both_gbs
+    assert rates.source.startswith("measured on ")
+    assert rates.source in out
+    told = [line.split(":")[0].strip() for line in err.splitlines()]
+    assert told[1:] == [
+        "matmul", "attention forward", "attention backward", "memory", "link in", "link out", "link both",
+    ]  # fmt: skip
+
+
+def test_json_is_what_is_stored(llmb_run, monkeypatch, tmp_path):
+    measured = {
+        "matmul_tflops": 1.0, "fp8_tflops": None, "attention_forward_tflops": 1.0, "attention_backward_tflops": 1.0,
+        "memory_gbs": 1.0, "link_in_gbs": 1.0, "link_out_gbs": 1.0, "link_both_gbs": 1.0,
+    }  # fmt: skip
+    monkeypatch.setattr("llmb.launch.probing.probe", lambda device, on_progress: measured)
+    code, out, _ = llmb_run(*CPU, "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(rates_path(tmp_path / "llmb", "cpu").read_text())
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "said"),
+    [
+        ([], "h200", "this machine has no GPU, so no h200 can be measured"),
+        ([], "v100", "unknown GPU type 'v100'"),
+        (["NVIDIA H200"], "h100", "this machine has NVIDIA H200, which is h200, not h100"),
+        (["NVIDIA Strange"], None, "unknown GPU of this machine 'NVIDIA Strange'; choices are: --gpu-type gb300"),
+    ],
+)
+def test_what_is_not_here_cannot_be_measured(llmb_run, monkeypatch, names, asked, said):
+    monkeypatch.setattr("llmb.launch.machine.gpu_names", lambda: names)
+    code, out, err = llmb_run("probe", *(["--gpu-type", asked] if asked else []))
+    assert (code, out) == (1, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_without_torch_it_says_what_to_install(llmb_run, monkeypatch):
+    monkeypatch.setattr("llmb.launch.probing.find_spec", lambda name: None)
+    code, _, err = llmb_run(*CPU)
+    assert code == 1
+    assert err.splitlines()[-1] == "ERROR: probe needs torch, which is not installed: pip install 'llmb[engine]'"
+
+
+def test_a_probe_that_fails_is_one_line(llmb_run, monkeypatch, tmp_path):
+    monkeypatch.setattr("llmb.launch.probing.MODULE", "llmb.nothing_of_this_name")
+    code, _, err = llmb_run(*CPU)
+    assert code == 2
+    assert err.splitlines()[-1].startswith("ERROR: the probe failed: ")
+    assert "nothing_of_this_name" in err
+    assert not rates_path(tmp_path / "llmb", "cpu").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_first(llmb_run, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LLMB_INSTALL", str(tmp_path / "file"))
+    code, _, err = llmb_run(*CPU)
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "cannot write to" in err

@@ -1,0 +1,178 @@
+"""Layers by hand on a real GPU: attention's kernels against the plain one, whole chunks, memory, and no waiting."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_llama import MODEL, InChunks, by_autograd
+from torch import Tensor
+
+from llmb.kernels.attention_part import CUDNN, FLASH, PLAIN, AttentionKernel
+from llmb.kernels.span_attention import KEYS_AT_ONCE, Span, attend, attend_backward, kernel_for, rows_of, spans_of
+from llmb.models.blocks import rope_table
+from llmb.outofcore import products as products_module
+from llmb.outofcore.block import Block
+from llmb.outofcore.products import Products
+from llmb.outofcore.tensors import Attn, KeyValues, Rest, block_weights
+from llmb.predict.workspace import backward_numbers, forward_numbers
+from llmb.predict.pieces import Units
+from llmb.spec import Model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+GPU = torch.device("cuda", 0)
+HEADS, GROUPS, WIDTH, SCALE = 8, 2, 128, 128**-0.5
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="cuDNN's attention is not taken",
+)
+SPANS = {
+    "a whole sequence": [Span(0, 1024, 0, 0)],
+    "a later part of one": [Span(0, 512, 0, 1024)],
+    "four of one length": [Span(first, first + 256, first, first) for first in range(0, 1024, 256)],
+    "packed": spans_of([700, 100, 3, 900], 512, 1536),
+}
+WIDE = Model(
+    name="wide", architecture="llama", layers=1, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=512
+)
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=GPU, generator=torch.Generator(GPU).manual_seed(seed)).to(dtype)
+
+
+def inputs(spans: list[Span]) -> tuple[Tensor, ...]:
+    rows, context = spans[-1].end, rows_of(spans).stop
+    q, dout = (drawn(rows, HEADS, WIDTH, seed=seed) for seed in (1, 2))
+    return q, *(drawn(context, GROUPS, WIDTH, seed=seed) for seed in (3, 4)), dout
+
+
+def there_and_back(spans: list[Span], tensors: tuple[Tensor, ...], keys_at_once: int) -> list[Tensor]:
+    q, k, v, dout = tensors
+    out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q), device=GPU), torch.empty_like(q)
+    dk, dv = (torch.full(k.shape, torch.nan, device=GPU) for _ in range(2))
+    attend(q, k, v, spans, out, lse, SCALE, keys_at_once)
+    attend_backward(dout, q, k, v, out, lse, spans, dq, dk, dv, True, SCALE, keys_at_once)
+    return [out, lse, dq, dk, dv]
+
+
+@pytest.mark.parametrize("keys_at_once", [256, KEYS_AT_ONCE])
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_the_chosen_kernel_equals_the_plain_one(spans, keys_at_once):
+    tensors = inputs(spans)
+    assert kernel_for(tensors[0], spans) is not PLAIN
+    found = there_and_back(spans, tensors, keys_at_once)
+    wanted = there_and_back(spans, tuple(x.float() for x in tensors), keys_at_once)
+    for name, one, exact in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+        error = float((one.float() - exact).norm() / exact.norm())
+        assert error < 0.01, f"{name} is {error:.4f} away"
+
+
+@pytest.mark.parametrize("kernel", [pytest.param(CUDNN, marks=HOPPER), FLASH], ids=["cudnn", "flash"])
+def test_log_sum_exps_are_natural_and_plans_survive_other_strides(kernel: AttentionKernel):
+    """The same sizes twice, the second time as rows of a longer chunk, whose log-sum-exps lie further apart."""
+    q, k, v, dout = inputs([Span(0, 256, 0, 0)])
+    for rows in (256, 1024):
+        lse = torch.empty(HEADS, rows, device=GPU)
+        out, lse[:, :256] = kernel.forward(q, k, v, (256,), True, SCALE)
+        wide = PLAIN.forward(q.float(), k.float(), v.float(), (256,), True, SCALE)
+        torch.testing.assert_close(lse[:, :256], wide[1], rtol=1e-3, atol=1e-3)
+        found = kernel.backward(dout, q, k, v, out, lse[:, :256], (256,), True, SCALE)
+        exact = PLAIN.backward(dout.float(), q.float(), k.float(), v.float(), wide[0], wide[1], (256,), True, SCALE)
+        for one, wanted in zip(found, exact, strict=True):
+            assert float((one.float() - wanted).norm() / wanted.norm()) < 0.01
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.bfloat16, 0.06)])
+def test_a_small_llama_in_chunks_equals_autograd(dtype, most):
+    model = replace(MODEL, hidden=64, head_dim=16, ffn=96)
+    groups = [[90, 40, 70], [64]]
+    run = InChunks(
+        model, dtype, level=lambda layer, chunk: "FAI"[(layer + chunk) % 3],
+        loss_tokens=64, device=GPU,
+    )  # fmt: skip
+    run.run(groups, 80, 0.05)
+    _, wanted = by_autograd(model, groups, 0.05)
+    for name, grad in wanted.items():
+        error = float((run.named_grads()[name].float().cpu() - grad).norm() / grad.norm())
+        assert error < most, f"{name} is {error:.4f} away"
+
+
+def test_products_of_bf16_are_added_to_fp32_without_more_memory():
+    dy, x, into = drawn(512, 1024), drawn(512, 2048, seed=1), torch.zeros(1024, 2048, device=GPU)
+    assert products_module._adds_to_fp32(GPU), "this torch has no product that adds to fp32: gradients need a copy"
+    Products().weight_gradient(dy, x, into, fresh=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    Products().weight_gradient(dy, x, into, fresh=False)
+    assert torch.cuda.max_memory_allocated() == before
+    torch.testing.assert_close(into, 2 * (dy.float().T @ x.float()), rtol=1e-3, atol=0.05)
+
+
+class OneLayer:
+    """A chunk of a layer as wide as an 8B model's, and its neighbours in a longer sequence."""
+
+    def __init__(self, tokens: int, past: int):
+        m, n = WIDE, tokens
+        self.block = Block(m, Products())
+        self.weights = block_weights(drawn(Units(m).block_numbers) * 0.02, m)
+        self.grads = block_weights(torch.zeros(Units(m).block_numbers, device=GPU), m)
+        self.inp, self.out, self.stream = drawn(n, m.hidden, seed=1), drawn(n, m.hidden), drawn(n, m.hidden, seed=2)
+        self.kv = KeyValues(drawn(past + n, 1024, seed=3), drawn(past + n, 1024, seed=4))
+        self.dkv = KeyValues(*(torch.zeros(past + n, 1024, device=GPU) for _ in range(2)))
+        self.attn = Attn(drawn(n, 4096), torch.zeros(32, n, device=GPU))
+        self.rest = Rest(drawn(n, 4096), drawn(n, m.hidden), drawn(n, 2 * m.ffn))
+        self.spans = [Span(0, n, 0, past)]
+        self.tables = rope_table(m.rope, m.head_dim, torch.arange(past, past + n, device=GPU))
+
+    def forward(self, kept: bool = True) -> None:
+        extra = (self.attn, self.rest) if kept else ()
+        self.block.forward(self.weights, self.inp, self.kv, self.spans, *self.tables, self.out, *extra)
+
+    def backward(self) -> None:
+        self.block.backward(
+            self.weights, self.grads, False, self.inp, self.kv, self.attn, self.rest, self.dkv, False, self.spans,
+            *self.tables, self.stream,
+        )  # fmt: skip
+
+
+def allocated_at_most(call) -> int:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@HOPPER
+@pytest.mark.parametrize("past", [0, 4096, 16384])
+def test_a_chunk_allocates_no_more_than_is_counted(past):
+    tokens, layer = 4096, OneLayer(4096, past)
+    for call in (layer.forward, layer.backward):
+        call()  # plans, compilations
+    slack = 16 << 20  # what allocators round up, and the partial sums of the norms' gradients
+    keys = max(min(past, KEYS_AT_ONCE), tokens) / tokens
+    found = {
+        "kept": (allocated_at_most(layer.forward), forward_numbers(WIDE, True, True)),
+        "not kept": (allocated_at_most(lambda: layer.forward(kept=False)), forward_numbers(WIDE, False, False)),
+        "back": (allocated_at_most(layer.backward), backward_numbers(WIDE, keys)),
+    }
+    print({name: round(size / tokens / 2) for name, (size, _) in found.items()}, {n: c for n, (_, c) in found.items()})
+    for name, (size, counted) in found.items():
+        assert size <= counted * tokens * 2 + slack, name
+
+
+def test_the_host_never_waits():
+    layer = OneLayer(1024, 1024)
+    for call in (layer.forward, layer.backward):
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.forward()
+        layer.forward(kept=False)
+        layer.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

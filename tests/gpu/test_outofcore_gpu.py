@@ -1,0 +1,177 @@
+"""Out-of-core training on a real GPU: lanes that are streams, locked memory, kernels; the same training as ordinary."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ordinary_training import LEAST, SEED, SMOOTH, UNTIED, lr, ordinary, trained, trainer_of, weights_in
+
+from llmb.events import RunEnded, StepDone, read
+from llmb.hardware import GIB
+from llmb.lanes import read_lanes
+from llmb.models.llama import Llama
+from llmb.outofcore.__main__ import run
+from llmb.outofcore.host_slab import HostSlab
+from llmb.outofcore.streams import EVENTS, CudaLanes
+from llmb.plain import to_plain
+from llmb.plan import UPDATES, Plan
+from llmb.predict.pieces import Units
+from llmb.predict.rates import H200
+from llmb.predict.search import Wishes, best_plan
+from llmb.rank.record import Record
+from llmb.rank.tokens import synthetic_tokens
+from llmb.spec import Machine, Model, OutOfCore, Parallel, Precision, Profile, Rope, RunConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+GPU = torch.device("cuda", 0)
+ONE_B = Model(
+    name="1b", architecture="llama", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256,
+    tied_embeddings=True, rope=Rope(scaling="llama3", factor=32.0),
+)  # fmt: skip
+PLANS = {
+    "everything moves": replace(LEAST, chunk_tokens=4, levels="FAIAIFIFA"),
+    "rounds of several groups": replace(LEAST, update_at="forward", gbs=5, groups_per_round=2, levels="FAIIAF"),
+    "sequences share a chunk": replace(LEAST, gbs=5, seqs_per_group=2, chunk_tokens=20, levels="FAI"),
+}
+
+
+@pytest.fixture(autouse=True)
+def whole_gpu() -> Iterator[None]:
+    """A run holds torch to its budget, which the next test has not."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.fixture
+def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in tests/outofcore/test_training_equals.py: so weights can be compared as closely as gradients."""
+    monkeypatch.setattr("llmb.outofcore.computation.EPS", SMOOTH)
+
+
+@pytest.mark.usefixtures("smooth_updates")
+@pytest.mark.parametrize("plan", PLANS)
+def test_small_models_train_as_on_the_cpu(plan: str) -> None:
+    losses, norms, network = ordinary(UNTIED, PLANS[plan], 4, None)
+    trainer = trainer_of(UNTIED, PLANS[plan], device=GPU)
+    found_losses, found_norms = trained(trainer, 4)
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    assert found_norms == pytest.approx(norms, rel=1e-4)
+    weights = weights_in(trainer)
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def plan_of_1b(update: str, dtype: str) -> Plan:
+    """Two groups of three chunks, the last one short; half of everything moves, at all levels."""
+    parts = Units(ONE_B).parts
+    return Plan(
+        dtype=dtype, seqlen=1280, gbs=2, chunk_tokens=512, seqs_per_group=1, groups_per_round=2, loss_tokens=256,
+        update=update, update_at="forward", resident_params=8, resident_grads=4, resident_states=4,
+        param_blocks=parts + 1, grad_blocks=parts + 1, state_blocks=2, inp_slots=8, kv_slots=4, attn_slots=6,
+        rest_slots=4, levels="FAI" * 32,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("smooth_updates")
+def test_1b_trains_as_under_autograd() -> None:
+    """fp32 on both sides: losses, norms and all weights."""
+    plan = plan_of_1b("master", "fp32")
+    trainer = trainer_of(ONE_B, plan, clip=1.0, device=GPU)
+    trainer.lanes.wait()
+    network = Llama(ONE_B).to(GPU)
+    with torch.no_grad():
+        for name, weight in weights_in(trainer).items():
+            network.get_parameter(name).copy_(weight)
+    wide, narrow = ([p for p in network.parameters() if (p.ndim > 1) is many] for many in (True, False))
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=SMOOTH, fused=True)
+    found_losses, found_norms = trained(trainer, 2)
+    for step in (1, 2):
+        tokens = synthetic_tokens(SEED, (step - 1) * 2, (2, 1281), ONE_B.vocab, GPU)
+        loss = network(tokens[:, :-1], tokens[:, 1:])
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        for group in adamw.param_groups:
+            group["lr"] = lr(step)
+        adamw.step()
+        assert found_losses[step - 1] == pytest.approx(loss.item(), rel=2e-5)
+        assert found_norms[step - 1] == pytest.approx(norm.item(), rel=2e-4)
+    for name, weight in weights_in(trainer).items():
+        apart = (weight - network.get_parameter(name).detach().cpu()).abs()
+        assert apart.max() < 1e-4, name
+        assert apart.mean() < 1e-6, name
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_bf16_of_1b_follows_fp32(update: str) -> None:
+    exact = trained(trainer_of(ONE_B, plan_of_1b("master", "fp32"), device=GPU), 3)[0]
+    torch.cuda.empty_cache()
+    rounded = trained(trainer_of(ONE_B, plan_of_1b(update, "bf16"), device=GPU), 3)[0]
+    assert rounded == pytest.approx(exact, rel=0.02)
+
+
+def test_python_never_waits_for_the_device_within_a_step() -> None:
+    trainer = trainer_of(ONE_B, plan_of_1b("stochastic", "bf16"), device=GPU)
+    trainer.step(1)  # kernels are compiled, and the first pinned memory is taken
+    trainer.lanes.wait()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        issued = [trainer.step(step) for step in (2, 3)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    trainer.lanes.wait()
+    assert all(torch.isfinite(one.figures).all() for one in issued)
+
+
+def test_lanes_keep_their_order_over_more_entries_than_events() -> None:
+    """A counter that each lane sets in turn: wrong as soon as one does not wait."""
+    lanes, counter = CudaLanes(GPU), torch.zeros((), dtype=torch.int64, device=GPU)
+    seen = torch.empty(EVENTS + 50, 3, dtype=torch.int64, device=GPU)
+    lanes.begin()
+    for number in range(len(seen)):
+        lanes.enter("inbound", lambda: counter.add_(1), {"outbound": number - 1})
+        lanes.enter("compute", lambda n=number: (seen[n, 0].copy_(counter), counter.add_(1)), {"inbound": number})
+        lanes.enter("outbound", lambda n=number: (seen[n, 1].copy_(counter), counter.add_(1)), {"compute": number})
+    lanes.wait()
+    rounds = torch.arange(len(seen), device=GPU) * 3
+    assert torch.equal(seen[:, 0], rounds + 1)
+    assert torch.equal(seen[:, 1], rounds + 2)
+
+
+def test_a_host_slab_is_locked() -> None:
+    slab = HostSlab(1 << 28, GPU)
+    assert slab.memory.is_pinned()
+    assert slab.memory[12345].is_pinned()
+
+
+def test_a_run_keeps_its_budgets_and_overlaps_its_lanes(tmp_path: Path) -> None:
+    wishes = Wishes(dtype="bf16", seqlen=8192, host_gib=16, device_gib=10, update="stochastic", gbs=8)
+    planned = best_plan(ONE_B, wishes, H200)
+    config = RunConfig(
+        name="1b", target="outofcore_llama3", size="1b", machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
+        model=ONE_B, parallel=Parallel(), precision=Precision(dtype="bf16"),
+        workload=OutOfCore(
+            seqlen=8192, host_gib=16, device_gib=10, gbs=8, steps=4, window=(3, 4), plan=planned.plan, lr=1e-4
+        ),
+        profile=Profile(profile=True, profile_start=3, profile_stop=4),
+    )  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(to_plain(config)))
+    assert run(tmp_path / "config.json", Record(tmp_path, 0)) == 0
+    events = list(read(tmp_path / "events.rank0.jsonl"))
+    steps = [event for event in events if isinstance(event, StepDone)]
+    assert isinstance(events[-1], RunEnded)
+    assert events[-1].status == "ok"
+    assert len(steps) == 4
+    assert all(event.memory_bytes <= 10 * GIB for event in steps)
+    assert steps[-1].loss < steps[0].loss
+    lanes = read_lanes(tmp_path / "profile" / "lanes.json")
+    busy = {lane: sum(s.end - s.start for s in lanes.stretches if s.lane == lane) for lane in ("compute", "inbound")}
+    wall = max(s.end for s in lanes.stretches) - min(s.start for s in lanes.stretches)
+    assert wall < busy["compute"] + busy["inbound"]

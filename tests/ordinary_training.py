@@ -1,0 +1,124 @@
+"""A small Llama in training, out of core and, beside it, as everybody trains: autograd, torch's own AdamW."""
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from llmb.models.llama import Llama
+from llmb.outofcore.batches import Batches
+from llmb.outofcore.names import places
+from llmb.outofcore.streams import Lanes
+from llmb.outofcore.tensors import unit_tensors
+from llmb.outofcore.trainer import Settings, Trainer
+from llmb.plan import Plan
+from llmb.predict.pieces import Units
+from llmb.predict.rates import NOMINAL_CPU
+from llmb.predict.simulation import simulate
+from llmb.rank.adamw import BETAS, WEIGHT_DECAY
+from llmb.rank.tokens import synthetic_tokens
+from llmb.spec import Model
+
+CPU = torch.device("cpu")
+SEED = 11
+SMOOTH = 1e-3  # of Adam, in place of its own epsilon
+UNTIED = Model(
+    name="small", architecture="llama", layers=3, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=300
+)
+TIED = replace(UNTIED, name="tied", tied_embeddings=True)
+# Everything moves: one buffer less and a step could not be computed.
+LEAST = Plan(
+    dtype="fp32", seqlen=10, gbs=2, chunk_tokens=10, seqs_per_group=1, groups_per_round=1, loss_tokens=4,
+    update="master", update_at="backward", resident_params=0, resident_grads=0, resident_states=0, param_blocks=2,
+    grad_blocks=2, state_blocks=1, inp_slots=2, kv_slots=1, attn_slots=1, rest_slots=1, levels="FFF",
+)  # fmt: skip
+
+
+def lr(step: int) -> float:
+    """Another one in each step, so that an update at the wrong one shows."""
+    return 1e-3 * (1 + step % 3)
+
+
+def network_of(model: Model) -> Llama:
+    """With weights large enough that attention matters, and norms that are not all one."""
+    network = Llama(model)
+    network.init_weights(SEED)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            else:
+                parameter *= 8
+    return network
+
+
+def ordinary(
+    model: Model, plan: Plan, steps: int, clip: float | None, eps: float = SMOOTH
+) -> tuple[list[float], list[float], Llama]:
+    """Losses and gradient norms of each step, and the network behind the last; of the plan only the batch matters."""
+    return _ordinary(model, (plan.gbs, plan.seqlen + 1), steps, clip, eps)
+
+
+@cache
+def _ordinary(
+    model: Model, shape: tuple[int, int], steps: int, clip: float | None, eps: float
+) -> tuple[list[float], list[float], Llama]:
+    network = network_of(model)
+    matrices, norms = ([p for p in network.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=eps)
+    losses, sizes = [], []
+    for step in range(1, steps + 1):
+        tokens = synthetic_tokens(SEED, (step - 1) * shape[0], shape, model.vocab, CPU)
+        loss = network(tokens[:, :-1], tokens[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        size = torch.nn.utils.clip_grad_norm_(network.parameters(), torch.inf if clip is None else clip)
+        for group in optimizer.param_groups:
+            group["lr"] = lr(step)
+        optimizer.step()
+        losses.append(loss.item())
+        sizes.append(size.item())
+    return losses, sizes, network
+
+
+def trainer_of(
+    model: Model, plan: Plan, clip: float | None = None, lanes: Lanes | None = None, device: torch.device = CPU
+) -> Trainer:
+    """The same model, out of core; all memory begins as numbers that are none."""
+    batches = Batches(model, plan, SEED, None, pack=False, device=device)
+    settings = Settings(seed=SEED, clip=clip, home_slots=simulate(model, plan, NOMINAL_CPU).home_slots)
+    trainer = Trainer(model, plan, device, settings, batches, lr, lanes=lanes)
+    trainer.arena.slab.fill_(255)
+    for kind, count in trainer.arena.homes.items():
+        for number in range(count):
+            trainer.arena.home(kind, number).fill_(255)
+    set_weights(trainer, network_of(model))
+    return trainer
+
+
+def set_weights(trainer: Trainer, network: Llama) -> None:
+    """The network's weights, to where the trainer has its own."""
+    named = dict(network.named_parameters())
+    for unit in trainer.units:
+        tensors = unit_tensors(trainer.weights_of(unit), Units(trainer.model).tensors(unit))
+        for place in places(trainer.model, unit):
+            tensors[place.tensor][place.rows].copy_(named[place.name].detach()[place.source])
+
+
+def weights_in(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The trainer's weights by their names."""
+    found = {name: torch.full(p.shape, torch.nan) for name, p in Llama(trainer.model).named_parameters()}
+    for unit in trainer.units:
+        tensors = unit_tensors(trainer.weights_of(unit), Units(trainer.model).tensors(unit))
+        for place in places(trainer.model, unit):
+            found[place.name][place.source] = tensors[place.tensor][place.rows].float().cpu()
+    return found
+
+
+def trained(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of each step; all updates are made."""
+    issued = [trainer.step(step, "step" if step < steps else "settle") for step in range(1, steps + 1)]
+    trainer.settle("nothing")
+    return [one.loss for one in issued], [one.grad_norm for one in issued]

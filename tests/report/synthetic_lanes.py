@@ -1,0 +1,132 @@
+"""Lanes as a plausible engine would leave them: copies run ahead of compute, compute waits where they are late."""
+
+from dataclasses import dataclass, field
+
+from llmb.lanes import Lane, Lanes, MemoryUse, Phase, Stretch
+
+
+@dataclass
+class Engine:
+    """Plays steps of training: weights and activations come and go over a link while layers compute."""
+
+    layers: int = 8
+    chunks: int = 2
+    rounds: int = 2
+    kept: int = 3  # layers whose weights and activations stay on the device
+    recomputed: int = 2  # layers, the first ones, of which not everything is saved
+    forward_s: float = 0.010  # of one chunk, times 1 + growth x chunk
+    growth: float = 0.0
+    weight_bytes: int = 400_000_000
+    saved_bytes: int = 500_000_000
+    link_gbs: float = 50.0
+    tflops: float = 600.0
+    stretches: list[Stretch] = field(default_factory=list)
+    memory: list[MemoryUse] = field(default_factory=list)
+    free: dict[Lane, float] = field(default_factory=lambda: {"compute": 0.0, "inbound": 0.0, "outbound": 0.0})
+    ready: dict[tuple, float] = field(default_factory=dict)
+    saved: int = 0
+
+    def lanes(self, steps: int, source: str = "measured") -> Lanes:
+        for step in range(steps):
+            for round_ in range(self.rounds):
+                self.round(step, round_)
+            self.update(step)
+        return Lanes(
+            source=source,
+            stretches=tuple(self.stretches),
+            memory=tuple(self.memory),
+            link_gbs=(self.link_gbs, self.link_gbs),
+            peak_tflops=989.0,
+        )
+
+    def work(self, lane: Lane, name: str, seconds: float, after: float, phase: Phase, step: int, **more) -> float:
+        start = max(self.free[lane], after)
+        self.free[lane] = start + seconds
+        flops = seconds * self.tflops * 1e12 if lane == "compute" and phase not in ("update", "embedding") else 0.0
+        self.stretches.append(
+            Stretch(lane=lane, name=name, start=start, end=start + seconds, step=step, phase=phase, flops=flops, **more)
+        )
+        self.memory.append(
+            MemoryUse(time=start, device_bytes=60 * 2**30 - self.saved // 3, host_bytes=90 * 2**30 + self.saved)
+        )
+        return start + seconds
+
+    def copy(self, lane: Lane, name: str, count: int, after: float, phase: Phase, step: int, **more) -> float:
+        return self.work(lane, name, count / (self.link_gbs * 1e9), after, phase, step, bytes=count, **more)
+
+    def round(self, step: int, round_: int) -> None:
+        here = {"step": step, "round": round_}
+        self.work("compute", "embedding", self.forward_s / 20, 0.0, "embedding", **here)
+        for layer in range(self.layers):
+            begin = self.free["compute"]
+            ahead = layer + self.kept
+            if ahead < self.layers:
+                self.ready["param", ahead] = self.copy(
+                    "inbound", "param", self.weight_bytes, begin, "forward", layer=ahead, **here
+                )
+            for chunk in range(self.chunks):
+                seconds = self.forward_s * (1 + self.growth * chunk)
+                place = {"layer": layer, "chunk": chunk, "group": 0, **here}
+                done = self.work("compute", "forward", seconds, self.ready.get(("param", layer), 0), "forward", **place)
+                if layer < self.layers - self.kept:
+                    part = self.saved_bytes // (3 if layer < self.recomputed else 1)
+                    name = "attn" if layer < self.recomputed else "rest"
+                    self.saved += part
+                    self.copy("outbound", name, part, done, "forward", **place)
+        for chunk in reversed(range(self.chunks)):
+            self.work("compute", "head", 3 * self.forward_s, 0.0, "head", chunk=chunk, **here)
+        for layer in reversed(range(self.layers)):
+            self.backward(layer, here)
+        self.work("compute", "embedding", self.forward_s / 20, 0.0, "embedding", **here)
+
+    def backward(self, layer: int, here: dict) -> None:
+        begin = self.free["compute"]
+        lower = layer - self.kept
+        if lower >= 0:
+            weights = self.copy("inbound", "param", self.weight_bytes, begin, "backward", layer=lower, **here)
+            self.ready["param", lower] = weights
+        for chunk in reversed(range(self.chunks)):
+            place = {"layer": layer, "chunk": chunk, "group": 0, **here}
+            if lower >= 0:
+                part = self.saved_bytes // (3 if lower < self.recomputed else 1)
+                name = "attn" if lower < self.recomputed else "rest"
+                self.saved -= part
+                self.ready["saved", lower, chunk] = self.copy(
+                    "inbound", name, part, begin, "backward", **{**place, "layer": lower}
+                )
+            needed = max(self.ready.get(("param", layer), 0), self.ready.get(("saved", layer, chunk), 0))
+            seconds = self.forward_s * (1 + self.growth * chunk)
+            if layer < self.recomputed:
+                self.work("compute", "recompute", 0.6 * seconds, needed, "backward", **place)
+            self.work("compute", "backward", 2.1 * seconds, needed, "backward", **place)
+        self.copy("outbound", "grad", self.weight_bytes, self.free["compute"], "backward", layer=layer, **here)
+
+    def update(self, step: int) -> None:
+        """One layer after the other: its state comes, is stepped, goes home."""
+        for layer in range(self.layers):
+            came = self.copy("inbound", "state", self.weight_bytes, 0.0, "update", step, layer=layer)
+            done = self.work("compute", "update", 0.002, came, "update", step, layer=layer)
+            self.copy("outbound", "state", self.weight_bytes, done, "update", step, layer=layer)
+
+
+def small(source: str = "measured", **more) -> Lanes:
+    """2 steps of 2 rounds of 8 layers of 2 chunks."""
+    return Engine(**more).lanes(2, source)
+
+
+def long_sequences(source: str = "measured", speed: float = 1.0) -> Lanes:
+    """As 8B at 64k: 5 rounds of 32 layers of 4 chunks that grow with their context."""
+    engine = Engine(
+        layers=32, chunks=4, rounds=5, kept=9, recomputed=8, growth=0.5, forward_s=0.0148 / speed,
+        weight_bytes=436_000_000, saved_bytes=1_500_000_000, link_gbs=52.0,
+    )  # fmt: skip
+    return engine.lanes(3, source)
+
+
+def many_rounds(source: str = "measured") -> Lanes:
+    """As 8B at 8k: 34 rounds of 32 layers of one chunk each, the link under pressure."""
+    engine = Engine(
+        layers=32, chunks=1, rounds=34, kept=4, recomputed=28, forward_s=0.0136,
+        weight_bytes=436_000_000, saved_bytes=1_000_000_000, link_gbs=50.0,
+    )  # fmt: skip
+    return engine.lanes(3, source)

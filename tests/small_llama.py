@@ -1,0 +1,195 @@
+"""A small Llama gone through in chunks by hand, as an out-of-core run does, and its twin under autograd."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from llmb.kernels.span_attention import spans_of
+from llmb.models.blocks import rope_table
+from llmb.models.llama import Llama
+from llmb.outofcore.block import Block
+from llmb.outofcore.products import Products
+from llmb.outofcore.tensors import BlockWeights, attn_of, block_weights, kv_of, rest_of
+from llmb.outofcore.vocabulary import embed, embed_backward, head_loss
+from llmb.predict.pieces import Units
+from llmb.spec import Model
+
+CPU = torch.device("cpu")
+MODEL = Model(
+    name="small", architecture="llama", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=61
+)
+TIED = replace(MODEL, name="tied", tied_embeddings=True)
+
+NARROW = replace(MODEL, name="narrow", ffn=16)  # so narrow that slopes do not fit into the memory of gate and up
+
+
+def network_of(model: Model) -> Llama:
+    """With weights large enough that every part of the gradient matters, and norms that are not all one."""
+    network = Llama(model)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in network.parameters():
+        parameter.data.normal_(0.0, 0.25, generator=generator)
+        if parameter.ndim == 1:
+            parameter.data += 1
+    return network
+
+
+def tokens_and_labels(model: Model, groups: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+    """Of each group; words recur, and some labels do not count."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for documents in groups:
+        tokens, labels = (torch.randint(model.vocab, (sum(documents),), generator=generator) for _ in range(2))
+        tokens[1::3] = 5
+        labels[::4] = -1
+        found.append((tokens, labels))
+    return found
+
+
+def by_autograd(model: Model, groups: list[list[int]], scale: float) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses of each group's tokens, and gradients of their sum times scale, one document at a time."""
+    network, losses = network_of(model), []
+    for documents, (tokens, labels) in zip(groups, tokens_and_labels(model, groups), strict=True):
+        stretches = [slice(*pair) for pair in pairwise(accumulate(documents, initial=0))]
+        logits = torch.cat([network(tokens[None, some])[0] for some in stretches])
+        losses.append(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none"))
+    (torch.cat(losses).sum() * scale).backward()
+    return [loss.detach() for loss in losses], {name: p.grad for name, p in network.named_parameters()}
+
+
+@dataclass
+class InChunks:
+    """The same with every tensor kept or computed again as `level(layer, chunk)` says: F, A or I."""
+
+    model: Model
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype = torch.float32
+    products: Products | None = None
+    level: Callable[[int, int], str] = lambda _layer, _chunk: "F"
+    parts: int = 2  # of the vocabulary
+    loss_tokens: int = 6
+    keys_at_once: int = 8
+    device: torch.device = CPU
+
+    def __post_init__(self) -> None:
+        m, network = self.model, network_of(self.model)
+        self.block = Block(m, self.products or Products(), keys_at_once=self.keys_at_once)
+        self.weights = [self._new_block(self.dtype) for _ in network.layers]
+        self.grads = [self._new_block(self.grad_dtype) for _ in network.layers]
+        for layer, weights in zip(network.layers, self.weights, strict=True):
+            attention, mlp = layer.attention, layer.mlp
+            values = (
+                torch.cat([attention.q.weight, attention.k.weight, attention.v.weight]),
+                attention.o.weight,
+                torch.cat([mlp.gate.weight, mlp.up.weight]),
+                mlp.down.weight,
+                layer.attention_norm.weight,
+                layer.mlp_norm.weight,
+            )
+            for weight, value in zip(weights, values, strict=True):
+                weight.copy_(value.detach())
+        self.norm = self._new(network.norm.weight.detach())
+        self.dnorm = torch.full_like(self.norm, torch.nan, dtype=self.grad_dtype)
+        self.embedding, self.dembedding = self._in_parts(network.embedding.weight.detach())
+        self.head, self.dhead = self.embedding, self.dembedding
+        if not m.tied_embeddings:
+            self.head, self.dhead = self._in_parts(network.head.weight.detach())
+
+    def run(self, groups: list[list[int]], chunk: int, scale: float) -> list[Tensor]:
+        """Losses of each group's tokens; the gradients are in `self.grads` and its like."""
+        losses = []
+        for number, (tokens, labels) in enumerate(tokens_and_labels(self.model, groups)):
+            losses.append(self._group(groups[number], tokens, labels, chunk, scale, number == 0))
+        return losses
+
+    def named_grads(self) -> dict[str, Tensor]:
+        m, found = self.model, {}
+        width, kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
+        for layer, grads in enumerate(self.grads):
+            q, k, v = grads.wqkv_XC.split((width, kv_width, kv_width))
+            gate, up = grads.w13_2FC.chunk(2)
+            own = {"attention.q": q, "attention.k": k, "attention.v": v, "attention.o": grads.wo_CA}
+            own |= {"mlp.gate": gate, "mlp.up": up, "mlp.down": grads.w2_CF}
+            own |= {"attention_norm": grads.norm1_C, "mlp_norm": grads.norm2_C}
+            found |= {f"layers.{layer}.{name}.weight": grad for name, grad in own.items()}
+        found |= {"norm.weight": self.dnorm, "embedding.weight": torch.cat(self.dembedding)}
+        return found if m.tied_embeddings else found | {"head.weight": torch.cat(self.dhead)}
+
+    def _group(self, documents, tokens, labels, chunk, scale, fresh) -> Tensor:
+        m, n = self.model, len(tokens)
+        tokens, labels = tokens.to(self.device), labels.to(self.device)
+        chunks = [(first, min(first + chunk, n)) for first in range(0, n, chunk)]
+        spans = [spans_of(documents, *rows) for rows in chunks]
+        places = torch.cat([torch.arange(length) for length in documents])
+        tables = [rope_table(m.rope, m.head_dim, places[slice(*rows)].to(self.device)) for rows in chunks]
+        inp = [[self._stream(rows) for rows in chunks] for _ in range(m.layers + 1)]
+        kv = [self._kv(n, self.dtype) for _ in range(m.layers)]
+        kept = {}
+        for c, rows in enumerate(chunks):
+            embed(tokens[slice(*rows)], self.embedding, inp[0][c])
+        for layer in range(m.layers):
+            for c, rows in enumerate(chunks):
+                level, (attn, rest) = self.level(layer, c), self._kept(rows)
+                attn, rest = attn if level in "FA" else None, rest if level == "F" else None
+                self.block.forward(
+                    self.weights[layer], inp[layer][c], kv[layer], spans[c], *tables[c], inp[layer + 1][c], attn, rest
+                )
+                kept[layer, c] = attn, rest
+        losses = torch.empty(n, device=self.device)
+        stream = [self._stream(rows) for rows in chunks]
+        for c, rows in reversed(list(enumerate(chunks))):
+            some, first = slice(*rows), fresh and c == len(chunks) - 1
+            head_loss(
+                inp[-1][c], self.norm, m.norm_eps, self.head, labels[some], scale, stream[c], self.dhead, self.dnorm,
+                first, losses[some], self.loss_tokens,
+            )  # fmt: skip
+        for layer in reversed(range(m.layers)):
+            dkv = self._kv(n, torch.float32) if len(chunks) > 1 else None
+            for c, rows in reversed(list(enumerate(chunks))):
+                last = c == len(chunks) - 1
+                (attn, rest), room = kept[layer, c], self._kept(rows)
+                if rest is None:
+                    saved = attn is not None
+                    attn, rest = attn if saved else room[0], room[1]
+                    self.block.recompute(
+                        self.weights[layer], inp[layer][c], kv[layer], spans[c], *tables[c], attn, rest, saved
+                    )
+                self.block.backward(
+                    self.weights[layer], self.grads[layer], fresh and last, inp[layer][c], kv[layer], attn, rest,
+                    dkv, last, spans[c], *tables[c], stream[c],
+                )  # fmt: skip
+        for c, rows in reversed(list(enumerate(chunks))):
+            first = fresh and c == len(chunks) - 1 and not m.tied_embeddings
+            embed_backward(stream[c], tokens[slice(*rows)], self.dembedding, first)
+        return losses
+
+    def _new(self, values: Tensor) -> Tensor:
+        return values.to(self.device, self.dtype)
+
+    def _new_block(self, dtype: torch.dtype) -> BlockWeights:
+        numbers = torch.full((Units(self.model).block_numbers,), torch.nan, dtype=dtype, device=self.device)
+        return block_weights(numbers, self.model)
+
+    def _in_parts(self, weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        parts = [self._new(part).contiguous() for part in weight.chunk(self.parts)]
+        return parts, [torch.full_like(part, torch.nan, dtype=self.grad_dtype) for part in parts]
+
+    def _bytes(self, size: int) -> Tensor:
+        """Full of NaN in all formats: what is read without having been written shows."""
+        return torch.full((size + 1024,), 255, dtype=torch.uint8, device=self.device)
+
+    def _stream(self, rows: tuple[int, int]) -> Tensor:
+        return torch.full((rows[1] - rows[0], self.model.hidden), torch.nan, dtype=self.dtype, device=self.device)
+
+    def _kv(self, tokens: int, dtype: torch.dtype):
+        size = 2 * tokens * self.model.kv_heads * self.model.head_dim * dtype.itemsize
+        return kv_of(self._bytes(size), self.model, tokens, dtype)
+
+    def _kept(self, rows: tuple[int, int]):
+        m, n = self.model, rows[1] - rows[0]
+        width, each = m.heads * m.head_dim, self.dtype.itemsize
+        attn = attn_of(self._bytes(n * (width * each + m.heads * 4)), m, n, self.dtype)
+        return attn, rest_of(self._bytes(n * (width + m.hidden + 2 * m.ffn) * each), m, n, self.dtype)
