@@ -11,8 +11,9 @@ from typing import Any
 
 from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
+from llmb.predict.draft import Planned, Wishes
 from llmb.predict.rates import NOMINAL_CPU, Rates
-from llmb.predict.search import Planned, Wishes, best_plan
+from llmb.predict.search import best_plan
 from llmb.spec import Model, OutOfCore, Prediction
 
 DTYPES = ("bf16", "fp8", "fp32")

@@ -101,6 +101,8 @@ def resolve(recipe: Recipe, request: Request, install: Path | None = None) -> Ru
     overrides = [*beyond, *_apply(cells, kinds, wishes, recipe)]
     if recipe.kind == "inference":
         overrides += follow(cells, as_printed, {o.field for o in overrides})
+    if recipe.kind == "outofcore" and request.stands_in:
+        _leave_to_the_plan(cells, {o.field for o in overrides})
     _shorten_trace(cells, overrides)
     _fit_window(cells, overrides)
     _refuse_without_effect(cells, overrides, request.gpus)
@@ -289,6 +291,13 @@ def _changed_model(model: Model, request: Request) -> tuple[Model, list[Override
             records.append(Override(field=wish.field, value=value, replaced=replaced, source=wish.source))
             model = replace(model, **{name: value})
     return model, records
+
+
+def _leave_to_the_plan(cells: Row, asked: set[str]) -> None:
+    """A stand-in's row says how its own sequences are cut; of shorter ones that is for the plan to say."""
+    if "seqlen" in asked and "chunk_tokens" in cells and cells["seqlen"] <= cells["chunk_tokens"]:
+        for choice in CHOICES_OF_A_PLAN - asked - {"gbs"}:
+            cells.pop(choice, None)
 
 
 def _shorten_trace(cells: Row, overrides: list[Override]) -> None:

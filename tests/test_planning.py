@@ -55,6 +55,14 @@ def test_what_is_fixed_stays_and_is_recorded(recipes):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("seqlen", "chunks"), [(1, 1), (101, 1), (256, 1), (257, 2), (1021, 4)])
+def test_a_stand_in_takes_any_sequence_length(recipes, seqlen, chunks):
+    work = stand_in(recipes, seqlen=seqlen).workload
+    assert isinstance(work, OutOfCore)
+    assert work.plan is not None
+    assert work.plan.chunks_per_group == chunks
+
+
 def test_the_memory_shown_is_the_plans(recipes):
     config = stand_in(recipes)
     work = config.workload

@@ -79,6 +79,7 @@ def as_yaml(data: Mapping[str, Any]) -> str:
 def experiment_id(config: RunConfig) -> str:
     """The same for two runs that measure the same thing with the same version."""
     measured = {field: value for field, value in to_plain(config).items() if field in MEASURED}
+    measured["workload"].pop("prediction", None)  # what was expected makes no other run
     return sha256(f"{__version__} {_torch_version()} {to_json(measured)}".encode()).hexdigest()
 
 

@@ -1,6 +1,6 @@
 """All memory of a run but what one computation uses in between: a slab on the device and one on the host, cut up once.
 
-    arena = Arena(model, plan, device, homes, budgets)
+    arena = Arena(model, plan, device, home_slots, budgets)
     arena.buffer("param", 3).copy_(arena.home("param", 17), non_blocking=True)
 
 A kind's buffers on the device are as many as the plan says, its places at home as many as its program needs. No memory
@@ -48,7 +48,8 @@ class Arena:
     ):
         """`home_slots`: places at home for kinds of which no piece has one of its own. A slab given is used again."""
         _check_budgets(model, plan, device, home_slots, budgets)
-        if device.type == "cuda" and budgets.device_gib is not None:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
             _limit_allocator(device, budgets.device_gib)
         self.device, self.sizes = device, piece_bytes(model, plan)
         residency = Residency(model, plan)
@@ -117,7 +118,8 @@ def _check_budgets(
             )
 
 
-def _limit_allocator(device: torch.device, device_gib: float) -> None:
+def _limit_allocator(device: torch.device, device_gib: float | None) -> None:
     """More than the budget, less what the driver takes for itself, is refused as if the GPU had no more."""
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (device_gib * GIB - CONTEXT_BYTES) / total), device)
+    limit = total if device_gib is None else device_gib * GIB - CONTEXT_BYTES
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)

@@ -1,7 +1,9 @@
 """In which number formats a run keeps what, and the numbers inside pieces of units.
 
-formats = formats_of(plan)
-low, m, v = formats.state(arena.buffer("state", 0))
+    formats = formats_of(plan)
+    low, m, v = formats.state(arena.buffer("state", 0))
+
+The sizes of pieces in `llmb/predict/pieces.py` follow from the same choices.
 """
 
 from dataclasses import dataclass

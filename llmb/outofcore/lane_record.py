@@ -1,8 +1,11 @@
 """What every lane did in some steps, and when: the measured side of `llmb/lanes.py`.
 
-record = LaneRecord(model, plan, began)
-executor.follow(program, compute, watch=record.watch(step))
-write_lanes(path, record.lanes(...))        # once all is done
+    record = LaneRecord(model, plan, began)
+    executor.follow(program, compute, watch=record.watch(step))
+    write_lanes(path, record.lanes(...))        # once all is done
+
+Times are those of the device's own events, taken on the lane itself: before an entry, when its waits are over, and
+behind it.
 """
 
 from functools import partial
@@ -73,6 +76,7 @@ class LaneRecord:
             end,
             entry.work,
             entry.step,
+            self._durations.model.layers,
             size=0 if copy is None else self._sizes[copy.piece.kind],
             flops=self._durations.cost(entry.work).flops if copy is None else 0.0,
             piece=None if copy is None else copy.piece,

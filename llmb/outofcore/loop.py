@@ -19,6 +19,7 @@ from llmb.outofcore.arena import Budgets
 from llmb.outofcore.batches import Batches
 from llmb.outofcore.checkpoint import Facts, facts_of, load, resume_point, save
 from llmb.outofcore.export import export
+from llmb.outofcore.host_slab import HostSlab
 from llmb.outofcore.profiler import Profiler
 from llmb.outofcore.reports import Reports
 from llmb.outofcore.supported import supported
@@ -39,8 +40,11 @@ from llmb.spec import Model, OutOfCore, RunConfig
 ENGINE = "llmb.outofcore"
 
 
-def train(config: RunConfig, record: Record) -> None:
-    """Run every step the configuration asks for, reporting each; raises where the run cannot go on."""
+def train(config: RunConfig, record: Record, host_slab: HostSlab | None = None) -> None:
+    """Run every step the configuration asks for, reporting each; raises where the run cannot go on.
+
+    A host slab that is given is used instead of a new one, which takes long to lock.
+    """
     work, plan = supported(config)
     folder = record.path.parent
     data = open_data(work, config.model.vocab)
@@ -50,7 +54,7 @@ def train(config: RunConfig, record: Record) -> None:
     record.add(run_started(place))
     with naming_shortage(place.device, work):
         batches = Batches(config.model, plan, work.seed, data, work.pack, place.device)
-        trainer = new_trainer(config.model, work, plan, place.device, batches)
+        trainer = new_trainer(config.model, work, plan, place.device, batches, host_slab)
         begin(trainer, resumed)
         print(memory_line(trainer, work), flush=True)
         run_steps(config, work, record, trainer, resumed, facts)
@@ -59,7 +63,9 @@ def train(config: RunConfig, record: Record) -> None:
             export(Path(work.export), config.model, unit_tensors(trainer))
 
 
-def new_trainer(model: Model, work: OutOfCore, plan: Plan, device: torch.device, batches: Batches) -> Trainer:
+def new_trainer(
+    model: Model, work: OutOfCore, plan: Plan, device: torch.device, batches: Batches, host_slab: HostSlab | None
+) -> Trainer:
     """With all the memory that it will ever take."""
     simulated = simulate(model, plan, NOMINAL_CPU) if work.prediction is None else work.prediction
     settings = Settings(
@@ -68,7 +74,7 @@ def new_trainer(model: Model, work: OutOfCore, plan: Plan, device: torch.device,
         budgets=Budgets(host_gib=work.host_gib, device_gib=work.device_gib),
         home_slots=simulated.home_slots,
     )
-    return Trainer(model, plan, device, settings, batches, partial(learning_rate, work=work))
+    return Trainer(model, plan, device, settings, batches, partial(learning_rate, work=work), host_slab)
 
 
 def begin(trainer: Trainer, resumed: Path | None) -> None:

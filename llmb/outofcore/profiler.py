@@ -5,14 +5,15 @@ Where Nsight Systems watches instead (rank/nsight.py), its window is opened and 
 
 from pathlib import Path
 
-from llmb.errors import ConfigError, LaunchError
+from llmb.errors import LaunchError
 from llmb.hardware import TERA, peak_flops
 from llmb.lanes import write_lanes
 from llmb.outofcore.executor import Watch
 from llmb.outofcore.lane_record import LaneRecord
 from llmb.outofcore.trainer import Trainer
 from llmb.rank.nsight import NsightWindow, watched_by_nsight
-from llmb.spec import OutOfCore, Profile, RunConfig
+from llmb.rank.profile_window import profiled_steps
+from llmb.spec import OutOfCore, RunConfig
 
 
 class Profiler:
@@ -20,7 +21,7 @@ class Profiler:
 
     def __init__(self, folder: Path, config: RunConfig, work: OutOfCore, steps: range, trainer: Trainer):
         self._folder, self._config, self._work, self._trainer = folder / "profile", config, work, trainer
-        self._steps = _steps_to_watch(config.profile, steps) if config.profile.profile else range(0)
+        self._steps = profiled_steps(config.profile, steps)
         self._nsight = NsightWindow(self._steps) if watched_by_nsight() else None
         self._record: LaneRecord | None = None
 
@@ -60,13 +61,3 @@ class Profiler:
         """What it can do, where the plan was made with measured or known rates."""
         prediction = self._work.prediction
         return None if prediction is None else (prediction.rates["link_in_gbs"], prediction.rates["link_out_gbs"])
-
-
-def _steps_to_watch(asked: Profile, steps: range) -> range:
-    window = range(max(asked.profile_start, steps[0]), min(asked.profile_stop, steps[-1] + 1))
-    if not window:
-        raise ConfigError(
-            f"profile_start={asked.profile_start}, profile_stop={asked.profile_stop}: none of the steps of this run, "
-            f"{steps[0]} to {steps[-1]}, is profiled; profile_stop is the first step after the window"
-        )
-    return window

@@ -1,8 +1,10 @@
 """Says what each step came to when the device is done with it, while Python already issues the steps behind it.
 
-reports = Reports(config, record, trainer, first_step, warm=...)
-reports.add(trainer.step(1, between=reports.tell))
-reports.finish()                                    # waits for what is under way
+    reports = Reports(config, work, record, trainer, resumed_at=None)
+    reports.add(trainer.step(1, between=reports.tell))
+    reports.finish()                                    # waits for what is under way
+
+The device's own events tell when a step ended, so its time does not depend on when Python looks.
 """
 
 import math

@@ -1,6 +1,7 @@
 """A model in training, out of core: takes one step after the other and says where each weight is.
 
-    trainer = Trainer(model, plan, device, Settings(seed=1, clip=1.0), batches, lr)
+    trainer = Trainer(model, plan, device, Settings(seed=1, clip=1.0, home_slots=...), batches, lr)
+    trainer.initialise()
     issued = trainer.step(1)                            # Python goes on; the device follows
     issued.ended.wait(); issued.loss, issued.grad_norm
 

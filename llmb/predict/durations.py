@@ -107,7 +107,9 @@ class Durations:
         m, (width, kv_width) = self.model, self.widths
         # Two norms and two sums with the stream; the rotation, in place; the activation.
         passes = 2 * 2 * m.hidden + 2 * 3 * m.hidden + 2 * (width + kv_width) + 3 * m.ffn
-        return Cost(2.0 * chunk.tokens * self.matrices, 4.0 * self.pairs(chunk) * width, 0.0, self._passed(chunk, passes))
+        return Cost(
+            2.0 * chunk.tokens * self.matrices, 4.0 * self.pairs(chunk) * width, 0.0, self._passed(chunk, passes)
+        )
 
     def recompute(self, chunk: Chunk, level: str) -> Cost:
         """What the level did not keep."""
@@ -120,8 +122,8 @@ class Durations:
 
     def backward(self, chunk: Chunk) -> Cost:
         m, (width, kv_width) = self.model, self.widths
-        # Both norms again and their backward passes, the activation's in place, the rotation's, sums of dk and dv; every
-        # gradient is read and written once more as the sum that it is added to.
+        # Both norms again and their backward passes, the activation's in place, the rotation's, sums of dk and dv;
+        # every gradient is read and written once more as the sum that it is added to.
         passes = 2 * (2 + 4) * m.hidden + 6 * m.ffn + 2 * (width + kv_width) + 2 * kv_width * 4
         sums = 2.0 * self.matrices * (piece_bytes(m, self.plan)["grad"] / Units(m).block_numbers)
         attention = BACKWARD_ATTENTION * 4.0 * self.pairs(chunk) * width

@@ -6,6 +6,7 @@ from llmb.predict.workspace import workspace_bytes
 from llmb.spec import Model
 
 CONTEXT_BYTES = 640 << 20  # of the driver and the libraries, on a GPU
+BATCH_BYTES = 48  # of a token of a step: itself, its label and its position, of this step and the next
 WORKSPACE_ROOM = 1.1  # an allocator cannot use every gap
 
 
@@ -25,10 +26,11 @@ def buffers_of(plan: Plan) -> dict[str, int]:
 
 
 def device_bytes(model: Model, plan: Plan, gpu: str) -> dict[str, int]:
-    """On the device; `context` is what a GPU's driver takes before anything is allocated."""
+    """On the device; `inputs` are a table of rotations and the tokens of two steps, `context` is the driver's own."""
     sizes, buffers = piece_bytes(model, plan), buffers_of(plan)
     taken = {kind: buffers[kind] * sizes[kind] for kind in KINDS}
     taken["workspace"] = int(WORKSPACE_ROOM * workspace_bytes(model, plan))
+    taken["inputs"] = plan.seqlen * model.head_dim * 4 + BATCH_BYTES * plan.step_tokens
     return taken | {"context": 0 if gpu == "cpu" else CONTEXT_BYTES}
 
 

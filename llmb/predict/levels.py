@@ -8,13 +8,11 @@ again, the first chunks of a sequence.
 from llmb.plan import ATTENTION, FULL, INPUT
 
 
-def levels(
-    layers: int, chunks: int, chunks_per_group: int, whole: int, light: int, full: int, attention: int
-) -> str:
+def levels(layers: int, chunks: int, chunks_per_group: int, whole: int, light: int, full: int, attention: int) -> str:
     """A letter for each chunk of a round, layer by layer.
 
-    The last `whole` are so, and on the device, where the `light` ones before them are, too. Of the others, which wait on
-    the host, `full` and `attention` keep so much.
+    The last `whole` are so, and on the device, where the `light` ones before them are, too. Of the others, which wait
+    on the host, `full` and `attention` keep so much.
     """
     away = layers * chunks - whole - light
     full = min(full, away)

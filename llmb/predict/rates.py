@@ -47,7 +47,8 @@ def known_rates(gpu: str) -> Rates:
     this, like = hardware_of(gpu), hardware_of("h200")
     if this.memory_bandwidth is None or this.host_bandwidth is None or "bf16" not in this.peak_flops:
         raise ConfigError(f"no rates are known for {gpu}: `llmb-run probe` measures them on the machine itself")
-    assert like.memory_bandwidth is not None and like.host_bandwidth is not None
+    assert like.memory_bandwidth is not None
+    assert like.host_bandwidth is not None
     computing = this.peak_flops["bf16"] / like.peak_flops["bf16"]
     link = this.host_bandwidth / like.host_bandwidth
     fp8 = this.peak_flops.get("fp8")

@@ -2,28 +2,20 @@
 
     planned = best_plan(model, Wishes(dtype="bf16", seqlen=65536, host_gib=178, device_gib=78), rates)
 
-Many drafts are made: chunk sizes, groups a round, shares of weights, gradients and state that stay on the device, and of
-activations that are kept whole. What memory is left on the device becomes slots for activations, what is left on the
-host decides their levels. A bound sorts the drafts: no lane can be done sooner than its own work. The most promising are
-simulated, and the fastest is taken. Nothing is a fixed proportion; the user may fix any of it.
+Many drafts are made: chunk sizes, groups a round, shares of weights, gradients and state that stay on the device, and
+of activations that are kept whole. A bound sorts them: no lane can be done sooner than its own work. The most promising
+are simulated, and those near the fastest of them. Nothing is a fixed proportion; the user may fix any of it.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal, NamedTuple
+from dataclasses import replace
 
 from llmb.errors import ConfigError
-from llmb.hardware import GIB
-from llmb.plan import ATTENTION, FULL, INPUT, Plan, Update
-from llmb.predict.durations import Durations
-from llmb.predict.footprint import device_bytes, host_bytes
-from llmb.predict.levels import levels
-from llmb.predict.pieces import OF_UNITS, Units, piece_bytes
+from llmb.predict.draft import Draft, Planned, Shape, Wishes, facts_of
+from llmb.predict.pieces import Units
 from llmb.predict.rates import Rates
-from llmb.predict.simulation import Simulated, simulate
-from llmb.predict.work import chunks_of
+from llmb.predict.smallest import smallest_budgets
 from llmb.spec import Model
 
 STEP_TOKENS = 1 << 19  # of an optimizer step, where the user does not say: what models of this size are trained with
@@ -34,39 +26,8 @@ GROUPS = (1, 2, 3, 4, 6, 8, 16, 32)
 SHARES = tuple(eighth / 8 for eighth in range(9))
 SHAPES = 8  # whose shares are looked at more closely
 SIMULATED = 40  # of the drafts, at first
+BESIDE_COPIES = 0.01  # of their time is lost to computation
 EFFORT = 60_000  # computations that are simulated in all
-LOSS_TOKENS = 2048  # whose logits exist at once
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What is given. Null: the plan chooses."""
-
-    dtype: Literal["fp32", "bf16", "fp8"]
-    seqlen: int
-    host_gib: float
-    device_gib: float
-    update: Update = "stochastic"
-    clip: float | None = None
-    gbs: int | None = None
-    chunk_tokens: int | None = None
-    seqs_per_round: int | None = None
-    resident_params: int | None = None
-    resident_grads: int | None = None
-    resident_states: int | None = None
-    activation_slots: int | None = None  # whole (layer, chunk)s that stay on the device
-    full_saves: int | None = None  # of those that wait on the host
-    attention_saves: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A plan that fits, what it will take, and how long."""
-
-    plan: Plan
-    simulated: Simulated
-    host_bytes: dict[str, int]
-    device_bytes: dict[str, int]
 
 
 def best_plan(model: Model, wishes: Wishes, rates: Rates) -> Planned:
@@ -94,7 +55,7 @@ class _Search:
         self._seen: set[tuple[object, ...]] = set()
         self._left = EFFORT
 
-    def try_all(self, drafts: Iterable["Draft"]) -> bool:
+    def try_all(self, drafts: Iterable[Draft]) -> bool:
         """Whether one of them is faster than all before."""
         found = False
         for draft in drafts:
@@ -109,17 +70,20 @@ class _Search:
         return found
 
 
-def _promise(draft: "Draft") -> tuple[int, float]:
+def _promise(draft: Draft) -> tuple[int, float]:
     """Seconds a sequence at least, those within a five-hundredth counting alike; of these the link's decide."""
     seconds, link = draft.bound_s
     return round(500 * math.log(seconds / draft.shape.gbs)), link / draft.shape.gbs
 
 
 def _speed(planned: Planned) -> float:
-    return planned.plan.step_tokens / planned.simulated.step_s
+    """Tokens a second. Copies take a little of the memory's speed from the computation beside them."""
+    simulated = planned.simulated
+    copying = max(simulated.inbound_s, simulated.outbound_s)
+    return planned.plan.step_tokens / (simulated.step_s + BESIDE_COPIES * copying)
 
 
-def _varied(drafts: list["Draft"]) -> list["Draft"]:
+def _varied(drafts: list[Draft]) -> list[Draft]:
     """The most promising of each way to cut the tokens and to keep activations; of equals three that differ much."""
     alike: dict[tuple[Shape, float], list[Draft]] = {}
     for draft in drafts:
@@ -129,16 +93,6 @@ def _varied(drafts: list["Draft"]) -> list["Draft"]:
         equal = [draft for draft in some if _promise(draft)[0] == _promise(some[0])[0]]
         chosen += [equal[0], equal[len(equal) // 2], equal[-1]]
     return sorted(chosen, key=_promise)[:SIMULATED]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a step's tokens are cut."""
-
-    gbs: int
-    chunk_tokens: int
-    seqs_per_group: int
-    groups_per_round: int
 
 
 def _shapes(wishes: Wishes) -> Iterator[Shape]:
@@ -157,11 +111,9 @@ def _shapes(wishes: Wishes) -> Iterator[Shape]:
                 yield Shape(gbs, rows if wishes.chunk_tokens is None else chunk, min(together, gbs), groups)
 
 
-def _drafts(
-    model: Model, wishes: Wishes, rates: Rates, shape: Shape, shares: tuple[float, ...]
-) -> Iterator["Draft"]:
+def _drafts(model: Model, wishes: Wishes, rates: Rates, shape: Shape, shares: tuple[float, ...]) -> Iterator[Draft]:
     units = Units(model).count
-    facts = _facts(model, _bare(model, wishes, shape, (0, 0, 0)), rates)
+    facts = facts_of(model, wishes, shape, rates)
 
     def choices(asked: int | None, some: tuple[float, ...]) -> list[int]:
         return [min(asked, units)] if asked is not None else sorted({round(share * units) for share in some})
@@ -171,242 +123,6 @@ def _drafts(
             for states in choices(wishes.resident_states, shares[::2]):
                 for share in (1.0, 0.7, 0.4, 0.0) if wishes.full_saves is None else (1.0,):
                     yield Draft(model, wishes, rates, shape, facts, (params, grads, states), share)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What all drafts of a shape have in common: bytes, and seconds of computation."""
-
-    sizes: dict[str, int]  # of pieces
-    besides: int  # bytes on the device beside units and slots
-    update_s: float  # of a unit
-    round_s: float  # forward and back, nothing computed again
-    again_attention_s: float  # what a (layer, chunk) computes again that keeps its attention, on average
-    again_input_s: float  # and one that does not
-
-
-def _facts(model: Model, plan: Plan, rates: Rates) -> Facts:
-    durations, chunks = Durations(model, plan, rates), chunks_of(plan, 0)
-
-    def mean(level: str) -> float:
-        return sum(durations.seconds_of(durations.recompute(chunk, level)) for chunk in chunks) / len(chunks)
-
-    once = sum(durations.seconds_of(durations.forward(chunk) + durations.backward(chunk)) for chunk in chunks)
-    heads = sum(durations.seconds_of(durations.head(chunk)) for chunk in chunks)
-    taken = device_bytes(model, plan, rates.gpu)
-    return Facts(
-        sizes=piece_bytes(model, plan),
-        besides=sum(taken[part] for part in ("dstream", "dkv", "workspace", "context")),
-        update_s=durations.seconds_of(durations.update),
-        round_s=model.layers * once + heads,
-        again_attention_s=mean(ATTENTION),
-        again_input_s=mean(INPUT),
-    )
-
-
-class Kept(NamedTuple):
-    """How many (layer, chunk)s keep what, and where: whole ones or all but the rest on the device, the others at home."""
-
-    whole: int
-    light: int
-    full_at_home: int
-    attention_at_home: int
-
-
-@dataclass(frozen=True)
-class Draft:
-    """One way to do it; whether it fits, and how fast it can be at best, follow without going through the schedule."""
-
-    model: Model
-    wishes: Wishes
-    rates: Rates
-    shape: Shape
-    facts: Facts
-    resident: tuple[int, int, int]
-    full_share: float  # of the whole activations that there is room for
-
-    @property
-    def fits(self) -> bool:
-        return self.kept is not None
-
-    @cached_property
-    def plan(self) -> Plan:
-        """With the slots and levels that the budgets leave room for."""
-        assert self.kept is not None
-        return self._with_slots(self.kept)
-
-    @cached_property
-    def bound_s(self) -> tuple[float, float]:
-        """Seconds that a step takes at least, the busiest lane if nothing ever waited; and those of the link."""
-        assert self.kept is not None
-        plan, sizes, units, kept, facts = self._bare, self._sizes, Units(self.model), self.kept, self.facts
-        away = self._all - kept.whole - kept.light
-        again = away - kept.full_at_home - kept.attention_at_home
-        compute = units.count * facts.update_s + plan.rounds * (
-            facts.round_s
-            + (kept.light + kept.attention_at_home) * facts.again_attention_s
-            + again * facts.again_input_s
-        )
-        at_home = (
-            away * (sizes["inp"] + sizes["kv"] / plan.chunks_per_group)
-            + (away - again) * sizes["attn"]
-            + kept.full_at_home * sizes["rest"]
-        )
-        params, grads, states = (units.count - count for count in self.resident)
-        of_layers = max(0, self.model.layers - plan.resident_params)
-        per_round = (params + of_layers) * sizes["param"] + at_home  # layers' weights come twice
-        passing = (plan.rounds - 1) * grads * sizes["grad"] + states * sizes["state"]
-        inbound = plan.rounds * per_round + passing
-        outbound = plan.rounds * at_home + passing + params * sizes["param"]
-        link = max(inbound, outbound) / self.rates.link_both_gbs / 1e9
-        return max(compute, link), link
-
-    def planned(self) -> Planned | None:
-        """Gone through; with fewer whole activations where the host turns out too small."""
-        kept = self.kept
-        for _ in range(4):
-            if kept is None:
-                return None
-            plan = self._with_slots(kept)
-            simulated = simulate(self.model, plan, self.rates)
-            taken = host_bytes(self.model, plan, simulated.home_slots)
-            over = sum(taken.values()) - self.wishes.host_gib * GIB
-            if over <= 0:
-                device = device_bytes(self.model, plan, self.rates.gpu)
-                return Planned(plan=plan, simulated=simulated, host_bytes=taken, device_bytes=device)
-            kept = self._lighter(kept, over)
-        return None
-
-    def neighbours(self) -> Iterator["Draft"]:
-        """Drafts that differ from this one a little, in one respect."""
-        units = Units(self.model).count
-        for kind in range(3):
-            asked = (self.wishes.resident_params, self.wishes.resident_grads, self.wishes.resident_states)[kind]
-            for change in (-4, -2, 2, 4) if asked is None else ():
-                count = min(units, max(0, self.resident[kind] + change))
-                yield replace(self, resident=(*self.resident[:kind], count, *self.resident[kind + 1 :]))
-        if self.wishes.full_saves is None:
-            for factor in (0.8, 0.9, 1.1):
-                yield replace(self, full_share=min(1.0, self.full_share * factor))
-
-    def _lighter(self, kept: Kept, over: float) -> Kept | None:
-        """The same with less on the host, by so many bytes."""
-        fewer = min(kept.full_at_home, _ceil(over / self._sizes["rest"]))
-        over = max(0.0, over - fewer * self._sizes["rest"])
-        attention = kept.attention_at_home + fewer
-        less = _ceil(over / self._sizes["attn"])
-        if less > attention:
-            return None
-        return kept._replace(full_at_home=kept.full_at_home - fewer, attention_at_home=attention - less)
-
-    @cached_property
-    def _bare(self) -> Plan:
-        return _bare(self.model, self.wishes, self.shape, self.resident)
-
-    @property
-    def _sizes(self) -> dict[str, int]:
-        return self.facts.sizes
-
-    @property
-    def _all(self) -> int:
-        """(layer, chunk)s of a round."""
-        return self.model.layers * self._bare.chunks_per_round
-
-    def _with_slots(self, kept: Kept) -> Plan:
-        """Slots for those that stay, and some through which the others pass."""
-        plan, on_device = self._bare, kept.whole + kept.light
-        chunks, groups, layers_ = plan.chunks_per_round, plan.groups_per_round, self.model.layers
-        passing = 0 if on_device == self._all else 2
-        counts = kept.whole, kept.light, kept.full_at_home, kept.attention_at_home
-        return replace(
-            plan,
-            inp_slots=min(on_device + chunks + 1 + passing, (layers_ + 1) * chunks),
-            kv_slots=min(-(-on_device // plan.chunks_per_group) + 1 + passing, layers_ * groups),
-            attn_slots=min(on_device + passing, self._all),
-            rest_slots=kept.whole + (2 if kept.full_at_home else 0),
-            levels=levels(layers_, chunks, plan.chunks_per_group, *counts),
-        )
-
-    @cached_property
-    def kept(self) -> Kept | None:
-        """As much as both sides have room for; none: not even what must be there fits.
-
-        Attention before the rest: it saves more computation a byte. Every byte that is on the device does not cross the
-        link, whatever it is of; whole ones stay there first.
-        """
-        plan, sizes, wishes = self._bare, self._sizes, self.wishes
-        device, host = self._free
-        least = sizes["inp"] + sizes["kv"] / plan.chunks_per_group
-        light = least + sizes["attn"]
-        room = device + host - self._all * least
-        if device < 0 or host < 0 or room < 0:
-            return None
-        with_attention = min(self._all, int(room / sizes["attn"]))
-        full = 0
-        if with_attention == self._all:
-            full = int(min(self._all, (room - self._all * sizes["attn"]) / sizes["rest"]) * self.full_share)
-        if wishes.activation_slots is not None:
-            whole, on_device = wishes.activation_slots, wishes.activation_slots
-        else:
-            whole = min(full, int(device / (light + sizes["rest"])))
-            on_device = min(self._all, whole + int((device - whole * (light + sizes["rest"])) / light))
-        if whole > self._all or whole * (light + sizes["rest"]) > device:
-            return None
-        at_home = self._all - on_device
-        full_at_home = min(at_home, max(0, full - whole)) if wishes.full_saves is None else wishes.full_saves
-        if full_at_home and device - on_device * light - whole * sizes["rest"] < 2 * sizes["rest"]:
-            whole, on_device = max(0, whole - 2), max(0, on_device - 2)  # those at home need two slots to pass through
-            at_home = self._all - on_device
-        room_at_home = host - at_home * least - full_at_home * (sizes["attn"] + sizes["rest"])
-        most = min(at_home - full_at_home, int(room_at_home / sizes["attn"]))
-        attention = most if wishes.attention_saves is None else wishes.attention_saves
-        if room_at_home < 0 or full_at_home > at_home or attention > most:
-            return None
-        return Kept(whole, on_device - whole, full_at_home, attention)
-
-    @property
-    def _free(self) -> tuple[float, float]:
-        """Bytes that units, and slots to pass through, leave on both sides."""
-        plan, sizes, units = self._bare, self._sizes, Units(self.model).count
-        passing = (plan.param_blocks, plan.grad_blocks, plan.state_blocks)
-        device, host = self.wishes.device_gib * GIB - self.facts.besides, self.wishes.host_gib * GIB
-        for kind, resident, blocks in zip(OF_UNITS, self.resident, passing, strict=True):
-            device -= (resident + blocks) * sizes[kind]
-            host -= (units - resident) * sizes[kind]
-        device -= (plan.chunks_per_round + 3) * sizes["inp"] + 4 * sizes["kv"] + 2 * sizes["attn"]
-        return device, host
-
-
-def _ceil(value: float) -> int:
-    return -int(-value // 1)
-
-
-def _bare(model: Model, wishes: Wishes, shape: Shape, resident: tuple[int, int, int]) -> Plan:
-    """A plan without slots and levels."""
-    units, parts = Units(model).count, Units(model).parts
-    params, grads, states = resident
-    return Plan(
-        dtype=wishes.dtype,
-        seqlen=wishes.seqlen,
-        gbs=shape.gbs,
-        chunk_tokens=shape.chunk_tokens,
-        seqs_per_group=shape.seqs_per_group,
-        groups_per_round=shape.groups_per_round,
-        loss_tokens=min(shape.chunk_tokens, LOSS_TOKENS),
-        update=wishes.update,
-        update_at="backward" if wishes.clip is None else "forward",
-        resident_params=params,
-        resident_grads=grads,
-        resident_states=states,
-        param_blocks=min(units - params, parts + 2),
-        grad_blocks=min(units - grads, parts + 2),
-        state_blocks=min(units - states, 2),
-        inp_slots=0,
-        kv_slots=0,
-        attn_slots=0,
-        rest_slots=0,
-        levels="",
-    )
 
 
 def _check(model: Model, wishes: Wishes) -> None:
@@ -425,34 +141,10 @@ def _check(model: Model, wishes: Wishes) -> None:
 
 
 def _too_small(model: Model, wishes: Wishes, rates: Rates) -> str:
-    """What the smallest budgets would be: of both, and of each beside the other as it is given."""
-    both = _smallest(model, replace(wishes, host_gib=1e9), rates, "device_gib")
-    least = _smallest(model, replace(wishes, device_gib=both), rates, "host_gib")
-    said = f"{model.name} at {wishes.seqlen} tokens does not fit {wishes.host_gib:g} GiB of host and {wishes.device_gib:g} GiB of device memory"
-    beside = []
-    if wishes.device_gib >= both:
-        beside.append(f"beside {wishes.device_gib:g} GiB on the device it needs {_smallest(model, wishes, rates, 'host_gib'):g} GiB on the host")
-    else:
-        beside.append(f"the device needs {both:g} GiB at least, with {least:g} GiB on the host")
-    roomy = _smallest(model, wishes, rates, "device_gib")
-    if roomy < 1e6:
-        beside.append(f"beside {wishes.host_gib:g} GiB on the host it needs {roomy:g} GiB on the device")
-    return f"{said}: {'; '.join(beside)}"
-
-
-def _smallest(model: Model, wishes: Wishes, rates: Rates, side: str) -> float:
-    """The least whole GiB on one side, the other being as it is; 1e6 where nothing helps."""
-
-    def fits(gib: float) -> bool:
-        tried = replace(wishes, **{side: gib})
+    def fits(host_gib: float, device_gib: float) -> bool:
+        tried = replace(wishes, host_gib=host_gib, device_gib=device_gib)
         return any(draft.fits for shape in _shapes(tried) for draft in _drafts(model, tried, rates, shape, SHARES[::4]))
 
-    low, high = 0.0, 1.0
-    while not fits(high):
-        low, high = high, high * 2
-        if high > 1e6:
-            return 1e6
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    said = f"{model.name} at {wishes.seqlen} tokens does not fit into {wishes.host_gib:g} GiB of host memory"
+    needed = smallest_budgets(fits, wishes.host_gib, wishes.device_gib)
+    return f"{said} and {wishes.device_gib:g} GiB of device memory: {needed}"

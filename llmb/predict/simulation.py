@@ -3,14 +3,15 @@
     simulated = simulate(model, plan, rates)     # a step in the middle of a long run
     simulated.step_s, simulated.compute_s, simulated.stretches
 
-Of a step of many equal rounds only the first, one between and the last are gone through; the others are like the second.
+Of a step of many equal rounds only the first, one between and the last are gone through; the others are like the
+second.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from llmb.lanes import Lane, Phase, Stretch
-from llmb.plan import Plan
+from llmb.plan import FULL, Plan
 from llmb.predict.durations import Durations
 from llmb.predict.pieces import OF_UNITS, Piece, piece_bytes
 from llmb.predict.program import Copy, Operation, Program
@@ -50,7 +51,7 @@ class Lanes:
         self.done: dict[str, list[float]] = {"compute": [], "inbound": [], "outbound": []}
         self.base = dict.fromkeys(self.now, 0)
 
-    def run(self, program: Program, step: int = 0) -> Iterable[Stretch]:
+    def run(self, program: Program, step: int = 0) -> Iterator[Stretch]:
         """Every entry of a program, in order, with its beginning and end."""
         self.base = {lane: len(done) for lane, done in self.done.items()}
         for copy in program.first_sends:
@@ -58,26 +59,44 @@ class Lanes:
         for operation in program.operations:
             for copy in operation.brings:
                 yield self._copy("inbound", "outbound", self.rates.link_in_gbs, copy, operation.work, step)
-            yield self._compute(operation, step)
+            yield from self._compute(operation, step)
             for copy in operation.sends:
                 yield self._copy("outbound", "inbound", self.rates.link_out_gbs, copy, operation.work, step)
 
-    def _compute(self, operation: Operation, step: int) -> Stretch:
+    def _compute(self, operation: Operation, step: int) -> Iterator[Stretch]:
+        """A computation; what it has to compute again first is shown apart."""
         work, cost = operation.work, self.durations.cost(operation.work)
-        ready = max(
-            self._done("inbound", operation.wait_inbound), self._done("outbound", operation.wait_outbound)
-        )  # fmt: skip
+        ready = max(self._done("inbound", operation.wait_inbound), self._done("outbound", operation.wait_outbound))
         start, end = self._take("compute", ready, self.durations.seconds_of(cost))
-        return stretch_of("compute", work.kind, start, end, work, step, flops=cost.flops)
+        if work.kind == "backward" and work.level != FULL and work.chunk is not None:
+            again = self.durations.recompute(work.chunk, work.level)
+            middle = start + self.durations.seconds_of(again)
+            yield stretch_of(
+                "compute", "recompute", start, middle, work, step, self.durations.model.layers, flops=again.flops
+            )
+            yield stretch_of(
+                "compute",
+                work.kind,
+                middle,
+                end,
+                work,
+                step,
+                self.durations.model.layers,
+                flops=cost.flops - again.flops,
+            )
+        else:
+            yield stretch_of(
+                "compute", work.kind, start, end, work, step, self.durations.model.layers, flops=cost.flops
+            )
 
-    def _copy(
-        self, lane: Lane, other: Lane, gbs: float, copy: Copy, work: Work, step: int
-    ) -> Stretch:
+    def _copy(self, lane: Lane, other: Lane, gbs: float, copy: Copy, work: Work, step: int) -> Stretch:
         ready = max(self._done("compute", copy.wait_compute), self._done(other, copy.wait_other))
         size = self.sizes[copy.piece.kind]
         busy = self.now[other] > max(ready, self.now[lane])  # the link is slower when both ways are taken
         start, end = self._take(lane, ready, size / (self.rates.link_both_gbs if busy else gbs) / 1e9)
-        return stretch_of(lane, copy.piece.kind, start, end, work, step, size, piece=copy.piece)
+        return stretch_of(
+            lane, copy.piece.kind, start, end, work, step, self.durations.model.layers, size, piece=copy.piece
+        )
 
     def _done(self, lane: Lane, entry: int) -> float:
         place = self.base[lane] + entry
@@ -91,15 +110,16 @@ class Lanes:
 
 
 def stretch_of(
-    lane: Lane, name: str, start: float, end: float, work: Work, step: int,
+    lane: Lane, name: str, start: float, end: float, work: Work, step: int, layers: int,
     size: int = 0, flops: float = 0.0, piece: Piece | None = None,
 ) -> Stretch:  # fmt: skip
-    """An entry of a lane, predicted or measured."""
-    layer, chunk = work.layer if work.layer >= 0 else None, work.chunk
+    """An entry of a lane, predicted or measured. A unit of the vocabulary has no layer."""
+    layer, chunk = work.layer, work.chunk
     if piece is not None and piece.kind in OF_UNITS:
         layer, chunk = piece.layer, None
     return Stretch(
-        lane=lane, name=name, start=start, end=end, step=step, phase=PHASES[work.kind], round=work.round, layer=layer,
+        lane=lane, name=name, start=start, end=end, step=step, phase=PHASES[work.kind], round=work.round,
+        layer=layer if 0 <= layer < layers else None,
         group=chunk.group if chunk else None, chunk=chunk.number if chunk else None, flops=flops, bytes=size,
     )  # fmt: skip
 
@@ -120,16 +140,17 @@ def simulate(model: Model, plan: Plan, rates: Rates, shown: bool = False) -> Sim
     for step in (0, 1):
         for _ in lanes.run(residency.program(step_work(model, shortest, beginning(plan, step)), steady)):
             pass
-    began = dict(lanes.now)
+    start = lanes.now["compute"]
     program = residency.program(steady, steady)
-    stretches = tuple(lanes.run(program, step=1))
+    stretches = list(lanes.run(program))
+    end = lanes.now["compute"]
     per_round = _Sums(rounds)
     for stretch in stretches:
         per_round.add(stretch)
     times = plan.rounds - rounds  # how often the round between is missing
-    start = began["compute"]
     middle = per_round.ends[1] - per_round.ends[0] if rounds > 1 else 0.0
-    end = max(lanes.now["compute"], start)
+    if shown:  # one more, so that the border between two steps can be seen
+        stretches += lanes.run(residency.program(steady, steady), step=1)
     return Simulated(
         step_s=end - start + times * middle,
         compute_s=per_round.total("compute", times),
@@ -139,8 +160,12 @@ def simulate(model: Model, plan: Plan, rates: Rates, shown: bool = False) -> Sim
         outbound_bytes=int(per_round.total("outbound_bytes", times)),
         hardware_flops=per_round.total("flops", times),
         home_slots=program.homes,
-        stretches=stretches if shown else (),
+        stretches=tuple(_since(stretch, start) for stretch in stretches) if shown else (),
     )
+
+
+def _since(stretch: Stretch, start: float) -> Stretch:
+    return replace(stretch, start=stretch.start - start, end=stretch.end - start)
 
 
 class _Sums:

@@ -70,7 +70,7 @@ def waiting_updates(model: Model, plan: Plan, found: Beginning) -> list[Work]:
 def chunks_of(plan: Plan, round_: int) -> list[Chunk]:
     """The chunks of a round, in forward order."""
     groups = range(round_ * plan.groups_per_round, min((round_ + 1) * plan.groups_per_round, plan.groups))
-    found = []
+    found: list[Chunk] = []
     for group in groups:
         sequences = min(plan.seqs_per_group, plan.gbs - group * plan.seqs_per_group)
         rows = sequences * plan.seqlen

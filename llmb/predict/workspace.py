@@ -2,11 +2,10 @@
 
     workspace_bytes(model, plan)
 
-Each function names what is alive together at each point of the device side's `block.py`, in numbers a token of the run's
-format, and takes the largest. Kernels of attention
-make new memory for what they give; what cuDNN uses inside is what its published form needs: the queries' slopes in
-fp32, and slopes of keys and values for each head of the queries. What 8-bit products round their operands into is not
-counted, nor what the plain forms of kernels hold on CPUs.
+Each function names what is alive together at each point of the device side's `block.py`, in numbers a token of the
+run's format, and takes the largest. Kernels of attention make new memory for what they give; what cuDNN uses inside is
+what its published form needs: the queries' slopes in fp32, and slopes of keys and values for each head of the queries.
+What the plain forms of kernels hold on CPUs is not counted.
 """
 
 from llmb.plan import FULL, Plan
@@ -17,7 +16,7 @@ KEYS_AT_ONCE = 16384  # of one call of the attention: its gradients are made for
 
 
 def workspace_bytes(model: Model, plan: Plan) -> int:
-    """What the computation of one chunk needs at most. What a level does not keep is there while it is computed again."""
+    """What the computation of one chunk needs at most; what its level did not keep is there until it is done."""
     sizes, each, rows = piece_bytes(model, plan), number_bytes(plan), plan.chunk_tokens
     keys = min(plan.group_tokens, KEYS_AT_ONCE)
     again = 0 if set(plan.levels) == {FULL} else sizes["rest"] + sizes["attn"]

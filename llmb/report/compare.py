@@ -17,7 +17,7 @@ from llmb.spec import RunConfig
 
 Z_95 = 1.96
 # Fields that tell runs apart without making them different experiments.
-IDENTITY = {"name", "overrides", "recipe_row", "reference", "environment"}
+IDENTITY = {"name", "overrides", "recipe_row", "reference", "environment", "workload.prediction"}
 
 FIGURES = (
     "tokens_per_s",
@@ -99,8 +99,9 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: value}
     found: dict[str, Any] = {}
     for key, item in value.items():
-        if prefix or key not in IDENTITY:
-            found |= _flat(item, f"{prefix}.{key}" if prefix else key)
+        path = f"{prefix}.{key}" if prefix else key
+        if path not in IDENTITY:
+            found |= _flat(item, path)
     return found
 
 

@@ -19,6 +19,7 @@ CUT = {
     "param_blocks": ("device: param blocks", "weights on the device at once, in units"),
     "grad_blocks": ("device: grad blocks", "gradients, the same way"),
     "activation_slots": ("device: activation slots", "whole (chunk, layer)s"),
+    "light_slots": ("device: light slots", "(chunk, layer)s of which only inp+context+attn are kept"),
     "host_activations": ("host activations", "(chunk, layer)s of a round that wait on the host"),
     "host_fully_saved": ("host: fully saved", "nothing of them is computed again"),
     "host_inp_context_attn": ("host: only inp+context+attn", "queries, output and MLP products are computed again"),
@@ -35,6 +36,7 @@ KINDS = {
     "dstream": "gradient stream",
     "dkv": "gradients of keys and values",
     "workspace": "workspace",
+    "inputs": "tokens and rotations",
     "context": "the driver's own",
 }
 RATES = {

@@ -29,6 +29,7 @@ class Cut:
     param_blocks: int  # on the device, residents included
     grad_blocks: int
     activation_slots: int  # whole (layer, chunk)s that are there when a round turns back
+    light_slots: int  # of which input, context and attention are
     host_activations: int  # (layer, chunk)s of a round that wait on the host then
     host_fully_saved: int
     host_inp_context_attn: int
@@ -128,9 +129,9 @@ def plan_figures(config: RunConfig) -> PlanFigures:
 
 def cut_of(plan: Plan, expected: Prediction) -> Cut:
     """The figures that other plans of this kind have, too."""
-    levels = plan.levels
+    full, attention, least = (plan.levels.count(level) for level in (FULL, ATTENTION, INPUT))
     full_at_home = expected.home_slots.get("rest", 0)
-    stay = levels.count(FULL) - full_at_home  # on the device when a round turns back
+    light_at_home = min(attention, max(0, expected.home_slots.get("attn", 0) - full_at_home))
     return Cut(
         chunk_size=min(plan.chunk_tokens, plan.group_tokens),
         chunks_per_round=plan.chunks_per_round,
@@ -140,11 +141,12 @@ def cut_of(plan: Plan, expected: Prediction) -> Cut:
         global_batch_tokens=plan.step_tokens,
         param_blocks=plan.resident_params + plan.param_blocks,
         grad_blocks=plan.resident_grads + plan.grad_blocks,
-        activation_slots=stay,
-        host_activations=len(levels) - stay,
+        activation_slots=full - full_at_home,
+        light_slots=attention - light_at_home,
+        host_activations=full_at_home + light_at_home + least,
         host_fully_saved=full_at_home,
-        host_inp_context_attn=levels.count(ATTENTION),
-        host_inp_context=levels.count(INPUT),
+        host_inp_context_attn=light_at_home,
+        host_inp_context=least,
     )
 
 

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from llmb.errors import ConfigError, LaunchError
+from llmb.errors import LaunchError
 from llmb.events import TimeSpent
 from llmb.plain import to_json, write_whole
 from llmb.rank.nsight import NsightWindow, watched_by_nsight
+from llmb.rank.profile_window import profiled_steps
 from llmb.spec import Profile
 from llmb.train.mesh import Mesh
 from llmb.train.timeline import Work, by_nesting, by_precedence, within
@@ -62,7 +63,7 @@ class Profiler:
     def __init__(self, folder: Path, asked: Profile, steps: range, mesh: Mesh):
         self._folder, self._mesh = folder / "profile", mesh
         mine = not asked.profile_ranks or mesh.rank in asked.profile_ranks
-        self._steps = _steps_to_trace(asked, steps) if asked.profile and mine else range(0)
+        self._steps = profiled_steps(asked, steps) if mine else range(0)
         self._nsight = NsightWindow(self._steps) if watched_by_nsight() else None
         # The tracing library is slow at first: where there is a step before the window it gets used to its work there.
         self._settles = bool(self._steps) and self._steps[0] > steps[0]
@@ -120,16 +121,6 @@ class Profiler:
             found = analyse(json.load(file)["traceEvents"], self._mesh.device.type)
         write_whole(self._folder / "time.json", to_json({"steps": list(self._steps), **found}, indent=1))
         return tuple(TimeSpent(**row) for row in found["time_spent"])
-
-
-def _steps_to_trace(asked: Profile, steps: range) -> range:
-    window = range(max(asked.profile_start, steps[0]), min(asked.profile_stop, steps[-1] + 1))
-    if not window:
-        raise ConfigError(
-            f"profile_start={asked.profile_start}, profile_stop={asked.profile_stop}: none of the steps of this run, "
-            f"{steps[0]} to {steps[-1]}, is profiled; profile_stop is the first step after the window"
-        )
-    return window
 
 
 def analyse(events: list[dict[str, Any]], device: str) -> dict[str, Any]:

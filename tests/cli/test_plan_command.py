@@ -1,6 +1,7 @@
 """`llmb-run plan`: the figures of the document, budgets that cannot be, sequences that no chunk divides."""
 
 import json
+import re
 
 import pytest
 
@@ -30,7 +31,8 @@ def test_the_plan_of_the_document_has_every_figure_it_prints(document):
     cut = {"chunk_size": 16384, "chunks_per_round": 4, "seqs_per_round": 1, "rounds_per_step": 5, "seqs_per_step": 5}
     assert cut.items() <= document.items()
     assert document["global_batch_tokens"] == 5 * 65536
-    assert document["host_activations"] == 32 * 4 - document["activation_slots"]
+    on_device = document["activation_slots"] + document["light_slots"]
+    assert document["host_activations"] == 32 * 4 - on_device
     saved = [document[name] for name in ("host_fully_saved", "host_inp_context_attn", "host_inp_context")]
     assert sum(saved) == document["host_activations"]
     assert document["published"].keys() <= document.keys()
@@ -133,9 +135,12 @@ WRONG = [
     ([*DOCUMENT, "--dtype", "fp8", "--gpu-type", "a100", "--scale", "1", "--force"], "has no products in fp8"),
     (
         [*DOCUMENT, "--host-gb", "20", "--device-gb", "2", "--set", "chunk_tokens=8192", *RESIDENT_NOWHERE],
-        "does not fit 20 GiB of host and 2 GiB of device memory: the device needs ",
+        "does not fit",
     ),
-    (["plan", "-w", "pretrain_grok1"], "plans are made for out-of-core runs (outofcore_llama3), not for pretrain_grok1"),
+    (
+        ["plan", "-w", "pretrain_grok1"],
+        "made for out-of-core runs (outofcore_llama3), not for pretrain_grok1",
+    ),
     (["plan"], "name the run with -w; plans are made for out-of-core runs: outofcore_llama3"),
     (["plan", "-w", "outofcore_llama3", "-s", "9b"], "unknown size of outofcore_llama3 '9b'"),
 ]
@@ -148,6 +153,17 @@ def test_what_cannot_be_is_one_line_and_exit_1(llmb_run, arguments, said):
     assert said in err
     assert err.startswith("ERROR: ")
     assert err.count("\n") == 1
+
+
+def test_what_does_not_fit_names_the_smallest_budgets_that_do(llmb_run):
+    line = [*DOCUMENT, "--set", "chunk_tokens=16384", "--set", "seqs_per_round=1", *RESIDENT_NOWHERE]
+    _, _, err = llmb_run(*line, "--device-gb", "2")
+    named = re.search(r"beside 178 GiB on the host it needs (\d+) GiB on the device", err)
+    assert named, err
+    code, out, _ = llmb_run(*line, "--device-gb", named[1], "--json")
+    assert code == 0
+    assert sum(json.loads(out)["device_bytes"].values()) <= int(named[1]) * 2**30
+    assert llmb_run(*line, "--device-gb", str(int(named[1]) - 1))[0] == 1
 
 
 def test_budgets_may_come_from_the_environment(llmb_run, monkeypatch):

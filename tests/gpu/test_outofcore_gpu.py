@@ -20,7 +20,8 @@ from llmb.plain import to_plain
 from llmb.plan import UPDATES, Plan
 from llmb.predict.pieces import Units
 from llmb.predict.rates import H200
-from llmb.predict.search import Wishes, best_plan
+from llmb.predict.draft import Wishes
+from llmb.predict.search import best_plan
 from llmb.rank.record import Record
 from llmb.rank.tokens import synthetic_tokens
 from llmb.spec import Machine, Model, OutOfCore, Parallel, Precision, Profile, Rope, RunConfig

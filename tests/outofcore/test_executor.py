@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from weakref import ref
 
 import pytest
 from ordinary_training import CPU, LEAST, TIED, UNTIED, trained, trainer_of
@@ -92,3 +93,12 @@ def test_after_a_few_steps_no_more_programs_are_compiled(update_at: str) -> None
     issued = [programs.next(part, then) for part, then in pairwise(found)]
     assert len({id(program) for program in issued}) <= 6
     assert issued[-1] in issued[:-1]
+
+
+def test_a_trainer_gives_its_memory_back_at_once() -> None:
+    """Several runs follow one another in a process: the next finds the device empty."""
+    trainer = trainer_of(UNTIED, LEAST)
+    trained(trainer, 2)
+    arena = ref(trainer.arena)
+    del trainer
+    assert arena() is None

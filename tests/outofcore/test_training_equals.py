@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ordinary_training import LEAST, SEED, SMOOTH, TIED, UNTIED, network_of, ordinary, trained, trainer_of, weights_in
+from ordinary_training import LEAST, SEED, SMOOTH, TIED, UNTIED, ordinary, trained, trainer_of, weights_in
 from outofcore_plans import models, plans
 from shuffled_lanes import ShuffledLanes
 
@@ -125,6 +125,14 @@ def test_bf16_follows_fp32(update: str) -> None:
     assert found[1] == pytest.approx(norms, rel=0.05)
 
 
+def test_fp8_products_follow_fp32() -> None:
+    plan = replace(LEAST, seqlen=32, chunk_tokens=16, levels="FAIFAI")
+    losses, _, _ = ordinary(UNTIED, plan, STEPS, None)
+    found, _ = trained(trainer_of(UNTIED, replace(plan, dtype="fp8", update="stochastic")), STEPS)
+    assert found == pytest.approx(losses, rel=0.03)
+    assert found != trained(trainer_of(UNTIED, replace(plan, dtype="bf16", update="stochastic")), STEPS)[0]
+
+
 def test_master_weights_take_changes_that_bf16_cannot_hold() -> None:
     """A learning rate so small that most bf16 weights stay where they are when they are rounded to nearest."""
     moved = {}
@@ -146,17 +154,12 @@ def test_training_begins_with_the_weights_of_ordinary_training() -> None:
     assert all(torch.equal(weights[name], parameter) for name, parameter in network.named_parameters())
 
 
-def test_a_step_whose_gradients_are_not_finite_changes_nothing() -> None:
-    plan = replace(LEAST, update_at="forward")
-    network = network_of(UNTIED)
-    trainer = trainer_of(UNTIED, plan, clip=1.0)
-    last = trainer.weights_of(2)
-    kept = last[5].item()
-    last[5] = torch.inf
+@pytest.mark.parametrize(("update_at", "clip"), [("forward", 1.0), ("forward", None), ("backward", None)])
+def test_a_step_whose_gradients_are_not_finite_changes_nothing(update_at: str, clip: float | None) -> None:
+    trainer = trainer_of(UNTIED, replace(LEAST, update_at=update_at), clip)
+    trainer.weights_of(2)[5] = torch.inf
     before = weights_in(trainer)
     loss, norm = trained(trainer, 1)
     assert not all(map(torch.isfinite, torch.tensor([*loss, *norm])))
     after = weights_in(trainer)
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
-    trainer.weights_of(2)[5] = kept
-    assert torch.equal(weights_in(trainer)["embedding.weight"], network.embedding.weight)

@@ -1,4 +1,4 @@
-"""A plan in words and tables: every figure of the document, published ones beside ours, nothing where nothing is known."""
+"""A plan in tables and words: every figure of the document, published ones beside ours, dashes for the unknown."""
 
 from dataclasses import replace
 
@@ -108,7 +108,7 @@ def test_the_head_of_a_page_has_a_few_of_them(figures):
 
 def test_other_runs_have_no_plan(recipes, config):
     other = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
-    with pytest.raises(ConfigError, match="plans are made for out-of-core runs; pretrain_llama3.1 is of kind training"):
+    with pytest.raises(ConfigError, match=r"plans are made for out-of-core runs; .* is of kind training"):
         plan_figures(other)
     assert isinstance(config.workload, OutOfCore)
     with pytest.raises(ConfigError, match="has no plan"):

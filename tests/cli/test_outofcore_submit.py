@@ -1,0 +1,22 @@
+"""An out-of-core stand-in from the command line to its result, its prediction and its pictures."""
+
+import json
+
+from llmb.plain import to_json
+from llmb.predict.rates import NOMINAL_CPU, rates_path
+
+
+def test_a_profiled_stand_in_says_what_was_predicted_and_where_its_pictures_are(llmb_run, tmp_path):
+    path = rates_path(tmp_path / "llmb", "cpu")
+    path.parent.mkdir(parents=True)
+    path.write_text(to_json(NOMINAL_CPU).replace("nominal", "measured on Monday"))
+    line = "submit -w outofcore_llama3 -s 3b --dtype fp32 --scale 1 --proxy --seqlen 512 -p --json"
+    code, out, err = llmb_run(*line.split(), "--set", "gbs=1", "--set", "steps=2")
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["status"] == "ok"
+    assert result["predicted"]["source"] == "its plan, by rates measured on Monday"
+    assert result["predicted"]["ratio"] > 0
+    (page,) = (tmp_path / "llmb").glob("workloads/*/experiments/*/*/*/profile/profile.html")
+    assert f"profile: {page}" in err
+    assert "against prediction" in err
