@@ -38,6 +38,7 @@ from llmb.plan import ATTENTION, FULL, Plan
 from llmb.predict.pieces import Piece, Units
 from llmb.predict.program import Operation
 from llmb.predict.work import Chunk
+from llmb.predict.workspace import KEYS_AT_ONCE
 from llmb.rank.adamw import BETAS, EPS, WEIGHT_DECAY
 from llmb.spec import Model
 
@@ -61,7 +62,7 @@ class Computation:
         self.rope_rows, self.seed = rope_rows, seed
         self.units, self.formats = Units(model), formats_of(plan)
         self.products = Fp8Products() if plan.dtype == "fp8" else Products()
-        self.block = Block(model, self.products)
+        self.block = Block(model, self.products, KEYS_AT_ONCE)
         self._views: dict[tuple[str, int, Shapes], list[Tensor]] = {}  # of buffers, each made once
 
     def of(self, groups: Sequence[GroupBatch], update: AdamStep) -> Compute:

@@ -102,13 +102,14 @@ def run_steps(
         settles = saves or step == steps[-1]
         watch = profiler.before(step)
         reports.add(trainer.step(step, "settle" if settles else "step", watch, between=reports.tell))
-        profiler.after(step)
-        if settles:
+        pauses = profiler.after(step) or settles
+        if pauses:
             reports.finish()
+        if settles:
             trainer.settle("nothing" if step == steps[-1] else "step")
         if saves:
             save(folder, step, unit_tensors(trainer), facts)
-        if settles:
+        if pauses:
             reports.restart()
 
 

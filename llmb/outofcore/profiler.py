@@ -37,13 +37,14 @@ class Profiler:
             self._record = LaneRecord(self._trainer.model, self._trainer.plan, began)
         return self._record.watch(step)
 
-    def after(self, step: int) -> None:
-        """Behind the last of them: wait for all lanes, and write."""
+    def after(self, step: int) -> bool:
+        """Behind the last of them: wait for all lanes, and write. Whether it did: that is no step's time."""
         if self._nsight is not None:
             self._nsight.after(step)
         elif self._record is not None and step == self._steps[-1]:
             self._write(self._record)
             self._record = None
+        return bool(self._steps) and step == self._steps[-1]
 
     def _write(self, record: LaneRecord) -> None:
         self._trainer.lanes.wait()
@@ -58,6 +59,8 @@ class Profiler:
             raise LaunchError(f"cannot write {path}: {error.strerror}") from error
 
     def _link(self) -> tuple[float, float] | None:
-        """What it can do, where the plan was made with measured or known rates."""
-        prediction = self._work.prediction
-        return None if prediction is None else (prediction.rates["link_in_gbs"], prediction.rates["link_out_gbs"])
+        """What it can do, where anybody has measured that."""
+        expected = self._work.prediction
+        if expected is None or expected.step_s is None:
+            return None
+        return expected.rates["link_in_gbs"], expected.rates["link_out_gbs"]

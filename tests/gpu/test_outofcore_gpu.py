@@ -18,9 +18,9 @@ from llmb.outofcore.host_slab import HostSlab
 from llmb.outofcore.streams import EVENTS, CudaLanes
 from llmb.plain import to_plain
 from llmb.plan import UPDATES, Plan
+from llmb.predict.draft import Wishes
 from llmb.predict.pieces import Units
 from llmb.predict.rates import H200
-from llmb.predict.draft import Wishes
 from llmb.predict.search import best_plan
 from llmb.rank.record import Record
 from llmb.rank.tokens import synthetic_tokens

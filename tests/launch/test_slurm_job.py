@@ -41,6 +41,9 @@ def configurations(recipe: Recipe) -> Iterator[RunConfig]:
     """Every row at every scale it lists, in every format, on every GPU it is for."""
     for row in recipe.rows:
         picks = [Setting(field=name, value=row[name], source="row") for name in ("mode", "use_case") if name in row]
+        if recipe.kind == "outofcore":  # a script does not depend on the plan: what is fixed need not be searched for
+            fixed = {"gbs": 1, "seqs_per_round": 1, "chunk_tokens": min(row["seqlen"], 32768)}
+            picks += [Setting(field=name, value=value, source="row") for name, value in fixed.items()]
         for gpu in _listed(row["gpu"]):
             for dtype in _listed(row["dtype"]):
                 for gpus in expand_gpus(row["gpus"]):

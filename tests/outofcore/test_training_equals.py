@@ -89,7 +89,7 @@ def test_gradients_are_clipped_to_a_norm(clip: float) -> None:
     assert_equal_training(UNTIED, replace(LEAST, update_at="forward", gbs=3), clip, ShuffledLanes(7))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_plan_trains_as_ordinary_training_does(data: st.DataObject) -> None:
     model = data.draw(models())

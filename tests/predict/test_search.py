@@ -26,7 +26,7 @@ def test_an_8b_in_24_gib_beats_what_is_published_there():
 
 
 def test_where_all_fits_nothing_moves_and_nothing_is_computed_again():
-    planned = best_plan(SHORT, replace(WISHES, device_gib=60), H200)
+    planned = best_plan(SHORT, replace(WISHES, device_gib=100), H200)
     assert set(planned.plan.levels) == {"F"}
     assert planned.simulated.inbound_bytes == 0
     assert sum(planned.host_bytes.values()) == 0
@@ -40,7 +40,7 @@ def test_the_batch_is_the_user_s():
 
 def test_whatever_is_fixed_stays_so():
     wishes = replace(
-        LESS, host_gib=60, chunk_tokens=8192, seqs_per_round=2, resident_params=3, resident_grads=1,
+        LESS, host_gib=60, device_gib=24, chunk_tokens=8192, seqs_per_round=2, resident_params=3, resident_grads=1,
         resident_states=2, activation_slots=4, full_saves=3, attention_saves=5,
     )  # fmt: skip
     plan = best_plan(SHORT, wishes, H200).plan
