@@ -253,7 +253,16 @@ class Draft:
         at_home = self._all - on_device
         full_at_home = min(at_home, max(0, full - whole)) if wishes.full_saves is None else wishes.full_saves
         if full_at_home and device - on_device * light - whole * sizes["rest"] < 2 * sizes["rest"]:
-            whole, on_device = max(0, whole - 2), max(0, on_device - 2)  # those at home need two slots to pass through
+            room_to_pass = device - 2 * sizes["rest"]  # those at home need two slots to pass through
+            if room_to_pass < 0:
+                if wishes.full_saves is not None:
+                    return None
+                full_at_home = 0
+            elif wishes.activation_slots is not None:
+                return None
+            else:
+                whole = min(whole, int(room_to_pass / (light + sizes["rest"])))
+                on_device = min(on_device, whole + int((room_to_pass - whole * (light + sizes["rest"])) / light))
             at_home = self._all - on_device
         room_at_home = host - at_home * least - full_at_home * (sizes["attn"] + sizes["rest"])
         most = min(at_home - full_at_home, int(room_at_home / sizes["attn"]))

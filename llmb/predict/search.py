@@ -25,9 +25,10 @@ MOST_CHUNKS = 32  # of a sequence
 GROUPS = (1, 2, 3, 4, 6, 8, 16, 32)
 SHARES = tuple(eighth / 8 for eighth in range(9))
 SHAPES = 8  # whose shares are looked at more closely
+LEADERS = 3  # of them, whose neighbours are looked at
 SIMULATED = 40  # of the drafts, at first
 BESIDE_COPIES = 0.01  # of their time is lost to computation
-EFFORT = 60_000  # computations that are simulated in all
+EFFORT = 30_000  # computations that are simulated in all
 
 
 def best_plan(model: Model, wishes: Wishes, rates: Rates) -> Planned:
@@ -39,34 +40,39 @@ def best_plan(model: Model, wishes: Wishes, rates: Rates) -> Planned:
     fine = (draft for shape in shapes for draft in _drafts(model, wishes, rates, shape, SHARES))
     search = _Search()
     search.try_all(_varied(sorted((draft for draft in fine if draft.fits), key=_promise)))
-    while search.best is not None and search.try_all(search.best.neighbours()):
-        pass
-    if search.planned is None:
+    for shape in search.leaders():
+        while search.try_all(search.best[shape][1].neighbours()):
+            pass
+    if not search.best:
         raise ConfigError(_too_small(model, wishes, rates))
-    return search.planned
+    return max((planned for planned, _ in search.best.values()), key=_speed)
 
 
 class _Search:
-    """The fastest draft of those gone through; it ends when enough work was simulated."""
+    """The fastest drafts of those gone through, one for each shape; it ends when enough work was simulated."""
 
     def __init__(self) -> None:
-        self.best: Draft | None = None
-        self.planned: Planned | None = None
+        self.best: dict[Shape, tuple[Planned, Draft]] = {}
         self._seen: set[tuple[object, ...]] = set()
         self._left = EFFORT
 
+    def leaders(self) -> list[Shape]:
+        """The shapes near whose best drafts it is worth while to look."""
+        return sorted(self.best, key=lambda shape: -_speed(self.best[shape][0]))[:LEADERS]
+
     def try_all(self, drafts: Iterable[Draft]) -> bool:
-        """Whether one of them is faster than all before."""
+        """Whether one of them is faster than all before of its shape."""
         found = False
         for draft in drafts:
             mark = draft.shape, draft.resident, draft.kept
-            if mark in self._seen or not draft.fits or (self._left < 0 and self.planned is not None):
+            if mark in self._seen or not draft.fits or (self._left < 0 and self.best):
                 continue
             self._seen.add(mark)
             self._left -= 2 * len(draft.plan.levels) * min(draft.plan.rounds + 2, 5)
             planned = draft.planned()
-            if planned is not None and (self.planned is None or _speed(planned) > _speed(self.planned)):
-                self.best, self.planned, found = draft, planned, True
+            before = self.best.get(draft.shape)
+            if planned is not None and (before is None or _speed(planned) > _speed(before[0])):
+                self.best[draft.shape], found = (planned, draft), True
         return found
 
 

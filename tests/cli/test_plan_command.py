@@ -155,15 +155,26 @@ def test_what_cannot_be_is_one_line_and_exit_1(llmb_run, arguments, said):
     assert err.count("\n") == 1
 
 
-def test_what_does_not_fit_names_the_smallest_budgets_that_do(llmb_run):
-    line = [*DOCUMENT, "--set", "chunk_tokens=16384", "--set", "seqs_per_round=1", *RESIDENT_NOWHERE]
-    _, _, err = llmb_run(*line, "--device-gb", "2")
+SEARCHED = [*DOCUMENT, "--set", "chunk_tokens=16384", "--set", "seqs_per_round=1", *RESIDENT_NOWHERE]
+
+
+@pytest.fixture
+def smallest(llmb_run) -> int:
+    """GiB on the device that the refusal of 2 GiB names."""
+    _, _, err = llmb_run(*SEARCHED, "--device-gb", "2")
     named = re.search(r"beside 178 GiB on the host it needs (\d+) GiB on the device", err)
     assert named, err
-    code, out, _ = llmb_run(*line, "--device-gb", named[1], "--json")
-    assert code == 0
-    assert sum(json.loads(out)["device_bytes"].values()) <= int(named[1]) * 2**30
-    assert llmb_run(*line, "--device-gb", str(int(named[1]) - 1))[0] == 1
+    return int(named[1])
+
+
+def test_what_does_not_fit_names_the_smallest_budgets_that_do(llmb_run, smallest):
+    assert llmb_run(*SEARCHED, "--device-gb", str(smallest))[0] == 0
+    assert llmb_run(*SEARCHED, "--device-gb", str(smallest - 1))[0] == 1
+
+
+def test_the_tightest_plan_stays_within_its_budget(llmb_run, smallest):
+    _, out, _ = llmb_run(*SEARCHED, "--device-gb", str(smallest), "--json")
+    assert sum(json.loads(out)["device_bytes"].values()) <= smallest * 2**30
 
 
 def test_budgets_may_come_from_the_environment(llmb_run, monkeypatch):

@@ -4,10 +4,15 @@
 started once per test process, so job numbers go on counting and jobs of earlier tests, all over, may still be listed.
 """
 
+import json
 import os
+from pathlib import Path
 
 import pytest
+from runs_on_slurm import CLUSTER, HOSTILE
 from slurm_lab import SlurmLab, missing
+
+from llmb.launch.rundir import RunDir
 
 LABS = ("slurm", "slurm_with_accounting")
 
@@ -41,3 +46,27 @@ def slurm_environment(request, monkeypatch, clean_environment):
     for lab in labs:
         lab.heal()
         lab.cancel_all()
+
+
+@pytest.fixture
+def install(slurm, tmp_path, monkeypatch) -> Path:
+    """An installation whose runs go to the lab, one rank a node."""
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    (folder / "cluster_config.yaml").write_text(CLUSTER)
+    monkeypatch.setenv("LLMB_INSTALL", str(folder))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return folder
+
+
+@pytest.fixture
+def submit(install, llmb_run):
+    """Sends one run to Slurm; gives its job and its folder."""
+
+    def call(*arguments: str) -> tuple[str, RunDir]:
+        code, out, err = llmb_run("submit", *arguments, "--json")
+        assert code == 0, err
+        sent = json.loads(out)
+        return sent["job_id"], RunDir.open(Path(sent["run_dir"]))
+
+    return call

@@ -1,137 +1,20 @@
-"""Real runs on a real Slurm: ranks on several nodes compute what they compute here, and every end has a name."""
+"""Real runs on a real Slurm: every end has a name, and whoever starts one ends in the same place."""
 
 import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from runs_on_slurm import LLAMA, LONG, TINY, ended, given, stepping, steps, wait_for
 
-from llmb.events import RequestDone, RunStarted, StepDone, read
+from llmb.events import RunStarted, read
 from llmb.launch.rundir import RunDir
 from llmb.plain import read_json
 from llmb.recipes.recipe import shipped
 
 pytestmark = pytest.mark.slurm
-HOSTILE = 'it\'s "a" $HOME `b` %j 100%\nline'
-CLUSTER = """
-schema_version: 2
-cluster_name: lab
-gpu_type: cpu
-environment: {GPUS_PER_NODE: "1", OMP_NUM_THREADS: "1", SITE_SAYS: "a 'b' $c"}
-slurm: {common: {partition: main}, gpu: {}, cpu: {}}
-"""
-SHAPE = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
-TINY = [f"--set=model.{field}={value}" for field, value in SHAPE.items()]
-LLAMA = ["-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--proxy", *TINY, "--seqlen", "32"]
-GROK = ["-w", "pretrain_grok1", "-s", "314b", "--dtype", "fp32", "--proxy", "--seqlen", "32", "--set=model.layers=2"]
-NEMOTRON = ["-w", "pretrain_nemotronh", "-s", "56b", "--dtype", "fp32", "--proxy", "--seqlen", "64"]
-DEEPSEEK = ["-w", "inference_deepseek-r1", "-s", "671b", "--dtype", "bf16", "--proxy"]
-LONG = [*LLAMA, "--scale", "2", "--set", "steps=100000"]
-
-
-@pytest.fixture
-def install(slurm, tmp_path, monkeypatch) -> Path:
-    """An installation whose runs go to the lab, one rank a node."""
-    folder = tmp_path / HOSTILE
-    folder.mkdir()
-    (folder / "cluster_config.yaml").write_text(CLUSTER)
-    monkeypatch.setenv("LLMB_INSTALL", str(folder))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return folder
-
-
-@pytest.fixture
-def submit(install, llmb_run):
-    """Sends one run to Slurm; gives its job and its folder."""
-
-    def call(*arguments: str) -> tuple[str, RunDir]:
-        code, out, err = llmb_run("submit", *arguments, "--json")
-        assert code == 0, err
-        sent = json.loads(out)
-        return sent["job_id"], RunDir.open(Path(sent["run_dir"]))
-
-    return call
-
-
-def wait_for(condition, seconds: float = 240, what: str = "what was waited for"):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
-        time.sleep(0.1)
-    return found
-
-
-def ended(slurm, job: str, run: RunDir) -> dict:
-    """The result of a job that is over."""
-
-    def over() -> bool:
-        state = slurm.call("scontrol", "show", "job", job, "-o")
-        return not any(word in state for word in ("JobState=PENDING", "JobState=RUNNING", "JobState=COMPLETING"))
-
-    wait_for(over, what=f"the end of job {job}")
-    run = RunDir.open(run.path)
-    assert run.result.exists(), run.slurm_output(job).read_text()
-    return read_json(run.result)
-
-
-def given(slurm, job: str) -> tuple[int, str]:
-    """How many nodes, and which, by Slurm's own word."""
-    words = dict(word.partition("=")[::2] for word in slurm.call("scontrol", "show", "job", job, "-o").split())
-    return int(words["NumNodes"]), words["NodeList"]
-
-
-def steps(run: RunDir, rank: int = 0) -> list[StepDone]:
-    return [event for event in read(run.events(rank)) if isinstance(event, StepDone)]
-
-
-def stepping(run: RunDir) -> None:
-    wait_for(lambda: len(steps(run)) >= 2 and steps(run, 1), what="the second step")
-
-
-def facts(run: RunDir, ranks: int) -> list:
-    """What must not depend on where ranks run: losses and norms of a training, answers of a served model."""
-    found = []
-    for rank in range(ranks):
-        for event in read(run.events(rank)):
-            if isinstance(event, StepDone):
-                found.append((rank, event.step, event.tokens, event.loss, event.grad_norm))
-            elif isinstance(event, RequestDone):
-                found.append((rank, event.request, event.output_tokens, event.answer_crc, event.warmup, event.error))
-    return sorted(found)
-
-
-@pytest.mark.parametrize(
-    ("run", "ranks"),
-    [
-        ([*LLAMA, "--set", "steps=3"], 2),
-        pytest.param([*LLAMA, "--set", "steps=3"], 4, marks=pytest.mark.slow),
-        pytest.param([*GROK, "--set", "steps=3"], 2, marks=pytest.mark.slow),
-        pytest.param([*GROK, "--set", "steps=3"], 4, marks=pytest.mark.slow),
-        pytest.param([*NEMOTRON, "--set", "steps=3"], 2, marks=pytest.mark.slow),
-        pytest.param([*NEMOTRON, "--set", "steps=3"], 4, marks=pytest.mark.slow),
-        pytest.param([*DEEPSEEK, "--set", "num_requests=4"], 2, marks=pytest.mark.slow),
-    ],
-    ids=["llama-2", "llama-4", "grok-2", "grok-4", "nemotron-2", "nemotron-4", "deepseek-2"],
-)
-def test_ranks_on_several_nodes_compute_what_they_compute_here(slurm, submit, llmb_run, run, ranks):
-    asked = [*run, "--scale", str(ranks)]
-    job, there = submit(*asked, "--env", "ODD=a 'b' $c\n`d`")
-    result = ended(slurm, job, there)
-    assert result["status"] == "ok", result
-    code, out, err = llmb_run("submit", *asked, "--on", "local", "--json")
-    assert code == 0, err
-    [here] = [found for found in RunDir.find_all(there.install) if found.job_id == "L1"]
-    assert facts(there, ranks) == facts(here, ranks) != []
-    hosts = {event.host for rank in range(ranks) for event in read(there.events(rank)) if isinstance(event, RunStarted)}
-    assert None not in hosts
-    allocation = read_json(there.allocation)
-    assert (allocation["job_id"], allocation["restarts"]) == (job, 0)
-    assert given(slurm, job) == (ranks, allocation["nodes"])
-    assert there.record(job).exists()
-    assert json.loads(out)["status"] == "ok"
 
 
 def test_a_killed_rank_is_named(slurm, submit):
