@@ -27,9 +27,7 @@ ALLOWED = {
     "serving": {"errors", "spec", "hardware", "recipes", "settings"},
     "scaledown": {"errors", "plain", "spec", "layout", "recipes", "selection", "shrink", "standins"},
     "planning": {"errors", "spec", "hardware", "predict"},
-    "resolve": {
-        *GROUND, "predict", "planning", "recipes", "settings", "selection", "serving", "scaledown", "standins",
-    },
+    "resolve": {*GROUND, *"predict planning recipes settings selection serving scaledown standins".split()},
     "tasks": {"errors", "recipes", "selection", "settings"},
     "bulk": {"errors", "plain", "recipes", "settings", "tasks"},
     "shard": set(),

@@ -14,8 +14,8 @@ from llmb.outofcore import products as products_module
 from llmb.outofcore.block import Block
 from llmb.outofcore.products import Products
 from llmb.outofcore.tensors import Attn, KeyValues, Rest, block_weights
-from llmb.predict.workspace import backward_numbers, forward_numbers
 from llmb.predict.pieces import Units
+from llmb.predict.workspace import backward_numbers, forward_numbers
 from llmb.spec import Model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
