@@ -7,21 +7,16 @@ Both go into config.json: the engine only follows, and whoever reads the run lat
 
 from dataclasses import asdict, fields, replace
 from functools import cache
-from typing import Any
 
 from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
 from llmb.predict.draft import Planned, Wishes
+from llmb.predict.plain_llama import check_plain_llama
 from llmb.predict.rates import NOMINAL_CPU, Rates
 from llmb.predict.search import best_plan
 from llmb.spec import Model, OutOfCore, Prediction
 
 DTYPES = ("bf16", "fp8", "fp32")
-# What the engine's block computes; a model with more to it would be trained as something that it is not.
-PLAIN_LLAMA: dict[str, Any] = {
-    "architecture": "llama", "gated": True, "activation": "silu", "post_norms": False, "attention_cap": None,
-    "embedding_scale": 1.0, "logit_scale": 1.0, "pattern": None, "experts": None, "latent": None, "mamba": None,
-}  # fmt: skip
 
 
 def planned(work: OutOfCore, model: Model, dtype: str, rates: Rates) -> OutOfCore:
@@ -56,14 +51,7 @@ def _prediction(found: Planned, rates: Rates) -> Prediction:
 
 
 def _check(work: OutOfCore, model: Model, dtype: str, gpu: str) -> None:
-    for field, plain in PLAIN_LLAMA.items():
-        if getattr(model, field) != plain:
-            raise ConfigError(
-                f"out-of-core training is for plain Llamas: of {model.name} {field} is {getattr(model, field)!r}, "
-                f"it must be {plain!r}"
-            )
-    if model.rope is None:
-        raise ConfigError(f"out-of-core training is for plain Llamas: {model.name} has no rotary positions (rope)")
+    check_plain_llama(model)
     if dtype not in DTYPES:
         raise UnknownName("dtype of out-of-core training", dtype, DTYPES)
     if dtype == "fp8" and gpu != "cpu" and hardware.peak_flops(gpu, dtype) is None:

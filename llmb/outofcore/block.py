@@ -18,33 +18,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmb.errors import ConfigError
 from llmb.kernels.rms_norm import rms_norm, rms_norm_backward
 from llmb.kernels.rotation import rotate_in_place
 from llmb.kernels.span_attention import KEYS_AT_ONCE, Span, attend, attend_backward, rows_of
 from llmb.kernels.swiglu import swiglu, swiglu_backward
 from llmb.outofcore.products import Products
 from llmb.outofcore.tensors import Attn, BlockWeights, KeyValues, Rest, aligned
+from llmb.predict.plain_llama import check_plain_llama
 from llmb.spec import Model
-
-# What this file and `vocabulary.py` compute; a model may not have another value.
-COMPUTED = {"activation": "silu", "gated": True, "post_norms": False, "attention_cap": None}
-COMPUTED |= {"embedding_scale": 1.0, "logit_scale": 1.0, "pattern": None, "experts": None, "latent": None}
-
-
-def check(model: Model) -> None:
-    """Refuses a model that has what is not computed here."""
-    wrong = [name for name, value in COMPUTED.items() if getattr(model, name) != value]
-    wrong += ["rope=none"] if model.rope is None else []
-    if wrong:
-        raise ConfigError(f"model {model.name}: out-of-core training is of plain Llamas, without {', '.join(wrong)}")
 
 
 class Block:
     """The layer's arithmetic; weights come with each call. Fewer keys at once: less memory on the way back."""
 
     def __init__(self, model: Model, products: Products, keys_at_once: int = KEYS_AT_ONCE):
-        check(model)
+        check_plain_llama(model)
         self.keys_at_once = keys_at_once
         self.model, self.products = model, products
         self.width, self.kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from llmb.errors import ConfigError
-from llmb.outofcore.block import check as check_model
 from llmb.plan import Plan
+from llmb.predict.plain_llama import check_plain_llama
 from llmb.rank.nsight import watched_by_nsight
 from llmb.spec import OutOfCore, RunConfig
 
@@ -16,11 +16,7 @@ def supported(config: RunConfig) -> tuple[OutOfCore, Plan]:
         raise ConfigError(f"engine={config.engine}: python -m llmb.outofcore is the native engine")
     if not isinstance(work, OutOfCore):
         raise ConfigError(f"a workload of kind {work.kind}: python -m llmb.outofcore runs kind outofcore")
-    if config.model.architecture != "llama":
-        raise ConfigError(
-            f"model {config.model.name} is a {config.model.architecture}: out-of-core training is of llamas"
-        )
-    check_model(config.model)
+    check_plain_llama(config.model)
     if work.plan is None:
         raise ConfigError("workload.plan is null: `llmb-run submit` makes it, and `llmb-run plan` shows it")
     _check(config, work, work.plan)

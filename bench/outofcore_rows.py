@@ -1,0 +1,133 @@
+"""The rows of `outofcore_gpu.py` as data, their plans, and how fast each could be at best.
+
+Without torch: plans take seconds each, and are made side by side in processes that only plan.
+"""
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+
+from llmb.errors import ConfigError
+from llmb.plain import convert
+from llmb.plan import ATTENTION, FULL, INPUT, Plan
+from llmb.predict.draft import Planned, Wishes
+from llmb.predict.durations import Cost, Durations
+from llmb.predict.pieces import Units
+from llmb.predict.rates import Rates
+from llmb.predict.search import best_plan
+from llmb.predict.work import chunks_of
+from llmb.recipes.recipe import load_all, shipped
+from llmb.spec import Model
+
+MIB = 1 / 1024  # GiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table. Speeds are tokens/s of whole optimizer steps."""
+
+    seqlen: int
+    host_gib: float
+    device_gib: float
+    gbs: int  # sequences a step
+    size: str = "8b"
+    published: dict[str, float] = field(default_factory=dict, hash=False)  # on an H100, by host/device GiB there
+    aim: float | None = None
+    floor: float | None = None
+    warm_up: bool = True  # a step that does not count
+    chunk_tokens: int | None = None  # none: the plan chooses
+
+    @property
+    def title(self) -> str:
+        budgets = f"{self.seqlen}/{self.host_gib:g}/{self.device_gib:g}"
+        return budgets if self.size == "8b" else f"{self.size} {budgets}"
+
+
+# The longest row comes last and has no step to warm up, which would take as long as all rows of 8,192 tokens: kernels
+# are chosen by then, and its plan has all optimizer state on the device, so its first step does what the others do.
+ROWS = (
+    Row(seqlen=8192, host_gib=75, device_gib=78, gbs=16, published={"75/78": 11_406}, aim=11_800, floor=11_400),
+    Row(seqlen=8192, host_gib=60, device_gib=24, gbs=16, published={"60/24": 9_478}, aim=10_000, floor=9_600),
+    Row(seqlen=8192, host_gib=60, device_gib=16, gbs=16, aim=9_500, floor=8_500),
+    Row(seqlen=65536, host_gib=110, device_gib=78, gbs=2, published={"178/78": 5_400}, aim=5_500, floor=5_250),
+    Row(seqlen=65536, host_gib=80, device_gib=30, gbs=2, published={"80/30": 4_517}, aim=4_700, floor=4_450),
+    Row(seqlen=65536, host_gib=110, device_gib=130, gbs=1, size="15b",
+        published={"160/30": 2_308, "256/77": 2_719}, aim=2_650, floor=2_450),
+    Row(seqlen=262144, host_gib=110, device_gib=130, gbs=1,
+        published={"160/40": 1_746, "256/78": 2_073}, aim=1_880, floor=1_750, warm_up=False),
+)  # fmt: skip
+BATCH_ROW = ROWS[1]
+LARGE_BATCH = 68  # sequences: what the published run of that row chose for its link
+
+
+def models() -> dict[str, Model]:
+    """By size."""
+    found = load_all([shipped()])["outofcore_llama3"].models
+    return {size: convert(Model, found[size], size) for size in ("8b", "15b")}
+
+
+def tiny_models() -> dict[str, Model]:
+    """The same structure, very small; the larger one still has twice the layers."""
+    shape = {"hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
+    return {size: replace(model, layers=model.layers // 8, **shape) for size, model in models().items()}
+
+
+def tiny_row(row: Row) -> Row:
+    """A row for the tiny models: few tokens in small chunks, within budgets that make them stream."""
+    seqlen, chunk, host, device = {8192: (64, 64, 6, 1.7), 65536: (256, 64, 6, 2.2)}.get(row.seqlen, (512, 128, 6, 2.4))
+    if row.size != "8b":
+        host, device = 2 * host, 2 * device
+    gbs = row.gbs if row.gbs <= 2 else row.gbs // 4
+    return replace(row, seqlen=seqlen, chunk_tokens=chunk, host_gib=host * MIB, device_gib=device * MIB, gbs=gbs)
+
+
+def planned(model: Model, row: Row, rates: Rates) -> Planned:
+    """The row's plan."""
+    wishes = Wishes(
+        dtype="bf16", seqlen=row.seqlen, host_gib=row.host_gib, device_gib=row.device_gib, gbs=row.gbs,
+        chunk_tokens=row.chunk_tokens,
+    )  # fmt: skip
+    return best_plan(model, wishes, rates)
+
+
+def plans_of(rows: Iterable[Row], sized: dict[str, Model], rates: Rates) -> dict[Row, Planned | str]:
+    """All at once; of a row that does not fit, why."""
+    workers = min(8, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        making = {row: pool.submit(planned, sized[row.size], row, rates) for row in rows}
+    return {row: _made(plan) for row, plan in making.items()}
+
+
+def _made(plan: Future[Planned]) -> Planned | str:
+    try:
+        return plan.result()
+    except ConfigError as error:
+        return str(error)
+
+
+def ceiling_s(model: Model, plan: Plan, rates: Rates) -> float:
+    """Seconds of a step's matrix products and attention alone: nothing computed again, nothing waited for."""
+    durations = Durations(model, plan, rates)
+
+    def bare(cost: Cost) -> float:
+        return durations.seconds_of(replace(cost, passed=0.0))
+
+    chunks = [chunk for round_ in range(plan.rounds) for chunk in chunks_of(plan, round_)]
+    return sum(
+        model.layers * (bare(durations.forward(chunk)) + bare(durations.backward(chunk))) + bare(durations.head(chunk))
+        for chunk in chunks
+    )
+
+
+def plan_line(model: Model, made: Planned) -> str:
+    """What the plan comes to."""
+    plan, expected, units = made.plan, made.simulated, Units(model).count
+    levels = ", ".join(f"{plan.levels.count(level)} {level}" for level in (FULL, ATTENTION, INPUT))
+    return (
+        f"{plan.gbs} sequences a step, chunks of {plan.chunk_tokens} tokens, {plan.chunks_per_round} a round, "
+        f"{plan.rounds} rounds; of {units} units stay weights {plan.resident_params}, gradients {plan.resident_grads}, "
+        f"state {plan.resident_states}; kept {levels}; {expected.inbound_bytes / 1e9:.4g} GB in, "
+        f"{expected.outbound_bytes / 1e9:.4g} out"
+    )

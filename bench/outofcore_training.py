@@ -1,0 +1,125 @@
+"""One row of `outofcore_gpu.py`: a trainer on synthetic tokens, some steps, and what they took.
+
+Steps are issued one behind the other, as in a long run; the device's own events say when each ended. Entries of all
+lanes are watched in the last step: two events each, which cost nothing that shows.
+"""
+
+import gc
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from llmb.lanes import Lane, Lanes
+from llmb.outofcore.arena import Budgets
+from llmb.outofcore.batches import Batches
+from llmb.outofcore.host_slab import HostSlab
+from llmb.outofcore.lane_record import LaneRecord
+from llmb.outofcore.trainer import Settings, Trainer
+from llmb.predict.draft import Planned
+from llmb.spec import Model
+
+SEED = 1234
+LR = 3e-5
+NEAR = 1.0  # of ln(vocabulary), where a loss of random weights is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a row's steps came to."""
+
+    opening_s: float  # memory, weights
+    warm_up_s: float | None  # of the step that does not count; none: the first one counts
+    seconds: list[float]  # of each step that counts
+    losses: list[float]  # of all steps
+    sound: bool  # losses are finite, and fall or are near what they must be at first
+    waited: float  # share of the last step in which nothing was computed
+    link: dict[str, float]  # share of it in which something was copied, each way
+    host_bytes: int
+    device_bytes: int  # the most that torch held
+    driver_bytes: int | None  # all that was taken of the device, the driver's own included; none: a CPU
+    lanes: Lanes  # of the steps watched
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds) / len(self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """How a row is to be measured."""
+
+    budgets: Budgets
+    warm_up: bool
+    steps: int  # that count
+    watch_all: bool  # of these; else the last
+    link_gbs: tuple[float, float]
+    peak_tflops: float | None
+
+
+def train(model: Model, made: Planned, order: Order, device: torch.device, slab: HostSlab) -> Trained:
+    """Open, step, and say; all memory but the slab is the caller's to let go of."""
+    began = time.perf_counter()
+    trainer = _opened(model, made, order.budgets, device, slab)
+    opening_s = time.perf_counter() - began
+    total = order.steps + order.warm_up
+    start = trainer.lanes.moment("compute")
+    record = LaneRecord(model, made.plan, start)
+    watched = range(order.warm_up + 1 if order.watch_all else total, total + 1)
+    issued = [trainer.step(n, watch=record.watch(n) if n in watched else None) for n in range(1, total + 1)]
+    trainer.lanes.wait()
+    ends = [start, *(one.ended for one in issued)]
+    seconds = [before.seconds_until(end) for before, end in zip(ends, ends[1:], strict=False)]
+    losses = [one.loss for one in issued]
+    arena = trainer.arena
+    lanes = record.lanes(arena.device_bytes, arena.host_bytes, order.peak_tflops, order.link_gbs)
+    return Trained(
+        opening_s=opening_s,
+        warm_up_s=seconds[0] if order.warm_up else None,
+        seconds=seconds[order.warm_up :],
+        losses=losses,
+        sound=_sound(losses, model.vocab),
+        waited=1 - _busy(lanes, "compute", total) / seconds[-1],
+        link={lane: _busy(lanes, lane, total) / seconds[-1] for lane in ("inbound", "outbound")},
+        host_bytes=arena.host_bytes,
+        device_bytes=arena.device_bytes,
+        driver_bytes=_taken(device),
+        lanes=lanes,
+    )
+
+
+def let_go(device: torch.device) -> None:
+    """Give memory back that nothing needs any more, and torch the whole device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _opened(model: Model, made: Planned, budgets: Budgets, device: torch.device, slab: HostSlab) -> Trainer:
+    batches = Batches(model, made.plan, SEED, None, False, device)
+    settings = Settings(seed=SEED, budgets=budgets, home_slots=made.simulated.home_slots)
+    trainer = Trainer(model, made.plan, device, settings, batches, lambda _: LR, slab)
+    trainer.initialise()
+    trainer.lanes.wait()
+    return trainer
+
+
+def _busy(lanes: Lanes, lane: Lane, step: int) -> float:
+    return sum(one.end - one.start for one in lanes.stretches if one.lane == lane and one.step == step)
+
+
+def _taken(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _sound(losses: list[float], vocab: int) -> bool:
+    if not all(map(math.isfinite, losses)):
+        return False
+    falls = len(losses) > 1 and losses[-1] < losses[0]
+    return falls or abs(losses[-1] - math.log(vocab)) < NEAR
