@@ -89,7 +89,7 @@ class Bench:
         began = time.perf_counter()
         slab = HostSlab(size, self.device)
         seconds = time.perf_counter() - began
-        self.head(f"{size / hardware.GIB:.2f} GiB of host memory taken and locked in {seconds:.1f} s")
+        self.head(f"{size / hardware.GIB:.4g} GiB of host memory taken and locked in {seconds:.1f} s")
         self.keep("slab", {"bytes": size, "seconds": seconds})
         return slab
 

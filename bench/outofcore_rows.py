@@ -36,11 +36,14 @@ class Row:
     published: dict[str, float] = field(default_factory=dict, hash=False)  # on an H100, by host/device GiB there
     aim: float | None = None
     floor: float | None = None
-    warm_up: bool = True  # a step that does not count
+    warm_up: bool = True  # a step that does not count; the first row of a process has one in any case
     chunk_tokens: int | None = None  # none: the plan chooses
+    stands_for: str | None = None  # the title of the row that this is a tiny one of
 
     @property
     def title(self) -> str:
+        if self.stands_for is not None:
+            return f"tiny {self.stands_for}"
         budgets = f"{self.seqlen}/{self.host_gib:g}/{self.device_gib:g}"
         return budgets if self.size == "8b" else f"{self.size} {budgets}"
 
@@ -60,6 +63,16 @@ ROWS = (
 )  # fmt: skip
 BATCH_ROW = ROWS[1]
 LARGE_BATCH = 68  # sequences: what the published run of that row chose for its link
+# Of the tiny rows: tokens of a sequence and of a chunk, MiB of host and device memory. They stream all the same.
+TINY = {
+    "8192/75/78": (64, 64, 4, 2.0),
+    "8192/60/24": (64, 64, 6, 1.6),
+    "8192/60/16": (64, 64, 6, 1.4),
+    "65536/110/78": (256, 64, 3, 2.2),
+    "65536/80/30": (256, 64, 6, 1.6),
+    "15b 65536/110/130": (256, 64, 8, 3.0),
+    "262144/110/130": (512, 128, 3, 2.2),
+}
 
 
 def models() -> dict[str, Model]:
@@ -75,12 +88,12 @@ def tiny_models() -> dict[str, Model]:
 
 
 def tiny_row(row: Row) -> Row:
-    """A row for the tiny models: few tokens in small chunks, within budgets that make them stream."""
-    seqlen, chunk, host, device = {8192: (64, 64, 6, 1.7), 65536: (256, 64, 6, 2.2)}.get(row.seqlen, (512, 128, 6, 2.4))
-    if row.size != "8b":
-        host, device = 2 * host, 2 * device
-    gbs = row.gbs if row.gbs <= 2 else row.gbs // 4
-    return replace(row, seqlen=seqlen, chunk_tokens=chunk, host_gib=host * MIB, device_gib=device * MIB, gbs=gbs)
+    """The row for the tiny models, with nothing to be compared with."""
+    seqlen, chunk_tokens, host, device = TINY[row.title]
+    return replace(
+        row, seqlen=seqlen, chunk_tokens=chunk_tokens, host_gib=host * MIB, device_gib=device * MIB,
+        gbs=max(1, row.gbs // 4), published={}, aim=None, floor=None, stands_for=row.title,
+    )  # fmt: skip
 
 
 def planned(model: Model, row: Row, rates: Rates) -> Planned:

@@ -7,7 +7,9 @@ lanes are watched in the last step: two events each, which cost nothing that sho
 import gc
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -70,7 +72,7 @@ def train(model: Model, made: Planned, order: Order, device: torch.device, slab:
     issued = [trainer.step(n, watch=record.watch(n) if n in watched else None) for n in range(1, total + 1)]
     trainer.lanes.wait()
     ends = [start, *(one.ended for one in issued)]
-    seconds = [before.seconds_until(end) for before, end in zip(ends, ends[1:], strict=False)]
+    seconds = [before.seconds_until(end) for before, end in pairwise(ends)]
     losses = [one.loss for one in issued]
     arena = trainer.arena
     lanes = record.lanes(arena.device_bytes, arena.host_bytes, order.peak_tflops, order.link_gbs)
@@ -93,9 +95,10 @@ def let_go(device: torch.device) -> None:
     """Give memory back that nothing needs any more, and torch the whole device."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        with suppress(RuntimeError):  # a device that has failed says so again when it is next used
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _opened(model: Model, made: Planned, budgets: Budgets, device: torch.device, slab: HostSlab) -> Trainer:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from llmb.errors import ConfigError
 from llmb.plan import Plan
+from llmb.predict.footprint import buffers_of
 from llmb.predict.pieces import OF_UNITS, Piece, Units
 from llmb.predict.program import BEFORE_ALL, Copy, Operation, Program
 from llmb.predict.work import Work
@@ -66,16 +67,7 @@ class Residency:
             "state": spread(plan.resident_states, model.layers, units.count),
         }
         self.resident = {Piece(kind, unit) for kind, some in resident.items() for unit in some}
-        passing = {"param": plan.param_blocks, "grad": plan.grad_blocks, "state": plan.state_blocks}
-        buffers = {kind: len(resident[kind]) + passing[kind] for kind in OF_UNITS}
-        self.buffers = buffers | {
-            "inp": plan.inp_slots,
-            "kv": plan.kv_slots,
-            "attn": plan.attn_slots,
-            "rest": plan.rest_slots,
-            "dstream": plan.chunks_per_round,
-            "dkv": 1,
-        }
+        self.buffers = buffers_of(plan)
         self.where: dict[Piece, int] = {}
         for kind in OF_UNITS:
             self.where |= {Piece(kind, unit): number for number, unit in enumerate(resident[kind])}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from llmb.launch.rehearsal import rehearse
 from llmb.memory import memory_estimate
 from llmb.recipes.recipe import expand_gpus, load_all, shipped
 from llmb.rehearsed import Rehearsal
@@ -13,7 +14,6 @@ from llmb.settings import Setting
 from llmb.share import rank_flops, rank_parameters
 from llmb.spec import RunConfig
 from llmb.traffic import step_traffic
-from llmb.train.rehearsal import rehearse
 
 CLOSE = 0.02
 SMALL = 2**20  # bytes a call: exchanges of counts and single numbers are left out of the closed form

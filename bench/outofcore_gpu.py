@@ -1,0 +1,89 @@
+"""Out-of-core training on one H200: every row beside its published figure, its ceiling, its prediction and its peers.
+
+    python bench/outofcore_gpu.py [--json FILE] [--only rates,rows,batch,peer] [--row 8192/60/24] [--steps 2]
+    python bench/outofcore_gpu.py --row 8192/75/78 --only rows --profile FOLDER
+    python bench/outofcore_gpu.py --tiny        # very small models on the CPU of any machine: shows only that it runs
+
+Random weights, synthetic tokens, whole optimizer steps. Rates are measured first and plans made from them, so that
+ceiling and prediction are of this very machine. Host memory is locked once, as much as the largest plan takes. A row
+has one step to warm up and two that count, or as many as 30 seconds hold. The JSON file is written after each.
+
+Seconds expected: rates 25, plans 8, locking 108 GiB 15 to 60; rows of 8,192 tokens 42 each, of 65,536 tokens 56 each,
+that of 262,144 tokens 145 (alone 285); `batch` 115 beside its row; peers of 65,536 tokens 45 and 80, of 8,192 tokens 45
+and 75. About 14 minutes for everything. In parts: `--row 8192/` takes 7 minutes, `--only rows,peer --row
+65536/,262144/` 9, `--only rows --row 65536/,262144/` 7, `--only peer` 4.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from outofcore_rows import ROWS, Row, models, tiny_models, tiny_row
+
+PARTS = ("rates", "rows", "batch", "peer")
+
+
+def run(options: argparse.Namespace, parts: set[str]) -> None:
+    """All parts that were asked for. Imported here: processes that only plan have no use for torch."""
+    import torch
+    from outofcore_bench import Bench
+    from outofcore_peers import peers
+    from outofcore_table import table
+
+    bench = Bench(
+        device=torch.device("cpu") if options.tiny else torch.device("cuda", 0),
+        models=tiny_models() if options.tiny else models(),
+        rows=tuple(tiny_row(row) if options.tiny else row for row in asked(options.row)),
+        steps=options.steps,
+        tiny=options.tiny,
+        json=options.json,
+        profile=None if options.profile is None else Path(options.profile) / "profile",
+    )
+    print(bench.machine, flush=True)
+    bench.keep("machine", bench.machine)
+    if parts - {"peer"}:
+        rates = bench.rates()
+        if parts & {"rows", "batch"}:
+            table(bench, rates, "rows" in parts, "batch" in parts)
+    if "peer" in parts:  # the locked memory has been given back by now: they need it
+        peers(bench, {row.title for row in asked(options.row)})
+    print(f"\n{time.perf_counter() - bench.began:.0f} seconds in all")
+
+
+def asked(names: str) -> list[Row]:
+    """Rows with one of these in their title."""
+    return [row for row in ROWS if any(name in row.title for name in names.split(","))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
+    parser.add_argument("--row", default="", help="only rows, and peers of rows, with one of these in their title")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a row that count, at most")
+    parser.add_argument(
+        "--profile", type=Path, nargs="?", const=os.environ.get("OUT", ""), metavar="FOLDER",
+        help="profile the first row; the pictures go to FOLDER/profile, without FOLDER to $OUT/profile",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    parts = set(options.only.split(","))
+    if unknown := parts - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; parts are: {', '.join(PARTS)}")
+    if not asked(options.row):
+        parser.error(f"no row is called {options.row}; rows are: {', '.join(row.title for row in ROWS)}")
+    if options.profile == "":
+        parser.error("--profile needs a FOLDER where OUT is not set in the environment")
+    if options.steps < 1:
+        parser.error(f"--steps must be 1 or more, got {options.steps}")
+    if not options.tiny:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("needs a CUDA GPU; --tiny runs anywhere")
+    run(options, parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""A peer: transformers' Llama 8B in training on one GPU that has only so much memory.
+
+    python bench/outofcore_peer.py --seqlen 65536 --gbs 1 --at-once 1 --device-gib 78 --checkpointing
+
+LlamaForCausalLM with random weights in bf16, scaled-dot-product attention as torch chooses it, and Liger-Kernel's norm,
+rotation, SwiGLU and fused loss where `liger_kernel` can be imported; else its own modules, and the loss in chunks of
+2,048 tokens. torch's fused AdamW with state in bf16. `--checkpointing` is transformers' gradient checkpointing of every
+layer; `--offload` torch.autograd.graph.save_on_cpu in pinned memory; `--fsdp` FSDP2 (fully_shard of every layer and of
+the whole, CPUOffloadPolicy) on one rank: AdamW runs on the CPU then. Torch may hold the budget less what the driver
+takes. One pass and an update to warm up, one step that counts. Prints one JSON line: tokens/s, memory; or the error.
+"""
+
+import argparse
+import json
+import os
+import time
+from contextlib import nullcontext
+from typing import Any
+
+LOSS_TOKENS = 2048
+CONTEXT_GIB = 0.625  # of the driver and the libraries, as our own budget has it
+SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
+
+
+def peer(options: argparse.Namespace) -> dict[str, Any]:
+    """Build it, take a small and a whole step, time the second."""
+    import torch
+    from transformers import __version__
+
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = (options.device_gib - CONTEXT_GIB) * 2**30 / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    network, kernels = _network(options, device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-5, fused=True)
+    vocab = network.llama.config.vocab_size
+    losses, seconds = [], 0.0
+    for sequences in (options.at_once, options.gbs):
+        tokens = torch.randint(vocab, (sequences, options.seqlen + 1), device=device)
+        _finish(device)
+        began = time.perf_counter()
+        losses.append(_step(network, optimizer, tokens, options))
+        _finish(device)
+        seconds = time.perf_counter() - began
+    return {
+        "version": f"transformers {__version__}",
+        "kernels": kernels,
+        "gbs": options.gbs,
+        "at_once": options.at_once,
+        "seconds": seconds,
+        "tokens_per_s": options.gbs * options.seqlen / seconds,
+        "losses": losses,
+        "memory_gib": torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None,
+    }
+
+
+def _step(network: Any, optimizer: Any, tokens: Any, options: argparse.Namespace) -> float:
+    """A whole optimizer step; gradients of its parts are added up."""
+    import torch
+
+    parts = tokens.split(options.at_once)
+    pinned = tokens.is_cuda
+    total = 0.0
+    for part in parts:
+        with torch.autograd.graph.save_on_cpu(pin_memory=pinned) if options.offload else nullcontext():
+            loss = network(part[:, :-1], part[:, 1:]) * (len(part) / len(tokens))
+        loss.backward()
+        total += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(total)
+
+
+def _network(options: argparse.Namespace, device: Any) -> tuple[Any, str]:
+    """The model with its loss, and which kernels it has; its weights are drawn where it computes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    fused = _apply_liger(device)
+    shape = TINY if options.tiny else SHAPE
+    config = LlamaConfig(
+        **shape, max_position_embeddings=options.seqlen, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        attn_implementation="sdpa", use_cache=False, dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.device("meta"):
+        network = _with_loss(LlamaForCausalLM(config).to(torch.bfloat16), fused)
+    if options.checkpointing:
+        network.llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if options.fsdp:
+        _shard(network, device)
+    network.to_empty(device="cpu" if options.fsdp else device)
+    with device:
+        network.llama.model.rotary_emb = LlamaRotaryEmbedding(config)  # its table was not computed yet
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            local = parameter.to_local() if options.fsdp else parameter
+            drawn = torch.randn(local.shape, device=device, dtype=local.dtype) * 0.02
+            local.copy_(drawn if local.ndim > 1 else torch.ones_like(drawn))
+    return network.train(), "Liger-Kernel" if fused else "no Liger-Kernel here: its own modules, chunked loss"
+
+
+def _apply_liger(device: Any) -> bool:
+    """Whether there is one; its kernels are for GPUs."""
+    try:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+    except ImportError:
+        return False
+    if device.type != "cuda":
+        return False
+    apply_liger_kernel_to_llama()
+    return True
+
+
+def _with_loss(llama: Any, fused: bool) -> Any:
+    import torch
+    import torch.nn.functional as F
+    from torch.utils.checkpoint import checkpoint
+
+    class WithLoss(torch.nn.Module):
+        """A model whose result is its mean loss, without all logits at once."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.llama = llama
+
+        def forward(self, tokens_BT: Any, labels_BT: Any) -> Any:
+            if fused:
+                return self.llama(input_ids=tokens_BT, labels=tokens_BT).loss  # which it shifts itself
+            hidden_ND = self.llama.model(input_ids=tokens_BT).last_hidden_state.flatten(0, 1)
+            parts = zip(hidden_ND.split(LOSS_TOKENS), labels_BT.flatten().split(LOSS_TOKENS), strict=True)
+            summed = [checkpoint(self.loss, x_ND, labels_N, use_reentrant=False) for x_ND, labels_N in parts]
+            return torch.stack(summed).sum() / labels_BT.numel()
+
+        def loss(self, x_ND: Any, labels_N: Any) -> Any:
+            return F.cross_entropy(self.llama.lm_head(x_ND).float(), labels_N, reduction="sum")
+
+    return WithLoss()
+
+
+def _shard(network: Any, device: Any) -> None:
+    """FSDP2 on one rank: nothing is shared, but state lives on the host."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    how = {"mesh": init_device_mesh(device.type, (1,))}
+    if device.type == "cuda":
+        how["offload_policy"] = CPUOffloadPolicy()
+    for layer in network.llama.model.layers:
+        fully_shard(layer, **how)
+    fully_shard(network, **how)
+
+
+def _finish(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seqlen", type=int, required=True)
+    parser.add_argument("--gbs", type=int, required=True, help="sequences a step")
+    parser.add_argument("--at-once", type=int, required=True, help="of these, in one pass")
+    parser.add_argument("--device-gib", type=float, required=True)
+    for flag in ("--fsdp", "--checkpointing", "--offload"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, to see that it runs")
+    options = parser.parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less is lost in gaps
+    try:
+        import transformers  # noqa: F401
+
+        found = peer(options)
+    except ImportError as error:
+        found = {"skipped": str(error)}
+    except Exception as error:  # the error is the result
+        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Parts `rows` and `batch` of `outofcore_gpu.py`: each row trained and laid beside what it is compared with."""
+
+import math
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outofcore_bench import Bench
+from outofcore_rows import BATCH_ROW, LARGE_BATCH, Row, ceiling_s, plan_line, plans_of, tiny_row
+from outofcore_training import Order, Trained, let_go, train
+
+from llmb import costs, metrics
+from llmb.errors import LaunchError
+from llmb.hardware import GIB, TERA
+from llmb.lanes import Lanes, write_lanes
+from llmb.outofcore.arena import Budgets
+from llmb.outofcore.host_slab import HostSlab
+from llmb.predict.draft import Planned
+from llmb.predict.rates import Rates
+from llmb.predict.simulation import simulate
+from llmb.report.profile_page import write_profile
+from llmb.report.table import number
+
+MEASURED_S = 30.0  # steps of a row count until there are enough or this is over
+LARGE_BATCH_LOSS = 0.03  # that a small batch may cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A row's speed, and all that it is compared with, in tokens/s."""
+
+    row: Row
+    step_s: float
+    tokens_per_s: float
+    mfu: float | None
+    hfu: float | None
+    ceiling: float
+    predicted: float
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Of the speed to each; the names of published runs are their host and device GiB."""
+        row = self.row
+        others: dict[str, float | None] = {f"published {where}": speed for where, speed in row.published.items()}
+        others |= {"aim": row.aim, "floor": row.floor, "ceiling": self.ceiling, "predicted": self.predicted}
+        return {name: self.tokens_per_s / other for name, other in others.items() if other is not None}
+
+
+def table(bench: Bench, rates: Rates, with_rows: bool, with_batch: bool) -> None:
+    """Plan, lock memory, train row by row; a row that fails is named, and the others go on."""
+    rows = bench.rows if with_rows else ()
+    small = tiny_row(BATCH_ROW) if bench.tiny else BATCH_ROW
+    large = replace(small, gbs=LARGE_BATCH * small.gbs // BATCH_ROW.gbs)
+    pair = (small, large) if with_batch else ()
+    began = time.perf_counter()
+    made = plans_of(dict.fromkeys((*rows, *pair)), bench.models, rates)
+    bench.head(f"{len(made)} plans made in {time.perf_counter() - began:.1f} s")
+    fitting = {row: plan for row, plan in made.items() if isinstance(plan, Planned)}
+    for row, why in made.items():
+        if isinstance(why, str):
+            _failed(bench, row, why)
+    if not fitting:
+        return
+    slab = bench.slab(max(sum(plan.host_bytes.values()) for plan in fitting.values()))
+    done: dict[Row, Outcome] = {}
+    for row, plan in fitting.items():
+        found = _measured(bench, row, plan, rates, slab)
+        if found is not None:
+            done[row] = found
+    _say_rows(bench, [outcome for row, outcome in done.items() if row in rows])
+    if with_batch and all(row in done for row in pair):
+        _say_batch(bench, *(done[row] for row in pair))
+
+
+def _measured(bench: Bench, row: Row, made: Planned, rates: Rates, slab: HostSlab) -> Outcome | None:
+    bench.head(f"{row.title}, {row.gbs} sequences a step")
+    print(f"  plan: {plan_line(bench.models[row.size], made)}", flush=True)
+    try:
+        trained = train(bench.models[row.size], made, _order(bench, row, made, rates), bench.device, slab)
+    except Exception as error:  # out of memory, a kernel that fails: the other rows do not depend on it
+        traceback.print_exc()
+        _failed(bench, row, f"{type(error).__name__}: {error}".splitlines()[0])
+        trained = None
+    finally:
+        let_go(bench.device)
+    if trained is None:
+        return None
+    outcome = _outcome(bench, row, made, trained, rates)
+    _say_row(outcome, made, trained)
+    bench.keep("rows", _record(outcome, made, trained))
+    if bench.profile is not None:
+        _profile(bench.profile, bench, outcome, made, trained, rates)
+        bench.profile = None
+    return outcome
+
+
+def _order(bench: Bench, row: Row, made: Planned, rates: Rates) -> Order:
+    return Order(
+        budgets=Budgets(host_gib=row.host_gib, device_gib=row.device_gib),
+        warm_up=row.warm_up or not any("losses" in earlier for earlier in bench.results.get("rows", [])),
+        steps=max(1, min(bench.steps, int(MEASURED_S / made.simulated.step_s))),
+        watch_all=bench.profile is not None,
+        link_gbs=(rates.link_in_gbs, rates.link_out_gbs),
+        peak_tflops=None if bench.peak is None else bench.peak / TERA,
+    )
+
+
+def _outcome(bench: Bench, row: Row, made: Planned, trained: Trained, rates: Rates) -> Outcome:
+    model, step_s, tokens = bench.models[row.size], trained.step_s, made.plan.step_tokens
+    useful = row.gbs * costs.train_flops_per_sequence(model, row.seqlen, "causal")
+    return Outcome(
+        row=row,
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        mfu=metrics.mfu(metrics.tflops_per_gpu(useful, step_s, 1), bench.peak),
+        hfu=metrics.hfu(made.simulated.hardware_flops, step_s, 1, bench.peak),
+        ceiling=tokens / ceiling_s(model, made.plan, rates),
+        predicted=tokens / made.simulated.step_s,
+    )
+
+
+def _say_row(outcome: Outcome, made: Planned, trained: Trained) -> None:
+    row = outcome.row
+    warm = "none" if trained.warm_up_s is None else f"{trained.warm_up_s:.4g} s"
+    used = {"host": (trained.host_bytes, row.host_gib), "device": (trained.device_bytes, row.device_gib)}
+    memory = ", ".join(f"{side} {size / GIB:.4g} of {may:.4g} GiB" for side, (size, may) in used.items())
+    if trained.driver_bytes is not None:
+        memory += f" ({trained.driver_bytes / GIB:.4g} with the driver's own)"
+    print(
+        f"  {number(outcome.tokens_per_s)} tokens/s, {number(outcome.step_s)} s a step, MFU {_percent(outcome.mfu)}, "
+        f"HFU {_percent(outcome.hfu)}\n"
+        f"  ratios: {', '.join(f'{name} {ratio:.3f}' for name, ratio in outcome.ratios.items())}\n"
+        f"  steps: {_listed(trained.seconds)} s, warm-up {warm}, opening {trained.opening_s:.4g} s\n"
+        f"  computation waited {_percent(trained.waited)} of the last step, expected {_percent(_waits(made))}; "
+        f"copies in {_percent(trained.link['inbound'])}, out {_percent(trained.link['outbound'])}\n"
+        f"  memory: {memory}\n"
+        f"  losses: {_listed(trained.losses)}{'' if trained.sound else '  NOT what training gives'}",
+        flush=True,
+    )
+
+
+def _say_rows(bench: Bench, done: list[Outcome]) -> None:
+    rows = []
+    for one in done:
+        row, ratios = one.row, one.ratios
+        published = [f"{speed:,.0f} ({where})" for where, speed in row.published.items()]
+        compared = [f"{ratios[f'published {where}']:.3f}" for where in row.published]
+        goals = (row.aim and float(row.aim), ratios.get("aim"), row.floor and float(row.floor))
+        speeds = (*goals, one.ceiling, ratios["ceiling"], one.predicted)
+        shares = (_percent(one.mfu), _percent(one.hfu))
+        rows.append((row.title, row.gbs, one.tokens_per_s, one.step_s, *shares, ", ".join(published) or None,
+                     ", ".join(compared) or None, *speeds, ratios["predicted"]))  # fmt: skip
+    if rows:
+        bench.say(
+            "Out-of-core training, tokens/s of whole steps",
+            ("sequence/host/device", "gbs", "tokens/s", "s", "MFU", "HFU", "published", "ratio", "aim", "ratio",
+             "floor", "ceiling", "ratio", "predicted", "ratio"),
+            rows,
+            "published: on an H100, host/device GiB there; 8 bytes a weight as here, rounded to nearest",
+            "ceiling: products and attention at the rates above, nothing computed again, nothing waited for",
+        )  # fmt: skip
+
+
+def _say_batch(bench: Bench, small: Outcome, large: Outcome) -> None:
+    slower = 1 - small.tokens_per_s / large.tokens_per_s
+    bench.say(
+        f"{small.row.title}: a small global batch",
+        ("sequences a step", "tokens/s"),
+        [(one.row.gbs, one.tokens_per_s) for one in (small, large)],
+        f"slower by {_percent(slower)}; at most {_percent(LARGE_BATCH_LOSS)} is the aim",
+    )
+    speeds = {str(one.row.gbs): one.tokens_per_s for one in (small, large)}
+    bench.keep("batch", {"row": small.row.title, "tokens_per_s": speeds, "slower": slower, "aim": LARGE_BATCH_LOSS})
+
+
+def _record(outcome: Outcome, made: Planned, trained: Trained) -> dict[str, Any]:
+    """For the file; what lanes did is in the profile."""
+    seen = {name: value for name, value in vars(trained).items() if name != "lanes"}
+    seen["losses"] = [loss if math.isfinite(loss) else None for loss in trained.losses]  # JSON has no NaN
+    found = {name: value for name, value in vars(outcome).items() if name != "row"}
+    expected = {name: value for name, value in vars(made.simulated).items() if name != "stretches"}
+    return {
+        "title": outcome.row.title, "row": asdict(outcome.row), **found, "ratios": outcome.ratios, **seen,
+        "plan": asdict(made.plan), "expected": expected, "expected_waits": _waits(made),
+    }  # fmt: skip
+
+
+def _failed(bench: Bench, row: Row, why: str) -> None:
+    print(f"  {row.title}, {row.gbs} sequences a step: FAILED: {why}", file=sys.stderr, flush=True)
+    bench.keep("rows", {"title": row.title, "row": asdict(row), "error": why})
+
+
+def _profile(folder: Path, bench: Bench, outcome: Outcome, made: Planned, trained: Trained, rates: Rates) -> None:
+    """What the lanes did beside what the plan expected, as `llmb-run submit -p` leaves it."""
+    model = bench.models[outcome.row.size]
+    expected = Lanes(
+        source="predicted",
+        stretches=simulate(model, made.plan, rates, shown=True).stretches,
+        link_gbs=trained.lanes.link_gbs,
+        peak_tflops=trained.lanes.peak_tflops,
+    )
+    figures = [
+        ("measured", f"{number(outcome.tokens_per_s)} tokens/s, {number(outcome.step_s)} s a step"),
+        ("predicted", f"{number(made.simulated.step_s)} s a step"),
+        ("machine", bench.machine),
+    ]
+    try:
+        page = write_profile(folder, trained.lanes, expected, f"{model.name}, {outcome.row.title}", figures)
+        write_lanes(folder / "lanes.json", trained.lanes)
+    except (LaunchError, OSError) as error:
+        print(f"  no profile: {error}", file=sys.stderr)
+        return
+    print(f"  profile: {page}", flush=True)
+
+
+def _waits(made: Planned) -> float:
+    return 1 - made.simulated.compute_s / made.simulated.step_s
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
