@@ -47,12 +47,12 @@ def save_weights(network: Network, folder: Path, dtype: torch.dtype, shard_bytes
     formats = {name: kept.get(name, dtype) for name in tensors}
     sizes = {name: tensor.numel() * formats[name].itemsize for name, tensor in tensors.items()}
 
-    def as_in_files() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors.items():
-            held = tensor.to("cpu", formats[name]).contiguous()
-            yield name, orders[name].for_file(held) if name in orders else held
+    def as_in_file(name: str) -> Tensor:
+        held = tensors[name].to("cpu", formats[name]).contiguous()
+        return orders[name].for_file(held) if name in orders else held
 
-    save_tensors(network.model, as_in_files(), sizes, folder, dtype, shard_bytes)
+    coming = ((name, as_in_file(name)) for name in tensors)  # holds none of them itself
+    save_tensors(network.model, coming, sizes, folder, dtype, shard_bytes)
 
 
 def save_tensors(

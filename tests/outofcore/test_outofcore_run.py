@@ -116,7 +116,7 @@ REFUSED = {
     "is for 10": with_work(seqlen=11),
     "clip=1.0 needs a plan that updates in the next forward pass": with_work(plan=replace(PLAN, update_at="backward")),
     "but its plan is for fp32": replace(CONFIG, precision=Precision(dtype="bf16")),
-    "without activation": replace(CONFIG, model=replace(TIED, activation="gelu")),
+    "activation is 'gelu'": replace(CONFIG, model=replace(TIED, activation="gelu")),
     "more than host_gib=0.0001": with_work(host_gib=1e-4),
     "more than device_gib=0.0001": with_work(device_gib=1e-4),
     "has 3 letters, not 3 layers * 4 chunks": with_work(plan=replace(PLAN, levels="FAI")),
