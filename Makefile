@@ -19,8 +19,7 @@ test: export OMP_NUM_THREADS = 1
 # go to a worker each, in the order of tests/conftest.py.
 test: check $(VENV)/slurm
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not matrix and not gpu and not slurm"
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not slow and not matrix and not gpu"
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "slow and not matrix and not gpu"
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(slow or slurm) and not matrix and not gpu"
 
 # The same, and every parallel layout, every row of the recipes and what takes longest.
 test-all: test
