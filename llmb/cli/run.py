@@ -59,15 +59,28 @@ def guarded(action: Callable[[], int], verbose: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("ERROR: interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
     except Exception as error:
+        if _covers_interruption(error):
+            return _interrupted()
         if verbose:
             raise
         known = isinstance(error, LlmbError)
         said = str(error) if known else f"internal error: {type(error).__name__}: {error} (-v shows where)"
         print("ERROR: " + " ".join(said.split()), file=sys.stderr)
         return error.exit_code if isinstance(error, LlmbError) else 2
+
+
+def _interrupted() -> int:
+    print("ERROR: interrupted", file=sys.stderr)
+    return 130
+
+
+def _covers_interruption(error: BaseException | None) -> bool:
+    """Whether an error came of Ctrl-C: inside an import Python makes a RuntimeError of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__
+    return error is not None
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from llmb.cli.run import guarded
+
 EIGHT_B = ["submit", "-w", "pretrain_llama3.1", "-s", "8b"]
 PROXY = [*EIGHT_B, "--dtype", "fp32", "--scale", "1", "--proxy"]
 SHAPE = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
@@ -257,3 +259,13 @@ def test_an_unwritable_folder_is_one_line(tmp_path):
     assert done.returncode == 1
     assert "LLMB_INSTALL" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_inside_an_import_is_an_interruption_too(capsys):
+    """There Python gives it as the cause of an error of its own."""
+
+    def action():
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    assert guarded(action, verbose=False) == 130
+    assert capsys.readouterr().err == "ERROR: interrupted\n"
