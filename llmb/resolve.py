@@ -25,8 +25,6 @@ from llmb.layout import (
 )
 from llmb.memory import memory_estimate
 from llmb.plain import build, convert, hints, to_plain
-from llmb.planning import planned
-from llmb.predict.rates import known_rates, rates_of
 from llmb.recipes.recipe import Recipe, Row, per_gpus
 from llmb.scaledown import fit_to_ranks, scale_down
 from llmb.selection import Request, choose_row, gpu_of, inference_selectors
@@ -132,6 +130,9 @@ def resolve(recipe: Recipe, request: Request, install: Path | None = None) -> Ru
         sections["precision"], said = scaling_of_stand_in(model, sections["precision"])
         proxied += [said] if said else []
     if recipe.kind == "outofcore":
+        from llmb.planning import planned  # here, since no other run needs the planner, which takes long to import
+        from llmb.predict.rates import known_rates, rates_of
+
         rates = known_rates(gpu) if install is None else rates_of(gpu, install)
         sections["workload"] = planned(sections["workload"], model, request.dtype, rates)
     changed = tuple(overrides + model_overrides)

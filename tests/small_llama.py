@@ -122,7 +122,8 @@ class InChunks:
         m, n = self.model, len(tokens)
         tokens, labels = tokens.to(self.device), labels.to(self.device)
         chunks = [(first, min(first + chunk, n)) for first in range(0, n, chunk)]
-        spans = [spans_of(documents, *rows) for rows in chunks]
+        beginnings = list(accumulate(documents[:-1], initial=0))
+        spans = [spans_of(beginnings, *rows) for rows in chunks]
         places = torch.cat([torch.arange(length) for length in documents])
         tables = [rope_table(m.rope, m.head_dim, places[slice(*rows)].to(self.device)) for rows in chunks]
         inp = [[self._stream(rows) for rows in chunks] for _ in range(m.layers + 1)]

@@ -2,9 +2,7 @@
 
 import argparse
 import os
-import socket
 import sys
-from datetime import datetime
 from typing import Any
 
 from llmb.cli.parsing import command
@@ -24,7 +22,9 @@ def add_commands(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, keep, print."""
+    import socket
     from dataclasses import asdict
+    from datetime import datetime
 
     from llmb.launch.probing import probe
     from llmb.launch.root import install_root

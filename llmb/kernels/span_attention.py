@@ -10,9 +10,9 @@ log-sum-exps. So no kernel has to know of positions, and the fastest one there i
 Shapes: N queries of the chunk, T keys of its context, H heads, G heads of keys, D width of a head.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -36,14 +36,14 @@ class Span(NamedTuple):
     here: int  # rows [here, here + end - first) of the context are the span's own, seen causally
 
 
-def spans_of(documents: Sequence[int], first: int, end: int) -> list[Span]:
-    """The spans of a chunk, rows [first, end) of a context that is documents of these lengths behind one another."""
+def spans_of(beginnings: Sequence[int], first: int, end: int) -> tuple[Span, ...]:
+    """The spans of a chunk, rows [first, end) of a context in which documents begin at these rows, the first at 0."""
+    documents = beginnings[bisect_right(beginnings, first) - 1 : bisect_left(beginnings, end)]
     found = []
-    for start, stop in pairwise(accumulate(documents, initial=0)):
-        here, beyond = max(start, first), min(stop, end)
-        if here < beyond:
-            found.append(Span(here - first, beyond - first, start, here))
-    return found
+    for past, stop in zip(documents, [*documents[1:], end], strict=True):
+        here = max(past, first)
+        found.append(Span(here - first, stop - first, past, here))
+    return tuple(found)
 
 
 def rows_of(spans: Sequence[Span]) -> slice:

@@ -110,14 +110,19 @@ def engine_environment(config: RunConfig, environ: Mapping[str, str], wanted: Ma
     settings |= {name: value for name, value in defaults.items() if name not in given}
     if nsight.used(config):
         settings[NSIGHT_VARIABLE] = "1"
-    known = [*given.get("PYTHONPATH", "").split(os.pathsep), *defaults.get("PYTHONPATH", "").split(os.pathsep)]
-    paths = list(dict.fromkeys(os.path.abspath(path) for path in known if path))
+    if path := python_path(given.get("PYTHONPATH", ""), defaults.get("PYTHONPATH", "")):
+        settings["PYTHONPATH"] = path
+    return settings
+
+
+def python_path(*known: str) -> str:
+    """A PYTHONPATH of those that are known, by which a process finds this checkout wherever it starts."""
+    folders = [folder for one in known for folder in one.split(os.pathsep) if folder]
+    paths = list(dict.fromkeys(map(os.path.abspath, folders)))
     source = _checkout()
     if source and source not in paths:
-        paths.insert(0, source)  # the engine would not find it from its run folder
-    if paths:
-        settings["PYTHONPATH"] = os.pathsep.join(paths)
-    return settings
+        paths.insert(0, source)
+    return os.pathsep.join(paths)
 
 
 def job_script(command: Sequence[str], environment: Mapping[str, str], rundir: RunDir) -> str:

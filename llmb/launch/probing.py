@@ -6,11 +6,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import llmb
 from llmb.errors import ConfigError, LaunchError
+from llmb.launch.command import python_path
 
 MODULE = "llmb.outofcore.probe"
 MARK = "probe: "  # before each line on how far it is
@@ -20,9 +19,7 @@ def probe(device: str, on_progress: Callable[[str], None]) -> dict[str, Any]:
     """The rates of a device, `cuda` or `cpu`, by name."""
     if find_spec("torch") is None:
         raise ConfigError("probe needs torch, which is not installed: pip install 'llmb[engine]'")
-    source = str(Path(llmb.__file__).parents[1])
-    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))}
     command = [sys.executable, "-m", MODULE, device]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     last = ""

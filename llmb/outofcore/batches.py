@@ -10,7 +10,6 @@ inside, and the token that closes a text has nothing to predict. All of a step g
 host does not wait for; what attends to what stays on the host. Shapes: T tokens of a group, N of some of its rows.
 """
 
-from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmb.errors import ConfigError
-from llmb.kernels.span_attention import Span
+from llmb.kernels.span_attention import Span, spans_of
 from llmb.models.blocks import positions_in_order, rope_table
 from llmb.models.decoder import rope_of
 from llmb.plan import Plan
@@ -101,21 +100,10 @@ class Batches:
             rows = slice(first, first + chunks[-1].first + chunks[-1].tokens)
             inside = slice(*np.searchsorted(beginnings, (rows.start, rows.stop)))
             begun = (beginnings[inside] - first).tolist()
-            spans = tuple(spans_of(chunk, begun) for chunk in chunks)
+            spans = tuple(spans_of(begun, chunk.first, chunk.first + chunk.tokens) for chunk in chunks)
             tokens_T, labels_T, positions_T = batch_3T[:, rows].unbind()
             found.append(GroupBatch(tokens_T, labels_T, positions_T, spans, counted))
         return found
-
-
-def spans_of(chunk: Chunk, beginnings: list[int]) -> tuple[Span, ...]:
-    """The stretches of documents in a chunk, given at which rows of the group documents begin."""
-    end = chunk.first + chunk.tokens
-    documents = beginnings[bisect_right(beginnings, chunk.first) - 1 : bisect_left(beginnings, end)]
-    spans = []
-    for past, stop in zip(documents, [*documents[1:], end], strict=True):
-        here = max(past, chunk.first)
-        spans.append(Span(here - chunk.first, stop - chunk.first, past, here))
-    return tuple(spans)
 
 
 def _positions(closes_BT: np.ndarray) -> np.ndarray:

@@ -23,7 +23,8 @@ from llmb.kernels.rotation import rotate_in_place
 from llmb.kernels.span_attention import KEYS_AT_ONCE, Span, attend, attend_backward, rows_of
 from llmb.kernels.swiglu import swiglu, swiglu_backward
 from llmb.outofcore.products import Products
-from llmb.outofcore.tensors import Attn, BlockWeights, KeyValues, Rest, aligned
+from llmb.outofcore.tensors import Attn, BlockWeights, KeyValues, Rest
+from llmb.predict.pieces import aligned
 from llmb.predict.plain_llama import check_plain_llama
 from llmb.spec import Model
 

@@ -26,7 +26,6 @@ from llmb.outofcore.tensors import (
     BlockWeights,
     KeyValues,
     Rest,
-    aligned,
     attn_of,
     kv_of,
     rest_of,
@@ -35,7 +34,7 @@ from llmb.outofcore.tensors import (
 )
 from llmb.outofcore.vocabulary import embed, embed_backward, head_loss
 from llmb.plan import ATTENTION, FULL, Plan
-from llmb.predict.pieces import Piece, Units
+from llmb.predict.pieces import Piece, Units, aligned
 from llmb.predict.program import Operation
 from llmb.predict.work import Chunk
 from llmb.predict.workspace import KEYS_AT_ONCE

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.predict.pieces import ALIGNMENT, Units
+from llmb.predict.pieces import Units, aligned
 from llmb.spec import Model
 
 Shape = tuple[int, ...]
@@ -89,11 +89,6 @@ def rest_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Re
 def stream_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Tensor:
     """A chunk's stream, or its slope, in a buffer of bytes."""
     return _in_bytes(buffer, ((tokens, model.hidden), dtype))[0]
-
-
-def aligned(size: int) -> int:
-    """The next multiple at which a tensor may begin."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def _in_bytes(buffer: Tensor, *wanted: tuple[Shape, torch.dtype]) -> list[Tensor]:

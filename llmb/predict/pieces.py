@@ -13,6 +13,7 @@ A piece is one stretch of bytes; the tensors in it begin at multiples of 256, in
 
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 from llmb.plan import Plan
@@ -61,7 +62,7 @@ class Units:
     def parts(self) -> int:
         """Of the embedding, and as many of the head."""
         m = self.model
-        return -(-m.vocab * m.hidden // (self.block_numbers - _aligned(m.hidden)))
+        return -(-m.vocab * m.hidden // (self.block_numbers - aligned(m.hidden)))
 
     def part_rows(self, part: int) -> range:
         """The vocabulary's rows in a part."""
@@ -104,17 +105,11 @@ def numbers_of(shapes: tuple[tuple[int, ...], ...]) -> int:
 
     Numbers and not bytes: so a weight, its gradient and its state lie at the same place of their pieces.
     """
-    return sum(_aligned(_product(shape)) for shape in shapes)
+    return sum(aligned(prod(shape)) for shape in shapes)
 
 
-def _product(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """The next multiple at which a tensor may begin."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -136,10 +131,10 @@ def piece_bytes(model: Model, plan: Plan) -> dict[str, int]:
         "param": numbers * each,
         "grad": numbers * grad,
         "state": sum(numbers * size for size in state),
-        "inp": _aligned(rows * model.hidden * each),
-        "kv": 2 * _aligned(context * kv_width * each),
-        "attn": _aligned(wide) + _aligned(4 * model.heads * rows),
-        "rest": _aligned(wide) + _aligned(rows * model.hidden * each) + _aligned(rows * 2 * model.ffn * each),
-        "dstream": _aligned(rows * model.hidden * each),
-        "dkv": 2 * _aligned(4 * context * kv_width),
+        "inp": aligned(rows * model.hidden * each),
+        "kv": 2 * aligned(context * kv_width * each),
+        "attn": aligned(wide) + aligned(4 * model.heads * rows),
+        "rest": aligned(wide) + aligned(rows * model.hidden * each) + aligned(rows * 2 * model.ffn * each),
+        "dstream": aligned(rows * model.hidden * each),
+        "dkv": 2 * aligned(4 * context * kv_width),
     }

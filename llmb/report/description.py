@@ -6,8 +6,6 @@ from typing import Any
 from llmb import costs, hardware
 from llmb.memory import memory_estimate
 from llmb.plain import to_plain
-from llmb.report.plan import describe_plan
-from llmb.report.plan_figures import plan_figures
 from llmb.report.table import number, render
 from llmb.spec import Inference, OutOfCore, RunConfig
 
@@ -29,6 +27,9 @@ def describe(config: RunConfig, command: str) -> str:
         known.pop("plan", None)  # stands beside our own
         parts.append(render(("published", "value"), list(known.items())))
     if isinstance(config.workload, OutOfCore):
+        from llmb.report.plan import describe_plan
+        from llmb.report.plan_figures import plan_figures
+
         parts.append(describe_plan(plan_figures(config)))
     parts.append(f"memory {memory_estimate(config).assumptions}")
     parts.append(f"command: {command}")

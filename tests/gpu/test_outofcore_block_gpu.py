@@ -30,7 +30,7 @@ SPANS = {
     "a whole sequence": [Span(0, 1024, 0, 0)],
     "a later part of one": [Span(0, 512, 0, 1024)],
     "four of one length": [Span(first, first + 256, first, first) for first in range(0, 1024, 256)],
-    "packed": spans_of([700, 100, 3, 900], 512, 1536),
+    "packed": spans_of([0, 700, 800, 803], 512, 1536),
 }
 WIDE = Model(
     name="wide", architecture="llama", layers=1, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=512
