@@ -18,6 +18,7 @@ import torch
 from infer_bench import Bench
 from infer_deepseek import PROMPT, deepseek
 from infer_llama import llama
+from infer_peer import alone
 from infer_rates import bandwidths
 from infer_serving import Row
 
@@ -100,12 +101,14 @@ def tiny_row(row: Row) -> Row:
 def run(parts: tuple[str, ...], asked_row: str, file: Path | None, tiny: bool) -> None:
     """All parts that were asked for; ceilings always, as all others need them."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    rows = tuple(tiny_row(row) if tiny else row for row in ROWS if asked_row in row.title)
+    bench = Bench(device, *(tiny_models() if tiny else models()), rows, parts, tiny, json=file)
+    # The peer comes first: this process holds nothing of the GPU yet.
+    peer = alone(tiny) if "peer" in parts and any("peer" in row.parts for row in rows) else None
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}", flush=True)
-    rows = tuple(tiny_row(row) if tiny else row for row in ROWS if asked_row in row.title)
-    bench = Bench(device, *(tiny_models() if tiny else models()), rows, parts, tiny, file)
     ceilings(bench)
-    llama(bench)
+    llama(bench, peer)
     if "deepseek" in parts:
         deepseek(bench)
 

@@ -1,26 +1,21 @@
 """Parts 2, 3, 5 and 6: Llama 3.1 8b. Each row's engine is opened once, for all that the row asks for."""
 
-import json
-import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from infer_bench import Bench
 from infer_ceilings import Rates, Term, ceiling, decode_step, steady_step, terms
 from infer_kernels import Profiled, as_if_steady, profiled
+from infer_peer import peer_load
 from infer_profile import say_profile, small_floors
-from infer_serving import Decoded, Measured, Row, config_of, decode, let_go, like, measure, opened
+from infer_serving import Decoded, Measured, Row, config_of, decode, like, measure, opened
 
 from llmb.infer.engine import Engine
 from llmb.spec import RunConfig
 
 LATENCY_AIM = {"bf16": 0.85, "fp8": 0.75}  # of the bandwidth limit, one request
 PROFILED_STEPS = 10
-PEER_REQUESTS, PEER_LENGTHS = 256, (128, 128)
-PEER_LIMIT_S, PEER_START_S = 25.0, 45.0  # of its generation; of its imports, weights and warm-up
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,8 @@ class Found:
     beside_peer: list[float] = field(default_factory=list)  # output tokens/s on the peer's requests
 
 
-def llama(bench: Bench) -> None:
-    """Measure every row, then print the tables; the peer last, when no engine holds memory."""
+def llama(bench: Bench, peer: dict[str, Any] | None) -> None:
+    """Measure every row, then print the tables; what the peer gave, where it was asked for, beside ours."""
     found = Found()
     for row in bench.rows:
         wanted = [part for part in row.parts if part in bench.parts]
@@ -75,8 +70,9 @@ def llama(bench: Bench) -> None:
         title = f"5. Where a step goes: {row.title}, as in the middle of a long run"
         floors = small_floors(bench.llama, row.precision, steps.step, bench.read)
         say_profile(bench, title, steps, terms(bench.llama, row.precision, steps.step), bench.rates_of(row), floors)
-    for ours in found.beside_peer:
-        _say_peer(bench, ours)
+    if peer is not None:
+        for ours in found.beside_peer:
+            _say_peer(bench, ours, peer)
 
 
 def _measure(bench: Bench, row: Row, wanted: list[str], found: Found) -> None:
@@ -94,7 +90,7 @@ def _measure(bench: Bench, row: Row, wanted: list[str], found: Found) -> None:
         as_if_steady(engine, bench.llama, row)
         found.profile.append((row, profiled(engine, 4 if bench.tiny else PROFILED_STEPS, device)))
     if "peer" in wanted:
-        found.beside_peer.append(measure(engine, like(config, *_peer_load(bench)), device).whole)
+        found.beside_peer.append(measure(engine, like(config, *peer_load(bench.tiny)), device).whole)
 
 
 def _throughput(bench: Bench, row: Row, engine: Engine, config: RunConfig, opening_s: float) -> Served:
@@ -150,16 +146,10 @@ def _say_latency(bench: Bench, done: list[tuple[Row, Decoded]]) -> None:
     )
 
 
-def _peer_load(bench: Bench) -> tuple[int, int, int]:
-    """Input tokens, output tokens, requests."""
-    return (16, 8, 4) if bench.tiny else (*PEER_LENGTHS, PEER_REQUESTS)
-
-
-def _say_peer(bench: Bench, ours: float) -> None:
-    isl, osl, requests = _peer_load(bench)
-    found = _peer(bench)
-    theirs = found["tokens"] / found["seconds"] if found.get("tokens") else None
-    said = found.get("error") or f"{found['version']}, {found['attention']}, {found['ended']} of {requests} ended"
+def _say_peer(bench: Bench, ours: float, found: dict[str, Any]) -> None:
+    isl, osl, requests = peer_load(bench.tiny)
+    theirs = found["tokens"] / found["seconds"] if "error" not in found else None
+    said = found.get("error") or f"{found['version']}, {found['attention']}"
     bench.say(
         f"6. Peer: transformers' continuous batching, Llama 3.1 8b bf16, {isl}/{osl}, {requests} requests",
         ("engine", "output tokens/s", ""),
@@ -167,20 +157,3 @@ def _say_peer(bench: Bench, ours: float) -> None:
         "whole run; imports, weights, warm-up and graph capture not counted, for both",
     )
     bench.keep("peer", {"ours": ours, "theirs": theirs} | found)
-
-
-def _peer(bench: Bench) -> dict[str, Any]:
-    """What its process printed, or why it printed nothing."""
-    let_go(bench.device)
-    isl, osl, requests = _peer_load(bench)
-    command = [sys.executable, str(Path(__file__).with_name("infer_peer.py")), "--requests", str(requests)]
-    command += ["--isl", str(isl), "--osl", str(osl), "--limit", str(PEER_LIMIT_S)] + ["--tiny"] * bench.tiny
-    limit = 300.0 if bench.tiny else PEER_START_S + PEER_LIMIT_S
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result within {limit:.0f} s"}
-    try:
-        return json.loads(ended.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"error": f"it ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"}

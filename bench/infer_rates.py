@@ -4,50 +4,16 @@ Each is kept up for about a second on random data, as clocks fall under load and
 that of one layer after the other, so that weights come from memory and not from a cache.
 """
 
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from infer_ceilings import product_shapes
+from stopwatch import sustained
 from torch import Tensor
 
 from llmb.kernels.forms import E4M3
 from llmb.spec import Model
-
-
-class Stopwatch:
-    """Seconds of the device between `start` and `stop`: by its own events on a GPU, by the host's clock on a CPU."""
-
-    def __init__(self, device: torch.device):
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
-        self._began = 0.0
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
-        if self._events:
-            torch.cuda.synchronize()
-            self._events[0].record()
-
-    def stop(self) -> float:
-        if self._events is None:
-            return time.perf_counter() - self._began
-        self._events[1].record()
-        torch.cuda.synchronize()
-        return self._events[0].elapsed_time(self._events[1]) / 1000
-
-
-def sustained(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Seconds of one call, when it is repeated for so long."""
-    watch = Stopwatch(device)
-    call()
-    watch.start()
-    call()
-    count = max(2, round(seconds / max(watch.stop(), 1e-6)))
-    watch.start()
-    for _ in range(count):
-        call()
-    return watch.stop() / count
 
 
 def bandwidths(device: torch.device, size: int, seconds: float) -> dict[str, float]:

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from infer_rates import Stopwatch
+from stopwatch import Stopwatch
 from torch import Tensor
 
 from llmb.events import RequestDone, read

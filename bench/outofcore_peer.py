@@ -2,12 +2,12 @@
 
     python bench/outofcore_peer.py --seqlen 65536 --gbs 1 --at-once 1 --device-gib 78 --checkpointing
 
-LlamaForCausalLM with random weights in bf16, scaled-dot-product attention as torch chooses it, and Liger-Kernel's norm,
-rotation, SwiGLU and fused loss where `liger_kernel` can be imported; else its own modules, and the loss in chunks of
-2,048 tokens. torch's fused AdamW with state in bf16. `--checkpointing` is transformers' gradient checkpointing of every
-layer; `--offload` torch.autograd.graph.save_on_cpu in pinned memory; `--fsdp` FSDP2 (fully_shard of every layer and of
-the whole, CPUOffloadPolicy) on one rank: AdamW runs on the CPU then. Torch may hold the budget less what the driver
-takes. One pass and an update to warm up, one step that counts. Prints one JSON line: tokens/s, memory; or the error.
+The model is that of `peer_llama.py`, with Liger-Kernel where `liger_kernel` can be imported; else with its own modules,
+and the loss in chunks of 2,048 tokens. torch's fused AdamW with state in bf16. `--checkpointing` is transformers'
+gradient checkpointing of every layer; `--offload` torch.autograd.graph.save_on_cpu in pinned memory; `--fsdp` FSDP2
+(fully_shard of every layer and of the whole, CPUOffloadPolicy) on one rank: AdamW runs on the CPU then. Torch may hold
+the budget less what the driver takes. One pass and an update to warm up, one step that counts. Prints one JSON line:
+tokens/s, memory; or the error.
 """
 
 import argparse
@@ -17,12 +17,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-LOSS_TOKENS = 2048
 CONTEXT_GIB = 0.625  # of the driver and the libraries, as our own budget has it
-SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
 
 
 def peer(options: argparse.Namespace) -> dict[str, Any]:
@@ -78,69 +73,17 @@ def _step(network: Any, optimizer: Any, tokens: Any, options: argparse.Namespace
 def _network(options: argparse.Namespace, device: Any) -> tuple[Any, str]:
     """The model with its loss, and which kernels it has; its weights are drawn where it computes."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    from peer_llama import apply_liger, filled, shaped
 
-    fused = _apply_liger(device)
-    shape = TINY if options.tiny else SHAPE
-    config = LlamaConfig(
-        **shape, max_position_embeddings=options.seqlen, rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        attn_implementation="sdpa", use_cache=False, dtype=torch.bfloat16,
-    )  # fmt: skip
-    with torch.device("meta"):
-        network = _with_loss(LlamaForCausalLM(config).to(torch.bfloat16), fused)
+    fused = apply_liger(device)
+    network = shaped(options.tiny, options.seqlen, "fused" if fused else "chunked")
     if options.checkpointing:
         network.llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if options.fsdp:
         _shard(network, device)
-    network.to_empty(device="cpu" if options.fsdp else device)
-    with device:
-        network.llama.model.rotary_emb = LlamaRotaryEmbedding(config)  # its table was not computed yet
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            local = parameter.to_local() if options.fsdp else parameter
-            drawn = torch.randn(local.shape, device=device, dtype=local.dtype) * 0.02
-            local.copy_(drawn if local.ndim > 1 else torch.ones_like(drawn))
-    return network.train(), "Liger-Kernel" if fused else "no Liger-Kernel here: its own modules, chunked loss"
-
-
-def _apply_liger(device: Any) -> bool:
-    """Whether there is one; its kernels are for GPUs."""
-    try:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-    except ImportError:
-        return False
-    if device.type != "cuda":
-        return False
-    apply_liger_kernel_to_llama()
-    return True
-
-
-def _with_loss(llama: Any, fused: bool) -> Any:
-    import torch
-    import torch.nn.functional as F
-    from torch.utils.checkpoint import checkpoint
-
-    class WithLoss(torch.nn.Module):
-        """A model whose result is its mean loss, without all logits at once."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.llama = llama
-
-        def forward(self, tokens_BT: Any, labels_BT: Any) -> Any:
-            if fused:
-                return self.llama(input_ids=tokens_BT, labels=tokens_BT).loss  # which it shifts itself
-            hidden_ND = self.llama.model(input_ids=tokens_BT).last_hidden_state.flatten(0, 1)
-            parts = zip(hidden_ND.split(LOSS_TOKENS), labels_BT.flatten().split(LOSS_TOKENS), strict=True)
-            summed = [checkpoint(self.loss, x_ND, labels_N, use_reentrant=False) for x_ND, labels_N in parts]
-            return torch.stack(summed).sum() / labels_BT.numel()
-
-        def loss(self, x_ND: Any, labels_N: Any) -> Any:
-            return F.cross_entropy(self.llama.lm_head(x_ND).float(), labels_N, reduction="sum")
-
-    return WithLoss()
+    home = torch.device("cpu") if options.fsdp else device
+    kernels = "Liger-Kernel" if fused else "no Liger-Kernel here: its own modules, chunked loss"
+    return filled(network, home, device), kernels
 
 
 def _shard(network: Any, device: Any) -> None:

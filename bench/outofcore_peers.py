@@ -5,14 +5,12 @@ is, `outofcore_peer.py` says. One that runs out of memory is tried again with ha
 """
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from device import let_go
 from outofcore_bench import Bench
-from outofcore_training import let_go
+from peer_process import found_by
 
 ATTEMPTS = 2
 
@@ -99,15 +97,8 @@ def _run(peer: Peer, tiny: bool) -> dict[str, Any]:
 def _attempt(peer: Peer, at_once: int, tiny: bool) -> dict[str, Any]:
     """What its process printed, or why it printed nothing."""
     seqlen, gbs = (32, min(peer.gbs, 4)) if tiny else (peer.seqlen, peer.gbs)
-    command = [sys.executable, str(Path(__file__).with_name("outofcore_peer.py")), "--seqlen", str(seqlen)]
-    command += ["--gbs", str(gbs), "--at-once", str(min(at_once, gbs)), "--device-gib", str(peer.device_gib)]
+    arguments = ["--seqlen", str(seqlen), "--gbs", str(gbs), "--at-once", str(min(at_once, gbs))]
+    arguments += ["--device-gib", str(peer.device_gib)]
     flags = {"--fsdp": peer.fsdp, "--checkpointing": peer.checkpointing, "--offload": peer.offload, "--tiny": tiny}
-    command += [flag for flag, given in flags.items() if given]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=peer.limit_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result within {peer.limit_s:.0f} s"}
-    try:
-        return json.loads(ended.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"error": f"it ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"}
+    arguments += [flag for flag, given in flags.items() if given]
+    return found_by("outofcore_peer.py", arguments, peer.limit_s)

@@ -1,0 +1,40 @@
+"""Seconds of the device, for one call and for calls that are kept up: clocks fall under load."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class Stopwatch:
+    """Seconds of the device between `start` and `stop`: by its own events on a GPU, by the host's clock on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._began = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+        if self._events:
+            torch.cuda.synchronize()
+            self._events[0].record()
+
+    def stop(self) -> float:
+        if self._events is None:
+            return time.perf_counter() - self._began
+        self._events[1].record()
+        torch.cuda.synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1000
+
+
+def sustained(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Seconds of one call, when it is repeated for so long."""
+    watch = Stopwatch(device)
+    call()
+    watch.start()
+    call()
+    count = max(2, round(seconds / max(watch.stop(), 1e-6)))
+    watch.start()
+    for _ in range(count):
+        call()
+    return watch.stop() / count

@@ -1,0 +1,83 @@
+"""What all parts of `train_gpu.py` share: the device, the rows' configurations, rates once they are measured."""
+
+from dataclasses import dataclass, field
+
+import torch
+from device import gpu_of, let_go, machine_of
+from findings import Findings
+from train_calls import Call, Moved, Timed, calls_of, step_seconds
+from train_rates import bandwidth, measured
+from train_rows import FEWEST, Row, configuration, tiny_configuration
+from train_run import Order
+
+from llmb import hardware
+from llmb.spec import RunConfig
+
+TURNS_S = 2.0  # in which the calls of a row take turns
+SETTLING_S = 3.0  # of a row's first steps, while clocks fall
+COPIED = 4 << 30  # bytes
+
+
+@dataclass(kw_only=True)
+class Bench(Findings):
+    """One run of the program."""
+
+    device: torch.device
+    rows: tuple[Row, ...]
+    parts: frozenset[str]
+    steps: int | None  # of each row that count, at most; none: as many as the row says
+    settings: tuple[str, ...]  # of the engine, for all rows
+    tiny: bool
+    seconds: dict[Call, float] = field(default_factory=dict)  # of the libraries' calls
+    _memory: float | None = None
+
+    @property
+    def machine(self) -> str:
+        return machine_of(self.device)
+
+    @property
+    def gpu(self) -> str:
+        """A key of hardware.GPUS."""
+        return gpu_of(self.device)
+
+    def peak(self, dtype: str) -> float | None:
+        """FLOP/s."""
+        return hardware.peak_flops(self.gpu, dtype)
+
+    def configuration(self, row: Row) -> RunConfig:
+        """What the engine runs for a row."""
+        if self.tiny:
+            return tiny_configuration(row, self.settings)
+        return configuration(row, self.gpu, self.settings)
+
+    def order(self, row: Row, profile: bool) -> Order:
+        """How long a row is trained."""
+        steps = row.steps if self.steps is None else self.steps
+        if self.tiny:
+            return Order(settling_s=0.0, steps=min(steps, 2), fewest=1, seconds=1.0, profile=profile)
+        return Order(
+            settling_s=SETTLING_S, steps=steps, fewest=min(FEWEST, steps), seconds=row.seconds, profile=profile
+        )
+
+    @property
+    def memory(self) -> float:
+        """Bytes a second within the device; measured when it is first asked for."""
+        if self._memory is None:
+            size, seconds = (1 << 22, 0.01) if self.tiny else (COPIED, TURNS_S / 2)
+            self._memory = bandwidth(self.device, size, seconds)
+            let_go(self.device)
+        return self._memory
+
+    def measure(self, config: RunConfig) -> list[Timed]:
+        """Have the times of all its calls; those that are new and have a clock's, which are timed together."""
+        new = [call for call in calls_of(config) if call not in self.seconds]
+        if new:
+            self.seconds |= measured(new, self.memory, self.device, 0.02 if self.tiny else TURNS_S)
+            let_go(self.device)
+        return [call for call in new if not isinstance(call, Moved)]
+
+    def ceiling(self, config: RunConfig) -> float:
+        """Tokens/s when a step is its library calls and nothing else."""
+        self.measure(config)
+        work = config.workload
+        return work.gbs * work.seqlen / step_seconds(config, self.seconds)

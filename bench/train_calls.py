@@ -1,0 +1,172 @@
+"""The library calls that one micro-batch cannot do without: matrix products, attention, the bytes of a scan.
+
+Their best times, added up, are a row's ceiling; everything else a step does is above it. Products that take the same
+input are one call (q, k and v; gate and up). Routed experts are one product of all visits with one expert's weights,
+which is as fast as balanced experts can be. A Mamba scan is the bytes that it must move. Embedding, router, norms,
+activations and the optimizer are left out, and so is what is computed again.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from llmb.costs import BYTES
+from llmb.spec import Latent, Mamba, Model, RunConfig, Training
+
+Way = Literal["forward", "input gradient", "weight gradient"]
+WAYS: tuple[Way, ...] = ("forward", "input gradient", "weight gradient")
+T = TypeVar("T")
+HEAD_ROWS = 8192  # of the logits that exist at once
+
+
+@dataclass(frozen=True)
+class Product:
+    """x [rows, inputs] times the transpose of a weight [outputs, inputs], or one of its two gradients."""
+
+    way: Way
+    dtype: str
+    rows: int
+    outputs: int
+    inputs: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.outputs * self.inputs
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order that does not depend on which operand is named first."""
+        return tuple(sorted((self.rows, self.outputs, self.inputs)))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.rows} x {self.inputs} -> {self.outputs}, {self.way}"
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Causal attention of whole sequences, there or back."""
+
+    backward: bool
+    sequences: int
+    seqlen: int
+    heads: int
+    kv_heads: int
+    key: int  # width of a head's queries and keys
+    value: int
+
+    @property
+    def flops(self) -> float:
+        """Two products of each pair that counts going forward; five going back, three of them as wide as the keys."""
+        pairs = self.sequences * self.seqlen**2 / 2 * self.heads
+        return 2.0 * pairs * (3 * self.key + 2 * self.value if self.backward else self.key + self.value)
+
+    def __str__(self) -> str:
+        width = f"{self.key}" if self.key == self.value else f"{self.key}/{self.value}"
+        heads = f"{self.heads}/{self.kv_heads} heads of {width}"
+        return f"attention {'backward' if self.backward else 'forward'}, {self.sequences} x {self.seqlen}, {heads}"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes read and written."""
+
+    what: str
+    bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.bytes / 1e6:.0f} MB moved"
+
+
+Timed = Product | Attended  # by a clock; the rest by its bytes
+Call = Timed | Moved
+
+
+def calls_of(config: RunConfig) -> dict[Call, int]:
+    """How often each is made in a micro-batch."""
+    model, work = config.model, config.workload
+    assert isinstance(work, Training)
+    tokens = work.mbs * work.seqlen
+    calls: dict[Call, int] = {}
+
+    def add(call: Call, count: int) -> None:
+        calls[call] = calls.get(call, 0) + count
+
+    for kind, count in model.blocks.items():
+        for rows, outputs, inputs in _products(model, kind, tokens) if count else ():
+            for way in WAYS:
+                add(Product(way, config.precision.dtype, rows, outputs, inputs), count)
+        for call in _mixing(model, kind, work) if count else ():
+            add(call, count)
+    rows = min(tokens, HEAD_ROWS)
+    for way in WAYS:
+        add(Product(way, "bf16", rows, model.vocab, model.hidden), tokens // rows)
+    return calls
+
+
+def step_seconds(config: RunConfig, seconds: dict[Call, float]) -> float:
+    """Of all calls of a whole step; the row's ceiling."""
+    work = config.workload
+    assert isinstance(work, Training)
+    return work.ga * sum(count * seconds[call] for call, count in calls_of(config).items())
+
+
+def _products(model: Model, kind: str, tokens: int) -> list[tuple[int, int, int]]:
+    """Rows, outputs and inputs of a block's products."""
+    hidden, width, kv_width = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    match kind:
+        case "attention":
+            return [(tokens, width + 2 * kv_width, hidden), (tokens, hidden, width)]
+        case "latent_attention":
+            return [(tokens, *shape) for shape in _latent_shapes(model, _given(model.latent))]
+        case "mlp":
+            return _mlp(tokens, hidden, model.ffn, 2 if model.gated else 1)
+        case "experts":
+            experts = _given(model.experts)
+            routed = _mlp(tokens * experts.top_k, hidden, experts.ffn, 2)
+            return routed + (_mlp(tokens, hidden, experts.shared * experts.ffn, 2) if experts.shared else [])
+        case "mamba":
+            mamba = _given(model.mamba)
+            inner = mamba.heads * mamba.head_dim
+            inward = 2 * inner + 2 * mamba.groups * mamba.state + mamba.heads
+            return [(tokens, inward, hidden), (tokens, hidden, inner)]
+    raise AssertionError(f"no products are known of a block of kind {kind}")
+
+
+def _mlp(rows: int, hidden: int, ffn: int, inward: int) -> list[tuple[int, int, int]]:
+    return [(rows, inward * ffn, hidden), (rows, hidden, ffn)]
+
+
+def _latent_shapes(model: Model, latent: Latent) -> list[tuple[int, int]]:
+    key = latent.nope_dim + latent.rope_dim
+    return [
+        (latent.q_rank + latent.kv_rank + latent.rope_dim, model.hidden),
+        (model.heads * key, latent.q_rank),
+        (model.heads * (latent.nope_dim + latent.value_dim), latent.kv_rank),
+        (model.hidden, model.heads * latent.value_dim),
+    ]
+
+
+def _mixing(model: Model, kind: str, work: Training) -> list[Call]:
+    """What mixes tokens in a block, there and back."""
+    if kind == "attention":
+        widths = (model.heads, model.kv_heads, model.head_dim, model.head_dim)
+    elif kind == "latent_attention":
+        latent = _given(model.latent)
+        widths = (model.heads, model.heads, latent.nope_dim + latent.rope_dim, latent.value_dim)
+    elif kind == "mamba":
+        return [_scan(_given(model.mamba), work.mbs * work.seqlen, backward) for backward in (False, True)]
+    else:
+        return []
+    return [Attended(backward, work.mbs, work.seqlen, *widths) for backward in (False, True)]
+
+
+def _scan(mamba: Mamba, tokens: int, backward: bool) -> Moved:
+    """Values, B, C and time steps are read and the output written; back, all these and its slope, and four slopes."""
+    inner = mamba.heads * mamba.head_dim
+    taken = (inner + 2 * mamba.groups * mamba.state) * BYTES["bf16"] + mamba.heads * BYTES["fp32"]
+    made = inner * BYTES["bf16"]
+    return Moved(f"scan {'backward' if backward else 'forward'}", tokens * (taken * (2 if backward else 1) + made))
+
+
+def _given(part: T | None) -> T:
+    assert part is not None
+    return part

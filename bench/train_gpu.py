@@ -1,0 +1,87 @@
+"""Training on one H200: every row beside a ceiling that was measured in the same process, its aim, and its peers.
+
+    python bench/train_gpu.py [--json FILE] [--only rates,rows,kernels,memory,peers] [--row "8b 8k"] [--steps 20]
+    python bench/train_gpu.py --only rows,kernels --row "llama 8b 8k fp8" --set recompute_layers=0
+    python bench/train_gpu.py --tiny        # very small models on the CPU of any machine: shows only that it runs
+
+Random weights, synthetic tokens, whole optimizer steps of the engine itself (llmb/train), in this process. A ceiling is
+the sum of the best library time of each matrix product and attention call of the step and nothing else; of a Mamba scan
+the bytes it must move, of experts one product of all visits (`train_calls.py`). Steps count after three seconds: twenty
+of Llama 8b at 8,192 tokens, fewer of the others, as many as their seconds hold. The JSON file is written after each.
+Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried where they are on PYTHONPATH.
+
+Seconds expected: rates 25; rows of Llama 8b 68 and 52, with part `kernels` 12 more each, at 32k 24, Nemotron-H 22,
+Grok-1 and DeepSeek 15 each, Llama 1b 15; memory 25; peers 22, 22, 55 and 60. Less than eight minutes for everything. In
+parts: `--only rates,rows,kernels` takes five, `--only memory,peers` three and knows no speed of ours to compare with.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from train_rows import ROWS, asked, without_aims
+
+from llmb.errors import LlmbError
+
+PARTS = ("rates", "rows", "kernels", "memory", "peers")
+
+
+def run(options: argparse.Namespace, parts: frozenset[str]) -> None:
+    """All parts that were asked for."""
+    import torch
+    from train_bench import Bench
+    from train_peers import peers
+    from train_table import memory, rates, rows
+
+    bench = Bench(
+        device=torch.device("cpu") if options.tiny else torch.device("cuda", 0),
+        rows=tuple(without_aims(row) if options.tiny else row for row in asked(options.row)),
+        parts=parts,
+        steps=options.steps,
+        settings=tuple(options.set),
+        tiny=options.tiny,
+        json=options.json,
+    )
+    print(bench.machine, flush=True)
+    bench.keep("machine", bench.machine)
+    if "rates" in parts:
+        rates(bench)
+    if parts & {"rows", "kernels"}:
+        rows(bench)
+    if "memory" in parts:
+        memory(bench)
+    if "peers" in parts:
+        peers(bench)
+    print(f"\n{time.perf_counter() - bench.began:.0f} seconds in all")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
+    parser.add_argument("--row", default="", help="only rows, and peers of rows, with one of these in their title")
+    parser.add_argument("--steps", type=int, help="steps of each row that count, at most")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the engine, for all rows")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    parts = frozenset(options.only.split(","))
+    if unknown := parts - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; parts are: {', '.join(PARTS)}")
+    if not asked(options.row):
+        parser.error(f"no row is called {options.row}; rows are: {', '.join(row.title for row in ROWS)}")
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps must be 1 or more, got {options.steps}")
+    if not options.tiny:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("needs a CUDA GPU; --tiny runs anywhere")
+    try:
+        run(options, parts)
+    except LlmbError as error:  # a setting that no row takes
+        sys.exit(f"train_gpu.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

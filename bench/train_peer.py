@@ -1,0 +1,106 @@
+"""A peer: Llama 8B trained in bf16 or fp8 on one GPU by what people use today.
+
+    python bench/train_peer.py --kind transformers --dtype bf16 --seqlen 8192 --mbs 1 --gbs 4 --steps 2
+
+    transformers   LlamaForCausalLM as it is, its own loss of all logits
+    liger          the same with Liger-Kernel's norm, rotation, SwiGLU and fused loss (`peer_llama.py`)
+    torchtitan     its Llama 3, blocks and loss compiled, cuDNN attention; fp8 by torchao (`peer_titan.py`)
+
+Random weights in bf16, torch's fused AdamW with state in bf16, random tokens, gradients of micro-batches added up. One
+step to warm up, then those that count, of which the median is taken. Prints one JSON line: tokens/s, memory; what is
+not installed; or the error. Whatever is to be tried must be on PYTHONPATH.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+
+def peer(options: argparse.Namespace) -> dict[str, Any]:
+    """Build it, step, time."""
+    import torch
+
+    device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
+    network, vocab, said = BUILDERS[options.kind](options, device)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-5, fused=True)
+    losses, seconds = [], []
+    for _ in range(1 + options.steps):
+        tokens_BT = torch.randint(vocab, (options.gbs, options.seqlen + 1), device=device)
+        _finish(device)
+        began = time.perf_counter()
+        loss = torch.zeros((), device=device)
+        for part_BT in tokens_BT.split(options.mbs):
+            share = network(part_BT[:, :-1], part_BT[:, 1:]) * (len(part_BT) / options.gbs)
+            share.backward()
+            loss += share.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        _finish(device)
+        seconds.append(time.perf_counter() - began)
+    return said | {
+        "seconds": seconds[1:],
+        "first_step_s": seconds[0],
+        "tokens_per_s": options.gbs * options.seqlen / median(seconds[1:]),
+        "losses": losses,
+        "memory_gib": torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None,
+    }
+
+
+def _transformers(options: argparse.Namespace, device: Any) -> tuple[Any, int, dict[str, str]]:
+    import transformers
+    from peer_llama import apply_liger, filled, shaped
+
+    fused = options.kind == "liger"
+    if fused and not apply_liger(device):
+        raise ImportError("liger_kernel cannot be imported, or there is no GPU")
+    network = filled(shaped(options.tiny, options.seqlen, "fused" if fused else "whole"), device, device)
+    how = "Liger-Kernel" if fused else "its own modules and loss"
+    return network, network.llama.config.vocab_size, {"version": f"transformers {transformers.__version__}", "how": how}
+
+
+def _torchtitan(options: argparse.Namespace, device: Any) -> tuple[Any, int, dict[str, str]]:
+    from peer_titan import titan_llama, titan_version
+
+    network = titan_llama(options.tiny, options.seqlen, options.dtype == "fp8", device)
+    how = "blocks and loss compiled" + (", torchao float8, a scale a tensor" if options.dtype == "fp8" else "")
+    return network, network.vocab, {"version": titan_version(), "how": how}
+
+
+Builder = Callable[[argparse.Namespace, Any], tuple[Any, int, dict[str, str]]]
+BUILDERS: dict[str, Builder] = {"transformers": _transformers, "liger": _transformers, "torchtitan": _torchtitan}
+
+
+def _finish(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=BUILDERS, required=True)
+    parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--seqlen", type=int, required=True)
+    parser.add_argument("--mbs", type=int, required=True, help="sequences of one pass")
+    parser.add_argument("--gbs", type=int, required=True, help="sequences a step")
+    parser.add_argument("--steps", type=int, default=2, help="that count")
+    parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, to see that it runs")
+    options = parser.parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less is lost in gaps
+    try:
+        found = peer(options)
+    except ImportError as error:
+        found = {"skipped": str(error)}
+    except Exception as error:  # the error is the result
+        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

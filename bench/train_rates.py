@@ -1,0 +1,187 @@
+"""Part `rates` of `train_gpu.py`: what the libraries and the memory sustain, measured in the process that then trains.
+
+All calls of a row take turns for some seconds, on random numbers: a chip that runs out of power slows down, and what
+one call sees depends on the others. Each is timed by its own events, of several ways to make it the fastest is taken,
+and its median counts.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from itertools import pairwise
+from math import inf
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from stopwatch import Stopwatch, sustained
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from train_calls import Attended, Call, Moved, Product, Timed
+
+from llmb.kernels.forms import E4M3
+
+Making = Callable[[], object]
+SETTLING = 1 / 3  # of a row's turns, which do not count
+FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+E5M2 = torch.float8_e5m2
+
+
+class Numbers:
+    """Random numbers of one format, from which operands of any shape are cut: random because zeros would save power."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self._dtype, self._device = dtype, device
+        self._flat = torch.empty(0, dtype=dtype, device=device)
+
+    def matrix(self, rows: int, columns: int) -> Tensor:
+        if self._flat.numel() < rows * columns:
+            drawn = torch.randn(rows * columns, device=self._device, dtype=torch.bfloat16)
+            self._flat = drawn.to(self._dtype)
+        return self._flat[: rows * columns].view(rows, columns)
+
+
+class Operands:
+    """Inputs, weights and slopes; each kind lies elsewhere, as no call would find all it reads in the cache."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.x, self.w, self.dy = (Numbers(torch.bfloat16, device) for _ in range(3))
+        self.x8, self.w8 = (Numbers(E4M3, device) for _ in range(2))
+        self.dy8 = Numbers(E5M2, device)
+
+
+def bandwidth(device: torch.device, size: int, seconds: float) -> float:
+    """Bytes a second of a copy within the device, read and written bytes counted."""
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / sustained(lambda: target.copy_(source), device, seconds)
+
+
+def measured(calls: Iterable[Call], memory: float, device: torch.device, seconds: float) -> dict[Call, float]:
+    """Seconds of each call; what only moves bytes is bytes over bandwidth."""
+    calls, operands = list(calls), Operands(device)
+    torch.manual_seed(0)
+    found: dict[Call, float] = {call: call.bytes / memory for call in calls if isinstance(call, Moved)}
+    best = {call: _fastest(ways(call, operands), device) for call in calls if not isinstance(call, Moved)}
+    return found | _in_turns(best, device, seconds)
+
+
+def ways(call: Timed, operands: Operands) -> list[Making]:
+    """All that might be the fastest."""
+    if isinstance(call, Attended):
+        return _attention_ways(call, operands.device)
+    if call.dtype == "fp8" and operands.device.type == "cuda":
+        return _fp8_ways(call, operands)
+    return _bf16_ways(call, operands)  # a CPU has no products of fp8: a smoke run takes bf16 for them
+
+
+def _bf16_ways(call: Product, operands: Operands) -> list[Making]:
+    n, m, k = call.rows, call.outputs, call.inputs
+    x_NK, w_MK, dy_NM = operands.x.matrix(n, k), operands.w.matrix(m, k), operands.dy.matrix(n, m)
+    if call.way == "forward":
+        return [lambda: x_NK @ w_MK.T]
+    if call.way == "input gradient":
+        return [lambda: dy_NM @ w_MK]
+    return [lambda: dy_NM.T @ x_NK, lambda: x_NK.T @ dy_NM]
+
+
+def _fp8_ways(call: Product, operands: Operands) -> list[Making]:
+    """One scale a tensor or one a row, with fast accumulation. The hardware wants both operands as rows of summands."""
+    n, m, k = call.rows, call.outputs, call.inputs
+    match call.way:
+        case "forward":
+            left, right = operands.x8.matrix(n, k), operands.w8.matrix(m, k)
+        case "input gradient":
+            left, right = operands.dy8.matrix(n, m), operands.w8.matrix(k, m)
+        case "weight gradient":
+            left, right = operands.dy8.matrix(m, n), operands.x8.matrix(k, n)
+    one = torch.ones((), device=operands.device)
+    column, row = torch.ones(len(left), 1, device=operands.device), torch.ones(1, len(right), device=operands.device)
+
+    def way(left_scale: Tensor, right_scale: Tensor) -> Making:
+        return lambda: torch._scaled_mm(
+            left, right.T, left_scale, right_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return [way(one, one), way(column, row)]
+
+
+def _attention_ways(call: Attended, device: torch.device) -> list[Making]:
+    """Of torch's fused kernels those that take the call; tokens lie before heads, as projections leave them."""
+    heads = {"q": (call.heads, call.key), "k": (call.kv_heads, call.key), "v": (call.kv_heads, call.value)}
+    q, k, v = (
+        torch.randn(call.sequences, call.seqlen, *shape, device=device, dtype=torch.bfloat16)
+        .transpose(1, 2)
+        .requires_grad_()
+        for shape in heads.values()
+    )
+    made = []
+    for backend in FUSED if device.type == "cuda" else (None,):
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            try:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=call.heads != call.kv_heads)
+                slope = torch.randn_like(out)
+                torch.autograd.grad(out, (q, k, v), slope, retain_graph=True)
+            except RuntimeError:  # it does not take these sizes
+                continue
+        made.append(_back(out, (q, k, v), slope) if call.backward else _there(call, (q, k, v), backend))
+    if not made:
+        raise RuntimeError(f"no fused kernel takes {call}")
+    return made
+
+
+def _there(call: Attended, inputs: tuple[Tensor, Tensor, Tensor], backend: SDPBackend | None) -> Making:
+    grouped = call.heads != call.kv_heads
+
+    def attend() -> None:
+        with torch.no_grad(), nullcontext() if backend is None else sdpa_kernel(backend):
+            F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=grouped)
+
+    return attend
+
+
+def _back(out: Tensor, inputs: tuple[Tensor, ...], slope: Tensor) -> Making:
+    return lambda: torch.autograd.grad(out, inputs, slope, retain_graph=True)
+
+
+def _fastest(candidates: list[Making], device: torch.device) -> Making:
+    def seconds(candidate: Making) -> float:
+        try:
+            return sustained(candidate, device, 0.0)
+        except RuntimeError:  # it does not take these formats
+            return inf
+
+    return candidates[0] if len(candidates) == 1 else min(candidates, key=seconds)
+
+
+def _in_turns(best: dict[Timed, Making], device: torch.device, seconds: float) -> dict[Call, float]:
+    """The median of each when all follow one another for so long."""
+    rounds: list[dict[Timed, float]] = []
+    began, settled = time.perf_counter(), False
+    while not rounds or time.perf_counter() - began < seconds:
+        found = _round(best, device)
+        if settled:
+            rounds.append(found)
+        settled = settled or time.perf_counter() - began >= SETTLING * seconds
+    return {call: median(found[call] for found in rounds) for call in best}
+
+
+def _round(best: dict[Timed, Making], device: torch.device) -> dict[Timed, float]:
+    """Seconds of each call, once; the host waits for the device only at the end."""
+    if device.type != "cuda":
+        return {call: _timed(make, device) for call, make in best.items()}
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(best) + 1)]
+    marks[0].record()
+    for make, mark in zip(best.values(), marks[1:], strict=True):
+        make()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return {call: start.elapsed_time(end) / 1000 for call, (start, end) in zip(best, pairwise(marks), strict=True)}
+
+
+def _timed(make: Making, device: torch.device) -> float:
+    watch = Stopwatch(device)
+    watch.start()
+    make()
+    return watch.stop()

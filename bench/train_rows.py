@@ -1,0 +1,106 @@
+"""The rows of `train_gpu.py` as data, and the configurations that the engine runs for them.
+
+Sequences a step are few, so that everything ends within minutes: the optimizer, whose cost does not depend on them, is
+then a larger share of a step than in a long run, which accumulates more.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from llmb.recipes.recipe import load_all, shipped
+from llmb.resolve import resolve
+from llmb.selection import Request
+from llmb.settings import from_arguments
+from llmb.spec import RunConfig, Training
+
+Dtype = Literal["bf16", "fp8"]
+STEPS = 100_000  # more than any row takes: who measures says when it is enough
+ENDLESS = (f"steps={STEPS}", f"window=1-{STEPS}")
+LLAMA, NEMOTRON = "pretrain_llama3.1", "pretrain_nemotronh"
+GROK, DEEPSEEK = "pretrain_grok1", "pretrain_deepseek-v3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    workload: str
+    size: str
+    dtype: Dtype
+    settings: tuple[str, ...]
+    true_width: bool = False  # a stand-in of fewer layers
+    aim: float | None = None  # tokens/s
+    floor: float | None = None
+    aim_share: float | None = None  # of the ceiling
+    floor_share: float | None = None
+    steps: int = 20  # that count, at most
+    seconds: float  # after which no further step is begun, when there are FEWEST
+    kernels: bool = False  # taken apart where nobody asks for another row
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.dtype}"
+
+
+FEWEST = 3  # steps of a row
+
+_PROXY = ("balanced_experts=true", "lr=3e-5")
+ROWS = (
+    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="bf16", settings=("gbs=4", "lr=3e-5"),
+        aim=12_000, floor=11_600, aim_share=0.96, seconds=62, kernels=True),
+    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="fp8", settings=("gbs=4", "lr=3e-5"),
+        aim=17_500, floor=15_500, aim_share=0.86, seconds=46, kernels=True),
+    Row(name="llama 8b 32k", workload=LLAMA, size="8b", dtype="bf16",
+        settings=("seqlen=32768", "gbs=1", "recompute_layers=32", "lr=3e-5"),
+        aim_share=0.95, floor_share=0.92, steps=4, seconds=14),
+    Row(name="nemotron-h 8b 8k", workload=NEMOTRON, size="8b", dtype="bf16", settings=("gbs=4", "lr=3e-5"),
+        aim_share=0.85, floor_share=0.75, steps=4, seconds=11),
+    Row(name="grok-1 8k", workload=GROK, size="314b", dtype="bf16", true_width=True,
+        settings=("seqlen=8192", "mbs=1", "gbs=8", *_PROXY), aim_share=0.85, floor_share=0.75, steps=6, seconds=8),
+    Row(name="grok-1 8k", workload=GROK, size="314b", dtype="fp8", true_width=True,
+        settings=("seqlen=8192", "mbs=1", "gbs=8", *_PROXY), aim_share=0.85, floor_share=0.75, steps=6, seconds=8),
+    Row(name="deepseek-v3 4k", workload=DEEPSEEK, size="671b", dtype="bf16", true_width=True,
+        settings=("seqlen=4096", "mbs=2", "gbs=16", *_PROXY), aim_share=0.85, floor_share=0.75, steps=6, seconds=8),
+    Row(name="deepseek-v3 4k", workload=DEEPSEEK, size="671b", dtype="fp8", true_width=True,
+        settings=("seqlen=4096", "mbs=2", "gbs=16", *_PROXY), aim_share=0.85, floor_share=0.75, steps=6, seconds=8),
+    Row(name="llama 1b 8k", workload=LLAMA, size="1b", dtype="bf16", settings=("gbs=8", "lr=1e-4"),
+        aim_share=0.90, floor_share=0.85, steps=10, seconds=9),
+)  # fmt: skip
+MEMORY_ROW = ROWS[0]
+
+
+def asked(names: str) -> tuple[Row, ...]:
+    """Rows with one of these in their title."""
+    return tuple(row for row in ROWS if any(name in row.title for name in names.split(",")))
+
+
+def without_aims(row: Row) -> Row:
+    """For a tiny model, which is compared with nothing."""
+    return replace(row, aim=None, floor=None, aim_share=None, floor_share=None)
+
+
+def configuration(row: Row, gpu: str, settings: Sequence[str]) -> RunConfig:
+    """What the engine runs, on the recipe's row for this GPU; settings of the caller come last and win."""
+    wishes = tuple(from_arguments([*row.settings, *settings, *ENDLESS]))
+    request = Request(
+        size=row.size, dtype=row.dtype, gpus=1, gpu=gpu, proxy="true-width" if row.true_width else None,
+        settings=wishes,
+    )  # fmt: skip
+    return resolve(load_all([shipped()])[row.workload], request)
+
+
+def tiny_configuration(row: Row, settings: Sequence[str]) -> RunConfig:
+    """The same structure, very small, on a CPU: shows only that it runs."""
+    experts = ["balanced_experts=true"] if row.true_width else []
+    wishes = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *experts, *settings, *ENDLESS]))
+    request = Request(size=row.size, dtype=row.dtype, gpus=1, gpu="cpu", proxy="small", settings=wishes)
+    config = resolve(load_all([shipped()])[row.workload], request)
+    return replace(config, model=replace(config.model, vocab=512))
+
+
+def work_of(config: RunConfig) -> Training:
+    """Of a row, which always trains."""
+    assert isinstance(config.workload, Training)
+    return config.workload

@@ -1,0 +1,186 @@
+"""Parts `rates`, `rows` and `memory` of `train_gpu.py`: each row trained, beside its ceiling, its aim and its floor."""
+
+import sys
+import traceback
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from device import let_go
+from train_bench import Bench
+from train_calls import Product, calls_of
+from train_kernels import kernels
+from train_rows import MEMORY_ROW, Row, configuration, work_of
+from train_run import Order, Trained, trained
+
+from llmb import costs, metrics
+from llmb.errors import LlmbError
+from llmb.hardware import GIB, TERA
+from llmb.rank.endings import OutOfMemory
+from llmb.spec import RunConfig
+
+SMALL_GIB = 80.0  # of an H100
+MEMORY_LOSS = 0.06  # of speed that fitting into it may cost
+HEADER = (
+    "row", "tokens/s", "aim", "floor", "ceiling", "ratio", "aim ratio", "floor ratio", "TFLOP/s", "MFU %", "GiB",
+    "steps", "reached",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A row's speed, in tokens/s, and what it is compared with."""
+
+    row: Row
+    config: RunConfig
+    trained: Trained
+    tokens_per_s: float
+    tflops: float | None
+    mfu: float | None
+    ceiling: float
+
+    @property
+    def share(self) -> float:
+        """Of the ceiling."""
+        return self.tokens_per_s / self.ceiling
+
+    @property
+    def verdict(self) -> str | None:
+        """What was reached of the aims and floors that are given, each time all of them; none: none are given."""
+        row = self.row
+        if row.aim is row.aim_share is None:
+            return None
+        aims = ((row.aim, self.tokens_per_s), (row.aim_share, self.share))
+        floors = ((row.floor, self.tokens_per_s), (row.floor_share, self.share))
+        if all(got >= wanted for wanted, got in aims if wanted is not None):
+            return "aim"
+        return "floor" if all(got >= wanted for wanted, got in floors if wanted is not None) else "short"
+
+
+def rates(bench: Bench) -> None:
+    """All calls of all rows; the other parts ask for what is measured here."""
+    for row in bench.rows:
+        config = bench.configuration(row)
+        try:
+            new = bench.measure(config)
+        except RuntimeError as error:  # a call that no library takes: the other rows have other calls
+            _failed(bench, "rates", row, error)
+            continue
+        lines = []
+        for call in new:
+            seconds = bench.seconds[call]
+            lines.append((str(call), 1e6 * seconds, call.flops / seconds / TERA))
+            found = {"call": str(call), "product": isinstance(call, Product), "seconds": seconds, "flops": call.flops}
+            bench.keep("rates", {"row": row.title} | found)
+        ceiling = bench.ceiling(config)
+        bench.say(
+            f"Rates of {row.title}: {len(lines)} calls not timed before",
+            ("call", "us", "TFLOP/s"),
+            lines,
+            f"ceiling {ceiling:,.0f} tokens/s: the best library time of each of its {len(calls_of(config))} calls",
+        )
+    print(f"  bandwidth of a copy, bytes read and written: {bench.memory / 1e12:.3f} TB/s", flush=True)
+    bench.keep("rates", {"bytes_per_s": bench.memory})
+
+
+def rows(bench: Bench) -> None:
+    """Row by row; one that fails is named, and the others go on. Without part `rows` those that are taken apart."""
+    done = []
+    for row in bench.rows:
+        apart = "kernels" in bench.parts and (row.kernels or len(bench.rows) == 1)
+        if "rows" not in bench.parts and not apart:
+            continue
+        found = measured(bench, row, bench.configuration(row), bench.order(row, profile=apart))
+        if found is None:
+            continue
+        if apart:
+            kernels(bench, row, found.config, found.trained)
+        done.append(replace(found, trained=replace(found.trained, trace=[])))  # a trace is large
+    if done and "rows" in bench.parts:
+        _say(bench, done)
+
+
+def memory(bench: Bench) -> None:
+    """The row as the recipe has it for a GPU of 80 GB, in a process that may hold no more."""
+    row = MEMORY_ROW
+    whole: dict[str, Any] = next((found for found in bench.results.get("rows", []) if found["title"] == row.title), {})
+    config = bench.configuration(row) if bench.tiny else configuration(row, "h100", bench.settings)
+    bench.measure(config)  # first, as it gives torch the whole device
+    if bench.device.type == "cuda":
+        total = torch.cuda.get_device_properties(bench.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, SMALL_GIB * GIB / total), bench.device)
+    order = bench.order(row, profile=False)
+    short = replace(order, steps=min(order.steps, 4), seconds=15.0)
+    found = measured(bench, row, config, short, part="memory")
+    if found is None:
+        return
+    before = whole.get("tokens_per_s")
+    lost = 1 - found.tokens_per_s / before if before else None
+    work, held = work_of(config), found.trained.memory_bytes / GIB
+    bench.say(
+        f"{row.title} within {SMALL_GIB:g} GiB",
+        ("tokens/s", "with all memory", "lost", "aim", "GiB", "recomputed", "offloaded"),
+        [(found.tokens_per_s, before, lost, MEMORY_LOSS, held, work.recompute_layers, work.offload_layers)],
+    )
+
+
+def measured(bench: Bench, row: Row, config: RunConfig, order: Order, part: str = "rows") -> Outcome | None:
+    """One row trained and kept, or named with what went wrong."""
+    work = work_of(config)
+    altered = f"; {config.proxy}" if config.proxy else ""
+    bench.head(f"{row.title}: {work.gbs} x {work.seqlen} tokens a step, {work.mbs} at once{altered}")
+    try:
+        ceiling = bench.ceiling(config)
+        done = trained(config, order, bench.device)
+    except Exception as error:  # out of memory, a kernel that fails: the other rows do not depend on it
+        if not isinstance(error, OutOfMemory | LlmbError):  # which say all there is to say
+            traceback.print_exc()
+        _failed(bench, part, row, error)
+        done = None
+    finally:
+        let_go(bench.device)
+    if done is None:
+        return None
+    flops = work.gbs * costs.train_flops_per_sequence(config.model, work.seqlen, "causal")
+    tflops = metrics.tflops_per_gpu(flops, done.step_s, 1)
+    found = Outcome(
+        row=row, config=config, trained=done, tokens_per_s=work.gbs * work.seqlen / done.step_s, tflops=tflops,
+        mfu=metrics.mfu(tflops, bench.peak(row.dtype)), ceiling=ceiling,
+    )  # fmt: skip
+    steps = f"median of {len(done.seconds)} steps, {min(done.seconds):.3f} to {max(done.seconds):.3f} s"
+    print(f"  {found.tokens_per_s:,.0f} tokens/s, {found.share:.3f} of the ceiling; {steps}", flush=True)
+    bench.keep(part, _record(found))
+    return found
+
+
+def _failed(bench: Bench, part: str, row: Row, error: Exception) -> None:
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    print(f"{row.title} FAILED: {why}", file=sys.stderr, flush=True)
+    bench.keep(part, {"title": row.title, "error": why})
+
+
+def _say(bench: Bench, done: list[Outcome]) -> None:
+    bench.say(
+        "Rows, whole optimizer steps",
+        HEADER,
+        [
+            (
+                one.row.title, one.tokens_per_s, one.row.aim, one.row.floor, one.ceiling, one.share,
+                one.row.aim_share, one.row.floor_share, one.tflops, None if one.mfu is None else 100 * one.mfu,
+                one.trained.memory_bytes / GIB, len(one.trained.seconds), one.verdict,
+            )
+            for one in done
+        ],
+        "ratio: of the ceiling, the best library time of each matrix product and attention call of the step",
+        "MFU: of the published peak of the format; FLOPs of causal attention, whatever the model",
+    )  # fmt: skip
+
+
+def _record(found: Outcome) -> dict[str, Any]:
+    work, done = work_of(found.config), found.trained
+    return {
+        "title": found.row.title, "row": asdict(found.row), "proxy": found.config.proxy,
+        "work": asdict(work), "tokens_per_s": found.tokens_per_s, "step_s": done.step_s, "seconds": done.seconds,
+        "first_step_s": done.first_s, "losses": done.losses, "tflops": found.tflops, "mfu": found.mfu,
+        "memory_bytes": done.memory_bytes, "ceiling": found.ceiling, "ratio": found.share, "verdict": found.verdict,
+    }  # fmt: skip

@@ -1,0 +1,159 @@
+"""Whose each moment of a traced step is: kernels by class, matrix products by their sizes, and what is idle.
+
+A kernel is known by its own name and by the torch operation that launched it, which also has the sizes; one that a CUDA
+graph launched has a name only. Where several run at once the class named first owns the moment. On a CPU the times are
+the own times of torch's operations.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+from llmb.train.timeline import Work, by_nesting, by_precedence
+
+PRODUCTS, ATTENTION, SCAN = "matrix products", "attention", "scan and convolution"
+SMALL, QUANTISING, LOSS = "normalisation and activation", "quantising and transposing", "loss"
+ROUTING, ADDING, OPTIMIZER = "routing", "adding gradients up", "optimizer"
+COPIES, OTHER, IDLE = "copies and casts", "other", "idle"
+CLASSES = (
+    PRODUCTS, ATTENTION, SCAN, SMALL, QUANTISING, LOSS, ROUTING, ADDING, OPTIMIZER, COPIES, OTHER,
+)  # fmt: skip
+# By the name of a kernel, ours and others', and by that of a torch operation; the first line that fits decides.
+NAMES = (
+    (OPTIMIZER, r"adam|multi_tensor|_foreach|total_norm"),
+    (ATTENTION, r"sdpa|flash|fmha|attention|attn"),
+    (PRODUCTS, r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k"
+               r"|aten::(mm|addmm_?|bmm|_(scaled_)?(grouped_)?mm)$"),
+    (LOSS, r"cross_?entropy|logsumexp|log_?softmax|nll|aten::(exp_|sub_|div_|gather|scatter_add_?)$"),
+    (SCAN, r"\b_?(scan|states|pass|scores|score_slopes|input_slopes|key_slopes)_kernel|causal_?conv|softplus|_ssd"),
+    (SMALL, r"rms_?norm|normed|norm_?beside|gated_?norm|inverse_size|sum_of_parts|swiglu|silu|gelu|relu|rotat|rope"),
+    (QUANTISING, r"cast_(tile|both)|fp8|float8|quant|amax|vector_norm|NormTwoOps|transpose|aten::(max|amax|abs)$"),
+    (ROUTING, r"rout|sort|topk|searchsorted|one_hot|bincount|radix|deal|_copies|_permuted|aten::index_select$"),
+    (SMALL, r"norm|gated|sigmoid|tanh|threshold|aten::(mul_?|add|pow|square|neg|cat)$"),
+    (ADDING, r"accumulate_?grad|aten::add_$"),
+    (COPIES, r"memcpy|memset|copy|fill|zero|embedding|gather|aten::(to|clone|contiguous)$"),
+)  # fmt: skip
+LONGEST = 8  # names listed of a class
+
+
+class Launched(NamedTuple):
+    """What is known of one piece of work besides its time."""
+
+    kernel: str
+    operation: str  # that launched it; empty: nobody knows
+    dims: tuple[tuple[int, ...], ...]  # of its operands
+    types: tuple[str, ...]
+    call: Any  # the same for all kernels of one call
+
+
+def class_of(launched: Launched) -> str:
+    """By the kernel, which knows best; one that is used for anything has a name that says nothing."""
+    for name in (launched.kernel, launched.operation):
+        for kind, pattern in NAMES:
+            if re.search(pattern, name, re.IGNORECASE):
+                return kind
+    return OTHER
+
+
+@dataclass(frozen=True)
+class Size:
+    """A matrix product: MACs of one call are `sizes` multiplied with one another; unknown in a CUDA graph."""
+
+    dtype: str
+    sizes: tuple[int, ...]  # ascending
+
+    @property
+    def flops(self) -> float | None:
+        return 2.0 * prod(self.sizes) if self.sizes else None
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {' x '.join(map(str, self.sizes)) or 'of unknown sizes'}"
+
+
+def size_of(launched: Launched) -> Size:
+    """From the first two operands that are matrices: all of the left one times the columns of the right one."""
+    dims, types = launched.dims, launched.types
+    if re.search(r"addmm|baddbmm", launched.operation):  # what is added comes first
+        dims, types = dims[1:], types[1:]
+    matrices = [(dim, kind) for dim, kind in zip(dims, types, strict=False) if len(dim) >= 2]
+    dtype = "fp8" if any("float8" in kind.lower() for _, kind in matrices) else "bf16"
+    if any(kind == "float" for _, kind in matrices[:2]):
+        dtype = "fp32"
+    if len(matrices) < 2:
+        return Size("fp8" if re.search(r"fp8|float8|e4m3|e5m2|qq", launched.kernel) else dtype, ())
+    (left, _), (right, _) = matrices[:2]
+    return Size(dtype, tuple(sorted((prod(left[:-1]), left[-1], right[-1]))))
+
+
+@dataclass(frozen=True)
+class TakenApart:
+    """An average step. Seconds."""
+
+    span: float  # from the first kernel's start to the last one's end
+    kinds: dict[str, float]
+    products: dict[Size, tuple[int, float]]  # calls and seconds
+    longest: dict[str, list[tuple[str, float]]] = field(default_factory=dict)  # names of each class
+
+    @property
+    def idle(self) -> float:
+        """In which nothing ran."""
+        return max(0.0, self.span - sum(self.kinds.values()))
+
+
+def taken_apart(events: Iterable[dict[str, Any]], on_gpu: bool, steps: int) -> TakenApart:
+    """From the events of a Chrome trace of so many steps."""
+    timed = [event for event in events if event.get("ph") == "X"]
+    known: dict[str, Launched] = {}
+    pieces = list(_gpu_pieces(timed, known) if on_gpu else _cpu_pieces(timed, known))
+    kinds, names = Counter[str](), {kind: Counter[str]() for kind in CLASSES}
+    calls: dict[Size, set[Any]] = {}
+    products: dict[Size, float] = {}
+    for piece in pieces:
+        seconds, launched = (piece.end - piece.start) * 1e-6 / steps, known[piece.name]
+        kinds[piece.kind] += seconds
+        names[piece.kind][f"{launched.operation} {launched.kernel}".strip()] += seconds
+        if piece.kind == PRODUCTS:
+            size = size_of(launched)
+            products[size] = products.get(size, 0.0) + seconds
+            calls.setdefault(size, set()).add(launched.call)
+    span = max(piece.end for piece in pieces) - min(piece.start for piece in pieces)
+    each = {size: (round(len(calls[size]) / steps), seconds) for size, seconds in products.items()}
+    longest = {kind: found.most_common(LONGEST) for kind, found in names.items() if found}
+    return TakenApart(span * 1e-6 / steps, dict(kinds), each, longest)
+
+
+def _gpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iterator[Work]:
+    operations = {_external(event): event for event in timed if event.get("cat") == "cpu_op"}
+    work = []
+    for number, event in enumerate(timed):
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            by = operations.get(_external(event)) if _external(event) is not None else None
+            known[str(number)] = _launched(event["name"], by, number)
+            kind = class_of(known[str(number)])
+            work.append(Work(event["ts"], event["ts"] + event["dur"], kind, str(number)))
+    return by_precedence(work, CLASSES)
+
+
+def _cpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iterator[Work]:
+    """Operations enclose one another: what an inner one is decides, unless nobody knows it."""
+    work = []
+    for number, event in enumerate(timed):
+        if event.get("cat") == "cpu_op":
+            known[str(number)] = _launched("", event, number)
+            work.append(Work(event["ts"], event["ts"] + event["dur"], class_of(known[str(number)]), str(number), False))
+    return by_nesting(work)
+
+
+def _external(event: dict[str, Any]) -> Any:
+    return event.get("args", {}).get("External id")
+
+
+def _launched(kernel: str, operation: dict[str, Any] | None, number: int) -> Launched:
+    if operation is None:
+        return Launched(kernel, "", (), (), number)
+    arguments = operation.get("args", {})
+    dims = tuple(tuple(d) if all(isinstance(n, int) for n in d) else () for d in arguments.get("Input Dims", ()))
+    return Launched(kernel, operation["name"], dims, tuple(arguments.get("Input type", ())), _external(operation))

@@ -1,0 +1,219 @@
+"""bench/train_gpu.py: ceilings and floors by hand, a trace taken apart, rows that fail, and the program, tiny."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmb import costs
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+rows, calls, floors, trace, table, bench_of, peers = (
+    import_module(f"train_{name}") for name in ("rows", "calls", "floors", "trace", "table", "bench", "peers")
+)
+ENVIRONMENT = {"PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
+LLAMA = rows.ROWS[0]
+
+
+def bench(tmp_path: Path, *some, parts=("rows",)):
+    return bench_of.Bench(
+        device=torch.device("cpu"), rows=some, parts=frozenset(parts), steps=1, settings=(), tiny=True,
+        json=tmp_path / "found.json",
+    )  # fmt: skip
+
+
+def at_one_rate(config, rate: float = 1e12) -> dict:
+    """Every call at as many FLOP/s; what moves bytes takes no time."""
+    return {call: getattr(call, "flops", 0.0) / rate for call in calls.calls_of(config)}
+
+
+@pytest.mark.parametrize("row", rows.ROWS, ids=lambda row: row.title)
+def test_the_ceiling_is_every_flop_once(row):
+    """At one rate it is the FLOPs over that rate, whatever is computed again; a scan counts by its bytes."""
+    config = rows.configuration(row, "h200", [])
+    work, model = config.workload, config.model
+    scanned = 6 * work.seqlen * sum(count * block.scan_macs for _, count, block in costs.stack(model))
+    once = work.gbs * (costs.hardware_flops_per_sequence(model, work.seqlen, "causal", 0) - scanned)
+    assert calls.step_seconds(config, at_one_rate(config)) == pytest.approx(once / 1e12)
+
+
+def test_the_calls_of_llama_8b_by_hand():
+    config = rows.configuration(LLAMA, "h200", ["mbs=1"])
+    found = calls.calls_of(config)
+    layer = {(8192, 6144, 4096), (8192, 4096, 4096), (8192, 28672, 4096), (8192, 4096, 14336)}
+    for way in calls.WAYS:
+        assert {(c.rows, c.outputs, c.inputs) for c in found if getattr(c, "way", None) == way} == {
+            *layer, (8192, 128256, 4096),
+        }  # fmt: skip
+    assert found[calls.Product("forward", "bf16", 8192, 6144, 4096)] == 32
+    assert found[calls.Product("forward", "bf16", 8192, 128256, 4096)] == 1
+    assert found[calls.Attended(True, 1, 8192, 32, 8, 128, 128)] == 32
+
+
+def test_only_the_stack_is_in_fp8():
+    config = rows.configuration(rows.ROWS[1], "h200", ["mbs=1"])
+    products = [call for call in calls.calls_of(config) if isinstance(call, calls.Product)]
+    assert {call.dtype for call in products if call.outputs == 128256} == {"bf16"}
+    assert {call.dtype for call in products if call.outputs != 128256} == {"fp8"}
+
+
+def test_floors_by_hand():
+    config = rows.configuration(LLAMA, "h200", ["mbs=1"])
+    found = floors.floors(config, at_one_rate(config), memory=1e12)
+    tokens = config.workload.gbs * 8192
+    norms, rotations, activations = 8 * 65 * 4096, 32 * 4 * 40 * 128, 32 * 8 * 14336
+    assert found[trace.SMALL] == pytest.approx(2 * tokens * (norms + rotations + activations) / 1e12)
+    assert found[trace.LOSS] == pytest.approx(4 * tokens * 128256 / 1e12)
+    assert found[trace.ADDING] == 0
+    both = found[trace.PRODUCTS] + found[trace.ATTENTION]
+    assert both == pytest.approx(calls.step_seconds(config, at_one_rate(config)))
+
+
+def test_a_product_without_its_own_rate_has_that_of_its_format():
+    seconds = {calls.Product("forward", "bf16", 8, 4, 2): 1.0, calls.Product("input gradient", "bf16", 8, 4, 2): 3.0}
+    assert floors.product_floor(trace.Size("bf16", (2, 4, 8)), 5, seconds) == 5.0
+    assert floors.product_floor(trace.Size("bf16", (2, 8, 8)), 1, seconds) == pytest.approx(256 / (256 / 4))
+    assert floors.product_floor(trace.Size("fp8", (2, 4, 8)), 1, seconds) is None
+    assert floors.product_floor(trace.Size("bf16", ()), 1, seconds) is None
+
+
+def kernel(name: str, start: float, length: float, by: int | None = None) -> dict:
+    arguments = {} if by is None else {"External id": by}
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": length, "args": arguments}
+
+
+def operation(number: int, name: str, dims=(), types=()) -> dict:
+    arguments = {"External id": number, "Input Dims": list(dims), "Input type": list(types)}
+    return {"ph": "X", "cat": "cpu_op", "name": name, "ts": 0.0, "dur": 1.0, "args": arguments}
+
+
+def test_a_trace_is_taken_apart():
+    """Two steps of a GPU: overlaps are counted once, gaps are idle, parts of one product are one call."""
+    two = ("c10::BFloat16", "c10::BFloat16")
+    events = [
+        operation(1, "aten::mm", [[8, 4], [4, 2]], two),
+        operation(2, "aten::add_", [[8, 2], [8, 2]], two),
+        operation(3, "aten::_scaled_mm", [[16, 4], [4, 2], [], []], ["c10::Float8_e4m3fn"] * 2 + ["float"] * 2),
+        operation(4, "aten::addmm_", [[8, 2], [8, 4], [4, 2]], ["float", *two]),
+        kernel("nvjet_tst", 0.0, 40.0, by=1),
+        kernel("splitKreduce", 40.0, 10.0, by=1),
+        kernel("elementwise_kernel", 45.0, 15.0, by=2),  # from 50 on alone
+        kernel("nvjet_qqtst", 70.0, 20.0, by=3),
+        kernel("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 90.0, 5.0),
+        kernel("_adam_update", 95.0, 3.0),
+        kernel("nvjet_tst", 98.0, 2.0, by=4),
+    ]
+    found = trace.taken_apart(events, on_gpu=True, steps=2)
+    assert found.span == pytest.approx(50e-6)
+    assert found.idle == pytest.approx(5e-6)
+    assert found.kinds == pytest.approx(
+        {trace.PRODUCTS: 36e-6, trace.ADDING: 5e-6, trace.ATTENTION: 2.5e-6, trace.OPTIMIZER: 1.5e-6}
+    )
+    assert found.products == {
+        trace.Size("bf16", (2, 4, 8)): (1, pytest.approx(26e-6)),
+        trace.Size("fp8", (2, 4, 16)): (0, pytest.approx(10e-6)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "kind"),
+    [
+        ("aten::_scaled_dot_product_cudnn_attention_backward", "cudnn_generated_bprop", trace.ATTENTION),
+        ("aten::_scaled_grouped_mm", "cutlass_device_kernel", trace.PRODUCTS),
+        ("_Fp8LinearBackward", "_cast_tile", trace.QUANTISING),
+        ("_Fp8LinearBackward", "nvjet_sm90_qqtst", trace.PRODUCTS),
+        ("_GatedMlpBackward", "_swiglu_backward_fp8", trace.SMALL),
+        ("aten::linalg_vector_norm", "reduce_kernel", trace.QUANTISING),
+        ("_GatedNorm", "_forward_kernel", trace.SMALL),
+        ("_CausalConv", "_forward_kernel", trace.SCAN),
+        ("", "_rms_norm_backward", trace.SMALL),
+        ("", "_swiglu_backward", trace.SMALL),
+        ("", "_rotate_into", trace.SMALL),
+        ("", "_cross_entropy_slope", trace.LOSS),
+        ("", "score_slopes_kernel", trace.SCAN),
+        ("aten::_foreach_norm", "multi_tensor_apply_kernel", trace.OPTIMIZER),
+        ("aten::add_", "vectorized_elementwise_kernel", trace.ADDING),
+        ("aten::copy_", "unrolled_elementwise_kernel", trace.COPIES),
+        ("", "Memcpy DtoD", trace.COPIES),
+        ("", "something_new", trace.OTHER),
+    ],
+)
+def test_classes_of_kernels(operation, name, kind):
+    assert trace.class_of(trace.Launched(name, operation, (), (), 0)) == kind
+
+
+def test_verdicts():
+    outcome = table.Outcome(
+        row=LLAMA, config=None, trained=None, tokens_per_s=12_100.0, tflops=None, mfu=None, ceiling=12_400.0
+    )
+    assert outcome.verdict == "aim"
+    assert replace(outcome, tokens_per_s=11_700.0).verdict == "floor"
+    assert replace(outcome, tokens_per_s=11_500.0).verdict == "short"
+    assert replace(outcome, row=rows.without_aims(LLAMA)).verdict is None
+
+
+def test_a_row_that_fails_is_named_and_the_next_one_goes_on(tmp_path, capsys):
+    running = bench(tmp_path, LLAMA)
+    config = running.configuration(LLAMA)
+    wrong = replace(config, workload=replace(config.workload, recompute_layers=99))
+    order = running.order(LLAMA, profile=False)
+    assert table.measured(running, LLAMA, wrong, order) is None
+    assert "FAILED: ConfigError: recompute_layers=99" in capsys.readouterr().err
+    assert table.measured(running, LLAMA, config, order).tokens_per_s > 0
+    failed, done = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert "recompute_layers=99" in failed["error"]
+    assert done["ratio"] == pytest.approx(done["tokens_per_s"] / done["ceiling"])
+
+
+def test_every_peer_has_a_row():
+    assert {peer.row for peer in peers.PEERS} <= {row.title for row in rows.ROWS}
+    assert len({row.title for row in rows.ROWS}) == len(rows.ROWS)
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, BENCH / "train_gpu.py", "--tiny", *arguments], capture_output=True, text=True,
+        cwd=BENCH.parent, env=ENVIRONMENT,
+    )  # fmt: skip
+
+
+def test_unknown_names_are_one_line():
+    for given, said in (("--only=speed", "parts are: rates, rows"), ("--row=gpt", "rows are: llama 8b 8k bf16")):
+        done = program(given)
+        assert done.returncode == 2
+        assert said in done.stderr.splitlines()[-1]
+    done = program("--only=rows", "--set=layer=3")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "layer" in done.stderr
+
+
+def test_a_part_of_the_program_runs_on_any_machine(tmp_path):
+    file = tmp_path / "found.json"
+    done = program("--only=rates,rows,kernels,memory", "--row=llama 8b 8k bf16", "--steps=1", f"--json={file}")
+    assert done.returncode == 0, done.stderr
+    for said in ("Rates of llama", "Rows, whole optimizer steps", "where a step goes", "by size", "within 80 GiB"):
+        assert said in done.stdout
+    found = json.loads(file.read_text())
+    (row,), (apart,), (small,) = found["rows"], found["kernels"], found["memory"]
+    assert row["title"] == small["title"] == apart["title"] == "llama 8b 8k bf16"
+    assert len(row["seconds"]) == 1
+    assert sum(apart["kinds_s"].values()) + apart["idle_s"] == pytest.approx(apart["span_s"])
+
+
+@pytest.mark.slow
+def test_the_whole_program_runs_on_any_machine(tmp_path):
+    file = tmp_path / "found.json"
+    done = program(f"--json={file}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert [row["title"] for row in found["rows"]] == [row.title for row in rows.ROWS]
+    assert all(row["tokens_per_s"] > 0 for row in found["rows"])
+    assert len(found["peers"]) == len(peers.PEERS)
+    assert all("skipped" in peer or peer["tokens_per_s"] > 0 for peer in found["peers"])
