@@ -6,7 +6,8 @@
 
 Random weights, synthetic tokens, whole optimizer steps. Rates are measured first and plans made from them, so that
 ceiling and prediction are of this very machine. Host memory is locked once, as much as the largest plan takes. A row
-has one step to warm up and two that count, or as many as 30 seconds hold. The JSON file is written after each.
+has one step to warm up, the first row two, and two that count, or as many as 30 seconds hold. The JSON file is written
+after each.
 
 Seconds expected: rates 25, plans 8, locking 108 GiB 15 to 60; rows of 8,192 tokens 42 each, of 65,536 tokens 56 each,
 that of 262,144 tokens 145 (alone 285); `batch` 115 beside its row; peers of 65,536 tokens 45 and 80, of 8,192 tokens 45

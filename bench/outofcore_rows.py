@@ -36,7 +36,7 @@ class Row:
     published: dict[str, float] = field(default_factory=dict, hash=False)  # on an H100, by host/device GiB there
     aim: float | None = None
     floor: float | None = None
-    warm_up: bool = True  # a step that does not count; the first row of a process has one in any case
+    warm_up: bool = True  # a step that does not count; the first row of a process has one more
     chunk_tokens: int | None = None  # none: the plan chooses
     stands_for: str | None = None  # the title of the row that this is a tiny one of
 
@@ -54,8 +54,8 @@ ROWS = (
     Row(seqlen=8192, host_gib=75, device_gib=78, gbs=16, published={"75/78": 11_406}, aim=11_800, floor=11_400),
     Row(seqlen=8192, host_gib=60, device_gib=24, gbs=16, published={"60/24": 9_478}, aim=10_000, floor=9_600),
     Row(seqlen=8192, host_gib=60, device_gib=16, gbs=16, aim=9_500, floor=8_500),
-    Row(seqlen=65536, host_gib=110, device_gib=78, gbs=2, published={"178/78": 5_400}, aim=5_500, floor=5_250),
-    Row(seqlen=65536, host_gib=80, device_gib=30, gbs=2, published={"80/30": 4_517}, aim=4_700, floor=4_450),
+    Row(seqlen=65536, host_gib=110, device_gib=78, gbs=1, published={"178/78": 5_400}, aim=5_500, floor=5_250),
+    Row(seqlen=65536, host_gib=80, device_gib=30, gbs=1, published={"80/30": 4_517}, aim=4_700, floor=4_450),
     Row(seqlen=65536, host_gib=110, device_gib=130, gbs=1, size="15b",
         published={"160/30": 2_308, "256/77": 2_719}, aim=2_650, floor=2_450),
     Row(seqlen=262144, host_gib=110, device_gib=130, gbs=1,

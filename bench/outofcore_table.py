@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from device import let_go
 from outofcore_bench import Bench
 from outofcore_rows import BATCH_ROW, LARGE_BATCH, Row, ceiling_s, plan_line, plans_of, tiny_row
-from outofcore_training import Order, Trained, let_go, train
+from outofcore_training import Order, Trained, train
 
 from llmb import costs, metrics
 from llmb.errors import LaunchError
@@ -99,9 +100,11 @@ def _measured(bench: Bench, row: Row, made: Planned, rates: Rates, slab: HostSla
 
 
 def _order(bench: Bench, row: Row, made: Planned, rates: Rates) -> Order:
+    # The first step compiles kernels to its very end, so Python is not ahead when the second begins.
+    is_first = not any("losses" in earlier for earlier in bench.results.get("rows", []))
     return Order(
         budgets=Budgets(host_gib=row.host_gib, device_gib=row.device_gib),
-        warm_up=row.warm_up or not any("losses" in earlier for earlier in bench.results.get("rows", [])),
+        warm_up=row.warm_up + is_first,
         steps=max(1, min(bench.steps, int(MEASURED_S / made.simulated.step_s))),
         watch_all=bench.profile is not None,
         link_gbs=(rates.link_in_gbs, rates.link_out_gbs),

@@ -4,10 +4,8 @@ Steps are issued one behind the other, as in a long run; the device's own events
 lanes are watched in the last step: two events each, which cost nothing that shows.
 """
 
-import gc
 import math
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,7 +51,7 @@ class Order:
     """How a row is to be measured."""
 
     budgets: Budgets
-    warm_up: bool
+    warm_up: int  # steps that do not count
     steps: int  # that count
     watch_all: bool  # of these; else the last
     link_gbs: tuple[float, float]
@@ -89,16 +87,6 @@ def train(model: Model, made: Planned, order: Order, device: torch.device, slab:
         driver_bytes=_taken(device),
         lanes=lanes,
     )
-
-
-def let_go(device: torch.device) -> None:
-    """Give memory back that nothing needs any more, and torch the whole device."""
-    gc.collect()
-    if device.type == "cuda":
-        with suppress(RuntimeError):  # a device that has failed says so again when it is next used
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _opened(model: Model, made: Planned, budgets: Budgets, device: torch.device, slab: HostSlab) -> Trainer:

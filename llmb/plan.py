@@ -58,6 +58,11 @@ class Plan:
         return -(-self.groups // self.groups_per_round)
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients wait for a later round, or for the next step; otherwise each is used up when it is done."""
+        return self.rounds > 1 or self.update_at == "forward"
+
+    @property
     def chunks_per_group(self) -> int:
         return -(-self.seqlen * self.seqs_per_group // self.chunk_tokens)
 

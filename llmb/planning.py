@@ -11,7 +11,7 @@ from functools import cache
 from llmb import hardware
 from llmb.errors import ConfigError, UnknownName
 from llmb.predict.draft import Planned, Wishes
-from llmb.predict.plain_llama import check_plain_llama
+from llmb.predict.plain_llama import check_fp8_widths, check_plain_llama
 from llmb.predict.rates import NOMINAL_CPU, Rates
 from llmb.predict.search import best_plan
 from llmb.spec import Model, OutOfCore, Prediction
@@ -56,6 +56,8 @@ def _check(work: OutOfCore, model: Model, dtype: str, gpu: str) -> None:
         raise UnknownName("dtype of out-of-core training", dtype, DTYPES)
     if dtype == "fp8" and gpu != "cpu" and hardware.peak_flops(gpu, dtype) is None:
         raise ConfigError(f"{hardware.gpu(gpu).title} has no products in fp8; choose bf16")
+    if dtype == "fp8":
+        check_fp8_widths(model)
     if dtype == "fp32" and work.update != "stochastic":
         raise ConfigError(f"update={work.update} has no effect with fp32, whose weights need no rounding; leave it out")
     if work.pack and work.data is None:

@@ -232,7 +232,7 @@ class Prediction:
     inbound_bytes: int
     outbound_bytes: int
     hardware_flops: float  # executed, with what is computed again
-    home_slots: dict[str, int]  # places that activations take on the host, by kind
+    home_slots: dict[str, int]  # places that gradients and activations take on the host, by kind
     host_bytes: dict[str, int]  # by kind
     device_bytes: dict[str, int]
 

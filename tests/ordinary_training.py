@@ -84,9 +84,14 @@ def _ordinary(
 
 
 def trainer_of(
-    model: Model, plan: Plan, clip: float | None = None, lanes: Lanes | None = None, device: torch.device = CPU
+    model: Model,
+    plan: Plan,
+    clip: float | None = None,
+    lanes: Lanes | None = None,
+    device: torch.device = CPU,
+    initial: bool = False,
 ) -> Trainer:
-    """The same model, out of core; all memory begins as numbers that are none."""
+    """The same model, out of core, or with a run's own first weights; all memory begins as numbers that are none."""
     batches = Batches(model, plan, SEED, None, pack=False, device=device)
     settings = Settings(seed=SEED, clip=clip, home_slots=simulate(model, plan, NOMINAL_CPU).home_slots)
     trainer = Trainer(model, plan, device, settings, batches, lr, lanes=lanes)
@@ -94,7 +99,10 @@ def trainer_of(
     for kind, count in trainer.arena.homes.items():
         for number in range(count):
             trainer.arena.home(kind, number).fill_(255)
-    set_weights(trainer, network_of(model))
+    if initial:
+        trainer.initialise()
+    else:
+        set_weights(trainer, network_of(model))
     return trainer
 
 

@@ -11,7 +11,9 @@ from llmb.kernels.span_attention import spans_of
 from llmb.models.blocks import rope_table
 from llmb.models.llama import Llama
 from llmb.outofcore.block import Block
-from llmb.outofcore.products import Products
+from llmb.outofcore.fp8_linears import Fp8Linears
+from llmb.outofcore.fp8_weights import Fp8Layer, Fp8Weights, Way
+from llmb.outofcore.linears import PlainLinears
 from llmb.outofcore.tensors import BlockWeights, attn_of, block_weights, kv_of, rest_of
 from llmb.outofcore.vocabulary import embed, embed_backward, head_loss
 from llmb.predict.pieces import Units
@@ -67,7 +69,7 @@ class InChunks:
     model: Model
     dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype = torch.float32
-    products: Products | None = None
+    fp8: bool = False
     level: Callable[[int, int], str] = lambda _layer, _chunk: "F"
     parts: int = 2  # of the vocabulary
     loss_tokens: int = 6
@@ -76,7 +78,9 @@ class InChunks:
 
     def __post_init__(self) -> None:
         m, network = self.model, network_of(self.model)
-        self.block = Block(m, self.products or Products(), keys_at_once=self.keys_at_once)
+        linears = Fp8Linears(m) if self.fp8 else PlainLinears(m)
+        self.block = Block(m, linears, keys_at_once=self.keys_at_once)
+        self.fp8_weights = Fp8Weights(m, self.device) if self.fp8 else None
         self.weights = [self._new_block(self.dtype) for _ in network.layers]
         self.grads = [self._new_block(self.grad_dtype) for _ in network.layers]
         for layer, weights in zip(network.layers, self.weights, strict=True):
@@ -101,6 +105,8 @@ class InChunks:
     def run(self, groups: list[list[int]], chunk: int, scale: float) -> list[Tensor]:
         """Losses of each group's tokens; the gradients are in `self.grads` and its like."""
         losses = []
+        if self.fp8_weights is not None:
+            self.fp8_weights.scales.roll()
         for number, (tokens, labels) in enumerate(tokens_and_labels(self.model, groups)):
             losses.append(self._group(groups[number], tokens, labels, chunk, scale, number == 0))
         return losses
@@ -136,8 +142,9 @@ class InChunks:
                 level, (attn, rest) = self.level(layer, c), self._kept(rows)
                 attn, rest = attn if level in "FA" else None, rest if level == "F" else None
                 self.block.forward(
-                    self.weights[layer], inp[layer][c], kv[layer], spans[c], *tables[c], inp[layer + 1][c], attn, rest
-                )
+                    self._weights(layer, "forward"), inp[layer][c], kv[layer], spans[c], *tables[c], inp[layer + 1][c],
+                    attn, rest,
+                )  # fmt: skip
                 kept[layer, c] = attn, rest
         losses = torch.empty(n, device=self.device)
         stream = [self._stream(rows) for rows in chunks]
@@ -156,16 +163,21 @@ class InChunks:
                     saved = attn is not None
                     attn, rest = attn if saved else room[0], room[1]
                     self.block.recompute(
-                        self.weights[layer], inp[layer][c], kv[layer], spans[c], *tables[c], attn, rest, saved
-                    )
+                        self._weights(layer, "backward"), inp[layer][c], kv[layer], spans[c], *tables[c], attn, rest,
+                        saved,
+                    )  # fmt: skip
                 self.block.backward(
-                    self.weights[layer], self.grads[layer], fresh and last, inp[layer][c], kv[layer], attn, rest,
-                    dkv, last, spans[c], *tables[c], stream[c],
+                    self._weights(layer, "backward"), self.grads[layer], fresh and last, inp[layer][c], kv[layer],
+                    attn, rest, dkv, last, spans[c], *tables[c], stream[c],
                 )  # fmt: skip
         for c, rows in reversed(list(enumerate(chunks))):
             first = fresh and c == len(chunks) - 1 and not m.tied_embeddings
             embed_backward(stream[c], tokens[slice(*rows)], self.dembedding, first)
         return losses
+
+    def _weights(self, layer: int, way: Way) -> BlockWeights | Fp8Layer:
+        weights = self.weights[layer]
+        return weights if self.fp8_weights is None else self.fp8_weights.of(layer, way, weights)
 
     def _new(self, values: Tensor) -> Tensor:
         return values.to(self.device, self.dtype)

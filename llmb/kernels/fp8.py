@@ -69,12 +69,18 @@ def cast(x_MN: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool = False,
 
 
 def product(
-    left_MK: Tensor, right_NK: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False
+    left_MK: Tensor,
+    right_NK: Tensor,
+    scales: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    fast: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """left @ right.T of 8-bit values, scaled back; `fast` lets the GPU add with fewer bits, enough going forward."""
     if on_gpu(left_MK):
-        return torch._scaled_mm(left_MK, right_NK.T, *scales, out_dtype=dtype, use_fast_accum=fast)
-    return ((left_MK.float() @ right_NK.float().T) * (scales[0] * scales[1])).to(dtype)
+        return torch._scaled_mm(left_MK, right_NK.T, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)
+    made_MN = ((left_MK.float() @ right_NK.float().T) * (scales[0] * scales[1])).to(dtype)
+    return made_MN if out is None else out.copy_(made_MN)
 
 
 _already_cast = WeakIdKeyDictionary()  # activations that are still alive -> (their version, Fp8)

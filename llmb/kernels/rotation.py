@@ -1,8 +1,8 @@
 """Rotary positions: pairs of a head's channels turned by their position's angle.
 
-`rotate` and `rotate_interleaved` are plain torch with a new tensor; `rotate_in_place` turns heads where they lie, in
-one pass over memory, with the Triton kernel (`rotation_triton.py`) on a GPU. Shapes: any leading ones, T tokens (N
-rows), H heads, D width of a head; cosine and sine are [T, D / 2].
+`rotate` and `rotate_interleaved` are plain torch with a new tensor; `rotate_in_place` turns heads where they lie and
+`rotate_into` on their way elsewhere, in one pass over memory, with the Triton kernel (`rotation_triton.py`) on a GPU.
+Shapes: any leading ones, T tokens (N rows), H heads, D width of a head; cosine and sine are [T, D / 2].
 """
 
 import torch
@@ -26,15 +26,22 @@ def rotate_interleaved(x_BTHD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor
 def rotate_in_place(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False) -> None:
     """As `rotate`, over x itself, which may be heads inside wider rows; computed in fp32 and rounded once. The inverse
     turns back, which is also how a slope goes back through a rotation."""
+    rotate_into(x_NHD, x_NHD, cos_ND, sin_ND, inverse)
+
+
+def rotate_into(out_NHD: Tensor, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False) -> None:
+    """The same into other memory, which spares a copy. Both may be heads inside wider rows."""
     if takes_triton(x_NHD):
-        from llmb.kernels.rotation_triton import rotate_in_place_triton
+        from llmb.kernels.rotation_triton import rotate_into_triton
 
-        rotate_in_place_triton(x_NHD, cos_ND, sin_ND, inverse)
+        rotate_into_triton(out_NHD, x_NHD, cos_ND, sin_ND, inverse)
     else:
-        rotate_in_place_reference(x_NHD, cos_ND, sin_ND, inverse)
+        rotate_into_reference(out_NHD, x_NHD, cos_ND, sin_ND, inverse)
 
 
-def rotate_in_place_reference(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False) -> None:
+def rotate_into_reference(
+    out_NHD: Tensor, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool = False
+) -> None:
     """The same in plain torch."""
     wide = x_NHD.to(torch.promote_types(x_NHD.dtype, torch.float32))
-    x_NHD.copy_(rotate(wide, cos_ND, -sin_ND if inverse else sin_ND))
+    out_NHD.copy_(rotate(wide, cos_ND, -sin_ND if inverse else sin_ND))

@@ -1,4 +1,4 @@
-"""Triton for rotary positions in place: one program turns several heads of one token."""
+"""Triton for rotary positions, in place or not: one program turns several heads of one token."""
 
 import math
 
@@ -11,10 +11,13 @@ PER_THREAD = 8  # numbers of each half: one load of 16 bytes in bf16
 
 
 @triton.jit
-def _rotate_in_place(
+def _rotate_into(
+    out_ptr,
     x_ptr,
     cos_ptr,
     sin_ptr,
+    out_row,
+    out_head,
     x_row,
     x_head,
     table_row,
@@ -36,20 +39,23 @@ def _rotate_in_place(
     place = x_ptr + row * x_row + head * x_head + d
     first = tl.load(place, mask=there, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=there, other=0.0).to(tl.float32)
-    tl.store(place, (first * cos - second * sin).to(x_ptr.dtype.element_ty), mask=there)
-    tl.store(place + HALF, (second * cos + first * sin).to(x_ptr.dtype.element_ty), mask=there)
+    place = out_ptr + row * out_row + head * out_head + d
+    tl.store(place, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(place + HALF, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=there)
 
 
-def rotate_in_place_triton(x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool) -> None:
-    """As `rotation.rotate_in_place_reference`."""
-    assert x_NHD.stride(2) == cos_ND.stride(1) == sin_ND.stride(1) == 1, "numbers of a head lie side by side"
+def rotate_into_triton(out_NHD: Tensor, x_NHD: Tensor, cos_ND: Tensor, sin_ND: Tensor, inverse: bool) -> None:
+    """As `rotation.rotate_into_reference`."""
+    assert out_NHD.shape == x_NHD.shape, "every number has its place"
+    side_by_side = x_NHD.stride(2) == out_NHD.stride(2) == cos_ND.stride(1) == sin_ND.stride(1) == 1
+    assert side_by_side, "numbers of a head lie side by side"
     assert cos_ND.stride(0) == sin_ND.stride(0), "cosines and sines have the same stride"
     n, h, d = x_NHD.shape
     heads = _heads_of_a_program(h)
     wide = triton.next_power_of_2(d // 2)
     if n:
-        _rotate_in_place[(n * triton.cdiv(h, heads),)](
-            x_NHD, cos_ND, sin_ND, x_NHD.stride(0), x_NHD.stride(1), cos_ND.stride(0),
+        _rotate_into[(n * triton.cdiv(h, heads),)](
+            out_NHD, x_NHD, cos_ND, sin_ND, *out_NHD.stride()[:2], *x_NHD.stride()[:2], cos_ND.stride(0),
             H=h, HALF=d // 2, HEADS=heads, WIDE=wide, INVERSE=inverse,
             num_warps=min(max(heads * wide // (32 * PER_THREAD), 1), 8),
         )  # fmt: skip

@@ -95,9 +95,9 @@ def attend_backward(
 
     Fresh: this is the last chunk of its context, the first on the way back, and dk and dv have no values yet.
     """
-    kernel, own, lengths = kernel_for(q_NHD, spans), rows_of(spans), _lengths(spans)
-    own_q_NHD, own_dk_NGD, own_dv_NGD = kernel.backward(
-        dout_NHD, q_NHD, k_TGD[own], v_TGD[own], out_NHD, lse_HN, lengths, True, scale
+    kernel, own = kernel_for(q_NHD, spans), rows_of(spans)
+    own_q_NHD, own_dk_NGD, own_dv_NGD = squares_backward(
+        dout_NHD, q_NHD, k_TGD[own], v_TGD[own], out_NHD, lse_HN, spans, scale
     )
     dq_NHD.copy_(own_q_NHD)
     for slope_TGD, own_NGD in ((dk_TGD, own_dk_NGD), (dv_TGD, own_dv_NGD)):
@@ -116,6 +116,15 @@ def attend_backward(
         dk_TGD[keys].add_(more_dk_KGD)
         dv_TGD[keys].add_(more_dv_KGD)
         del more_q_NHD, more_dk_KGD, more_dv_KGD
+
+
+def squares_backward(
+    dout_NHD: Tensor, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
+    spans: Sequence[Span], scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """New slopes of queries, and of the chunk's own keys and values by what its own queries saw of them."""
+    kernel = kernel_for(q_NHD, spans)
+    return kernel.backward(dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, _lengths(spans), True, scale)
 
 
 def kernel_for(q_NHD: Tensor, spans: Sequence[Span]) -> AttentionKernel:

@@ -18,7 +18,7 @@ from llmb.hardware import GIB
 from llmb.outofcore.host_slab import HostSlab
 from llmb.plan import Plan
 from llmb.predict.footprint import CONTEXT_BYTES, device_bytes, host_bytes
-from llmb.predict.pieces import KINDS, OF_UNITS, Units, piece_bytes
+from llmb.predict.pieces import KINDS, OF_UNITS, Units, at_own_homes, piece_bytes
 from llmb.predict.residency import Residency
 from llmb.spec import Model
 
@@ -54,7 +54,7 @@ class Arena:
         self.device, self.sizes = device, piece_bytes(model, plan)
         residency = Residency(model, plan)
         self.homes = {kind: home_slots.get(kind, 0) for kind in KINDS}
-        self.homes |= {kind: Units(model).count - _residents(residency, kind) for kind in OF_UNITS}
+        self.homes |= {kind: Units(model).count - _residents(residency, kind) for kind in at_own_homes(plan)}
         self.host_bytes = self._total(self.homes)
         self._host = HostSlab(self.host_bytes, device) if host_slab is None else host_slab
         if self._host.size < self.host_bytes:
@@ -63,6 +63,8 @@ class Arena:
         self._behind_units = self._total({kind: residency.buffers[kind] for kind in OF_UNITS})
         self._buffers = self._cut(self.slab, residency.buffers)
         self._homes = self._cut(self._host.memory, self.homes)
+        if device.type == "cuda":
+            _set_aside(device_bytes(model, plan, device.type)["workspace"], device)
 
     def buffer(self, kind: str, number: int) -> Tensor:
         """A buffer on the device, as bytes."""
@@ -116,6 +118,16 @@ def _check_budgets(
                 f"the plan needs {size / GIB:.2f} GiB on the {side}, more than {side}_gib={budget:g}; "
                 f"`llmb-run plan` makes one for given budgets"
             )
+
+
+def _set_aside(size: int, device: torch.device) -> None:
+    """Have torch keep memory for what computations use in between, in one piece: it is whole again behind each.
+
+    Memory that matrix products keep for good is taken before, so that it does not lie in the middle.
+    """
+    square = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
+    torch.mm(square, square)
+    torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _limit_allocator(device: torch.device, device_gib: float | None) -> None:

@@ -2,7 +2,7 @@
 
     batches = Batches(model, plan, seed, data, pack=False, device)
     for group in batches.step(1):                     # steps count from 1
-        cos_ND, sin_ND = batches.rope_rows(group.positions_T[rows])
+        cos_ND, sin_ND = batches.rope_rows(group, rows)
 
 Sequence number n has the same tokens as in ordinary training (`llmb/train`), so losses can be compared. Packed, a
 sequence is a stretch of a token file and each text in it a document of its own: positions begin again, attention stays
@@ -53,7 +53,9 @@ class Batches:
         for round_ in range(plan.rounds):
             for chunk in chunks_of(plan, round_):
                 self._chunks[chunk.group].append(chunk)
-        self._cos_TD, self._sin_TD = rope_table(rope_of(model), model.head_dim, positions_in_order(plan.seqlen, device))
+        # Of the rows of a group whose sequences are whole; of a document's places the first of them.
+        in_order_T = positions_in_order(plan.seqlen, device).repeat(plan.seqs_per_group)
+        self._cos_TD, self._sin_TD = rope_table(rope_of(model), model.head_dim, in_order_T)
 
     def step(self, step: int) -> list[GroupBatch]:
         """All groups of a step."""
@@ -71,8 +73,11 @@ class Batches:
         host_3T = torch.stack([tokens_BT[:, :-1], torch.from_numpy(labels_BT), torch.from_numpy(positions_BT)])
         return self._groups(self._on_device(host_3T.flatten(1)), beginnings, counted)
 
-    def rope_rows(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+    def rope_rows(self, group: GroupBatch, rows: slice) -> tuple[Tensor, Tensor]:
         """Cosine and sine of some tokens' positions, [N, half a head's width] in fp32, on the device."""
+        if not self._pack:
+            return self._cos_TD[rows], self._sin_TD[rows]
+        positions_N = group.positions_T[rows]
         return self._cos_TD.index_select(0, positions_N), self._sin_TD.index_select(0, positions_N)
 
     def _closing(self, tokens_BT: np.ndarray, first: int) -> np.ndarray:

@@ -8,7 +8,7 @@ here waits for the device.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from llmb.outofcore.block import Block
 from llmb.outofcore.executor import Compute
 from llmb.outofcore.figures import Figures
 from llmb.outofcore.formats import formats_of
-from llmb.outofcore.products import Fp8Products, Products
+from llmb.outofcore.fp8_linears import Fp8Linears
+from llmb.outofcore.fp8_weights import Fp8Layer, Fp8Weights, Way
+from llmb.outofcore.linears import PlainLinears
 from llmb.outofcore.tensors import (
     Attn,
     BlockWeights,
@@ -42,7 +44,7 @@ from llmb.rank.adamw import BETAS, EPS, WEIGHT_DECAY
 from llmb.spec import Model
 
 Shapes = tuple[tuple[int, ...], ...]
-RopeRows = Callable[[Tensor], tuple[Tensor, Tensor]]  # cosine and sine of tokens at these positions
+RopeRows = Callable[[GroupBatch, slice], tuple[Tensor, Tensor]]  # cosine and sine of some tokens of a group
 MATRICES = 4  # of a block: its first tensors; those of the vocabulary have one
 
 
@@ -60,8 +62,9 @@ class Computation:
         self.model, self.plan, self.arena, self.figures = model, plan, arena, figures
         self.rope_rows, self.seed = rope_rows, seed
         self.units, self.formats = Units(model), formats_of(plan)
-        self.products = Fp8Products() if plan.dtype == "fp8" else Products()
-        self.block = Block(model, self.products, KEYS_AT_ONCE)
+        self.fp8 = Fp8Weights(model, arena.device) if plan.dtype == "fp8" else None
+        linears = PlainLinears(model) if self.fp8 is None else Fp8Linears(model)
+        self.block: Block[Any] = Block(model, linears, KEYS_AT_ONCE)
         self._views: dict[tuple[str, int, Shapes], list[Tensor]] = {}  # of buffers, each made once
 
     def of(self, groups: Sequence[GroupBatch], update: AdamStep) -> Compute:
@@ -89,6 +92,8 @@ class Computation:
             self.figures.add_gradients([tensor for piece in done for tensor in self._unit(operation, piece)])
 
     def _embed(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
+        if self.fp8 is not None and operation.work.round == chunk.place == 0:  # a step begins
+            self.fp8.scales.roll()
         parts = [self._unit(operation, Piece("param", unit))[0] for unit in self.units.embedding]
         embed(batch.tokens_T[_rows(chunk)], parts, self._stream(operation, "inp", 0))
 
@@ -97,7 +102,7 @@ class Computation:
         kept = operation.buffers
         attn, rest = Piece("attn", layer, group, number), Piece("rest", layer, group, number)
         self.block.forward(
-            self._block(operation, "param"),
+            self._weights(operation, "forward"),
             self._stream(operation, "inp", layer),
             self._kv(operation, Piece("kv", layer, group)),
             batch.spans[number],
@@ -121,7 +126,7 @@ class Computation:
 
     def _backward(self, operation: Operation, chunk: Chunk, batch: GroupBatch) -> None:
         work, group, number = operation.work, chunk.group, chunk.number
-        weights, inp_NC = self._block(operation, "param"), self._stream(operation, "inp", work.layer)
+        weights, inp_NC = self._weights(operation, "backward"), self._stream(operation, "inp", work.layer)
         kv = self._kv(operation, Piece("kv", work.layer, group))
         spans, cos_sin = batch.spans[number], self._cos_sin(chunk, batch)
         attn = self._attn(self._kept_or_new(operation, Piece("attn", work.layer, group, number)), chunk)
@@ -185,6 +190,11 @@ class Computation:
             self._views[key] = unit_tensors(numbers(self._bytes(operation, piece)), key[2])
         return self._views[key]
 
+    def _weights(self, operation: Operation, way: Way) -> BlockWeights | Fp8Layer:
+        """Of a layer, as its linear layers take them."""
+        weights = self._block(operation, "param")
+        return weights if self.fp8 is None else self.fp8.of(operation.work.layer, way, weights)
+
     def _block(self, operation: Operation, kind: str) -> BlockWeights:
         return BlockWeights(*self._unit(operation, Piece(kind, operation.work.layer)))
 
@@ -205,7 +215,7 @@ class Computation:
         return rest_of(memory, self.model, chunk.tokens, self.formats.stream)
 
     def _cos_sin(self, chunk: Chunk, batch: GroupBatch) -> tuple[Tensor, Tensor]:
-        return self.rope_rows(batch.positions_T[_rows(chunk)])
+        return self.rope_rows(batch, _rows(chunk))
 
 
 def _rows(chunk: Chunk) -> slice:

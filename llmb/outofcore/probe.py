@@ -11,12 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmb.kernels.span_attention import Span, attend, attend_backward
+from llmb.kernels.forms import E4M3
+from llmb.kernels.fp8 import E5M2
+from llmb.kernels.fp8_forms import in_both_forms
+from llmb.kernels.span_attention import Span, attend, attend_backward, squares_backward
 from llmb.outofcore.products import Fp8Products, Products
+from llmb.predict.durations import BACKWARD_ATTENTION
+from llmb.predict.workspace import KEYS_AT_ONCE
 
 TERA, GIGA = 1e12, 1e9
 SETTLING = 1 / 3  # of each measurement, which does not count
@@ -36,6 +42,11 @@ class Sizes:
     past: int  # tokens before the chunk, of a long sequence
     copied: int  # bytes
     seconds: float  # of the longest measurement
+
+    @property
+    def square_tokens(self) -> int:
+        """Of each of the short sequences that share a chunk."""
+        return self.tokens // 2
 
     @property
     def weights(self) -> tuple[tuple[int, int], ...]:
@@ -71,16 +82,16 @@ def measure(device: torch.device, sizes: Sizes) -> dict[str, float | None]:
     found["fp8_tflops"] = None
     if _has_fp8(device):
         keep("fp8_tflops", products_rate(Fp8Products(), device, sizes) / TERA, "TFLOP/s")
-    forward, backward = attention_rates(device, sizes)
-    keep("attention_forward_tflops", forward / TERA, "TFLOP/s")
-    keep("attention_backward_tflops", backward / TERA, "TFLOP/s")
+    for name, value in attention_rates(device, sizes).items():
+        keep(name, value / TERA, "TFLOP/s")
+    found["square_tokens"] = sizes.square_tokens
     keep("memory_gbs", memory_rate(device, sizes) / GIGA, "GB/s")
     for name, value in link_rates(device, sizes).items():
         keep(name, value / GIGA, "GB/s")
     return found
 
 
-def products_rate(products: Products, device: torch.device, sizes: Sizes) -> float:
+def products_rate(products: Products | Fp8Products, device: torch.device, sizes: Sizes) -> float:
     """FLOP/s of all products of a layer: forward, gradients of the input, gradients of the weights added up."""
     most = max(max(shape) for shape in sizes.weights)
     rows = _random(device, sizes.dtype, sizes.tokens * most)
@@ -88,53 +99,75 @@ def products_rate(products: Products, device: torch.device, sizes: Sizes) -> flo
     weights = [_random(device, sizes.dtype, m * k).view(m, k) for m, k in sizes.weights]
     grads = [torch.zeros_like(weight) for weight in weights]
     made = torch.empty_like(rows)
+    operands: list[tuple[Any, Any, Any]] = [
+        (_matrix(rows, sizes.tokens, weight.shape[1]), weight, _matrix(slopes, sizes.tokens, weight.shape[0]))
+        for weight in weights
+    ]
+    if isinstance(products, Fp8Products):  # what makes them writes 8 bits
+        formats = (E4M3, E4M3, E5M2)
+        operands = [tuple(map(in_both_forms, some, formats)) for some in operands]  # type: ignore[misc]
 
     def layer() -> None:
-        for weight, grad in zip(weights, grads, strict=True):
-            m, k = weight.shape
-            x, dy = (_matrix(flat, sizes.tokens, width) for flat, width in ((rows, k), (slopes, m)))
-            products.forward(x, weight, out=_matrix(made, sizes.tokens, m))
-            products.input_gradient(dy, weight, out=_matrix(made, sizes.tokens, k))
+        for (x, weight, dy), grad in zip(operands, grads, strict=True):
+            m, k = grad.shape
+            products.forward(x, weight, _matrix(made, sizes.tokens, m))
+            products.input_gradient(dy, weight, _matrix(made, sizes.tokens, k))
             products.weight_gradient(dy, x, grad, fresh=False)
 
     flops = 6.0 * sizes.tokens * sum(m * k for m, k in sizes.weights)
     return flops / _seconds(layer, device, sizes.seconds)
 
 
-def attention_rates(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """FLOP/s there and back, as much of it in two short sequences as in a chunk at the end of a long one."""
-    half = sizes.tokens // 2
-    short = [Span(0, half, 0, 0), Span(half, sizes.tokens, half, half)]
-    long = [Span(0, sizes.tokens, 0, sizes.past)]
-    timed = [_attention_seconds(spans, device, sizes) for spans in (short, long)]  # of a FLOP
-    there, back = (len(timed) / sum(each) for each in zip(*timed, strict=True))
-    return there, back
+def attention_rates(device: torch.device, sizes: Sizes) -> dict[str, float]:
+    """FLOP/s of a chunk's own keys, in two causal squares, and of the keys before a chunk, there and back.
+
+    A chunk at the end of a long sequence has as many queries as the two squares, so their diagonals take the same: what
+    it takes beyond them is due to the keys that it sees beyond theirs, a few of its own and all that were before it.
+    """
+    tokens, half = sizes.tokens, sizes.square_tokens
+    timed = (
+        _attention_seconds([Span(0, half, 0, 0), Span(half, tokens, half, half)], device, sizes),
+        _attention_seconds([Span(0, tokens, 0, sizes.past)], device, sizes),
+    )
+    own = 4.0 * tokens * (half / 2) * sizes.heads * sizes.head_dim
+    beyond = 4.0 * tokens * (sizes.past + tokens / 2) * sizes.heads * sizes.head_dim - own
+    found = {}
+    for way, factor, short, long in zip(("forward", "backward"), (1.0, BACKWARD_ATTENTION), *timed, strict=True):
+        if long <= short:
+            raise RuntimeError("attention to more keys took no longer: other work disturbs the probe, run it again")
+        found[f"attention_{way}_tflops"] = factor * own / short
+        found[f"past_attention_{way}_tflops"] = factor * beyond / (long - short)
+    return found
 
 
 def _attention_seconds(spans: list[Span], device: torch.device, sizes: Sizes) -> tuple[float, float]:
+    """Of a chunk there and back, as a block computes it."""
     heads, groups, width = sizes.heads, sizes.kv_heads, sizes.head_dim
-    context = spans[-1].here + spans[-1].end - spans[-1].first
+    before = spans[0].here
     q_NHD, out_NHD, dout_NHD, dq_NHD = (
         _random(device, sizes.dtype, sizes.tokens * heads * width).view(-1, heads, width) for _ in range(4)
     )
-    k_TGD, v_TGD = (_random(device, sizes.dtype, context * groups * width).view(-1, groups, width) for _ in range(2))
-    dk_TGD, dv_TGD = (torch.empty_like(k_TGD, dtype=torch.float32) for _ in range(2))
+    k_TGD, v_TGD = (
+        _random(device, sizes.dtype, (before + sizes.tokens) * groups * width).view(-1, groups, width) for _ in range(2)
+    )
+    dk_TGD, dv_TGD = (torch.zeros_like(k_TGD, dtype=torch.float32) for _ in range(2))
     lse_HN = torch.empty(heads, sizes.tokens, dtype=torch.float32, device=device)
     scale = width**-0.5
-    pairs = sum((s.end - s.first) * (s.here - s.past) + (s.end - s.first) ** 2 / 2 for s in spans)
-    forward_flops = 4.0 * pairs * heads * width
 
     def there() -> None:
-        attend(q_NHD, k_TGD, v_TGD, spans, out_NHD, lse_HN, scale)
+        attend(q_NHD, k_TGD, v_TGD, spans, out_NHD, lse_HN, scale, KEYS_AT_ONCE)
 
     def back() -> None:
-        attend_backward(dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, spans, dq_NHD, dk_TGD, dv_TGD, True, scale)
+        if before == 0:  # no other chunk sees these keys, so their slopes are not added up
+            squares_backward(dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, spans, scale)
+        else:
+            attend_backward(
+                dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, spans, dq_NHD, dk_TGD, dv_TGD, False, scale,
+                KEYS_AT_ONCE,
+            )  # fmt: skip
 
     lasting = sizes.seconds / 2
-    return (
-        _seconds(there, device, lasting) / forward_flops,
-        _seconds(back, device, lasting) / (2.5 * forward_flops),  # five products of each pair instead of two
-    )
+    return _seconds(there, device, lasting), _seconds(back, device, lasting)
 
 
 def memory_rate(device: torch.device, sizes: Sizes) -> float:

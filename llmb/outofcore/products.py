@@ -4,17 +4,20 @@
     products.input_gradient(dy_NM, weight_MK, out=dx_NK)        # dx = dy @ weight
     products.weight_gradient(dy_NM, x_NK, into_MK, fresh)       # into = dy.T @ x, or += where it is not fresh
 
-Gradients are added to by the product itself, which reads and writes them once. Shapes: N tokens, K inputs, M outputs.
+Gradients are added to by the product itself, which reads and writes them once; those of 8-bit operands are not.
+
+Shapes: N tokens, K inputs, M outputs.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from llmb.kernels.forms import E4M3
-from llmb.kernels.fp8 import E5M2, cast, fits_fp8, product, scale_of
+from llmb.kernels.fp8 import Fp8, product
+from llmb.predict.workspace import ADDED_AT_ONCE
+
+TILE = 256  # rows of a gradient that the hardware makes together
 
 
 class Products:
@@ -23,11 +26,6 @@ class Products:
     def forward(self, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
         """x @ weight.T, and `onto`, which may be `out`, where there is one."""
         return _product(x_NK, weight_MK.T, out, onto)
-
-    def project(self, x_NK: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """One input through several weights."""
-        for weight_MK, out in zip(weights, outs, strict=True):
-            self.forward(x_NK, weight_MK, out)
 
     def input_gradient(
         self, dy_NM: Tensor, weight_MK: Tensor, out: Tensor | None = None, onto: Tensor | None = None
@@ -77,51 +75,31 @@ def _adds_to_fp32(device: torch.device) -> bool:
     return True
 
 
-class Fp8Products(Products):
-    """With 8-bit operands, one scale a tensor, wherever the sizes allow (`llmb/kernels/fp8.py`)."""
+class Fp8Products:
+    """The same of operands in 8 bits, each in the form that its product takes (`llmb/kernels/fp8_forms.py`).
 
-    def forward(self, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        if not _fits(x_NK, weight_MK):
-            return super().forward(x_NK, weight_MK, out, onto)
-        made = torch.empty(len(x_NK), len(weight_MK), dtype=x_NK.dtype, device=x_NK.device) if out is None else out
-        self._forward(x_NK, (weight_MK,), (made,), onto)
-        return made
+    What they give is added to what is there in a pass of its own: torch has no such product that adds.
+    """
 
-    def project(self, x_NK: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """The input is rounded once."""
-        if all(_fits(x_NK, weight_MK) for weight_MK in weights):
-            self._forward(x_NK, weights, outs, None)
-        else:
-            super().project(x_NK, weights, outs)
+    def forward(self, x: Fp8, weight: Fp8, out_NM: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Takes rows of both."""
+        scales = (x.scale, weight.scale)
+        if onto is out_NM:
+            return out_NM.add_(product(x.rows, weight.rows, scales, out_NM.dtype, fast=True))
+        product(x.rows, weight.rows, scales, out_NM.dtype, fast=True, out=out_NM)
+        return out_NM if onto is None else out_NM.add_(onto)
 
-    def _forward(self, x_NK: Tensor, weights: Sequence[Tensor], outs: Sequence[Tensor], onto: Tensor | None) -> None:
-        x8 = cast(x_NK, scale_of(x_NK, E4M3), E4M3, rows=True)
-        for weight_MK, out in zip(weights, outs, strict=True):
-            w8 = cast(weight_MK, scale_of(weight_MK, E4M3), E4M3, rows=True)
-            _put(product(x8.rows, w8.rows, (x8.scale, w8.scale), x_NK.dtype, fast=True), out, onto)
+    def input_gradient(self, dy: Fp8, weight: Fp8, out_NK: Tensor) -> Tensor:
+        """Takes rows of the slope and columns of the weight."""
+        return product(dy.rows, weight.columns, (dy.scale, weight.scale), out_NK.dtype, out=out_NK)
 
-    def input_gradient(
-        self, dy_NM: Tensor, weight_MK: Tensor, out: Tensor | None = None, onto: Tensor | None = None
-    ) -> Tensor:
-        if not fits_fp8(len(dy_NM), *reversed(weight_MK.shape)):
-            return super().input_gradient(dy_NM, weight_MK, out, onto)
-        g8 = cast(dy_NM, scale_of(dy_NM, E5M2), E5M2, rows=True)
-        w8 = cast(weight_MK, scale_of(weight_MK, E4M3), E4M3, columns=True)
-        made = product(g8.rows, w8.columns, (g8.scale, w8.scale), dy_NM.dtype)
-        return made if out is None and onto is None else _put(made, made if out is None else out, onto)
-
-    def weight_gradient(self, dy_NM: Tensor, x_NK: Tensor, into_MK: Tensor, fresh: bool) -> None:
-        if not _fits(x_NK, into_MK):
-            return super().weight_gradient(dy_NM, x_NK, into_MK, fresh)
-        g8 = cast(dy_NM, scale_of(dy_NM, E5M2), E5M2, columns=True)
-        x8 = cast(x_NK, scale_of(x_NK, E4M3), E4M3, columns=True)
-        made = product(g8.columns, x8.columns, (g8.scale, x8.scale), into_MK.dtype)
-        _put(made, into_MK, None if fresh else into_MK)
-
-
-def _fits(x_NK: Tensor, weight_MK: Tensor) -> bool:
-    return fits_fp8(len(x_NK), x_NK.shape[1], len(weight_MK))
-
-
-def _put(made: Tensor, out: Tensor, onto: Tensor | None) -> Tensor:
-    return out.copy_(made) if onto is None else torch.add(onto, made, out=out)
+    def weight_gradient(self, dy: Fp8, x: Fp8, into_MK: Tensor, fresh: bool) -> None:
+        """Takes columns of both. What is added is made in parts, so that it needs little memory."""
+        scales, (m, k) = (dy.scale, x.scale), into_MK.shape
+        if fresh:
+            product(dy.columns, x.columns, scales, into_MK.dtype, out=into_MK)
+            return
+        at_once = max(ADDED_AT_ONCE // k // TILE, 1) * TILE
+        for first in range(0, m, at_once):
+            rows = slice(first, first + at_once)
+            into_MK[rows].add_(product(dy.columns[rows], x.columns, scales, into_MK.dtype))

@@ -38,7 +38,7 @@ class Reading(Protocol):
     """What makes the batches; see `batches.Batches`."""
 
     def step(self, step: int) -> Sequence[GroupBatch]: ...
-    def rope_rows(self, positions_N: Tensor) -> tuple[Tensor, Tensor]: ...
+    def rope_rows(self, group: GroupBatch, rows: slice) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Settings:
     seed: int
     clip: float | None = None  # largest norm of a step's gradients; none: they are taken as they are
     budgets: Budgets = UNLIMITED
-    home_slots: dict[str, int]  # places at home for activations
+    home_slots: dict[str, int]  # places at home for gradients and activations
 
 
 @dataclass(frozen=True)

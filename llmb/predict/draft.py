@@ -24,7 +24,8 @@ from llmb.predict.simulation import Simulated, simulate
 from llmb.predict.work import chunks_of
 from llmb.spec import Model
 
-LOSS_TOKENS = 2048  # whose logits exist at once
+PASSING_STATES = 2  # at least: one is used, one is filled or sent home
+LOSS_TOKENS = (2048, 4096, 8192)  # whose logits exist at once: more of them add to the head's gradient less often
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class Shape:
 class Facts:
     """What all drafts of a shape have in common: bytes, and seconds of computation."""
 
+    units: Units
     sizes: dict[str, int]  # of pieces
     besides: int  # bytes on the device beside units and slots
     update_s: float  # of a unit
@@ -80,8 +82,9 @@ class Facts:
     again_input_s: float  # and one that does not
 
 
-def facts_of(model: Model, wishes: Wishes, shape: Shape, rates: Rates) -> Facts:
-    plan = _bare(model, wishes, shape, (0, 0, 0))
+def facts_of(model: Model, wishes: Wishes, shape: Shape, rates: Rates, loss_tokens: int = LOSS_TOKENS[0]) -> Facts:
+    units = Units(model)
+    plan = _bare(units, wishes, shape, (0, 0, 0), loss_tokens)
     durations, chunks = Durations(model, plan, rates), chunks_of(plan, 0)
 
     def mean(level: str) -> float:
@@ -91,6 +94,7 @@ def facts_of(model: Model, wishes: Wishes, shape: Shape, rates: Rates) -> Facts:
     heads = sum(durations.seconds_of(durations.head(chunk)) for chunk in chunks)
     taken = device_bytes(model, plan, rates.gpu)
     return Facts(
+        units=units,
         sizes=piece_bytes(model, plan),
         besides=sum(taken[part] for part in ("dstream", "dkv", "workspace", "inputs", "context")),
         update_s=durations.seconds_of(durations.update),
@@ -120,6 +124,13 @@ class Draft:
     facts: Facts
     resident: tuple[int, int, int]
     full_share: float  # of the whole activations that there is room for
+    passing_states: int = PASSING_STATES  # buffers through which the state of other units passes
+    loss_tokens: int = LOSS_TOKENS[0]
+
+    @property
+    def mark(self) -> tuple[object, ...]:
+        """Drafts with the same have the same plan."""
+        return self.shape, self.resident, self.kept, self.passing_states, self.loss_tokens
 
     @property
     def fits(self) -> bool:
@@ -135,7 +146,8 @@ class Draft:
     def bound_s(self) -> tuple[float, float]:
         """Seconds that a step takes at least, the busiest lane if nothing ever waited; and those of the link."""
         assert self.kept is not None
-        plan, sizes, units, kept, facts = self._bare, self._sizes, Units(self.model), self.kept, self.facts
+        plan, sizes, kept, facts = self._bare, self._sizes, self.kept, self.facts
+        units = facts.units
         away = self._all - kept.whole - kept.light
         again = away - kept.full_at_home - kept.attention_at_home
         compute = units.count * facts.update_s + plan.rounds * (
@@ -175,10 +187,12 @@ class Draft:
 
     def neighbours(self) -> Iterator["Draft"]:
         """Drafts that differ from this one a little, in one respect."""
-        units = Units(self.model).count
-        for kind in range(3):
+        units = self.facts.units.count
+        taken = sum(device_bytes(self.model, self.plan, self.rates.gpu).values())
+        for kind, name in enumerate(OF_UNITS):
             asked = (self.wishes.resident_params, self.wishes.resident_grads, self.wishes.resident_states)[kind]
-            for change in (-4, -2, 2, 4) if asked is None else ():
+            as_many_as_fit = int((self.wishes.device_gib * GIB - taken) / self._sizes[name])
+            for change in (as_many_as_fit, -4, -2, 2, 4) if asked is None else ():
                 count = min(units, max(0, self.resident[kind] + change))
                 changed = [*self.resident]
                 changed[kind] = count
@@ -186,6 +200,14 @@ class Draft:
         if self.wishes.full_saves is None:
             for factor in (0.8, 0.9, 1.1):
                 yield replace(self, full_share=min(1.0, self.full_share * factor))
+        if self.resident[2] < units:
+            for passing in (self.passing_states - 1, self.passing_states + 1):
+                if PASSING_STATES <= passing <= self.facts.units.parts + 2:
+                    yield replace(self, passing_states=passing)
+        for tokens in LOSS_TOKENS:
+            if tokens <= self.shape.chunk_tokens and tokens != self.loss_tokens:
+                facts = facts_of(self.model, self.wishes, self.shape, self.rates, tokens)
+                yield replace(self, loss_tokens=tokens, facts=facts)
 
     def _lighter(self, kept: Kept, over: float) -> Kept | None:
         """The same with less on the host, by so many bytes."""
@@ -199,7 +221,7 @@ class Draft:
 
     @cached_property
     def _bare(self) -> Plan:
-        return _bare(self.model, self.wishes, self.shape, self.resident)
+        return _bare(self.facts.units, self.wishes, self.shape, self.resident, self.loss_tokens, self.passing_states)
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -264,7 +286,7 @@ class Draft:
                 whole = min(whole, int(room_to_pass / (light + sizes["rest"])))
                 on_device = min(on_device, whole + int((room_to_pass - whole * (light + sizes["rest"])) / light))
             at_home = self._all - on_device
-        room_at_home = host - at_home * least - full_at_home * (sizes["attn"] + sizes["rest"])
+        room_at_home = host - at_home * least - full_at_home * sizes["attn"] - max(0, full_at_home - 2) * sizes["rest"]
         most = min(at_home - full_at_home, int(room_at_home / sizes["attn"]))
         attention = most if wishes.attention_saves is None else wishes.attention_saves
         if room_at_home < 0 or full_at_home > at_home or attention > most:
@@ -274,13 +296,16 @@ class Draft:
     @property
     def _free(self) -> tuple[float, float]:
         """Bytes that units, and slots to pass through, leave on both sides."""
-        plan, sizes, units = self._bare, self._sizes, Units(self.model).count
+        plan, sizes, units = self._bare, self._sizes, self.facts.units.count
         passing = (plan.param_blocks, plan.grad_blocks, plan.state_blocks)
         device, host = self.wishes.device_gib * GIB - self.facts.besides, self.wishes.host_gib * GIB
         for kind, resident, blocks in zip(OF_UNITS, self.resident, passing, strict=True):
             device -= (resident + blocks) * sizes[kind]
-            host -= (units - resident) * sizes[kind]
+            if kind != "grad" or plan.keeps_gradients:
+                host -= (units - resident) * sizes[kind]
         device -= (plan.chunks_per_round + 3) * sizes["inp"] + 4 * sizes["kv"] + 2 * sizes["attn"]
+        # Where the way back begins, what was made last is still in the slots that all others passed through.
+        host += (plan.chunks_per_round + 2) * sizes["inp"] + 2 * sizes["kv"] + 2 * sizes["attn"]
         return device, host
 
 
@@ -288,9 +313,15 @@ def _ceil(value: float) -> int:
     return -int(-value // 1)
 
 
-def _bare(model: Model, wishes: Wishes, shape: Shape, resident: tuple[int, int, int]) -> Plan:
+def _bare(
+    units: Units,
+    wishes: Wishes,
+    shape: Shape,
+    resident: tuple[int, int, int],
+    loss_tokens: int,
+    passing_states: int = PASSING_STATES,
+) -> Plan:
     """A plan without slots and levels."""
-    units, parts = Units(model).count, Units(model).parts
     params, grads, states = resident
     return Plan(
         dtype=wishes.dtype,
@@ -299,15 +330,15 @@ def _bare(model: Model, wishes: Wishes, shape: Shape, resident: tuple[int, int, 
         chunk_tokens=shape.chunk_tokens,
         seqs_per_group=shape.seqs_per_group,
         groups_per_round=shape.groups_per_round,
-        loss_tokens=min(shape.chunk_tokens, LOSS_TOKENS),
+        loss_tokens=min(shape.chunk_tokens, loss_tokens),
         update=wishes.update,
         update_at="backward" if wishes.clip is None else "forward",
         resident_params=params,
         resident_grads=grads,
         resident_states=states,
-        param_blocks=min(units - params, parts + 2),
-        grad_blocks=min(units - grads, parts + 2),
-        state_blocks=min(units - states, 2),
+        param_blocks=min(units.count - params, units.parts + 2),
+        grad_blocks=min(units.count - grads, units.parts + 2),
+        state_blocks=min(units.count - states, passing_states),
         inp_slots=0,
         kv_slots=0,
         attn_slots=0,

@@ -1,11 +1,13 @@
 """Seconds and FLOPs of every computation of an out-of-core step, from its shape and the machine's rates.
 
-Work is of three sorts, each with its own rate: matrix products, attention, and passes over memory. FLOPs are those the
-device executes: attention counts the pairs that a causal mask leaves, and its backward pass 2.5 times its forward.
+Work is of three sorts, each with its own rate: matrix products, attention, and passes over memory. Attention to a
+chunk's own keys, half of which a causal mask hides, and to those before it, all of which are seen, have rates of their
+own. FLOPs are those the device executes: of pairs that the mask leaves, and going back 2.5 times those going forward.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 from llmb.plan import ATTENTION, FULL, Plan
 from llmb.predict.pieces import Units, number_bytes, piece_bytes
@@ -21,20 +23,27 @@ class Cost:
     """What a computation needs of each sort."""
 
     products: float = 0.0  # FLOPs
-    attention: float = 0.0  # FLOPs of attention going forward
-    backward_attention: float = 0.0
+    squares: float = 0.0  # FLOPs of attention to a chunk's own keys, going forward
+    past: float = 0.0  # and to the keys before it
+    backward_squares: float = 0.0
+    backward_past: float = 0.0
     passed: float = 0.0  # bytes read and written by all that is neither
+    of_head: float = 0.0  # FLOPs of products that are never in 8 bits
 
     @property
     def flops(self) -> float:
-        return self.products + self.attention + self.backward_attention
+        attention = self.squares + self.past + self.backward_squares + self.backward_past
+        return self.products + self.of_head + attention
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
             self.products + other.products,
-            self.attention + other.attention,
-            self.backward_attention + other.backward_attention,
+            self.squares + other.squares,
+            self.past + other.past,
+            self.backward_squares + other.backward_squares,
+            self.backward_past + other.backward_past,
             self.passed + other.passed,
+            self.of_head + other.of_head,
         )
 
 
@@ -55,10 +64,14 @@ class Durations:
         products = rates.matmul_tflops
         if self.plan.dtype == "fp8" and rates.fp8_tflops is not None:
             products = rates.fp8_tflops
+        forward, backward = self.squares_tflops
         return (
             cost.products / products / 1e12
-            + cost.attention / rates.attention_forward_tflops / 1e12
-            + cost.backward_attention / rates.attention_backward_tflops / 1e12
+            + cost.of_head / rates.matmul_tflops / 1e12
+            + cost.squares / forward / 1e12
+            + cost.past / rates.past_attention_forward_tflops / 1e12
+            + cost.backward_squares / backward / 1e12
+            + cost.backward_past / rates.past_attention_backward_tflops / 1e12
             + cost.passed / rates.memory_gbs / 1e9
         )
 
@@ -97,19 +110,35 @@ class Durations:
         sizes = piece_bytes(self.model, self.plan)
         return Cost(passed=2 * sizes["param"] + sizes["grad"] + 2 * sizes["state"])
 
-    def pairs(self, chunk: Chunk) -> float:
-        """(query, key) pairs that a causal mask leaves."""
-        if self.plan.chunks_per_group > 1:
-            return chunk.tokens * chunk.first + chunk.tokens**2 / 2
-        return chunk.tokens * self.plan.seqlen / 2
+    @cached_property
+    def gradient_bytes(self) -> float:
+        """Of one number."""
+        return piece_bytes(self.model, self.plan)["grad"] / Units(self.model).block_numbers
+
+    @cached_property
+    def squares_tflops(self) -> tuple[float, float]:
+        """Forward and back, of squares as long as a sequence, or as a chunk where a sequence has several."""
+        rates, tokens = self.rates, min(self.plan.seqlen, self.plan.chunk_tokens)
+        share = rates.square_tokens / tokens
+        return (
+            _square_tflops(rates.attention_forward_tflops, rates.past_attention_forward_tflops, share),
+            _square_tflops(rates.attention_backward_tflops, rates.past_attention_backward_tflops, share),
+        )
+
+    def attention(self, chunk: Chunk) -> tuple[float, float]:
+        """FLOPs going forward, of the chunk's own keys and of those before it."""
+        several = self.plan.chunks_per_group > 1
+        own = chunk.tokens * (chunk.tokens if several else self.plan.seqlen) / 2
+        past = chunk.tokens * chunk.first if several else 0
+        width, _ = self.widths
+        return 4.0 * own * width, 4.0 * past * width
 
     def forward(self, chunk: Chunk) -> Cost:
         m, (width, kv_width) = self.model, self.widths
         # Two norms and two sums with the stream; the rotation, in place; the activation.
         passes = 2 * 2 * m.hidden + 2 * 3 * m.hidden + 2 * (width + kv_width) + 3 * m.ffn
-        return Cost(
-            2.0 * chunk.tokens * self.matrices, 4.0 * self.pairs(chunk) * width, 0.0, self._passed(chunk, passes)
-        )
+        squares, past = self.attention(chunk)
+        return Cost(2.0 * chunk.tokens * self.matrices, squares, past, passed=self._passed(chunk, passes))
 
     def recompute(self, chunk: Chunk, level: str) -> Cost:
         """What the level did not keep."""
@@ -117,23 +146,39 @@ class Durations:
             return Cost()
         m, (width, _) = self.model, self.widths
         products = 2.0 * chunk.tokens * m.hidden * (2 * width + 2 * m.ffn)
-        attention = 0.0 if level == ATTENTION else 4.0 * self.pairs(chunk) * width
-        return Cost(products, attention, 0.0, self._passed(chunk, 2 * 2 * m.hidden + 3 * m.hidden + 2 * width))
+        squares, past = (0.0, 0.0) if level == ATTENTION else self.attention(chunk)
+        passes = 2 * 2 * m.hidden + 3 * m.hidden + 2 * width
+        return Cost(products, squares, past, passed=self._passed(chunk, passes))
 
     def backward(self, chunk: Chunk) -> Cost:
         m, (width, kv_width) = self.model, self.widths
         # Both norms again and their backward passes, the activation's in place, the rotation's, sums of dk and dv;
         # every gradient is read and written once more as the sum that it is added to.
         passes = 2 * (2 + 4) * m.hidden + 6 * m.ffn + 2 * (width + kv_width) + 2 * kv_width * 4
-        sums = 2.0 * self.matrices * (piece_bytes(m, self.plan)["grad"] / Units(m).block_numbers)
-        attention = BACKWARD_ATTENTION * 4.0 * self.pairs(chunk) * width
-        return Cost(4.0 * chunk.tokens * self.matrices, 0.0, attention, self._passed(chunk, passes) + sums)
+        sums = 2.0 * self.matrices * self.gradient_bytes
+        squares, past = (BACKWARD_ATTENTION * flops for flops in self.attention(chunk))
+        return Cost(
+            4.0 * chunk.tokens * self.matrices, backward_squares=squares, backward_past=past,
+            passed=self._passed(chunk, passes) + sums,
+        )  # fmt: skip
 
     def head(self, chunk: Chunk) -> Cost:
         m = self.model
-        # The logits are written, read twice and written by the loss, and read by two products.
+        # The logits are written, read twice and written by the loss, and read by two products; the gradients are read
+        # and written for every few tokens whose logits exist at once.
         passes = 4 * m.vocab + 8 * m.hidden
-        return Cost(products=6.0 * chunk.tokens * m.hidden * m.vocab, passed=self._passed(chunk, passes))
+        sums = 2.0 * ceil(chunk.tokens / self.plan.loss_tokens) * m.vocab * m.hidden * self.gradient_bytes
+        return Cost(of_head=6.0 * chunk.tokens * m.hidden * m.vocab, passed=self._passed(chunk, passes) + sums)
 
     def _passed(self, chunk: Chunk, numbers: float) -> float:
         return chunk.tokens * numbers * self.each
+
+
+def _square_tflops(measured: float, past: float, share: float) -> float:
+    """Of a causal square, where one that is `share` times as long was measured.
+
+    A square is slower than a rectangle by what its diagonal takes, where half of every tile is computed for nothing: so
+    much a query, and the longer the square, the less of it.
+    """
+    diagonal = max(0.0, 1 / measured - 1 / past)
+    return 1 / (1 / measured + (share - 1) * diagonal)

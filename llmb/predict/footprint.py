@@ -1,11 +1,11 @@
 """How much memory a plan takes on both sides, by kind of piece: exactly what the device side will allocate."""
 
 from llmb.plan import Plan
-from llmb.predict.pieces import KINDS, OF_UNITS, Units, piece_bytes
+from llmb.predict.pieces import KINDS, Units, at_own_homes, piece_bytes
 from llmb.predict.workspace import workspace_bytes
 from llmb.spec import Model
 
-CONTEXT_BYTES = 640 << 20  # of the driver and the libraries, on a GPU
+CONTEXT_BYTES = 896 << 20  # of the driver and the libraries, on a GPU: seen on an H200 at the end of a run
 BATCH_BYTES = 48  # of a token of a step: itself, its label and its position, of this step and the next
 WORKSPACE_ROOM = 1.1  # an allocator cannot use every gap
 
@@ -30,14 +30,14 @@ def device_bytes(model: Model, plan: Plan, gpu: str) -> dict[str, int]:
     sizes, buffers = piece_bytes(model, plan), buffers_of(plan)
     taken = {kind: buffers[kind] * sizes[kind] for kind in KINDS}
     taken["workspace"] = int(WORKSPACE_ROOM * workspace_bytes(model, plan))
-    taken["inputs"] = plan.seqlen * model.head_dim * 4 + BATCH_BYTES * plan.step_tokens
+    taken["inputs"] = plan.group_tokens * model.head_dim * 4 + BATCH_BYTES * plan.step_tokens
     return taken | {"context": 0 if gpu == "cpu" else CONTEXT_BYTES}
 
 
 def host_bytes(model: Model, plan: Plan, home_slots: dict[str, int]) -> dict[str, int]:
-    """On the host: places for all units that are not resident, and for activations as many as wait there at once."""
-    sizes, units = piece_bytes(model, plan), Units(model).count
+    """On the host: places for all units that are not resident, and for what shares them as many as wait at once."""
+    sizes, units, own = piece_bytes(model, plan), Units(model).count, at_own_homes(plan)
     resident = {"param": plan.resident_params, "grad": plan.resident_grads, "state": plan.resident_states}
-    places = {kind: units - resident[kind] for kind in OF_UNITS}
-    places |= {kind: home_slots.get(kind, 0) for kind in KINDS if kind not in OF_UNITS}
+    places = {kind: units - resident[kind] for kind in own}
+    places |= {kind: home_slots.get(kind, 0) for kind in KINDS if kind not in own}
     return {kind: places[kind] * sizes[kind] for kind in KINDS if places[kind]}

@@ -12,7 +12,7 @@ A piece is one stretch of bytes; the tensors in it begin at multiples of 256, in
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ class Units:
 
     model: Model
 
-    @property
+    @cached_property
     def block_tensors(self) -> tuple[tuple[int, ...], ...]:
         """Shapes inside a block: products with queries, keys and values, output, gate and up, down; two norms."""
         m = self.model
@@ -53,12 +53,12 @@ class Units:
         matrices = (width + 2 * kv_width, m.hidden), (m.hidden, width), (2 * m.ffn, m.hidden), (m.hidden, m.ffn)
         return (*matrices, (m.hidden,), (m.hidden,))
 
-    @property
+    @cached_property
     def block_numbers(self) -> int:
         """Weights of a unit's buffer, what lies between its tensors included."""
-        return _block_numbers(self.model)
+        return numbers_of(self.block_tensors)
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Of the embedding, and as many of the head."""
         m = self.model
@@ -69,19 +69,19 @@ class Units:
         rows = -(-self.model.vocab // self.parts)
         return range(part * rows, min((part + 1) * rows, self.model.vocab))
 
-    @property
+    @cached_property
     def embedding(self) -> range:
         """Unit numbers."""
         return range(self.model.layers, self.model.layers + self.parts)
 
-    @property
+    @cached_property
     def head(self) -> range:
         """Unit numbers; with tied embeddings those of the embedding."""
         if self.model.tied_embeddings:
             return self.embedding
         return range(self.embedding.stop, self.embedding.stop + self.parts)
 
-    @property
+    @cached_property
     def count(self) -> int:
         return self.head.stop
 
@@ -95,11 +95,6 @@ class Units:
         return ((rows, self.model.hidden), *norm)
 
 
-@cache
-def _block_numbers(model: Model) -> int:
-    return numbers_of(Units(model).block_tensors)
-
-
 def numbers_of(shapes: tuple[tuple[int, ...], ...]) -> int:
     """Numbers of several tensors behind one another, each begun at a multiple of 256 numbers.
 
@@ -111,6 +106,11 @@ def numbers_of(shapes: tuple[tuple[int, ...], ...]) -> int:
 def aligned(size: int) -> int:
     """The next multiple at which a tensor may begin."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def at_own_homes(plan: Plan) -> tuple[str, ...]:
+    """Kinds whose pieces have places of their own at home; all others share what places there are."""
+    return OF_UNITS if plan.keeps_gradients else ("param", "state")
 
 
 def number_bytes(plan: Plan) -> int:

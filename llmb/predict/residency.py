@@ -9,7 +9,8 @@ farthest; if the host has no copy of it, it was sent home right behind its last 
 Gradients and optimizer state are met in the same order again and again: there the farthest is the one just used, whose
 buffer is not free yet. Of these the one gives way that was used longest ago, and copies go on beside the computation.
 All that anybody waits for stands earlier in the program, so there is no deadlock, whatever the order in which a GPU
-gets to it. Units of weights have places at home of their own; activations share theirs.
+gets to it. Units of weights have places at home of their own; activations share theirs, and so do gradients where each
+is used up when it is done: there few or none go home.
 """
 
 from bisect import bisect_right
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from llmb.errors import ConfigError
 from llmb.plan import Plan
 from llmb.predict.footprint import buffers_of
-from llmb.predict.pieces import OF_UNITS, Piece, Units
+from llmb.predict.pieces import OF_UNITS, Piece, Units, at_own_homes
 from llmb.predict.program import BEFORE_ALL, Copy, Operation, Program
 from llmb.predict.work import Work
 from llmb.spec import Model
@@ -77,7 +78,8 @@ class Residency:
         }
         self.at_home = {Piece("param", unit) for unit in range(units.count)} - self.resident  # whose copy there is good
         self.homes: dict[Piece, int] = {}
-        for kind in OF_UNITS:
+        self.at_own_homes = at_own_homes(plan)
+        for kind in self.at_own_homes:
             away = [unit for unit in range(units.count) if Piece(kind, unit) not in self.resident]
             self.homes |= {Piece(kind, unit): number for number, unit in enumerate(away)}
         self.touched: dict[Piece, int] = {}  # entry of the compute lane that used it last
@@ -212,7 +214,7 @@ class _Compiler:
             state.free[piece.kind].append((state.where.pop(piece), entry))
 
     def _numbered(self) -> Program:
-        """Copies in their order, each with the entries it waits for; places at home for activations."""
+        """Copies in their order, each with the entries it waits for; places at home for what has none of its own."""
         state, operations = self.state, []
         first_sends = self._sends(self.first_sends)
         inbound = 0
@@ -228,7 +230,7 @@ class _Compiler:
             for release in self.waits[entry]:
                 wait_outbound = max(wait_outbound, _waits(release)[1])
             for piece in one.ends:
-                if piece.kind not in OF_UNITS and piece in state.homes:
+                if piece.kind not in state.at_own_homes and piece in state.homes:
                     state.free_homes[piece.kind].append((state.homes.pop(piece), inbound - 1))
             sends = self._sends(self.sends[entry])
             operations.append(Operation(one, self.buffers[entry], tuple(brings), sends, wait_inbound, wait_outbound))

@@ -28,7 +28,7 @@ SHAPES = 8  # whose shares are looked at more closely
 LEADERS = 3  # of them, whose neighbours are looked at
 SIMULATED = 40  # of the drafts, at first
 BESIDE_COPIES = 0.01  # of their time is lost to computation
-EFFORT = 30_000  # computations that are simulated in all
+EFFORT = 60_000  # computations that are simulated in all
 
 
 def best_plan(model: Model, wishes: Wishes, rates: Rates) -> Planned:
@@ -64,10 +64,9 @@ class _Search:
         """Whether one of them is faster than all before of its shape."""
         found = False
         for draft in drafts:
-            mark = draft.shape, draft.resident, draft.kept
-            if mark in self._seen or not draft.fits or (self._left < 0 and self.best):
+            if draft.mark in self._seen or not draft.fits or (self._left < 0 and self.best):
                 continue
-            self._seen.add(mark)
+            self._seen.add(draft.mark)
             self._left -= 2 * len(draft.plan.levels) * min(draft.plan.rounds + 2, 5)
             planned = draft.planned()
             before = self.best.get(draft.shape)

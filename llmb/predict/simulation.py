@@ -38,7 +38,7 @@ class Simulated:
     inbound_bytes: int
     outbound_bytes: int
     hardware_flops: float
-    home_slots: dict[str, int]  # places that activations need at home, by kind
+    home_slots: dict[str, int]  # places that gradients and activations need at home, by kind
     stretches: tuple[Stretch, ...]  # of the rounds gone through, if asked for
 
 

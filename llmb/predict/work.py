@@ -6,12 +6,16 @@ Forward goes layer by layer over all chunks of a round, so that a layer's weight
 reversed. Nothing here knows what is on the device: `residency.py` finds out what must be copied, and when.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from llmb.plan import ATTENTION, FULL, Plan
 from llmb.predict.pieces import Piece, Units
 from llmb.spec import Model
+
+# Layers from one update of the head to the next: its units are done with at once, and the link takes its time to bring
+# the state of each.
+HEAD_UPDATES_EVERY = 2
 
 Kind = Literal["update", "embedding", "forward", "head", "backward", "embedding_backward"]
 
@@ -121,15 +125,16 @@ class _Step:
         yield from self.updates_before(round_, self.units.head)
         for chunk in chunks[::-1]:
             yield self.head(round_, chunk, last and chunk.place == 0)
-        if not self.model.tied_embeddings:
-            yield from self.updates_behind(round_, self.units.head)
+        of_head = [] if self.model.tied_embeddings else list(self.units.head)
         for layer in reversed(range(self.model.layers)):
             for chunk in chunks[::-1]:
                 yield self.backward_layer(round_, layer, chunk, last and chunk.place == 0)
-            yield from self.updates_behind(round_, range(layer, layer + 1))
+            yield from self.updates_behind(round_, [layer])
+            if (self.model.layers - layer) % HEAD_UPDATES_EVERY == 0 and of_head:
+                yield from self.updates_behind(round_, [of_head.pop(0)])
         for chunk in chunks[::-1]:
             yield self.embedding_backward(round_, chunk, last and chunk.place == 0)
-        yield from self.updates_behind(round_, self.units.embedding)
+        yield from self.updates_behind(round_, [*of_head, *self.units.embedding])
 
     def head(self, round_: int, chunk: Chunk, last: bool) -> Work:
         inp = _inp(self.model.layers, chunk)
@@ -177,7 +182,7 @@ class _Step:
                 if unit not in self.updated:
                     yield self.update(round_, unit)
 
-    def updates_behind(self, round_: int, units: range) -> Iterator[Work]:
+    def updates_behind(self, round_: int, units: Iterable[int]) -> Iterator[Work]:
         """Right behind the step's last gradient, where nothing has to be known of the other gradients."""
         if self.plan.update_at == "backward" and round_ == self.plan.rounds - 1:
             for unit in units:

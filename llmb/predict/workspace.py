@@ -8,23 +8,32 @@ what its published form needs: the queries' slopes in fp32, and slopes of keys a
 What the plain forms of kernels hold on CPUs is not counted.
 """
 
+from math import prod
+
 from llmb.plan import FULL, Plan
-from llmb.predict.pieces import number_bytes, piece_bytes
+from llmb.predict.pieces import Units, number_bytes, piece_bytes
 from llmb.spec import Model
 
-KEYS_AT_ONCE = 16384  # of one call of the attention: its gradients are made for each head of the queries
+ADDED_AT_ONCE = 1 << 25  # numbers of a gradient of 8-bit operands: little memory, and enough to keep a device busy
+KEYS_AT_ONCE = 65536  # of one call of the attention: its gradients are made for each head of the queries
 
 
 def workspace_bytes(model: Model, plan: Plan) -> int:
     """What the computation of one chunk needs at most; what its level did not keep is there until it is done."""
     sizes, each, rows = piece_bytes(model, plan), number_bytes(plan), plan.chunk_tokens
-    keys = min(plan.group_tokens, KEYS_AT_ONCE)
+    keys = max(rows, min(plan.group_tokens - rows, KEYS_AT_ONCE))  # its own, or those before it
     again = 0 if set(plan.levels) == {FULL} else sizes["rest"] + sizes["attn"]
-    forward = forward_numbers(model, keeps_attn=not again, keeps_rest=not again)
-    behind = max(recompute_numbers(model, attn_saved=not again), backward_numbers(model, keys / rows))
+    forward = each * forward_numbers(model, keeps_attn=not again, keeps_rest=not again)
+    behind = each * max(recompute_numbers(model, attn_saved=not again), backward_numbers(model, keys / rows))
     head = plan.loss_tokens * head_numbers(model) * each + rows * model.hidden * each
-    fp8 = 2 * rows * (2 * model.ffn + model.hidden) if plan.dtype == "fp8" else 0  # both forms of both operands
-    return max(rows * each * forward, again + rows * each * behind, head) + fp8
+    kept = added = 0
+    if plan.dtype == "fp8":
+        forward = max(forward, fp8_forward_bytes(model, keeps_rest=not again))
+        behind = max(behind, fp8_backward_bytes(model))
+        matrices = [prod(shape) for shape in Units(model).block_tensors if len(shape) == 2]
+        kept = 2 * sum(matrices)  # a layer's, in both forms
+        added = min(max(matrices), ADDED_AT_ONCE) * (sizes["grad"] // Units(model).block_numbers)
+    return max(rows * forward, again + rows * behind + added, head) + kept
 
 
 def forward_numbers(model: Model, keeps_attn: bool, keeps_rest: bool) -> int:
@@ -50,6 +59,23 @@ def backward_numbers(model: Model, keys_a_token: float) -> int:
     carved = 2 * width + 2 * kv_width + model.hidden  # in the memory of gate and up, as far as that goes
     beyond = carved if carved > 2 * model.ffn else 0
     return round(max(model.ffn, model.hidden, given + inside + beyond))
+
+
+def fp8_forward_bytes(model: Model, keeps_rest: bool) -> int:
+    """Of the linear layers of `fp8_linears.py`, a token: what they are given in 8 bits, and what is added apart."""
+    queries, both = (0, 0) if keeps_rest else (2 * model.heads * model.head_dim, 4 * model.ffn)
+    added = 0 if keeps_rest else 2 * model.hidden
+    return max(model.hidden + queries, both + max(model.hidden, model.ffn + added))
+
+
+def fp8_backward_bytes(model: Model) -> int:
+    """The same going back, and what is computed again before; the widest place is the activation's slope."""
+    width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    slopes = 2 * model.hidden + 2 * model.ffn + 4 * model.ffn + model.ffn  # of the stream, act; both forms of h13, act
+    carved = 2 * (2 * width + 2 * kv_width + model.hidden)
+    beyond = carved if carved > 4 * model.ffn else 0
+    attention = 2 * model.hidden + width, 2 * (width + 2 * kv_width) + model.hidden
+    return max(slopes, beyond + max(attention))
 
 
 def head_numbers(model: Model) -> int:

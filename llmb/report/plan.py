@@ -42,8 +42,11 @@ KINDS = {
 RATES = {
     "matmul_tflops": ("matrix products", "TFLOP/s"),
     "fp8_tflops": ("matrix products in fp8", "TFLOP/s"),
-    "attention_forward_tflops": ("attention, forward", "TFLOP/s"),
-    "attention_backward_tflops": ("attention, backward", "TFLOP/s"),
+    "attention_forward_tflops": ("attention to own keys, forward", "TFLOP/s"),
+    "attention_backward_tflops": ("attention to own keys, backward", "TFLOP/s"),
+    "square_tokens": ("attention to own keys, sequences of", "tokens"),
+    "past_attention_forward_tflops": ("attention to earlier keys, forward", "TFLOP/s"),
+    "past_attention_backward_tflops": ("attention to earlier keys, backward", "TFLOP/s"),
     "memory_gbs": ("device memory, read and written", "GB/s"),
     "link_in_gbs": ("link, host to device", "GB/s"),
     "link_out_gbs": ("link, device to host", "GB/s"),

@@ -152,16 +152,17 @@ def cut_of(plan: Plan, expected: Prediction) -> Cut:
 
 def _places(config: RunConfig, plan: Plan, expected: Prediction) -> tuple[Place, ...]:
     units, sizes = Units(config.model).count, piece_bytes(config.model, plan)
+    gradients = units - plan.resident_grads if plan.keeps_gradients else expected.home_slots.get("grad", 0)
     of_units = (
-        ("param", plan.resident_params, plan.param_blocks),
-        ("grad", plan.resident_grads, plan.grad_blocks),
-        ("state", plan.resident_states, plan.state_blocks),
+        ("param", plan.resident_params, plan.param_blocks, units - plan.resident_params),
+        ("grad", plan.resident_grads, plan.grad_blocks, gradients),
+        ("state", plan.resident_states, plan.state_blocks, units - plan.resident_states),
     )
     slots = {"inp": plan.inp_slots, "kv": plan.kv_slots, "attn": plan.attn_slots, "rest": plan.rest_slots}
     return (
         *(
-            Place(kind=kind, resident=stay, passing=passing, at_home=units - stay, piece_bytes=sizes[kind])
-            for kind, stay, passing in of_units
+            Place(kind=kind, resident=stay, passing=passing, at_home=at_home, piece_bytes=sizes[kind])
+            for kind, stay, passing, at_home in of_units
         ),
         *(
             Place(

@@ -1,12 +1,14 @@
 """`llmb-run probe`: a real measurement of this CPU, kept where plans look for it; what is not here is refused."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from llmb.predict.rates import rates_of, rates_path
+from llmb.predict.rates import H200, rates_of, rates_path
 
 CPU = ["probe", "--gpu-type", "cpu"]
+PLAN = ["plan", "-w", "outofcore_llama3", "-s", "8b", "--gpu-type", "h200", "--host-gb", "60", "--device-gb", "24"]
 
 
 def test_it_measures_keeps_and_prints_what_plans_then_go_by(llmb_run, tmp_path):
@@ -17,26 +19,38 @@ def test_it_measures_keeps_and_prints_what_plans_then_go_by(llmb_run, tmp_path):
     rates = rates_of("cpu", tmp_path / "llmb")
     assert rates.gpu == "cpu"
     assert rates.fp8_tflops is None
-    for name in ("matmul_tflops", "attention_forward_tflops", "attention_backward_tflops", "memory_gbs"):
-        assert getattr(rates, name) > 0
-    assert rates.link_both_gbs > 0
+    for name, rate in asdict(rates).items():
+        assert name in ("gpu", "fp8_tflops", "source") or rate > 0
     assert rates.source.startswith("measured on ")
     assert rates.source in out
     told = [line.split(":")[0].strip() for line in err.splitlines()]
     assert told[1:] == [
-        "matmul", "attention forward", "attention backward", "memory", "link in", "link out", "link both",
+        "matmul", "attention forward", "past attention forward", "attention backward", "past attention backward",
+        "memory", "link in", "link out", "link both",
     ]  # fmt: skip
 
 
 def test_json_is_what_is_stored(llmb_run, monkeypatch, tmp_path):
     measured = {
         "matmul_tflops": 1.0, "fp8_tflops": None, "attention_forward_tflops": 1.0, "attention_backward_tflops": 1.0,
+        "square_tokens": 1, "past_attention_forward_tflops": 1.0, "past_attention_backward_tflops": 1.0,
         "memory_gbs": 1.0, "link_in_gbs": 1.0, "link_out_gbs": 1.0, "link_both_gbs": 1.0,
     }  # fmt: skip
     monkeypatch.setattr("llmb.launch.probing.probe", lambda device, on_progress: measured)
     code, out, _ = llmb_run(*CPU, "--json")
     assert code == 0
     assert json.loads(out) == json.loads(rates_path(tmp_path / "llmb", "cpu").read_text())
+
+
+def test_a_plan_by_rates_of_an_older_version_asks_for_a_new_probe(llmb_run, tmp_path):
+    path = rates_path(tmp_path / "llmb", "h200")
+    path.parent.mkdir(parents=True)
+    older = {name: rate for name, rate in asdict(H200).items() if name != "square_tokens" and "past" not in name}
+    path.write_text(json.dumps(older))
+    code, out, err = llmb_run(*PLAN)
+    assert (code, out) == (1, "")
+    missing = f"{path}: field 'square_tokens' is missing"
+    assert err == f"ERROR: {missing}; run `llmb-run probe` again, which measures this machine anew\n"
 
 
 @pytest.mark.parametrize(

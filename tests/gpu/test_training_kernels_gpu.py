@@ -8,9 +8,19 @@ from torch import Tensor
 
 from llmb.kernels.adam import adam_scalars, adam_update_reference
 from llmb.kernels.cross_entropy import cross_entropy_slope_, cross_entropy_slope_reference_
+from llmb.kernels.forms import E4M3
+from llmb.kernels.fp8 import E5M2
+from llmb.kernels.fp8_forms import Gauge, cast_both, cast_both_reference, padded
 from llmb.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_backward_reference, rms_norm_reference
-from llmb.kernels.rotation import rotate_in_place, rotate_in_place_reference
+from llmb.kernels.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_reference
+from llmb.kernels.rotation import rotate_in_place, rotate_into_reference
 from llmb.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_reference
+from llmb.kernels.swiglu_fp8 import (
+    swiglu_backward_fp8,
+    swiglu_backward_fp8_reference,
+    swiglu_fp8,
+    swiglu_fp8_reference,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -62,6 +72,72 @@ def test_gated_activation_there_and_back(n: int, f: int, dtype: torch.dtype) -> 
     assert relative_error(dact, exact_act) < ROUNDED[dtype]
 
 
+def gauge_of(scale: float) -> Gauge:
+    return Gauge(torch.tensor(scale, device=GPU), torch.tensor(0.0, device=GPU))
+
+
+def both_forms(n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows and columns, full of what must not stay."""
+    return torch.full((n, k), 7.0, device=GPU).to(dtype), torch.full((k, padded(n)), 7.0, device=GPU).to(dtype)
+
+
+def share_that_differs(found: Tensor, wanted: Tensor) -> float:
+    """Numbers that are not the same; a zero has either sign."""
+    return (found.float() != wanted.float()).float().mean().item()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(("n", "k"), [(16384, 4096), (4099, 6144), (1, 4096), (28672, 1000), (300, 100)])
+def test_a_cast_in_both_forms_is_that_of_torch_to_the_bit(n: int, k: int, dtype: torch.dtype) -> None:
+    """A thousandth of the numbers is beyond the range."""
+    x = drawn(n, k)
+    scale = 3.3 / torch.finfo(dtype).max
+    wanted, here = both_forms(n, k, dtype), gauge_of(scale)
+    cast_both_reference(x, here, *wanted)
+    for forms in ((True, True), (True, False), (False, True)):
+        found, there = both_forms(n, k, dtype), gauge_of(scale)
+        cast_both(x, there, *(one if form else None for one, form in zip(found, forms, strict=True)))
+        for one, plain, form in zip(found, wanted, forms, strict=True):
+            assert not form or share_that_differs(one, plain) == 0
+        assert there.amax == here.amax
+
+
+@pytest.mark.parametrize(("n", "c"), [(16384, 4096), (515, 8192), (300, 5120), (77, 112), (1, 4096)])
+def test_the_norm_in_8_bits(n: int, c: int) -> None:
+    x, weight = drawn(n, c), drawn(c, seed=1)
+    wanted, here = both_forms(n, c, E4M3), gauge_of(0.02)
+    rms_norm_fp8_reference(x, weight, EPS, here, *wanted)
+    for forms in ((True, True), (True, False), (False, True)):
+        found, there = both_forms(n, c, E4M3), gauge_of(0.02)
+        rms_norm_fp8(x, weight, EPS, there, *(one if form else None for one, form in zip(found, forms, strict=True)))
+        for one, plain, form in zip(found, wanted, forms, strict=True):
+            assert not form or share_that_differs(one, plain) < 1e-3  # the last bits of fp32 may decide
+            assert not form or relative_error(one.float(), plain.float()) < 1e-3
+        torch.testing.assert_close(there.amax, here.amax, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("n", "f"), [(8192, 14336), (100, 11008), (33, 1008), (1, 14336)])
+def test_the_gated_activation_in_8_bits_there_and_back(n: int, f: int) -> None:
+    dact, h = drawn(n, f), drawn(n, 2 * f, seed=1)
+    wanted, here = both_forms(n, f, E4M3), gauge_of(0.03)
+    swiglu_fp8_reference(h, here, *wanted)
+    found, there = both_forms(n, f, E4M3), gauge_of(0.03)
+    swiglu_fp8(h, there, *found)
+    rows, alone = both_forms(n, f, E4M3)[0], gauge_of(0.03)
+    swiglu_fp8(h, alone, rows)
+    pairs = [*zip(found, wanted, strict=True), (rows, wanted[0])]
+    gauges = [(there, here), (alone, here)]
+    exact, back = ((*both_forms(n, 2 * f, E5M2), both_forms(n, f, E4M3)[1]) for _ in range(2))
+    (slope_here, act_here), (slope_there, act_there) = ((gauge_of(4e-4), gauge_of(0.03)) for _ in range(2))
+    swiglu_backward_fp8_reference(dact, h, slope_here, exact[0], exact[1], act_here, exact[2])
+    swiglu_backward_fp8(dact, h, slope_there, back[0], back[1], act_there, back[2])
+    for one, plain in (*pairs, *zip(back, exact, strict=True)):
+        assert share_that_differs(one, plain) < 1e-3
+        assert relative_error(one.float(), plain.float()) < 1e-3
+    for one, plain in (*gauges, (slope_there, slope_here), (act_there, act_here)):
+        torch.testing.assert_close(one.amax, plain.amax, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(("heads", "width"), [(40, 128), (8, 128), (5, 64), (20, 96)])
 @pytest.mark.parametrize("inverse", [False, True])
 def test_rotation_inside_rows_of_all_heads(heads: int, width: int, inverse: bool) -> None:
@@ -69,7 +145,7 @@ def test_rotation_inside_rows_of_all_heads(heads: int, width: int, inverse: bool
     angle = torch.rand(4097, width // 2, device=GPU) * 1000
     untouched, view = rows.clone(), rows[:, : heads * width].unflatten(1, (heads, width))
     exact = view.double()
-    rotate_in_place_reference(exact, angle.cos().double(), angle.sin().double(), inverse)
+    rotate_into_reference(exact, exact, angle.cos().double(), angle.sin().double(), inverse)
     rotate_in_place(view, angle.cos(), angle.sin(), inverse)
     assert relative_error(view, exact) < ROUNDED[BF16]
     assert torch.equal(rows[:, heads * width :], untouched[:, heads * width :])

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.kernels.rotation import rotate, rotate_in_place, rotate_in_place_reference
+from llmb.kernels.rotation import rotate, rotate_in_place, rotate_into_reference
 
 pytest.importorskip("triton")
-from llmb.kernels.rotation_triton import rotate_in_place_triton
+from llmb.kernels.rotation_triton import rotate_into_triton
 
 BETWEEN = 7.0  # what lies around the heads
 
@@ -32,9 +32,9 @@ def inside_rows(x_NHD: Tensor, before: int, after: int) -> tuple[Tensor, Tensor]
 def test_the_kernel_turns_as_torch_does_and_turns_back(n: int, h: int, d: int, device: torch.device) -> None:
     x, cos, sin = (one.to(device) for one in inputs(n, h, d))
     rows, view = inside_rows(x, 8, 24)
-    rotate_in_place_triton(view, cos, sin, inverse=False)
+    rotate_into_triton(view, view, cos, sin, inverse=False)
     torch.testing.assert_close(view, rotate(x, cos, sin))
-    rotate_in_place_triton(view, cos, sin, inverse=True)
+    rotate_into_triton(view, view, cos, sin, inverse=True)
     torch.testing.assert_close(view, x)
     assert (rows[:, :8] == BETWEEN).all()
     assert (rows[:, -24:] == BETWEEN).all()
@@ -50,12 +50,22 @@ def test_plain_torch_turns_in_place_and_back() -> None:
     assert (rows[:, 0] == BETWEEN).all()
 
 
+def test_heads_may_be_turned_on_their_way_elsewhere(device: torch.device) -> None:
+    x, cos, sin = (one.to(device) for one in inputs(5, 4, 16))
+    untouched, (rows, view) = x.clone(), inside_rows(torch.zeros_like(x), 8, 24)
+    for rotate_into in (rotate_into_triton, rotate_into_reference):
+        rotate_into(view, x, cos, sin, True)
+        torch.testing.assert_close(view, rotate(x, cos, -sin))
+        assert torch.equal(x, untouched)
+        assert (rows[:, -24:] == BETWEEN).all()
+
+
 def test_the_inverse_is_the_slope_through_a_rotation() -> None:
     x, cos, sin = inputs(3, 4, 10)
     x.requires_grad_()
     slope = torch.randn(3, 4, 10, generator=torch.Generator().manual_seed(0))
     (wanted,) = torch.autograd.grad((rotate(x, cos, sin) * slope).sum(), x)
-    rotate_in_place_reference(slope, cos, sin, inverse=True)
+    rotate_into_reference(slope, slope, cos, sin, inverse=True)
     torch.testing.assert_close(slope, wanted)
 
 
@@ -64,8 +74,8 @@ def test_bf16_is_rounded_once(device: torch.device) -> None:
     x = x.bfloat16()
     exact = rotate(x.double(), cos.double(), sin.double())
     plain, found = x.clone(), x.to(device)
-    rotate_in_place_reference(plain, cos, sin)
-    rotate_in_place_triton(found, cos.to(device), sin.to(device), inverse=False)
+    rotate_into_reference(plain, plain, cos, sin)
+    rotate_into_triton(found, found, cos.to(device), sin.to(device), inverse=False)
     assert ((plain.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
     assert ((found.cpu().double() - exact).abs() <= exact.abs() * 2**-7 + 1e-6).all()  # the interpreter cuts off
 
@@ -74,10 +84,10 @@ def test_tables_may_be_parts_of_wider_ones(device: torch.device) -> None:
     x, cos, sin = (one.to(device) for one in inputs(4, 3, 32))
     both = torch.cat((cos, sin), dim=1)
     found = x.clone()
-    rotate_in_place_triton(found, both[:, :16], both[:, 16:], inverse=False)
+    rotate_into_triton(found, found, both[:, :16], both[:, 16:], inverse=False)
     torch.testing.assert_close(found, rotate(x, cos, sin))
 
 
 def test_no_rows_are_no_work(device: torch.device) -> None:
     x, cos, sin = (one.to(device) for one in inputs(0, 3, 32))
-    rotate_in_place_triton(x, cos, sin, inverse=False)
+    rotate_into_triton(x, x, cos, sin, inverse=False)

@@ -145,14 +145,16 @@ def test_a_step_does_not_depend_on_the_plan(tmp_path: Path) -> None:
     assert all(torch.equal(one, seen[0]) for one in seen)
 
 
-def test_the_rows_of_positions_are_those_of_the_rope_table() -> None:
-    batches = Batches(MODEL, plan_of(24, 2, 24), 1, None, False, CPU)
-    positions = torch.tensor([0, 1, 2, 0, 23, 5])
-    for rows, table in zip(
-        batches.rope_rows(positions), rope_table(MODEL.rope, 8, positions_in_order(24, CPU)), strict=True
-    ):
-        assert rows.dtype == torch.float32
-        assert torch.equal(rows, table[positions])
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_rows_of_a_group_turn_by_their_positions(pack: bool, tmp_path: Path) -> None:
+    data = token_file(tmp_path / "tokens", [(i * i) % 20 for i in range(500)]) if pack else None
+    batches = Batches(MODEL, plan_of(24, 6, 48, seqs_per_group=2), 1, data, pack, CPU)
+    table = rope_table(MODEL.rope, 8, positions_in_order(24, CPU))
+    for group in batches.step(2):
+        for rows in (slice(0, 48), slice(20, 31)):
+            for found, whole_table in zip(batches.rope_rows(group, rows), table, strict=True):
+                assert found.dtype == torch.float32
+                assert torch.equal(found, whole_table[group.positions_T[rows]])
 
 
 def test_what_cannot_be_packed_is_said_in_one_line(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from small_llama import MODEL, NARROW, TIED, InChunks, by_autograd
 
 from llmb.errors import ConfigError
 from llmb.outofcore.block import Block
-from llmb.outofcore.products import Fp8Products, Products
+from llmb.outofcore.linears import PlainLinears
 from llmb.outofcore.tensors import attn_of, block_weights, kv_of, rest_of, stream_of
 from llmb.plan import Plan
 from llmb.predict.pieces import Units, piece_bytes
@@ -74,12 +74,26 @@ def test_bf16_is_as_close_as_its_rounding_allows(grad_dtype):
     assert max(errors.values()) < 0.05, errors
 
 
-def test_fp8_products_are_as_close_as_their_rounding_allows():
+@pytest.mark.parametrize(("groups", "chunk"), [([[16], [16]], 16), ([[9, 4, 7], [6]], 8)])
+def test_fp8_products_are_as_close_as_their_rounding_allows(groups, chunk):
     model = replace(MODEL, name="rounded", layers=1)
-    errors = away(InChunks(model, torch.bfloat16, products=Fp8Products()), [[16], [16]], 16)
-    plain = away(InChunks(model, torch.bfloat16), [[16], [16]], 16)
-    assert max(errors.values()) < 0.5, errors
-    assert errors["layers.0.mlp.up.weight"] > 3 * plain["layers.0.mlp.up.weight"]  # it did round
+    run = InChunks(model, torch.bfloat16, level=LEVELS["mixed"], fp8=True)
+    found = away(run, groups, chunk), away(run, groups, chunk)  # with scales of their own, with those of the first
+    plain = away(InChunks(model, torch.bfloat16), groups, chunk)
+    for errors in found:
+        assert max(errors.values()) < 0.5, errors
+        assert errors["layers.0.mlp.up.weight"] > 3 * plain["layers.0.mlp.up.weight"]  # it did round
+
+
+def test_with_fp8_what_was_not_kept_comes_out_the_same():
+    grads = []
+    for level in LEVELS.values():
+        run = InChunks(MODEL, torch.bfloat16, level=level, fp8=True)
+        for _ in range(2):
+            run.run(PACKED, 11, SCALE)
+        grads.append(run.named_grads())
+    for other in grads[1:]:
+        torch.testing.assert_close(other, grads[0], rtol=0, atol=0)
 
 
 def test_what_was_not_kept_comes_out_the_same():
@@ -130,10 +144,11 @@ def test_pieces_are_as_large_as_the_plan_counts():
 )
 def test_models_that_are_not_computed_are_refused(changes, named):
     with pytest.raises(ConfigError, match=f"plain Llamas: .*{named}"):
-        Block(replace(MODEL, **changes), Products())
+        Block(replace(MODEL, **changes), PlainLinears(MODEL))
 
 
 def test_no_field_of_a_model_is_overlooked():
     """A model of another kind is refused by a field that says so."""
+    mamba = Mamba(heads=1, head_dim=8, groups=1, state=8, chunk=8)
     with pytest.raises(ConfigError, match="pattern"):
-        Block(replace(MODEL, pattern="M*", mamba=Mamba(heads=1, head_dim=8, groups=1, state=8, chunk=8)), Products())
+        Block(replace(MODEL, pattern="M*", mamba=mamba), PlainLinears(MODEL))

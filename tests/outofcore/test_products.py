@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.kernels.fp8 import fp8_linear_reference
+from llmb.kernels.forms import E4M3
+from llmb.kernels.fp8 import E5M2, Fp8, fp8_linear_reference
+from llmb.kernels.fp8_forms import in_both_forms
+from llmb.outofcore import products as products_module
 from llmb.outofcore.products import Fp8Products, Products
 
 TOKENS, INPUTS, OUTPUTS = 32, 48, 16
@@ -14,75 +17,93 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def operands(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = ((TOKENS, INPUTS), (OUTPUTS, INPUTS), (TOKENS, OUTPUTS))
+def operands(dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = ((tokens, INPUTS), (OUTPUTS, INPUTS), (tokens, OUTPUTS))
     return tuple(drawn(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("products", [Products(), Fp8Products()], ids=["plain", "fp8"])
-def test_there_and_back_equal_the_reference(products):
-    x, weight, dy = operands()
-    exact = x @ weight.T, dy @ weight, dy.T @ x
-    wanted = fp8_linear_reference(x, weight, dy) if isinstance(products, Fp8Products) else exact
-    into = torch.full_like(weight, torch.nan)
+def in_fp8(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Fp8, Fp8, Fp8]:
+    return in_both_forms(x, E4M3), in_both_forms(weight, E4M3), in_both_forms(dy, E5M2)
+
+
+def exact(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x @ weight.T, dy @ weight, dy.T @ x
+
+
+def made(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("products", "form", "reference"),
+    [(Products(), lambda *plain: plain, exact), (Fp8Products(), in_fp8, fp8_linear_reference)],
+    ids=["plain", "fp8"],
+)
+@pytest.mark.parametrize("tokens", [TOKENS, 30, 1])
+def test_there_and_back_equal_the_reference(products, form, reference, tokens):
+    plain = operands(tokens=tokens)
+    x, weight, dy = form(*plain)
+    wanted = reference(*plain)
+    into = made((OUTPUTS, INPUTS))
     products.weight_gradient(dy, x, into, fresh=True)
-    found = products.forward(x, weight), products.input_gradient(dy, weight), into.clone()
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    out, dx = made((tokens, OUTPUTS)), made((tokens, INPUTS))
+    assert products.forward(x, weight, out) is out
+    assert products.input_gradient(dy, weight, dx) is dx
+    torch.testing.assert_close((out, dx, into.clone()), wanted, rtol=1e-5, atol=1e-4)
     products.weight_gradient(dy, x, into, fresh=False)
     torch.testing.assert_close(into, 2 * wanted[2], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("products", [Products(), Fp8Products()], ids=["plain", "fp8"])
-def test_results_go_where_they_are_wanted(products):
+@pytest.mark.parametrize(
+    ("products", "form"), [(Products(), lambda *plain: plain), (Fp8Products(), in_fp8)], ids=["plain", "fp8"]
+)
+def test_results_are_added_to_what_is_there(products, form):
+    x, weight, _ = form(*operands())
+    alone, base = products.forward(x, weight, made((TOKENS, OUTPUTS))), drawn(TOKENS, OUTPUTS, seed=9)
+    added, here = made((TOKENS, OUTPUTS)), base.clone()
+    assert products.forward(x, weight, added, onto=base) is added
+    assert products.forward(x, weight, here, onto=here) is here
+    for one in (added, here):
+        torch.testing.assert_close(one, base + alone, rtol=1e-5, atol=1e-4)
+
+
+def test_results_may_have_rows_apart_and_be_made_anew():
+    """As the head's do."""
     x, weight, dy = operands()
     wide = torch.full((TOKENS, OUTPUTS + 5), 7.0)
-    returned = products.forward(x, weight, out=wide[:, :OUTPUTS])
+    returned = Products().forward(x, weight, out=wide[:, :OUTPUTS])
     assert returned.data_ptr() == wide.data_ptr()
-    torch.testing.assert_close(wide[:, :OUTPUTS], products.forward(x, weight))
+    torch.testing.assert_close(wide[:, :OUTPUTS], Products().forward(x, weight))
     assert bool((wide[:, OUTPUTS:] == 7).all())
-    base = drawn(TOKENS, OUTPUTS, seed=9)
-    added, here = torch.empty_like(base), base.clone()
-    products.forward(x, weight, out=added, onto=base)
-    products.forward(x, weight, out=here, onto=here)
-    for one in (added, here, products.forward(x, weight, onto=base)):
-        torch.testing.assert_close(one, base + products.forward(x, weight), rtol=1e-5, atol=1e-4)
     dx = drawn(TOKENS, INPUTS, seed=8)
-    wanted = dx + products.input_gradient(dy, weight)
-    assert products.input_gradient(dy, weight, out=dx, onto=dx) is dx
+    wanted = dx + Products().input_gradient(dy, weight)
+    assert Products().input_gradient(dy, weight, out=dx, onto=dx) is dx
     torch.testing.assert_close(dx, wanted, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("products", [Products(), Fp8Products()], ids=["plain", "fp8"])
-def test_one_input_through_several_weights(products):
-    x, weight, _ = operands()
-    outs = torch.empty(TOKENS, OUTPUTS), torch.empty(TOKENS, 2 * OUTPUTS)
-    products.project(x, (weight, torch.cat((weight, -weight))), outs)
-    torch.testing.assert_close(outs[0], products.forward(x, weight))
-    torch.testing.assert_close(outs[1], torch.cat((outs[0], -outs[0]), dim=1))
-
-
-@pytest.mark.parametrize("products", [Products(), Fp8Products()], ids=["plain", "fp8"])
-def test_a_gradient_of_fp32_loses_nothing_that_bf16_operands_have(products):
-    x, _, dy = operands(torch.bfloat16)
+@pytest.mark.parametrize(
+    ("products", "form"), [(Products(), lambda *plain: plain), (Fp8Products(), in_fp8)], ids=["plain", "fp8"]
+)
+def test_a_gradient_of_fp32_loses_nothing_that_its_operands_have(products, form):
+    plain = operands(torch.bfloat16)
+    x, _, dy = form(*plain)
     into = torch.zeros(OUTPUTS, INPUTS)
     for _ in range(3):
         products.weight_gradient(dy, x, into, fresh=False)
-    once = torch.full_like(into, torch.nan)
+    once = made((OUTPUTS, INPUTS))
     products.weight_gradient(dy, x, once, fresh=True)
     torch.testing.assert_close(into, 3 * once, rtol=1e-5, atol=1e-5)
-    if not isinstance(products, Fp8Products):
-        torch.testing.assert_close(once, dy.float().T @ x.float(), rtol=1e-5, atol=1e-5)
+    if isinstance(products, Products):
+        torch.testing.assert_close(once, plain[2].float().T @ plain[0].float(), rtol=1e-5, atol=1e-5)
 
 
-def test_sizes_that_8_bits_cannot_have_are_computed_plainly():
-    x, weight, dy = drawn(30, INPUTS), drawn(OUTPUTS, INPUTS, seed=1), drawn(30, OUTPUTS, seed=2)
-    into, out = torch.empty_like(weight), torch.empty(30, OUTPUTS)
-    Fp8Products().weight_gradient(dy, x, into, fresh=True)
-    Fp8Products().project(x, (weight,), (out,))
-    for found, wanted in (
-        (Fp8Products().forward(x, weight), x @ weight.T),
-        (Fp8Products().input_gradient(dy, weight), dy @ weight),
-        (into, dy.T @ x),
-        (out, x @ weight.T),
-    ):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+def test_a_gradient_in_8_bits_is_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products_module, "TILE", 4)
+    monkeypatch.setattr(products_module, "ADDED_AT_ONCE", 6 * INPUTS)
+    x, _, dy = in_fp8(*operands())
+    base = drawn(OUTPUTS, INPUTS, seed=5)
+    into, once = base.clone(), made((OUTPUTS, INPUTS))
+    products = Fp8Products()
+    products.weight_gradient(dy, x, once, fresh=True)
+    products.weight_gradient(dy, x, into, fresh=False)
+    torch.testing.assert_close(into, base + once, rtol=1e-5, atol=1e-5)
