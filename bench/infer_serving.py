@@ -4,7 +4,6 @@ Throughput goes through `llmb.infer.benchmark.Bench` and the events it records, 
 as in `llmb-run submit`: there is no second way to a figure.
 """
 
-import gc
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -14,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from device import let_go
 from stopwatch import Stopwatch
 from torch import Tensor
 
@@ -92,13 +92,6 @@ def opened(config: RunConfig, device: torch.device, longest: int) -> Engine:
     """The engine of a configuration; what earlier ones held is let go of first."""
     let_go(device)
     return open_engine(config, Place(0, 1, device), longest=longest)
-
-
-def let_go(device: torch.device) -> None:
-    """Give memory back that nothing needs any more; an engine holds itself in cycles."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
