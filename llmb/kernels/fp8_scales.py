@@ -6,7 +6,7 @@
     scales.roll()                                       # once a step
 
 All magnitudes lie in one tensor on the device and become scales there; the host waits for nothing. Only the first
-tensor of a name is looked at beforehand, in a pass of its own.
+tensor of a name is looked at beforehand, in a pass of its own. `kept` and `restore` take all of this through a pause.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -56,6 +56,22 @@ class Scales(Generic[Name]):
         self._turn = (self._turn + 1) % len(self._history_HT)
         self._amax_T.zero_()
         self._set(slice(None), self._history_HT.amax(0))
+
+    def kept(self) -> dict[str, Tensor]:
+        """Copies of all that decides the scales to come, the steps oldest first, names in the order of the formats."""
+        return {
+            "scale": self._scales_T.clone(),
+            "amax": self._amax_T.clone(),
+            "history": self._history_HT.roll(-self._turn, 0),
+            "known": torch.tensor([name in self._known for name in self._places]),
+        }
+
+    def restore(self, kept: Mapping[str, Tensor]) -> None:
+        """Go on as scales of the same formats would have that `kept` this."""
+        for name, own in (("scale", self._scales_T), ("amax", self._amax_T), ("history", self._history_HT)):
+            own.copy_(kept[name])
+        self._turn = 0
+        self._known = {name for name, known in zip(self._places, kept["known"].tolist(), strict=True) if known}
 
     def _set(self, some: slice, largest_T: Tensor) -> None:
         """A tensor that was all zeros says nothing of what comes: its scale is 1."""

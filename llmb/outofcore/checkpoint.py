@@ -2,12 +2,14 @@
 
     facts = facts_of(model, plan, work, data, pack)
     path = resume_point(work, folder, facts)          # then tensors = load(path, unit) for every unit
-    save(folder, step, ((unit, tensors) for ...), facts)
+    scales = load_scales(path)                        # none: not fp8, or made before these were kept
+    save(folder, step, ((unit, tensors) for ...), facts, scales)
 
 Nothing in it depends on how the plan cuts the work, so a run may go on under other budgets. The number format and how
 weights take their updates must be the same: they decide what state there is. All updates of the step must be made.
-Training waits meanwhile, since the host has no room for a second copy: each unit goes from where it lives to the disk.
-How the folders come about is in `llmb/rank/checkpoint_folder.py`.
+In fp8 the scales' history lies in a file of its own; a run that resumes without it measures them anew, and rounds
+differently for it. Training waits meanwhile, since the host has no room for a second copy: each unit goes from where
+it lives to the disk. How the folders come about is in `llmb/rank/checkpoint_folder.py`.
 """
 
 from collections.abc import Iterable
@@ -28,6 +30,7 @@ from llmb.rank.token_data import TokenFile
 from llmb.spec import Model
 
 FORMAT = 1  # raised whenever a tensor of the same name comes to mean something else
+SCALES = "scales.safetensors"
 SCHEDULE = ("lr", "lr_warmup_steps", "lr_decay_steps")  # written down, but a run may go on with another
 
 Facts = dict[str, Any]
@@ -55,17 +58,22 @@ def resume_point(work: Resumable, folder: Path, facts: Facts) -> Path | None:
     return checkpoint_folder.resume_point(work, folder, identity, FORMAT)
 
 
-def save(folder: Path, step: int, units: Iterable[tuple[int, dict[str, Tensor]]], facts: Facts) -> None:
+def save(
+    folder: Path,
+    step: int,
+    units: Iterable[tuple[int, dict[str, Tensor]]],
+    facts: Facts,
+    scales: dict[str, Tensor] | None = None,
+) -> None:
     """Write the checkpoint of a step to a run folder; on the disk when this returns, and the older ones until then."""
     final = checkpoint_folder.place_of(folder, step)
     written = 0
     try:
         partial = checkpoint_folder.begin(final)
         for unit, tensors in units:
-            file = _file(partial, unit)
-            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, file)
-            checkpoint_folder.sync(file)
-            written += file.stat().st_size
+            written += _write(_file(partial, unit), tensors)
+        if scales is not None:
+            written += _write(partial / SCALES, scales)
         checkpoint_folder.finish(final, facts, FORMAT)
     except (OSError, SafetensorError) as error:
         checkpoint_folder.give_up(final)
@@ -75,7 +83,23 @@ def save(folder: Path, step: int, units: Iterable[tuple[int, dict[str, Tensor]]]
 
 def load(path: Path, unit: int) -> dict[str, Tensor]:
     """The tensors of a unit, as they were given to `save`."""
-    file = _file(path, unit)
+    return _read(_file(path, unit))
+
+
+def load_scales(path: Path) -> dict[str, Tensor] | None:
+    """What was given to `save`."""
+    file = path / SCALES
+    return _read(file) if file.exists() else None
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> int:
+    """Bytes that are on the disk now."""
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, file)
+    checkpoint_folder.sync(file)
+    return file.stat().st_size
+
+
+def _read(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:

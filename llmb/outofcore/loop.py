@@ -17,7 +17,7 @@ from torch import Tensor
 from llmb.hardware import GIB
 from llmb.outofcore.arena import Budgets
 from llmb.outofcore.batches import Batches
-from llmb.outofcore.checkpoint import Facts, facts_of, load, resume_point, save
+from llmb.outofcore.checkpoint import Facts, facts_of, load, load_scales, resume_point, save
 from llmb.outofcore.export import export
 from llmb.outofcore.host_slab import HostSlab
 from llmb.outofcore.profiler import Profiler
@@ -78,7 +78,7 @@ def new_trainer(
 
 
 def begin(trainer: Trainer, resumed: Path | None) -> None:
-    """Random weights, or those of a checkpoint with their optimizer state."""
+    """Random weights, or those of a checkpoint with their optimizer state and, in fp8, scales."""
     if resumed is None:
         trainer.initialise()
         return
@@ -86,7 +86,10 @@ def begin(trainer: Trainer, resumed: Path | None) -> None:
         saved = load(resumed, unit)
         for name, tensor in trainer.unit(unit).items():
             tensor.copy_(saved[name])
-    trainer.resume(number(resumed))
+    scales = load_scales(resumed)
+    if trainer.plan.dtype == "fp8" and scales is None:
+        print(f"scales: none in {resumed}, measured anew", flush=True)
+    trainer.resume(number(resumed), scales)
 
 
 def run_steps(
@@ -108,7 +111,7 @@ def run_steps(
         if settles:
             trainer.settle("nothing" if step == steps[-1] else "step")
         if saves:
-            save(folder, step, unit_tensors(trainer), facts)
+            save(folder, step, unit_tensors(trainer), facts, trainer.scales)
         if pauses:
             reports.restart()
 

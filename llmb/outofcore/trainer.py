@@ -8,7 +8,7 @@
 With updates at the next step's forward pass the last step's gradients wait when it is done; `settle` makes the updates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -97,9 +97,14 @@ class Trainer:
         """Random weights, those of ordinary training."""
         set_initial_weights(self.model, self.seed, self.weights_of, self.arena.scratch)
 
-    def resume(self, updates: int) -> None:
-        """Go on behind so many updates; weights and optimizer state are set by the caller, through `held`."""
+    def resume(self, updates: int, scales: Mapping[str, Tensor] | None = None) -> None:
+        """Go on behind so many updates, with what `scales` were then; if none are given they are measured anew.
+
+        Weights and optimizer state are set by the caller, through `held`.
+        """
         self.programs.with_state()
+        if self.computation.fp8 is not None and scales is not None:
+            self.computation.fp8.scales.restore(scales)
         self.found = Beginning(updates, waiting=False)
 
     def step(
@@ -139,6 +144,11 @@ class Trainer:
         state = self.formats.state(self.held(Piece("state", unit)))
         kept = {"low": state.low, "m": state.m, "v": state.v}
         return {"param": self.weights_of(unit)} | {name: one for name, one in kept.items() if one is not None}
+
+    @property
+    def scales(self) -> dict[str, Tensor] | None:
+        """All that 8-bit tensors are scaled by from now on; none in other formats. Nothing may be under way."""
+        return None if self.computation.fp8 is None else self.computation.fp8.scales.kept()
 
     @property
     def units(self) -> range:

@@ -3,6 +3,8 @@
 Work is of three sorts, each with its own rate: matrix products, attention, and passes over memory. Attention to a
 chunk's own keys, half of which a causal mask hides, and to those before it, all of which are seen, have rates of their
 own. FLOPs are those the device executes: of pairs that the mask leaves, and going back 2.5 times those going forward.
+
+In fp8 a layer's weights are cast by the first chunk that needs them, once a round and direction (`fp8_weights.py`).
 """
 
 from dataclasses import dataclass
@@ -10,9 +12,10 @@ from functools import cached_property
 from math import ceil
 
 from llmb.plan import ATTENTION, FULL, Plan
+from llmb.predict.operands import CAST, OperandBytes, operand_bytes
 from llmb.predict.pieces import Units, number_bytes, piece_bytes
 from llmb.predict.rates import Rates
-from llmb.predict.work import Chunk, Work
+from llmb.predict.work import Chunk, Work, chunks_of
 from llmb.spec import Model
 
 BACKWARD_ATTENTION = 2.5  # of the forward's FLOPs: five products of each pair instead of two
@@ -83,7 +86,7 @@ class Durations:
         if work.kind == "forward":
             return self.forward(work.chunk)
         if work.kind == "backward":
-            return self.backward(work.chunk) + self.recompute(work.chunk, work.level)
+            return self.backward(work.chunk) + self.recompute(work.chunk, work.level) + self.casts_again(work)
         if work.kind == "head":
             return self.head(work.chunk)
         return Cost(passed=work.chunk.tokens * self.model.hidden * self.each * (2 if work.kind == "embedding" else 6))
@@ -103,6 +106,10 @@ class Durations:
         """Weights of a block that every token is multiplied with."""
         width, kv_width = self.widths
         return self.model.hidden * (2 * width + 2 * kv_width + 3 * self.model.ffn)
+
+    @cached_property
+    def operands(self) -> OperandBytes:
+        return operand_bytes(self.model, self.plan)
 
     @cached_property
     def update(self) -> Cost:
@@ -135,10 +142,12 @@ class Durations:
 
     def forward(self, chunk: Chunk) -> Cost:
         m, (width, kv_width) = self.model, self.widths
-        # Two norms and two sums with the stream; the rotation, in place; the activation.
-        passes = 2 * 2 * m.hidden + 2 * 3 * m.hidden + 2 * (width + kv_width) + 3 * m.ffn
+        # Two sums with the stream; the rotation, in place.
+        passes = 2 * 3 * m.hidden + 2 * (width + kv_width)
+        passed = self._passed(chunk, passes) + chunk.tokens * self.operands.forward
         squares, past = self.attention(chunk)
-        return Cost(2.0 * chunk.tokens * self.matrices, squares, past, passed=self._passed(chunk, passes))
+        cast = self._cast(self.matrices, is_first=chunk.place == 0)
+        return Cost(2.0 * chunk.tokens * self.matrices, squares, past, passed=passed + cast)
 
     def recompute(self, chunk: Chunk, level: str) -> Cost:
         """What the level did not keep."""
@@ -147,19 +156,31 @@ class Durations:
         m, (width, _) = self.model, self.widths
         products = 2.0 * chunk.tokens * m.hidden * (2 * width + 2 * m.ffn)
         squares, past = (0.0, 0.0) if level == ATTENTION else self.attention(chunk)
-        passes = 2 * 2 * m.hidden + 3 * m.hidden + 2 * width
-        return Cost(products, squares, past, passed=self._passed(chunk, passes))
+        passes = 3 * m.hidden + 2 * width
+        passed = self._passed(chunk, passes) + chunk.tokens * self.operands.again
+        return Cost(products, squares, past, passed=passed)
+
+    def casts_again(self, work: Work) -> Cost:
+        """Going back takes weights in another form than going forward; what is computed again takes both."""
+        assert work.chunk is not None
+        begin = work.layer * self.plan.chunks_per_round
+        behind = self.plan.levels[begin + work.chunk.place + 1 : begin + self._chunks_in_round(work.chunk)]
+        is_first = work.level != FULL and set(behind) <= {FULL}
+        all_but_down = self.matrices - self.model.hidden * self.model.ffn
+        return Cost(passed=self._cast(all_but_down, is_first))
 
     def backward(self, chunk: Chunk) -> Cost:
-        m, (width, kv_width) = self.model, self.widths
-        # Both norms again and their backward passes, the activation's in place, the rotation's, sums of dk and dv;
-        # every gradient is read and written once more as the sum that it is added to.
-        passes = 2 * (2 + 4) * m.hidden + 6 * m.ffn + 2 * (width + kv_width) + 2 * kv_width * 4
-        sums = 2.0 * self.matrices * self.gradient_bytes
+        width, kv_width = self.widths
+        # The rotation's way back, sums of dk and dv; every gradient is read and written once more as the sum that it is
+        # added to. In fp8 that is a pass of its own, which also reads what is added.
+        passes = 2 * (width + kv_width) + 2 * kv_width * 4
+        passed = self._passed(chunk, passes) + chunk.tokens * self.operands.backward
+        sums = (3.0 if self.plan.dtype == "fp8" else 2.0) * self.matrices * self.gradient_bytes
+        cast = self._cast(self.matrices, is_first=chunk.place == self._chunks_in_round(chunk) - 1)
         squares, past = (BACKWARD_ATTENTION * flops for flops in self.attention(chunk))
         return Cost(
             4.0 * chunk.tokens * self.matrices, backward_squares=squares, backward_past=past,
-            passed=self._passed(chunk, passes) + sums,
+            passed=passed + sums + cast,
         )  # fmt: skip
 
     def head(self, chunk: Chunk) -> Cost:
@@ -169,6 +190,19 @@ class Durations:
         passes = 4 * m.vocab + 8 * m.hidden
         sums = 2.0 * ceil(chunk.tokens / self.plan.loss_tokens) * m.vocab * m.hidden * self.gradient_bytes
         return Cost(of_head=6.0 * chunk.tokens * m.hidden * m.vocab, passed=self._passed(chunk, passes) + sums)
+
+    def _cast(self, weights: int, is_first: bool) -> int:
+        """Bytes of bringing weights to 8 bits, where this chunk is the one that does."""
+        return CAST * weights if is_first and self.plan.dtype == "fp8" else 0
+
+    def _chunks_in_round(self, chunk: Chunk) -> int:
+        """Of the chunk's own, which may be the last and have fewer."""
+        is_last = chunk.group // self.plan.groups_per_round == self.plan.rounds - 1
+        return self._chunks_in_last_round if is_last else self.plan.chunks_per_round
+
+    @cached_property
+    def _chunks_in_last_round(self) -> int:
+        return len(chunks_of(self.plan, self.plan.rounds - 1))
 
     def _passed(self, chunk: Chunk, numbers: float) -> float:
         return chunk.tokens * numbers * self.each

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from llmb.kernels.forms import E4M3
@@ -69,6 +70,19 @@ def test_a_tensor_that_comes_later_is_looked_at_then() -> None:
     step(scales, x=1.0)
     assert close(step(scales, x=1.0, dx=7.0), x=1.0, dx=7.0)
     scales.gauges("x", "dx", look=must_not_look)
+
+
+@pytest.mark.parametrize("paused", range(6))
+def test_what_is_kept_goes_on_as_if_there_had_been_no_pause(paused: int) -> None:
+    """Wherever the oldest of three steps lies, with one of the tensors not seen before the fourth."""
+    sizes = [{"x": 8.0}, {"x": 4.0}, {"x": 2.0}, {"x": 1.0, "dx": 9.0}, {"x": 0.5, "dx": 3.0}, {"x": 7.0, "dx": 1.0}]
+    straight, stopped, resumed = new(), new(), new()
+    expected = [step(straight, **one) for one in sizes]
+    found = [step(stopped, **one) for one in sizes[:paused]]
+    resumed.restore(stopped.kept())
+    assert found + [step(resumed, **one) for one in sizes[paused:]] == expected
+    for name, tensor in straight.kept().items():
+        assert torch.equal(tensor, resumed.kept()[name])
 
 
 def test_zeros_say_nothing_and_the_smallest_numbers_have_an_inverse() -> None:

@@ -15,6 +15,7 @@ from llmb.lanes import read_lanes
 from llmb.models.llama import Llama
 from llmb.models.weights import load_weights
 from llmb.outofcore.__main__ import run
+from llmb.outofcore.checkpoint import SCALES
 from llmb.plain import to_plain
 from llmb.rank.learning_rate import learning_rate
 from llmb.rank.record import Record
@@ -82,12 +83,12 @@ def test_a_profiled_run_leaves_what_its_lanes_did(tmp_path: Path) -> None:
     assert all(stretch.flops > 0 for stretch in lanes.stretches if stretch.name in ("forward", "backward", "head"))
 
 
-@pytest.mark.parametrize("update_at", ["forward", "backward"])
-def test_a_resumed_run_goes_on_exactly_under_another_plan(tmp_path: Path, update_at: str) -> None:
+@pytest.mark.parametrize(("dtype", "update_at"), [("bf16", "forward"), ("bf16", "backward"), ("fp8", "forward")])
+def test_a_resumed_run_goes_on_exactly_under_another_plan(tmp_path: Path, dtype: Any, update_at: str) -> None:
     clip = 1.0 if update_at == "forward" else None
-    plan = replace(PLAN, dtype="bf16", update="stochastic", update_at=update_at)
+    plan = replace(PLAN, dtype=dtype, update="stochastic", update_at=update_at)
     config = replace(
-        with_work(plan=plan, update="stochastic", clip=clip, checkpoint_every=2), precision=Precision(dtype="bf16")
+        with_work(plan=plan, update="stochastic", clip=clip, checkpoint_every=2), precision=Precision(dtype=dtype)
     )
     whole, _ = run_in(tmp_path / "whole", config)
     first, _ = run_in(tmp_path / "first", replace(config, workload=replace(config.workload, steps=2)))
@@ -99,6 +100,19 @@ def test_a_resumed_run_goes_on_exactly_under_another_plan(tmp_path: Path, update
     network = Llama(UNTIED).to(torch.bfloat16)
     load_weights(network, tmp_path / "weights")
     assert all(parameter.isfinite().all() for parameter in network.parameters())
+
+
+def test_a_checkpoint_without_scales_is_named_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = with_work(plan=replace(PLAN, dtype="fp8"), checkpoint_every=2)
+    config = replace(work, precision=Precision(dtype="fp8"))
+    run_in(tmp_path, replace(config, workload=replace(config.workload, steps=2)))
+    made = tmp_path / "checkpoints" / "step_2"
+    (made / SCALES).unlink()
+    capsys.readouterr()
+    resumed = replace(config, workload=replace(config.workload, resume=str(tmp_path)))
+    _, code = run_in(tmp_path / "second", resumed)
+    assert code == 0
+    assert f"scales: none in {made}, measured anew\n" in capsys.readouterr().out
 
 
 def test_a_run_that_diverges_says_where(tmp_path: Path) -> None:

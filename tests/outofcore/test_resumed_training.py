@@ -11,12 +11,12 @@ from torch import Tensor
 
 from llmb.models.llama import Llama
 from llmb.models.weights import load_weights
-from llmb.outofcore.checkpoint import facts_of, load, resume_point, save
+from llmb.outofcore.checkpoint import SCALES, facts_of, load, load_scales, resume_point, save
 from llmb.outofcore.export import export
 from llmb.outofcore.trainer import Trainer
 from llmb.plan import UPDATES, Plan
 from llmb.predict.pieces import Piece
-from llmb.rank.checkpoint_folder import number
+from llmb.rank.checkpoint_folder import newest, number
 
 STOPPED, STEPS = 3, 6
 PLAN = replace(LEAST, gbs=3, chunk_tokens=6, levels="FAIFAI")
@@ -47,7 +47,7 @@ def stopped(plan: Plan, folder: Path) -> list[float]:
     """Losses of the steps until the checkpoint."""
     trainer = trainer_of(UNTIED, plan)
     losses, _ = trained(trainer, STOPPED)
-    save(folder, STOPPED, units_of(trainer), facts_of(UNTIED, plan, Work(), None, False))
+    save(folder, STOPPED, units_of(trainer), facts_of(UNTIED, plan, Work(), None, False), trainer.scales)
     return losses
 
 
@@ -57,7 +57,7 @@ def resumed(plan: Plan, folder: Path) -> tuple[list[float], Trainer]:
     path = resume_point(work, folder / "next", facts_of(UNTIED, plan, work, None, False))
     assert path is not None
     trainer = trainer_of(UNTIED, plan)
-    trainer.resume(number(path))
+    trainer.resume(number(path), load_scales(path))
     for unit, tensors in units_of(trainer):
         kept = load(path, unit)
         assert kept.keys() == tensors.keys()
@@ -68,7 +68,7 @@ def resumed(plan: Plan, folder: Path) -> tuple[list[float], Trainer]:
     return [one.loss for one in issued], trainer
 
 
-FORMATS = [("fp32", "master"), *(("bf16", update) for update in UPDATES)]
+FORMATS = [("fp32", "master"), *((dtype, update) for dtype in ("bf16", "fp8") for update in UPDATES)]
 
 
 @pytest.mark.parametrize("update_at", ["forward", "backward"])
@@ -82,6 +82,17 @@ def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, update: str, update
     assert rest == losses[STOPPED:]
     expected = weights_in(straight)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights_in(trainer).items())
+
+
+def test_without_scales_they_are_measured_anew(tmp_path: Path) -> None:
+    """As of a run that kept none: not the same bits, but close."""
+    plan = replace(PLAN, dtype="fp8")
+    losses, _ = trained(trainer_of(UNTIED, plan), STEPS)
+    stopped(plan, tmp_path)
+    (newest(tmp_path) / SCALES).unlink()
+    rest, _ = resumed(plan, tmp_path)
+    assert rest != losses[STOPPED:]
+    assert rest == pytest.approx(losses[STOPPED:], rel=0.02)
 
 
 def test_another_plan_goes_on(tmp_path: Path) -> None:

@@ -77,6 +77,72 @@ def test_squares_that_are_not_the_slower_form_are_as_fast_at_every_length():
     assert Durations(LLAMA_8B, plan_of(seqlen=64, seqs_per_group=256), rates).squares_tflops == (700.0, 600.0)
 
 
+FP8_FORWARD = {  # bytes a token of Llama 8B, by who reads (2 a number) and writes (1 a number and form)
+    "two norms": 2 * (2 + 1) * 4096,
+    "attention cast": (2 + 1) * 4096,
+    "activation": 2 * 28672 + 14336,
+    "two sums with the stream": 2 * 3 * 4096 * 2,
+    "rotation": 2 * (4096 + 1024) * 2,
+}
+FP8_BACKWARD = {
+    "slope of the stream, twice, in both forms": 2 * (2 + 1 + 1) * 4096,
+    "activation's slope, gate and up, to both forms of theirs": 2 * (14336 + 28672) + 2 * 28672,
+    "activation again": 14336,
+    "two norms in columns, read twice": 2 * (2 + 2 + 1) * 4096,
+    "two norms back": 2 * 4 * 4096 * 2,
+    "attention cast": (2 + 1) * 4096,
+    "slopes of queries, keys and values in both forms": (2 + 1 + 1) * (4096 + 2 * 1024),
+}
+WEIGHTS = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)  # of a layer
+
+
+def test_bf16_reads_and_writes_by_hand():
+    """At every place the same: nothing is cast."""
+    plan = plan_of(groups_per_round=3, gbs=6, levels="I" * 96)
+    durations = Durations(LLAMA_8B, plan, H200)
+    for work in step_work(LLAMA_8B, plan, beginning(plan, 2)):
+        if work.kind == "forward":
+            assert durations.cost(work).passed == 16384 * 188_416
+        if work.kind == "backward":
+            assert durations.cost(work).passed == 16384 * (307_200 + 73_728) + 2 * WEIGHTS * 2
+
+
+def test_fp8_reads_and_writes_by_hand():
+    """333,824 bytes a token for the linear layers going back, where bf16 has 270,336."""
+    plan = plan_of(dtype="fp8", groups_per_round=3, gbs=6, levels="F" * 96)
+    durations, (_, chunk, _) = Durations(LLAMA_8B, plan, H200), chunks_of(plan, 0)
+    assert durations.forward(chunk).passed == 16384 * sum(FP8_FORWARD.values()) == 16384 * 178_176
+    besides = 2 * (4096 + 1024) * 2 + 2 * 1024 * 4 * 2  # rotation, sums of dk and dv: as in bf16
+    sums = 3 * WEIGHTS * 2  # the product's output and the sum are read, and the sum is written
+    assert durations.backward(chunk).passed == 16384 * (sum(FP8_BACKWARD.values()) + besides) + sums
+    assert (sum(FP8_BACKWARD.values()), Durations(LLAMA_8B, plan_of(), H200).operands.backward) == (333_824, 270_336)
+    again = sum(FP8_FORWARD[one] for one in ("two norms", "attention cast")) + 3 * 4096 * 2 + 2 * 4096 * 2
+    assert durations.recompute(chunk, "A").passed == 16384 * again
+
+
+def test_fp8_casts_weights_once_a_layer_direction_and_round():
+    """3 bytes each. Layer 1 computes again what its places 1 and 0 did not keep: three matrices more, once.
+
+    10 sequences in pairs are a round of three chunks and one of two.
+    """
+    plan = plan_of(dtype="fp8", groups_per_round=3, gbs=10, levels="FFF" + "AIF" + "FFF" * 30)
+    durations = Durations(LLAMA_8B, plan, H200)
+    between = chunks_of(plan, 0)[1]  # neither way the first
+    bare = {"forward": durations.forward(between).passed, "backward": durations.backward(between).passed}
+    found = {}
+    for work in step_work(LLAMA_8B, plan, beginning(plan, 2)):
+        if work.kind in bare and work.layer in (0, 1):
+            again = durations.recompute(between, work.level).passed if work.kind == "backward" else 0
+            casts = durations.cost(work).passed - bare[work.kind] - again
+            found[work.kind, work.layer, work.round, work.chunk.place] = casts
+    whole, three = 3 * WEIGHTS, 3 * (WEIGHTS - 4096 * 14336)
+    assert {where: casts for where, casts in found.items() if casts} == {
+        **{("forward", layer, round_, 0): whole for layer in (0, 1) for round_ in (0, 1)},
+        ("backward", 0, 0, 2): whole, ("backward", 1, 0, 2): whole, ("backward", 1, 0, 1): three,
+        ("backward", 0, 1, 1): whole, ("backward", 1, 1, 1): whole + three,
+    }  # fmt: skip
+
+
 def test_the_head_adds_to_its_gradients_for_every_few_tokens():
     """16,384 tokens, 2,048 at once: 8 times; the last of 3,000 at once are fewer and cost as much."""
     gradients = 2 * 128256 * 4096 * 2  # read and written, in bf16
