@@ -81,8 +81,7 @@ def plan_of_1b(update: str, dtype: str) -> Plan:
 
 @pytest.mark.usefixtures("smooth_updates")
 def test_1b_trains_as_under_autograd() -> None:
-    """fp32 on both sides: losses, norms and all weights, from those that a run begins with: with larger ones rounding
-    alone moves the norm of so deep a network by a five-hundredth."""
+    """fp32 on both sides: losses, norms and all weights, from those that a run begins with."""
     plan = plan_of_1b("master", "fp32")
     trainer = trainer_of(ONE_B, plan, clip=1.0, device=GPU, initial=True)
     trainer.lanes.wait()
