@@ -26,6 +26,12 @@ def gpu_of(device: torch.device) -> str:
     return found
 
 
+def finish(device: torch.device) -> None:
+    """Wait until it has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def let_go(device: torch.device) -> None:
     """Give memory back that nothing needs any more, and torch the whole device."""
     gc.collect()

@@ -79,13 +79,10 @@ def _generate(manager: Any, prompts: list[list[int]], osl: int, limit: float) ->
 
 def _model(tiny: bool) -> Any:
     import torch
+    from peer_llama import SHAPE, TINY
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 512} if tiny else {
-             "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-             "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
-    config = LlamaConfig(**sizes, max_position_embeddings=8192, attn_implementation="sdpa")
+    config = LlamaConfig(**(TINY if tiny else SHAPE), max_position_embeddings=8192, attn_implementation="sdpa")
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.set_default_dtype(torch.bfloat16)
         model = LlamaForCausalLM(config)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from infer_ceilings import product_shapes
-from stopwatch import sustained
+from stopwatch import copy_rate, sustained
 from torch import Tensor
 
 from llmb.kernels.forms import E4M3
@@ -18,11 +18,11 @@ from llmb.spec import Model
 
 def bandwidths(device: torch.device, size: int, seconds: float) -> dict[str, float]:
     """bytes/s of a copy (read and written bytes counted), of a sum and of a dot product over fp32 numbers."""
+    copied = copy_rate(device, size, seconds)
     values = torch.randn(size // 4, device=device)
-    target = torch.empty_like(values)
     first, second = values.chunk(2)
     return {
-        "copy": 2 * values.nbytes / sustained(lambda: target.copy_(values), device, seconds),
+        "copy": copied,
         "sum": values.nbytes / sustained(values.sum, device, seconds),
         "dot": values.nbytes / sustained(lambda: torch.dot(first, second), device, seconds),
     }

@@ -11,24 +11,26 @@ tokens/s, memory; or the error.
 """
 
 import argparse
-import json
-import os
 import time
 from contextlib import nullcontext
 from typing import Any
 
-CONTEXT_GIB = 0.625  # of the driver and the libraries, as our own budget has it
+from peer_process import tell
+
+from llmb.hardware import GIB
+from llmb.predict.footprint import CONTEXT_BYTES
 
 
 def peer(options: argparse.Namespace) -> dict[str, Any]:
     """Build it, take a small and a whole step, time the second."""
     import torch
+    from device import finish
     from transformers import __version__
 
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        share = (options.device_gib - CONTEXT_GIB) * 2**30 / total
+        share = (options.device_gib * GIB - CONTEXT_BYTES) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
     network, kernels = _network(options, device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-5, fused=True)
@@ -36,10 +38,10 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
     losses, seconds = [], 0.0
     for sequences in (options.at_once, options.gbs):
         tokens = torch.randint(vocab, (sequences, options.seqlen + 1), device=device)
-        _finish(device)
+        finish(device)
         began = time.perf_counter()
         losses.append(_step(network, optimizer, tokens, options))
-        _finish(device)
+        finish(device)
         seconds = time.perf_counter() - began
     return {
         "version": f"transformers {__version__}",
@@ -101,13 +103,6 @@ def _shard(network: Any, device: Any) -> None:
     fully_shard(network, **how)
 
 
-def _finish(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seqlen", type=int, required=True)
@@ -118,16 +113,7 @@ def main() -> None:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, to see that it runs")
     options = parser.parse_args()
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less is lost in gaps
-    try:
-        import transformers  # noqa: F401
-
-        found = peer(options)
-    except ImportError as error:
-        found = {"skipped": str(error)}
-    except Exception as error:  # the error is the result
-        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    print(json.dumps(found), flush=True)
+    tell(peer, options)
 
 
 if __name__ == "__main__":

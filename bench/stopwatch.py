@@ -38,3 +38,10 @@ def sustained(call: Callable[[], object], device: torch.device, seconds: float) 
     for _ in range(count):
         call()
     return watch.stop() / count
+
+
+def copy_rate(device: torch.device, size: int, seconds: float) -> float:
+    """Bytes a second of a copy within the device, of random numbers; read and written bytes counted."""
+    source = torch.randn(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / sustained(lambda: target.copy_(source), device, seconds)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from device import gpu_of, let_go, machine_of
 from findings import Findings
+from stopwatch import copy_rate
 from train_calls import Call, Moved, Timed, calls_of, step_seconds
-from train_rates import bandwidth, measured
+from train_rates import measured
 from train_rows import FEWEST, Row, configuration, tiny_configuration
 from train_run import Order
 
@@ -64,7 +65,7 @@ class Bench(Findings):
         """Bytes a second within the device; measured when it is first asked for."""
         if self._memory is None:
             size, seconds = (1 << 22, 0.01) if self.tiny else (COPIED, TURNS_S / 2)
-            self._memory = bandwidth(self.device, size, seconds)
+            self._memory = copy_rate(self.device, size, seconds)
             let_go(self.device)
         return self._memory
 

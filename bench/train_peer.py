@@ -12,17 +12,18 @@ not installed; or the error. Whatever is to be tried must be on PYTHONPATH.
 """
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from peer_process import tell
+
 
 def peer(options: argparse.Namespace) -> dict[str, Any]:
     """Build it, step, time."""
     import torch
+    from device import finish
 
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     network, vocab, said = BUILDERS[options.kind](options, device)
@@ -30,7 +31,7 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
     losses, seconds = [], []
     for _ in range(1 + options.steps):
         tokens_BT = torch.randint(vocab, (options.gbs, options.seqlen + 1), device=device)
-        _finish(device)
+        finish(device)
         began = time.perf_counter()
         loss = torch.zeros((), device=device)
         for part_BT in tokens_BT.split(options.mbs):
@@ -40,7 +41,7 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-        _finish(device)
+        finish(device)
         seconds.append(time.perf_counter() - began)
     return said | {
         "seconds": seconds[1:],
@@ -75,13 +76,6 @@ Builder = Callable[[argparse.Namespace, Any], tuple[Any, int, dict[str, str]]]
 BUILDERS: dict[str, Builder] = {"transformers": _transformers, "liger": _transformers, "torchtitan": _torchtitan}
 
 
-def _finish(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=BUILDERS, required=True)
@@ -92,14 +86,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="that count")
     parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, to see that it runs")
     options = parser.parse_args()
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less is lost in gaps
-    try:
-        found = peer(options)
-    except ImportError as error:
-        found = {"skipped": str(error)}
-    except Exception as error:  # the error is the result
-        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    print(json.dumps(found), flush=True)
+    tell(peer, options)
 
 
 if __name__ == "__main__":

@@ -51,13 +51,6 @@ class Operands:
         self.dy8 = Numbers(E5M2, device)
 
 
-def bandwidth(device: torch.device, size: int, seconds: float) -> float:
-    """Bytes a second of a copy within the device, read and written bytes counted."""
-    source = torch.randn(size // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / sustained(lambda: target.copy_(source), device, seconds)
-
-
 def measured(calls: Iterable[Call], memory: float, device: torch.device, seconds: float) -> dict[Call, float]:
     """Seconds of each call; what only moves bytes is bytes over bandwidth."""
     calls, operands = list(calls), Operands(device)

@@ -55,6 +55,20 @@ def note(amax_ptr, magnitudes):
 
 
 @triton.jit
+def store_forms(
+    x0, x1, x2, x3, scale_ptr, amax_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, K,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """A tile in the forms asked for, and its largest magnitude."""
+    note(amax_ptr, magnitude_of(x0, x1, x2, x3))
+    inverse = inverse_of(scale_ptr)
+    if ROWS:
+        store_rows(x0, x1, x2, x3, inverse, rows_ptr, rows_row, token, channel, n, K, E5M2, QUADS, CHANNELS)
+    if COLUMNS:
+        store_columns(x0, x1, x2, x3, inverse, columns_ptr, columns_row, token, channel, K, E5M2, QUADS, CHANNELS)
+
+
+@triton.jit
 def store_rows(
     x0, x1, x2, x3, inverse, ptr, stride, token, channel, n, K,
     E5M2: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -118,12 +132,10 @@ def _cast_both(
     x1 = load_fourth(x_ptr, x_row, token, channel, n, K, 1, QUADS, CHANNELS)
     x2 = load_fourth(x_ptr, x_row, token, channel, n, K, 2, QUADS, CHANNELS)
     x3 = load_fourth(x_ptr, x_row, token, channel, n, K, 3, QUADS, CHANNELS)
-    note(amax_ptr, magnitude_of(x0, x1, x2, x3))
-    inverse = inverse_of(scale_ptr)
-    if ROWS:
-        store_rows(x0, x1, x2, x3, inverse, rows_ptr, rows_row, token, channel, n, K, E5M2, QUADS, CHANNELS)
-    if COLUMNS:
-        store_columns(x0, x1, x2, x3, inverse, columns_ptr, columns_row, token, channel, K, E5M2, QUADS, CHANNELS)
+    store_forms(
+        x0, x1, x2, x3, scale_ptr, amax_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, K,
+        ROWS, COLUMNS, E5M2, QUADS, CHANNELS,
+    )  # fmt: skip
 
 
 def cast_both_triton(

@@ -21,11 +21,9 @@ from llmb.kernels.fp8_forms_triton import (
     inverse_of,
     is_e5m2,
     load_fourth,
-    magnitude_of,
     note,
     row_of,
-    store_columns,
-    store_rows,
+    store_forms,
     tile_of,
     tiles,
 )
@@ -84,11 +82,10 @@ def _normed_tile(
     x1 = _normed_fourth(x_ptr, weight, sizes_ptr, x_row, token, channel, n, K, 1, QUADS, CHANNELS)
     x2 = _normed_fourth(x_ptr, weight, sizes_ptr, x_row, token, channel, n, K, 2, QUADS, CHANNELS)
     x3 = _normed_fourth(x_ptr, weight, sizes_ptr, x_row, token, channel, n, K, 3, QUADS, CHANNELS)
-    note(amax_ptr, magnitude_of(x0, x1, x2, x3))
-    inverse = inverse_of(scale_ptr)
-    if ROWS:
-        store_rows(x0, x1, x2, x3, inverse, rows_ptr, rows_row, token, channel, n, K, E5M2, QUADS, CHANNELS)
-    store_columns(x0, x1, x2, x3, inverse, columns_ptr, columns_row, token, channel, K, E5M2, QUADS, CHANNELS)
+    store_forms(
+        x0, x1, x2, x3, scale_ptr, amax_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, K,
+        ROWS, True, E5M2, QUADS, CHANNELS,
+    )  # fmt: skip
 
 
 def rms_norm_fp8_triton(

@@ -26,6 +26,7 @@ from llmb.kernels.fp8_forms_triton import (
     note,
     row_of,
     store_columns,
+    store_forms,
     store_rows,
     tile_of,
     tiles,
@@ -52,12 +53,10 @@ def _swiglu_fp8(
     x1 = _act_fourth(h_ptr, h_row, token, channel, n, F, 1, QUADS, CHANNELS)
     x2 = _act_fourth(h_ptr, h_row, token, channel, n, F, 2, QUADS, CHANNELS)
     x3 = _act_fourth(h_ptr, h_row, token, channel, n, F, 3, QUADS, CHANNELS)
-    note(amax_ptr, magnitude_of(x0, x1, x2, x3))
-    inverse = inverse_of(scale_ptr)
-    if ROWS:
-        store_rows(x0, x1, x2, x3, inverse, rows_ptr, rows_row, token, channel, n, F, E5M2, QUADS, CHANNELS)
-    if COLUMNS:
-        store_columns(x0, x1, x2, x3, inverse, columns_ptr, columns_row, token, channel, F, E5M2, QUADS, CHANNELS)
+    store_forms(
+        x0, x1, x2, x3, scale_ptr, amax_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, F,
+        ROWS, COLUMNS, E5M2, QUADS, CHANNELS,
+    )  # fmt: skip
 
 
 @triton.jit

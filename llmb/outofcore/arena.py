@@ -17,9 +17,8 @@ from llmb.errors import ConfigError
 from llmb.hardware import GIB
 from llmb.outofcore.host_slab import HostSlab
 from llmb.plan import Plan
-from llmb.predict.footprint import CONTEXT_BYTES, device_bytes, host_bytes
-from llmb.predict.pieces import KINDS, OF_UNITS, Units, at_own_homes, piece_bytes
-from llmb.predict.residency import Residency
+from llmb.predict.footprint import CONTEXT_BYTES, buffers_of, device_bytes, homes_of, host_bytes
+from llmb.predict.pieces import OF_UNITS, piece_bytes
 from llmb.spec import Model
 
 
@@ -52,16 +51,15 @@ class Arena:
             torch.cuda.reset_peak_memory_stats(device)
             _limit_allocator(device, budgets.device_gib)
         self.device, self.sizes = device, piece_bytes(model, plan)
-        residency = Residency(model, plan)
-        self.homes = {kind: home_slots.get(kind, 0) for kind in KINDS}
-        self.homes |= {kind: Units(model).count - _residents(residency, kind) for kind in at_own_homes(plan)}
+        buffers = buffers_of(plan)
+        self.homes = homes_of(model, plan, home_slots)
         self.host_bytes = self._total(self.homes)
         self._host = HostSlab(self.host_bytes, device) if host_slab is None else host_slab
         if self._host.size < self.host_bytes:
             raise ConfigError(f"a host slab of {self._host.size} bytes is given, the plan needs {self.host_bytes}")
-        self.slab = torch.empty(self._total(residency.buffers), dtype=torch.uint8, device=device)
-        self._behind_units = self._total({kind: residency.buffers[kind] for kind in OF_UNITS})
-        self._buffers = self._cut(self.slab, residency.buffers)
+        self.slab = torch.empty(self._total(buffers), dtype=torch.uint8, device=device)
+        self._behind_units = self._total({kind: buffers[kind] for kind in OF_UNITS})
+        self._buffers = self._cut(self.slab, buffers)
         self._homes = self._cut(self._host.memory, self.homes)
         if device.type == "cuda":
             _set_aside(device_bytes(model, plan, device.type)["workspace"], device)
@@ -99,10 +97,6 @@ class Arena:
             found[kind] = list(slab[first:end].view(count, self.sizes[kind]).unbind()) if count else []
             first = end
         return found
-
-
-def _residents(residency: Residency, kind: str) -> int:
-    return sum(piece.kind == kind for piece in residency.resident)
 
 
 def _check_budgets(

@@ -34,10 +34,14 @@ def device_bytes(model: Model, plan: Plan, gpu: str) -> dict[str, int]:
     return taken | {"context": 0 if gpu == "cpu" else CONTEXT_BYTES}
 
 
-def host_bytes(model: Model, plan: Plan, home_slots: dict[str, int]) -> dict[str, int]:
-    """On the host: places for all units that are not resident, and for what shares them as many as wait at once."""
-    sizes, units, own = piece_bytes(model, plan), Units(model).count, at_own_homes(plan)
+def homes_of(model: Model, plan: Plan, home_slots: dict[str, int]) -> dict[str, int]:
+    """Places of each kind on the host: for all units that are not resident, else as many as wait there at once."""
+    units, own = Units(model).count, at_own_homes(plan)
     resident = {"param": plan.resident_params, "grad": plan.resident_grads, "state": plan.resident_states}
-    places = {kind: units - resident[kind] for kind in own}
-    places |= {kind: home_slots.get(kind, 0) for kind in KINDS if kind not in own}
-    return {kind: places[kind] * sizes[kind] for kind in KINDS if places[kind]}
+    return {kind: units - resident[kind] if kind in own else home_slots.get(kind, 0) for kind in KINDS}
+
+
+def host_bytes(model: Model, plan: Plan, home_slots: dict[str, int]) -> dict[str, int]:
+    """On the host, of kinds that have a place there."""
+    sizes = piece_bytes(model, plan)
+    return {kind: places * sizes[kind] for kind, places in homes_of(model, plan, home_slots).items() if places}

@@ -10,6 +10,7 @@ from typing import Any
 from llmb import costs, hardware, metrics
 from llmb.errors import ConfigError
 from llmb.plan import ATTENTION, FULL, INPUT, Plan
+from llmb.predict.footprint import homes_of
 from llmb.predict.pieces import Units, piece_bytes
 from llmb.spec import OutOfCore, Prediction, RunConfig
 
@@ -151,27 +152,20 @@ def cut_of(plan: Plan, expected: Prediction) -> Cut:
 
 
 def _places(config: RunConfig, plan: Plan, expected: Prediction) -> tuple[Place, ...]:
-    units, sizes = Units(config.model).count, piece_bytes(config.model, plan)
-    gradients = units - plan.resident_grads if plan.keeps_gradients else expected.home_slots.get("grad", 0)
-    of_units = (
-        ("param", plan.resident_params, plan.param_blocks, units - plan.resident_params),
-        ("grad", plan.resident_grads, plan.grad_blocks, gradients),
-        ("state", plan.resident_states, plan.state_blocks, units - plan.resident_states),
+    sizes, homes = piece_bytes(config.model, plan), homes_of(config.model, plan, expected.home_slots)
+    kinds = (
+        ("param", plan.resident_params, plan.param_blocks),
+        ("grad", plan.resident_grads, plan.grad_blocks),
+        ("state", plan.resident_states, plan.state_blocks),
+        ("inp", None, plan.inp_slots),
+        ("kv", None, plan.kv_slots),
+        ("attn", None, plan.attn_slots),
+        ("rest", None, plan.rest_slots),
     )
-    slots = {"inp": plan.inp_slots, "kv": plan.kv_slots, "attn": plan.attn_slots, "rest": plan.rest_slots}
-    return (
-        *(
-            Place(kind=kind, resident=stay, passing=passing, at_home=at_home, piece_bytes=sizes[kind])
-            for kind, stay, passing, at_home in of_units
-        ),
-        *(
-            Place(
-                kind=kind, resident=None, passing=count, at_home=expected.home_slots.get(kind, 0),
-                piece_bytes=sizes[kind],
-            )
-            for kind, count in slots.items()
-        ),
-    )  # fmt: skip
+    return tuple(
+        Place(kind=kind, resident=stay, passing=passing, at_home=homes[kind], piece_bytes=sizes[kind])
+        for kind, stay, passing in kinds
+    )
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
