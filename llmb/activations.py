@@ -99,11 +99,19 @@ class Activations:
         return down + latents + self._attended(heads * key, heads * (key + value), heads * low.value_dim, heads)
 
     def _mlp(self) -> float:
-        return self._gathered() + self._gated(self.inside, self.model.ffn / self.split.tp, self.model.gated)
+        if self.model.gated:
+            return self._gathered() + self._gated_mlp(self.model.ffn / self.split.tp)
+        return self._gathered() + self.inside * self.model.ffn / self.split.tp * (self.value + self.taken)
 
-    def _gated(self, rows: float, ffn: float, gated: bool = True) -> float:
-        """Gate, its activation and up, or only the activation; and what down takes."""
-        return rows * ffn * ((3 if gated else 1) * self.value + self.taken)
+    def _gated_mlp(self, ffn: float) -> float:
+        """In bf16 gate and up: what silu makes of them is made again."""
+        if self.config.precision.dtype == "bf16" and self.model.activation == "silu":
+            return self.inside * ffn * 2 * self.value
+        return self._gated(self.inside, ffn)
+
+    def _gated(self, rows: float, ffn: float) -> float:
+        """Gate and up, and what down takes."""
+        return rows * ffn * (2 * self.value + self.taken)
 
     def _experts(self) -> float:
         """Balanced: the router's input, rows on their way with the numbers of their places, experts, what they make."""
@@ -115,7 +123,7 @@ class Activations:
         kept = tokens * (hidden * self.value + 4 * moe.count) + rows * (hidden * self.value + places)
         kept += arrived * (hidden * self.taken + (16 if split.ep * split.etp > 1 else 0))
         if moe.shared:
-            kept += self._gated(self.inside, moe.shared * moe.ffn / split.tp)
+            kept += self._gated_mlp(moe.shared * moe.ffn / split.tp)
             kept += self._gathered() if self.taken != self.value or split.tp > 1 else 0
         return kept + self._gated(arrived, moe.ffn / split.etp)
 
@@ -150,20 +158,20 @@ class Activations:
     @property
     def loss(self) -> float:
         """What the loss keeps: the last norm's input and both gradients, which it computes going forward."""
-        return self.stream + self.inside * self.model.hidden * self.value + 4 * self._head
+        return self.stream + self.inside * self.model.hidden * self.value + 4 * self.head
 
     @property
-    def _head(self) -> float:
+    def head(self) -> float:
+        """Numbers of the head that are on this rank."""
         return self.model.vocab / self.split.tp * self.model.hidden
 
     def loss_working(self, cast: bool) -> float:
         """Besides that: the head in the stream's format unless it comes so, the stream, and a chunk's logits.
 
-        While the next chunk's logits are made in both formats, those of the last and their gradient are still there.
+        These are turned into their slopes where they lie. Of a part of the vocabulary they are fp32, and so are their
+        exponentials beside them.
         """
         chunk = min(CHUNK_TOKENS, self.inside) * self.model.vocab / self.split.tp
-        logits = (12 if self.inside > CHUNK_TOKENS else 8) * chunk
-        own = self.stream if self.split.tp > 1 else 0.0
-        gradient = 6 * chunk + self.value * self._head
+        logits, own = (8 * chunk, self.stream) if self.split.tp > 1 else (self.value * chunk, 0.0)
         whole = self.inside * self.model.hidden * self.value
-        return max(logits, gradient) + whole + own + (self.value * self._head if cast and self.value < 4 else 0.0)
+        return logits + whole + own + (self.value * self.head if cast and self.value < 4 else 0.0)

@@ -123,7 +123,10 @@ class Walk:
         part, unit, sizes = self.parts[one.part], self.units[one.part], self.sizes
         again = sizes.layer(part.layers[-1]) if part.recomputed == len(part.layers) else 0.0
         received = 0.0 if part.last else sizes.stream
-        self._look({REST: self._working(part, forward=False) + again + received})
+        self._look({REST: self._working(part, forward=False) + again + received - self._added(one)})
+        if part.last and unit.gathered:  # the head's gradient in both formats, and with fsdp the next layer on its way
+            on_way = sizes.value * self.layer[one.part].gathered if self.fsdp else 0.0
+            self._look({REST: sizes.value * sizes.head, WEIGHTS: on_way})
         if self.fsdp:
             self._look_at_gathered_layer(one)
         self._take(REST, -self.kept[one.part])
@@ -141,6 +144,15 @@ class Walk:
         if last and not self.fsdp:
             self.held[WEIGHTS] -= sizes.value * unit.gathered  # type: ignore[assignment]
             self.held[GRADIENTS] -= FP32 * (unit.computed - unit.slices)  # type: ignore[assignment]
+
+    def _added(self, one: Pass) -> float:
+        """The head's gradient, which the loss kept, once it is part of one that was there: before the layers go back.
+
+        Where the head is the embedding too, it waits for the other end's.
+        """
+        part = self.parts[one.part]
+        waits = part.first and self.model.tied_embeddings
+        return FP32 * self.sizes.head if part.last and one.micro and not self.fsdp and not waits else 0.0
 
     def _look_at_gathered_layer(self, one: Pass) -> None:
         """The second layer of the backward pass: the first one's gradients are still being reduced."""

@@ -16,7 +16,18 @@ from typing import Any
 
 from torch import Tensor
 
-KERNEL_MODULES = ("ssd_kernels", "ssd_triton", "causal_conv_triton", "gated_norm_triton", "fp8_triton")
+KERNEL_MODULES = (
+    "ssd_kernels",
+    "ssd_triton",
+    "causal_conv_triton",
+    "gated_norm_triton",
+    "fp8_triton",
+    "rms_norm_triton",
+    "rotation_triton",
+    "swiglu_triton",
+    "fused_activation_triton",
+    "cross_entropy_triton",
+)
 
 Listener = Callable[[str, tuple[Any, ...], dict[str, Any]], None]  # a kernel's name, arguments and constants
 _listener: Listener | None = None

@@ -8,7 +8,7 @@ Tensor names end in their shape: B sequences, T tokens, C hidden width, H heads,
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,10 @@ from torch.nn.attention.bias import causal_lower_right
 
 from llmb.errors import ConfigError
 from llmb.kernels.capped_attention import capped_attention
-from llmb.kernels.rotation import rotate
+from llmb.kernels.fused_activation import ACTIVATIONS as ACTIVATIONS  # for those who build models' blocks anew
+from llmb.kernels.fused_activation import activated
+from llmb.kernels.fused_norm import norm_beside
+from llmb.kernels.fused_rotation import rotated
 from llmb.kernels.triton_device import rehearsing
 from llmb.spec import Model, Rope
 
@@ -31,8 +34,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        return F.rms_norm(x_BTC, self.weight.shape, self.weight.to(x_BTC.dtype), self.eps)
+    def forward(self, x_BTC: Tensor, beside: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The normed stream; with `beside` also the stream itself, to go around the block: their slopes meet here."""
+        normed_BTC, x_BTC = norm_beside(x_BTC, self.weight, self.eps)
+        return (normed_BTC, x_BTC) if beside else normed_BTC
 
 
 def rope_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
@@ -146,26 +151,16 @@ class Attention(nn.Module):
         self.o = nn.Linear(model.heads * model.head_dim, model.hidden, bias=False)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
-        q_BTHD, k_BTHD, v_BTHD = (
-            projection(x_BTC).unflatten(-1, (-1, self.head_dim)) for projection in (self.q, self.k, self.v)
-        )
+        q_BTHD, k_BTHD, v_BTHD = (made_BTA.unflatten(-1, (-1, self.head_dim)) for made_BTA in self.projected(x_BTC))
         if cos_TD is not None and sin_TD is not None:
-            q_BTHD, k_BTHD = rotate(q_BTHD, cos_TD, sin_TD), rotate(k_BTHD, cos_TD, sin_TD)
+            q_BTHD, k_BTHD = rotated(q_BTHD, cos_TD, sin_TD), rotated(k_BTHD, cos_TD, sin_TD)
         q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
         mixed_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, cap=self.cap)
         return self.o(mixed_BHTD.transpose(1, 2).flatten(2))
 
-
-def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0) squared."""
-    return F.relu(x).square()
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": partial(F.gelu, approximate="tanh"),  # what the published Grok-1 computes
-    "squared_relu": squared_relu,
-}
+    def projected(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, for a precision pass to make at once."""
+        return self.q(x_BTC), self.k(x_BTC), self.v(x_BTC)
 
 
 class GatedMlp(nn.Module):
@@ -176,10 +171,10 @@ class GatedMlp(nn.Module):
         self.gate = nn.Linear(hidden, ffn, bias=False)
         self.up = nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x_BTC)) * self.up(x_BTC))
+        return self.down(activated(self.gate(x_BTC), self.activation, self.up(x_BTC)))
 
 
 class PlainMlp(nn.Module):
@@ -189,7 +184,7 @@ class PlainMlp(nn.Module):
         super().__init__()
         self.up = nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x_BTC)))
+        return self.down(activated(self.up(x_BTC), self.activation))

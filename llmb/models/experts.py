@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmb.errors import ConfigError
+from llmb.kernels.fused_activation import activated
 from llmb.kernels.grouped import grouped_product
 from llmb.kernels.router import NO_WEIGHT, choose, router_scores, weigh
-from llmb.models.blocks import ACTIVATIONS, GatedMlp
+from llmb.models.blocks import GatedMlp
 from llmb.spec import Experts, Model
 
 
@@ -173,7 +174,7 @@ class ExpertMlp(nn.Module):
         self.gate = GroupedLinear(experts.count, model.hidden, experts.ffn)
         self.up = GroupedLinear(experts.count, model.hidden, experts.ffn)
         self.down = GroupedLinear(experts.count, experts.ffn, model.hidden)
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation = model.activation
         width = experts.shared * experts.ffn  # several shared experts are one that is as wide as all
         self.shared = GatedMlp(model.hidden, width, model.activation) if experts.shared else None
 
@@ -191,7 +192,7 @@ class ExpertMlp(nn.Module):
 
     def visit(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
         """Every expert's MLP on its own rows; where experts are on several ranks, rows travel around this call."""
-        return self.down(self.activation(self.gate(x_MC, ends_E)) * self.up(x_MC, ends_E), ends_E)
+        return self.down(activated(self.gate(x_MC, ends_E), self.activation, self.up(x_MC, ends_E)), ends_E)
 
 
 def sorted_by_expert(chosen_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

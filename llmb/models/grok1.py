@@ -47,9 +47,10 @@ class Layer(nn.Module):
         self.mlp_post_norm = _post_norm(model)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        attended_BTC = self.attention(self.attention_norm(x_BTC), cos_TD, sin_TD)
-        x_BTC = x_BTC + self.attention_post_norm(attended_BTC)
-        return x_BTC + self.mlp_post_norm(self.mlp(self.mlp_norm(x_BTC)))
+        normed_BTC, x_BTC = self.attention_norm(x_BTC, beside=True)
+        x_BTC = x_BTC + self.attention_post_norm(self.attention(normed_BTC, cos_TD, sin_TD))
+        normed_BTC, x_BTC = self.mlp_norm(x_BTC, beside=True)
+        return x_BTC + self.mlp_post_norm(self.mlp(normed_BTC))
 
 
 class Grok1(Decoder):

@@ -33,8 +33,10 @@ class Layer(nn.Module):
         self.mlp = GatedMlp(model.hidden, model.ffn, model.activation)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), cos_TD, sin_TD)
-        return x_BTC + self.mlp(self.mlp_norm(x_BTC))
+        normed_BTC, x_BTC = self.attention_norm(x_BTC, beside=True)
+        x_BTC = x_BTC + self.attention(normed_BTC, cos_TD, sin_TD)
+        normed_BTC, x_BTC = self.mlp_norm(x_BTC, beside=True)
+        return x_BTC + self.mlp(normed_BTC)
 
 
 class Llama(Decoder):

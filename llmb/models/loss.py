@@ -4,6 +4,9 @@ With a vocabulary of 128 thousand, the logits of 8,192 tokens take 4 GiB in fp32
 a chunk of tokens is taken through the head, its loss and both gradients are computed at once, and its logits are
 dropped. Nothing is recomputed in the backward pass, which only scales the gradients that are already there.
 
+Where the head has the whole vocabulary the slopes are written over the logits, in the format of the stream and in one
+pass (`llmb/kernels/cross_entropy.py`). Where others have the rest of it, what their rows give is asked for in between.
+
 Shapes: N tokens of all sequences, C hidden width, V vocabulary, or those of its entries whose rows the head has.
 """
 
@@ -12,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from llmb.kernels.cross_entropy import cross_entropy_slope_
+from llmb.kernels.fused_linear import add_product_, product_as
 
 CHUNK_TOKENS = 2048  # 1 GiB of fp32 logits at a vocabulary of 128 thousand; fewer would add passes over the head
 # From the log of the sum of the exponentials of a token's logits here, and the logit of its label or 0 where that is
@@ -32,32 +38,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         tokens = hidden_NC.shape[0]
         head_VC = weight_VC.to(hidden_NC.dtype)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden_NC.device)
+        losses_N = torch.empty(tokens, dtype=torch.float32, device=hidden_NC.device)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
-        grad_weight_VC = torch.zeros_like(weight_VC, dtype=torch.float32) if wants_weight else None
+        grad_weight_VC: Tensor | None = None
         for start in range(0, tokens, chunk):
-            part_NC = hidden_NC[start : start + chunk]
-            logits_NV = (part_NC @ head_VC.T).float()
-            target_N1, here_N1 = _places(labels_N[start : start + chunk, None], first, len(head_VC))
-            log_total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
-            wanted_N1 = logits_NV.gather(1, target_N1) * here_N1
-            if agree is not None:
-                log_total_N1, wanted_N1 = agree(log_total_N1, wanted_N1)
-            loss += (log_total_N1 - wanted_N1).sum()
-            if not (wants_hidden or wants_weight):
-                continue
-            # d loss / d logits = (softmax - one-hot) / tokens, in the memory of the logits.
-            slope_NV = logits_NV.sub_(log_total_N1).exp_()
-            slope_NV.scatter_add_(1, target_N1, -here_N1)
-            slope_NV = slope_NV.div_(tokens).to(hidden_NC.dtype)
+            some = slice(start, start + chunk)
+            if agree is None:
+                slope_NV = hidden_NC[some] @ head_VC.T  # logits, until the next line
+                cross_entropy_slope_(slope_NV, labels_N[some], 1 / tokens, losses_N[some])
+            else:
+                slope_NV = _agreed_slope(
+                    hidden_NC[some] @ head_VC.T, labels_N[some], first, agree, 1 / tokens, losses_N[some]
+                )
             if grad_hidden_NC is not None:
-                torch.mm(slope_NV, head_VC, out=grad_hidden_NC[start : start + chunk])
-            if grad_weight_VC is not None:
-                grad_weight_VC += slope_NV.T @ part_NC
+                torch.mm(slope_NV, head_VC, out=grad_hidden_NC[some])
+            if wants_weight and grad_weight_VC is None:
+                grad_weight_VC = product_as(torch.float32, slope_NV.T, hidden_NC[some])
+            elif grad_weight_VC is not None:
+                add_product_(grad_weight_VC, slope_NV.T, hidden_NC[some])
+            del slope_NV  # before the next logits are made
         ctx.save_for_backward(grad_hidden_NC, grad_weight_VC)
         ctx.weight_dtype = weight_VC.dtype
-        return loss / tokens
+        return losses_N.sum() / tokens
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -69,6 +72,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_weight_VC is not None:
             grad_weight_VC = grad_weight_VC.mul_(grad_loss).to(ctx.weight_dtype)
         return grad_hidden_NC, grad_weight_VC, None, None, None, None
+
+
+def _agreed_slope(
+    logits_NV: Tensor, labels_N: Tensor, first: int, agree: Agreement, scale: float, losses_N: Tensor
+) -> Tensor:
+    """Each token's loss, and (softmax - one-hot) * scale of the logits that are here; in the format of the logits."""
+    dtype, logits_NV = logits_NV.dtype, logits_NV.float()
+    target_N1, here_N1 = _places(labels_N[:, None], first, logits_NV.shape[1])
+    log_total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
+    log_total_N1, wanted_N1 = agree(log_total_N1, logits_NV.gather(1, target_N1) * here_N1)
+    losses_N.copy_((log_total_N1 - wanted_N1)[:, 0])
+    slope_NV = logits_NV.sub_(log_total_N1).exp_()
+    return slope_NV.scatter_add_(1, target_N1, -here_N1).mul_(scale).to(dtype)
 
 
 def _places(labels_N1: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:

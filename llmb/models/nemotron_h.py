@@ -50,7 +50,8 @@ class Layer(nn.Module):
             self.mixer = PlainMlp(model.hidden, model.ffn, model.activation)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return x_BTC + self.mixer(self.norm(x_BTC))
+        normed_BTC, x_BTC = self.norm(x_BTC, beside=True)
+        return x_BTC + self.mixer(normed_BTC)
 
 
 class NemotronH(Decoder):

@@ -1,7 +1,7 @@
 """What a GPU's fused operations keep and allocate, where torch on a CPU would take them apart into smaller ones.
 
-Inside `fused_shapes` attention and RMSNorm are functions that allocate what the GPU's kernels do and compute nothing.
-Fused attention keeps its inputs, its output and one fp32 number a query; the output lies in memory as the query does.
+Inside `fused_shapes` attention is a function that allocates what the GPU's kernels do and computes nothing. It keeps
+its inputs, its output and one fp32 number a query; the output lies in memory as the query does.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,23 +38,9 @@ class _Attention(torch.autograd.Function):
         return *slopes, None
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-        ctx.save_for_backward(x, weight, inverse)
-        return torch.empty_like(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
 @contextmanager
 def fused_shapes(convention: str, count: Callable[[float], None]) -> Iterator[None]:
-    """Puts these in the place of torch's functions, and counts the FLOPs of each attention by the convention.
+    """Puts it in the place of torch's function, and counts the FLOPs of each attention by the convention.
 
     A TorchFunctionMode would be undone inside backward(), where layers are computed again.
     """
@@ -65,8 +51,5 @@ def fused_shapes(convention: str, count: Callable[[float], None]) -> Iterator[No
         flops = 2 * batch * heads * pairs * (width + v.shape[3])
         return _Attention.apply(q, k, v, lambda times: count(times * flops))
 
-    def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float) -> Tensor:
-        return _RmsNorm.apply(x, weight)
-
-    with patch.object(F, "scaled_dot_product_attention", attention), patch.object(F, "rms_norm", rms_norm):
+    with patch.object(F, "scaled_dot_product_attention", attention):
         yield

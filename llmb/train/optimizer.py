@@ -45,10 +45,11 @@ class Optimizer:
         for name, gradient in gradients.items():
             self.slices[name].grad = gradient
         norm = self._norm(gradients)
-        torch._foreach_mul_(list(gradients.values()), (MAX_GRAD_NORM / (norm + 1e-6)).clamp(max=1.0))
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        # Told so, the fused step changes nothing when the norm is not finite: what went wrong can still be found.
+        # What a gradient scaler would tell it: the fused step divides as it reads, in no pass of its own, and changes
+        # nothing when the norm is not finite: what went wrong can still be found.
+        self.adamw.grad_scale = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0)  # type: ignore[attr-defined]
         self.adamw.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
         self.adamw.step()
         self.drop_gradients()

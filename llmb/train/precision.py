@@ -10,40 +10,40 @@ fp8: as bf16, but the three products of every linear layer inside the stack, exp
 products do not take computes in bf16; `fits_fp8` decides.
 """
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmb.errors import ConfigError
 from llmb.kernels.fp8 import MULTIPLE, fits_fp8, fp8_linear
 from llmb.kernels.fp8_grouped import fp8_grouped_product
+from llmb.kernels.fused_linear import linear, linears
+from llmb.kernels.fused_mlp import gated_mlp
 from llmb.models.architectures import Network
+from llmb.models.blocks import Attention, GatedMlp
 from llmb.models.experts import GroupedLinear
 
 FP8_CAPABILITY = (8, 9)  # of a CUDA device: Ada; Hopper is 9.0
-
-
-class _CastProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(x.dtype))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
-        return grad @ weight.to(grad.dtype), grad_weight.to(weight.dtype)
 
 
 class CastLinear(nn.Linear):
     """A linear layer whose weight is wider than its input: computes in the input's format."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _CastProduct.apply(x, self.weight)
+        return linear(x, self.weight)
+
+
+class FusedAttention(Attention):
+    """Attention whose three projections are one step of autograd; its linear layers for them only hold the weights."""
+
+    def projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        return linears(x, self.q.weight, self.k.weight, self.v.weight)
+
+
+class FusedGatedMlp(GatedMlp):
+    """A gated MLP that keeps half as much for its backward pass; its linear layers only hold the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gated_mlp(x, self.gate.weight, self.up.weight, self.down.weight)
 
 
 class Fp8Linear(CastLinear):
@@ -68,6 +68,11 @@ class Fp8GroupedLinear(GroupedLinear):
 
 def compute_in_bf16(network: Network) -> None:
     """Make a network with fp32 parameters compute in bf16; grouped linear layers cast their weights by themselves."""
+    for block in network.modules():  # whose own linear layers were not replaced by others before
+        if type(block) is Attention and type(block.q) is nn.Linear:
+            block.__class__ = FusedAttention
+        if type(block) is GatedMlp and type(block.gate) is nn.Linear and block.activation == "silu":
+            block.__class__ = FusedGatedMlp
     _replace(network, nn.Linear, CastLinear)
     if network.embedding is not None:
         network.embedding.register_forward_hook(lambda _module, _args, stream: stream.to(torch.bfloat16))

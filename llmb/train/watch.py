@@ -31,6 +31,7 @@ FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten.mm: lambda args: _product(args[0], args[1]),
     aten.bmm: lambda args: _product(args[0], args[1]),
     aten.addmm: lambda args: _product(args[1], args[2]),
+    aten.addmm_: lambda args: _product(args[1], args[2]),
     aten._scaled_mm: lambda args: _product(args[0], args[1]),
     aten._grouped_mm: lambda args: _product(args[0], args[1]),
 }

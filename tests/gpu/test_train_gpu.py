@@ -5,16 +5,26 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmb.events import RunEnded, StepDone, read
+from llmb.kernels.fused_activation import ACTIVATIONS, activated
+from llmb.kernels.fused_linear import linear
+from llmb.kernels.fused_mlp import gated_mlp
+from llmb.kernels.fused_norm import norm_beside
+from llmb.kernels.fused_rotation import rotated
+from llmb.kernels.rotation import rotate
 from llmb.models.architectures import build_model
 from llmb.models.blocks import attention_backends, causal_attention
+from llmb.models.loss import chunked_cross_entropy
 from llmb.plain import to_plain
 from llmb.rank.record import Record
 from llmb.rank.tokens import synthetic_tokens
@@ -120,6 +130,84 @@ def test_cudnn_takes_grouped_attention_forward_and_backward() -> None:
     assert "aten::_scaled_dot_product_cudnn_attention" in names
     for ours, theirs in zip((fast, *given), (exact, *wanted), strict=True):
         assert (ours.float() - theirs).norm() / theirs.norm() < 0.02
+
+
+def slopes(function: Callable[..., Tensor], slope: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """The value, and the slope of each input."""
+    watched = [one.detach().requires_grad_() for one in inputs]
+    value = function(*watched)
+    return [value.detach(), *torch.autograd.grad(value, watched, slope)]
+
+
+def assert_near(fused: Callable[..., Tensor], plain: Callable[..., Tensor], slope: Tensor, *inputs: Tensor) -> None:
+    """The fused form in the formats given, against the plain one in double precision."""
+    found = slopes(fused, slope, *inputs)
+    wanted = slopes(plain, slope.double(), *(one.double() for one in inputs))
+    for ours, exact, given in zip(found, wanted, (slope, *inputs), strict=True):
+        assert ours.dtype == given.dtype
+        assert (ours.double() - exact).norm() < 0.01 * exact.norm()
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(GPU, dtype)
+
+
+def test_a_norm_and_the_stream_around_its_block() -> None:
+    def fused(x: Tensor, weight: Tensor) -> Tensor:
+        normed, stream = norm_beside(x, weight, 1e-5)
+        return stream + normed
+
+    x, weight, slope = numbers(2, 333, 4096), numbers(4096, dtype=torch.float32), numbers(2, 333, 4096)
+    assert_near(fused, lambda x, weight: x + F.rms_norm(x, (4096,), weight, 1e-5), slope, x, weight)
+
+
+def test_a_rotation_of_heads_before_tokens() -> None:
+    angle = numbers(333, 64, dtype=torch.float32) * 100
+    x, slope = numbers(2, 8, 333, 128).transpose(1, 2), numbers(2, 333, 8, 128)
+    tables = angle.cos(), angle.sin()
+    assert_near(lambda x: rotated(x, *tables), lambda x: rotate(x, *tables), slope, x)
+
+
+def test_a_gated_mlp() -> None:
+    x, slope = numbers(2, 333, 512), numbers(2, 333, 512)
+    weights = [numbers(*shape, dtype=torch.float32) / 16 for shape in ((1536, 512), (1536, 512), (512, 1536))]
+
+    def plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    assert_near(gated_mlp, plain, slope, x, *weights)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_an_activation_gated_and_not(kind: str) -> None:
+    x, up, slope = numbers(333, 1000), numbers(1, 333, 1000)[0], numbers(333, 1000)
+    assert_near(lambda x: activated(x, kind), ACTIVATIONS[kind], slope, x)
+    assert_near(lambda x, up: activated(x, kind, up), lambda x, up: ACTIVATIONS[kind](x) * up, slope, x, up)
+
+
+def test_the_loss_in_chunks_with_slopes_over_the_logits() -> None:
+    hidden, head = numbers(5000, 256), numbers(20000, 256, dtype=torch.float32) / 16
+    labels = torch.arange(5000, device=GPU) * 3
+    hidden.requires_grad_()
+    head.requires_grad_()
+    exact = [one.detach().double().requires_grad_() for one in (hidden, head)]
+    loss, wanted = chunked_cross_entropy(hidden, head, labels), F.cross_entropy(exact[0] @ exact[1].T, labels)
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-3)
+    pairs = zip(torch.autograd.grad(loss, (hidden, head)), torch.autograd.grad(wanted, exact), strict=True)
+    for ours, theirs in pairs:
+        assert (ours.double() - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_gradients_of_micro_batches_add_up_in_fp32_and_in_their_own_memory() -> None:
+    weight = nn.Parameter(numbers(512, 256, dtype=torch.float32))
+    x, slope = numbers(1024, 256), numbers(1024, 512)
+    exact = slope.double().T @ x.double()
+    places = set()
+    for micro in range(1, 5):
+        linear(x, weight).backward(slope)
+        places.add(weight.grad.data_ptr())
+        assert (weight.grad.double() - micro * exact).norm() < 1e-5 * micro * exact.norm()
+    assert len(places) == 1
 
 
 def test_layers_of_8b_train(tmp_path: Path) -> None:

@@ -140,13 +140,13 @@ def test_out_of_memory_has_a_name_and_advice(trained, monkeypatch, error: Except
         raise error
 
     monkeypatch.setattr(loop, "train_step", fail)
-    done = trained(recompute_layers=1)
+    done = trained(recompute_layers=1, layers=4)
     assert done.code == 2
     assert done.ended().status == "oom"
     reason = done.ended().reason
     assert reason.startswith("out of memory at a peak of ")
     assert ": lower mbs from 4 to 2 (frees about " in reason
-    assert ", or raise recompute_layers from 1 to 2 of 2 (frees about " in reason
+    assert ", or raise recompute_layers from 1 to 2 of 4 (frees about " in reason
     everything_tried = trained(recompute_layers=2, mbs=1, ga=4).ended().reason
     assert "mbs" not in everything_tried
     assert ": lower seqlen from 32 to 16 (frees about " in everything_tried

@@ -34,7 +34,9 @@ MODELS = SMALL_MODELS | {
 
 
 def config_of(model: Model, **changes: Any) -> RunConfig:
-    return changed(replace(CONFIG, model=model), **{"steps": 2, "mbs": 2, "gbs": 4, "ga": 2, "lr": 1e-3} | changes)
+    # By the seed. With some others one weight's first gradient is zero but for rounding: Adam makes a whole step of it.
+    few: dict[str, Any] = {"steps": 2, "mbs": 2, "gbs": 4, "ga": 2, "lr": 1e-3, "seed": 11}
+    return changed(replace(CONFIG, model=model), **few | changes)
 
 
 @pytest.fixture(scope="module")
