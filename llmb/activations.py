@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llmb.costs import BYTES
-from llmb.share import is_sharded, layer_blocks, layer_weights
+from llmb.share import gradient_bytes, is_sharded, layer_blocks, layer_weights
 from llmb.spec import Model, Parallel, RunConfig, Training
 
 CHUNK_TOKENS = 2048  # of the loss: the logits never exist whole
@@ -146,13 +146,14 @@ class Activations:
         few = self.inside * widest * self.value
         if forward:
             return 4 * few
-        gradient = BYTES["fp32"] * max(one.size for one in weights)
+        gradient = gradient_bytes(self.config) * max(one.size for one in weights)
         return max(3 * few + gradient, few + self._cast_gradient(layer))
 
     def _cast_gradient(self, layer: int) -> float:
         """Of the largest weight that is not gathered, in both formats."""
         whole = [one for one in layer_weights(self.model, layer) if not is_sharded(one, self.split)]
-        formats = BYTES["fp32"] + (self.value if self.value < BYTES["fp32"] else 0.0)
+        wide = gradient_bytes(self.config)
+        formats = wide + (self.value if self.value < wide else 0.0)
         return formats * max((one.on_rank(self.split).size for one in whole), default=0)
 
     @property

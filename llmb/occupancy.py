@@ -22,6 +22,8 @@ from llmb.share import (
     Part,
     Weight,
     end_weights,
+    gradient_bytes,
+    is_halved,
     is_sharded,
     layer_weights,
     part_weights,
@@ -30,7 +32,7 @@ from llmb.share import (
 from llmb.spec import Parallel, RunConfig, Training
 
 WEIGHTS, GRADIENTS, OPTIMIZER, REST = "weights", "gradients", "optimizer", "activations"
-FP32, MOMENTS = BYTES["fp32"], 2 * BYTES["fp32"]
+FP32 = BYTES["fp32"]
 ON_THEIR_WAY = 4  # times a layer's weights in bf16, in a backward pass of sharded weights
 
 Held = Counter[str]
@@ -76,6 +78,7 @@ class Walk:
         assert isinstance(work, Training)
         self.work, self.model, self.split, self.rank = work, config.model, config.parallel, rank
         self.fsdp = self.split.fsdp and self.split.sharers > 1
+        self.halved, self.gradient = is_halved(config), gradient_bytes(config)
         self.sizes = Activations(config)
         self.parts = rank_parts(config, rank)
         self.units = [Unit.of(part_weights(self.model, part), self.split) for part in self.parts]
@@ -89,7 +92,7 @@ class Walk:
         """What is held when most is."""
         slices = sum(unit.slices for unit in self.units)
         self._take(WEIGHTS, FP32 * slices)
-        self._take(OPTIMIZER, MOMENTS * slices)
+        self._take(OPTIMIZER, 2 * BYTES[self.work.moments] * slices)
         self._take(REST, SENDS_UNDER_WAY * self.sizes.stream * (self.split.pp > 1 and self.split.overlap_send))
         for one in rank_order(self.split.pp, self.split.vp, self.work.ga, self.rank):
             (self._forward if one.forward else self._backward)(one)
@@ -113,7 +116,7 @@ class Walk:
         if self.fsdp:
             self._take(WEIGHTS, sizes.value * self.ends[one.part].gathered)
         self._take(REST, self.kept[one.part])
-        cast = unit.gathered == 0
+        cast = unit.gathered == 0 and not self.halved
         working = sizes.loss_working(cast) if part.last else self._working(part, forward=True)
         # Gathered with the next one on its way, in two copies; behind the last layer one copy is left over.
         on_way = (1 if part.last else 3) * sizes.value * self.layer[one.part].gathered if self.fsdp else 0.0
@@ -138,9 +141,9 @@ class Walk:
                 kept = FP32 * self.ends[one.part].gathered  # torch holds what was reduced last until the step's end
                 self._take(REST, 0.0 if last else kept)
         elif one.micro == 0:
-            self._take(GRADIENTS, FP32 * unit.computed)
+            self._take(GRADIENTS, self.gradient * unit.computed)
             if part.first and part.last and self.model.tied_embeddings:  # both ends' gradients, and then their sum
-                self._look({REST: 2 * FP32 * self.model.vocab / self.split.tp * self.model.hidden})
+                self._look({REST: 2 * self.gradient * self.model.vocab / self.split.tp * self.model.hidden})
         if last and not self.fsdp:
             self.held[WEIGHTS] -= sizes.value * unit.gathered  # type: ignore[assignment]
             self.held[GRADIENTS] -= FP32 * (unit.computed - unit.slices)  # type: ignore[assignment]

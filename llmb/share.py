@@ -156,6 +156,17 @@ def part_weights(model: Model, part: Part) -> Iterator[Weight]:
         yield from layer_weights(model, layer)
 
 
+def is_halved(config: RunConfig) -> bool:
+    """Whether the native engine keeps weights in two halves, of which products take the bf16 one: on one rank."""
+    return config.parallel.world_size == 1 and config.precision.dtype in ("bf16", "fp8")
+
+
+def gradient_bytes(config: RunConfig) -> int:
+    """Of a number: two where a weight's gradient is one product, rounded once; four where micro-batches add up."""
+    assert isinstance(config.workload, Training)
+    return 2 if is_halved(config) and config.workload.ga == 1 else 4
+
+
 def rank_parameters(config: RunConfig, rank: int = 0) -> int:
     """How many numbers the optimizer of a rank of this pipeline stage updates."""
     weights = (one for part in rank_parts(config, rank) for one in part_weights(config.model, part))

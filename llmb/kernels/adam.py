@@ -112,7 +112,7 @@ def adam_update_reference(
     if low is None:
         _store(weight, param, bits[0])
     else:
-        _store_exact(weight, param, low)
+        split_weight(weight, param, low)
     _store(first, m, bits[1])
     _store(second, v, bits[2])
 
@@ -120,6 +120,14 @@ def adam_update_reference(
 def exact_weight(param: Tensor, low: Tensor) -> Tensor:
     """The fp32 weights that param rounds."""
     return ((param.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+
+
+def split_weight(exact: Tensor, param: Tensor, low: Tensor) -> None:
+    """The other way round: param and low become those of fp32 weights."""
+    bits = torch.where(exact.isnan(), torch.nan, exact).view(torch.int32)  # others' low halves would round past NaN
+    high = (bits + 0x8000) >> 16
+    param.view(torch.int16).copy_(high)
+    low.copy_(bits - (high << 16))
 
 
 def random_bits(values: int, scalars: AdamScalars, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,13 +146,6 @@ def _store(exact: Tensor, kept: Tensor, bits: Tensor | None) -> None:
         kept.view(torch.int16).copy_((exact.view(torch.int32) + added) >> 16)
     else:
         kept.copy_(exact)
-
-
-def _store_exact(exact: Tensor, param: Tensor, low: Tensor) -> None:
-    bits = torch.where(exact.isnan(), torch.nan, exact).view(torch.int32)  # others' low halves would round past NaN
-    high = (bits + 0x8000) >> 16
-    param.view(torch.int16).copy_(high)
-    low.copy_(bits - (high << 16))
 
 
 def _mixed_64(seed: int) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from llmb.kernels.forms import E4M3, SMALLEST_AMAX
+from llmb.kernels.fused_linear import gradient_dtype
 from llmb.kernels.triton_device import on_gpu
 
 E5M2 = torch.float8_e5m2
@@ -104,6 +105,7 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor, x8: Fp8) -> Tensor:
         w8 = cast(weight_NK, scale_of(weight_NK, E4M3), E4M3, rows=True)
         ctx.save_for_backward(x8.columns, x8.scale, weight_NK, w8.scale)
+        ctx.weight = weight_NK  # itself: see fused_linear.py
         out_MN = product(x8.rows, w8.rows, (x8.scale, w8.scale), x.dtype, fast=True)
         return out_MN.unflatten(0, x.shape[:-1])
 
@@ -118,7 +120,8 @@ class _Fp8Linear(torch.autograd.Function):
             w8 = cast(weight_NK, w_scale, E4M3, columns=True)
             grad_x = product(g8.rows, w8.columns, (g8.scale, w_scale), grad.dtype).unflatten(0, grad.shape[:-1])
         if ctx.needs_input_grad[1]:
-            grad_weight = product(g8.columns, x_columns, (g8.scale, x_scale), weight_NK.dtype)
+            dtype = gradient_dtype(ctx.weight)
+            grad_weight = product(g8.columns, x_columns, (g8.scale, x_scale), dtype)
         return grad_x, grad_weight, None
 
 

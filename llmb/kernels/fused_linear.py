@@ -3,9 +3,10 @@
     y = linear(x, weight)                            # x [..., K] in bf16, weight [M, K] in fp32 or bf16; differentiable
     q, k, v = linears(x, q_weight, k_weight, v_weight)      # of one input, whose slope is added up in the same way
 
-The weight is cast as it is used, and again on the way back: a copy that is kept would cost its memory. Its gradient
-comes out of the product in the weight's own format. Where micro-batches add up and the weight has a gradient already,
-the product adds to it there and then, which reads and writes it once; autograd would make another and then add the two.
+A wider weight is cast as it is used, and again on the way back: a copy that is kept would cost its memory. Its gradient
+comes out of the product in the format in which the weight wants it. Where micro-batches add up and the weight has a
+gradient already, the product adds to it there and then, which reads and writes it once; autograd would make another
+and then add the two.
 Shapes: N rows, K inputs, M outputs.
 """
 
@@ -49,15 +50,20 @@ def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
 
 def weight_gradient(weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor) -> Tensor | None:
-    """dy.T @ x for a weight, in its format; None: it has been added to the gradient that was there."""
-    if not _grows(weight_MK):
-        return product_as(weight_MK.dtype, dy_NM.T, x_NK)
+    """dy.T @ x for a weight, as its gradient is kept; None: it has been added to the gradient that was there."""
+    if not grows(weight_MK):
+        return product_as(gradient_dtype(weight_MK), dy_NM.T, x_NK)
     assert weight_MK.grad is not None
     add_product_(weight_MK.grad, dy_NM.T, x_NK)
     return None
 
 
-def _grows(weight: Tensor) -> bool:
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """The format in which a weight's gradient is kept, which may be wider than its own."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+
+
+def grows(weight: Tensor) -> bool:
     """Whether the gradient may be added to here: it is this very tensor's, and nobody asked to see what is added."""
     if not weight.is_leaf or type(weight.grad) is not Tensor:
         return False

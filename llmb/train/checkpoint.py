@@ -63,6 +63,8 @@ class Checkpoints:
         try:
             _check_tensors(path, reader.read_metadata().state_dict_metadata, tensors, self._names(tensors))
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
+            for name in self._optimizer.halves.weights:
+                self._optimizer.halves.restore(name, tensors[f"model.{name}"], tensors[f"optimizer.{name}.step"])
         except ConfigError:
             raise
         except FAILURES as error:
@@ -128,6 +130,8 @@ def identity(config: RunConfig, work: Training) -> dict[str, Any]:
 def state_tensors(parts: Parts, optimizer: Optimizer) -> dict[str, Tensor]:
     """Every tensor the next step depends on, by names that do not depend on how the model is split."""
     tensors = {f"model.{name}": tensor for part in parts for name, tensor in part.state_dict().items()}
+    # In the memory of the host: a GPU that holds both halves of all weights may have no room for the whole ones.
+    tensors |= {f"model.{name}": weight.whole().cpu() for name, weight in optimizer.halves.weights.items()}
     for name, state in optimizer.state().items():
         for kind, tensor in state.items():
             tensors[f"optimizer.{name}.{kind}"] = tensor

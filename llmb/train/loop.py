@@ -36,8 +36,8 @@ from llmb.train.log import time_table
 from llmb.train.memory import naming_shortage
 from llmb.train.mesh import Mesh, open_mesh
 from llmb.train.optimizer import Optimizer
-from llmb.train.parallelize import ready_parts
-from llmb.train.pipeline import Pipeline, copied_weights
+from llmb.train.parallelize import optimizer_of, ready_parts
+from llmb.train.pipeline import Pipeline
 from llmb.train.profiler import SOURCES, Profiler
 from llmb.train.sharding import before_micro_batch
 from llmb.train.supported import supported_workload
@@ -87,8 +87,7 @@ def train(config: RunConfig, record: Record) -> None:
         parts = ready_parts(config, work, mesh)
         if mesh.size("pp") > 1:
             job = replace(job, pipeline=Pipeline(parts, config, work, mesh, job.span))
-        named = (pair for part in parts for pair in part.named_parameters())
-        optimizer = Optimizer(named, mesh, work.lr, copied_weights(parts))
+        optimizer = optimizer_of(parts, work, mesh)
         with Checkpoints(folder, config, work, mesh, parts, optimizer) as checkpoints:
             if resumed is not None:
                 checkpoints.load(resumed)

@@ -14,7 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from llmb.kernels.fused_linear import gradient_dtype
 from llmb.rank.adamw import BETAS, EPS, WEIGHT_DECAY
+from llmb.train.halved_adam import HalvedAdam
+from llmb.train.halves import HalvedWeight
 from llmb.train.mesh import Mesh
 
 MAX_GRAD_NORM = 1.0
@@ -24,16 +27,30 @@ Along = tuple[DeviceMesh | None, tuple[int, ...]]  # some dimensions of a mesh
 
 
 class Optimizer:
-    """Fused AdamW over the parameters of this rank; matrices decay, norm weights do not."""
+    """Fused AdamW over the parameters of this rank; matrices decay, norm weights do not.
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], mesh: Mesh, lr: float, counted_elsewhere: set[str]):
+    torch's own updates whole weights, `halved_adam.py` those in two halves.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        mesh: Mesh,
+        lr: float,
+        counted_elsewhere: set[str],
+        moments: torch.dtype = torch.float32,
+        seed: int = 0,
+    ):
         self._mesh = mesh
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.slices = {name: _slice(parameter) for name, parameter in self.parameters.items()}
         self._counted_elsewhere = counted_elsewhere  # copies of weights whose gradients another rank counts in the norm
+        halved = {name: one for name, one in self.parameters.items() if isinstance(one, HalvedWeight)}
+        self.halves = HalvedAdam(halved, moments, seed)
+        whole = [one for name, one in self.slices.items() if name not in halved]
         groups = [
-            {"params": [p for p in self.slices.values() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in self.slices.values() if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in whole if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in whole if p.ndim <= 1], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
         self.adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True)
@@ -43,15 +60,18 @@ class Optimizer:
         """Clip the gradients, step, drop them; returns their norm before clipping, still on the device."""
         gradients = self._settled()
         for name, gradient in gradients.items():
-            self.slices[name].grad = gradient
+            if name not in self.halves.weights:
+                self.slices[name].grad = gradient
         norm = self._norm(gradients)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         # What a gradient scaler would tell it: the fused step divides as it reads, in no pass of its own, and changes
         # nothing when the norm is not finite: what went wrong can still be found.
-        self.adamw.grad_scale = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0)  # type: ignore[attr-defined]
-        self.adamw.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
+        scale, finite = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0), norm.isfinite()
+        self.adamw.grad_scale = scale  # type: ignore[attr-defined]
+        self.adamw.found_inf = finite.logical_not().float()  # type: ignore[attr-defined]
         self.adamw.step()
+        self.halves.update(gradients, lr, scale.reciprocal().where(finite, torch.nan))
         self.drop_gradients()
         return norm
 
@@ -63,7 +83,7 @@ class Optimizer:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """What AdamW remembers of each parameter, spread over ranks as the parameter is."""
-        state = {name: self.adamw.state.get(one, {}) for name, one in self.slices.items()}
+        state = {name: self.adamw.state.get(one, {}) for name, one in self.slices.items()} | self.halves.state()
         return {
             name: {kind: _spread_like(tensor, parameter) for kind, tensor in state[name].items()}
             for name, parameter in self.parameters.items()
@@ -76,6 +96,7 @@ class Optimizer:
             for one in group["params"]:
                 one.grad = torch.zeros_like(one)
         self.adamw.step()
+        self.halves.make_state()
         self.drop_gradients()
 
     def _settled(self) -> dict[str, Tensor]:
@@ -85,7 +106,7 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
             if gradient is None:  # nothing was computed with this parameter
-                gradient = torch.zeros_like(self.slices[name])
+                gradient = torch.zeros_like(self.slices[name], dtype=gradient_dtype(parameter))
             gradients[name] = local(gradient)
             summands[_along(gradient, Partial)].append(gradients[name])
         for (mesh, dimensions), parts in summands.items():
@@ -104,7 +125,7 @@ class Optimizer:
                 alike[_along(parameter, CUT)].append(gradients[name])
         squares = torch.zeros((), device=self._mesh.device)
         for (mesh, dimensions), slices in alike.items():
-            own = torch.stack(torch._foreach_norm(slices)).square().sum()
+            own = torch.stack(torch._foreach_norm(slices, dtype=torch.float32)).square().sum()
             squares += _add_up(own, mesh, dimensions)
         if self._mesh.size("pp") > 1:
             dist.all_reduce(squares, group=self._mesh.sub("pp").get_group())

@@ -7,7 +7,8 @@
  5. experts, and 6. tensors: weights cut among ranks, exchanges of activations around the blocks;
  7. what becomes of activations, around whatever the layers have become: computed again or offloaded, whole layers each;
  8. replicas: what is left of each weight, sharded over the ranks that would hold the same;
- 9. weights: until here the model had shapes only, so no rank ever holds more than its own part.
+ 9. weights: until here the model had shapes only, so no rank ever holds more than its own part;
+10. on one rank, the two halves of each weight: see `halves.py`.
 
 CUDA graphs come last of all, around a micro-batch of the finished model: see `graphs.py`.
 """
@@ -21,14 +22,16 @@ from torch.utils.checkpoint import checkpoint
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
 from llmb.models.experts import Router
-from llmb.share import rank_parts
+from llmb.share import gradient_bytes, is_halved, rank_parts
 from llmb.spec import RunConfig, Training
 from llmb.train.context_parallel import split_context
 from llmb.train.expert_parallel import split_experts
+from llmb.train.halves import halve_weights
 from llmb.train.initial_weights import set_initial_weights
 from llmb.train.mesh import Mesh
 from llmb.train.offload import offload
-from llmb.train.pipeline import own_parts
+from llmb.train.optimizer import Optimizer
+from llmb.train.pipeline import copied_weights, own_parts
 from llmb.train.precision import compute_in_bf16, compute_in_fp8
 from llmb.train.sharding import lay_out, shard
 from llmb.train.tensor_parallel import split_tensors
@@ -44,7 +47,21 @@ def ready_parts(config: RunConfig, work: Training, mesh: Mesh) -> list[Network]:
         part.to_empty(device=mesh.device)
         lay_out(part)
         set_initial_weights(part, work.seed)
+        halve(part, config)
     return parts
+
+
+def halve(part: Network, config: RunConfig) -> None:
+    """The last pass, for weights that have values, where this rank has all of them."""
+    if is_halved(config):
+        halve_weights(part, torch.bfloat16 if gradient_bytes(config) == 2 else torch.float32)
+
+
+def optimizer_of(parts: list[Network], work: Training, mesh: Mesh) -> Optimizer:
+    """For all weights of this rank."""
+    named = (pair for part in parts for pair in part.named_parameters())
+    moments = torch.float32 if work.moments == "fp32" else torch.bfloat16
+    return Optimizer(named, mesh, work.lr, copied_weights(parts), moments, work.seed)
 
 
 def shaped_parts(config: RunConfig, work: Training, mesh: Mesh) -> list[Network]:

@@ -20,9 +20,8 @@ from llmb.spec import RunConfig, Training
 from llmb.traffic import Collective
 from llmb.train.footprint import REST
 from llmb.train.mesh import Mesh
-from llmb.train.optimizer import Optimizer
-from llmb.train.parallelize import shaped_parts
-from llmb.train.pipeline import TIED, copied_weights, stream_between
+from llmb.train.parallelize import halve, optimizer_of, shaped_parts
+from llmb.train.pipeline import TIED, stream_between
 from llmb.train.sharding import before_micro_batch, lay_out
 from llmb.train.watch import Watch
 
@@ -76,10 +75,12 @@ class Rank:
         self.parts = shaped_parts(config, work, mesh)
         for part in self.parts:
             lay_out(part)
+            halve(part, config)
         self._footprint.claim(WEIGHTS)
-        named = [pair for part in self.parts for pair in part.named_parameters()]
-        self.optimizer = Optimizer(named, mesh, work.lr, copied_weights(self.parts))
-        self._moments = [torch.empty_like(one) for one in (*self.optimizer.slices.values(),) * 2]
+        self.optimizer = optimizer_of(self.parts, work, mesh)
+        whole = [one for group in self.optimizer.adamw.param_groups for one in group["params"]]
+        self._moments = [torch.empty_like(one) for one in (*whole, *whole)]
+        self.optimizer.halves.make_state()
         vars(self.optimizer.adamw)["step"] = _nothing  # works in place, and on no tensor without values
         self._footprint.claim(OPTIMIZER)
 

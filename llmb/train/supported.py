@@ -6,13 +6,14 @@
 from llmb.errors import ConfigError
 from llmb.layout import check_model, check_schedule, check_sequence, most_layers
 from llmb.rank.nsight import watched_by_nsight
+from llmb.share import is_halved
 from llmb.spec import RunConfig, Training
 
 DTYPES = ("fp32", "bf16", "fp8")
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
 RUNS = (
     f"dtype {', '.join(DTYPES)}, every parallel layout ({', '.join(DEGREES)}, fsdp, vp), gradient accumulation (ga), "
-    "recompute_layers, offload_layers, cuda_graphs on one GPU"
+    "recompute_layers, offload_layers; on one GPU cuda_graphs, and moments=bf16 with dtype bf16 or fp8"
 )
 
 
@@ -31,6 +32,8 @@ def supported_workload(config: RunConfig) -> Training:
             f"cuda_graphs=true with {degree}={ranks}": work.cuda_graphs and ranks > 1
             for degree, ranks in degrees.items()
         },
+        f"moments=bf16 with dtype={config.precision.dtype} on {parallel.world_size} ranks": work.moments == "bf16"
+        and not is_halved(config),
         f"cuda_graphs=true with offload_layers={work.offload_layers}": work.cuda_graphs and work.offload_layers > 0,
         f"cuda_graphs=true with experts in {config.precision.dtype}": work.cuda_graphs
         and config.model.experts is not None
