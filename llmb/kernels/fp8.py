@@ -103,7 +103,8 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_NK: Tensor, x8: Fp8) -> Tensor:
-        w8 = cast(weight_NK, scale_of(weight_NK, E4M3), E4M3, rows=True)
+        narrow_NK = weight_NK.to(x.dtype)  # as where weights are kept so, or come so from other ranks
+        w8 = cast(narrow_NK, scale_of(narrow_NK, E4M3), E4M3, rows=True)
         ctx.save_for_backward(x8.columns, x8.scale, weight_NK, w8.scale)
         ctx.weight = weight_NK  # itself: see fused_linear.py
         out_MN = product(x8.rows, w8.rows, (x8.scale, w8.scale), x.dtype, fast=True)
@@ -117,7 +118,7 @@ class _Fp8Linear(torch.autograd.Function):
         g8 = cast(grad_MN, scale_of(grad_MN, E5M2), E5M2, rows=True, columns=True)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            w8 = cast(weight_NK, w_scale, E4M3, columns=True)
+            w8 = cast(weight_NK.to(grad.dtype), w_scale, E4M3, columns=True)
             grad_x = product(g8.rows, w8.columns, (g8.scale, w_scale), grad.dtype).unflatten(0, grad.shape[:-1])
         if ctx.needs_input_grad[1]:
             dtype = gradient_dtype(ctx.weight)
