@@ -10,9 +10,9 @@ from findings import Findings
 from outofcore_rows import Row
 
 from llmb import hardware
+from llmb.layer.products import Products
 from llmb.outofcore import probe
 from llmb.outofcore.host_slab import HostSlab
-from llmb.outofcore.products import Products
 from llmb.predict.rates import Rates
 from llmb.report.plan import describe_rates
 from llmb.spec import Model

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from llmb.kernels.span_attention import spans_of
+from llmb.layer.block import Block
+from llmb.layer.fp8_linears import Fp8Linears
+from llmb.layer.fp8_weights import Fp8Layer, Fp8Weights, Way
+from llmb.layer.linears import PlainLinears
+from llmb.layer.tensors import BlockWeights
 from llmb.models.blocks import rope_table
 from llmb.models.llama import Llama
-from llmb.outofcore.block import Block
-from llmb.outofcore.fp8_linears import Fp8Linears
-from llmb.outofcore.fp8_weights import Fp8Layer, Fp8Weights, Way
-from llmb.outofcore.linears import PlainLinears
-from llmb.outofcore.tensors import BlockWeights, attn_of, block_weights, kv_of, rest_of
+from llmb.outofcore.tensors import attn_of, block_weights, kv_of, rest_of
 from llmb.outofcore.vocabulary import embed, embed_backward, head_loss
 from llmb.predict.pieces import Units
 from llmb.spec import Model

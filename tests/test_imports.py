@@ -50,12 +50,13 @@ ALLOWED = {
     "cli": {*GROUND, *RESOLVING, "predict", "launch", "results", "report", "weightfolder"},
     "kernels": {"errors"},
     "models": {"errors", "plain", "spec", "kernels"},
+    "layer": {"errors", "spec", "predict", "kernels"},
     "rank": set(GROUND),
-    "train": {*GROUND, "kernels", "models", "rank"},
+    "train": {*GROUND, "kernels", "layer", "models", "rank"},
     "infer": {*GROUND, "kernels", "models", "rank"},
-    "outofcore": {*GROUND, "predict", "kernels", "models", "rank"},
+    "outofcore": {*GROUND, "predict", "kernels", "layer", "models", "rank"},
 }
-DEVICE_SIDE = {"kernels", "models", "rank", "train", "infer", "outofcore"}
+DEVICE_SIDE = {"kernels", "layer", "models", "rank", "train", "infer", "outofcore"}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -133,7 +133,7 @@ def fp8_linear(x: Tensor, weight_NK: Tensor) -> Tensor:
 
 def fp8_linear_reference(x_MK: Tensor, weight_NK: Tensor, grad_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The output and both gradients in plain steps, with the rounding spelled out and no 8-bit type in sight."""
-    (x, x_scale), (weight, w_scale) = rounded(x_MK, E4M3), rounded(weight_NK, E4M3)
+    (x, x_scale), (weight, w_scale) = rounded(x_MK, E4M3), rounded(weight_NK.to(x_MK.dtype), E4M3)
     grad, g_scale = rounded(grad_MN, E5M2)
     out_MN = (x @ weight.T) * (x_scale * w_scale)
     grad_x_MK = (grad @ weight) * (g_scale * w_scale)

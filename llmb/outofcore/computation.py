@@ -14,26 +14,17 @@ import torch
 from torch import Tensor
 
 from llmb.kernels.adam import adam_update
+from llmb.layer.block import Block
+from llmb.layer.fp8_linears import Fp8Linears
+from llmb.layer.fp8_weights import Fp8Layer, Fp8Weights, Way
+from llmb.layer.linears import PlainLinears
+from llmb.layer.tensors import Attn, BlockWeights, KeyValues, Rest
 from llmb.outofcore.arena import Arena
 from llmb.outofcore.batches import GroupBatch
-from llmb.outofcore.block import Block
 from llmb.outofcore.executor import Compute
 from llmb.outofcore.figures import Figures
 from llmb.outofcore.formats import formats_of
-from llmb.outofcore.fp8_linears import Fp8Linears
-from llmb.outofcore.fp8_weights import Fp8Layer, Fp8Weights, Way
-from llmb.outofcore.linears import PlainLinears
-from llmb.outofcore.tensors import (
-    Attn,
-    BlockWeights,
-    KeyValues,
-    Rest,
-    attn_of,
-    kv_of,
-    rest_of,
-    stream_of,
-    unit_tensors,
-)
+from llmb.outofcore.tensors import attn_of, kv_of, rest_of, stream_of, unit_tensors
 from llmb.outofcore.vocabulary import embed, embed_backward, head_loss
 from llmb.plan import ATTENTION, FULL, Plan
 from llmb.predict.pieces import Piece, Units, aligned

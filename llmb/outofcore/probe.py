@@ -20,7 +20,7 @@ from llmb.kernels.forms import E4M3
 from llmb.kernels.fp8 import E5M2
 from llmb.kernels.fp8_forms import in_both_forms
 from llmb.kernels.span_attention import Span, attend, attend_backward, squares_backward
-from llmb.outofcore.products import Fp8Products, Products
+from llmb.layer.products import Fp8Products, Products
 from llmb.predict.durations import BACKWARD_ATTENTION
 from llmb.predict.workspace import KEYS_AT_ONCE
 

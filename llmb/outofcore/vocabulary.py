@@ -18,7 +18,7 @@ from torch import Tensor
 from llmb.kernels.cross_entropy import cross_entropy_slope_
 from llmb.kernels.embedding import add_rows_, gather_rows_, in_order
 from llmb.kernels.rms_norm import rms_norm, rms_norm_backward
-from llmb.outofcore.products import Products
+from llmb.layer.products import Products
 
 
 def embed(tokens_N: Tensor, parts: Sequence[Tensor], out_NC: Tensor) -> None:

@@ -7,16 +7,17 @@ import torch
 from small_llama import MODEL, InChunks, by_autograd
 from torch import Tensor
 
+from llmb.kernels import fused_linear
 from llmb.kernels.attention_part import CUDNN, FLASH, PLAIN, AttentionKernel
 from llmb.kernels.span_attention import KEYS_AT_ONCE, Span, attend, attend_backward, kernel_for, rows_of, spans_of
+from llmb.layer.block import Block
+from llmb.layer.fp8_linears import Fp8Linears
+from llmb.layer.fp8_weights import Fp8Layer, Fp8Weights, Way
+from llmb.layer.linears import PlainLinears
+from llmb.layer.products import Products
+from llmb.layer.tensors import Attn, BlockWeights, KeyValues, Rest
 from llmb.models.blocks import rope_table
-from llmb.outofcore import products as products_module
-from llmb.outofcore.block import Block
-from llmb.outofcore.fp8_linears import Fp8Linears
-from llmb.outofcore.fp8_weights import Fp8Layer, Fp8Weights, Way
-from llmb.outofcore.linears import PlainLinears
-from llmb.outofcore.products import Products
-from llmb.outofcore.tensors import Attn, BlockWeights, KeyValues, Rest, block_weights
+from llmb.outofcore.tensors import block_weights
 from llmb.predict.pieces import Units
 from llmb.predict.workspace import (
     ADDED_AT_ONCE,
@@ -113,7 +114,7 @@ def test_a_small_llama_in_chunks_is_as_near_to_autograd_as_on_a_cpu(dtype):
 
 def test_products_of_bf16_are_added_to_fp32_without_more_memory():
     dy, x, into = drawn(512, 1024), drawn(512, 2048, seed=1), torch.zeros(1024, 2048, device=GPU)
-    assert products_module._adds_to_fp32(GPU), "this torch has no product that adds to fp32: gradients need a copy"
+    assert fused_linear._adds_to_fp32(GPU), "this torch has no product that adds to fp32: gradients need a copy"
     Products().weight_gradient(dy, x, into, fresh=True)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

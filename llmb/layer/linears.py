@@ -18,8 +18,8 @@ from torch import Tensor
 
 from llmb.kernels.rms_norm import rms_norm, rms_norm_backward
 from llmb.kernels.swiglu import swiglu, swiglu_backward
-from llmb.outofcore.products import Products
-from llmb.outofcore.tensors import BlockWeights, Rest
+from llmb.layer.products import Products
+from llmb.layer.tensors import BlockWeights, Rest
 from llmb.spec import Model
 
 Weights = TypeVar("Weights", contravariant=True)
@@ -40,8 +40,10 @@ class Linears(Protocol[Weights]):
     def down(self, weights: Weights, h13_N2F: Tensor, resid_NC: Tensor, out_NC: Tensor, keep: bool) -> None:
         """The MLP's share of the stream; `out` may be `resid`. Gate and up are used up unless they are kept."""
 
-    def mlp_backward(self, weights: Weights, grads: BlockWeights, fresh: bool, rest: Rest, dstream_NC: Tensor) -> None:
-        """`dstream` becomes the slope of `resid`. Gate and up are used up."""
+    def mlp_backward(
+        self, weights: Weights, grads: BlockWeights, fresh: bool, rest: Rest, dstream_NC: Tensor, out_NC: Tensor
+    ) -> None:
+        """`out`, which may be `dstream`, becomes the slope of `resid`. Gate and up are used up."""
 
     def output_backward(
         self, weights: Weights, grads: BlockWeights, fresh: bool, attn_NA: Tensor, dstream_NC: Tensor, out_NA: Tensor
@@ -86,7 +88,7 @@ class PlainLinears:
         self.products.forward(act_NF, weights.w2_CF, out_NC, onto=resid_NC)
 
     def mlp_backward(
-        self, weights: BlockWeights, grads: BlockWeights, fresh: bool, rest: Rest, dstream_NC: Tensor
+        self, weights: BlockWeights, grads: BlockWeights, fresh: bool, rest: Rest, dstream_NC: Tensor, out_NC: Tensor
     ) -> None:
         act_NF = self.products.input_gradient(dstream_NC, weights.w2_CF)  # the activation's slope, until the next line
         swiglu_backward(act_NF, rest.h13_N2F)
@@ -95,7 +97,7 @@ class PlainLinears:
         x_NC = rms_norm(rest.resid_NC, weights.norm2_C, self.model.norm_eps)
         self.products.weight_gradient(rest.h13_N2F, x_NC, grads.w13_2FC, fresh)
         dx_NC = self.products.input_gradient(rest.h13_N2F, weights.w13_2FC, out=x_NC)  # the normed stream is done with
-        rms_norm_backward(dx_NC, rest.resid_NC, weights.norm2_C, self.model.norm_eps, dstream_NC, dstream_NC,
+        rms_norm_backward(dx_NC, rest.resid_NC, weights.norm2_C, self.model.norm_eps, dstream_NC, out_NC,
                           grads.norm2_C, fresh)  # fmt: skip
 
     def output_backward(

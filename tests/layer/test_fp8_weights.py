@@ -8,11 +8,12 @@ from small_llama import MODEL
 from torch import Tensor
 
 from llmb.errors import ConfigError
-from llmb.outofcore import fp8_weights as fp8_weights_module
-from llmb.outofcore.fp8_linears import Fp8Linears
-from llmb.outofcore.fp8_weights import MATRICES, Fp8Layer, Fp8Weights
-from llmb.outofcore.linears import PlainLinears
-from llmb.outofcore.tensors import BlockWeights, block_weights
+from llmb.layer import fp8_weights as fp8_weights_module
+from llmb.layer.fp8_linears import Fp8Linears
+from llmb.layer.fp8_weights import MATRICES, Fp8Layer, Fp8Weights
+from llmb.layer.linears import PlainLinears
+from llmb.layer.tensors import BlockWeights
+from llmb.outofcore.tensors import block_weights
 from llmb.predict.pieces import Units
 
 CPU = torch.device("cpu")

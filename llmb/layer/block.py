@@ -21,8 +21,8 @@ from torch import Tensor
 
 from llmb.kernels.rotation import rotate_in_place, rotate_into
 from llmb.kernels.span_attention import KEYS_AT_ONCE, Span, attend, attend_backward, rows_of, squares_backward
-from llmb.outofcore.linears import Linears, Weights
-from llmb.outofcore.tensors import Attn, BlockWeights, KeyValues, Rest
+from llmb.layer.linears import Linears, Weights
+from llmb.layer.tensors import Attn, BlockWeights, KeyValues, Rest
 from llmb.predict.pieces import aligned
 from llmb.predict.plain_llama import check_plain_llama
 from llmb.spec import Model
@@ -100,19 +100,22 @@ class Block(Generic[Weights]):
         cos_ND: Tensor,
         sin_ND: Tensor,
         dstream_NC: Tensor,
+        out_NC: Tensor | None = None,
     ) -> None:
-        """`dstream` becomes the slope of `inp`; `grads` are set if fresh, otherwise added to. `rest` is used up.
+        """`out`, or `dstream`, becomes the slope of `inp`; `grads` are set if fresh, otherwise added to. `rest` is used
+        up.
 
         Chunks of a context are gone back through from the last to the first; `dkv` holds in fp32 what later ones
         found, and has no values yet where this is the last. A context of one chunk needs none.
         """
-        self.linears.mlp_backward(weights, grads, fresh, rest, dstream_NC)
+        out_NC = dstream_NC if out_NC is None else out_NC
+        self.linears.mlp_backward(weights, grads, fresh, rest, dstream_NC, out_NC)
         n, qkv = len(inp_NC), self.width + 2 * self.kv_width
         # The gate's and up's slopes are done with: what comes now lies in their memory.
         dout_NA, dqkv_NX, room_NC = _carved(rest.h13_N2F, (n, self.width), (n, qkv), (n, self.model.hidden))
-        self.linears.output_backward(weights, grads, fresh, attn.out_NA, dstream_NC, dout_NA)
+        self.linears.output_backward(weights, grads, fresh, attn.out_NA, out_NC, dout_NA)
         self._attention_backward(dout_NA, kv, attn, rest, dkv, fresh_dkv, spans, cos_ND, sin_ND, dqkv_NX)
-        self.linears.project_backward(weights, grads, fresh, dqkv_NX, inp_NC, dstream_NC, room_NC)
+        self.linears.project_backward(weights, grads, fresh, dqkv_NX, inp_NC, out_NC, room_NC)
 
     def _project(
         self,

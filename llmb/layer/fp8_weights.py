@@ -20,7 +20,7 @@ from llmb.kernels.forms import E4M3
 from llmb.kernels.fp8 import E5M2, Fp8
 from llmb.kernels.fp8_forms import Gauge, cast_both
 from llmb.kernels.fp8_scales import Scales
-from llmb.outofcore.tensors import BlockWeights
+from llmb.layer.tensors import BlockWeights
 from llmb.predict.pieces import Units
 from llmb.predict.plain_llama import check_fp8_widths
 from llmb.spec import Model

@@ -21,9 +21,9 @@ from llmb.kernels.fp8_forms import cast_both, padded
 from llmb.kernels.rms_norm import rms_norm_backward
 from llmb.kernels.rms_norm_fp8 import rms_norm_fp8
 from llmb.kernels.swiglu_fp8 import swiglu_backward_fp8, swiglu_fp8
-from llmb.outofcore.fp8_weights import FORMATS, Fp8Layer
-from llmb.outofcore.products import Fp8Products
-from llmb.outofcore.tensors import BlockWeights, Rest
+from llmb.layer.fp8_weights import FORMATS, Fp8Layer
+from llmb.layer.products import Fp8Products
+from llmb.layer.tensors import BlockWeights, Rest
 from llmb.spec import Model
 
 
@@ -52,7 +52,9 @@ class Fp8Linears:
         act = _made(layer, "act", partial(swiglu_fp8, h13_N2F), h13_N2F, self.model.ffn, rows=True)
         self.products.forward(act, layer.rows("w2"), out_NC, onto=resid_NC)
 
-    def mlp_backward(self, layer: Fp8Layer, grads: BlockWeights, fresh: bool, rest: Rest, dstream_NC: Tensor) -> None:
+    def mlp_backward(
+        self, layer: Fp8Layer, grads: BlockWeights, fresh: bool, rest: Rest, dstream_NC: Tensor, out_NC: Tensor
+    ) -> None:
         dout = _cast(layer, "dout", dstream_NC, rows=True, columns=True)
         dh13, act = self._activation_backward(layer, dout, rest.h13_N2F)
         self.products.weight_gradient(dout, act, grads.w2_CF, fresh)
@@ -61,7 +63,7 @@ class Fp8Linears:
         self.products.weight_gradient(dh13, x, grads.w13_2FC, fresh)
         del x
         dx_NC = self.products.input_gradient(dh13, layer.columns("w13"), torch.empty_like(dstream_NC))
-        rms_norm_backward(dx_NC, rest.resid_NC, layer.norm2_C, self.model.norm_eps, dstream_NC, dstream_NC,
+        rms_norm_backward(dx_NC, rest.resid_NC, layer.norm2_C, self.model.norm_eps, dstream_NC, out_NC,
                           grads.norm2_C, fresh)  # fmt: skip
 
     def output_backward(

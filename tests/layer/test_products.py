@@ -7,8 +7,8 @@ from torch import Tensor
 from llmb.kernels.forms import E4M3
 from llmb.kernels.fp8 import E5M2, Fp8, fp8_linear_reference
 from llmb.kernels.fp8_forms import in_both_forms
-from llmb.outofcore import products as products_module
-from llmb.outofcore.products import Fp8Products, Products
+from llmb.layer import products as products_module
+from llmb.layer.products import Fp8Products, Products
 
 TOKENS, INPUTS, OUTPUTS = 32, 48, 16
 

@@ -7,8 +7,8 @@ import torch
 from small_llama import MODEL, NARROW, TIED, InChunks, by_autograd
 
 from llmb.errors import ConfigError
-from llmb.outofcore.block import Block
-from llmb.outofcore.linears import PlainLinears
+from llmb.layer.block import Block
+from llmb.layer.linears import PlainLinears
 from llmb.outofcore.tensors import attn_of, block_weights, kv_of, rest_of, stream_of
 from llmb.plan import Plan
 from llmb.predict.pieces import Units, piece_bytes

@@ -9,12 +9,12 @@ Gradients are added to by the product itself, which reads and writes them once; 
 Shapes: N tokens, K inputs, M outputs.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from llmb.kernels.fp8 import Fp8, product
+from llmb.kernels.fused_linear import add_product_
+from llmb.kernels.triton_device import on_gpu
 from llmb.predict.workspace import ADDED_AT_ONCE
 
 TILE = 256  # rows of a gradient that the hardware makes together
@@ -35,12 +35,14 @@ class Products:
 
     def weight_gradient(self, dy_NM: Tensor, x_NK: Tensor, into_MK: Tensor, fresh: bool) -> None:
         """`into` becomes dy.T @ x, or that is added to it."""
-        if into_MK.dtype != dy_NM.dtype:
-            _wide_weight_gradient(dy_NM, x_NK, into_MK, fresh)
-        elif fresh:
+        if not fresh:
+            add_product_(into_MK, dy_NM.T, x_NK)
+        elif into_MK.dtype == dy_NM.dtype:
             torch.mm(dy_NM.T, x_NK, out=into_MK)
+        elif on_gpu(into_MK):
+            torch.mm(dy_NM.T, x_NK, out_dtype=into_MK.dtype, out=into_MK)
         else:
-            into_MK.addmm_(dy_NM.T, x_NK)
+            torch.mm(dy_NM.T.to(into_MK.dtype), x_NK.to(into_MK.dtype), out=into_MK)
 
 
 def _product(left: Tensor, right: Tensor, out: Tensor | None, onto: Tensor | None) -> Tensor:
@@ -49,30 +51,6 @@ def _product(left: Tensor, right: Tensor, out: Tensor | None, onto: Tensor | Non
     if onto is out:
         return onto.addmm_(left, right)
     return torch.addmm(onto, left, right, out=out)
-
-
-def _wide_weight_gradient(dy_NM: Tensor, x_NK: Tensor, into_MK: Tensor, fresh: bool) -> None:
-    """Operands of 16 bits into a gradient of fp32."""
-    wide = into_MK.dtype
-    if not into_MK.is_cuda:
-        into_MK.addmm_(dy_NM.T.to(wide), x_NK.to(wide), beta=0 if fresh else 1)
-    elif fresh:
-        torch.mm(dy_NM.T, x_NK, out_dtype=wide, out=into_MK)
-    elif _adds_to_fp32(into_MK.device):
-        torch.addmm(into_MK, dy_NM.T, x_NK, out_dtype=wide, out=into_MK)
-    else:
-        into_MK.add_(torch.mm(dy_NM.T, x_NK, out_dtype=wide))
-
-
-@cache
-def _adds_to_fp32(device: torch.device) -> bool:
-    """Whether this torch adds a product of bf16 to fp32 in one step; the first that had the call wanted bf16 there."""
-    sum_fp32, bf16 = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (torch.float32, torch.bfloat16))
-    try:
-        torch.addmm(sum_fp32, bf16, bf16, out_dtype=torch.float32, out=sum_fp32)
-    except RuntimeError:
-        return False
-    return True
 
 
 class Fp8Products:
