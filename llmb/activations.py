@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llmb.costs import BYTES
-from llmb.share import gradient_bytes, is_sharded, layer_blocks, layer_weights
+from llmb.share import gradient_bytes, is_fused, is_sharded, layer_blocks, layer_weights
 from llmb.spec import Model, Parallel, RunConfig, Training
 
 CHUNK_TOKENS = 2048  # of the loss: the logits never exist whole
+ADDED_AT_ONCE = 1 << 25  # numbers of a gradient of 8-bit operands that is added to another
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,24 @@ class Activations:
 
     def layer(self, layer: int) -> float:
         """What a layer keeps."""
+        if is_fused(self.config):
+            return self._fused_layer()
         return sum(self.block(kind) for kind in layer_blocks(self.model, layer))
+
+    @property
+    def recomputed_layer(self) -> float:
+        """What one keeps whose insides are computed again: its input, or also what its attention took and made."""
+        if not is_fused(self.config):
+            return self.stream
+        m = self.model
+        values = m.hidden + (m.heads + 2 * m.kv_heads) * m.head_dim
+        rope = 4 * m.head_dim if self.work.mbs > 1 else 0  # a table for all sequences
+        return self.inside * (values * self.value + 4 * m.heads + rope)
+
+    def _fused_layer(self) -> float:
+        """Besides that the queries, the stream behind the attention, gate and up."""
+        m = self.model
+        return self.recomputed_layer + self.inside * (m.heads * m.head_dim + m.hidden + 2 * m.ffn) * self.value
 
     def block(self, kind: str) -> float:
         """What a block keeps, with the norm before it and the one behind it."""
@@ -142,12 +160,21 @@ class Activations:
         that is not gathered it is made in the stream's format first, when most of those activations are gone.
         """
         weights = [one.on_rank(self.split) for one in layer_weights(self.model, layer)]
+        if is_fused(self.config):
+            return self._fused_working(forward)
         widest = max(self.model.hidden, *(one.shape[-2] for one in weights if len(one.shape) > 1 and not one.whole))
         few = self.inside * widest * self.value
         if forward:
             return 4 * few
         gradient = gradient_bytes(self.config) * max(one.size for one in weights)
         return max(3 * few + gradient, few + self._cast_gradient(layer))
+
+    def _fused_working(self, forward: bool) -> float:
+        """What the MLP's activation makes; in fp8 going backward its slope in both forms, and what is added apart."""
+        if forward or self.taken == self.value:
+            return self.inside * (self.model.ffn * self.value + 3 * self.model.hidden * self.value)
+        added = 0 if self.work.ga == 1 else 4 * ADDED_AT_ONCE
+        return self.inside * (7 * self.model.ffn + 6 * self.model.hidden) + added
 
     def _cast_gradient(self, layer: int) -> float:
         """Of the largest weight that is not gathered, in both formats."""

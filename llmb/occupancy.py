@@ -23,6 +23,7 @@ from llmb.share import (
     Weight,
     end_weights,
     gradient_bytes,
+    is_fused,
     is_halved,
     is_sharded,
     layer_weights,
@@ -91,12 +92,19 @@ class Walk:
     def peak(self) -> dict[str, float]:
         """What is held when most is."""
         slices = sum(unit.slices for unit in self.units)
-        self._take(WEIGHTS, FP32 * slices)
+        self._take(WEIGHTS, FP32 * slices + self._in_8_bits())
         self._take(OPTIMIZER, 2 * BYTES[self.work.moments] * slices)
         self._take(REST, SENDS_UNDER_WAY * self.sizes.stream * (self.split.pp > 1 and self.split.overlap_send))
         for one in rank_order(self.split.pp, self.split.vp, self.work.ga, self.rank):
             (self._forward if one.forward else self._backward)(one)
         return {name: float(self.most[name]) for name in (WEIGHTS, GRADIENTS, OPTIMIZER, REST)}
+
+    def _in_8_bits(self) -> float:
+        """Both forms of the matrices of layers that are computed by hand, which are kept from step to step."""
+        if self.sizes.taken == self.sizes.value or not is_fused(self.sizes.config):
+            return 0.0
+        matrices = [one.size for one in layer_weights(self.model, 0) if len(one.shape) > 1]
+        return 2 * BYTES["fp8"] * self.model.layers * sum(matrices)
 
     def _take(self, name: str, size: float) -> None:
         self.held[name] += size  # type: ignore[assignment]
@@ -176,7 +184,11 @@ class Walk:
         """Of each layer: all, its input where it is computed again, nothing where it is offloaded."""
         away = set(_offloaded(part))
         return [
-            self.sizes.stream if place < part.recomputed else 0.0 if layer in away else self.sizes.layer(layer)
+            self.sizes.recomputed_layer
+            if place < part.recomputed
+            else 0.0
+            if layer in away
+            else self.sizes.layer(layer)
             for place, layer in enumerate(part.layers)
         ]
 

@@ -158,7 +158,21 @@ def part_weights(model: Model, part: Part) -> Iterator[Weight]:
 
 def is_halved(config: RunConfig) -> bool:
     """Whether the native engine keeps weights in two halves, of which products take the bf16 one: on one rank."""
-    return config.parallel.world_size == 1 and config.precision.dtype in ("bf16", "fp8")
+    native = config.engine == "native" and isinstance(config.workload, Training)
+    return native and config.parallel.world_size == 1 and config.precision.dtype in ("bf16", "fp8")
+
+
+def is_fused(config: RunConfig) -> bool:
+    """Whether the native engine computes whole layers by hand: those of a Llama with halved weights, on a GPU."""
+    plain = config.model.architecture == "llama" and config.model.activation == "silu"
+    return is_halved(config) and plain and config.machine.gpu != "cpu" and _fits(config)
+
+
+def _fits(config: RunConfig) -> bool:
+    """Products of 8-bit numbers take only sums over multiples of 16."""
+    m = config.model
+    widths = (m.hidden, m.ffn, m.heads * m.head_dim, m.kv_heads * m.head_dim)
+    return config.precision.dtype != "fp8" or all(width % 16 == 0 for width in widths)
 
 
 def gradient_bytes(config: RunConfig) -> int:
@@ -174,7 +188,7 @@ def rank_parameters(config: RunConfig, rank: int = 0) -> int:
 
 
 def rank_flops(config: RunConfig, rank: int = 0) -> float:
-    """FLOPs of a step on one rank: 6 a MAC, and 2 more where a layer is computed again.
+    """FLOPs of a step on one rank: 6 a MAC, and 2 more for what is computed again.
 
     As `costs.train_flops_per_sequence` counts them, and the routers besides: they are executed.
     """
@@ -184,10 +198,16 @@ def rank_flops(config: RunConfig, rank: int = 0) -> float:
     flops = 0.0
     for part in rank_parts(config, rank):
         for place, layer in enumerate(part.layers):
-            times = 8 if place < part.recomputed else 6
-            flops += times * sum(_macs(model, block, work.seqlen, pairs) for block in layer_blocks(model, layer))
+            macs = sum(_macs(model, block, work.seqlen, pairs) for block in layer_blocks(model, layer))
+            again = work.seqlen * macs_again(model) if is_fused(config) else macs
+            flops += 6 * macs + (2 * again if place < part.recomputed else 0)
         flops += 6 * work.seqlen * model.hidden * model.vocab * part.last
     return flops * work.mbs * work.ga / (split.tp * split.cp)
+
+
+def macs_again(model: Model) -> int:
+    """A token's, in a recomputed layer that is computed by hand: queries, what attention gives, gate and up."""
+    return 2 * model.hidden * (model.heads * model.head_dim + model.ffn)
 
 
 def _macs(model: Model, kind: str, seqlen: int, pairs: float) -> float:

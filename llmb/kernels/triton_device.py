@@ -29,6 +29,9 @@ KERNEL_MODULES = (
     "cross_entropy_triton",
     "embedding_triton",
     "adam_triton",
+    "fp8_forms_triton",
+    "rms_norm_fp8_triton",
+    "swiglu_fp8_triton",
 )
 
 Listener = Callable[[str, tuple[Any, ...], dict[str, Any]], None]  # a kernel's name, arguments and constants

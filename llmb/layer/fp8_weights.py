@@ -11,6 +11,7 @@ lies whatever changes weights.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -40,7 +41,7 @@ class Fp8Layer:
         self, layer: int, weights: BlockWeights, scales: LayerScales, rows: list[Tensor], columns: list[Tensor]
     ):
         self.weights = weights  # where they are now: between two chunks they may have moved
-        self._layer, self._scales = layer, scales
+        self._layer, self.scales = layer, scales
         self._rows, self._columns = (dict(zip(MATRICES, forms, strict=True)) for forms in (rows, columns))
         self._made: dict[tuple[str, str], Fp8] = {}
 
@@ -54,7 +55,7 @@ class Fp8Layer:
 
     def gauges(self, *names: str, look: Callable[..., None]) -> tuple[Gauge, ...]:
         """Of tensors of this layer; see `Scales.gauges`."""
-        return self._scales.gauges(*((self._layer, name) for name in names), look=look)
+        return self.scales.gauges(*((self._layer, name) for name in names), look=look)
 
     def rows(self, name: str) -> Fp8:
         """A matrix as products going forward take it."""
@@ -63,6 +64,14 @@ class Fp8Layer:
     def columns(self, name: str) -> Fp8:
         """A matrix as products going back take it."""
         return self._form(name, "columns")
+
+    def renew(self) -> None:
+        """All matrices in both forms, by what they are now: for who has memory for those of every layer."""
+        for name, plain in zip(MATRICES, self.weights, strict=False):
+            (gauge,) = self.gauges(name, look=partial(cast_both, plain))
+            rows, columns = self._rows[name], self._columns[name]
+            cast_both(plain, gauge, rows, columns)
+            self._made[name, "rows"] = self._made[name, "columns"] = Fp8(rows, columns, gauge.scale)
 
     def _form(self, name: str, form: str) -> Fp8:
         if (name, form) not in self._made:

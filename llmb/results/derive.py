@@ -24,6 +24,7 @@ from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeSh
 from llmb.results.serving import serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
 from llmb.results.warnings import cautions
+from llmb.share import is_fused, macs_again
 from llmb.spec import Inference, OutOfCore, RunConfig, Status, Training
 
 DEFAULT_WINDOW = (35, 44)  # what readers of NVIDIA's recipes expect of a 50-step log
@@ -182,9 +183,12 @@ def _hardware_flops(config: RunConfig, sequences: float) -> float | None:
     """What is executed, with what is computed again: by the number of layers, or by an out-of-core run's plan."""
     work = config.workload
     if isinstance(work, Training):
-        recomputed = min(config.model.layers, work.recompute_layers * config.parallel.pp)
-        convention = config.flops_convention
-        return sequences * costs.hardware_flops_per_sequence(config.model, work.seqlen, convention, recomputed)
+        model, convention = config.model, config.flops_convention
+        recomputed = min(model.layers, work.recompute_layers * config.parallel.pp)
+        if is_fused(config):
+            again = 2.0 * recomputed * work.seqlen * macs_again(model)
+            return sequences * (costs.hardware_flops_per_sequence(model, work.seqlen, convention, 0) + again)
+        return sequences * costs.hardware_flops_per_sequence(model, work.seqlen, convention, recomputed)
     if isinstance(work, OutOfCore) and work.plan is not None and work.prediction is not None:
         return work.prediction.hardware_flops * sequences / work.plan.gbs
     return None

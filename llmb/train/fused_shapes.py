@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmb.kernels import span_attention
+from llmb.kernels.attention_part import Lengths
+
 
 class _Attention(torch.autograd.Function):
     @staticmethod
@@ -38,6 +41,38 @@ class _Attention(torch.autograd.Function):
         return *slopes, None
 
 
+class _LayersAttention:
+    """The same for layers by hand: as `attention_part.AttentionKernel`."""
+
+    def __init__(self, convention: str, count: Callable[[float], None]):
+        self._masked, self._count = 0.5 if convention == "causal" else 0.0, count
+
+    def forward(
+        self, q_NHD: Tensor, _k: Tensor, _v: Tensor, lengths: Lengths, _causal: bool, _scale: float
+    ) -> tuple[Tensor, Tensor]:
+        self._work(1, q_NHD, lengths)
+        return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1], len(q_NHD), dtype=torch.float32)
+
+    def backward(
+        self,
+        _dout: Tensor,
+        q_NHD: Tensor,
+        k_KGD: Tensor,
+        v_KGD: Tensor,
+        _out: Tensor,
+        _lse: Tensor,
+        lengths: Lengths,
+        _causal: bool,
+        _scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._work(2, q_NHD, lengths)
+        return torch.empty_like(q_NHD), torch.empty_like(k_KGD), torch.empty_like(v_KGD)
+
+    def _work(self, times: int, q_NHD: Tensor, lengths: Lengths) -> None:
+        _, heads, width = q_NHD.shape
+        self._count(times * 4 * heads * width * sum(length * length * (1 - self._masked) for length in lengths))
+
+
 @contextmanager
 def fused_shapes(convention: str, count: Callable[[float], None]) -> Iterator[None]:
     """Puts it in the place of torch's function, and counts the FLOPs of each attention by the convention.
@@ -51,5 +86,9 @@ def fused_shapes(convention: str, count: Callable[[float], None]) -> Iterator[No
         flops = 2 * batch * heads * pairs * (width + v.shape[3])
         return _Attention.apply(q, k, v, lambda times: count(times * flops))
 
-    with patch.object(F, "scaled_dot_product_attention", attention):
+    by_hand = _LayersAttention(convention, count)
+    with (
+        patch.object(F, "scaled_dot_product_attention", attention),
+        patch.object(span_attention, "kernel_for", lambda _q, _spans: by_hand),
+    ):
         yield

@@ -8,6 +8,8 @@ that (`halved_adam.py`). Only where a rank has its weights to itself: those of s
 Matrices that are used in fp32, as of routers, and vectors stay whole.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -23,9 +25,9 @@ class HalvedWeight(nn.Parameter):
     low: Tensor
 
     @classmethod
-    def of(cls, whole: Tensor, gradients: torch.dtype) -> "HalvedWeight":
-        """Of fp32 numbers; its gradient is kept in the format given."""
-        weight = cls(torch.empty_like(whole, dtype=torch.bfloat16))
+    def of(cls, whole: Tensor, gradients: torch.dtype, upper: Tensor | None = None) -> "HalvedWeight":
+        """Of fp32 numbers; its gradient is kept in the format given. `upper`: memory for the upper half."""
+        weight = cls(torch.empty_like(whole, dtype=torch.bfloat16) if upper is None else upper)
         weight.low = torch.empty_like(whole, dtype=torch.int16)
         weight.grad_dtype = gradients
         weight.set(whole)
@@ -50,9 +52,31 @@ class FusedEmbedding(nn.Embedding):
 
 
 def halve_weights(part: Network, gradients: torch.dtype) -> None:
-    """Every matrix that is computed with in bf16, one after the other: no two are there in both forms."""
+    """Every matrix that is computed with in bf16, few at a time: no more of them are there in both forms.
+
+    A layer may have `neighbours`: lists of linear layers whose upper halves shall be one matrix.
+    """
     for module in part.modules():
-        if isinstance(module, nn.Linear | nn.Embedding | GroupedLinear):
+        for neighbours in getattr(module, "neighbours", ()):
+            rows = [len(one.weight) for one in neighbours]
+            memory = torch.empty(
+                sum(rows), neighbours[0].in_features, dtype=torch.bfloat16, device=neighbours[0].weight.device
+            )
+            for one, upper in zip(neighbours, memory.split(rows), strict=True):
+                one.weight = HalvedWeight.of(one.weight, gradients, upper)
+        if isinstance(module, nn.Linear | nn.Embedding | GroupedLinear) and not isinstance(module.weight, HalvedWeight):
             module.weight = HalvedWeight.of(module.weight, gradients)
         if type(module) is nn.Embedding:
             module.__class__ = FusedEmbedding
+
+
+def joint(neighbours: Sequence[Tensor]) -> Tensor:
+    """The one matrix that these are the rows of, one behind another."""
+    first, place = neighbours[0], neighbours[0].storage_offset()
+    for one in neighbours:
+        assert one.untyped_storage()._cdata == first.untyped_storage()._cdata
+        assert one.storage_offset() == place, "matrices that do not lie side by side"
+        assert one.is_contiguous()
+        place += one.numel()
+    rows, width = sum(map(len, neighbours)), first.shape[1]
+    return first.as_strided((rows, width), (width, 1), first.storage_offset())

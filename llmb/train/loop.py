@@ -31,6 +31,7 @@ from llmb.spec import RunConfig, Training
 from llmb.train.anomaly import first_bad_tensor
 from llmb.train.checkpoint import Checkpoints, resume_point
 from llmb.train.context_parallel import own_tokens
+from llmb.train.fused_llama import begin_step
 from llmb.train.graphs import MicroBatchGraph
 from llmb.train.log import time_table
 from llmb.train.memory import naming_shortage
@@ -104,6 +105,8 @@ def train(config: RunConfig, record: Record) -> None:
 
 def train_step(job: Job, parts: Parts, optimizer: Optimizer, step: int) -> tuple[float, float]:
     """Gradients of this rank's micro-batches, reduced over ranks, then one update: the mean loss and gradient norm."""
+    for part in parts:
+        begin_step(part)
     loss = accumulate_gradients(job, parts, step)
     with job.span("optimizer"):
         grad_norm = optimizer.update(learning_rate(step, job.work))

@@ -2,7 +2,7 @@
 
  1. pipeline stages: what other ranks compute is dropped first, so that nothing is done to it;
  2. how routers deal tokens, a switch in the plain model;
- 3. number format, because it replaces the linear layers that later passes split;
+ 3. number format, because it replaces the linear layers that later passes split, or whole layers on one GPU;
  4. context: who holds which tokens of a sequence, around attention;
  5. experts, and 6. tensors: weights cut among ranks, exchanges of activations around the blocks;
  7. what becomes of activations, around whatever the layers have become: computed again or offloaded, whole layers each;
@@ -22,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
 from llmb.models.experts import Router
-from llmb.share import gradient_bytes, is_halved, rank_parts
+from llmb.share import gradient_bytes, is_fused, is_halved, rank_parts
 from llmb.spec import RunConfig, Training
 from llmb.train.context_parallel import split_context
 from llmb.train.expert_parallel import split_experts
+from llmb.train.fused_llama import FusedLayer, fuse_layers, make_ready
 from llmb.train.halves import halve_weights
 from llmb.train.initial_weights import set_initial_weights
 from llmb.train.mesh import Mesh
@@ -55,6 +56,7 @@ def halve(part: Network, config: RunConfig) -> None:
     """The last pass, for weights that have values, where this rank has all of them."""
     if is_halved(config):
         halve_weights(part, torch.bfloat16 if gradient_bytes(config) == 2 else torch.float32)
+        make_ready(part, config.precision.dtype)
 
 
 def optimizer_of(parts: list[Network], work: Training, mesh: Mesh) -> Optimizer:
@@ -83,6 +85,8 @@ def prepare(part: Network, config: RunConfig, work: Training, mesh: Mesh) -> Non
         compute_in_bf16(part)
     if config.precision.dtype == "fp8":
         compute_in_fp8(part, mesh.device)
+    if is_fused(config):
+        fuse_layers(part)
     split_context(part, mesh)
     split_experts(part, mesh)
     split_tensors(part, mesh)
@@ -101,7 +105,13 @@ def balance_experts(network: Network) -> None:
 
 
 def recompute(network: Network, layers: int) -> None:
-    """Keep only the inputs of the first layers; their insides are computed again in the backward pass."""
+    """Keep only the inputs of the first layers; their insides are computed again in the backward pass.
+
+    Layers that are computed by hand keep a little more, and compute less again.
+    """
     for layer in list(network.layers)[:layers]:
+        if isinstance(layer, FusedLayer):
+            layer.recomputed = True
+            continue
         # No random numbers are drawn inside a layer, so there is no generator state to restore.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

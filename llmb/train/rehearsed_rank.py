@@ -19,6 +19,7 @@ from llmb.schedule import SENDS_UNDER_WAY, rank_order
 from llmb.spec import RunConfig, Training
 from llmb.traffic import Collective
 from llmb.train.footprint import REST
+from llmb.train.fused_llama import begin_step
 from llmb.train.mesh import Mesh
 from llmb.train.parallelize import halve, optimizer_of, shaped_parts
 from llmb.train.pipeline import TIED, stream_between
@@ -76,6 +77,7 @@ class Rank:
         for part in self.parts:
             lay_out(part)
             halve(part, config)
+            begin_step(part)
         self._footprint.claim(WEIGHTS)
         self.optimizer = optimizer_of(self.parts, work, mesh)
         whole = [one for group in self.optimizer.adamw.param_groups for one in group["params"]]

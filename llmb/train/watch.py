@@ -96,6 +96,8 @@ class Watch(TorchDispatchMode):
             result = function(*tree_map_only(Tensor, _stand_in, args), **kwargs)
             self._note_collective(function, args, kwargs, ())
             return result
+        elif function is torch.ops.aten._scaled_mm.out:
+            result = kwargs["out"]  # torch has no form of it without values
         else:
             result = function(*args, **kwargs)
         if packet in WORKSPACES:

@@ -1,0 +1,171 @@
+"""Layers of a Llama as one step of autograd each, computed by hand (`llmb/layer`): on one GPU with halved weights.
+
+    fuse_layers(part)               # a pass over the plain model
+    make_ready(part, dtype)         # once its weights have values
+    begin_step(part)                # in fp8: weights in 8 bits anew, and the scales that the last steps call for
+
+Of a layer are kept its input, queries, keys and values, the attention, the stream behind it, and gate and up; of one
+that is recomputed no queries and nothing behind the attention, which is the dearest and never computed again. Gradients
+are written where they are kept, side by side as one product makes them, so autograd is given the stream's slope only.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmb.kernels.forms import E4M3
+from llmb.kernels.fp8_scales import Scales
+from llmb.kernels.fused_linear import gradient_dtype
+from llmb.kernels.span_attention import spans_of
+from llmb.layer.block import Block
+from llmb.layer.fp8_linears import Fp8Linears
+from llmb.layer.fp8_weights import FORMATS, Fp8Layer, LayerScales
+from llmb.layer.linears import PlainLinears
+from llmb.layer.tensors import Attn, BlockWeights, KeyValues, Rest
+from llmb.models.architectures import Network
+from llmb.models.llama import Layer
+from llmb.train.halves import joint
+
+
+class FusedLayer(Layer):
+    """The same layer in one step; its modules only hold the weights."""
+
+    block: Block[Any]
+    fp8: Fp8Layer | None
+    recomputed: bool
+
+    @property
+    def neighbours(self) -> tuple[tuple[torch.nn.Linear, ...], ...]:
+        """Linear layers whose weights lie side by side."""
+        attention, mlp = self.attention, self.mlp
+        return (attention.q, attention.k, attention.v), (mlp.gate, mlp.up)
+
+    @property
+    def matrices(self) -> tuple[tuple[torch.nn.Linear, ...], ...]:
+        """In the order of BlockWeights."""
+        projections, gates = self.neighbours
+        return projections, (self.attention.o,), gates, (self.mlp.down,)
+
+    @property
+    def norms(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+        return self.attention_norm.weight, self.mlp_norm.weight
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        return _Step.apply(x_BTC, cos_TD, sin_TD, self)
+
+    def weights(self) -> BlockWeights:
+        """As they are now."""
+        found = [joint([linear.weight.detach() for linear in linears]) for linears in self.matrices]
+        return BlockWeights(*found, *(norm.detach() for norm in self.norms))
+
+    def gradients(self) -> tuple[BlockWeights, bool]:
+        """Memory for this layer's, and whether they begin here."""
+        fresh = self.attention_norm.weight.grad is None
+        if fresh:
+            for linears in self.matrices:
+                _make_gradients([linear.weight for linear in linears])
+            for norm in self.norms:
+                norm.grad = torch.empty_like(norm)
+        found = [joint([_gradient(linear.weight) for linear in linears]) for linears in self.matrices]
+        return BlockWeights(*found, *map(_gradient, self.norms)), fresh
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor, layer: FusedLayer) -> Tensor:
+        model, (sequences, tokens, _) = layer.block.model, x_BTC.shape
+        ctx.spans = spans_of(range(0, sequences * tokens, tokens), 0, sequences * tokens)
+        ctx.layer, inp_NC = layer, x_BTC.flatten(0, 1)
+        cos_ND, sin_ND = (table.repeat(sequences, 1) if sequences > 1 else table for table in (cos_TD, sin_TD))
+
+        kv = KeyValues(*(inp_NC.new_empty(len(inp_NC), model.kv_heads * model.head_dim) for _ in range(2)))
+        attn = Attn(_room_for_heads(layer, inp_NC), inp_NC.new_empty(model.heads, len(inp_NC), dtype=torch.float32))
+        rest, out_NC = None if layer.recomputed else _room_for_rest(layer, inp_NC), torch.empty_like(inp_NC)
+        layer.block.forward(layer.fp8 or layer.weights(), inp_NC, kv, ctx.spans, cos_ND, sin_ND, out_NC, attn, rest)
+        ctx.save_for_backward(inp_NC, *kv, *attn, cos_ND, sin_ND, *(rest or ()))
+        return out_NC.view_as(x_BTC)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor, None, None, None]:
+        inp_NC, k, v, out, lse, cos_ND, sin_ND, *kept = ctx.saved_tensors
+        layer: FusedLayer = ctx.layer
+        weights, (grads, fresh) = layer.fp8 or layer.weights(), layer.gradients()
+        kv, attn, dx_NC = KeyValues(k, v), Attn(out, lse), torch.empty_like(inp_NC)
+        rest = Rest(*kept) if kept else _room_for_rest(layer, inp_NC)
+        if not kept:
+            layer.block.recompute(weights, inp_NC, kv, ctx.spans, cos_ND, sin_ND, attn, rest, attn_saved=True)
+        layer.block.backward(
+            weights, grads, fresh, inp_NC, kv, attn, rest, None, True, ctx.spans, cos_ND, sin_ND,
+            dy_BTC.flatten(0, 1).contiguous(), dx_NC,
+        )  # fmt: skip
+        return dx_NC.view_as(dy_BTC), None, None, None
+
+
+def _room_for_heads(layer: FusedLayer, inp_NC: Tensor) -> Tensor:
+    return inp_NC.new_empty(len(inp_NC), layer.block.model.heads * layer.block.model.head_dim)
+
+
+def _room_for_rest(layer: FusedLayer, inp_NC: Tensor) -> Rest:
+    both = inp_NC.new_empty(len(inp_NC), 2 * layer.block.model.ffn)
+    return Rest(_room_for_heads(layer, inp_NC), torch.empty_like(inp_NC), both)
+
+
+def fuse_layers(part: Network) -> None:
+    """Every layer becomes one that is computed in one step."""
+    for layer in part.layers:
+        assert type(layer) is Layer
+        layer.__class__ = FusedLayer
+    for layer in fused_layers(part):
+        layer.recomputed = False
+
+
+def make_ready(part: Network, dtype: str) -> None:
+    """Give the layers what computes them; their weights are halved, and lie side by side."""
+    model, layers = part.model, fused_layers(part)
+    if not layers:
+        return
+    block: Block[Any] = Block(model, PlainLinears(model) if dtype == "bf16" else Fp8Linears(model))
+    scales: LayerScales | None = None
+    if dtype == "fp8":
+        names = {(number, name): form for number in range(len(layers)) for name, form in FORMATS.items()}
+        scales = Scales(names, layers[0].norms[0].device)
+    for number, layer in enumerate(layers):
+        layer.block, layer.fp8 = block, None
+        if scales is not None:
+            weights = layer.weights()
+            rows = [torch.empty_like(matrix, dtype=E4M3) for matrix in weights[:4]]
+            columns = [torch.empty_like(matrix.T, dtype=E4M3, memory_format=torch.contiguous_format) for matrix in rows]
+            layer.fp8 = Fp8Layer(number, weights, scales, rows, columns)
+
+
+def begin_step(part: Network) -> None:
+    """What has become of the weights since the last step; not inside a CUDA graph, which would repeat it."""
+    layers = [layer.fp8 for layer in fused_layers(part) if layer.fp8 is not None]
+    if layers:
+        layers[0].scales.roll()
+    for layer in layers:
+        layer.renew()
+
+
+def scales_of(part: Network) -> LayerScales | None:
+    """All that 8-bit tensors of the fused layers are scaled by; none in other formats."""
+    return next((layer.fp8.scales for layer in fused_layers(part) if layer.fp8 is not None), None)
+
+
+def fused_layers(part: Network) -> list[FusedLayer]:
+    return [layer for layer in part.layers if isinstance(layer, FusedLayer)]
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _make_gradients(weights: list[Tensor]) -> None:
+    """Side by side, as the weights are."""
+    rows = [len(weight) for weight in weights]
+    memory = torch.empty(sum(rows), weights[0].shape[1], dtype=gradient_dtype(weights[0]), device=weights[0].device)
+    for weight, gradient in zip(weights, memory.split(rows), strict=True):
+        weight.grad = gradient

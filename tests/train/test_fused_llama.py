@@ -1,0 +1,114 @@
+"""Layers computed by hand, in one step of autograd: what the plain layers compute."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_config import CONFIG, changed
+from torch import Tensor
+
+from llmb.models.architectures import Network
+from llmb.spec import Model, RunConfig
+from llmb.train.fused_llama import FusedLayer, begin_step, scales_of
+from llmb.train.mesh import Mesh
+from llmb.train.parallelize import optimizer_of, ready_parts
+
+ONE = Mesh(0, 1, torch.device("cpu"))
+MODEL = Model(
+    name="small", architecture="llama", layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=128
+)
+
+
+def config_of(gpu: str, dtype: str = "bf16", **changes: object) -> RunConfig:
+    few = {"mbs": 2, "gbs": 4, "ga": 2, "seqlen": 32, "lr": 1e-3}
+    config = changed(CONFIG, dtype=dtype, **(few | changes))
+    return replace(config, model=MODEL, machine=replace(config.machine, gpu=gpu))
+
+
+def part_of(config: RunConfig) -> Network:
+    (part,) = ready_parts(config, config.workload, ONE)
+    begin_step(part)
+    return part
+
+
+def add_gradients(part: Network, micro_batches: int, sequences: int = 2) -> list[float]:
+    losses = []
+    for micro in range(micro_batches):
+        tokens = torch.randint(128, (sequences, 33), generator=torch.Generator().manual_seed(micro))
+        loss = part(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def both(dtype: str, **changes: object) -> tuple[Network, Network]:
+    """Layer by layer and block by block, and by hand."""
+    plain, fused = (part_of(config_of(gpu, dtype, **changes)) for gpu in ("cpu", "h200"))
+    assert not any(isinstance(layer, FusedLayer) for layer in plain.layers)
+    assert all(isinstance(layer, FusedLayer) for layer in fused.layers)
+    return plain, fused
+
+
+def errors(found: Network, wanted: Network) -> dict[str, float]:
+    expected = {name: one.grad for name, one in wanted.named_parameters()}
+
+    def error(ours: Tensor, theirs: Tensor) -> float:
+        return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+    return {name: error(one.grad, expected[name]) for name, one in found.named_parameters()}
+
+
+@pytest.mark.parametrize(("ga", "micro_batches"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("changes", [{}, {"recompute_layers": 1}, {"offload_layers": 1}])
+def test_losses_and_gradients_in_bf16(ga: int, micro_batches: int, changes: dict) -> None:
+    plain, fused = both("bf16", ga=ga, gbs=2 * ga, **changes)
+    assert add_gradients(fused, micro_batches) == pytest.approx(add_gradients(plain, micro_batches), rel=1e-3)
+    assert max(errors(fused, plain).values()) < 0.03
+
+
+def test_losses_and_gradients_in_fp8() -> None:
+    """Scales are others, those of a tensor's largest number with room above it: two roundings of the same numbers."""
+    plain, fused = both("fp8")
+    assert add_gradients(fused, 2) == pytest.approx(add_gradients(plain, 2), rel=0.01)
+    assert max(errors(fused, plain).values()) < 0.25
+    assert scales_of(fused) is not None
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_a_few_steps_learn_the_same(dtype: str) -> None:
+    losses = []
+    for part, gpu in zip(both(dtype), ("cpu", "h200"), strict=True):
+        config = config_of(gpu, dtype)
+        optimizer = optimizer_of([part], config.workload, ONE)
+        for _ in range(10):
+            begin_step(part)
+            losses.append(add_gradients(part, 2)[-1])
+            optimizer.update(1e-2)
+    assert losses[19] < losses[10] - 0.5
+    assert losses[19] == pytest.approx(losses[9], rel=0.05)
+
+
+def test_gradients_lie_side_by_side_and_stay_where_they_are() -> None:
+    part = part_of(config_of("h200"))
+    places = set()
+    for _ in range(3):
+        add_gradients(part, 1)
+        attention = part.layers[0].attention
+        places.add(tuple(linear.weight.grad.data_ptr() for linear in (attention.q, attention.k, attention.v)))
+    (found,) = places
+    assert [place - found[0] for place in found] == [0, 64 * 64 * 4, (64 + 32) * 64 * 4]
+
+
+def test_8_bit_weights_are_those_after_the_update() -> None:
+    part = part_of(config_of("h200", "fp8"))
+    optimizer = optimizer_of([part], config_of("h200", "fp8").workload, ONE)
+    layer = part.layers[0]
+    before = layer.fp8.rows("w2").rows.float()
+    add_gradients(part, 1)
+    optimizer.update(1e-2)
+    assert torch.equal(layer.fp8.rows("w2").rows.float(), before)
+    begin_step(part)
+    form = layer.fp8.columns("w2")
+    wanted = layer.mlp.down.weight.detach().float()
+    assert ((form.columns.T.float() * form.scale) - wanted).norm() < 0.05 * wanted.norm()
+    assert not torch.equal(form.rows.float(), before)
