@@ -176,9 +176,10 @@ def _fits(config: RunConfig) -> bool:
 
 
 def gradient_bytes(config: RunConfig) -> int:
-    """Of a number: two where a weight's gradient is one product, rounded once; four where micro-batches add up."""
-    assert isinstance(config.workload, Training)
-    return 2 if is_halved(config) and config.workload.ga == 1 else 4
+    """Of a number: two where a weight's gradient is one product, rounded once, or where that was asked for."""
+    work = config.workload
+    assert isinstance(work, Training)
+    return 2 if is_halved(config) and (work.ga == 1 or work.gradients == "bf16") else 4
 
 
 def rank_parameters(config: RunConfig, rank: int = 0) -> int:

@@ -176,6 +176,7 @@ class Training:
     offload_layers: int = 0  # of each pipeline stage, whose activations wait in host memory
     cuda_graphs: bool = False
     balanced_experts: bool = False  # tokens are dealt to experts evenly, whatever the router says, as benchmarks do
+    gradients: Literal["fp32", "bf16"] = "fp32"  # in which micro-batches add up; a single one is rounded to bf16 once
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW; in bf16 rounded at random, so that on average nothing is lost
     lr: float = 3e-4  # highest learning rate
     lr_warmup_steps: int = 10  # it rises linearly over these

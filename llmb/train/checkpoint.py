@@ -3,8 +3,9 @@
 How their folders come about is in `llmb/rank/checkpoint_folder.py`. The format is that of torch.distributed.checkpoint:
 each rank writes its share, and ranks in any other layout read what they need of the whole: tensors have the same names
 and whole shapes in all of them.
-The tensors are the weights (fp32 in every number format), the buffers and the optimizer's state. Batch and learning
-rate follow from the step's number and training draws no random numbers, so nothing else need be kept.
+The tensors are the weights (fp32 in every number format), the buffers, the optimizer's state, and what layers in fp8
+remember of the sizes of their tensors, which layouts that find these afresh do without. Batch and learning rate follow
+from the step's number and training draws no random numbers, so nothing else need be kept.
 
     llmb-run submit ... --set checkpoint_every=10        then        llmb-run submit ... --set resume=<run folder>
 """
@@ -26,11 +27,13 @@ from llmb.errors import ConfigError, LaunchError
 from llmb.plain import to_plain
 from llmb.rank import checkpoint_folder
 from llmb.spec import RunConfig, Training
+from llmb.train.fused_llama import scales_of
 from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
 
 Parts = Sequence[nn.Module]
 FAILURES = (Exception, dcp.CheckpointException)  # torch's own is no Exception
+SCALES = "scales."  # of 8-bit tensors, where layers remember them: a run without takes none, one with has its own
 FORMAT = 2  # raised whenever a tensor of the same name and shape comes to mean something else; 1 was not written down
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process: as intended
@@ -61,14 +64,24 @@ class Checkpoints:
         tensors = state_tensors(self._parts, self._optimizer)
         reader = dcp.FileSystemReader(path)
         try:
-            _check_tensors(path, reader.read_metadata().state_dict_metadata, tensors, self._names(tensors))
+            saved = reader.read_metadata().state_dict_metadata
+            for name in [name for name in tensors if name.startswith(SCALES) and name not in saved]:
+                del tensors[name]  # they are found afresh
+            _check_tensors(path, saved, tensors, self._names(tensors))
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
-            for name in self._optimizer.halves.weights:
-                self._optimizer.halves.restore(name, tensors[f"model.{name}"], tensors[f"optimizer.{name}.step"])
+            self._settle(tensors)
         except ConfigError:
             raise
         except FAILURES as error:
             raise ConfigError(f"resume: cannot read checkpoint {path}: {_cause(error)}") from error
+
+    def _settle(self, tensors: dict[str, Tensor]) -> None:
+        """What is kept in other forms than it is written in."""
+        for name in self._optimizer.halves.weights:
+            self._optimizer.halves.restore(name, tensors[f"model.{name}"], tensors[f"optimizer.{name}.step"])
+        kept = {name.removeprefix(SCALES): tensor for name, tensor in tensors.items() if name.startswith(SCALES)}
+        if (scales := scales_of(self._parts)) is not None and kept:
+            scales.restore(kept)
 
     def _names(self, tensors: dict[str, Tensor]) -> set[str]:
         """Those of all ranks: of a pipeline each has its own."""
@@ -132,6 +145,8 @@ def state_tensors(parts: Parts, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = {f"model.{name}": tensor for part in parts for name, tensor in part.state_dict().items()}
     # In the memory of the host: a GPU that holds both halves of all weights may have no room for the whole ones.
     tensors |= {f"model.{name}": weight.whole().cpu() for name, weight in optimizer.halves.weights.items()}
+    if (scales := scales_of(parts)) is not None:
+        tensors |= {f"{SCALES}{name}": tensor for name, tensor in scales.kept().items()}
     for name, state in optimizer.state().items():
         for kind, tensor in state.items():
             tensors[f"optimizer.{name}.{kind}"] = tensor
@@ -140,7 +155,7 @@ def state_tensors(parts: Parts, optimizer: Optimizer) -> dict[str, Tensor]:
 
 def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor], names: set[str]) -> None:
     """The checkpoint has all the names of the run and no others, and this rank's tensors with their whole shapes."""
-    for name in sorted(saved.keys() ^ names):
+    for name in sorted(name for name in saved.keys() ^ names if not name.startswith(SCALES)):
         have, lack = ("checkpoint", "run") if name in saved else ("run", "checkpoint")
         raise ConfigError(f"resume: {path}: the {have} has a tensor {name}, the {lack} has none")
     for name, tensor in tensors.items():

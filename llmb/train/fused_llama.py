@@ -9,10 +9,11 @@ that is recomputed no queries and nothing behind the attention, which is the dea
 are written where they are kept, side by side as one product makes them, so autograd is given the stream's slope only.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmb.kernels.forms import E4M3
 from llmb.kernels.fp8_scales import Scales
@@ -36,19 +37,19 @@ class FusedLayer(Layer):
     recomputed: bool
 
     @property
-    def neighbours(self) -> tuple[tuple[torch.nn.Linear, ...], ...]:
+    def neighbours(self) -> tuple[tuple[nn.Linear, ...], ...]:
         """Linear layers whose weights lie side by side."""
         attention, mlp = self.attention, self.mlp
         return (attention.q, attention.k, attention.v), (mlp.gate, mlp.up)
 
     @property
-    def matrices(self) -> tuple[tuple[torch.nn.Linear, ...], ...]:
+    def matrices(self) -> tuple[tuple[nn.Linear, ...], ...]:
         """In the order of BlockWeights."""
         projections, gates = self.neighbours
         return projections, (self.attention.o,), gates, (self.mlp.down,)
 
     @property
-    def norms(self) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    def norms(self) -> tuple[nn.Parameter, nn.Parameter]:
         return self.attention_norm.weight, self.mlp_norm.weight
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -149,13 +150,15 @@ def begin_step(part: Network) -> None:
         layer.renew()
 
 
-def scales_of(part: Network) -> LayerScales | None:
+def scales_of(parts: Iterable[nn.Module]) -> LayerScales | None:
     """All that 8-bit tensors of the fused layers are scaled by; none in other formats."""
-    return next((layer.fp8.scales for layer in fused_layers(part) if layer.fp8 is not None), None)
+    layers = (layer for part in parts for layer in fused_layers(part))
+    return next((layer.fp8.scales for layer in layers if layer.fp8 is not None), None)
 
 
-def fused_layers(part: Network) -> list[FusedLayer]:
-    return [layer for layer in part.layers if isinstance(layer, FusedLayer)]
+def fused_layers(part: nn.Module) -> list[FusedLayer]:
+    """Those that are computed by hand, first to last."""
+    return [layer for layer in part.modules() if isinstance(layer, FusedLayer)]
 
 
 def _gradient(weight: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ DTYPES = ("fp32", "bf16", "fp8")
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
 RUNS = (
     f"dtype {', '.join(DTYPES)}, every parallel layout ({', '.join(DEGREES)}, fsdp, vp), gradient accumulation (ga), "
-    "recompute_layers, offload_layers; on one GPU cuda_graphs, and moments=bf16 with dtype bf16 or fp8"
+    "recompute_layers, offload_layers; on one GPU cuda_graphs, and with dtype bf16 or fp8 "
+    "gradients=bf16 and moments=bf16"
 )
 
 
@@ -32,8 +33,12 @@ def supported_workload(config: RunConfig) -> Training:
             f"cuda_graphs=true with {degree}={ranks}": work.cuda_graphs and ranks > 1
             for degree, ranks in degrees.items()
         },
-        f"moments=bf16 with dtype={config.precision.dtype} on {parallel.world_size} ranks": work.moments == "bf16"
-        and not is_halved(config),
+        **{
+            f"{name}=bf16 with dtype={config.precision.dtype} on {parallel.world_size} ranks": getattr(work, name)
+            == "bf16"
+            and not is_halved(config)
+            for name in ("gradients", "moments")
+        },
         f"cuda_graphs=true with offload_layers={work.offload_layers}": work.cuda_graphs and work.offload_layers > 0,
         f"cuda_graphs=true with experts in {config.precision.dtype}": work.cuda_graphs
         and config.model.experts is not None

@@ -71,7 +71,7 @@ def test_losses_and_gradients_in_fp8() -> None:
     plain, fused = both("fp8")
     assert add_gradients(fused, 2) == pytest.approx(add_gradients(plain, 2), rel=0.01)
     assert max(errors(fused, plain).values()) < 0.25
-    assert scales_of(fused) is not None
+    assert scales_of([fused]) is not None
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
@@ -112,3 +112,22 @@ def test_8_bit_weights_are_those_after_the_update() -> None:
     wanted = layer.mlp.down.weight.detach().float()
     assert ((form.columns.T.float() * form.scale) - wanted).norm() < 0.05 * wanted.norm()
     assert not torch.equal(form.rows.float(), before)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("other", ["h200", "cpu"])
+def test_an_fp8_run_resumes_by_hand_to_the_bit_and_block_by_block_nearly(trained, other: str) -> None:
+    def run(gpu: str, **changes: object) -> list[float | None]:
+        outcome = trained(model=MODEL, machine=replace(CONFIG.machine, gpu=gpu), dtype="fp8", **changes)
+        assert outcome.ended().status == "ok", outcome.ended().reason
+        folders.append(str(outcome.folder))
+        return outcome.losses()
+
+    folders: list[str] = []
+    straight = run("h200", steps=6)
+    first = run("h200", steps=3, checkpoint_every=3)
+    rest = run(other, steps=6, resume=folders[-1])
+    if other == "h200":
+        assert first + rest == straight
+    else:
+        assert first + rest == pytest.approx(straight, rel=0.02)
