@@ -123,7 +123,8 @@ class Walk:
         part, unit, sizes = self.parts[one.part], self.units[one.part], self.sizes
         again = sizes.layer(part.layers[-1]) if part.recomputed == len(part.layers) else 0.0
         received = 0.0 if part.last else sizes.stream
-        self._look({REST: self._working(part, forward=False) + again + received - self._added(one)})
+        working = self._working(part, forward=False, later=one.micro > 0)
+        self._look({REST: working + again + received - self._added(one)})
         if part.last and unit.gathered:  # the head's gradient in both formats, and with fsdp the next layer on its way
             on_way = sizes.value * self.layer[one.part].gathered if self.fsdp else 0.0
             self._look({REST: sizes.value * sizes.head, WEIGHTS: on_way})
@@ -177,8 +178,8 @@ class Walk:
             for place, layer in enumerate(part.layers)
         ]
 
-    def _working(self, part: Part, forward: bool) -> float:
-        return self.sizes.working(part.layers[-1], forward)
+    def _working(self, part: Part, forward: bool, later: bool = False) -> float:
+        return self.sizes.working(part.layers[-1], forward, later)
 
 
 def _offloaded(part: Part) -> list[int]:

@@ -4,7 +4,7 @@
     q, k, v = linears(x, q_weight, k_weight, v_weight)      # of one input, whose slope is added up in the same way
 
 The weight is cast as it is used, and again on the way back: a copy that is kept would cost its memory. Its gradient
-comes out of the product in the weight's own format. Where micro-batches add up and the weight has a gradient already,
+comes out of the product in the format it is kept in. Where micro-batches add up and the weight has a gradient already,
 the product adds to it there and then, which reads and writes it once; autograd would make another and then add the two.
 Shapes: N rows, K inputs, M outputs.
 """
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.kernels.triton_device import on_gpu, rehearsing
+from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
 
 
 class _Linears(torch.autograd.Function):
@@ -49,19 +50,12 @@ def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
 
 def weight_gradient(weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor) -> Tensor | None:
-    """dy.T @ x for a weight, in its format; None: it has been added to the gradient that was there."""
-    if not _grows(weight_MK):
-        return product_as(weight_MK.dtype, dy_NM.T, x_NK)
-    assert weight_MK.grad is not None
-    add_product_(weight_MK.grad, dy_NM.T, x_NK)
+    """dy.T @ x for a weight, in its gradient's format; None: it has been added to the gradient that was there."""
+    total_MK = growing_gradient(weight_MK)
+    if total_MK is None:
+        return product_as(gradient_dtype(weight_MK), dy_NM.T, x_NK)
+    add_product_(total_MK, dy_NM.T, x_NK)
     return None
-
-
-def _grows(weight: Tensor) -> bool:
-    """Whether the gradient may be added to here: it is this very tensor's, and nobody asked to see what is added."""
-    if not weight.is_leaf or type(weight.grad) is not Tensor:
-        return False
-    return not weight._post_accumulate_grad_hooks and not weight._backward_hooks
 
 
 def product_as(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ KERNEL_MODULES = (
     "swiglu_triton",
     "fused_activation_triton",
     "cross_entropy_triton",
+    "visits_triton",
 )
 
 Listener = Callable[[str, tuple[Any, ...], dict[str, Any]], None]  # a kernel's name, arguments and constants
@@ -86,10 +87,15 @@ class _Unlaunched:
         _listener(self._name, arguments, constants)
 
 
+def _unlaunched(kernel: Callable[..., None] | None = None, **_options: Any) -> Any:
+    """What `triton.jit` marks, with options in brackets or without."""
+    return _Unlaunched if kernel is None else _Unlaunched(kernel)
+
+
 def _stand_in() -> dict[str, ModuleType]:
     """What the modules of kernels use of Triton outside of kernels."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
-    triton.jit = _Unlaunched  # type: ignore[attr-defined]
+    triton.jit = _unlaunched  # type: ignore[attr-defined]
     triton.cdiv = lambda size, step: -(-size // step)  # type: ignore[attr-defined]
     triton.next_power_of_2 = lambda size: 1 << (size - 1).bit_length()  # type: ignore[attr-defined]
     triton.language = language  # type: ignore[attr-defined]
