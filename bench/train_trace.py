@@ -31,7 +31,7 @@ NAMES = (
     (SCAN, r"\b_?(scan|states|pass|scores|score_slopes|input_slopes|key_slopes)_kernel|causal_?conv|softplus|_ssd"),
     (SMALL, r"rms_?norm|normed|norm_?beside|gated_?norm|inverse_size|sum_of_parts|swiglu|silu|gelu|relu|rotat|rope"),
     (QUANTISING, r"cast_(tile|both)|fp8|float8|quant|amax|vector_norm|NormTwoOps|transpose|aten::(max|amax|abs)$"),
-    (ROUTING, r"rout|sort|topk|searchsorted|one_hot|bincount|radix|deal|_copies|_permuted|aten::index_select$"),
+    (ROUTING, r"rout|sort|topk|searchsorted|one_hot|bincount|radix|deal|visits|cumsum|aten::index_select$"),
     (SMALL, r"norm|gated|sigmoid|tanh|threshold|aten::(mul_?|add|pow|square|neg|cat)$"),
     (ADDING, r"accumulate_?grad|aten::add_$"),
     (COPIES, r"memcpy|memset|copy|fill|zero|embedding|gather|aten::(to|clone|contiguous)$"),

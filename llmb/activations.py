@@ -132,14 +132,15 @@ class Activations:
         return rows * ffn * (2 * self.value + self.taken)
 
     def _experts(self) -> float:
-        """Balanced: the router's input, rows on their way with the numbers of their places, experts, what they make."""
+        """Balanced: the router's input and scores, what experts take, make on their way and give, and its weights."""
         assert self.model.experts is not None
         moe, split, hidden = self.model.experts, self.split, self.model.hidden
         tokens = self.inside / split.tp
-        rows, places = tokens * moe.top_k, 24.0
+        rows, weights = tokens * moe.top_k, 8.0 if moe.renormalise else 4.0
         arrived = rows * split.etp
-        kept = tokens * (hidden * self.value + 4 * moe.count) + rows * (hidden * self.value + places)
-        kept += arrived * (hidden * self.taken + (16 if split.ep * split.etp > 1 else 0))
+        kept = tokens * (hidden * self.value + 4 * moe.count + (4 if moe.renormalise else 0))  # with the weights' sum
+        kept += rows * (hidden * self.value + 8 + 4 + weights)  # which expert, which place
+        kept += arrived * (hidden * self.taken + (4 if split.ep * split.etp > 1 else 0))
         if moe.shared:
             kept += self._gated_mlp(moe.shared * moe.ffn / split.tp)
             kept += self._gathered() if self.taken != self.value or split.tp > 1 else 0
@@ -153,11 +154,12 @@ class Activations:
         values = inner + mixed + heads + mixed + inner  # what goes in, the convolution of it, the scan's output
         return self._gathered() + self.inside * (values * self.value + inner * self.taken + 12 * heads)
 
-    def working(self, layer: int, forward: bool) -> float:
+    def working(self, layer: int, forward: bool, later: bool = False) -> float:
         """About the most that a layer needs while it runs, besides what it keeps.
 
         A few of its widest activations; going backward also the gradient of its largest matrix, in fp32. For a weight
-        that is not gathered it is made in the stream's format first, when most of those activations are gone.
+        that is not gathered it is made in the stream's format first, when most of those activations are gone. `later`:
+        gradients of an earlier micro-batch are there, to which those of routed experts may be added as they are made.
         """
         weights = [one.on_rank(self.split) for one in layer_weights(self.model, layer)]
         if is_fused(self.config):
@@ -166,8 +168,9 @@ class Activations:
         few = self.inside * widest * self.value
         if forward:
             return 4 * few
-        gradient = gradient_bytes(self.config) * max(one.size for one in weights)
-        return max(3 * few + gradient, few + self._cast_gradient(layer))
+        added, wide = later and self._adds_in_place, gradient_bytes(self.config)
+        gradient = wide * max(one.size for one in weights if not (added and one.routed))
+        return max(3 * few + gradient, few + self._cast_gradient(layer, added))
 
     def _fused_working(self, forward: bool) -> float:
         """What the MLP's activation makes; in fp8 going backward its slope in both forms, and what is added apart."""
@@ -176,12 +179,17 @@ class Activations:
         added = 0 if self.work.ga == 1 else 4 * ADDED_AT_ONCE
         return self.inside * (7 * self.model.ffn + 6 * self.model.hidden) + added
 
-    def _cast_gradient(self, layer: int) -> float:
-        """Of the largest weight that is not gathered, in both formats."""
+    @property
+    def _adds_in_place(self) -> bool:
+        """Whether experts' products add to gradients where these lie: of a weight that is no slice of a larger one."""
+        return self.split.sharers == self.split.tp == 1 and self.config.precision.dtype != "fp8"
+
+    def _cast_gradient(self, layer: int, added: bool) -> float:
+        """Of the largest weight that is not gathered, in both formats, or in the stream's if it is added from there."""
         whole = [one for one in layer_weights(self.model, layer) if not is_sharded(one, self.split)]
         wide = gradient_bytes(self.config)
-        formats = wide + (self.value if self.value < wide else 0.0)
-        return formats * max((one.on_rank(self.split).size for one in whole), default=0)
+        wider = 0.0 if added or self.value == wide else wide
+        return (self.value + wider) * max((one.on_rank(self.split).size for one in whole), default=0)
 
     @property
     def loss(self) -> float:

@@ -134,7 +134,8 @@ class Walk:
         part, unit, sizes = self.parts[one.part], self.units[one.part], self.sizes
         again = sizes.layer(part.layers[-1]) if part.recomputed == len(part.layers) else 0.0
         received = 0.0 if part.last else sizes.stream
-        self._look({REST: self._working(part, forward=False) + again + received - self._added(one)})
+        working = self._working(part, forward=False, later=one.micro > 0)
+        self._look({REST: working + again + received - self._added(one)})
         if part.last and unit.gathered:  # the head's gradient in both formats, and with fsdp the next layer on its way
             on_way = sizes.value * self.layer[one.part].gathered if self.fsdp else 0.0
             self._look({REST: sizes.value * sizes.head, WEIGHTS: on_way})
@@ -159,10 +160,10 @@ class Walk:
     def _added(self, one: Pass) -> float:
         """The head's gradient, which the loss kept, once it is part of one that was there: before the layers go back.
 
-        Where the head is the embedding too, it waits for the other end's.
+        Where the head is the embedding too, and torch adds the gradients up, it waits for the other end's.
         """
-        part = self.parts[one.part]
-        waits = part.first and self.model.tied_embeddings
+        part, alone = self.parts[one.part], self.units[one.part].gathered == 0 and self.split.tp == 1
+        waits = part.first and self.model.tied_embeddings and not alone
         return FP32 * self.sizes.head if part.last and one.micro and not self.fsdp and not waits else 0.0
 
     def _look_at_gathered_layer(self, one: Pass) -> None:
@@ -192,8 +193,8 @@ class Walk:
             for place, layer in enumerate(part.layers)
         ]
 
-    def _working(self, part: Part, forward: bool) -> float:
-        return self.sizes.working(part.layers[-1], forward)
+    def _working(self, part: Part, forward: bool, later: bool = False) -> float:
+        return self.sizes.working(part.layers[-1], forward, later)
 
 
 def _offloaded(part: Part) -> list[int]:

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from llmb.kernels.forms import E4M3, SMALLEST_AMAX
-from llmb.kernels.fused_linear import gradient_dtype
 from llmb.kernels.triton_device import on_gpu
+from llmb.kernels.weight_gradient import gradient_dtype
 
 E5M2 = torch.float8_e5m2
 MULTIPLE = 16  # the hardware's products take only dimensions that are multiples of this

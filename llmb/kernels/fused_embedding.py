@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmb.kernels.embedding import add_rows_, gather_rows_, in_order
-from llmb.kernels.fused_linear import gradient_dtype, grows
+from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
 
 
 class _Embedded(torch.autograd.Function):
@@ -30,8 +30,8 @@ class _Embedded(torch.autograd.Function):
     def backward(ctx: Any, dx_BTC: Tensor) -> tuple[None, Tensor | None]:
         (tokens_BT,), weight_VC = ctx.saved_tensors, ctx.weight
         tokens, dx_NC = in_order(tokens_BT.flatten()), dx_BTC.flatten(0, -2).contiguous()
-        if grows(weight_VC):
-            add_rows_(dx_NC, tokens, weight_VC.grad, 0, fresh=False)
+        if (total_VC := growing_gradient(weight_VC)) is not None:
+            add_rows_(dx_NC, tokens, total_VC, 0, fresh=False)
             return None, None
         dweight_VC = torch.empty_like(weight_VC, dtype=gradient_dtype(weight_VC))
         add_rows_(dx_NC, tokens, dweight_VC, 0, fresh=True)

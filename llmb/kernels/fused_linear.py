@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.kernels.triton_device import on_gpu, rehearsing
+from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
 
 
 class _Linears(torch.autograd.Function):
@@ -50,24 +51,12 @@ def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
 
 
 def weight_gradient(weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor) -> Tensor | None:
-    """dy.T @ x for a weight, as its gradient is kept; None: it has been added to the gradient that was there."""
-    if not grows(weight_MK):
+    """dy.T @ x for a weight, in its gradient's format; None: it has been added to the gradient that was there."""
+    total_MK = growing_gradient(weight_MK)
+    if total_MK is None:
         return product_as(gradient_dtype(weight_MK), dy_NM.T, x_NK)
-    assert weight_MK.grad is not None
-    add_product_(weight_MK.grad, dy_NM.T, x_NK)
+    add_product_(total_MK, dy_NM.T, x_NK)
     return None
-
-
-def gradient_dtype(weight: Tensor) -> torch.dtype:
-    """The format in which a weight's gradient is kept, which may be wider than its own."""
-    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
-
-
-def grows(weight: Tensor) -> bool:
-    """Whether the gradient may be added to here: it is this very tensor's, and nobody asked to see what is added."""
-    if not weight.is_leaf or type(weight.grad) is not Tensor:
-        return False
-    return not weight._post_accumulate_grad_hooks and not weight._backward_hooks
 
 
 def product_as(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ group starts at a multiple of its width in the backward pass too. Everything els
 reads the sizes on the host.
 
 Shapes: N rows of all groups, E groups, I inputs, O outputs. ends_E is int32: the row after each group's last; its own
-last is N. A weight wider than x (fp32 beside bf16) is cast when it is used, and its gradient is cast back.
+last is N. A weight wider than x (fp32 beside bf16) is cast when it is used. Its gradient is cast to the format that it
+is kept in; where micro-batches add up and there is one already, it is added to that.
 """
 
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
 
 ALIGNED = 8  # bf16 values in the 16 bytes that the kernel's loads start at
 
@@ -34,6 +37,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
         ctx.save_for_backward(x_NI, weight_EOI, ends_E)
+        ctx.weight = weight_EOI  # itself, with the gradient it has; a layer that is computed again saves an alias
         return _times(x_NI, weight_EOI.to(x_NI.dtype).transpose(1, 2), ends_E)
 
     @staticmethod
@@ -43,8 +47,17 @@ class _GroupedProduct(torch.autograd.Function):
         grad_NO = grad_NO.contiguous()  # the gradient of a sum comes without strides, which the kernel refuses
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         grad_x_NI = _times(grad_NO, weight_EOI.to(grad_NO.dtype), ends_E) if wants_x else None
-        grad_weight_EOI = _outer(grad_NO, x_NI, ends_E).to(weight_EOI.dtype) if wants_weight else None
+        grad_weight_EOI = _weight_gradient(ctx.weight, grad_NO, x_NI, ends_E) if wants_weight else None
         return grad_x_NI, grad_weight_EOI, None
+
+
+def _weight_gradient(weight_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> Tensor | None:
+    """In its own format; None: it has been added to the gradient that was there."""
+    total_EOI, found_EOI = growing_gradient(weight_EOI), _outer(grad_NO, x_NI, ends_E)
+    if total_EOI is None:
+        return found_EOI.to(gradient_dtype(weight_EOI))
+    total_EOI.add_(found_EOI)
+    return None
 
 
 def _times(x_NI: Tensor, matrix_EIO: Tensor, ends_E: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ KERNEL_MODULES = (
     "fp8_forms_triton",
     "rms_norm_fp8_triton",
     "swiglu_fp8_triton",
+    "visits_triton",
 )
 
 Listener = Callable[[str, tuple[Any, ...], dict[str, Any]], None]  # a kernel's name, arguments and constants

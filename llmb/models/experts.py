@@ -1,7 +1,7 @@
 """A mixture of experts in place of the dense MLP: a router sends each token to a few of many gated MLPs.
 
 No token is dropped. Each is copied once for every expert it visits, the copies are sorted by expert, and the experts
-compute them as three grouped products. The way back is a permutation and a sum, so equal inputs give equal bits.
+compute them as three grouped products. The way back is a sum over each token's copies (`llmb/kernels/visits.py`).
 
 The weights of all experts are stacked along dimension 0, [E, out, in]: a split of that dimension is a split of experts,
 and slice e is what Hugging Face files hold for expert e.
@@ -21,6 +21,7 @@ from llmb.errors import ConfigError
 from llmb.kernels.fused_activation import activated
 from llmb.kernels.grouped import grouped_product
 from llmb.kernels.router import NO_WEIGHT, choose, router_scores, weigh
+from llmb.kernels.visits import copied_beside, mixed, sorted_by_expert
 from llmb.models.blocks import GatedMlp
 from llmb.spec import Experts, Model
 
@@ -127,43 +128,6 @@ class GroupedLinear(nn.Module):
         return grouped_product(x_MI, self.weight, ends_E)
 
 
-class _Copies(torch.autograd.Function):
-    """Each token once for every expert it visits, in the order of the experts; backward, the sum over its copies."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, order_M: Tensor, back_M: Tensor, visits: int) -> Tensor:
-        ctx.save_for_backward(back_M)
-        ctx.visits = visits
-        return x_NC.index_select(0, order_M // visits)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_MC: Tensor) -> tuple[Tensor, None, None, None]:
-        (back_M,) = ctx.saved_tensors
-        grad_NKC = grad_MC.index_select(0, back_M).view(-1, ctx.visits, grad_MC.shape[1])
-        return grad_NKC.sum(dim=1), None, None, None
-
-
-class _Permuted(torch.autograd.Function):
-    """Rows in another order; backward, the gradient in the old one. Plain indexing would add up rows one by one."""
-
-    @staticmethod
-    def forward(ctx: Any, y_MC: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
-        ctx.save_for_backward(back_M)
-        return y_MC.index_select(0, order_M)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_MC: Tensor) -> tuple[Tensor, None, None]:
-        (back_M,) = ctx.saved_tensors
-        return grad_MC.index_select(0, back_M), None, None
-
-
-def permuted(y_MC: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
-    """The rows in an order whose inverse is known."""
-    return _Permuted.apply(y_MC, order_M, back_M)
-
-
 class ExpertMlp(nn.Module):
     """The routed experts' weighted sum, and the shared experts, which every token visits, added to it."""
 
@@ -181,27 +145,15 @@ class ExpertMlp(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, -2)
         weights_NK, chosen_NK = self.router(x_NC)
-        order_M, back_M, ends_E = sorted_by_expert(chosen_NK, self.router.experts.count)
-        y_MC = self.visit(_Copies.apply(x_NC, order_M, back_M, chosen_NK.shape[1]), ends_E)
-        y_BTKC = permuted(y_MC, back_M, order_M).view(*x_BTC.shape[:-1], -1, x_BTC.shape[-1])
-        weights_BTK1 = weights_NK.view(*y_BTKC.shape[:-1], 1)
-        mixed_BTC = (y_BTKC * weights_BTK1.to(y_BTKC.dtype)).sum(dim=-2)
-        if self.shared is not None:
-            mixed_BTC = mixed_BTC + self.shared(x_NC).view_as(x_BTC)
-        return mixed_BTC
+        places_NK, ends_E = sorted_by_expert(chosen_NK, self.router.experts.count)
+        rows_MC, x_NC = copied_beside(x_NC, places_NK)
+        y_MC = self.visit(rows_MC, ends_E)
+        shared_NC = None if self.shared is None else self.shared(x_NC)
+        return mixed(y_MC, places_NK, weights_NK, shared_NC).view_as(x_BTC)
 
     def visit(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
         """Every expert's MLP on its own rows; where experts are on several ranks, rows travel around this call."""
         return self.down(activated(self.gate(x_MC, ends_E), self.activation, self.up(x_MC, ends_E)), ends_E)
-
-
-def sorted_by_expert(chosen_NK: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order that sorts visits by expert, its inverse, and where each expert's end; never read on the host."""
-    sorted_M, order_M = chosen_NK.flatten().sort(stable=True)
-    places_M = torch.arange(len(order_M), device=order_M.device)
-    back_M = torch.empty_like(order_M).scatter_(0, order_M, places_M)
-    every_E = torch.arange(count, device=order_M.device)
-    return order_M, back_M, torch.searchsorted(sorted_M, every_E, right=True, out_int32=True)
 
 
 def experts_of(model: Model) -> Experts:

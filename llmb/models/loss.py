@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from llmb.kernels.cross_entropy import cross_entropy_slope_
-from llmb.kernels.fused_linear import add_product_, gradient_dtype, grows, product_as
+from llmb.kernels.fused_linear import add_product_, product_as
+from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
 
 CHUNK_TOKENS = 2048  # 1 GiB of fp32 logits at a vocabulary of 128 thousand; fewer would add passes over the head
 # From the log of the sum of the exponentials of a token's logits here, and the logit of its label or 0 where that is
@@ -69,11 +70,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # In place: a copy of the head's gradient would be the largest tensor of the whole backward pass.
         if grad_hidden_NC is not None:
             grad_hidden_NC.mul_(grad_loss)
-        if grad_weight_VC is not None and grows(ctx.weight):
-            ctx.weight.grad.addcmul_(grad_weight_VC, grad_loss)
-            grad_weight_VC = None
-        elif grad_weight_VC is not None:
-            grad_weight_VC = grad_weight_VC.mul_(grad_loss).to(gradient_dtype(ctx.weight))
+        if grad_weight_VC is not None:
+            if (total_VC := growing_gradient(ctx.weight)) is not None:
+                total_VC.addcmul_(grad_weight_VC, grad_loss)
+                grad_weight_VC = None
+            else:
+                grad_weight_VC = grad_weight_VC.mul_(grad_loss).to(gradient_dtype(ctx.weight))
         return grad_hidden_NC, grad_weight_VC, None, None, None, None
 
 

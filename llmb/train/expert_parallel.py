@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from llmb.kernels.triton_device import rehearsing
+from llmb.kernels.visits import copied, mixed, sorted_by_expert
 from llmb.models.architectures import Network
-from llmb.models.experts import ExpertMlp, GroupedLinear, Router, permuted, sorted_by_expert
+from llmb.models.experts import ExpertMlp, GroupedLinear, Router
 from llmb.train.exchange import gathered, summed
 from llmb.train.local_view import see_local
 from llmb.train.mesh import Mesh
@@ -68,8 +69,8 @@ def visit_over_ranks(ep: DeviceMesh, etp: DeviceMesh, visit: Visit, x_MC: Tensor
 
     x_HC = _travelled(x_MC, sent, from_ep, ep)
     x_RC = _travelled(x_HC.expand(etp.size(), -1, -1).flatten(0, 1), held, from_etp, etp)
-    order_R, back_R, own_ends_E = _sorted_arrivals(arriving_SPE, len(x_RC))
-    y_RC = permuted(visit(permuted(x_RC, order_R, back_R), own_ends_E), back_R, order_R)
+    places_R1, own_ends_E = _sorted_arrivals(arriving_SPE, len(x_RC))
+    y_RC = mixed(visit(copied(x_RC, places_R1), own_ends_E), places_R1)
     y_SHC = _travelled(y_RC, from_etp, held, etp).view(etp.size(), *x_HC.shape)
     return _travelled(y_SHC.sum(0) if len(y_SHC) > 1 else y_SHC[0], from_ep, sent, ep)
 
@@ -97,12 +98,12 @@ def _travelled(x: Tensor, sent: list[int], received: list[int], mesh: DeviceMesh
     return all_to_all_single_autograd(x, received, sent, mesh) if mesh.size() > 1 else x
 
 
-def _sorted_arrivals(arriving_SPE: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sorted_arrivals(arriving_SPE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """As `sorted_by_expert`, for rows that came from rank after rank, those of each sorted by expert."""
     experts = arriving_SPE.shape[2]
     each_SPE = torch.arange(experts, device=arriving_SPE.device).expand(arriving_SPE.shape)
     expert_R = each_SPE.flatten().repeat_interleave(arriving_SPE.flatten(), output_size=rows)
-    return sorted_by_expert(expert_R, experts)
+    return sorted_by_expert(expert_R[:, None], experts)
 
 
 def _over_all_tokens(mesh: Mesh, sums: Tensor) -> Tensor:

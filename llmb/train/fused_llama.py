@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from llmb.kernels.forms import E4M3
 from llmb.kernels.fp8_scales import Scales
-from llmb.kernels.fused_linear import gradient_dtype
 from llmb.kernels.span_attention import spans_of
+from llmb.kernels.weight_gradient import gradient_dtype
 from llmb.layer.block import Block
 from llmb.layer.fp8_linears import Fp8Linears
 from llmb.layer.fp8_weights import FORMATS, Fp8Layer, LayerScales

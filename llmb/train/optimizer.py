@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmb.kernels.fused_linear import gradient_dtype
+from llmb.kernels.weight_gradient import gradient_dtype
 from llmb.rank.adamw import BETAS, EPS, WEIGHT_DECAY
 from llmb.train.halved_adam import HalvedAdam
 from llmb.train.halves import HalvedWeight

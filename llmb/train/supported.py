@@ -34,9 +34,8 @@ def supported_workload(config: RunConfig) -> Training:
             for degree, ranks in degrees.items()
         },
         **{
-            f"{name}=bf16 with dtype={config.precision.dtype} on {parallel.world_size} ranks": getattr(work, name)
-            == "bf16"
-            and not is_halved(config)
+            f"{name}=bf16 with dtype={config.precision.dtype} on {parallel.world_size} ranks": not is_halved(config)
+            and getattr(work, name) == "bf16"
             for name in ("gradients", "moments")
         },
         f"cuda_graphs=true with offload_layers={work.offload_layers}": work.cuda_graphs and work.offload_layers > 0,

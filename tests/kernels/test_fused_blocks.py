@@ -154,6 +154,16 @@ def test_gradients_of_micro_batches_add_up_in_their_own_memory(dtype: torch.dtyp
     assert_same([weight.grad], [total])
 
 
+def test_a_narrow_weight_may_ask_for_a_wide_gradient() -> None:
+    weight = nn.Parameter(numbers(6, 4, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    x, slope = numbers(5, 4, dtype=torch.bfloat16), numbers(5, 6, dtype=torch.bfloat16)
+    for micro in range(1, 3):
+        linear(x, weight).backward(slope)
+        assert weight.grad.dtype == torch.float32
+        assert_same([weight.grad], [micro * (slope.float().T @ x.float())])
+
+
 def test_gradients_that_somebody_watches_take_the_way_of_autograd() -> None:
     weight = nn.Parameter(numbers(6, 4))
     seen: list[Tensor] = []

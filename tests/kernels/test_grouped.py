@@ -85,3 +85,49 @@ def test_gradients_by_finite_differences() -> None:
     x = torch.randn(6, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(3, 2, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     assert torch.autograd.gradcheck(lambda a, b: grouped_product(a, b, ends_of([2, 0, 4])), (x, weight))
+
+
+@pytest.mark.parametrize(("kept", "wanted"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_micro_batches_add_up_where_they_lie(
+    dtype: torch.dtype, kept: torch.dtype | None, wanted: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(3, 8, 16, generator=generator).to(kept))
+    total, places = torch.zeros(3, 8, 16), set()
+    for _ in range(3):
+        x = torch.randn(20, 16, generator=generator).to(dtype)
+        slope = torch.randn(20, 8, generator=generator).to(dtype)
+        grouped_product(x, weight, ends_of([13, 0, 7])).backward(slope)
+        total += torch.stack([slope[rows].float().T @ x[rows].float() for rows in (slice(13), slice(0), slice(13, 20))])
+        places.add(weight.grad.data_ptr())
+    assert weight.grad.dtype == wanted
+    assert len(places) == 1
+    exact = dtype is wanted is torch.float32
+    assert (weight.grad.float() - total).norm() <= (1e-5 if exact else 0.01) * total.norm()
+
+
+def test_a_narrow_weight_may_ask_for_a_wide_gradient() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 8, 16, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    x = torch.ones(5, 16, dtype=torch.bfloat16)
+    for micro in range(1, 3):
+        grouped_product(x, weight, ends_of([2, 3])).sum().backward()
+        assert weight.grad.dtype == torch.float32
+        assert weight.grad[:, 0, 0].tolist() == [2.0 * micro, 3.0 * micro]
+
+
+def test_a_gradient_that_somebody_watches_takes_the_way_of_autograd() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 8, 16))
+    seen: list[float] = []
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.sum().item()))
+    for _ in range(2):
+        grouped_product(torch.ones(5, 16), weight, ends_of([2, 3])).sum().backward()
+    assert seen == [640.0, 1280.0]
+
+
+def test_a_weight_that_is_computed_has_no_gradient_to_add_to() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 8, 16))
+    for _ in range(2):
+        grouped_product(torch.ones(5, 16), weight * 2, ends_of([2, 3])).sum().backward()
+    assert weight.grad[:, 0, 0].tolist() == [8.0, 12.0]

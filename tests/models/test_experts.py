@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llmb.activations import Activations
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.models.experts import ExpertMlp, GroupedLinear, Router, sorted_by_expert
-from llmb.spec import Experts, Model
+from llmb.models.experts import ExpertMlp, GroupedLinear, Router
+from llmb.spec import Experts, Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.train.parallelize import recompute
-from llmb.train.precision import compute_in_bf16
+from llmb.train.precision import FusedGatedMlp, compute_in_bf16
 
 EXPERTS = Experts(count=6, top_k=2, ffn=24)
 MODEL = Model(
@@ -85,15 +86,6 @@ def test_dispatch_equals_the_loop(change: dict) -> None:
     found, wanted = (torch.autograd.grad(y, given, slope) for y in (ours, theirs))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_the_order_sorts_and_its_inverse_undoes_it() -> None:
-    chosen = torch.randint(5, (33, 3), generator=torch.Generator().manual_seed(1))
-    order, back, ends = sorted_by_expert(chosen, 7)
-    assert chosen.flatten()[order].tolist() == sorted(chosen.flatten().tolist())
-    assert torch.equal(order[back], torch.arange(99))
-    assert ends.dtype == torch.int32
-    assert ends.tolist() == chosen.flatten().bincount(minlength=7).cumsum(0).tolist()
 
 
 def test_softmax_weights_with_and_without_renormalising() -> None:
@@ -195,6 +187,34 @@ def test_bf16_computes_in_bf16_with_an_fp32_router_and_fp32_gradients() -> None:
         assert parameter.dtype == parameter.grad.dtype == torch.float32
         error = (parameter.grad - expected[name].grad).norm() / expected[name].grad.norm()
         assert 0 < error < 0.05, f"{name}: {error:.3f}"
+
+
+@pytest.mark.parametrize(
+    "change", [{"renormalise": False}, {"shared": 1, "top_k": 4, "score": "sigmoid", "scale": 2.5}], ids=str
+)
+def test_what_is_kept_is_what_the_closed_form_says(change: dict) -> None:
+    model = replace(MODEL, experts=replace(EXPERTS, **change))
+    block, x = mixture(model.experts), inputs().bfloat16().requires_grad_()
+    if block.shared is not None:
+        block.shared.__class__ = FusedGatedMlp
+    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x)
+    config = RunConfig(
+        name="one layer", target="pretrain", size="small", machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
+        model=model, parallel=Parallel(), precision=Precision(dtype="bf16"),
+        workload=Training(seqlen=20, mbs=2, gbs=2, ga=1),
+    )  # fmt: skip
+    sizes = Activations(config)
+    ends = 4 * model.experts.count  # where each expert's rows end: the same for any number of tokens, and left out
+    assert sum(storage.nbytes() for storage in kept.values()) == sizes.block("experts") - sizes.stream + ends
 
 
 def test_equal_inputs_give_equal_bits() -> None:
