@@ -1,4 +1,5 @@
-"""The engine itself, `llmb.train.loop.train`, in this process: as many steps as count, then some under a profiler.
+"""The engine itself, `llmb.train.loop.train`, or the one for less memory, in this process: as many steps as count, then
+some under a profiler.
 
 What it records after each step says how long that took, and is where the run is ended: there is no second training loop
 here. Steps of the first seconds do not count, in which kernels are compiled and chosen and clocks settle.
@@ -17,8 +18,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from llmb.events import StepDone
+from llmb.outofcore.loop import train as train_out_of_core
 from llmb.rank.record import Fact, Record
-from llmb.spec import RunConfig
+from llmb.spec import OutOfCore, RunConfig
 from llmb.train.loop import train
 
 PROFILED = 2  # steps, after one in which the tracing library gets used to its work
@@ -124,7 +126,8 @@ def trained(config: RunConfig, order: Order, device: torch.device) -> Trained:
         folder = Path(name)
         watch = Watch(folder, order, device)
         with (folder / "log").open("w") as log, redirect_stdout(log), suppress(Enough):
-            train(config, watch)
+            engine = train_out_of_core if isinstance(config.workload, OutOfCore) else train
+            engine(config, watch)
     return Trained(
         first_s=watch.first_s,
         seconds=watch.counted,

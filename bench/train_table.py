@@ -5,21 +5,20 @@ import traceback
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from device import let_go
 from train_bench import Bench
 from train_calls import Product, calls_of
 from train_kernels import kernels
-from train_rows import MEMORY_ROW, Row, configuration, work_of
+from train_rows import MEMORY_ROW, Row, within_memory, work_of
 from train_run import Order, Trained, trained
 
 from llmb import costs, metrics
 from llmb.errors import LlmbError
 from llmb.hardware import GIB, TERA
 from llmb.rank.endings import OutOfMemory
-from llmb.spec import RunConfig
+from llmb.spec import OutOfCore, RunConfig
 
-SMALL_GIB = 80.0  # of an H100
+SMALL_GIB = 78.0  # that 80 of an H100 leave beside its driver
 MEMORY_LOSS = 0.06  # of speed that fitting into it may cost
 HEADER = (
     "row", "tokens/s", "aim", "floor", "ceiling", "ratio", "aim ratio", "floor ratio", "TFLOP/s", "MFU %", "GiB",
@@ -101,30 +100,34 @@ def rows(bench: Bench) -> None:
 
 
 def memory(bench: Bench) -> None:
-    """The row as the recipe has it for a GPU of 80 GB, in a process that may hold no more."""
+    """The same training within the memory of a smaller GPU, by a plan that llmb makes: what it keeps where."""
     row = MEMORY_ROW
     whole: dict[str, Any] = next((found for found in bench.results.get("rows", []) if found["title"] == row.title), {})
-    config = bench.configuration(row) if bench.tiny else configuration(row, "h100", bench.settings)
-    bench.measure(config)  # first, as it gives torch the whole device
-    if bench.device.type == "cuda":
-        total = torch.cuda.get_device_properties(bench.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, SMALL_GIB * GIB / total), bench.device)
-    order = bench.order(row, profile=False)
-    short = replace(order, steps=min(order.steps, 4), seconds=15.0)
-    found = measured(bench, row, config, short, part="memory")
-    if found is None:
+    config = within_memory(SMALL_GIB, bench.gpu, bench.tiny)
+    work = config.workload
+    assert isinstance(work, OutOfCore)
+    bench.head(f"{row.title} within {work.device_gib:g} GiB of the device and {work.host_gib:g} GiB of the host")
+    order = replace(bench.order(row, profile=False), steps=4, seconds=15.0)
+    try:
+        done = trained(config, order, bench.device)
+    except Exception as error:
+        _failed(bench, "memory", row, error)
         return
-    before = whole.get("tokens_per_s")
-    lost = 1 - found.tokens_per_s / before if before else None
-    work, held = work_of(config), found.trained.memory_bytes / GIB
+    finally:
+        let_go(bench.device)
+    assert work.plan is not None
+    speed, before = work.plan.gbs * work.seqlen / done.step_s, whole.get("tokens_per_s")
+    lost = 1 - speed / before if before else None
+    bench.keep("memory", {"title": row.title, "work": asdict(work), "tokens_per_s": speed, "seconds": done.seconds,
+                          "memory_bytes": done.memory_bytes, "lost": lost})  # fmt: skip
     bench.say(
         f"{row.title} within {SMALL_GIB:g} GiB",
-        ("tokens/s", "with all memory", "lost", "aim", "GiB", "recomputed", "offloaded"),
-        [(found.tokens_per_s, before, lost, MEMORY_LOSS, held, work.recompute_layers, work.offload_layers)],
+        ("tokens/s", "with all memory", "lost", "aim", "GiB"),
+        [(speed, before, lost, MEMORY_LOSS, done.memory_bytes / GIB)],
     )
 
 
-def measured(bench: Bench, row: Row, config: RunConfig, order: Order, part: str = "rows") -> Outcome | None:
+def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome | None:
     """One row trained and kept, or named with what went wrong."""
     work = work_of(config)
     altered = f"; {config.proxy}" if config.proxy else ""
@@ -135,7 +138,7 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order, part: str 
     except Exception as error:  # out of memory, a kernel that fails: the other rows do not depend on it
         if not isinstance(error, OutOfMemory | LlmbError):  # which say all there is to say
             traceback.print_exc()
-        _failed(bench, part, row, error)
+        _failed(bench, "rows", row, error)
         done = None
     finally:
         let_go(bench.device)
@@ -149,7 +152,7 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order, part: str 
     )  # fmt: skip
     steps = f"median of {len(done.seconds)} steps, {min(done.seconds):.3f} to {max(done.seconds):.3f} s"
     print(f"  {found.tokens_per_s:,.0f} tokens/s, {found.share:.3f} of the ceiling; {steps}", flush=True)
-    bench.keep(part, _record(found))
+    bench.keep("rows", _record(found))
     return found
 
 

@@ -60,21 +60,21 @@ def test_state_is_sixteen_bytes_a_parameter() -> None:
 
 
 def test_every_degree_of_parallelism_helps_where_it_should() -> None:
-    one = estimate(LLAMA_70B, "h100", 1, train(ga=8))
-    tp = estimate(LLAMA_70B, "h100", 8, train(ga=8), tp=8)
+    one = estimate(LLAMA_70B, "h100", 1, train(ga=8), dtype="fp32")
+    tp = estimate(LLAMA_70B, "h100", 8, train(ga=8), dtype="fp32", tp=8)
     assert tp.optimizer == pytest.approx(one.optimizer / 8, rel=1e-3)  # norms are on every rank
     assert one.activations / 8 < tp.activations < one.activations / 4  # inside a block each has all tokens
-    cp = estimate(LLAMA_70B, "h100", 8, train(ga=8), cp=8)
+    cp = estimate(LLAMA_70B, "h100", 8, train(ga=8), dtype="fp32", cp=8)
     assert cp.optimizer == pytest.approx(one.optimizer / 8)
     assert cp.activations < one.activations / 4
-    pp = estimate(LLAMA_70B, "h100", 8, train(ga=8), pp=8)
+    pp = estimate(LLAMA_70B, "h100", 8, train(ga=8), dtype="fp32", pp=8)
     assert pp.optimizer < one.optimizer / 7
-    interleaved = estimate(LLAMA_70B, "h100", 8, train(ga=64), pp=8, vp=5)
+    interleaved = estimate(LLAMA_70B, "h100", 8, train(ga=64), dtype="fp32", pp=8, vp=5)
     assert pp.activations < interleaved.activations
-    dp = estimate(LLAMA_70B, "h100", 8, train(ga=2), dp=8)
+    dp = estimate(LLAMA_70B, "h100", 8, train(ga=2), dtype="fp32", dp=8)
     assert dp.optimizer == pytest.approx(one.optimizer / 8)
     assert dp.gradients == one.gradients
-    fsdp = estimate(LLAMA_70B, "h100", 8, train(ga=2), dp=8, fsdp=True)
+    fsdp = estimate(LLAMA_70B, "h100", 8, train(ga=2), dtype="fp32", dp=8, fsdp=True)
     assert fsdp.gradients == pytest.approx(one.gradients / 8)
     assert one.weights / 8 < fsdp.weights < one.weights / 5
 
@@ -90,9 +90,9 @@ def test_experts_are_split_by_their_own_degrees() -> None:
 
 
 def test_recompute_and_offload_trade_activations() -> None:
-    keep = estimate(LLAMA_8B, "h200", 1, train(ga=2))
-    recompute = estimate(LLAMA_8B, "h200", 1, train(ga=2, recompute_layers=32))
-    offload = estimate(LLAMA_8B, "h200", 1, train(ga=2, offload_layers=16))
+    keep = estimate(LLAMA_8B, "h200", 1, train(ga=2), dtype="fp32")
+    recompute = estimate(LLAMA_8B, "h200", 1, train(ga=2, recompute_layers=32), dtype="fp32")
+    offload = estimate(LLAMA_8B, "h200", 1, train(ga=2, offload_layers=16), dtype="fp32")
     assert recompute.activations < keep.activations / 5
     assert offload.activations < keep.activations * 0.6
     assert keep.host == recompute.host == 0
