@@ -106,10 +106,8 @@ def within_memory(gib: float, gpu: str, tiny: bool) -> RunConfig:
     """MEMORY_ROW out of core, on a device of so much memory."""
     recipe = load_all([shipped()])["outofcore_llama3"]
     if tiny:
-        request = Request(
-            size="8b", dtype="bf16", gpus=1, gpu="cpu", proxy="small", settings=tuple(from_arguments(ENDLESS))
-        )
-        return resolve(recipe, request)
+        endless = tuple(from_arguments(ENDLESS))
+        return resolve(recipe, Request(size="8b", dtype="bf16", gpus=1, gpu="cpu", proxy="small", settings=endless))
     wishes = (*MEMORY_ROW.settings, "seqlen=8192", f"host_gib={HOST_GIB}", f"device_gib={gib:g}", *ENDLESS)
     return resolve(recipe, Request(size="8b", dtype="bf16", gpus=1, gpu=gpu, settings=tuple(from_arguments(wishes))))
 

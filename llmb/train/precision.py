@@ -1,9 +1,9 @@
 """Number formats, applied to a finished model from outside.
 
-bf16: the parameters stay in fp32 and are the master weights that the optimizer updates. Activations are bf16 from the
-embedding on, and each matrix product casts its weight when it is used. The cast copy is dropped at once and made again
-in the backward pass: that costs a few percent of the time and saves two bytes a parameter, so that weights, gradients
-and both Adam moments take 16 bytes a parameter. Gradients accumulate in fp32.
+bf16: the optimizer updates fp32 numbers. Activations are bf16 from the embedding on, and so is every operand of a matrix
+product. On one rank a weight is kept in two halves, of which products take the bf16 one (`halves.py`); on several it is
+fp32 and cast as it is gathered, or as it is used: the copy is dropped at once and made again in the backward pass.
+Weights, gradients and both Adam moments take 16 bytes a parameter, on one rank as few as 10.
 
 fp8: as bf16, but the three products of every linear layer inside the stack, experts included, take 8-bit operands
 (`llmb/kernels/fp8.py`). Embedding, head and norms stay bf16 and routers fp32. A layer whose sizes the hardware's 8-bit
