@@ -39,10 +39,15 @@ class Activations:
         """Bytes of a value of the stream."""
         return BYTES["fp32" if self.config.precision.dtype == "fp32" else "bf16"]
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the products of the stack take 8-bit operands."""
+        return self.config.precision.dtype == "fp8"
+
     @cached_property
     def taken(self) -> float:
         """Bytes of a value that a matrix product of the stack keeps."""
-        return BYTES["fp8"] if self.config.precision.dtype == "fp8" else self.value
+        return BYTES["fp8"] if self.in_fp8 else self.value
 
     @cached_property
     def inside(self) -> float:

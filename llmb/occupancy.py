@@ -9,6 +9,8 @@ Without fsdp a rank that shares its weights with others gathers them in the firs
 them in the last backward pass; in between gradients add up whole, in fp32. With fsdp layers are gathered as they are
 needed: in the backward pass four times a layer's bf16 weights are there at once, its own, their gradients, and in fp32
 those of the layer before it, which are being reduced. The embedding's and head's stay gathered.
+
+In fp8 the routed experts' weights are kept in 8 bits, in two layouts, by ranks that do not gather them.
 """
 
 from collections import Counter
@@ -31,6 +33,7 @@ from llmb.spec import Parallel, RunConfig, Training
 
 WEIGHTS, GRADIENTS, OPTIMIZER, REST = "weights", "gradients", "optimizer", "activations"
 FP32, MOMENTS = BYTES["fp32"], 2 * BYTES["fp32"]
+FP8_MULTIPLE = 16  # of the sizes of matrices that products in 8 bits take
 ON_THEIR_WAY = 4  # times a layer's weights in bf16, in a backward pass of sharded weights
 
 Held = Counter[str]
@@ -88,12 +91,21 @@ class Walk:
     def peak(self) -> dict[str, float]:
         """What is held when most is."""
         slices = sum(unit.slices for unit in self.units)
-        self._take(WEIGHTS, FP32 * slices)
+        self._take(WEIGHTS, FP32 * slices + self._forms())
         self._take(OPTIMIZER, MOMENTS * slices)
         self._take(REST, SENDS_UNDER_WAY * self.sizes.stream * (self.split.pp > 1 and self.split.overlap_send))
         for one in rank_order(self.split.pp, self.split.vp, self.work.ga, self.rank):
             (self._forward if one.forward else self._backward)(one)
         return {name: float(self.most[name]) for name in (WEIGHTS, GRADIENTS, OPTIMIZER, REST)}
+
+    def _forms(self) -> float:
+        """Of the experts' weights that stay here, in 8 bits twice."""
+        if not self.sizes.in_fp8:
+            return 0.0
+        weights = [one for part in self.parts for one in part_weights(self.model, part)]
+        routed = [one.on_rank(self.split) for one in weights if one.routed and not is_sharded(one, self.split)]
+        fits = [one for one in routed if all(length % FP8_MULTIPLE == 0 for length in one.shape[1:])]
+        return 2 * BYTES["fp8"] * sum(one.size for one in fits)
 
     def _take(self, name: str, size: float) -> None:
         self.held[name] += size  # type: ignore[assignment]

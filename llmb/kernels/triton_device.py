@@ -22,6 +22,8 @@ KERNEL_MODULES = (
     "causal_conv_triton",
     "gated_norm_triton",
     "fp8_triton",
+    "fp8_forms_triton",
+    "fp8_group_forms_triton",
     "rms_norm_triton",
     "rotation_triton",
     "swiglu_triton",
@@ -86,10 +88,15 @@ class _Unlaunched:
         _listener(self._name, arguments, constants)
 
 
+def _jit(kernel: Callable[..., None] | None = None, **_options: Any) -> Any:
+    """A decorator with or without options."""
+    return _Unlaunched if kernel is None else _Unlaunched(kernel)
+
+
 def _stand_in() -> dict[str, ModuleType]:
     """What the modules of kernels use of Triton outside of kernels."""
     triton, language = ModuleType("triton"), ModuleType("triton.language")
-    triton.jit = _Unlaunched  # type: ignore[attr-defined]
+    triton.jit = _jit  # type: ignore[attr-defined]
     triton.cdiv = lambda size, step: -(-size // step)  # type: ignore[attr-defined]
     triton.next_power_of_2 = lambda size: 1 << (size - 1).bit_length()  # type: ignore[attr-defined]
     triton.language = language  # type: ignore[attr-defined]

@@ -52,6 +52,8 @@ class Optimizer:
         self.adamw.grad_scale = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0)  # type: ignore[attr-defined]
         self.adamw.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
         self.adamw.step()
+        # Torch's fused step does not say so, and what was made of weights must be made anew.
+        torch.autograd.graph.increment_version([local(parameter) for parameter in self.parameters.values()])
         self.drop_gradients()
         return norm
 
