@@ -40,10 +40,15 @@ class Activations:
         """Bytes of a value of the stream."""
         return BYTES["fp32" if self.config.precision.dtype == "fp32" else "bf16"]
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the products of the stack take 8-bit operands."""
+        return self.config.precision.dtype == "fp8"
+
     @cached_property
     def taken(self) -> float:
         """Bytes of a value that a matrix product of the stack keeps."""
-        return BYTES["fp8"] if self.config.precision.dtype == "fp8" else self.value
+        return BYTES["fp8"] if self.in_fp8 else self.value
 
     @cached_property
     def inside(self) -> float:
@@ -182,7 +187,7 @@ class Activations:
     @property
     def _adds_in_place(self) -> bool:
         """Whether experts' products add to gradients where these lie: of a weight that is no slice of a larger one."""
-        return self.split.sharers == self.split.tp == 1 and self.config.precision.dtype != "fp8"
+        return self.split.sharers == self.split.tp == 1
 
     def _cast_gradient(self, layer: int, added: bool) -> float:
         """Of the largest weight that is not gathered, in both formats, or in the stream's if it is added from there."""

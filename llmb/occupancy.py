@@ -9,6 +9,8 @@ Without fsdp a rank that shares its weights with others gathers them in the firs
 them in the last backward pass; in between gradients add up whole, in fp32. With fsdp layers are gathered as they are
 needed: in the backward pass four times a layer's bf16 weights are there at once, its own, their gradients, and in fp32
 those of the layer before it, which are being reduced. The embedding's and head's stay gathered.
+
+In fp8 the routed experts' weights are kept in 8 bits, in two layouts, by ranks that do not gather them.
 """
 
 from collections import Counter
@@ -34,6 +36,7 @@ from llmb.spec import Parallel, RunConfig, Training
 
 WEIGHTS, GRADIENTS, OPTIMIZER, REST = "weights", "gradients", "optimizer", "activations"
 FP32 = BYTES["fp32"]
+FP8_MULTIPLE = 16  # of the sizes of matrices that products in 8 bits take
 ON_THEIR_WAY = 4  # times a layer's weights in bf16, in a backward pass of sharded weights
 
 Held = Counter[str]
@@ -100,11 +103,16 @@ class Walk:
         return {name: float(self.most[name]) for name in (WEIGHTS, GRADIENTS, OPTIMIZER, REST)}
 
     def _in_8_bits(self) -> float:
-        """Both forms of the matrices of layers that are computed by hand, which are kept from step to step."""
-        if self.sizes.taken == self.sizes.value or not is_fused(self.sizes.config):
+        """Both forms of matrices that are cast once a step: experts' that stay here, and of layers by hand."""
+        if not self.sizes.in_fp8:
             return 0.0
-        matrices = [one.size for one in layer_weights(self.model, 0) if len(one.shape) > 1]
-        return 2 * BYTES["fp8"] * self.model.layers * sum(matrices)
+        weights = [one for part in self.parts for one in part_weights(self.model, part) if len(one.shape) > 1]
+        if is_fused(self.sizes.config):
+            ends = [one.size for part in self.parts for one in end_weights(self.model, part) if len(one.shape) > 1]
+            return 2 * BYTES["fp8"] * (sum(one.size for one in weights) - sum(ends))
+        routed = [one.on_rank(self.split) for one in weights if one.routed and not is_sharded(one, self.split)]
+        fits = [one for one in routed if all(length % FP8_MULTIPLE == 0 for length in one.shape[1:])]
+        return 2 * BYTES["fp8"] * sum(one.size for one in fits)
 
     def _take(self, name: str, size: float) -> None:
         self.held[name] += size  # type: ignore[assignment]

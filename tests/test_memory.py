@@ -1,5 +1,7 @@
 """The memory estimate against measured and published runs, and what each degree of parallelism is worth."""
 
+from dataclasses import replace
+
 import pytest
 from published_models import DEEPSEEK, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
 
@@ -57,6 +59,15 @@ def test_state_is_sixteen_bytes_a_parameter() -> None:
     assert found.fits is False
     assert found.assumptions.startswith("estimate")
     assert "\n" not in found.assumptions
+
+
+def test_experts_that_stay_are_kept_in_8_bits_twice() -> None:
+    """Where replicas share them they are gathered, and cast each time."""
+    one_layer = replace(GROK, layers=1)
+    routed = 3 * 8 * 6144 * 32768
+    for gpus, split, kept in ((1, {}, routed), (8, {"dp": 8, "ep": 8}, routed / 8), (8, {"dp": 8, "ep": 4}, 0)):
+        bf16, fp8 = (estimate(one_layer, "h200", gpus, train(), dtype=dtype, **split) for dtype in ("bf16", "fp8"))
+        assert fp8.weights - bf16.weights == 2 * kept, split
 
 
 def test_every_degree_of_parallelism_helps_where_it_should() -> None:

@@ -141,10 +141,14 @@ def fp8_linear_reference(x_MK: Tensor, weight_NK: Tensor, grad_MN: Tensor) -> tu
     return out_MN.to(x_MK.dtype), grad_x_MK.to(grad_MN.dtype), grad_weight_NK.to(weight_NK.dtype)
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The nearest numbers of the format, ties to even, in fp32, and what they are to be multiplied by."""
+def rounded(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """The nearest numbers of the format, ties to even, in fp32, and what they are to be multiplied by.
+
+    That is one number, or one for each of those that lie along a dimension.
+    """
     limits = torch.finfo(dtype)
-    scale = x.abs().max().float().clamp(min=SMALLEST_AMAX) * (1 / limits.max)
+    largest = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = largest.float().clamp(min=SMALLEST_AMAX) * (1 / limits.max)
     values = x.float() * scale.reciprocal()
     exponent = (torch.frexp(values).exponent - 1).clamp(min=round(math.log2(limits.smallest_normal)))
     step = torch.ldexp(torch.full_like(values, limits.eps), exponent)  # between neighbours at this magnitude

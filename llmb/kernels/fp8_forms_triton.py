@@ -75,10 +75,10 @@ def store_rows(
 ):  # fmt: skip
     """A tile, divided by its scale and rounded, as it lies."""
     base = ptr + (token.to(tl.int64) * stride + channel)
-    _store_fourth(eight_bits(x0, inverse, E5M2), base, stride, n - token, K - channel, 0, QUADS, CHANNELS)
-    _store_fourth(eight_bits(x1, inverse, E5M2), base, stride, n - token, K - channel, 1, QUADS, CHANNELS)
-    _store_fourth(eight_bits(x2, inverse, E5M2), base, stride, n - token, K - channel, 2, QUADS, CHANNELS)
-    _store_fourth(eight_bits(x3, inverse, E5M2), base, stride, n - token, K - channel, 3, QUADS, CHANNELS)
+    store_fourth(eight_bits(x0, inverse, E5M2), base, stride, n - token, K - channel, 0, QUADS, CHANNELS)
+    store_fourth(eight_bits(x1, inverse, E5M2), base, stride, n - token, K - channel, 1, QUADS, CHANNELS)
+    store_fourth(eight_bits(x2, inverse, E5M2), base, stride, n - token, K - channel, 2, QUADS, CHANNELS)
+    store_fourth(eight_bits(x3, inverse, E5M2), base, stride, n - token, K - channel, 3, QUADS, CHANNELS)
 
 
 @triton.jit
@@ -87,12 +87,18 @@ def store_columns(
     E5M2: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """A tile, divided by its scale and rounded, transposed, in words of four tokens; a row has `stride` words."""
-    words = _byte(x0, inverse, E5M2) | (_byte(x1, inverse, E5M2) << 8)
-    words |= (_byte(x2, inverse, E5M2) << 16) | (_byte(x3, inverse, E5M2) << 24)
+    words = packed(x0, x1, x2, x3, inverse, E5M2)
     k, quad = tl.arange(0, CHANNELS)[:, None], tl.arange(0, QUADS)[None, :]
     base = words_ptr + (channel.to(tl.int64) * stride + token // 4)
     inside = (channel + k < K) & (token // 4 + quad < stride)
     tl.store(base + (k * stride + quad), tl.trans(words), mask=inside)
+
+
+@triton.jit
+def packed(x0, x1, x2, x3, inverse, E5M2: tl.constexpr):
+    """Four tokens of a channel in a word, divided by their scale and rounded."""
+    words = _byte(x0, inverse, E5M2) | (_byte(x1, inverse, E5M2) << 8)
+    return words | (_byte(x2, inverse, E5M2) << 16) | (_byte(x3, inverse, E5M2) << 24)
 
 
 @triton.jit
@@ -114,10 +120,11 @@ def _tokens(FOURTH: tl.constexpr, QUADS: tl.constexpr):
 
 
 @triton.jit
-def _store_fourth(
+def store_fourth(
     values, base, stride, tokens_left, channels_left,
     FOURTH: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    """Every fourth token of a tile, from this one on, in 8 bits already."""
     t, k = _tokens(FOURTH, QUADS), tl.arange(0, CHANNELS)[None, :]
     tl.store(base + (t * stride + k), values, mask=(t < tokens_left) & (k < channels_left))
 

@@ -1,125 +1,159 @@
-"""The experts' products in 8 bits: `grouped.py` as `fp8.py` would compute it.
+"""The experts' products in 8 bits: `grouped.py` with operands as `fp8_group_forms.py` makes them.
 
     y_NO = fp8_grouped_product(x_NI, weight_EOI, ends_E)      # rows of group e: y = x @ weight[e].T
 
-One scale for all rows and one for all groups' weights, so each tensor is cast once. The rows of every group are padded
-with zeros to a multiple of 16, because the weight's gradient sums over them. Then each group has its own product:
-torch's grouped kernel takes no e5m2 gradients. The loop reads the groups' sizes on the host, so the device runs dry
-there for a moment, and such a layer cannot be captured in a CUDA graph.
+On a GPU each of the three products is one kernel for all groups, `torch._scaled_grouped_mm`, and their sizes never
+leave the device. It runs on Hopper only, takes e4m3 only, and gives bf16: a gradient that is wanted in fp32 is widened
+afterwards, and has lost much less by that than by its 8-bit operands. Anywhere else the same arithmetic is done on the
+same 8-bit values in fp32.
 
-Shapes: N rows of all groups, P with padding, E groups, I inputs, O outputs.
+    y  = x @ weight.T    rows of x     with rows of the weight       a scale for each row, and for each output
+    dx = dy @ weight     rows of dy    with columns of the weight    a scale for each row, and for each input
+    dw = dy.T @ x        columns of dy with columns of x             a scale for each output and input of a group
+
+The forward product adds with fewer bits, which is faster; the backward ones do not.
+
+Shapes: N rows of all groups, E groups, I inputs, O outputs, P places of columns.
 """
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from llmb.kernels.fp8 import E4M3, E5M2, MULTIPLE, Fp8, cast, product, rounded, scale_of
-from llmb.kernels.triton_device import rehearsing
+from llmb.kernels.forms import E4M3
+from llmb.kernels.fp8 import rounded
+from llmb.kernels.fp8_group_forms import GroupForms, Groups, WeightForms, groups_of, in_groups, weight_in_groups
+from llmb.kernels.triton_device import on_gpu
+from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
+
+OUT = torch.bfloat16  # of the hardware's grouped products
+
+_already_cast = WeakIdKeyDictionary()  # rows that are still alive -> (their version, ends_E, Groups, GroupForms)
 
 
-class Padded(NamedTuple):
-    """Where rows go when each group is padded."""
+def fp8_grouped_product(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kept: WeightForms | None = None) -> Tensor:
+    """Each group's rows times its weight with 8-bit operands; inputs and outputs must be multiples of 16.
 
-    bounds: list[int]  # of the groups, padded: group e is rows bounds[e] to bounds[e + 1]
-    places_N: Tensor  # of each row among the padded
-
-    def spread(self, x_NI: Tensor) -> Tensor:
-        """Each row in its place, zeros between."""
-        padded_PI = x_NI.new_zeros(self.bounds[-1], x_NI.shape[1])
-        return padded_PI.index_copy_(0, self.places_N, x_NI)
-
-    def gather(self, padded_PO: Tensor) -> Tensor:
-        """The rows without the padding."""
-        return padded_PO.index_select(0, self.places_N)
+    A weight that stays where it is may have forms that are kept from one call to the next.
+    """
+    return _Fp8GroupedProduct.apply(x_NI, weight_EOI, *_rows_in_fp8(x_NI, ends_E), kept)
 
 
-def padded_groups(ends_E: Tensor, rows: int) -> Padded:
-    """The layout for groups that end at these rows; waits for the device."""
-    ends = even_ends(len(ends_E), rows) if rehearsing() else ends_E.tolist()
-    bounds = [0]
-    for start, end in pairwise([0, *ends]):
-        bounds.append(bounds[-1] + -(-(end - start) // MULTIPLE) * MULTIPLE)
-    shifts_E = torch.tensor(
-        [to - start for to, start in zip(bounds[:-1], [0, *ends[:-1]], strict=True)], device=ends_E.device
-    )
-    places_N = torch.arange(rows, device=ends_E.device)
-    return Padded(bounds, places_N + shifts_E[torch.searchsorted(ends_E, places_N, right=True)])
-
-
-def even_ends(groups: int, rows: int) -> list[int]:
-    """Where groups end that differ by no more than one row: where tensors have no values, so much is assumed."""
-    return [(group + 1) * rows // groups for group in range(groups)]
-
-
-_already_cast = WeakIdKeyDictionary()  # rows that are still alive -> (their version, ends_E, Padded, Fp8)
-
-
-def _rows_in_fp8(x_NI: Tensor, ends_E: Tensor) -> tuple[Padded, Fp8]:
-    """Padded and cast once for all layers that read the same rows, as gate and up do."""
-    version, ends, layout, made = _already_cast.get(x_NI, (None, None, None, None))
+def _rows_in_fp8(x_NI: Tensor, ends_E: Tensor) -> tuple[Groups, GroupForms]:
+    """Cast once for all layers that read the same rows, as gate and up do."""
+    version, ends, groups, made = _already_cast.get(x_NI, (None, None, None, None))
     if version != x_NI._version or ends is not ends_E:
         with torch.no_grad():
-            layout = padded_groups(ends_E, len(x_NI))
-            made = cast(layout.spread(x_NI), scale_of(x_NI, E4M3), E4M3, rows=True, columns=True)
-        _already_cast[x_NI] = (x_NI._version, ends_E, layout, made)
-    return layout, made
+            groups = groups_of(ends_E, len(x_NI))
+            made = in_groups(x_NI, groups, rows=True, columns=True)
+        _already_cast[x_NI] = (x_NI._version, ends_E, groups, made)
+    return groups, made
 
 
 class _Fp8GroupedProduct(torch.autograd.Function):
+    """Keeps the rows in 8 bits for the backward pass, as columns."""
+
     @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_EOI: Tensor, layout: Padded, x8: Fp8) -> Tensor:
-        w8 = cast(weight_EOI.flatten(0, 1), scale_of(weight_EOI, E4M3), E4M3, rows=True)
-        ctx.save_for_backward(x8.columns, x8.scale, weight_EOI, w8.scale, layout.places_N)
-        ctx.bounds = layout.bounds
-        scales, weights_EOI = (x8.scale, w8.scale), w8.rows.view(weight_EOI.shape)
-        out_PO = x_NI.new_empty(layout.bounds[-1], weight_EOI.shape[1])
-        for weight_OI, (start, end) in zip(weights_EOI, pairwise(layout.bounds), strict=True):
-            if start < end:
-                out_PO[start:end] = product(x8.rows[start:end], weight_OI, scales, x_NI.dtype, fast=True)
-        return layout.gather(out_PO)
+    def forward(
+        ctx: Any, x_NI: Tensor, weight_EOI: Tensor, groups: Groups, x8: GroupForms, kept: WeightForms | None
+    ) -> Tensor:
+        ctx.save_for_backward(x8.columns, x8.column_scales, weight_EOI, *groups)
+        ctx.kept, ctx.weight = kept, weight_EOI  # itself, with the gradient it has
+        if kept is None:
+            w8 = weight_in_groups(weight_EOI.to(x_NI.dtype), rows=True)
+        else:
+            w8 = kept.of(weight_EOI, x_NI.dtype, anew=_is_recorded(weight_EOI))
+        return _times(x8, _matrices(w8.rows, w8.row_scales, weight_EOI), groups.ends_E, fast=True).to(x_NI.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x_columns_IP, x_scale, weight_EOI, w_scale, places_N = ctx.saved_tensors
-        layout = Padded(ctx.bounds, places_N)
-        g8 = cast(layout.spread(grad_NO), scale_of(grad_NO, E5M2), E5M2, rows=True, columns=True)
-        outputs = weight_EOI.shape[1]
-        groups = [(e, *bounds) for e, bounds in enumerate(pairwise(ctx.bounds)) if bounds[0] < bounds[1]]
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x_columns_IP, x_scales_EI, weight_EOI, *found = ctx.saved_tensors
+        groups, (wants_x, wants_weight) = Groups(*found), ctx.needs_input_grad[:2]
+        g8 = in_groups(grad_NO, groups, rows=wants_x, columns=wants_weight)
         grad_x_NI = grad_weight_EOI = None
-        if ctx.needs_input_grad[0]:
-            w8 = cast(weight_EOI.flatten(0, 1), w_scale, E4M3, columns=True)
-            grad_x_PI = grad_NO.new_empty(ctx.bounds[-1], weight_EOI.shape[2])
-            for e, start, end in groups:
-                weight_IO = w8.columns[:, e * outputs : (e + 1) * outputs]
-                grad_x_PI[start:end] = product(g8.rows[start:end], weight_IO, (g8.scale, w_scale), grad_NO.dtype)
-            grad_x_NI = layout.gather(grad_x_PI)
-        if ctx.needs_input_grad[1]:
-            scales = (g8.scale, x_scale)
-            grad_weight_EOI = torch.zeros_like(weight_EOI)
-            for e, start, end in groups:
-                rows = slice(start, end)
-                grad_weight_EOI[e] = product(g8.columns[:, rows], x_columns_IP[:, rows], scales, weight_EOI.dtype)
-        return grad_x_NI, grad_weight_EOI, None, None
+        if wants_x:
+            if ctx.kept is None:
+                w8 = weight_in_groups(weight_EOI.to(grad_NO.dtype), columns=True)
+            else:
+                w8 = ctx.kept.of(weight_EOI, grad_NO.dtype)
+            grad_x_NI = _times(g8, (w8.columns, w8.column_scales), groups.ends_E).to(grad_NO.dtype)
+            del w8
+        if wants_weight:
+            left, right = (g8.columns, g8.column_scales), (x_columns_IP, x_scales_EI)
+            grad_weight_EOI = _outer(left, right, groups.places_E)
+            if (total_EOI := growing_gradient(ctx.weight)) is not None:
+                total_EOI.add_(grad_weight_EOI)
+                grad_weight_EOI = None
+            else:
+                grad_weight_EOI = grad_weight_EOI.to(gradient_dtype(ctx.weight))
+        return grad_x_NI, grad_weight_EOI, None, None, None
 
 
-def fp8_grouped_product(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Each group's rows times its weight with 8-bit operands; inputs and outputs must be multiples of 16."""
-    return _Fp8GroupedProduct.apply(x_NI, weight_EOI, *_rows_in_fp8(x_NI, ends_E))
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether what is done now goes into a CUDA graph, whose replays will find other values here."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+Scaled = tuple[Any, Any]  # 8-bit values and their scales
+
+
+def _matrices(rows: Any, scales: Any, weight_EOI: Tensor) -> Scaled:
+    """A weight's rows, matrix by matrix."""
+    return rows.view(weight_EOI.shape), scales.view(weight_EOI.shape[:2])
+
+
+def _times(left: GroupForms, right: Scaled, ends_E: Tensor, fast: bool = False) -> Tensor:
+    """Each group's rows times the rows of its matrix, [N, M]; `fast` lets the GPU add with fewer bits."""
+    rows_NK, scales_N = left.rows, left.row_scales
+    matrices_EMK, scales_EM = right
+    assert rows_NK is not None
+    assert scales_N is not None
+    if on_gpu(rows_NK):
+        return torch._scaled_grouped_mm(
+            rows_NK, matrices_EMK.transpose(1, 2), scales_N, scales_EM, ends_E, out_dtype=OUT, use_fast_accum=fast
+        )
+    made = rows_NK.new_empty(len(rows_NK), matrices_EMK.shape[1], dtype=OUT)
+    for group, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+        sums = rows_NK[start:end].float() @ matrices_EMK[group].float().T
+        made[start:end] = sums * scales_N[start:end, None] * scales_EM[group]
+    return made
+
+
+def _outer(left: Scaled, right: Scaled, places_E: Tensor) -> Tensor:
+    """The sum over each group's places of left x right, [E, A, B]."""
+    (left_AP, scales_EA), (right_BP, scales_EB) = left, right
+    if on_gpu(left_AP):
+        return torch._scaled_grouped_mm(
+            left_AP, right_BP.T, scales_EA.flatten(), scales_EB.flatten(), places_E, out_dtype=OUT
+        )
+    made = left_AP.new_empty(len(places_E), len(left_AP), len(right_BP), dtype=OUT)
+    for group, (start, end) in enumerate(pairwise([0, *places_E.tolist()])):
+        sums = left_AP[:, start:end].float() @ right_BP[:, start:end].float().T
+        made[group] = sums * scales_EA[group, :, None] * scales_EB[group]
+    return made
 
 
 def fp8_grouped_product_reference(
     x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, grad_NO: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output and both gradients, group by group, without padding."""
-    (x, x_scale), (weight, w_scale) = rounded(x_NI, E4M3), rounded(weight_EOI, E4M3)
-    grad, g_scale = rounded(grad_NO, E5M2)
-    groups = [slice(start, end) for start, end in pairwise([0, *ends_E.tolist()])]
-    out = torch.cat([x[rows] @ matrix.T for rows, matrix in zip(groups, weight, strict=True)]) * (x_scale * w_scale)
-    grad_x = torch.cat([grad[rows] @ matrix for rows, matrix in zip(groups, weight, strict=True)])
-    grad_weight = torch.stack([grad[rows].T @ x[rows] for rows in groups]) * (g_scale * x_scale)
-    return out.to(x_NI.dtype), (grad_x * (g_scale * w_scale)).to(grad_NO.dtype), grad_weight.to(weight_EOI.dtype)
+    """The output and both gradients, group by group, with the rounding spelled out and no 8-bit type in sight."""
+    out_NO, grad_x_NI = torch.empty_like(grad_NO), torch.empty_like(x_NI)
+    grad_weight_EOI = torch.zeros_like(weight_EOI)
+    for group, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+        if start == end:
+            continue
+        x, weight, grad = x_NI[start:end], weight_EOI[group].to(x_NI.dtype), grad_NO[start:end]
+        out_NO[start:end] = _rounded_product(x, weight.T).to(OUT)
+        grad_x_NI[start:end] = _rounded_product(grad, weight).to(OUT)
+        grad_weight_EOI[group] = _rounded_product(grad.T, x).to(OUT)
+    return out_NO, grad_x_NI, grad_weight_EOI
+
+
+def _rounded_product(left_AK: Tensor, right_KB: Tensor) -> Tensor:
+    """With a scale for each row on the left and each column on the right."""
+    (left, left_scales), (right, right_scales) = rounded(left_AK, E4M3, dim=1), rounded(right_KB, E4M3, dim=0)
+    return (left @ right) * left_scales * right_scales

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from llmb.kernels.adam import adam_update
 from llmb.rank.adamw import BETAS, EPS, WEIGHT_DECAY
@@ -37,7 +36,6 @@ class HalvedAdam:
                 rounding="nearest" if self._moments == torch.float32 else "stochastic",
                 seed=((self._seed << 24) + self.steps << 16) + number,
             )  # fmt: skip
-            increment_version(weight)  # a kernel's writing is not seen otherwise
 
     def make_state(self) -> None:
         """Moments of weights that were never updated, where they are missing."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from llmb.kernels.adam import exact_weight, split_weight
-from llmb.kernels.fused_embedding import embedded
 from llmb.models.architectures import Network
 from llmb.models.experts import GroupedLinear
 
@@ -44,13 +43,6 @@ class HalvedWeight(nn.Parameter):
         split_weight(whole.detach(), self.detach(), self.low)
 
 
-class FusedEmbedding(nn.Embedding):
-    """An embedding whose gradient is added to where it is."""
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return embedded(tokens_BT, self.weight)
-
-
 def halve_weights(part: Network, gradients: torch.dtype) -> None:
     """Every matrix that is computed with in bf16, few at a time: no more of them are there in both forms.
 
@@ -66,8 +58,6 @@ def halve_weights(part: Network, gradients: torch.dtype) -> None:
                 one.weight = HalvedWeight.of(one.weight, gradients, upper)
         if isinstance(module, nn.Linear | nn.Embedding | GroupedLinear) and not isinstance(module.weight, HalvedWeight):
             module.weight = HalvedWeight.of(module.weight, gradients)
-        if type(module) is nn.Embedding:
-            module.__class__ = FusedEmbedding
 
 
 def joint(neighbours: Sequence[Tensor]) -> Tensor:

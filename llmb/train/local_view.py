@@ -30,7 +30,7 @@ def _gradient_placement(placement: Placement) -> Placement:
     return Partial() if isinstance(placement, Replicate) else placement
 
 
-def _is_put_away(parameter: DTensor) -> bool:
+def is_put_away(parameter: DTensor) -> bool:
     """Sharded over replicas: before it is computed with it is gathered, and another takes its place."""
     names = parameter.device_mesh.mesh_dim_names or ()
     return any(
@@ -43,6 +43,6 @@ def _is_put_away(parameter: DTensor) -> bool:
 def _with_local_view(kind: type[nn.Module]) -> type[nn.Module]:
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = kind.__getattr__(self, name)
-        return local_part(value) if isinstance(value, DTensor) and not _is_put_away(value) else value
+        return local_part(value) if isinstance(value, DTensor) and not is_put_away(value) else value
 
     return type(kind.__name__, (kind,), {"__getattr__": __getattr__, "__module__": kind.__module__})

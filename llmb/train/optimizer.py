@@ -72,6 +72,8 @@ class Optimizer:
         self.adamw.found_inf = finite.logical_not().float()  # type: ignore[attr-defined]
         self.adamw.step()
         self.halves.update(gradients, lr, scale.reciprocal().where(finite, torch.nan))
+        # No fused step says so, and what was made of weights must be made anew.
+        torch.autograd.graph.increment_version([local(parameter) for parameter in self.parameters.values()])
         self.drop_gradients()
         return norm
 

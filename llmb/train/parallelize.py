@@ -7,8 +7,9 @@
  5. experts, and 6. tensors: weights cut among ranks, exchanges of activations around the blocks;
  7. what becomes of activations, around whatever the layers have become: computed again or offloaded, whole layers each;
  8. replicas: what is left of each weight, sharded over the ranks that would hold the same;
- 9. weights: until here the model had shapes only, so no rank ever holds more than its own part;
-10. on one rank, the two halves of each weight: see `halves.py`.
+ 9. experts' weights in 8 bits, kept where replicas do not share them;
+10. weights: until here the model had shapes only, so no rank ever holds more than its own part;
+11. on one rank, the two halves of each weight: see `halves.py`.
 
 CUDA graphs come last of all, around a micro-batch of the finished model: see `graphs.py`.
 """
@@ -33,7 +34,7 @@ from llmb.train.mesh import Mesh
 from llmb.train.offload import offload
 from llmb.train.optimizer import Optimizer
 from llmb.train.pipeline import copied_weights, own_parts
-from llmb.train.precision import compute_in_bf16, compute_in_fp8
+from llmb.train.precision import compute_in_bf16, compute_in_fp8, keep_forms
 from llmb.train.sharding import lay_out, shard
 from llmb.train.tensor_parallel import split_tensors
 
@@ -93,6 +94,7 @@ def prepare(part: Network, config: RunConfig, work: Training, mesh: Mesh) -> Non
     recompute(part, work.recompute_layers)
     offload(part, first=work.recompute_layers, layers=work.offload_layers)
     shard(part, mesh, config.precision.dtype)
+    keep_forms(part)
 
 
 def balance_experts(network: Network) -> None:

@@ -2,7 +2,8 @@
 
 Of a step's micro-batches only those are computed that differ: the first, which finds no gradients, one from the middle,
 and the last, which reduces them. The others are like the middle one, and a pipeline's are put together in the order of
-torch's own schedule. Optimizer state is there from the start, as it is from the second step on.
+torch's own schedule. Optimizer state and weights that are kept in 8 bits are there from the start, as they are from
+the second step on.
 """
 
 import math
@@ -23,6 +24,7 @@ from llmb.train.fused_llama import begin_step
 from llmb.train.mesh import Mesh
 from llmb.train.parallelize import halve, optimizer_of, shaped_parts
 from llmb.train.pipeline import TIED, stream_between
+from llmb.train.precision import Fp8GroupedLinear
 from llmb.train.sharding import before_micro_batch, lay_out
 from llmb.train.watch import Watch
 
@@ -78,6 +80,9 @@ class Rank:
             lay_out(part)
             halve(part, config)
             begin_step(part)
+            for module in part.modules():
+                if isinstance(module, Fp8GroupedLinear):
+                    module.make_forms()
         self._footprint.claim(WEIGHTS)
         self.optimizer = optimizer_of(self.parts, work, mesh)
         whole = [one for group in self.optimizer.adamw.param_groups for one in group["params"]]

@@ -41,7 +41,7 @@ def supported_workload(config: RunConfig) -> Training:
         f"cuda_graphs=true with offload_layers={work.offload_layers}": work.cuda_graphs and work.offload_layers > 0,
         f"cuda_graphs=true with experts in {config.precision.dtype}": work.cuda_graphs
         and config.model.experts is not None
-        and config.precision.dtype != "bf16",  # the others read the experts' loads on the host
+        and config.precision.dtype == "fp32",  # it reads the experts' loads on the host
         "gpu_metrics=true (needs Nsight Systems)": config.profile.gpu_metrics and not watched_by_nsight(),
     }
     refused = [setting for setting, asked in settings.items() if asked]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from llmb.kernels.fp8 import MULTIPLE
 from llmb.train.footprint import Footprint
 
 aten = torch.ops.aten
@@ -27,6 +28,12 @@ def _product(left: Tensor, right: Tensor) -> int:
     return 2 * left.numel() * right.shape[-1]
 
 
+def _scaled_grouped(left: Tensor, right: Tensor, _left_scales: Tensor, _right_scales: Tensor, ends: Tensor) -> int:
+    """Likewise; where groups are summed over, `fp8_group_forms.places_of` has made room for zeros in each."""
+    zeros = len(ends) * MULTIPLE if right.dim() == 2 else 0
+    return 2 * len(left) * (left.shape[1] - zeros) * right.shape[-1]
+
+
 FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten.mm: lambda args: _product(args[0], args[1]),
     aten.bmm: lambda args: _product(args[0], args[1]),
@@ -34,6 +41,7 @@ FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten.addmm_: lambda args: _product(args[1], args[2]),
     aten._scaled_mm: lambda args: _product(args[0], args[1]),
     aten._grouped_mm: lambda args: _product(args[0], args[1]),
+    aten._scaled_grouped_mm: lambda args: _scaled_grouped(*args[:5]),
 }
 # What a CUDA kernel takes besides its result.
 WORKSPACES: dict[Any, Callable[[tuple[Any, ...]], int]] = {

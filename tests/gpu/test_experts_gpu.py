@@ -219,8 +219,10 @@ def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu(model: Model) -> None:
 
 
 @pytest.mark.parametrize("model", [GROK_LAYER, DEEPSEEK_LAYERS], ids=lambda m: m.architecture)
-@pytest.mark.parametrize("recompute_layers", [0, 1])
-def test_layers_of_true_width_train(tmp_path: Path, model: Model, recompute_layers: int) -> None:
+@pytest.mark.parametrize(("dtype", "recompute_layers"), [("bf16", 0), ("bf16", 1), ("fp8", 0)])
+def test_layers_of_true_width_train(tmp_path: Path, model: Model, dtype: str, recompute_layers: int) -> None:
+    if dtype == "fp8" and torch.cuda.get_device_capability(GPU) != (9, 0):
+        pytest.skip("torch's grouped 8-bit products need Hopper")
     config = RunConfig(
         name="gpu",
         target="pretrain",
@@ -229,7 +231,7 @@ def test_layers_of_true_width_train(tmp_path: Path, model: Model, recompute_laye
         machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
         model=model,
         parallel=Parallel(),
-        precision=Precision(dtype="bf16"),
+        precision=Precision(dtype=dtype),
         # A rate for few tokens a step: at 3e-4 layers as wide as DeepSeek's jump about.
         workload=Training(
             seqlen=4096, mbs=1, gbs=1, ga=1, steps=8, window=(5, 8), lr=3e-5, recompute_layers=recompute_layers

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from llmb.events import RunEnded, StepDone, read
 from llmb.kernels.fp8 import E4M3, E5M2, cast, fp8_linear, fp8_linear_reference, scale_of
-from llmb.kernels.fp8_grouped import fp8_grouped_product, fp8_grouped_product_reference
 from llmb.plain import to_plain
 from llmb.rank.record import Record
 from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
@@ -113,19 +112,6 @@ def test_what_is_not_a_number_is_never_clipped(lost: float, where: str) -> None:
     out, grad_x, grad_weight = results(**named)
     touched = {"x": (out, grad_weight), "weight": (out, grad_x), "grad": (grad_x, grad_weight)}[where]
     assert all(t.isnan().all() for t in touched)
-
-
-@pytest.mark.parametrize("sizes", [[512, 512], [1, 0, 700, 323]], ids=str)
-def test_grouped_products(sizes: list[int]) -> None:
-    x, weight, grad = operands(sum(sizes), 512, 256 * len(sizes))
-    weight = weight.detach().view(len(sizes), 256, 512).requires_grad_()
-    grad, ends = grad[:, :256].contiguous(), torch.tensor(sizes, device=GPU).cumsum(0).int()
-    out = fp8_grouped_product(x, weight, ends)
-    found = (out, *torch.autograd.grad(out, (x, weight), grad))
-    wanted = fp8_grouped_product_reference(x.detach(), weight.detach(), ends, grad)
-    for ours, theirs, near in zip(found, wanted, (0.02, 0.005, 0.005), strict=True):
-        assert relative_error(ours, theirs) < near
-    assert [(w == 0).all().item() for w in found[2]] == [size == 0 for size in sizes]
 
 
 def steps_of(config: RunConfig, folder: Path) -> list[StepDone]:

@@ -93,6 +93,7 @@ def assert_same_course(ours: list[StepDone], theirs: list[StepDone], again: list
         ("llama", "fp8", {"recompute_layers": 3}),
         ("nemotron_h", "bf16", {}),
         ("grok1", "bf16", {}),
+        ("grok1", "fp8", {}),
     ],
     ids=str,
 )

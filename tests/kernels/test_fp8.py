@@ -17,7 +17,6 @@ from llmb.kernels.fp8 import (
     fp8_linear_reference,
     scale_of,
 )
-from llmb.kernels.fp8_grouped import fp8_grouped_product, fp8_grouped_product_reference
 
 SHAPES = [(16, 16, 16), (64, 32, 48), (128, 256, 64), (48, 512, 1024)]  # tokens, inputs, outputs
 # Half a step between neighbours, relative to the number: 2^-4 with 3 bits of mantissa, 2^-3 with 2.
@@ -154,43 +153,3 @@ def test_the_triton_cast_writes_both_layouts(
             cast_tiles(x, scale, none, columns)
         assert torch.equal(rows.float(), values)
         assert torch.equal(columns.float(), values.T)
-
-
-GROUP_SIZES = [[16, 32, 16], [1, 0, 40, 23], [0, 0, 5], [64]]
-
-
-@pytest.mark.parametrize("sizes", GROUP_SIZES, ids=str)
-def test_grouped_products_equal_their_reference(sizes: list[int]) -> None:
-    x, weight, grad = grouped_operands(sizes)
-    ends = torch.tensor(sizes).cumsum(0).int()
-    out = fp8_grouped_product(x, weight, ends)
-    found = (out, *torch.autograd.grad(out, (x, weight), grad))
-    wanted = fp8_grouped_product_reference(x.detach(), weight.detach(), ends, grad)
-    for name, ours, theirs in zip(("out", "grad of x"), found[:2], wanted[:2], strict=True):
-        assert torch.equal(ours, theirs), f"{name}: {relative_error(ours, theirs):.1e}"
-    # The same summands, with zeros of the padding among them: another order of adding in fp32.
-    assert torch.allclose(found[2], wanted[2], rtol=1e-5, atol=1e-6 * wanted[2].abs().max().item())
-    assert [(w == 0).all().item() for w in found[2]] == [size == 0 for size in sizes]
-
-
-def test_one_group_is_one_linear_layer() -> None:
-    x, weight, grad = grouped_operands([64])
-    out = fp8_grouped_product(x, weight, torch.tensor([64], dtype=torch.int32))
-    plain = fp8_linear(x, weight[0])
-    assert torch.equal(out, plain)
-    for ours, theirs in zip(*(torch.autograd.grad(o, (x, weight), grad) for o in (out, plain)), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("lost", [math.nan, math.inf])
-def test_what_is_not_a_number_reaches_all_groups(lost: float) -> None:
-    x, weight, grad = grouped_operands([20, 44])
-    x.data[3, 3] = lost
-    out = fp8_grouped_product(x, weight, torch.tensor([20, 64], dtype=torch.int32))
-    assert out.isnan().all()
-    assert torch.autograd.grad(out, weight, grad)[0].isnan().all()
-
-
-def grouped_operands(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    x, weight, grad = operands(sum(sizes), 32, len(sizes) * 48)
-    return x, weight.detach().view(len(sizes), 48, 32).requires_grad_(), grad[:, :48].contiguous()

@@ -18,9 +18,9 @@ from llmb.spec import Experts, Parallel
 from llmb.train.expert_parallel import on_host, split_experts
 from llmb.train.initial_weights import slice_like
 from llmb.train.mesh import divided
-from llmb.train.optimizer import local
+from llmb.train.optimizer import Optimizer, local
 from llmb.train.parallelize import recompute
-from llmb.train.precision import Fp8GroupedLinear
+from llmb.train.precision import Fp8GroupedLinear, keep_forms
 
 EXPERTS = Experts(count=8, top_k=2, ffn=32, renormalise=False)
 TOKENS = 24  # of all ranks
@@ -164,6 +164,30 @@ def test_dispatch_equals_one_process_when_computed_again() -> None:
     assert max(differences(again, of_one_process(weights)).values()) < 1e-5
 
 
+def after_an_update(rank: int, degrees: dict[str, int], weights: dict[str, torch.Tensor]) -> list[bool]:
+    """Whether this rank's experts make the same of its rows with forms that are kept and without."""
+    dist.init_process_group("gloo")
+    mesh = divided(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
+    block = mixture()
+    in_fp8(block)
+    split_experts(block, mesh)
+    load(block, weights)
+    keep_forms(block)
+    x_NC, slope_NC = (x.chunk(mesh.world_size)[rank] for x in inputs())
+    before = computed(block, x_NC, slope_NC, "plain")[0]
+    optimizer = Optimizer(block.named_parameters(), mesh, 0.1, set())
+    optimizer.update(0.1)
+    kept = block(x_NC).detach()
+    for layer in (block.gate, block.up, block.down):
+        layer.forms = None
+    return [torch.equal(kept, block(x_NC).detach()), not torch.equal(kept, before)]
+
+
+def test_forms_that_are_kept_of_split_experts_follow_updates() -> None:
+    found = on_ranks(2, after_an_update, {"dp": 2, "ep": 2}, weights_for("all"))
+    assert found == [[True, True]] * 2
+
+
 @pytest.mark.parametrize("routing", ["all", "two experts", "none on the first"])
 def test_dispatch_in_fp8_is_as_near_to_exact_as_that_of_one_process(routing: str) -> None:
     """Each rank has scales of its own, so numbers are rounded differently, but no more than by one process."""
@@ -223,6 +247,9 @@ def test_a_rehearsal_sends_every_row_and_as_many_to_each_rank(monkeypatch: pytes
         ("grok1", {"tp": 2, "cp": 2, "ep": 2, "etp": 2}, {"balanced_experts": True}, 1e-5),
         ("deepseek", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, {}, 1e-5),
         ("deepseek", {"dp": 2, "ep": 2}, {"dtype": "bf16"}, 2e-2),
+        ("grok1", {"dp": 2, "ep": 2}, {"dtype": "fp8", "balanced_experts": True}, 6e-2),
+        ("grok1", {"dp": 2}, {"dtype": "fp8", "balanced_experts": True, "fsdp": True}, 6e-2),
+        ("grok1", {"dp": 2}, {"dtype": "fp8", "balanced_experts": True}, 6e-2),
     ],
     ids=str,
 )

@@ -7,14 +7,23 @@ import torch
 from small_models import SMALL_MODELS
 from torch import nn
 
+from llmb.errors import ConfigError
 from llmb.kernels.fp8 import fp8_linear
 from llmb.models.architectures import build_model
 from llmb.models.experts import GroupedLinear, Router
 from llmb.spec import Model
-from llmb.train import precision
+from llmb.train import parallelize, precision
 from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
-from llmb.train.precision import CastLinear, Fp8GroupedLinear, Fp8Linear, compute_in_bf16, compute_in_fp8
+from llmb.train.precision import (
+    CastLinear,
+    Fp8GroupedLinear,
+    Fp8Linear,
+    FusedEmbedding,
+    compute_in_bf16,
+    compute_in_fp8,
+    keep_forms,
+)
 
 CPU = torch.device("cpu")
 MODEL = Model(
@@ -81,7 +90,7 @@ def test_fp8_is_in_the_stack_and_nowhere_else(name: str, monkeypatch) -> None:
     assert Fp8Linear in kinds
     assert not kinds & {nn.Linear, CastLinear, GroupedLinear}
     assert (Fp8GroupedLinear in kinds) == (SMALL_MODELS[name].experts is not None)
-    assert type(network.embedding) is nn.Embedding
+    assert type(network.embedding) is FusedEmbedding
     assert network.head is None or type(network.head) is CastLinear
 
     rounded: list[torch.dtype] = []
@@ -160,3 +169,42 @@ def test_balanced_experts(trained) -> None:
     refused = trained(balanced_experts=True)
     assert refused.code == 1
     assert refused.ended().reason == "balanced_experts=true: model tiny has no experts"
+
+
+def trained_experts() -> tuple:
+    """A small network with experts in fp8 whose weights stay, after a backward pass."""
+    network = build_model(SMALL_MODELS["grok1"])
+    network.init_weights(1)
+    compute_in_fp8(network, CPU)
+    keep_forms(network)
+    tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
+    network(tokens[:, :-1], tokens[:, 1:]).backward()
+    return network, tokens
+
+
+def test_experts_are_cast_anew_after_an_update() -> None:
+    """Torch's fused AdamW changes weights without a sign of it; the optimizer gives one."""
+    network, tokens = trained_experts()
+    layers = [module for module in network.modules() if isinstance(module, Fp8GroupedLinear)]
+    assert all(layer.forms is not None for layer in layers)
+    before = [layer.forms.of(layer.weight, torch.bfloat16).rows.view(torch.uint8).clone() for layer in layers]
+    Optimizer(network.named_parameters(), Mesh(0, 1, CPU), 0.1, set()).update(0.1)
+    loss = network(tokens[:, :-1], tokens[:, 1:])
+    for layer, old in zip(layers, before, strict=True):
+        assert not torch.equal(layer.forms.of(layer.weight, torch.bfloat16).rows.view(torch.uint8), old)
+        layer.forms = None
+    assert torch.equal(network(tokens[:, :-1], tokens[:, 1:]), loss), "as if nothing were kept"
+
+
+def test_keeping_forms_changes_no_loss(trained, monkeypatch) -> None:
+    run = {"model": SMALL_MODELS["grok1"], "dtype": "fp8", "steps": 4, "ga": 2, "gbs": 4, "mbs": 2}
+    kept = trained(**run).losses()
+    monkeypatch.setattr(parallelize, "keep_forms", lambda part: None)
+    assert trained(**run).losses() == kept
+
+
+def test_experts_in_fp8_need_hopper(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    compute_in_fp8(build_model(MODEL), torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"experts needs a GPU of compute capability 9\.0 .* this one has 10\.0"):
+        compute_in_fp8(build_model(SMALL_MODELS["grok1"]), torch.device("cuda"))

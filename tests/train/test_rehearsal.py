@@ -62,10 +62,11 @@ def test_a_row_agrees_with_the_closed_forms(named: tuple) -> None:
     check(config, rehearse(config))
 
 
-def test_one_layer_at_its_true_width() -> None:
-    """Where the gradient of a single weight is a large part of the peak."""
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_one_layer_at_its_true_width(dtype: str) -> None:
+    """Where the gradient of a single weight is a large part of the peak, and in fp8 what is kept of the weights."""
     wishes = tuple(Setting(field=field, value=value, source="test") for field, value in (("gbs", 2), ("seqlen", 4096)))
-    request = Request(size="314b", dtype="bf16", gpus=1, gpu="h200", proxy="true-width", settings=wishes)
+    request = Request(size="314b", dtype=dtype, gpus=1, gpu="h200", proxy="true-width", settings=wishes)
     config = resolve(RECIPES["pretrain_grok1"], request)
     assert config.model.layers == 1
     check(config, rehearse(config))
