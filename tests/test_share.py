@@ -36,9 +36,20 @@ def test_the_flops_of_all_ranks_are_the_steps(model: Model) -> None:
 
 
 def test_recomputed_layers_cost_a_third_more() -> None:
-    plain, again = rank_flops(run(LLAMA_70B)), rank_flops(run(LLAMA_70B, recompute_layers=80))
-    head = 6 * 8192 * LLAMA_70B.hidden * LLAMA_70B.vocab
+    plain, again = (rank_flops(run(LLAMA_70B, recompute_layers=layers, tp=2)) for layers in (0, 80))
+    head = 3 * 8192 * LLAMA_70B.hidden * LLAMA_70B.vocab
     assert again - head == pytest.approx((plain - head) * 8 / 6)
+
+
+def test_recomputed_layers_by_hand_compute_no_attention_again() -> None:
+    m = LLAMA_70B
+    plain, again = (rank_flops(run(m, recompute_layers=layers)) for layers in (0, 80))
+    queries, output, gate_and_up = (
+        m.hidden * m.heads * m.head_dim,
+        m.heads * m.head_dim * m.hidden,
+        2 * m.hidden * m.ffn,
+    )
+    assert again - plain == pytest.approx(80 * 8192 * 2 * (queries + output + gate_and_up))
 
 
 def test_the_stages_of_a_pipeline_have_every_layer_once() -> None:

@@ -21,11 +21,11 @@ ROW = [
 
 
 def test_a_table_for_people_and_the_data_for_programs(capsys) -> None:
-    assert main([*ROW, "--set", "gbs=2"]) == 0
+    assert main([*ROW, "--set", "gbs=4"]) == 0
     text = capsys.readouterr().out
     assert "activations at the peak" in text
     assert "fits" in text
-    assert main([*ROW, "--set", "gbs=2", "--json"]) == 0
+    assert main([*ROW, "--set", "gbs=4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == 1_235_814_400
     assert found["peak_bytes"] > 16 * found["parameters"]

@@ -92,7 +92,7 @@ def test_equal_runs_give_equal_bits(run: Train, tmp_path: Path) -> None:
 def test_the_stream_travels_in_its_own_number_format(run: Train, dtype: str) -> None:
     """Nothing is rounded on the way. Only sums have another order: the norm, the gradient of the tied matrix.
 
-    Two steps: in the third a weight's last bit makes 8-bit numbers of others, and AdamW whole steps of their difference.
+    Two steps: in the third a last bit of a weight makes other 8-bit numbers, and AdamW whole steps of the difference.
     """
     config = small("grok1", dtype=dtype, pp=2, steps=2)
     split, whole = run(config), run(without_pipeline(config))
