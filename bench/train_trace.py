@@ -30,11 +30,12 @@ NAMES = (
     (LOSS, r"cross_?entropy|logsumexp|log_?softmax|nll|aten::(exp_|sub_|div_|gather|scatter_add_?)$"),
     (SCAN, r"\b_?(scan|states|pass|scores|score_slopes|input_slopes|key_slopes)_kernel|causal_?conv|softplus|_ssd"),
     (SMALL, r"rms_?norm|normed|norm_?beside|gated_?norm|inverse_size|sum_of_parts|swiglu|silu|gelu|relu|rotat|rope"),
-    (QUANTISING, r"cast_(tile|both)|fp8|float8|quant|amax|vector_norm|NormTwoOps|transpose|aten::(max|amax|abs)$"),
+    (QUANTISING, r"cast_(tile|both)|^_(cast|largest)$|fp8|float8|quant|amax|vector_norm|NormTwoOps|transpose"
+                 r"|aten::(max|amax|abs)$"),
     (ROUTING, r"rout|sort|topk|searchsorted|one_hot|bincount|radix|deal|visits|cumsum|aten::index_select$"),
     (SMALL, r"norm|gated|sigmoid|tanh|threshold|aten::(mul_?|add|pow|square|neg|cat)$"),
     (ADDING, r"accumulate_?grad|aten::add_$"),
-    (COPIES, r"memcpy|memset|copy|fill|zero|embedding|gather|aten::(to|clone|contiguous)$"),
+    (COPIES, r"memcpy|memset|copy|fill|zero|embedding|gather|^_add$|aten::(to|clone|contiguous)$"),
 )  # fmt: skip
 LONGEST = 8  # names listed of a class
 

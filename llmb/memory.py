@@ -13,6 +13,7 @@ from llmb.costs import BYTES, bytes_of, parameter_breakdown, parameters, stack
 from llmb.errors import ConfigError
 from llmb.hardware import GIB, gpu
 from llmb.occupancy import occupancy, offloaded
+from llmb.share import gradient_bytes
 from llmb.spec import Inference, Model, OutOfCore, Parallel, Prediction, RunConfig, Training
 
 # Training state, bytes a parameter: weights, gradients, optimizer. Adam has two moments; a master copy is fp32.
@@ -69,19 +70,20 @@ def memory_estimate(config: RunConfig) -> MemoryEstimate:
 
 def _training_memory(config: RunConfig, work: Training) -> MemoryEstimate:
     if config.engine == "native":
-        return _native_training_memory(config)
+        return _native_training_memory(config, work)
     return _foreign_training_memory(config, work)
 
 
-def _native_training_memory(config: RunConfig) -> MemoryEstimate:
+def _native_training_memory(config: RunConfig, work: Training) -> MemoryEstimate:
     """Our engine, of which every tensor is known."""
     return MemoryEstimate(
         **occupancy(config),
         host=offloaded(config),
         device_budget=gpu(config.machine.gpu).memory_bytes,
         assumptions=(
-            "estimate: fp32 weights, gradients and two moments, sharded over replicas as the layout says; what each "
-            "block keeps, with balanced experts; the fuller of the first and last pipeline stage at its peak"
+            f"estimate: weights of 4 bytes, gradients of {gradient_bytes(config)}, two {work.moments} moments, "
+            "sharded over replicas as the layout says; what each block keeps, with balanced experts; the fuller of the "
+            "first and last pipeline stage at its peak"
         ),
     )
 

@@ -1,0 +1,100 @@
+"""On a GPU: layers of a Llama by hand against the same block by block, and what they hold at the peak."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmb.events import StepDone, read
+from llmb.memory import memory_estimate
+from llmb.models.architectures import Network
+from llmb.plain import to_json
+from llmb.rank.tokens import synthetic_tokens
+from llmb.spec import Machine, Model, Parallel, Precision, Rope, RunConfig, Training
+from llmb.train.__main__ import main
+from llmb.train.fused_llama import FusedLayer, begin_step
+from llmb.train.mesh import Mesh
+from llmb.train.parallelize import optimizer_of, ready_parts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+GPU = torch.device("cuda", 0)
+MODEL = Model(
+    name="4 layers of 8b", architecture="llama", layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128,
+    vocab=16384, rope=Rope(theta=500000.0),
+)  # fmt: skip
+
+
+def config_of(gpu: str, dtype: str = "bf16", **changes: object) -> RunConfig:
+    work = Training(seqlen=1024, mbs=2, gbs=4, ga=2, steps=3, window=(2, 3), lr=1e-3)
+    return RunConfig(
+        name="test", target="test", size="test", model=MODEL, parallel=Parallel(), precision=Precision(dtype=dtype),  # type: ignore[arg-type]
+        machine=Machine(gpu=gpu, gpus=1, gpus_per_node=1), workload=replace(work, **changes),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def part_of(config: RunConfig) -> Network:
+    assert isinstance(config.workload, Training)
+    (part,) = ready_parts(config, config.workload, Mesh(0, 1, GPU))
+    assert all(isinstance(layer, FusedLayer) == (config.machine.gpu != "cpu") for layer in part.layers)
+    begin_step(part)
+    return part
+
+
+def add_gradients(part: Network, micro_batches: int = 2) -> list[float]:
+    losses = []
+    for micro in range(micro_batches):
+        tokens = synthetic_tokens(7, 10 * micro, (2, 1025), MODEL.vocab, GPU)
+        loss = part(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+@pytest.mark.parametrize(("dtype", "near", "bound"), [("bf16", 1e-3, 0.03), ("fp8", 0.01, 0.3)])
+@pytest.mark.parametrize("recomputed", [0, 4])
+def test_by_hand_and_block_by_block(dtype: str, near: float, bound: float, recomputed: int) -> None:
+    fused = part_of(config_of("h200", dtype, recompute_layers=recomputed))
+    losses = add_gradients(fused)
+    gradients = {name: one.grad.cpu() for name, one in fused.named_parameters()}
+    del fused
+    plain = part_of(config_of("cpu", dtype))
+    assert losses == pytest.approx(add_gradients(plain), rel=near)
+    errors = {name: error(gradients[name], one.grad.cpu()) for name, one in plain.named_parameters()}
+    assert max(errors.values()) < bound, errors
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_equal_steps_give_equal_bits(dtype: str) -> None:
+    found = []
+    for _ in range(2):
+        config = config_of("h200", dtype)
+        part = part_of(config)
+        optimizer = optimizer_of([part], config.workload, Mesh(0, 1, GPU))  # type: ignore[arg-type]
+        losses = []
+        for _step in range(3):
+            begin_step(part)
+            losses += add_gradients(part)
+            optimizer.update(1e-3)
+        found.append(losses)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"ga": 1, "gbs": 2}, {"recompute_layers": 3}, {"moments": "bf16"}, {"gradients": "bf16"}]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_the_peak_is_the_one_foretold(tmp_path: Path, dtype: str, settings: dict) -> None:
+    config = config_of("h200", dtype, seqlen=8192, **settings)
+    (tmp_path / "config.json").write_text(to_json(config))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    assert main([str(tmp_path / "config.json")]) == 0
+    steps = [event for event in read(tmp_path / "events.rank0.jsonl") if isinstance(event, StepDone)]
+    assert steps[-1].memory_bytes == pytest.approx(memory_estimate(config).total, rel=0.03)
