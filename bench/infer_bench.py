@@ -23,7 +23,7 @@ class Bench(Findings):
     llama: Model
     deepseek: Model
     rows: tuple[Row, ...]
-    parts: tuple[str, ...]
+    parts: frozenset[str]
     tiny: bool
     bandwidth: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)  # by what was multiplied

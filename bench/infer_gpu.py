@@ -9,18 +9,18 @@ Random weights, all requests at once, EOS ignored. How a ceiling follows from by
 
 import argparse
 import gc
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from device import machine_of
 from infer_bench import Bench
 from infer_deepseek import PROMPT, deepseek
 from infer_llama import llama
 from infer_peer import alone
 from infer_rates import bandwidths
 from infer_serving import Row
+from options import asked, parsed, parser_of
 
 from llmb.plain import convert
 from llmb.recipes.recipe import load_all, shipped
@@ -98,15 +98,15 @@ def tiny_row(row: Row) -> Row:
     return replace(row, isl=32, osl=12, batch=4, budget=48, requests=12)
 
 
-def run(parts: tuple[str, ...], asked_row: str, file: Path | None, tiny: bool) -> None:
+def run(options: argparse.Namespace) -> None:
     """All parts that were asked for; ceilings always, as all others need them."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rows = tuple(tiny_row(row) if tiny else row for row in ROWS if asked_row in row.title)
-    bench = Bench(device, *(tiny_models() if tiny else models()), rows, parts, tiny, json=file)
+    parts, tiny = options.parts, options.tiny
+    rows = tuple(tiny_row(row) if tiny else row for row in asked(ROWS, options.row))
+    bench = Bench(device, *(tiny_models() if tiny else models()), rows, parts, tiny, json=options.json)
     # The peer comes first: this process holds nothing of the GPU yet.
     peer = alone(tiny) if "peer" in parts and any("peer" in row.parts for row in rows) else None
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}", flush=True)
+    print(machine_of(device), flush=True)
     ceilings(bench)
     llama(bench, peer)
     if "deepseek" in parts:
@@ -114,21 +114,9 @@ def run(parts: tuple[str, ...], asked_row: str, file: Path | None, tiny: bool) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
-    parser.add_argument("--row", default="", help="only rows with this in their name: fp8, 128/128")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    parts = tuple(options.only.split(","))
-    if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"no part is called {', '.join(unknown)}; parts are: {', '.join(PARTS)}")
-    if not any(options.row in row.title for row in ROWS):
-        parser.error(f"no row is called {options.row}; rows are: {', '.join(row.title for row in ROWS)}")
-    if not options.tiny and not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU; --tiny runs anywhere")
+    options = parsed(parser_of(__doc__, PARTS), PARTS, ROWS)
     began = time.perf_counter()
-    run(parts, options.row, options.json, options.tiny)
+    run(options)
     print(f"\n{time.perf_counter() - began:.0f} seconds in all")
 
 

@@ -20,22 +20,24 @@ import os
 import time
 from pathlib import Path
 
-from outofcore_rows import ROWS, Row, models, tiny_models, tiny_row
+from options import asked, parsed, parser_of
+from outofcore_rows import ROWS, models, tiny_models, tiny_row
 
 PARTS = ("rates", "rows", "batch", "peer")
 
 
-def run(options: argparse.Namespace, parts: set[str]) -> None:
+def run(options: argparse.Namespace) -> None:
     """All parts that were asked for. Imported here: processes that only plan have no use for torch."""
     import torch
     from outofcore_bench import Bench
     from outofcore_peers import peers
     from outofcore_table import table
 
+    parts, rows = options.parts, asked(ROWS, options.row)
     bench = Bench(
         device=torch.device("cpu") if options.tiny else torch.device("cuda", 0),
         models=tiny_models() if options.tiny else models(),
-        rows=tuple(tiny_row(row) if options.tiny else row for row in asked(options.row)),
+        rows=tuple(tiny_row(row) if options.tiny else row for row in rows),
         steps=options.steps,
         tiny=options.tiny,
         json=options.json,
@@ -48,42 +50,23 @@ def run(options: argparse.Namespace, parts: set[str]) -> None:
         if parts & {"rows", "batch"}:
             table(bench, rates, "rows" in parts, "batch" in parts)
     if "peer" in parts:  # the locked memory has been given back by now: they need it
-        peers(bench, {row.title for row in asked(options.row)})
+        peers(bench, {row.title for row in rows})
     print(f"\n{time.perf_counter() - bench.began:.0f} seconds in all")
 
 
-def asked(names: str) -> list[Row]:
-    """Rows with one of these in their title."""
-    return [row for row in ROWS if any(name in row.title for name in names.split(","))]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
-    parser.add_argument("--row", default="", help="only rows, and peers of rows, with one of these in their title")
+    parser = parser_of(__doc__, PARTS)
     parser.add_argument("--steps", type=int, default=2, help="steps of a row that count, at most")
     parser.add_argument(
         "--profile", type=Path, nargs="?", const=os.environ.get("OUT", ""), metavar="FOLDER",
         help="profile the first row; the pictures go to FOLDER/profile, without FOLDER to $OUT/profile",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    parts = set(options.only.split(","))
-    if unknown := parts - set(PARTS):
-        parser.error(f"no part is called {', '.join(sorted(unknown))}; parts are: {', '.join(PARTS)}")
-    if not asked(options.row):
-        parser.error(f"no row is called {options.row}; rows are: {', '.join(row.title for row in ROWS)}")
+    options = parsed(parser, PARTS, ROWS)
     if options.profile == "":
         parser.error("--profile needs a FOLDER where OUT is not set in the environment")
     if options.steps < 1:
         parser.error(f"--steps must be 1 or more, got {options.steps}")
-    if not options.tiny:
-        import torch
-
-        if not torch.cuda.is_available():
-            parser.error("needs a CUDA GPU; --tiny runs anywhere")
-    run(options, parts)
+    run(options)
 
 
 if __name__ == "__main__":

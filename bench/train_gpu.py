@@ -18,25 +18,26 @@ parts: `--only rates,rows,kernels` takes five, `--only memory,peers` three and k
 import argparse
 import sys
 import time
-from pathlib import Path
 
-from train_rows import ROWS, asked, without_aims
+from options import asked, parsed, parser_of
+from train_rows import ROWS, without_aims
 
 from llmb.errors import LlmbError
 
 PARTS = ("rates", "rows", "kernels", "memory", "peers")
 
 
-def run(options: argparse.Namespace, parts: frozenset[str]) -> None:
+def run(options: argparse.Namespace) -> None:
     """All parts that were asked for."""
     import torch
     from train_bench import Bench
     from train_peers import peers
     from train_table import memory, rates, rows
 
+    parts = options.parts
     bench = Bench(
         device=torch.device("cpu") if options.tiny else torch.device("cuda", 0),
-        rows=tuple(without_aims(row) if options.tiny else row for row in asked(options.row)),
+        rows=tuple(without_aims(row) if options.tiny else row for row in asked(ROWS, options.row)),
         parts=parts,
         steps=options.steps,
         settings=tuple(options.set),
@@ -57,28 +58,14 @@ def run(options: argparse.Namespace, parts: frozenset[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
-    parser.add_argument("--row", default="", help="only rows, and peers of rows, with one of these in their title")
+    parser = parser_of(__doc__, PARTS)
     parser.add_argument("--steps", type=int, help="steps of each row that count, at most")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the engine, for all rows")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    parts = frozenset(options.only.split(","))
-    if unknown := parts - set(PARTS):
-        parser.error(f"no part is called {', '.join(sorted(unknown))}; parts are: {', '.join(PARTS)}")
-    if not asked(options.row):
-        parser.error(f"no row is called {options.row}; rows are: {', '.join(row.title for row in ROWS)}")
+    options = parsed(parser, PARTS, ROWS)
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps must be 1 or more, got {options.steps}")
-    if not options.tiny:
-        import torch
-
-        if not torch.cuda.is_available():
-            parser.error("needs a CUDA GPU; --tiny runs anywhere")
     try:
-        run(options, parts)
+        run(options)
     except LlmbError as error:  # a setting that no row takes
         sys.exit(f"train_gpu.py: {error}")
 

@@ -73,11 +73,6 @@ MEMORY_ROW = ROWS[0]
 HOST_GIB = 24  # of the host, for what a smaller device does not hold
 
 
-def asked(names: str) -> tuple[Row, ...]:
-    """Rows with one of these in their title."""
-    return tuple(row for row in ROWS if any(name in row.title for name in names.split(",")))
-
-
 def without_aims(row: Row) -> Row:
     """For a tiny model, which is compared with nothing."""
     return replace(row, aim=None, floor=None, aim_share=None, floor_share=None)

@@ -38,8 +38,7 @@ def ended(slurm, job: str, run: RunDir) -> dict:
     """The result of a job that is over."""
 
     def over() -> bool:
-        state = slurm.call("scontrol", "show", "job", job, "-o")
-        return not any(word in state for word in ("JobState=PENDING", "JobState=RUNNING", "JobState=COMPLETING"))
+        return said_of(slurm, job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
 
     wait_for(over, what=f"the end of job {job}")
     run = RunDir.open(run.path)
@@ -47,9 +46,14 @@ def ended(slurm, job: str, run: RunDir) -> dict:
     return read_json(run.result)
 
 
+def said_of(slurm, job: str) -> dict[str, str]:
+    """What Slurm says of a job."""
+    return dict(word.partition("=")[::2] for word in slurm.call("scontrol", "show", "job", job, "-o").split())
+
+
 def given(slurm, job: str) -> tuple[int, str]:
     """How many nodes, and which, by Slurm's own word."""
-    words = dict(word.partition("=")[::2] for word in slurm.call("scontrol", "show", "job", job, "-o").split())
+    words = said_of(slurm, job)
     return int(words["NumNodes"]), words["NodeList"]
 
 

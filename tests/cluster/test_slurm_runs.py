@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from runs_on_slurm import LLAMA, LONG, TINY, ended, given, stepping, steps, wait_for
+from runs_on_slurm import LLAMA, LONG, TINY, ended, given, said_of, stepping, steps, wait_for
 
 from llmb.events import RunStarted, read
 from llmb.launch.rundir import RunDir
@@ -62,8 +62,8 @@ def warned(result: dict) -> bool:
 
 def running_s(slurm, job: str) -> int:
     """How long a job has been running, by Slurm's own word."""
-    told = slurm.call("squeue", "--noheader", "--format=%M", f"--jobs={job}").strip()
-    return sum(int(part) * 60**place for place, part in enumerate(reversed(told.split(":"))))
+    hours, minutes, seconds = map(int, said_of(slurm, job)["RunTime"].split(":"))
+    return 3600 * hours + 60 * minutes + seconds
 
 
 def test_the_runs_own_limit_comes_first(slurm, submit):

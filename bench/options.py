@@ -1,0 +1,53 @@
+"""What the programs that measure a GPU are asked on the command line: parts, rows, and models so small that all run.
+
+parser = parser_of(__doc__, PARTS)
+parser.add_argument("--steps", type=int)
+options = parsed(parser, PARTS, ROWS)       # options.parts: a set of names
+rows = asked(ROWS, options.row)
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+
+class Titled(Protocol):
+    """A row."""
+
+    @property
+    def title(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=Titled)
+
+
+def parser_of(doc: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """For what all of them take."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(parts), help=f"parts, of {','.join(parts)}")
+    parser.add_argument("--row", default="", help="only rows, and peers of rows, with one of these in their title")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, parts: Sequence[str], rows: Sequence[Titled]) -> argparse.Namespace:
+    """What was given, or one line that says what is wrong with it."""
+    options = parser.parse_args()
+    options.parts = frozenset(options.only.split(","))
+    if unknown := options.parts - set(parts):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}; parts are: {', '.join(parts)}")
+    if not asked(rows, options.row):
+        parser.error(f"no row is called {options.row}; rows are: {', '.join(row.title for row in rows)}")
+    if not options.tiny:
+        import torch  # here: processes that only plan have no use for it
+
+        if not torch.cuda.is_available():
+            parser.error("needs a CUDA GPU; --tiny runs anywhere")
+    return options
+
+
+def asked(rows: Sequence[Row], names: str) -> tuple[Row, ...]:
+    """Rows with one of these in their title."""
+    return tuple(row for row in rows if any(name in row.title for name in names.split(",")))
