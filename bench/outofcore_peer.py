@@ -33,7 +33,7 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
         share = (options.device_gib * GIB - CONTEXT_BYTES) / total
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
     network, kernels = _network(options, device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-5, fused=True)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-6, fused=True)
     vocab = network.llama.config.vocab_size
     losses, seconds = [], 0.0
     for sequences in (options.at_once, options.gbs):

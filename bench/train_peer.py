@@ -27,7 +27,7 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
 
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     network, vocab, said = BUILDERS[options.kind](options, device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-5, fused=True)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-6, fused=True)
     losses, seconds = [], []
     for _ in range(1 + options.steps):
         tokens_BT = torch.randint(vocab, (options.gbs, options.seqlen + 1), device=device)

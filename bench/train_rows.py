@@ -47,16 +47,16 @@ class Row:
 FEWEST = 3  # steps of a row
 
 _NARROW = ("gradients=bf16", "moments=bf16")
-_PROXY = ("balanced_experts=true", "lr=3e-5", *_NARROW)
+_PROXY = ("balanced_experts=true", "lr=3e-6", *_NARROW)
 ROWS = (
-    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="bf16", settings=("gbs=4", "lr=3e-5"),
+    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="bf16", settings=("gbs=4", "lr=3e-6"),
         aim=12_000, floor=11_600, aim_share=0.96, seconds=62, kernels=True),
-    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="fp8", settings=("gbs=4", "lr=3e-5"),
+    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="fp8", settings=("gbs=4", "lr=3e-6"),
         aim=17_500, floor=15_500, aim_share=0.86, seconds=46, kernels=True),
     Row(name="llama 8b 32k", workload=LLAMA, size="8b", dtype="bf16",
-        settings=("seqlen=32768", "mbs=1", "gbs=1", "recompute_layers=9", "lr=3e-5"),
+        settings=("seqlen=32768", "mbs=1", "gbs=1", "recompute_layers=9", "lr=3e-6"),
         aim_share=0.95, floor_share=0.92, steps=4, seconds=14),
-    Row(name="nemotron-h 8b 8k", workload=NEMOTRON, size="8b", dtype="bf16", settings=("gbs=4", "lr=3e-5"),
+    Row(name="nemotron-h 8b 8k", workload=NEMOTRON, size="8b", dtype="bf16", settings=("gbs=4", "lr=3e-6"),
         aim_share=0.85, floor_share=0.75, steps=4, seconds=11),
     Row(name="grok-1 8k", workload=GROK, size="314b", dtype="bf16", true_width=True,
         settings=("seqlen=8192", "mbs=4", "gbs=8", *_PROXY), aim_share=0.85, floor_share=0.75, steps=6, seconds=8),
@@ -66,7 +66,7 @@ ROWS = (
         settings=("seqlen=4096", "mbs=8", "gbs=16", *_PROXY), aim_share=0.85, floor_share=0.75, steps=6, seconds=8),
     Row(name="deepseek-v3 4k", workload=DEEPSEEK, size="671b", dtype="fp8", true_width=True,
         settings=("seqlen=4096", "mbs=8", "gbs=16", *_PROXY), aim_share=0.85, floor_share=0.75, steps=6, seconds=8),
-    Row(name="llama 1b 8k", workload=LLAMA, size="1b", dtype="bf16", settings=("gbs=8", "lr=1e-4"),
+    Row(name="llama 1b 8k", workload=LLAMA, size="1b", dtype="bf16", settings=("gbs=8", "lr=1e-5"),
         aim_share=0.90, floor_share=0.85, steps=10, seconds=9),
 )  # fmt: skip
 MEMORY_ROW = ROWS[0]

@@ -1,5 +1,6 @@
 """A small Llama in training, out of core and, beside it, as everybody trains: autograd, torch's own AdamW."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -90,11 +91,12 @@ def trainer_of(
     lanes: Lanes | None = None,
     device: torch.device = CPU,
     initial: bool = False,
+    rate: Callable[[int], float] = lr,
 ) -> Trainer:
     """The same model, out of core, or with a run's own first weights; all memory begins as numbers that are none."""
     batches = Batches(model, plan, SEED, None, pack=False, device=device)
     settings = Settings(seed=SEED, clip=clip, home_slots=simulate(model, plan, NOMINAL_CPU).home_slots)
-    trainer = Trainer(model, plan, device, settings, batches, lr, lanes=lanes)
+    trainer = Trainer(model, plan, device, settings, batches, rate, lanes=lanes)
     trainer.arena.slab.fill_(255)
     for kind, count in trainer.arena.homes.items():
         for number in range(count):

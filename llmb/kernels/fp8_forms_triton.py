@@ -1,7 +1,10 @@
 """Triton for 8-bit matrices in both forms: how a tile that a kernel holds is written, and the kernel that only does so.
 
 A tile is held as four, of every fourth token each. So four tokens of a channel lie in one thread, which packs them into
-a word of 32 bits, and only words are transposed: Triton 3.6 scrambles transposed tiles of 8-bit numbers.
+a word of 32 bits, and words are transposed, a quarter of the exchanges that bytes would take.
+
+Each form is rounded by itself. Where one rounding serves both, ptxas (the one of Triton 3.6) merges the conversions for
+the rows and goes on to read their halves for the columns, from registers that hold something else by then.
 """
 
 import torch
@@ -34,7 +37,8 @@ def load_fourth(ptr, stride, token, channel, n, K, FOURTH: tl.constexpr, QUADS: 
 
 @triton.jit
 def inverse_of(scale_ptr):
-    return tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale_ptr))
+    """Volatile: what is rounded with this is not taken for what was rounded with another load of the same scale."""
+    return tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale_ptr, volatile=True))
 
 
 @triton.jit
@@ -61,19 +65,19 @@ def store_forms(
 ):  # fmt: skip
     """A tile in the forms asked for, and its largest magnitude."""
     note(amax_ptr, magnitude_of(x0, x1, x2, x3))
-    inverse = inverse_of(scale_ptr)
     if ROWS:
-        store_rows(x0, x1, x2, x3, inverse, rows_ptr, rows_row, token, channel, n, K, E5M2, QUADS, CHANNELS)
+        store_rows(x0, x1, x2, x3, scale_ptr, rows_ptr, rows_row, token, channel, n, K, E5M2, QUADS, CHANNELS)
     if COLUMNS:
-        store_columns(x0, x1, x2, x3, inverse, columns_ptr, columns_row, token, channel, K, E5M2, QUADS, CHANNELS)
+        store_columns(x0, x1, x2, x3, scale_ptr, columns_ptr, columns_row, token, channel, K, E5M2, QUADS, CHANNELS)
 
 
 @triton.jit
 def store_rows(
-    x0, x1, x2, x3, inverse, ptr, stride, token, channel, n, K,
+    x0, x1, x2, x3, scale_ptr, ptr, stride, token, channel, n, K,
     E5M2: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """A tile, divided by its scale and rounded, as it lies."""
+    inverse = inverse_of(scale_ptr)
     base = ptr + (token.to(tl.int64) * stride + channel)
     store_fourth(eight_bits(x0, inverse, E5M2), base, stride, n - token, K - channel, 0, QUADS, CHANNELS)
     store_fourth(eight_bits(x1, inverse, E5M2), base, stride, n - token, K - channel, 1, QUADS, CHANNELS)
@@ -83,11 +87,11 @@ def store_rows(
 
 @triton.jit
 def store_columns(
-    x0, x1, x2, x3, inverse, words_ptr, stride, token, channel, K,
+    x0, x1, x2, x3, scale_ptr, words_ptr, stride, token, channel, K,
     E5M2: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """A tile, divided by its scale and rounded, transposed, in words of four tokens; a row has `stride` words."""
-    words = packed(x0, x1, x2, x3, inverse, E5M2)
+    words = packed(x0, x1, x2, x3, inverse_of(scale_ptr), E5M2)
     k, quad = tl.arange(0, CHANNELS)[:, None], tl.arange(0, QUADS)[None, :]
     base = words_ptr + (channel.to(tl.int64) * stride + token // 4)
     inside = (channel + k < K) & (token // 4 + quad < stride)

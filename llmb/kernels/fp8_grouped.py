@@ -31,7 +31,7 @@ from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
 
 OUT = torch.bfloat16  # of the hardware's grouped products
 
-_already_cast = WeakIdKeyDictionary()  # rows that are still alive -> (their version, ends_E, Groups, GroupForms)
+_already_cast = WeakIdKeyDictionary()  # rows that are still alive -> (version, is recorded, ends_E, Groups, GroupForms)
 
 
 def fp8_grouped_product(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kept: WeightForms | None = None) -> Tensor:
@@ -44,12 +44,13 @@ def fp8_grouped_product(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kept: 
 
 def _rows_in_fp8(x_NI: Tensor, ends_E: Tensor) -> tuple[Groups, GroupForms]:
     """Cast once for all layers that read the same rows, as gate and up do."""
-    version, ends, groups, made = _already_cast.get(x_NI, (None, None, None, None))
-    if version != x_NI._version or ends is not ends_E:
+    recorded = _is_recorded(x_NI)
+    version, was_recorded, ends, groups, made = _already_cast.get(x_NI, (None, None, None, None, None))
+    if (version, was_recorded) != (x_NI._version, recorded) or ends is not ends_E:
         with torch.no_grad():
             groups = groups_of(ends_E, len(x_NI))
             made = in_groups(x_NI, groups, rows=True, columns=True)
-        _already_cast[x_NI] = (x_NI._version, ends_E, groups, made)
+        _already_cast[x_NI] = (x_NI._version, recorded, ends_E, groups, made)
     return groups, made
 
 

@@ -19,6 +19,7 @@ from llmb.kernels.forms import SMALLEST_AMAX
 from llmb.kernels.fp8_forms import Gauge
 
 STEPS = 16  # that are remembered
+APART = 4  # numbers from one scale to the next: products take only scales that begin at multiples of 16 bytes
 MARGIN = 2.0  # how much a tensor may grow beyond all of them before anything is clamped; one bit of range
 
 Name = TypeVar("Name", bound=Hashable)
@@ -31,7 +32,8 @@ class Scales(Generic[Name]):
         count, largest = len(formats), [torch.finfo(dtype).max for dtype in formats.values()]
         self._places = {name: place for place, name in enumerate(formats)}
         self._factors_T = MARGIN / torch.tensor(largest, device=device)
-        self._scales_T, self._amax_T = torch.ones(count, device=device), torch.zeros(count, device=device)
+        self._scales_T = torch.ones(count, APART, device=device)[:, 0]
+        self._amax_T = torch.zeros(count, device=device)
         self._history_HT, self._turn = torch.zeros(steps, count, device=device), 0
         self._gauges = [Gauge(*cells) for cells in zip(self._scales_T, self._amax_T, strict=True)]
         self._known: set[Name] = set()
@@ -60,7 +62,7 @@ class Scales(Generic[Name]):
     def kept(self) -> dict[str, Tensor]:
         """Copies of all that decides the scales to come, the steps oldest first, names in the order of the formats."""
         return {
-            "scale": self._scales_T.clone(),
+            "scale": self._scales_T.clone(memory_format=torch.contiguous_format),
             "amax": self._amax_T.clone(),
             "history": self._history_HT.roll(-self._turn, 0),
             "known": torch.tensor([name in self._known for name in self._places]),

@@ -18,7 +18,6 @@ from llmb.kernels.fp8_forms_triton import (
     WARPS,
     as_bits,
     as_words,
-    inverse_of,
     is_e5m2,
     larger,
     load_fourth,
@@ -87,14 +86,13 @@ def _swiglu_backward_fp8(
     note(slope_amax_ptr, larger(magnitude_of(g0, g1, g2, g3), magnitude_of(u0, u1, u2, u3)))
     note(act_amax_ptr, magnitude_of(a0, a1, a2, a3))
     if WRITES:
-        inverse = inverse_of(slope_scale_ptr)
-        store_rows(g0, g1, g2, g3, inverse, slope_rows_ptr, rows_row, token, channel, n, F, True, QUADS, CHANNELS)
-        store_rows(u0, u1, u2, u3, inverse, slope_rows_ptr + F, rows_row, token, channel, n, F, True, QUADS, CHANNELS)
-        store_columns(g0, g1, g2, g3, inverse, slope_columns_ptr, columns_row, token, channel, F, True, QUADS, CHANNELS)
+        slope, act = slope_scale_ptr, act_scale_ptr
+        store_rows(g0, g1, g2, g3, slope, slope_rows_ptr, rows_row, token, channel, n, F, True, QUADS, CHANNELS)
+        store_rows(u0, u1, u2, u3, slope, slope_rows_ptr + F, rows_row, token, channel, n, F, True, QUADS, CHANNELS)
+        store_columns(g0, g1, g2, g3, slope, slope_columns_ptr, columns_row, token, channel, F, True, QUADS, CHANNELS)
         up_columns_ptr = slope_columns_ptr + tl.cast(F, tl.int64) * columns_row
-        store_columns(u0, u1, u2, u3, inverse, up_columns_ptr, columns_row, token, channel, F, True, QUADS, CHANNELS)
-        inverse = inverse_of(act_scale_ptr)
-        store_columns(a0, a1, a2, a3, inverse, act_columns_ptr, columns_row, token, channel, F, False, QUADS, CHANNELS)
+        store_columns(u0, u1, u2, u3, slope, up_columns_ptr, columns_row, token, channel, F, True, QUADS, CHANNELS)
+        store_columns(a0, a1, a2, a3, act, act_columns_ptr, columns_row, token, channel, F, False, QUADS, CHANNELS)
 
 
 def swiglu_fp8_triton(

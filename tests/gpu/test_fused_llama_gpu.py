@@ -57,17 +57,44 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
 
-@pytest.mark.parametrize(("dtype", "near", "bound"), [("bf16", 1e-3, 0.03), ("fp8", 0.01, 0.3)])
+Found = tuple[list[float], dict[str, Tensor]]  # losses, and gradients by their names
+
+
+def gradients_of(config: RunConfig) -> Found:
+    """Of two micro-batches."""
+    part = part_of(config)
+    losses = add_gradients(part)
+    return losses, {name: _grad(one).cpu() for name, one in part.named_parameters()}
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.fixture(scope="module")
+def exact() -> Found:
+    """Block by block in bf16."""
+    return gradients_of(config_of("cpu"))
+
+
 @pytest.mark.parametrize("recomputed", [0, 4])
-def test_by_hand_and_block_by_block(dtype: str, near: float, bound: float, recomputed: int) -> None:
-    fused = part_of(config_of("h200", dtype, recompute_layers=recomputed))
-    losses = add_gradients(fused)
-    gradients = {name: one.grad.cpu() for name, one in fused.named_parameters()}
-    del fused
-    plain = part_of(config_of("cpu", dtype))
-    assert losses == pytest.approx(add_gradients(plain), rel=near)
-    errors = {name: error(gradients[name], one.grad.cpu()) for name, one in plain.named_parameters()}
-    assert max(errors.values()) < bound, errors
+def test_by_hand_and_block_by_block(recomputed: int, exact: Found) -> None:
+    losses, gradients = gradients_of(config_of("h200", recompute_layers=recomputed))
+    assert losses == pytest.approx(exact[0], rel=1e-3)
+    errors = {name: error(gradients[name], one) for name, one in exact[1].items()}
+    assert max(errors.values()) < 0.03, errors
+
+
+@pytest.mark.parametrize("recomputed", [0, 4])
+def test_fp8_by_hand_is_as_near_to_bf16_as_block_by_block(recomputed: int, exact: Found) -> None:
+    """Random numbers are the worst that 8 bits can be given: a third is lost either way."""
+    plain = gradients_of(config_of("cpu", "fp8"))
+    losses, gradients = gradients_of(config_of("h200", "fp8", recompute_layers=recomputed))
+    assert losses == pytest.approx(exact[0], rel=0.01)
+    for name, one in exact[1].items():
+        ours, theirs = error(gradients[name], one), error(plain[1][name], one)
+        assert ours < 1.05 * theirs + 0.01, f"{name} is {ours:.3f} away, block by block {theirs:.3f}"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

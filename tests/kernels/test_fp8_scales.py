@@ -114,3 +114,9 @@ def test_scales_change_in_place() -> None:
     scales.roll()
     assert math.isclose(before.scale.item(), 4 * old, rel_tol=1e-6)
     assert before.amax.item() == 0
+
+
+def test_scales_lie_where_products_take_them() -> None:
+    """cuBLAS refuses a scale that does not begin at a multiple of 16 bytes."""
+    scales = Scales(dict.fromkeys("abcde", E4M3), CPU)
+    assert all(one.scale.data_ptr() % 16 == 0 for one in scales.gauges(*"abcde", look=lambda *_: None))

@@ -126,7 +126,8 @@ def test_killed_at_any_moment_a_complete_checkpoint_is_whole(tmp_path: Path) -> 
         child = os.fork()
         if child == 0:
             for later in range(step + 1, step + 10_000):
-                unit = {"param": torch.full((50_000,), float(later))}
+                # So few that torch fills them in one thread: a process that was forked has no others, and would wait.
+                unit = {"param": torch.full((20_000,), float(later))}
                 save(tmp_path, later, ((number_, unit) for number_ in range(4)), FACTS)
             os._exit(0)
         while not folder.is_dir() or not any(number(path) > step for path in complete(folder)):
