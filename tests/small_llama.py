@@ -52,13 +52,16 @@ def tokens_and_labels(model: Model, groups: list[list[int]]) -> list[tuple[Tenso
     return found
 
 
-def by_autograd(model: Model, groups: list[list[int]], scale: float) -> tuple[list[Tensor], dict[str, Tensor]]:
+def by_autograd(
+    model: Model, groups: list[list[int]], scale: float, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses of each group's tokens, and gradients of their sum times scale, one document at a time."""
-    network, losses = network_of(model), []
+    network, losses = network_of(model).to(dtype), []
     for documents, (tokens, labels) in zip(groups, tokens_and_labels(model, groups), strict=True):
         stretches = [slice(*pair) for pair in pairwise(accumulate(documents, initial=0))]
         logits = torch.cat([network(tokens[None, some])[0] for some in stretches])
-        losses.append(torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none"))
+        each = torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=-1, reduction="none")
+        losses.append(each)
     (torch.cat(losses).sum() * scale).backward()
     return [loss.detach() for loss in losses], {name: p.grad for name, p in network.named_parameters()}
 

@@ -45,5 +45,15 @@ class Record:
     def end(self, status: Status, reason: str | None = None, guilty_rank: int | None = None) -> None:
         """The last event: the turn is never given back, so a second end or a late step waits until the exit."""
         self._turn.acquire()
+        self._append_end(status, reason, guilty_rank)
+
+    def interrupt(self, status: Status, by: str) -> str:
+        """An end in the middle of the work; gives the reason, which says how far the run is once nothing can follow."""
+        self._turn.acquire()
+        reason = f"interrupted by {by} after {self.reached}"
+        self._append_end(status, reason, None)
+        return reason
+
+    def _append_end(self, status: Status, reason: str | None, guilty_rank: int | None) -> None:
         end = RunEnded(time=time.time(), rank=self.rank, status=status, reason=reason, guilty_rank=guilty_rank)
         append(self.path, end)

@@ -51,9 +51,8 @@ def _wait(reader: int, engine: str, record: Record) -> None:
         if number == WHERE_SIGNAL:
             _answer(record)
         number = os.read(reader, 1)[0]
-    reason = f"interrupted by {signal.Signals(number).name} after {record.reached}"
     try:
-        record.end(STATUSES[number], reason)
+        reason = record.interrupt(STATUSES[number], signal.Signals(number).name)
         os.write(sys.stderr.fileno(), f"{engine}: {reason}\n".encode())
     finally:
         os._exit(128 + number)

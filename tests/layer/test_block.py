@@ -70,8 +70,12 @@ def away(run: InChunks, groups: list[list[int]], chunk: int) -> dict[str, float]
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
 def test_bf16_is_as_close_as_its_rounding_allows(grad_dtype):
-    errors = away(InChunks(MODEL, torch.bfloat16, grad_dtype, level=LEVELS["mixed"]), [[9, 4, 7], [6]], 8)
-    assert max(errors.values()) < 0.05, errors
+    groups = [[9, 4, 7], [6]]
+    errors = away(InChunks(MODEL, torch.bfloat16, grad_dtype, level=LEVELS["mixed"]), groups, 8)
+    (_, exact), (_, plain) = by_autograd(MODEL, groups, SCALE), by_autograd(MODEL, groups, SCALE, torch.bfloat16)
+    for name, error in errors.items():
+        allowed = float((plain[name].float() - exact[name]).norm() / exact[name].norm())
+        assert error < 1.25 * allowed + 1e-3, f"{name} is {error:.4f} away, by autograd in bf16 {allowed:.4f}"
 
 
 @pytest.mark.parametrize(("groups", "chunk"), [([[16], [16]], 16), ([[9, 4, 7], [6]], 8)])
