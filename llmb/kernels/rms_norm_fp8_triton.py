@@ -27,24 +27,18 @@ from llmb.kernels.fp8_forms_triton import (
     tile_of,
     tiles,
 )
+from llmb.kernels.rms_norm_triton import load_row
 
 PER_THREAD = 16  # numbers of a row: two loads of 16 bytes in bf16
 
 
-@triton.jit
-def _row(x_ptr, x_row, C: tl.constexpr, WIDE: tl.constexpr):
-    """A program's row in fp32."""
-    c = tl.arange(0, WIDE)
-    return tl.load(x_ptr + tl.program_id(0).to(tl.int64) * x_row + c, mask=c < C, other=0.0).to(tl.float32)
-
-
 @triton.jit(do_not_specialize_on_alignment=CELLS)
 def _normed_row(
-    x_ptr, weight_ptr, scale_ptr, amax_ptr, rows_ptr, x_row, rows_row, eps,
-    C: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, E5M2: tl.constexpr,
+    x_ptr, added_ptr, weight_ptr, scale_ptr, amax_ptr, rows_ptr, x_row, added_row, rows_row, eps,
+    C: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, WIDE)
-    x = _row(x_ptr, x_row, C, WIDE)
+    x = load_row(x_ptr, added_ptr, x_row, added_row, C, WIDE, ADDS)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x) / C + eps) * weight
     note(amax_ptr, tl.abs(normed))
@@ -55,7 +49,7 @@ def _normed_row(
 
 @triton.jit
 def _inverse_size(x_ptr, out_ptr, x_row, eps, C: tl.constexpr, WIDE: tl.constexpr):
-    x = _row(x_ptr, x_row, C, WIDE)
+    x = load_row(x_ptr, x_ptr, x_row, x_row, C, WIDE, False)
     tl.store(out_ptr + tl.program_id(0), tl.rsqrt(tl.sum(x * x) / C + eps))
 
 
@@ -95,9 +89,11 @@ def rms_norm_fp8_triton(
     gauge: Gauge,
     rows_NC: Tensor | None = None,
     columns_CP: Tensor | None = None,
+    added_NC: Tensor | None = None,
 ) -> None:
     """As `rms_norm_fp8.rms_norm_fp8_reference`."""
-    assert x_NC.stride(1) == 1, "channels of a row lie side by side"
+    added = x_NC if added_NC is None else added_NC
+    assert x_NC.stride(1) == added.stride(1) == 1, "channels of a row lie side by side"
     n, c = x_NC.shape
     if not n:
         return
@@ -106,8 +102,8 @@ def rms_norm_fp8_triton(
     warps = min(max(wide // (32 * PER_THREAD), 1), 16)
     if words is None:
         _normed_row[(n,)](
-            x_NC, weight_C, gauge.scale, amax, rows_NC, x_NC.stride(0), row_of(rows_NC), eps,
-            C=c, WIDE=wide, ROWS=rows_NC is not None, E5M2=e5m2, num_warps=warps,
+            x_NC, added, weight_C, gauge.scale, amax, rows_NC, x_NC.stride(0), added.stride(0), row_of(rows_NC), eps,
+            C=c, WIDE=wide, ADDS=added_NC is not None, ROWS=rows_NC is not None, E5M2=e5m2, num_warps=warps,
         )  # fmt: skip
         return
     sizes_N = torch.empty(n, dtype=torch.float32, device=x_NC.device)

@@ -59,10 +59,10 @@ class Block(Generic[Weights]):
         attn = self._room_for_attn(inp_NC) if attn is None else attn
         self._attend(q_NA, kv, spans, attn)
         resid_NC = out_NC if rest is None else rest.resid_NC  # unless it is kept, what comes next is added in place
-        self.linears.output(weights, attn.out_NA, inp_NC, resid_NC)
+        self.linears.output(weights, attn.out_NA, resid_NC)
         del q_NA, attn
         h13_N2F = inp_NC.new_empty(len(inp_NC), 2 * self.model.ffn) if rest is None else rest.h13_N2F
-        self.linears.gate_and_up(weights, resid_NC, h13_N2F)
+        self.linears.gate_and_up(weights, inp_NC, resid_NC, h13_N2F)
         self.linears.down(weights, h13_N2F, resid_NC, out_NC, keep=rest is not None)
 
     def recompute(
@@ -82,8 +82,8 @@ class Block(Generic[Weights]):
         rotate_in_place(self._heads(rest.q_NA), cos_ND, sin_ND)
         if not attn_saved:
             self._attend(rest.q_NA, kv, spans, attn)
-        self.linears.output(weights, attn.out_NA, inp_NC, rest.resid_NC)
-        self.linears.gate_and_up(weights, rest.resid_NC, rest.h13_N2F)
+        self.linears.output(weights, attn.out_NA, rest.resid_NC)
+        self.linears.gate_and_up(weights, inp_NC, rest.resid_NC, rest.h13_N2F)
 
     def backward(
         self,

@@ -39,12 +39,15 @@ class Fp8Linears:
         for part, out in zip(weight.rows.split(self.widths), outs, strict=False):
             self.products.forward(x, weight._replace(rows=part), out)
 
-    def output(self, layer: Fp8Layer, attn_NA: Tensor, inp_NC: Tensor, out_NC: Tensor) -> None:
+    def output(self, layer: Fp8Layer, attn_NA: Tensor, out_NC: Tensor) -> None:
         attn = _cast(layer, "attn", attn_NA, rows=True)
-        self.products.forward(attn, layer.rows("wo"), out_NC, onto=inp_NC)
+        self.products.forward(attn, layer.rows("wo"), out_NC)
 
-    def gate_and_up(self, layer: Fp8Layer, resid_NC: Tensor, out_N2F: Tensor) -> None:
-        x = self._normed(layer, "x2", resid_NC, layer.norm2_C, rows=True)
+    def gate_and_up(self, layer: Fp8Layer, inp_NC: Tensor, resid_NC: Tensor, out_N2F: Tensor) -> None:
+        if layer.knows("x2"):
+            x = self._normed(layer, "x2", resid_NC, layer.norm2_C, rows=True, added_NC=inp_NC)
+        else:  # it is looked at in a pass of its own, which must find the sum and not add
+            x = self._normed(layer, "x2", resid_NC.add_(inp_NC), layer.norm2_C, rows=True)
         self.products.forward(x, layer.rows("w13"), out_N2F)
 
     def down(self, layer: Fp8Layer, h13_N2F: Tensor, resid_NC: Tensor, out_NC: Tensor, keep: bool) -> None:
@@ -92,9 +95,16 @@ class Fp8Linears:
                           grads.norm1_C, fresh)  # fmt: skip
 
     def _normed(
-        self, layer: Fp8Layer, name: str, x_NC: Tensor, norm_C: Tensor, rows: bool = False, columns: bool = False
+        self,
+        layer: Fp8Layer,
+        name: str,
+        x_NC: Tensor,
+        norm_C: Tensor,
+        rows: bool = False,
+        columns: bool = False,
+        added_NC: Tensor | None = None,
     ) -> Fp8:
-        make = partial(rms_norm_fp8, x_NC, norm_C, self.model.norm_eps)
+        make = partial(rms_norm_fp8, x_NC, norm_C, self.model.norm_eps, added_NC=added_NC)
         return _made(layer, name, make, x_NC, self.model.hidden, rows, columns)
 
     def _activation_backward(self, layer: Fp8Layer, dout: Fp8, h13_N2F: Tensor) -> tuple[Fp8, Fp8]:

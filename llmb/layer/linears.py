@@ -1,8 +1,8 @@
 """The linear layers of a block, each with what stands before it, there and back.
 
     linears.project(weights, inp_NC, (q_NA, k_NW, v_NW))                        # norm, then queries, keys, values
-    linears.output(weights, attn_NA, inp_NC, resid_NC)                          # added to the stream
-    linears.gate_and_up(weights, resid_NC, h13_N2F)                             # norm, then gate and up
+    linears.output(weights, attn_NA, resid_NC)                                  # to be added to the stream
+    linears.gate_and_up(weights, inp_NC, resid_NC, h13_N2F)                     # added, norm, then gate and up
     linears.down(weights, h13_N2F, resid_NC, out_NC, keep=True)                 # activation, then added to the stream
 
 The ways back go in the other order. Between the layers is the attention, which is the block's own. Another number
@@ -31,11 +31,11 @@ class Linears(Protocol[Weights]):
     def project(self, weights: Weights, inp_NC: Tensor, outs: Sequence[Tensor]) -> None:
         """The normed stream through as many of the three matrices as there are outs."""
 
-    def output(self, weights: Weights, attn_NA: Tensor, inp_NC: Tensor, out_NC: Tensor) -> None:
-        """The attention's share of the stream; `out` may be `inp`."""
+    def output(self, weights: Weights, attn_NA: Tensor, out_NC: Tensor) -> None:
+        """The attention's share of the stream."""
 
-    def gate_and_up(self, weights: Weights, resid_NC: Tensor, out_N2F: Tensor) -> None:
-        """The normed stream through both matrices."""
+    def gate_and_up(self, weights: Weights, inp_NC: Tensor, resid_NC: Tensor, out_N2F: Tensor) -> None:
+        """`resid`, so far a share, becomes the stream with it; normed through both matrices."""
 
     def down(self, weights: Weights, h13_N2F: Tensor, resid_NC: Tensor, out_NC: Tensor, keep: bool) -> None:
         """The MLP's share of the stream; `out` may be `resid`. Gate and up are used up unless they are kept."""
@@ -76,11 +76,11 @@ class PlainLinears:
         for weight, out in zip(weights.wqkv_XC.split(self.widths), outs, strict=False):
             self.products.forward(x_NC, weight, out)
 
-    def output(self, weights: BlockWeights, attn_NA: Tensor, inp_NC: Tensor, out_NC: Tensor) -> None:
-        self.products.forward(attn_NA, weights.wo_CA, out_NC, onto=inp_NC)
+    def output(self, weights: BlockWeights, attn_NA: Tensor, out_NC: Tensor) -> None:
+        self.products.forward(attn_NA, weights.wo_CA, out_NC)
 
-    def gate_and_up(self, weights: BlockWeights, resid_NC: Tensor, out_N2F: Tensor) -> None:
-        x_NC = rms_norm(resid_NC, weights.norm2_C, self.model.norm_eps)
+    def gate_and_up(self, weights: BlockWeights, inp_NC: Tensor, resid_NC: Tensor, out_N2F: Tensor) -> None:
+        x_NC = rms_norm(resid_NC, weights.norm2_C, self.model.norm_eps, added=inp_NC)
         self.products.forward(x_NC, weights.w13_2FC, out_N2F)
 
     def down(self, weights: BlockWeights, h13_N2F: Tensor, resid_NC: Tensor, out_NC: Tensor, keep: bool) -> None:
