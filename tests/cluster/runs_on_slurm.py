@@ -7,6 +7,7 @@ import time
 
 from llmb.events import RequestDone, StepDone, read
 from llmb.launch.rundir import RunDir
+from llmb.launch.slurm_states import ENDED
 from llmb.plain import read_json
 
 HOSTILE = 'it\'s "a" $HOME `b` %j 100%\nline'
@@ -38,7 +39,9 @@ def ended(slurm, job: str, run: RunDir) -> dict:
     """The result of a job that is over."""
 
     def over() -> bool:
-        return said_of(slurm, job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+        return (
+            said_of(slurm, job)["JobState"] in ENDED
+        )  # there are many ways not to be: SIGNALING while a warning goes out
 
     wait_for(over, what=f"the end of job {job}")
     run = RunDir.open(run.path)

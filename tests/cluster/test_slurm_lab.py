@@ -13,6 +13,8 @@ import pytest
 import slurm_lab
 from slurm_lab import SlurmLab
 
+from llmb.launch.slurm_states import ENDED
+
 pytestmark = pytest.mark.slurm
 
 
@@ -30,7 +32,7 @@ def state(lab, job):
 
 def ended(lab, job):
     word = state(lab, job)
-    return None if word in ("PENDING", "RUNNING", "COMPLETING") else word
+    return word if word in ENDED else None
 
 
 def submitted(lab, tmp_path, command, *arguments):
@@ -94,6 +96,8 @@ def test_a_killed_owner_leaves_no_process_and_no_host_name(tmp_path):
 OWNER = """
 import sys, time, pathlib
 from slurm_lab import SlurmLab
+
+from llmb.launch.slurm_states import ENDED
 SlurmLab(pathlib.Path(sys.argv[1]), nodes=9).start()
 print("up", flush=True)
 time.sleep(100)
