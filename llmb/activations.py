@@ -8,12 +8,11 @@ Fused attention keeps q, k, v, its output and one fp32 number a query and head.
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmb.costs import BYTES
+from llmb.costs import ADDED_AT_ONCE, BYTES
 from llmb.share import gradient_bytes, is_fused, is_sharded, layer_blocks, layer_weights
 from llmb.spec import Model, Parallel, RunConfig, Training
 
 CHUNK_TOKENS = 2048  # of the loss: the logits never exist whole
-ADDED_AT_ONCE = 1 << 25  # numbers of a gradient of 8-bit operands that is added to another
 
 
 @dataclass(frozen=True)

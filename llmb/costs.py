@@ -21,6 +21,8 @@ Convention = Literal["causal", "full"]
 
 # Bytes a value. nvfp4: 4 bits and one 8-bit scale for every 16 values.
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+FP8_MULTIPLE = 16  # products of 8-bit numbers take only sums over so many, or a multiple
+ADDED_AT_ONCE = 1 << 25  # numbers of a gradient of 8-bit operands: little memory, and enough to keep a device busy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,3 +320,14 @@ def bytes_of(dtype: str) -> float:
     if dtype not in BYTES:
         raise UnknownName("dtype", dtype, BYTES)
     return BYTES[dtype]
+
+
+def odd_fp8_widths(model: Model) -> dict[str, int]:
+    """Widths of a plain block that 8-bit products cannot sum over, each of which they would have to, by name."""
+    widths = {
+        "hidden": model.hidden,
+        "ffn": model.ffn,
+        "heads * head_dim": model.heads * model.head_dim,
+        "kv_heads * head_dim": model.kv_heads * model.head_dim,
+    }
+    return {name: width for name, width in widths.items() if width % FP8_MULTIPLE}

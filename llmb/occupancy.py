@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmb.activations import Activations
-from llmb.costs import BYTES
+from llmb.costs import BYTES, FP8_MULTIPLE
 from llmb.schedule import SENDS_UNDER_WAY, Pass, rank_order
 from llmb.share import (
     Part,
@@ -36,7 +36,6 @@ from llmb.spec import Parallel, RunConfig, Training
 
 WEIGHTS, GRADIENTS, OPTIMIZER, REST = "weights", "gradients", "optimizer", "activations"
 FP32 = BYTES["fp32"]
-FP8_MULTIPLE = 16  # of the sizes of matrices that products in 8 bits take
 ON_THEIR_WAY = 4  # times a layer's weights in bf16, in a backward pass of sharded weights
 
 Held = Counter[str]

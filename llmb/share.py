@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from llmb.costs import BLOCKS
+from llmb.costs import BLOCKS, odd_fp8_widths
 from llmb.layout import stage_layers
 from llmb.spec import Model, Parallel, RunConfig, Training
 
@@ -165,14 +165,8 @@ def is_halved(config: RunConfig) -> bool:
 def is_fused(config: RunConfig) -> bool:
     """Whether the native engine computes whole layers by hand: those of a Llama with halved weights, on a GPU."""
     plain = config.model.architecture == "llama" and config.model.activation == "silu"
-    return is_halved(config) and plain and config.machine.gpu != "cpu" and _fits(config)
-
-
-def _fits(config: RunConfig) -> bool:
-    """Products of 8-bit numbers take only sums over multiples of 16."""
-    m = config.model
-    widths = (m.hidden, m.ffn, m.heads * m.head_dim, m.kv_heads * m.head_dim)
-    return config.precision.dtype != "fp8" or all(width % 16 == 0 for width in widths)
+    fits = config.precision.dtype != "fp8" or not odd_fp8_widths(config.model)
+    return is_halved(config) and plain and config.machine.gpu != "cpu" and fits
 
 
 def gradient_bytes(config: RunConfig) -> int:

@@ -27,7 +27,7 @@ from llmb.kernels.forms import E4M3
 from llmb.kernels.fp8 import rounded
 from llmb.kernels.fp8_group_forms import GroupForms, Groups, WeightForms, groups_of, in_groups, weight_in_groups
 from llmb.kernels.triton_device import on_gpu
-from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
+from llmb.kernels.weight_gradient import settled
 
 OUT = torch.bfloat16  # of the hardware's grouped products
 
@@ -85,12 +85,7 @@ class _Fp8GroupedProduct(torch.autograd.Function):
             del w8
         if wants_weight:
             left, right = (g8.columns, g8.column_scales), (x_columns_IP, x_scales_EI)
-            grad_weight_EOI = _outer(left, right, groups.places_E)
-            if (total_EOI := growing_gradient(ctx.weight)) is not None:
-                total_EOI.add_(grad_weight_EOI)
-                grad_weight_EOI = None
-            else:
-                grad_weight_EOI = grad_weight_EOI.to(gradient_dtype(ctx.weight))
+            grad_weight_EOI = settled(ctx.weight, _outer(left, right, groups.places_E))
         return grad_x_NI, grad_weight_EOI, None, None, None
 
 

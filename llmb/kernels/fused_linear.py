@@ -59,13 +59,13 @@ def weight_gradient(weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor) -> Tensor | 
     return None
 
 
-def product_as(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
+def product_as(dtype: torch.dtype, left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left @ right, added up in fp32 and rounded once, to a format that may be wider than theirs."""
     if left.dtype == dtype:
-        return left @ right
+        return torch.mm(left, right, out=out)
     if on_gpu(left):
-        return torch.mm(left, right, out_dtype=dtype)
-    return left.to(dtype) @ right.to(dtype)
+        return torch.mm(left, right, out_dtype=dtype, out=out)
+    return torch.mm(left.to(dtype), right.to(dtype), out=out)
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

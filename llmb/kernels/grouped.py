@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
+from llmb.kernels.weight_gradient import settled
 
 ALIGNED = 8  # bf16 values in the 16 bytes that the kernel's loads start at
 
@@ -47,17 +47,8 @@ class _GroupedProduct(torch.autograd.Function):
         grad_NO = grad_NO.contiguous()  # the gradient of a sum comes without strides, which the kernel refuses
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         grad_x_NI = _times(grad_NO, weight_EOI.to(grad_NO.dtype), ends_E) if wants_x else None
-        grad_weight_EOI = _weight_gradient(ctx.weight, grad_NO, x_NI, ends_E) if wants_weight else None
+        grad_weight_EOI = settled(ctx.weight, _outer(grad_NO, x_NI, ends_E)) if wants_weight else None
         return grad_x_NI, grad_weight_EOI, None
-
-
-def _weight_gradient(weight_EOI: Tensor, grad_NO: Tensor, x_NI: Tensor, ends_E: Tensor) -> Tensor | None:
-    """In its own format; None: it has been added to the gradient that was there."""
-    total_EOI, found_EOI = growing_gradient(weight_EOI), _outer(grad_NO, x_NI, ends_E)
-    if total_EOI is None:
-        return found_EOI.to(gradient_dtype(weight_EOI))
-    total_EOI.add_(found_EOI)
-    return None
 
 
 def _times(x_NI: Tensor, matrix_EIO: Tensor, ends_E: Tensor) -> Tensor:

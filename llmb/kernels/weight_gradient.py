@@ -20,3 +20,12 @@ def growing_gradient(weight: Tensor) -> Tensor | None:
     if type(grad) is not Tensor or weight._post_accumulate_grad_hooks or weight._backward_hooks:
         return None
     return grad
+
+
+def settled(weight: Tensor, found: Tensor) -> Tensor | None:
+    """A gradient in its own format, for autograd; None: it has been added to the one that was there."""
+    total = growing_gradient(weight)
+    if total is None:
+        return found.to(gradient_dtype(weight))
+    total.add_(found)
+    return None

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from llmb.kernels.fp8 import Fp8, product
-from llmb.kernels.fused_linear import add_product_
-from llmb.kernels.triton_device import on_gpu
+from llmb.kernels.fused_linear import add_product_, product_as
 from llmb.predict.workspace import ADDED_AT_ONCE
 
 TILE = 256  # rows of a gradient that the hardware makes together
@@ -29,10 +28,7 @@ class Products:
         Added in a pass of its own: a product that adds is slower on an H200 (612 against 667 TFLOP/s), and torch copies
         what it adds to first.
         """
-        made = torch.mm(x_NK, weight_MK.T, out=None if onto is out else out)
-        if onto is None:
-            return made
-        return onto.add_(made) if onto is out else made.add_(onto)
+        return _added(torch.mm(x_NK, weight_MK.T, out=None if onto is out else out), out, onto)
 
     def input_gradient(
         self, dy_NM: Tensor, weight_MK: Tensor, out: Tensor | None = None, onto: Tensor | None = None
@@ -45,14 +41,17 @@ class Products:
 
     def weight_gradient(self, dy_NM: Tensor, x_NK: Tensor, into_MK: Tensor, fresh: bool) -> None:
         """`into` becomes dy.T @ x, or that is added to it."""
-        if not fresh:
-            add_product_(into_MK, dy_NM.T, x_NK)
-        elif into_MK.dtype == dy_NM.dtype:
-            torch.mm(dy_NM.T, x_NK, out=into_MK)
-        elif on_gpu(into_MK):
-            torch.mm(dy_NM.T, x_NK, out_dtype=into_MK.dtype, out=into_MK)
+        if fresh:
+            product_as(into_MK.dtype, dy_NM.T, x_NK, out=into_MK)
         else:
-            torch.mm(dy_NM.T.to(into_MK.dtype), x_NK.to(into_MK.dtype), out=into_MK)
+            add_product_(into_MK, dy_NM.T, x_NK)
+
+
+def _added(made: Tensor, out: Tensor | None, onto: Tensor | None) -> Tensor:
+    """What was made, in memory of its own where `onto` is `out`, and `onto` where there is one."""
+    if onto is None:
+        return made
+    return onto.add_(made) if onto is out else made.add_(onto)
 
 
 class Fp8Products:
@@ -63,11 +62,8 @@ class Fp8Products:
 
     def forward(self, x: Fp8, weight: Fp8, out_NM: Tensor, onto: Tensor | None = None) -> Tensor:
         """Takes rows of both."""
-        scales = (x.scale, weight.scale)
-        if onto is out_NM:
-            return out_NM.add_(product(x.rows, weight.rows, scales, out_NM.dtype, fast=True))
-        product(x.rows, weight.rows, scales, out_NM.dtype, fast=True, out=out_NM)
-        return out_NM if onto is None else out_NM.add_(onto)
+        room, scales = None if onto is out_NM else out_NM, (x.scale, weight.scale)
+        return _added(product(x.rows, weight.rows, scales, out_NM.dtype, fast=True, out=room), out_NM, onto)
 
     def input_gradient(self, dy: Fp8, weight: Fp8, out_NK: Tensor) -> Tensor:
         """Takes rows of the slope and columns of the weight."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from llmb.costs import FP8_MULTIPLE, odd_fp8_widths
 from llmb.errors import ConfigError
 from llmb.spec import Model
 
@@ -10,7 +11,6 @@ PLAIN: dict[str, Any] = {
     "architecture": "llama", "gated": True, "activation": "silu", "post_norms": False, "attention_cap": None,
     "embedding_scale": 1.0, "logit_scale": 1.0, "pattern": None, "experts": None, "latent": None, "mamba": None,
 }  # fmt: skip
-FP8_MULTIPLE = 16  # products of 8-bit numbers take only sums over so many, or a multiple
 
 
 def check_plain_llama(model: Model) -> None:
@@ -26,14 +26,8 @@ def check_plain_llama(model: Model) -> None:
 
 
 def check_fp8_widths(model: Model) -> None:
-    """One line for a model that 8-bit products cannot compute: each width of a block is summed over in one of them."""
-    widths = {
-        "hidden": model.hidden,
-        "ffn": model.ffn,
-        "heads * head_dim": model.heads * model.head_dim,
-        "kv_heads * head_dim": model.kv_heads * model.head_dim,
-    }
-    odd = [f"{name} is {width}" for name, width in widths.items() if width % FP8_MULTIPLE]
+    """One line for a model that 8-bit products cannot compute."""
+    odd = [f"{name} is {width}" for name, width in odd_fp8_widths(model).items()]
     if odd:
         raise ConfigError(
             f"fp8 takes widths that are multiples of {FP8_MULTIPLE}: of {model.name} {', '.join(odd)}; use dtype=bf16"

@@ -10,11 +10,11 @@ What the plain forms of kernels hold on CPUs is not counted.
 
 from math import prod
 
+from llmb.costs import ADDED_AT_ONCE as ADDED_AT_ONCE  # also for who adds them
 from llmb.plan import FULL, Plan
 from llmb.predict.pieces import Units, number_bytes, piece_bytes
 from llmb.spec import Model
 
-ADDED_AT_ONCE = 1 << 25  # numbers of a gradient of 8-bit operands: little memory, and enough to keep a device busy
 KEYS_AT_ONCE = 65536  # of one call of the attention: its gradients are made for each head of the queries
 
 
