@@ -1,6 +1,6 @@
 """Causal attention of a chunk of tokens, whose documents may have begun in earlier chunks, and its way back.
 
-    attend(q_NHD, k_TGD, v_TGD, spans, out_NHD, lse_HN, scale)
+    out_NHD, lse_HN = attend(q_NHD, k_TGD, v_TGD, spans, scale)
     attend_backward(dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, spans, dq_NHD, dk_TGD, dv_TGD, fresh, scale)
 
 A span's scores are a triangle over its own keys and, where its document began earlier, a rectangle over the keys before
@@ -58,22 +58,22 @@ def attend(
     k_TGD: Tensor,
     v_TGD: Tensor,
     spans: Sequence[Span],
-    out_NHD: Tensor,
-    lse_HN: Tensor,
     scale: float,
     keys_at_once: int = KEYS_AT_ONCE,
-) -> None:
-    """Fills `out` and `lse`, the log-sum-exp of each row's scaled scores in fp32."""
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What was seen, and the log-sum-exp of each row's scaled scores in fp32: where these are wanted, or as the kernel
+    made them, which spares a copy."""
     kernel, own, lengths = kernel_for(q_NHD, spans), rows_of(spans), _lengths(spans)
-    squares_NHD, squares_lse_HN = kernel.forward(q_NHD, k_TGD[own], v_TGD[own], lengths, True, scale)
-    out_NHD.copy_(squares_NHD)
-    lse_HN.copy_(squares_lse_HN)
-    del squares_NHD, squares_lse_HN
+    out_NHD, lse_HN = kernel.forward(q_NHD, k_TGD[own], v_TGD[own], lengths, True, scale)
+    if into is not None:
+        out_NHD, lse_HN = (place.copy_(made) for place, made in zip(into, (out_NHD, lse_HN), strict=True))
     for rows, keys in _rectangles(spans, keys_at_once):
         length = (rows.stop - rows.start,)
         more_NHD, more_lse_HN = kernel.forward(q_NHD[rows], k_TGD[keys], v_TGD[keys], length, False, scale)
         merge_(out_NHD[rows], lse_HN[:, rows], more_NHD, more_lse_HN)
         del more_NHD, more_lse_HN  # before the next is made
+    return out_NHD, lse_HN
 
 
 def attend_backward(

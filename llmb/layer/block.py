@@ -16,7 +16,6 @@ Shapes as in `tensors.py`; D half the width of a head.
 from collections.abc import Sequence
 from typing import Generic
 
-import torch
 from torch import Tensor
 
 from llmb.kernels.rotation import rotate_in_place, rotate_into
@@ -52,18 +51,23 @@ class Block(Generic[Weights]):
         out_NC: Tensor,
         attn: Attn | None = None,
         rest: Rest | None = None,
-    ) -> None:
-        """Fills `out`, the chunk's rows of `kv`, and of `attn` and `rest` what is given."""
+        gives_attn: bool = False,
+    ) -> Attn | None:
+        """Fills `out`, the chunk's rows of `kv`, and of `attn` and `rest` what is given.
+
+        The attention is given back where that is asked for: as its kernel made it, unless there was memory for it.
+        """
         q_NA = inp_NC.new_empty(len(inp_NC), self.width) if rest is None else rest.q_NA
         self._project(weights, inp_NC, kv, spans, cos_ND, sin_ND, q_NA)
-        attn = self._room_for_attn(inp_NC) if attn is None else attn
-        self._attend(q_NA, kv, spans, attn)
+        attn = self._attend(q_NA, kv, spans, attn)
         resid_NC = out_NC if rest is None else rest.resid_NC  # unless it is kept, what comes next is added in place
         self.linears.output(weights, attn.out_NA, resid_NC)
-        del q_NA, attn
+        attn = attn if gives_attn else None
+        del q_NA
         h13_N2F = inp_NC.new_empty(len(inp_NC), 2 * self.model.ffn) if rest is None else rest.h13_N2F
         self.linears.gate_and_up(weights, inp_NC, resid_NC, h13_N2F)
         self.linears.down(weights, h13_N2F, resid_NC, out_NC, keep=rest is not None)
+        return attn
 
     def recompute(
         self,
@@ -134,9 +138,11 @@ class Block(Generic[Weights]):
         for x in (q_NA, k_NW):
             rotate_in_place(self._heads(x), cos_ND, sin_ND)
 
-    def _attend(self, q_NA: Tensor, kv: KeyValues, spans: Sequence[Span], attn: Attn) -> None:
-        q, k, v, out = (self._heads(x) for x in (q_NA, *kv, attn.out_NA))
-        attend(q, k, v, spans, out, attn.lse_HN, self.scale, self.keys_at_once)
+    def _attend(self, q_NA: Tensor, kv: KeyValues, spans: Sequence[Span], attn: Attn | None) -> Attn:
+        q, k, v = (self._heads(x) for x in (q_NA, *kv))
+        into = None if attn is None else (self._heads(attn.out_NA), attn.lse_HN)
+        out, lse_HN = attend(q, k, v, spans, self.scale, self.keys_at_once, into)
+        return Attn(out.flatten(1), lse_HN)
 
     def _attention_backward(
         self,
@@ -170,10 +176,6 @@ class Block(Generic[Weights]):
         rotate_in_place(dq, cos_ND, sin_ND, inverse=True)
         rotate_into(own_dk, dk[own], cos_ND, sin_ND, inverse=True)
         own_dv.copy_(dv[own])
-
-    def _room_for_attn(self, inp_NC: Tensor) -> Attn:
-        n, h = len(inp_NC), self.model.heads
-        return Attn(inp_NC.new_empty(n, self.width), inp_NC.new_empty(h, n, dtype=torch.float32))
 
     def _heads(self, x_NA: Tensor) -> Tensor:
         """[N, H, D] over the same memory, D the whole width of a head."""

@@ -155,7 +155,7 @@ def _attention_seconds(spans: list[Span], device: torch.device, sizes: Sizes) ->
     scale = width**-0.5
 
     def there() -> None:
-        attend(q_NHD, k_TGD, v_TGD, spans, out_NHD, lse_HN, scale, KEYS_AT_ONCE)
+        attend(q_NHD, k_TGD, v_TGD, spans, scale, KEYS_AT_ONCE, (out_NHD, lse_HN))
 
     def back() -> None:
         if before == 0:  # no other chunk sees these keys, so their slopes are not added up

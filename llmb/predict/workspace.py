@@ -23,7 +23,7 @@ def workspace_bytes(model: Model, plan: Plan) -> int:
     sizes, each, rows = piece_bytes(model, plan), number_bytes(plan), plan.chunk_tokens
     keys = max(rows, min(plan.group_tokens - rows, KEYS_AT_ONCE))  # its own, or those before it
     again = 0 if set(plan.levels) == {FULL} else sizes["rest"] + sizes["attn"]
-    forward = each * forward_numbers(model, keeps_attn=not again, keeps_rest=not again)
+    forward = each * forward_numbers(model, keeps_rest=not again)
     behind = each * max(recompute_numbers(model, attn_saved=not again), backward_numbers(model, keys / rows))
     head = plan.loss_tokens * head_numbers(model) * each + rows * model.hidden * each
     kept = added = 0
@@ -36,11 +36,11 @@ def workspace_bytes(model: Model, plan: Plan) -> int:
     return max(rows * forward, again + rows * behind + added, head) + kept
 
 
-def forward_numbers(model: Model, keeps_attn: bool, keeps_rest: bool) -> int:
+def forward_numbers(model: Model, keeps_rest: bool) -> int:
     """Of `Block.forward`."""
     width = model.heads * model.head_dim
     queries = 0 if keeps_rest else width
-    attention = queries + (0 if keeps_attn else width + _lse(model)) + width + _lse(model)
+    attention = queries + width + _lse(model)
     mlp = model.ffn if keeps_rest else model.hidden + 2 * model.ffn
     return max(model.hidden + queries, attention, model.hidden, mlp)
 

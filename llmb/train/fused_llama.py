@@ -81,9 +81,12 @@ class _Step(torch.autograd.Function):
         cos_ND, sin_ND = (table.repeat(sequences, 1) if sequences > 1 else table for table in (cos_TD, sin_TD))
 
         kv = KeyValues(*(inp_NC.new_empty(len(inp_NC), model.kv_heads * model.head_dim) for _ in range(2)))
-        attn = Attn(_room_for_heads(layer, inp_NC), inp_NC.new_empty(model.heads, len(inp_NC), dtype=torch.float32))
         rest, out_NC = None if layer.recomputed else _room_for_rest(layer, inp_NC), torch.empty_like(inp_NC)
-        layer.block.forward(layer.fp8 or layer.weights(), inp_NC, kv, ctx.spans, cos_ND, sin_ND, out_NC, attn, rest)
+        weights = layer.fp8 or layer.weights()
+        attn = layer.block.forward(
+            weights, inp_NC, kv, ctx.spans, cos_ND, sin_ND, out_NC, rest=rest, gives_attn=True
+        )
+        assert attn is not None
         ctx.save_for_backward(inp_NC, *kv, *attn, cos_ND, sin_ND, *(rest or ()))
         return out_NC.view_as(x_BTC)
 

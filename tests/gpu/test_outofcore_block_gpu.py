@@ -61,7 +61,7 @@ def there_and_back(spans: list[Span], tensors: tuple[Tensor, ...], keys_at_once:
     q, k, v, dout = tensors
     out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q), device=GPU), torch.empty_like(q)
     dk, dv = (torch.full(k.shape, torch.nan, device=GPU) for _ in range(2))
-    attend(q, k, v, spans, out, lse, SCALE, keys_at_once)
+    attend(q, k, v, spans, SCALE, keys_at_once, into=(out, lse))
     attend_backward(dout, q, k, v, out, lse, spans, dq, dk, dv, True, SCALE, keys_at_once)
     return [out, lse, dq, dk, dv]
 
@@ -176,8 +176,8 @@ def test_a_chunk_allocates_no_more_than_is_counted(past):
     slack = 16 << 20  # what allocators round up, and the partial sums of the norms' gradients
     keys = max(min(past, KEYS_AT_ONCE), tokens) / tokens
     found = {
-        "kept": (allocated_at_most(layer.forward), forward_numbers(WIDE, True, True)),
-        "not kept": (allocated_at_most(lambda: layer.forward(kept=False)), forward_numbers(WIDE, False, False)),
+        "kept": (allocated_at_most(layer.forward), forward_numbers(WIDE, True)),
+        "not kept": (allocated_at_most(lambda: layer.forward(kept=False)), forward_numbers(WIDE, False)),
         "back": (allocated_at_most(layer.backward), backward_numbers(WIDE, keys)),
     }
     print({name: round(size / tokens / 2) for name, (size, _) in found.items()}, {n: c for n, (_, c) in found.items()})
@@ -192,9 +192,9 @@ def test_a_chunk_in_fp8_allocates_no_more_than_is_counted():
         call()
     slack, added = 16 << 20, ADDED_AT_ONCE * 4
     found = {
-        "kept": (layer.forward, 2 * forward_numbers(WIDE, True, True), fp8_forward_bytes(WIDE, True), 0),
+        "kept": (layer.forward, 2 * forward_numbers(WIDE, True), fp8_forward_bytes(WIDE, True), 0),
         "not kept": (
-            lambda: layer.forward(kept=False), 2 * forward_numbers(WIDE, False, False), fp8_forward_bytes(WIDE, False),
+            lambda: layer.forward(kept=False), 2 * forward_numbers(WIDE, False), fp8_forward_bytes(WIDE, False),
             0,
         ),
         "back": (layer.backward, 2 * backward_numbers(WIDE, 1.0), fp8_backward_bytes(WIDE), added),

@@ -53,7 +53,7 @@ def test_there_and_back_equal_one_masked_softmax(spans, keys_at_once, monkeypatc
     monkeypatch.setattr("llmb.kernels.attention_part.PLAIN_SCORES", 64)  # so that blocks of rows are several
     q, k, v, dout = inputs(spans)
     out, lse = torch.empty_like(q), torch.empty(HEADS, len(q))
-    attend(q, k, v, spans, out, lse, SCALE, keys_at_once)
+    attend(q, k, v, spans, SCALE, keys_at_once, into=(out, lse))
     wide = torch.full((len(q), HEADS + 3, WIDTH), 7.0)
     dk, dv = (drawn(*k.shape, seed=seed) for seed in (5, 6))
     before = dk.clone(), dv.clone()
@@ -69,7 +69,7 @@ def test_there_and_back_equal_one_masked_softmax(spans, keys_at_once, monkeypatc
 def test_fresh_slopes_need_nothing_to_be_there(spans):
     q, k, v, dout = inputs(spans)
     out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q)), torch.empty_like(q)
-    attend(q, k, v, spans, out, lse, SCALE)
+    attend(q, k, v, spans, SCALE, into=(out, lse))
     dk, dv = (torch.full_like(k, torch.nan) for _ in range(2))
     attend_backward(dout, q, k, v, out, lse, spans, dq, dk, dv, True, SCALE)
     wanted = by_autograd(q, k, v, spans, dout)
@@ -87,7 +87,7 @@ def test_chunks_of_a_sequence_add_up_to_the_whole():
         (slice(11, 20), [Span(0, 9, 0, 11)]),
     ]
     for rows, spans in chunks:
-        attend(q[rows], k[: rows.stop], v[: rows.stop], spans, out[rows], lse[:, rows], SCALE)
+        attend(q[rows], k[: rows.stop], v[: rows.stop], spans, SCALE, into=(out[rows], lse[:, rows]))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     for rows, spans in reversed(chunks):
         attend_backward(
@@ -100,7 +100,7 @@ def test_bf16_is_close_and_slopes_of_keys_may_be_fp32():
     spans = SPANS["packed, the first from earlier"]
     q, k, v, dout = inputs(spans, torch.bfloat16)
     out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q)), torch.empty_like(q)
-    attend(q, k, v, spans, out, lse, SCALE)
+    attend(q, k, v, spans, SCALE, into=(out, lse))
     dk, dv = (torch.zeros(k.shape) for _ in range(2))
     attend_backward(dout, q, k, v, out, lse, spans, dq, dk, dv, False, SCALE)
     wanted = by_autograd(*(x.float() for x in (q, k, v)), spans, dout.float())
@@ -151,7 +151,7 @@ def test_calls_of_gpu_kernels_fit_the_installed_torch(name, kernel, monkeypatch)
     slopes = kernel.backward(dout, q, k[own], v[own], out, lse, lengths, True, SCALE)
     assert [x.shape for x in slopes] == [q.shape, k[own].shape, v[own].shape]
     assert all(x.is_contiguous() for x in slopes)
-    attend(q, k, v, spans, out, lse, SCALE)
+    attend(q, k, v, spans, SCALE, into=(out, lse))
     attend_backward(dout, q, k, v, out, lse, spans, torch.empty_like(q), k.float(), v.float(), True, SCALE)
 
 
