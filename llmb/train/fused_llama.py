@@ -83,9 +83,7 @@ class _Step(torch.autograd.Function):
         kv = KeyValues(*(inp_NC.new_empty(len(inp_NC), model.kv_heads * model.head_dim) for _ in range(2)))
         rest, out_NC = None if layer.recomputed else _room_for_rest(layer, inp_NC), torch.empty_like(inp_NC)
         weights = layer.fp8 or layer.weights()
-        attn = layer.block.forward(
-            weights, inp_NC, kv, ctx.spans, cos_ND, sin_ND, out_NC, rest=rest, gives_attn=True
-        )
+        attn = layer.block.forward(weights, inp_NC, kv, ctx.spans, cos_ND, sin_ND, out_NC, rest=rest, gives_attn=True)
         assert attn is not None
         ctx.save_for_backward(inp_NC, *kv, *attn, cos_ND, sin_ND, *(rest or ()))
         return out_NC.view_as(x_BTC)
