@@ -12,7 +12,7 @@ from llmb.costs import ADDED_AT_ONCE, BYTES
 from llmb.share import gradient_bytes, is_fused, is_sharded, layer_blocks, layer_weights
 from llmb.spec import Model, Parallel, RunConfig, Training
 
-CHUNK_TOKENS = 2048  # of the loss: the logits never exist whole
+CHUNK_TOKENS, AGREED_TOKENS = 8192, 2048  # of the loss: the logits never exist whole
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,8 @@ class Activations:
         These are turned into their slopes where they lie. Of a part of the vocabulary they are fp32, and so are their
         exponentials beside them.
         """
-        chunk = min(CHUNK_TOKENS, self.inside) * self.model.vocab / self.split.tp
+        at_once = CHUNK_TOKENS if self.split.tp == 1 else AGREED_TOKENS
+        chunk = min(at_once, self.inside) * self.model.vocab / self.split.tp
         logits, own = (8 * chunk, self.stream) if self.split.tp > 1 else (self.value * chunk, 0.0)
         whole = self.inside * self.model.hidden * self.value
         return logits + whole + own + (self.value * self.head if cast and self.value < 4 else 0.0)

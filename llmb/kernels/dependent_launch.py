@@ -6,7 +6,6 @@ needs what came before, and waits there; until then it may read what no kernel w
 Large kernels gain nothing and would only have their successor's programs waiting on the processors: see `dependent`.
 """
 
-import os
 from functools import cache
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-SMALL = 16  # tokens of a step whose kernels are launched so
+from llmb.kernels.triton_device import INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SMALL = 16  # tokens of a step whose kernels are launched so
 
 if not INTERPRETED:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

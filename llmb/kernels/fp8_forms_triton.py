@@ -14,8 +14,10 @@ from torch import Tensor
 
 from llmb.kernels.fp8 import E5M2
 from llmb.kernels.fp8_forms import Gauge, padded
+from llmb.kernels.triton_device import INTERPRETED
 
 QUADS, CHANNELS, WARPS = 32, 64, 8  # of a tile: 128 tokens, whole lines of memory whichever way it is written
+ON_CPU = tl.constexpr(INTERPRETED)
 CELLS = ("scale_ptr", "amax_ptr")  # anywhere in a tensor of many: a kernel is not compiled for where they lie
 
 
@@ -101,15 +103,27 @@ def store_columns(
 @triton.jit
 def packed(x0, x1, x2, x3, inverse, E5M2: tl.constexpr):
     """Four tokens of a channel in a word, divided by their scale and rounded."""
-    words = _byte(x0, inverse, E5M2) | (_byte(x1, inverse, E5M2) << 8)
-    return words | (_byte(x2, inverse, E5M2) << 16) | (_byte(x3, inverse, E5M2) << 24)
+    if ON_CPU:
+        words = _byte(x0, inverse, E5M2) | (_byte(x1, inverse, E5M2) << 8)
+        return words | (_byte(x2, inverse, E5M2) << 16) | (_byte(x3, inverse, E5M2) << 24)
+    # Two conversions of two tokens each; bytes that were made beside others would have to be taken apart again.
+    form: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high;"
+        " cvt.rn.satfinite." + form + ".f32 low, $2, $1;"
+        " cvt.rn.satfinite." + form + ".f32 high, $4, $3;"
+        " mov.b32 $0, {low, high}; }",
+        "=r,f,f,f,f", [x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse], tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def eight_bits(x, inverse, E5M2: tl.constexpr):
-    """Numbers divided by their scale, clamped and rounded; NaN stays NaN."""
-    largest: tl.constexpr = 57344.0 if E5M2 else 448.0
-    values = tl.minimum(larger(x * inverse, -largest), largest, propagate_nan=tl.PropagateNan.ALL)
+    """Numbers divided by their scale, clamped, which a GPU does as it rounds, and rounded; NaN stays NaN."""
+    values = x * inverse
+    if ON_CPU:
+        largest: tl.constexpr = 57344.0 if E5M2 else 448.0
+        values = tl.minimum(larger(values, -largest), largest, propagate_nan=tl.PropagateNan.ALL)
     return values.to(tl.float8e5 if E5M2 else tl.float8e4nv)
 
 

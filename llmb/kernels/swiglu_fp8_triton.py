@@ -14,6 +14,7 @@ from llmb.kernels.fp8_forms import Gauge
 from llmb.kernels.fp8_forms_triton import (
     CELLS,
     CHANNELS,
+    ON_CPU,
     QUADS,
     WARPS,
     as_bits,
@@ -36,10 +37,22 @@ BACKWARD_CELLS = tuple(f"{tensor}_{cell}" for tensor in ("slope", "act") for cel
 
 
 @triton.jit
+def _sigmoid(x):
+    """To the last bits of fp32, of which 8 bits see nothing."""
+    if ON_CPU:
+        return tl.sigmoid(x)
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;"  # 2 ** (-x / log(2))
+        " add.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+        "=f,f", [x], tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _act_fourth(h_ptr, h_row, token, channel, n, F, FOURTH: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr):
     gate = load_fourth(h_ptr, h_row, token, channel, n, F, FOURTH, QUADS, CHANNELS)
     up = load_fourth(h_ptr + F, h_row, token, channel, n, F, FOURTH, QUADS, CHANNELS)
-    return gate * tl.sigmoid(gate) * up
+    return gate * _sigmoid(gate) * up
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=CELLS)
@@ -67,7 +80,7 @@ def _slopes_fourth(
     gate = load_fourth(h_ptr, h_row, token, channel, n, F, FOURTH, QUADS, CHANNELS)
     up = load_fourth(h_ptr + F, h_row, token, channel, n, F, FOURTH, QUADS, CHANNELS)
     dact = load_fourth(dact_ptr, dact_row, token, channel, n, F, FOURTH, QUADS, CHANNELS)
-    share = tl.sigmoid(gate)
+    share = _sigmoid(gate)
     opened = gate * share
     return dact * up * share * (1 + gate * (1 - share)), dact * opened, opened * up
 

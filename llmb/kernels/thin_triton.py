@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.kernels.dependent_launch import INTERPRETED, begins, dependent
+from llmb.kernels.dependent_launch import begins, dependent
 from llmb.kernels.forms import Rows8
 from llmb.kernels.gated_triton import activated
 from llmb.kernels.thin import Norm, ThinWeight
+from llmb.kernels.triton_device import INTERPRETED
 
 
 class Tile(NamedTuple):

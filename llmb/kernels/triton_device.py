@@ -7,6 +7,7 @@ imported with a stand-in for Triton, which a machine without a GPU need not have
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -33,9 +34,11 @@ KERNEL_MODULES = (
     "adam_triton",
     "rms_norm_fp8_triton",
     "swiglu_fp8_triton",
+    "scaled_add_triton",
     "visits_triton",
 )
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on a CPU, which knows no GPU's instructions
 Listener = Callable[[str, tuple[Any, ...], dict[str, Any]], None]  # a kernel's name, arguments and constants
 _listener: Listener | None = None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmb.models.architectures import Network
-from llmb.models.loss import CHUNK_TOKENS, chunked_cross_entropy
+from llmb.models.loss import AGREED_TOKENS, chunked_cross_entropy
 from llmb.train.exchange import gathered, scattered_sum
 
 
@@ -46,7 +46,7 @@ def split_vocabulary(part: Network, tp: DeviceMesh) -> None:
 
 
 def split_cross_entropy(
-    x_BTC: Tensor, rows_VC: Tensor, labels_BT: Tensor, tp: DeviceMesh, first: int, chunk: int = CHUNK_TOKENS
+    x_BTC: Tensor, rows_VC: Tensor, labels_BT: Tensor, tp: DeviceMesh, first: int, chunk: int = AGREED_TOKENS
 ) -> Tensor:
     """The mean loss over all tokens, the same on every rank, of a stream of which each rank has a piece.
 

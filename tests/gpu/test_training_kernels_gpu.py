@@ -14,6 +14,7 @@ from llmb.kernels.fp8_forms import Gauge, cast_both, cast_both_reference, padded
 from llmb.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_backward_reference, rms_norm_reference
 from llmb.kernels.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_reference
 from llmb.kernels.rotation import rotate_in_place, rotate_into_reference
+from llmb.kernels.scaled_add import scaled_add_, scaled_add_reference_
 from llmb.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_reference
 from llmb.kernels.swiglu_fp8 import (
     swiglu_backward_fp8,
@@ -218,3 +219,14 @@ def test_a_step_of_adam_is_compiled_once_for_all_steps() -> None:
 
     first = step_at(1e-3, 1, 0)
     assert all(step_at(lr, step, seed) == first for lr, step, seed in ((0, 2, 1), (1, 16, 16), (1e-5, 100_000, 2**40)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_scaled_gradient_is_added(dtype: torch.dtype, fresh: bool) -> None:
+    part, scale = drawn(4099, 4096, dtype=FP32), torch.tensor(0.3, device=GPU)
+    total = drawn(4099, 4096, seed=1, dtype=dtype)
+    wanted = total.double()
+    scaled_add_reference_(wanted, part.double(), scale, fresh)
+    scaled_add_(total, part, scale, fresh)
+    assert relative_error(total, wanted) < ROUNDED[dtype]

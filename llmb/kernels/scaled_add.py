@@ -1,0 +1,28 @@
+"""A tensor times a number that lies on the device, added to one of another format, or written over it, in one pass.
+
+    scaled_add_(total, part, scale, fresh=False)            # total += part * scale
+    scaled_add_(total, part, scale, fresh=True)             # total = part * scale
+
+torch does it, where formats differ, at a third of the bandwidth.
+"""
+
+import torch
+from torch import Tensor
+
+from llmb.kernels.triton_device import takes_triton
+
+
+def scaled_add_(total: Tensor, part: Tensor, scale: Tensor, fresh: bool) -> None:
+    """Computed in fp32 at least, and rounded once."""
+    if takes_triton(total):
+        from llmb.kernels.scaled_add_triton import scaled_add_triton_
+
+        scaled_add_triton_(total, part, scale, fresh)
+    else:
+        scaled_add_reference_(total, part, scale, fresh)
+
+
+def scaled_add_reference_(total: Tensor, part: Tensor, scale: Tensor, fresh: bool) -> None:
+    """The same in plain torch."""
+    scaled = part.to(torch.promote_types(part.dtype, torch.float32)) * scale
+    total.copy_(scaled if fresh else total + scaled)
