@@ -18,7 +18,7 @@ from llmb.hardware import GIB
 from llmb.outofcore.host_slab import HostSlab
 from llmb.plan import Plan
 from llmb.predict.footprint import CONTEXT_BYTES, buffers_of, device_bytes, homes_of, host_bytes
-from llmb.predict.pieces import OF_UNITS, piece_bytes
+from llmb.predict.pieces import piece_bytes
 from llmb.spec import Model
 
 
@@ -58,7 +58,7 @@ class Arena:
         if self._host.size < self.host_bytes:
             raise ConfigError(f"a host slab of {self._host.size} bytes is given, the plan needs {self.host_bytes}")
         self.slab = torch.empty(self._total(buffers), dtype=torch.uint8, device=device)
-        self._behind_units = self._total({kind: buffers[kind] for kind in OF_UNITS})
+        self._behind_weights = self._total({"param": buffers["param"]})
         self._buffers = self._cut(self.slab, buffers)
         self._homes = self._cut(self._host.memory, self.homes)
         if device.type == "cuda":
@@ -73,11 +73,11 @@ class Arena:
         return self._homes[kind][number]
 
     def scratch(self, shape: torch.Size) -> Tensor:
-        """fp32 memory on the device until the first step: that of activations, or new where it is too small."""
+        """fp32 memory on the device until the first step: that of all but weights, or new where it is too small."""
         size = 4 * shape.numel()
-        if size > self.slab.numel() - self._behind_units:
+        if size > self.slab.numel() - self._behind_weights:
             return torch.empty(shape, device=self.device)
-        return self.slab[self._behind_units : self._behind_units + size].view(torch.float32).view(shape)
+        return self.slab[self._behind_weights : self._behind_weights + size].view(torch.float32).view(shape)
 
     @property
     def device_bytes(self) -> int:
