@@ -32,7 +32,7 @@ from llmb.kernels.fp8_forms_triton import (
     tiles,
 )
 
-BACKWARD_QUADS, BACKWARD_WARPS = 16, 4  # 64 tokens of a tile: few threads with much to do hide the most
+BACKWARD_QUADS, BACKWARD_WARPS = 16, 4  # 64 tokens of a tile, and much to do for each thread while it waits for memory
 BACKWARD_CELLS = tuple(f"{tensor}_{cell}" for tensor in ("slope", "act") for cell in CELLS)
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from llmb.events import StepDone, read
+from llmb.kernels import span_attention
+from llmb.kernels.attention_part import PLAIN
 from llmb.memory import memory_estimate
 from llmb.models.architectures import Network
 from llmb.plain import to_json
@@ -98,7 +100,9 @@ def test_fp8_by_hand_is_as_near_to_bf16_as_block_by_block(recomputed: int, exact
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_equal_steps_give_equal_bits(dtype: str) -> None:
+def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but cuDNN's attention, which on its way back adds up the queries' slopes in whatever order they come."""
+    monkeypatch.setattr(span_attention, "kernel_for", lambda _q, _spans: PLAIN)
     found = []
     for _ in range(2):
         config = config_of("h200", dtype)
