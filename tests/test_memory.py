@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from published_models import DEEPSEEK, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
 
-from llmb import costs, memory
+from llmb import activations, costs, memory
 from llmb.errors import ConfigError
 from llmb.hardware import GIB
 from llmb.plain import to_plain
@@ -36,6 +36,14 @@ def train(mbs: int = 1, ga: int = 1, seqlen: int = 8192, **options) -> Training:
 
 def estimate(*args, **options) -> memory.MemoryEstimate:
     return memory.memory_estimate(run(*args, **options))
+
+
+@pytest.mark.parametrize(("dtype", "mbs", "measured"), [("bf16", 2, 123.99), ("fp8", 1, 113.52)])
+def test_peaks_as_measured_on_an_h200(dtype: str, mbs: int, measured: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What real runs of 8b took on 2026-11-16, when the loss had the logits of 2,048 tokens at once."""
+    monkeypatch.setattr(activations, "CHUNK_TOKENS", 2048)
+    work = train(mbs=mbs, ga=4 // mbs, gradients="bf16", moments="bf16")
+    assert estimate(LLAMA_8B, "h200", 1, work, dtype).total / GIB == pytest.approx(measured, rel=0.005)
 
 
 def test_state_is_sixteen_bytes_a_parameter() -> None:

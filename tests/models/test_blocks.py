@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llmb import activations
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.models.loss import chunked_cross_entropy
+from llmb.models.loss import AGREED_TOKENS, CHUNK_TOKENS, chunked_cross_entropy
 from llmb.spec import Experts, Model, Rope
 
 MODEL = Model(
@@ -28,6 +29,12 @@ def test_chunked_loss_equals_the_whole(chunk: int) -> None:
     torch.testing.assert_close(loss, whole)
     for ours, theirs in zip(torch.autograd.grad(3.0 * loss, (hidden, weight)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_memory_estimate_knows_how_long_chunks_are() -> None:
+    """It has figures of its own: models and estimates import nothing of one another."""
+    assert activations.CHUNK_TOKENS == CHUNK_TOKENS
+    assert activations.AGREED_TOKENS == AGREED_TOKENS
 
 
 def test_chunked_loss_refuses_a_second_backward_pass() -> None:
