@@ -14,7 +14,7 @@ from train_run import Order
 from llmb import hardware
 from llmb.spec import RunConfig
 
-TURNS_S = 2.0  # in which the calls of a row take turns
+TURNS_S = 2.5  # in which the calls of a row take turns
 SETTLING_S = 3.0  # of a row's first steps, while clocks fall
 COPIED = 4 << 30  # bytes
 
@@ -71,7 +71,7 @@ class Bench(Findings):
 
     def measure(self, config: RunConfig) -> list[Timed]:
         """Have the times of all its calls; those that are new and have a clock's, which are timed together."""
-        new = [call for call in calls_of(config) if call not in self.seconds]
+        new = {call: count for call, count in calls_of(config).items() if call not in self.seconds}
         if new:
             self.seconds |= measured(new, self.memory, self.device, 0.02 if self.tiny else TURNS_S)
             let_go(self.device)

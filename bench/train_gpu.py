@@ -10,9 +10,9 @@ the bytes it must move, of experts one product of all visits (`train_calls.py`).
 of Llama 8b at 8,192 tokens, fewer of the others, as many as their seconds hold. The JSON file is written after each.
 Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried where they are on PYTHONPATH.
 
-Seconds expected: rates 25; rows of Llama 8b 68 and 52, with part `kernels` 12 more each, at 32k 24, Nemotron-H 22,
-Grok-1 and DeepSeek 15 each, Llama 1b 15; memory 25; peers 22, 22, 55 and 60. Less than eight minutes for everything. In
-parts: `--only rates,rows,kernels` takes five, `--only memory,peers` three and knows no speed of ours to compare with.
+Seconds expected: rates 60; rows of Llama 8b 70 and 50, with part `kernels` 10 more each, at 32k 27, Nemotron-H 36,
+Grok-1 46 and 15, DeepSeek 25 and 16, Llama 1b 18; memory 36; peers 26, 28, 32 and 38. Nine minutes for everything; in
+parts: `--only rates,rows,kernels` six, `--only memory,peers` three, and knows no speed of ours to compare with.
 """
 
 import argparse

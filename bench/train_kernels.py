@@ -38,6 +38,7 @@ def kernels(bench: Bench, row: Row, config: RunConfig, trained: Trained) -> None
         f"idle {idle:.2%} of the timeline, aim less than {IDLE_AIM:.0%}; of the step without the profiler {rest:.2%}",
         "what is computed again, and products that are cut smaller than the libraries' best, are excess",
         *(f"{kind}: {1e3 * s:.2f} ms {name[:100]}" for kind in NAMED for name, s in found.longest.get(kind, [])),
+        *(f"{IDLE}: {1e3 * s:.2f} ms before {name[:100]}" for name, s in found.gaps),
     )
     _say_products(bench, row, found)
     bench.keep("kernels", _record(row, found, least, trained))
@@ -82,6 +83,7 @@ def _record(row: Row, found: TakenApart, least: dict[str, float], trained: Train
             for size, (calls, seconds) in found.products.items()
         ],
         "longest": {kind: _named(names) for kind, names in found.longest.items()},
+        "gaps": _named(found.gaps),
     }
 
 

@@ -7,8 +7,8 @@
     torchtitan     its Llama 3, blocks and loss compiled, cuDNN attention; fp8 by torchao (`peer_titan.py`)
 
 Random weights in bf16, torch's fused AdamW with state in bf16, random tokens, gradients of micro-batches added up. One
-step to warm up, then those that count, of which the median is taken. Prints one JSON line: tokens/s, memory; what is
-not installed; or the error. Whatever is to be tried must be on PYTHONPATH.
+micro-batch to warm up, then the steps that count, of which the median is taken. Prints one JSON line: tokens/s, memory;
+what is not installed; or the error. Whatever is to be tried must be on PYTHONPATH.
 """
 
 import argparse
@@ -21,21 +21,39 @@ from peer_process import tell
 
 
 def peer(options: argparse.Namespace) -> dict[str, Any]:
-    """Build it, step, time."""
+    """Build it, step, time; with fewer sequences at once where those asked for do not fit."""
     import torch
-    from device import finish
+    from device import let_go
 
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
     network, vocab, said = BUILDERS[options.kind](options, device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-6, fused=True)
+    mbs = options.mbs
+    while True:
+        try:
+            return said | {"mbs": mbs} | _stepped(network, optimizer, vocab, mbs, options, device)
+        except torch.OutOfMemoryError:
+            if mbs == 1:
+                raise
+        mbs //= 2
+        optimizer.zero_grad()
+        let_go(device)
+
+
+def _stepped(
+    network: Any, optimizer: Any, vocab: int, mbs: int, options: argparse.Namespace, device: Any
+) -> dict[str, Any]:
+    import torch
+    from device import finish
+
     losses, seconds = [], []
-    for _ in range(1 + options.steps):
-        tokens_BT = torch.randint(vocab, (options.gbs, options.seqlen + 1), device=device)
+    for sequences in (mbs, *options.steps * [options.gbs]):  # the first only to warm up
+        tokens_BT = torch.randint(vocab, (sequences, options.seqlen + 1), device=device)
         finish(device)
         began = time.perf_counter()
         loss = torch.zeros((), device=device)
-        for part_BT in tokens_BT.split(options.mbs):
-            share = network(part_BT[:, :-1], part_BT[:, 1:]) * (len(part_BT) / options.gbs)
+        for part_BT in tokens_BT.split(mbs):
+            share = network(part_BT[:, :-1], part_BT[:, 1:]) * (len(part_BT) / sequences)
             share.backward()
             loss += share.detach()
         optimizer.step()
@@ -43,7 +61,7 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
         losses.append(float(loss))
         finish(device)
         seconds.append(time.perf_counter() - began)
-    return said | {
+    return {
         "seconds": seconds[1:],
         "first_step_s": seconds[0],
         "tokens_per_s": options.gbs * options.seqlen / median(seconds[1:]),
@@ -81,7 +99,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=BUILDERS, required=True)
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--seqlen", type=int, required=True)
-    parser.add_argument("--mbs", type=int, required=True, help="sequences of one pass")
+    parser.add_argument("--mbs", type=int, required=True, help="sequences at once, if they fit")
     parser.add_argument("--gbs", type=int, required=True, help="sequences a step")
     parser.add_argument("--steps", type=int, default=2, help="that count")
     parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, to see that it runs")

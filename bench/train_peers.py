@@ -90,4 +90,4 @@ def _over(speed: float | None, found: dict[str, Any]) -> float | None:
 def _what(found: dict[str, Any]) -> str:
     if "skipped" in found:
         return f"not here: {found['skipped']}"
-    return found.get("error") or f"{found['version']}, {found['how']}"
+    return found.get("error") or f"{found['version']}, {found['how']}, {found['mbs']} at once"

@@ -1,14 +1,13 @@
 """Part `rates` of `train_gpu.py`: what the libraries and the memory sustain, measured in the process that then trains.
 
-All calls of a row take turns for some seconds, on random numbers: a chip that runs out of power slows down, and what
-one call sees depends on the others. Each is timed by its own events, of several ways to make it the fastest is taken,
-and its median counts.
+All calls of a row take turns for some seconds, on random numbers, each as often as in a step: a chip that runs out of
+power slows down, and what one call sees depends on the others. Each is timed by its own events, and its median counts.
+Of cuBLAS's algorithms `llmb/kernels/multiply.py` takes the fastest, of torch's kernels of attention this program.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from itertools import pairwise
 from math import inf
 from statistics import median
 
@@ -20,6 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_calls import Attended, Call, Moved, Product, Timed
 
 from llmb.kernels.forms import E4M3
+from llmb.kernels.multiply import multiply
+from llmb.kernels.trial import in_turn
 
 Making = Callable[[], object]
 SETTLING = 1 / 3  # of a row's turns, which do not count
@@ -51,36 +52,38 @@ class Operands:
         self.dy8 = Numbers(E5M2, device)
 
 
-def measured(calls: Iterable[Call], memory: float, device: torch.device, seconds: float) -> dict[Call, float]:
-    """Seconds of each call; what only moves bytes is bytes over bandwidth."""
-    calls, operands = list(calls), Operands(device)
+def measured(calls: Mapping[Call, int], memory: float, device: torch.device, seconds: float) -> dict[Call, float]:
+    """Seconds of each call, made as often as is said; what only moves bytes is bytes over bandwidth."""
+    operands = Operands(device)
     torch.manual_seed(0)
     found: dict[Call, float] = {call: call.bytes / memory for call in calls if isinstance(call, Moved)}
-    best = {call: _fastest(ways(call, operands), device) for call in calls if not isinstance(call, Moved)}
-    return found | _in_turns(best, device, seconds)
+    best = {call: best_way(call, operands) for call in calls if not isinstance(call, Moved)}
+    return found | _in_turns(best, calls, device, seconds)
 
 
-def ways(call: Timed, operands: Operands) -> list[Making]:
-    """All that might be the fastest."""
+def best_way(call: Timed, operands: Operands) -> Making:
+    """Of all that might be the fastest."""
     if isinstance(call, Attended):
-        return _attention_ways(call, operands.device)
+        return _fastest(_attention_ways(call, operands.device), operands.device)
     if call.dtype == "fp8" and operands.device.type == "cuda":
-        return _fp8_ways(call, operands)
-    return _bf16_ways(call, operands)  # a CPU has no products of fp8: a smoke run takes bf16 for them
+        return _fp8_way(call, operands)
+    return _bf16_way(call, operands)  # a CPU has no products of fp8: a smoke run takes bf16 for them
 
 
-def _bf16_ways(call: Product, operands: Operands) -> list[Making]:
+def _bf16_way(call: Product, operands: Operands) -> Making:
     n, m, k = call.rows, call.outputs, call.inputs
     x_NK, w_MK, dy_NM = operands.x.matrix(n, k), operands.w.matrix(m, k), operands.dy.matrix(n, m)
-    if call.way == "forward":
-        return [lambda: x_NK @ w_MK.T]
-    if call.way == "input gradient":
-        return [lambda: dy_NM @ w_MK]
-    return [lambda: dy_NM.T @ x_NK, lambda: x_NK.T @ dy_NM]
+    match call.way:
+        case "forward":
+            return lambda: multiply(x_NK, w_MK.T)
+        case "input gradient":
+            return lambda: multiply(dy_NM, w_MK)
+        case "weight gradient":
+            return lambda: multiply(dy_NM.T, x_NK)
 
 
-def _fp8_ways(call: Product, operands: Operands) -> list[Making]:
-    """One scale a tensor or one a row, with fast accumulation. The hardware wants both operands as rows of summands."""
+def _fp8_way(call: Product, operands: Operands) -> Making:
+    """One scale a tensor, with fast accumulation. The hardware wants both operands as rows of summands."""
     n, m, k = call.rows, call.outputs, call.inputs
     match call.way:
         case "forward":
@@ -90,14 +93,7 @@ def _fp8_ways(call: Product, operands: Operands) -> list[Making]:
         case "weight gradient":
             left, right = operands.dy8.matrix(m, n), operands.x8.matrix(k, n)
     one = torch.ones((), device=operands.device)
-    column, row = torch.ones(len(left), 1, device=operands.device), torch.ones(1, len(right), device=operands.device)
-
-    def way(left_scale: Tensor, right_scale: Tensor) -> Making:
-        return lambda: torch._scaled_mm(
-            left, right.T, left_scale, right_scale, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-
-    return [way(one, one), way(column, row)]
+    return lambda: multiply(left, right.T, dtype=torch.bfloat16, scales=(one, one), fast=True)
 
 
 def _attention_ways(call: Attended, device: torch.device) -> list[Making]:
@@ -148,29 +144,28 @@ def _fastest(candidates: list[Making], device: torch.device) -> Making:
     return candidates[0] if len(candidates) == 1 else min(candidates, key=seconds)
 
 
-def _in_turns(best: dict[Timed, Making], device: torch.device, seconds: float) -> dict[Call, float]:
-    """The median of each when all follow one another for so long."""
-    rounds: list[dict[Timed, float]] = []
-    began, settled = time.perf_counter(), False
-    while not rounds or time.perf_counter() - began < seconds:
-        found = _round(best, device)
-        if settled:
-            rounds.append(found)
-        settled = settled or time.perf_counter() - began >= SETTLING * seconds
-    return {call: median(found[call] for found in rounds) for call in best}
+def _in_turns(
+    best: dict[Timed, Making], often: Mapping[Call, int], device: torch.device, seconds: float
+) -> dict[Call, float]:
+    """The median of each when all follow one another for so long, as often as in a step."""
+    most = max((often[call] for call in best), default=1)
+    every = {call: max(1, round(most / often[call])) for call in best}
+    times: dict[Timed, list[float]] = {call: [] for call in best}
+    began, number = time.perf_counter(), 0
+    while not all(times.values()) or time.perf_counter() - began < seconds:
+        settled = time.perf_counter() - began >= SETTLING * seconds
+        found = _round({call: make for call, make in best.items() if number % every[call] == 0}, device)
+        number += 1
+        for call, spent in found.items() if settled else ():
+            times[call].append(spent)
+    return {call: median(found) for call, found in times.items()}
 
 
 def _round(best: dict[Timed, Making], device: torch.device) -> dict[Timed, float]:
-    """Seconds of each call, once; the host waits for the device only at the end."""
+    """Seconds of each call, once."""
     if device.type != "cuda":
         return {call: _timed(make, device) for call, make in best.items()}
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(best) + 1)]
-    marks[0].record()
-    for make, mark in zip(best.values(), marks[1:], strict=True):
-        make()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return {call: start.elapsed_time(end) / 1000 for call, (start, end) in zip(best, pairwise(marks), strict=True)}
+    return {call: spent / 1000 for call, spent in zip(best, in_turn(list(best.values())), strict=True)}
 
 
 def _timed(make: Making, device: torch.device) -> float:

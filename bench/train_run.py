@@ -23,7 +23,7 @@ from llmb.rank.record import Fact, Record
 from llmb.spec import OutOfCore, RunConfig
 from llmb.train.loop import train
 
-PROFILED = 2  # steps, after one in which the tracing library gets used to its work
+PROFILED = 1  # steps, after one in which the tracing library gets used to its work
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,7 @@ class TakenApart:
     kinds: dict[str, float]
     products: dict[Size, tuple[int, float]]  # calls and seconds
     longest: dict[str, list[tuple[str, float]]] = field(default_factory=dict)  # names of each class
+    gaps: list[tuple[str, float]] = field(default_factory=list)  # what came behind those that are longest in all
 
     @property
     def idle(self) -> float:
@@ -123,7 +124,18 @@ def taken_apart(events: Iterable[dict[str, Any]], on_gpu: bool, steps: int) -> T
     span = max(piece.end for piece in pieces) - min(piece.start for piece in pieces)
     each = {size: (round(len(calls[size]) / steps), seconds) for size, seconds in products.items()}
     longest = {kind: found.most_common(LONGEST) for kind, found in names.items() if found}
-    return TakenApart(span * 1e-6 / steps, dict(kinds), each, longest)
+    return TakenApart(span * 1e-6 / steps, dict(kinds), each, longest, _gaps(pieces, known, steps))
+
+
+def _gaps(pieces: list[Work], known: dict[str, Launched], steps: int) -> list[tuple[str, float]]:
+    """In which nothing ran, by what came then."""
+    waits, until = Counter[str](), pieces[0].start
+    for piece in pieces:
+        if piece.start > until:
+            launched = known[piece.name]
+            waits[f"{launched.operation} {launched.kernel}".strip()] += (piece.start - until) * 1e-6 / steps
+        until = max(until, piece.end)
+    return waits.most_common(LONGEST)
 
 
 def _gpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iterator[Work]:

@@ -8,7 +8,7 @@ Fused attention keeps q, k, v, its output and one fp32 number a query and head.
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmb.costs import ADDED_AT_ONCE, BYTES
+from llmb.costs import BYTES
 from llmb.share import gradient_bytes, is_fused, is_sharded, layer_blocks, layer_weights
 from llmb.spec import Model, Parallel, RunConfig, Training
 
@@ -76,9 +76,12 @@ class Activations:
         return self.inside * (values * self.value + 4 * m.heads + rope)
 
     def _fused_layer(self) -> float:
-        """Besides that the queries, the stream behind the attention, gate and up."""
-        m = self.model
-        return self.recomputed_layer + self.inside * (m.heads * m.head_dim + m.hidden + 2 * m.ffn) * self.value
+        """Besides that the queries, the stream behind the attention, gate and up, and what products took if asked."""
+        m, width = self.model, self.model.heads * self.model.head_dim
+        kept = self.inside * (width + m.hidden + 2 * m.ffn) * self.value
+        if self.work.keep_inputs:  # in fp8 the attention's columns instead of the activation
+            kept += self.inside * (2 * m.hidden + (m.ffn if self.taken == self.value else width)) * self.taken
+        return self.recomputed_layer + kept
 
     def block(self, kind: str) -> float:
         """What a block keeps, with the norm before it and the one behind it."""
@@ -177,11 +180,10 @@ class Activations:
         return max(3 * few + gradient, few + self._cast_gradient(layer, added))
 
     def _fused_working(self, forward: bool) -> float:
-        """What the MLP's activation makes; in fp8 going backward its slope in both forms, and what is added apart."""
+        """What the MLP's activation makes; in fp8 going backward its slope in both forms."""
         if forward or self.taken == self.value:
             return self.inside * (self.model.ffn * self.value + 3 * self.model.hidden * self.value)
-        added = 0 if self.work.ga == 1 else 4 * ADDED_AT_ONCE
-        return self.inside * (7 * self.model.ffn + 6 * self.model.hidden) + added
+        return self.inside * (7 * self.model.ffn + 6 * self.model.hidden)
 
     @property
     def _adds_in_place(self) -> bool:

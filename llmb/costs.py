@@ -22,7 +22,6 @@ Convention = Literal["causal", "full"]
 # Bytes a value. nvfp4: 4 bits and one 8-bit scale for every 16 values.
 BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 FP8_MULTIPLE = 16  # products of 8-bit numbers take only sums over so many, or a multiple
-ADDED_AT_ONCE = 1 << 25  # numbers of a gradient of 8-bit operands: little memory, and enough to keep a device busy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,9 +81,9 @@ def _native_training_memory(config: RunConfig, work: Training) -> MemoryEstimate
         host=offloaded(config),
         device_budget=gpu(config.machine.gpu).memory_bytes,
         assumptions=(
-            f"estimate: weights of 4 bytes, gradients of {gradient_bytes(config)}, two {work.moments} moments, "
-            "sharded over replicas as the layout says; what each block keeps, with balanced experts; the fuller of the "
-            "first and last pipeline stage at its peak"
+            f"estimate: weights of {BYTES[work.masters]:g} bytes, gradients of {gradient_bytes(config)}, "
+            f"two {work.moments} moments, sharded over replicas as the layout says; what each block keeps, with "
+            "balanced experts; the fuller of the first and last pipeline stage at its peak"
         ),
     )
 

@@ -94,7 +94,7 @@ class Walk:
     def peak(self) -> dict[str, float]:
         """What is held when most is."""
         slices = sum(unit.slices for unit in self.units)
-        self._take(WEIGHTS, FP32 * slices + self._in_8_bits())
+        self._take(WEIGHTS, BYTES[self.work.masters] * slices + self._in_8_bits())
         self._take(OPTIMIZER, 2 * BYTES[self.work.moments] * slices)
         self._take(REST, SENDS_UNDER_WAY * self.sizes.stream * (self.split.pp > 1 and self.split.overlap_send))
         for one in rank_order(self.split.pp, self.split.vp, self.work.ga, self.rank):

@@ -174,8 +174,10 @@ class Training:
     window: tuple[int, int] = (35, 44)  # steps that count, first and last, from 1; those before are warm-up
     recompute_layers: int = 0  # of each pipeline stage, whose activations are computed again in the backward pass
     offload_layers: int = 0  # of each pipeline stage, whose activations wait in host memory
+    keep_inputs: bool = False  # of a layer's products all that norms and activations made, else made again going back
     cuda_graphs: bool = False
     balanced_experts: bool = False  # tokens are dealt to experts evenly, whatever the router says, as benchmarks do
+    masters: Literal["fp32", "bf16"] = "fp32"  # weights as AdamW knows them; in bf16 rounded at random, as moments are
     gradients: Literal["fp32", "bf16"] = "fp32"  # in which micro-batches add up; a single one is rounded to bf16 once
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW; in bf16 rounded at random, so that on average nothing is lost
     lr: float = 3e-4  # highest learning rate

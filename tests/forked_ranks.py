@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 LIMIT_S = 300
-LINGER_S = 3
+LINGER_S = 60  # at most: all are ended when the last has answered
 
 
 def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -62,7 +62,7 @@ def _be_rank(rank: int, world: int, port: int, writer: int, work: Callable[..., 
     while data:
         data = data[os.write(writer, data) :]
     os.close(writer)
-    time.sleep(LINGER_S)  # who leaves at once breaks the others' last exchange; ends when all have answered
+    time.sleep(LINGER_S)  # who leaves at once breaks the others' last exchange
     os._exit(0)
 
 

@@ -82,7 +82,7 @@ class InChunks:
 
     def __post_init__(self) -> None:
         m, network = self.model, network_of(self.model)
-        linears = Fp8Linears(m) if self.fp8 else PlainLinears(m)
+        linears = Fp8Linears if self.fp8 else PlainLinears
         self.block = Block(m, linears, keys_at_once=self.keys_at_once)
         self.fp8_weights = Fp8Weights(m, self.device) if self.fp8 else None
         self.weights = [self._new_block(self.dtype) for _ in network.layers]

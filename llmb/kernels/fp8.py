@@ -9,7 +9,7 @@ scaled back on the way out: to the format of x, or to fp32 for the weight's grad
 A tensor with an infinity or a NaN gets a scale that is infinite or NaN, so all it touches becomes NaN and the run ends
 as diverged: the format's own habit of clipping what is too large never sees such a number.
 
-On a GPU the products are `torch._scaled_mm`, which wants both operands contiguous along the summed dimension: hence
+On a GPU the products (`multiply.py`) want both operands contiguous along the summed dimension: hence
 the same values in two layouts, `rows` and `columns`, written together by one Triton kernel. Anywhere else the same
 arithmetic is done on the same 8-bit values in fp32.
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from llmb.kernels.forms import E4M3, SMALLEST_AMAX
+from llmb.kernels.multiply import multiply
 from llmb.kernels.triton_device import on_gpu
 from llmb.kernels.weight_gradient import gradient_dtype
 
@@ -69,21 +70,6 @@ def cast(x_MN: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool = False,
     return Fp8(values_MN if rows else empty, values_MN.T.contiguous() if columns else empty, scale)
 
 
-def product(
-    left_MK: Tensor,
-    right_NK: Tensor,
-    scales: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-    fast: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """left @ right.T of 8-bit values, scaled back; `fast` lets the GPU add with fewer bits, enough going forward."""
-    if on_gpu(left_MK):
-        return torch._scaled_mm(left_MK, right_NK.T, *scales, out_dtype=dtype, use_fast_accum=fast, out=out)
-    made_MN = ((left_MK.float() @ right_NK.float().T) * (scales[0] * scales[1])).to(dtype)
-    return made_MN if out is None else out.copy_(made_MN)
-
-
 _already_cast = WeakIdKeyDictionary()  # activations that are still alive -> (their version, Fp8)
 
 
@@ -107,7 +93,7 @@ class _Fp8Linear(torch.autograd.Function):
         w8 = cast(narrow_NK, scale_of(narrow_NK, E4M3), E4M3, rows=True)
         ctx.save_for_backward(x8.columns, x8.scale, weight_NK, w8.scale)
         ctx.weight = weight_NK  # itself: see fused_linear.py
-        out_MN = product(x8.rows, w8.rows, (x8.scale, w8.scale), x.dtype, fast=True)
+        out_MN = multiply(x8.rows, w8.rows.T, dtype=x.dtype, scales=(x8.scale, w8.scale), fast=True)
         return out_MN.unflatten(0, x.shape[:-1])
 
     @staticmethod
@@ -119,10 +105,11 @@ class _Fp8Linear(torch.autograd.Function):
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             w8 = cast(weight_NK.to(grad.dtype), w_scale, E4M3, columns=True)
-            grad_x = product(g8.rows, w8.columns, (g8.scale, w_scale), grad.dtype).unflatten(0, grad.shape[:-1])
+            grad_x_MK = multiply(g8.rows, w8.columns.T, dtype=grad.dtype, scales=(g8.scale, w_scale))
+            grad_x = grad_x_MK.unflatten(0, grad.shape[:-1])
         if ctx.needs_input_grad[1]:
-            dtype = gradient_dtype(ctx.weight)
-            grad_weight = product(g8.columns, x_columns, (g8.scale, x_scale), dtype)
+            dtype, scales = gradient_dtype(ctx.weight), (g8.scale, x_scale)
+            grad_weight = multiply(g8.columns, x_columns.T, dtype=dtype, scales=scales)
         return grad_x, grad_weight, None
 
 

@@ -16,7 +16,7 @@ from llmb.kernels.fp8 import E5M2
 from llmb.kernels.fp8_forms import Gauge, padded
 from llmb.kernels.triton_device import INTERPRETED
 
-QUADS, CHANNELS, WARPS = 32, 64, 8  # of a tile: 128 tokens, whole lines of memory whichever way it is written
+QUADS, CHANNELS, WARPS = 32, 64, 4  # of a tile: 128 tokens, whole lines of memory whichever way it is written
 ON_CPU = tl.constexpr(INTERPRETED)
 CELLS = ("scale_ptr", "amax_ptr")  # anywhere in a tensor of many: a kernel is not compiled for where they lie
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from llmb.kernels.fused_linear import weight_gradient
+from llmb.kernels.multiply import multiply
 from llmb.kernels.swiglu import swiglu, swiglu_backward
 
 
@@ -24,8 +25,8 @@ class _GatedMlp(torch.autograd.Function):
         x_NC, width = x.flatten(0, -2), len(gate_FC)
         both_N2F = torch.empty(len(x_NC), 2 * width, dtype=x.dtype, device=x.device)
         for weight, out in zip((gate_FC, up_FC), both_N2F.split(width, dim=1), strict=True):
-            torch.mm(x_NC, weight.to(x.dtype).T, out=out)
-        y_NC = swiglu(both_N2F) @ down_CF.to(x.dtype).T
+            multiply(x_NC, weight.to(x.dtype).T, out=out)
+        y_NC = multiply(swiglu(both_N2F), down_CF.to(x.dtype).T)
         ctx.save_for_backward(x, both_N2F, gate_FC, up_FC, down_CF)
         ctx.weights = gate_FC, up_FC, down_CF  # themselves: see fused_linear.py
         return y_NC.view(*x.shape[:-1], -1)
@@ -36,14 +37,14 @@ class _GatedMlp(torch.autograd.Function):
         x, both_N2F, gate_FC, up_FC, down_CF = ctx.saved_tensors
         gate, up, down = ctx.weights
         x_NC, dy_NC = x.flatten(0, -2), dy.flatten(0, -2)
-        act_NF = dy_NC @ down_CF.to(dy.dtype)  # the activation's slope, until the next line
+        act_NF = multiply(dy_NC, down_CF.to(dy.dtype))  # the activation's slope, until the next line
         swiglu_backward(act_NF, both_N2F)
         increment_version(both_N2F)
         ddown_CF = weight_gradient(down, dy_NC, act_NF)
         del act_NF
         dgate_NF, dup_NF = both_N2F.split(len(gate_FC), dim=1)
-        dx_NC = dgate_NF @ gate_FC.to(dy.dtype)
-        dx_NC.addmm_(dup_NF, up_FC.to(dy.dtype))
+        dx_NC = multiply(dgate_NF, gate_FC.to(dy.dtype))
+        multiply(dup_NF, up_FC.to(dy.dtype), out=dx_NC, onto=dx_NC)
         return dx_NC.view_as(x), weight_gradient(gate, dgate_NF, x_NC), weight_gradient(up, dup_NF, x_NC), ddown_CF
 
 

@@ -3,8 +3,8 @@
     rms_norm_fp8(x_NC, weight_C, eps, gauge, rows_NC, columns_CP)
 
 The normed stream is rounded once and is never in memory in a wider format. Rows are what the block's product takes;
-columns are what the gradient of its weights takes, and are made again on the way back. Going forward, something may be
-added to the stream first, as in `rms_norm.py`. Shapes as in both.
+columns are what the gradient of its weights takes, and are made again on the way back unless they are kept. Going
+forward, something may be added to the stream first, as in `rms_norm.py`. Shapes as in both.
 """
 
 import torch
@@ -24,8 +24,7 @@ def rms_norm_fp8(
     columns_CP: Tensor | None = None,
     added_NC: Tensor | None = None,
 ) -> None:
-    """weight * x / rms(x) in 8 bits, in the forms that are given; columns are not of a sum."""
-    assert added_NC is None or columns_CP is None
+    """weight * x / rms(x) in 8 bits, in the forms that are given."""
     if takes_triton(x_NC):
         from llmb.kernels.rms_norm_fp8_triton import rms_norm_fp8_triton
 

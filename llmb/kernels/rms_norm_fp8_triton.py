@@ -48,8 +48,10 @@ def _normed_row(
 
 
 @triton.jit
-def _inverse_size(x_ptr, out_ptr, x_row, eps, C: tl.constexpr, WIDE: tl.constexpr):
-    x = load_row(x_ptr, x_ptr, x_row, x_row, C, WIDE, False)
+def _inverse_size(
+    x_ptr, added_ptr, out_ptr, x_row, added_row, eps, C: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr
+):
+    x = load_row(x_ptr, added_ptr, x_row, added_row, C, WIDE, ADDS)
     tl.store(out_ptr + tl.program_id(0), tl.rsqrt(tl.sum(x * x) / C + eps))
 
 
@@ -107,7 +109,10 @@ def rms_norm_fp8_triton(
         )  # fmt: skip
         return
     sizes_N = torch.empty(n, dtype=torch.float32, device=x_NC.device)
-    _inverse_size[(n,)](x_NC, sizes_N, x_NC.stride(0), eps, C=c, WIDE=wide, num_warps=warps)
+    _inverse_size[(n,)](
+        x_NC, added, sizes_N, x_NC.stride(0), added.stride(0), eps,
+        C=c, WIDE=wide, ADDS=added_NC is not None, num_warps=warps,
+    )  # fmt: skip
     _normed_tile[(tiles(n, c, QUADS, CHANNELS),)](
         x_NC, weight_C, sizes_N, gauge.scale, amax, rows_NC, words,
         x_NC.stride(0), row_of(rows_NC), words.stride(0), n, c,

@@ -12,9 +12,10 @@ from torch import Tensor
 
 PER_THREAD = 16  # numbers of a row in the forward pass: two loads of 16 bytes in bf16
 BACKWARD_NUMBERS = 2048  # of one program at least: one wide row, or several narrow ones
-STAGES = 2  # rows in work, and the next on their way to shared memory
-BACKWARD_PER_THREAD = 8
-WARPS_PER_MULTIPROCESSOR = 32  # of 64 registers a thread
+BACKWARD_PER_THREAD = 16
+WARPS_PER_MULTIPROCESSOR = 16  # two programs of 4,096 channels each
+SHARED_BYTES = 3 << 16  # of a multiprocessor: rows in work, and the next ones on their way
+MOST_STAGES = 4
 COLUMNS = 32  # weights of one program that adds up: a full line of memory from each part
 
 
@@ -141,13 +142,15 @@ def rms_norm_backward_triton(
     wide = triton.next_power_of_2(c)
     rows = max(BACKWARD_NUMBERS // wide, 1)
     warps = min(max(wide, BACKWARD_NUMBERS) // (32 * BACKWARD_PER_THREAD), WARPS_PER_MULTIPROCESSOR)
-    parts = min(triton.cdiv(n, rows), _multiprocessors(x_NC.device) * (WARPS_PER_MULTIPROCESSOR // warps))
+    beside = WARPS_PER_MULTIPROCESSOR // warps
+    parts = min(triton.cdiv(n, rows), _multiprocessors(x_NC.device) * beside)
+    stages = min(max(SHARED_BYTES // beside // (3 * rows * wide * x_NC.element_size()), 1), MOST_STAGES)
     parts_PC = torch.empty(parts, c, dtype=torch.float32, device=x_NC.device)
     if n:
         _rms_norm_backward[(parts,)](
             dy_NC, x_NC, weight_C, around, out_NC, parts_PC,
             dy_NC.stride(0), x_NC.stride(0), around.stride(0), out_NC.stride(0), n, eps,
-            C=c, WIDE=wide, ROWS=rows, ADDS=dresidual_NC is not None, STAGES=STAGES, num_warps=warps,
+            C=c, WIDE=wide, ROWS=rows, ADDS=dresidual_NC is not None, STAGES=stages, num_warps=warps,
         )  # fmt: skip
     _sum_of_parts[(triton.cdiv(c, COLUMNS),)](
         parts_PC, dweight_C, parts,

@@ -3,8 +3,8 @@
     act_NF = swiglu(h_N2F)
     swiglu_backward(dact_NF, h_N2F)  # h_N2F is now dgate | dup, dact_NF is the activation again
 
-The way back needs no memory: slopes are written over what they are the slopes of, and the activation, which nobody
-kept and the next matrix's weights want, over its own slope. Shapes: N rows, of any stride, and F channels.
+The way back needs no memory: slopes are written over what they are the slopes of, and the activation, unless somebody
+kept it, over its own slope: the next matrix's weights want it. Shapes: N rows, of any stride, and F channels.
 """
 
 import torch
@@ -33,17 +33,17 @@ def swiglu_reference(h_N2F: Tensor, out_NF: Tensor) -> None:
     out_NF.copy_(F.silu(gate) * up)
 
 
-def swiglu_backward(dact_NF: Tensor, h_N2F: Tensor) -> None:
-    """In place: h becomes its slope, dact the activation."""
+def swiglu_backward(dact_NF: Tensor, h_N2F: Tensor, again: bool = True) -> None:
+    """In place: h becomes its slope and, if it is wanted again, dact the activation."""
     if takes_triton(h_N2F):
         from llmb.kernels.swiglu_triton import swiglu_backward_triton
 
-        swiglu_backward_triton(dact_NF, h_N2F)
+        swiglu_backward_triton(dact_NF, h_N2F, again)
     else:
-        swiglu_backward_reference(dact_NF, h_N2F)
+        swiglu_backward_reference(dact_NF, h_N2F, again)
 
 
-def swiglu_backward_reference(dact_NF: Tensor, h_N2F: Tensor) -> None:
+def swiglu_backward_reference(dact_NF: Tensor, h_N2F: Tensor, again: bool = True) -> None:
     """The same in plain torch."""
     dact = _wide(dact_NF)
     gate, up = _wide(h_N2F).chunk(2, dim=-1)
@@ -52,7 +52,8 @@ def swiglu_backward_reference(dact_NF: Tensor, h_N2F: Tensor) -> None:
     act = opened * up
     dgate = dact * up * share * (1 + gate * (1 - share))
     h_N2F.copy_(torch.cat((dgate, dact * opened), dim=-1))
-    dact_NF.copy_(act)
+    if again:
+        dact_NF.copy_(act)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from llmb.kernels.fp8_forms_triton import (
     tiles,
 )
 
-BACKWARD_QUADS, BACKWARD_WARPS = 16, 4  # 64 tokens of a tile, and much to do for each thread while it waits for memory
+BACKWARD_QUADS = 16  # 64 tokens of a tile
 BACKWARD_CELLS = tuple(f"{tensor}_{cell}" for tensor in ("slope", "act") for cell in CELLS)
 
 
@@ -146,5 +146,5 @@ def swiglu_backward_fp8_triton(
         dact_NF, h_N2F, slope_gauge.scale, as_bits(slope_gauge.amax), slope_rows_N2F, slope_words,
         act_gauge.scale, as_bits(act_gauge.amax), act_words,
         dact_NF.stride(0), h_N2F.stride(0), row_of(slope_rows_N2F), row_of(slope_words), n, f,
-        WRITES=bool(given), QUADS=BACKWARD_QUADS, CHANNELS=CHANNELS, num_warps=BACKWARD_WARPS,
+        WRITES=bool(given), QUADS=BACKWARD_QUADS, CHANNELS=CHANNELS, num_warps=WARPS,
     )  # fmt: skip

@@ -26,7 +26,7 @@ def _swiglu(h_ptr, out_ptr, h_row, out_row, F: tl.constexpr, STRETCH: tl.constex
 
 
 @triton.jit
-def _swiglu_backward(dact_ptr, h_ptr, dact_row, h_row, F: tl.constexpr, STRETCH: tl.constexpr):
+def _swiglu_backward(dact_ptr, h_ptr, dact_row, h_row, F: tl.constexpr, STRETCH: tl.constexpr, AGAIN: tl.constexpr):
     row, f = _stretch(F, STRETCH)
     gate = tl.load(h_ptr + row * h_row + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(h_ptr + row * h_row + F + f, mask=f < F, other=0.0).to(tl.float32)
@@ -36,7 +36,8 @@ def _swiglu_backward(dact_ptr, h_ptr, dact_row, h_row, F: tl.constexpr, STRETCH:
     dgate = dact * up * share * (1 + gate * (1 - share))
     tl.store(h_ptr + row * h_row + f, dgate.to(h_ptr.dtype.element_ty), mask=f < F)
     tl.store(h_ptr + row * h_row + F + f, (dact * opened).to(h_ptr.dtype.element_ty), mask=f < F)
-    tl.store(dact_ptr + row * dact_row + f, (opened * up).to(dact_ptr.dtype.element_ty), mask=f < F)
+    if AGAIN:
+        tl.store(dact_ptr + row * dact_row + f, (opened * up).to(dact_ptr.dtype.element_ty), mask=f < F)
 
 
 def swiglu_triton(h_N2F: Tensor, out_NF: Tensor) -> None:
@@ -49,11 +50,11 @@ def swiglu_triton(h_N2F: Tensor, out_NF: Tensor) -> None:
         )
 
 
-def swiglu_backward_triton(dact_NF: Tensor, h_N2F: Tensor) -> None:
+def swiglu_backward_triton(dact_NF: Tensor, h_N2F: Tensor, again: bool = True) -> None:
     """As `swiglu.swiglu_backward_reference`."""
     assert h_N2F.stride(1) == dact_NF.stride(1) == 1, "channels of a row lie side by side"
     n, f = dact_NF.shape
     if n:
         _swiglu_backward[(n * triton.cdiv(f, STRETCH),)](
-            dact_NF, h_N2F, dact_NF.stride(0), h_N2F.stride(0), F=f, STRETCH=STRETCH, num_warps=WARPS
+            dact_NF, h_N2F, dact_NF.stride(0), h_N2F.stride(0), F=f, STRETCH=STRETCH, AGAIN=again, num_warps=WARPS
         )

@@ -1,14 +1,14 @@
 """One layer of a Llama over one chunk of tokens, forward and back by hand, with every tensor that is kept named.
 
-    block = Block(model, PlainLinears(model))
+    block = Block(model, PlainLinears)
     block.forward(weights, inp_NC, kv, spans, cos_ND, sin_ND, out_NC, attn, rest)
     block.recompute(weights, inp_NC, kv, spans, cos_ND, sin_ND, attn, rest, attn_saved=True)
     block.backward(weights, grads, fresh, inp_NC, kv, attn, rest, dkv, fresh_dkv, spans, cos_ND, sin_ND, dstream_NC)
 
 Autograd keeps what it likes as long as it likes; here the caller says what is kept: nothing but the input, keys and
-values; the attention too; or all. The outputs of norms and of the gated activation are never kept. Keys and values are
-those of the chunk's whole context, of which its own rows are written on the way there. Cosine and sine are fp32, those
-of each token's place in its document. What is allocated in between is counted in `workspace.py`.
+values; the attention too; or all but the outputs of norms and of the gated activation; or these as well. Keys and
+values are those of the chunk's whole context, of which its own rows are written on the way there. Cosine and sine are
+fp32, those of each token's place in its document. What is allocated in between is counted in `workspace.py`.
 
 Shapes as in `tensors.py`; D half the width of a head.
 """
@@ -16,15 +16,18 @@ Shapes as in `tensors.py`; D half the width of a head.
 from collections.abc import Sequence
 from typing import Generic
 
+import torch
 from torch import Tensor
 
 from llmb.kernels.rotation import rotate_in_place, rotate_into
 from llmb.kernels.span_attention import KEYS_AT_ONCE, Span, attend, attend_backward, rows_of, squares_backward
-from llmb.layer.linears import Linears, Weights
-from llmb.layer.tensors import Attn, BlockWeights, KeyValues, Rest
+from llmb.layer.linears import Linears, LinearsOf, Weights
+from llmb.layer.tensors import Attn, BlockWeights, Inputs, KeyValues, Rest
 from llmb.predict.pieces import aligned
 from llmb.predict.plain_llama import check_plain_llama
 from llmb.spec import Model
+
+WORD = torch.int64
 
 
 class Block(Generic[Weights]):
@@ -33,7 +36,7 @@ class Block(Generic[Weights]):
     Fewer keys at once: less memory on the way back.
     """
 
-    def __init__(self, model: Model, linears: Linears[Weights], keys_at_once: int = KEYS_AT_ONCE):
+    def __init__(self, model: Model, linears: LinearsOf[Weights], keys_at_once: int = KEYS_AT_ONCE):
         check_plain_llama(model)
         self.keys_at_once = keys_at_once
         self.model, self.linears = model, linears
@@ -51,22 +54,24 @@ class Block(Generic[Weights]):
         out_NC: Tensor,
         attn: Attn | None = None,
         rest: Rest | None = None,
+        inputs: Inputs | None = None,
         gives_attn: bool = False,
     ) -> Attn | None:
-        """Fills `out`, the chunk's rows of `kv`, and of `attn` and `rest` what is given.
+        """Fills `out`, the chunk's rows of `kv`, and of `attn`, `rest` and `inputs` what is given.
 
         The attention is given back where that is asked for: as its kernel made it, unless there was memory for it.
         """
+        linears = self.linears(self.model, weights, inputs)
         q_NA = inp_NC.new_empty(len(inp_NC), self.width) if rest is None else rest.q_NA
-        self._project(weights, inp_NC, kv, spans, cos_ND, sin_ND, q_NA)
+        self._project(linears, inp_NC, kv, spans, cos_ND, sin_ND, q_NA)
         attn = self._attend(q_NA, kv, spans, attn)
         resid_NC = out_NC if rest is None else rest.resid_NC  # unless it is kept, what comes next is added in place
-        self.linears.output(weights, attn.out_NA, resid_NC)
+        linears.output(attn.out_NA, resid_NC)
         attn = attn if gives_attn else None
         del q_NA
         h13_N2F = inp_NC.new_empty(len(inp_NC), 2 * self.model.ffn) if rest is None else rest.h13_N2F
-        self.linears.gate_and_up(weights, inp_NC, resid_NC, h13_N2F)
-        self.linears.down(weights, h13_N2F, resid_NC, out_NC, keep=rest is not None)
+        linears.gate_and_up(inp_NC, resid_NC, h13_N2F)
+        linears.down(h13_N2F, resid_NC, out_NC, keep=rest is not None)
         return attn
 
     def recompute(
@@ -82,12 +87,13 @@ class Block(Generic[Weights]):
         attn_saved: bool,
     ) -> None:
         """Fills `rest` again, and `attn` unless it was saved. Keys and values are there already."""
-        self.linears.project(weights, inp_NC, (rest.q_NA,))
+        linears = self.linears(self.model, weights)
+        linears.project(inp_NC, (rest.q_NA,))
         rotate_in_place(self._heads(rest.q_NA), cos_ND, sin_ND)
         if not attn_saved:
             self._attend(rest.q_NA, kv, spans, attn)
-        self.linears.output(weights, attn.out_NA, rest.resid_NC)
-        self.linears.gate_and_up(weights, inp_NC, rest.resid_NC, rest.h13_N2F)
+        linears.output(attn.out_NA, rest.resid_NC)
+        linears.gate_and_up(inp_NC, rest.resid_NC, rest.h13_N2F)
 
     def backward(
         self,
@@ -105,25 +111,27 @@ class Block(Generic[Weights]):
         sin_ND: Tensor,
         dstream_NC: Tensor,
         out_NC: Tensor | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
-        """`out`, or `dstream`, becomes the slope of `inp`; `grads` are set if fresh, otherwise added to. `rest` is used
-        up.
+        """`out`, or `dstream`, becomes the slope of `inp`; `grads` are set if fresh, otherwise added to. `rest` and
+        `inputs` are used up.
 
         Chunks of a context are gone back through from the last to the first; `dkv` holds in fp32 what later ones
         found, and has no values yet where this is the last. A context of one chunk needs none.
         """
         out_NC = dstream_NC if out_NC is None else out_NC
-        self.linears.mlp_backward(weights, grads, fresh, rest, dstream_NC, out_NC)
+        linears = self.linears(self.model, weights, inputs)
+        linears.mlp_backward(grads, fresh, rest, dstream_NC, out_NC)
         n, qkv = len(inp_NC), self.width + 2 * self.kv_width
         # The gate's and up's slopes are done with: what comes now lies in their memory.
         dout_NA, dqkv_NX, room_NC = _carved(rest.h13_N2F, (n, self.width), (n, qkv), (n, self.model.hidden))
-        self.linears.output_backward(weights, grads, fresh, attn.out_NA, out_NC, dout_NA)
+        linears.output_backward(grads, fresh, attn.out_NA, out_NC, dout_NA)
         self._attention_backward(dout_NA, kv, attn, rest, dkv, fresh_dkv, spans, cos_ND, sin_ND, dqkv_NX)
-        self.linears.project_backward(weights, grads, fresh, dqkv_NX, inp_NC, out_NC, room_NC)
+        linears.project_backward(grads, fresh, dqkv_NX, inp_NC, out_NC, room_NC)
 
     def _project(
         self,
-        weights: Weights,
+        linears: Linears,
         inp_NC: Tensor,
         kv: KeyValues,
         spans: Sequence[Span],
@@ -134,7 +142,7 @@ class Block(Generic[Weights]):
         """Queries, keys and values, each where it belongs."""
         own = rows_of(spans)
         k_NW, v_NW = kv.k_TW[own], kv.v_TW[own]
-        self.linears.project(weights, inp_NC, (q_NA, k_NW, v_NW))
+        linears.project(inp_NC, (q_NA, k_NW, v_NW))
         for x in (q_NA, k_NW):
             rotate_in_place(self._heads(x), cos_ND, sin_ND)
 
@@ -168,7 +176,7 @@ class Block(Generic[Weights]):
             turned_dq, turned_dk, made_dv = squares_backward(dout, q, k, v, out, attn.lse_HN, spans, self.scale)
             rotate_into(dq, turned_dq, cos_ND, sin_ND, inverse=True)
             rotate_into(own_dk, turned_dk, cos_ND, sin_ND, inverse=True)
-            own_dv.copy_(made_dv)
+            _copy(own_dv, made_dv)
             return
         assert dkv is not None, "a context of several chunks has slopes of keys and values to be added up"
         (k, v), (dk, dv) = ([self._heads(x) for x in pair] for pair in (kv, dkv))
@@ -180,6 +188,13 @@ class Block(Generic[Weights]):
     def _heads(self, x_NA: Tensor) -> Tensor:
         """[N, H, D] over the same memory, D the whole width of a head."""
         return x_NA.unflatten(1, (-1, self.model.head_dim))
+
+
+def _copy(into_NHD: Tensor, x_NHD: Tensor) -> None:
+    """In words of 8 bytes: torch copies what does not lie in one piece number by number, at a third of the speed."""
+    if into_NHD.dtype == x_NHD.dtype and x_NHD.shape[-1] * x_NHD.element_size() % WORD.itemsize == 0:
+        into_NHD, x_NHD = into_NHD.view(WORD), x_NHD.view(WORD)
+    into_NHD.copy_(x_NHD)
 
 
 def _carved(memory: Tensor, *shapes: tuple[int, int]) -> list[Tensor]:

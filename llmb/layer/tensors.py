@@ -4,9 +4,12 @@ Shapes: N tokens of a chunk, T tokens of a context, C hidden width, A width of a
 heads, F width of the MLP.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+# What products took going forward, by name and in the form that their way back takes; what is missing is made again.
+Inputs = dict[str, Any]
 
 
 class BlockWeights(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmb.kernels.cross_entropy import cross_entropy_slope_
-from llmb.kernels.fused_linear import add_product_, product_as
+from llmb.kernels.multiply import multiply
 from llmb.kernels.scaled_add import scaled_add_
 from llmb.kernels.weight_gradient import gradient_dtype, growing_gradient
 
@@ -50,18 +50,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, tokens, chunk):
             some = slice(start, start + chunk)
             if agree is None:
-                slope_NV = hidden_NC[some] @ head_VC.T  # logits, until the next line
+                slope_NV = multiply(hidden_NC[some], head_VC.T)  # logits, until the next line
                 cross_entropy_slope_(slope_NV, labels_N[some], 1 / tokens, losses_N[some])
             else:
-                slope_NV = _agreed_slope(
-                    hidden_NC[some] @ head_VC.T, labels_N[some], first, agree, 1 / tokens, losses_N[some]
+                slope_NV = _agreed_slope(  # which lets go of the logits: nobody else has them
+                    multiply(hidden_NC[some], head_VC.T), labels_N[some], first, agree, 1 / tokens, losses_N[some]
                 )
             if grad_hidden_NC is not None:
-                torch.mm(slope_NV, head_VC, out=grad_hidden_NC[some])
+                multiply(slope_NV, head_VC, out=grad_hidden_NC[some])
             if wants_weight and grad_weight_VC is None:
-                grad_weight_VC = product_as(torch.float32, slope_NV.T, hidden_NC[some])
+                grad_weight_VC = multiply(slope_NV.T, hidden_NC[some], dtype=torch.float32)
             elif grad_weight_VC is not None:
-                add_product_(grad_weight_VC, slope_NV.T, hidden_NC[some])
+                multiply(slope_NV.T, hidden_NC[some], out=grad_weight_VC, onto=grad_weight_VC)
             del slope_NV  # before the next logits are made
         ctx.save_for_backward(grad_hidden_NC, grad_weight_VC)
         ctx.weight = weight_VC  # itself, with the gradient it has

@@ -54,8 +54,7 @@ class Computation:
         self.rope_rows, self.seed = rope_rows, seed
         self.units, self.formats = Units(model), formats_of(plan)
         self.fp8 = Fp8Weights(model, arena.device) if plan.dtype == "fp8" else None
-        linears = PlainLinears(model) if self.fp8 is None else Fp8Linears(model)
-        self.block: Block[Any] = Block(model, linears, KEYS_AT_ONCE)
+        self.block: Block[Any] = Block(model, PlainLinears if self.fp8 is None else Fp8Linears, KEYS_AT_ONCE)
         self._views: dict[tuple[str, int, Shapes], list[Tensor]] = {}  # of buffers, each made once
 
     def of(self, groups: Sequence[GroupBatch], update: AdamStep) -> Compute:

@@ -10,7 +10,6 @@ What the plain forms of kernels hold on CPUs is not counted.
 
 from math import prod
 
-from llmb.costs import ADDED_AT_ONCE as ADDED_AT_ONCE  # also for who adds them
 from llmb.plan import FULL, Plan
 from llmb.predict.pieces import Units, number_bytes, piece_bytes
 from llmb.spec import Model
@@ -26,14 +25,13 @@ def workspace_bytes(model: Model, plan: Plan) -> int:
     forward = each * forward_numbers(model, keeps_rest=not again)
     behind = each * max(recompute_numbers(model, attn_saved=not again), backward_numbers(model, keys / rows))
     head = plan.loss_tokens * head_numbers(model) * each + rows * model.hidden * each
-    kept = added = 0
+    kept = 0
     if plan.dtype == "fp8":
         forward = max(forward, fp8_forward_bytes(model, keeps_rest=not again))
         behind = max(behind, fp8_backward_bytes(model))
         matrices = [prod(shape) for shape in Units(model).block_tensors if len(shape) == 2]
         kept = 2 * sum(matrices)  # a layer's, in both forms
-        added = min(max(matrices), ADDED_AT_ONCE) * (sizes["grad"] // Units(model).block_numbers)
-    return max(rows * forward, again + rows * behind + added, head) + kept
+    return max(rows * forward, again + rows * behind, head) + kept
 
 
 def forward_numbers(model: Model, keeps_rest: bool) -> int:
@@ -62,7 +60,7 @@ def backward_numbers(model: Model, keys_a_token: float) -> int:
 
 
 def fp8_forward_bytes(model: Model, keeps_rest: bool) -> int:
-    """Of the linear layers of `fp8_linears.py`, a token: what they are given in 8 bits, and what is added apart."""
+    """Of the linear layers of `fp8_linears.py`, a token: what they are given in 8 bits, and what is tried apart."""
     queries, both = (0, 0) if keeps_rest else (2 * model.heads * model.head_dim, 4 * model.ffn)
     added = 0 if keeps_rest else 2 * model.hidden
     return max(model.hidden + queries, both + max(model.hidden, model.ffn + added))

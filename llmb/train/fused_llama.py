@@ -1,12 +1,13 @@
 """Layers of a Llama as one step of autograd each, computed by hand (`llmb/layer`): on one GPU with halved weights.
 
     fuse_layers(part)               # a pass over the plain model
-    make_ready(part, dtype)         # once its weights have values
+    make_ready(part, dtype, keep_inputs=False)      # once its weights have values
     begin_step(part)                # in fp8: weights in 8 bits anew, and the scales that the last steps call for
 
-Of a layer are kept its input, queries, keys and values, the attention, the stream behind it, and gate and up; of one
-that is recomputed no queries and nothing behind the attention, which is the dearest and never computed again. Gradients
-are written where they are kept, side by side as one product makes them, so autograd is given the stream's slope only.
+Of a layer are kept its input, queries, keys and values, the attention, the stream behind it, gate and up, and if that
+is asked for what norms and the activation gave; of one that is recomputed no queries and nothing behind the attention,
+which is the dearest and never computed again. Gradients are written where they are kept, side by side as one product
+makes them, so autograd is given the stream's slope only.
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from llmb.kernels.forms import E4M3
 from llmb.kernels.fp8_scales import Scales
@@ -35,6 +37,7 @@ class FusedLayer(Layer):
     block: Block[Any]
     fp8: Fp8Layer | None
     recomputed: bool
+    keeps_inputs: bool  # of its products, what norms and the activation gave
 
     @property
     def neighbours(self) -> tuple[tuple[nn.Linear, ...], ...]:
@@ -78,12 +81,15 @@ class _Step(torch.autograd.Function):
         model, (sequences, tokens, _) = layer.block.model, x_BTC.shape
         ctx.spans = spans_of(range(0, sequences * tokens, tokens), 0, sequences * tokens)
         ctx.layer, inp_NC = layer, x_BTC.flatten(0, 1)
-        cos_ND, sin_ND = (table.repeat(sequences, 1) if sequences > 1 else table for table in (cos_TD, sin_TD))
+        cos_ND, sin_ND = (_for_all(table, sequences) for table in (cos_TD, sin_TD))
 
         kv = KeyValues(*(inp_NC.new_empty(len(inp_NC), model.kv_heads * model.head_dim) for _ in range(2)))
         rest, out_NC = None if layer.recomputed else _room_for_rest(layer, inp_NC), torch.empty_like(inp_NC)
+        ctx.inputs = {} if layer.keeps_inputs and not layer.recomputed else None
         weights = layer.fp8 or layer.weights()
-        attn = layer.block.forward(weights, inp_NC, kv, ctx.spans, cos_ND, sin_ND, out_NC, rest=rest, gives_attn=True)
+        attn = layer.block.forward(
+            weights, inp_NC, kv, ctx.spans, cos_ND, sin_ND, out_NC, rest=rest, inputs=ctx.inputs, gives_attn=True
+        )
         assert attn is not None
         ctx.save_for_backward(inp_NC, *kv, *attn, cos_ND, sin_ND, *(rest or ()))
         return out_NC.view_as(x_BTC)
@@ -100,9 +106,22 @@ class _Step(torch.autograd.Function):
             layer.block.recompute(weights, inp_NC, kv, ctx.spans, cos_ND, sin_ND, attn, rest, attn_saved=True)
         layer.block.backward(
             weights, grads, fresh, inp_NC, kv, attn, rest, None, True, ctx.spans, cos_ND, sin_ND,
-            dy_BTC.flatten(0, 1).contiguous(), dx_NC,
+            dy_BTC.flatten(0, 1).contiguous(), dx_NC, ctx.inputs,
         )  # fmt: skip
         return dx_NC.view_as(dy_BTC), None, None, None
+
+
+_repeated: Any = WeakIdKeyDictionary()  # tables that are still alive -> themselves for all sequences
+
+
+def _for_all(table_TD: Tensor, sequences: int) -> Tensor:
+    """Made once for all layers, which are given the same table."""
+    if sequences == 1:
+        return table_TD
+    found = _repeated.get(table_TD)
+    if found is None or len(found) != sequences * len(table_TD):
+        found = _repeated[table_TD] = table_TD.repeat(sequences, 1)
+    return found
 
 
 def _room_for_heads(layer: FusedLayer, inp_NC: Tensor) -> Tensor:
@@ -123,18 +142,18 @@ def fuse_layers(part: Network) -> None:
         layer.recomputed = False
 
 
-def make_ready(part: Network, dtype: str) -> None:
+def make_ready(part: Network, dtype: str, keep_inputs: bool) -> None:
     """Give the layers what computes them; their weights are halved, and lie side by side."""
     model, layers = part.model, fused_layers(part)
     if not layers:
         return
-    block: Block[Any] = Block(model, PlainLinears(model) if dtype == "bf16" else Fp8Linears(model))
+    block: Block[Any] = Block(model, PlainLinears if dtype == "bf16" else Fp8Linears)
     scales: LayerScales | None = None
     if dtype == "fp8":
         names = {(number, name): form for number in range(len(layers)) for name, form in FORMATS.items()}
         scales = Scales(names, layers[0].norms[0].device)
     for number, layer in enumerate(layers):
-        layer.block, layer.fp8 = block, None
+        layer.block, layer.fp8, layer.keeps_inputs = block, None, keep_inputs
         if scales is not None:
             weights = layer.weights()
             rows = [torch.empty_like(matrix, dtype=E4M3) for matrix in weights[:4]]

@@ -1,7 +1,8 @@
 """AdamW over weights in two halves: one pass over each, which reads and writes the weight exactly.
 
-Moments are fp32, or bf16 rounded at random so that on average nothing is lost (`llmb/kernels/adam.py`): a step moves a
-moment by less than a bf16 number can tell, and rounding to the nearest would lose it each time.
+What is kept in bf16, moments or weights without their lower half, is rounded at random so that on average nothing is
+lost (`llmb/kernels/adam.py`): a step moves it by less than a bf16 number can tell, and rounding to the nearest would
+lose that each time.
 """
 
 from collections.abc import Mapping
@@ -30,10 +31,11 @@ class HalvedAdam:
         self.steps += 1
         for number, (name, weight) in enumerate(self.weights.items()):
             m, v = (self._state[name][kind].view(-1) for kind in NAMES)
+            low = None if weight.low is None else weight.low.view(-1)
             adam_update(
-                weight.detach().view(-1), gradients[name].reshape(-1), m, v, weight.low.view(-1), lr=lr,
+                weight.detach().view(-1), gradients[name].reshape(-1), m, v, low, lr=lr,
                 beta1=BETAS[0], beta2=BETAS[1], eps=EPS, decay=WEIGHT_DECAY, step=self.steps, factor=factor,
-                rounding="nearest" if self._moments == torch.float32 else "stochastic",
+                rounding="nearest" if self._moments == torch.float32 and low is not None else "stochastic",
                 seed=((self._seed << 24) + self.steps << 16) + number,
             )  # fmt: skip
 

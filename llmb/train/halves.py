@@ -1,11 +1,12 @@
 """Weights in two halves: the upper one is the bf16 number that products take, the lower one what it lacks of fp32.
 
-    halve_weights(part, gradients=torch.float32)
+    halve_weights(part, gradients=torch.float32, exact=True)
     weight.low          # int16: (bits of the weight << 16) + low are the bits of the fp32 number
 
 Nothing is cast where a weight is used, both halves together take the four bytes of the fp32 number, and AdamW updates
-that (`halved_adam.py`). Only where a rank has its weights to itself: those of several are cast as they are gathered.
-Matrices that are used in fp32, as of routers, and vectors stay whole.
+that (`halved_adam.py`). Weights that are not exact have no lower half, and AdamW rounds them at random. Only where a
+rank has its weights to itself: those of several are cast as they are gathered. Matrices that are used in fp32, as of
+routers, and vectors stay whole.
 """
 
 from collections.abc import Sequence
@@ -21,13 +22,13 @@ from llmb.models.experts import GroupedLinear
 class HalvedWeight(nn.Parameter):
     """The upper half of a weight: the nearest bf16 number."""
 
-    low: Tensor
+    low: Tensor | None
 
     @classmethod
-    def of(cls, whole: Tensor, gradients: torch.dtype, upper: Tensor | None = None) -> "HalvedWeight":
+    def of(cls, whole: Tensor, gradients: torch.dtype, exact: bool, upper: Tensor | None = None) -> "HalvedWeight":
         """Of fp32 numbers; its gradient is kept in the format given. `upper`: memory for the upper half."""
         weight = cls(torch.empty_like(whole, dtype=torch.bfloat16) if upper is None else upper)
-        weight.low = torch.empty_like(whole, dtype=torch.int16)
+        weight.low = torch.empty_like(whole, dtype=torch.int16) if exact else None
         weight.grad_dtype = gradients
         weight.set(whole)
         return weight
@@ -35,15 +36,18 @@ class HalvedWeight(nn.Parameter):
     @torch.no_grad()
     def whole(self) -> Tensor:
         """As fp32 numbers."""
-        return exact_weight(self.detach(), self.low)
+        return self.detach().float() if self.low is None else exact_weight(self.detach(), self.low)
 
     @torch.no_grad()
     def set(self, whole: Tensor) -> None:
-        """Become these."""
-        split_weight(whole.detach(), self.detach(), self.low)
+        """Become these, or without a lower half the nearest that there are."""
+        if self.low is None:
+            self.detach().copy_(whole.detach())
+        else:
+            split_weight(whole.detach(), self.detach(), self.low)
 
 
-def halve_weights(part: Network, gradients: torch.dtype) -> None:
+def halve_weights(part: Network, gradients: torch.dtype, exact: bool) -> None:
     """Every matrix that is computed with in bf16, few at a time: no more of them are there in both forms.
 
     A layer may have `neighbours`: lists of linear layers whose upper halves shall be one matrix.
@@ -55,9 +59,9 @@ def halve_weights(part: Network, gradients: torch.dtype) -> None:
                 sum(rows), neighbours[0].in_features, dtype=torch.bfloat16, device=neighbours[0].weight.device
             )
             for one, upper in zip(neighbours, memory.split(rows), strict=True):
-                one.weight = HalvedWeight.of(one.weight, gradients, upper)
+                one.weight = HalvedWeight.of(one.weight, gradients, exact, upper)
         if isinstance(module, nn.Linear | nn.Embedding | GroupedLinear) and not isinstance(module.weight, HalvedWeight):
-            module.weight = HalvedWeight.of(module.weight, gradients)
+            module.weight = HalvedWeight.of(module.weight, gradients, exact)
 
 
 def joint(neighbours: Sequence[Tensor]) -> Tensor:

@@ -56,8 +56,10 @@ def ready_parts(config: RunConfig, work: Training, mesh: Mesh) -> list[Network]:
 def halve(part: Network, config: RunConfig) -> None:
     """The last pass, for weights that have values, where this rank has all of them."""
     if is_halved(config):
-        halve_weights(part, torch.bfloat16 if gradient_bytes(config) == 2 else torch.float32)
-        make_ready(part, config.precision.dtype)
+        assert isinstance(config.workload, Training)
+        gradients = torch.bfloat16 if gradient_bytes(config) == 2 else torch.float32
+        halve_weights(part, gradients, exact=config.workload.masters == "fp32")
+        make_ready(part, config.precision.dtype, config.workload.keep_inputs)
 
 
 def optimizer_of(parts: list[Network], work: Training, mesh: Mesh) -> Optimizer:

@@ -6,7 +6,7 @@
 from llmb.errors import ConfigError
 from llmb.layout import check_model, check_schedule, check_sequence, most_layers
 from llmb.rank.nsight import watched_by_nsight
-from llmb.share import is_halved
+from llmb.share import is_fused, is_halved
 from llmb.spec import RunConfig, Training
 
 DTYPES = ("fp32", "bf16", "fp8")
@@ -14,7 +14,7 @@ DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
 RUNS = (
     f"dtype {', '.join(DTYPES)}, every parallel layout ({', '.join(DEGREES)}, fsdp, vp), gradient accumulation (ga), "
     "recompute_layers, offload_layers; on one GPU cuda_graphs, and with dtype bf16 or fp8 "
-    "gradients=bf16 and moments=bf16"
+    "masters=bf16, gradients=bf16 and moments=bf16, of a Llama also keep_inputs"
 )
 
 
@@ -36,8 +36,10 @@ def supported_workload(config: RunConfig) -> Training:
         **{
             f"{name}=bf16 with dtype={config.precision.dtype} on {parallel.world_size} ranks": not is_halved(config)
             and getattr(work, name) == "bf16"
-            for name in ("gradients", "moments")
+            for name in ("masters", "gradients", "moments")
         },
+        f"keep_inputs=true with {_unfused(config)}": work.keep_inputs and not is_fused(config),
+        f"keep_inputs=true with offload_layers={work.offload_layers}": work.keep_inputs and work.offload_layers > 0,
         f"cuda_graphs=true with offload_layers={work.offload_layers}": work.cuda_graphs and work.offload_layers > 0,
         f"cuda_graphs=true with experts in {config.precision.dtype}": work.cuda_graphs
         and config.model.experts is not None
@@ -57,6 +59,12 @@ def supported_workload(config: RunConfig) -> Training:
     _check_activations(work, whose, most_layers(config.model.layers, parallel))
     _check_schedule(work)
     return work
+
+
+def _unfused(config: RunConfig) -> str:
+    """Why layers are not computed by hand."""
+    dtype, machine = config.precision.dtype, config.machine.gpu
+    return f"{config.model.architecture} in {dtype} on {config.parallel.world_size} ranks of {machine}"
 
 
 def _check_sizes(work: Training, dp: int) -> None:

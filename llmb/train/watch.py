@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from llmb.kernels import multiply
 from llmb.kernels.fp8 import MULTIPLE
 from llmb.train.footprint import Footprint
 
@@ -39,7 +40,7 @@ FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten.bmm: lambda args: _product(args[0], args[1]),
     aten.addmm: lambda args: _product(args[1], args[2]),
     aten.addmm_: lambda args: _product(args[1], args[2]),
-    aten._scaled_mm: lambda args: _product(args[0], args[1]),
+    multiply.OPERATION: lambda args: _product(args[0], args[1]),
     aten._grouped_mm: lambda args: _product(args[0], args[1]),
     aten._scaled_grouped_mm: lambda args: _scaled_grouped(*args[:5]),
 }
@@ -104,10 +105,7 @@ class Watch(TorchDispatchMode):
             result = function(*tree_map_only(Tensor, _stand_in, args), **kwargs)
             self._note_collective(function, args, kwargs, ())
             return result
-        elif function is torch.ops.aten._scaled_mm.out:
-            result = kwargs["out"]  # torch has no form of it without values
-        else:
-            result = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         if packet in WORKSPACES:
             self.footprint.workspace(WORKSPACES[packet](args))
         for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):

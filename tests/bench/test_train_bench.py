@@ -112,6 +112,7 @@ def test_a_trace_is_taken_apart():
     found = trace.taken_apart(events, on_gpu=True, steps=2)
     assert found.span == pytest.approx(50e-6)
     assert found.idle == pytest.approx(5e-6)
+    assert found.gaps == [("aten::_scaled_mm nvjet_qqtst", pytest.approx(5e-6))]
     assert found.kinds == pytest.approx(
         {trace.PRODUCTS: 36e-6, trace.ADDING: 5e-6, trace.ATTENTION: 2.5e-6, trace.OPTIMIZER: 1.5e-6}
     )

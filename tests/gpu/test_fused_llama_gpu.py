@@ -118,7 +118,15 @@ def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"ga": 1, "gbs": 2}, {"recompute_layers": 3}, {"moments": "bf16"}, {"gradients": "bf16"}]
+    "settings",
+    [
+        {},
+        {"ga": 1, "gbs": 2},
+        {"recompute_layers": 3},
+        {"moments": "bf16"},
+        {"gradients": "bf16", "masters": "bf16"},
+        {"keep_inputs": True},
+    ],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_the_peak_is_the_one_foretold(tmp_path: Path, dtype: str, settings: dict) -> None:

@@ -69,12 +69,16 @@ def outcome(folder: Path, config: RunConfig) -> tuple[list[StepDone], RunEnded]:
     return [event for event in events if isinstance(event, StepDone)], events[-1]
 
 
-def assert_same_course(ours: list[StepDone], theirs: list[StepDone], again: list[StepDone]) -> None:
+def assert_same_course(
+    ours: list[StepDone], theirs: list[StepDone], again: list[StepDone], rounding: float = 0.0
+) -> None:
     """Equal but for what the order of atomic additions changes in attention's backward pass and the embedding's.
 
-    How much that is, a second run of `theirs` tells: fp8 rounds its differences up to whole steps of 8 bits.
+    How much that is, a second run of `theirs` tells: fp8 rounds its differences up to whole steps of 8 bits. Where the
+    two round the stream at different places the first loss may differ by so much.
     """
-    assert ours[0].loss == theirs[0].loss == again[0].loss
+    assert theirs[0].loss == again[0].loss
+    assert ours[0].loss == pytest.approx(theirs[0].loss, rel=rounding, abs=0)
     for figure, least in (("loss", 1e-3), ("grad_norm", 0.02)):
         mine, first, second = ([getattr(step, figure) for step in steps] for steps in (ours, theirs, again))
         noise = max(abs(a - b) / b for a, b in zip(first, second, strict=True))
@@ -126,13 +130,14 @@ def test_a_graph_that_diverges_still_names_the_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_offloading_keeps_the_loss_and_saves_memory(tmp_path: Path, dtype: str) -> None:
+    """Layers that are offloaded are plain ones: the stream is rounded before the MLP is added, in fused ones after."""
     work = replace(CONFIG.workload, seqlen=2048, mbs=4, gbs=8, steps=4, lr=3e-4)
     config = replace(CONFIG, model=LARGER, precision=Precision(dtype=dtype), workload=work)
     plain, _ = outcome(tmp_path / "plain", config)
     again, _ = outcome(tmp_path / "again", config)
     offloaded, ended = outcome(tmp_path / "offloaded", replace(config, workload=replace(work, offload_layers=4)))
     assert (ended.status, ended.reason) == ("ok", None)
-    assert_same_course(offloaded, plain, again)
+    assert_same_course(offloaded, plain, again, rounding=5e-5)
     # A layer saves some 40 KiB a token in bf16 and 30 in fp8; of the four offloaded two may be here at once.
     saved = 2 * 25 * 2**10 * 8192
     assert offloaded[-1].memory_bytes < plain[-1].memory_bytes - saved
@@ -140,5 +145,5 @@ def test_offloading_keeps_the_loss_and_saves_memory(tmp_path: Path, dtype: str) 
         tmp_path / "both", replace(config, workload=replace(work, recompute_layers=2, offload_layers=3))
     )
     assert (ended.status, ended.reason) == ("ok", None)
-    assert_same_course(both, plain, again)
+    assert_same_course(both, plain, again, rounding=5e-5)
     assert both[-1].memory_bytes < plain[-1].memory_bytes - saved

@@ -114,6 +114,10 @@ def test_the_norm_in_8_bits(n: int, c: int) -> None:
     rms_norm_fp8(apart, weight, EPS, gauge_of(0.02), at_once[0], None, torch.ones_like(x))
     rms_norm_fp8(apart, weight, EPS, gauge_of(0.02), wanted[0])
     assert torch.equal(at_once[0].float(), wanted[0].float())
+    apart = x - 1
+    rms_norm_fp8(apart, weight, EPS, gauge_of(0.02), *at_once, torch.ones_like(x))
+    rms_norm_fp8(apart, weight, EPS, gauge_of(0.02), *wanted)
+    assert all(torch.equal(one.float(), plain.float()) for one, plain in zip(at_once, wanted, strict=True))
     rms_norm_fp8_reference(x, weight, EPS, here, *wanted)
     for forms in ((True, True), (True, False), (False, True)):
         found, there = both_forms(n, c, E4M3), gauge_of(0.02)

@@ -48,9 +48,13 @@ def test_kernels_give_what_torch_gives(n: int, f: int, size: float, device: torc
     act, dact, h = torch.full((n, f), torch.nan, device=device), dact.to(device), h.to(device)
     swiglu_triton(h, act)
     assert close(act, exact_act)
+    before, again = dact.clone(), h.clone()
     swiglu_backward_triton(dact, h)
     assert close(h, exact_slope)
     assert close(dact, exact_act)
+    swiglu_backward_triton(before, again, again=False)
+    assert torch.equal(again, h)
+    assert torch.equal(before.cpu(), inputs(n, f, size)[0])
 
 
 @pytest.mark.parametrize("gate", [-3e38, -1e4, 1e4, 3e38])

@@ -148,11 +148,11 @@ def test_pieces_are_as_large_as_the_plan_counts():
 )
 def test_models_that_are_not_computed_are_refused(changes, named):
     with pytest.raises(ConfigError, match=f"plain Llamas: .*{named}"):
-        Block(replace(MODEL, **changes), PlainLinears(MODEL))
+        Block(replace(MODEL, **changes), PlainLinears)
 
 
 def test_no_field_of_a_model_is_overlooked():
     """A model of another kind is refused by a field that says so."""
     mamba = Mamba(heads=1, head_dim=8, groups=1, state=8, chunk=8)
     with pytest.raises(ConfigError, match="pattern"):
-        Block(replace(MODEL, pattern="M*", mamba=mamba), PlainLinears(MODEL))
+        Block(replace(MODEL, pattern="M*", mamba=mamba), PlainLinears)

@@ -111,19 +111,19 @@ def test_layers_are_as_close_to_plain_ones_as_their_rounding_allows(tokens: int)
     fp8: Fp8Layer = Fp8Weights(m, CPU).of(0, "forward", weights)
     inp, attn, h13 = drawn(tokens, 32, seed=2), drawn(tokens, 32, seed=3), drawn(tokens, 96, seed=4)
     found: dict[str, list[Tensor]] = {}
-    for name, linears, form in (("plain", PlainLinears(m), weights), ("fp8", Fp8Linears(m), fp8)):
+    for name, linears in (("plain", PlainLinears(m, weights)), ("fp8", Fp8Linears(m, fp8))):
         qkv = [torch.empty(tokens, width, dtype=BF16) for width in (32, 16, 16)]
         resid, both, out = (torch.empty(tokens, width, dtype=BF16) for width in (32, 96, 32))
-        linears.project(form, inp, qkv)
-        linears.output(form, attn, resid)
+        linears.project(inp, qkv)
+        linears.output(attn, resid)
         stream, again = resid.clone().copy_(attn), torch.empty_like(both)
-        linears.gate_and_up(form, inp, stream, both)
+        linears.gate_and_up(inp, stream, both)
         assert torch.equal(stream, attn + inp)
-        linears.gate_and_up(form, inp, attn.clone(), again)  # with a scale that is known
+        linears.gate_and_up(inp, attn.clone(), again)  # with a scale that is known
         assert torch.equal(both, again)
-        linears.down(form, h13.clone(), inp, out, keep=False)
+        linears.down(h13.clone(), inp, out, keep=False)
         over = inp.clone()
-        linears.down(form, h13.clone(), over, over, keep=True)
+        linears.down(h13.clone(), over, over, keep=True)
         assert torch.equal(out, over)
         found[name] = [*qkv, resid, both, out - inp]
     for one, plain in zip(found["fp8"], found["plain"], strict=True):

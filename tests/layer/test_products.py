@@ -7,7 +7,6 @@ from torch import Tensor
 from llmb.kernels.forms import E4M3
 from llmb.kernels.fp8 import E5M2, Fp8, fp8_linear_reference
 from llmb.kernels.fp8_forms import in_both_forms
-from llmb.layer import products as products_module
 from llmb.layer.products import Fp8Products, Products
 
 TOKENS, INPUTS, OUTPUTS = 32, 48, 16
@@ -95,15 +94,3 @@ def test_a_gradient_of_fp32_loses_nothing_that_its_operands_have(products, form)
     torch.testing.assert_close(into, 3 * once, rtol=1e-5, atol=1e-5)
     if isinstance(products, Products):
         torch.testing.assert_close(once, plain[2].float().T @ plain[0].float(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_gradient_in_8_bits_is_added_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products_module, "TILE", 4)
-    monkeypatch.setattr(products_module, "ADDED_AT_ONCE", 6 * INPUTS)
-    x, _, dy = in_fp8(*operands())
-    base = drawn(OUTPUTS, INPUTS, seed=5)
-    into, once = base.clone(), made((OUTPUTS, INPUTS))
-    products = Fp8Products()
-    products.weight_gradient(dy, x, once, fresh=True)
-    products.weight_gradient(dy, x, into, fresh=False)
-    torch.testing.assert_close(into, base + once, rtol=1e-5, atol=1e-5)

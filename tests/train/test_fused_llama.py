@@ -77,6 +77,23 @@ def test_losses_and_gradients_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_what_is_kept_is_what_would_be_made_again(dtype: str, recomputed: int) -> None:
+    made, kept = (part_of(config_of("h200", dtype, recompute_layers=recomputed, keep_inputs=k)) for k in (False, True))
+    for _step in range(2):  # in the second scales are known beforehand
+        assert add_gradients(made, 2) == add_gradients(kept, 2)
+        assert set(errors(kept, made).values()) == {0.0}
+        for part in (made, kept):
+            part.zero_grad()
+            begin_step(part)
+
+
+def test_inputs_are_kept_by_layers_by_hand_only(trained) -> None:
+    refused = trained(keep_inputs=True, steps=1)
+    assert "does not run keep_inputs=true with llama in fp32 on 1 ranks of cpu" in refused.ended().reason
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_a_few_steps_learn_the_same(dtype: str) -> None:
     losses = []
     for part, gpu in zip(both(dtype), ("cpu", "h200"), strict=True):

@@ -39,7 +39,7 @@ def both_of(name: str) -> tuple[Network, Network]:
     """With whole weights, and with the same in halves."""
     plain = network_of(name)
     halved = copy.deepcopy(plain)
-    halve_weights(halved, torch.float32)
+    halve_weights(halved, torch.float32, exact=True)
     return plain, halved
 
 
@@ -79,7 +79,7 @@ def test_updates_are_those_of_the_whole_weights() -> None:
 def test_products_take_the_upper_half_and_everything_else_stays_whole() -> None:
     network = network_of("grok1")
     exact = {name: one.detach().clone() for name, one in network.named_parameters()}
-    halve_weights(network, torch.float32)
+    halve_weights(network, torch.float32, exact=True)
     halved = {name for name, one in network.named_parameters() if isinstance(one, HalvedWeight)}
     assert {"embedding.weight", "layers.0.attention.q.weight", "layers.0.mlp.gate.weight"} <= halved
     assert not {name for name in halved if "router" in name or "norm" in name}
@@ -94,17 +94,28 @@ def test_products_take_the_upper_half_and_everything_else_stays_whole() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_kept_in_the_format_asked_for(dtype: torch.dtype) -> None:
     network = network_of("llama")
-    halve_weights(network, dtype)
+    halve_weights(network, dtype, exact=True)
     tokens = torch.arange(33)[None]
     network(tokens[:, :-1], tokens[:, 1:]).backward()
     assert {one.grad.dtype for one in network.parameters() if isinstance(one, HalvedWeight)} == {dtype}
     assert {one.grad.dtype for one in network.parameters() if one.ndim == 1} == {torch.float32}
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_a_step_of_nonsense_changes_nothing(moments: torch.dtype) -> None:
+def test_without_lower_halves_weights_are_the_nearest_numbers() -> None:
     network = network_of("llama")
-    halve_weights(network, torch.float32)
+    exact = {name: one.detach().clone() for name, one in network.named_parameters()}
+    halve_weights(network, torch.float32, exact=False)
+    for name, one in network.named_parameters():
+        if isinstance(one, HalvedWeight):
+            assert one.low is None
+            assert torch.equal(one.whole(), exact[name].bfloat16().float())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_a_step_of_nonsense_changes_nothing(moments: torch.dtype, exact: bool) -> None:
+    network = network_of("llama")
+    halve_weights(network, torch.float32, exact)
     optimizer = Optimizer(network.named_parameters(), ONE, LR, set(), moments)
     before = whole(network)
     for number, parameter in enumerate(network.parameters()):
@@ -113,24 +124,27 @@ def test_a_step_of_nonsense_changes_nothing(moments: torch.dtype) -> None:
     assert all(torch.equal(found, before[name]) for name, found in whole(network).items())
 
 
-def test_moments_in_bf16_learn_what_those_in_fp32_do(trained) -> None:
+@pytest.mark.parametrize("what", ["moments", "masters"])
+def test_what_is_kept_in_bf16_learns_as_in_fp32(trained, what: str) -> None:
     settings = {"dtype": "bf16", "steps": 40, "lr": 3e-3, "gbs": 4, "mbs": 4}
-    wide, narrow = (trained(moments=moments, **settings).losses() for moments in ("fp32", "bf16"))
+    wide, narrow = (trained(**{what: dtype}, **settings).losses() for dtype in ("fp32", "bf16"))
     assert wide != narrow
     assert narrow[-1] == pytest.approx(wide[-1], rel=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_resumed_run_with_moments_in_bf16_is_the_same_to_the_bit(trained) -> None:
-    settings = {"dtype": "bf16", "moments": "bf16"}
+@pytest.mark.parametrize("what", ["moments", "masters"])
+def test_a_resumed_run_in_bf16_is_the_same_to_the_bit(trained, what: str) -> None:
+    settings = {"dtype": "bf16", what: "bf16"}
     straight, first = trained(steps=6, **settings), trained(steps=3, checkpoint_every=3, **settings)
     rest = trained(steps=6, resume=str(first.folder), **settings)
     assert first.losses() + rest.losses() == straight.losses()
 
 
-def test_moments_in_bf16_need_halved_weights(trained) -> None:
-    refused = trained(moments="bf16", dtype="fp32", steps=1)
-    assert "moments=bf16 with dtype=fp32 on 1 ranks" in refused.ended().reason
+@pytest.mark.parametrize("what", ["moments", "masters"])
+def test_what_is_kept_in_bf16_needs_halved_weights(trained, what: str) -> None:
+    refused = trained(dtype="fp32", steps=1, **{what: "bf16"})
+    assert f"{what}=bf16 with dtype=fp32 on 1 ranks" in refused.ended().reason
 
 
 def test_an_embedding_adds_to_the_gradient_that_is_there() -> None:
