@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,17 +27,17 @@ from llmb.results.store import Job, described, figures, temporary_id
 
 def run(_: argparse.Namespace) -> int:
     """A folder that cannot be read is named and left out."""
-    began = time.time()
-    rows, unreadable = [], 0
-    for run in sorted(RunDir.find_all(install_root(os.environ)), key=_made):
-        try:
-            if came_to_be(run):
-                rows.append(row_of(run))
-        except LlmbError as error:
-            print(f"ERROR: {error}", file=sys.stderr)
-            unreadable += 1
     with open_store() as store:
-        store.replace_all(_named_first(_without_spent_retries(_told_apart(rows))), began)
+        known = {job.run_dir for job in store.jobs()}
+        rows, unreadable = [], 0
+        for run in sorted(RunDir.find_all(install_root(os.environ)), key=_made):
+            try:
+                if came_to_be(run):
+                    rows.append(row_of(run))
+            except LlmbError as error:
+                print(f"ERROR: {error}", file=sys.stderr)
+                unreadable += 1
+        store.replace_all(_named_first(_without_spent_retries(_told_apart(rows))), known)
         Poller(store).refresh([job for job in store.jobs() if job.going])
     print(f"{len(rows)} runs found" + (f", {unreadable} folders could not be read" if unreadable else ""))
     return 0

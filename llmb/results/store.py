@@ -14,7 +14,7 @@ journal is kept because a write-ahead log does not work on the network file syst
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
@@ -228,11 +228,17 @@ class Store:
         """Keep how a run went; `columns`: what else is known of its end."""
         self.note(job_id, **figures(result), **columns)
 
-    def replace_all(self, jobs: Iterable[Job], read_at: float) -> None:
-        """Only these jobs, as found in run folders since `read_at`; rows made meanwhile are newer and stay."""
+    def replace_all(self, jobs: Iterable[Job], known: Set[str]) -> None:
+        """Only these jobs, as found in run folders; `known`: the run folders of rows before these were looked for.
+
+        Rows made meanwhile are newer and stay. No clock tells which these are: another process that makes the store
+        anew enters them again with the time of their folder, which is told in whole seconds.
+        """
         with self._transaction():
-            self._db.execute("DELETE FROM jobs WHERE created_at < ?", (read_at,))
-            newer = {job.run_dir for job in self._select("", ())}
+            rows = self._select("", ())
+            old = [(job.job_id,) for job in rows if job.run_dir in known]
+            self._db.executemany("DELETE FROM jobs WHERE job_id = ?", old)
+            newer = {job.run_dir for job in rows} - known
             for job in jobs:
                 if job.run_dir not in newer:
                     job_id = self.free_id(job.job_id) if job.job_id else self._next_local()

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import sqlite3
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,13 +109,12 @@ def test_filters(store, config):
 
 
 def test_made_anew_with_what_came_meanwhile(store, config):
-    store.add(config, Path("/gone"), created_at=time.time() - 10)
+    store.add(config, Path("/gone"))
     found = store.jobs()
-    began = time.time()
-    store.add(config, Path("/new"))
+    store.add(config, Path("/new"), created_at=found[0].created_at - 1)  # as another that makes it anew enters it
     unnamed = replace(found[0], job_id="", run_dir="/unnamed")
     kept, known = replace(found[0], run_dir="/kept"), replace(found[0], job_id="L2", run_dir="/new")
-    store.replace_all([kept, known, unnamed], began)
+    store.replace_all([kept, known, unnamed], known={"/gone"})
     assert sorted((j.job_id, j.run_dir) for j in store.jobs()) == [("L1", "/kept"), ("L2", "/new"), ("L3", "/unnamed")]
 
 
