@@ -235,7 +235,7 @@ def test_a_rank_that_is_slow_and_another_whose_weights_are_lost(run_with) -> Non
     fault = run_with("""
         def lose(job, parts, optimizer, step):
             if RANK == 1:
-                time.sleep(0.1)
+                time.sleep(0.3)
             if RANK == 2 and step == 8:
                 happens()
                 with torch.no_grad():
@@ -248,4 +248,6 @@ def test_a_rank_that_is_slow_and_another_whose_weights_are_lost(run_with) -> Non
     assert fault.result.reason.startswith("loss became nan at step 8: nan in the weight layers.1.")
     assert fault.result.reason.endswith(", on rank 2")
     (slow,) = [warning.text for warning in fault.result.warnings if warning.code == "SLOW_RANK"]
-    assert slow.startswith(f"rank 1 on {os.uname().nodename} holds the others up: 0.1")
+    who, _, more = slow.partition(" holds the others up: ")
+    assert who == f"rank 1 on {os.uname().nodename}"
+    assert float(more.split()[0]) >= 0.3  # s of own work a step; more where the machine has other things to do
