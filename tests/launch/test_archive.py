@@ -144,15 +144,21 @@ def test_what_does_not_read_back_is_not_kept(run, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*out*"))
 
 
+# Waits inside the archive until it is interrupted, however late that comes.
+SLOWLY = """
+import sys, tarfile, time
+from llmb.cli.run import main
+add = tarfile.TarFile.addfile
+tarfile.TarFile.addfile = lambda *given: (add(*given), time.sleep(60))
+sys.exit(main(["archive", sys.argv[1], "-o", "a.tar.zst"]))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_leaves_nothing(run, tmp_path, number):
-    run.log.write_text("".join(f"iteration {n}: {n * n}\n" for n in range(300_000)))
     out = tmp_path / "out"
     out.mkdir()
-    code = (
-        f"import sys; from llmb.cli.run import main; sys.exit(main(['archive', {str(run.path)!r}, '-o', 'a.tar.zst']))"
-    )
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", SLOWLY, str(run.path)]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(command, cwd=out, env=environ, stderr=subprocess.PIPE, text=True)
     while not list(out.glob(".a.tar.zst.*")) and process.poll() is None:
