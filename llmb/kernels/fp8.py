@@ -88,34 +88,38 @@ class _Fp8Linear(torch.autograd.Function):
     """Keeps the activation in 8 bits for the backward pass; the weight is cast again there, which costs no memory."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_NK: Tensor, x8: Fp8) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_NK: Tensor, x8: Fp8, fast_sums: bool) -> Tensor:
         narrow_NK = weight_NK.to(x.dtype)  # as where weights are kept so, or come so from other ranks
         w8 = cast(narrow_NK, scale_of(narrow_NK, E4M3), E4M3, rows=True)
         ctx.save_for_backward(x8.columns, x8.scale, weight_NK, w8.scale)
-        ctx.weight = weight_NK  # itself: see fused_linear.py
+        ctx.weight, ctx.fast_sums = weight_NK, fast_sums  # itself: see fused_linear.py
         out_MN = multiply(x8.rows, w8.rows.T, dtype=x.dtype, scales=(x8.scale, w8.scale), fast=True)
         return out_MN.unflatten(0, x.shape[:-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_columns, x_scale, weight_NK, w_scale = ctx.saved_tensors
         grad_MN = grad.flatten(0, -2)
         g8 = cast(grad_MN, scale_of(grad_MN, E5M2), E5M2, rows=True, columns=True)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             w8 = cast(weight_NK.to(grad.dtype), w_scale, E4M3, columns=True)
-            grad_x_MK = multiply(g8.rows, w8.columns.T, dtype=grad.dtype, scales=(g8.scale, w_scale))
+            scales = (g8.scale, w_scale)
+            grad_x_MK = multiply(g8.rows, w8.columns.T, dtype=grad.dtype, scales=scales, fast=ctx.fast_sums)
             grad_x = grad_x_MK.unflatten(0, grad.shape[:-1])
         if ctx.needs_input_grad[1]:
             dtype, scales = gradient_dtype(ctx.weight), (g8.scale, x_scale)
-            grad_weight = multiply(g8.columns, x_columns.T, dtype=dtype, scales=scales)
-        return grad_x, grad_weight, None
+            grad_weight = multiply(g8.columns, x_columns.T, dtype=dtype, scales=scales, fast=ctx.fast_sums)
+        return grad_x, grad_weight, None, None
 
 
-def fp8_linear(x: Tensor, weight_NK: Tensor) -> Tensor:
-    """x @ weight.T with 8-bit operands, in the format of x; see `fits_fp8` for which shapes it takes."""
-    return _Fp8Linear.apply(x, weight_NK, activation_in_fp8(x))
+def fp8_linear(x: Tensor, weight_NK: Tensor, fast_sums: bool = False) -> Tensor:
+    """x @ weight.T with 8-bit operands, in the format of x; see `fits_fp8` for which shapes it takes.
+
+    Going forward the GPU adds with fewer bits; with `fast_sums` on the way back too.
+    """
+    return _Fp8Linear.apply(x, weight_NK, activation_in_fp8(x), fast_sums)
 
 
 def fp8_linear_reference(x_MK: Tensor, weight_NK: Tensor, grad_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ same 8-bit values in fp32.
     dx = dy @ weight     rows of dy    with columns of the weight    a scale for each row, and for each input
     dw = dy.T @ x        columns of dy with columns of x             a scale for each output and input of a group
 
-The forward product adds with fewer bits, which is faster; the backward ones do not.
+The forward product adds with fewer bits, which is faster; the backward ones only where that is asked for.
 
 Shapes: N rows of all groups, E groups, I inputs, O outputs, P places of columns.
 """
@@ -34,12 +34,14 @@ OUT = torch.bfloat16  # of the hardware's grouped products
 _already_cast = WeakIdKeyDictionary()  # rows that are still alive -> (version, is recorded, ends_E, Groups, GroupForms)
 
 
-def fp8_grouped_product(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kept: WeightForms | None = None) -> Tensor:
+def fp8_grouped_product(
+    x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kept: WeightForms | None = None, fast_sums: bool = False
+) -> Tensor:
     """Each group's rows times its weight with 8-bit operands; inputs and outputs must be multiples of 16.
 
     A weight that stays where it is may have forms that are kept from one call to the next.
     """
-    return _Fp8GroupedProduct.apply(x_NI, weight_EOI, *_rows_in_fp8(x_NI, ends_E), kept)
+    return _Fp8GroupedProduct.apply(x_NI, weight_EOI, *_rows_in_fp8(x_NI, ends_E), kept, fast_sums)
 
 
 def _rows_in_fp8(x_NI: Tensor, ends_E: Tensor) -> tuple[Groups, GroupForms]:
@@ -59,10 +61,11 @@ class _Fp8GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, weight_EOI: Tensor, groups: Groups, x8: GroupForms, kept: WeightForms | None
-    ) -> Tensor:
+        ctx: Any, x_NI: Tensor, weight_EOI: Tensor, groups: Groups, x8: GroupForms, kept: WeightForms | None,
+        fast_sums: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x8.columns, x8.column_scales, weight_EOI, *groups)
-        ctx.kept, ctx.weight = kept, weight_EOI  # itself, with the gradient it has
+        ctx.kept, ctx.weight, ctx.fast_sums = kept, weight_EOI, fast_sums  # itself, with the gradient it has
         if kept is None:
             w8 = weight_in_groups(weight_EOI.to(x_NI.dtype), rows=True)
         else:
@@ -71,7 +74,7 @@ class _Fp8GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x_columns_IP, x_scales_EI, weight_EOI, *found = ctx.saved_tensors
         groups, (wants_x, wants_weight) = Groups(*found), ctx.needs_input_grad[:2]
         g8 = in_groups(grad_NO, groups, rows=wants_x, columns=wants_weight)
@@ -81,12 +84,13 @@ class _Fp8GroupedProduct(torch.autograd.Function):
                 w8 = weight_in_groups(weight_EOI.to(grad_NO.dtype), columns=True)
             else:
                 w8 = ctx.kept.of(weight_EOI, grad_NO.dtype)
-            grad_x_NI = _times(g8, (w8.columns, w8.column_scales), groups.ends_E).to(grad_NO.dtype)
-            del w8
+            columns = (w8.columns, w8.column_scales)
+            grad_x_NI = _times(g8, columns, groups.ends_E, fast=ctx.fast_sums).to(grad_NO.dtype)
+            del w8, columns
         if wants_weight:
             left, right = (g8.columns, g8.column_scales), (x_columns_IP, x_scales_EI)
-            grad_weight_EOI = settled(ctx.weight, _outer(left, right, groups.places_E))
-        return grad_x_NI, grad_weight_EOI, None, None, None
+            grad_weight_EOI = settled(ctx.weight, _outer(left, right, groups.places_E, fast=ctx.fast_sums))
+        return grad_x_NI, grad_weight_EOI, None, None, None, None
 
 
 def _is_recorded(tensor: Tensor) -> bool:
@@ -102,7 +106,7 @@ def _matrices(rows: Any, scales: Any, weight_EOI: Tensor) -> Scaled:
     return rows.view(weight_EOI.shape), scales.view(weight_EOI.shape[:2])
 
 
-def _times(left: GroupForms, right: Scaled, ends_E: Tensor, fast: bool = False) -> Tensor:
+def _times(left: GroupForms, right: Scaled, ends_E: Tensor, fast: bool) -> Tensor:
     """Each group's rows times the rows of its matrix, [N, M]; `fast` lets the GPU add with fewer bits."""
     rows_NK, scales_N = left.rows, left.row_scales
     matrices_EMK, scales_EM = right
@@ -119,12 +123,12 @@ def _times(left: GroupForms, right: Scaled, ends_E: Tensor, fast: bool = False) 
     return made
 
 
-def _outer(left: Scaled, right: Scaled, places_E: Tensor) -> Tensor:
-    """The sum over each group's places of left x right, [E, A, B]."""
+def _outer(left: Scaled, right: Scaled, places_E: Tensor, fast: bool) -> Tensor:
+    """The sum over each group's places of left x right, [E, A, B]; `fast` as before."""
     (left_AP, scales_EA), (right_BP, scales_EB) = left, right
     if on_gpu(left_AP):
         return torch._scaled_grouped_mm(
-            left_AP, right_BP.T, scales_EA.flatten(), scales_EB.flatten(), places_E, out_dtype=OUT
+            left_AP, right_BP.T, scales_EA.flatten(), scales_EB.flatten(), places_E, out_dtype=OUT, use_fast_accum=fast
         )
     made = left_AP.new_empty(len(places_E), len(left_AP), len(right_BP), dtype=OUT)
     for group, (start, end) in enumerate(pairwise([0, *places_E.tolist()])):

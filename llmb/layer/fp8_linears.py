@@ -33,8 +33,8 @@ Making = Callable[..., None]  # of a tensor in 8 bits, from its gauge and the me
 class Fp8Linears:
     """As `linears.Linears`."""
 
-    def __init__(self, model: Model, layer: Fp8Layer, inputs: Inputs | None = None):
-        self.model, self.layer, self.inputs, self.products = model, layer, inputs, Fp8Products()
+    def __init__(self, model: Model, layer: Fp8Layer, inputs: Inputs | None = None, fast_sums: bool = False):
+        self.model, self.layer, self.inputs, self.products = model, layer, inputs, Fp8Products(fast_sums)
         self.widths = (model.heads * model.head_dim, *(2 * [model.kv_heads * model.head_dim]))
 
     def project(self, inp_NC: Tensor, outs: Sequence[Tensor]) -> None:

@@ -32,7 +32,13 @@ class Products:
 
 
 class Fp8Products:
-    """The same of operands in 8 bits, each in the form that its product takes (`llmb/kernels/fp8_forms.py`)."""
+    """The same of operands in 8 bits, each in the form that its product takes (`llmb/kernels/fp8_forms.py`).
+
+    Going forward the GPU adds with fewer bits, enough for what is rounded to bf16 next; with `fast_sums` back as well.
+    """
+
+    def __init__(self, fast_sums: bool = False):
+        self._fast_sums = fast_sums
 
     def forward(self, x: Fp8, weight: Fp8, out_NM: Tensor, onto: Tensor | None = None) -> Tensor:
         """Takes rows of both."""
@@ -40,9 +46,9 @@ class Fp8Products:
 
     def input_gradient(self, dy: Fp8, weight: Fp8, out_NK: Tensor) -> Tensor:
         """Takes rows of the slope and columns of the weight."""
-        return multiply(dy.rows, weight.columns.T, out=out_NK, scales=(dy.scale, weight.scale))
+        return multiply(dy.rows, weight.columns.T, out=out_NK, scales=(dy.scale, weight.scale), fast=self._fast_sums)
 
     def weight_gradient(self, dy: Fp8, x: Fp8, into_MK: Tensor, fresh: bool) -> None:
         """Takes columns of both."""
         scales, onto = (dy.scale, x.scale), None if fresh else into_MK
-        multiply(dy.columns, x.columns.T, out=into_MK, onto=onto, scales=scales)
+        multiply(dy.columns, x.columns.T, out=into_MK, onto=onto, scales=scales, fast=self._fast_sums)

@@ -1,7 +1,7 @@
 """Layers of a Llama as one step of autograd each, computed by hand (`llmb/layer`): on one GPU with halved weights.
 
     fuse_layers(part)               # a pass over the plain model
-    make_ready(part, dtype, keep_inputs=False)      # once its weights have values
+    make_ready(part, dtype, work)                   # once its weights have values
     begin_step(part)                # in fp8: weights in 8 bits anew, and the scales that the last steps call for
 
 Of a layer are kept its input, queries, keys and values, the attention, the stream behind it, gate and up, and if that
@@ -11,6 +11,7 @@ makes them, so autograd is given the stream's slope only.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from llmb.layer.linears import PlainLinears
 from llmb.layer.tensors import Attn, BlockWeights, KeyValues, Rest
 from llmb.models.architectures import Network
 from llmb.models.llama import Layer
+from llmb.spec import Training
 from llmb.train.halves import joint
 
 
@@ -142,18 +144,18 @@ def fuse_layers(part: Network) -> None:
         layer.recomputed = False
 
 
-def make_ready(part: Network, dtype: str, keep_inputs: bool) -> None:
+def make_ready(part: Network, dtype: str, work: Training) -> None:
     """Give the layers what computes them; their weights are halved, and lie side by side."""
     model, layers = part.model, fused_layers(part)
     if not layers:
         return
-    block: Block[Any] = Block(model, PlainLinears if dtype == "bf16" else Fp8Linears)
+    block: Block[Any] = Block(model, PlainLinears if dtype == "bf16" else partial(Fp8Linears, fast_sums=work.fast_sums))
     scales: LayerScales | None = None
     if dtype == "fp8":
         names = {(number, name): form for number in range(len(layers)) for name, form in FORMATS.items()}
         scales = Scales(names, layers[0].norms[0].device)
     for number, layer in enumerate(layers):
-        layer.block, layer.fp8, layer.keeps_inputs = block, None, keep_inputs
+        layer.block, layer.fp8, layer.keeps_inputs = block, None, work.keep_inputs
         if scales is not None:
             weights = layer.weights()
             rows = [torch.empty_like(matrix, dtype=E4M3) for matrix in weights[:4]]

@@ -59,7 +59,7 @@ def halve(part: Network, config: RunConfig) -> None:
         assert isinstance(config.workload, Training)
         gradients = torch.bfloat16 if gradient_bytes(config) == 2 else torch.float32
         halve_weights(part, gradients, exact=config.workload.masters == "fp32")
-        make_ready(part, config.precision.dtype, config.workload.keep_inputs)
+        make_ready(part, config.precision.dtype, config.workload)
 
 
 def optimizer_of(parts: list[Network], work: Training, mesh: Mesh) -> Optimizer:
@@ -87,7 +87,7 @@ def prepare(part: Network, config: RunConfig, work: Training, mesh: Mesh) -> Non
     if config.precision.dtype == "bf16":
         compute_in_bf16(part)
     if config.precision.dtype == "fp8":
-        compute_in_fp8(part, mesh.device)
+        compute_in_fp8(part, mesh.device, work.fast_sums)
     if is_fused(config):
         fuse_layers(part)
     split_context(part, mesh)

@@ -64,22 +64,25 @@ class FusedGatedMlp(GatedMlp):
 class Fp8Linear(CastLinear):
     """A linear layer whose products take 8-bit operands, where they can."""
 
+    fast_sums = False  # of the way back
+
     def forward(self, x: Tensor) -> Tensor:
         outputs, inputs = self.weight.shape  # of the part that is here
         if fits_fp8(x.shape[:-1].numel(), inputs, outputs):
-            return fp8_linear(x, self.weight)
+            return fp8_linear(x, self.weight, self.fast_sums)
         return super().forward(x)
 
 
 class Fp8GroupedLinear(GroupedLinear):
     """The same for the weights of experts, whose rows can be padded to any multiple."""
 
+    fast_sums = False
     forms: WeightForms | None = None  # of a weight that stays
 
     def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
         weight = self.weight
         if len(x_MI) and self._fits(weight):
-            return fp8_grouped_product(x_MI, weight, ends_E, self.forms)
+            return fp8_grouped_product(x_MI, weight, ends_E, self.forms, self.fast_sums)
         return super().forward(x_MI, ends_E)
 
     def make_forms(self) -> None:
@@ -106,7 +109,7 @@ def compute_in_bf16(network: Network) -> None:
         network.embedding.register_forward_hook(lambda _module, _args, stream: stream.to(torch.bfloat16))
 
 
-def compute_in_fp8(network: Network, device: torch.device) -> None:
+def compute_in_fp8(network: Network, device: torch.device, fast_sums: bool = False) -> None:
     """Make a network with fp32 parameters compute its stack's matrix products in fp8 and the rest in bf16."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -114,6 +117,9 @@ def compute_in_fp8(network: Network, device: torch.device) -> None:
     _check_grouped(network, device)
     _replace(network.layers, nn.Linear, Fp8Linear)
     _replace(network.layers, GroupedLinear, Fp8GroupedLinear)
+    for module in network.layers.modules():
+        if isinstance(module, Fp8Linear | Fp8GroupedLinear):
+            module.fast_sums = fast_sums
     compute_in_bf16(network)
 
 

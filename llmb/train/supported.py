@@ -14,7 +14,7 @@ DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
 RUNS = (
     f"dtype {', '.join(DTYPES)}, every parallel layout ({', '.join(DEGREES)}, fsdp, vp), gradient accumulation (ga), "
     "recompute_layers, offload_layers; on one GPU cuda_graphs, and with dtype bf16 or fp8 "
-    "masters=bf16, gradients=bf16 and moments=bf16, of a Llama also keep_inputs"
+    "masters=bf16, gradients=bf16 and moments=bf16, of a Llama also keep_inputs; with dtype fp8 fast_sums"
 )
 
 
@@ -40,6 +40,7 @@ def supported_workload(config: RunConfig) -> Training:
         },
         f"keep_inputs=true with {_unfused(config)}": work.keep_inputs and not is_fused(config),
         f"keep_inputs=true with offload_layers={work.offload_layers}": work.keep_inputs and work.offload_layers > 0,
+        f"fast_sums=true with dtype={config.precision.dtype}": work.fast_sums and config.precision.dtype != "fp8",
         f"cuda_graphs=true with offload_layers={work.offload_layers}": work.cuda_graphs and work.offload_layers > 0,
         f"cuda_graphs=true with experts in {config.precision.dtype}": work.cuda_graphs
         and config.model.experts is not None

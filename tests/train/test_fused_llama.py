@@ -1,5 +1,6 @@
 """Layers computed by hand, in one step of autograd: what the plain layers compute."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from small_config import CONFIG, changed
 from torch import Tensor
 
+from llmb.kernels.multiply import multiply
 from llmb.models.architectures import Network
 from llmb.spec import Model, RunConfig
 from llmb.train.checkpoint import Checkpoints
@@ -86,6 +88,33 @@ def test_what_is_kept_is_what_would_be_made_again(dtype: str, recomputed: int) -
         for part in (made, kept):
             part.zero_grad()
             begin_step(part)
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "h200"], ids=["layer by layer", "by hand"])
+@pytest.mark.parametrize("fast_sums", [False, True])
+def test_sums_of_the_way_back_are_fast_where_that_is_asked_for(monkeypatch, gpu: str, fast_sums: bool) -> None:
+    counts = Counter[bool]()
+
+    def counted(*operands: Tensor, fast: bool = False, **others: object) -> Tensor:
+        counts[fast] += "scales" in others
+        return multiply(*operands, fast=fast, **others)
+
+    for module in ("llmb.kernels.fp8", "llmb.layer.products"):
+        monkeypatch.setattr(f"{module}.multiply", counted)
+    add_gradients(part_of(config_of(gpu, "fp8", fast_sums=fast_sums)), 1)
+    forward = 2 * 7 if gpu == "cpu" else 2 * 6  # products of two layers; by hand gate and up are one
+    assert counts[True] == forward + fast_sums * counts_back(gpu)
+    assert counts[False] == (not fast_sums) * counts_back(gpu)
+
+
+def counts_back(gpu: str) -> int:
+    """Two for each matrix, of which layers by hand have four."""
+    return 2 * 2 * (7 if gpu == "cpu" else 4)
+
+
+def test_fast_sums_are_for_fp8_only(trained) -> None:
+    refused = trained(dtype="bf16", fast_sums=True, steps=1)
+    assert "does not run fast_sums=true with dtype=bf16" in refused.ended().reason
 
 
 def test_inputs_are_kept_by_layers_by_hand_only(trained) -> None:

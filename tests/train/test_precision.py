@@ -1,6 +1,7 @@
 """bf16 and fp8: the compute is rounded, the weights, their gradients and their updates are not."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from small_models import SMALL_MODELS
 from torch import nn
 
 from llmb.errors import ConfigError
+from llmb.kernels import fp8_grouped
 from llmb.kernels.fp8 import fp8_linear
 from llmb.models.architectures import build_model
 from llmb.models.experts import GroupedLinear, Router
@@ -118,6 +120,25 @@ def test_what_does_not_fit_fp8_computes_in_bf16() -> None:
         assert torch.equal(layer(part), expected)
     odd = x[:, :15, :32].contiguous()
     assert torch.equal(Fp8Linear.forward(layer, odd), nn.functional.linear(odd, layer.weight.bfloat16()))
+
+
+@pytest.mark.parametrize("fast_sums", [False, True])
+def test_sums_of_experts_are_fast_where_that_is_asked_for(monkeypatch, fast_sums: bool) -> None:
+    network = build_model(SMALL_MODELS["grok1"])
+    network.init_weights(1)
+    compute_in_fp8(network, CPU, fast_sums)
+    heard: dict[str, list[bool]] = {"_times": [], "_outer": []}
+
+    def listened(name: str) -> Callable[..., torch.Tensor]:
+        real = getattr(fp8_grouped, name)
+        return lambda *given, fast: (heard[name].append(fast), real(*given, fast=fast))[1]
+
+    for name in heard:
+        monkeypatch.setattr(fp8_grouped, name, listened(name))
+    tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
+    network(tokens[:, :-1], tokens[:, 1:]).backward()
+    products = len([module for module in network.modules() if isinstance(module, Fp8GroupedLinear)])
+    assert heard == {"_times": products * [True] + products * [fast_sums], "_outer": products * [fast_sums]}
 
 
 def test_routers_stay_in_fp32() -> None:
