@@ -1,4 +1,8 @@
-"""A peer in a process of its own with a time limit, so that whatever becomes of it the other figures stand."""
+"""A peer in a process of its own with a time limit, so that whatever becomes of it the other figures stand.
+
+waiting = Started("train_peer.py", [..., "--wait"])     # imports what it needs, and touches no GPU
+found = waiting.found(limit_s=90)                       # now it begins
+"""
 
 import argparse
 import json
@@ -6,27 +10,54 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 
+class Started:
+    """A program beside this file, which is under way, or waits on its standard input for the word to begin."""
+
+    def __init__(self, program: str, arguments: Sequence[str]):
+        command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+
+    def found(self, limit_s: float) -> dict[str, Any]:
+        """What it printed as its last line, which is JSON; or why it printed nothing."""
+        try:
+            out, err = self._process.communicate("begin\n", timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            return {"error": f"no result within {limit_s:.0f} s"}
+        try:
+            return json.loads(out.strip().splitlines()[-1])
+        except (IndexError, ValueError):
+            return {"error": f"it ended with {self._process.returncode}: {err.strip()[-300:]}"}
+
+
 def found_by(program: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """What a program beside this file printed as its last line, which is JSON; or why it printed nothing."""
-    command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result within {limit_s:.0f} s"}
-    try:
-        return json.loads(ended.stdout.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"error": f"it ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"}
+    """Of a program that begins at once."""
+    return Started(program, arguments).found(limit_s)
 
 
-def tell(peer: Callable[[argparse.Namespace], dict[str, Any]], options: argparse.Namespace) -> None:
-    """The other side of it: print what a peer found, what it lacks, or its error. It should import torch only now."""
+def tell(
+    peer: Callable[[argparse.Namespace], dict[str, Any]],
+    options: argparse.Namespace,
+    imports: Sequence[str] = (),
+    wait: bool = False,
+) -> None:
+    """The other side of it: print what a peer found, what it lacks, or its error. It should import torch only now.
+
+    `imports`: modules that take long. One that waits begins when a line comes, and ends with whoever started it.
+    """
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # less is lost in gaps
     try:
+        for name in imports:
+            import_module(name)
+        if wait and not sys.stdin.readline():
+            return
         found = peer(options)
     except ImportError as error:
         found = {"skipped": str(error)}

@@ -44,6 +44,14 @@ class _Unused(MetaPathFinder, Loader):
         pass
 
 
+sys.meta_path.insert(0, _Unused())
+from torchtitan.components.loss import cross_entropy_loss  # noqa: E402
+from torchtitan.config.job_config import Compile  # noqa: E402
+from torchtitan.models.llama3.infra.parallelize import apply_compile  # noqa: E402
+from torchtitan.models.llama3.model.args import TransformerModelArgs  # noqa: E402
+from torchtitan.models.llama3.model.model import Transformer  # noqa: E402
+
+
 class WithLoss(nn.Module):
     """A model whose result is its mean loss."""
 
@@ -57,13 +65,6 @@ class WithLoss(nn.Module):
 
 def titan_llama(tiny: bool, seqlen: int, fp8: bool, device: torch.device) -> WithLoss:
     """Llama 8B or a very small one, ready to train; weights in bf16, as its `training.dtype = "bfloat16"` has them."""
-    sys.meta_path.insert(0, _Unused())
-    from torchtitan.components.loss import cross_entropy_loss
-    from torchtitan.config.job_config import Compile
-    from torchtitan.models.llama3.infra.parallelize import apply_compile
-    from torchtitan.models.llama3.model.args import TransformerModelArgs
-    from torchtitan.models.llama3.model.model import Transformer
-
     arguments = TransformerModelArgs(**(TINY if tiny else SHAPE), max_seq_len=seqlen)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):

@@ -12,10 +12,11 @@ from train_rows import FEWEST, Row, configuration, tiny_configuration
 from train_run import Order
 
 from llmb import hardware
+from llmb.hardware import GIB
 from llmb.spec import RunConfig
 
-TURNS_S = 2.5  # in which the calls of a row take turns
-SETTLING_S = 3.0  # of a row's first steps, while clocks fall
+TURNS_S = 1.5  # in which the calls of a row take turns
+SETTLING_S = 2.0  # of a row's first steps, while clocks fall
 COPIED = 4 << 30  # bytes
 
 
@@ -60,13 +61,23 @@ class Bench(Findings):
             settling_s=SETTLING_S, steps=steps, fewest=min(FEWEST, steps), seconds=row.seconds, profile=profile
         )
 
+    def clear(self) -> None:
+        """Give the device back what nothing needs any more, and say what that leaves: the next one does not have it."""
+        let_go(self.device)
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            held = torch.cuda.memory_reserved(self.device)
+            print(
+                f"  still held: {held / GIB:.2f} GiB by tensors, {(total - free - held) / GIB:.2f} beside", flush=True
+            )
+
     @property
     def memory(self) -> float:
         """Bytes a second within the device; measured when it is first asked for."""
         if self._memory is None:
             size, seconds = (1 << 22, 0.01) if self.tiny else (COPIED, TURNS_S / 2)
             self._memory = copy_rate(self.device, size, seconds)
-            let_go(self.device)
+            self.clear()
         return self._memory
 
     def measure(self, config: RunConfig) -> list[Timed]:
@@ -74,7 +85,7 @@ class Bench(Findings):
         new = {call: count for call, count in calls_of(config).items() if call not in self.seconds}
         if new:
             self.seconds |= measured(new, self.memory, self.device, 0.02 if self.tiny else TURNS_S)
-            let_go(self.device)
+            self.clear()
         return [call for call in new if not isinstance(call, Moved)]
 
     def ceiling(self, config: RunConfig) -> float:

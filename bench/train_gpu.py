@@ -6,7 +6,7 @@
 
 Random weights, synthetic tokens, whole optimizer steps of the engine itself (llmb/train), in this process. A ceiling is
 the sum of the best library time of each matrix product and attention call of the step and nothing else; of a Mamba scan
-the bytes it must move, of experts one product of all visits (`train_calls.py`). Steps count after three seconds: twenty
+the bytes it must move, of experts one product of all visits (`train_calls.py`). Steps count after two seconds: twenty
 of Llama 8b at 8,192 tokens, fewer of the others, as many as their seconds hold. The JSON file is written after each.
 Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried where they are on PYTHONPATH.
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
     """All parts that were asked for."""
     import torch
     from train_bench import Bench
-    from train_peers import peers
+    from train_peers import peers, peers_in_waiting
     from train_table import memory, rates, rows
 
     parts = options.parts
@@ -50,10 +50,11 @@ def run(options: argparse.Namespace) -> None:
         rates(bench)
     if parts & {"rows", "kernels"}:
         rows(bench)
+    waiting = peers_in_waiting(bench) if "peers" in parts else []
     if "memory" in parts:
         memory(bench)
     if "peers" in parts:
-        peers(bench)
+        peers(bench, waiting)
     print(f"\n{time.perf_counter() - bench.began:.0f} seconds in all")
 
 

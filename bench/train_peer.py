@@ -92,6 +92,7 @@ def _torchtitan(options: argparse.Namespace, device: Any) -> tuple[Any, int, dic
 
 Builder = Callable[[argparse.Namespace, Any], tuple[Any, int, dict[str, str]]]
 BUILDERS: dict[str, Builder] = {"transformers": _transformers, "liger": _transformers, "torchtitan": _torchtitan}
+IMPORTS = {"transformers": ("peer_llama",), "liger": ("peer_llama",), "torchtitan": ("peer_titan",)}
 
 
 def main() -> None:
@@ -103,8 +104,9 @@ def main() -> None:
     parser.add_argument("--gbs", type=int, required=True, help="sequences a step")
     parser.add_argument("--steps", type=int, default=2, help="that count")
     parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, to see that it runs")
+    parser.add_argument("--wait", action="store_true", help="import everything, then begin when a line is typed")
     options = parser.parse_args()
-    tell(peer, options)
+    tell(peer, options, IMPORTS[options.kind], options.wait)
 
 
 if __name__ == "__main__":

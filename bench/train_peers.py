@@ -1,17 +1,17 @@
 """Part `peers` of `train_gpu.py`: what people train a Llama with today, on the shapes and tokens of our own rows.
 
-Each in a process of its own with a time limit; what exactly it is, `train_peer.py` says. Ours is compared with the best
-of its format.
+Each in a process of its own with a time limit; what exactly it is, `train_peer.py` says. All are started ahead, import
+what they need while others run, and have the GPU one after the other. Ours is compared with the best of its format.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from device import let_go
-from peer_process import found_by
+from peer_process import Started
 from train_bench import Bench
-from train_rows import ROWS, Dtype, work_of
+from train_rows import ROWS, Dtype, Row, work_of
 
 STEPS = 2  # that count, of each
 
@@ -39,26 +39,31 @@ PEERS = (
 )
 
 
-def peers(bench: Bench) -> None:
-    """Those of the rows asked for, one after the other, then all in a table beside ours."""
-    let_go(bench.device)
+def peers_in_waiting(bench: Bench) -> list[tuple[Peer, Started]]:
+    """Those of the rows asked for."""
     titles = {row.title: row for row in bench.rows}
+    return [(peer, _started(bench, peer, titles[peer.row])) for peer in PEERS if peer.row in titles]
+
+
+def _started(bench: Bench, peer: Peer, row: Row) -> Started:
+    work = work_of(bench.configuration(row))
+    arguments = ["--kind", peer.kind, "--dtype", peer.dtype, "--seqlen", str(work.seqlen), "--gbs", str(work.gbs)]
+    arguments += ["--mbs", str(work.mbs), "--steps", str(1 if bench.tiny else STEPS), "--wait"]
+    return Started("train_peer.py", [*arguments, *(["--tiny"] if bench.tiny else [])])
+
+
+def peers(bench: Bench, waiting: Sequence[tuple[Peer, Started]]) -> None:
+    """One after the other, then all in a table beside ours."""
+    bench.clear()
     said = []
-    for peer in (peer for peer in PEERS if peer.row in titles):
+    for peer, started in waiting:
         bench.head(f"Peer of {peer.row}: {peer.kind}")
-        found = _run(bench, peer)
+        found = started.found(peer.limit_s)
         print(f"  {json.dumps(found)}", flush=True)
         bench.keep("peers", {"kind": peer.kind, "dtype": peer.dtype, "row": peer.row} | found)
         said.append((peer, found))
     for dtype in AIMS:
         _say(bench, dtype, [(peer, found) for peer, found in said if peer.dtype == dtype])
-
-
-def _run(bench: Bench, peer: Peer) -> dict[str, Any]:
-    work = work_of(bench.configuration(next(row for row in bench.rows if row.title == peer.row)))
-    arguments = ["--kind", peer.kind, "--dtype", peer.dtype, "--seqlen", str(work.seqlen), "--gbs", str(work.gbs)]
-    arguments += ["--mbs", str(work.mbs), "--steps", str(1 if bench.tiny else STEPS)]
-    return found_by("train_peer.py", [*arguments, *(["--tiny"] if bench.tiny else [])], peer.limit_s)
 
 
 def _say(bench: Bench, dtype: str, said: list[tuple[Peer, dict[str, Any]]]) -> None:

@@ -5,7 +5,6 @@ import traceback
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from device import let_go
 from train_bench import Bench
 from train_calls import Product, calls_of
 from train_kernels import kernels
@@ -107,14 +106,14 @@ def memory(bench: Bench) -> None:
     work = config.workload
     assert isinstance(work, OutOfCore)
     bench.head(f"{row.title} within {work.device_gib:g} GiB of the device and {work.host_gib:g} GiB of the host")
-    order = replace(bench.order(row, profile=False), steps=4, seconds=15.0)
+    order = replace(bench.order(row, profile=False), steps=3, seconds=15.0)
     try:
         done = trained(config, order, bench.device)
     except Exception as error:
         _failed(bench, "memory", row, error)
         return
     finally:
-        let_go(bench.device)
+        bench.clear()
     assert work.plan is not None
     speed, before = work.plan.gbs * work.seqlen / done.step_s, whole.get("tokens_per_s")
     lost = 1 - speed / before if before else None
@@ -141,7 +140,7 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
         _failed(bench, "rows", row, error)
         done = None
     finally:
-        let_go(bench.device)
+        bench.clear()
     if done is None:
         return None
     flops = work.gbs * costs.train_flops_per_sequence(config.model, work.seqlen, "causal")
