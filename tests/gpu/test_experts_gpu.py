@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmb.events import RunEnded, StepDone, read
 from llmb.kernels.capped_attention import _flex_compiles, capped_attention, capped_attention_reference
+from llmb.kernels.capped_attention_triton import CappedAttention
 from llmb.kernels.grouped import grouped_product, grouped_product_reference
 from llmb.models.architectures import build_model
 from llmb.models.blocks import causal_attention
@@ -168,6 +169,28 @@ def test_capped_attention_is_compiled_and_right(
     bound = 0.02 if dtype is torch.bfloat16 else 1e-3
     for what, ours, theirs in zip("yqkv", (fast, *fast_grads), (plain, *plain_grads), strict=True):
         assert_close(ours, theirs, what, bound)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "kv_heads", "head_dim"),
+    [(2048, 2048, 48, 8, 128), (333, 333, 4, 4, 64), (100, 777, 6, 1, 128), (1, 50, 4, 2, 32)],
+)
+def test_our_kernels_of_capped_attention(queries: int, keys: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    generator = torch.Generator(GPU).manual_seed(2)
+    given = tuple(
+        (6 * torch.randn(2, tokens, count, head_dim, device=GPU, generator=generator)).bfloat16().transpose(1, 2)
+        for tokens, count in ((queries, heads), (keys, kv_heads), (keys, kv_heads))
+    )
+    exact = tuple(x.float().requires_grad_() for x in given)
+    for x in given:
+        x.requires_grad_()
+    scale, cap = head_dim**-0.5, 30.0
+    ours, plain = CappedAttention.apply(*given, scale, cap), capped_attention_reference(*exact, scale, cap)
+    slope = torch.randn(ours.shape, device=GPU, generator=generator).bfloat16()
+    found = (ours, *torch.autograd.grad(ours, given, slope))
+    wanted = (plain, *torch.autograd.grad(plain, exact, slope.float()))
+    for what, one, other in zip("yqkv", found, wanted, strict=True):
+        assert_close(one, other, what, 0.02)
 
 
 def test_capped_attention_can_be_computed_again_from_the_first_call_on() -> None:
