@@ -74,9 +74,10 @@ def row_of(run: RunDir) -> Job:
 
 
 def _local_row(run: RunDir) -> Job:
+    over = is_alive(run) is False  # looked up first: what is read of a run that goes on may be old by now
     config, result = load_run(run)
     columns: dict[str, Any] = {"status": "running"}
-    if is_alive(run) is False:
+    if over:
         if not run.result.exists():
             result = keep_result(run, config)
         columns = {**figures(result), "updated_at": run.result.stat().st_mtime}
@@ -88,12 +89,15 @@ def _slurm_row(run: RunDir, submitted: bool) -> Job:
 
     Where it was not submitted it ran in somebody's allocation, which may go on without it.
     """
+    ending, has_result = (
+        read_ending(run),
+        run.result.exists(),
+    )  # looked up first: an ending is written behind its result
     config, result = load_run(run)
     columns: dict[str, Any] = {"status": "pending" if run.job_id else "submitting"}
-    ending = read_ending(run)
     if ending is not None:
         columns = {**figures(result), **ending.columns, "updated_at": run.ending.stat().st_mtime}
-    elif not submitted and run.result.exists():
+    elif not submitted and has_result:
         nodes = read_json(run.allocation).get("nodes")
         columns = {**figures(result), "nodes": nodes, "updated_at": run.result.stat().st_mtime}
     return described(config, run.path, "slurm", run.job_id or temporary_id(run.path), run.created_at, **columns)

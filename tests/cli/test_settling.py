@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from llmb.cli import polling
+from llmb.cli import job_rebuild, polling
 from llmb.cli.endings import settle
 from llmb.cli.polling import Poller
 from llmb.cli.runs import keep_result
@@ -79,3 +79,20 @@ def test_its_own_number_is_believed(known, monkeypatch, store, job, run):
     monkeypatch.setattr(polling, "states", lambda ids: {"17": said})
     (row,) = Poller(store).refresh([job])
     assert (row.status, row.slurm_state) == ("failed", "FAILED")
+
+
+def test_a_row_made_anew_while_its_job_is_settled_is_old_or_new_and_never_both(run, config, job, monkeypatch):
+    run.write_record(config, "17", "slurm")
+    load = job_rebuild.load_run
+
+    def load_and_be_late(folder):
+        found = load(folder)
+        settle(folder, job, ended(state="CANCELLED"))  # another process, between two looks at the folder
+        return found
+
+    monkeypatch.setattr(job_rebuild, "load_run", load_and_be_late)
+    late = job_rebuild.row_of(run)
+    assert (late.status, late.reason, late.slurm_state) == ("pending", None, None)
+    row = job_rebuild.row_of(run)
+    assert (row.status, row.slurm_state) == ("incomplete", "CANCELLED")
+    assert "cancelled" in row.reason
