@@ -20,10 +20,11 @@ from findings import Findings
 from stopwatch import sustained
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
 from llmb.hardware import TERA
 from llmb.kernels import capped_attention_triton as kernels
+from llmb.kernels.capped_attention import flex_capped_attention
 from llmb.kernels.capped_attention_triton import CappedAttention, Tiles
 
 HEADS, KV_HEADS, WIDTH, CAP = 48, 8, 128, 30.0
@@ -43,10 +44,9 @@ def drawn(options: argparse.Namespace, device: torch.device) -> tuple[Tensor, ..
     return tuple(one.transpose(1, 2) for one in made)
 
 
-def ways(device: torch.device, tokens: int) -> dict[str, Callable[..., Tensor]]:
+def ways() -> dict[str, Callable[..., Tensor]]:
     """Each takes queries, keys and values."""
-    mask = create_block_mask(lambda _b, _h, query, key: query >= key, None, None, tokens, tokens, device=device)
-    flex = partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, scale=SCALE, enable_gqa=True)
+    flex = torch.compile(flex_attention, dynamic=False)
 
     def without_squeeze(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -55,7 +55,7 @@ def ways(device: torch.device, tokens: int) -> dict[str, Callable[..., Tensor]]:
     return {
         "cuDNN, no squeeze": without_squeeze,
         "ours": lambda q, k, v: CappedAttention.apply(q, k, v, SCALE, CAP),
-        "flex_attention": partial(flex, score_mod=lambda score, _b, _h, _q, _k: CAP * torch.tanh(score / CAP)),
+        "flex_attention": lambda q, k, v: flex_capped_attention(flex, q, k, v, SCALE, CAP),
     }
 
 
@@ -79,7 +79,7 @@ def tiled(found: Findings, given: tuple[Tensor, ...], flops: float, seconds: flo
         "back_to_queries": (slope, y, sums, q, k, v),
         "back_to_keys": (slope, sums, dot, q, k, v),
     }
-    products = {"attend": 2, "back_to_queries": 3, "back_to_keys": 4}  # that it computes
+    products = {"attend": THERE, "back_to_queries": 3, "back_to_keys": 4}  # that it computes
     for name, choices in TILES.items():
         rows: list[tuple[Any, ...]] = []
         for choice in choices:
@@ -106,7 +106,7 @@ def main() -> None:
     given = drawn(options, device)
     pairs = options.sequences * given[0].shape[1] * options.tokens * (options.tokens + 1) / 2
     product, best, rows = 2 * WIDTH * pairs, None, []
-    for name, attend in ways(device, options.tokens).items():
+    for name, attend in ways().items():
         there, back = timed(attend, given, options.seconds)
         best = best or there + back  # cuDNN's comes first
         rates = (THERE * product / there / TERA, BACK * product / back / TERA)

@@ -19,14 +19,14 @@ import tempfile
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-
-import yaml
+from typing import get_type_hints
 
 from llmb.errors import LlmbError
 from llmb.events import RunEnded, StepDone, read
 from llmb.hardware import recognise
 from llmb.launch.machine import gpu_names
 from llmb.plain import build, to_plain
+from llmb.settings import from_arguments, typed
 from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.tokenfile import read_header
 
@@ -84,6 +84,15 @@ def configuration(options: argparse.Namespace, data: Path | None) -> RunConfig:
     )
 
 
+def with_settings(work: Training, pairs: list[str]) -> Training:
+    """The same with fields set as on llmb-run's command line."""
+    kinds = get_type_hints(Training)
+    wishes = {
+        one.field: typed(kinds.get(one.field, str), one.value, f"--set {one.field}") for one in from_arguments(pairs)
+    }
+    return build(Training, to_plain(work) | wishes, "--set")
+
+
 def losses_of(config: RunConfig, folder: Path) -> list[float]:
     """Every step's loss."""
     folder.mkdir()
@@ -133,13 +142,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    options.set = {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.set)}
     losses = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = configuration(options, options.data.resolve() if options.data else shipped_text(folder))
         try:
-            altered = build(Training, to_plain(config.workload) | options.set, "--set")
+            altered = with_settings(config.workload, options.set)
         except LlmbError as error:
             parser.error(str(error))
         for dtype, work in (("bf16", config.workload), ("fp8", altered)):

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 
@@ -20,8 +21,7 @@ class Started:
 
     def __init__(self, program: str, arguments: Sequence[str]):
         command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self._process = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+        self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
 
     def found(self, limit_s: float) -> dict[str, Any]:
         """What it printed as its last line, which is JSON; or why it printed nothing."""

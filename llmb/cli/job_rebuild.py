@@ -89,10 +89,8 @@ def _slurm_row(run: RunDir, submitted: bool) -> Job:
 
     Where it was not submitted it ran in somebody's allocation, which may go on without it.
     """
-    ending, has_result = (
-        read_ending(run),
-        run.result.exists(),
-    )  # looked up first: an ending is written behind its result
+    ending = read_ending(run)  # looked up first: it is written behind its result
+    has_result = run.result.exists()
     config, result = load_run(run)
     columns: dict[str, Any] = {"status": "pending" if run.job_id else "submitting"}
     if ending is not None:

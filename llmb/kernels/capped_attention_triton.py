@@ -13,6 +13,7 @@ and nothing is added in an order that changes.
 fit the tiles.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,15 +260,10 @@ def attend(
     q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, cap: float, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """What queries see, and of each the logarithm to base 2 of its powers' sum. Numbers of a row lie side by side."""
-    tiles = tiles or THERE
-    batch, heads, queries, width = q_BHQD.shape
-    kv_heads, keys = k_BHTD.shape[1:3]
     y_BHQD = _tokens_first(q_BHQD)
-    sums_BHQ = torch.empty(batch, heads, queries, dtype=torch.float32, device=q_BHQD.device)
-    _attend[(triton.cdiv(queries, tiles.queries), heads, batch)](
-        q_BHQD, k_BHTD, v_BHTD, y_BHQD, sums_BHQ, *_strides(q_BHQD, k_BHTD, v_BHTD, y_BHQD),
-        queries, keys, scale / cap, cap * LOG2_E, GROUP=heads // kv_heads, D=width, **tiles.options(queries, keys),
-    )  # fmt: skip
+    sums_BHQ = torch.empty(q_BHQD.shape[:3], dtype=torch.float32, device=q_BHQD.device)
+    tensors = (q_BHQD, k_BHTD, v_BHTD, y_BHQD, sums_BHQ)
+    _launch(_attend, tiles or THERE, tensors, (scale / cap, cap * LOG2_E), q_BHQD, k_BHTD)
     return y_BHQD, sums_BHQ
 
 
@@ -276,16 +272,9 @@ def back_to_queries(
     scale: float, cap: float, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Their slopes, and slope * y of each."""
-    tiles = tiles or BACK_TO_QUERIES
-    batch, heads, queries, width = q_BHQD.shape
-    kv_heads, keys = k_BHTD.shape[1:3]
     dq_BHQD, dot_BHQ = _tokens_first(q_BHQD), torch.empty_like(sums_BHQ)
-    _back_to_queries[(triton.cdiv(queries, tiles.queries), heads, batch)](
-        slope_BHQD, y_BHQD, sums_BHQ, dot_BHQ, q_BHQD, k_BHTD, v_BHTD, dq_BHQD,
-        *_strides(slope_BHQD, y_BHQD, q_BHQD, k_BHTD, v_BHTD, dq_BHQD),
-        queries, keys, scale / cap, cap * LOG2_E, scale,
-        GROUP=heads // kv_heads, D=width, **tiles.options(queries, keys),
-    )  # fmt: skip
+    tensors = (slope_BHQD, y_BHQD, sums_BHQ, dot_BHQ, q_BHQD, k_BHTD, v_BHTD, dq_BHQD)
+    _launch(_back_to_queries, tiles or BACK_TO_QUERIES, tensors, (scale / cap, cap * LOG2_E, scale), q_BHQD, k_BHTD)
     return dq_BHQD, dot_BHQ
 
 
@@ -294,17 +283,27 @@ def back_to_keys(
     scale: float, cap: float, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The slopes of keys and of values."""
-    tiles = tiles or BACK_TO_KEYS
+    dk_BHTD, dv_BHTD = _tokens_first(k_BHTD), _tokens_first(v_BHTD)
+    tensors = (slope_BHQD, sums_BHQ, dot_BHQ, q_BHQD, k_BHTD, v_BHTD, dk_BHTD, dv_BHTD)
+    _launch(_back_to_keys, tiles or BACK_TO_KEYS, tensors, (scale / cap, cap * LOG2_E, scale), q_BHQD, k_BHTD)
+    return dk_BHTD, dv_BHTD
+
+
+def _launch(
+    kernel: Any, tiles: Tiles, tensors: Sequence[Tensor], numbers: Sequence[float], q_BHQD: Tensor, k_BHTD: Tensor
+) -> None:
+    """Tensors, strides of those that have heads and rows, sizes, numbers: the order that all three take them in."""
     batch, heads, queries, width = q_BHQD.shape
     kv_heads, keys = k_BHTD.shape[1:3]
-    dk_BHTD, dv_BHTD = _tokens_first(k_BHTD), _tokens_first(v_BHTD)
-    _back_to_keys[(triton.cdiv(keys, tiles.keys), kv_heads, batch)](
-        slope_BHQD, sums_BHQ, dot_BHQ, q_BHQD, k_BHTD, v_BHTD, dk_BHTD, dv_BHTD,
-        *_strides(slope_BHQD, q_BHQD, k_BHTD, v_BHTD, dk_BHTD, dv_BHTD),
-        queries, keys, scale / cap, cap * LOG2_E, scale,
+    if kernel is _back_to_keys:
+        programs = (triton.cdiv(keys, tiles.keys), kv_heads, batch)
+    else:
+        programs = (triton.cdiv(queries, tiles.queries), heads, batch)
+    strides = [stride for tensor in tensors if tensor.ndim == 4 for stride in tensor.stride()[:3]]
+    kernel[programs](
+        *tensors, *strides, queries, keys, *numbers,
         GROUP=heads // kv_heads, D=width, **tiles.options(queries, keys),
     )  # fmt: skip
-    return dk_BHTD, dv_BHTD
 
 
 def _rows_whole(x_BHTD: Tensor) -> Tensor:
@@ -316,7 +315,3 @@ def _tokens_first(like_BHTD: Tensor) -> Tensor:
     """New and of the same shape; heads of a token lie side by side, as the product behind attention takes them."""
     batch, heads, tokens, width = like_BHTD.shape
     return like_BHTD.new_empty(batch, tokens, heads, width).transpose(1, 2)
-
-
-def _strides(*tensors: Tensor) -> list[int]:
-    return [stride for tensor in tensors for stride in tensor.stride()[:3]]

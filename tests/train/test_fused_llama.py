@@ -102,14 +102,10 @@ def test_sums_of_the_way_back_are_fast_where_that_is_asked_for(monkeypatch, gpu:
     for module in ("llmb.kernels.fp8", "llmb.layer.products"):
         monkeypatch.setattr(f"{module}.multiply", counted)
     add_gradients(part_of(config_of(gpu, "fp8", fast_sums=fast_sums)), 1)
-    forward = 2 * 7 if gpu == "cpu" else 2 * 6  # products of two layers; by hand gate and up are one
-    assert counts[True] == forward + fast_sums * counts_back(gpu)
-    assert counts[False] == (not fast_sums) * counts_back(gpu)
-
-
-def counts_back(gpu: str) -> int:
-    """Two for each matrix, of which layers by hand have four."""
-    return 2 * 2 * (7 if gpu == "cpu" else 4)
+    # Of two layers, each of seven matrices; by hand gate and up are one, and going back queries, keys and values too.
+    forward, back = (2 * 7, 2 * 2 * 7) if gpu == "cpu" else (2 * 6, 2 * 2 * 4)
+    assert counts[True] == forward + fast_sums * back
+    assert counts[False] == (not fast_sums) * back
 
 
 def test_fast_sums_are_for_fp8_only(trained) -> None:
