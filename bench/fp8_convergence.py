@@ -1,37 +1,48 @@
-"""Does fp8 learn what bf16 learns? A small Llama on real text, from the same weights and batches in both formats.
+"""Does fp8 learn what bf16 learns? Small Llamas on real text, from the same weights and batches in both formats.
 
-    python bench/fp8_convergence.py [--data tokens.bin] [--steps 300] [--json FILE] [--plot FILE.png]
-    python bench/fp8_convergence.py --set masters=bf16 --set gradients=bf16 --set moments=bf16
+    python bench/fp8_convergence.py [--data tokens.bin] [--steps 300] [--seeds 6] [--json FILE] [--plot FILE.png]
+    python bench/fp8_convergence.py --layers 2 --hidden 128 --steps 60 --seeds 1 --at-once 1     # minutes on a CPU
 
-What is --set holds for the fp8 run alone, such as the narrow numbers of the rows of `train_gpu.py`; the bf16 run keeps
-weights, gradients and moments in fp32.
+Each way of training goes from several first weights: even two runs that differ by rounding alone are 0.6 % apart after
+300 steps, so that one run of each would show chance. Prints the mean loss of the last 20 steps, its standard error over
+the seeds, and its ratio to bf16's, aim within 1 % of 1. `narrow` are weights, gradients and moments in bf16, as the
+rows of `train_gpu.py` have them.
 
-Prints the mean loss of the last 20 steps in both formats and their ratio, aim within 1 % of 1. The text is the shipped
-one (data/kjv.txt), tokenized on the spot; without a tokenizer library it is synthetic tokens, and says so. Runs on the
-GPU where there is one and on the CPU otherwise, where --layers 2 --hidden 128 --steps 60 takes about a minute.
+The text is the shipped one (data/kjv.txt), tokenized on the spot; without a tokenizer library it is synthetic tokens,
+and says so. Runs on the GPU where there is one and on the CPU otherwise.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import get_type_hints
 
-from llmb.errors import LlmbError
+from findings import Findings
+
 from llmb.events import RunEnded, StepDone, read
 from llmb.hardware import recognise
 from llmb.launch.machine import gpu_names
-from llmb.plain import build, to_plain
-from llmb.settings import from_arguments, typed
+from llmb.plain import to_plain
 from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.tokenfile import read_header
 
 ROOT = Path(__file__).parent.parent
 LAST = 20  # steps whose mean loss is compared
+NARROW = {"masters": "bf16", "gradients": "bf16", "moments": "bf16"}
+WAYS = {  # format, and what else is set; the first is what the others are compared with
+    "bf16": ("bf16", {}),
+    "fp8": ("fp8", {}),
+    "bf16, narrow": ("bf16", NARROW),
+    "fp8, narrow, fast sums": ("fp8", {**NARROW, "fast_sums": True}),
+}
+Losses = dict[str, list[list[float]]]  # of each way, of each seed, of each step
 
 
 def shipped_text(folder: Path) -> Path | None:
@@ -84,29 +95,38 @@ def configuration(options: argparse.Namespace, data: Path | None) -> RunConfig:
     )
 
 
-def with_settings(work: Training, pairs: list[str]) -> Training:
-    """The same with fields set as on llmb-run's command line."""
-    kinds = get_type_hints(Training)
-    wishes = {
-        one.field: typed(kinds.get(one.field, str), one.value, f"--set {one.field}") for one in from_arguments(pairs)
-    }
-    return build(Training, to_plain(work) | wishes, "--set")
-
-
 def losses_of(config: RunConfig, folder: Path) -> list[float]:
     """Every step's loss."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
     with (folder / "log.out").open("w") as log:
         subprocess.run([sys.executable, "-m", "llmb.train", str(folder / "config.json")], cwd=ROOT, stdout=log)
     events = list(read(folder / "events.rank0.jsonl"))
     ended = events[-1]
     if not isinstance(ended, RunEnded) or ended.status != "ok":
-        sys.exit(f"the {config.precision.dtype} run did not end well: {getattr(ended, 'reason', None)}")
+        raise RuntimeError(f"{folder.name} did not end well: {getattr(ended, 'reason', None)}")
     return [event.loss for event in events if isinstance(event, StepDone) and event.loss is not None]
 
 
-def plot(losses: dict[str, list[float]], ratio: float, path: Path) -> None:
+def trained(config: RunConfig, seeds: int, at_once: int, folder: Path) -> Losses:
+    """All ways from all seeds."""
+
+    def one(run: tuple[str, int]) -> list[float]:
+        way, seed = run
+        dtype, fields = WAYS[way]
+        work = replace(config.workload, seed=seed, **fields)
+        return losses_of(replace(config, precision=Precision(dtype=dtype), workload=work), folder / f"{way} {seed}")
+
+    runs = list(product(WAYS, range(1, seeds + 1)))
+    found: Losses = {way: [] for way in WAYS}
+    with ThreadPoolExecutor(at_once) as pool:
+        for (way, seed), losses in zip(runs, pool.map(one, runs), strict=True):
+            print(f"  {way}, seed {seed}: {statistics.fmean(losses[-LAST:]):.4f}", flush=True)
+            found[way].append(losses)
+    return found
+
+
+def plot(losses: Losses, title: str, path: Path) -> None:
     if find_spec("matplotlib") is None:
         print("note: no plot, matplotlib is not installed")
         return
@@ -115,15 +135,20 @@ def plot(losses: dict[str, list[float]], ratio: float, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
-    for dtype, values in losses.items():
-        upper.plot(range(1, len(values) + 1), values, label=dtype, linewidth=1)
+    means = {way: [statistics.fmean(step) for step in zip(*runs, strict=True)] for way, runs in losses.items()}
+    base, *others = means
+    figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2))
+    for way, values in means.items():
+        upper.plot(range(1, len(values) + 1), values, label=way, linewidth=1)
     upper.set_ylabel("loss")
     upper.legend()
-    upper.set_title(f"fp8 / bf16 over the last {LAST} steps: {ratio:.4f}")
-    lower.plot([f / b - 1 for f, b in zip(losses["fp8"], losses["bf16"], strict=True)], linewidth=1)
+    upper.set_title(title)
+    for way in others:
+        apart = [mine / its - 1 for mine, its in zip(means[way], means[base], strict=True)]
+        lower.plot(range(1, len(apart) + 1), apart, label=way, linewidth=1)
     lower.axhline(0, color="grey", linewidth=0.5)
-    lower.set_ylabel("fp8 / bf16 - 1")
+    lower.set_ylabel(f"over {base} - 1")
+    lower.legend()
     lower.set_xlabel("step")
     figure.savefig(path, dpi=120)
     print(f"plot: {path}")
@@ -133,38 +158,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a token file; default: the shipped text")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=6, help="runs of each way")
+    parser.add_argument("--at-once", type=int, default=8, help="runs beside one another")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512, help="a multiple of 64")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the fp8 run's workload")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    losses = {}
+    found = Findings(json=options.json)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = configuration(options, options.data.resolve() if options.data else shipped_text(folder))
+        title = f"{config.model.name}, {options.steps} steps of {options.batch} x {options.seqlen} tokens"
+        found.head(f"{title}, {options.seeds} seeds")
+        found.keep("config", to_plain(config))
         try:
-            altered = with_settings(config.workload, options.set)
-        except LlmbError as error:
-            parser.error(str(error))
-        for dtype, work in (("bf16", config.workload), ("fp8", altered)):
-            run = replace(config, precision=Precision(dtype=dtype), workload=work)
-            losses[dtype] = losses_of(run, folder / dtype)
-    final = {dtype: sum(values[-LAST:]) / LAST for dtype, values in losses.items()}
-    ratio = final["fp8"] / final["bf16"]
-    print(f"{config.model.name}, {options.steps} steps of {options.batch} x {options.seqlen} tokens")
-    for dtype, values in losses.items():
-        print(f"  {dtype:5} first loss {values[0]:.4f}   mean of the last {LAST} {final[dtype]:.4f}")
-    print(f"  fp8 / bf16 {ratio:.4f}")
-    if options.json:
-        found = {"config": to_plain(config), "set": options.set, "losses": losses, "final": final,
-                 "ratio": ratio}  # fmt: skip
-        options.json.write_text(json.dumps(found, indent=2))
+            losses = trained(config, options.seeds, options.at_once, folder)
+        except RuntimeError as error:
+            sys.exit(f"fp8_convergence.py: {error}")
+    found.keep("losses", losses)
+    rows, base = [], None
+    for way, runs in losses.items():
+        ends = [statistics.fmean(run[-LAST:]) for run in runs]
+        mean, spread = statistics.fmean(ends), statistics.stdev(ends) if len(ends) > 1 else None
+        base = base or mean
+        error = spread / len(ends) ** 0.5 if spread is not None else None
+        rows.append((way, *(None if x is None else f"{x:.4f}" for x in (mean, spread, error, mean / base))))
+        found.keep("ends", {"way": way, "mean": mean, "spread": spread, "error": error, "ratio": mean / base})
+    found.say(f"mean loss of the last {LAST} steps", ("way", "loss", "spread", "error", "of the first"), rows)
     if options.plot:
-        plot(losses, ratio, options.plot)
+        plot(losses, f"{title}, mean of {options.seeds} seeds", options.plot)
 
 
 if __name__ == "__main__":

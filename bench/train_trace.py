@@ -28,8 +28,9 @@ NAMES = (
     (PRODUCTS, r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k"
                r"|aten::(mm|addmm_?|bmm|_(scaled_)?(grouped_)?mm)$"),
     (LOSS, r"cross_?entropy|logsumexp|log_?softmax|nll|aten::(exp_|sub_|div_|gather|scatter_add_?)$"),
-    (SCAN, r"\b_?(scan|states|pass|scores|score_slopes|input_slopes|key_slopes)_kernel|causal_?conv|softplus|_ssd"),
-    (SMALL, r"rms_?norm|normed|norm_?beside|gated_?norm|inverse_size|sum_of_parts|swiglu|silu|gelu|relu|rotat|rope"),
+    (SCAN, r"\b_?(scan|states|scores|score_slopes|input_slopes|key_slopes)_kernel|causal_?conv|softplus|_ssd"),
+    (SMALL, r"rms_?norm|normed|norm_?beside|gated_?norm|inverse_size|sum_of_parts|swiglu|silu|gelu|relu|activated|rotat"
+            r"|rope|put_together|take_apart"),
     (QUANTISING, r"cast_(tile|both)|^_(cast|largest)$|fp8|float8|quant|amax|vector_norm|NormTwoOps|transpose"
                  r"|aten::(max|amax|abs)$"),
     (ROUTING, r"rout|sort|topk|searchsorted|one_hot|bincount|radix|deal|visits|cumsum|aten::index_select$"),

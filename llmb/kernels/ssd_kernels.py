@@ -1,8 +1,9 @@
 """The Triton kernels of `ssd_triton.py`, which launches them; `ssd.py` says what they compute.
 
-Matrix products take their operands in the format of x and add up in fp32; decays, states and sums are fp32. Sequence
-lengths, chunks and widths may be anything; tiles are masked. Everything steps over its axes by the strides given, but
-the last axis must be dense. Tensor names end in their shape, as in `ssd.py`: L and M are both tokens of a chunk.
+Matrix products take their operands in the format of x and add up in fp32; decays, sums and the state that is carried on
+are fp32. Sequence lengths, chunks and widths may be anything; tiles are masked. Everything steps over its axes by the
+strides given, but the last axis must be dense. Tensor names end in their shape, as in `ssd.py`: L and M are both tokens
+of a chunk.
 """
 
 import triton
@@ -59,54 +60,52 @@ def scores_kernel(
 
 @triton.jit
 def states_kernel(
-    v, weights, k, states, v_batch, v_token, v_head, k_batch, k_token, k_group, tokens, chunks,
-    SHARE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr,
+    v, weights, k, decays, given, entering, states, left, through,
+    v_batch, v_token, v_head, k_batch, k_token, k_group, tokens, chunks, heads,
+    BACKWARD: tl.constexpr, SHARE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, STATE: tl.constexpr,
     TILE: tl.constexpr, TILE_P: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """states[p, n] = sum over a chunk's tokens of weights * v[p] * k[n], for one head."""
-    which, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    batch, chunk = which // chunks, which % chunks
-    first = chunk * CHUNK
-    p, n = tl.arange(0, TILE_P), tl.program_id(2) * TILE_N + tl.arange(0, TILE_N)
-    v += batch * v_batch + first * v_token + head * v_head
-    k += batch * k_batch + first * k_token + head // SHARE * k_group
-    weights += ((batch * heads + head) * chunks + chunk) * CHUNK
-    total = tl.zeros((TILE_P, TILE_N), tl.float32)
-    for start in range(0, CHUNK, TILE):
-        rows = start + tl.arange(0, TILE)
-        ok = (rows < CHUNK) & (first + rows < tokens)
-        weight_L = tl.load(weights + rows, mask=ok, other=0.0)
-        v_PL = _load_turned(v, p, rows, v_token, p < WIDTH, ok) * weight_L[None, :]
-        k_LN = _load(k, rows, k_token, n, ok, n < STATE)
-        total = tl.dot(v_PL.to(k_LN.dtype), k_LN, total, input_precision="ieee")
-    states += (which * heads + head) * WIDTH * STATE
-    tl.store(states + p[:, None] * STATE + n[None, :], total, mask=(p < WIDTH)[:, None] & (n < STATE)[None, :])
+    """The state that enters each chunk, of one head and some columns: what the chunks before it add, each faded since.
 
-
-@triton.jit
-def pass_kernel(
-    states, decays, entering, through, chunks, heads, size, BACKWARD: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """What each chunk adds becomes, in place, what enters it from all chunks before it.
-
-    Backward, what each chunk's start gathers becomes the slope of the state that leaves it, from all chunks after it;
+    A chunk adds the sum over its tokens of weights * v[p] * k[n]. The state is carried in registers from chunk to chunk
+    and only ever written, in the format of what it is multiplied with. The first chunk may be entered by a given
+    state; then what leaves the last one is kept too.
+    Backward, chunks gather from the last to the first, which gives the slope of the state that leaves each of them;
     `through` receives how much of that is read from the state that entered the chunk.
     """
-    which, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    which, tile_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = which // heads, which % heads
-    place = block * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    carried = tl.zeros((BLOCK,), tl.float32)
-    for step in range(chunks):
-        chunk = chunks - 1 - step if BACKWARD else step
-        here = ((batch * chunks + chunk) * heads + head) * size + place
-        own = tl.load(states + here, mask=inside, other=0.0)
-        tl.store(states + here, carried, mask=inside)
-        decayed = tl.load(decays + which * chunks + chunk) * carried
-        if BACKWARD:
-            entered = tl.load(entering + here, mask=inside, other=0.0)
-            tl.store(through + (block * tl.num_programs(0) + which) * chunks + chunk, tl.sum(decayed * entered))
-        carried = decayed + own
+    p, n = tl.arange(0, TILE_P), tile_n * TILE_N + tl.arange(0, TILE_N)
+    place, inside = p[:, None] * STATE + n[None, :], (p < WIDTH)[:, None] & (n < STATE)[None, :]
+    TILES: tl.constexpr = (CHUNK + TILE - 1) // TILE
+    v += batch * v_batch + head * v_head
+    k += batch * k_batch + head // SHARE * k_group
+    carried = tl.zeros((TILE_P, TILE_N), tl.float32)
+    if given is not None:
+        carried += tl.load(given + which * WIDTH * STATE + place, mask=inside, other=0.0)
+    own = tl.zeros((TILE_P, TILE_N), tl.float32)
+    for step in range(chunks * TILES):  # one loop, of which the compiler loads the next tiles ahead
+        chunk = chunks - 1 - step // TILES if BACKWARD else step // TILES
+        first = tl.cast(chunk, tl.int64) * CHUNK
+        line = (which * chunks + chunk) * CHUNK
+        rows = step % TILES * TILE + tl.arange(0, TILE)
+        ok = (rows < CHUNK) & (first + rows < tokens)
+        weight_L = tl.load(weights + line + rows, mask=ok, other=0.0)
+        v_PL = _load_turned(v + first * v_token, p, rows, v_token, p < WIDTH, ok) * weight_L[None, :]
+        k_LN = _load(k + first * k_token, rows, k_token, n, ok, n < STATE)
+        own = tl.dot(v_PL.to(k_LN.dtype), k_LN, own, input_precision="ieee")
+        if step % TILES == TILES - 1:
+            here = ((batch * chunks + chunk) * heads + head) * WIDTH * STATE + place
+            tl.store(states + here, carried.to(states.dtype.element_ty), mask=inside)
+            carried *= tl.load(decays + which * chunks + chunk)
+            if BACKWARD:
+                entered = tl.load(entering + here, mask=inside, other=0.0)
+                part = tile_n * tl.num_programs(0) * chunks
+                tl.store(through + part + which * chunks + chunk, tl.sum(carried * entered))
+            carried += own
+            own = tl.zeros((TILE_P, TILE_N), tl.float32)
+    if given is not None:
+        tl.store(left + which * WIDTH * STATE + place, carried, mask=inside)
 
 
 @triton.jit
@@ -134,7 +133,7 @@ def scan_kernel(
         n = start + tl.arange(0, TILE_N)
         c_LN = _load(c, rows_l, c_token, n, ok_l, n < STATE)
         state_NP = _load_turned(states, n, p, STATE, n < STATE, p < WIDTH)
-        total = tl.dot(c_LN, state_NP.to(c_LN.dtype), total, input_precision="ieee")
+        total = tl.dot(c_LN, state_NP, total, input_precision="ieee")
     total *= tl.exp(s_L)[:, None]
     for start in range(0, (tl.program_id(2) + 1) * TILE, TILE):
         rows_m = start + tl.arange(0, TILE)
@@ -218,7 +217,7 @@ def input_slopes_kernel(
         n = start + tl.arange(0, TILE_N)
         b_MN = _load(b, rows_m, b_token, n, ok_m, n < STATE)
         dstate_NP = _load_turned(dstates, n, p, STATE, n < STATE, p < WIDTH)
-        total = tl.dot(b_MN, dstate_NP.to(b_MN.dtype), total, input_precision="ieee")
+        total = tl.dot(b_MN, dstate_NP, total, input_precision="ieee")
     total *= tl.where(in_m, tl.exp(tl.load(s + line + CHUNK - 1) - s_M), 0.0)[:, None]
     for start in range(tl.program_id(2) * TILE, CHUNK, TILE):
         rows_l = start + tl.arange(0, TILE)
@@ -274,7 +273,7 @@ def key_slopes_kernel(
         v_LP = _load(v + batch * v_batch + first * v_token + head * v_head, rows_l, v_token, p, ok_l, p < WIDTH)
         state = states + (which * heads + head) * WIDTH * STATE
         state_PN = _load(state, p, STATE, n, p < WIDTH, n < STATE)
-        part_LN = tl.dot(v_LP, state_PN.to(v_LP.dtype), input_precision="ieee") * weight_L[:, None]
+        part_LN = tl.dot(v_LP, state_PN, input_precision="ieee") * weight_L[:, None]
         total += part_LN
         part = tile_n * tl.num_programs(0) * heads * CHUNK
         tl.store(read + part + line + rows_l, tl.sum(part_LN * own_LN, axis=1), mask=in_l)

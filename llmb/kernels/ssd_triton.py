@@ -1,8 +1,8 @@
 """The state-space recurrence of Mamba-2 as Triton kernels, forward and backward; `ssd.py` says what it computes.
 
-Forward: scores c . b of each chunk (one for all heads of a group), the state each chunk leaves, the states passed on
-from chunk to chunk, and the scan that reads both. The backward pass keeps only the inputs, makes scores and states
-again, and goes the same way back: the states' gradients are made and passed on by the same two kernels.
+Forward: scores c . b of each chunk (one for all heads of a group), the state carried on from chunk to chunk, and the
+scan that reads both. The backward pass keeps only the inputs, makes scores and states again, and goes the same way
+back: the slopes of the states are gathered by the kernel that carries them on.
 
 The slope of the decays needs no kernel of its own. A token's decay lies between every earlier token and every token
 from it on: its slope is the sum of what is read across it, through the scores of the chunk, from the state that entered
@@ -22,7 +22,6 @@ from torch import Tensor
 from llmb.kernels.ssd_kernels import (
     input_slopes_kernel,
     key_slopes_kernel,
-    pass_kernel,
     scan_kernel,
     score_slopes_kernel,
     scores_kernel,
@@ -31,7 +30,8 @@ from llmb.kernels.ssd_kernels import (
 
 TILE_TOKENS = 64
 TILE_STATE = 64  # columns of a state at once; its rows, a head's width, are taken whole
-PASS_BLOCK = 512  # state values one program carries from chunk to chunk
+CARRIED_BYTES = 256  # of a channel at once, where a state is carried on: 128 tokens in bf16
+CARRIED_STATE = 64  # columns that one program carries
 
 
 class _Shape(NamedTuple):
@@ -113,45 +113,35 @@ def _scores(shape: _Shape, c: Tensor, b: Tensor) -> Tensor:
     return scores
 
 
-def _room(shape: _Shape, chunks: int, device: torch.device) -> Tensor:
-    """For a state of each chunk, [B, Z, H, P, N]."""
-    return torch.empty(shape.batch, chunks, shape.heads, shape.width, shape.state, dtype=torch.float32, device=device)
+class _Carried(NamedTuple):
+    """What goes from chunk to chunk."""
+
+    states: Tensor  # [B, Z, H, P, N]: entering each chunk; on the way back, the slope of what leaves it
+    left: Tensor | None  # [B, H, P, N]: after the last chunk, where a state was given to the first
+    through: Tensor | None  # [B, H, Z]: how much is read through each chunk, on the way back
 
 
-def _chunk_states(shape: _Shape, v: Tensor, weights: Tensor, k: Tensor, states: Tensor) -> Tensor:
-    """What each chunk adds to the state, into `states`."""
-    grid = (shape.batch * shape.chunks, shape.heads, shape.tiles_n)
+def _carry(
+    shape: _Shape, v: Tensor, weights: Tensor, k: Tensor, decays: _Decays, *,
+    given: Tensor | None = None, entering: Tensor | None = None,
+) -> _Carried:  # fmt: skip
+    """From the first chunk to the last, or back where what entered each of them is told."""
+    tile_n = min(CARRIED_STATE, _tile(shape.state))
+    sizes = shape.sizes(*ALL) | {"TILE": min(CARRIED_BYTES // v.itemsize, _tile(shape.chunk)), "TILE_N": tile_n}
+    tiles_n = triton.cdiv(shape.state, tile_n)
+    states = v.new_empty(shape.batch, shape.chunks, shape.heads, shape.width, shape.state)
+    left = None if given is None else torch.empty_like(given)
+    through = None if entering is None else decays.whole.new_empty(tiles_n, *decays.whole.shape)
     strides = (*v.stride()[:3], *k.stride()[:3])
-    states_kernel[grid](v, weights, k, states, *strides, shape.tokens, shape.chunks, **shape.sizes(*ALL))
-    return states
+    states_kernel[shape.batch * shape.heads, tiles_n](
+        v, weights, k, decays.whole, given, entering, states, left, through, *strides, shape.tokens, shape.chunks,
+        shape.heads, BACKWARD=entering is not None, **sizes,
+    )  # fmt: skip
+    return _Carried(states, left, None if through is None else through.sum(dim=0))
 
 
 def _entering_states(shape: _Shape, x: Tensor, b: Tensor, decays: _Decays) -> Tensor:
-    """The state that enters each chunk."""
-    states = _chunk_states(shape, x, decays.leaving, b, _room(shape, shape.chunks, x.device))
-    return _passed_on(shape, states, decays.whole)
-
-
-def _passed_on(shape: _Shape, states: Tensor, whole: Tensor) -> Tensor:
-    """What each chunk adds becomes, in place, what enters it."""
-    size = shape.width * shape.state
-    grid = (shape.batch * shape.heads, triton.cdiv(size, PASS_BLOCK))
-    pass_kernel[grid](
-        states, whole, states, states, states.shape[1], shape.heads, size, BACKWARD=False, BLOCK=PASS_BLOCK
-    )
-    return states
-
-
-def _leaving_slopes(shape: _Shape, dy: Tensor, c: Tensor, entering: Tensor, decays: _Decays) -> tuple[Tensor, Tensor]:
-    """The slope of the state that leaves each chunk, and how much is read through the chunk, [B, H, Z]."""
-    slopes = _chunk_states(shape, dy, decays.entered, c, _room(shape, shape.chunks, dy.device))
-    size = shape.width * shape.state
-    blocks = triton.cdiv(size, PASS_BLOCK)
-    through = decays.whole.new_empty(blocks, *decays.whole.shape)
-    pass_kernel[shape.batch * shape.heads, blocks](
-        slopes, decays.whole, entering, through, shape.chunks, shape.heads, size, BACKWARD=True, BLOCK=PASS_BLOCK
-    )
-    return slopes, through.sum(dim=0)
+    return _carry(shape, x, decays.leaving, b, decays).states
 
 
 def _scan(shape: _Shape, x: Tensor, c: Tensor, scores: Tensor, states: Tensor, decays: _Decays, d: Tensor) -> Tensor:
@@ -186,7 +176,7 @@ class _Ssd(torch.autograd.Function):
         decays = _decays(shape, dt, a)
         scores = _scores(shape, c, b)
         states = _entering_states(shape, x, b, decays)
-        dstates, through = _leaving_slopes(shape, dy, c, states, decays)
+        dstates, _, through = _carry(shape, dy, decays.entered, c, decays, entering=states)
 
         slopes, read, given = _score_slopes(shape, dy, x, scores, decays)
         dx, ddt_direct, dd = _input_slopes(shape, dy, x, b, scores, dstates, decays, d)
@@ -196,6 +186,7 @@ class _Ssd(torch.autograd.Function):
         # The slope of dt * a, a token's decay: all that is read across it.
         later = (read - given + from_entered).flip(-1).cumsum(-1).flip(-1)  # by this token and those after it
         earlier = into_leaving.cumsum(-1) - into_leaving  # from those before it
+        assert through is not None
         dlog = later + earlier + through[..., None]
         ddt = ddt_direct + dlog * a[:, None, None]
         ddt_BTH = ddt.permute(0, 2, 3, 1).flatten(1, 2)[:, : shape.tokens]
@@ -270,19 +261,13 @@ def ssd_from_triton(
     d_H: Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `ssd.ssd_from`, by the same kernels: the first state counts as what one more chunk, before all, leaves.
-
-    Another one, after all, receives what would enter it.
-    """
+    """As `ssd.ssd_from`, by the same kernels."""
     dt, a, d = (one.float() for one in (dt_TH[None], a_H, d_H))
     x, b, c = (_rows_dense(one.to(x_THP.dtype)[None]) for one in (x_THP, b_TGN, c_TGN))
     tokens, heads, width = x_THP.shape
     shape = _Shape(1, tokens, heads, b_TGN.shape[1], width, b_TGN.shape[2], chunk)
     decays = _decays(shape, dt, a)
     scores = _scores(shape, c, b)
-    states = _room(shape, shape.chunks + 2, x.device)
-    states[:, 0] = state_HPN
-    own = states[:, 1:-1]
-    _chunk_states(shape, x, decays.leaving, b, own)
-    _passed_on(shape, states, F.pad(decays.whole, (1, 1)))
-    return _scan(shape, x, c, scores, own, decays, d)[0], states[0, -1]
+    states, left, _ = _carry(shape, x, decays.leaving, b, decays, given=state_HPN.float().contiguous()[None])
+    assert left is not None
+    return _scan(shape, x, c, scores, states, decays, d)[0], left[0]

@@ -26,6 +26,7 @@ KERNEL_MODULES = (
     "fp8_forms_triton",
     "fp8_group_forms_triton",
     "rms_norm_triton",
+    "latent_heads_triton",
     "rotation_triton",
     "swiglu_triton",
     "fused_activation_triton",

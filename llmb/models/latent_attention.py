@@ -9,11 +9,10 @@ Shapes: B sequences, T tokens, C hidden width, H heads, D width of a head (N wit
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from llmb.errors import ConfigError
-from llmb.kernels.rotation import rotate_interleaved
+from llmb.kernels.latent_heads import latent_keys, latent_queries
 from llmb.models.blocks import RMSNorm, causal_attention, yarn_attention_scale
 from llmb.spec import Latent, Model, Rope
 
@@ -43,15 +42,10 @@ class LatentAttention(nn.Module):
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         nope, rope, value = self.latent.nope_dim, self.latent.rope_dim, self.latent.value_dim
         q_BTHD = self.q_up(self.q_norm(self.q_down(x_BTC))).unflatten(-1, (-1, nope + rope))
-        q_still_BTHN, q_turned_BTHR = q_BTHD.split((nope, rope), dim=-1)
-        latent_BTR, k_turned_BTR = self.kv_down(x_BTC).split((self.latent.kv_rank, rope), dim=-1)
+        latent_BTR, key_BTR = self.kv_down(x_BTC).split((self.latent.kv_rank, rope), dim=-1)
         kv_BTHD = self.kv_up(self.kv_norm(latent_BTR)).unflatten(-1, (-1, nope + value))
-        k_still_BTHN, v_BTHD = kv_BTHD.split((nope, value), dim=-1)
-
-        q_turned_BTHR = rotate_interleaved(q_turned_BTHR, cos_TD, sin_TD)
-        k_turned_BT1R = rotate_interleaved(k_turned_BTR[:, :, None], cos_TD, sin_TD)
-        q_BTHD = torch.cat((q_still_BTHN, q_turned_BTHR), dim=-1)
-        k_BTHD = torch.cat((k_still_BTHN, k_turned_BT1R.expand_as(q_turned_BTHR)), dim=-1)
+        q_BTHD = latent_queries(q_BTHD, cos_TD, sin_TD)
+        k_BTHD, v_BTHD = latent_keys(kv_BTHD, key_BTR, cos_TD, sin_TD, nope)
         q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
         mixed_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, scale=self.scale)
         return self.o(mixed_BHTD.transpose(1, 2).flatten(2))

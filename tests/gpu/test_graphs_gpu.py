@@ -130,8 +130,11 @@ def test_a_graph_that_diverges_still_names_the_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_offloading_keeps_the_loss_and_saves_memory(tmp_path: Path, dtype: str) -> None:
-    """Layers that are offloaded are plain ones: the stream is rounded before the MLP is added, in fused ones after."""
-    work = replace(CONFIG.workload, seqlen=2048, mbs=4, gbs=8, steps=4, lr=3e-4)
+    """Layers that are offloaded are plain ones: the stream is rounded before the MLP is added, in fused ones after.
+
+    At a higher rate the loss goes up and down, and takes any rounding with it.
+    """
+    work = replace(CONFIG.workload, seqlen=2048, mbs=4, gbs=8, steps=4, lr=3e-5)
     config = replace(CONFIG, model=LARGER, precision=Precision(dtype=dtype), workload=work)
     plain, _ = outcome(tmp_path / "plain", config)
     again, _ = outcome(tmp_path / "again", config)

@@ -1,12 +1,11 @@
-"""Attention with capped logits: chunks against the whole, flex_attention's form of it, our kernels, a huge cap."""
+"""Attention with capped logits: chunks against the whole, kernels against chunks, a huge cap."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import flex_attention
 
 from llmb.kernels import capped_attention_triton as kernels
-from llmb.kernels.capped_attention import capped_attention, capped_attention_reference, flex_capped_attention
+from llmb.kernels.capped_attention import capped_attention, capped_attention_reference, kernels_take
 
 SCALE = 0.4
 attend = kernels.CappedAttention.apply
@@ -49,14 +48,6 @@ def test_chunks_change_nothing(chunk: int) -> None:
     assert_equal(with_gradients(parts, given), with_gradients(whole, given))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_computes_the_same() -> None:
-    given = tuple(x.detach() for x in qkv(tokens=64))  # not compiled, it has no backward pass on a CPU
-    flexible = flex_capped_attention(flex_attention, *given, SCALE, 5.0)
-    torch.testing.assert_close(flexible, capped_attention_reference(*given, SCALE, 5.0), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("queries", [1, 10, 64])
 def test_the_last_queries_alone_attend_as_among_all(queries: int) -> None:
     given = qkv(tokens=64)
@@ -64,8 +55,6 @@ def test_the_last_queries_alone_attend_as_among_all(queries: int) -> None:
     among_all = capped_attention_reference(*given, SCALE, 5.0)[:, :, -queries:]
     parts = capped_attention_reference(*last, SCALE, 5.0, chunk=8)
     assert_equal(with_gradients(parts, given), with_gradients(among_all, given))
-    flexible = flex_capped_attention(flex_attention, *(x.detach() for x in last), SCALE, 5.0)
-    torch.testing.assert_close(flexible, among_all, rtol=1e-4, atol=1e-5)
 
 
 def test_a_huge_cap_is_plain_attention_and_a_small_one_is_not() -> None:
@@ -83,6 +72,15 @@ def test_bf16_keeps_its_format() -> None:
     assert (rounded.float() - exact).norm() / exact.norm() < 0.01
 
 
+def test_what_the_kernels_take() -> None:
+    q, _, v = (x.detach().bfloat16() for x in qkv())
+    assert kernels_take(q, v, 60.0)
+    assert not kernels_take(q.float(), v.float(), 30.0)
+    assert not kernels_take(q, v, 61.0)
+    assert not kernels_take(q[..., :12], v[..., :12], 30.0)
+    assert not kernels_take(q, v[..., :8], 30.0)
+
+
 @pytest.fixture
 def small_tiles(monkeypatch) -> None:
     """So that a few tokens are several tiles, more than one of them without a mask."""
@@ -93,7 +91,7 @@ def small_tiles(monkeypatch) -> None:
 @interpreted
 @pytest.mark.parametrize("tokens", [1, 31, 96, 100])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_our_kernels_compute_the_same(small_tiles, tokens: int, kv_heads: int) -> None:
+def test_kernels_compute_the_same(small_tiles, tokens: int, kv_heads: int) -> None:
     given = qkv(tokens, kv_heads=kv_heads)
     plain = capped_attention_reference(*given, SCALE, 5.0)
     assert_equal(with_gradients(attend(*given, SCALE, 5.0), given), with_gradients(plain, given))
@@ -101,7 +99,7 @@ def test_our_kernels_compute_the_same(small_tiles, tokens: int, kv_heads: int) -
 
 @interpreted
 @pytest.mark.parametrize(("queries", "tokens"), [(1, 64), (17, 70), (32, 96), (40, 41)])
-def test_our_kernels_with_the_last_queries_alone(small_tiles, queries: int, tokens: int) -> None:
+def test_kernels_with_the_last_queries_alone(small_tiles, queries: int, tokens: int) -> None:
     given = qkv(tokens)
     last = (given[0][:, :, -queries:], *given[1:])
     plain = capped_attention_reference(*last, SCALE, 5.0)
@@ -111,7 +109,7 @@ def test_our_kernels_with_the_last_queries_alone(small_tiles, queries: int, toke
 @interpreted
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of what is masked, and of what is squeezed to 1
 @pytest.mark.parametrize("size", [0.0, 1e-3, 1e3])
-def test_our_kernels_with_zeros_and_with_logits_at_the_highest_cap(small_tiles, size: float) -> None:
+def test_kernels_with_zeros_and_with_logits_at_the_highest_cap(small_tiles, size: float) -> None:
     given = tuple((size * x.detach()).requires_grad_() for x in qkv(48))
     exact = capped_attention_reference(*given, SCALE, 60.0)
     ours = with_gradients(attend(*given, SCALE, 60.0), given)
@@ -121,7 +119,7 @@ def test_our_kernels_with_zeros_and_with_logits_at_the_highest_cap(small_tiles, 
 
 
 @interpreted
-def test_our_kernels_take_tensors_as_they_lie(small_tiles) -> None:
+def test_kernels_take_tensors_as_they_lie(small_tiles) -> None:
     """Tokens before heads, as projections give them; and numbers of a row that do not lie side by side."""
     given = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv(40))
     apart = tuple(x.detach().mT.contiguous().mT.requires_grad_() for x in given)
@@ -133,7 +131,7 @@ def test_our_kernels_take_tensors_as_they_lie(small_tiles) -> None:
 
 
 @interpreted
-def test_our_kernels_in_bf16_with_their_own_tiles() -> None:
+def test_kernels_in_bf16_with_their_own_tiles() -> None:
     given = tuple(x.detach().bfloat16().requires_grad_() for x in qkv(150))
     exact = tuple(x.detach().float().requires_grad_() for x in given)
     plain = capped_attention_reference(*exact, SCALE, 30.0)

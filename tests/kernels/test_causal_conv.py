@@ -57,6 +57,7 @@ def test_channels_come_group_after_group_and_go_section_after_section() -> None:
         (3, 5, 1, (8, 4, 4), 3),
         (1, 9, 2, (2,), 1),
         (1, 3, 5, (3, 8, 8), 2),
+        (1, 290, 2, (70, 5, 5), 4),
     ],
 )
 @pytest.mark.parametrize("size", [0.0, 1.0, 30.0])
