@@ -38,5 +38,6 @@ def let_go(device: torch.device) -> None:
     if device.type == "cuda":
         with suppress(RuntimeError):  # a device that has failed says so again when it is next used
             torch.cuda.synchronize(device)
+            torch._C._cuda_clearCublasWorkspaces()  # a few MiB, but perhaps of a segment that holds GiB
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction(1.0, device)

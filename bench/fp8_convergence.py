@@ -138,17 +138,17 @@ def plot(losses: Losses, title: str, path: Path) -> None:
     means = {way: [statistics.fmean(step) for step in zip(*runs, strict=True)] for way, runs in losses.items()}
     base, *others = means
     figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2))
+    colours = {way: f"C{number}" for number, way in enumerate(means)}
     for way, values in means.items():
-        upper.plot(range(1, len(values) + 1), values, label=way, linewidth=1)
+        upper.plot(range(1, len(values) + 1), values, label=way, color=colours[way], linewidth=1)
     upper.set_ylabel("loss")
     upper.legend()
     upper.set_title(title)
     for way in others:
         apart = [mine / its - 1 for mine, its in zip(means[way], means[base], strict=True)]
-        lower.plot(range(1, len(apart) + 1), apart, label=way, linewidth=1)
+        lower.plot(range(1, len(apart) + 1), apart, color=colours[way], linewidth=1)
     lower.axhline(0, color="grey", linewidth=0.5)
     lower.set_ylabel(f"over {base} - 1")
-    lower.legend()
     lower.set_xlabel("step")
     figure.savefig(path, dpi=120)
     print(f"plot: {path}")

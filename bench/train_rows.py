@@ -45,15 +45,16 @@ class Row:
 
 
 FEWEST = 3  # steps of a row
+SEQUENCES = 6  # a step of Llama 8b in bf16, also within less memory
 
 _NARROW = ("masters=bf16", "gradients=bf16", "moments=bf16", "lr=3e-6")  # weights and moments rounded at random
 _FP8 = ("fast_sums=true",)  # also on the way back, as torchao's scales of rows have it; `fp8_convergence.py` learns so
-_8B = ("mbs=2", "gbs=4", "keep_inputs=true", *_NARROW)
+_8B = ("mbs=2", "keep_inputs=true", *_NARROW)
 _PROXY = ("balanced_experts=true", *_NARROW)
 ROWS = (
-    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="bf16", settings=_8B,
+    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="bf16", settings=(*_8B, f"gbs={SEQUENCES}"),
         aim=12_000, floor=11_600, aim_share=0.96, seconds=125, kernels=True),
-    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="fp8", settings=(*_8B, *_FP8),
+    Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="fp8", settings=(*_8B, "gbs=4", *_FP8),
         aim=17_500, floor=15_500, aim_share=0.86, seconds=90, kernels=True),
     Row(name="llama 8b 32k", workload=LLAMA, size="8b", dtype="bf16",
         settings=("seqlen=32768", "mbs=1", "gbs=1", "recompute_layers=3", *_NARROW),
@@ -70,7 +71,7 @@ ROWS = (
     Row(name="deepseek-v3 4k", workload=DEEPSEEK, size="671b", dtype="fp8", true_width=True,
         settings=("seqlen=4096", "mbs=8", "gbs=32", *_PROXY, *_FP8),
         aim_share=0.85, floor_share=0.75, steps=5, seconds=5),
-    Row(name="llama 1b 8k", workload=LLAMA, size="1b", dtype="bf16", settings=("gbs=8", "lr=1e-5"),
+    Row(name="llama 1b 8k", workload=LLAMA, size="1b", dtype="bf16", settings=("gbs=8", *_NARROW),
         aim_share=0.90, floor_share=0.85, steps=6, seconds=7),
 )  # fmt: skip
 MEMORY_ROW = ROWS[0]
@@ -107,7 +108,7 @@ def within_memory(gib: float, gpu: str, tiny: bool) -> RunConfig:
     if tiny:
         endless = tuple(from_arguments(ENDLESS))
         return resolve(recipe, Request(size="8b", dtype="bf16", gpus=1, gpu="cpu", proxy="small", settings=endless))
-    wishes = ("gbs=4", "lr=3e-6", "seqlen=8192", f"host_gib={HOST_GIB}", f"device_gib={gib:g}", *ENDLESS)
+    wishes = (f"gbs={SEQUENCES}", "lr=3e-6", "seqlen=8192", f"host_gib={HOST_GIB}", f"device_gib={gib:g}", *ENDLESS)
     return resolve(recipe, Request(size="8b", dtype="bf16", gpus=1, gpu=gpu, settings=tuple(from_arguments(wishes))))
 
 

@@ -82,7 +82,10 @@ def rates(bench: Bench) -> None:
 
 
 def rows(bench: Bench) -> None:
-    """Row by row; one that fails is named, and the others go on. Without part `rows` those that are taken apart."""
+    """Row by row; one that fails is named, and the others go on. Without part `rows` those that are taken apart.
+
+    Part `memory` comes behind the row that it is compared with.
+    """
     done = []
     for row in bench.rows:
         apart = "kernels" in bench.parts and (row.kernels or len(bench.rows) == 1)
@@ -94,6 +97,8 @@ def rows(bench: Bench) -> None:
         if apart:
             kernels(bench, row, found.config, found.trained)
         done.append(replace(found, trained=replace(found.trained, trace=[])))  # a trace is large
+        if row.title == MEMORY_ROW.title and "memory" in bench.parts:
+            memory(bench)
     if done and "rows" in bench.parts:
         _say(bench, done)
 

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 Way = Callable[[], object]
-TRIED_S, FEWEST_ROUNDS = 0.2, 2
+TRIED_S, FEWEST_ROUNDS = 0.1, 2
 HOPELESS = 1.15  # times as long as the fastest: tried no more
 
 

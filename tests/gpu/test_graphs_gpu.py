@@ -1,5 +1,6 @@
 """CUDA graphs and offloading on a real GPU: the losses of a plain run, with fewer launches or less memory."""
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +62,7 @@ CONFIG = RunConfig(
 def outcome(folder: Path, config: RunConfig) -> tuple[list[StepDone], RunEnded]:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
+    gc.collect()  # of the run before
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     run(folder / "config.json", Record(folder, 0))
