@@ -71,7 +71,7 @@ ROWS = (
     Row(name="deepseek-v3 4k", workload=DEEPSEEK, size="671b", dtype="fp8", true_width=True,
         settings=("seqlen=4096", "mbs=8", "gbs=32", *_PROXY, *_FP8),
         aim_share=0.85, floor_share=0.75, steps=5, seconds=5),
-    Row(name="llama 1b 8k", workload=LLAMA, size="1b", dtype="bf16", settings=("gbs=8", *_NARROW),
+    Row(name="llama 1b 8k", workload=LLAMA, size="1b", dtype="bf16", settings=("mbs=8", "gbs=8", *_NARROW),
         aim_share=0.90, floor_share=0.85, steps=6, seconds=7),
 )  # fmt: skip
 MEMORY_ROW = ROWS[0]
