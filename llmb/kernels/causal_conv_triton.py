@@ -147,7 +147,7 @@ class _CausalConv(torch.autograd.Function):
         width = groups * group
         out = torch.empty(batch, tokens, width, dtype=x.dtype, device=x.device)
         grid = (triton.cdiv(tokens, TILE_TOKENS), triton.cdiv(width, TILE_CHANNELS), batch)
-        run = math.gcd(x.stride(2), group, first, rest, TILE_CHANNELS)
+        run = math.gcd(x.stride(2), group, first, rest, TILE_CHANNELS, SPAN_CHANNELS)
         sizes = {"REACH": weight.shape[-1], "GROUP": group, "FIRST": first, "REST": rest, "RUN": run}
         _forward_kernel[grid](
             x, weight, bias, out, *x.stride()[:3], tokens, width, **sizes, TILE_T=TILE_TOKENS, TILE_C=TILE_CHANNELS
