@@ -25,6 +25,7 @@ from itertools import product
 from pathlib import Path
 
 from findings import Findings
+from train_rows import NARROW
 
 from llmb.events import RunEnded, StepDone, read
 from llmb.hardware import recognise
@@ -35,7 +36,6 @@ from llmb.tokenfile import read_header
 
 ROOT = Path(__file__).parent.parent
 LAST = 20  # steps whose mean loss is compared
-NARROW = {"masters": "bf16", "gradients": "bf16", "moments": "bf16"}
 WAYS = {  # format, and what else is set; the first is what the others are compared with
     "bf16": ("bf16", {}),
     "fp8": ("fp8", {}),
@@ -97,14 +97,14 @@ def configuration(options: argparse.Namespace, data: Path | None) -> RunConfig:
 
 def losses_of(config: RunConfig, folder: Path) -> list[float]:
     """Every step's loss."""
-    folder.mkdir(parents=True)
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
     with (folder / "log.out").open("w") as log:
         subprocess.run([sys.executable, "-m", "llmb.train", str(folder / "config.json")], cwd=ROOT, stdout=log)
     events = list(read(folder / "events.rank0.jsonl"))
     ended = events[-1]
     if not isinstance(ended, RunEnded) or ended.status != "ok":
-        raise RuntimeError(f"{folder.name} did not end well: {getattr(ended, 'reason', None)}")
+        sys.exit(f"{folder.name} did not end well: {getattr(ended, 'reason', None)}")
     return [event.loss for event in events if isinstance(event, StepDone) and event.loss is not None]
 
 
@@ -175,10 +175,7 @@ def main() -> None:
         title = f"{config.model.name}, {options.steps} steps of {options.batch} x {options.seqlen} tokens"
         found.head(f"{title}, {options.seeds} seeds")
         found.keep("config", to_plain(config))
-        try:
-            losses = trained(config, options.seeds, options.at_once, folder)
-        except RuntimeError as error:
-            sys.exit(f"fp8_convergence.py: {error}")
+        losses = trained(config, options.seeds, options.at_once, folder)
     found.keep("losses", losses)
     rows, base = [], None
     for way, runs in losses.items():

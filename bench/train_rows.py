@@ -47,7 +47,8 @@ class Row:
 FEWEST = 3  # steps of a row
 SEQUENCES = 6  # a step of Llama 8b in bf16, also within less memory
 
-_NARROW = ("masters=bf16", "gradients=bf16", "moments=bf16", "lr=3e-6")  # weights and moments rounded at random
+NARROW = {"masters": "bf16", "gradients": "bf16", "moments": "bf16"}  # weights and moments rounded at random
+_NARROW = (*(f"{field}={dtype}" for field, dtype in NARROW.items()), "lr=3e-6")
 _FP8 = ("fast_sums=true",)  # also on the way back, as torchao's scales of rows have it; `fp8_convergence.py` learns so
 _8B = ("mbs=2", "keep_inputs=true", *_NARROW)
 _PROXY = ("balanced_experts=true", *_NARROW)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dense import dense_rows
 from llmb.kernels.softmax_triton import LOG2_E
 from llmb.kernels.triton_device import INTERPRETED
 
@@ -81,6 +82,17 @@ def _store(ptr, row, value, start, count, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _tile_of_queries(Q, T, M: tl.constexpr, N: tl.constexpr):
+    """The first query, all of them, and up to where all of them and any of them see keys.
+
+    The last tiles see most keys: they begin.
+    """
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    whole = (T - Q + first + 1) // N * N
+    return first, first + tl.arange(0, M), whole, tl.minimum(T - Q + first + M, T)
+
+
+@triton.jit
 def _mix(
     mixed, total, q, k_ptr, k_row, v_ptr, v_row, start, end, position, T, inner, outer,
     N: tl.constexpr, D: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr,
@@ -103,18 +115,15 @@ def _attend(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, y_b, y_h, y_t,
     Q, T, inner, outer, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a head's queries. The last tiles see most keys: they begin."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    """One tile of a head's queries."""
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     k_ptr += batch * k_b + head // GROUP * k_h
     v_ptr += batch * v_b + head // GROUP * v_h
-    rows = first + tl.arange(0, M)
+    first, rows, whole, end = _tile_of_queries(Q, T, M, N)
     position = T - Q + rows
     q = _load(q_ptr + batch * q_b + head * q_h, q_t, first, Q, M, D, EVEN)
     mixed = tl.zeros([M, D], tl.float32)
     total = tl.zeros([M], tl.float32)
-    whole = (T - Q + first + 1) // N * N  # keys that all queries of the tile see
-    end = tl.minimum(T - Q + first + M, T)
     mixed, total = _mix(
         mixed, total, q, k_ptr, k_t, v_ptr, v_t, 0, whole, position, T, inner, outer, N, D, EVEN, MASKED=False
     )
@@ -151,11 +160,10 @@ def _back_to_queries(
     GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of a head's queries; `dot` receives slope * y of each, which the way back to keys needs too."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     k_ptr += batch * k_b + head // GROUP * k_h
     v_ptr += batch * v_b + head // GROUP * v_h
-    rows = first + tl.arange(0, M)
+    first, rows, whole, end = _tile_of_queries(Q, T, M, N)
     position = T - Q + rows
     q = _load(q_ptr + batch * q_b + head * q_h, q_t, first, Q, M, D, EVEN)
     slope = _load(slope_ptr + batch * slope_b + head * slope_h, slope_t, first, Q, M, D, EVEN)
@@ -165,8 +173,6 @@ def _back_to_queries(
     tl.store(dot_ptr + place, dot, mask=rows < Q)
     sums = tl.load(sums_ptr + place, mask=rows < Q, other=0.0)
     dq = tl.zeros([M, D], tl.float32)
-    whole = (T - Q + first + 1) // N * N
-    end = tl.minimum(T - Q + first + M, T)
     dq = _query_slopes(
         dq, q, slope, sums, dot, k_ptr, k_t, v_ptr, v_t, 0, whole, position, T, inner, outer, N, D, EVEN, MASKED=False
     )
@@ -239,7 +245,7 @@ class CappedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, cap: float) -> Tensor:
-        q_BHQD, k_BHTD, v_BHTD = (_rows_whole(x) for x in (q_BHQD, k_BHTD, v_BHTD))
+        q_BHQD, k_BHTD, v_BHTD = (dense_rows(x) for x in (q_BHQD, k_BHTD, v_BHTD))
         y_BHQD, sums_BHQ = attend(q_BHQD, k_BHTD, v_BHTD, scale, cap)
         ctx.save_for_backward(q_BHQD, k_BHTD, v_BHTD, y_BHQD, sums_BHQ)
         ctx.scale, ctx.cap = scale, cap
@@ -249,7 +255,7 @@ class CappedAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope_BHQD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q_BHQD, k_BHTD, v_BHTD, y_BHQD, sums_BHQ = ctx.saved_tensors
-        slope_BHQD, scale, cap = _rows_whole(slope_BHQD), ctx.scale, ctx.cap
+        slope_BHQD, scale, cap = dense_rows(slope_BHQD), ctx.scale, ctx.cap
         dq_BHQD, dot_BHQ = back_to_queries(slope_BHQD, y_BHQD, sums_BHQ, q_BHQD, k_BHTD, v_BHTD, scale, cap)
         dk_BHTD, dv_BHTD = back_to_keys(slope_BHQD, sums_BHQ, dot_BHQ, q_BHQD, k_BHTD, v_BHTD, scale, cap)
         return dq_BHQD, dk_BHTD, dv_BHTD, None, None
@@ -303,11 +309,6 @@ def _launch(
         *tensors, *strides, queries, keys, *numbers,
         GROUP=heads // kv_heads, D=width, **tiles.options(queries, keys),
     )  # fmt: skip
-
-
-def _rows_whole(x_BHTD: Tensor) -> Tensor:
-    """A copy where the numbers of a row do not lie side by side."""
-    return x_BHTD if x_BHTD.stride(-1) == 1 else x_BHTD.contiguous()
 
 
 def _tokens_first(like_BHTD: Tensor) -> Tensor:

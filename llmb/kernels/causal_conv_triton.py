@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dense import dense_rows
+
 TILE_TOKENS = 32
 TILE_CHANNELS = 128
 SPAN_TOKENS = 128  # that a program of the backward pass walks through
@@ -142,7 +144,7 @@ def _backward_kernel(
 class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, first: int, rest: int) -> Tensor:
-        x = x if x.stride(-1) == 1 else x.contiguous()
+        x = dense_rows(x)
         batch, tokens, groups, group = x.shape
         width = groups * group
         out = torch.empty(batch, tokens, width, dtype=x.dtype, device=x.device)
@@ -160,7 +162,7 @@ class _CausalConv(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dout = dense_rows(dout)
         batch, tokens, width = dout.shape
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         grid = (triton.cdiv(tokens, SPAN_TOKENS), triton.cdiv(width, SPAN_CHANNELS), batch)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.kernels.dense import dense_rows
+
 BACKWARD_TOKENS = 32  # of one program; more would leave multiprocessors idle, fewer would leave more parts to sum
 
 
@@ -62,7 +64,7 @@ def _backward_kernel(
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_NC: Tensor, gate_NGC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        y_NC, gate_NGC = _rows_dense(y_NC), _rows_dense(gate_NGC)
+        y_NC, gate_NGC = dense_rows(y_NC), dense_rows(gate_NGC)
         tokens, groups, width = gate_NGC.shape
         out_NC = torch.empty(y_NC.shape, dtype=y_NC.dtype, device=y_NC.device)
         _forward_kernel[tokens, groups](
@@ -77,7 +79,7 @@ class _GatedNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout_NC: Tensor) -> tuple[Tensor | None, ...]:
         y_NC, gate_NGC, weight_C = ctx.saved_tensors
-        dout_NC = _rows_dense(dout_NC)
+        dout_NC = dense_rows(dout_NC)
         tokens, groups, width = gate_NGC.shape
         dy_NC = torch.empty(y_NC.shape, dtype=y_NC.dtype, device=y_NC.device)
         dgate_NGC = torch.empty(gate_NGC.shape, dtype=gate_NGC.dtype, device=y_NC.device)
@@ -89,10 +91,6 @@ class _GatedNorm(torch.autograd.Function):
             WIDTH=width, TOKENS=BACKWARD_TOKENS, TILE=triton.next_power_of_2(width),
         )  # fmt: skip
         return dy_NC, dgate_NGC, dweight.sum(dim=0).to(weight_C.dtype), None
-
-
-def _rows_dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def gated_norm_triton(y_BTC: Tensor, gate_BTGC: Tensor, weight_C: Tensor, eps: float) -> Tensor:

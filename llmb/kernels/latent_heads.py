@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmb.kernels.dense import dense_rows
+from llmb.kernels.fused_rotation import Turned
 from llmb.kernels.triton_device import takes_triton
 
 
 def latent_queries(q_BTHD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
     """Heads with their last 2 F channels turned."""
     if takes_triton(q_BTHD):
-        return _Queries.apply(q_BTHD, cos_TF, sin_TF)
+        return Turned.apply(q_BTHD, cos_TF, sin_TF, _with_turned_end)
     still, turned = q_BTHD.shape[-1] - 2 * cos_TF.shape[-1], 2 * cos_TF.shape[-1]
     still_BTHN, turned_BTHR = q_BTHD.split((still, turned), dim=-1)
     return torch.cat((still_BTHN, turn_pairs(turned_BTHR, cos_TF, sin_TF)), dim=-1)
@@ -46,23 +48,10 @@ def turn_pairs(x_BTHR: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
     return turned.flatten(-2).to(x_BTHR.dtype)
 
 
-class _Queries(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q_BTHD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_TF, sin_TF)
-        return _with_turned_end(q_BTHD, cos_TF, sin_TF, inverse=False)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, slope_BTHD: Tensor) -> tuple[Tensor, None, None]:
-        cos_TF, sin_TF = ctx.saved_tensors
-        return _with_turned_end(slope_BTHD, cos_TF, sin_TF, inverse=True), None, None
-
-
 def _with_turned_end(x_BTHD: Tensor, cos_TF: Tensor, sin_TF: Tensor, inverse: bool) -> Tensor:
     from llmb.kernels.latent_heads_triton import put_together
 
-    x_BTHD = _dense(x_BTHD)
+    x_BTHD = dense_rows(x_BTHD)
     out_BTHD = torch.empty(x_BTHD.shape, dtype=x_BTHD.dtype, device=x_BTHD.device)
     still = x_BTHD.shape[-1] - 2 * cos_TF.shape[-1]
     put_together(out_BTHD, x_BTHD, x_BTHD[..., still:], cos_TF, sin_TF, inverse)
@@ -77,9 +66,9 @@ class _Keys(torch.autograd.Function):
         from llmb.kernels.latent_heads_triton import put_together
 
         ctx.save_for_backward(cos_TF, sin_TF)
-        kv_BTHD = _dense(kv_BTHD)
+        kv_BTHD = dense_rows(kv_BTHD)
         k_BTHD = kv_BTHD.new_empty(*kv_BTHD.shape[:3], still + key_BTR.shape[-1])
-        shared_BTHR = _dense(key_BTR)[:, :, None].expand(-1, -1, kv_BTHD.shape[2], -1)
+        shared_BTHR = dense_rows(key_BTR)[:, :, None].expand(-1, -1, kv_BTHD.shape[2], -1)
         put_together(k_BTHD, kv_BTHD, shared_BTHR, cos_TF, sin_TF, inverse=False)
         return k_BTHD, kv_BTHD[..., still:]
 
@@ -88,15 +77,10 @@ class _Keys(torch.autograd.Function):
     def backward(ctx: Any, dk_BTHD: Tensor, dv_BTHD: Tensor) -> tuple[Tensor | None, ...]:
         from llmb.kernels.latent_heads_triton import take_apart
 
-        dk_BTHD, dv_BTHD = _dense(dk_BTHD), _dense(dv_BTHD)
+        dk_BTHD, dv_BTHD = dense_rows(dk_BTHD), dense_rows(dv_BTHD)
         cos_TF, sin_TF = ctx.saved_tensors
         still = dk_BTHD.shape[-1] - 2 * cos_TF.shape[-1]
         dkv_BTHD = dk_BTHD.new_empty(*dk_BTHD.shape[:3], still + dv_BTHD.shape[-1])
         dkey_BTR = dk_BTHD.new_empty(*dk_BTHD.shape[:2], 2 * cos_TF.shape[-1])
         take_apart(dkv_BTHD, dkey_BTR, dk_BTHD, dv_BTHD, cos_TF, sin_TF)
         return dkv_BTHD, dkey_BTR, None, None, None
-
-
-def _dense(x: Tensor) -> Tensor:
-    """With the channels of a head side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -78,16 +78,12 @@ def put_together(
     out_BTHD: Tensor, still_BTHD: Tensor, turned_BTHR: Tensor, cos_TF: Tensor, sin_TF: Tensor, inverse: bool
 ) -> None:
     """The first channels of `still`, behind them all of `turned`, whose heads may be one and the same."""
-    batch, tokens, heads, width = out_BTHD.shape
-    pairs, at_once = cos_TF.shape[1], min(HEADS, triton.next_power_of_2(heads))
-    still = width - 2 * pairs
-    assert cos_TF.is_contiguous()
-    assert sin_TF.is_contiguous()
+    batch, tokens, heads, _ = out_BTHD.shape
+    sizes = _sizes(out_BTHD, cos_TF, sin_TF)
     if batch * tokens:
-        _put_together[(batch * tokens * triton.cdiv(heads, at_once),)](
+        _put_together[(batch * tokens * triton.cdiv(heads, sizes["HEADS"]),)](
             out_BTHD, still_BTHD, turned_BTHR, cos_TF, sin_TF, *out_BTHD.stride()[:3], *still_BTHD.stride()[:3],
-            *turned_BTHR.stride()[:3], tokens, INVERSE=inverse, H=heads, N=still, F=pairs, HEADS=at_once,
-            WIDE_N=triton.next_power_of_2(max(still, 1)), WIDE_F=triton.next_power_of_2(pairs),
+            *turned_BTHR.stride()[:3], tokens, INVERSE=inverse, **sizes,
         )  # fmt: skip
 
 
@@ -95,14 +91,21 @@ def take_apart(
     dkv_BTHD: Tensor, dkey_BTR: Tensor, dk_BTHD: Tensor, dv_BTHD: Tensor, cos_TF: Tensor, sin_TF: Tensor
 ) -> None:
     """Into two dense tensors."""
-    batch, tokens, heads, width = dk_BTHD.shape
-    pairs, value, at_once = cos_TF.shape[1], dv_BTHD.shape[-1], min(HEADS, triton.next_power_of_2(heads))
-    still = width - 2 * pairs
-    assert cos_TF.is_contiguous()
-    assert sin_TF.is_contiguous()
+    (batch, tokens), value = dk_BTHD.shape[:2], dv_BTHD.shape[-1]
     if batch * tokens:
         _take_apart[(batch * tokens,)](
             dkv_BTHD, dkey_BTR, dk_BTHD, dv_BTHD, cos_TF, sin_TF, *dk_BTHD.stride()[:3], *dv_BTHD.stride()[:3], tokens,
-            H=heads, N=still, V=value, F=pairs, HEADS=at_once, WIDE_N=triton.next_power_of_2(max(still, 1)),
-            WIDE_V=triton.next_power_of_2(value), WIDE_F=triton.next_power_of_2(pairs),
+            V=value, WIDE_V=triton.next_power_of_2(value), **_sizes(dk_BTHD, cos_TF, sin_TF),
         )  # fmt: skip
+
+
+def _sizes(whole_BTHD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> dict[str, int]:
+    """Of heads that are put together, as kernels spell them."""
+    assert cos_TF.is_contiguous()
+    assert sin_TF.is_contiguous()
+    (heads, width), pairs = whole_BTHD.shape[2:], cos_TF.shape[1]
+    still = width - 2 * pairs
+    return {
+        "H": heads, "N": still, "F": pairs, "HEADS": min(HEADS, triton.next_power_of_2(heads)),
+        "WIDE_N": triton.next_power_of_2(max(still, 1)), "WIDE_F": triton.next_power_of_2(pairs),
+    }  # fmt: skip

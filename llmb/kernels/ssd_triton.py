@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from llmb.kernels.dense import dense_rows
 from llmb.kernels.ssd_kernels import (
     input_slopes_kernel,
     key_slopes_kernel,
@@ -31,7 +32,6 @@ from llmb.kernels.ssd_kernels import (
 TILE_TOKENS = 64
 TILE_STATE = 64  # columns of a state at once; its rows, a head's width, are taken whole
 CARRIED_BYTES = 256  # of a channel at once, where a state is carried on: 128 tokens in bf16
-CARRIED_STATE = 64  # columns that one program carries
 
 
 class _Shape(NamedTuple):
@@ -126,14 +126,12 @@ def _carry(
     given: Tensor | None = None, entering: Tensor | None = None,
 ) -> _Carried:  # fmt: skip
     """From the first chunk to the last, or back where what entered each of them is told."""
-    tile_n = min(CARRIED_STATE, _tile(shape.state))
-    sizes = shape.sizes(*ALL) | {"TILE": min(CARRIED_BYTES // v.itemsize, _tile(shape.chunk)), "TILE_N": tile_n}
-    tiles_n = triton.cdiv(shape.state, tile_n)
+    sizes = shape.sizes(*ALL) | {"TILE": min(CARRIED_BYTES // v.itemsize, _tile(shape.chunk))}
     states = v.new_empty(shape.batch, shape.chunks, shape.heads, shape.width, shape.state)
     left = None if given is None else torch.empty_like(given)
-    through = None if entering is None else decays.whole.new_empty(tiles_n, *decays.whole.shape)
+    through = None if entering is None else decays.whole.new_empty(shape.tiles_n, *decays.whole.shape)
     strides = (*v.stride()[:3], *k.stride()[:3])
-    states_kernel[shape.batch * shape.heads, tiles_n](
+    states_kernel[shape.batch * shape.heads, shape.tiles_n](
         v, weights, k, decays.whole, given, entering, states, left, through, *strides, shape.tokens, shape.chunks,
         shape.heads, BACKWARD=entering is not None, **sizes,
     )  # fmt: skip
@@ -172,7 +170,7 @@ class _Ssd(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, a, b, c, d = ctx.saved_tensors
         shape: _Shape = ctx.shape
-        dy = _rows_dense(dy)
+        dy = dense_rows(dy)
         decays = _decays(shape, dt, a)
         scores = _scores(shape, c, b)
         states = _entering_states(shape, x, b, decays)
@@ -237,17 +235,12 @@ def _key_slopes(
     return out, read.sum(dim=0)
 
 
-def _rows_dense(tensor: Tensor) -> Tensor:
-    """Kernels step over everything but the last axis, whose values must lie side by side."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def ssd_triton(
     x_BTHP: Tensor, dt_BTH: Tensor, a_H: Tensor, b_BTGN: Tensor, c_BTGN: Tensor, d_H: Tensor, chunk: int
 ) -> Tensor:
     """As `ssd.ssd`: dt, a and d are taken in fp32, the matrix products in the format of x."""
     dt, a, d = (one.float() for one in (dt_BTH, a_H, d_H))
-    x, b, c = (_rows_dense(one.to(x_BTHP.dtype)) for one in (x_BTHP, b_BTGN, c_BTGN))
+    x, b, c = (dense_rows(one.to(x_BTHP.dtype)) for one in (x_BTHP, b_BTGN, c_BTGN))
     return _Ssd.apply(x, dt, a, b, c, d, chunk)
 
 
@@ -263,7 +256,7 @@ def ssd_from_triton(
 ) -> tuple[Tensor, Tensor]:
     """As `ssd.ssd_from`, by the same kernels."""
     dt, a, d = (one.float() for one in (dt_TH[None], a_H, d_H))
-    x, b, c = (_rows_dense(one.to(x_THP.dtype)[None]) for one in (x_THP, b_TGN, c_TGN))
+    x, b, c = (dense_rows(one.to(x_THP.dtype)[None]) for one in (x_THP, b_TGN, c_TGN))
     tokens, heads, width = x_THP.shape
     shape = _Shape(1, tokens, heads, b_TGN.shape[1], width, b_TGN.shape[2], chunk)
     decays = _decays(shape, dt, a)

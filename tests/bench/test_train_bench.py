@@ -136,7 +136,7 @@ def test_a_trace_is_taken_apart():
         ("", "_rms_norm_backward", trace.SMALL),
         ("", "_swiglu_backward", trace.SMALL),
         ("", "_rotate_into", trace.SMALL),
-        ("_QueriesBackward", "_put_together", trace.SMALL),
+        ("TurnedBackward", "_put_together", trace.SMALL),
         ("_ActivatedBackward", "_activated_backward", trace.SMALL),
         ("", "_cross_entropy_slope", trace.LOSS),
         ("", "score_slopes_kernel", trace.SCAN),
