@@ -45,7 +45,7 @@ class Row:
 
 
 FEWEST = 3  # steps of a row
-SEQUENCES = 6  # a step of Llama 8b in bf16, also within less memory
+SEQUENCES = 4  # a step of Llama 8b in bf16, also within less memory
 
 NARROW = {"masters": "bf16", "gradients": "bf16", "moments": "bf16"}  # weights and moments rounded at random
 _NARROW = (*(f"{field}={dtype}" for field, dtype in NARROW.items()), "lr=3e-6")

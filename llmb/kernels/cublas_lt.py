@@ -4,15 +4,16 @@
 
 torch takes the first algorithm that cuBLAS proposes, which is meant for a chip at its full clock. One that is short of
 power runs others up to 8 % faster: on an H200 one of the later proposals won for nearly every product of Llama 8b.
-Here all proposals for a kind of call are tried when it is first made (`trial.py`). None gets memory of its own, which
-would have to be cleared before each product. cuBLAS also adds what lies elsewhere, and to what 8-bit operands give;
-torch first copies the one and does not offer the other.
+Here all proposals for a kind of call are tried when it is first made (`trial.py`): some ten seconds of a run's first
+step. None gets memory of its own, which would have to be cleared before each product. cuBLAS also adds what lies
+elsewhere, and to what 8-bit operands give; torch first copies the one and does not offer the other.
 
 cuBLAS counts matrices by columns: to it, ours are their transposes, and the right one comes first.
 """
 
 import ctypes
-from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from collections.abc import Iterator
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 14, E4M3: 28, torch.float8_e5m2: 29}
 COMPUTE_FP32, FP32 = 68, 0
 TRANSPOSES, SCALES, FAST = (3, 4), (17, 18), 25  # attributes of a product, for the first and second matrix
 ALIGNMENTS = 5, 6, 7, 8  # attributes of what is asked for: of both matrices, what is added, the result
+# Attributes of an algorithm: which it is, its tile, into how many parts it cuts sums, variant, stages, cluster.
+CONFIGURED = {0: c_uint32, 1: c_uint32, 2: c_uint32, 5: c_uint32, 6: c_uint32, 8: c_uint16}
 ALIGNED, LEAST_ALIGNED = 256, 16  # bytes
 PROPOSALS = 16
 ZERO, ONE = c_float(0), c_float(1)
@@ -85,6 +88,7 @@ class Planned:
             self._set(attribute, c_int32(matrix.by_columns))
         if scaled:
             self._set(FAST, c_int8(fast))
+        self._fast = fast
         self._layouts = [matrix.layout(self._library) for matrix in (right, left, onto or out, out)]
         self._proposals = self._proposed(aligned)
         self._chosen: int | None = None
@@ -97,7 +101,8 @@ class Planned:
             aside = torch.empty_like(out) if onto is not None and onto.data_ptr() == out.data_ptr() else out
             ways = [partial(self._launch, proposal, left, right, aside, onto) for proposal in self._proposals]
             able = [number for number, way in enumerate(ways) if way() == 0]
-            self._chosen = able[fastest([ways[number] for number in able])]
+            kernels = [(left.element_size(), self._fast, *self._attributes(self._proposals[n])) for n in able]
+            self._chosen = able[fastest([ways[number] for number in able], kernels)]
         _check(self._launch(self._proposals[self._chosen or 0], left, right, out, onto))
 
     def _proposed(self, aligned: int) -> list[_Proposal]:
@@ -112,6 +117,15 @@ class Planned:
             self._handle, self._product, *self._layouts, wish, PROPOSALS, found, byref(count)))  # fmt: skip
         _check(self._library.cublasLtMatmulPreferenceDestroy(wish))
         return [proposal for proposal in found[: count.value] if proposal.status == 0]
+
+    def _attributes(self, proposal: _Proposal) -> Iterator[int]:
+        """Of an algorithm: they say which kernel it is."""
+        for attribute, kind in CONFIGURED.items():
+            value, written = kind(), c_size_t()
+            size = c_size_t(ctypes.sizeof(value))
+            _check(self._library.cublasLtMatmulAlgoConfigGetAttribute(
+                byref(proposal.algorithm), attribute, byref(value), size, byref(written)))  # fmt: skip
+            yield value.value
 
     def _launch(self, proposal: _Proposal, left: Tensor, right: Tensor, out: Tensor, onto: Tensor | None) -> int:
         stream = torch.cuda.current_stream(out.device).cuda_stream

@@ -1,22 +1,31 @@
-"""Which of several ways to do the same is fastest on a GPU, at the clock that it sustains.
+"""Which of several kernels that do the same is fastest on a GPU that is short of power.
 
     times = in_turn(ways)               # milliseconds of each, one behind the other
-    number = fastest(ways)
+    number = fastest(ways, kernels)     # `kernels` name what each way runs
 
-A chip that is short of power slows down: the speed of each way depends on how much the ones before it took, so they
-take turns, and those before it has slowed down do not count.
+Such a chip lowers its clock until the power suffices, within some 50 ms. Ways that take turns all run at one clock:
+their times say how many cycles each needs, and nothing of its power. On an H200 a kernel of large tiles that needs 5 %
+more of them than one of small tiles was 2 % faster by itself, as the chip sustained a higher clock under it; and over a
+step power is what there is a fixed amount of. Hence a kernel also has the device to itself for a while. How much longer
+it takes then than in turns is its thirst, which depends on the kernel far more than on the sizes, so the first times
+that it is met are enough. Their median counts, because a clock that falls sometimes falls too far.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from statistics import median
 
 import torch
 
 Way = Callable[[], object]
-TRIED_S, FEWEST_ROUNDS = 0.1, 2
+TRIED_S, RESTED_S = 0.1, 1.0  # in turns; more the first time: a chip that has rested runs faster than it sustains
 HOPELESS = 1.15  # times as long as the fastest: tried no more
+ALONE_S, SETTLING = 0.2, 0.4  # of a kernel by itself, and the share of it in which the clock gets used to it
+MEETINGS = 3  # in which a kernel's thirst is measured
+
+_thirst: defaultdict[Hashable, list[float]] = defaultdict(list)
 
 
 def in_turn(ways: Sequence[Way]) -> list[float]:
@@ -31,14 +40,39 @@ def in_turn(ways: Sequence[Way]) -> list[float]:
     return [start.elapsed_time(end) for start, end in pairwise(marks)]
 
 
-def fastest(ways: Sequence[Way]) -> int:
-    """The number of the one with the smallest median."""
+def alone(way: Way, expected: float) -> float:
+    """Milliseconds of one way that follows itself for a while; about how many are expected."""
+    count = max(2, round(1000 * ALONE_S / expected))
+    settling = round(count * SETTLING)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(count):
+        if number == settling:
+            start.record()
+        way()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / (count - settling)
+
+
+def fastest(ways: Sequence[Way], kernels: Sequence[Hashable]) -> int:
+    """The number of the one that would be fastest by itself."""
+    turns = _turns(ways)
+    if len(turns) == 1:
+        return next(iter(turns))
+    for number, spent in turns.items():
+        if len(_thirst[kernels[number]]) < MEETINGS:
+            _thirst[kernels[number]].append(alone(ways[number], spent) / spent)
+    return min(turns, key=lambda number: turns[number] * median(_thirst[kernels[number]]))
+
+
+def _turns(ways: Sequence[Way]) -> dict[int, float]:
+    """Milliseconds of each that is not hopeless, by its number."""
     able = list(range(len(ways)))
     times: list[list[float]] = [[] for _ in ways]
-    began = time.perf_counter()
-    while len(able) > 1 and (len(times[able[0]]) < FEWEST_ROUNDS or time.perf_counter() - began < TRIED_S):
+    until = time.perf_counter() + (TRIED_S if _thirst else RESTED_S)
+    while len(able) > 1 and (not times[able[0]] or time.perf_counter() < until):
         found = in_turn([ways[number] for number in able])
         for number, spent in zip(able, found, strict=True):
             times[number].append(spent)
         able = [number for number, spent in zip(able, found, strict=True) if spent <= HOPELESS * min(found)]
-    return min(able, key=lambda number: median(times[number][len(times[number]) // 2 :] or [0.0]))
+    return {number: median(times[number][len(times[number]) // 2 :] or [0.0]) for number in able}

@@ -21,7 +21,8 @@ TURNED = [(False, False), (False, True), (True, False), (True, True)]
 @pytest.fixture(autouse=True)
 def _all_sizes_are_worth_trying(monkeypatch):
     monkeypatch.setattr("llmb.kernels.multiply.WORTH_TRYING", 0)
-    monkeypatch.setattr(trial, "TRIED_S", 0.0)
+    for name in ("TRIED_S", "RESTED_S", "ALONE_S"):
+        monkeypatch.setattr(trial, name, 0.0)
 
 
 def drawn(rows: int, columns: int, turned: bool = False, dtype: torch.dtype = BF16) -> Tensor:
@@ -106,4 +107,5 @@ def test_the_fastest_way_is_found():
         for _ in range(times):
             torch.mm(left, right)
 
-    assert trial.fastest([lambda: repeated(3), lambda: repeated(1), lambda: repeated(2)]) == 1
+    ways = [lambda: repeated(3), lambda: repeated(1), lambda: repeated(2)]
+    assert trial.fastest(ways, ["three", "one", "two"]) == 1

@@ -16,10 +16,12 @@ from llmb.kernels.fused_rotation import rotated
 from llmb.kernels.rotation import rotate
 
 EPS = 1e-5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return drawn.to(DEVICE, dtype)
 
 
 def slopes(function: Callable[..., Tensor], slope: Tensor, *inputs: Tensor) -> list[Tensor]:
@@ -36,7 +38,7 @@ def assert_same(found: list[Tensor], wanted: list[Tensor], bound: float = 2e-5) 
 
 
 @pytest.fixture(params=["plain", "kernels"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> str:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Once with plain torch and once with the Triton kernels, interpreted where there is no GPU."""
     if request.param == "kernels":
         pytest.importorskip("triton")
@@ -142,7 +144,7 @@ def test_several_products_of_one_input() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_micro_batches_add_up_in_their_own_memory(dtype: torch.dtype) -> None:
     weight = nn.Parameter(numbers(6, 4))
-    total = torch.zeros(6, 4)
+    total = torch.zeros(6, 4, device=DEVICE)
     places = set()
     for micro in range(3):
         x = numbers(2, 5, 4, seed=micro, dtype=dtype)
@@ -185,8 +187,8 @@ def test_activations_gated_and_not(way: str, kind: str, shape: tuple[int, ...], 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations_of_what_lies_far_out_or_nowhere(way: str, kind: str) -> None:
-    x = torch.tensor([-1e10, -1e4, 1e4, 1e10, torch.nan])
-    found, wanted = (slopes(form, torch.ones(5), x) for form in (lambda x: activated(x, kind), ACTIVATIONS[kind]))
+    x = torch.tensor([-1e10, -1e4, 1e4, 1e10, torch.nan], device=DEVICE)
+    found, wanted = (slopes(form, torch.ones_like(x), x) for form in (lambda x: activated(x, kind), ACTIVATIONS[kind]))
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
