@@ -1,9 +1,9 @@
 """The least seconds that the classes of `train_trace.py` can take in a step: library times, and bytes over bandwidth.
 
-Bytes are those of work fused as far as it can be, in bf16: a norm reads the stream and what is added to it and writes
-both results; an activation is read and written once each way; in fp8 a producer writes its two 8-bit layouts instead of
-one of bf16, so that only weights, attention's output and its slopes need a pass of their own; gradients add up in the
-product's own epilogue. Nothing is computed again.
+Bytes are those of work fused as far as it can be, in bf16: a norm is read and written once, on its way back with the
+slope that goes around it; an activation is read and written once each way; in fp8 a producer writes its two 8-bit
+layouts instead of one of bf16, so that only weights, attention's output and its slopes need a pass of their own;
+gradients and the stream add up in the products' own epilogues. Nothing is computed again.
 """
 
 from train_calls import Attended, Call, Moved, Product, calls_of
@@ -59,7 +59,7 @@ def _moved(config: RunConfig, tokens: int) -> dict[str, float]:
     """Bytes of a step, by class."""
     model = config.model
     norms = 1 + sum(model.blocks.values()) * (2 if model.post_norms else 1)
-    small = 8.0 * norms * model.hidden  # values a token, there and back
+    small = 6.0 * norms * model.hidden  # values a token, there and back
     routing = scan = attention = 0.0
     for kind, count in model.blocks.items():
         small += count * _small(model, kind)

@@ -10,9 +10,9 @@ the bytes it must move, of experts one product of all visits (`train_calls.py`).
 of Llama 8b at 8,192 tokens, fewer of the others, as many as their seconds hold. The JSON file is written after each.
 Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried where they are on PYTHONPATH.
 
-Seconds on an H200: rates 78; rows of Llama 8b 73 (more since it has six sequences a step) and 51, part `kernels`
-included, at 32k 22, Nemotron-H 20, Grok-1 21 and 14, DeepSeek 19 and 15, Llama 1b 14; memory 25; peers 17, 15, 31 and
-30. In parts: `--only rates,rows,kernels` and `--only peers`, which knows no speed of ours to compare with.
+Seconds on an H200: rates 70 (more since kernels have the device to themselves for a while); rows of Llama 8b 80 and
+56, part `kernels` included, at 32k 23, Nemotron-H 25, Grok-1 20 and 13, DeepSeek 18 and 14, Llama 1b 13; memory 28;
+peers 17, 15, 25 and 27. In parts: `--only rates,rows,kernels` and `--only peers`, which knows no speed of ours.
 """
 
 import argparse

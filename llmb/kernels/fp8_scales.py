@@ -52,10 +52,6 @@ class Scales(Generic[Name]):
             self._known.update(names)
         return found
 
-    def knows(self, name: Name) -> bool:
-        """Whether there has been a tensor of this name."""
-        return name in self._known
-
     def roll(self) -> None:
         """A step is over: what it found counts for the next ones."""
         self._history_HT[self._turn].copy_(self._amax_T)

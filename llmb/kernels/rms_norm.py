@@ -1,7 +1,6 @@
 """The norm before a block, there and back: each row scaled to unit root mean square, each channel by its weight.
 
     normed_NC = rms_norm(x_NC, weight_C, eps)
-    normed_NC = rms_norm(x_NC, weight_C, eps, added=added_NC)      # x becomes x + added on the way
     rms_norm_backward(dnormed_NC, x_NC, weight_C, eps, dresidual_NC, out_NC, dweight_C, fresh=True)
 
 The way back also adds the slope that went around the block, so that it reads and writes memory once. Both compute in
@@ -14,27 +13,20 @@ from torch import Tensor
 from llmb.kernels.triton_device import takes_triton
 
 
-def rms_norm(
-    x_NC: Tensor, weight_C: Tensor, eps: float, out: Tensor | None = None, added: Tensor | None = None
-) -> Tensor:
-    """weight * x / rms(x), in the format of x, or written to `out`, which may be x; of x + `added`, which x becomes,
-    where there is one."""
+def rms_norm(x_NC: Tensor, weight_C: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """weight * x / rms(x), in the format of x, or written to `out`, which may be x."""
     out_NC = torch.empty(x_NC.shape, dtype=x_NC.dtype, device=x_NC.device) if out is None else out
     if takes_triton(x_NC):
         from llmb.kernels.rms_norm_triton import rms_norm_triton
 
-        rms_norm_triton(x_NC, weight_C, eps, out_NC, added)
+        rms_norm_triton(x_NC, weight_C, eps, out_NC)
     else:
-        rms_norm_reference(x_NC, weight_C, eps, out_NC, added)
+        rms_norm_reference(x_NC, weight_C, eps, out_NC)
     return out_NC
 
 
-def rms_norm_reference(
-    x_NC: Tensor, weight_C: Tensor, eps: float, out_NC: Tensor, added_NC: Tensor | None = None
-) -> None:
+def rms_norm_reference(x_NC: Tensor, weight_C: Tensor, eps: float, out_NC: Tensor) -> None:
     """The same in plain torch."""
-    if added_NC is not None:
-        x_NC.add_(added_NC)
     x, weight = _wide(x_NC), _wide(weight_C)
     out_NC.copy_(x * _inverse_size(x, eps) * weight)
 

@@ -34,11 +34,11 @@ PER_THREAD = 16  # numbers of a row: two loads of 16 bytes in bf16
 
 @triton.jit(do_not_specialize_on_alignment=CELLS)
 def _normed_row(
-    x_ptr, added_ptr, weight_ptr, scale_ptr, amax_ptr, rows_ptr, x_row, added_row, rows_row, eps,
-    C: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, E5M2: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, amax_ptr, rows_ptr, x_row, rows_row, eps,
+    C: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, E5M2: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, WIDE)
-    x = load_row(x_ptr, added_ptr, x_row, added_row, C, WIDE, ADDS)
+    x = load_row(x_ptr, x_row, C, WIDE)
     weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x) / C + eps) * weight
     note(amax_ptr, tl.abs(normed))
@@ -48,10 +48,8 @@ def _normed_row(
 
 
 @triton.jit
-def _inverse_size(
-    x_ptr, added_ptr, out_ptr, x_row, added_row, eps, C: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr
-):
-    x = load_row(x_ptr, added_ptr, x_row, added_row, C, WIDE, ADDS)
+def _inverse_size(x_ptr, out_ptr, x_row, eps, C: tl.constexpr, WIDE: tl.constexpr):
+    x = load_row(x_ptr, x_row, C, WIDE)
     tl.store(out_ptr + tl.program_id(0), tl.rsqrt(tl.sum(x * x) / C + eps))
 
 
@@ -91,11 +89,9 @@ def rms_norm_fp8_triton(
     gauge: Gauge,
     rows_NC: Tensor | None = None,
     columns_CP: Tensor | None = None,
-    added_NC: Tensor | None = None,
 ) -> None:
     """As `rms_norm_fp8.rms_norm_fp8_reference`."""
-    added = x_NC if added_NC is None else added_NC
-    assert x_NC.stride(1) == added.stride(1) == 1, "channels of a row lie side by side"
+    assert x_NC.stride(1) == 1, "channels of a row lie side by side"
     n, c = x_NC.shape
     if not n:
         return
@@ -104,15 +100,12 @@ def rms_norm_fp8_triton(
     warps = min(max(wide // (32 * PER_THREAD), 1), 16)
     if words is None:
         _normed_row[(n,)](
-            x_NC, added, weight_C, gauge.scale, amax, rows_NC, x_NC.stride(0), added.stride(0), row_of(rows_NC), eps,
-            C=c, WIDE=wide, ADDS=added_NC is not None, ROWS=rows_NC is not None, E5M2=e5m2, num_warps=warps,
+            x_NC, weight_C, gauge.scale, amax, rows_NC, x_NC.stride(0), row_of(rows_NC), eps,
+            C=c, WIDE=wide, ROWS=rows_NC is not None, E5M2=e5m2, num_warps=warps,
         )  # fmt: skip
         return
     sizes_N = torch.empty(n, dtype=torch.float32, device=x_NC.device)
-    _inverse_size[(n,)](
-        x_NC, added, sizes_N, x_NC.stride(0), added.stride(0), eps,
-        C=c, WIDE=wide, ADDS=added_NC is not None, num_warps=warps,
-    )  # fmt: skip
+    _inverse_size[(n,)](x_NC, sizes_N, x_NC.stride(0), eps, C=c, WIDE=wide, num_warps=warps)
     _normed_tile[(tiles(n, c, QUADS, CHANNELS),)](
         x_NC, weight_C, sizes_N, gauge.scale, amax, rows_NC, words,
         x_NC.stride(0), row_of(rows_NC), words.stride(0), n, c,

@@ -20,26 +20,18 @@ COLUMNS = 32  # weights of one program that adds up: a full line of memory from 
 
 
 @triton.jit
-def load_row(x_ptr, added_ptr, x_row, added_row, C: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr):
-    """A program's row in fp32; with something added, rounded as it is then in memory."""
+def load_row(x_ptr, x_row, C: tl.constexpr, WIDE: tl.constexpr):
+    """A program's row in fp32."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    x = tl.load(x_ptr + row * x_row + c, mask=c < C, other=0.0)
-    if ADDS:
-        added = tl.load(added_ptr + row * added_row + c, mask=c < C, other=0.0)
-        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
-        tl.store(x_ptr + row * x_row + c, x, mask=c < C)
-    return x.to(tl.float32)
+    return tl.load(x_ptr + row * x_row + c, mask=c < C, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _rms_norm(
-    x_ptr, added_ptr, weight_ptr, out_ptr, x_row, added_row, out_row, eps,
-    C: tl.constexpr, WIDE: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
+def _rms_norm(x_ptr, weight_ptr, out_ptr, x_row, out_row, eps, C: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDE)
     inside = c < C
-    x = load_row(x_ptr, added_ptr, x_row, added_row, C, WIDE, ADDS)
+    x = load_row(x_ptr, x_row, C, WIDE)
     weight = tl.load(weight_ptr + c, mask=inside, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x) / C + eps) * weight
     tl.store(out_ptr + row * out_row + c, normed.to(out_ptr.dtype.element_ty), mask=inside)
@@ -112,16 +104,15 @@ def _sum_of_parts(
     tl.store(sum_ptr + c, total.to(sum_ptr.dtype.element_ty), mask=c < C)
 
 
-def rms_norm_triton(x_NC: Tensor, weight_C: Tensor, eps: float, out_NC: Tensor, added_NC: Tensor | None = None) -> None:
+def rms_norm_triton(x_NC: Tensor, weight_C: Tensor, eps: float, out_NC: Tensor) -> None:
     """As `rms_norm.rms_norm_reference`."""
-    added = x_NC if added_NC is None else added_NC
-    assert x_NC.stride(1) == out_NC.stride(1) == added.stride(1) == 1, "channels of a row lie side by side"
+    assert x_NC.stride(1) == out_NC.stride(1) == 1, "channels of a row lie side by side"
     n, c = x_NC.shape
     wide = triton.next_power_of_2(c)
     if n:
         _rms_norm[(n,)](
-            x_NC, added, weight_C, out_NC, x_NC.stride(0), added.stride(0), out_NC.stride(0), eps,
-            C=c, WIDE=wide, ADDS=added_NC is not None, num_warps=min(max(wide // (32 * PER_THREAD), 1), 16),
+            x_NC, weight_C, out_NC, x_NC.stride(0), out_NC.stride(0), eps,
+            C=c, WIDE=wide, num_warps=min(max(wide // (32 * PER_THREAD), 1), 16),
         )  # fmt: skip
 
 

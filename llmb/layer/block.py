@@ -66,11 +66,11 @@ class Block(Generic[Weights]):
         self._project(linears, inp_NC, kv, spans, cos_ND, sin_ND, q_NA)
         attn = self._attend(q_NA, kv, spans, attn)
         resid_NC = out_NC if rest is None else rest.resid_NC  # unless it is kept, what comes next is added in place
-        linears.output(attn.out_NA, resid_NC)
+        linears.output(attn.out_NA, inp_NC, resid_NC)
         attn = attn if gives_attn else None
         del q_NA
         h13_N2F = inp_NC.new_empty(len(inp_NC), 2 * self.model.ffn) if rest is None else rest.h13_N2F
-        linears.gate_and_up(inp_NC, resid_NC, h13_N2F)
+        linears.gate_and_up(resid_NC, h13_N2F)
         linears.down(h13_N2F, resid_NC, out_NC, keep=rest is not None)
         return attn
 
@@ -92,8 +92,8 @@ class Block(Generic[Weights]):
         rotate_in_place(self._heads(rest.q_NA), cos_ND, sin_ND)
         if not attn_saved:
             self._attend(rest.q_NA, kv, spans, attn)
-        linears.output(attn.out_NA, rest.resid_NC)
-        linears.gate_and_up(inp_NC, rest.resid_NC, rest.h13_N2F)
+        linears.output(attn.out_NA, inp_NC, rest.resid_NC)
+        linears.gate_and_up(rest.resid_NC, rest.h13_N2F)
 
     def backward(
         self,

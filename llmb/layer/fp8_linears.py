@@ -42,15 +42,12 @@ class Fp8Linears:
         for part, out in zip(weight.rows.split(self.widths), outs, strict=False):
             self.products.forward(x, weight._replace(rows=part), out)
 
-    def output(self, attn_NA: Tensor, out_NC: Tensor) -> None:
+    def output(self, attn_NA: Tensor, inp_NC: Tensor, out_NC: Tensor) -> None:
         attn = self._taken("attn", partial(cast_both, attn_NA), attn_NA)
-        self.products.forward(attn, self.layer.rows("wo"), out_NC)
+        self.products.forward(attn, self.layer.rows("wo"), out_NC, onto=inp_NC)
 
-    def gate_and_up(self, inp_NC: Tensor, resid_NC: Tensor, out_N2F: Tensor) -> None:
-        if self.layer.knows("x2"):
-            x = self._taken("x2", self._norm2(resid_NC, added_NC=inp_NC), resid_NC)
-        else:  # it is looked at in a pass of its own, which must find the sum and not add
-            x = self._taken("x2", self._norm2(resid_NC.add_(inp_NC)), resid_NC)
+    def gate_and_up(self, resid_NC: Tensor, out_N2F: Tensor) -> None:
+        x = self._taken("x2", self._norm2(resid_NC), resid_NC)
         self.products.forward(x, self.layer.rows("w13"), out_N2F)
 
     def down(self, h13_N2F: Tensor, resid_NC: Tensor, out_NC: Tensor, keep: bool) -> None:
@@ -91,8 +88,8 @@ class Fp8Linears:
     def _norm1(self, x_NC: Tensor) -> Making:
         return partial(rms_norm_fp8, x_NC, self.layer.norm1_C, self.model.norm_eps)
 
-    def _norm2(self, x_NC: Tensor, added_NC: Tensor | None = None) -> Making:
-        return partial(rms_norm_fp8, x_NC, self.layer.norm2_C, self.model.norm_eps, added_NC=added_NC)
+    def _norm2(self, x_NC: Tensor) -> Making:
+        return partial(rms_norm_fp8, x_NC, self.layer.norm2_C, self.model.norm_eps)
 
     def _taken(self, name: str, make: Making, like: Tensor) -> Fp8:
         """By a product going forward; what its way back takes is kept if anything is."""

@@ -57,10 +57,6 @@ class Fp8Layer:
         """Of tensors of this layer; see `Scales.gauges`."""
         return self.scales.gauges(*((self._layer, name) for name in names), look=look)
 
-    def knows(self, name: str) -> bool:
-        """Whether this tensor's scale comes from earlier ones."""
-        return self.scales.knows((self._layer, name))
-
     def rows(self, name: str) -> Fp8:
         """A matrix as products going forward take it."""
         return self._form(name, "rows")

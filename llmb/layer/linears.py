@@ -2,8 +2,8 @@
 
     linears = PlainLinears(model, weights)                                      # of one layer
     linears.project(inp_NC, (q_NA, k_NW, v_NW))                                 # norm, then queries, keys, values
-    linears.output(attn_NA, resid_NC)                                           # to be added to the stream
-    linears.gate_and_up(inp_NC, resid_NC, h13_N2F)                              # added, norm, then gate and up
+    linears.output(attn_NA, inp_NC, resid_NC)                                   # added to the stream
+    linears.gate_and_up(resid_NC, h13_N2F)                                      # norm, then gate and up
     linears.down(h13_N2F, resid_NC, out_NC, keep=True)                          # activation, then added to the stream
 
 The ways back go in the other order. Between the layers is the attention, which is the block's own. Another number
@@ -32,14 +32,14 @@ class Linears(Protocol):
     def project(self, inp_NC: Tensor, outs: Sequence[Tensor]) -> None:
         """The normed stream through as many of the three matrices as there are outs."""
 
-    def output(self, attn_NA: Tensor, out_NC: Tensor) -> None:
-        """The attention's share of the stream."""
+    def output(self, attn_NA: Tensor, inp_NC: Tensor, out_NC: Tensor) -> None:
+        """The stream with the attention's share."""
 
-    def gate_and_up(self, inp_NC: Tensor, resid_NC: Tensor, out_N2F: Tensor) -> None:
-        """`resid`, so far a share, becomes the stream with it; normed through both matrices."""
+    def gate_and_up(self, resid_NC: Tensor, out_N2F: Tensor) -> None:
+        """The normed stream through both matrices."""
 
     def down(self, h13_N2F: Tensor, resid_NC: Tensor, out_NC: Tensor, keep: bool) -> None:
-        """The MLP's share of the stream; `out` may be `resid`. Gate and up are used up unless they are kept."""
+        """The stream with the MLP's share; `out` may be `resid`. Gate and up are used up unless they are kept."""
 
     def mlp_backward(self, grads: BlockWeights, fresh: bool, rest: Rest, dstream_NC: Tensor, out_NC: Tensor) -> None:
         """`out`, which may be `dstream`, becomes the slope of `resid`. Gate and up are used up."""
@@ -76,11 +76,11 @@ class PlainLinears:
         for weight, out in zip(self.weights.wqkv_XC.split(self.widths), outs, strict=False):
             self.products.forward(x_NC, weight, out)
 
-    def output(self, attn_NA: Tensor, out_NC: Tensor) -> None:
-        self.products.forward(attn_NA, self.weights.wo_CA, out_NC)
+    def output(self, attn_NA: Tensor, inp_NC: Tensor, out_NC: Tensor) -> None:
+        self.products.forward(attn_NA, self.weights.wo_CA, out_NC, onto=inp_NC)
 
-    def gate_and_up(self, inp_NC: Tensor, resid_NC: Tensor, out_N2F: Tensor) -> None:
-        x_NC = self._kept("x2", rms_norm(resid_NC, self.weights.norm2_C, self.model.norm_eps, added=inp_NC))
+    def gate_and_up(self, resid_NC: Tensor, out_N2F: Tensor) -> None:
+        x_NC = self._kept("x2", rms_norm(resid_NC, self.weights.norm2_C, self.model.norm_eps))
         self.products.forward(x_NC, self.weights.w13_2FC, out_N2F)
 
     def down(self, h13_N2F: Tensor, resid_NC: Tensor, out_NC: Tensor, keep: bool) -> None:

@@ -67,7 +67,7 @@ def test_floors_by_hand():
     config = rows.configuration(LLAMA, "h200", ["mbs=1"])
     found = floors.floors(config, at_one_rate(config), memory=1e12)
     tokens = config.workload.gbs * 8192
-    norms, rotations, activations = 8 * 65 * 4096, 32 * 4 * 40 * 128, 32 * 8 * 14336
+    norms, rotations, activations = 6 * 65 * 4096, 32 * 4 * 40 * 128, 32 * 8 * 14336
     assert found[trace.SMALL] == pytest.approx(2 * tokens * (norms + rotations + activations) / 1e12)
     assert found[trace.LOSS] == pytest.approx(4 * tokens * 128256 / 1e12)
     assert found[trace.ADDING] == 0

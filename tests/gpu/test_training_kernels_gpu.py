@@ -50,9 +50,6 @@ def test_norm_there_and_back(n: int, c: int, dtype: torch.dtype) -> None:
     rms_norm_reference(doubles[1], doubles[2], EPS, exact_y)
     rms_norm_backward_reference(*doubles[:3], EPS, doubles[3], exact_out, exact_dweight, False)
     assert relative_error(rms_norm(x, weight, EPS), exact_y) < ROUNDED[dtype]
-    stream, total = x.clone(), x + dy
-    assert torch.equal(rms_norm(stream, weight, EPS, added=dy), rms_norm(total, weight, EPS))
-    assert torch.equal(stream, total)
     for over in (torch.empty_like(x), dresidual.clone(), dy.clone()):
         dweight = torch.ones(c, dtype=FP32, device=GPU)
         rms_norm_backward(dy, x, weight, EPS, dresidual, over, dweight, False)
@@ -110,14 +107,6 @@ def test_a_cast_in_both_forms_is_that_of_torch_to_the_bit(n: int, k: int, dtype:
 def test_the_norm_in_8_bits(n: int, c: int) -> None:
     x, weight = drawn(n, c), drawn(c, seed=1)
     wanted, here = both_forms(n, c, E4M3), gauge_of(0.02)
-    apart, at_once = x - 1, both_forms(n, c, E4M3)
-    rms_norm_fp8(apart, weight, EPS, gauge_of(0.02), at_once[0], None, torch.ones_like(x))
-    rms_norm_fp8(apart, weight, EPS, gauge_of(0.02), wanted[0])
-    assert torch.equal(at_once[0].float(), wanted[0].float())
-    apart = x - 1
-    rms_norm_fp8(apart, weight, EPS, gauge_of(0.02), *at_once, torch.ones_like(x))
-    rms_norm_fp8(apart, weight, EPS, gauge_of(0.02), *wanted)
-    assert all(torch.equal(one.float(), plain.float()) for one, plain in zip(at_once, wanted, strict=True))
     rms_norm_fp8_reference(x, weight, EPS, here, *wanted)
     for forms in ((True, True), (True, False), (False, True)):
         found, there = both_forms(n, c, E4M3), gauge_of(0.02)

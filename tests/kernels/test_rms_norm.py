@@ -75,19 +75,6 @@ def backward_of_kernels(tensors: tuple[Tensor, ...], device: torch.device) -> tu
     return out, dweight
 
 
-@pytest.mark.parametrize(("n", "c"), SHAPES)
-def test_what_is_added_first_stays_added(n: int, c: int, device: torch.device) -> None:
-    added, x, weight, _ = (one.to(device) for one in inputs(n, c))
-    room = torch.zeros(n, 3 * c, device=device)
-    inside, y = room[:, c : 2 * c].copy_(x), torch.full_like(x, torch.nan)
-    rms_norm_triton(inside, weight, EPS, y, added)
-    wanted = rms_norm(x, weight, EPS, added=added)
-    assert torch.equal(inside, x)
-    assert close(y, wanted)
-    assert not room[:, :c].any()
-    assert not room[:, 2 * c :].any()
-
-
 @pytest.mark.parametrize("over", ["dresidual", "dy"])
 def test_slopes_may_be_written_over_what_came_in(over: str, device: torch.device) -> None:
     tensors = inputs(9, 600)
