@@ -38,7 +38,7 @@ class Fp8Linears:
         self.widths = (model.heads * model.head_dim, *(2 * [model.kv_heads * model.head_dim]))
 
     def project(self, inp_NC: Tensor, outs: Sequence[Tensor]) -> None:
-        x, weight = self._taken("x1", self._norm1(inp_NC), inp_NC), self.layer.rows("wqkv")
+        x, weight = self._taken("x1", self._norm(inp_NC, self.layer.norm1_C), inp_NC), self.layer.rows("wqkv")
         for part, out in zip(weight.rows.split(self.widths), outs, strict=False):
             self.products.forward(x, weight._replace(rows=part), out)
 
@@ -47,7 +47,7 @@ class Fp8Linears:
         self.products.forward(attn, self.layer.rows("wo"), out_NC, onto=inp_NC)
 
     def gate_and_up(self, resid_NC: Tensor, out_N2F: Tensor) -> None:
-        x = self._taken("x2", self._norm2(resid_NC), resid_NC)
+        x = self._taken("x2", self._norm(resid_NC, self.layer.norm2_C), resid_NC)
         self.products.forward(x, self.layer.rows("w13"), out_N2F)
 
     def down(self, h13_N2F: Tensor, resid_NC: Tensor, out_NC: Tensor, keep: bool) -> None:
@@ -60,7 +60,7 @@ class Fp8Linears:
         dh13, act = self._activation_backward(dout, rest.h13_N2F)
         self.products.weight_gradient(dout, act, grads.w2_CF, fresh)
         del dout, act
-        x = self._again("x2", self._norm2(rest.resid_NC), rest.resid_NC)
+        x = self._again("x2", self._norm(rest.resid_NC, self.layer.norm2_C), rest.resid_NC)
         self.products.weight_gradient(dh13, x, grads.w13_2FC, fresh)
         del x
         dx_NC = self.products.input_gradient(dh13, self.layer.columns("w13"), torch.empty_like(dstream_NC))
@@ -79,17 +79,14 @@ class Fp8Linears:
         self, grads: BlockWeights, fresh: bool, dqkv_NX: Tensor, inp_NC: Tensor, dstream_NC: Tensor, room_NC: Tensor
     ) -> None:
         dqkv = self._slope("dqkv", dqkv_NX)
-        x = self._again("x1", self._norm1(inp_NC), inp_NC)
+        x = self._again("x1", self._norm(inp_NC, self.layer.norm1_C), inp_NC)
         self.products.weight_gradient(dqkv, x, grads.wqkv_XC, fresh)
         self.products.input_gradient(dqkv, self.layer.columns("wqkv"), room_NC)
         rms_norm_backward(room_NC, inp_NC, self.layer.norm1_C, self.model.norm_eps, dstream_NC, dstream_NC,
                           grads.norm1_C, fresh)  # fmt: skip
 
-    def _norm1(self, x_NC: Tensor) -> Making:
-        return partial(rms_norm_fp8, x_NC, self.layer.norm1_C, self.model.norm_eps)
-
-    def _norm2(self, x_NC: Tensor) -> Making:
-        return partial(rms_norm_fp8, x_NC, self.layer.norm2_C, self.model.norm_eps)
+    def _norm(self, x_NC: Tensor, weight_C: Tensor) -> Making:
+        return partial(rms_norm_fp8, x_NC, weight_C, self.model.norm_eps)
 
     def _taken(self, name: str, make: Making, like: Tensor) -> Fp8:
         """By a product going forward; what its way back takes is kept if anything is."""

@@ -117,6 +117,8 @@ def test_layers_are_as_close_to_plain_ones_as_their_rounding_allows(tokens: int)
         linears.project(inp, qkv)
         linears.output(attn, inp, resid)
         linears.gate_and_up(attn, both)
+        linears.gate_and_up(attn, again := torch.empty_like(both))  # with a scale that is known
+        assert torch.equal(both, again)
         linears.down(h13.clone(), inp, out, keep=False)
         over = inp.clone()
         linears.down(h13.clone(), over, over, keep=True)
