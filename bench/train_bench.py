@@ -16,7 +16,7 @@ from llmb.hardware import GIB
 from llmb.spec import RunConfig
 
 TURNS_S = 1.5  # in which the calls of a row take turns
-SETTLING_S = 2.0  # of a row's first steps, while clocks fall
+SETTLING_S = 2.0  # behind a row's first step, while clocks fall
 COPIED = 4 << 30  # bytes
 
 

@@ -2,7 +2,8 @@
 some under a profiler.
 
 What it records after each step says how long that took, and is where the run is ended: there is no second training loop
-here. Steps of the first seconds do not count, in which kernels are compiled and chosen and clocks settle.
+here. The first step does not count, in which kernels are compiled and chosen, nor those that end soon after it, while
+clocks settle. Under the profiler every kernel is launched by itself: one of a CUDA graph does not say what called it.
 """
 
 import json
@@ -21,6 +22,7 @@ from llmb.events import StepDone
 from llmb.outofcore.loop import train as train_out_of_core
 from llmb.rank.record import Fact, Record
 from llmb.spec import OutOfCore, RunConfig
+from llmb.train.graphs import MicroBatchGraph
 from llmb.train.loop import train
 
 PROFILED = 1  # steps, after one in which the tracing library gets used to its work
@@ -30,10 +32,10 @@ PROFILED = 1  # steps, after one in which the tracing library gets used to its w
 class Order:
     """How long a row is trained."""
 
-    settling_s: float  # after the first step
+    settling_s: float  # after the first step, in which none that counts may end
     steps: int  # that count, at most
     fewest: int  # however long they take
-    seconds: float  # of counting, after which no further step is begun
+    seconds: float  # from the first step on, after which no further one is begun
     profile: bool
 
 
@@ -64,7 +66,7 @@ class Watch(Record):
         self._order, self._device = order, device
         self._began = time.perf_counter()
         self._first: float | None = None  # when the first step was done
-        self._counting_since: float | None = None
+        self.graph = MicroBatchGraph()
         self.steps: list[StepDone] = []
         self.counted: list[float] = []
         self.first_s = 0.0
@@ -83,21 +85,19 @@ class Watch(Record):
             self._first, self.first_s = now, now - self._began
         elif self._trace is not None:
             self._profile_step()
-        elif self._counting_since is not None:
+        elif now - self._first >= self._order.settling_s:
             self.counted.append(event.seconds)
-        if self._counting_since is None and now - self._first >= self._order.settling_s:
-            self._counting_since = now
-        if self._trace is None and self._is_enough(now):
+        if self._trace is None and self._is_enough(now - self._first):
             if not self._order.profile:
                 raise Enough
             self._start_profile()
 
-    def _is_enough(self, now: float) -> bool:
-        counted = len(self.counted)
-        late = self._counting_since is not None and now - self._counting_since >= self._order.seconds
-        return counted >= self._order.steps or (late and counted >= self._order.fewest)
+    def _is_enough(self, since_first: float) -> bool:
+        counted, order = len(self.counted), self._order
+        return counted >= order.steps or (since_first >= order.seconds and counted >= order.fewest)
 
     def _start_profile(self) -> None:
+        self.graph.retire()
         on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
         self._trace = profile(
             activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True,
@@ -126,8 +126,10 @@ def trained(config: RunConfig, order: Order, device: torch.device) -> Trained:
         folder = Path(name)
         watch = Watch(folder, order, device)
         with (folder / "log").open("w") as log, redirect_stdout(log), suppress(Enough):
-            engine = train_out_of_core if isinstance(config.workload, OutOfCore) else train
-            engine(config, watch)
+            if isinstance(config.workload, OutOfCore):
+                train_out_of_core(config, watch)
+            else:
+                train(config, watch, watch.graph)
     return Trained(
         first_s=watch.first_s,
         seconds=watch.counted,

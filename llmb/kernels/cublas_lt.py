@@ -99,10 +99,9 @@ class Planned:
                 self._set(attribute, c_void_p(scale.data_ptr()))
         if self._chosen is None and not torch.cuda.is_current_stream_capturing():
             aside = torch.empty_like(out) if onto is not None and onto.data_ptr() == out.data_ptr() else out
-            ways = [partial(self._launch, proposal, left, right, aside, onto) for proposal in self._proposals]
-            able = [number for number, way in enumerate(ways) if way() == 0]
-            kernels = [(left.element_size(), self._fast, *self._attributes(self._proposals[n])) for n in able]
-            self._chosen = able[fastest([ways[number] for number in able], kernels)]
+            ways = [partial(self._try, proposal, left, right, aside, onto) for proposal in self._proposals]
+            kernels = [(left.element_size(), self._fast, *self._attributes(one)) for one in self._proposals]
+            self._chosen = fastest(ways, kernels)
         _check(self._launch(self._proposals[self._chosen or 0], left, right, out, onto))
 
     def _proposed(self, aligned: int) -> list[_Proposal]:
@@ -126,6 +125,9 @@ class Planned:
             _check(self._library.cublasLtMatmulAlgoConfigGetAttribute(
                 byref(proposal.algorithm), attribute, byref(value), size, byref(written)))  # fmt: skip
             yield value.value
+
+    def _try(self, proposal: _Proposal, left: Tensor, right: Tensor, out: Tensor, onto: Tensor | None) -> bool:
+        return self._launch(proposal, left, right, out, onto) == 0
 
     def _launch(self, proposal: _Proposal, left: Tensor, right: Tensor, out: Tensor, onto: Tensor | None) -> int:
         stream = torch.cuda.current_stream(out.device).cuda_stream

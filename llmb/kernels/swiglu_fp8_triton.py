@@ -1,7 +1,7 @@
 """Triton for the gated activation in 8 bits and its way back: one program takes one tile of channels and tokens.
 
-The way back writes five tiles of 8 bits for the three of 16 that it reads; it takes shorter tiles, so that all fit
-into registers.
+The way back writes five tiles of 8 bits for the three of 16 that it reads. It takes shorter tiles, so that all fit into
+registers, and several of them one behind the other: while one is worked on, the next are copied to shared memory.
 """
 
 import triton
@@ -32,7 +32,7 @@ from llmb.kernels.fp8_forms_triton import (
     tiles,
 )
 
-BACKWARD_QUADS = 16  # 64 tokens of a tile
+BACKWARD_QUADS, BACKWARD_TILES, STAGES = 16, 4, 3  # 64 tokens of a tile, tiles of a program, those under way
 BACKWARD_CELLS = tuple(f"{tensor}_{cell}" for tensor in ("slope", "act") for cell in CELLS)
 
 
@@ -89,23 +89,30 @@ def _slopes_fourth(
 def _swiglu_backward_fp8(
     dact_ptr, h_ptr, slope_scale_ptr, slope_amax_ptr, slope_rows_ptr, slope_columns_ptr, act_scale_ptr, act_amax_ptr,
     act_columns_ptr, dact_row, h_row, rows_row, columns_row, n, F,
-    WRITES: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
+    WRITES: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    token, channel = tile_of(F, QUADS, CHANNELS)
-    g0, u0, a0 = _slopes_fourth(dact_ptr, h_ptr, dact_row, h_row, token, channel, n, F, 0, QUADS, CHANNELS)
-    g1, u1, a1 = _slopes_fourth(dact_ptr, h_ptr, dact_row, h_row, token, channel, n, F, 1, QUADS, CHANNELS)
-    g2, u2, a2 = _slopes_fourth(dact_ptr, h_ptr, dact_row, h_row, token, channel, n, F, 2, QUADS, CHANNELS)
-    g3, u3, a3 = _slopes_fourth(dact_ptr, h_ptr, dact_row, h_row, token, channel, n, F, 3, QUADS, CHANNELS)
-    note(slope_amax_ptr, larger(magnitude_of(g0, g1, g2, g3), magnitude_of(u0, u1, u2, u3)))
-    note(act_amax_ptr, magnitude_of(a0, a1, a2, a3))
-    if WRITES:
-        slope, act = slope_scale_ptr, act_scale_ptr
-        store_rows(g0, g1, g2, g3, slope, slope_rows_ptr, rows_row, token, channel, n, F, True, QUADS, CHANNELS)
-        store_rows(u0, u1, u2, u3, slope, slope_rows_ptr + F, rows_row, token, channel, n, F, True, QUADS, CHANNELS)
-        store_columns(g0, g1, g2, g3, slope, slope_columns_ptr, columns_row, token, channel, F, True, QUADS, CHANNELS)
-        up_columns_ptr = slope_columns_ptr + tl.cast(F, tl.int64) * columns_row
-        store_columns(u0, u1, u2, u3, slope, up_columns_ptr, columns_row, token, channel, F, True, QUADS, CHANNELS)
-        store_columns(a0, a1, a2, a3, act, act_columns_ptr, columns_row, token, channel, F, False, QUADS, CHANNELS)
+    first, channel = tile_of(F, TILES * QUADS, CHANNELS)
+    slope, act = slope_scale_ptr, act_scale_ptr
+    slopes, acts = tl.zeros((QUADS, CHANNELS), tl.float32), tl.zeros((QUADS, CHANNELS), tl.float32)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        token = first + tile * (4 * QUADS)
+        g0, u0, a0 = _slopes_fourth(dact_ptr, h_ptr, dact_row, h_row, token, channel, n, F, 0, QUADS, CHANNELS)
+        g1, u1, a1 = _slopes_fourth(dact_ptr, h_ptr, dact_row, h_row, token, channel, n, F, 1, QUADS, CHANNELS)
+        g2, u2, a2 = _slopes_fourth(dact_ptr, h_ptr, dact_row, h_row, token, channel, n, F, 2, QUADS, CHANNELS)
+        g3, u3, a3 = _slopes_fourth(dact_ptr, h_ptr, dact_row, h_row, token, channel, n, F, 3, QUADS, CHANNELS)
+        slopes = larger(slopes, larger(magnitude_of(g0, g1, g2, g3), magnitude_of(u0, u1, u2, u3)))
+        acts = larger(acts, magnitude_of(a0, a1, a2, a3))
+        if WRITES:
+            up_rows_ptr, up_columns_ptr = slope_rows_ptr + F, slope_columns_ptr + tl.cast(F, tl.int64) * columns_row
+            store_rows(g0, g1, g2, g3, slope, slope_rows_ptr, rows_row, token, channel, n, F, True, QUADS, CHANNELS)
+            store_rows(u0, u1, u2, u3, slope, up_rows_ptr, rows_row, token, channel, n, F, True, QUADS, CHANNELS)
+            store_columns(
+                g0, g1, g2, g3, slope, slope_columns_ptr, columns_row, token, channel, F, True, QUADS, CHANNELS
+            )
+            store_columns(u0, u1, u2, u3, slope, up_columns_ptr, columns_row, token, channel, F, True, QUADS, CHANNELS)
+            store_columns(a0, a1, a2, a3, act, act_columns_ptr, columns_row, token, channel, F, False, QUADS, CHANNELS)
+    note(slope_amax_ptr, slopes)
+    note(act_amax_ptr, acts)
 
 
 def swiglu_fp8_triton(
@@ -142,9 +149,10 @@ def swiglu_backward_fp8_triton(
     if not n:
         return
     slope_words, act_words = as_words(slope_columns_2FP, n), as_words(act_columns_FP, n)
-    _swiglu_backward_fp8[(tiles(n, f, BACKWARD_QUADS, CHANNELS),)](
+    _swiglu_backward_fp8[(tiles(n, f, BACKWARD_TILES * BACKWARD_QUADS, CHANNELS),)](
         dact_NF, h_N2F, slope_gauge.scale, as_bits(slope_gauge.amax), slope_rows_N2F, slope_words,
         act_gauge.scale, as_bits(act_gauge.amax), act_words,
         dact_NF.stride(0), h_N2F.stride(0), row_of(slope_rows_N2F), row_of(slope_words), n, f,
-        WRITES=bool(given), QUADS=BACKWARD_QUADS, CHANNELS=CHANNELS, num_warps=WARPS,
+        WRITES=bool(given), TILES=BACKWARD_TILES, STAGES=STAGES, QUADS=BACKWARD_QUADS, CHANNELS=CHANNELS,
+        num_warps=WARPS,
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""The forward and backward pass of a micro-batch, captured once as a CUDA graph and then replayed.
+"""The forward and backward pass of a micro-batch, captured as CUDA graphs and then replayed.
 
-Launching a kernel costs the host a few microseconds, which a small model on a fast GPU does not hide. A graph launches
-all kernels of a micro-batch at once. It fixes every address: tokens go in through the same two tensors each time, and
-gradients are added up in tensors that stay, zeroed at the first micro-batch of a step instead of made anew.
+Launching a kernel costs the host a few microseconds, and the device a pause; a graph launches all kernels of a
+micro-batch at once. It fixes every address: tokens go in through the same two tensors each time, and gradients stay
+where they were when it was captured. There are two: one of the first micro-batch of a step, which writes gradients, one
+of the others, which add to them; both use the same memory in between.
 """
 
 from collections.abc import Callable
@@ -20,52 +21,55 @@ class MicroBatchGraph:
 
     def __init__(self) -> None:
         self._eager_calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._retired = False
+        self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by whether gradients begin; and the loss
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
 
     def __call__(self, model: nn.Module, add_gradients: AddGradients, tokens: Tensor, labels: Tensor) -> Tensor:
         """The share of the loss; valid until the next call."""
-        self._attach_gradients()
-        if self._eager_calls < WARMUP_CALLS:
-            self._eager_calls += 1
-            return self._warm_up(model, add_gradients, tokens, labels)
-        if self._graph is None:
-            self._graph = self._capture(add_gradients, tokens, labels)
+        if self._retired:
+            return add_gradients(tokens, labels)
+        begins = all(parameter.grad is None for parameter in model.parameters())
+        if begins not in self._captured:
+            # Gradients that later micro-batches add to must be those that the first one's graph writes.
+            if self._eager_calls < WARMUP_CALLS or not (begins or self._captured):
+                return self._warm_up(add_gradients, tokens, labels)
+            self._captured[begins] = self._capture(add_gradients, tokens, labels)
+            self._gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+        elif begins:
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient
+        graph, loss = self._captured[begins]
         self._tokens.copy_(tokens)
         self._labels.copy_(labels)
-        self._graph.replay()
-        return self._loss
+        graph.replay()
+        return loss
 
-    def clear(self) -> None:
-        """Give back the memory of the graph and of its gradients; the next call begins anew."""
-        self._eager_calls = 0
-        self._graph = None
-        self._gradients = []
+    def retire(self) -> None:
+        """Every call from now on is eager; the memory of the graphs is given back."""
+        self._retired = True
+        self._captured, self._gradients = {}, []
 
-    def _warm_up(self, model: nn.Module, add_gradients: AddGradients, tokens: Tensor, labels: Tensor) -> Tensor:
+    def _warm_up(self, add_gradients: AddGradients, tokens: Tensor, labels: Tensor) -> Tensor:
         """On the stream that will be captured, so that what is made once for each stream is there already."""
-        if self._eager_calls == 1:
+        if self._eager_calls == 0:
             self._stream = torch.cuda.Stream()
+        self._eager_calls += 1
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         with torch.cuda.stream(self._stream):
             loss = add_gradients(tokens, labels)
         main.wait_stream(self._stream)
-        self._gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         return loss
 
-    def _capture(self, add_gradients: AddGradients, tokens: Tensor, labels: Tensor) -> torch.cuda.CUDAGraph:
+    def _capture(
+        self, add_gradients: AddGradients, tokens: Tensor, labels: Tensor
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Record what a call does without doing it."""
-        self._tokens, self._labels = tokens.clone(), labels.clone()
+        if not self._captured:
+            self._tokens, self._labels = tokens.clone(), labels.clone()
+            self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            self._loss = add_gradients(self._tokens, self._labels)
-        return graph
-
-    def _attach_gradients(self) -> None:
-        """After an optimizer step, which dropped them, the same tensors again, as zeros."""
-        dropped = [(parameter, gradient) for parameter, gradient in self._gradients if parameter.grad is None]
-        if dropped:
-            torch._foreach_zero_([gradient for _, gradient in dropped])
-        for parameter, gradient in dropped:
-            parameter.grad = gradient
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+            loss = add_gradients(self._tokens, self._labels)
+        return graph, loss

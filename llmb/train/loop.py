@@ -64,15 +64,12 @@ class Job:
         """A part of a step, by its name in the trace."""
         return nullcontext() if self.profiler is None else self.profiler.span(name)
 
-    def eager(self) -> "Job":
-        """The same without its CUDA graph, whose memory is given back."""
-        if self.graph is not None:
-            self.graph.clear()
-        return replace(self, graph=None)
 
+def train(config: RunConfig, record: Record, graph: MicroBatchGraph | None = None) -> None:
+    """Run every step the configuration asks for, reporting each; raises where the run cannot go on.
 
-def train(config: RunConfig, record: Record) -> None:
-    """Run every step the configuration asks for, reporting each; raises where the run cannot go on."""
+    With CUDA graphs it takes the one that is given: its owner may retire it between two steps.
+    """
     work = supported_workload(config)
     data = open_data(work, config.model.vocab)
     folder = record.path.parent
@@ -81,8 +78,9 @@ def train(config: RunConfig, record: Record) -> None:
     mesh = open_mesh(config)
     clock = StepClock(mesh.device, mesh.world_size)
     profiler = Profiler(folder, config.profile, steps, mesh)
-    graph = MicroBatchGraph() if work.cuda_graphs else None
-    job = Job(config, work, mesh, data, profiler, graph, resumed_at=steps[0] if resumed else None)
+    job = Job(config, work, mesh, data, profiler, resumed_at=steps[0] if resumed else None)
+    if work.cuda_graphs:
+        job = replace(job, graph=graph or MicroBatchGraph())
     record.add(run_started(mesh))
     with naming_shortage(mesh.device, config):
         parts = ready_parts(config, work, mesh)
@@ -202,5 +200,7 @@ def stop_if_diverged(job: Job, parts: Parts, step: int, loss: float, grad_norm: 
     """Every rank sees the same two numbers, so all stop at the same step."""
     for name, value in (("loss", loss), ("grad norm", grad_norm)):
         if not math.isfinite(value):
-            first = first_bad_tensor(parts, lambda: accumulate_gradients(job.eager(), parts, step))
+            if job.graph is not None:
+                job.graph.retire()
+            first = first_bad_tensor(parts, lambda: accumulate_gradients(job, parts, step))
             raise Diverged(f"{name} became {value} at step {step}: {first.text}", first.guilty_rank)

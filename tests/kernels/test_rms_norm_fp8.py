@@ -50,7 +50,8 @@ def test_plain_torch_is_the_norm_and_a_cast() -> None:
     gauge, (rows, columns) = gauge_on(x.device), room(20, 48, x.device)
     rms_norm_fp8(x, weight, EPS, gauge, rows, columns)
     normed = rms_norm(x.float(), weight.float(), EPS)
-    wanted = cast(normed, gauge.scale, E4M3, rows=True, columns=True)
+    largest = (448 * gauge.scale).item()  # of some versions of torch a cast makes NaN of what is larger
+    wanted = cast(normed.clamp(-largest, largest), gauge.scale, E4M3, rows=True, columns=True)
     assert torch.equal(rows.float(), wanted.rows.float())
     assert torch.equal(columns[:, :20].float(), wanted.columns.float())
     assert (columns[:, 20:].float() == 0).all()
