@@ -6,9 +6,10 @@
 
 Random weights, synthetic tokens, whole optimizer steps of the engine itself (llmb/train), in this process. A ceiling is
 the sum of the best library time of each matrix product and attention call of the step and nothing else; of a Mamba scan
-the bytes it must move, of experts one product of all visits (`train_calls.py`). Steps count after two seconds: twenty
-of Llama 8b at 8,192 tokens, fewer of the others, as many as their seconds hold. The JSON file is written after each.
-Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried where they are on PYTHONPATH.
+the bytes it must move, of experts one product of all visits (`train_calls.py`). Steps count that end two seconds after
+the first: twenty of Llama 8b at 8,192 tokens, fewer of the others, as many as their seconds hold. The JSON file is
+written after each. Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried where PYTHONPATH has
+them.
 
 Seconds on an H200: rates 70 (more since kernels have the device to themselves for a while); rows of Llama 8b 80 and
 56, part `kernels` included, at 32k 23, Nemotron-H 25, Grok-1 20 and 13, DeepSeek 18 and 14, Llama 1b 13; memory 28;

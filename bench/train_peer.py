@@ -6,9 +6,9 @@
     liger          the same with Liger-Kernel's norm, rotation, SwiGLU and fused loss (`peer_llama.py`)
     torchtitan     its Llama 3, blocks and loss compiled, cuDNN attention; fp8 by torchao (`peer_titan.py`)
 
-Random weights in bf16, torch's fused AdamW with state in bf16, random tokens, gradients of micro-batches added up. One
-micro-batch to warm up, then the steps that count, of which the median is taken. Prints one JSON line: tokens/s, memory;
-what is not installed; or the error. Whatever is to be tried must be on PYTHONPATH.
+Random weights in bf16, torch's fused AdamW with state in bf16, random tokens, gradients of micro-batches added up. A
+step of two micro-batches to warm up, then the steps that count, of which the median is taken. Prints one JSON line:
+tokens/s, memory; what is not installed; or the error. Whatever is to be tried must be on PYTHONPATH.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def _stepped(
     from device import finish
 
     losses, seconds = [], []
-    for sequences in (mbs, *options.steps * [options.gbs]):  # the first only to warm up
+    for sequences in (2 * mbs, *options.steps * [options.gbs]):  # the first only to warm up
         tokens_BT = torch.randint(vocab, (sequences, options.seqlen + 1), device=device)
         finish(device)
         began = time.perf_counter()

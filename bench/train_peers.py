@@ -13,7 +13,7 @@ from peer_process import Started
 from train_bench import Bench
 from train_rows import ROWS, Dtype, Row, work_of
 
-STEPS = 2  # that count, of each
+SEQUENCES = 6  # in steps that count, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ def peers_in_waiting(bench: Bench) -> list[tuple[Peer, Started]]:
 def _started(bench: Bench, peer: Peer, row: Row) -> Started:
     work = work_of(bench.configuration(row))
     arguments = ["--kind", peer.kind, "--dtype", peer.dtype, "--seqlen", str(work.seqlen), "--gbs", str(work.gbs)]
-    arguments += ["--mbs", str(work.mbs), "--steps", str(1 if bench.tiny else STEPS), "--wait"]
+    steps = 1 if bench.tiny else -(-SEQUENCES // work.gbs)
+    arguments += ["--mbs", str(work.mbs), "--steps", str(steps), "--wait"]
     return Started("train_peer.py", [*arguments, *(["--tiny"] if bench.tiny else [])])
 
 

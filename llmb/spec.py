@@ -178,7 +178,7 @@ class Training:
     cuda_graphs: bool = False
     balanced_experts: bool = False  # tokens are dealt to experts evenly, whatever the router says, as benchmarks do
     masters: Literal["fp32", "bf16"] = "fp32"  # weights as AdamW knows them; in bf16 rounded at random, as moments are
-    gradients: Literal["fp32", "bf16"] = "fp32"  # in which micro-batches add up; a single one is rounded to bf16 once
+    gradients: Literal["fp32", "bf16"] = "fp32"  # in which micro-batches add up, and chunks of the loss
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW; in bf16 rounded at random, so that on average nothing is lost
     fast_sums: bool = False  # 8-bit products of the way back add with fewer bits, as those of the way forward always do
     lr: float = 3e-4  # highest learning rate

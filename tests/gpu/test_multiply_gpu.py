@@ -103,9 +103,10 @@ def test_a_graph_has_it_too():
 def test_the_fastest_way_is_found():
     left, right = drawn(4096, 4096), drawn(4096, 4096)
 
-    def repeated(times: int) -> None:
+    def repeated(times: int) -> bool:
         for _ in range(times):
             torch.mm(left, right)
+        return True
 
     ways = [lambda: repeated(3), lambda: repeated(1), lambda: repeated(2)]
     assert trial.fastest(ways, ["three", "one", "two"]) == 1
