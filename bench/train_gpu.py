@@ -11,9 +11,9 @@ the first: twenty of Llama 8b at 8,192 tokens, fewer of the others, as many as t
 written after each. Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried where PYTHONPATH has
 them.
 
-Seconds on an H200: rates 70 (more since kernels have the device to themselves for a while); rows of Llama 8b 80 and
-56, part `kernels` included, at 32k 23, Nemotron-H 25, Grok-1 20 and 13, DeepSeek 18 and 14, Llama 1b 13; memory 28;
-peers 17, 15, 25 and 27. In parts: `--only rates,rows,kernels` and `--only peers`, which knows no speed of ours.
+Seconds on an H200: 410 in all. Rates 61; rows of Llama 8b 106 and 51, part `kernels` included, at 32k 18, Nemotron-H
+19, Grok-1 16 and 12, DeepSeek 13 and 12, Llama 1b 10; memory 26; peers 12, 13, 18 and 23. In parts:
+`--only rates,rows,kernels` and `--only peers`, which knows no speed of ours.
 """
 
 import argparse

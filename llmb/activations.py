@@ -200,7 +200,8 @@ class Activations:
     @property
     def loss(self) -> float:
         """What the loss keeps: the last norm's input and both gradients, which it computes going forward."""
-        return self.stream + self.inside * self.model.hidden * self.value + 4 * self.head
+        gradient = BYTES[self.work.gradients] * self.head
+        return self.stream + self.inside * self.model.hidden * self.value + gradient
 
     @property
     def head(self) -> float:

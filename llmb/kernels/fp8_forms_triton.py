@@ -17,9 +17,6 @@ from llmb.kernels.fp8_forms import Gauge, padded
 from llmb.kernels.triton_device import INTERPRETED
 
 QUADS, CHANNELS, WARPS = 32, 64, 4  # of a tile: 128 tokens, whole lines of memory whichever way it is written
-# Of a program that takes several shorter tiles one behind the other: while one is worked on, the next are copied to
-# shared memory. Worth it where what is written is much.
-SHORT_QUADS, SHORT_TILES, STAGES = 16, 4, 3
 ON_CPU = tl.constexpr(INTERPRETED)
 CELLS = ("scale_ptr", "amax_ptr")  # anywhere in a tensor of many: a kernel is not compiled for where they lie
 
@@ -65,10 +62,11 @@ def note(amax_ptr, magnitudes):
 
 @triton.jit
 def store_forms(
-    x0, x1, x2, x3, scale_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, K,
+    x0, x1, x2, x3, scale_ptr, amax_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """A tile in the forms asked for."""
+    """A tile in the forms asked for, and its largest magnitude."""
+    note(amax_ptr, magnitude_of(x0, x1, x2, x3))
     if ROWS:
         store_rows(x0, x1, x2, x3, scale_ptr, rows_ptr, rows_row, token, channel, n, K, E5M2, QUADS, CHANNELS)
     if COLUMNS:
@@ -152,23 +150,17 @@ def store_fourth(
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=CELLS)
 def _cast_both(
     x_ptr, scale_ptr, amax_ptr, rows_ptr, columns_ptr, x_row, rows_row, columns_row, n, K,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr,
-    TILES: tl.constexpr, STAGES: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    first, channel = tile_of(K, TILES * QUADS, CHANNELS)
-    magnitudes = tl.zeros((QUADS, CHANNELS), tl.float32)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        token = first + tile * (4 * QUADS)
-        x0 = load_fourth(x_ptr, x_row, token, channel, n, K, 0, QUADS, CHANNELS)
-        x1 = load_fourth(x_ptr, x_row, token, channel, n, K, 1, QUADS, CHANNELS)
-        x2 = load_fourth(x_ptr, x_row, token, channel, n, K, 2, QUADS, CHANNELS)
-        x3 = load_fourth(x_ptr, x_row, token, channel, n, K, 3, QUADS, CHANNELS)
-        magnitudes = larger(magnitudes, magnitude_of(x0, x1, x2, x3))
-        store_forms(
-            x0, x1, x2, x3, scale_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, K,
-            ROWS, COLUMNS, E5M2, QUADS, CHANNELS,
-        )  # fmt: skip
-    note(amax_ptr, magnitudes)
+    token, channel = tile_of(K, QUADS, CHANNELS)
+    x0 = load_fourth(x_ptr, x_row, token, channel, n, K, 0, QUADS, CHANNELS)
+    x1 = load_fourth(x_ptr, x_row, token, channel, n, K, 1, QUADS, CHANNELS)
+    x2 = load_fourth(x_ptr, x_row, token, channel, n, K, 2, QUADS, CHANNELS)
+    x3 = load_fourth(x_ptr, x_row, token, channel, n, K, 3, QUADS, CHANNELS)
+    store_forms(
+        x0, x1, x2, x3, scale_ptr, amax_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, K,
+        ROWS, COLUMNS, E5M2, QUADS, CHANNELS,
+    )  # fmt: skip
 
 
 def cast_both_triton(
@@ -180,11 +172,11 @@ def cast_both_triton(
     if not n:
         return
     words = as_words(columns_KP, n)
-    _cast_both[(tiles(n, k, SHORT_TILES * SHORT_QUADS, CHANNELS),)](
+    _cast_both[(tiles(n, k, QUADS, CHANNELS),)](
         x_NK, gauge.scale, as_bits(gauge.amax), rows_NK, words,
         x_NK.stride(0), row_of(rows_NK), row_of(words), n, k,
         ROWS=rows_NK is not None, COLUMNS=words is not None, E5M2=is_e5m2(rows_NK, columns_KP),
-        TILES=SHORT_TILES, STAGES=STAGES, QUADS=SHORT_QUADS, CHANNELS=CHANNELS, num_warps=WARPS,
+        QUADS=QUADS, CHANNELS=CHANNELS, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from llmb.kernels.fp8_forms_triton import (
     inverse_of,
     is_e5m2,
     load_fourth,
-    magnitude_of,
     note,
     row_of,
     store_forms,
@@ -77,9 +76,8 @@ def _normed_tile(
     x1 = _normed_fourth(x_ptr, weight, sizes_ptr, x_row, token, channel, n, K, 1, QUADS, CHANNELS)
     x2 = _normed_fourth(x_ptr, weight, sizes_ptr, x_row, token, channel, n, K, 2, QUADS, CHANNELS)
     x3 = _normed_fourth(x_ptr, weight, sizes_ptr, x_row, token, channel, n, K, 3, QUADS, CHANNELS)
-    note(amax_ptr, magnitude_of(x0, x1, x2, x3))
     store_forms(
-        x0, x1, x2, x3, scale_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, K,
+        x0, x1, x2, x3, scale_ptr, amax_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, K,
         ROWS, True, E5M2, QUADS, CHANNELS,
     )  # fmt: skip
 

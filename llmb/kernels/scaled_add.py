@@ -1,9 +1,9 @@
 """A tensor times a number that lies on the device, added to one of another format, or written over it, in one pass.
 
     scaled_add_(total, part, scale, fresh=False)            # total += part * scale
-    scaled_add_(total, part, scale, fresh=True)             # total = part * scale
+    scaled_add_(total, part, scale, fresh=True)             # total = part * scale; they may be the same
 
-torch does it, where formats differ, at a third of the bandwidth.
+torch does it at a third of the bandwidth, where formats differ from one another or from that of the number.
 """
 
 import torch
@@ -18,6 +18,7 @@ def scaled_add_(total: Tensor, part: Tensor, scale: Tensor, fresh: bool) -> None
         from llmb.kernels.scaled_add_triton import scaled_add_triton_
 
         scaled_add_triton_(total, part, scale, fresh)
+        torch.autograd.graph.increment_version(total)  # as torch's own do: who has kept it is told
     else:
         scaled_add_reference_(total, part, scale, fresh)
 

@@ -1,6 +1,8 @@
 """Triton for the gated activation in 8 bits and its way back: one program takes one tile of channels and tokens.
 
-The way back writes five tiles of 8 bits for the three of 16 that it reads, and takes several shorter ones.
+The way back writes five tiles of 8 bits for the three of 16 that it reads. It takes shorter tiles, so that all fit into
+registers, and several of them one behind the other: while one is worked on, the next are copied to shared memory. The
+others would only do more for it: at the clock that a chip short of power sustains, instructions bound them.
 """
 
 import triton
@@ -15,9 +17,6 @@ from llmb.kernels.fp8_forms_triton import (
     CHANNELS,
     ON_CPU,
     QUADS,
-    SHORT_QUADS,
-    SHORT_TILES,
-    STAGES,
     WARPS,
     as_bits,
     as_words,
@@ -34,6 +33,7 @@ from llmb.kernels.fp8_forms_triton import (
     tiles,
 )
 
+BACKWARD_QUADS, BACKWARD_TILES, STAGES = 16, 4, 3  # 64 tokens of a tile, tiles of a program, those under way
 BACKWARD_CELLS = tuple(f"{tensor}_{cell}" for tensor in ("slope", "act") for cell in CELLS)
 
 
@@ -66,9 +66,8 @@ def _swiglu_fp8(
     x1 = _act_fourth(h_ptr, h_row, token, channel, n, F, 1, QUADS, CHANNELS)
     x2 = _act_fourth(h_ptr, h_row, token, channel, n, F, 2, QUADS, CHANNELS)
     x3 = _act_fourth(h_ptr, h_row, token, channel, n, F, 3, QUADS, CHANNELS)
-    note(amax_ptr, magnitude_of(x0, x1, x2, x3))
     store_forms(
-        x0, x1, x2, x3, scale_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, F,
+        x0, x1, x2, x3, scale_ptr, amax_ptr, rows_ptr, columns_ptr, rows_row, columns_row, token, channel, n, F,
         ROWS, COLUMNS, E5M2, QUADS, CHANNELS,
     )  # fmt: skip
 
@@ -151,10 +150,10 @@ def swiglu_backward_fp8_triton(
     if not n:
         return
     slope_words, act_words = as_words(slope_columns_2FP, n), as_words(act_columns_FP, n)
-    _swiglu_backward_fp8[(tiles(n, f, SHORT_TILES * SHORT_QUADS, CHANNELS),)](
+    _swiglu_backward_fp8[(tiles(n, f, BACKWARD_TILES * BACKWARD_QUADS, CHANNELS),)](
         dact_NF, h_N2F, slope_gauge.scale, as_bits(slope_gauge.amax), slope_rows_N2F, slope_words,
         act_gauge.scale, as_bits(act_gauge.amax), act_words,
         dact_NF.stride(0), h_N2F.stride(0), row_of(slope_rows_N2F), row_of(slope_words), n, f,
-        WRITES=bool(given), TILES=SHORT_TILES, STAGES=STAGES, QUADS=SHORT_QUADS, CHANNELS=CHANNELS,
+        WRITES=bool(given), TILES=BACKWARD_TILES, STAGES=STAGES, QUADS=BACKWARD_QUADS, CHANNELS=CHANNELS,
         num_warps=WARPS,
     )  # fmt: skip

@@ -40,6 +40,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         first: int,
         agree: Agreement | None,
+        sums: torch.dtype,
     ) -> Tensor:
         tokens = hidden_NC.shape[0]
         head_VC = weight_VC.to(hidden_NC.dtype)
@@ -47,8 +48,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
         grad_weight_VC: Tensor | None = None
-        # What is not a parameter itself is rounded once, behind this; the others say in which format they add up.
-        wide = gradient_dtype(weight_VC) if weight_VC.is_leaf else torch.float32
         for start in range(0, tokens, chunk):
             some = slice(start, start + chunk)
             if agree is None:
@@ -61,7 +60,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden_NC is not None:
                 multiply(slope_NV, head_VC, out=grad_hidden_NC[some])
             if wants_weight and grad_weight_VC is None:
-                grad_weight_VC = multiply(slope_NV.T, hidden_NC[some], dtype=wide)
+                grad_weight_VC = multiply(slope_NV.T, hidden_NC[some], dtype=sums)
             elif grad_weight_VC is not None:
                 multiply(slope_NV.T, hidden_NC[some], out=grad_weight_VC, onto=grad_weight_VC)
             del slope_NV  # before the next logits are made
@@ -75,17 +74,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden_NC, grad_weight_VC = ctx.saved_tensors
         # In place: a copy of the head's gradient would be the largest tensor of the whole backward pass.
         if grad_hidden_NC is not None:
-            grad_hidden_NC.mul_(grad_loss)
+            scaled_add_(grad_hidden_NC, grad_hidden_NC, grad_loss, fresh=True)
         if grad_weight_VC is not None:
             if (total_VC := growing_gradient(ctx.weight)) is not None:
                 scaled_add_(total_VC, grad_weight_VC, grad_loss, fresh=False)
                 grad_weight_VC = None
             elif (dtype := gradient_dtype(ctx.weight)) == grad_weight_VC.dtype:
-                grad_weight_VC.mul_(grad_loss)
+                scaled_add_(grad_weight_VC, grad_weight_VC, grad_loss, fresh=True)
             else:
                 found_VC, grad_weight_VC = grad_weight_VC, torch.empty_like(grad_weight_VC, dtype=dtype)
                 scaled_add_(grad_weight_VC, found_VC, grad_loss, fresh=True)
-        return grad_hidden_NC, grad_weight_VC, None, None, None, None
+        return grad_hidden_NC, grad_weight_VC, None, None, None, None, None
 
 
 def _agreed_slope(
@@ -115,10 +114,11 @@ def chunked_cross_entropy(
     chunk: int = CHUNK_TOKENS,
     first: int = 0,
     agree: Agreement | None = None,
+    sums: torch.dtype = torch.float32,
 ) -> Tensor:
     """Mean of -log softmax(hidden @ weight.T)[label] over tokens, a scalar in fp32; hidden is [..., C], labels [...].
 
     A head may have the vocabulary's rows from `first` on only, where `agree` finds out about the others. The gradient
-    of hidden is then what these rows add to it.
+    of hidden is then what these rows add to it. That of the weight adds up from chunk to chunk in the format of `sums`.
     """
-    return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight_VC, labels.flatten(), chunk, first, agree)
+    return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight_VC, labels.flatten(), chunk, first, agree, sums)

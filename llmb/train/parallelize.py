@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
 from llmb.models.experts import Router
+from llmb.models.loss import chunked_cross_entropy
 from llmb.share import gradient_bytes, is_fused, is_halved, rank_parts
 from llmb.spec import RunConfig, Training
 from llmb.train.context_parallel import split_context
@@ -60,6 +61,8 @@ def halve(part: Network, config: RunConfig) -> None:
         gradients = torch.bfloat16 if gradient_bytes(config) == 2 else torch.float32
         halve_weights(part, gradients, exact=config.workload.masters == "fp32")
         make_ready(part, config.precision.dtype, config.workload)
+        if config.workload.gradients == "bf16":
+            part.cross_entropy = partial(chunked_cross_entropy, sums=torch.bfloat16)
 
 
 def optimizer_of(parts: list[Network], work: Training, mesh: Mesh) -> Optimizer:

@@ -45,15 +45,20 @@ def test_chunked_loss_refuses_a_second_backward_pass() -> None:
         loss.backward()
 
 
-def test_chunked_loss_in_bf16_accumulates_the_head_in_fp32() -> None:
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.005), (torch.bfloat16, 0.02)])
+def test_the_head_adds_up_in_the_format_asked_for(dtype: torch.dtype, most: float) -> None:
     generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(256, 16, generator=generator)
-    weight = torch.randn(50, 16, generator=generator, requires_grad=True)
+    hidden = torch.randn(256, 16, generator=generator).bfloat16()
+    weight = torch.randn(50, 16, generator=generator).bfloat16()
     labels = torch.randint(50, (256,), generator=generator)
-    (expected,) = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels), weight)
-    (ours,) = torch.autograd.grad(chunked_cross_entropy(hidden.bfloat16(), weight, labels, 8), weight)
-    assert ours.dtype == torch.float32
-    assert (ours - expected).norm() / expected.norm() < 2e-2
+    exact = weight.double().requires_grad_()
+    (expected,) = torch.autograd.grad(F.cross_entropy(hidden.double() @ exact.T, labels), exact)
+    head = weight.to(dtype).requires_grad_()
+    for total in (1, 2):  # the second time it is there already
+        chunked_cross_entropy(hidden, head, labels, 8, sums=dtype).backward()
+        assert head.grad is not None
+        assert head.grad.dtype == dtype
+        assert (head.grad - total * expected).norm() / (total * expected).norm() < most
 
 
 def test_a_token_sees_only_those_before_it() -> None:
