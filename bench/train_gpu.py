@@ -8,8 +8,7 @@ Random weights, synthetic tokens, whole optimizer steps of the engine itself (ll
 the sum of the best library time of each matrix product and attention call of the step and nothing else; of a Mamba scan
 the bytes it must move, of experts one product of all visits (`train_calls.py`). Steps count that end two seconds after
 the first: twenty of Llama 8b at 8,192 tokens, fewer of the others, as many as their seconds hold. The JSON file is
-written after each. Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried where PYTHONPATH has
-them.
+written after each. Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried if PYTHONPATH has them.
 
 Seconds on an H200: 410 in all. Rates 61; rows of Llama 8b 106 and 51, part `kernels` included, at 32k 18, Nemotron-H
 19, Grok-1 16 and 12, DeepSeek 13 and 12, Llama 1b 10; memory 26; peers 12, 13, 18 and 23. In parts:

@@ -13,7 +13,7 @@ from peer_process import Started
 from train_bench import Bench
 from train_rows import ROWS, Dtype, Row, work_of
 
-SEQUENCES = 6  # in steps that count, at least
+COUNTED = 6  # sequences of steps that count, at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def peers_in_waiting(bench: Bench) -> list[tuple[Peer, Started]]:
 def _started(bench: Bench, peer: Peer, row: Row) -> Started:
     work = work_of(bench.configuration(row))
     arguments = ["--kind", peer.kind, "--dtype", peer.dtype, "--seqlen", str(work.seqlen), "--gbs", str(work.gbs)]
-    steps = 1 if bench.tiny else -(-SEQUENCES // work.gbs)
+    steps = 1 if bench.tiny else -(-COUNTED // work.gbs)
     arguments += ["--mbs", str(work.mbs), "--steps", str(steps), "--wait"]
     return Started("train_peer.py", [*arguments, *(["--tiny"] if bench.tiny else [])])
 

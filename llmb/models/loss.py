@@ -79,10 +79,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if (total_VC := growing_gradient(ctx.weight)) is not None:
                 scaled_add_(total_VC, grad_weight_VC, grad_loss, fresh=False)
                 grad_weight_VC = None
-            elif (dtype := gradient_dtype(ctx.weight)) == grad_weight_VC.dtype:
-                scaled_add_(grad_weight_VC, grad_weight_VC, grad_loss, fresh=True)
             else:
-                found_VC, grad_weight_VC = grad_weight_VC, torch.empty_like(grad_weight_VC, dtype=dtype)
+                found_VC, dtype = grad_weight_VC, gradient_dtype(ctx.weight)
+                if dtype != found_VC.dtype:
+                    grad_weight_VC = torch.empty_like(found_VC, dtype=dtype)
                 scaled_add_(grad_weight_VC, found_VC, grad_loss, fresh=True)
         return grad_hidden_NC, grad_weight_VC, None, None, None, None, None
 
