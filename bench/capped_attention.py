@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from llmb.hardware import TERA
-from llmb.kernels import capped_attention_triton as kernels
-from llmb.kernels.capped_attention_triton import CappedAttention, Tiles
+from llmb.ops.attention import softcap_attention_triton as kernels
+from llmb.ops.attention.softcap_attention_triton import CappedAttention, Tiles
+from llmb.perfmodel.hardware import TERA
 
 HEADS, KV_HEADS, WIDTH, CAP = 48, 8, 128, 30.0
 SCALE = WIDTH**-0.5

@@ -83,13 +83,13 @@ def _empty(lab: SlurmLab) -> None:
 
 def listing(folder: Path, count: int) -> dict[str, float]:
     """Runs that have ended, half of them Slurm's."""
+    from llmb.config.recipe import load_all, shipped
+    from llmb.config.resolve import resolve
+    from llmb.config.row_selection import Request
     from llmb.events import RunEnded, StepDone
-    from llmb.launch.rundir import store_path
-    from llmb.recipes.recipe import load_all, shipped
-    from llmb.resolve import resolve
+    from llmb.launch.run_folder import store_path
     from llmb.results.derive import derive
-    from llmb.results.store import Store
-    from llmb.selection import Request
+    from llmb.results.job_store import Store
 
     recipe = load_all([shipped()])[WORKLOAD]
     config = resolve(recipe, Request(size=SIZE, dtype="fp32", gpus=1, proxy="small"))

@@ -81,7 +81,7 @@ def communication_log(folder: Path, gib: float) -> dict:
     took, peak_mb = [], []
     for _ in range(3):
         code = (
-            "import re, sys, time, resource\nfrom pathlib import Path\nfrom llmb.results.nccl import summarise\n"
+            "import re, sys, time, resource\nfrom pathlib import Path\nfrom llmb.results.readers.nccl_log import summarise\n"
             "t = time.perf_counter(); table = summarise(Path(sys.argv[1])); took = time.perf_counter() - t\n"
             # VmHWM is this program's own peak; getrusage's would hold that of the process which started it.
             "own = int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
@@ -100,13 +100,13 @@ def communication_log(folder: Path, gib: float) -> dict:
 
 def job_lists(folder: Path) -> dict:
     """Stores of 10 and 1,000 finished runs, listed by the command."""
+    from llmb.config.recipe import load_all, shipped
+    from llmb.config.resolve import resolve
+    from llmb.config.row_selection import Request
     from llmb.events import RunEnded, StepDone
-    from llmb.launch.rundir import store_path
-    from llmb.recipes.recipe import load_all, shipped
-    from llmb.resolve import resolve
+    from llmb.launch.run_folder import store_path
     from llmb.results.derive import derive
-    from llmb.results.store import Store
-    from llmb.selection import Request
+    from llmb.results.job_store import Store
 
     recipe = load_all([shipped()])["pretrain_llama3.1"]
     config = resolve(recipe, Request(size="8b", dtype="fp32", gpus=1, proxy="small"))

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import torch
 
-from llmb import hardware
 from llmb.errors import LaunchError
+from llmb.perfmodel import hardware
 
 
 def machine_of(device: torch.device) -> str:
@@ -22,7 +22,7 @@ def gpu_of(device: torch.device) -> str:
         return "cpu"
     found = hardware.recognise(torch.cuda.get_device_name(device))
     if found is None:
-        raise LaunchError(f"{machine_of(device)}: a GPU of which no peak is known; see llmb/hardware.py")
+        raise LaunchError(f"{machine_of(device)}: a GPU of which no peak is known; see llmb/perfmodel/hardware.py")
     return found
 
 

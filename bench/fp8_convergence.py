@@ -27,12 +27,12 @@ from pathlib import Path
 from findings import Findings
 from train_rows import NARROW
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
-from llmb.hardware import recognise
-from llmb.launch.machine import gpu_names
-from llmb.plain import to_plain
-from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
-from llmb.tokenfile import read_header
+from llmb.formats.token_file import read_header
+from llmb.launch.local_machine import gpu_names
+from llmb.perfmodel.hardware import recognise
 
 ROOT = Path(__file__).parent.parent
 LAST = 20  # steps whose mean loss is compared
@@ -48,7 +48,7 @@ Losses = dict[str, list[list[float]]]  # of each way, of each seed, of each step
 def shipped_text(folder: Path) -> Path | None:
     """The shipped text as a token file, or none, with a note that says why."""
     target = folder / "kjv.bin"
-    command = [sys.executable, "-m", "llmb.cli.run", "tokenize", str(ROOT / "data/kjv.txt")]
+    command = [sys.executable, "-m", "llmb.cli.llmb_run", "tokenize", str(ROOT / "data/kjv.txt")]
     command += ["--tokenizer", str(ROOT / "data/tokenizer.json"), "-o", str(target)]
     made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if made.returncode == 0:

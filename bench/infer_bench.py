@@ -9,7 +9,7 @@ from infer_ceilings import Rates, steady_step
 from infer_rates import head_rate, products_rate
 from infer_serving import Row
 
-from llmb.spec import Model
+from llmb.config.spec import Model
 
 SUSTAINED_S = 1.0  # of each measured rate
 TILE = 16  # tokens; a product of an odd number may be slower, and a ceiling is none then

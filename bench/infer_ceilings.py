@@ -3,15 +3,15 @@ the rate, whichever takes longer; classes follow one another on a device, so the
 
     sum(term.seconds(rates) for term in terms(model, precision, steady_step(isl=1000, osl=1000, batch=960)))
 
-Bytes and FLOPs follow from `llmb.costs`, bandwidth and rates are measured beside the engine (`infer_rates.py`). Only
+Bytes and FLOPs follow from `llmb.perfmodel.flops`, bandwidth and rates are measured beside the engine (`infer_rates.py`). Only
 what must be moved counts: weights and cached tokens once a step, no activations. Attention, MLPs and experts; no Mamba.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmb.costs import BYTES, Block, bytes_of, stack
-from llmb.spec import Model, Precision
+from llmb.config.spec import Model, Precision
+from llmb.perfmodel.flops import BYTES, Block, bytes_of, stack
 
 PRODUCTS, EXPERTS = "matrix products", "routed experts"
 DECODE, PREFILL = "attention, decode", "attention, prefill"

@@ -20,7 +20,7 @@ from infer_kernels import profiled
 from infer_profile import say_profile, small_floors
 from infer_serving import Row, config_of, decode, for_longer, opened, prefill, submit
 
-from llmb.infer.engine import Engine
+from llmb.serve.engine import Engine
 
 AIM = 0.7  # of the ceiling
 BATCHES, CONTEXT, PROMPT = (1, 64, 256), 1000, 8192

@@ -22,9 +22,9 @@ from infer_rates import bandwidths
 from infer_serving import Row
 from options import asked, parsed, parser_of
 
-from llmb.plain import convert
-from llmb.recipes.recipe import load_all, shipped
-from llmb.spec import Model
+from llmb.config.recipe import load_all, shipped
+from llmb.config.serialization import convert
+from llmb.config.spec import Model
 
 PARTS = ("ceilings", "throughput", "latency", "profile", "deepseek", "peer")
 

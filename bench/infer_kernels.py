@@ -19,10 +19,10 @@ from infer_serving import Row, submit
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from llmb.infer.engine import Engine
-from llmb.infer.step import Plan
-from llmb.spec import Model
-from llmb.train.timeline import Work, by_precedence
+from llmb.config.spec import Model
+from llmb.serve.engine import Engine
+from llmb.serve.step_batch import Plan
+from llmb.train.kernel_intervals import Work, by_precedence
 
 COPIES, OTHER = "copies", "other"
 # By the names of kernels, ours and others'; the first line that fits decides.

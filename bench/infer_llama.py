@@ -11,8 +11,8 @@ from infer_peer import peer_load
 from infer_profile import say_profile, small_floors
 from infer_serving import Decoded, Measured, Row, config_of, decode, like, measure, opened
 
-from llmb.infer.engine import Engine
-from llmb.spec import RunConfig
+from llmb.config.spec import RunConfig
+from llmb.serve.engine import Engine
 
 LATENCY_AIM = {"bf16": 0.85, "fp8": 0.75}  # of the bandwidth limit, one request
 PROFILED_STEPS = 10

@@ -6,8 +6,8 @@ from infer_bench import Bench
 from infer_ceilings import SAMPLING, SMALL, Rates, Step, Term, by_kind, small_bytes
 from infer_kernels import CLASSES, Profiled
 
-from llmb.costs import BYTES
-from llmb.spec import Model, Precision
+from llmb.config.spec import Model, Precision
+from llmb.perfmodel.flops import BYTES
 
 
 def small_floors(model: Model, precision: Precision, step: Step, read: float) -> dict[str, float]:

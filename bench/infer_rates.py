@@ -12,8 +12,8 @@ from infer_ceilings import product_shapes
 from stopwatch import copy_rate, sustained
 from torch import Tensor
 
-from llmb.kernels.forms import E4M3
-from llmb.spec import Model
+from llmb.config.spec import Model
+from llmb.ops.quant.activation_quant import E4M3
 
 
 def bandwidths(device: torch.device, size: int, seconds: float) -> dict[str, float]:

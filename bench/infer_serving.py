@@ -1,6 +1,6 @@
 """The engine as the benchmark drives it: a configuration, one measured phase, steps that are timed by themselves.
 
-Throughput goes through `llmb.infer.benchmark.Bench` and the events it records, and from there through `llmb.metrics`,
+Throughput goes through `llmb.serve.benchmark.serving_benchmark.Bench` and the events it records, and from there through `llmb.perfmodel.metrics`,
 as in `llmb-run submit`: there is no second way to a figure.
 """
 
@@ -17,21 +17,21 @@ from device import let_go
 from stopwatch import Stopwatch
 from torch import Tensor
 
+from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
 from llmb.events import RequestDone, read
-from llmb.infer.benchmark import Bench
-from llmb.infer.energy import Energy
-from llmb.infer.engine import Engine
-from llmb.infer.experts import ServedExperts
-from llmb.infer.load import Seat, load_of, warmup_load
-from llmb.infer.prompts import Draw, measured_prompts, terms_of
-from llmb.infer.request import Request
-from llmb.infer.runner import TorchRunner
-from llmb.infer.scheduler import Scheduler
-from llmb.infer.serve import open_engine
-from llmb.metrics import steady, throughput
-from llmb.rank.place import Place
-from llmb.rank.record import Record
-from llmb.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+from llmb.perfmodel.metrics import steady, throughput
+from llmb.runtime.rank_info import Place
+from llmb.runtime.recorder import Record
+from llmb.serve.benchmark.arrivals import Seat, load_of, warmup_load
+from llmb.serve.benchmark.energy import Energy
+from llmb.serve.benchmark.prompts import Draw, measured_prompts, terms_of
+from llmb.serve.benchmark.serving_benchmark import Bench
+from llmb.serve.engine import Engine
+from llmb.serve.engine_builder import open_engine
+from llmb.serve.layers.served_moe import ServedExperts
+from llmb.serve.model_runner import TorchRunner
+from llmb.serve.request import Request
+from llmb.serve.scheduler import Scheduler
 
 # Enough for every kernel to be compiled; graphs are captured when the engine opens.
 WARMUP_REQUESTS, WARMUP_STEPS = 16, 4  # at most so many, and of long prompts as many as so many steps read

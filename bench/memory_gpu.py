@@ -14,18 +14,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+from llmb.config.overrides import from_arguments
+from llmb.config.recipe import load_all, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.serialization import to_json
+from llmb.config.spec import RunConfig
 from llmb.events import StepDone, read
-from llmb.hardware import GIB
 from llmb.launch.command import engine_environment
-from llmb.launch.rehearsal import rehearse
-from llmb.memory import memory_estimate
-from llmb.plain import to_json
-from llmb.recipes.recipe import load_all, shipped
+from llmb.launch.dry_run_process import rehearse
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.report.table import render
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.settings import from_arguments
-from llmb.spec import RunConfig
 
 # workload, size, dtype, stand-in, settings: gradients accumulate over 2 micro-batches, as in the recipes
 RUNS = [

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from llmb.formats.token_file import TokenWriter
 from llmb.report.table import render
-from llmb.tokenfile import TokenWriter
 
 # workload, size, options; sequences a step are few so that all of them end within minutes
 RUNS = [
@@ -40,7 +40,7 @@ def repeated_batch(folder: Path, sequences: int) -> Path:
 
 def run(workload: str, size: str, options: list[str], dtype: str, steps: int, data: Path) -> dict:
     """One run's Result; a run that failed tells why in it."""
-    command = [sys.executable, "-m", "llmb.cli.run", "submit", "-w", workload, "-s", size, "--dtype", dtype]
+    command = [sys.executable, "-m", "llmb.cli.llmb_run", "submit", "-w", workload, "-s", size, "--dtype", dtype]
     command += ["--scale", "1", "--set", f"steps={steps}", "--set", f"data={data}", "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()

@@ -9,13 +9,13 @@ from device import gpu_of, let_go, machine_of
 from findings import Findings
 from outofcore_rows import Row
 
-from llmb import hardware
-from llmb.layer.products import Products
-from llmb.outofcore import probe
-from llmb.outofcore.host_slab import HostSlab
-from llmb.predict.rates import Rates
-from llmb.report.plan import describe_rates
-from llmb.spec import Model
+from llmb.config.spec import Model
+from llmb.models.llama_layer.linear_gemms import Products
+from llmb.offload import machine_probe
+from llmb.offload.pinned_memory import HostSlab
+from llmb.perfmodel import hardware
+from llmb.perfmodel.offload.machine_rates import Rates
+from llmb.report.plan_text import describe_rates
 
 PROBE_S = 4.0  # of the longest measurement of a rate
 
@@ -68,16 +68,16 @@ class Bench(Findings):
 def measured_rates(gpu: str, device: torch.device, tiny: bool) -> Rates:
     """All that a plan in bf16 goes by."""
     torch.manual_seed(0)
-    usual = probe.ON_GPU if device.type == "cuda" else probe.ON_CPU
+    usual = machine_probe.ON_GPU if device.type == "cuda" else machine_probe.ON_CPU
     sizes = replace(usual, seconds=0.06 if tiny else PROBE_S)
-    attention = {name: rate / hardware.TERA for name, rate in probe.attention_rates(device, sizes).items()}
-    link = {name: rate / hardware.GB for name, rate in probe.link_rates(device, sizes).items()}
+    attention = {name: rate / hardware.TERA for name, rate in machine_probe.attention_rates(device, sizes).items()}
+    link = {name: rate / hardware.GB for name, rate in machine_probe.link_rates(device, sizes).items()}
     return Rates(
         gpu=gpu,
-        matmul_tflops=probe.products_rate(Products(), device, sizes) / hardware.TERA,
+        matmul_tflops=machine_probe.products_rate(Products(), device, sizes) / hardware.TERA,
         **attention,
         square_tokens=sizes.square_tokens,
-        memory_gbs=probe.memory_rate(device, sizes) / hardware.GB,
+        memory_gbs=machine_probe.memory_rate(device, sizes) / hardware.GB,
         **link,
         source="measured in this process",
     )

@@ -17,8 +17,8 @@ from typing import Any
 
 from peer_process import tell
 
-from llmb.hardware import GIB
-from llmb.predict.footprint import CONTEXT_BYTES
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.offload.plan_memory import CONTEXT_BYTES
 
 
 def peer(options: argparse.Namespace) -> dict[str, Any]:

@@ -9,17 +9,17 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
+from llmb.config.offload_plan import ATTENTION, FULL, INPUT, Plan
+from llmb.config.recipe import load_all, shipped
+from llmb.config.serialization import convert
+from llmb.config.spec import Model
 from llmb.errors import ConfigError
-from llmb.plain import convert
-from llmb.plan import ATTENTION, FULL, INPUT, Plan
-from llmb.predict.draft import Planned, Wishes
-from llmb.predict.durations import Cost, Durations
-from llmb.predict.pieces import Units
-from llmb.predict.rates import Rates
-from llmb.predict.search import best_plan
-from llmb.predict.work import chunks_of
-from llmb.recipes.recipe import load_all, shipped
-from llmb.spec import Model
+from llmb.perfmodel.offload.buffers import Units
+from llmb.perfmodel.offload.machine_rates import Rates
+from llmb.perfmodel.offload.plan_candidate import Planned, Wishes
+from llmb.perfmodel.offload.plan_search import best_plan
+from llmb.perfmodel.offload.step_tasks import chunks_of
+from llmb.perfmodel.offload.task_durations import Cost, Durations
 
 MIB = 1 / 1024  # GiB
 

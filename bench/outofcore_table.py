@@ -14,17 +14,17 @@ from outofcore_bench import Bench
 from outofcore_rows import BATCH_ROW, LARGE_BATCH, Row, ceiling_s, plan_line, plans_of, tiny_row
 from outofcore_training import Order, Trained, train
 
-from llmb import costs, metrics
 from llmb.errors import LaunchError
-from llmb.hardware import GIB, TERA
-from llmb.lanes import Lanes, write_lanes
-from llmb.outofcore.arena import Budgets
-from llmb.outofcore.host_slab import HostSlab
-from llmb.predict.draft import Planned
-from llmb.predict.rates import Rates
-from llmb.predict.simulation import simulate
-from llmb.report.profile_page import write_profile
+from llmb.offload.arena import Budgets
+from llmb.offload.pinned_memory import HostSlab
+from llmb.perfmodel import flops, metrics
+from llmb.perfmodel.hardware import GIB, TERA
+from llmb.perfmodel.offload.machine_rates import Rates
+from llmb.perfmodel.offload.plan_candidate import Planned
+from llmb.perfmodel.offload.simulator import simulate
+from llmb.perfmodel.offload.stream_timeline import Lanes, write_lanes
 from llmb.report.table import number
+from llmb.report.timeline.profile_page import write_profile
 
 MEASURED_S = 30.0  # steps of a row count until there are enough or this is over
 LARGE_BATCH_LOSS = 0.03  # that a small batch may cost
@@ -114,7 +114,7 @@ def _order(bench: Bench, row: Row, made: Planned, rates: Rates) -> Order:
 
 def _outcome(bench: Bench, row: Row, made: Planned, trained: Trained, rates: Rates) -> Outcome:
     model, step_s, tokens = bench.models[row.size], trained.step_s, made.plan.step_tokens
-    useful = row.gbs * costs.train_flops_per_sequence(model, row.seqlen, "causal")
+    useful = row.gbs * flops.train_flops_per_sequence(model, row.seqlen, "causal")
     return Outcome(
         row=row,
         step_s=step_s,

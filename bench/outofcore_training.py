@@ -11,14 +11,14 @@ from itertools import pairwise
 
 import torch
 
-from llmb.lanes import Lane, Lanes
-from llmb.outofcore.arena import Budgets
-from llmb.outofcore.batches import Batches
-from llmb.outofcore.host_slab import HostSlab
-from llmb.outofcore.lane_record import LaneRecord
-from llmb.outofcore.trainer import Settings, Trainer
-from llmb.predict.draft import Planned
-from llmb.spec import Model
+from llmb.config.spec import Model
+from llmb.offload.arena import Budgets
+from llmb.offload.chunked_batches import Batches
+from llmb.offload.pinned_memory import HostSlab
+from llmb.offload.stream_recorder import LaneRecord
+from llmb.offload.trainer import Settings, Trainer
+from llmb.perfmodel.offload.plan_candidate import Planned
+from llmb.perfmodel.offload.stream_timeline import Lane, Lanes
 
 SEED = 1234
 LR = 3e-6  # ten times as much makes the loss of 8b jump in its third step: all weights of 32 layers go one way at first

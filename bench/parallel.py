@@ -25,19 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Experts, Machine, Model, Parallel, Precision, Profile, RunConfig, Training
 from llmb.events import StepDone, read
 from llmb.models.architectures import Network, build_model
-from llmb.plain import to_plain
 from llmb.report.table import render
-from llmb.spec import Experts, Machine, Model, Parallel, Precision, Profile, RunConfig, Training
-from llmb.train.context_parallel import split_context
-from llmb.train.expert_parallel import split_experts
-from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.context_parallel import split_context
+from llmb.train.parallel.expert_parallel import split_experts
+from llmb.train.parallel.fsdp import shard
+from llmb.train.parallel.mesh import Mesh
+from llmb.train.parallel.pipeline import own_parts
+from llmb.train.parallel.tensor_parallel import split_tensors
 from llmb.train.parallelize import prepare
-from llmb.train.pipeline import own_parts
-from llmb.train.sharding import shard
-from llmb.train.tensor_parallel import split_tensors
 
 SIZES = {"layers": 4, "hidden": 256, "ffn": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 4096}
 LLAMA = Model(name="llama", architecture="llama", **SIZES)

@@ -13,18 +13,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmb.hardware import GIB
-from llmb.launch.rehearsal import rehearse
-from llmb.memory import memory_estimate
-from llmb.plain import to_plain
-from llmb.recipes.recipe import expand_gpus, load_all, shipped
-from llmb.rehearsed import Rehearsal
+from llmb.config.recipe import expand_gpus, load_all, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.serialization import to_plain
+from llmb.config.spec import RunConfig
+from llmb.launch.dry_run_process import rehearse
+from llmb.perfmodel.communication import step_traffic
+from llmb.perfmodel.dry_run_summary import Rehearsal
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.perfmodel.shards import rank_flops, rank_parameters
 from llmb.report.table import render
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.share import rank_flops, rank_parameters
-from llmb.spec import RunConfig
-from llmb.traffic import step_traffic
 
 HEADER = ("run", "gpu", "s", "peak GiB", "fits", "closed form", "parameters", "FLOPs", "traffic")
 SMALL = 2**20  # bytes a call: exchanges of numbers and counts are no traffic worth a formula

@@ -11,9 +11,9 @@ from train_rates import measured
 from train_rows import FEWEST, Row, configuration, tiny_configuration
 from train_run import Order
 
-from llmb import hardware
-from llmb.hardware import GIB
-from llmb.spec import RunConfig
+from llmb.config.spec import RunConfig
+from llmb.perfmodel import hardware
+from llmb.perfmodel.hardware import GIB
 
 TURNS_S = 1.5  # in which the calls of a row take turns
 SETTLING_S = 2.0  # behind a row's first step, while clocks fall

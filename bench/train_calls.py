@@ -9,8 +9,8 @@ activations and the optimizer are left out, and so is what is computed again.
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from llmb.costs import BYTES
-from llmb.spec import Latent, Mamba, Model, RunConfig, Training
+from llmb.config.spec import Latent, Mamba, Model, RunConfig, Training
+from llmb.perfmodel.flops import BYTES
 
 Way = Literal["forward", "input gradient", "weight gradient"]
 WAYS: tuple[Way, ...] = ("forward", "input gradient", "weight gradient")

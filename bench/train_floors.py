@@ -21,11 +21,11 @@ from train_trace import (
     Size,
 )
 
-from llmb import costs
-from llmb.memory import memory_estimate
-from llmb.spec import Model, RunConfig, Training
+from llmb.config.spec import Model, RunConfig, Training
+from llmb.perfmodel import flops
+from llmb.perfmodel.memory_estimate import memory_estimate
 
-VALUE = costs.BYTES["bf16"]
+VALUE = flops.BYTES["bf16"]
 
 
 def floors(config: RunConfig, seconds: dict[Call, float], memory: float) -> dict[str, float]:
@@ -80,7 +80,7 @@ def _moved(config: RunConfig, tokens: int) -> dict[str, float]:
     }
     found |= {kind: tokens * values * VALUE for kind, values in ((ROUTING, routing), (SCAN, scan)) if values}
     if config.precision.dtype == "fp8":
-        weights = sum(count * (block.matrices + block.routed) for _, count, block in costs.stack(model))
+        weights = sum(count * (block.matrices + block.routed) for _, count, block in flops.stack(model))
         found[QUANTISING] = 2.0 * weights + 2 * tokens * attention * VALUE
     return found
 

@@ -10,8 +10,8 @@ from train_rows import Row
 from train_run import PROFILED, Trained
 from train_trace import CLASSES, COPIES, IDLE, OTHER, TakenApart, taken_apart
 
-from llmb.hardware import TERA
-from llmb.spec import RunConfig
+from llmb.config.spec import RunConfig
+from llmb.perfmodel.hardware import TERA
 
 IDLE_AIM = 0.01  # of the timeline
 NAMED = (COPIES, OTHER)  # classes whose longest kernels are named, so that nothing hides

@@ -2,7 +2,7 @@
 
 All calls of a row take turns for some seconds, on random numbers, each as often as in a step: a chip that runs out of
 power slows down, and what one call sees depends on the others. Each is timed by its own events, and its median counts.
-Of cuBLAS's algorithms `llmb/kernels/multiply.py` takes the fastest, of torch's kernels of attention this program.
+Of cuBLAS's algorithms `llmb/ops/gemm/matmul.py` takes the fastest, of torch's kernels of attention this program.
 """
 
 import time
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_calls import Attended, Call, Moved, Product, Timed
 
-from llmb.kernels.forms import E4M3
-from llmb.kernels.multiply import multiply
-from llmb.kernels.trial import in_turn
+from llmb.ops.gemm.algorithm_trial import in_turn
+from llmb.ops.gemm.matmul import multiply
+from llmb.ops.quant.activation_quant import E4M3
 
 Making = Callable[[], object]
 SETTLING = 1 / 3  # of a row's turns, which do not count

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmb.recipes.recipe import load_all, shipped
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.settings import from_arguments
-from llmb.spec import RunConfig, Training
+from llmb.config.overrides import from_arguments
+from llmb.config.recipe import load_all, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import RunConfig, Training
 
 Dtype = Literal["bf16", "fp8"]
 STEPS = 100_000  # more than any row takes: who measures says when it is enough

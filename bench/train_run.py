@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from llmb.config.spec import OutOfCore, RunConfig
 from llmb.events import StepDone
-from llmb.outofcore.loop import train as train_out_of_core
-from llmb.rank.record import Fact, Record
-from llmb.spec import OutOfCore, RunConfig
-from llmb.train.graphs import MicroBatchGraph
+from llmb.offload.offload_loop import train as train_out_of_core
+from llmb.runtime.recorder import Fact, Record
+from llmb.train.cuda_graphs import MicroBatchGraph
 from llmb.train.loop import train
 
 PROFILED = 1  # steps, after one in which the tracing library gets used to its work

@@ -11,11 +11,11 @@ from train_kernels import kernels
 from train_rows import MEMORY_ROW, Row, within_memory, work_of
 from train_run import Order, Trained, trained
 
-from llmb import costs, metrics
+from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import LlmbError
-from llmb.hardware import GIB, TERA
-from llmb.rank.endings import OutOfMemory
-from llmb.spec import OutOfCore, RunConfig
+from llmb.perfmodel import flops, metrics
+from llmb.perfmodel.hardware import GIB, TERA
+from llmb.runtime.run_ending import OutOfMemory
 
 SMALL_GIB = 78.0  # that 80 of an H100 leave beside its driver
 MEMORY_LOSS = 0.06  # of speed that fitting into it may cost
@@ -148,8 +148,8 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
         bench.clear()
     if done is None:
         return None
-    flops = work.gbs * costs.train_flops_per_sequence(config.model, work.seqlen, "causal")
-    tflops = metrics.tflops_per_gpu(flops, done.step_s, 1)
+    step_flops = work.gbs * flops.train_flops_per_sequence(config.model, work.seqlen, "causal")
+    tflops = metrics.tflops_per_gpu(step_flops, done.step_s, 1)
     found = Outcome(
         row=row, config=config, trained=done, tokens_per_s=work.gbs * work.seqlen / done.step_s, tflops=tflops,
         mfu=metrics.mfu(tflops, bench.peak(row.dtype)), ceiling=ceiling,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from llmb.train.timeline import Work, by_nesting, by_precedence
+from llmb.train.kernel_intervals import Work, by_nesting, by_precedence
 
 PRODUCTS, ATTENTION, SCAN = "matrix products", "attention", "scan and convolution"
 SMALL, QUANTISING, LOSS = "normalisation and activation", "quantising and transposing", "loss"

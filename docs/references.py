@@ -7,8 +7,8 @@ themselves. The page is written from the recipe.yaml files alone:
 from dataclasses import dataclass
 from typing import Any
 
-from llmb import costs, hardware, metrics
-from llmb.recipes.recipe import Recipe, Row, load_all, load_yaml, per_gpus, shipped
+from llmb.config.recipe import Recipe, Row, load_all, load_yaml, per_gpus, shipped
+from llmb.perfmodel import flops, hardware, metrics
 
 ONE_TRILLION = 1e12
 
@@ -18,7 +18,7 @@ INTRODUCTION = """\
 Written by `python docs/references.py` from the recipes; do not edit. In each pair the first number is printed
 in the source and the second follows from the printed step time: tokens/s = sequence length x GBS / step time; TFLOP/s
 per GPU = tokens/s x model FLOPs a token / GPUs; MFU = that over the peak of the GPU for the dtype; days for 10^12
-tokens. Model FLOPs are those of `llmb/costs.py`, with the attention convention named. A dash: the source does not
+tokens. Model FLOPs are those of `llmb/perfmodel/flops.py`, with the attention convention named. A dash: the source does not
 print it.
 """
 
@@ -52,7 +52,7 @@ def recompute(recipe: Recipe, published: Row) -> Recomputed:
 def flops_per_sequence(recipe: Recipe, size: str, seqlen: int) -> float:
     """Model FLOPs of one sequence, by the recipe's convention."""
     convention: Any = recipe.flops_convention
-    return costs.train_flops_per_sequence(recipe.model(size), seqlen, convention)
+    return flops.train_flops_per_sequence(recipe.model(size), seqlen, convention)
 
 
 def contradictions(recipe: Recipe) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from llmb.plain import to_json
-from llmb.spec import Status
+from llmb.config.serialization import to_json
+from llmb.config.spec import Status
 
 WHERE_SIGNAL = signal.SIGUSR2  # asks a rank for its Whereabouts
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmb.recipes.recipe import load_all, shipped
-from llmb.settings import SELECTOR_VARIABLES, VARIABLES
+from llmb.config.overrides import SELECTOR_VARIABLES, VARIABLES
+from llmb.config.recipe import load_all, shipped
 
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     # No GPU: Triton kernels run in its interpreter. That is chosen when Triton is first imported, which torch may do.
@@ -46,7 +46,7 @@ def recipes():
 @pytest.fixture
 def llmb_run(capsys):
     """Runs a command line in this process; gives exit code, stdout and stderr."""
-    from llmb.cli.run import main
+    from llmb.cli.llmb_run import main
 
     def call(*arguments: str):
         try:

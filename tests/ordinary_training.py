@@ -6,19 +6,19 @@ from functools import cache
 
 import torch
 
+from llmb.config.offload_plan import Plan
+from llmb.config.spec import Model
 from llmb.models.llama import Llama
-from llmb.outofcore.batches import Batches
-from llmb.outofcore.names import places
-from llmb.outofcore.streams import Lanes
-from llmb.outofcore.tensors import unit_tensors
-from llmb.outofcore.trainer import Settings, Trainer
-from llmb.plan import Plan
-from llmb.predict.pieces import Units
-from llmb.predict.rates import NOMINAL_CPU
-from llmb.predict.simulation import simulate
-from llmb.rank.adamw import BETAS, WEIGHT_DECAY
-from llmb.rank.tokens import synthetic_tokens
-from llmb.spec import Model
+from llmb.offload.bucket_params import places
+from llmb.offload.buffer_views import unit_tensors
+from llmb.offload.chunked_batches import Batches
+from llmb.offload.cuda_streams import Lanes
+from llmb.offload.trainer import Settings, Trainer
+from llmb.perfmodel.offload.buffers import Units
+from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
+from llmb.perfmodel.offload.simulator import simulate
+from llmb.runtime.adamw_defaults import BETAS, WEIGHT_DECAY
+from llmb.runtime.synthetic_tokens import synthetic_tokens
 
 CPU = torch.device("cpu")
 SEED = 11

@@ -2,9 +2,9 @@
 
 from hypothesis import strategies as st
 
-from llmb.plan import Plan
-from llmb.predict.pieces import Units
-from llmb.spec import Model
+from llmb.config.offload_plan import Plan
+from llmb.config.spec import Model
+from llmb.perfmodel.offload.buffers import Units
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """The published models in numbers, typed apart from the recipes so that neither can hide a mistake of the other."""
 
-from llmb.spec import Experts, Latent, Mamba, Model
+from llmb.config.spec import Experts, Latent, Mamba, Model
 
 
 def llama(name: str, layers: int, hidden: int, ffn: int, heads: int, head_dim: int = 128, tied: bool = False) -> Model:

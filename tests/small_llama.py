@@ -7,18 +7,18 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from llmb.kernels.span_attention import spans_of
-from llmb.layer.block import Block
-from llmb.layer.fp8_linears import Fp8Linears
-from llmb.layer.fp8_weights import Fp8Layer, Fp8Weights, Way
-from llmb.layer.linears import PlainLinears
-from llmb.layer.tensors import BlockWeights
+from llmb.config.spec import Model
 from llmb.models.blocks import rope_table
 from llmb.models.llama import Llama
-from llmb.outofcore.tensors import attn_of, block_weights, kv_of, rest_of
-from llmb.outofcore.vocabulary import embed, embed_backward, head_loss
-from llmb.predict.pieces import Units
-from llmb.spec import Model
+from llmb.models.llama_layer.fp8_layer_weights import Fp8Layer, Fp8Weights, Way
+from llmb.models.llama_layer.fp8_linears import Fp8Linears
+from llmb.models.llama_layer.layer import Block
+from llmb.models.llama_layer.layer_tensors import BlockWeights
+from llmb.models.llama_layer.linears import PlainLinears
+from llmb.offload.buffer_views import attn_of, block_weights, kv_of, rest_of
+from llmb.offload.vocab_ends import embed, embed_backward, head_loss
+from llmb.ops.attention.segment_attention import spans_of
+from llmb.perfmodel.offload.buffers import Units
 
 CPU = torch.device("cpu")
 MODEL = Model(

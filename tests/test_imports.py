@@ -1,102 +1,100 @@
-"""The import table of the design: who may import whom, and that the command line never imports torch."""
+"""The import table of the design: which package may import which, and that the command line never imports torch."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "llmb"
-# In this order, each may import those before it.
-GROUND = [
-    "errors", "plain", "lanes", "tokenfile", "plan", "spec", "hardware", "layout", "schedule", "costs", "share",
-    "traffic", "activations", "occupancy", "serving_fit", "memory", "rehearsed", "metrics", "events",
-]  # fmt: skip
-RESOLVING = [
-    "settings", "recipes", "selection", "serving", "shrink", "standins", "scaledown", "planning", "resolve", "tasks",
-    "bulk",
-]  # fmt: skip
+# Importable from one another; `test_the_foundation_has_no_import_cycle` keeps the order among their modules.
+FOUNDATION = {"errors", "events", "config", "perfmodel", "formats"}
+DESK = FOUNDATION | {"launch", "results", "report"}
 ALLOWED = {
-    **{part: set(GROUND[:i]) for i, part in enumerate(GROUND)},
-    "recipes": {"errors", "plain", "spec", "hardware"},
-    "settings": {"errors"},
-    "shrink": {"spec"},
-    "standins": {"errors", "spec"},
-    "selection": {"errors", "spec", "hardware", "recipes", "settings"},
-    "serving": {"errors", "spec", "hardware", "recipes", "settings"},
-    "scaledown": {"errors", "plain", "spec", "layout", "recipes", "selection", "shrink", "standins"},
-    "planning": {"errors", "spec", "hardware", "predict"},
-    "resolve": {
-        *GROUND,
-        "predict",
-        "planning",
-        "recipes",
-        "settings",
-        "selection",
-        "serving",
-        "scaledown",
-        "standins",
-    },
-    "tasks": {"errors", "recipes", "selection", "settings"},
-    "bulk": {"errors", "plain", "recipes", "settings", "tasks"},
-    "shard": set(),
-    "checksums": set(),
-    "weightfolder": {"errors", "plain", "hardware", "recipes", "shard", "checksums"},
-    "predict": {"errors", "plain", "plan", "spec", "hardware", "costs", "lanes"},
-    "launch": {"errors", "plain", "spec", "rehearsed", "events"},
-    "results": set(GROUND),
-    "report": {*GROUND, "predict", "results"},
-    "cli": {*GROUND, *RESOLVING, "predict", "launch", "results", "report", "weightfolder"},
-    "kernels": {"errors"},
-    "models": {"errors", "plain", "spec", "kernels"},
-    "layer": {"errors", "spec", "predict", "kernels"},
-    "rank": set(GROUND),
-    "train": {*GROUND, "kernels", "layer", "models", "rank"},
-    "infer": {*GROUND, "kernels", "models", "rank"},
-    "outofcore": {*GROUND, "predict", "kernels", "layer", "models", "rank"},
+    **dict.fromkeys(FOUNDATION, FOUNDATION),
+    "launch": FOUNDATION,
+    "results": FOUNDATION,
+    "report": FOUNDATION | {"results"},
+    "cli": DESK,
+    "ops": {"errors"},
+    "models": {"errors", "config", "ops"},
+    "runtime": FOUNDATION,
+    "train": FOUNDATION | {"ops", "models", "runtime"},
+    "offload": FOUNDATION | {"ops", "models", "runtime"},
+    "serve": FOUNDATION | {"ops", "models", "runtime"},
 }
-DEVICE_SIDE = {"kernels", "layer", "models", "rank", "train", "infer", "outofcore"}
+DEVICE_SIDE = {"ops", "models", "runtime", "train", "serve", "offload"}
+MOST_FILES = 22  # of a package, __init__ and __main__ not counted
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
 
 def imports_of(path: Path) -> set[str]:
     """Full names of what a file imports, wherever the import stands."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            if node.module == "llmb":
-                found |= {f"llmb.{alias.name}" for alias in node.names}
-    return found
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
 
 
-def files():
-    return [p for p in sorted(PACKAGE.rglob("*.py")) if p != PACKAGE / "__init__.py"]
+def package_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_a_part_imports_only_what_the_table_allows(path):
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    names = {name.split(".")[1] for name in imports_of(path) if name.startswith("llmb.")} - {"__version__"}
-    assert names - {part} <= ALLOWED[part], f"{part} must not import {names - {part} - ALLOWED[part]}"
+def module_of(path: Path) -> str:
+    return ".".join(("llmb", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_the_desk_side_never_imports_torch_nor_the_device_side_yaml(path):
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    forbidden = {"yaml", "argcomplete"} if part in DEVICE_SIDE else {"torch", "numpy", "triton"}
-    assert not {name.split(".")[0] for name in imports_of(path)} & forbidden
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_a_package_imports_only_what_the_table_allows(package):
+    for path in FILES:
+        if package_of(path) == package:
+            names = {name.split(".")[1] for name in imports_of(path) if name.startswith("llmb.")} - {"__version__"}
+            forbidden = names - {package} - ALLOWED[package]
+            assert not forbidden, f"{path} must not import {forbidden}"
 
 
-def test_the_command_line_starts_without_torch_yaml_or_json():
+def test_every_file_belongs_to_a_package_of_the_table():
+    assert {package_of(path) for path in FILES} == set(ALLOWED)
+
+
+def test_the_foundation_has_no_import_cycle():
+    modules = {module_of(path): imports_of(path) for path in FILES if package_of(path) in FOUNDATION}
+    edges = {module: names & modules.keys() - {module} for module, names in modules.items()}
+    while edges:
+        leaves = {module for module, names in edges.items() if not names & edges.keys()}
+        assert leaves, f"import cycle among {sorted(edges)}"
+        edges = {module: names for module, names in edges.items() if module not in leaves}
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_the_desk_side_never_imports_torch_nor_the_device_side_yaml(package):
+    forbidden = {"yaml", "argcomplete"} if package in DEVICE_SIDE else {"torch", "numpy", "triton"}
+    for path in FILES:
+        if package_of(path) == package:
+            assert not {name.split(".")[0] for name in imports_of(path)} & forbidden, path
+
+
+def test_the_command_line_starts_without_torch_yaml_or_sqlite():
     code = (
-        "import sys, llmb.cli.run as r; r.parser(); print([m for m in ('torch','yaml','sqlite3') if m in sys.modules])"
+        "import sys, llmb.cli.llmb_run as r; r.parser()\n"
+        "print([m for m in ('torch', 'yaml', 'sqlite3') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 def test_no_file_has_a_name_that_explains_nothing():
     vague = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py", "base.py", "manager.py"}
-    assert not [p for p in files() if p.name in vague]
+    assert not [path for path in FILES if path.name in vague]
+
+
+def test_a_basename_occurs_once_and_packages_are_small():
+    named = [path for path in FILES if path.stem not in ("__init__", "__main__")]
+    assert not [name for name, count in Counter(path.name for path in named).items() if count > 1]
+    for folder, count in Counter(path.parent for path in named).items():
+        assert count <= MOST_FILES, f"{folder} has {count} files"
+        assert len(folder.relative_to(PACKAGE).parts) <= 2, f"{folder} is more than two levels down"

@@ -1,0 +1,1 @@
+"""Command lines llmb-run and llmb-install, one file per subcommand."""

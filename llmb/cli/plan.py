@@ -4,8 +4,8 @@ import argparse
 import sys
 from typing import Any
 
-from llmb.cli.choices import add_run_options
-from llmb.cli.parsing import command
+from llmb.cli.run_options import add_run_options
+from llmb.cli.subcommand import command
 
 EXAMPLES = (
     "llmb-run plan -w outofcore_llama3 -s 8b --seqlen 65536 --host-gb 178 --device-gb 78",
@@ -27,23 +27,23 @@ def add_commands(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The plan of each run that is named."""
-    from llmb.cli import choices
-    from llmb.cli.budgets import beyond_this_machine
+    from llmb.cli import run_options
+    from llmb.cli.memory_budgets import beyond_this_machine
+    from llmb.config.run_list import split_target, tasks_for
+    from llmb.config.serialization import to_json
     from llmb.errors import ConfigError
-    from llmb.plain import to_json
-    from llmb.report.plan import describe_plan
     from llmb.report.plan_figures import as_data, plan_figures
-    from llmb.tasks import split_target, tasks_for
+    from llmb.report.plan_text import describe_plan
 
-    recipes = choices.load_recipes()
+    recipes = run_options.load_recipes()
     planned = ", ".join(key for key, recipe in recipes.items() if recipe.kind == "outofcore")
-    wanted = choices.wanted(options)
+    wanted = run_options.wanted(options)
     if not wanted.targets:
         raise ConfigError(f"plan: name the run with -w; plans are made for out-of-core runs: {planned}")
     for target in wanted.targets:
         if split_target(target, recipes)[0].kind != "outofcore":
             raise ConfigError(f"plans are made for out-of-core runs ({planned}), not for {target}; see llmb-run show")
-    resolved, bad = choices.resolve_all(tasks_for(wanted, recipes), recipes)
+    resolved, bad = run_options.resolve_all(tasks_for(wanted, recipes), recipes)
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
     for _, config in resolved:

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from llmb.cli.choices import add_place_options, add_run_options, examples
-from llmb.cli.parsing import command
+from llmb.cli.run_options import add_place_options, add_run_options, examples
+from llmb.cli.subcommand import command
 
 RANK_GIB = 0.25  # measured: what a process with torch has for itself before it holds a model
 
@@ -35,29 +35,29 @@ def run(options: argparse.Namespace) -> int:
     """All tasks of a command line, largest first: one after the other here, all at once to Slurm."""
     from dataclasses import replace
 
-    from llmb.cli import choices, on_slurm
+    from llmb.cli import run_options, submit_slurm
     from llmb.launch.secrets import mask
 
-    recipes = choices.load_recipes()
-    resolved, bad = choices.resolve_all(_tasks(options, recipes), recipes)
+    recipes = run_options.load_recipes()
+    resolved, bad = run_options.resolve_all(_tasks(options, recipes), recipes)
     resolved = [(task, replace(config, environment=mask(config.environment))) for task, config in resolved]
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
-    place = on_slurm.place(options, os.environ)
+    place = submit_slurm.place(options, os.environ)
     if options.dry_run or options.on == "dry":
         _print_dry(resolved, options.json)
         if (place == "slurm" or options.on == "dry") and not options.json:
-            on_slurm.print_scripts(resolved, options)
+            submit_slurm.print_scripts(resolved, options)
         return 1 if bad else 0
     if place == "slurm":
-        return max(on_slurm.send(resolved, options), 1 if bad else 0)
-    on_slurm.refuse_wishes(options)
+        return max(submit_slurm.send(resolved, options), 1 if bad else 0)
+    submit_slurm.refuse_wishes(options)
     if place == "local":
         for _, config in resolved:
             _check_runs_here(config)
             _warn_of_budgets(config)
     else:
-        resolved = [(task, on_slurm.in_room(config, os.environ)) for task, config in resolved]
+        resolved = [(task, submit_slurm.in_room(config, os.environ)) for task, config in resolved]
     asked, codes = sum(task.repeats for task, _ in resolved), []
     for task, config in resolved:
         done, interrupted = _run_repeatedly(config, task.request.environment, task.repeats, options.json, place)
@@ -72,11 +72,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     """From flags or from a file; an `--env` that names a setting is one, any other reaches the ranks."""
-    from llmb.bulk import read_bulk
-    from llmb.cli import choices
+    from llmb.cli import run_options
+    from llmb.config.bulk_file import read_bulk
+    from llmb.config.overrides import VARIABLES, Setting
+    from llmb.config.run_list import largest_first, tasks_for, with_wishes
     from llmb.errors import ConfigError
-    from llmb.settings import VARIABLES, Setting
-    from llmb.tasks import largest_first, tasks_for, with_wishes
 
     if options.file and (options.workload or options.size):
         raise ConfigError("-f names the workloads; leave out -w and -s")
@@ -87,7 +87,7 @@ def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     if options.timeout is not None:
         wishes.append(Setting(field="time_limit_s", value=options.timeout, source="--timeout"))
     for_ranks = {k: v for k, v in environment.items() if k not in VARIABLES}
-    wanted = choices.wanted(options)
+    wanted = run_options.wanted(options)
     tasks = read_bulk(options.file, recipes, wanted) if options.file else tasks_for(wanted, recipes)
     return largest_first([with_wishes(task, wishes, for_ranks) for task in tasks])
 
@@ -105,9 +105,9 @@ def _environment(pairs: list[str]) -> dict[str, str]:
 
 
 def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
+    from llmb.config.serialization import to_json
     from llmb.launch.command import spelled_command
-    from llmb.plain import to_json
-    from llmb.report.description import dry_table
+    from llmb.report.config_summary import dry_table
 
     if as_json:
         for _, config in resolved:
@@ -123,8 +123,8 @@ def _check_runs_here(config: Any) -> None:
     """A run this machine cannot hold is refused before anything is made."""
     from llmb.errors import ConfigError
     from llmb.launch.command import check_engine
-    from llmb.launch.machine import gpu_names
-    from llmb.serving_fit import check_fits
+    from llmb.launch.local_machine import gpu_names
+    from llmb.perfmodel.serving_capacity import check_fits
 
     check_engine(config)
     check_fits(config)
@@ -150,7 +150,7 @@ def _check_runs_here(config: Any) -> None:
 
 def _warn_of_budgets(config: Any) -> None:
     """Before a run that would fill memory which is not there."""
-    from llmb.cli.budgets import beyond_this_machine
+    from llmb.cli.memory_budgets import beyond_this_machine
 
     for line in beyond_this_machine(config):
         print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -159,9 +159,9 @@ def _warn_of_budgets(config: Any) -> None:
 def _check_ranks_here(config: Any) -> None:
     """Ranks on a CPU share its memory; one alone is left to try."""
     from llmb.errors import ConfigError
-    from llmb.hardware import GIB
-    from llmb.launch.machine import host_memory_bytes
-    from llmb.memory import memory_estimate
+    from llmb.launch.local_machine import host_memory_bytes
+    from llmb.perfmodel.hardware import GIB
+    from llmb.perfmodel.memory_estimate import memory_estimate
 
     ranks, here = config.machine.gpus, host_memory_bytes() / GIB
     each = RANK_GIB + memory_estimate(config).total / GIB
@@ -176,7 +176,7 @@ def _run_repeatedly(
     config: Any, environment: dict[str, str], repeats: int, as_json: bool, place: str
 ) -> tuple[list[int], bool]:
     """The same run again and again: exit codes, and whether it was interrupted. Then how well its figures are known."""
-    from llmb.report import repeats as report
+    from llmb.report import repeat_table as report
 
     codes: list[int] = []
     results: list[Any] = []
@@ -206,14 +206,14 @@ def _run_one(
     """
     from contextlib import nullcontext
 
-    from llmb.cli.runs import keep_result
-    from llmb.launch.lock import running_alone
-    from llmb.launch.root import install_root
-    from llmb.launch.rundir import RunDir, store_path
-    from llmb.report.live import LiveLine
-    from llmb.report.overview import overview
+    from llmb.cli.stored_runs import keep_result
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_folder import RunDir, store_path
+    from llmb.launch.run_lock import running_alone
+    from llmb.report.live_progress import LiveLine
+    from llmb.report.serving_overview import overview
     from llmb.report.summary import summary
-    from llmb.results.store import Store
+    from llmb.results.job_store import Store
 
     said = sys.stderr if as_json else sys.stdout
     root = install_root(os.environ)
@@ -246,7 +246,7 @@ def _run_one(
 
 def _enter(store: Any, config: Any, run_dir: Any, place: str, **lineage: Any) -> str:
     """The run into the store and its record into its folder; several runs in one allocation share Slurm's id."""
-    from llmb.launch.submission import Submission, keep_submission
+    from llmb.launch.slurm.submission import Submission, keep_submission
 
     if place == "local":
         if lineage:
@@ -260,15 +260,15 @@ def _enter(store: Any, config: Any, run_dir: Any, place: str, **lineage: Any) ->
 
 
 def _launch(config: Any, run_dir: Any, environment: dict[str, str], on_event: Any, place: str) -> Any:
-    from llmb.cli.choices import cluster_here
+    from llmb.cli.run_options import cluster_here
     from llmb.launch.command import engine_command
     from llmb.launch.local import run_local
 
     if place == "local":
         command = engine_command(config, run_dir, sys.executable)
         return run_local(config, run_dir, command, environment, on_event, config.limits.time_limit_s)
-    from llmb.cli.in_job import run_in_allocation
-    from llmb.cli.slurm_submit import container_flags, rank_settings
+    from llmb.cli.job_runner import run_in_allocation
+    from llmb.cli.submit_batch import container_flags, rank_settings
 
     cluster = cluster_here()
     settings = rank_settings(config, environment, cluster)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmb.cli.parsing import command
+from llmb.cli.subcommand import command
 
 PIECE = 1 << 16  # characters read at once; also about the size of a piece
 LONGEST = 1 << 20  # characters to wait for a line end
@@ -36,7 +36,7 @@ def add_commands(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Encode every text in turn, with an end-of-text token after each."""
-    from llmb.tokenfile import TokenWriter
+    from llmb.formats.token_file import TokenWriter
 
     _check_paths(options.texts, options.output)
     tokenizer = _load_tokenizer(options.tokenizer)
@@ -114,7 +114,7 @@ def _batches(name: str) -> Iterator[list[str]]:
 def _check_paths(texts: list[str], output: Path) -> None:
     """What can be wrong with the files is said before the first one is read."""
     from llmb.errors import ConfigError
-    from llmb.tokenfile import is_token_file
+    from llmb.formats.token_file import is_token_file
 
     for name in texts:
         if name != "-" and not Path(name).exists():
@@ -161,7 +161,7 @@ class Progress:
     """How far long work is, on stderr; short work says nothing."""
 
     def __init__(self, texts: list[str]):
-        from llmb.report.statusline import StatusLine
+        from llmb.report.status_line import StatusLine
 
         self.done = 0  # bytes of text
         self._total = None if "-" in texts else sum(os.path.getsize(name) for name in texts)

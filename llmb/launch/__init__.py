@@ -1,0 +1,1 @@
+"""Start a run, supervise it and name how it ended."""

@@ -16,14 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import llmb
+from llmb.config.spec import NSIGHT_VARIABLE, RunConfig
 from llmb.errors import ConfigError, UnknownName
-from llmb.launch import megatron_bridge, nsight, trtllm
-from llmb.launch.order import EngineOrder
-from llmb.launch.rundir import CONFIG_FILE, TIMESTAMP, RunDir
+from llmb.launch.engines import megatron_bridge, nsys_command, trtllm
+from llmb.launch.engines.launch_spec import EngineOrder
+from llmb.launch.run_folder import CONFIG_FILE, TIMESTAMP, RunDir
 from llmb.launch.secrets import is_secret
-from llmb.spec import NSIGHT_VARIABLE, RunConfig
 
-ENGINES = {"training": "llmb.train", "inference": "llmb.infer", "outofcore": "llmb.outofcore"}
+ENGINES = {"training": "llmb.train", "inference": "llmb.serve", "outofcore": "llmb.offload"}
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -33,7 +33,7 @@ def engine_command(
 ) -> list[str]:
     """What starts the run's engine on this machine, from inside its run folder."""
     check_engine(config, environ)
-    nsys = [] if not nsight.used(config) else nsight.wrapped([], config, rundir.job_id)
+    nsys = [] if not nsys_command.used(config) else nsys_command.wrapped([], config, rundir.job_id)
     if config.engine == "trtllm":
         return [*nsys, *trtllm.local_command(config)]
     if config.engine == "megatron_bridge":
@@ -54,9 +54,9 @@ def engine_order(
     else:
         source = _checkout()
         order = EngineOrder(command=(python, *_module(config)), folders=(source,) if source else ())
-    if not nsight.used(config):
+    if not nsys_command.used(config):
         return order
-    return replace(order, command=tuple(nsight.wrapped(order.command, config, rundir.job_id)))
+    return replace(order, command=tuple(nsys_command.wrapped(order.command, config, rundir.job_id)))
 
 
 def spelled_command(config: RunConfig, environ: Mapping[str, str] = os.environ) -> str:
@@ -77,7 +77,7 @@ def check_engine(
     `here`: it is to be started on this machine, so what it needs must be on it; a container is not looked into.
     """
     if here:
-        nsight.check(config)
+        nsys_command.check(config)
     if config.engine == "trtllm":
         trtllm.check(config, here)
     elif config.engine == "megatron_bridge":
@@ -108,7 +108,7 @@ def engine_environment(config: RunConfig, environ: Mapping[str, str], wanted: Ma
     defaults |= _own_environment(config, given)
     settings = {**wanted, "PYTHONUNBUFFERED": "1"}
     settings |= {name: value for name, value in defaults.items() if name not in given}
-    if nsight.used(config):
+    if nsys_command.used(config):
         settings[NSIGHT_VARIABLE] = "1"
     if path := python_path(given.get("PYTHONPATH", ""), defaults.get("PYTHONPATH", "")):
         settings["PYTHONPATH"] = path

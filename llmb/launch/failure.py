@@ -16,12 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llmb.events import Event, RunEnded, RunStarted, read_all
-from llmb.launch.log import end_of
-from llmb.launch.nccl_watchdog import collective_timeout
-from llmb.launch.nodelist import node_names
-from llmb.launch.rundir import RunDir
-from llmb.launch.slurm import JobState
-from llmb.launch.symptoms import (
+from llmb.launch.engine_log import end_of
+from llmb.launch.failure_symptoms import (
     HARD,
     SOFT,
     Kind,
@@ -33,6 +29,10 @@ from llmb.launch.symptoms import (
     speaker,
     tasks_ended,
 )
+from llmb.launch.nccl_watchdog import collective_timeout
+from llmb.launch.run_folder import RunDir
+from llmb.launch.slurm.nodelist import node_names
+from llmb.launch.slurm.slurm_jobs import JobState
 from llmb.launch.verdict import Verdict
 
 LONGEST_REASON = 400  # characters

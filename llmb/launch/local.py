@@ -7,7 +7,7 @@ second Ctrl-C kills at once. leash.py sees to it that no process is left behind,
 
 Inside a Slurm job the command is srun, and the ranks it starts are on other machines: see Launcher.
 
-A run that no longer moves is ended too (`stall.py`). The last RunEnded in events.rank0.jsonl is the run's end: where
+A run that no longer moves is ended too (`hang_detector.py`). The last RunEnded in events.rank0.jsonl is the run's end: where
 the verdict reached here says more than rank 0 did (a timeout which the engine took for an interruption, whose fault a
 failure was), it is appended.
 """
@@ -24,18 +24,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
+from llmb.config.spec import RunConfig, Status
 from llmb.errors import LaunchError
 from llmb.events import WHERE_SIGNAL, Event, RunEnded
-from llmb.launch import leash
+from llmb.launch import supervisor
 from llmb.launch.command import engine_environment, job_script
+from llmb.launch.engine_log import end_of
+from llmb.launch.event_tail import EventTails, record_end
+from llmb.launch.hang_detector import StallWatch
 from llmb.launch.interruptions import Interruptions
-from llmb.launch.log import end_of
-from llmb.launch.process import descendants
-from llmb.launch.rundir import RunDir, mark_alive, shown
-from llmb.launch.stall import StallWatch
-from llmb.launch.tail import EventTails, record_end
+from llmb.launch.procfs import descendants
+from llmb.launch.run_folder import RunDir, mark_alive, shown
 from llmb.launch.verdict import Verdict, exit_codes, finished, last_lines, stopped
-from llmb.spec import RunConfig, Status
 
 POLL_S = 0.1
 GRACE_S = 10.0
@@ -96,7 +96,7 @@ def run_local(
             interrupted = interrupted or interruption
             if stop is not None:
                 if interruption == signal.SIGINT:
-                    engine.say(leash.KILL)
+                    engine.say(supervisor.KILL)
                 continue
             if interruption is not None:
                 stop = _interrupted(interruption, launcher)
@@ -106,7 +106,7 @@ def run_local(
                 stop = watch.verdict()
             if stop is not None:
                 before_stop = tails.ends
-                engine.say(leash.STOP)
+                engine.say(supervisor.STOP)
     if (late := interruptions.pop()) is not None:
         interrupted = interrupted or late
         if stop is None and launcher is not None and late in launcher.signals:
@@ -160,7 +160,7 @@ class _Engine:
         path = {"PYTHONPATH": settings["PYTHONPATH"]} if "PYTHONPATH" in settings else {}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", leash.__name__, str(rundir.path), str(rundir.restart)],
+                [sys.executable, "-m", supervisor.__name__, str(rundir.path), str(rundir.restart)],
                 env={**os.environ, **path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -176,7 +176,7 @@ class _Engine:
         return self._process.pid
 
     def __enter__(self) -> "_Engine":
-        self.say(leash.envelope(self._order))
+        self.say(supervisor.envelope(self._order))
         return self
 
     def runs(self, wait_s: float) -> bool:
@@ -189,7 +189,7 @@ class _Engine:
         return bool(chunk)
 
     def say(self, words: bytes) -> None:
-        """To the leash, if it still listens."""
+        """To the supervisor, if it still listens."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             while words:

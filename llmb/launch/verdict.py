@@ -17,8 +17,8 @@ import signal
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from llmb.config.spec import Status
 from llmb.events import RunEnded
-from llmb.spec import Status
 
 FAILURES = ("failed", "oom", "diverged")
 LAST_LINES = 20

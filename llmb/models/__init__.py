@@ -1,0 +1,1 @@
+"""Model architectures, their blocks and their Hugging Face weights."""

@@ -1,12 +1,12 @@
 """Which architectures are built, by the name a spec.Model gives."""
 
+from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.decoder import Decoder
 from llmb.models.deepseek import DeepSeek
 from llmb.models.grok1 import Grok1
 from llmb.models.llama import Llama
 from llmb.models.nemotron_h import NemotronH
-from llmb.spec import Model
 
 ARCHITECTURES = {"llama": Llama, "grok1": Grok1, "deepseek": DeepSeek, "nemotron_h": NemotronH}
 Network = Decoder  # what all of them are: embedding, layers, forward(tokens, labels) and init_weights(generator)

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from llmb.config.spec import Model, Rope
 from llmb.errors import ConfigError
-from llmb.kernels.capped_attention import capped_attention
-from llmb.kernels.fused_activation import ACTIVATIONS as ACTIVATIONS  # for those who build models' blocks anew
-from llmb.kernels.fused_activation import activated
-from llmb.kernels.fused_norm import norm_beside
-from llmb.kernels.fused_rotation import rotated
-from llmb.kernels.triton_device import rehearsing
-from llmb.spec import Model, Rope
+from llmb.ops.activation.activation_autograd import (
+    ACTIVATIONS as ACTIVATIONS,  # for those who build models' blocks anew
+)
+from llmb.ops.activation.activation_autograd import activated
+from llmb.ops.attention.softcap_attention import capped_attention
+from llmb.ops.dispatch import is_dry_run
+from llmb.ops.norm.rms_norm_autograd import norm_beside
+from llmb.ops.rope.rope_autograd import rotated
 
 
 class RMSNorm(nn.Module):
@@ -122,7 +124,7 @@ def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor 
     values' width is another than the keys', the memory-efficient kernel. cuDNN's stands at their beginning. On CPUs
     there is no such kernel, so the mask is written out.
     """
-    if queries == keys or rehearsing():  # a rehearsal has no numbers, and shall not need memory for a mask
+    if queries == keys or is_dry_run():  # a rehearsal has no numbers, and shall not need memory for a mask
         return None
     if device.type == "cuda":
         return causal_lower_right(queries, keys)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmb.config.spec import Model, Rope
 from llmb.errors import ConfigError
 from llmb.models.blocks import RMSNorm, positions_in_order, rope_table
-from llmb.models.experts import balance_losses
-from llmb.models.loss import chunked_cross_entropy
-from llmb.models.row_order import RowOrder
-from llmb.spec import Model, Rope
+from llmb.models.chunked_loss import chunked_cross_entropy
+from llmb.models.hf_row_order import RowOrder
+from llmb.models.moe import balance_losses
 
 INIT_STD = 0.02
 

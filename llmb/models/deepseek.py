@@ -9,11 +9,11 @@ routers' corrections stay as they are loaded: training does not move them.
 
 from torch import Tensor, nn
 
+from llmb.config.spec import Model
 from llmb.models.blocks import GatedMlp, RMSNorm
 from llmb.models.decoder import Decoder, foreign_stack, refuse_fields, rope_of
-from llmb.models.experts import ExpertMlp, experts_of
-from llmb.models.latent_attention import LatentAttention, latent_of
-from llmb.spec import Model
+from llmb.models.mla import LatentAttention, latent_of
+from llmb.models.moe import ExpertMlp, experts_of
 
 MATRICES = ("gate", "up", "down")
 ATTENTION_NAMES = {

@@ -14,11 +14,11 @@ All of these are fields of spec.Model; the published values are in the recipe.
 
 from torch import Tensor, nn
 
+from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, RMSNorm
 from llmb.models.decoder import Decoder, foreign_stack, refuse_fields, rope_of
-from llmb.models.experts import ExpertMlp, experts_of
-from llmb.spec import Model
+from llmb.models.moe import ExpertMlp, experts_of
 
 # There is no Hugging Face layout for Grok-1: these follow the names of the others.
 LAYER_NAMES = {

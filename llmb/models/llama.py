@@ -9,10 +9,10 @@ Checked number by number against `transformers` in tests/models. Tensor names en
 
 from torch import Tensor, nn
 
+from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, GatedMlp, RMSNorm
 from llmb.models.decoder import Decoder, foreign_stack, refuse_fields, rope_of
-from llmb.spec import Model
 
 LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",

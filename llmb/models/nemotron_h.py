@@ -11,12 +11,12 @@ Attention knows no positions: the Mamba layers before it see the order of tokens
 import torch
 from torch import Tensor, nn
 
+from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, PlainMlp, RMSNorm
 from llmb.models.decoder import Decoder, refuse_fields
-from llmb.models.mamba import MambaMixer, conv_sections, fill_recurrence, inward_sections, mamba_of
-from llmb.models.row_order import RowOrder
-from llmb.spec import Model
+from llmb.models.hf_row_order import RowOrder
+from llmb.models.mamba2 import MambaMixer, conv_sections, fill_recurrence, inward_sections, mamba_of
 
 # Our name -> the Hugging Face name inside the block that each letter of the pattern names.
 MIXER_NAMES = {

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
-from llmb.plain import to_plain
 from llmb.report.table import number, render
 from llmb.results.result import Result
-from llmb.spec import RunConfig
 
 Z_95 = 1.96
 # Fields that tell runs apart without making them different experiments.

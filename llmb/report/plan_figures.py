@@ -7,12 +7,12 @@ side. Null: not known, as the times on a machine that nobody has measured.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmb import costs, hardware, metrics
+from llmb.config.offload_plan import ATTENTION, FULL, INPUT, Plan
+from llmb.config.spec import OutOfCore, Prediction, RunConfig
 from llmb.errors import ConfigError
-from llmb.plan import ATTENTION, FULL, INPUT, Plan
-from llmb.predict.footprint import homes_of
-from llmb.predict.pieces import Units, piece_bytes
-from llmb.spec import OutOfCore, Prediction, RunConfig
+from llmb.perfmodel import flops, hardware, metrics
+from llmb.perfmodel.offload.buffers import Units, piece_bytes
+from llmb.perfmodel.offload.plan_memory import homes_of
 
 BUSY = 0.97  # of the time, from which on a lane is said to bound the others
 
@@ -90,8 +90,8 @@ def plan_figures(config: RunConfig) -> PlanFigures:
     plan, expected = work.plan, work.prediction
     if plan is None or expected is None:
         raise ConfigError(f"{config.name} has no plan: it is made when a run is resolved")
-    useful = plan.gbs * costs.train_flops_per_sequence(config.model, plan.seqlen, config.flops_convention)
-    once = plan.gbs * costs.hardware_flops_per_sequence(config.model, plan.seqlen, "causal", 0)  # as the plan counts
+    useful = plan.gbs * flops.train_flops_per_sequence(config.model, plan.seqlen, config.flops_convention)
+    once = plan.gbs * flops.hardware_flops_per_sequence(config.model, plan.seqlen, "causal", 0)  # as the plan counts
     peak = hardware.peak_flops(config.machine.gpu, plan.dtype)
     tflops = metrics.tflops_per_gpu(useful, expected.step_s, 1)
     executed = metrics.tflops_per_gpu(expected.hardware_flops, expected.step_s, 1)

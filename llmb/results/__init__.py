@@ -1,0 +1,1 @@
+"""Events and configuration to a Result; the job store."""

@@ -9,7 +9,7 @@ A foreign log has no configuration: what cannot be known without one stays null.
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from llmb import costs, hardware, metrics
+from llmb.config.spec import Inference, OutOfCore, RunConfig, Status, Training
 from llmb.events import (
     CollectiveSeen,
     Event,
@@ -20,12 +20,12 @@ from llmb.events import (
     StepDone,
     TimeSpent,
 )
+from llmb.perfmodel import flops, hardware, metrics
+from llmb.perfmodel.shards import is_fused, macs_again
 from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeShare
-from llmb.results.serving import serving_fault, serving_fields, summary_fields
+from llmb.results.serving_figures import serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
 from llmb.results.warnings import cautions
-from llmb.share import is_fused, macs_again
-from llmb.spec import Inference, OutOfCore, RunConfig, Status, Training
 
 DEFAULT_WINDOW = (35, 44)  # what readers of NVIDIA's recipes expect of a 50-step log
 
@@ -167,8 +167,8 @@ def _utilisation(config: RunConfig, step_time_s: float, tokens: int) -> dict:
     if isinstance(work, Inference):
         return {}
     sequences = tokens / work.seqlen
-    flops = costs.train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
-    tflops = metrics.tflops_per_gpu(flops * sequences, step_time_s, gpus)
+    sequence_flops = flops.train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
+    tflops = metrics.tflops_per_gpu(sequence_flops * sequences, step_time_s, gpus)
     peak = hardware.peak_flops(config.machine.gpu, dtype)
     found: dict = {"tflops_per_gpu": tflops, "tflops_source": "model FLOPs", "mfu": metrics.mfu(tflops, peak)}
     found["mfu_convention"] = config.flops_convention
@@ -187,8 +187,8 @@ def _hardware_flops(config: RunConfig, sequences: float) -> float | None:
         recomputed = min(model.layers, work.recompute_layers * config.parallel.pp)
         if is_fused(config):
             again = 2.0 * recomputed * work.seqlen * macs_again(model)
-            return sequences * (costs.hardware_flops_per_sequence(model, work.seqlen, convention, 0) + again)
-        return sequences * costs.hardware_flops_per_sequence(model, work.seqlen, convention, recomputed)
+            return sequences * (flops.hardware_flops_per_sequence(model, work.seqlen, convention, 0) + again)
+        return sequences * flops.hardware_flops_per_sequence(model, work.seqlen, convention, recomputed)
     if isinstance(work, OutOfCore) and work.plan is not None and work.prediction is not None:
         return work.prediction.hardware_flops * sequences / work.plan.gbs
     return None

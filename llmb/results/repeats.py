@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from llmb import metrics
+from llmb.perfmodel import metrics
 from llmb.results.result import Result
 
 # Two-sided 95 % quantiles of Student's distribution by degrees of freedom; between two of them the wider one is taken.

@@ -6,8 +6,8 @@ Every field carries its unit in its name. Null means not known or not applicable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from llmb.metrics import Statistics
-from llmb.spec import Status
+from llmb.config.spec import Status
+from llmb.perfmodel.metrics import Statistics
 
 
 @dataclass(frozen=True, kw_only=True)

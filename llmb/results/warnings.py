@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
-from llmb import metrics
+from llmb.config.spec import Inference, RunConfig
 from llmb.events import Event, RunStarted
-from llmb.hardware import recognise
+from llmb.perfmodel import metrics
+from llmb.perfmodel.hardware import recognise
 from llmb.results.result import Caution, SlowRank
-from llmb.results.serving import engine_facts, measured_requests
-from llmb.spec import Inference, RunConfig
+from llmb.results.serving_figures import engine_facts, measured_requests
 
 NOISE_LIMIT = 0.05  # standard deviation over median
 FEW_SAMPLES = 5

@@ -6,7 +6,7 @@ torchrun --nproc-per-node 8 -m llmb.train run/config.json
 
 import sys
 
-from llmb.rank.process import Process, Run, leave
+from llmb.runtime.engine_process import Process, Run, leave
 
 
 def training() -> Run:

@@ -1,4 +1,4 @@
-"""Layers of a Llama as one step of autograd each, computed by hand (`llmb/layer`): on one GPU with halved weights.
+"""Layers of a Llama as one step of autograd each, computed by hand (`llmb/models/llama_layer`): on one GPU with halved weights.
 
     fuse_layers(part)               # a pass over the plain model
     make_ready(part, dtype, work)                   # once its weights have values
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from llmb.kernels.forms import E4M3
-from llmb.kernels.fp8_scales import Scales
-from llmb.kernels.span_attention import spans_of
-from llmb.kernels.weight_gradient import gradient_dtype
-from llmb.layer.block import Block
-from llmb.layer.fp8_linears import Fp8Linears
-from llmb.layer.fp8_weights import FORMATS, Fp8Layer, LayerScales
-from llmb.layer.linears import PlainLinears
-from llmb.layer.tensors import Attn, BlockWeights, KeyValues, Rest
+from llmb.config.spec import Training
 from llmb.models.architectures import Network
 from llmb.models.llama import Layer
-from llmb.spec import Training
-from llmb.train.halves import joint
+from llmb.models.llama_layer.fp8_layer_weights import FORMATS, Fp8Layer, LayerScales
+from llmb.models.llama_layer.fp8_linears import Fp8Linears
+from llmb.models.llama_layer.layer import Block
+from llmb.models.llama_layer.layer_tensors import Attn, BlockWeights, KeyValues, Rest
+from llmb.models.llama_layer.linears import PlainLinears
+from llmb.ops.attention.segment_attention import spans_of
+from llmb.ops.gemm.weight_gradient import gradient_dtype
+from llmb.ops.quant.activation_quant import E4M3
+from llmb.ops.quant.delayed_scaling import Scales
+from llmb.train.split_weights import joint
 
 
 class FusedLayer(Layer):

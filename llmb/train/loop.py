@@ -16,33 +16,33 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmb.config.spec import RunConfig, Training
 from llmb.events import StepDone, TimeSpent
 from llmb.models.architectures import Network
-from llmb.rank.checkpoint_folder import number
-from llmb.rank.endings import Diverged
-from llmb.rank.learning_rate import learning_rate
-from llmb.rank.memory import peak_bytes
-from llmb.rank.provenance import run_started
-from llmb.rank.record import Record
-from llmb.rank.step_log import LoggedStep, step_lines
-from llmb.rank.token_data import TokenFile, open_data
-from llmb.rank.tokens import synthetic_tokens
-from llmb.spec import RunConfig, Training
-from llmb.train.anomaly import first_bad_tensor
-from llmb.train.checkpoint import Checkpoints, resume_point
-from llmb.train.context_parallel import own_tokens
+from llmb.runtime.checkpoint_folder import number
+from llmb.runtime.learning_rate import learning_rate
+from llmb.runtime.process_memory import peak_bytes
+from llmb.runtime.provenance import run_started
+from llmb.runtime.recorder import Record
+from llmb.runtime.run_ending import Diverged
+from llmb.runtime.step_log import LoggedStep, step_lines
+from llmb.runtime.synthetic_tokens import synthetic_tokens
+from llmb.runtime.token_data import TokenFile, open_data
+from llmb.train.cuda_graphs import MicroBatchGraph
 from llmb.train.fused_llama import begin_step
-from llmb.train.graphs import MicroBatchGraph
-from llmb.train.log import time_table
-from llmb.train.memory import naming_shortage
-from llmb.train.mesh import Mesh, open_mesh
+from llmb.train.nonfinite import first_bad_tensor
 from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.context_parallel import own_tokens
+from llmb.train.parallel.fsdp import before_micro_batch
+from llmb.train.parallel.mesh import Mesh, open_mesh
+from llmb.train.parallel.pipeline import Pipeline
 from llmb.train.parallelize import optimizer_of, ready_parts
-from llmb.train.pipeline import Pipeline
-from llmb.train.profiler import SOURCES, Profiler
-from llmb.train.sharding import before_micro_batch
-from llmb.train.supported import supported_workload
-from llmb.train.waiting import StepClock
+from llmb.train.step_profiler import SOURCES, Profiler
+from llmb.train.step_timer import StepClock
+from llmb.train.train_checkpoint import Checkpoints, resume_point
+from llmb.train.train_log import time_table
+from llmb.train.train_oom import naming_shortage
+from llmb.train.train_support import supported_workload
 
 Parts = Sequence[Network]  # what this rank trains: the whole network, or its parts of the pipeline
 

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmb.kernels.weight_gradient import gradient_dtype
-from llmb.rank.adamw import BETAS, EPS, WEIGHT_DECAY
-from llmb.train.halved_adam import HalvedAdam
-from llmb.train.halves import HalvedWeight
-from llmb.train.mesh import Mesh
+from llmb.ops.gemm.weight_gradient import gradient_dtype
+from llmb.runtime.adamw_defaults import BETAS, EPS, WEIGHT_DECAY
+from llmb.train.parallel.mesh import Mesh
+from llmb.train.split_adam import HalvedAdam
+from llmb.train.split_weights import HalvedWeight
 
 MAX_GRAD_NORM = 1.0
 
@@ -29,7 +29,7 @@ Along = tuple[DeviceMesh | None, tuple[int, ...]]  # some dimensions of a mesh
 class Optimizer:
     """Fused AdamW over the parameters of this rank; matrices decay, norm weights do not.
 
-    torch's own updates whole weights, `halved_adam.py` those in two halves.
+    torch's own updates whole weights, `split_adam.py` those in two halves.
     """
 
     def __init__(

@@ -9,9 +9,9 @@
  8. replicas: what is left of each weight, sharded over the ranks that would hold the same;
  9. experts' weights in 8 bits, kept where replicas do not share them;
 10. weights: until here the model had shapes only, so no rank ever holds more than its own part;
-11. on one rank, the two halves of each weight: see `halves.py`.
+11. on one rank, the two halves of each weight: see `split_weights.py`.
 
-CUDA graphs come last of all, around a micro-batch of the finished model: see `graphs.py`.
+CUDA graphs come last of all, around a micro-batch of the finished model: see `cuda_graphs.py`.
 """
 
 from dataclasses import replace
@@ -20,24 +20,24 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
-from llmb.models.experts import Router
-from llmb.models.loss import chunked_cross_entropy
-from llmb.share import gradient_bytes, is_fused, is_halved, rank_parts
-from llmb.spec import RunConfig, Training
-from llmb.train.context_parallel import split_context
-from llmb.train.expert_parallel import split_experts
+from llmb.models.chunked_loss import chunked_cross_entropy
+from llmb.models.moe import Router
+from llmb.perfmodel.shards import gradient_bytes, is_fused, is_halved, rank_parts
+from llmb.train.activation_offload import offload
 from llmb.train.fused_llama import FusedLayer, fuse_layers, make_ready
-from llmb.train.halves import halve_weights
 from llmb.train.initial_weights import set_initial_weights
-from llmb.train.mesh import Mesh
-from llmb.train.offload import offload
 from llmb.train.optimizer import Optimizer
-from llmb.train.pipeline import copied_weights, own_parts
+from llmb.train.parallel.context_parallel import split_context
+from llmb.train.parallel.expert_parallel import split_experts
+from llmb.train.parallel.fsdp import lay_out, shard
+from llmb.train.parallel.mesh import Mesh
+from llmb.train.parallel.pipeline import copied_weights, own_parts
+from llmb.train.parallel.tensor_parallel import split_tensors
 from llmb.train.precision import compute_in_bf16, compute_in_fp8, keep_forms
-from llmb.train.sharding import lay_out, shard
-from llmb.train.tensor_parallel import split_tensors
+from llmb.train.split_weights import halve_weights
 
 
 def ready_parts(config: RunConfig, work: Training, mesh: Mesh) -> list[Network]:

@@ -1,12 +1,12 @@
 """Number formats, applied to a finished model from outside.
 
 bf16: the optimizer updates fp32 numbers. Activations are bf16 from the embedding on, as are operands of products. On
-one rank a weight is kept in two halves, of which products take the bf16 one (`halves.py`); on several it is fp32 and
+one rank a weight is kept in two halves, of which products take the bf16 one (`split_weights.py`); on several it is fp32 and
 cast as it is gathered, or as it is used: the copy is dropped at once and made again in the backward pass.
 Weights, gradients and both Adam moments take 16 bytes a parameter, on one rank as few as 10.
 
 fp8: as bf16, but the three products of every linear layer inside the stack, experts included, take 8-bit operands
-(`llmb/kernels/fp8.py`, `fp8_grouped.py`). Embedding, head and norms stay bf16 and routers fp32. A layer whose sizes the
+(`llmb/ops/gemm/fp8_linear.py`, `fp8_grouped_gemm.py`). Embedding, head and norms stay bf16 and routers fp32. A layer whose sizes the
 hardware's 8-bit products do not take computes in bf16; `fits_fp8` decides.
 
 Routed experts are most of such a model's weights, and a step reads each of them in 8 bits twice a micro-batch. Where
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from llmb.errors import ConfigError
-from llmb.kernels.fp8 import MULTIPLE, fits_fp8, fp8_linear
-from llmb.kernels.fp8_group_forms import WeightForms
-from llmb.kernels.fp8_grouped import fp8_grouped_product
-from llmb.kernels.fused_embedding import embedded
-from llmb.kernels.fused_linear import linear, linears
-from llmb.kernels.fused_mlp import gated_mlp
 from llmb.models.architectures import Network
 from llmb.models.blocks import Attention, GatedMlp
-from llmb.models.experts import GroupedLinear
-from llmb.train.local_view import is_put_away
+from llmb.models.moe import GroupedLinear
+from llmb.ops.activation.gated_mlp_autograd import gated_mlp
+from llmb.ops.embedding.embedding_autograd import embedded
+from llmb.ops.gemm.fp8_linear import MULTIPLE, fits_fp8, fp8_linear
+from llmb.ops.gemm.linear_autograd import linear, linears
+from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_product
+from llmb.ops.quant.group_quant import WeightForms
+from llmb.train.parallel.local_shards import is_put_away
 
 FP8_CAPABILITY = (8, 9)  # of a CUDA device: Ada; Hopper is 9.0
 GROUPED_FP8_CAPABILITY = (9, 0)  # torch's grouped products of 8-bit numbers are written for Hopper alone

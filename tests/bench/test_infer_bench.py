@@ -1,4 +1,4 @@
-"""The arithmetic behind bench/infer_gpu.py: ceilings by hand, against `llmb.costs`, against what the engine holds."""
+"""The arithmetic behind bench/infer_gpu.py: ceilings by hand, against `llmb.perfmodel.flops`, against what the engine holds."""
 
 import re
 import subprocess
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import llmb.kernels
-from llmb import costs
-from llmb.infer.formats import how_of
-from llmb.infer.ranks import Ranks
-from llmb.infer.stack import build_stack
-from llmb.infer.weights import RandomWeights
-from llmb.spec import Experts, Latent, Model, Precision
+import llmb.ops
+from llmb.config.spec import Experts, Latent, Model, Precision
+from llmb.perfmodel import flops
+from llmb.serve.layers.served_model import build_stack
+from llmb.serve.rank_groups import Ranks
+from llmb.serve.served_dtypes import how_of
+from llmb.serve.weights.weight_source import RandomWeights
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -77,10 +77,10 @@ def test_memory_bounds_a_step_of_one_request():
 @pytest.mark.parametrize("precision", [FP8, BF16])
 def test_sums_equal_those_of_costs(precision):
     decode = ceilings.terms(SMALL, precision, ceilings.decode_step(5, context=7))
-    assert sum(term.bytes for term in decode) == pytest.approx(costs.decode_bytes(SMALL, precision, 5, 7))
-    assert sum(term.flops for term in decode) == pytest.approx(5 * costs.decode_flops(SMALL, 7))
+    assert sum(term.bytes for term in decode) == pytest.approx(flops.decode_bytes(SMALL, precision, 5, 7))
+    assert sum(term.flops for term in decode) == pytest.approx(5 * flops.decode_flops(SMALL, 7))
     prompt = ceilings.terms(SMALL, precision, ceilings.prompt_step(9))
-    assert sum(term.flops for term in prompt) == pytest.approx(costs.prefill_flops(SMALL, 9, "causal"))
+    assert sum(term.flops for term in prompt) == pytest.approx(flops.prefill_flops(SMALL, 9, "causal"))
 
 
 def test_latent_attention_and_experts_by_hand():
@@ -136,9 +136,9 @@ def test_activations_by_hand():
 def test_product_shapes_are_all_of_a_dense_layer():
     llama, deepseek = program.models()
     kv_up = 512 * 128 * (128 + 128)
-    for model, attention, absorbed in ((llama, costs.attention, 0), (deepseek, costs.latent_attention, kv_up)):
+    for model, attention, absorbed in ((llama, flops.attention, 0), (deepseek, flops.latent_attention, kv_up)):
         weights = sum(outputs * inputs for outputs, inputs in ceilings.product_shapes(model))
-        assert weights == attention(model).matrices - absorbed + costs.mlp(model).matrices
+        assert weights == attention(model).matrices - absorbed + flops.mlp(model).matrices
 
 
 @pytest.mark.parametrize("precision", [FP8, BF16])
@@ -157,7 +157,7 @@ def test_a_class_for_every_kernel_that_serving_launches():
     served = ("add_norm", "argmax", "dealt", "forms", "fp8_block", "gated", "latent_attention", "paged_attention",
               "paged_write", "routed", "router", "thin", "thin_attention")  # fmt: skip
     for module in served:
-        text = (Path(llmb.kernels.__file__).parent / f"{module}_triton.py").read_text()
+        text = (Path(llmb.ops.__file__).parent / f"{module}_triton.py").read_text()
         for name in re.findall(r"^ *(_\w+)\[", text, re.MULTILINE):
             assert kernels.kind_of(name) != kernels.OTHER, f"{module}_triton.py: {name}"
 

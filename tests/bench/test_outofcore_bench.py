@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmb import costs
+from llmb.config.offload_plan import Plan
 from llmb.errors import ConfigError
-from llmb.hardware import GIB
-from llmb.outofcore.host_slab import HostSlab
-from llmb.plan import Plan
-from llmb.predict.rates import H200, NOMINAL_CPU, Rates
+from llmb.offload.pinned_memory import HostSlab
+from llmb.perfmodel import flops
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.offload.machine_rates import H200, NOMINAL_CPU, Rates
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -55,7 +55,7 @@ def test_the_ceiling_is_every_flop_once():
     for row in map(rows.tiny_row, rows.ROWS):
         model = rows.tiny_models()[row.size]
         plan = rows.planned(model, row, NOMINAL_CPU).plan
-        once = row.gbs * costs.hardware_flops_per_sequence(model, row.seqlen, "causal", 0)
+        once = row.gbs * flops.hardware_flops_per_sequence(model, row.seqlen, "causal", 0)
         assert rows.ceiling_s(model, plan, one) == pytest.approx(once / 1e12)
         assert rows.ceiling_s(model, replace(plan, levels="I" * len(plan.levels)), one) == pytest.approx(once / 1e12)
 

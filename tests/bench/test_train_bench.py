@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmb import costs
+from llmb.perfmodel import flops
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -38,8 +38,8 @@ def test_the_ceiling_is_every_flop_once(row):
     """At one rate it is the FLOPs over that rate, whatever is computed again; a scan counts by its bytes."""
     config = rows.configuration(row, "h200", [])
     work, model = config.workload, config.model
-    scanned = 6 * work.seqlen * sum(count * block.scan_macs for _, count, block in costs.stack(model))
-    once = work.gbs * (costs.hardware_flops_per_sequence(model, work.seqlen, "causal", 0) - scanned)
+    scanned = 6 * work.seqlen * sum(count * block.scan_macs for _, count, block in flops.stack(model))
+    once = work.gbs * (flops.hardware_flops_per_sequence(model, work.seqlen, "causal", 0) - scanned)
     assert calls.step_seconds(config, at_one_rate(config)) == pytest.approx(once / 1e12)
 
 

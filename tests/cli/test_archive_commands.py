@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.runs import keep_result
+from llmb.cli.stored_runs import keep_result
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
 from llmb.events import RunEnded, RunStarted, StepDone, append
-from llmb.launch.rundir import RunDir, store_path
-from llmb.resolve import resolve
-from llmb.results.store import Store
-from llmb.selection import Request
+from llmb.launch.run_folder import RunDir, store_path
+from llmb.results.job_store import Store
 
 pytest.importorskip("zstandard")
 
@@ -147,7 +147,9 @@ def test_a_mistake_is_one_line(llmb_run, make_run, here, monkeypatch, arguments,
 
 def test_without_the_package_one_line_says_what_to_install(make_run, here, tmp_path):
     _, run = make_run(here, 1.0)
-    code = "import sys; sys.modules['zstandard'] = None; from llmb.cli.run import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import sys; sys.modules['zstandard'] = None; from llmb.cli.llmb_run import main; sys.exit(main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-c", code, "archive", str(run.path), "-o", "a.tar.zst"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)

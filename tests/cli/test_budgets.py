@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from llmb.cli import budgets
-from llmb.hardware import GIB
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.spec import Machine
+from llmb.cli import memory_budgets
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import Machine
+from llmb.perfmodel.hardware import GIB
 
 
 @pytest.fixture
@@ -24,9 +24,9 @@ def with_budgets(config, host_gib, device_gib):
 
 @pytest.fixture
 def h200_here(monkeypatch):
-    monkeypatch.setattr(budgets, "gpu_names", lambda: ["NVIDIA H200"])
-    monkeypatch.setattr(budgets, "gpu_memory_bytes", lambda: 139 * GIB)
-    monkeypatch.setattr(budgets, "host_memory_bytes", lambda: 125 * GIB)
+    monkeypatch.setattr(memory_budgets, "gpu_names", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr(memory_budgets, "gpu_memory_bytes", lambda: 139 * GIB)
+    monkeypatch.setattr(memory_budgets, "host_memory_bytes", lambda: 125 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -39,24 +39,24 @@ def h200_here(monkeypatch):
     ],
 )
 def test_each_budget_that_is_not_there_has_a_line(h200_here, config, host, device, said):
-    lines = list(budgets.beyond_this_machine(with_budgets(config, host, device)))
+    lines = list(memory_budgets.beyond_this_machine(with_budgets(config, host, device)))
     assert len(lines) == len(said)
     assert all(part in line for part, line in zip(said, lines, strict=True))
 
 
 def test_a_plan_for_another_machine_is_not_held_against_this_one(h200_here, config):
     elsewhere = replace(with_budgets(config, 1000.0, 1000.0), machine=Machine(gpu="h100", gpus=1, gpus_per_node=8))
-    assert not list(budgets.beyond_this_machine(elsewhere))
+    assert not list(memory_budgets.beyond_this_machine(elsewhere))
 
 
 def test_on_a_cpu_both_budgets_are_of_one_memory(monkeypatch, config):
-    monkeypatch.setattr(budgets, "gpu_names", lambda: [])
-    monkeypatch.setattr(budgets, "host_memory_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(memory_budgets, "gpu_names", lambda: [])
+    monkeypatch.setattr(memory_budgets, "host_memory_bytes", lambda: 8 * GIB)
     on_cpu = replace(with_budgets(config, 5.0, 4.0), machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1024))
-    (line,) = budgets.beyond_this_machine(on_cpu)
+    (line,) = memory_budgets.beyond_this_machine(on_cpu)
     assert "9 GiB of host memory, this machine has 8.0" in line
 
 
 def test_other_runs_have_no_budgets(h200_here, recipes):
     other = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
-    assert not list(budgets.beyond_this_machine(other))
+    assert not list(memory_budgets.beyond_this_machine(other))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.answers import Answers, Notebook, Played, check, read_played, recorded
-from llmb.cli.cluster_choice import Facts, asker, complete
-from llmb.cli.cluster_setup import set_up
-from llmb.cli.install import main
+from llmb.cli.install.cluster_answers import Answers, Notebook, Played, check, read_played, recorded
+from llmb.cli.install.cluster_choice import Facts, asker, complete
+from llmb.cli.install.cluster_setup import set_up
+from llmb.cli.install.llmb_install import main
 from llmb.errors import ConfigError
-from llmb.launch.cluster import FILE, read_cluster
-from llmb.launch.slurm_facts import Partition
+from llmb.launch.slurm.cluster_config import FILE, read_cluster
+from llmb.launch.slurm.cluster_facts import Partition
 
 TOKEN = "hf_" + "a" * 30
 

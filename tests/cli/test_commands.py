@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.run import guarded
+from llmb.cli.llmb_run import guarded
 
 EIGHT_B = ["submit", "-w", "pretrain_llama3.1", "-s", "8b"]
 PROXY = [*EIGHT_B, "--dtype", "fp32", "--scale", "1", "--proxy"]

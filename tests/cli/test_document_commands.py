@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from llmb.recipes.recipe import shipped
+from llmb.config.recipe import shipped
 
 LLAMA, NEMOTRON, GROK, R1 = "pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1", "inference_deepseek-r1"
 SUBMIT_R1 = "llmb-run submit -w inference_deepseek-r1 -s 671b"

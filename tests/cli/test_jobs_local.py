@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.polling import Poller
-from llmb.launch.root import install_root
-from llmb.launch.rundir import RunDir, mark_alive, store_path
-from llmb.resolve import resolve
-from llmb.results.store import Store
-from llmb.selection import Request
+from llmb.cli.jobs.polling import Poller
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.launch.install_root import install_root
+from llmb.launch.run_folder import RunDir, mark_alive, store_path
+from llmb.results.job_store import Store
 
 SHAPE = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
 RUN = [
@@ -56,7 +56,7 @@ def test_watch_draws_in_place_on_a_terminal(store, recipes):
     screen, terminal = pty.openpty()
     environment = {**os.environ, "COLUMNS": "70", "LINES": "20"}
     watch = subprocess.Popen(
-        [sys.executable, "-m", "llmb.cli.run", "jobs", "--watch"],
+        [sys.executable, "-m", "llmb.cli.llmb_run", "jobs", "--watch"],
         stdout=terminal, stderr=terminal, stdin=terminal, env=environment,
     )  # fmt: skip
     os.close(terminal)
@@ -76,7 +76,7 @@ def test_watch_draws_in_place_on_a_terminal(store, recipes):
 @pytest.mark.slow
 def test_a_local_run_is_cancelled(llmb_run, store):
     running = subprocess.Popen(
-        [sys.executable, "-m", "llmb.cli.run", *RUN, "--set", "steps=100000"],
+        [sys.executable, "-m", "llmb.cli.llmb_run", *RUN, "--set", "steps=100000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     end = time.monotonic() + 60

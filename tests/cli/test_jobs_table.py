@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.job_table import elapsed_s, span, table, waited_s
+from llmb.cli.jobs.job_table import elapsed_s, span, table, waited_s
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
 from llmb.events import RunEnded, StepDone
-from llmb.resolve import resolve
 from llmb.results.derive import derive
-from llmb.results.store import Store
-from llmb.selection import Request
+from llmb.results.job_store import Store
 
 
 @pytest.fixture

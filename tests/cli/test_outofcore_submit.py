@@ -2,8 +2,8 @@
 
 import json
 
-from llmb.plain import to_json
-from llmb.predict.rates import NOMINAL_CPU, rates_path
+from llmb.config.serialization import to_json
+from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU, rates_path
 
 
 def test_a_profiled_stand_in_says_what_was_predicted_and_where_its_pictures_are(llmb_run, tmp_path):

@@ -98,8 +98,8 @@ def test_a_stand_in_streams_and_has_no_times_on_a_cpu_that_nobody_measured(llmb_
 
 
 def test_measured_rates_are_taken_where_there_are_some(llmb_run, tmp_path):
-    from llmb.plain import to_json
-    from llmb.predict.rates import NOMINAL_CPU, rates_path
+    from llmb.config.serialization import to_json
+    from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU, rates_path
 
     path = rates_path(tmp_path / "llmb", "cpu")
     path.parent.mkdir(parents=True)

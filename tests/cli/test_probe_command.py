@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from llmb.predict.rates import H200, rates_of, rates_path
+from llmb.perfmodel.offload.machine_rates import H200, rates_of, rates_path
 
 CPU = ["probe", "--gpu-type", "cpu"]
 PLAN = ["plan", "-w", "outofcore_llama3", "-s", "8b", "--gpu-type", "h200", "--host-gb", "60", "--device-gb", "24"]
@@ -36,7 +36,7 @@ def test_json_is_what_is_stored(llmb_run, monkeypatch, tmp_path):
         "square_tokens": 1, "past_attention_forward_tflops": 1.0, "past_attention_backward_tflops": 1.0,
         "memory_gbs": 1.0, "link_in_gbs": 1.0, "link_out_gbs": 1.0, "link_both_gbs": 1.0,
     }  # fmt: skip
-    monkeypatch.setattr("llmb.launch.probing.probe", lambda device, on_progress: measured)
+    monkeypatch.setattr("llmb.launch.probe_process.probe", lambda device, on_progress: measured)
     code, out, _ = llmb_run(*CPU, "--json")
     assert code == 0
     assert json.loads(out) == json.loads(rates_path(tmp_path / "llmb", "cpu").read_text())
@@ -63,7 +63,7 @@ def test_a_plan_by_rates_of_an_older_version_asks_for_a_new_probe(llmb_run, tmp_
     ],
 )
 def test_what_is_not_here_cannot_be_measured(llmb_run, monkeypatch, names, asked, said):
-    monkeypatch.setattr("llmb.launch.machine.gpu_names", lambda: names)
+    monkeypatch.setattr("llmb.launch.local_machine.gpu_names", lambda: names)
     code, out, err = llmb_run("probe", *(["--gpu-type", asked] if asked else []))
     assert (code, out) == (1, "")
     assert said in err
@@ -71,14 +71,14 @@ def test_what_is_not_here_cannot_be_measured(llmb_run, monkeypatch, names, asked
 
 
 def test_without_torch_it_says_what_to_install(llmb_run, monkeypatch):
-    monkeypatch.setattr("llmb.launch.probing.find_spec", lambda name: None)
+    monkeypatch.setattr("llmb.launch.probe_process.find_spec", lambda name: None)
     code, _, err = llmb_run(*CPU)
     assert code == 1
     assert err.splitlines()[-1] == "ERROR: probe needs torch, which is not installed: pip install 'llmb[engine]'"
 
 
 def test_a_probe_that_fails_is_one_line(llmb_run, monkeypatch, tmp_path):
-    monkeypatch.setattr("llmb.launch.probing.MODULE", "llmb.nothing_of_this_name")
+    monkeypatch.setattr("llmb.launch.probe_process.MODULE", "llmb.nothing_of_this_name")
     code, _, err = llmb_run(*CPU)
     assert code == 2
     assert err.splitlines()[-1].startswith("ERROR: the probe failed: ")

@@ -5,13 +5,13 @@ from datetime import datetime
 
 import pytest
 
-from llmb.cli.runs import keep_result
-from llmb.lanes import Lanes, write_lanes
-from llmb.launch.rundir import RunDir
-from llmb.predict.rates import NOMINAL_CPU
-from llmb.predict.simulation import simulate
-from llmb.resolve import resolve
-from llmb.selection import Request
+from llmb.cli.stored_runs import keep_result
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.launch.run_folder import RunDir
+from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
+from llmb.perfmodel.offload.simulator import simulate
+from llmb.perfmodel.offload.stream_timeline import Lanes, write_lanes
 
 
 @pytest.fixture

@@ -5,19 +5,19 @@ from datetime import datetime
 
 import pytest
 
-from llmb.cli import job_rebuild, polling
-from llmb.cli.endings import settle
-from llmb.cli.polling import Poller
-from llmb.cli.runs import keep_result
+from llmb.cli.jobs import polling, rebuild
+from llmb.cli.jobs.polling import Poller
+from llmb.cli.jobs.slurm_ending import settle
+from llmb.cli.stored_runs import keep_result
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.serialization import read_json
 from llmb.events import RunEnded, RunStarted, StepDone, append
-from llmb.launch.root import install_root
-from llmb.launch.rundir import RunDir, store_path
-from llmb.launch.slurm import JobState
-from llmb.launch.submission import Submission, keep_submission
-from llmb.plain import read_json
-from llmb.resolve import resolve
-from llmb.results.store import Store
-from llmb.selection import Request
+from llmb.launch.install_root import install_root
+from llmb.launch.run_folder import RunDir, store_path
+from llmb.launch.slurm.slurm_jobs import JobState
+from llmb.launch.slurm.submission import Submission, keep_submission
+from llmb.results.job_store import Store
 
 
 @pytest.fixture
@@ -83,16 +83,16 @@ def test_its_own_number_is_believed(known, monkeypatch, store, job, run):
 
 def test_a_row_made_anew_while_its_job_is_settled_is_old_or_new_and_never_both(run, config, job, monkeypatch):
     run.write_record(config, "17", "slurm")
-    load = job_rebuild.load_run
+    load = rebuild.load_run
 
     def load_and_be_late(folder):
         found = load(folder)
         settle(folder, job, ended(state="CANCELLED"))  # another process, between two looks at the folder
         return found
 
-    monkeypatch.setattr(job_rebuild, "load_run", load_and_be_late)
-    late = job_rebuild.row_of(run)
+    monkeypatch.setattr(rebuild, "load_run", load_and_be_late)
+    late = rebuild.row_of(run)
     assert (late.status, late.reason, late.slurm_state) == ("pending", None, None)
-    row = job_rebuild.row_of(run)
+    row = rebuild.row_of(run)
     assert (row.status, row.slurm_state) == ("incomplete", "CANCELLED")
     assert "cancelled" in row.reason

@@ -2,7 +2,7 @@
 
 import json
 
-from llmb.cli.run import main
+from llmb.cli.llmb_run import main
 
 ROW = [
     "show",
@@ -32,7 +32,7 @@ def test_a_table_for_people_and_the_data_for_programs(capsys) -> None:
 
 
 def test_without_torch_it_says_what_to_install(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("llmb.launch.rehearsal.find_spec", lambda name: None)
+    monkeypatch.setattr("llmb.launch.dry_run_process.find_spec", lambda name: None)
     assert main(ROW) == 1
     said = "--memory needs torch, which is not installed: pip install 'llmb[engine]'"
     assert capsys.readouterr().err == f"ERROR: {said}\n"

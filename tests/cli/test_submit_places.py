@@ -31,7 +31,7 @@ def test_on_dry_prints_the_job_script_without_any_file(llmb_run):
     assert code == 0
     assert {"--nodes=2", "--ntasks=16", "--gpus-per-node=8", "--nice=7", "--time=00:33:00"} <= set(lines(out))
     assert "export ODD='a b'" in out
-    assert "-m llmb.cli.in_job" in out
+    assert "-m llmb.cli.job_runner" in out
 
 
 def test_a_dry_run_prints_it_where_the_run_would_go_to_slurm(llmb_run, cluster):

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 from llmb.cli import tokenize
-from llmb.tokenfile import HEADER, Header, read_header
+from llmb.formats.token_file import HEADER, Header, read_header
 
 DATA = Path(__file__).parent.parent.parent / "data"
 TOKENIZER = DATA / "tokenizer.json"
@@ -60,7 +60,7 @@ def test_standard_input_and_another_end(tmp_path, encode):
     command = [
         sys.executable,
         "-m",
-        "llmb.cli.run",
+        "llmb.cli.llmb_run",
         "tokenize",
         "-",
         "--tokenizer",
@@ -178,7 +178,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(llmb_run, tmp_path, mon
 # VmHWM is this program's own peak; getrusage's also holds that of the process which started it.
 PEAK = """
 import re, sys
-from llmb.cli.run import main
+from llmb.cli.llmb_run import main
 code = main(["tokenize", sys.argv[1], "--tokenizer", sys.argv[2], "-o", sys.argv[3]])
 print(1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]), file=sys.stderr)
 sys.exit(code)

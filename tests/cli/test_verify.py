@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmb.cli.install import main
-from llmb.hardware import GIB
-from llmb.recipes.listing import Listing, listings
-from llmb.shard import inspect
-from llmb.weightfolder import INDEX, Findings, check_folder
+from llmb.cli.install.llmb_install import main
+from llmb.formats.published_sizes import Listing, listings
+from llmb.formats.safetensors_header import inspect
+from llmb.formats.weight_folder import INDEX, Findings, check_folder
+from llmb.perfmodel.hardware import GIB
 
 SHARD = "model-00002-of-00003.safetensors"
 Damage = Callable[[Path], object]
@@ -251,9 +251,9 @@ def test_one_file_needs_no_index(good, tmp_path):
 def test_what_llmb_itself_writes(tmp_path):
     import torch
 
+    from llmb.config.spec import Model
     from llmb.models.architectures import build_model
-    from llmb.models.weights import save_weights
-    from llmb.spec import Model
+    from llmb.models.hf_weights import save_weights
 
     small = Model(
         name="small", architecture="llama", layers=2, hidden=64, ffn=96, heads=2, kv_heads=1, head_dim=32, vocab=64
@@ -341,7 +341,7 @@ def write_blake3(folder: Path, digest: Callable[[bytes], str]) -> None:
 
 def test_blake3_that_cannot_be_checked_is_said(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "blake3", None)
-    monkeypatch.setattr("llmb.checksums.find_spec", lambda _name: None)
+    monkeypatch.setattr("llmb.formats.checksums.find_spec", lambda _name: None)
     write_blake3(folder, lambda _data: "0" * 64)
     code, lines = verify(capsys, folder)
     assert code == 0
@@ -352,7 +352,7 @@ def test_blake3_that_cannot_be_checked_is_said(folder, capsys, monkeypatch):
 def test_blake3_where_there_is_one(folder, monkeypatch):
     """A module of that name with the interface of the package; the arithmetic itself is not ours."""
     monkeypatch.setitem(sys.modules, "blake3", types.SimpleNamespace(blake3=hashlib.sha256))
-    monkeypatch.setattr("llmb.checksums.find_spec", lambda _name: object())
+    monkeypatch.setattr("llmb.formats.checksums.find_spec", lambda _name: object())
     write_blake3(folder, lambda data: hashlib.sha256(data).hexdigest())
     findings = check_folder(folder)
     assert (findings.problems, findings.not_checked) == ([], [])
@@ -435,5 +435,5 @@ def test_the_document_s_table_is_what_is_stored():
 
 
 def test_it_starts_without_torch():
-    code = "import sys, llmb.weightfolder; print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
+    code = "import sys, llmb.formats.weight_folder; print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -33,7 +33,7 @@ RUN = [
     "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--proxy", "--seqlen", "32", "--set=steps=20",
     *(f"--set=model.{name}={value}" for name, value in SHAPE.items()),
 ]  # fmt: skip
-LLMB_RUN = [sys.executable, "-m", "llmb.cli.run"]
+LLMB_RUN = [sys.executable, "-m", "llmb.cli.llmb_run"]
 AT_ONCE = 4  # runs that wait or go, before more are submitted
 SUBMITTING_S = 0.5  # how long it takes, about
 PATIENCE_S = 300.0
@@ -205,7 +205,7 @@ class Chaos:
                 self.killed.add(rank.work)
 
     def _processes(self, part: str | None = None) -> Iterator[Process]:
-        modules = {"llmb.cli.in_job": "steward", "llmb.launch.leash": "leash", "llmb.train": "rank"}
+        modules = {"llmb.cli.job_runner": "steward", "llmb.launch.supervisor": "leash", "llmb.train": "rank"}
         for pid, environ in of_lab(self.lab.folder):
             command = _command_line(pid).decode(errors="replace").split("\0")
             try:

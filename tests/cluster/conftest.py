@@ -12,7 +12,7 @@ import pytest
 from runs_on_slurm import CLUSTER, HOSTILE
 from slurm_lab import SlurmLab, missing
 
-from llmb.launch.rundir import RunDir
+from llmb.launch.run_folder import RunDir
 
 LABS = ("slurm", "slurm_with_accounting")
 

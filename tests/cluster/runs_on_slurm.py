@@ -5,10 +5,10 @@ The fixtures `install` and `submit` of conftest.py send them.
 
 import time
 
+from llmb.config.serialization import read_json
 from llmb.events import RequestDone, StepDone, read
-from llmb.launch.rundir import RunDir
-from llmb.launch.slurm_states import ENDED
-from llmb.plain import read_json
+from llmb.launch.run_folder import RunDir
+from llmb.launch.slurm.job_states import ENDED
 
 HOSTILE = 'it\'s "a" $HOME `b` %j 100%\nline'
 CLUSTER = """

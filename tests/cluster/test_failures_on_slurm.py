@@ -8,7 +8,7 @@ import pytest
 from slurm_lab import SlurmLab, missing
 
 from llmb.launch.failure import Failure, named
-from llmb.launch.slurm import JobState, states
+from llmb.launch.slurm.slurm_jobs import JobState, states
 
 pytestmark = pytest.mark.slurm
 DEADLINE_S = 180.0

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from llmb.launch.cluster import FILE, find_cluster, read_cluster
+from llmb.launch.slurm.cluster_config import FILE, find_cluster, read_cluster
 
 pytestmark = pytest.mark.slurm
 
-PROGRAM = [sys.executable, "-m", "llmb.cli.install"]
+PROGRAM = [sys.executable, "-m", "llmb.cli.install.llmb_install"]
 LIMIT_S = 120.0
 TOKEN = "hf_" + "b" * 30
 

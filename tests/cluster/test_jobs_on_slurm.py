@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli import polling, stranded
-from llmb.cli.endings import read_ending
-from llmb.cli.polling import Poller
-from llmb.cli.retrying import retry_failed
+from llmb.cli.jobs import lost_submissions, polling
+from llmb.cli.jobs.auto_retry import retry_failed
+from llmb.cli.jobs.polling import Poller
+from llmb.cli.jobs.slurm_ending import read_ending
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
 from llmb.events import RunEnded, RunStarted, StepDone, append
-from llmb.launch import slurm as programs
-from llmb.launch.root import install_root
-from llmb.launch.rundir import RunDir, store_path
-from llmb.launch.submission import Submission, keep_submission, new_token, read_submission
-from llmb.resolve import resolve
-from llmb.results.store import Store
-from llmb.selection import Request
+from llmb.launch.install_root import install_root
+from llmb.launch.run_folder import RunDir, store_path
+from llmb.launch.slurm import slurm_jobs as programs
+from llmb.launch.slurm.submission import Submission, keep_submission, new_token, read_submission
+from llmb.results.job_store import Store
 
 pytestmark = pytest.mark.slurm
 PATIENCE_S = 180.0
@@ -210,9 +210,9 @@ def test_a_job_that_was_never_submitted_fails_once_that_is_certain(jobs, store, 
     run = jobs.folder()
     temporary = store.add(config, run.path, "slurm", status="submitting")
     assert Poller(store).refresh(store.jobs())[0].status == "submitting"
-    store.note(temporary, created_at=time.time() - 2 * stranded.ON_ITS_WAY_S)
+    store.note(temporary, created_at=time.time() - 2 * lost_submissions.ON_ITS_WAY_S)
     (job,) = Poller(store).refresh(store.jobs())
-    assert (job.status, job.reason) == ("failed", stranded.NEVER_SUBMITTED)
+    assert (job.status, job.reason) == ("failed", lost_submissions.NEVER_SUBMITTED)
     before = rows(llmb_run)
     assert llmb_run("jobs", "rebuild")[0] == 0
     assert rows(llmb_run) == before
@@ -307,7 +307,7 @@ def test_watch_prints_changes_and_ends(jobs, tmp_path):
     _, run = jobs.submit(f"{UNTIL_TOLD}; cp prepared events.rank0.jsonl")
     out, err = tmp_path / "out", tmp_path / "err"
     with out.open("w") as to_out, err.open("w") as to_err:
-        command = [sys.executable, "-m", "llmb.cli.run", "jobs", "--watch"]
+        command = [sys.executable, "-m", "llmb.cli.llmb_run", "jobs", "--watch"]
         watch = subprocess.Popen(command, stdout=to_out, stderr=to_err)
     until(lambda: "x1: running" in out.read_text() or watch.poll() is not None)
     (run.path / "go").touch()
@@ -326,7 +326,7 @@ def test_a_log_is_followed_until_slurm_says_that_the_job_has_ended(jobs, slurm):
     (run.path / "log").symlink_to(run.log.name)
     slurm.call("scontrol", "release", job_id)
     follow = subprocess.run(
-        [sys.executable, "-m", "llmb.cli.run", "jobs", "log", job_id, "-f"],
+        [sys.executable, "-m", "llmb.cli.llmb_run", "jobs", "log", job_id, "-f"],
         capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert follow.returncode == 0, follow.stderr
@@ -336,7 +336,7 @@ def test_a_log_is_followed_until_slurm_says_that_the_job_has_ended(jobs, slurm):
 @pytest.mark.slow
 def test_ten_at_once_lose_nothing(slurm, store, tmp_path):
     command = [
-        sys.executable, "-m", "llmb.cli.run", "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32",
+        sys.executable, "-m", "llmb.cli.llmb_run", "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32",
         "--scale", "1", "--proxy", "--on", "slurm", "--slurm-arg", "hold", "-r", "3",
     ]  # fmt: skip
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -379,7 +379,7 @@ def test_a_real_run_from_submit_to_the_table(slurm, llmb_run, monkeypatch, tmp_p
 def test_a_submitter_killed_at_any_moment_loses_nothing(slurm, store, llmb_run, monkeypatch, tmp_path):
     (tmp_path / "desk").mkdir()
     command = [
-        sys.executable, "-m", "llmb.cli.run", "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32",
+        sys.executable, "-m", "llmb.cli.llmb_run", "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32",
         "--scale", "1", "--proxy", "--on", "slurm", "--slurm-arg", "hold", "-r", "100",
     ]  # fmt: skip
     submitter = subprocess.Popen(command, cwd=tmp_path / "desk", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -388,11 +388,11 @@ def test_a_submitter_killed_at_any_moment_loses_nothing(slurm, store, llmb_run, 
     submitter.kill()
     submitter.communicate()
     slurm.wait_for_submissions()
-    monkeypatch.setattr(stranded, "ON_ITS_WAY_S", 0.0)
+    monkeypatch.setattr(lost_submissions, "ON_ITS_WAY_S", 0.0)
     Poller(store).refresh(store.jobs())
     jobs = store.jobs()
     assert {job.status for job in jobs} <= {"pending", "failed"}
-    assert {job.reason for job in jobs if job.status == "failed"} <= {stranded.NEVER_SUBMITTED}
+    assert {job.reason for job in jobs if job.status == "failed"} <= {lost_submissions.NEVER_SUBMITTED}
     tokens = {read_submission(RunDir.open(Path(job.run_dir))).token: job for job in jobs}
     queued = [line.split() for line in slurm.call("squeue", "-h", "-t", "PD", "-O", "JobID:20,Comment:60").splitlines()]
     ours = {job_id for job_id, token in queued if token in tokens}

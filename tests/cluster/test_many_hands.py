@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from chaos import LLMB_RUN, RUN
 
-from llmb.cli import polling, stranded
-from llmb.launch.root import install_root
-from llmb.launch.rundir import RunDir
-from llmb.launch.submission import read_submission
+from llmb.cli.jobs import lost_submissions, polling
+from llmb.launch.install_root import install_root
+from llmb.launch.run_folder import RunDir
+from llmb.launch.slurm.submission import read_submission
 
 pytestmark = pytest.mark.slurm
 PATIENCE_S = 300.0
@@ -21,7 +21,7 @@ SUBMIT = ["submit", *RUN, "--scale", "1", "--on", "slurm", "--slurm-arg", "hold"
 KILLED_AT = """
 import os, signal, sys
 from importlib import import_module
-from llmb.cli.run import main
+from llmb.cli.llmb_run import main
 place, when, *arguments = sys.argv[1:]
 module, _, path = place.partition(":")
 *owners, name = path.split(".")
@@ -37,9 +37,9 @@ setattr(owner, name, staticmethod(die) if name == "create" else die)
 main(arguments)
 """
 STEPS = [
-    "llmb.launch.rundir:RunDir.create", "llmb.launch.rundir:RunDir.write_job_script",
-    "llmb.cli.slurm_submit:keep_submission", "llmb.results.store:Store.add", "llmb.cli.slurm_submit:_enter",
-    "llmb.launch.slurm:submit", "llmb.launch.rundir:RunDir.write_record", "llmb.results.store:Store.submitted",
+    "llmb.launch.run_folder:RunDir.create", "llmb.launch.run_folder:RunDir.write_job_script",
+    "llmb.cli.submit_batch:keep_submission", "llmb.results.job_store:Store.add", "llmb.cli.submit_batch:_enter",
+    "llmb.launch.slurm.slurm_jobs:submit", "llmb.launch.run_folder:RunDir.write_record", "llmb.results.job_store:Store.submitted",
 ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_a_submitter_that_is_killed_at_any_step(slurm, llmb_run, monkeypatch):
             killed = [sys.executable, "-c", KILLED_AT, step, when, *SUBMIT, "-r", "2"]
             assert subprocess.run(killed, timeout=PATIENCE_S, capture_output=True).returncode == -9
     slurm.wait_for_submissions()
-    monkeypatch.setattr(stranded, "ON_ITS_WAY_S", 0.0)
+    monkeypatch.setattr(lost_submissions, "ON_ITS_WAY_S", 0.0)
     before, held = table(llmb_run), jobs_of(slurm, install_root(os.environ))
     assert len(held) >= 4  # of those that died after they had called sbatch
     assert held.keys() <= before.keys()
@@ -82,7 +82,7 @@ def test_a_submitter_that_is_killed_at_any_step(slurm, llmb_run, monkeypatch):
         if folder in held:
             assert (row["job_id"], row["status"]) == (held[folder][0], "pending")
         else:
-            assert (row["status"], row["reason"]) == ("failed", stranded.NEVER_SUBMITTED)
+            assert (row["status"], row["reason"]) == ("failed", lost_submissions.NEVER_SUBMITTED)
     assert llmb_run("jobs", "rebuild")[0] == 0
     assert table(llmb_run) == before
     assert llmb_run("jobs", "cancel", "--all")[0] == 0

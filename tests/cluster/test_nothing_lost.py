@@ -14,13 +14,13 @@ from chaos import Chaos
 from slurm_lab import SlurmLab, missing
 from small_disk import SmallDisk
 
-from llmb.cli import polling, stranded
-from llmb.cli.run import main
+from llmb.cli.jobs import lost_submissions, polling
+from llmb.cli.llmb_run import main
+from llmb.config.serialization import read_json
 from llmb.events import LogProblem, RunEnded, StepDone, read
-from llmb.launch.rundir import RunDir, store_path
-from llmb.launch.submission import read_submission
-from llmb.plain import read_json
-from llmb.results.store import GOING
+from llmb.launch.run_folder import RunDir, store_path
+from llmb.launch.slurm.submission import read_submission
+from llmb.results.job_store import GOING
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 RUNS = 40
@@ -91,7 +91,7 @@ def be_certain(monkeypatch):
     """All is over: what is not there now will not come."""
     monkeypatch.setattr(polling, "FORGETTING_S", 0.0)
     monkeypatch.setattr(polling, "SETTLING_S", 0.0)
-    monkeypatch.setattr(stranded, "ON_ITS_WAY_S", 0.0)
+    monkeypatch.setattr(lost_submissions, "ON_ITS_WAY_S", 0.0)
 
 
 def llmb_run(*arguments):

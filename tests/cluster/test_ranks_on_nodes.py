@@ -5,9 +5,9 @@ import json
 import pytest
 from runs_on_slurm import DEEPSEEK, GROK, LLAMA, NEMOTRON, ended, facts, given
 
+from llmb.config.serialization import read_json
 from llmb.events import RunStarted, read
-from llmb.launch.rundir import RunDir
-from llmb.plain import read_json
+from llmb.launch.run_folder import RunDir
 
 pytestmark = pytest.mark.slurm
 

@@ -7,8 +7,8 @@ import pytest
 from slurm_lab import SlurmLab, missing
 
 from llmb.errors import ConfigError
-from llmb.launch import slurm as jobs
-from llmb.launch.slurm_facts import accounts, cluster_name, gpus, node_facts, partitions
+from llmb.launch.slurm import slurm_jobs as jobs
+from llmb.launch.slurm.cluster_facts import accounts, cluster_name, gpus, node_facts, partitions
 
 pytestmark = pytest.mark.slurm
 
@@ -231,7 +231,7 @@ def test_a_machine_without_slurm_says_that(monkeypatch, tmp_path):
 
 
 def test_a_question_has_a_time_limit(monkeypatch, tmp_path):
-    from llmb.launch.slurm_call import call
+    from llmb.launch.slurm.slurm_command import call
 
     (tmp_path / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "squeue").chmod(0o755)

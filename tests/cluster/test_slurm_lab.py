@@ -13,7 +13,7 @@ import pytest
 import slurm_lab
 from slurm_lab import SlurmLab
 
-from llmb.launch.slurm_states import ENDED
+from llmb.launch.slurm.job_states import ENDED
 
 pytestmark = pytest.mark.slurm
 
@@ -97,7 +97,7 @@ OWNER = """
 import sys, time, pathlib
 from slurm_lab import SlurmLab
 
-from llmb.launch.slurm_states import ENDED
+from llmb.launch.slurm.job_states import ENDED
 SlurmLab(pathlib.Path(sys.argv[1]), nodes=9).start()
 print("up", flush=True)
 time.sleep(100)

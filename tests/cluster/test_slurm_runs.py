@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from runs_on_slurm import LLAMA, LONG, TINY, ended, given, said_of, stepping, steps, wait_for
 
+from llmb.config.recipe import shipped
+from llmb.config.serialization import read_json
 from llmb.events import RunStarted, read
-from llmb.launch.rundir import RunDir
-from llmb.plain import read_json
-from llmb.recipes.recipe import shipped
+from llmb.launch.run_folder import RunDir
 
 pytestmark = pytest.mark.slurm
 

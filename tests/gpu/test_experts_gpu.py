@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Experts, Latent, Machine, Model, Parallel, Precision, Rope, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
-from llmb.kernels.capped_attention import capped_attention, capped_attention_reference
-from llmb.kernels.grouped import grouped_product, grouped_product_reference
 from llmb.models.architectures import build_model
 from llmb.models.blocks import causal_attention
-from llmb.models.experts import ExpertMlp, Router
-from llmb.plain import to_plain
-from llmb.rank.record import Record
-from llmb.rank.tokens import synthetic_tokens
-from llmb.spec import Experts, Latent, Machine, Model, Parallel, Precision, Rope, RunConfig, Training
+from llmb.models.moe import ExpertMlp, Router
+from llmb.ops.attention.softcap_attention import capped_attention, capped_attention_reference
+from llmb.ops.moe.grouped_gemm import grouped_product, grouped_product_reference
+from llmb.runtime.recorder import Record
+from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import run
 from llmb.train.precision import compute_in_bf16
 

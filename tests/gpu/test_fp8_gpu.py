@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
-from llmb.kernels.fp8 import E4M3, E5M2, cast, fp8_linear, fp8_linear_reference, scale_of
-from llmb.plain import to_plain
-from llmb.rank.record import Record
-from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.ops.gemm.fp8_linear import E4M3, E5M2, cast, fp8_linear, fp8_linear_reference, scale_of
+from llmb.runtime.recorder import Record
 from llmb.train.__main__ import run
 
 pytestmark = [

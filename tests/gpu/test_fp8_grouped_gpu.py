@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.kernels.fp8_group_forms import (
+from llmb.config.spec import Experts, Model
+from llmb.models.moe import ExpertMlp
+from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_product, fp8_grouped_product_reference
+from llmb.ops.quant.group_quant import (
     GroupForms,
     WeightForms,
     cast_groups_reference,
@@ -19,9 +22,6 @@ from llmb.kernels.fp8_group_forms import (
     matrices_of,
     weight_in_groups,
 )
-from llmb.kernels.fp8_grouped import fp8_grouped_product, fp8_grouped_product_reference
-from llmb.models.experts import ExpertMlp
-from llmb.spec import Experts, Model
 from llmb.train.precision import Fp8GroupedLinear
 
 pytestmark = [

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from llmb.config.serialization import to_json
+from llmb.config.spec import Machine, Model, Parallel, Precision, Rope, RunConfig, Training
 from llmb.events import StepDone, read
-from llmb.kernels import span_attention
-from llmb.kernels.attention_part import PLAIN
-from llmb.memory import memory_estimate
 from llmb.models.architectures import Network
-from llmb.plain import to_json
-from llmb.rank.tokens import synthetic_tokens
-from llmb.spec import Machine, Model, Parallel, Precision, Rope, RunConfig, Training
+from llmb.ops.attention import segment_attention
+from llmb.ops.attention.attention_block import PLAIN
+from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import main
 from llmb.train.fused_llama import FusedLayer, begin_step
-from llmb.train.mesh import Mesh
+from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallelize import optimizer_of, ready_parts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -100,7 +100,7 @@ def test_by_hand_is_as_near_to_fp32_as_block_by_block(recomputed: int, plain: tu
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but cuDNN's attention, which on its way back adds up the queries' slopes in whatever order they come."""
-    monkeypatch.setattr(span_attention, "kernel_for", lambda _q, _spans: PLAIN)
+    monkeypatch.setattr(segment_attention, "kernel_for", lambda _q, _spans: PLAIN)
     found = []
     for _ in range(2):
         config = config_of("h200", dtype)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Experts, Machine, Mamba, Model, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
-from llmb.plain import to_plain
-from llmb.rank.record import Record
-from llmb.spec import Experts, Machine, Mamba, Model, Parallel, Precision, RunConfig, Training
+from llmb.runtime.recorder import Record
 from llmb.train.__main__ import run
-from llmb.train.graphs import WARMUP_CALLS
+from llmb.train.cuda_graphs import WARMUP_CALLS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

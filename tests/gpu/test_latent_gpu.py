@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.infer.latent import LatentPaged
-from llmb.infer.ranks import Group
-from llmb.infer.step import Inputs
-from llmb.infer.weights import RandomWeights
-from llmb.kernels.forms import E4M3, in_form
-from llmb.kernels.latent_attention import (
+from llmb.config.spec import Experts, Latent, Model, Rope
+from llmb.models.blocks import rope_table
+from llmb.ops.attention.attention_metadata import Spans
+from llmb.ops.attention.mla_attention import (
     LatentCache,
     expanded_attention,
     expanded_attention_reference,
@@ -21,9 +19,11 @@ from llmb.kernels.latent_attention import (
     rotate_and_cache_latents,
     rotate_and_cache_latents_reference,
 )
-from llmb.kernels.spans import Spans
-from llmb.models.blocks import rope_table
-from llmb.spec import Experts, Latent, Model, Rope
+from llmb.ops.quant.activation_quant import E4M3, in_form
+from llmb.serve.layers.served_mla import LatentPaged
+from llmb.serve.rank_groups import Group
+from llmb.serve.step_batch import Inputs
+from llmb.serve.weights.weight_source import RandomWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

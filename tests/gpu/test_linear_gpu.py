@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.infer.linear import Format, linear
-from llmb.kernels.forms import Groups8, in_form
-from llmb.kernels.fp8_block import (
+from llmb.ops.gemm.block_scaled_gemm import (
     FEW_TOKENS,
     Blocks8,
     block_product,
@@ -15,6 +13,8 @@ from llmb.kernels.fp8_block import (
     cublas_product,
     in_blocks,
 )
+from llmb.ops.quant.activation_quant import Groups8, in_form
+from llmb.serve.layers.served_linear import Format, linear
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +61,7 @@ def test_block_products_of_deepseek(tokens: int, inputs: int, outputs: int) -> N
 
 @pytest.mark.parametrize("tokens", [66, 129, 4096])
 def test_both_ways_agree(tokens: int) -> None:
-    from llmb.kernels.fp8_block_triton import block_product_triton
+    from llmb.ops.gemm.block_scaled_gemm_triton import block_product_triton
 
     if not cublas_knows_blocks(GPU):
         pytest.skip("cuBLAS has no block scales on this GPU")

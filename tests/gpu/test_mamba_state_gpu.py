@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.infer.mamba import StatefulMamba
-from llmb.infer.ranks import Group
-from llmb.infer.step import Inputs
-from llmb.infer.weights import RandomWeights
-from llmb.kernels.mamba_state import MambaState, MambaWeights, Rows, mamba_step, mamba_step_reference
-from llmb.kernels.ssd import ssd_chunked, ssd_from
-from llmb.models.mamba import MambaMixer
-from llmb.spec import Mamba, Model
+from llmb.config.spec import Mamba, Model
+from llmb.models.mamba2 import MambaMixer
+from llmb.ops.mamba.selective_state_update import MambaState, MambaWeights, Rows, mamba_step, mamba_step_reference
+from llmb.ops.mamba.ssd import ssd_chunked, ssd_from
+from llmb.serve.layers.served_mamba import StatefulMamba
+from llmb.serve.rank_groups import Group
+from llmb.serve.step_batch import Inputs
+from llmb.serve.weights.weight_source import RandomWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

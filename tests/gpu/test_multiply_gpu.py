@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.kernels import cublas_lt, trial
-from llmb.kernels.fp8 import E4M3, E5M2
-from llmb.kernels.multiply import multiply
+from llmb.ops.gemm import algorithm_trial, cublas_lt
+from llmb.ops.gemm.fp8_linear import E4M3, E5M2
+from llmb.ops.gemm.matmul import multiply
 
 pytestmark = pytest.mark.gpu
 
@@ -20,9 +20,9 @@ TURNED = [(False, False), (False, True), (True, False), (True, True)]
 
 @pytest.fixture(autouse=True)
 def _all_sizes_are_worth_trying(monkeypatch):
-    monkeypatch.setattr("llmb.kernels.multiply.WORTH_TRYING", 0)
+    monkeypatch.setattr("llmb.ops.gemm.matmul.WORTH_TRYING", 0)
     for name in ("TRIED_S", "RESTED_S", "ALONE_S"):
-        monkeypatch.setattr(trial, name, 0.0)
+        monkeypatch.setattr(algorithm_trial, name, 0.0)
 
 
 def drawn(rows: int, columns: int, turned: bool = False, dtype: torch.dtype = BF16) -> Tensor:
@@ -109,4 +109,4 @@ def test_the_fastest_way_is_found():
         return True
 
     ways = [lambda: repeated(3), lambda: repeated(1), lambda: repeated(2)]
-    assert trial.fastest(ways, ["three", "one", "two"]) == 1
+    assert algorithm_trial.fastest(ways, ["three", "one", "two"]) == 1

@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Machine, Mamba, Model, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
-from llmb.kernels.causal_conv import causal_conv, causal_conv_reference
-from llmb.kernels.gated_norm import gated_norm, gated_norm_reference
-from llmb.kernels.ssd import ssd, ssd_chunked, ssd_reference
 from llmb.models.architectures import build_model
-from llmb.plain import to_plain
-from llmb.rank.record import Record
-from llmb.rank.tokens import synthetic_tokens
-from llmb.spec import Machine, Mamba, Model, Parallel, Precision, RunConfig, Training
+from llmb.ops.mamba.causal_conv1d import causal_conv, causal_conv_reference
+from llmb.ops.mamba.ssd import ssd, ssd_chunked, ssd_reference
+from llmb.ops.norm.gated_norm import gated_norm, gated_norm_reference
+from llmb.runtime.recorder import Record
+from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import run
 from llmb.train.precision import compute_in_bf16
 

@@ -7,24 +7,32 @@ import torch
 from small_llama import MODEL, InChunks, by_autograd
 from torch import Tensor
 
-from llmb.kernels.attention_part import CUDNN, FLASH, PLAIN, AttentionKernel
-from llmb.kernels.span_attention import KEYS_AT_ONCE, Span, attend, attend_backward, kernel_for, rows_of, spans_of
-from llmb.layer.block import Block
-from llmb.layer.fp8_linears import Fp8Linears
-from llmb.layer.fp8_weights import Fp8Layer, Fp8Weights, Way
-from llmb.layer.linears import PlainLinears
-from llmb.layer.products import Products
-from llmb.layer.tensors import Attn, BlockWeights, KeyValues, Rest
+from llmb.config.spec import Model
 from llmb.models.blocks import rope_table
-from llmb.outofcore.tensors import block_weights
-from llmb.predict.pieces import Units
-from llmb.predict.workspace import (
+from llmb.models.llama_layer.fp8_layer_weights import Fp8Layer, Fp8Weights, Way
+from llmb.models.llama_layer.fp8_linears import Fp8Linears
+from llmb.models.llama_layer.layer import Block
+from llmb.models.llama_layer.layer_tensors import Attn, BlockWeights, KeyValues, Rest
+from llmb.models.llama_layer.linear_gemms import Products
+from llmb.models.llama_layer.linears import PlainLinears
+from llmb.offload.buffer_views import block_weights
+from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionKernel
+from llmb.ops.attention.segment_attention import (
+    KEYS_AT_ONCE,
+    Span,
+    attend,
+    attend_backward,
+    kernel_for,
+    rows_of,
+    spans_of,
+)
+from llmb.perfmodel.offload.buffers import Units
+from llmb.perfmodel.offload.workspace import (
     backward_numbers,
     forward_numbers,
     fp8_backward_bytes,
     fp8_forward_bytes,
 )
-from llmb.spec import Model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 from ordinary_training import LEAST, SEED, SMOOTH, UNTIED, lr, ordinary, trained, trainer_of, weights_in
 
+from llmb.config.offload_plan import UPDATES, Plan
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Machine, Model, OutOfCore, Parallel, Precision, Profile, Rope, RunConfig
 from llmb.events import RunEnded, StepDone, read
-from llmb.hardware import GIB
-from llmb.lanes import read_lanes
 from llmb.models.llama import Llama
-from llmb.outofcore.__main__ import run
-from llmb.outofcore.host_slab import HostSlab
-from llmb.outofcore.streams import EVENTS, CudaLanes
-from llmb.plain import to_plain
-from llmb.plan import UPDATES, Plan
-from llmb.predict.draft import Wishes
-from llmb.predict.pieces import Units
-from llmb.predict.rates import H200
-from llmb.predict.search import best_plan
-from llmb.rank.record import Record
-from llmb.rank.tokens import synthetic_tokens
-from llmb.spec import Machine, Model, OutOfCore, Parallel, Precision, Profile, Rope, RunConfig
+from llmb.offload.__main__ import run
+from llmb.offload.cuda_streams import EVENTS, CudaLanes
+from llmb.offload.pinned_memory import HostSlab
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.offload.buffers import Units
+from llmb.perfmodel.offload.machine_rates import H200
+from llmb.perfmodel.offload.plan_candidate import Wishes
+from llmb.perfmodel.offload.plan_search import best_plan
+from llmb.perfmodel.offload.stream_timeline import read_lanes
+from llmb.runtime.recorder import Record
+from llmb.runtime.synthetic_tokens import synthetic_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -54,7 +54,7 @@ def whole_gpu() -> Iterator[None]:
 @pytest.fixture
 def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in tests/outofcore/test_training_equals.py: so weights can be compared as closely as gradients."""
-    monkeypatch.setattr("llmb.outofcore.computation.EPS", SMOOTH)
+    monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)
 
 
 @pytest.mark.usefixtures("smooth_updates")

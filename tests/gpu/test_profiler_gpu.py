@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Machine, Model, Parallel, Precision, Profile, RunConfig, Training
 from llmb.events import RunEnded, StepDone, TimeSpent, read
-from llmb.plain import to_plain
-from llmb.rank.record import Record
-from llmb.spec import Machine, Model, Parallel, Precision, Profile, RunConfig, Training
+from llmb.runtime.recorder import Record
 from llmb.train.__main__ import run
-from llmb.train.profiler import ATTENTION, COMMUNICATION, IDLE, KINDS, MEMORY, OPTIMIZER, PRODUCTS
+from llmb.train.step_profiler import ATTENTION, COMMUNICATION, IDLE, KINDS, MEMORY, OPTIMIZER, PRODUCTS
 
 pytestmark = [
     pytest.mark.gpu,

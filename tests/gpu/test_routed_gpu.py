@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.infer.experts import ServedRouter
-from llmb.infer.weights import Cut
-from llmb.kernels.dealt_triton import deal, rows_of_tile
-from llmb.kernels.forms import in_form
-from llmb.kernels.routed import Visits, routed_mlp, routed_mlp_reference
-from llmb.kernels.router import route, route_reference, router_scores
-from llmb.kernels.stacked import Kind, Stacked, empty_stack, fill_rows
-from llmb.spec import Experts, Model
+from llmb.config.spec import Experts, Model
+from llmb.ops.moe.align_triton import deal, rows_of_tile
+from llmb.ops.moe.expert_weights import Kind, Stacked, empty_stack, fill_rows
+from llmb.ops.moe.fused_moe import Visits, routed_mlp, routed_mlp_reference
+from llmb.ops.moe.router import route, route_reference, router_scores
+from llmb.ops.quant.activation_quant import in_form
+from llmb.serve.layers.served_moe import ServedRouter
+from llmb.serve.weights.weight_source import Cut
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -5,23 +5,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmb.infer.request import Request
-from llmb.infer.serve import open_engine
-from llmb.kernels.add_norm import add_norm, add_norm_reference
-from llmb.kernels.forms import Rows8, in_form, in_form_reference
-from llmb.kernels.gated import gated, gated_reference
-from llmb.kernels.paged_attention import (
+from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+from llmb.models.architectures import build_model
+from llmb.models.hf_weights import save_weights
+from llmb.ops.activation.gated_act import gated, gated_reference
+from llmb.ops.attention.attention_metadata import Spans
+from llmb.ops.attention.paged_attention import (
     KvCache,
     paged_attention,
     paged_attention_reference,
     rotate_and_cache,
     rotate_and_cache_reference,
 )
-from llmb.kernels.spans import Spans
-from llmb.models.architectures import build_model
-from llmb.models.weights import save_weights
-from llmb.rank.place import Place
-from llmb.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+from llmb.ops.norm.add_rms_norm import add_norm, add_norm_reference
+from llmb.ops.quant.activation_quant import Rows8, in_form, in_form_reference
+from llmb.runtime.rank_info import Place
+from llmb.serve.engine_builder import open_engine
+from llmb.serve.request import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GPU = torch.device("cuda", 0)

@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.infer.linear import Format
-from llmb.infer.ranks import Ranks
-from llmb.infer.stack import How, Stack, build_stack
-from llmb.infer.step import Inputs
-from llmb.infer.weights import Cut, RandomWeights, Weights
-from llmb.kernels.argmax import argmax
-from llmb.kernels.forms import Rows8, as_plain, in_form
-from llmb.kernels.paged_attention import KvCache
-from llmb.kernels.thin import Norm, ThinWeight, thin_product, thin_product_reference
-from llmb.kernels.thin_attention import thin_attention, thin_attention_reference
-from llmb.spec import Model
+from llmb.config.spec import Model
+from llmb.ops.attention.decode_attention import thin_attention, thin_attention_reference
+from llmb.ops.attention.paged_attention import KvCache
+from llmb.ops.gemm.skinny_gemm import Norm, ThinWeight, thin_product, thin_product_reference
+from llmb.ops.quant.activation_quant import Rows8, as_plain, in_form
+from llmb.ops.sampling.argmax import argmax
+from llmb.serve.layers.served_linear import Format
+from llmb.serve.layers.served_model import How, Stack, build_stack
+from llmb.serve.rank_groups import Ranks
+from llmb.serve.step_batch import Inputs
+from llmb.serve.weights.weight_source import Cut, RandomWeights, Weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,8 +125,8 @@ def small(weights: Weights, dtype: torch.dtype, format: Format, kv_dtype: torch.
 @pytest.fixture
 def usual(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Every step goes the usual way until this is undone."""
-    for module in ("stack", "linear"):
-        monkeypatch.setattr(f"llmb.infer.{module}.is_thin", lambda _: False)
+    for module in ("served_model", "served_linear"):
+        monkeypatch.setattr(f"llmb.serve.layers.{module}.is_thin", lambda _: False)
     return monkeypatch
 
 

@@ -15,24 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
-from llmb.kernels.fused_activation import ACTIVATIONS, activated
-from llmb.kernels.fused_linear import linear
-from llmb.kernels.fused_mlp import gated_mlp
-from llmb.kernels.fused_norm import norm_beside
-from llmb.kernels.fused_rotation import rotated
-from llmb.kernels.rotation import rotate
 from llmb.models.architectures import build_model
 from llmb.models.blocks import attention_backends, causal_attention
-from llmb.models.loss import chunked_cross_entropy
-from llmb.plain import to_plain
-from llmb.rank.record import Record
-from llmb.rank.tokens import synthetic_tokens
-from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.models.chunked_loss import chunked_cross_entropy
+from llmb.ops.activation.activation_autograd import ACTIVATIONS, activated
+from llmb.ops.activation.gated_mlp_autograd import gated_mlp
+from llmb.ops.gemm.linear_autograd import linear
+from llmb.ops.norm.rms_norm_autograd import norm_beside
+from llmb.ops.rope.rope import rotate
+from llmb.ops.rope.rope_autograd import rotated
+from llmb.runtime.recorder import Record
+from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import run
 from llmb.train.loop import Job, train_step
-from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallelize import ready_parts
 from llmb.train.precision import compute_in_bf16
 

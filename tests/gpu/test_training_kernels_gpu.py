@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.kernels.adam import adam_scalars, adam_update_reference
-from llmb.kernels.cross_entropy import cross_entropy_slope_, cross_entropy_slope_reference_
-from llmb.kernels.forms import E4M3
-from llmb.kernels.fp8 import E5M2
-from llmb.kernels.fp8_forms import Gauge, cast_both, cast_both_reference, padded
-from llmb.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_backward_reference, rms_norm_reference
-from llmb.kernels.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_reference
-from llmb.kernels.rotation import rotate_in_place, rotate_into_reference
-from llmb.kernels.scaled_add import scaled_add_, scaled_add_reference_
-from llmb.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_reference
-from llmb.kernels.swiglu_fp8 import (
+from llmb.ops.activation.swiglu import swiglu, swiglu_backward, swiglu_backward_reference
+from llmb.ops.activation.swiglu_fp8 import (
     swiglu_backward_fp8,
     swiglu_backward_fp8_reference,
     swiglu_fp8,
     swiglu_fp8_reference,
 )
+from llmb.ops.gemm.fp8_linear import E5M2
+from llmb.ops.loss.cross_entropy import cross_entropy_slope_, cross_entropy_slope_reference_
+from llmb.ops.loss.scaled_add import scaled_add_, scaled_add_reference_
+from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward, rms_norm_backward_reference, rms_norm_reference
+from llmb.ops.norm.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_reference
+from llmb.ops.optim.adam import adam_scalars, adam_update_reference
+from llmb.ops.quant.activation_quant import E4M3
+from llmb.ops.quant.fp8_quant import Gauge, cast_both, cast_both_reference, padded
+from llmb.ops.rope.rope import rotate_in_place, rotate_into_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -180,7 +180,7 @@ FORMATS: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype, bool, Any]] = {
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("n", [10_000_000, 1_000_003])
 def test_a_step_of_adam_is_that_of_torch_to_the_bit(name: str, n: int) -> None:
-    from llmb.kernels.adam_triton import adam_update_triton
+    from llmb.ops.optim.adam_triton import adam_update_triton
 
     param_format, grad_format, state_format, keeps_low, rounding = FORMATS[name]
     tensors: list[Tensor | None] = [
@@ -201,7 +201,7 @@ def test_a_step_of_adam_is_that_of_torch_to_the_bit(name: str, n: int) -> None:
 
 
 def test_a_step_of_adam_is_compiled_once_for_all_steps() -> None:
-    from llmb.kernels.adam_triton import _adam_update, adam_update_triton
+    from llmb.ops.optim.adam_triton import _adam_update, adam_update_triton
 
     param, grad, m, v = (torch.zeros(4096, device=GPU) for _ in range(4))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.kernels.visits import (
+from llmb.ops.moe.permute import (
     copied,
     copied_beside,
     copied_reference,

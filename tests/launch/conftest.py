@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmb import events
+from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.launch.local import Outcome, run_local
-from llmb.launch.rundir import RunDir
-from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.launch.run_folder import RunDir
 
 ENGINE_PRELUDE = """
 import os, signal, subprocess, sys, time

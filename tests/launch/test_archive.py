@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import RunEnded, RunStarted, append
-from llmb.launch import sealed
-from llmb.launch.archive import is_over, write_archive
-from llmb.launch.archive_reading import read_archive
-from llmb.launch.importing import import_archive
-from llmb.launch.manifest import ROOT
-from llmb.launch.origin import origin_of
-from llmb.launch.rundir import RunDir, mark_alive
-from llmb.launch.scrubbed_json import scrub_json
-from llmb.launch.sealed import SEAL_BYTES, packing, seal
+from llmb.launch.archive import checksummed_file
+from llmb.launch.archive.checksummed_file import SEAL_BYTES, packing, seal
+from llmb.launch.archive.import_runs import import_archive
+from llmb.launch.archive.manifest import ROOT
+from llmb.launch.archive.pack import is_over, write_archive
+from llmb.launch.archive.run_origin import origin_of
+from llmb.launch.archive.scrub_json import scrub_json
+from llmb.launch.archive.unpack import read_archive
+from llmb.launch.run_folder import RunDir, mark_alive
 from llmb.launch.secrets import scrub_thoroughly
 
 zstandard = pytest.importorskip("zstandard")
@@ -126,7 +126,7 @@ def test_a_failure_leaves_nothing(run, tmp_path, monkeypatch):
     def full(file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("llmb.launch.archive.seal", full)
+    monkeypatch.setattr("llmb.launch.archive.pack.seal", full)
     with pytest.raises(LaunchError, match="No space left"):
         write_archive([run], out / "a.tar.zst", {})
     assert list(out.iterdir()) == []
@@ -138,7 +138,7 @@ def test_what_does_not_read_back_is_not_kept(run, tmp_path, monkeypatch):
         file.seek(20)
         file.write(b"?")
 
-    monkeypatch.setattr("llmb.launch.archive.seal", spoil)
+    monkeypatch.setattr("llmb.launch.archive.pack.seal", spoil)
     with pytest.raises(ConfigError, match="refused: it was cut off or changed"):
         write_archive([run], tmp_path / "out.tar.zst", {})
     assert not list(tmp_path.glob("*out*"))
@@ -147,7 +147,7 @@ def test_what_does_not_read_back_is_not_kept(run, tmp_path, monkeypatch):
 # Waits inside the archive until it is interrupted, however late that comes.
 SLOWLY = """
 import sys, tarfile, time
-from llmb.cli.run import main
+from llmb.cli.llmb_run import main
 add = tarfile.TarFile.addfile
 tarfile.TarFile.addfile = lambda *given: (add(*given), time.sleep(60))
 sys.exit(main(["archive", sys.argv[1], "-o", "a.tar.zst"]))
@@ -259,7 +259,7 @@ def test_a_secret_named_in_one_file_is_found_in_another_that_does_not_name_it(ru
 
 
 def test_a_key_that_lies_across_pieces_of_a_file_is_whole(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("llmb.launch.scrubbing.PIECE", 64)
+    monkeypatch.setattr("llmb.launch.archive.scrub_files.PIECE", 64)
     key = "\n".join(
         ["-----BEGIN PRIVATE KEY-----", *["QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo="] * 20, "-----END PRIVATE KEY-----"]
     )
@@ -490,7 +490,7 @@ def test_a_harmful_archive_is_refused_and_leaves_nothing(tmp_path, members, mani
 
 
 def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(sealed, "ALWAYS_ALLOWED", 2**20)
+    monkeypatch.setattr(checksummed_file, "ALWAYS_ALLOWED", 2**20)
     archive = crafted(tmp_path / "bad.tar.zst", [member(f"{ROOT}/{PLACE}/x")], bytes(64 * 2**20), NO_FILES)
     assert archive.stat().st_size < 2**14
     with pytest.raises(ConfigError, match="unpacks to far more"):

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from llmb.errors import ConfigError, LaunchError
-from llmb.launch.cluster import FILE, Container, as_yaml, find_cluster, read_cluster, write_cluster
-from llmb.launch.cluster_file import as_current, read_text
-from llmb.launch.sbatch_options import OF_THE_RUN, OPTIONS, option_name, parameters
+from llmb.launch.slurm.cluster_config import FILE, Container, as_yaml, find_cluster, read_cluster, write_cluster
+from llmb.launch.slurm.cluster_file import as_current, read_text
+from llmb.launch.slurm.sbatch_options import OF_THE_RUN, OPTIONS, option_name, parameters
 
 CURRENT = """
 schema_version: 2

@@ -13,11 +13,11 @@ import pytest
 
 import llmb
 from llmb import events
+from llmb.config.spec import Inference, Machine, Profile
 from llmb.errors import ConfigError, UnknownName
 from llmb.launch import command
 from llmb.launch.command import engine_command, engine_environment, job_script, spelled_command
-from llmb.launch.rundir import RunDir
-from llmb.spec import Inference, Machine, Profile
+from llmb.launch.run_folder import RunDir
 
 GOLDEN = r"""#!/usr/bin/env bash
 # Repeats this run in a new folder beside it.
@@ -66,7 +66,7 @@ def test_an_engine_that_is_not_there_is_one_clear_line(config, rundir, installed
             kv_fraction=0.5, num_requests=1,
         ),
     )  # fmt: skip
-    installed("llmb.train", "llmb.outofcore", "torch")
+    installed("llmb.train", "llmb.offload", "torch")
     with pytest.raises(
         ConfigError, match="for inference is not part of this version; there is one for: training, outofcore"
     ):

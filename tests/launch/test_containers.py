@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from llmb.errors import ConfigError
-from llmb.launch.cluster import Cluster, Container
-from llmb.launch.containers import check_image, find_container, srun_flags
-from llmb.launch.order import EngineOrder
+from llmb.launch.engines.containers import check_image, find_container, srun_flags
+from llmb.launch.engines.launch_spec import EngineOrder
+from llmb.launch.slurm.cluster_config import Cluster, Container
 
 ORDER = EngineOrder(command=("python3", "x.py"), folders=("/data/weights of R1", "/data/weights of R1/sub"))
 NAMED = Container(image="registry#team/image:25.04.01", mounts=("/lustre:/data2:ro",))

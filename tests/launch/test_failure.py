@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from llmb.events import RunEnded, RunStarted, append
 from llmb.launch.failure import Failure, failure_of, named
+from llmb.launch.failure_symptoms import Kind
 from llmb.launch.nccl_watchdog import collective_timeout
-from llmb.launch.nodelist import node_names
-from llmb.launch.rundir import RunDir
-from llmb.launch.slurm import JobState
-from llmb.launch.symptoms import Kind
+from llmb.launch.run_folder import RunDir
+from llmb.launch.slurm.nodelist import node_names
+from llmb.launch.slurm.slurm_jobs import JobState
 from llmb.launch.verdict import Verdict
 
 STEP_OOM = """\
@@ -302,7 +302,7 @@ def test_a_full_disk_under_a_run_or_its_container():
 
 def test_weights_that_are_not_there():
     said = "/weights/deepseek is not a folder of weights"
-    assert named(failed(said), None, f"llmb.infer: {said}\n").kind == "weights_missing"
+    assert named(failed(said), None, f"llmb.serve: {said}\n").kind == "weights_missing"
     foreign = "OSError: x/y is not a local folder and is not a valid model identifier listed on a hub\n"
     assert named(failed("exit code 1"), None, foreign).kind == "weights_missing"
 

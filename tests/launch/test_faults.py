@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
+from llmb.config.serialization import build, to_json
+from llmb.config.spec import Limits, Machine, Parallel, Precision, RunConfig, Training
 from llmb.events import Event, RunStarted, StepDone, read, read_all
-from llmb.launch import stall
+from llmb.launch import hang_detector
 from llmb.launch.local import Outcome, run_local
-from llmb.launch.rundir import RunDir
-from llmb.plain import build, to_json
+from llmb.launch.run_folder import RunDir
 from llmb.results.derive import derive
 from llmb.results.result import Result
-from llmb.spec import Limits, Machine, Parallel, Precision, RunConfig, Training
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ RANKS = 4
 FAULTY_ENGINE = """
 import os, sys, time
 from pathlib import Path
-from llmb.rank.process import Process, leave
+from llmb.runtime.engine_process import Process, leave
 from llmb.train.__main__ import training
 
 RANK = int(os.environ["RANK"])
@@ -131,7 +131,7 @@ def signal_rank(rundir: RunDir, rank: int, number: signal.Signals) -> None:
 
 def test_a_rank_that_is_killed_as_a_user_sees_it() -> None:
     wish = "submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 4 --proxy --json --set steps=1000000"
-    command = [sys.executable, "-m", "llmb.cli.run", *wish.split()]
+    command = [sys.executable, "-m", "llmb.cli.llmb_run", *wish.split()]
     submit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     rundir = wait_for(lambda: next(RunDir.find_all(Path(os.environ["LLMB_INSTALL"])), None))
     wait_for(lambda: any(isinstance(event, StepDone) for event in read(rundir.events(0))))
@@ -185,7 +185,7 @@ def test_a_rank_that_never_comes_to_the_collective(run_with) -> None:
 
 
 def test_a_rank_that_sleeps_in_the_first_step(run_with, four, monkeypatch) -> None:
-    monkeypatch.setattr(stall, "IDLE_S", 6)  # how long a first step takes nobody knows, but it takes CPU time
+    monkeypatch.setattr(hang_detector, "IDLE_S", 6)  # how long a first step takes nobody knows, but it takes CPU time
     unlimited = replace(four, limits=Limits())
     fault = run_with(
         """

@@ -14,17 +14,17 @@ import pytest
 from llmb import events
 from llmb.errors import ConfigError
 from llmb.events import RunEnded
-from llmb.launch.lock import running_alone
-from llmb.launch.process import find
-from llmb.launch.rundir import RunDir, is_alive, live_pid
+from llmb.launch.procfs import find
+from llmb.launch.run_folder import RunDir, is_alive, live_pid
+from llmb.launch.run_lock import running_alone
 
 LAUNCHER = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
 from llmb.launch.local import run_local
-from llmb.launch.lock import running_alone
-from llmb.launch.rundir import RunDir
+from llmb.launch.run_lock import running_alone
+from llmb.launch.run_folder import RunDir
 
 rundir = RunDir.open(Path(sys.argv[1]))
 config = rundir.read_config()

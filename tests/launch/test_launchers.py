@@ -7,8 +7,8 @@ import pytest
 
 from llmb.events import RunEnded, RunStarted
 from llmb.launch.local import run_local
-from llmb.launch.rundir import RunDir
-from llmb.launch.slurm_ranks import srun
+from llmb.launch.run_folder import RunDir
+from llmb.launch.slurm.srun import srun
 from llmb.launch.verdict import Verdict, exit_codes, finished, stopped
 
 # Stands in for srun: it passes SIGUSR1 on to its ranks, and would kill them on SIGTERM.

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.runs import keep_result
+from llmb.cli.stored_runs import keep_result
+from llmb.config.overrides import Setting
+from llmb.config.recipe import Row, load_all, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
-from llmb.launch import megatron_bridge
 from llmb.launch.command import check_engine, engine_command, engine_environment, engine_order, spelled_command
+from llmb.launch.engines import megatron_bridge
+from llmb.launch.hang_detector import StallWatch
 from llmb.launch.local import run_local
-from llmb.launch.rundir import RunDir
-from llmb.launch.stall import StallWatch
-from llmb.recipes.recipe import Row, load_all, shipped
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.settings import Setting
-from llmb.spec import RunConfig, Training
+from llmb.launch.run_folder import RunDir
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RECIPES = load_all([shipped()])

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from llmb import events
-from llmb.cli.runs import keep_result
+from llmb.cli.stored_runs import keep_result
+from llmb.config.overrides import Setting, from_environment
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import Profile, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone
 from llmb.report.summary import summary
-from llmb.resolve import resolve
-from llmb.results.nccl import summarise
-from llmb.selection import Request
-from llmb.settings import Setting, from_environment
-from llmb.spec import Profile, RunConfig, Training
+from llmb.results.readers.nccl_log import summarise
 
 TRACE = Path(__file__).parent.parent / "golden" / "logs" / "nccl.log"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from llmb.config.spec import Inference, Machine, Profile, RunConfig
 from llmb.errors import ConfigError
-from llmb.launch import nsight
 from llmb.launch.command import check_engine, engine_command, engine_environment, engine_order
-from llmb.launch.rundir import RunDir
-from llmb.spec import Inference, Machine, Profile, RunConfig
+from llmb.launch.engines import nsys_command
+from llmb.launch.run_folder import RunDir
 
 SLURM = {"SLURM_JOB_ID": "81", "SLURM_NODEID": "3", "SLURM_PROCID": "26", "SLURM_LOCALID": "2"}
 
@@ -42,7 +42,7 @@ def on_gpus(config: RunConfig) -> RunConfig:
 def reports(config: RunConfig, folder: Path, environ: dict[str, str], path: str) -> list[str]:
     """Run a rank's command in a folder of its own and list what it leaves."""
     folder.mkdir()
-    command = nsight.wrapped(["printf", "%s|", "two words", "$x"], config, "L7")
+    command = nsys_command.wrapped(["printf", "%s|", "two words", "$x"], config, "L7")
     said = subprocess.run(command, cwd=folder, env={"PATH": path, **environ}, check=True, capture_output=True)
     assert said.stdout == b"two words|$x|"  # whatever happens, the rank gets its words as they are
     return sorted(str(found.relative_to(folder)) for found in folder.rglob("*.nsys-rep"))
@@ -98,14 +98,14 @@ def test_the_window_is_the_engines_and_gpu_metrics_are_read_once_a_node(on_gpus,
 
 
 def test_a_hostile_job_id_stays_a_word(on_gpus, tmp_path, path):
-    command = nsight.wrapped(["true"], on_gpus, "a'b $(touch hacked)")
+    command = nsys_command.wrapped(["true"], on_gpus, "a'b $(touch hacked)")
     subprocess.run(command, cwd=tmp_path, env={"PATH": path}, check=True)
     assert not (tmp_path / "hacked").exists()
     assert (tmp_path / "nsys_profile" / "profile_a'b $(touch hacked)_0_0.nsys-rep").exists()
 
 
 def test_every_engine_is_wrapped_in_its_own_place(on_gpus, rundir, nsys, tmp_path):
-    shell = tuple(nsight.wrapped([], on_gpus, None))
+    shell = tuple(nsys_command.wrapped([], on_gpus, None))
     order = engine_order(on_gpus, rundir, "/py")
     assert order.command == (*shell, "/py", "-m", "llmb.train", "config.json")
     torchrun = ["/py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "--no-python"]
@@ -117,7 +117,7 @@ def test_every_engine_is_wrapped_in_its_own_place(on_gpus, rundir, nsys, tmp_pat
     bench = replace(serving(on_gpus), engine="trtllm")
     tasks = engine_order(bench, RunDir.create(tmp_path, bench, datetime(2026, 1, 2)), "/py").command
     assert tasks[-3:] == ("trtllm-llmapi-launch", "bash", "trtllm.sh")
-    assert nsight.PROGRAM in tasks[2]
+    assert nsys_command.PROGRAM in tasks[2]
 
 
 def test_where_it_is_not_there_torch_traces(on_gpus, config, rundir, monkeypatch, tmp_path):
@@ -125,7 +125,7 @@ def test_where_it_is_not_there_torch_traces(on_gpus, config, rundir, monkeypatch
     assert engine_order(on_gpus, rundir, "/py").command == ("/py", "-m", "llmb.train", "config.json")
     assert "LLMB_NSIGHT" not in engine_environment(on_gpus, {}, {})
     forced = replace(on_gpus, profile=Profile(profile=True, profiler="nsight"))
-    assert nsight.used(forced)  # in a container, which may have it
+    assert nsys_command.used(forced)  # in a container, which may have it
     with pytest.raises(ConfigError, match=r"needs nsys \(Nsight Systems\) on the PATH; or use --set profiler=torch"):
         check_engine(forced)
     with pytest.raises(ConfigError, match="GPU metrics need nsys"):
@@ -136,7 +136,7 @@ def test_a_run_without_a_gpu_or_with_torchs_profiler_is_not_wrapped(on_gpus, con
     on_cpu = replace(config, profile=Profile(profile=True))
     by_torch = replace(on_gpus, profile=Profile(profile=True, profiler="torch"))
     for plain in (on_cpu, by_torch, replace(on_gpus, profile=Profile())):
-        assert not nsight.used(plain)
+        assert not nsys_command.used(plain)
         assert "nsys" not in shlex.join(engine_order(plain, rundir, "/py").command)
     with pytest.raises(ConfigError, match="records a GPU, this run has none"):
         check_engine(replace(config, profile=Profile(profile=True, profiler="nsight")))

@@ -12,8 +12,8 @@ from llmb import events
 from llmb.errors import LaunchError
 from llmb.events import LogProblem, RunEnded, RunStarted, StepDone
 from llmb.launch.local import run_local
-from llmb.launch.process import find
-from llmb.launch.rundir import is_alive, live_pid
+from llmb.launch.procfs import find
+from llmb.launch.run_folder import is_alive, live_pid
 
 
 def left_alive(rundir) -> list[int]:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmb.config.serialization import write_whole
+from llmb.config.spec import Override
 from llmb.errors import ConfigError, LaunchError
-from llmb.launch.lock import running_alone
-from llmb.launch.root import install_root
-from llmb.launch.rundir import RunDir, is_alive, mark_alive, store_path
-from llmb.plain import write_whole
-from llmb.spec import Override
+from llmb.launch.install_root import install_root
+from llmb.launch.run_folder import RunDir, is_alive, mark_alive, store_path
+from llmb.launch.run_lock import running_alone
 
 NOON = datetime(2026, 1, 2, 12, 0, 0)
 HOSTILE = [
@@ -200,7 +200,7 @@ def test_the_record_of_a_job(tmp_path, config):
 
 
 def test_an_experiment_id_names_what_is_measured(config):
-    from llmb.launch.record import experiment_id
+    from llmb.launch.job_record import experiment_id
 
     assert experiment_id(config) == experiment_id(replace(config, environment={"A": "b"}))
     assert experiment_id(config) != experiment_id(replace(config, size="70b"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmb.launch.slurm_facts import Gpus, Partition, duration_s, gpus, read_nodes, read_partitions
+from llmb.launch.slurm.cluster_facts import Gpus, Partition, duration_s, gpus, read_nodes, read_partitions
 
 SINFO = """\
 cpu|up|4|(null)|infinite

@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from llmb.config.overrides import Setting
+from llmb.config.recipe import Recipe, expand_gpus, load_all, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import Limits, Machine, RunConfig
 from llmb.errors import ConfigError
-from llmb.launch.cluster import Cluster, WorkloadSettings
-from llmb.launch.order import EngineOrder
-from llmb.launch.rundir import RunDir
-from llmb.launch.slurm_job import SlurmWishes, job_options, placed, sbatch_arguments, segment, slurm_script
-from llmb.launch.slurm_ranks import (
+from llmb.launch.engines.launch_spec import EngineOrder
+from llmb.launch.run_folder import RunDir
+from llmb.launch.slurm.cluster_config import Cluster, WorkloadSettings
+from llmb.launch.slurm.job_script import SlurmWishes, job_options, placed, sbatch_arguments, segment, slurm_script
+from llmb.launch.slurm.srun import (
     asked_per_node,
     check_room,
     in_allocation,
@@ -24,17 +29,12 @@ from llmb.launch.slurm_ranks import (
     ranks_per_node,
     rendezvous,
 )
-from llmb.recipes.recipe import Recipe, expand_gpus, load_all, shipped
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.settings import Setting
-from llmb.spec import Limits, Machine, RunConfig
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "slurm"
 RECIPES = load_all([shipped()])
-COMMAND = ["/venv/bin/python", "-m", "llmb.cli.in_job", "/runs/one"]
+COMMAND = ["/venv/bin/python", "-m", "llmb.cli.job_runner", "/runs/one"]
 RUN = RunDir(Path("/runs/one"))
-REST = "set -euo pipefail\nexport NCCL_DEBUG=WARN\nexec /venv/bin/python -m llmb.cli.in_job /runs/one\n"
+REST = "set -euo pipefail\nexport NCCL_DEBUG=WARN\nexec /venv/bin/python -m llmb.cli.job_runner /runs/one\n"
 
 
 def configurations(recipe: Recipe) -> Iterator[RunConfig]:

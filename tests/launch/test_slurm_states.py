@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.launch.backoff import Backoff
-from llmb.launch.slurm_states import phase_of, read_completions, read_sacct, read_squeue
+from llmb.launch.slurm.backoff import Backoff
+from llmb.launch.slurm.job_states import phase_of, read_completions, read_sacct, read_squeue
 
 SQUEUE = """\
 5|PENDING|BeginTime|0||1794746703|1794750303|NONE|0|(null)|

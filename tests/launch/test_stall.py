@@ -4,9 +4,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from llmb.config.spec import Limits, Machine, Profile, RunConfig
 from llmb.events import RunStarted, StepDone, Whereabouts
-from llmb.launch.stall import ANSWER_S, IDLE_S, PAUSE_S, SHORTEST_S, StallWatch, suspect
-from llmb.spec import Limits, Machine, Profile, RunConfig
+from llmb.launch.hang_detector import ANSWER_S, IDLE_S, PAUSE_S, SHORTEST_S, StallWatch, suspect
 
 
 @dataclass

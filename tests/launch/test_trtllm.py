@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmb.cli.runs import keep_result
+from llmb.cli.stored_runs import keep_result
+from llmb.config.overrides import Setting, seconds
+from llmb.config.recipe import Row, load_all, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
-from llmb.launch import trtllm
 from llmb.launch.command import engine_command, engine_environment, engine_order, spelled_command
+from llmb.launch.engines import trtllm
 from llmb.launch.local import Outcome, run_local
-from llmb.launch.rundir import RunDir
-from llmb.launch.slurm_job import SlurmWishes, slurm_script
-from llmb.recipes.recipe import Row, load_all, shipped
-from llmb.resolve import resolve
+from llmb.launch.run_folder import RunDir
+from llmb.launch.slurm.job_script import SlurmWishes, slurm_script
 from llmb.results.result import Result
-from llmb.selection import Request
-from llmb.settings import Setting, seconds
-from llmb.spec import Inference, RunConfig
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RECIPES = load_all([shipped()])

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 
+from llmb.config.spec import Machine
 from llmb.events import RunEnded, StepDone
 from llmb.launch.local import Outcome, run_local
-from llmb.launch.process import find
+from llmb.launch.procfs import find
 from llmb.launch.verdict import exit_codes, finished, last_lines
-from llmb.spec import Machine
 
 TORCHRUN = """\
 W1115 03:18:40.814000 61 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 62 closing signal

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmb import activations
+from llmb.config.spec import Experts, Model, Rope
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.models.loss import AGREED_TOKENS, CHUNK_TOKENS, chunked_cross_entropy
-from llmb.spec import Experts, Model, Rope
+from llmb.models.chunked_loss import AGREED_TOKENS, CHUNK_TOKENS, chunked_cross_entropy
+from llmb.perfmodel import activation_memory
 
 MODEL = Model(
     name="small", architecture="llama", layers=3, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=101
@@ -33,8 +33,8 @@ def test_chunked_loss_equals_the_whole(chunk: int) -> None:
 
 def test_the_memory_estimate_knows_how_long_chunks_are() -> None:
     """It has figures of its own: models and estimates import nothing of one another."""
-    assert activations.CHUNK_TOKENS == CHUNK_TOKENS
-    assert activations.AGREED_TOKENS == AGREED_TOKENS
+    assert activation_memory.CHUNK_TOKENS == CHUNK_TOKENS
+    assert activation_memory.AGREED_TOKENS == AGREED_TOKENS
 
 
 def test_chunked_loss_refuses_a_second_backward_pass() -> None:

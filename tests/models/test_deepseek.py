@@ -9,14 +9,14 @@ import torch
 from parity import assert_near, greedily
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from llmb import costs
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Experts, Latent, Machine, Model, Parallel, Precision, Rope, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.deepseek import DeepSeek
-from llmb.plain import to_plain
-from llmb.rank.record import Record
-from llmb.spec import Experts, Latent, Machine, Model, Parallel, Precision, Rope, RunConfig, Training
+from llmb.perfmodel import flops
+from llmb.runtime.recorder import Record
 from llmb.train.__main__ import run
 
 TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32
@@ -210,7 +210,7 @@ def test_parameters_equal_the_costs(recipes) -> None:
         with torch.device("meta"):
             network = build_model(model)
         count = sum(tensor.numel() for tensor in network.state_dict().values())
-        assert count == costs.parameters(model)
+        assert count == flops.parameters(model)
         assert network.state_dict().keys() == DeepSeek.foreign_names(model).keys()
     assert count == 671_026_419_200
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmb.activations import Activations
+from llmb.config.spec import Experts, Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.models.experts import ExpertMlp, GroupedLinear, Router
-from llmb.spec import Experts, Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.models.moe import ExpertMlp, GroupedLinear, Router
+from llmb.perfmodel.activation_memory import Activations
 from llmb.train.parallelize import recompute
 from llmb.train.precision import FusedGatedMlp, compute_in_bf16
 

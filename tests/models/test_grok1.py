@@ -14,12 +14,12 @@ import torch
 from parity import assert_near, greedily
 from torch import Tensor
 
-from llmb import costs
+from llmb.config.spec import Experts, Latent, Model, Rope
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.grok1 import Grok1
-from llmb.spec import Experts, Latent, Model, Rope
+from llmb.perfmodel import flops
 
 TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32
 
@@ -173,9 +173,9 @@ def test_parameters_equal_the_costs_and_have_foreign_names(recipes) -> None:
     for model in (*MODELS, published):
         with torch.device("meta"):
             network = build_model(model)
-        assert sum(p.numel() for p in network.parameters()) == costs.parameters(model)
+        assert sum(p.numel() for p in network.parameters()) == flops.parameters(model)
         assert network.state_dict().keys() == Grok1.foreign_names(model).keys()
-    assert costs.parameters(published) == pytest.approx(314e9, rel=0.01)
+    assert flops.parameters(published) == pytest.approx(314e9, rel=0.01)
     names = Grok1.foreign_names(published)
     assert len(set(names.values())) == len(names)
     assert names["layers.3.mlp.down.weight"] == "model.layers.3.mlp.experts.{expert}.down_proj.weight"

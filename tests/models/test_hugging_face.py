@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from llmb.config.spec import Experts, Latent, Mamba, Model, Rope
 from llmb.errors import ConfigError
-from llmb.models.hugging_face import CONFIGURED, from_config, model_in, to_config
-from llmb.spec import Experts, Latent, Mamba, Model, Rope
+from llmb.models.hf_config import CONFIGURED, from_config, model_in, to_config
 
 # Fields and values as the publishers print them; those without influence on the network are left out.
 LLAMA_8B: dict[str, Any] = {

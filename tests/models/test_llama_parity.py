@@ -5,10 +5,10 @@ import torch
 from parity import assert_near, greedily
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmb import costs
+from llmb.config.spec import Model, Rope
 from llmb.models.architectures import build_model
 from llmb.models.llama import Llama
-from llmb.spec import Model, Rope
+from llmb.perfmodel import flops
 
 TOLERANCE = 1e-5  # relative to the largest value of each tensor, fp32
 
@@ -117,5 +117,5 @@ def test_parameters_equal_the_costs(recipes) -> None:
     for model in (*MODELS, *llamas):
         with torch.device("meta"):
             network = build_model(model)
-        assert sum(p.numel() for p in network.parameters()) == costs.parameters(model), model.name
+        assert sum(p.numel() for p in network.parameters()) == flops.parameters(model), model.name
         assert network.state_dict().keys() == Llama.foreign_names(model).keys()

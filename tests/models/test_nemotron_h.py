@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from parity import assert_near, greedily
 from torch import Tensor
 
-from llmb import costs
+from llmb.config.recipe import load_all, shipped
+from llmb.config.spec import Experts, Mamba, Model, Rope
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.models.mamba import MambaMixer
+from llmb.models.mamba2 import MambaMixer
 from llmb.models.nemotron_h import NemotronH
-from llmb.recipes.recipe import load_all, shipped
-from llmb.spec import Experts, Mamba, Model, Rope
+from llmb.perfmodel import flops
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import NemotronHConfig, NemotronHForCausalLM
@@ -201,7 +201,7 @@ def test_parameters_are_those_that_the_costs_count(size: str) -> None:
     model = load_all([shipped()])["pretrain_nemotronh"].model(size)
     with torch.device("meta"):
         network = build_model(model)
-    assert sum(parameter.numel() for parameter in network.parameters()) == costs.parameters(model)
+    assert sum(parameter.numel() for parameter in network.parameters()) == flops.parameters(model)
 
 
 def test_every_weight_has_its_foreign_name() -> None:

@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from llmb.config.spec import Experts, Latent, Mamba, Model, Rope
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, build_model
-from llmb.models.hugging_face import CONFIGURED, model_in
-from llmb.models.weights import foreign_tensors, load_weights, plan_shards, save_weights
-from llmb.spec import Experts, Latent, Mamba, Model, Rope
+from llmb.models.hf_config import CONFIGURED, model_in
+from llmb.models.hf_weights import foreign_tensors, load_weights, plan_shards, save_weights
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, NemotronHConfig
@@ -326,7 +326,7 @@ def test_a_folder_is_new_and_whole_or_not_there(tmp_path: Path, monkeypatch: pyt
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("llmb.models.weights.save_file", full)
+    monkeypatch.setattr("llmb.models.hf_weights.save_file", full)
     with pytest.raises(LaunchError, match=r"cannot write .*out: No space left on device"):
         save_weights(network, tmp_path / "out", torch.float32)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "used"]
@@ -336,8 +336,8 @@ MEMORY = """
 import resource, sys, torch
 from pathlib import Path
 from llmb.models.architectures import build_model
-from llmb.models.weights import load_weights, save_weights
-from llmb.spec import Model
+from llmb.models.hf_weights import load_weights, save_weights
+from llmb.config.spec import Model
 
 def now():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from llmb import hardware
-from llmb.recipes.recipe import Row, load_all, per_gpus, shipped
+from llmb.config.recipe import Row, load_all, per_gpus, shipped
+from llmb.perfmodel import hardware
 
 RECIPES = load_all([shipped()])
 PAGE = Path(__file__).parents[2] / "docs" / "references.md"

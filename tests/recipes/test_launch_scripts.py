@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmb.recipes.recipe import load_all, shipped
-from llmb.settings import SELECTOR_VARIABLES, VARIABLES
+from llmb.config.overrides import SELECTOR_VARIABLES, VARIABLES
+from llmb.config.recipe import load_all, shipped
 
 RECIPES = load_all([shipped()])
 NEEDS_A_SCALE = ["pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmb.recipes.recipe import Recipe, Row, expand_gpus, load_all, per_gpus, shipped
+from llmb.config.recipe import Recipe, Row, expand_gpus, load_all, per_gpus, shipped
 
 RECIPES = load_all([shipped()])
 

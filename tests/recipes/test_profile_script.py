@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmb.recipes.recipe import shipped
+from llmb.config.recipe import shipped
 
 SCRIPT = shipped() / "outofcore_llama3" / "do_transformer_profile.sh"
 IN_BENCH = Path(__file__).parents[2] / "bench" / SCRIPT.name

@@ -2,12 +2,12 @@
 
 import pytest
 
+from llmb.config.overrides import Setting
+from llmb.config.recipe import Recipe, Row, listed, load_all, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
-from llmb.recipes.recipe import Recipe, Row, listed, load_all, shipped
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.settings import Setting
-from llmb.spec import Inference, RunConfig
 
 RECIPES = load_all([shipped()])
 SERVING = [recipe for recipe in RECIPES.values() if recipe.kind == "inference"]

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from llmb import costs
+from llmb.config.overrides import Setting
+from llmb.config.proxy import small
+from llmb.config.recipe import Recipe, Row, expand_gpus, load_all, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.errors import ConfigError
-from llmb.kernels.fp8 import fits_fp8
-from llmb.recipes.recipe import Recipe, Row, expand_gpus, load_all, shipped
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.settings import Setting
-from llmb.spec import Model, Parallel, RunConfig, Training
-from llmb.standins import small
+from llmb.ops.gemm.fp8_linear import fits_fp8
+from llmb.perfmodel import flops
 
 RECIPES = load_all([shipped()])
 DTYPES = {
@@ -56,7 +56,7 @@ def test_it_runs_anywhere(recipe: Recipe, row: Row) -> None:
     assert row["gpus"] == 1
     assert row["dtype"] == DTYPES[recipe.kind]
     assert "gpu" not in row
-    assert costs.parameters(small(recipe.model(row["size"]))) < 32e6
+    assert flops.parameters(small(recipe.model(row["size"]))) < 32e6
 
 
 @pytest.mark.parametrize(("recipe", "row"), STAND_INS, ids=name)
@@ -135,7 +135,7 @@ def test_at_scale_it_has_the_structure_of_the_original_and_computes_in_8_bits(
     work, parallel = config.workload, config.parallel
     assert isinstance(work, Training)
     assert structure(config.model) == structure(RECIPES[workload].model(size))
-    assert costs.parameters(config.model) < 64e6
+    assert flops.parameters(config.model) < 64e6
     assert config.model.layers % (parallel.pp * (parallel.vp or 1)) == 0
     tokens = work.mbs * work.seqlen // parallel.cp // parallel.tp
     for inputs, outputs in shares(config.model, parallel):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from llmb.lanes import Lane, Lanes, MemoryUse, Phase, Stretch
+from llmb.perfmodel.offload.stream_timeline import Lane, Lanes, MemoryUse, Phase, Stretch
 
 
 @dataclass

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmb.config.overrides import Setting
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone
 from llmb.report.compare import compare, speed_ratio, text
-from llmb.resolve import resolve
 from llmb.results.derive import derive
-from llmb.selection import Request
-from llmb.settings import Setting
 
 
 def noisy(mean, count=20, spread=0.01, seed=1):

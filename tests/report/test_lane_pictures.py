@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_lanes import Engine, small
 
-from llmb.lanes import Lanes, MemoryUse, Stretch
-from llmb.report.lane_columns import Columns, levels, runs, spread, stacked
-from llmb.report.lane_kinds import COMPUTE_KINDS, COPY_KINDS
-from llmb.report.lane_pictures import LEFT, RIGHT, WIDTH, picture
-from llmb.report.lane_timeline import Timeline
-from llmb.report.lane_views import views
+from llmb.perfmodel.offload.stream_timeline import Lanes, MemoryUse, Stretch
+from llmb.report.timeline.pixel_columns import Columns, levels, runs, spread, stacked
+from llmb.report.timeline.svg_picture import LEFT, RIGHT, WIDTH, picture
+from llmb.report.timeline.task_kinds import COMPUTE_KINDS, COPY_KINDS
+from llmb.report.timeline.tracks import Timeline
+from llmb.report.timeline.views import views
 
 SVG = "{http://www.w3.org/2000/svg}"
 BAR = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)(?:v([\d.]+)|V([\d.]+))h-([\d.]+)z")

@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 from synthetic_lanes import small
 
-from llmb.lanes import Lanes, Stretch
-from llmb.report.lane_ranges import ranges
-from llmb.report.lane_timeline import Timeline
-from llmb.report.lane_views import views
+from llmb.perfmodel.offload.stream_timeline import Lanes, Stretch
+from llmb.report.timeline.named_ranges import ranges
+from llmb.report.timeline.tracks import Timeline
+from llmb.report.timeline.views import views
 
 
 def one(name, start, end, step=0, **more):

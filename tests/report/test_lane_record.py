@@ -6,7 +6,7 @@ import pytest
 from synthetic_lanes import small
 
 from llmb.errors import ConfigError
-from llmb.lanes import Lanes, read_lanes, write_lanes
+from llmb.perfmodel.offload.stream_timeline import Lanes, read_lanes, write_lanes
 
 
 def test_lanes_are_read_back_as_they_were(tmp_path):

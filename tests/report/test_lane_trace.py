@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from synthetic_lanes import small
 
-from llmb.report.lane_timeline import Timeline
-from llmb.report.lane_trace import RANGES_THREAD, trace_bytes
+from llmb.report.timeline.chrome_trace import RANGES_THREAD, trace_bytes
+from llmb.report.timeline.tracks import Timeline
 
 
 def events(*lanes):

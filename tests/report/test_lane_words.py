@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from synthetic_lanes import small
 
-from llmb.lanes import Lanes, Stretch
-from llmb.report.lane_account import account
-from llmb.report.lane_comparison import compare
-from llmb.report.lane_timeline import Timeline
-from llmb.report.lane_units import duration, figures, marks, percent
-from llmb.report.lane_views import views
-from llmb.report.lane_words import words
-from llmb.report.optimizer_cost import optimizer_cost
+from llmb.perfmodel.offload.stream_timeline import Lanes, Stretch
+from llmb.report.timeline.axis_units import duration, figures, marks, percent
+from llmb.report.timeline.captions import words
+from llmb.report.timeline.optimizer_cost import optimizer_cost
+from llmb.report.timeline.predicted_vs_measured import compare
+from llmb.report.timeline.time_account import account
+from llmb.report.timeline.tracks import Timeline
+from llmb.report.timeline.views import views
 
 
 def work(lane, name, start, end, phase="forward", step=0, **more):

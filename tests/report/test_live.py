@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
 from llmb.events import ServingSample
-from llmb.report.live import LiveLine
-from llmb.resolve import resolve
-from llmb.selection import Request
+from llmb.report.live_progress import LiveLine
 
 
 class Terminal(io.StringIO):

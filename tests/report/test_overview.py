@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
 from llmb.events import RequestDone, RunEnded, ServingFacts
-from llmb.report.overview import overview
-from llmb.resolve import resolve
+from llmb.report.serving_overview import overview
 from llmb.results.derive import derive
+from llmb.results.readers.trtllm_log import read
 from llmb.results.result import Result
-from llmb.results.trtllm import read
-from llmb.selection import Request
 
 OK = RunEnded(status="ok")
 # As the document prints it.

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import OutOfCore
 from llmb.errors import ConfigError
-from llmb.report.description import describe
-from llmb.report.plan import CUT, KINDS, RATES, describe_plan, expectations
+from llmb.report.config_summary import describe
 from llmb.report.plan_figures import Cut, PlanFigures, as_data, plan_figures
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.spec import OutOfCore
+from llmb.report.plan_text import CUT, KINDS, RATES, describe_plan, expectations
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_data_has_the_published_names_at_the_top(figures):
 
 
 def test_show_prints_the_plan_and_not_its_data(config):
-    text = describe(config, "python -m llmb.outofcore config.json")
+    text = describe(config, "python -m llmb.offload config.json")
     assert "where it rests" in text
     assert "levels" not in text
     assert "resident_params" in text

@@ -11,10 +11,10 @@ import pytest
 from synthetic_lanes import small
 
 from llmb.errors import ConfigError, LaunchError
-from llmb.lanes import Lanes, Stretch
-from llmb.report.lane_timeline import Timeline
-from llmb.report.profile_page import write_profile
-from llmb.report.profile_table import rows
+from llmb.perfmodel.offload.stream_timeline import Lanes, Stretch
+from llmb.report.timeline.profile_page import write_profile
+from llmb.report.timeline.profile_table import rows
+from llmb.report.timeline.tracks import Timeline
 
 FIGURES = [("Chunk", "16384 tokens"), ("Rounds a step", "5")]
 PICTURES = ["bwd_layers", "fwd_layers", "round_overview", "step_overhead", "step_overview", "training_overview"]

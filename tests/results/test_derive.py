@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from llmb.config.overrides import Setting
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.serialization import build, to_json
+from llmb.config.spec import Parallel
 from llmb.events import CollectiveSeen, LogProblem, RequestDone, RunEnded, RunStarted, ServingSummary, StepDone
-from llmb.plain import build, to_json
 from llmb.report.summary import summary
-from llmb.resolve import resolve
 from llmb.results.derive import derive
 from llmb.results.result import Result
-from llmb.selection import Request
-from llmb.settings import Setting
-from llmb.spec import Parallel
 
 OK = RunEnded(status="ok")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from llmb.events import RunEnded, StepDone
-from llmb.report.timing import STYLES, timing_report
-from llmb.results.readers import READERS, detect, read_log
+from llmb.report.step_timing import STYLES, timing_report
+from llmb.results.readers.reader_choice import READERS, detect, read_log
 
 GOLDEN = [path.read_bytes() for path in sorted((Path(__file__).parent.parent / "golden" / "logs").iterdir())]
 INSERTED = [b"\r", b"\n", b"\x00", b"\x1b[31m", b"\x1b", b"\xff\xfe", b"nan", b"1e999", b"-", b"9" * 400, b"3: ", b"\t"]

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import Machine
 from llmb.events import RunEnded, StepDone
 from llmb.report.summary import summary
-from llmb.resolve import resolve
 from llmb.results.derive import derive
-from llmb.selection import Request
-from llmb.spec import Machine
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from llmb.errors import ConfigError, UnknownName
 from llmb.events import CollectiveSeen, LogProblem, RunEnded, StepDone
-from llmb.results.readers import READERS, detect, read_log
+from llmb.results.readers.reader_choice import READERS, detect, read_log
 
 LOGS = Path(__file__).parent.parent / "golden" / "logs"
 FORMATS = {

@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from llmb.errors import ConfigError
-from llmb.results.lines import BLOCK_BYTES, LINE_BYTES, Line, clean, file_lines, tail_lines
+from llmb.results.readers.log_lines import BLOCK_BYTES, LINE_BYTES, Line, clean, file_lines, tail_lines
 
 
 def lines_of(tmp_path, content: bytes) -> list[Line]:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmb.events import LogProblem, RunEnded, StepDone
-from llmb.results.megatron_bridge import read
-from llmb.results.readers import read_log
+from llmb.results.readers.megatron_bridge_log import read
+from llmb.results.readers.reader_choice import read_log
 
 LOGS = Path(__file__).parent.parent / "golden" / "logs"
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmb.events import CollectiveSeen, LogProblem, RunEnded
-from llmb.results import nccl
-from llmb.results.readers import read_log
+from llmb.results.readers import nccl_log
+from llmb.results.readers.reader_choice import read_log
 
 LOGS = Path(__file__).parent.parent / "golden" / "logs"
 EXAMPLE = (
@@ -18,7 +18,7 @@ EXAMPLE = (
 
 
 def test_the_published_line():
-    seen, end = nccl.read([EXAMPLE])
+    seen, end = nccl_log.read([EXAMPLE])
     assert seen == CollectiveSeen(operation="AllReduce", calls=1, bytes=1, datatype="uint8", ranks=128)
     assert end == RunEnded(status="ok")
 
@@ -41,7 +41,7 @@ def test_one_event_for_each_operation_datatype_and_communicator_size():
 
 def test_lines_and_file_give_the_same():
     path = LOGS / "nccl.log"
-    assert list(nccl.read(path.read_bytes().splitlines())) == list(nccl.read_file(path))
+    assert list(nccl_log.read(path.read_bytes().splitlines())) == list(nccl_log.read_file(path))
 
 
 def test_a_trace_without_collectives_says_so(tmp_path):
@@ -102,10 +102,10 @@ def test_counts_are_exact_in_torn_and_interleaved_logs(tmp_path, monkeypatch, dr
             torn += cut >= len(head)
     path = tmp_path / "trace.log"
     path.write_text((text + "\n") * REPEATS)
-    monkeypatch.setattr(nccl, "BLOCK_BYTES", block)
-    monkeypatch.setattr(nccl, "PARALLEL_BYTES", 0 if parallel and len(drawn) > 30 else 1 << 30)
-    events = list(nccl.read_file(path))
-    names = {number: nccl.DATATYPES.get(number, (f"datatype {number}", None))[0] for number in range(16)}
+    monkeypatch.setattr(nccl_log, "BLOCK_BYTES", block)
+    monkeypatch.setattr(nccl_log, "PARALLEL_BYTES", 0 if parallel and len(drawn) > 30 else 1 << 30)
+    events = list(nccl_log.read_file(path))
+    names = {number: nccl_log.DATATYPES.get(number, (f"datatype {number}", None))[0] for number in range(16)}
     seen = {(e.operation, e.datatype, e.ranks): e.calls for e in events if isinstance(e, CollectiveSeen)}
     assert seen == {
         (operation, names[number], ranks): n * REPEATS for (operation, number, ranks), n in expected.items()
@@ -116,8 +116,8 @@ def test_counts_are_exact_in_torn_and_interleaved_logs(tmp_path, monkeypatch, dr
 
 
 def test_a_log_of_ever_new_sizes_does_not_fill_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(nccl, "MANY_KINDS", 100)
+    monkeypatch.setattr(nccl_log, "MANY_KINDS", 100)
     path = tmp_path / "trace.log"
     path.write_text("".join(EXAMPLE.replace("count 1 ", f"count {n} ") + "\n" for n in range(5000)))
-    (seen,) = nccl.summarise(path)
+    (seen,) = nccl_log.summarise(path)
     assert (seen.calls, seen.bytes) == (5000, sum(range(5000)))

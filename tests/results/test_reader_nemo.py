@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from llmb.events import LogProblem, RunEnded, StepDone
-from llmb.results.nemo import read
-from llmb.results.readers import read_log
+from llmb.results.readers.nemo_log import read
+from llmb.results.readers.reader_choice import read_log
 
 LOGS = Path(__file__).parent.parent / "golden" / "logs"
 LINE = (

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from llmb.events import RunEnded, StepDone
-from llmb.results.readers import read_log
-from llmb.results.torchtitan import read
+from llmb.results.readers.reader_choice import read_log
+from llmb.results.readers.torchtitan_log import read
 
 LOGS = Path(__file__).parent.parent / "golden" / "logs"
 LINE = (

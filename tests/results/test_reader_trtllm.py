@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from llmb.events import LogProblem, RunEnded, ServingSummary
-from llmb.results.readers import read_log
-from llmb.results.trtllm import read
+from llmb.results.readers.reader_choice import read_log
+from llmb.results.readers.trtllm_log import read
 
 LOGS = Path(__file__).parent.parent / "golden" / "logs"
 

@@ -5,8 +5,8 @@ from statistics import stdev
 
 import pytest
 
-from llmb.metrics import describe
-from llmb.report.repeats import repeats
+from llmb.perfmodel.metrics import describe
+from llmb.report.repeat_table import repeats
 from llmb.results.repeats import T_95, interval, intervals, student_t
 from llmb.results.result import Result
 

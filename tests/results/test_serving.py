@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.serialization import build, to_json
 from llmb.events import RequestDone, RunEnded, ServingFacts, ServingSample, append, parse, read
-from llmb.plain import build, to_json
 from llmb.report.summary import summary
-from llmb.resolve import resolve
 from llmb.results.derive import derive
 from llmb.results.result import Result
-from llmb.selection import Request
 
 OK = RunEnded(status="ok")
 

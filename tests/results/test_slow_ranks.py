@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmb.config.serialization import to_json
+from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, RunStarted, StepDone, read_all
 from llmb.launch.local import run_local
-from llmb.launch.rundir import RunDir
-from llmb.plain import to_json
+from llmb.launch.run_folder import RunDir
 from llmb.report.summary import summary
 from llmb.results.derive import derive
 from llmb.results.slow_ranks import _median_without, slow_ranks
-from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 
 STEPS = 20
 
@@ -116,7 +116,7 @@ def test_the_median_of_the_others(values, data):
 
 ENGINE = """
 import os, sys, time
-from llmb.rank.process import Process, leave
+from llmb.runtime.engine_process import Process, leave
 from llmb.train.__main__ import training
 
 def slowed():

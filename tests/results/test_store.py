@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import RunEnded, StepDone
-from llmb.resolve import resolve
 from llmb.results.derive import derive
-from llmb.results.store import Store
-from llmb.selection import Request
+from llmb.results.job_store import Store
 
 
 @pytest.fixture

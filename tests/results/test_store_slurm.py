@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
 from llmb.errors import ConfigError
 from llmb.events import RunEnded
-from llmb.resolve import resolve
 from llmb.results.derive import derive
-from llmb.results.store import SCHEMA_VERSION, Store, temporary_id
-from llmb.selection import Request
+from llmb.results.job_store import SCHEMA_VERSION, Store, temporary_id
 
 FIRST_SCHEMA = (
     "job_id, launcher, workload, size, dtype, scale, gpu, proxy, profile, name, run_dir, created_at, updated_at, "

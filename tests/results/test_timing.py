@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmb.errors import ConfigError, UnknownName
-from llmb.report.timing import short_name, timing_report
+from llmb.report.step_timing import short_name, timing_report
 
 LOGS = Path(__file__).parent.parent / "golden" / "logs"
 LLAMA = "pretrain_llama31_405b_fp8_cs_gpus128_tp2_pp1_cp1_vpNone_ep1_mbs1_gbs64_658572"

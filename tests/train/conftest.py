@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from small_config import CONFIG, changed
 
+from llmb.config.serialization import to_plain
 from llmb.events import RunEnded, RunStarted, StepDone, read
-from llmb.plain import to_plain
-from llmb.rank.record import Record
+from llmb.runtime.recorder import Record
 from llmb.train.__main__ import run
 
 

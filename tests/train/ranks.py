@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from forked_ranks import on_ranks
 from torch import Tensor
 
+from llmb.config.serialization import to_plain
+from llmb.config.spec import RunConfig, Training
 from llmb.events import StepDone, read
-from llmb.plain import to_plain
-from llmb.rank.checkpoint_folder import complete
-from llmb.rank.endings import ending
-from llmb.rank.record import Record
-from llmb.spec import RunConfig, Training
+from llmb.runtime.checkpoint_folder import complete
+from llmb.runtime.recorder import Record
+from llmb.runtime.run_ending import ending
 from llmb.train.loop import train
 
 

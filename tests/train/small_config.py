@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from llmb.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 
 CONFIG = RunConfig(
     name="small",

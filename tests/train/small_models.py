@@ -1,6 +1,6 @@
 """One tiny model of each architecture, for what must hold for all of them."""
 
-from llmb.spec import Experts, Latent, Mamba, Model, Rope
+from llmb.config.spec import Experts, Latent, Mamba, Model, Rope
 
 SIZES = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 128}
 LATENT = Latent(q_rank=16, kv_rank=16, nope_dim=16, rope_dim=16, value_dim=16)

@@ -12,19 +12,19 @@ from small_config import CONFIG, changed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from llmb.config.spec import Machine, Model
 from llmb.events import StepDone
-from llmb.hardware import GIB
-from llmb.memory import memory_estimate
 from llmb.models.architectures import build_model
-from llmb.rank.endings import Diverged
-from llmb.rank.record import Record
-from llmb.results.megatron_bridge import read
-from llmb.spec import Machine, Model
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.results.readers.megatron_bridge_log import read
+from llmb.runtime.recorder import Record
+from llmb.runtime.run_ending import Diverged
 from llmb.train import loop
-from llmb.train.anomaly import first_bad_tensor
-from llmb.train.memory import advice
-from llmb.train.mesh import Mesh
+from llmb.train.nonfinite import first_bad_tensor
 from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.mesh import Mesh
+from llmb.train.train_oom import advice
 
 EIGHT_BILLION = Model(
     name="8b", architecture="llama", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256

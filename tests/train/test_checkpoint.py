@@ -20,16 +20,16 @@ from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 from torch import nn
 
+from llmb.config.serialization import build
+from llmb.config.spec import Model, RunConfig
 from llmb.events import StepDone, read
-from llmb.plain import build
-from llmb.rank.checkpoint_folder import IDENTITY, complete, newest, number
 from llmb.results.derive import derive
-from llmb.spec import Model, RunConfig
+from llmb.runtime.checkpoint_folder import IDENTITY, complete, newest, number
 from llmb.train import loop
 from llmb.train.__main__ import main
-from llmb.train.checkpoint import FORMAT, Checkpoints, state_tensors
-from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.mesh import Mesh
+from llmb.train.train_checkpoint import FORMAT, Checkpoints, state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 

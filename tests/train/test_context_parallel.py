@@ -10,12 +10,12 @@ from ranks import on_ranks, trained
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 
+from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 from llmb.models.blocks import causal_attention, positions_in_order
-from llmb.spec import Parallel
-from llmb.train.context_parallel import attention_over_ranks, own_positions, own_tokens
-from llmb.train.mesh import Mesh, divided
-from llmb.train.supported import supported_workload
+from llmb.train.parallel.context_parallel import attention_over_ranks, own_positions, own_tokens
+from llmb.train.parallel.mesh import Mesh, divided
+from llmb.train.train_support import supported_workload
 
 CPU = torch.device("cpu")
 TOKENS = 48

@@ -10,8 +10,8 @@ from ranks import trained as trained_by_ranks
 from small_config import CONFIG, changed
 
 from llmb.errors import ConfigError, LaunchError
-from llmb.rank.token_data import TokenFile
-from llmb.tokenfile import HEADER, Header, TokenWriter, read_header
+from llmb.formats.token_file import HEADER, Header, TokenWriter, read_header
+from llmb.runtime.token_data import TokenFile
 
 CPU = torch.device("cpu")
 DATA = Path(__file__).parent.parent.parent / "data"

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from llmb.rank.memory import is_out_of_memory
-from llmb.spec import Inference
+from llmb.config.spec import Inference
+from llmb.runtime.process_memory import is_out_of_memory
 from llmb.train import loop
 
 

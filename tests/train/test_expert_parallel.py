@@ -13,12 +13,12 @@ from small_models import SMALL_MODELS
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llmb.models.experts import ExpertMlp, balance_losses
-from llmb.spec import Experts, Parallel
-from llmb.train.expert_parallel import on_host, split_experts
+from llmb.config.spec import Experts, Parallel
+from llmb.models.moe import ExpertMlp, balance_losses
 from llmb.train.initial_weights import slice_like
-from llmb.train.mesh import divided
 from llmb.train.optimizer import Optimizer, local
+from llmb.train.parallel.expert_parallel import on_host, split_experts
+from llmb.train.parallel.mesh import divided
 from llmb.train.parallelize import recompute
 from llmb.train.precision import Fp8GroupedLinear, keep_forms
 
@@ -231,7 +231,7 @@ def test_the_balance_loss_is_over_all_tokens_of_a_micro_batch(degrees: dict[str,
 
 @pytest.mark.parametrize("sent", [24, 25, 1, 0])
 def test_a_rehearsal_sends_every_row_and_as_many_to_each_rank(monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
-    monkeypatch.setattr("llmb.train.expert_parallel.rehearsing", lambda: True)
+    monkeypatch.setattr("llmb.train.parallel.expert_parallel.is_dry_run", lambda: True)
     counts = on_host(torch.empty(3, 4, device="meta"), sent)
     assert len(counts) == 3
     for row in counts:

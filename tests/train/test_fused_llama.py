@@ -9,13 +9,13 @@ import torch
 from small_config import CONFIG, changed
 from torch import Tensor
 
-from llmb.kernels.multiply import multiply
+from llmb.config.spec import Model, RunConfig
 from llmb.models.architectures import Network
-from llmb.spec import Model, RunConfig
-from llmb.train.checkpoint import Checkpoints
+from llmb.ops.gemm.matmul import multiply
 from llmb.train.fused_llama import FusedLayer, begin_step, scales_of
-from llmb.train.mesh import Mesh
+from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallelize import optimizer_of, ready_parts
+from llmb.train.train_checkpoint import Checkpoints
 
 ONE = Mesh(0, 1, torch.device("cpu"))
 MODEL = Model(
@@ -99,7 +99,7 @@ def test_sums_of_the_way_back_are_fast_where_that_is_asked_for(monkeypatch, gpu:
         counts[fast] += "scales" in others
         return multiply(*operands, fast=fast, **others)
 
-    for module in ("llmb.kernels.fp8", "llmb.layer.products"):
+    for module in ("llmb.ops.gemm.fp8_linear", "llmb.models.llama_layer.linear_gemms"):
         monkeypatch.setattr(f"{module}.multiply", counted)
     add_gradients(part_of(config_of(gpu, "fp8", fast_sums=fast_sums)), 1)
     # Of two layers, each of seven matrices; by hand gate and up are one, and going back queries, keys and values too.

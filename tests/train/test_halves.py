@@ -6,12 +6,12 @@ import pytest
 import torch
 from small_models import SMALL_MODELS
 
-from llmb.kernels.fused_embedding import embedded
 from llmb.models.architectures import Network, build_model
-from llmb.train.halves import HalvedWeight, halve_weights
-from llmb.train.mesh import Mesh
+from llmb.ops.embedding.embedding_autograd import embedded
 from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.mesh import Mesh
 from llmb.train.precision import compute_in_bf16
+from llmb.train.split_weights import HalvedWeight, halve_weights
 
 ONE = Mesh(0, 1, torch.device("cpu"))
 LR = 1e-3

@@ -21,10 +21,10 @@ from ranks import Trained, trained
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 
-from llmb.layout import spelled
-from llmb.recipes.recipe import Recipe, Row, expand_gpus, load_all, shipped
-from llmb.shrink import shrunk
-from llmb.spec import Model, Parallel, RunConfig
+from llmb.config.parallel_layout import spelled
+from llmb.config.recipe import Recipe, Row, expand_gpus, load_all, shipped
+from llmb.config.shrunk_layout import shrunk
+from llmb.config.spec import Model, Parallel, RunConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- proved layouts -->", "<!-- end -->"
@@ -171,7 +171,7 @@ QUICK = {
 
 @pytest.fixture(autouse=True)
 def _small_tensors_are_offloaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmb.train.offload.SMALLEST_BYTES", 1)
+    monkeypatch.setattr("llmb.train.activation_offload.SMALLEST_BYTES", 1)
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
@@ -256,7 +256,7 @@ def section(found: dict[Case, Distances]) -> str:
 
 def write() -> None:
     """Prove all layouts and put what was found into the document."""
-    import llmb.train.offload as offloading
+    import llmb.train.activation_offload as offloading
 
     offloading.SMALLEST_BYTES = 1
     found: dict[Case, Distances] = {}

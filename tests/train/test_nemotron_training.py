@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from llmb.spec import Mamba
+from llmb.config.spec import Mamba
 
 HYBRID = {
     "architecture": "nemotron_h",

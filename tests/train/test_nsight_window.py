@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmb.config.spec import Profile
 from llmb.events import TimeSpent
-from llmb.infer.trace import Trace
-from llmb.rank.nsight import NsightWindow
-from llmb.rank.place import Place
-from llmb.spec import Profile
+from llmb.runtime.nsight_window import NsightWindow
+from llmb.runtime.rank_info import Place
+from llmb.serve.benchmark.step_trace import Trace
 
 
 @pytest.fixture

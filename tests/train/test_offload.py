@@ -9,8 +9,8 @@ import torch
 from small_models import SMALL_MODELS
 
 from llmb.models.architectures import ARCHITECTURES, build_model
-from llmb.train import offload as offloading
-from llmb.train.offload import Lane, Stash, offload
+from llmb.train import activation_offload as offloading
+from llmb.train.activation_offload import Lane, Stash, offload
 from llmb.train.parallelize import recompute
 from llmb.train.precision import compute_in_bf16, compute_in_fp8
 

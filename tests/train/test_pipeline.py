@@ -14,17 +14,17 @@ from small_models import SMALL_MODELS
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from llmb.config.parallel_layout import most_layers, stage_layers
+from llmb.config.spec import Parallel, RunConfig
 from llmb.errors import ConfigError
-from llmb.layout import most_layers, stage_layers
 from llmb.models.architectures import build_model
-from llmb.schedule import SENDS_UNDER_WAY, bubble, most_in_flight
-from llmb.spec import Parallel, RunConfig
+from llmb.perfmodel.pipeline_schedule import SENDS_UNDER_WAY, bubble, most_in_flight
 from llmb.train.loop import Job, accumulate_gradients
-from llmb.train.mesh import Mesh, open_mesh
 from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.mesh import Mesh, open_mesh
+from llmb.train.parallel.pipeline import Pipeline, Stage, copied_weights, own_parts
 from llmb.train.parallelize import ready_parts
-from llmb.train.pipeline import Pipeline, Stage, copied_weights, own_parts
-from llmb.train.supported import supported_workload
+from llmb.train.train_support import supported_workload
 
 CLOSE = 1e-5
 ROUNDED_ONCE = 2**-8  # what a last bit of the weights makes of an activation that bf16 then rounds the other way
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 @pytest.fixture(autouse=True)
 def _small_tensors_are_offloaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmb.train.offload.SMALLEST_BYTES", 1)
+    monkeypatch.setattr("llmb.train.activation_offload.SMALLEST_BYTES", 1)
 
 
 SPLITS = [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B, _ComputationType
 
-from llmb.schedule import rank_order
+from llmb.perfmodel.pipeline_schedule import rank_order
 
 
 def passes(actions: list[Any], pp: int) -> list[tuple[int, int, bool]]:

@@ -8,15 +8,15 @@ import torch
 from small_models import SMALL_MODELS
 from torch import nn
 
+from llmb.config.spec import Model
 from llmb.errors import ConfigError
-from llmb.kernels import fp8_grouped
-from llmb.kernels.fp8 import fp8_linear
 from llmb.models.architectures import build_model
-from llmb.models.experts import GroupedLinear, Router
-from llmb.spec import Model
+from llmb.models.moe import GroupedLinear, Router
+from llmb.ops.gemm.fp8_linear import fp8_linear
+from llmb.ops.moe import fp8_grouped_gemm
 from llmb.train import parallelize, precision
-from llmb.train.mesh import Mesh
 from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.mesh import Mesh
 from llmb.train.precision import (
     CastLinear,
     Fp8GroupedLinear,
@@ -130,11 +130,11 @@ def test_sums_of_experts_are_fast_where_that_is_asked_for(monkeypatch, fast_sums
     heard: dict[str, list[bool]] = {"_times": [], "_outer": []}
 
     def listened(name: str) -> Callable[..., torch.Tensor]:
-        real = getattr(fp8_grouped, name)
+        real = getattr(fp8_grouped_gemm, name)
         return lambda *given, fast: (heard[name].append(fast), real(*given, fast=fast))[1]
 
     for name in heard:
-        monkeypatch.setattr(fp8_grouped, name, listened(name))
+        monkeypatch.setattr(fp8_grouped_gemm, name, listened(name))
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
     network(tokens[:, :-1], tokens[:, 1:]).backward()
     products = len([module for module in network.modules() if isinstance(module, Fp8GroupedLinear)])

@@ -5,14 +5,15 @@ import json
 
 import pytest
 
+from llmb.config.serialization import build, to_json
+from llmb.config.spec import RunConfig
 from llmb.events import TimeSpent
-from llmb.plain import build, to_json
 from llmb.report.summary import summary
 from llmb.results.derive import derive
 from llmb.results.result import Result
-from llmb.spec import RunConfig
 from llmb.train.__main__ import main
-from llmb.train.profiler import (
+from llmb.train.kernel_intervals import Work, by_nesting, by_precedence, within
+from llmb.train.step_profiler import (
     ATTENTION,
     COMMUNICATION,
     IDLE,
@@ -23,7 +24,6 @@ from llmb.train.profiler import (
     analyse,
     kind_of,
 )
-from llmb.train.timeline import Work, by_nesting, by_precedence, within
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 

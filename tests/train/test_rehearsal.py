@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from llmb.launch.rehearsal import rehearse
-from llmb.memory import memory_estimate
-from llmb.recipes.recipe import expand_gpus, load_all, shipped
-from llmb.rehearsed import Rehearsal
-from llmb.resolve import resolve
-from llmb.selection import Request
-from llmb.settings import Setting
-from llmb.share import rank_flops, rank_parameters
-from llmb.spec import RunConfig
-from llmb.traffic import step_traffic
+from llmb.config.overrides import Setting
+from llmb.config.recipe import expand_gpus, load_all, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.spec import RunConfig
+from llmb.launch.dry_run_process import rehearse
+from llmb.perfmodel.communication import step_traffic
+from llmb.perfmodel.dry_run_summary import Rehearsal
+from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.perfmodel.shards import rank_flops, rank_parameters
 
 CLOSE = 0.02
 SMALL = 2**20  # bytes a call: exchanges of counts and single numbers are left out of the closed form

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from llmb.rank.learning_rate import learning_rate
-from llmb.spec import Training
+from llmb.config.spec import Training
+from llmb.runtime.learning_rate import learning_rate
 
 
 def work(**fields) -> Training:

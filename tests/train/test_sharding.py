@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llmb.config.spec import RunConfig
 from llmb.models.architectures import build_model
-from llmb.models.experts import Router
-from llmb.spec import RunConfig
-from llmb.train import offload
-from llmb.train.checkpoint import Checkpoints, state_tensors
+from llmb.models.moe import Router
+from llmb.train import activation_offload
 from llmb.train.loop import Job, accumulate_gradients
-from llmb.train.mesh import Mesh, open_mesh
 from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.mesh import Mesh, open_mesh
 from llmb.train.parallelize import ready_parts
+from llmb.train.train_checkpoint import Checkpoints, state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
@@ -106,7 +106,7 @@ def test_replicas_of_experts(name: str, layout: dict) -> None:
 
 
 def test_recomputed_and_offloaded_layers(monkeypatch) -> None:
-    monkeypatch.setattr(offload, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
     assert_like_one_process("grok1", dp=2, fsdp=True, recompute_layers=2, offload_layers=1)
 
 

@@ -14,15 +14,15 @@ from small_models import SMALL_MODELS
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from llmb.config.spec import Model, RunConfig
 from llmb.errors import ConfigError
-from llmb.models.loss import chunked_cross_entropy
-from llmb.spec import Model, RunConfig
-from llmb.train.exchange import gathered, scattered_sum, summed
-from llmb.train.mesh import open_mesh
+from llmb.models.chunked_loss import chunked_cross_entropy
+from llmb.train.parallel.activation_collectives import gathered, scattered_sum, summed
+from llmb.train.parallel.mesh import open_mesh
+from llmb.train.parallel.vocab_parallel import RowsEmbedding, split_cross_entropy
 from llmb.train.parallelize import ready_parts
 from llmb.train.precision import CastLinear, Fp8Linear
-from llmb.train.supported import supported_workload
-from llmb.train.vocab_parallel import RowsEmbedding, split_cross_entropy
+from llmb.train.train_support import supported_workload
 
 # In fp32 only the order of sums differs. In bf16 each rank rounds its summand of what a block makes, in fp8 its slices
 # have scales of their own; Adam makes whole steps even of gradients that are mostly rounding.

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from llmb.rank.tokens import synthetic_tokens
+from llmb.runtime.synthetic_tokens import synthetic_tokens
 
 ITERATION = re.compile(
     r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +(\d+)/ +4 \| consumed samples: +(\d+) "

@@ -11,9 +11,9 @@ from ranks import on_ranks
 from small_config import CONFIG, changed
 
 from llmb.events import WHERE_SIGNAL, StepDone, Whereabouts, read
-from llmb.launch.stall import suspect
-from llmb.rank.record import Record
-from llmb.rank.whereabouts import collectives_entered, whereabouts
+from llmb.launch.hang_detector import suspect
+from llmb.runtime.hang_report import collectives_entered, whereabouts
+from llmb.runtime.recorder import Record
 from llmb.train import loop
 
 

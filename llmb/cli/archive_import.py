@@ -1,0 +1,175 @@
+"""`llmb-run archive` and `import`: runs as one file for others to read, and theirs beside one's own."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmb.cli.subcommand import command
+
+
+def add_commands(commands: Any) -> None:
+    """Register archive and import."""
+    archive = command(
+        commands, "archive", run_archive, "pack runs into one file, without profiles and secrets",
+        "llmb-run archive", "llmb-run archive L3 4711 --output for-a-friend.tar.zst",
+        "llmb-run archive --since 7d --anonymous",
+    )  # fmt: skip
+    archive.add_argument("jobs", nargs="*", metavar="JOB", help="job ids or run folders; all that have ended if none")
+    archive.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="a new file; default llmb-archive_...tar.zst"
+    )
+    archive.add_argument("--since", metavar="WHEN", help="only those made since: 2h, 3d, 2026-01-31")
+    archive.add_argument("--anonymous", action="store_true", help="without user names and home folders in paths")
+    archive.add_argument("--json", action="store_true", help="what was written, as JSON")
+
+    bring = command(
+        commands, "import", run_import, "bring in the runs of an archive from another cluster",
+        "llmb-run import llmb-archive_0.1.0_20260131-120000.tar.zst", "llmb-run import runs.tar.zst --as eos",
+    )  # fmt: skip
+    bring.add_argument("file", type=Path, help="what llmb-run archive wrote")
+    bring.add_argument("--as", dest="cluster", metavar="NAME", help="name of the cluster; default: as the runs say")
+
+
+def run_archive(options: argparse.Namespace) -> int:
+    """Pack, read back, say what was left out."""
+    from datetime import UTC, datetime
+
+    from llmb import __version__
+    from llmb.config.serialization import to_plain
+    from llmb.launch.archive.checksummed_file import sealed_name
+    from llmb.launch.archive.pack import write_archive
+
+    runs, unfinished = _chosen(options)
+    output = options.output or sealed_name(__version__, f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    with _LongWork(f"archiving {len(runs)} runs") as progress:
+        done = write_archive(runs, output, os.environ, anonymous=options.anonymous, progress=progress)
+    if options.json:
+        import json
+
+        print(json.dumps({**to_plain(done), "output": str(output), "unfinished": unfinished}))
+        return 0
+    size = f"{_size(output.stat().st_size)} ({_size(done.bytes)} unpacked)"
+    print(f"{output}: {done.runs} runs, {done.files} files, {size}")
+    print(f"seal {done.seal}")
+    if unfinished:
+        print(f"left out: {unfinished} runs that have not ended", file=sys.stderr)
+    if done.left_out:
+        print(f"left out, as secrets in them cannot be seen: {_few(done.left_out)}", file=sys.stderr)
+    return 0
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """Unpack beside one's own runs and into the store."""
+    from llmb.cli.jobs.imported_rows import add_imported
+    from llmb.cli.jobs.jobs import open_store
+    from llmb.errors import LlmbError
+    from llmb.launch.archive.import_runs import import_archive
+    from llmb.launch.archive.run_origin import origin_of
+    from llmb.launch.install_root import install_root
+
+    with _LongWork(f"importing {options.file.name}") as progress:
+        done = import_archive(options.file, install_root(os.environ), options.cluster, progress)
+    with open_store() as store:
+        unreadable = 0
+        stored = {job.run_dir for job in store.jobs()}
+        for run in (*done.new, *done.known):  # a known one may lack its row, where an import was killed
+            origin = origin_of(run)
+            if origin is None or str(run.path) in stored:
+                continue
+            try:
+                add_imported(store, run, origin)
+            except LlmbError as error:
+                print(f"ERROR: {origin.job_id}: {error}", file=sys.stderr)
+                unreadable += 1
+    came = ", ".join(sorted({origin.cluster for run in done.new if (origin := origin_of(run))}))
+    print(f"{len(done.new)} runs imported{f' from {came}' if came else ''}, {len(done.known)} were here already")
+    return 2 if unreadable else 0
+
+
+def _chosen(options: argparse.Namespace) -> tuple[list[Any], int]:
+    """The runs to pack, and how many were passed over as they have not ended; a named one that has not is a mistake."""
+    from llmb.cli.jobs.job_table import moment
+    from llmb.errors import ConfigError
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_folder import RunDir
+
+    is_over = _endings()
+    if options.jobs:
+        runs = [_named(name) for name in options.jobs]
+        going = [name for name, run in zip(options.jobs, runs, strict=True) if not is_over(run)]
+        if going:
+            raise ConfigError(f"not ended yet: {', '.join(going)}; wait, or end it: llmb-run jobs cancel {going[0]}")
+    else:
+        runs = list(RunDir.find_all(install_root(os.environ)))
+    if options.since:
+        since = moment(options.since)
+        runs = [run for run in runs if run.created_at >= since]
+    over = [run for run in runs if is_over(run)]
+    return over, len(runs) - len(over)
+
+
+def _endings() -> Callable[[Any], bool]:
+    """Tells runs that are over. Of a job that Slurm will start again only the store knows that it is not."""
+    from llmb.cli.jobs.jobs import open_store
+    from llmb.launch.archive.pack import is_over
+    from llmb.results.job_store import GOING
+
+    with open_store() as store:
+        going = {job.run_dir for job in store.jobs(statuses=GOING, launcher="slurm")}
+    return lambda run: str(run.path) not in going and is_over(run)
+
+
+def _named(name: str) -> Any:
+    from llmb.cli.jobs.jobs import open_store
+    from llmb.launch.run_folder import RunDir
+
+    if Path(name).is_dir():
+        return RunDir.open(Path(name))
+    with open_store() as store:
+        return RunDir.open(Path(store.job(name).run_dir))
+
+
+class _LongWork:
+    """A line with how much was worked through; SIGTERM and SIGHUP are as Ctrl-C, so that nothing half-done is left."""
+
+    def __init__(self, doing: str):
+        from llmb.report.status_line import StatusLine
+
+        self._doing, self._line = doing, StatusLine()
+        self._done = self._shown = 0
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> "_LongWork":
+        if threading.current_thread() is threading.main_thread():  # no other thread may ask for signals
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._former[number] = signal.signal(number, signal.default_int_handler)
+        return self
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        if self._done - self._shown >= 64 * 2**20:
+            self._shown = self._done
+            self._line.draw(f"{self._doing}: {_size(self._done)} worked through")
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._line.close()
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,107 @@
+"""`llmb-run compare`, `read` and `timing`: figures of runs that are over, ours or other people's."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from llmb.cli.subcommand import command
+
+
+def add_commands(commands: Any) -> None:
+    """Register compare, read and timing."""
+    compare = command(
+        commands, "compare", run_compare, "is run B faster than run A?",
+        "llmb-run compare L1 L2", "llmb-run compare RUN_FOLDER_A RUN_FOLDER_B",
+    )  # fmt: skip
+    compare.add_argument("a", help="a job id or a run folder")
+    compare.add_argument("b", help="a job id or a run folder")
+    compare.add_argument("--force", action="store_true", help="compare different workloads all the same")
+    compare.add_argument("--json", action="store_true", help="as JSON")
+
+    read = command(
+        commands, "read", run_read, "figures from another engine's log",
+        "llmb-run read log-pretrain.out", "llmb-run read nccl.log --reader nccl --json",
+    )  # fmt: skip
+    read.add_argument("log", type=Path, help="a log of NeMo, Megatron-Bridge, torchtitan, trtllm-bench, vLLM or NCCL")
+    read.add_argument("--reader", help="its format; default: recognised from the content")
+    read.add_argument("--window", metavar="FIRST-LAST", help="iterations that count; default 35-44")
+    read.add_argument("--json", action="store_true", help="the Result as JSON")
+
+    timing = command(
+        commands, "timing", run_timing, "the step-time table of a folder of logs",
+        "llmb-run timing experiments", "llmb-run timing --style nemo --format=csv --window 11-44 experiments",
+    )  # fmt: skip
+    timing.add_argument("folder", nargs="?", type=Path, default=Path("experiments"), help="default: experiments")
+    timing.add_argument("--style", default="megatron_bridge", help="megatron_bridge (log*.out) or nemo (*.out)")
+    timing.add_argument("--format", default="table", help="table, csv or json")
+    timing.add_argument("--full-names", action="store_true", help="do not shorten file names")
+    timing.add_argument("--window", metavar="FIRST-LAST", default="35-44", help="iterations that count")
+
+
+def _window(text: str) -> tuple[int, int]:
+    from llmb.errors import ConfigError
+
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+        raise ConfigError(f"--window: expected FIRST-LAST such as 35-44, got {text!r}")
+    return int(first), int(last)
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Differing fields, ratios with an interval, a verdict."""
+    from llmb.cli.stored_runs import load_run
+    from llmb.config.serialization import to_json
+    from llmb.report.compare import compare, text
+
+    a, b = _find(options.a), _find(options.b)
+    compared = compare(load_run(a), load_run(b), options.force, clusters=(_cluster(a), _cluster(b)))
+    print(to_json(compared) if options.json else text(compared))
+    return 0
+
+
+def _find(name: str) -> Any:
+    """The run folder behind a job id or a path."""
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_folder import RunDir, store_path
+    from llmb.results.job_store import Store
+
+    if Path(name).is_dir():
+        return RunDir.open(Path(name))
+    with Store(store_path(install_root(os.environ))) as store:
+        return RunDir.open(Path(store.job(name).run_dir))
+
+
+def _cluster(run: Any) -> str | None:
+    """The cluster an imported run comes from; none: it was run here."""
+    from llmb.launch.archive.run_origin import origin_of
+
+    origin = origin_of(run)
+    return origin.cluster if origin else None
+
+
+def run_read(options: argparse.Namespace) -> int:
+    """A foreign log as a Result."""
+    from llmb.config.serialization import to_json
+    from llmb.report.summary import summary
+    from llmb.results.derive import derive
+    from llmb.results.readers.reader_choice import read_log
+
+    window = _window(options.window) if options.window else None
+    result = derive(None, read_log(options.log, options.reader), name=options.log.name, window=window)
+    print(to_json(result) if options.json else summary(result))
+    return 0 if result.status == "ok" else 2
+
+
+def run_timing(options: argparse.Namespace) -> int:
+    """The table of parse_train_timing.sh and parse_train_timing_mbridge.sh."""
+    from llmb.errors import ConfigError
+    from llmb.report.step_timing import timing_report
+
+    text, any_good = timing_report(
+        options.folder, options.style, options.format, options.full_names, _window(options.window)
+    )
+    print(text)
+    if not any_good:
+        raise ConfigError(f"no complete run was found in {options.folder}")
+    return 0

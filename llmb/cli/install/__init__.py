@@ -1,0 +1,1 @@
+"""llmb-install and its subcommands."""

@@ -1,0 +1,1 @@
+"""llmb-run jobs and its subcommands."""

@@ -1,0 +1,204 @@
+"""The options that name runs, shared by `submit` and `show`, and what they mean as tasks."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+FITS = "llmb-run show -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 512 --memory    # what would one rank hold?"
+REFUSED = "settings may also come from the environment (MAX_BATCH_SIZE, TP, ...); what has no effect is refused"
+
+
+def examples(verb: str, extra: str = "") -> list[str]:
+    """Command lines that end the help of a command which names runs."""
+    lines = (
+        "-w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16",
+        "-w pretrain_llama3.1_70b,pretrain_grok1 --max-scale 512",
+        "-w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1 --set mbs=2 --set steps=20",
+        "-w pretrain_llama3.1 -s 405b --dtype fp8 --scale 16 --proxy --layout h100",
+    )
+    chat = f"USE_CASE=chat:128/128 llmb-run {verb} -w inference_deepseek-r1 -s 671b --dtype nvfp4 --scale 4{extra}"
+    return [*(f"llmb-run {verb} {line}{extra}" for line in lines), chat, FITS, "", REFUSED]
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """-w -s --dtype --scale and the rest of what names a run."""
+    add = parser.add_argument
+    workload = add("-w", "--workload", metavar="W[,W...]", help="workload, or targets such as pretrain_llama3.1_70b")
+    complete_with(workload, load_recipes)
+    add("-s", "--model-size", "--size", dest="size", metavar="SIZE", help="model size, such as 8b")
+    add("-d", "--dtype", metavar="D[,D...]", help="fp8, bf16, nvfp4 or fp32; all listed ones when left out")
+    add("--scale", metavar="N[,N...]", help="number of GPUs; all listed ones when left out")
+    add("--max-scale", type=int, metavar="N", help="listed scales up to N, then powers of two up to N")
+    add("--min-scale", action="store_true", help="only the smallest listed scale")
+    add("--exact-scales", action="store_true", help="with --max-scale: no powers of two beyond the list")
+    gpu = add("--gpu-type", metavar="GPU", help="GPU the recipe row is for; default: what this machine has")
+    complete_with(gpu, _gpu_types)
+    stand_in = "a stand-in for the model: small, or true-width, its real layers, as many as fit"
+    add("--proxy", nargs="?", const="small", choices=("small", "true-width"), help=stand_in)
+    whose = (
+        "with --proxy: the GPU type whose row's layout is scaled down; default: --gpu-type's, or the recipe's choice"
+    )
+    layout = add("--layout", metavar="GPU", help=whose)
+    complete_with(layout, _gpu_types)
+    add("--engine", metavar="E", help="native (the default), or one that is installed: trtllm, megatron_bridge")
+    add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a setting; model.FIELD changes the model",
+    )
+    add("--seqlen", metavar="TOKENS", help="the same as --set seqlen=TOKENS")
+    add("--host-gb", metavar="GIB", help="out-of-core: host memory to use")
+    add("--device-gb", metavar="GIB", help="device memory to use: out-of-core, or a stand-in of true width")
+    add("--force", action="store_true", help="accept a dtype or scale the recipe does not list (one run only)")
+
+
+def add_place_options(parser: argparse.ArgumentParser) -> None:
+    """--on, and what Slurm is asked for."""
+    add = parser.add_argument
+    where = "default: slurm where there is a cluster_config.yaml, else local; inside an allocation the run goes into it"
+    add("--on", choices=("local", "slurm", "dry"), help=f"where to run; dry: print the job script. {where}")
+    add("--retries", type=int, default=0, metavar="N", help="Slurm: try again after failures not its own")
+    add("--nice", type=int, metavar="N", help="Slurm: lower priority")
+    add("--nodelist", metavar="NODES", help="Slurm: these nodes")
+    add("--exclude", metavar="NODES", help="Slurm: any but these nodes")
+    add("--reservation", metavar="NAME", help="Slurm: within this reservation")
+    add("--segment", type=int, metavar="N", help="Slurm: nodes that must share an NVLink domain")
+    more = "Slurm: any other option of sbatch, as key=value or a bare flag, without dashes before it"
+    add("--slurm-arg", action="append", default=[], metavar="KEY[=VALUE]", help=more)
+
+
+def cluster_here() -> Any:
+    """The cluster whose file is in this folder or in $LLMB_INSTALL; none: there is no such file."""
+    from llmb.launch.install_root import install_root
+    from llmb.launch.slurm.cluster_config import FILE, find_cluster
+
+    folder, install = Path.cwd(), install_root(os.environ)
+    if not (folder / FILE).exists() and not (install / FILE).exists():
+        return None  # the usual case need not wait for YAML
+    return find_cluster(folder, install)
+
+
+def complete_with(argument: argparse.Action, names: Callable[[], Iterable[str]]) -> None:
+    """What the shell offers for an argument; asked for only while completing."""
+    argument.completer = lambda **_: list(names())  # type: ignore[attr-defined]
+
+
+def _gpu_types() -> Iterable[str]:
+    from llmb.perfmodel.hardware import GPUS
+
+    return GPUS
+
+
+def load_recipes() -> dict[str, Any]:
+    """The recipes that come with llmb and the user's own under $LLMB_INSTALL/recipes."""
+    from llmb.config.recipe import load_all, shipped
+    from llmb.launch.install_root import install_root
+
+    return load_all([shipped(), install_root(os.environ) / "recipes"])
+
+
+def wanted(options: argparse.Namespace) -> Any:
+    """The command line and the environment as one Wanted; a contradiction between them is an error."""
+    from llmb.config.overrides import Setting, from_arguments, from_environment, typed
+    from llmb.config.run_list import Wanted
+
+    settings = from_environment(os.environ)
+    settings += [Setting(field="profile", value=True, source="-p")] if options.profile else []
+    fills = options.proxy == "true-width"
+    device_gb = None if fills else options.device_gb
+    shortcuts = (
+        ("seqlen", options.seqlen, "--seqlen"),
+        ("host_gib", options.host_gb, "--host-gb"),
+        ("device_gib", device_gb, "--device-gb"),
+    )
+    settings += [Setting(field=f, value=v, source=flag) for f, v, flag in shortcuts if v is not None]
+    settings += [Setting(field="engine", value=options.engine, source="--engine")] if options.engine else []
+    settings += from_arguments(options.set)
+    size = _one(options.size, "MODEL_SIZE", "-s")
+    dtypes = _one(options.dtype, "DTYPE", "--dtype")
+    scales = _one(options.scale, "JOB_TOTAL_GPUS", "--scale")
+    return Wanted(
+        targets=_list(options.workload) or (),
+        size=size,
+        dtypes=_list(dtypes),
+        scales=_numbers(scales),
+        max_scale=options.max_scale,
+        min_scale=options.min_scale,
+        exact_scales=options.exact_scales,
+        gpu=known_gpu(options),
+        proxy=options.proxy,
+        layout=options.layout.lower() if options.layout else None,
+        memory_gib=typed(float, options.device_gb, "--device-gb") if fills else None,
+        force=options.force,
+        repeats=getattr(options, "repeats", 1),
+        settings=tuple(settings),
+    )
+
+
+def known_gpu(options: argparse.Namespace) -> str | None:
+    """--gpu-type, GPU_TYPE, the cluster's GPU type, or the GPU of this machine; null when there is none of these."""
+    from llmb.errors import UnknownName
+    from llmb.launch.local_machine import gpu_names
+    from llmb.perfmodel import hardware
+
+    asked = _one(options.gpu_type, "GPU_TYPE", "--gpu-type")
+    if asked is not None:
+        return hardware.gpu(asked.lower()).key
+    cluster = None if getattr(options, "on", None) == "local" else cluster_here()
+    if cluster is not None and cluster.gpu_type is not None:
+        return hardware.gpu(cluster.gpu_type).key
+    names = gpu_names()
+    if not names:
+        return None
+    key = hardware.recognise(names[0])
+    if key is None:
+        raise UnknownName("GPU of this machine", names[0], [f"--gpu-type {k}" for k in hardware.GPUS])
+    return key
+
+
+def _one(flag: str | None, variable: str, option: str) -> str | None:
+    """A flag and the environment variable of the same meaning must not disagree."""
+    from llmb.errors import ConfigError
+
+    text = os.environ.get(variable) or None
+    if flag is not None and text is not None and flag.lower() != text.lower():
+        raise ConfigError(f"{option} {flag} and {variable}={text} disagree; give one of them")
+    return flag if flag is not None else text
+
+
+def _list(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    from llmb.errors import ConfigError
+
+    parts = _list(text)
+    if parts is None:
+        return None
+    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"--scale: expected GPU counts such as 8 or 8,16, got {text!r}")
+    return tuple(int(part) for part in parts)
+
+
+def resolve_all(tasks: list[Any], recipes: dict[str, Any]) -> tuple[list[tuple[Any, Any]], list[str]]:
+    """Each task with its RunConfig, and one line for each that makes no sense: it does not stop the others."""
+    from llmb.config.resolve import resolve
+    from llmb.errors import ConfigError
+    from llmb.launch.install_root import install_root
+
+    install = install_root(os.environ)
+    good, bad = [], []
+    for task in tasks:
+        try:
+            good.append((task, resolve(recipes[task.workload], task.request, install)))
+        except ConfigError as error:
+            bad.append(str(error))
+    if bad and not good:
+        raise ConfigError(bad[0])
+    return good, list(dict.fromkeys(bad))

@@ -1,0 +1,128 @@
+"""The cluster's side of `llmb-run submit`: where runs go, what Slurm is asked for, and the pass that sends them."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from llmb.cli.run_options import cluster_here
+
+
+def place(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """Where runs go: local, slurm, or the allocation that this process is in."""
+    from llmb.launch.slurm.srun import in_allocation
+
+    if options.on in (None, "slurm") and in_allocation(environ):
+        return "allocation"
+    if options.on in ("local", "slurm"):
+        return str(options.on)
+    return "slurm" if cluster_here() else "local"
+
+
+def wishes(options: argparse.Namespace) -> Any:
+    """What a command line asks of Slurm; of the environment, SBATCH_SEGMENT_SIZE."""
+    from llmb.errors import ConfigError
+    from llmb.launch.slurm.job_script import SlurmWishes
+
+    segment, variable = options.segment, os.environ.get("SBATCH_SEGMENT_SIZE", "")
+    if segment is None and variable:
+        segment = int(variable) if variable.isdigit() else 0
+    if segment is not None and segment < 1:
+        raise ConfigError("--segment: expected a number of nodes, 1 or more")
+    if options.retries < 0:
+        raise ConfigError("--retries: expected a number, 0 or more")
+    return SlurmWishes(
+        nice=options.nice,
+        nodelist=options.nodelist,
+        exclude=options.exclude,
+        reservation=options.reservation,
+        segment=segment,
+        arguments=tuple(options.slurm_arg),
+    )
+
+
+def refuse_wishes(options: argparse.Namespace) -> None:
+    """Nothing is asked of Slurm by a run that is not submitted."""
+    from llmb.errors import ConfigError
+    from llmb.launch.slurm.job_script import FIRST_CLASS
+
+    named = [name for name in FIRST_CLASS if getattr(options, name) is not None]
+    named += ["slurm-arg"] * bool(options.slurm_arg) + ["retries"] * bool(options.retries)
+    if named:
+        raise ConfigError(f"--{named[0]} has no effect on a run that is not submitted; leave it out, or add --on slurm")
+
+
+def in_room(config: Any, environ: Mapping[str, str]) -> Any:
+    """The run as it fits the allocation that this process is in, or why it does not."""
+    from llmb.launch.command import check_engine
+    from llmb.launch.slurm.job_script import placed
+    from llmb.launch.slurm.srun import check_room, ranks_per_node
+    from llmb.perfmodel.serving_capacity import check_fits
+
+    check_engine(config, environ, here=False)
+    check_fits(config)
+    cluster = cluster_here()
+    config = placed(config, ranks_per_node(config, environ, cluster.gpus_per_node if cluster else None))
+    check_room(config, environ)
+    return config
+
+
+def send(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> int:
+    """All to Slurm; each is named as soon as Slurm has it."""
+    from llmb.cli.submit_batch import Sent, submit_jobs
+    from llmb.config.serialization import to_json
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_folder import store_path
+    from llmb.results.job_store import Store
+
+    def say(sent: Sent) -> None:
+        if sent.error is not None:
+            print(f"ERROR: {sent.request.config.name}: {sent.error}", file=sys.stderr)
+        elif options.json:
+            print(to_json({"job_id": sent.job_id, "name": sent.request.config.name, "run_dir": str(sent.run.path)}))
+        else:
+            print(f"job {sent.job_id}: {sent.request.config.name}\nrun folder: {sent.run.path}", flush=True)
+
+    requests = [request for request, repeats in _requests(resolved, options) for _ in range(repeats)]
+    root = install_root(os.environ)
+    with Store(store_path(root)) as store:
+        sent = submit_jobs(requests, cluster_here(), root, store, say)
+    errors = [one.error for one in sent if one.error is not None]
+    if errors:
+        print(f"ERROR: {len(errors)} of {len(sent)} jobs were not submitted", file=sys.stderr)
+    elif not options.json:
+        print(f"\n{len(sent)} submitted; see: llmb-run jobs")
+    return max((error.exit_code for error in errors), default=0)
+
+
+def print_scripts(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> None:
+    """The job scripts, as they would lie in their run folders."""
+    from llmb.cli.submit_batch import script_for
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_folder import RunDir, experiment_path
+
+    root, cluster = install_root(os.environ), cluster_here()
+    for request, _ in _requests(resolved, options):
+        config = request.config
+        run = RunDir(experiment_path(root, config) / f"{config.name}_TIME" / config.name)
+        print(f"\n{script_for(request, run, cluster)}", end="")
+
+
+def _requests(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> list[tuple[Any, int]]:
+    """Each with how often it is to be run; what the cluster cannot run is refused before anything is made."""
+    from llmb.cli.submit_batch import JobRequest, for_cluster
+    from llmb.perfmodel.serving_capacity import check_fits
+
+    cluster, asked = cluster_here(), wishes(options)
+    found = []
+    for task, config in resolved:
+        check_fits(config)
+        request = JobRequest(
+            config=for_cluster(config, cluster),
+            environment=task.request.environment,
+            wishes=asked,
+            retries=options.retries,
+        )
+        found.append((request, task.repeats))
+    return found

@@ -1,0 +1,176 @@
+"""Bulk files: many runs in one file, as YAML (with sweeps) or in the older text form.
+
+    pretrain_llama3.1_405b:                  pretrain_llama3.1_70b:
+      dtypes: [fp8]                          ('bf16', [128, 256], 3)
+      scales: [128, 256]                     ('bf16', [512], 1, True)
+      tasks:
+        - overrides: {params: {tp: [4, 8]}}
+
+Any list under `params` is swept. Every mistake is named with its place; no line is dropped in silence.
+"""
+
+import ast
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from llmb.config.overrides import VARIABLES, Setting
+from llmb.config.recipe import Recipe, load_yaml
+from llmb.config.run_list import Task, Wanted, split_target, tasks_for
+from llmb.config.serialization import build
+from llmb.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """Environment for the ranks and settings of the run; a list in params is swept."""
+
+    env: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One item of `tasks:`; what it leaves out comes from its section."""
+
+    dtypes: str | tuple[str, ...] | None = None
+    scales: int | tuple[int, ...] | None = None
+    repeats: int | None = None
+    profile: bool = False
+    add_profile: bool = False
+    proxy: bool = False
+    overrides: Overrides = Overrides()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Everything under one `workload_size:` key."""
+
+    defaults: Overrides = Overrides()
+    dtypes: str | tuple[str, ...] | None = None
+    scales: int | tuple[int, ...] | None = None
+    repeats: int = 1
+    profile: bool = False
+    add_profile: bool = False
+    proxy: bool = False
+    tasks: tuple[Entry, ...] | None = None
+
+
+def read_bulk(path: Path, recipes: dict[str, Recipe], wanted: Wanted) -> list[Task]:
+    """All tasks of a bulk file. `--dtype` and `--scale` keep only what they name; -r and --proxy apply to all."""
+    read = _from_yaml if path.suffix in (".yaml", ".yml") else _from_text
+    tasks = [task for task in read(path, recipes, wanted) if _kept(task, wanted)]
+    if not tasks:
+        raise ConfigError(f"{path}: no tasks generated; check its sections and the --dtype and --scale given with it")
+    return tasks
+
+
+def _kept(task: Task, wanted: Wanted) -> bool:
+    dtypes, scales = wanted.dtypes, wanted.scales
+    return (dtypes is None or task.request.dtype in dtypes) and (scales is None or task.request.gpus in scales)
+
+
+def _from_yaml(path: Path, recipes: dict[str, Recipe], wanted: Wanted) -> Iterator[Task]:
+    data = load_yaml(path)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected sections named like pretrain_llama3.1_8b, got {type(data).__name__}")
+    for target, body in data.items():
+        section = build(Section, body or {}, f"{path}: {target}")
+        split_target(str(target), recipes)
+        for number, entry in enumerate(section.tasks if section.tasks is not None else (Entry(),), 1):
+            if (entry.profile or section.profile) and (entry.add_profile or section.add_profile):
+                raise ConfigError(f"{path}: {target} task {number}: profile and add_profile exclude each other")
+            yield from _of_entry(str(target), section, entry, recipes, wanted, str(path))
+
+
+def _of_entry(
+    target: str, section: Section, entry: Entry, recipes: dict[str, Recipe], wanted: Wanted, source: str
+) -> Iterator[Task]:
+    env = {**section.defaults.env, **entry.overrides.env}
+    params = {**section.defaults.params, **entry.overrides.params}
+    settings = [Setting(field=VARIABLES[k], value=str(v), source=source) for k, v in env.items() if k in VARIABLES]
+    environment = {k: str(v) for k, v in env.items() if k not in VARIABLES}
+    for combination in _sweep(params):
+        swept = [Setting(field=k.lower(), value=_text(v), source=source) for k, v in combination.items()]
+        for profiled in _profile_choices(section, entry):
+            extra = [Setting(field="profile", value=True, source=source)] if profiled else []
+            part = Wanted(
+                targets=(target,),
+                dtypes=_tuple(entry.dtypes or section.dtypes),
+                scales=_tuple(entry.scales or section.scales),
+                gpu=wanted.gpu,
+                proxy=wanted.proxy or ("small" if entry.proxy or section.proxy else None),
+                layout=wanted.layout,
+                repeats=1 if profiled == "added" else _repeats(wanted, entry.repeats or section.repeats),
+                settings=(*wanted.settings, *settings, *swept, *extra),
+            )
+            for task in tasks_for(part, recipes):
+                yield replace(task, request=replace(task.request, environment=environment))
+
+
+def _sweep(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every combination of the listed values."""
+    choices = [value if isinstance(value, list) else [value] for value in params.values()]
+    return (dict(zip(params, combination, strict=True)) for combination in product(*choices))
+
+
+def _profile_choices(section: Section, entry: Entry) -> list[Any]:
+    """Plain or profiled runs; `add_profile` puts one profiled run beside the plain ones."""
+    if entry.profile or section.profile:
+        return [True]
+    return [False, "added"] if entry.add_profile or section.add_profile else [False]
+
+
+def _from_text(path: Path, recipes: dict[str, Recipe], wanted: Wanted) -> Iterator[Task]:
+    target: str | None = None
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    for number, raw in enumerate(lines, 1):
+        line = raw.split("#")[0].strip()
+        if not line:
+            continue
+        if line.endswith(":"):
+            target = line[:-1].strip()
+            split_target(target, recipes)
+            continue
+        if target is None:
+            raise ConfigError(f"{path} line {number}: a task before any 'workload_size:' line")
+        yield from _of_line(line, f"{path} line {number}", target, recipes, wanted)
+
+
+def _of_line(line: str, where: str, target: str, recipes: dict[str, Recipe], wanted: Wanted) -> Iterator[Task]:
+    shape = "('dtype' or ['dtype', ...], [scales], repeats[, profile])"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's remarks on odd literals are no help to a user
+            values = ast.literal_eval(line)
+        dtypes, scales, repeats, profile = (*values, False)[:4]
+        listed = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
+        good = all(isinstance(d, str) for d in listed) and all(type(s) is int for s in scales)
+        if not (isinstance(values, tuple) and good and type(repeats) is int and type(profile) is bool):
+            raise ValueError
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"{where}: expected {shape}, got {line[:60]!r}") from error
+    extra = (Setting(field="profile", value=True, source=where),) if profile else ()
+    part = replace(
+        wanted, targets=(target,), size=None, dtypes=listed, scales=tuple(scales), max_scale=None, min_scale=False,
+        repeats=_repeats(wanted, repeats), settings=(*wanted.settings, *extra),
+    )  # fmt: skip
+    yield from tasks_for(part, recipes)
+
+
+def _repeats(wanted: Wanted, stated: int) -> int:
+    return wanted.repeats if wanted.repeats != 1 else stated
+
+
+def _tuple(value: Any) -> tuple[Any, ...] | None:
+    return None if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _text(value: Any) -> Any:
+    return "none" if value is None else str(value)

@@ -1,0 +1,193 @@
+"""Whether a parallel layout can work: divisibility of GPUs, heads, widths, layers, experts, sequence and batch.
+
+Each check names the numbers that clash and those that would not.
+"""
+
+from dataclasses import replace
+from math import gcd
+
+from llmb.config.spec import Model, Parallel
+from llmb.errors import ConfigError
+
+
+def check_ranks(parallel: Parallel, gpus: int) -> Parallel:
+    """The layout with dp filled in for this many GPUs, or the first clash."""
+    for degree in ("tp", "pp", "cp", "ep", "etp"):
+        if getattr(parallel, degree) < 1:
+            raise ConfigError(f"{degree}: {getattr(parallel, degree)} ranks is not possible; 1 means not split")
+    if gpus < 1:
+        raise ConfigError(f"scale: {gpus} GPUs is not possible; at least 1 is needed")
+    _check_world(parallel, gpus)
+    return replace(parallel, dp=gpus // (parallel.tp * parallel.pp * parallel.cp))
+
+
+def _check_world(p: Parallel, gpus: int) -> None:
+    inner = p.tp * p.pp * p.cp
+    if gpus % inner:
+        fits = [t for t in divisors(gpus) if gpus % (t * p.pp * p.cp) == 0]
+        way_out = f"tp could be {_either(fits)}" if fits else f"use a multiple of {inner} GPUs"
+        raise ConfigError(f"tp {p.tp} x pp {p.pp} x cp {p.cp} = {inner} does not divide {gpus} GPUs; {way_out}")
+    ranks_of_stage = gpus // p.pp
+    if ranks_of_stage % (p.ep * p.etp):
+        fits = [e for e in divisors(ranks_of_stage) if ranks_of_stage % (e * p.etp) == 0]
+        raise ConfigError(
+            f"ep {p.ep} x etp {p.etp} does not divide the {ranks_of_stage} ranks of a pipeline stage; "
+            f"ep could be {_either(fits)}"
+        )
+
+
+def check_model(parallel: Parallel, model: Model) -> None:
+    """Whether the layout divides the model."""
+    p = parallel
+    _check_tensors(p, model)
+    _check_experts(p, model)
+    if p.cp > 1 and model.blocks.get("mamba"):
+        raise ConfigError(f"cp {p.cp}: a Mamba layer reads its sequence in order and in one piece; leave cp at 1")
+    if (p.vp or 1) > 1 and p.pp == 1:
+        raise ConfigError(f"vp {p.vp} has no effect without pipeline parallelism; raise pp or set vp=none")
+    if p.vp is not None and p.vp < 1:
+        raise ConfigError(f"vp: {p.vp} stages is not possible; none or at least 1")
+    if model.layers < p.pp * (p.vp or 1):
+        raise ConfigError(f"pp {p.pp} x vp {p.vp or 1} needs more layers than the {model.layers} of {model.name}")
+
+
+def check_serving(parallel: Parallel, model: Model, attention_dp: bool) -> None:
+    """Whether the layout can serve the model: one replica, whose ranks share requests or have some each.
+
+    The ranks of a stage are tp, of which ep have different experts (`check_ranks`) and the others parts of each.
+    """
+    p = parallel
+    if p.dp > 1:
+        raise ConfigError(
+            f"tp {p.tp} x pp {p.pp} = {p.tp * p.pp} ranks serve, {p.world_size} GPUs are asked for; "
+            f"set tp and pp so that they make {p.world_size}"
+        )
+    if not attention_dp:  # else attention and dense layers are whole on every rank
+        _check_tensors(p, model, kv_copies=True)
+    _check_experts(p, model)
+    if model.experts is not None and model.experts.ffn % (p.tp // p.ep):
+        raise ConfigError(
+            f"tp {p.tp} / ep {p.ep} = {p.tp // p.ep} ranks share each expert, which does not divide its "
+            f"{model.experts.ffn} channels; ep could be {p.tp}"
+        )
+    if model.layers < p.pp:
+        raise ConfigError(f"pp {p.pp} needs more layers than the {model.layers} of {model.name}")
+
+
+def _check_tensors(p: Parallel, model: Model, kv_copies: bool = False) -> None:
+    """What tensor parallelism splits: heads with their keys and values, Mamba's heads and groups, MLPs, vocabulary.
+
+    `kv_copies`: with more ranks than heads of keys and values, several ranks may have the same one.
+    """
+    blocks = model.blocks
+    split = {"entries of the vocabulary": model.vocab}
+    if blocks.get("attention") or blocks.get("latent_attention"):
+        copied = kv_copies and p.tp % model.kv_heads == 0
+        split |= {"heads": model.heads} | ({} if copied else {"key and value heads": model.kv_heads})
+    if blocks.get("mlp"):
+        split["channels of the MLP"] = model.ffn
+    if model.mamba:
+        split |= {"Mamba heads": model.mamba.heads, "Mamba groups": model.mamba.groups}
+    if model.experts and model.experts.shared:
+        split["channels of the shared experts"] = model.experts.shared * model.experts.ffn
+    for what, count in split.items():
+        if count % p.tp:
+            fits = divisors(gcd(*split.values()))
+            raise ConfigError(
+                f"tp {p.tp} does not divide the {count} {what} of {model.name}; tp could be {_either(fits)}"
+            )
+
+
+def check_has_experts(p: Parallel, model: Model) -> None:
+    """Whether there is something for ep and etp to split."""
+    if model.experts is None and (p.ep > 1 or p.etp > 1):
+        raise ConfigError(f"ep {p.ep} and etp {p.etp} have no effect: {model.name} has no experts; leave both at 1")
+
+
+def _check_experts(p: Parallel, model: Model) -> None:
+    check_has_experts(p, model)
+    if model.experts is None:
+        return
+    if model.experts.count % p.ep:
+        fits = divisors(model.experts.count)
+        raise ConfigError(f"ep {p.ep} does not divide {model.experts.count} experts; ep could be {_either(fits)}")
+    if model.experts.ffn % p.etp:
+        fits = [d for d in divisors(p.etp) if model.experts.ffn % d == 0]
+        raise ConfigError(
+            f"etp {p.etp} does not divide the {model.experts.ffn} channels of an expert; etp could be {_either(fits)}"
+        )
+
+
+def check_sequence(seqlen: int, parallel: Parallel) -> None:
+    """Context parallelism deals each rank two equal pieces, one early and one late, so that causal work is even.
+
+    Tensor parallelism splits what a rank has once more between the blocks.
+    """
+    cp, tp = parallel.cp, parallel.tp
+    unit, said = (2 * cp * tp, f"2 x cp {cp} x tp {tp}") if cp > 1 else (tp, f"tp {tp}")
+    if seqlen % unit:
+        nearest = max(1, seqlen // unit) * unit
+        raise ConfigError(f"seqlen {seqlen} is not a multiple of {said} = {unit}; seqlen could be {nearest}")
+
+
+def check_schedule(ga: int, parallel: Parallel) -> None:
+    """A pipeline needs a micro-batch for each stage; an interleaved one takes them in even rounds of at least that."""
+    pp, unit = parallel.pp, f"a step has {ga} micro-batches (gbs / mbs / dp)"
+    if pp > 1 and ga < pp:
+        factor = -(-pp // ga)
+        raise ConfigError(f"pp {pp} needs at least {pp} micro-batches, {unit}; gbs {factor} times as large would do")
+    if pp > 1 and (parallel.vp or 1) > 1 and ga % (ga // pp):
+        raise ConfigError(f"vp {parallel.vp} takes micro-batches in rounds of pp {pp}, {unit}; use a multiple of {pp}")
+
+
+def split_batch(gbs: int, mbs: int, dp: int) -> int:
+    """Micro-batches a rank accumulates so that gbs = mbs * ga * dp."""
+    if gbs < 1 or mbs < 1:
+        raise ConfigError(f"gbs {gbs} and mbs {mbs}: both must be at least 1")
+    if gbs % (mbs * dp):
+        nearest = max(1, gbs // (mbs * dp)) * mbs * dp
+        raise ConfigError(
+            f"gbs {gbs} is not a multiple of mbs {mbs} x dp {dp} = {mbs * dp}; "
+            f"gbs could be {nearest} or {nearest + mbs * dp}"
+        )
+    return gbs // (mbs * dp)
+
+
+def stage_layers(layers: int, pp: int, vp: int | None) -> list[range]:
+    """Which layers each stage of the pipeline has, first to last; rank r has the stages r, r + pp, r + 2 pp and so on.
+
+    Even where that is possible. Otherwise the embedding and the head, which the first and last stage have besides,
+    count as a layer each: 126 layers over 64 stages are 1, then 62 times 2, then 1. What is left over goes to the two
+    ends and then to the stages after the first, so that none is without a layer: 5 layers over 4 are 1, 2, 1, 1.
+    """
+    stages = pp * (vp or 1)
+    if layers % stages == 0:
+        sizes = [layers // stages] * stages
+    else:
+        each, over = divmod(layers + 2, stages)
+        larger = [0, stages - 1, *range(1, stages - 1)][:over]
+        ends = (0, stages - 1)
+        sizes = [each + (stage in larger) - (stage in ends) for stage in range(stages)]
+    firsts = [sum(sizes[:stage]) for stage in range(stages)]
+    return [range(first, first + size) for first, size in zip(firsts, sizes, strict=True)]
+
+
+def most_layers(layers: int, parallel: Parallel) -> int:
+    """Layers of the pipeline's rank that has most."""
+    stages = stage_layers(layers, parallel.pp, parallel.vp)
+    return max(sum(map(len, stages[rank :: parallel.pp])) for rank in range(parallel.pp))
+
+
+def spelled(parallel: Parallel) -> str:
+    """`fsdp tp2 dp64`: what is split, and into how many."""
+    degrees = ((name, getattr(parallel, name) or 1) for name in ("tp", "pp", "cp", "vp", "ep", "etp", "dp"))
+    split = [f"{name}{ranks}" for name, ranks in degrees if ranks > 1]
+    return " ".join([*(["fsdp"] if parallel.fsdp else []), *split]) or "one rank"
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _either(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:12]))

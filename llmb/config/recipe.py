@@ -1,0 +1,162 @@
+"""A recipe: one workload as data. Reads recipe.yaml, finds rows, expands GPU counts.
+
+    recipes = load_all([shipped(), Path("~/.llmb/recipes")])
+    recipes["pretrain_llama3.1"].scales(size="8b", dtype="fp8", gpu="h100")  -> [8, 16, 32, 64, 128]
+
+A user adds a workload by adding a folder with a recipe.yaml; no Python.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmb.config.serialization import build
+from llmb.errors import ConfigError, UnknownName
+
+if TYPE_CHECKING:  # `llmb-run list` shows tables and builds no model: it need not wait for the import
+    from llmb.config.spec import Model
+
+Row = dict[str, Any]
+# Cells that choose a row; all others are settings of the run.
+SELECTORS = ("gpu", "size", "dtype", "gpus", "mode", "use_case")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Tables of rows, stand-ins and published results of one workload."""
+
+    workload: str
+    kind: str  # training, inference or outofcore
+    title: str
+    default_gpu: str
+    default_size: str
+    default_dtype: str
+    flops_convention: str = "causal"
+    models: dict[str, dict[str, Any]]
+    defaults: Row = field(default_factory=dict)
+    rows: tuple[Row, ...]
+    proxies: tuple[Row, ...] = ()
+    references: tuple[Row, ...] = ()
+
+    @property
+    def sizes(self) -> list[str]:
+        return list(self.models)
+
+    def model(self, size: str, changes: dict[str, Any] | None = None) -> "Model":
+        """The model of a size, with fields changed for a stand-in; nested mappings are merged."""
+        from llmb.config.spec import Model
+
+        if size not in self.models:
+            raise UnknownName(f"size of {self.workload}", size, self.models)
+        merged = dict(self.models[size])
+        for name, value in (changes or {}).items():
+            nested = isinstance(value, dict) and isinstance(merged.get(name), dict)
+            merged[name] = {**merged[name], **value} if nested else value
+        return build(Model, merged, f"{self.workload} model {size}")
+
+    def matching(self, proxy: bool = False, **wanted: Any) -> list[Row]:
+        """Rows whose selectors agree with all that is wanted; `gpus` is looked for in the row's expanded list."""
+        return [row for row in (self.proxies if proxy else self.rows) if _agrees(row, wanted)]
+
+    def values(self, selector: str, proxy: bool = False, **wanted: Any) -> list[Any]:
+        """The distinct values of one selector among matching rows, in the recipe's order."""
+        found: dict[Any, None] = {}
+        for row in self.matching(proxy, **wanted):
+            found.update(dict.fromkeys(listed(row, selector)))
+        return sorted(found) if selector == "gpus" else list(found)
+
+
+def _agrees(row: Row, wanted: dict[str, Any]) -> bool:
+    return all(
+        value is None or (selector not in row and selector == "gpu") or value in listed(row, selector)
+        for selector, value in wanted.items()
+    )
+
+
+def listed(row: Row, selector: str) -> list[Any]:
+    """What a row says of a selector, one value or several, as a list."""
+    if selector == "gpus":
+        return expand_gpus(row.get("gpus", 1))
+    value = row.get(selector)
+    return value if isinstance(value, list) else [value]
+
+
+def expand_gpus(cell: Any) -> list[int]:
+    """`8`, `[8, 16]` or `8-128` (powers of two from 8 to 128) as a list of GPU counts."""
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return [cell]
+    if isinstance(cell, list) and all(isinstance(n, int) for n in cell):
+        return cell
+    if isinstance(cell, str):
+        first, dash, last = cell.partition("-")
+        if dash and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last):
+            counts = [int(first)]
+            while counts[-1] * 2 <= int(last):
+                counts.append(counts[-1] * 2)
+            return counts
+    raise ConfigError(f"gpus: expected a number, a list or a range such as 8-128, got {cell!r}")
+
+
+def per_gpus(cell: Any, gpus: int, name: str) -> int:
+    """A weak-scaling cell (`GPUs/2`, `GPUs*16`, `GPUs` or a number) for a GPU count."""
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return cell
+    text = str(cell).replace(" ", "")
+    factor = text[5:]
+    if text == "GPUs":
+        return gpus
+    if text.startswith(("GPUs*", "GPUs/")) and factor.isdigit() and int(factor) > 0:
+        if text[4] == "*":
+            return gpus * int(factor)
+        if gpus % int(factor) == 0:
+            return gpus // int(factor)
+        raise ConfigError(f"{name}: {text} is not whole for {gpus} GPUs; use a multiple of {factor} GPUs")
+    raise ConfigError(f"{name}: expected a number, GPUs*N or GPUs/N, got {cell!r}")
+
+
+def load(path: Path) -> Recipe:
+    """One recipe.yaml; a mistake is named with its file and line."""
+    data = load_yaml(path)
+    recipe = build(Recipe, data, str(path))
+    for section in ("rows", "proxies", "references"):
+        for number, row in enumerate(getattr(recipe, section), 1):
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}: {section}[{number}] is not a mapping")
+            for size in [row.get("size")] if not isinstance(row.get("size"), list) else row["size"]:
+                if size not in recipe.models:
+                    raise UnknownName(f"size in {path}: {section}[{number}]", size, recipe.models)
+    return recipe
+
+
+def load_yaml(path: Path) -> Any:
+    """What a YAML file holds; errors name the file, the line and the problem."""
+    import yaml
+
+    try:
+        return yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from error
+    except (ValueError, RecursionError) as error:  # an impossible date, a control character, absurd nesting
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+
+
+def shipped() -> Path:
+    """The folder of recipes that come with llmb."""
+    return Path(__file__).parent.parent / "recipes"
+
+
+def paths(folders: Iterable[Path]) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted(folder.glob("*/recipe.yaml"))
+
+
+def load_all(folders: Iterable[Path]) -> dict[str, Recipe]:
+    """Every recipe by its workload key; one in a later folder replaces an earlier one of the same name."""
+    recipes = (load(path) for path in paths(folders))
+    return {recipe.workload: recipe for recipe in recipes}

@@ -1,0 +1,1 @@
+"""File formats of other projects, read without torch: safetensors, token files, checksums, weight folders."""

@@ -1,0 +1,1 @@
+"""Archives of run folders: pack, unpack, scrub secrets, import."""

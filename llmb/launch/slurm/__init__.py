@@ -1,0 +1,1 @@
+"""Slurm: cluster configuration, job scripts, submission and job states."""

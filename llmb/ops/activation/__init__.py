@@ -1,0 +1,1 @@
+"""MLP activations: SwiGLU, GELU and their fp8 fusions."""

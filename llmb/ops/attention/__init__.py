@@ -1,0 +1,1 @@
+"""Attention: training, paged KV cache, MLA, logit softcap."""

@@ -1,0 +1,1 @@
+"""Matrix multiplication: cuBLASLt, block-scaled fp8, skinny GEMM for decoding."""

@@ -1,0 +1,1 @@
+"""Cross entropy and the accumulation of its gradient."""

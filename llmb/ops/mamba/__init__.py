@@ -1,0 +1,1 @@
+"""Mamba-2: causal convolution, SSD scan, state update."""

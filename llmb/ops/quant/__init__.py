@@ -1,0 +1,1 @@
+"""Quantization to fp8 and NVFP4."""

@@ -1,0 +1,1 @@
+"""Performance model: FLOPs, memory, communication and time of a run before it runs. No torch."""

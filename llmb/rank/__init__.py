@@ -1,1 +1,0 @@
-"""One process of an engine, whatever it computes: how it starts, records, labels its output, hears signals and ends."""

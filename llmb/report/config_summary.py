@@ -1,0 +1,92 @@
+"""A RunConfig for a person: what would run, what it needs, and what is expected of it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Inference, OutOfCore, RunConfig
+from llmb.perfmodel import flops, hardware
+from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.report.table import number, render
+
+NOT_SETTINGS = ("kind", "plan", "prediction")
+
+
+def describe(config: RunConfig, command: str) -> str:
+    """The page `llmb-run show` prints."""
+    parts = [
+        config.name + (f"\nstand-in: {config.proxy}" if config.proxy else ""),
+        render(("setting", "value"), list(_settings(config))),
+        render(("what it needs", "value", "unit"), list(_needs(config))),
+    ]
+    if config.overrides:
+        rows = [(o.field, o.replaced, o.value, o.source) for o in config.overrides]
+        parts.append(render(("changed", "recipe", "here", "by"), rows))
+    if config.reference is not None:
+        known = {k: v for k, v in to_plain(config.reference).items() if v is not None}
+        known.pop("plan", None)  # stands beside our own
+        parts.append(render(("published", "value"), list(known.items())))
+    if isinstance(config.workload, OutOfCore):
+        from llmb.report.plan_figures import plan_figures
+        from llmb.report.plan_text import describe_plan
+
+        parts.append(describe_plan(plan_figures(config)))
+    parts.append(f"memory {memory_estimate(config).assumptions}")
+    parts.append(f"command: {command}")
+    return "\n\n".join(parts)
+
+
+def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    gpu = hardware.gpu(config.machine.gpu)
+    yield "machine", f"{config.machine.gpus} x {gpu.title} on {config.machine.nodes} node(s)"
+    yield "model", f"{config.model.name} ({config.model.architecture}, {config.model.layers} layers)"
+    for section in ("precision", "parallel", "workload", "profile", "limits"):
+        for name, value in to_plain(getattr(config, section)).items():
+            if name not in NOT_SETTINGS:
+                yield name, "-".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
+    total, active = flops.parameters(config.model), flops.active_parameters(config.model)
+    yield "parameters", f"{total:,}", ""
+    if active != total:
+        yield "active parameters", f"{active:,}", ""
+    work, convention = config.workload, config.flops_convention
+    if isinstance(work, Inference):
+        prefill = flops.prefill_flops(config.model, work.isl, convention)
+        decode = flops.decode_flops(config.model, work.isl + work.osl // 2)
+        yield "FLOPs of a prompt", number(prefill / hardware.TERA), "TFLOP"
+        yield "FLOPs of an output token", number(decode / 1e9), "GFLOP"
+    else:
+        sequence_flops = flops.train_flops_per_sequence(config.model, work.seqlen, convention)
+        yield f"FLOPs of a sequence ({convention})", number(sequence_flops / hardware.TERA), "TFLOP"
+        yield "FLOPs of a token", number(sequence_flops / work.seqlen / 1e9), "GFLOP"
+        if work.gbs:
+            yield "FLOPs of a step", number(sequence_flops * work.gbs / hardware.TERA), "TFLOP"
+            yield "tokens of a step", f"{work.gbs * work.seqlen:,}", ""
+    peak = hardware.peak_flops(config.machine.gpu, config.precision.dtype)
+    yield "peak of one GPU", number(peak / hardware.TERA) if peak else None, "TFLOP/s"
+    estimate = memory_estimate(config)
+    for part, value in to_plain(estimate).items():
+        if value and part not in ("assumptions", "device_budget", "host_budget"):
+            where = "GiB of host per GPU" if part == "host" else "GiB per GPU"
+            yield f"memory estimate: {part}", number(value / hardware.GIB), where
+    budget = estimate.device_budget
+    yield "memory of one GPU", number(budget / hardware.GIB) if budget else None, "GiB"
+    yield "fits, by the estimate", estimate.fits, ""
+
+
+def dry_table(runs: list[tuple[RunConfig, int]]) -> str:
+    """One line a run; what the recipe did not say stands below."""
+    rows = [
+        (c.target, c.size, c.precision.dtype, c.machine.gpus, c.machine.gpu, bool(c.proxy), repeats, c.name)
+        for c, repeats in runs
+    ]
+    header = ("workload", "size", "dtype", "scale", "gpu", "proxy", "repeats", "name")
+    notes = [
+        f"{c.name}: {o.field} = {o.value} instead of {o.replaced} ({o.source})"
+        for c, _ in runs
+        for o in c.overrides
+        if o.value != o.replaced
+    ]
+    return "\n".join(["dry run, nothing was started", "", render(header, rows), *([""] if notes else []), *notes])

@@ -1,0 +1,1 @@
+"""Timelines of profiled out-of-core runs: SVG pictures, captions, Chrome trace."""

@@ -1,0 +1,341 @@
+"""The job store: one SQLite file under $LLMB_INSTALL that remembers every run. Run folders stay the truth.
+
+    with Store(path) as store: job = store.add(config, run_dir); store.finish(job, result)
+
+A Slurm job is in it before Slurm knows of it, under an id made of its run folder, so that a submitter killed half-way
+leaves a trace:
+
+    temporary = store.add(config, run_dir, launcher="slurm", status="submitting")
+    job = store.submitted(temporary, "4711")        # what sbatch said; or store.refused(temporary, reason)
+
+Many llmb-run processes may write at once: every change is one short transaction, and SQLite waits its turn. The default
+journal is kept because a write-ahead log does not work on the network file systems that clusters share.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from llmb.config.spec import RunConfig
+from llmb.errors import ConfigError, LaunchError
+from llmb.results.result import Result
+
+SCHEMA_VERSION = 2
+WAIT_S = 30.0
+GOING = ("submitting", "pending", "running")  # has not ended, as far as is known
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One row: what was asked, where it lies, how it went."""
+
+    job_id: str
+    launcher: str
+    workload: str
+    size: str
+    dtype: str
+    scale: int
+    gpu: str
+    proxy: str | None
+    profile: bool
+    name: str
+    run_dir: str
+    created_at: float
+    updated_at: float
+    status: str  # submitting, pending, running, lost (nobody knows how it ended), or a status of a Result
+    reason: str | None = None
+    step_time_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    output_tokens_per_s: float | None = None
+    reference_ratio: float | None = None
+    slurm_state: str | None = None  # Slurm's own word: PENDING, NODE_FAIL, ...
+    nodes: str | None = None
+    submitted_at: float | None = None  # this and the next three: seconds since 1970
+    started_at: float | None = None
+    ended_at: float | None = None
+    refreshed_at: float | None = None  # when Slurm last said something of it
+    retry_of: str | None = None  # the job whose configuration this one runs again
+    attempt: int = 1
+    retries: int = 0  # how often a failure that is no fault of the run may be tried again
+
+    @property
+    def slurm_id(self) -> str | None:
+        """What Slurm calls it; none: a local run, or not submitted yet."""
+        named = self.launcher == "slurm" and self.job_id[0].isdigit()
+        return self.job_id.partition("-")[0] if named else None
+
+    @property
+    def going(self) -> bool:
+        return self.status in GOING
+
+
+COLUMNS = tuple(f.name for f in fields(Job))
+ADDED_IN_2 = COLUMNS[COLUMNS.index("slurm_state") :]
+FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "output_tokens_per_s")
+
+
+class Store:
+    """Opens (and makes) the store; use as a context manager."""
+
+    def __init__(self, path: Path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
+            if self._version() != SCHEMA_VERSION:
+                self._make_tables()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {path.parent}: {error.strerror}; set LLMB_INSTALL to a folder you may write"
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise LaunchError(
+                f"the job store {path} cannot be used ({error}); move it away and run: llmb-run jobs rebuild"
+            ) from error
+
+    def _version(self) -> int | None:
+        made = self._db.execute("SELECT name FROM sqlite_master WHERE name = 'metadata'").fetchone()
+        row = self._db.execute("SELECT schema_version FROM metadata").fetchone() if made else None
+        return row[0] if row else None
+
+    def _make_tables(self) -> None:
+        """All in one transaction, so that of many that open an old store one brings it up to date."""
+        with self._transaction():
+            version = self._version()
+            if version is not None and version > SCHEMA_VERSION:
+                raise ConfigError(
+                    f"the job store has schema {version}, this llmb reads up to {SCHEMA_VERSION}; use a newer llmb"
+                )
+            self._db.execute("CREATE TABLE IF NOT EXISTS metadata (schema_version INTEGER)")
+            self._db.execute(f"CREATE TABLE IF NOT EXISTS jobs ({', '.join(COLUMNS)}, PRIMARY KEY (job_id))")
+            if version == 1:
+                for column in ADDED_IN_2:
+                    self._db.execute(f"ALTER TABLE jobs ADD COLUMN {column}")
+                self._db.execute("UPDATE jobs SET attempt = 1, retries = 0")
+            for column in ("created_at", "status", "retry_of"):
+                self._db.execute(f"CREATE INDEX IF NOT EXISTS jobs_by_{column} ON jobs ({column})")
+            self._db.execute("DELETE FROM metadata")
+            self._db.execute("INSERT INTO metadata VALUES (?)", (SCHEMA_VERSION,))
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._db.close()
+
+    @contextmanager
+    def many(self) -> Iterator[None]:
+        """All changes made inside are one transaction: quick for hundreds. Others wait, so do nothing slow in it."""
+        with self._transaction():
+            yield
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        if self._db.in_transaction:  # inside many()
+            yield
+            return
+        self._execute_or_say("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._execute_or_say("COMMIT")
+        except BaseException as error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError):  # the disk is full, or a lock was held too long
+                raise LaunchError(f"the job store cannot be written: {error}") from error
+            raise
+
+    def _execute_or_say(self, statement: str) -> None:
+        try:
+            self._db.execute(statement)
+        except sqlite3.OperationalError as error:
+            raise LaunchError(f"the job store cannot be written: {error}") from error
+
+    def add(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        launcher: str = "local",
+        job_id: str | None = None,
+        *,
+        status: str = "running",
+        created_at: float | None = None,
+        **columns: Any,
+    ) -> str:
+        """Remember a run that starts now; gives its job id: L1, L2, ... or, for Slurm, a temporary one.
+
+        `columns`: more of the row, such as retry_of, attempt, retries.
+        """
+        with self._transaction():
+            if job_id is None:
+                job_id = temporary_id(run_dir) if launcher == "slurm" else self._next_local()
+            self._put(described(config, run_dir, launcher, job_id, created_at or time.time(), status=status, **columns))
+        return job_id
+
+    def submitted(self, temporary: str, job_id: str) -> str:
+        """Slurm took it; gives the row's id: Slurm's own, or 17-2 where an older job of another Slurm was 17 too."""
+        now = time.time()
+        with self._transaction():
+            found = [job.job_id for job in self._called(job_id) if temporary_id(Path(job.run_dir)) == temporary]
+            if found:  # someone who looked for jobs that were never named was quicker
+                return found[0]
+            final = self.free_id(job_id)
+            times = {"submitted_at": now, "updated_at": now}
+            self._set(temporary, {"job_id": final, "status": "pending", "slurm_state": "PENDING", **times})
+        return final
+
+    def refused(self, temporary: str, reason: str) -> None:
+        """Slurm did not take it."""
+        self.note(temporary, status="failed", reason=reason)
+
+    def free_id(self, job_id: str) -> str:
+        """This id, or one made from it that no row has."""
+        taken = {job.job_id for job in self._called(job_id)}
+        names = (f"{job_id}-{number}" if number > 1 else job_id for number in count(1))
+        return next(name for name in names if name not in taken)
+
+    def _called(self, slurm_id: str) -> list[Job]:
+        """Jobs of this id: several, where Slurm began to count anew or there is more than one Slurm."""
+        begins_so = "job_id > ? AND job_id < ?"  # as LIKE, which would look at every row
+        return self._select(f" WHERE job_id = ? OR ({begins_so})", (slurm_id, f"{slurm_id}-", f"{slurm_id}."))
+
+    def note(self, job_id: str, /, **columns: Any) -> None:
+        """Keep what was found out about a job."""
+        with self._transaction():
+            self._set(job_id, {"updated_at": time.time(), **columns})
+
+    def move_on(self, job: Job, **columns: Any) -> None:
+        """Keep what was found out about a job, unless its status has changed since it was read: that is newer."""
+        with self._transaction():
+            now = self.now(job)
+            if now.status == job.status:
+                self._set(now.job_id, {"updated_at": time.time(), **columns})
+
+    def now(self, job: Job) -> Job:
+        """The same job as it is in the store by now, where another process may have renamed it, or taken it out."""
+        at_home = self._select(" WHERE job_id = ? AND run_dir = ?", (job.job_id, job.run_dir))
+        found = at_home or self._select(" WHERE run_dir = ?", (job.run_dir,))
+        return found[0] if found else job
+
+    def finish(self, job_id: str, result: Result, **columns: Any) -> None:
+        """Keep how a run went; `columns`: what else is known of its end."""
+        self.note(job_id, **figures(result), **columns)
+
+    def replace_all(self, jobs: Iterable[Job], known: Set[str]) -> None:
+        """Only these jobs, as found in run folders; `known`: the run folders of rows before these were looked for.
+
+        Rows made meanwhile are newer and stay. No clock tells which these are: another process that makes the store
+        anew enters them again with the time of their folder, which is told in whole seconds.
+        """
+        with self._transaction():
+            rows = self._select("", ())
+            old = [(job.job_id,) for job in rows if job.run_dir in known]
+            self._db.executemany("DELETE FROM jobs WHERE job_id = ?", old)
+            newer = {job.run_dir for job in rows} - known
+            for job in jobs:
+                if job.run_dir not in newer:
+                    job_id = self.free_id(job.job_id) if job.job_id else self._next_local()
+                    self._put(replace(job, job_id=job_id))
+
+    def to_be_tried_again(self) -> list[Job]:
+        """Those that ended and have retries left: whoever settled them left none to those that are not worth one."""
+        marks = ", ".join("?" * len(GOING))
+        return self._select(f" WHERE retries > 0 AND status NOT IN ('ok', 'lost', {marks}) ORDER BY created_at", GOING)
+
+    def take_retries(self, job_id: str) -> int:
+        """The retries a job has left, for whoever asks first: of several that watch it one tries it again."""
+        with self._transaction():
+            left = self.job(job_id).retries
+            self._set(job_id, {"retries": 0})
+        return left
+
+    def jobs(
+        self,
+        limit: int | None = None,
+        *,
+        statuses: Sequence[str] = (),
+        workloads: Sequence[str] = (),
+        launcher: str | None = None,
+        since: float | None = None,
+    ) -> list[Job]:
+        """All jobs that match, oldest first; with a limit the newest ones."""
+        tests: list[tuple[str, Sequence[Any]]] = []
+        for column, wanted in (("status", statuses), ("workload", workloads)):
+            if wanted:
+                tests.append((f"{column} IN ({', '.join('?' * len(wanted))})", wanted))
+        if launcher:
+            tests.append(("launcher = ?", [launcher]))
+        if since is not None:
+            tests.append(("created_at >= ?", [since]))
+        where = " WHERE " + " AND ".join(test for test, _ in tests) if tests else ""
+        return self._select(
+            where + " ORDER BY created_at DESC, rowid DESC" + (f" LIMIT {int(limit)}" if limit else ""),
+            [value for _, values in tests for value in values],
+        )[::-1]
+
+    def job(self, job_id: str) -> Job:
+        """One job by its id, or a line with the newest ids there are."""
+        found = self._select(" WHERE job_id = ?", (job_id,))
+        if not found:
+            newest = ", ".join(j.job_id for j in self.jobs(limit=5)) or "none yet"
+            raise ConfigError(f"no job {job_id!r}; the newest are: {newest}")
+        return found[0]
+
+    def retries_of(self, job_id: str) -> list[Job]:
+        """Those that run this job's configuration again."""
+        return self._select(" WHERE retry_of = ? ORDER BY created_at", (job_id,))
+
+    def _select(self, rest: str, values: Sequence[Any]) -> list[Job]:
+        try:
+            rows = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM jobs{rest}", tuple(values)).fetchall()
+        except sqlite3.OperationalError as error:
+            raise LaunchError(f"the job store cannot be read: {error}") from error
+        return [Job(**dict(zip(COLUMNS, row, strict=True))) for row in rows]
+
+    def _next_local(self) -> str:
+        number = "CAST(substr(job_id, 2) AS INTEGER)"
+        taken = self._db.execute(f"SELECT max({number}) FROM jobs WHERE job_id >= 'L' AND job_id < 'M'")
+        return f"L{(taken.fetchone()[0] or 0) + 1}"
+
+    def _put(self, job: Job) -> None:
+        marks = ", ".join("?" * len(COLUMNS))
+        self._db.execute(
+            f"INSERT OR REPLACE INTO jobs ({', '.join(COLUMNS)}) VALUES ({marks})",
+            tuple(getattr(job, column) for column in COLUMNS),
+        )
+
+    def _set(self, job_id: str, values: dict[str, Any]) -> None:
+        assignments = ", ".join(f"{column} = ?" for column in values)
+        self._db.execute(f"UPDATE jobs SET {assignments} WHERE job_id = ?", (*values.values(), job_id))
+
+
+def temporary_id(run_dir: Path) -> str:
+    """What a Slurm job is called before Slurm has named it: the same whenever it is made from the same folder."""
+    return f"S{sha256(str(run_dir).encode(errors='surrogateescape')).hexdigest()[:10]}"
+
+
+def described(config: RunConfig, run_dir: Path, launcher: str, job_id: str, created_at: float, **columns: Any) -> Job:
+    """The row of a run with this configuration; `columns`: its status and what else is known."""
+    return Job(
+        job_id=job_id, launcher=launcher, workload=config.target, size=config.size, dtype=config.precision.dtype,
+        scale=config.machine.gpus, gpu=config.machine.gpu, proxy=config.proxy, profile=config.profile.profile,
+        name=config.name, run_dir=str(run_dir), created_at=created_at, **{"updated_at": created_at, **columns},
+    )  # fmt: skip
+
+
+def figures(result: Result) -> dict[str, Any]:
+    """What a row keeps of a Result."""
+    return {
+        "status": result.status,
+        "reason": result.reason,
+        "step_time_s": result.step_time_s.median if result.step_time_s else None,
+        **{name: getattr(result, name) for name in FIGURES},
+        "reference_ratio": result.reference.ratio if result.reference else None,
+    }

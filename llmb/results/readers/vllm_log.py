@@ -1,0 +1,67 @@
+"""The block that `vllm bench serve` prints (and SGLang's bench_serving after it):
+
+    ============ Serving Benchmark Result ============
+    Successful requests:                     100
+    Mean TTFT (ms):                          12.34
+    ==================================================
+
+A log may hold a warm-up's block before the measured one: the last block is the result, whole or not, and how many were
+left out is said. A block without its closing line was cut off.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+
+from llmb.events import Event, LogProblem, RunEnded, ServingSummary
+from llmb.results.readers.log_ending import Ending
+from llmb.results.readers.log_fields import as_number, labelled
+from llmb.results.readers.log_lines import clean
+
+SIGN = rb"Serving Benchmark Result"
+
+_HEADER = SIGN.decode()
+_TOTALS = {
+    "successful requests": "requests",
+    "failed requests": "requests_failed",
+    "maximum request concurrency": "concurrency",
+    "max request concurrency": "concurrency",
+    "benchmark duration": "duration_s",
+    "total input tokens": "input_tokens",
+    "total generated tokens": "output_tokens",
+    "request throughput": "request_throughput",
+    "output token throughput": "output_tokens_per_s",
+    "total token throughput": "total_tokens_per_s",
+}
+_LATENCIES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "itl": "itl_ms", "e2el": "e2e_ms", "e2e latency": "e2e_ms"}
+_STATISTICS = {"mean": "mean", "median": "p50", "p50": "p50", "p90": "p90", "p95": "p95", "p99": "p99"}
+_KEYS = _TOTALS | {
+    f"{statistic} {latency}": f"{name}.{short}"
+    for latency, name in _LATENCIES.items()
+    for statistic, short in _STATISTICS.items()
+}
+_LINE = labelled(_KEYS)
+
+
+def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
+    """The totals of the last block, then how the benchmark ended."""
+    ending, blocks, inside, closed = Ending("no result block"), 0, False, False
+    values: dict[str, float | None] = {}
+    for line in clean(lines):
+        ending.hear(line)
+        if _HEADER in line.text:
+            blocks, inside, closed, values = blocks + 1, True, False, {}
+        elif inside and not line.text.strip().strip("="):
+            inside, closed = False, True
+        elif inside and (found := _LINE.match(line.text)):
+            value = as_number(found[2])
+            values[_KEYS[found[1].lower()]] = value if 0 <= value < math.inf else None
+    if values:
+        yield ServingSummary(values=values)
+    if blocks > 1:
+        yield LogProblem(problem="earlier result block left out as a warm-up", count=blocks - 1)
+    if closed and values.get("requests") == 0:
+        yield RunEnded(status="failed", reason="no request succeeded")
+    elif blocks and not closed:
+        yield from ending.events(finished=False, unfinished="the last result block is cut off")
+    else:
+        yield from ending.events(finished=closed and values.get("request_throughput") is not None)

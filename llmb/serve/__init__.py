@@ -1,0 +1,1 @@
+"""The serving engine: continuous batching over a paged KV cache."""

@@ -1,0 +1,1 @@
+"""The benchmark that drives the serving engine in its own process."""

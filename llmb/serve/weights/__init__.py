@@ -1,0 +1,1 @@
+"""Weights of a served model: random, or from a Hugging Face folder."""

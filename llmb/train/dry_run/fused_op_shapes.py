@@ -1,0 +1,94 @@
+"""What a GPU's fused operations keep and allocate, where torch on a CPU would take them apart into smaller ones.
+
+Inside `fused_shapes` attention is a function that allocates what the GPU's kernels do and computes nothing. It keeps
+its inputs, its output and one fp32 number a query; the output lies in memory as the query does.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmb.ops.attention import segment_attention
+from llmb.ops.attention.attention_block import Lengths
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, work: Callable[[int], None]) -> Tensor:
+        shape = (*q_BHTD.shape[:3], v_BHTD.shape[-1])
+        batch, heads, tokens, width = shape
+        in_order = q_BHTD.stride(1) >= q_BHTD.stride(2)
+        out = q_BHTD.new_empty(shape) if in_order else q_BHTD.new_empty(batch, tokens, heads, width).transpose(1, 2)
+        summed = torch.empty(shape[:3], dtype=torch.float32, device=q_BHTD.device)
+        ctx.save_for_backward(q_BHTD, k_BHTD, v_BHTD, out, summed)
+        ctx.work = work
+        work(1)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHTD, k_BHTD, v_BHTD, _, summed = ctx.saved_tensors
+        ctx.work(2)
+        delta = torch.empty_like(summed)
+        slopes = tuple(torch.empty_like(x) for x in (q_BHTD, k_BHTD, v_BHTD))
+        del delta
+        return *slopes, None
+
+
+class _LayersAttention:
+    """The same for layers by hand: as `attention_part.AttentionKernel`."""
+
+    def __init__(self, convention: str, count: Callable[[float], None]):
+        self._masked, self._count = 0.5 if convention == "causal" else 0.0, count
+
+    def forward(
+        self, q_NHD: Tensor, _k: Tensor, _v: Tensor, lengths: Lengths, _causal: bool, _scale: float
+    ) -> tuple[Tensor, Tensor]:
+        self._work(1, q_NHD, lengths)
+        return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1], len(q_NHD), dtype=torch.float32)
+
+    def backward(
+        self,
+        _dout: Tensor,
+        q_NHD: Tensor,
+        k_KGD: Tensor,
+        v_KGD: Tensor,
+        _out: Tensor,
+        _lse: Tensor,
+        lengths: Lengths,
+        _causal: bool,
+        _scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._work(2, q_NHD, lengths)
+        return torch.empty_like(q_NHD), torch.empty_like(k_KGD), torch.empty_like(v_KGD)
+
+    def _work(self, times: int, q_NHD: Tensor, lengths: Lengths) -> None:
+        _, heads, width = q_NHD.shape
+        self._count(times * 4 * heads * width * sum(length * length * (1 - self._masked) for length in lengths))
+
+
+@contextmanager
+def fused_shapes(convention: str, count: Callable[[float], None]) -> Iterator[None]:
+    """Puts it in the place of torch's function, and counts the FLOPs of each attention by the convention.
+
+    A TorchFunctionMode would be undone inside backward(), where layers are computed again.
+    """
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *_mask: Any, **_others: Any) -> Tensor:
+        batch, heads, queries, width = q.shape  # which stand at the end of the keys
+        pairs = queries * k.shape[2] - (queries * queries / 2 if convention == "causal" else 0)
+        flops = 2 * batch * heads * pairs * (width + v.shape[3])
+        return _Attention.apply(q, k, v, lambda times: count(times * flops))
+
+    by_hand = _LayersAttention(convention, count)
+    with (
+        patch.object(F, "scaled_dot_product_attention", attention),
+        patch.object(segment_attention, "kernel_for", lambda _q, _spans: by_hand),
+    ):
+        yield

@@ -1,0 +1,1 @@
+"""Parallelism over ranks: the device mesh and each technique."""

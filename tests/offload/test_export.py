@@ -1,0 +1,146 @@
+"""Weights of an out-of-core run, exported: our own loader and `transformers` read them and compute the same."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from llmb.config.spec import Model, Rope
+from llmb.errors import ConfigError
+from llmb.models.architectures import Network, build_model
+from llmb.models.hf_config import model_in
+from llmb.models.hf_weights import load_weights
+from llmb.offload.bucket_params import places
+from llmb.offload.buffer_views import unit_tensors
+from llmb.offload.hf_export import export
+from llmb.offload.offload_checkpoint import load, save
+from llmb.perfmodel.offload.buffers import Units, numbers_of
+from llmb.runtime.checkpoint_folder import newest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+SMALL = Model(
+    name="llama", architecture="llama", layers=3, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=100
+)
+MODELS = [
+    SMALL,
+    replace(SMALL, name="parts", vocab=701),  # three parts of the embedding and of the head, the last smaller
+    replace(SMALL, name="tied", vocab=701, tied_embeddings=True),
+    replace(SMALL, name="scaled", rope=Rope(scaling="llama3", factor=8.0, original_tokens=64)),
+]
+
+
+def network_of(model: Model) -> Network:
+    torch.manual_seed(3)
+    network = build_model(model)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.15 + (parameter.ndim == 1))
+    return network
+
+
+def units_of(network: Network, dtype: torch.dtype) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """The network's weights as a run holds them."""
+    units = Units(network.model)
+    for unit in range(units.count):
+        size = numbers_of(units.tensors(unit))
+        numbers = torch.full((size,), torch.nan, dtype=dtype)  # what lies between tensors is no weight
+        inside = unit_tensors(numbers, units.tensors(unit))
+        for place in places(network.model, unit):
+            inside[place.tensor][place.rows] = network.get_parameter(place.name).detach()[place.source]
+        yield unit, {"param": numbers}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("shard_bytes", [30_000, 10**9])
+def test_others_read_it_and_compute_the_same(tmp_path: Path, model: Model, shard_bytes: int) -> None:
+    network = network_of(model)
+    assert Units(model).parts == (3 if model.vocab == 701 else 1)
+    export(tmp_path / "out", model, units_of(network, torch.float32), shard_bytes)
+    assert ((tmp_path / "out" / "model.safetensors.index.json").is_file()) == (shard_bytes == 30_000)
+    assert replace(model_in(tmp_path / "out"), name=model.name, rope=model.rope) == model
+
+    ours = build_model(model)
+    load_weights(ours, tmp_path / "out")
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, ours.state_dict()[name]), name
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    assert isinstance(theirs, LlamaForCausalLM)
+    tokens = torch.randint(model.vocab, (2, 80), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = network(tokens), theirs(tokens).logits
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_it_keeps_the_runs_number_format_and_no_head_of_its_own_where_tied(tmp_path: Path) -> None:
+    network = network_of(MODELS[2])
+    export(tmp_path / "out", MODELS[2], units_of(network, torch.bfloat16))
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
+    assert "lm_head.weight" not in names
+    assert len(names) == 3 * 9 + 2
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert theirs.dtype == torch.bfloat16
+    assert torch.equal(theirs.lm_head.weight, network.embedding.weight.bfloat16())
+
+
+def test_a_checkpoint_can_be_exported(tmp_path: Path) -> None:
+    model = MODELS[1]
+    network = network_of(model)
+    save(tmp_path, 5, units_of(network, torch.float32), {})
+    path = newest(tmp_path)
+    export(tmp_path / "out", model, ((unit, load(path, unit)) for unit in range(Units(model).count)))
+    ours = build_model(model)
+    load_weights(ours, tmp_path / "out")
+    assert all(torch.equal(ours.get_parameter(name), one) for name, one in network.named_parameters())
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already; weights are written to a new folder"):
+        export(tmp_path, SMALL, units_of(network_of(SMALL), torch.float32))
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+MEMORY = """
+import resource, sys, torch
+from pathlib import Path
+from llmb.offload.hf_export import export
+from llmb.perfmodel.offload.buffers import Units, numbers_of
+from llmb.config.spec import Model
+
+def now():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+def rise(model, folder):
+    units = Units(model)
+    slab = [torch.ones(numbers_of(units.tensors(unit)), dtype=torch.bfloat16) for unit in range(units.count)]
+    Path("/proc/self/clear_refs").write_text("5")  # the highest use so far is forgotten
+    before = now()
+    export(folder, model, ((unit, {"param": numbers}) for unit, numbers in enumerate(slab)))
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(peak.split()[1]) * 1024 - before
+
+shape = dict(architecture="llama", hidden=512, ffn=1024, heads=8, kv_heads=8, head_dim=64, vocab=8192)
+rise(Model(name="first", layers=1, **shape), Path(sys.argv[1]) / "first")  # so that buffers of libraries are there
+print(rise(Model(name="deep", layers=24, **shape), Path(sys.argv[1]) / "deep"))
+"""
+
+
+def test_the_host_holds_no_second_copy(tmp_path: Path) -> None:
+    """A model of 143 MB as bf16 in one shard, its embedding 8 MB in two parts, as its head."""
+    command = [sys.executable, "-c", MEMORY, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert sum(file.stat().st_size for file in (tmp_path / "deep").iterdir()) > 140e6
+    assert int(done.stdout) < 25e6  # two vocabularies, joined

@@ -1,0 +1,149 @@
+"""Whole runs of `python -m llmb.offload` in this process: events, profile, checkpoints, and how they end."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ordinary_training import LEAST, TIED, UNTIED
+
+from llmb.config.serialization import to_plain
+from llmb.config.spec import Machine, OutOfCore, Parallel, Precision, Profile, RunConfig
+from llmb.events import RunEnded, RunStarted, StepDone, read
+from llmb.models.hf_weights import load_weights
+from llmb.models.llama import Llama
+from llmb.offload.__main__ import run
+from llmb.offload.offload_checkpoint import SCALES
+from llmb.perfmodel.offload.stream_timeline import read_lanes
+from llmb.runtime.learning_rate import learning_rate
+from llmb.runtime.recorder import Record
+
+PLAN = replace(LEAST, update_at="forward", gbs=3, groups_per_round=2, chunk_tokens=6, levels="FAIFAIFAIFAI")
+WORK = OutOfCore(
+    seqlen=10, host_gib=0.1, device_gib=0.1, update="master", clip=1.0, gbs=3, steps=4, window=(3, 4), lr=1e-2,
+    lr_warmup_steps=2, lr_decay_steps=8, plan=PLAN,
+)  # fmt: skip
+CONFIG = RunConfig(
+    name="small",
+    target="outofcore_llama3",
+    size="8b",
+    machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1),
+    model=UNTIED,
+    parallel=Parallel(),
+    precision=Precision(dtype="fp32"),
+    workload=WORK,
+)
+
+
+def with_work(**changes: Any) -> RunConfig:
+    return replace(CONFIG, workload=replace(WORK, **changes))
+
+
+def run_in(folder: Path, config: RunConfig) -> tuple[list[Any], int]:
+    """Events and exit code."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(to_plain(config)))
+    code = run(folder / "config.json", Record(folder, 0))
+    return list(read(folder / "events.rank0.jsonl")), code
+
+
+def losses(events: list[Any]) -> list[float | None]:
+    return [event.loss for event in events if isinstance(event, StepDone)]
+
+
+def test_a_run_records_every_step_and_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events, code = run_in(tmp_path, CONFIG)
+    assert code == 0
+    assert isinstance(events[0], RunStarted)
+    assert events[-1].status == "ok"
+    steps = [event for event in events if isinstance(event, StepDone)]
+    assert [event.step for event in steps] == [1, 2, 3, 4]
+    assert [event.warmup for event in steps] == [True, True, False, False]
+    assert all(event.tokens == 30 and event.seconds > 0 and event.memory_bytes > 0 for event in steps)
+    assert all(math.isfinite(event.loss) and event.grad_norm > 0 for event in steps)
+    out = capsys.readouterr().out
+    assert f"learning rate: {learning_rate(2, WORK):.6E}" in out
+    assert "memory: host 0.00 of 0.1 GiB" in out
+
+
+def test_a_profiled_run_leaves_what_its_lanes_did(tmp_path: Path) -> None:
+    window = Profile(profile=True, profile_start=2, profile_stop=4)
+    _, code = run_in(tmp_path, replace(CONFIG, profile=window))
+    assert code == 0
+    lanes = read_lanes(tmp_path / "profile" / "lanes.json")
+    assert lanes.source == "measured"
+    assert {stretch.step for stretch in lanes.stretches} == {2, 3}
+    names = {stretch.name for stretch in lanes.stretches if stretch.lane == "compute"}
+    assert names == {"update", "embedding", "forward", "head", "backward", "embedding_backward"}
+    assert {"param", "grad", "state", "inp", "rest"} <= {s.name for s in lanes.stretches if s.lane == "outbound"}
+    assert all(stretch.bytes > 0 for stretch in lanes.stretches if stretch.lane != "compute")
+    assert all(stretch.flops > 0 for stretch in lanes.stretches if stretch.name in ("forward", "backward", "head"))
+
+
+@pytest.mark.parametrize(("dtype", "update_at"), [("bf16", "forward"), ("bf16", "backward"), ("fp8", "forward")])
+def test_a_resumed_run_goes_on_exactly_under_another_plan(tmp_path: Path, dtype: Any, update_at: str) -> None:
+    clip = 1.0 if update_at == "forward" else None
+    plan = replace(PLAN, dtype=dtype, update="stochastic", update_at=update_at)
+    config = replace(
+        with_work(plan=plan, update="stochastic", clip=clip, checkpoint_every=2), precision=Precision(dtype=dtype)
+    )
+    whole, _ = run_in(tmp_path / "whole", config)
+    first, _ = run_in(tmp_path / "first", replace(config, workload=replace(config.workload, steps=2)))
+    roomy = replace(plan, resident_params=3, resident_states=7, state_blocks=0, inp_slots=9)
+    resumed = replace(config.workload, resume=str(tmp_path / "first"), plan=roomy, export=str(tmp_path / "weights"))
+    second, code = run_in(tmp_path / "second", replace(config, workload=resumed))
+    assert code == 0
+    assert losses(first) + losses(second) == losses(whole)
+    network = Llama(UNTIED).to(torch.bfloat16)
+    load_weights(network, tmp_path / "weights")
+    assert all(parameter.isfinite().all() for parameter in network.parameters())
+
+
+def test_a_checkpoint_without_scales_is_named_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = with_work(plan=replace(PLAN, dtype="fp8"), checkpoint_every=2)
+    config = replace(work, precision=Precision(dtype="fp8"))
+    run_in(tmp_path, replace(config, workload=replace(config.workload, steps=2)))
+    made = tmp_path / "checkpoints" / "step_2"
+    (made / SCALES).unlink()
+    capsys.readouterr()
+    resumed = replace(config, workload=replace(config.workload, resume=str(tmp_path)))
+    _, code = run_in(tmp_path / "second", resumed)
+    assert code == 0
+    assert f"scales: none in {made}, measured anew\n" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_says_where(tmp_path: Path) -> None:
+    events, code = run_in(tmp_path, with_work(lr=1e30, lr_warmup_steps=0, lr_decay_steps=None, clip=None))
+    assert code == 2
+    assert isinstance(events[-1], RunEnded)
+    assert events[-1].status == "diverged"
+    assert "at step" in events[-1].reason
+    assert losses(events)[-1] is None or events[-2].grad_norm is None
+
+
+REFUSED = {
+    "2 ranks": replace(CONFIG, parallel=Parallel(dp=2)),
+    "workload.plan is null": with_work(plan=None),
+    "is for 10": with_work(seqlen=11),
+    "clip=1.0 needs a plan that updates in the next forward pass": with_work(plan=replace(PLAN, update_at="backward")),
+    "but its plan is for fp32": replace(CONFIG, precision=Precision(dtype="bf16")),
+    "activation is 'gelu'": replace(CONFIG, model=replace(TIED, activation="gelu")),
+    "more than host_gib=0.0001": with_work(host_gib=1e-4),
+    "more than device_gib=0.0001": with_work(device_gib=1e-4),
+    "has 3 letters, not 3 layers * 4 chunks": with_work(plan=replace(PLAN, levels="FAI")),
+    "fewer than one computation needs": with_work(plan=replace(PLAN, param_blocks=1)),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_run_is_refused_in_one_line(
+    tmp_path: Path, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events, code = run_in(tmp_path, REFUSED[said])
+    assert code == 1
+    assert events[-1].status == "failed"
+    assert said in events[-1].reason
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

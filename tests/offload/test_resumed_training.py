@@ -1,0 +1,111 @@
+"""A run that was interrupted goes on bit for bit, and under another plan as close as rounding allows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from ordinary_training import LEAST, UNTIED, trained, trainer_of, weights_in
+from torch import Tensor
+
+from llmb.config.offload_plan import UPDATES, Plan
+from llmb.models.hf_weights import load_weights
+from llmb.models.llama import Llama
+from llmb.offload.hf_export import export
+from llmb.offload.offload_checkpoint import SCALES, facts_of, load, load_scales, resume_point, save
+from llmb.offload.trainer import Trainer
+from llmb.perfmodel.offload.buffers import Piece
+from llmb.runtime.checkpoint_folder import newest, number
+
+STOPPED, STEPS = 3, 6
+PLAN = replace(LEAST, gbs=3, chunk_tokens=6, levels="FAIFAI")
+OTHER = replace(
+    LEAST, gbs=3, chunk_tokens=4, groups_per_round=2, levels="F" * 18, update_at="forward", resident_params=3,
+    resident_states=5, resident_grads=1, inp_slots=5, kv_slots=3,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    steps: int = STEPS
+    checkpoint_every: int | None = STOPPED
+    resume: str | None = None
+    seed: int = 11
+    lr: float = 1e-3
+    lr_warmup_steps: int = 0
+    lr_decay_steps: int | None = None
+
+
+def units_of(trainer: Trainer) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    for unit in trainer.units:
+        state = trainer.formats.state(trainer.held(Piece("state", unit)))._asdict()
+        yield unit, {"param": trainer.weights_of(unit)} | {n: one for n, one in state.items() if one is not None}
+
+
+def stopped(plan: Plan, folder: Path) -> list[float]:
+    """Losses of the steps until the checkpoint."""
+    trainer = trainer_of(UNTIED, plan)
+    losses, _ = trained(trainer, STOPPED)
+    save(folder, STOPPED, units_of(trainer), facts_of(UNTIED, plan, Work(), None, False), trainer.scales)
+    return losses
+
+
+def resumed(plan: Plan, folder: Path) -> tuple[list[float], Trainer]:
+    """Losses of the steps behind it."""
+    work = Work(resume=str(folder))
+    path = resume_point(work, folder / "next", facts_of(UNTIED, plan, work, None, False))
+    assert path is not None
+    trainer = trainer_of(UNTIED, plan)
+    trainer.resume(number(path), load_scales(path))
+    for unit, tensors in units_of(trainer):
+        kept = load(path, unit)
+        assert kept.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            tensor.copy_(kept[name])
+    issued = [trainer.step(step, "step" if step < STEPS else "settle") for step in range(number(path) + 1, STEPS + 1)]
+    trainer.settle("nothing")
+    return [one.loss for one in issued], trainer
+
+
+FORMATS = [("fp32", "master"), *((dtype, update) for dtype in ("bf16", "fp8") for update in UPDATES)]
+
+
+@pytest.mark.parametrize("update_at", ["forward", "backward"])
+@pytest.mark.parametrize(("dtype", "update"), FORMATS)
+def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, update: str, update_at: str) -> None:
+    plan = replace(PLAN, dtype=dtype, update=update, update_at=update_at)
+    straight = trainer_of(UNTIED, plan)
+    losses, _ = trained(straight, STEPS)
+    assert stopped(plan, tmp_path) == losses[:STOPPED]
+    rest, trainer = resumed(plan, tmp_path)
+    assert rest == losses[STOPPED:]
+    expected = weights_in(straight)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_in(trainer).items())
+
+
+def test_without_scales_they_are_measured_anew(tmp_path: Path) -> None:
+    """As of a run that kept none: not the same bits, but close."""
+    plan = replace(PLAN, dtype="fp8")
+    losses, _ = trained(trainer_of(UNTIED, plan), STEPS)
+    stopped(plan, tmp_path)
+    (newest(tmp_path) / SCALES).unlink()
+    rest, _ = resumed(plan, tmp_path)
+    assert rest != losses[STOPPED:]
+    assert rest == pytest.approx(losses[STOPPED:], rel=0.02)
+
+
+def test_another_plan_goes_on(tmp_path: Path) -> None:
+    losses, _ = trained(trainer_of(UNTIED, PLAN), STEPS)
+    stopped(PLAN, tmp_path)
+    assert resumed(OTHER, tmp_path)[0] == pytest.approx(losses[STOPPED:], rel=1e-5)
+
+
+def test_what_was_trained_is_exported(tmp_path: Path) -> None:
+    trainer = trainer_of(UNTIED, OTHER)
+    trained(trainer, 2)
+    export(tmp_path / "out", UNTIED, units_of(trainer))
+    network = Llama(UNTIED)
+    load_weights(network, tmp_path / "out")
+    expected = weights_in(trainer)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in network.named_parameters())

@@ -1,0 +1,165 @@
+"""The proof: out-of-core training has the losses, gradient norms and weights of ordinary training, whatever the plan.
+
+Small models and absurdly small budgets force every path. All memory begins as NaN, and each plan is followed twice: in
+the order in which it is issued, and in odd orders that keep only what the program declares.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ordinary_training import LEAST, SEED, SMOOTH, TIED, UNTIED, ordinary, trained, trainer_of, weights_in
+from outofcore_plans import models, plans
+from shuffled_lanes import ShuffledLanes
+
+from llmb.config.offload_plan import UPDATES, Plan
+from llmb.config.spec import Model
+from llmb.models.llama import Llama
+from llmb.perfmodel.offload.buffers import Units
+from llmb.runtime.adamw_defaults import EPS
+
+STEPS = 3
+# Least buffers unless it says otherwise: five layers' worth of everything moves through one or two.
+PLANS = {
+    "everything kept": LEAST,
+    "attention kept": replace(LEAST, levels="AAA"),
+    "input kept": replace(LEAST, levels="III"),
+    "levels mixed over layers and chunks": replace(LEAST, chunk_tokens=4, levels="FAIAIFIFA"),
+    "chunks with a short last one": replace(LEAST, chunk_tokens=3, levels="F" * 12),
+    "chunks of one token": replace(LEAST, chunk_tokens=1, seqlen=4, levels="FAI" * 4),
+    "several groups of several chunks": replace(LEAST, gbs=3, chunk_tokens=4, groups_per_round=3, levels="FAI" * 9),
+    "rounds, the last one short": replace(LEAST, gbs=5, groups_per_round=2, levels="FAIIAF"),
+    "sequences share a chunk, the last group is short": replace(
+        LEAST, gbs=7, seqs_per_group=3, chunk_tokens=30, groups_per_round=2, levels="IFAFAI"
+    ),
+    "updates wait for the next forward pass": replace(LEAST, update_at="forward"),
+    "the same over rounds": replace(LEAST, update_at="forward", gbs=3, chunk_tokens=6, levels="FAIFAI"),
+    "everything resident": replace(
+        LEAST, resident_params=7, resident_grads=7, resident_states=7, param_blocks=0, grad_blocks=0, state_blocks=0,
+        gbs=3, groups_per_round=2, inp_slots=8, kv_slots=6, attn_slots=6, rest_slots=6, levels="FFFFFF",
+    ),
+    "some resident": replace(
+        LEAST, resident_params=2, resident_grads=1, resident_states=4, update_at="forward", gbs=4, groups_per_round=2,
+        inp_slots=3, kv_slots=2, attn_slots=2, rest_slots=2, levels="FFAFIF",
+    ),
+    "more buffers than are needed": replace(
+        LEAST, param_blocks=9, grad_blocks=5, state_blocks=3, inp_slots=20, kv_slots=9, attn_slots=9, rest_slots=9,
+        chunk_tokens=4, levels="F" * 9,
+    ),
+}  # fmt: skip
+LANES = {"in order": lambda: None, "shuffled": lambda: ShuffledLanes(3)}
+
+
+@pytest.fixture(autouse=True)
+def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam moves a weight as far for the smallest gradient, which is rounding only, as for a large one.
+
+    With a larger epsilon on both sides it does not, and weights can be compared as closely as gradients.
+    """
+    monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)
+
+
+def assert_equal_training(model: Model, plan: Plan, clip: float | None, lanes: ShuffledLanes | None) -> None:
+    losses, norms, network = ordinary(model, plan, STEPS, clip)
+    trainer = trainer_of(model, plan, clip, lanes)
+    found_losses, found_norms = trained(trainer, STEPS)
+    assert found_losses == pytest.approx(losses, rel=2e-6)
+    assert found_norms == pytest.approx(norms, rel=1e-5)
+    weights = weights_in(trainer)
+    for name, parameter in network.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_path_trains_as_ordinary_training_does(plan: str, lanes: str) -> None:
+    assert_equal_training(UNTIED, PLANS[plan], None, LANES[lanes]())
+
+
+@pytest.mark.parametrize("update_at", ["forward", "backward"])
+def test_embeddings_that_are_also_the_head(update_at: str) -> None:
+    plan = replace(LEAST, update_at=update_at, gbs=3, chunk_tokens=6, levels="FAIFAI")
+    assert_equal_training(TIED, plan, None, ShuffledLanes(5))
+
+
+@pytest.mark.parametrize("clip", [0.5, 100.0])
+def test_gradients_are_clipped_to_a_norm(clip: float) -> None:
+    assert_equal_training(UNTIED, replace(LEAST, update_at="forward", gbs=3), clip, ShuffledLanes(7))
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_plan_trains_as_ordinary_training_does(data: st.DataObject) -> None:
+    model = data.draw(models())
+    plan = data.draw(plans(model))
+    clip = data.draw(st.sampled_from((None, 0.5))) if plan.update_at == "forward" else None
+    assert_equal_training(model, plan, clip, ShuffledLanes(data.draw(st.integers(0, 999))))
+
+
+def test_updates_are_those_of_training_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with the epsilon that runs have, where all but a few weights in ten thousand can be compared."""
+    monkeypatch.undo()
+    trainer = trainer_of(UNTIED, LEAST)
+    trained(trainer, 1)
+    network, weights = ordinary(UNTIED, LEAST, 1, None, eps=EPS)[2], weights_in(trainer)
+    apart = torch.cat([(weights[name] - p.detach()).abs().flatten() for name, p in network.named_parameters()])
+    assert (apart < 1e-6).float().mean() > 0.999
+
+
+def test_a_vocabulary_of_many_parts() -> None:
+    model = replace(UNTIED, vocab=1000)
+    parts = Units(model).parts
+    assert parts > 3
+    plan = replace(LEAST, param_blocks=parts, grad_blocks=parts)
+    assert_equal_training(model, plan, None, ShuffledLanes(9))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_bf16_follows_fp32(update: str) -> None:
+    plan = replace(LEAST, update_at="forward", gbs=4, levels="FAI")
+    losses, norms, _ = ordinary(UNTIED, plan, 6, None)
+    found = trained(trainer_of(UNTIED, replace(plan, dtype="bf16", update=update), None, ShuffledLanes(2)), 6)
+    assert found[0] == pytest.approx(losses, rel=0.01)
+    assert found[1] == pytest.approx(norms, rel=0.05)
+
+
+def test_fp8_products_follow_fp32() -> None:
+    plan = replace(LEAST, seqlen=32, chunk_tokens=16, levels="FAIFAI")
+    losses, _, _ = ordinary(UNTIED, plan, STEPS, None)
+    found, _ = trained(trainer_of(UNTIED, replace(plan, dtype="fp8", update="stochastic")), STEPS)
+    assert found == pytest.approx(losses, rel=0.03)
+    assert found != trained(trainer_of(UNTIED, replace(plan, dtype="bf16", update="stochastic")), STEPS)[0]
+
+
+def test_master_weights_take_changes_that_bf16_cannot_hold() -> None:
+    """A learning rate so small that most bf16 weights stay where they are when they are rounded to nearest."""
+    moved = {}
+    for update in UPDATES:
+        trainer = trainer_of(UNTIED, replace(LEAST, gbs=1, dtype="bf16", update=update))
+        trainer.lr = lambda _step: 1e-5
+        before = weights_in(trainer)
+        trained(trainer, 5)
+        moved[update] = sum(int((after != before[name]).sum()) for name, after in weights_in(trainer).items())
+    assert moved["nearest"] < 0.5 * min(moved["master"], moved["stochastic"])
+
+
+def test_training_begins_with_the_weights_of_ordinary_training() -> None:
+    trainer = trainer_of(TIED, replace(LEAST, resident_params=3))
+    trainer.initialise()
+    network = Llama(TIED)
+    network.init_weights(SEED)
+    weights = weights_in(trainer)
+    assert all(torch.equal(weights[name], parameter) for name, parameter in network.named_parameters())
+
+
+@pytest.mark.parametrize(("update_at", "clip"), [("forward", 1.0), ("forward", None), ("backward", None)])
+def test_a_step_whose_gradients_are_not_finite_changes_nothing(update_at: str, clip: float | None) -> None:
+    trainer = trainer_of(UNTIED, replace(LEAST, update_at=update_at), clip)
+    trainer.weights_of(2)[5] = torch.inf
+    before = weights_in(trainer)
+    loss, norm = trained(trainer, 1)
+    assert not all(map(torch.isfinite, torch.tensor([*loss, *norm])))
+    after = weights_in(trainer)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())

@@ -1,0 +1,373 @@
+"""The metrics against the documents' worked examples and tables, numpy, and nonsense."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmb.errors import ConfigError
+from llmb.events import RequestDone
+from llmb.perfmodel import metrics
+from llmb.perfmodel.hardware import peak_flops
+
+TRILLION = 1e12
+NEMOTRON_FLOPS = 6 * (237_494_511_599_616 + 23_364_622_090_240 + 199_690_209_460_224 + 8_796_093_022_208)
+NEMOTRON_FLOPS_PRINTED = 2.816e15
+GROK_FLOPS = 8192 * (53_150_220_288 + 463_856_467_968 + 4_728_029_184)
+GROK_FLOPS_PRINTED = 4.27e15
+
+
+def percent(fraction: float | None, digits: int = 2) -> str:
+    assert fraction is not None
+    return f"{100 * fraction:.{digits}f}"
+
+
+# Worked examples
+
+
+def test_llama_405b_worked_example() -> None:
+    rate = metrics.tokens_per_s(8192, 64, 5.74)
+    assert rate is not None
+    assert f"{rate:.0f}" == "91339"
+    assert f"{metrics.days_to_train(TRILLION, rate):.2f}" == "126.72"
+    assert percent(metrics.mfu(1636.8, peak_flops("gb200", "fp8"))) == "33.40"
+
+
+def test_llama_405b_example_disagrees_with_its_own_flops() -> None:
+    """1636.8 TFLOP/s at 5.74147 s means 2294 GFLOP/token, a tenth below the 2524 that such tables imply elsewhere."""
+    implied = 1636.8e12 * 128 * 5.74147 / (64 * 8192)
+    assert f"{implied / 1e9:.0f}" == "2294"
+    assert f"{2524e9 / implied:.2f}" == "1.10"
+    stated = metrics.tflops_per_gpu(2524e9 * 64 * 8192, 5.74147, 128)
+    assert stated is not None
+    assert f"{stated:.0f}" == "1801"
+    assert percent(metrics.mfu(stated, 4900e12), 1) == "36.7"
+
+
+def test_grok_text_examples() -> None:
+    assert f"{metrics.tokens_per_s(8192, 4096, 24):.0f}" == "1398101"
+    assert f"{metrics.days_to_train(TRILLION, 1398101):.2f}" == "8.28"
+    assert percent(metrics.mfu_from_model_flops(256, GROK_FLOPS_PRINTED, 6.631, 128, 4.9e15), 1) == "26.3"
+
+
+def test_nemotron_text_examples() -> None:
+    assert f"{metrics.tokens_per_s(8192, 768, 15.892):.0f}" == "395888"
+    assert f"{metrics.days_to_train(TRILLION, 395895):.2f}" == "29.24"
+    assert percent(metrics.mfu_from_model_flops(768, NEMOTRON_FLOPS_PRINTED, 15.892, 256, 1979e12)) == "26.86"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "step_time_s", "rate", "mfu", "days"),
+    [
+        (32, 15.119, "52016", "28.23", "222.51"),
+        (64, 15.058, "104454", "28.35", "110.81"),
+        (128, 15.496, "203003", "27.55", "57.01"),
+        (256, 15.892, "395888", "26.86", "29.24"),
+        (512, 15.586, "807321", "27.39", "14.34"),
+        (1024, 15.678, "1605168", "27.23", "7.21"),
+        (2048, 15.723, "3201148", "27.15", "3.62"),
+    ],
+)
+def test_nemotron_table(gpus: int, step_time_s: float, rate: str, mfu: str, days: str) -> None:
+    """Nemotron-H 56b, FP8, H100; MFU with the rounded model FLOPs that the document states."""
+    gbs = 3 * gpus
+    found = metrics.tokens_per_s(8192, gbs, step_time_s)
+    assert f"{found:.0f}" == rate
+    assert f"{metrics.days_to_train(TRILLION, found):.2f}" == days
+    peak = peak_flops("h100", "fp8")
+    assert percent(metrics.mfu_from_model_flops(gbs, NEMOTRON_FLOPS_PRINTED, step_time_s, gpus, peak)) == mfu
+    exact = metrics.mfu_from_model_flops(gbs, NEMOTRON_FLOPS, step_time_s, gpus, peak)
+    assert exact == pytest.approx(float(mfu) / 100, rel=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "gpus", "step_time_s", "rate", "flops", "mfu", "days"),
+    [
+        ("gb200", "bf16", 128, 7.325, "286300.61", GROK_FLOPS_PRINTED, "47.59", "40.43"),
+        ("gb200", "bf16", 256, 7.39, "567564.82", GROK_FLOPS_PRINTED, "47.17", "20.39"),
+        ("gb200", "fp8", 128, 5.298, "395838.43", GROK_FLOPS_PRINTED, "32.90", "29.24"),
+        ("gb200", "fp8", 256, 5.224, "802891.27", GROK_FLOPS_PRINTED, "33.36", "14.42"),
+        ("h100", "bf16", 512, 15.933, "526493", GROK_FLOPS, "54.2", "21.98"),
+        ("h100", "fp8", 512, 13.433, "624478", GROK_FLOPS, "32.2", "18.53"),
+    ],
+)
+def test_grok_tables(
+    gpu: str, dtype: str, gpus: int, step_time_s: float, rate: str, flops: float, mfu: str, days: str
+) -> None:
+    """Grok-1: columns printed with two digits take 4.27E15 as printed, the later ones the exact product.
+
+    One cell is not ours: FP8 on 256 GB200 prints 14.41 days where its own tokens/s give 14.4155.
+    """
+    gbs = 2 * gpus
+    found = metrics.tokens_per_s(8192, gbs, step_time_s)
+    assert f"{found:.{len(rate.partition('.')[2])}f}" == rate
+    assert f"{metrics.days_to_train(TRILLION, found):.2f}" == days
+    utilisation = metrics.mfu_from_model_flops(gbs, flops, step_time_s, gpus, peak_flops(gpu, dtype))
+    assert percent(utilisation, len(mfu.partition(".")[2])) == mfu
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step_time_s", "printed_rate", "mfu", "printed_days"),
+    [("bf16", 7.324, "572679", "47.6", "20.2"), ("fp8", 5.193, "807684", "33.6", "14.33")],
+)
+def test_grok_512_gpu_columns_are_printed_wrong(
+    dtype: str, step_time_s: float, printed_rate: str, mfu: str, printed_days: str
+) -> None:
+    """The table halves tokens/s and doubles the days of its 512-GPU GB200 columns; their MFU is right."""
+    found = metrics.tokens_per_s(8192, 1024, step_time_s)
+    assert found is not None
+    assert found == 8192 * 1024 / step_time_s
+    assert f"{found / 2:.0f}" == printed_rate
+    days = metrics.days_to_train(TRILLION, found)
+    assert days is not None
+    assert f"{2 * days:.{len(printed_days.partition('.')[2])}f}" == printed_days
+    utilisation = metrics.mfu_from_model_flops(1024, GROK_FLOPS, step_time_s, 512, peak_flops("gb200", dtype))
+    assert percent(utilisation, 1) == mfu
+
+
+# Utilisation
+
+
+def test_two_ways_to_mfu_agree() -> None:
+    tflops = metrics.tflops_per_gpu(768 * NEMOTRON_FLOPS, 15.892, 256)
+    direct = metrics.mfu_from_model_flops(768, NEMOTRON_FLOPS, 15.892, 256, 1979e12)
+    assert metrics.mfu(tflops, 1979e12) == pytest.approx(direct)
+    assert metrics.hfu(768 * NEMOTRON_FLOPS, 15.892, 256, 1979e12) == pytest.approx(direct)
+
+
+def test_per_gpu_and_bandwidth() -> None:
+    assert metrics.tokens_per_s_per_gpu(91339, 128) == 91339 / 128
+    assert metrics.mbu(16e9, 1 / 150, 4800e9) == pytest.approx(0.5)
+
+
+def test_unknown_peak_gives_no_mfu() -> None:
+    assert metrics.mfu(500.0, peak_flops("cpu", "bf16")) is None
+    assert metrics.mfu(500.0, peak_flops("h100", "nvfp4")) is None
+
+
+ANYTHING = st.one_of(st.none(), st.integers(), st.floats(), st.just(10**400), st.just(5e-324), st.just(1e308))
+
+
+@settings(deadline=None)  # the machine may be shared
+@given(ANYTHING, ANYTHING, ANYTHING, ANYTHING, ANYTHING)
+def test_nonsense_gives_none_or_a_finite_number(a, b, c, d, e) -> None:
+    for value in (
+        metrics.tokens_per_s(a, b, c),
+        metrics.tokens_per_s_per_gpu(a, b),
+        metrics.tflops_per_gpu(a, b, c),
+        metrics.mfu(a, b),
+        metrics.mfu_from_model_flops(a, b, c, d, e),
+        metrics.hfu(a, b, c, d),
+        metrics.mbu(a, b, c),
+        metrics.days_to_train(a, b),
+    ):
+        assert value is None or (math.isfinite(value) and value >= 0)
+
+
+@pytest.mark.parametrize("nonsense", [0, -1.0, math.nan, math.inf, None])
+def test_nonsense_step_time(nonsense: float | None) -> None:
+    assert metrics.tokens_per_s(8192, 64, nonsense) is None
+    assert metrics.tflops_per_gpu(1e15, nonsense, 8) is None
+    assert metrics.mfu_from_model_flops(64, 1e15, nonsense, 8, 1e15) is None
+    assert metrics.days_to_train(TRILLION, nonsense) is None
+
+
+# Samples
+
+VALUES = st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=50)
+TIMES = st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=50)
+
+
+@settings(deadline=None)  # the machine may be shared
+@given(VALUES, st.floats(0, 100))
+def test_percentile_equals_numpy(samples: list[float], q: float) -> None:
+    scale = max(abs(x) for x in samples)
+    assert metrics.percentile(samples, q) == pytest.approx(np.percentile(samples, q), rel=1e-9, abs=1e-12 * scale)
+
+
+@settings(deadline=None)  # the machine may be shared
+@given(VALUES, st.floats(0, 100), st.floats(0, 100))
+def test_percentile_is_ordered_and_within_the_samples(samples: list[float], a: float, b: float) -> None:
+    low, high = metrics.percentile(samples, min(a, b)), metrics.percentile(samples, max(a, b))
+    assert low is not None
+    assert high is not None
+    slack = 1e-12 * max(abs(x) for x in samples)
+    assert min(samples) <= low <= high + slack
+    assert high <= max(samples)
+
+
+def test_percentile_interpolates_where_an_index_would_not() -> None:
+    assert metrics.percentile([10, 20], 50) == 15
+    assert metrics.percentile([1, 2, 3, 4], 90) == pytest.approx(3.7)
+    assert metrics.percentile([7], 99) == 7
+
+
+@pytest.mark.parametrize("q", [-1, 101, math.nan])
+def test_percentile_outside_its_range(q: float) -> None:
+    with pytest.raises(ConfigError, match="0 to 100"):
+        metrics.percentile([1.0], q)
+
+
+@settings(deadline=None)  # the machine may be shared
+@given(TIMES)
+def test_describe_equals_numpy(samples: list[float]) -> None:
+    found = metrics.describe(samples)
+    assert found is not None
+    assert found.mean == pytest.approx(np.mean(samples))
+    assert found.median == pytest.approx(np.median(samples))
+    assert found.std == pytest.approx(np.std(samples, ddof=1), rel=1e-6, abs=1e-9 * max(samples))
+    assert (found.min, found.max, found.n) == (min(samples), max(samples), len(samples))
+    assert found.samples == tuple(samples)
+    assert found.min <= found.median <= found.max
+    assert found.min <= found.mean <= found.max
+
+
+@settings(deadline=None)  # the machine may be shared
+@given(st.lists(st.floats()))
+def test_describe_never_leaks_an_infinity(samples: list[float]) -> None:
+    found = metrics.describe(samples)
+    if found is not None:
+        figures = (found.median, found.mean, found.std or 0.0, found.min, found.max)
+        assert all(math.isfinite(x) for x in figures)
+
+
+def test_describe_of_few() -> None:
+    assert metrics.describe([]) is None
+    assert metrics.latency_summary([]) is None
+    one = metrics.describe([2.5])
+    assert one is not None
+    assert (one.std, one.median, one.n) == (None, 2.5, 1)
+    same = metrics.describe([0.1] * 3)
+    assert same is not None
+    assert (same.mean, same.std) == (0.1, 0)
+
+
+def test_a_sample_that_is_not_a_number_is_not_hidden() -> None:
+    assert metrics.describe([1.0, math.nan]) is None
+    assert metrics.percentile([1.0, math.inf], 50) is None
+    assert metrics.latency_summary([1.0, math.nan]) is None
+
+
+def test_latency_summary() -> None:
+    found = metrics.latency_summary(range(1, 101))
+    assert found == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p95": 95.05, "p99": 99.01})
+
+
+# Serving
+
+
+def request(arrival: float, first: float | None, times: tuple[float, ...], end: float, out: int) -> RequestDone:
+    return RequestDone(
+        request=0, arrival=arrival, first_token=first, token_times=times, end=end, input_tokens=100, output_tokens=out
+    )
+
+
+STREAMED = request(1.0, 1.5, (1.5, 1.7, 2.0, 2.5), 2.5, 4)
+
+
+def test_latencies_of_one_request() -> None:
+    assert metrics.ttft_ms(STREAMED) == 500
+    assert metrics.e2e_ms(STREAMED) == 1500
+    assert metrics.tpot_ms(STREAMED) == pytest.approx(1000 / 3)
+    assert metrics.output_speed(STREAMED) == pytest.approx(3)
+    assert metrics.itl_ms(STREAMED) == pytest.approx([200, 300, 500])
+
+
+def test_gaps_count_the_first_token_once() -> None:
+    without_first = request(1.0, 1.5, (1.7, 2.0, 2.5), 2.5, 4)
+    assert metrics.itl_ms(without_first) == metrics.itl_ms(STREAMED)
+
+
+def test_what_a_request_cannot_tell() -> None:
+    one_token = request(0.0, 0.5, (0.5,), 0.5, 1)
+    assert metrics.tpot_ms(one_token) is None
+    assert metrics.output_speed(one_token) is None
+    assert metrics.itl_ms(one_token) == []
+    not_streamed = request(0.0, None, (), 2.0, 10)
+    assert metrics.ttft_ms(not_streamed) is None
+    assert metrics.tpot_ms(not_streamed) is None
+    assert metrics.e2e_ms(not_streamed) == 2000
+    backwards = request(5.0, 4.0, (), 3.0, 10)
+    assert metrics.ttft_ms(backwards) is metrics.tpot_ms(backwards) is metrics.e2e_ms(backwards) is None
+    assert metrics.ttft_ms(request(math.nan, 1.0, (), 2.0, 3)) is None
+
+
+def test_pooled_latencies() -> None:
+    other = request(0.0, 0.1, (0.1, 0.2), 0.2, 2)
+    samples = metrics.latencies_ms([STREAMED, other, request(0.0, None, (), 2.0, 10)])
+    assert samples["ttft_ms"] == pytest.approx([500, 100])
+    assert samples["tpot_ms"] == pytest.approx([1000 / 3, 100])
+    assert samples["e2e_ms"] == pytest.approx([1500, 200, 2000])
+    assert samples["itl_ms"] == pytest.approx([200, 300, 500, 100])
+
+
+def test_throughput_over_the_whole_span() -> None:
+    found = metrics.throughput([STREAMED, request(0.5, 0.6, (), 4.5, 16)])
+    assert found is not None
+    assert found.duration_s == 4.0
+    assert found.request_throughput == 0.5
+    assert found.output_tokens_per_s == 5.0
+    assert found.total_tokens_per_s == 55.0
+    assert found.mean_in_flight == pytest.approx(5.5 / 4)
+
+
+def test_a_user_waits_for_the_first_token_too() -> None:
+    assert metrics.user_throughput(STREAMED) == pytest.approx(4 / 1.5)
+    assert metrics.user_throughput(request(1.0, 1.0, (), 1.0, 1)) is None
+    assert metrics.user_throughput(request(0.0, None, (), 2.0, 0)) is None
+
+
+def test_the_rate_at_which_requests_are_sent() -> None:
+    sent = [request(start, None, (), 10.0, 1) for start in (1.0, 1.5, 2.0, 3.0)]
+    assert metrics.issue_rate(sent) == 1.5  # three intervals in two seconds
+    assert metrics.issue_rate(sent[:1]) is None
+    assert metrics.issue_rate([sent[0], sent[0]]) is None
+    assert metrics.issue_rate([]) is None
+
+
+def test_load_that_was_missing() -> None:
+    """Two at a time asked for; the second is sent when the first has ended, so half is missing while both are due."""
+    one_by_one = [request(0.0, None, (), 4.0, 1), request(4.0, None, (), 8.0, 1)]
+    assert metrics.late_share(one_by_one, 2) == pytest.approx(4 / 16)
+    assert metrics.late_share(one_by_one, 1) == 0
+    assert metrics.late_share([request(0.0, None, (), 4.0, 1)] * 2, 2) == 0
+    assert metrics.late_share([], 2) is None
+
+
+def test_two_ways_to_measure_energy() -> None:
+    assert metrics.energies_agree(100.0, 104.0) is True
+    assert metrics.energies_agree(100.0, 94.0) is False
+    assert metrics.energies_agree(100.0, None) is metrics.energies_agree(None, 1.0) is None
+    assert metrics.energies_agree(100.0, 0.0) is None
+
+
+def test_no_steady_window_without_times_or_requests() -> None:
+    assert metrics.steady([]) is None
+    assert metrics.steady([request(0.0, None, (), 2.0, 10)] * 4) is None
+    assert metrics.steady([request(float(i), i + 0.5, (), i + 1.0, 10) for i in range(8)]) is None
+    prompts_only = [request(float(i), i + 1.0, (i + 1.0,), i + 1.0, 1) for i in range(8)]
+    found = metrics.steady(prompts_only)
+    assert found is not None
+    assert (found.start_s, found.end_s, found.output_tokens_per_s) == (1.0, 8.0, 1.0)
+
+
+def test_throughput_of_nothing() -> None:
+    assert metrics.throughput([]) is None
+    assert metrics.throughput([request(1.0, 1.0, (), 1.0, 1)]) is None
+    assert metrics.throughput([STREAMED, request(0.0, 0.1, (), math.nan, 1)]) is None
+
+
+def test_any_object_with_the_fields_will_do() -> None:
+    @dataclass
+    class Plain:
+        arrival: float = 0.0
+        first_token: float | None = 0.25
+        token_times: tuple[float, ...] = ()
+        end: float = 1.0
+        input_tokens: int = 1
+        output_tokens: int = 4
+
+    assert metrics.tpot_ms(Plain()) == 250

@@ -1,0 +1,58 @@
+"""Sizes of what moves, against the figures that are published for an 8B."""
+
+from dataclasses import replace
+
+import pytest
+from llama_plans import LLAMA_8B, TINY, plan_of
+
+from llmb.config.offload_plan import Plan
+from llmb.perfmodel.flops import parameters
+from llmb.perfmodel.offload.buffers import Units, numbers_of, piece_bytes
+
+
+def test_a_block_has_the_bytes_that_are_published():
+    assert piece_bytes(LLAMA_8B, plan_of())["param"] == 436_224_000
+
+
+def test_a_token_keeps_the_bytes_that_are_published():
+    """94,344, 20,616 and 12,296 bytes of a token and layer there, of which 8 are two root mean squares in fp32."""
+    sizes = {kind: size / 16384 for kind, size in piece_bytes(LLAMA_8B, plan_of()).items()}
+    assert sizes["inp"] + sizes["kv"] == 12_296 - 8
+    assert sizes["inp"] + sizes["kv"] + sizes["attn"] == 20_616 - 8
+    assert sizes["inp"] + sizes["kv"] + sizes["attn"] + sizes["rest"] == 94_344 - 8
+
+
+@pytest.mark.parametrize(("update", "state", "grad"), [("stochastic", 4, 2), ("nearest", 4, 2), ("master", 10, 4)])
+def test_state_of_each_weight(update, state, grad):
+    sizes = piece_bytes(LLAMA_8B, plan_of(update=update))
+    assert (2 * sizes["state"] / sizes["param"], 2 * sizes["grad"] / sizes["param"]) == (state, grad)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model", [LLAMA_8B, TINY], ids=lambda model: model.name)
+def test_units_hold_all_weights_once(model, tied):
+    model = replace(model, tied_embeddings=tied)
+    units = Units(model)
+    numbers = sum(_product(shape) for unit in range(units.count) for shape in units.tensors(unit))
+    assert numbers == parameters(model)
+    rows = [row for part in range(units.parts) for row in units.part_rows(part)]
+    assert rows == list(range(model.vocab))
+    assert all(numbers_of(units.tensors(unit)) <= units.block_numbers for unit in range(units.count))
+
+
+def _product(shape):
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def test_fp32_takes_twice_the_bytes():
+    wide, narrow = (piece_bytes(TINY, plan_of(dtype=dtype)) for dtype in ("fp32", "bf16"))
+    assert {wide[kind] / narrow[kind] for kind in ("param", "inp", "kv", "rest", "grad", "state")} == {2.0}
+    assert wide["dkv"] == narrow["dkv"]  # sums are fp32 in both
+
+
+def test_a_step_is_cut_into_rounds_groups_and_chunks():
+    plan: Plan = plan_of(seqlen=1000, gbs=5, chunk_tokens=300, seqs_per_group=1, groups_per_round=2)
+    assert (plan.groups, plan.rounds, plan.chunks_per_group, plan.chunks_per_round) == (5, 3, 4, 8)

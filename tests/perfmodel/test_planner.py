@@ -1,0 +1,99 @@
+"""Out-of-core runs as resolved: plan and prediction stand in the configuration, choices that are fixed stay fixed."""
+
+import json
+
+import pytest
+
+from llmb.config.overrides import Setting
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.serialization import build, to_json
+from llmb.config.spec import OutOfCore, RunConfig
+from llmb.errors import ConfigError
+from llmb.perfmodel.memory_estimate import memory_estimate
+
+
+def stand_in(recipes, dtype="fp32", **wishes):
+    settings = tuple(Setting(field=name, value=str(value), source="--set") for name, value in wishes.items())
+    request = Request(size="8b", dtype=dtype, gpus=1, proxy="small", settings=settings)
+    return resolve(recipes["outofcore_llama3"], request)
+
+
+def test_the_configuration_is_complete_and_survives_the_way_to_the_engine(recipes):
+    config = stand_in(recipes)
+    work = config.workload
+    assert isinstance(work, OutOfCore)
+    assert work.plan is not None
+    assert work.gbs == work.plan.gbs == 2
+    assert (work.plan.seqlen, work.plan.dtype, work.plan.update) == (1024, "fp32", "stochastic")
+    assert len(work.plan.levels) == config.model.layers * work.plan.chunks_per_round
+    assert build(RunConfig, json.loads(to_json(config))) == config
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("size", ["1b", "3b", "8b", "15b", "32b", "70b"])
+def test_every_stand_in_fits_its_budgets_and_streams(recipes, size, dtype):
+    config = resolve(recipes["outofcore_llama3"], Request(size=size, dtype=dtype, gpus=1, proxy="small"))
+    work = config.workload
+    assert isinstance(work, OutOfCore)
+    assert work.prediction is not None
+    assert sum(work.prediction.device_bytes.values()) <= work.device_gib * 2**30
+    assert sum(work.prediction.host_bytes.values()) <= work.host_gib * 2**30
+    assert work.prediction.inbound_bytes > 0 < work.prediction.outbound_bytes
+    assert {"param", "grad", "state", "rest"} <= work.prediction.host_bytes.keys()
+
+
+def test_what_is_fixed_stays_and_is_recorded(recipes):
+    config = stand_in(recipes, gbs=3, chunk_tokens=512, resident_params=0, update="stochastic", clip=1.0)
+    work = config.workload
+    assert isinstance(work, OutOfCore)
+    assert work.plan is not None
+    assert (work.plan.gbs, work.plan.chunk_tokens, work.plan.resident_params) == (3, 512, 0)
+    assert work.plan.update_at == "forward"  # only then the norm of all gradients is known
+    assert {o.field for o in config.overrides} == {
+        "gbs", "chunk_tokens", "resident_params", "update", "clip",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("seqlen", "chunks"), [(1, 1), (101, 1), (256, 1), (257, 2), (1021, 4)])
+def test_a_stand_in_takes_any_sequence_length(recipes, seqlen, chunks):
+    work = stand_in(recipes, seqlen=seqlen).workload
+    assert isinstance(work, OutOfCore)
+    assert work.plan is not None
+    assert work.plan.chunks_per_group == chunks
+
+
+def test_the_memory_shown_is_the_plans(recipes):
+    config = stand_in(recipes)
+    work = config.workload
+    assert isinstance(work, OutOfCore)
+    assert work.prediction is not None
+    estimate = memory_estimate(config)
+    assert estimate.fits
+    assert estimate.total == sum(work.prediction.device_bytes.values())
+    assert estimate.host == sum(work.prediction.host_bytes.values())
+
+
+def test_nothing_is_predicted_from_nominal_rates(recipes):
+    work = stand_in(recipes).workload
+    assert isinstance(work, OutOfCore)
+    assert work.prediction is not None
+    assert work.prediction.step_s is work.prediction.compute_s is None
+    assert work.prediction.hardware_flops > 0
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        ({"update": "master"}, "update=master has no effect with fp32"),
+        ({"lr_warmup_steps": 5, "lr_decay_steps": 5}, "lr_decay_steps 5 must be more than lr_warmup_steps 5"),
+        ({"model.rope": "none"}, "has no rotary positions"),
+        ({"model.activation": "gelu"}, "activation is 'gelu', it must be 'silu'"),
+        ({"pack": "true"}, "pack has no effect on synthetic tokens"),
+        ({"activation_slots": -1}, "activation_slots (--set): -1 is out of range; it must be at least 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(recipes, wishes, said):
+    with pytest.raises(ConfigError) as caught:
+        stand_in(recipes, **wishes)
+    assert said in str(caught.value)

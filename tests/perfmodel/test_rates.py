@@ -1,0 +1,60 @@
+"""What machines sustain: known for GPUs in the table, read from what the probe left, refused where it is damaged."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmb.config.serialization import to_json
+from llmb.errors import ConfigError
+from llmb.perfmodel.hardware import GPUS
+from llmb.perfmodel.offload.machine_rates import H200, NOMINAL_CPU, known_rates, rates_of, rates_path
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_of_the_table_has_rates_below_its_peaks(gpu):
+    rates = known_rates(gpu)
+    assert rates.gpu == gpu
+    assert rates.link_both_gbs <= min(rates.link_in_gbs, rates.link_out_gbs)
+    peaks = GPUS[gpu].peak_flops
+    if peaks:
+        assert 0.5 * peaks["bf16"] < rates.matmul_tflops * 1e12 < peaks["bf16"]
+        assert (rates.fp8_tflops is None) == ("fp8" not in peaks)
+        assert rates.source
+
+
+def test_a_chip_like_the_measured_one_computes_like_it():
+    h100 = known_rates("h100")
+    unlike = {"gpu": "h100", "memory_gbs": h100.memory_gbs, "source": h100.source}
+    assert h100 == replace(H200, **unlike)
+    assert h100.memory_gbs < H200.memory_gbs
+
+
+def test_what_was_measured_here_comes_first(tmp_path):
+    assert rates_of("cpu", tmp_path) == NOMINAL_CPU
+    path = rates_path(tmp_path, "cpu")
+    path.parent.mkdir(parents=True)
+    path.write_text(to_json(NOMINAL_CPU).replace("nominal", "measured"))
+    assert rates_of("cpu", tmp_path).source == "measured"
+    assert rates_of("h200", tmp_path) == H200
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not valid JSON"),
+        ("{}", "field 'gpu' is missing"),
+        ('{"speed": 1}', "unknown field in"),
+        (to_json(H200).replace("685.0", '"fast"'), "expected a number, got 'fast'"),
+        (to_json(H200).replace('"square_tokens": 8192, ', ""), "field 'square_tokens' is missing"),
+    ],
+)
+def test_a_damaged_file_is_one_line_that_names_it(tmp_path, text, said):
+    path = rates_path(tmp_path, "h200")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        rates_of("h200", tmp_path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "run `llmb-run probe` again" in str(caught.value)
+    assert "\n" not in str(caught.value)

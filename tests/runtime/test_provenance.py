@@ -1,0 +1,54 @@
+"""The commit is that of llmb's own checkout, or unknown."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import llmb
+from llmb.runtime.provenance import commit, device_name, versions
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    return subprocess.run(
+        ["git", "-C", folder, *identity, *arguments], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with one commit, from which llmb seems to be imported."""
+    package = tmp_path / "checkout" / "llmb"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.setattr(llmb, "__file__", str(package / "__init__.py"))
+    return package
+
+
+def test_commit_of_a_checkout(package: Path) -> None:
+    assert commit() is None
+    git(package.parent, "init")
+    assert commit() is None  # nothing is committed yet
+    git(package.parent, "add", ".")
+    git(package.parent, "commit", "-m", "first")
+    git(package.parent, "tag", "v1")
+    head = git(package.parent, "rev-parse", "HEAD")
+    assert commit() == head
+    (package / "__init__.py").write_text("changed = True\n")
+    assert commit() == f"{head}-dirty"
+
+
+def test_somebody_elses_checkout_around_an_installed_llmb_is_not_ours(package: Path) -> None:
+    outer = package.parent.parent
+    git(outer, "init")
+    git(outer, "add", ".")
+    git(outer, "commit", "-m", "theirs")
+    assert commit() is None
+
+
+def test_versions_and_device_are_text() -> None:
+    assert versions().keys() >= {"llmb", "python", "torch"}
+    assert all(isinstance(version, str) for version in versions().values())
+    assert device_name(torch.device("cpu"))
