@@ -1,1 +1,4 @@
-"""Operations by kind; in each kind <op>.py holds the reference, <op>_triton.py the kernels, <op>_autograd.py the autograd function."""
+"""Operations by kind.
+
+In each kind <op>.py has the reference, <op>_triton.py its kernels, <op>_autograd.py the autograd function.
+"""

@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: a kernel's programs may start while the kernel before it is still at work.
+"""Programmatic dependent launch (PDL): a kernel's programs may start while the previous kernel still runs.
 
-A chain of small kernels then has no pauses between them. Every kernel launched so says with `begins` where it first
-needs what came before, and waits there; until then it may read what no kernel writes, such as weights.
+A chain of small kernels then has no gaps between them. Every kernel launched so calls `pdl_wait` where it first needs
+the output of previous kernels; until then it may read tensors that no kernel writes, such as weights.
 
-Large kernels gain nothing and would only have their successor's programs waiting on the processors: see `dependent`.
+Large kernels gain nothing and would only have the programs of their successor occupy SMs: see `pdl_options`.
 """
 
 from functools import cache
@@ -15,31 +15,31 @@ import triton.language as tl
 
 from llmb.ops.dispatch import INTERPRETED
 
-SMALL = 16  # tokens of a step whose kernels are launched so
+MAX_TOKENS = 16  # of a step whose kernels use PDL
 
 if not INTERPRETED:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     @triton.jit
-    def begins(DEPENDENT: tl.constexpr):
-        """What the kernels before have written is needed from here on; the next kernel's programs may start."""
-        if DEPENDENT:
+    def pdl_wait(USE_PDL: tl.constexpr):
+        """Let the next kernel's programs start, and wait for the memory of previous kernels."""
+        if USE_PDL:
             gdc_launch_dependents()
             gdc_wait()
 else:  # the interpreter runs one kernel after the other
 
     @triton.jit
-    def begins(DEPENDENT: tl.constexpr):
+    def pdl_wait(USE_PDL: tl.constexpr):
         pass
 
 
 @cache
-def _hopper() -> bool:
+def _is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def dependent(tokens: int, small: int = SMALL) -> dict[str, Any]:
-    """What a launch for so many tokens is given: whether the kernel waits by itself, and that it may start early."""
-    if INTERPRETED or tokens > small or not _hopper():
-        return {"DEPENDENT": False}
-    return {"DEPENDENT": True, "launch_pdl": True}
+def pdl_options(tokens: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
+    """Return the launch arguments for a step with this many tokens: PDL if it is small."""
+    if INTERPRETED or tokens > max_tokens or not _is_hopper():
+        return {"USE_PDL": False}
+    return {"USE_PDL": True, "launch_pdl": True}

@@ -7,20 +7,20 @@
     rms_norm.reference(x, weight, eps, out)      # always plain torch
     rms_norm.triton(x, weight, eps, out)         # always the kernel
 
-An op finds its kernel by name, `<module>_triton.<name>_triton`, unless told another, and imports it on first use: a
-machine without a GPU need not have Triton. `registered()` lists all ops; tests compare every pair and fail for an op
-without a case.
+The kernel is found by name, `<module>_triton.<name>_triton` (`scaled_add_triton_` for `scaled_add_`), unless another is
+given, and imported on first use: a machine without a GPU need not have Triton. `registered()` lists all ops;
+`tests/ops/test_registered_ops.py` compares each kernel with its reference and fails for an op without a case.
 
-A dry run (`llmb/train/dry_run`) has meta tensors and no GPU and still must take the GPU's path: it calls
-`begin_dry_run` first. From then on every tensor counts as one on a GPU, and Triton kernels are reported to a listener
-instead of launched, while the code around them allocates as usual. For that, kernel modules are imported with a
-substitute for Triton.
+A dry run (`llmb/train/dry_run`) has meta tensors and no GPU, but must take the GPU path: it first calls
+`begin_dry_run`. From then on every tensor counts as one on a GPU, and Triton kernels are reported to a listener instead
+of launched, while the code around them allocates as usual. For that, kernel modules are imported with a substitute for
+Triton.
 """
 
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property, update_wrapper
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +48,7 @@ class Op(Generic[P, R]):
         self.name = f"{reference.__module__.removeprefix('llmb.ops.')}.{reference.__name__}"
         module, _, function = (triton or "").partition(":")
         self._module = f"llmb.ops.{module}" if module else f"{reference.__module__}_triton"
-        self._function = function or f"{reference.__name__}_triton"
+        self._function = function or _kernel_name(reference.__name__)
         self._when = when
         update_wrapper(self, reference)
 
@@ -58,7 +58,9 @@ class Op(Generic[P, R]):
         return getattr(importlib.import_module(self._module), self._function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if takes_triton(_first_tensor(args)) and (self._when is None or self._when(*args, **kwargs)):
+        tensor = _first_tensor(args)
+        assert tensor is not None, f"op {self.name} needs a tensor among its positional arguments"
+        if takes_triton(tensor) and (self._when is None or self._when(*args, **kwargs)):
             return self.triton(*args, **kwargs)
         return self.reference(*args, **kwargs)
 
@@ -80,8 +82,8 @@ def op(
 ) -> Any:
     """Register a reference as an op, dispatched by the device of its first tensor argument.
 
-    `triton` names the kernel as "kind.module:function" where it is not at its default place. `when`, called with the
-    op's arguments, restricts the calls that the kernel takes.
+    `triton` names the kernel as "kind.module:function" if it does not have its default name. `when`, called with the
+    op's arguments, restricts the calls that take the kernel.
     """
 
     def register(function: Callable[..., Any]) -> Op[..., Any]:
@@ -94,7 +96,7 @@ def op(
 
 
 def registered() -> dict[str, Op[..., Any]]:
-    """All ops by name ("norm.rms_norm.rms_norm"); imports every module that may register one."""
+    """Return all ops by name ("norm.rms_norm.rms_norm"), importing every module that may register one."""
     for path in sorted(_ROOT.glob("*/*.py")):
         if not path.stem.endswith("_triton") and path.stem != "__init__":
             importlib.import_module(_module_name(path))
@@ -102,33 +104,33 @@ def registered() -> dict[str, Op[..., Any]]:
 
 
 def kernel_modules() -> list[str]:
-    """Names of all modules with Triton kernels."""
+    """Return the names of all modules with Triton kernels."""
     return [_module_name(path) for path in sorted(_ROOT.glob("*/*_triton.py"))]
 
 
 @cache
 def triton_installed() -> bool:
-    """Whether Triton can be imported, without importing it."""
+    """Return whether Triton can be imported, without importing it."""
     return find_spec("triton") is not None
 
 
 def takes_triton(tensor: Tensor) -> bool:
-    """Whether Triton kernels can work on this tensor."""
+    """Return whether Triton kernels run on this tensor."""
     return is_dry_run() or (tensor.is_cuda and triton_installed())
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Whether to take the GPU's implementation of an operation."""
+    """Return whether to take the GPU implementation of an operation."""
     return is_dry_run() or tensor.is_cuda
 
 
 def is_dry_run() -> bool:
-    """Whether this process runs without a GPU what one with a GPU would."""
+    """Return whether this process takes the GPU path on meta tensors, without a GPU."""
     return _listener is not None
 
 
 def begin_dry_run(listener: LaunchListener) -> None:
-    """Make this process a dry run, for good."""
+    """Make this process a dry run, until it exits."""
     global _listener
     _listener = listener
     names = kernel_modules()
@@ -145,11 +147,20 @@ def begin_dry_run(listener: LaunchListener) -> None:
                 sys.modules[name] = module
 
 
-def _first_tensor(args: tuple[Any, ...]) -> Tensor:
+def _kernel_name(reference: str) -> str:
+    """Return the default name of a kernel launcher: `rms_norm_triton`, `scaled_add_triton_`."""
+    return f"{reference[:-1]}_triton_" if reference.endswith("_") else f"{reference}_triton"
+
+
+def _first_tensor(args: Iterable[Any]) -> Tensor | None:
     for argument in args:
         if isinstance(argument, Tensor):
             return argument
-    raise TypeError("an op needs a tensor among its positional arguments")
+        if isinstance(argument, tuple | list):  # quantized tensors are named tuples
+            tensor = _first_tensor(argument)
+            if tensor is not None:
+                return tensor
+    return None
 
 
 def _module_name(path: Path) -> str:
@@ -157,7 +168,7 @@ def _module_name(path: Path) -> str:
 
 
 class _ReportedKernel:
-    """A kernel that is called as Triton's are, kernel[grid](...), and reported to the listener."""
+    """A kernel that is launched as Triton's are, kernel[grid](...), and reported to the listener."""
 
     def __init__(self, kernel: Callable[..., None]):
         self._name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
@@ -171,12 +182,12 @@ class _ReportedKernel:
 
 
 def _jit(kernel: Callable[..., None] | None = None, **_options: object) -> object:
-    """A decorator, with options or without."""
+    """Stand in for `triton.jit`, with options or without."""
     return _ReportedKernel if kernel is None else _ReportedKernel(kernel)
 
 
 class _Substitute(ModuleType):
-    """A module of which any name can be imported; kernels, which use these names, never run."""
+    """A module from which any name can be imported; the kernels that use these names never run."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -185,7 +196,7 @@ class _Substitute(ModuleType):
 
 
 def _substitute_triton() -> dict[str, ModuleType]:
-    """Stand in for Triton while kernel modules are imported; what they call outside of kernels works."""
+    """Return substitutes for Triton's modules in which the functions called outside of kernels work."""
     modules = {name: _Substitute(name) for name in TRITON_MODULES}
     triton = modules["triton"]
     triton.jit = _jit  # type: ignore[attr-defined]

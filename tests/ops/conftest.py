@@ -4,6 +4,8 @@ import pytest
 import torch
 from triton_interpreter import interpreter  # noqa: F401  # a fixture
 
+from llmb.ops import dispatch
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
@@ -13,3 +15,18 @@ def device() -> torch.device:
 @pytest.fixture(scope="session", autouse=True)
 def interpreted(interpreter: None) -> None:  # noqa: F811
     pass
+
+
+@pytest.fixture
+def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ops take their Triton kernels, wherever their tensors are."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "takes_triton", lambda _tensor: True)
+
+
+@pytest.fixture(params=["reference", "triton"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Run a test with the references and with the kernels of all ops."""
+    if request.param == "triton":
+        request.getfixturevalue("force_kernels")
+    return request.param

@@ -1,128 +1,103 @@
-"""The norm of a training step: plain torch against autograd, the kernels against plain torch."""
+"""RMSNorm in training: the reference against autograd, and edge cases of the kernels."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.ops.norm.rms_norm import (
-    rms_norm,
-    rms_norm_backward,
-    rms_norm_backward_reference,
-    rms_norm_reference,
-)
+from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward
 
 pytest.importorskip("triton")
-from llmb.ops.norm.rms_norm_triton import rms_norm_backward_triton, rms_norm_triton
 
 EPS = 1e-5
-SHAPES = [(5, 12), (1, 64), (11, 1000), (3, 1), (70, 20)]  # several rows a program, several turns, one channel
 
 
-def inputs(n: int, c: int, size: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dy, x, weight, dresidual."""
+def inputs(n: int, c: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dy, x, weight, d_residual."""
     generator = torch.Generator().manual_seed(n + c)
-    dy, x, dresidual = (torch.randn(n, c, generator=generator) for _ in range(3))
-    return dy, x * size, torch.randn(c, generator=generator), dresidual
+    dy, x, d_residual = (torch.randn(n, c, generator=generator) for _ in range(3))
+    return dy, x * scale, torch.randn(c, generator=generator), d_residual
 
 
-def close(found: Tensor, wanted: Tensor, bound: float = 2e-5) -> bool:
-    return bool(((found.cpu().double() - wanted.cpu().double()).abs() <= bound * wanted.abs().max().cpu()).all())
+def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> bool:
+    error = (actual.cpu().double() - expected.cpu().double()).abs()
+    return bool((error <= tolerance * expected.abs().max().cpu()).all())
 
 
-@pytest.mark.parametrize("size", [0.0, 1.0, 1e3])
-def test_plain_torch_gives_the_slopes_of_autograd(size: float) -> None:
-    dy, x, weight, dresidual = (one.double() for one in inputs(7, 12, size))
+def exact_backward(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    dy, x, weight, d_residual = (x.double() for x in tensors)
+    out, dweight = torch.empty_like(x), torch.empty_like(weight)
+    rms_norm_backward.reference(dy, x, weight, EPS, d_residual, out, dweight, accumulate=False)
+    return out, dweight
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e3])
+def test_reference_matches_autograd(scale: float) -> None:
+    dy, x, weight, d_residual = (x.double() for x in inputs(7, 12, scale))
     x.requires_grad_()
     weight.requires_grad_()
-    wanted = F.rms_norm(x, (12,), weight, EPS)
-    wanted_dx, wanted_dweight = torch.autograd.grad((wanted * dy).sum(), (x, weight))
+    expected = F.rms_norm(x, (12,), weight, EPS)
+    expected_dx, expected_dweight = torch.autograd.grad((expected * dy).sum(), (x, weight))
     x, weight = x.detach(), weight.detach()
-    torch.testing.assert_close(rms_norm(x, weight, EPS), wanted.detach())
+    torch.testing.assert_close(rms_norm(x, weight, EPS), expected.detach())
     out, dweight = torch.empty_like(x), torch.ones(12, dtype=torch.float64)
-    rms_norm_backward(dy, x, weight, EPS, dresidual, out, dweight, False)
-    torch.testing.assert_close(out, wanted_dx + dresidual)
-    torch.testing.assert_close(dweight, wanted_dweight + 1)
-    rms_norm_backward(dy, x, weight, EPS, None, out, dweight, True)
-    torch.testing.assert_close(out, wanted_dx)
-    torch.testing.assert_close(dweight, wanted_dweight)
+    rms_norm_backward(dy, x, weight, EPS, d_residual, out, dweight, accumulate=True)
+    torch.testing.assert_close(out, expected_dx + d_residual)
+    torch.testing.assert_close(dweight, expected_dweight + 1)
+    rms_norm_backward(dy, x, weight, EPS, None, out, dweight, accumulate=False)
+    torch.testing.assert_close(out, expected_dx)
+    torch.testing.assert_close(dweight, expected_dweight)
 
 
-@pytest.mark.parametrize(("n", "c"), SHAPES)
-@pytest.mark.parametrize("size", [0.0, 1.0, 1e3])
-def test_kernels_give_what_torch_gives(n: int, c: int, size: float, device: torch.device) -> None:
-    tensors = inputs(n, c, size)
-    _, x, weight, _ = (one.to(device) for one in tensors)
-    y, exact_y = torch.full_like(x, torch.nan), torch.empty(n, c, dtype=torch.float64)
-    rms_norm_triton(x, weight, EPS, y)
-    rms_norm_reference(tensors[1].double(), tensors[2].double(), EPS, exact_y)
-    assert close(y, exact_y)
-    for found, wanted in zip(backward_of_kernels(tensors, device), backward_of_torch(tensors), strict=True):
-        assert close(found, wanted)
-
-
-def backward_of_torch(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    dy, x, weight, dresidual = (one.double() for one in tensors)
-    out, dweight = torch.empty_like(x), torch.empty_like(weight)
-    rms_norm_backward_reference(dy, x, weight, EPS, dresidual, out, dweight, True)
-    return out, dweight
-
-
-def backward_of_kernels(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    dy, x, weight, dresidual = (one.to(device) for one in tensors)
-    out, dweight = torch.full_like(x, torch.nan), torch.full_like(weight, torch.nan)
-    rms_norm_backward_triton(dy, x, weight, EPS, dresidual, out, dweight, True)
-    return out, dweight
-
-
-@pytest.mark.parametrize("over", ["dresidual", "dy"])
-def test_slopes_may_be_written_over_what_came_in(over: str, device: torch.device) -> None:
+@pytest.mark.parametrize("aliased", ["d_residual", "dy"])
+def test_out_may_alias_an_input(aliased: str, device: torch.device) -> None:
     tensors = inputs(9, 600)
-    wanted, _ = backward_of_torch(tensors)
-    dy, x, weight, dresidual = (one.to(device) for one in tensors)
-    out = {"dresidual": dresidual, "dy": dy}[over]
-    rms_norm_backward_triton(dy, x, weight, EPS, dresidual, out, torch.empty_like(weight), True)
-    assert close(out, wanted)
+    expected, _ = exact_backward(tensors)
+    dy, x, weight, d_residual = (x.to(device) for x in tensors)
+    out = {"d_residual": d_residual, "dy": dy}[aliased]
+    rms_norm_backward.triton(dy, x, weight, EPS, d_residual, out, torch.empty_like(weight), accumulate=False)
+    assert close(out, expected)
 
 
-def test_rows_may_lie_apart_in_bf16_and_nothing_between_them_is_touched(device: torch.device) -> None:
-    tensors = [one.bfloat16() for one in inputs(6, 24)]
-    wide = torch.full((6, 40), 7.0, dtype=torch.bfloat16, device=device)
-    dy, x, dresidual, out, y = (wide.clone() for _ in range(5))
-    for room, one in zip((dy, x, dresidual), (tensors[0], tensors[1], tensors[3]), strict=True):
-        room[:, 8:32] = one
+def test_strided_rows_in_bf16_leave_padding_untouched(device: torch.device) -> None:
+    tensors = [x.bfloat16() for x in inputs(6, 24)]
+    padded = torch.full((6, 40), 7.0, dtype=torch.bfloat16, device=device)
+    dy, x, d_residual, out, y = (padded.clone() for _ in range(5))
+    for buffer, values in zip((dy, x, d_residual), (tensors[0], tensors[1], tensors[3]), strict=True):
+        buffer[:, 8:32] = values
     weight, dweight = tensors[2].to(device), torch.ones(24, device=device)
-    dy, x, dresidual, out_view, y_view = (one[:, 8:32] for one in (dy, x, dresidual, out, y))
-    rms_norm_triton(x, weight, EPS, y_view)
-    rms_norm_backward_triton(dy, x, weight, EPS, dresidual, out_view, dweight, False)
-    exact_out, exact_dweight = backward_of_torch(tuple(tensors))
-    exact_y = torch.empty(6, 24, dtype=torch.float64)
-    rms_norm_reference(tensors[1].double(), tensors[2].double(), EPS, exact_y)
-    assert close(y_view, exact_y, 2**-7)  # a bf16 number; the interpreter cuts off
+    dy, x, d_residual, out_view, y_view = (buffer[:, 8:32] for buffer in (dy, x, d_residual, out, y))
+    rms_norm.triton(x, weight, EPS, y_view)
+    rms_norm_backward.triton(dy, x, weight, EPS, d_residual, out_view, dweight, accumulate=True)
+    exact_out, exact_dweight = exact_backward(tuple(tensors))
+    exact_y = rms_norm.reference(tensors[1].double(), tensors[2].double(), EPS)
+    assert close(y_view, exact_y, 2**-7)  # one bf16 step: the interpreter truncates
     assert close(out_view, exact_out, 2**-7)
     assert close(dweight - 1, exact_dweight)
-    for room in (out, y):
-        assert (room[:, :8] == 7).all()
-        assert (room[:, 32:] == 7).all()
+    for buffer in (out, y):
+        assert (buffer[:, :8] == 7).all()
+        assert (buffer[:, 32:] == 7).all()
 
 
-def test_slopes_of_weights_are_added_in_the_format_they_have(device: torch.device) -> None:
+def test_weight_gradients_accumulate_in_their_dtype(device: torch.device) -> None:
     tensors = inputs(4, 20)
-    _, wanted = backward_of_torch(tensors)
-    dy, x, weight, _ = (one.to(device) for one in tensors)
+    _, expected = exact_backward(tensors)
+    dy, x, weight, _ = (x.to(device) for x in tensors)
     dweight = torch.full((20,), 3.0, dtype=torch.bfloat16, device=device)
-    rms_norm_backward_triton(dy, x, weight, EPS, None, torch.empty_like(x), dweight, False)
-    assert close(dweight, wanted + 3, 2**-7)
+    rms_norm_backward.triton(dy, x, weight, EPS, None, torch.empty_like(x), dweight, accumulate=True)
+    assert close(dweight, expected + 3, 2**-7)
 
 
-def test_the_sum_over_rows_is_the_same_every_time(device: torch.device) -> None:
-    tensors = inputs(11, 1000, 1e3)
-    first, again = (backward_of_kernels(tensors, device)[1] for _ in range(2))
-    assert torch.equal(first, again)
+def test_sum_over_rows_is_deterministic(device: torch.device) -> None:
+    dy, x, weight, d_residual = (x.to(device) for x in inputs(11, 1000, 1e3))
+    first, second = (torch.full_like(weight, torch.nan) for _ in range(2))
+    for dweight in (first, second):
+        rms_norm_backward.triton(dy, x, weight, EPS, d_residual, torch.empty_like(x), dweight, accumulate=False)
+    assert torch.equal(first, second)
 
 
-def test_no_rows_have_no_slope(device: torch.device) -> None:
+def test_no_rows(device: torch.device) -> None:
     x, dweight = torch.empty(0, 8, device=device), torch.full((8,), 2.0, device=device)
-    rms_norm_triton(x, torch.ones(8, device=device), EPS, x)
-    rms_norm_backward_triton(x, x, torch.ones(8, device=device), EPS, None, x, dweight, True)
+    rms_norm.triton(x, torch.ones(8, device=device), EPS, x)
+    rms_norm_backward.triton(x, x, torch.ones(8, device=device), EPS, None, x, dweight, accumulate=False)
     assert (dweight == 0).all()

@@ -1,60 +1,63 @@
-"""Triton for the gated activation and its way back: one program takes one stretch of a row."""
+"""Triton kernels of SwiGLU and its backward: one program takes one block of a row."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-STRETCH, WARPS = 2048, 4  # 16 numbers a thread of each tensor: two loads of 16 bytes in bf16
+from llmb.ops.activation.activation_triton import BLOCK, WARPS, activation_value, swiglu_value_and_grads
+from llmb.ops.activation.swiglu import empty_act
 
 
 @triton.jit
-def _stretch(F: tl.constexpr, STRETCH: tl.constexpr):
-    """The row and the channels of this program. Programs of one row come one after another, as memory does."""
-    stretches: tl.constexpr = (F + STRETCH - 1) // STRETCH
+def _row_and_channels(F: tl.constexpr, BLOCK: tl.constexpr):
+    """Row and channels of this program. Programs of one row are consecutive, as memory is."""
+    blocks: tl.constexpr = (F + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
-    row = (program // stretches).to(tl.int64)
-    return row, (program % stretches) * STRETCH + tl.arange(0, STRETCH)
+    row = (program // blocks).to(tl.int64)
+    return row, (program % blocks) * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
-def _swiglu(h_ptr, out_ptr, h_row, out_row, F: tl.constexpr, STRETCH: tl.constexpr):
-    row, f = _stretch(F, STRETCH)
-    gate = tl.load(h_ptr + row * h_row + f, mask=f < F, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + row * h_row + F + f, mask=f < F, other=0.0).to(tl.float32)
-    act = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + row * out_row + f, act.to(out_ptr.dtype.element_ty), mask=f < F)
+def _swiglu(h_ptr, out_ptr, h_stride, out_stride, F: tl.constexpr, BLOCK: tl.constexpr):
+    row, f = _row_and_channels(F, BLOCK)
+    gate = tl.load(h_ptr + row * h_stride + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + row * h_stride + F + f, mask=f < F, other=0.0).to(tl.float32)
+    act = activation_value(gate, "silu") * up
+    tl.store(out_ptr + row * out_stride + f, act.to(out_ptr.dtype.element_ty), mask=f < F)
 
 
 @triton.jit
-def _swiglu_backward(dact_ptr, h_ptr, dact_row, h_row, F: tl.constexpr, STRETCH: tl.constexpr, AGAIN: tl.constexpr):
-    row, f = _stretch(F, STRETCH)
-    gate = tl.load(h_ptr + row * h_row + f, mask=f < F, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + row * h_row + F + f, mask=f < F, other=0.0).to(tl.float32)
-    dact = tl.load(dact_ptr + row * dact_row + f, mask=f < F, other=0.0).to(tl.float32)
-    share = tl.sigmoid(gate)
-    opened = gate * share
-    dgate = dact * up * share * (1 + gate * (1 - share))
-    tl.store(h_ptr + row * h_row + f, dgate.to(h_ptr.dtype.element_ty), mask=f < F)
-    tl.store(h_ptr + row * h_row + F + f, (dact * opened).to(h_ptr.dtype.element_ty), mask=f < F)
-    if AGAIN:
-        tl.store(dact_ptr + row * dact_row + f, (opened * up).to(dact_ptr.dtype.element_ty), mask=f < F)
+def _swiglu_backward(
+    dact_ptr, h_ptr, dact_stride, h_stride, F: tl.constexpr, BLOCK: tl.constexpr, RECOMPUTE: tl.constexpr
+):
+    row, f = _row_and_channels(F, BLOCK)
+    gate = tl.load(h_ptr + row * h_stride + f, mask=f < F, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + row * h_stride + F + f, mask=f < F, other=0.0).to(tl.float32)
+    dact = tl.load(dact_ptr + row * dact_stride + f, mask=f < F, other=0.0).to(tl.float32)
+    dgate, dup, act = swiglu_value_and_grads(dact, gate, up, tl.sigmoid(gate))
+    tl.store(h_ptr + row * h_stride + f, dgate.to(h_ptr.dtype.element_ty), mask=f < F)
+    tl.store(h_ptr + row * h_stride + F + f, dup.to(h_ptr.dtype.element_ty), mask=f < F)
+    if RECOMPUTE:
+        tl.store(dact_ptr + row * dact_stride + f, act.to(dact_ptr.dtype.element_ty), mask=f < F)
 
 
-def swiglu_triton(h_N2F: Tensor, out_NF: Tensor) -> None:
-    """As `swiglu.swiglu_reference`."""
-    assert h_N2F.stride(1) == out_NF.stride(1) == 1, "channels of a row lie side by side"
+def swiglu_triton(h_N2F: Tensor, out: Tensor | None = None) -> Tensor:
+    """Launch the kernel of `swiglu.swiglu`."""
+    out_NF = empty_act(h_N2F, out)
+    assert h_N2F.stride(1) == out_NF.stride(1) == 1, "channels must be contiguous"
     n, f = out_NF.shape
     if n:
-        _swiglu[(n * triton.cdiv(f, STRETCH),)](
-            h_N2F, out_NF, h_N2F.stride(0), out_NF.stride(0), F=f, STRETCH=STRETCH, num_warps=WARPS
+        _swiglu[(n * triton.cdiv(f, BLOCK),)](
+            h_N2F, out_NF, h_N2F.stride(0), out_NF.stride(0), F=f, BLOCK=BLOCK, num_warps=WARPS
         )
+    return out_NF
 
 
-def swiglu_backward_triton(dact_NF: Tensor, h_N2F: Tensor, again: bool = True) -> None:
-    """As `swiglu.swiglu_backward_reference`."""
-    assert h_N2F.stride(1) == dact_NF.stride(1) == 1, "channels of a row lie side by side"
+def swiglu_backward_triton(dact_NF: Tensor, h_N2F: Tensor, recompute: bool = True) -> None:
+    """Launch the kernel of `swiglu.swiglu_backward`."""
+    assert h_N2F.stride(1) == dact_NF.stride(1) == 1, "channels must be contiguous"
     n, f = dact_NF.shape
     if n:
-        _swiglu_backward[(n * triton.cdiv(f, STRETCH),)](
-            dact_NF, h_N2F, dact_NF.stride(0), h_N2F.stride(0), F=f, STRETCH=STRETCH, AGAIN=again, num_warps=WARPS
+        _swiglu_backward[(n * triton.cdiv(f, BLOCK),)](
+            dact_NF, h_N2F, dact_NF.stride(0), h_N2F.stride(0), F=f, BLOCK=BLOCK, RECOMPUTE=recompute, num_warps=WARPS
         )

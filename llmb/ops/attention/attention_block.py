@@ -1,20 +1,20 @@
-"""Attention between some queries and some keys, there and back, by three kernels that can stand for one another.
+"""Attention between a block of queries and a block of keys, forward and backward, by three interchangeable kernels.
 
     out_NHD, lse_HN = kernel.forward(q_NHD, k_KGD, v_KGD, lengths, causal=True, scale=scale)
     dq_NHD, dk_KGD, dv_KGD = kernel.backward(dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD, lse_HN, lengths, True, scale)
 
-Causal: rows come in stretches of `lengths`, queries and keys alike, and each query sees the keys of its stretch up to
-its own place. Not causal: one stretch, whose queries see all keys. On the way back `out` and `lse` may be those of a
-softmax over more keys than these: the probabilities are exp(score - lse), and what a row's slopes have in common is the
-sum of dout * out, so each part of the keys gets its exact share.
+Causal: rows are packed sequences of `lengths`, queries and keys alike, and each query sees the keys of its sequence up
+to its own position. Not causal: one sequence, whose queries see all keys. In the backward pass `out` and `lse` may be
+those of a softmax over more keys than these: the probabilities are exp(score - lse), and the common term of a row is
+sum(dout * out), so each block of keys gets its exact gradient.
 
-    PLAIN   torch's own operations, in fp32 and in blocks of rows; for all devices and formats
-    CUDNN   the fastest on Hopper and later. It plans anew, for a tenth of a second or more, whenever it meets sizes
-            that it has not seen: for sizes that recur, stretches of one length
-    FLASH   FlashAttention-2, for stretches of any lengths
+    PLAIN   torch operations, in fp32 and in blocks of rows; for all devices and dtypes
+    CUDNN   the fastest on Hopper and later. It builds a plan, for a tenth of a second or more, for every new size: for
+            recurring sizes, sequences of one length
+    FLASH   FlashAttention-2, for sequences of any lengths
 
-Log-sum-exps are natural and of the scaled scores. Shapes: N queries, K keys, H heads, G heads of keys (each serves
-H / G heads of queries), D width of a head; q, k, v, out and dout are contiguous.
+Log-sum-exps are natural and of the scaled scores. Shapes: N queries, K keys, H heads, G KV heads (each serves H / G
+query heads), D head_dim; q, k, v, out and dout are contiguous.
 """
 
 from functools import cache, lru_cache
@@ -24,17 +24,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PLAIN_SCORES = 1 << 24  # most scores that the plain form holds at once
+from llmb.ops.tensor_layout import at_least_fp32
+
+MAX_PLAIN_SCORES = 1 << 24  # most scores that the plain kernel holds at once
 Lengths = tuple[int, ...]
 
 
 class AttentionKernel(Protocol):
-    """One of the three."""
+    """Interface of the three kernels."""
 
     def forward(
         self, q_NHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, lengths: Lengths, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output [N, H, D] in the format of q, and log-sum-exp [H, N] in fp32."""
+        """Return the output [N, H, D] in the dtype of q, and the log-sum-exp [H, N] in fp32."""
 
     def backward(
         self,
@@ -48,7 +50,7 @@ class AttentionKernel(Protocol):
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Slopes of q, k and v."""
+        """Return dq, dk and dv."""
 
 
 class _Plain:
@@ -57,11 +59,11 @@ class _Plain:
     ) -> tuple[Tensor, Tensor]:
         n, h, _ = q_NHD.shape
         out_NHD = torch.empty_like(q_NHD)
-        lse_HN = torch.empty(h, n, dtype=_wide(q_NHD).dtype, device=q_NHD.device)
+        lse_HN = torch.empty(h, n, dtype=at_least_fp32(q_NHD).dtype, device=q_NHD.device)
         for rows, keys in _blocks(q_NHD, k_KGD, lengths, causal):
             scores_GRNK = _scores(q_NHD, k_KGD, rows, keys, causal) * scale
             lse_HN[:, rows] = scores_GRNK.logsumexp(-1).flatten(0, 1)
-            values = torch.einsum("grnk,kgd->ngrd", scores_GRNK.softmax(-1), _wide(v_KGD[keys]))
+            values = torch.einsum("grnk,kgd->ngrd", scores_GRNK.softmax(-1), at_least_fp32(v_KGD[keys]))
             out_NHD[rows] = values.flatten(1, 2).to(out_NHD.dtype)
         return out_NHD, lse_HN
 
@@ -77,53 +79,49 @@ class _Plain:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq_NHD = torch.empty_like(_wide(q_NHD))
-        dk_KGD, dv_KGD = (torch.zeros_like(_wide(x)) for x in (k_KGD, v_KGD))
+        dq_NHD = torch.empty_like(at_least_fp32(q_NHD))
+        dk_KGD, dv_KGD = (torch.zeros_like(at_least_fp32(x)) for x in (k_KGD, v_KGD))
         groups = k_KGD.shape[1]
         for rows, keys in _blocks(q_NHD, k_KGD, lengths, causal):
-            q, dout = (_wide(x[rows]).unflatten(1, (groups, -1)) for x in (q_NHD, dout_NHD))
-            k, v = (_wide(x[keys]) for x in (k_KGD, v_KGD))
-            common_HN = (_wide(dout_NHD[rows]) * _wide(out_NHD[rows])).sum(-1).T
-            lse_GRN1, common_GRN1 = (x.unflatten(0, (groups, -1))[..., None] for x in (lse_HN[:, rows], common_HN))
-            shares_GRNK = (_scores(q_NHD, k_KGD, rows, keys, causal) * scale - lse_GRN1).exp()
-            dshares_GRNK = torch.einsum("ngrd,kgd->grnk", dout, v)
-            dscores_GRNK = shares_GRNK * (dshares_GRNK - common_GRN1) * scale
+            q, dout = (at_least_fp32(x[rows]).unflatten(1, (groups, -1)) for x in (q_NHD, dout_NHD))
+            k, v = (at_least_fp32(x[keys]) for x in (k_KGD, v_KGD))
+            delta_HN = (at_least_fp32(dout_NHD[rows]) * at_least_fp32(out_NHD[rows])).sum(-1).T
+            lse_GRN1, delta_GRN1 = (x.unflatten(0, (groups, -1))[..., None] for x in (lse_HN[:, rows], delta_HN))
+            probs_GRNK = (_scores(q_NHD, k_KGD, rows, keys, causal) * scale - lse_GRN1).exp()
+            dprobs_GRNK = torch.einsum("ngrd,kgd->grnk", dout, v)
+            dscores_GRNK = probs_GRNK * (dprobs_GRNK - delta_GRN1) * scale
             dq_NHD[rows] = torch.einsum("grnk,kgd->ngrd", dscores_GRNK, k).flatten(1, 2)
             dk_KGD[keys] += torch.einsum("grnk,ngrd->kgd", dscores_GRNK, q)
-            dv_KGD[keys] += torch.einsum("grnk,ngrd->kgd", shares_GRNK, dout)
+            dv_KGD[keys] += torch.einsum("grnk,ngrd->kgd", probs_GRNK, dout)
         return dq_NHD, dk_KGD, dv_KGD
 
 
 def _blocks(q_NHD: Tensor, k_KGD: Tensor, lengths: Lengths, causal: bool) -> list[tuple[slice, slice]]:
-    """Rows to be computed at once, and all keys that any of them sees."""
-    found = []
+    """Return rows to be computed at once, and all keys that any of them sees."""
+    blocks = []
     for first, end in pairwise(accumulate(lengths, initial=0)):
         keys = end - first if causal else k_KGD.shape[0]
-        step = max(1, PLAIN_SCORES // (q_NHD.shape[1] * keys))
+        step = max(1, MAX_PLAIN_SCORES // (q_NHD.shape[1] * keys))
         for row in range(first, end, step):
             stop = min(row + step, end)
-            found.append((slice(row, stop), slice(first, stop) if causal else slice(0, keys)))
-    return found
+            blocks.append((slice(row, stop), slice(first, stop) if causal else slice(0, keys)))
+    return blocks
 
 
 def _scores(q_NHD: Tensor, k_KGD: Tensor, rows: slice, keys: slice, causal: bool) -> Tensor:
-    q_NGRD = _wide(q_NHD[rows]).unflatten(1, (k_KGD.shape[1], -1))
-    scores_GRNK = torch.einsum("ngrd,kgd->grnk", q_NGRD, _wide(k_KGD[keys]))
+    q_NGRD = at_least_fp32(q_NHD[rows]).unflatten(1, (k_KGD.shape[1], -1))
+    scores_GRNK = torch.einsum("ngrd,kgd->grnk", q_NGRD, at_least_fp32(k_KGD[keys]))
     if causal:
         n, k = scores_GRNK.shape[-2:]
-        unseen = torch.ones(n, k, dtype=torch.bool, device=q_NHD.device).triu(k - n + 1)
-        scores_GRNK.masked_fill_(unseen, -torch.inf)
+        masked = torch.ones(n, k, dtype=torch.bool, device=q_NHD.device).triu(k - n + 1)
+        scores_GRNK.masked_fill_(masked, -torch.inf)
     return scores_GRNK
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 class _Cudnn:
-    """Stretches have one length S; there are B of them. What it makes is new memory, as torch offers no other way.
+    """There are B sequences of one length S. Results are newly allocated, as torch offers no other way.
 
-    Its plans are remembered by the strides of q, k and v alone: those of the others must always be the same, too.
+    Its plans are cached by the strides of q, k and v alone: those of the others must always be the same, too.
     """
 
     def forward(
@@ -151,34 +149,34 @@ class _Cudnn:
         dout, q, k, v, out = (_batched(x, lengths) for x in (dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD))
         lse = lse_HN.unflatten(1, (len(lengths), -1)).transpose(0, 1).contiguous()
         lse = lse[..., None] if _cudnn_lse_dims(q.device) == 4 else lse
-        unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of a dropout that is not there
-        slopes = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset of an absent dropout
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
             dout, q, k, v, out, lse, unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
         )
-        dq, dk, dv = (slope.transpose(1, 2).flatten(0, 1) for slope in slopes)
+        dq, dk, dv = (grad.transpose(1, 2).flatten(0, 1) for grad in grads)
         return dq, dk, dv
 
 
 def _batched(x_NHD: Tensor, lengths: Lengths) -> Tensor:
-    """[B, H, S, D] over the same memory."""
+    """View packed sequences as [B, H, S, D]."""
     return x_NHD.unflatten(0, (len(lengths), -1)).transpose(1, 2)
 
 
 @cache
 def _cudnn_lse_dims(device: torch.device) -> int:
-    """Of the log-sum-exp that the way there gives and the way back takes: [B, H, S], since torch 2.9 [B, H, S, 1]."""
+    """Return the rank of the log-sum-exp between forward and backward: [B, H, S], since torch 2.9 [B, H, S, 1]."""
     x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention.default(x, x, x, None, True)[1].ndim
 
 
 class _Flash:
-    """Stretches are told by where they begin, in small tensors on the device, which are kept as long as they recur."""
+    """Takes sequences as cu_seqlens, small tensors on the device, which are cached."""
 
     def forward(
         self, q_NHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, lengths: Lengths, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         out_NHD, lse_HN, *_ = torch.ops.aten._flash_attention_forward.default(
-            q_NHD, k_KGD, v_KGD, *_stretches(q_NHD, k_KGD, lengths, causal), 0.0, causal, False, scale=scale
+            q_NHD, k_KGD, v_KGD, *_varlen_arguments(q_NHD, k_KGD, lengths, causal), 0.0, causal, False, scale=scale
         )
         return out_NHD, lse_HN
 
@@ -194,27 +192,27 @@ class _Flash:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        stretches = _stretches(q_NHD, k_KGD, lengths, causal)
-        state = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)  # of a dropout that is not there
+        varlen = _varlen_arguments(q_NHD, k_KGD, lengths, causal)
+        state = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)  # of an absent dropout
         unused = torch.empty((), dtype=torch.uint64, device=q_NHD.device)
         return torch.ops.aten._flash_attention_backward.default(
-            dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD, lse_HN.contiguous(), *stretches, 0.0, causal, state, unused,
+            dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD, lse_HN.contiguous(), *varlen, 0.0, causal, state, unused,
             scale=scale,
         )  # fmt: skip
 
 
-def _stretches(q_NHD: Tensor, k_KGD: Tensor, lengths: Lengths, causal: bool) -> tuple[Tensor, Tensor, int, int]:
-    """Where stretches of queries and of keys begin, and how long their longest are."""
+def _varlen_arguments(q_NHD: Tensor, k_KGD: Tensor, lengths: Lengths, causal: bool) -> tuple[Tensor, Tensor, int, int]:
+    """Return cu_seqlens of queries and keys, and the longest sequences of both."""
     key_lengths = lengths if causal else (k_KGD.shape[0],)
-    starts = (_starts(each, q_NHD.device) for each in (lengths, key_lengths))
-    return (*starts, max(lengths), max(key_lengths))  # type: ignore[return-value]
+    cu_seqlens = (_cu_seqlens(sizes, q_NHD.device) for sizes in (lengths, key_lengths))
+    return (*cu_seqlens, max(lengths), max(key_lengths))  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=64)
-def _starts(lengths: Lengths, device: torch.device) -> Tensor:
-    """Copied from pinned memory, so that the host does not wait."""
-    starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
-    return starts.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else starts.to(device)
+def _cu_seqlens(lengths: Lengths, device: torch.device) -> Tensor:
+    """Copy from pinned memory, so that the host does not wait."""
+    cu_seqlens = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
+    return cu_seqlens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else cu_seqlens.to(device)
 
 
 PLAIN: AttentionKernel = _Plain()

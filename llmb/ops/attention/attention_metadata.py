@@ -1,21 +1,35 @@
-"""Which of a step's tokens belong to which sequence, and where that sequence lies in a paged cache.
+"""Attention metadata of a step: which tokens belong to which sequence, and where it lies in a paged KV cache.
 
 Shapes: N tokens, P sequences, M blocks of the longest sequence.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spans:
-    """A step as kernels see it. Sequences with one token come first. Padding has no tokens, or a length of 0."""
+class AttentionMetadata:
+    """Sequences of a step, decodes first. Padding sequences have no tokens, or a length of 0."""
 
-    starts_P1: Tensor  # int32: where each part's tokens begin among the N; the last is N
-    lengths_P: Tensor  # int32: tokens of the sequence once this step is done: what its newest token attends to
-    table_PM: Tensor  # int32: its blocks, in order; what is beyond them is never read
-    decodes: int  # the first so many parts have one token each
-    longest_part: int  # tokens of the longest part
-    longest: int  # at least the largest of lengths_P
-    parts: tuple[tuple[int, int], ...] = ()  # (first position, tokens) of the parts after those, known to the host
+    cu_seqlens_P1: Tensor  # int32: first token of each sequence among the N; the last is N
+    seq_lens_P: Tensor  # int32: tokens of the sequence after this step, which its newest token attends to
+    block_table_PM: Tensor  # int32: its blocks, in order; entries beyond them are never read
+    num_decodes: int  # the first so many sequences have one token each
+    max_query_len: int  # most tokens of a sequence in this step
+    max_seq_len: int  # at least the largest of seq_lens_P
+    prefill_chunks: tuple[tuple[int, int], ...] = ()  # (first position, tokens) of the other sequences, on the host
+
+    def sequences(self, block_tokens: int) -> Iterator[tuple[slice, int, Tensor]]:
+        """Yield tokens, length and blocks of each sequence that is not padding; reads sizes on the host."""
+        starts, lengths = self.cu_seqlens_P1.tolist(), self.seq_lens_P.tolist()
+        for index, (start, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+            if start < end and length:
+                yield slice(start, end), length, self.block_table_PM[index, : -(-length // block_tokens)].long()
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return which keys [queries, keys] the last `queries` of `keys` tokens attend to."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

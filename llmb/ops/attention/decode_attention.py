@@ -1,48 +1,31 @@
-"""Attention of a handful of sequences that generate: rotation, the cache and attention itself in one kernel.
+"""Decode attention for a handful of sequences: RoPE, KV cache write and attention in one kernel.
 
-    out_NHD = thin_attention(qkv_NW, cos_ND, sin_ND, cache, places_N, spans, scale, cap)
+    out_NHD = decode_attention(qkv_NW, cos_ND, sin_ND, cache, slot_mapping_N, metadata, scale, softcap)
 
-Each sequence has one token. It sees its own key and value as they were made, earlier ones as the cache holds them; so
-the kernel can read the cache while the product that makes q, k and v is still at work.
+Each sequence has one token. It sees its own key and value unrounded, earlier ones as the cache holds them; so the
+kernel can read the cache while the GEMM of q, k and v is still running.
 
 Shapes: as in `paged_attention.py`.
 """
 
 from torch import Tensor
 
-from llmb.ops.attention.attention_metadata import Spans
-from llmb.ops.attention.paged_attention import KvCache, paged_attention_reference, rotate_and_cache_reference
-from llmb.ops.dispatch import takes_triton
+from llmb.ops.attention.attention_metadata import AttentionMetadata
+from llmb.ops.attention.paged_attention import KvCache, paged_attention, rope_and_cache
+from llmb.ops.dispatch import op
 
 
-def thin_attention_reference(
+@op
+def decode_attention(
     qkv_NW: Tensor,
     cos_ND: Tensor | None,
     sin_ND: Tensor | None,
     cache: KvCache,
-    places_N: Tensor,
-    spans: Spans,
+    slot_mapping_N: Tensor,
+    metadata: AttentionMetadata,
     scale: float,
-    cap: float | None,
+    softcap: float | None,
 ) -> Tensor:
-    """One after the other, in plain torch."""
-    q_NHD, _, _ = rotate_and_cache_reference(qkv_NW, cos_ND, sin_ND, cache, places_N)
-    return paged_attention_reference(q_NHD, cache, spans, scale, cap)
-
-
-def thin_attention(
-    qkv_NW: Tensor,
-    cos_ND: Tensor | None,
-    sin_ND: Tensor | None,
-    cache: KvCache,
-    places_N: Tensor,
-    spans: Spans,
-    scale: float,
-    cap: float | None,
-) -> Tensor:
-    """The same in one kernel where there is one, which writes nothing of padding."""
-    if takes_triton(qkv_NW):
-        from llmb.ops.attention.decode_attention_triton import thin_attention_triton
-
-        return thin_attention_triton(qkv_NW, cos_ND, sin_ND, cache, places_N, spans, scale, cap)
-    return thin_attention_reference(qkv_NW, cos_ND, sin_ND, cache, places_N, spans, scale, cap)
+    """Apply RoPE, write keys and values to the cache and return the attention; the kernel writes nothing of padding."""
+    qkv = rope_and_cache.reference(qkv_NW, cos_ND, sin_ND, cache, slot_mapping_N)
+    return paged_attention.reference(*qkv, cache, metadata, scale, softcap)

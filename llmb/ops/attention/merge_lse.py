@@ -1,30 +1,21 @@
-"""Attention over two sets of keys made one: outputs weighed by what each set's softmax had summed.
+"""Merge of the attention over two sets of keys by their log-sum-exps.
 
-    merge_(out_NHD, lse_HN, other_NHD, other_lse_HN)
+    merge_attn_states(out_NHD, lse_HN, other_NHD, other_lse_HN)         # in place
 
-A softmax over both sets gives the first a share exp(lse) / (exp(lse) + exp(other_lse)) of each row. Shapes: N queries,
-H heads, D width of a head; heads of a row lie side by side, rows and log-sum-exps may lie apart.
+A softmax over both sets gives the first the weight exp(lse) / (exp(lse) + exp(other_lse)). Shapes: N queries, H heads,
+D head_dim; heads of a row are contiguous, rows and log-sum-exps may be strided.
 """
 
 import torch
 from torch import Tensor
 
-from llmb.ops.dispatch import takes_triton
+from llmb.ops.dispatch import op
 
 
-def merge_(out_NHD: Tensor, lse_HN: Tensor, other_NHD: Tensor, other_lse_HN: Tensor) -> None:
-    """`out` and `lse` become those over both sets of keys; computed in fp32 and rounded once."""
-    if takes_triton(out_NHD):
-        from llmb.ops.attention.merge_lse_triton import merge_triton_
-
-        merge_triton_(out_NHD, lse_HN, other_NHD, other_lse_HN)
-    else:
-        merge_reference_(out_NHD, lse_HN, other_NHD, other_lse_HN)
-
-
-def merge_reference_(out_NHD: Tensor, lse_HN: Tensor, other_NHD: Tensor, other_lse_HN: Tensor) -> None:
-    """The same in plain torch."""
-    both_HN = torch.logaddexp(lse_HN, other_lse_HN)
-    share, other_share = ((part - both_HN).exp().T[:, :, None] for part in (lse_HN, other_lse_HN))
-    out_NHD.copy_(out_NHD * share + other_NHD * other_share)
-    lse_HN.copy_(both_HN)
+@op
+def merge_attn_states(out_NHD: Tensor, lse_HN: Tensor, other_NHD: Tensor, other_lse_HN: Tensor) -> None:
+    """Update `out` and `lse` to those over both sets of keys; computed in fp32 and rounded once."""
+    merged_lse_HN = torch.logaddexp(lse_HN, other_lse_HN)
+    weight, other_weight = ((lse - merged_lse_HN).exp().T[:, :, None] for lse in (lse_HN, other_lse_HN))
+    out_NHD.copy_(out_NHD * weight + other_NHD * other_weight)
+    lse_HN.copy_(merged_lse_HN)

@@ -1,40 +1,60 @@
-"""Attention's softmax over keys that come tile by tile, for kernels: what they hold of it, and how a tile is added.
+"""Online softmax for attention kernels: its running state, and the log-sum-exp merge of split-KV.
 
-A kernel keeps for each query the highest logit so far, the sum of powers relative to it, and the values mixed by them.
-Logits count in powers of two, which GPUs compute.
+A kernel holds for each query the running maximum of its logits, the sum of exponentials relative to it, and the
+accumulated values. Logits are in units of log2, so that exponentials are exp2, which GPUs compute.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-FAR = tl.constexpr(-1e30)  # a logit that weighs nothing; infinities would make NaN of a tile without any key
+MASKED = tl.constexpr(-1e30)  # logit of a masked key; infinities would make NaN of a tile without any key
 
 
 @triton.jit
-def capped(x, cap, CAPPED: tl.constexpr):
-    """Logits squeezed to +-cap."""
-    if CAPPED:
-        y = x / (cap * 1.4426950408889634)
-        x = cap * 1.4426950408889634 * (2 * tl.sigmoid(2 * y) - 1)
-    return x
+def apply_softcap(logits, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Return softcap * tanh(logits / softcap), all in units of log2."""
+    if HAS_SOFTCAP:
+        y = logits / (softcap * 1.4426950408889634)
+        logits = softcap * 1.4426950408889634 * (2 * tl.sigmoid(2 * y) - 1)
+    return logits
 
 
 @triton.jit
-def with_tile(top, total, mixed, x, v, value_scale):
-    """The softmax so far with one more tile: logits x [queries, keys], far where unseen, and values v [keys, width]."""
-    higher = tl.maximum(top, tl.max(x, 1))
-    p = tl.exp2(x - higher[:, None])
-    fade = tl.exp2(top - higher)
-    total = total * fade + tl.sum(p, 1)
-    mixed = mixed * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee") * value_scale
-    return higher, total, mixed
+def softmax_step(row_max, row_sum, acc, logits, v, value_scale):
+    """Update the running softmax with a tile: logits [queries, keys], masked where unseen, and values [keys, width]."""
+    new_max = tl.maximum(row_max, tl.max(logits, 1))
+    p = tl.exp2(logits - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    acc = acc * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee") * value_scale
+    return new_max, row_sum, acc
 
 
-def shares_of(parts: int, kv_heads: int, longest: int, programs: int, shortest: int, most: int) -> int:
-    """Among how many programs a sequence's tokens are divided, to have `programs` in all: a power of two.
+@triton.jit
+def split_weights(lse, AXIS: tl.constexpr):
+    """Return exp2(lse - max) along the axis of splits, their weights in the merged softmax before normalization.
 
-    None should have fewer than `shortest` tokens of the longest sequence.
+    Also returns the maximum, or 0 where all splits are empty (-inf).
     """
-    wanted = min(programs // max(parts * kv_heads, 1), longest // shortest, most)
-    return 1 << max(wanted.bit_length() - 1, 0)
+    top = tl.max(lse, AXIS)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    if AXIS == 1:
+        return tl.exp2(lse - top[:, None]), top
+    else:
+        return tl.exp2(lse - top), top
+
+
+def num_kv_splits(sequences: int, kv_heads: int, max_seq_len: int, programs: int, min_tokens: int, limit: int) -> int:
+    """Return into how many splits the KV of a sequence goes, to have `programs` in all: a power of two.
+
+    No split should have fewer than `min_tokens` tokens of the longest sequence.
+    """
+    splits = min(programs // max(sequences * kv_heads, 1), max_seq_len // min_tokens, limit)
+    return 1 << max(splits.bit_length() - 1, 0)
+
+
+def mma_dtype(cache_dtype: torch.dtype) -> tl.dtype:
+    """Return the dtype in which attention multiplies cached keys and values: fp16 holds all of e4m3 exactly."""
+    return {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}.get(cache_dtype, tl.float16)

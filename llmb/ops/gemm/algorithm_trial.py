@@ -1,14 +1,14 @@
-"""Which of several kernels that do the same is fastest on a GPU that is short of power.
+"""Selection of the fastest of several equivalent kernels on a power-limited GPU.
 
-    times = in_turn(ways)               # milliseconds of each, one behind the other
-    number = fastest(ways, kernels)     # `kernels` name what each way runs; a way says whether it could
+    times = time_interleaved(candidates)            # milliseconds of each, run one after the other
+    index = pick_fastest(candidates, kernels)       # `kernels` identify what each runs; a candidate returns success
 
-Such a chip lowers its clock until the power suffices, within some 50 ms. Ways that take turns all run at one clock:
-their times say how many cycles each needs, and nothing of its power. On an H200 a kernel of large tiles that needs 5 %
-more of them than one of small tiles was 2 % faster by itself, as the chip sustained a higher clock under it; and over a
-step power is what there is a fixed amount of. Hence a kernel also has the device to itself for a while. How much longer
-it takes then than in turns is its thirst, which depends on the kernel far more than on the sizes, so the first times
-that it is met are enough. Their median counts, because a clock that falls sometimes falls too far.
+A power-limited chip lowers its clock until the power suffices, within some 50 ms. Interleaved candidates all run at one
+clock: their times measure cycles, not power. On an H200 a kernel with large tiles that needs 5 % more cycles than one
+with small tiles was 2 % faster by itself, because the chip sustained a higher clock under it; and over a training step
+power is the fixed budget. Hence each kernel also has the device to itself for a while. The ratio of that time to its
+interleaved time is its power-limited slowdown. It depends on the kernel far more than on the sizes, so it is measured
+only the first few times a kernel occurs. The median counts, because a falling clock sometimes falls too far.
 """
 
 import time
@@ -20,73 +20,75 @@ from statistics import median
 
 import torch
 
-Way = Callable[[], object]
-TRIED_S, RESTED_S = 0.1, 1.0  # in turns; more the first time: a chip that has rested runs faster than it sustains
-HOPELESS = 1.08  # times as long as the fastest, more than thirst makes up for: tried no more
-ALONE_S, SETTLING = 0.2, 0.4  # of a kernel by itself, and the share of it in which the clock gets used to it
-MEETINGS = 3  # in which a kernel's thirst is measured
+Candidate = Callable[[], object]
+# Duration of interleaved runs; longer the first time, as an idle chip starts faster than it sustains.
+INTERLEAVED_S, FIRST_INTERLEAVED_S = 0.1, 1.0
+CUTOFF = 1.08  # candidates this many times slower than the fastest, more than power makes up for, are dropped
+REPEATED_S, SETTLING_FRACTION = 0.2, 0.4  # of a kernel by itself, and the fraction in which the clock settles
+SLOWDOWN_SAMPLES = 3  # measurements of a kernel's power-limited slowdown
 
-_loaded: set[Hashable] = set()
-_thirst: defaultdict[Hashable, list[float]] = defaultdict(list)
-
-
-def in_turn(ways: Sequence[Way]) -> list[float]:
-    """Milliseconds of each by the device's own clock, once; the host waits for the device only at the end."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(ways) + 1)]
-    ways[0]()  # meanwhile the host gets ahead of the device
-    marks[0].record()
-    for way, mark in zip(ways, marks[1:], strict=True):
-        way()
-        mark.record()
-    marks[-1].synchronize()
-    return [start.elapsed_time(end) for start, end in pairwise(marks)]
+_warmed_up: set[Hashable] = set()
+_slowdowns: defaultdict[Hashable, list[float]] = defaultdict(list)
 
 
-def alone(way: Way, expected: float) -> float:
-    """Milliseconds of one way that follows itself for a while; about how many are expected."""
-    count = max(2, round(1000 * ALONE_S / expected))
-    settling = round(count * SETTLING)
+def time_interleaved(candidates: Sequence[Candidate]) -> list[float]:
+    """Run each candidate once and return its milliseconds on the device; the host synchronizes only at the end."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(candidates) + 1)]
+    candidates[0]()  # meanwhile the host gets ahead of the device
+    events[0].record()
+    for candidate, event in zip(candidates, events[1:], strict=True):
+        candidate()
+        event.record()
+    events[-1].synchronize()
+    return [start.elapsed_time(end) for start, end in pairwise(events)]
+
+
+def time_repeated(candidate: Candidate, estimate_ms: float) -> float:
+    """Run one candidate back to back for a while and return its mean milliseconds once the clock has settled."""
+    count = max(2, round(1000 * REPEATED_S / estimate_ms))
+    settling = round(count * SETTLING_FRACTION)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for number in range(count):
-        if number == settling:
+    for iteration in range(count):
+        if iteration == settling:
             start.record()
-        way()
+        candidate()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / (count - settling)
 
 
-def fastest(ways: Sequence[Callable[[], bool]], kernels: Sequence[Hashable]) -> int:
-    """The number of the one that would be fastest by itself, of those that can."""
-    for way, kernel in zip(ways, kernels, strict=True):
-        if kernel not in _loaded:  # its first launch takes longer
-            way()
-            _loaded.add(kernel)
-    turns = _turns(ways)
-    if len(turns) == 1:
-        return next(iter(turns))
-    for number, spent in turns.items():
-        if len(_thirst[kernels[number]]) < MEETINGS:
-            _thirst[kernels[number]].append(alone(ways[number], spent) / spent)
-    return min(turns, key=lambda number: turns[number] * median(_thirst[kernels[number]]))
+def pick_fastest(candidates: Sequence[Callable[[], bool]], kernels: Sequence[Hashable]) -> int:
+    """Return the index of the working candidate that would be fastest by itself."""
+    for candidate, kernel in zip(candidates, kernels, strict=True):
+        if kernel not in _warmed_up:  # its first launch takes longer
+            candidate()
+            _warmed_up.add(kernel)
+    times = _interleaved_times(candidates)
+    if len(times) == 1:
+        return next(iter(times))
+    for index, milliseconds in times.items():
+        slowdowns = _slowdowns[kernels[index]]
+        if len(slowdowns) < SLOWDOWN_SAMPLES:
+            slowdowns.append(time_repeated(candidates[index], milliseconds) / milliseconds)
+    return min(times, key=lambda index: times[index] * median(_slowdowns[kernels[index]]))
 
 
-def _turns(ways: Sequence[Callable[[], bool]]) -> dict[int, float]:
-    """Milliseconds of each that can and is not hopeless, by its number."""
-    times: dict[int, list[float]] = {number: [] for number in range(len(ways))}
-    able, could = list(times), dict.fromkeys(times, False)
+def _interleaved_times(candidates: Sequence[Callable[[], bool]]) -> dict[int, float]:
+    """Median milliseconds by index of the candidates that work and stay within the cutoff."""
+    samples: dict[int, list[float]] = {index: [] for index in range(len(candidates))}
+    remaining, works = list(samples), dict.fromkeys(samples, False)
 
-    def go(number: int) -> None:
-        could[number] = ways[number]()
+    def run(index: int) -> None:
+        works[index] = candidates[index]()
 
-    until = time.perf_counter() + (TRIED_S if _thirst else RESTED_S)
-    while not any(could.values()) or (len(able) > 1 and time.perf_counter() < until):
-        found = dict(zip(able, in_turn([partial(go, number) for number in able]), strict=True))
-        able = [number for number in able if could[number]]
-        if not able:
-            raise RuntimeError(f"none of {len(ways)} kernels takes what it is given")
-        for number in able:
-            times[number].append(found[number])
-        least = min(found[number] for number in able)
-        able = [number for number in able if found[number] <= HOPELESS * least]
-    return {number: median(times[number][len(times[number]) // 2 :]) for number in able}
+    deadline = time.perf_counter() + (INTERLEAVED_S if _slowdowns else FIRST_INTERLEAVED_S)
+    while not any(works.values()) or (len(remaining) > 1 and time.perf_counter() < deadline):
+        times = dict(zip(remaining, time_interleaved([partial(run, index) for index in remaining]), strict=True))
+        remaining = [index for index in remaining if works[index]]
+        if not remaining:
+            raise RuntimeError(f"none of {len(candidates)} kernels supports its operands")
+        for index in remaining:
+            samples[index].append(times[index])
+        best = min(times[index] for index in remaining)
+        remaining = [index for index in remaining if times[index] <= CUTOFF * best]
+    return {index: median(samples[index][len(samples[index]) // 2 :]) for index in remaining}

@@ -1,16 +1,15 @@
-"""8-bit weights with a scale for each block of 128 x 128, and their product with an activation in the form `groups8`.
+"""GEMM of fp8 activations (1x128 scales) with fp8 weights (128x128 scales).
 
-    weight = in_blocks(weight_OK)
-    out_NO = block_product(in_form(x_NK, "groups8"), weight, outputs, torch.bfloat16)
+    weight = quantize_blocks(weight_OK)
+    out_NO = block_scaled_gemm(quantize_activation(x_NK, "1x128"), weight, outputs, torch.bfloat16)
 
-This is DeepSeek's format: both operands have one scale for every 128 numbers of the summed dimension, so a product adds
-128 of them in the hardware and the scaled sums in fp32.
+This is DeepSeek's format: both operands have one scale for every 128 values of the summed dimension, so a GEMM adds 128
+products in the hardware and the scaled partial sums in fp32.
 
-Three ways to the same result: cuBLAS where it knows these scales (Hopper with CUDA 12.9 or later) and there are many
-tokens; a Triton kernel for few tokens, where all that counts is how fast the weight is read, and for other GPUs; plain
-torch anywhere else.
+Three implementations: cuBLAS where it supports these scales (Hopper with CUDA 12.9 or later) and there are many tokens;
+a Triton kernel for few tokens, which are bound by reading the weight, and for other GPUs; plain torch anywhere else.
 
-Shapes: N tokens, K inputs, O outputs; B blocks along the outputs, the last one filled up with zeros; G groups along K.
+Shapes: N tokens, K inputs, O outputs; B blocks along the outputs, the last one padded with zeros; G groups along K.
 """
 
 from functools import cache
@@ -20,68 +19,66 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.ops.dispatch import takes_triton
-from llmb.ops.quant.activation_quant import E4M3, GROUP, LARGEST, SMALLEST_AMAX, Groups8, as_plain
+from llmb.ops.dispatch import op, takes_triton
+from llmb.ops.quant.activation_quant import E4M3, E4M3_MAX, GROUP, MIN_AMAX, GroupFp8, dequantize
 
-FEW_TOKENS = 64
-# What cuBLAS wants: scales of a weight in rows of whole fours, and tokens in fours.
-FOURS = 4
+MAX_SKINNY_TOKENS = 64
+CUBLAS_MULTIPLE = 4  # cuBLAS takes tokens, and groups of a weight's scales, in multiples of this
 
 
-class Blocks8(NamedTuple):
+class BlockScaledWeight(NamedTuple):
     """A weight, or a stack of them: values times the scale of their block."""
 
     values: Tensor  # [..., B * 128, K] e4m3
-    scales: Tensor  # [..., B, G rounded up to fours] fp32; what was added is zero
+    scales: Tensor  # [..., B, G rounded up to a multiple of 4] fp32; the padding is zero
 
 
-def in_blocks(weight_OK: Tensor) -> Blocks8:
-    """A weight [..., O, K] rounded; K is a multiple of 128."""
+def quantize_blocks(weight_OK: Tensor) -> BlockScaledWeight:
+    """Quantize a weight [..., O, K] with a scale for each block of 128 x 128; K is a multiple of 128."""
     outputs, inputs = weight_OK.shape[-2:]
-    whole = F.pad(weight_OK.float(), (0, 0, 0, -outputs % GROUP))
-    tiles = whole.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))  # [..., B, 128, G, 128]
-    scales = tiles.abs().amax(dim=(-3, -1)).clamp(min=SMALLEST_AMAX) * (1 / LARGEST)
+    padded = F.pad(weight_OK.float(), (0, 0, 0, -outputs % GROUP))
+    tiles = padded.unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))  # [..., B, 128, G, 128]
+    scales = tiles.abs().amax(dim=(-3, -1)).clamp(min=MIN_AMAX) * (1 / E4M3_MAX)
     values = (tiles * scales.reciprocal()[..., :, None, :, None]).to(E4M3)
-    return Blocks8(values.flatten(-2).flatten(-3, -2), F.pad(scales, (0, -(inputs // GROUP) % FOURS)))
+    scales = F.pad(scales, (0, -(inputs // GROUP) % CUBLAS_MULTIPLE))
+    return BlockScaledWeight(values.flatten(-2).flatten(-3, -2), scales)
 
 
-def from_blocks(weight: Blocks8, outputs: int) -> Tensor:
-    """The numbers that a weight stands for, in fp32."""
+def dequantize_blocks(weight: BlockScaledWeight, outputs: int) -> Tensor:
+    """Return the first `outputs` rows of a weight in fp32."""
     groups = weight.values.shape[-1] // GROUP
     tiles = weight.values.float().unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
     return (tiles * weight.scales[..., :, None, :groups, None]).flatten(-2).flatten(-3, -2)[..., :outputs, :]
 
 
-def block_product_reference(x: Groups8, weight: Blocks8, outputs: int, dtype: torch.dtype) -> Tensor:
-    """x @ weight.T of the numbers that both stand for, added in fp32."""
-    return F.linear(as_plain(x, torch.float32), from_blocks(weight, outputs)).to(dtype)
+def block_scaled_gemm(x: GroupFp8, weight: BlockScaledWeight, outputs: int, dtype: torch.dtype) -> Tensor:
+    """Return x @ weight.T, contiguous [N, outputs], by the fastest implementation."""
+    many = len(x.values) > MAX_SKINNY_TOKENS
+    if many and takes_triton(x.values) and cublas_supports_block_scaling(x.values.device):
+        return cublas_block_scaled_gemm(x, weight, outputs, dtype)
+    return block_scaled_mm(x, weight, outputs, dtype)
 
 
-def block_product(x: Groups8, weight: Blocks8, outputs: int, dtype: torch.dtype) -> Tensor:
-    """The same by the fastest way there is, [N, outputs] and contiguous."""
-    if not takes_triton(x.values):
-        return block_product_reference(x, weight, outputs, dtype)
-    if len(x.values) > FEW_TOKENS and cublas_knows_blocks(x.values.device):
-        return cublas_product(x, weight, outputs, dtype)
-    from llmb.ops.gemm.block_scaled_gemm_triton import block_product_triton
-
-    return block_product_triton(x, weight, outputs, dtype)
+@op(triton="gemm.block_scaled_gemm_triton:block_scaled_mm_triton")
+def block_scaled_mm(x: GroupFp8, weight: BlockScaledWeight, outputs: int, dtype: torch.dtype) -> Tensor:
+    """Return x @ weight.T of the dequantized operands, accumulated in fp32."""
+    return F.linear(dequantize(x, torch.float32), dequantize_blocks(weight, outputs)).to(dtype)
 
 
 @cache
-def cublas_knows_blocks(device: torch.device) -> bool:
-    """As torch checks it: nothing but Hopper, and a library of CUDA 12.9 or later."""
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+def cublas_supports_block_scaling(device: torch.device) -> bool:
+    """Return whether cuBLAS takes these scales; as torch checks it: only on Hopper, from CUDA 12.9 on."""
+    cuda = tuple(int(number) for number in (torch.version.cuda or "0.0").split(".")[:2])
     return torch.cuda.get_device_capability(device)[0] == 9 and cuda >= (12, 9)
 
 
-def cublas_product(x: Groups8, weight: Blocks8, outputs: int, dtype: torch.dtype) -> Tensor:
-    """Scales of tokens are wanted with the tokens side by side, those of blocks with the groups side by side."""
-    tokens, more = len(x.values), -len(x.values) % FOURS
+def cublas_block_scaled_gemm(x: GroupFp8, weight: BlockScaledWeight, outputs: int, dtype: torch.dtype) -> Tensor:
+    """Run cuBLAS, which takes scales of activations with tokens contiguous, those of weights with groups contiguous."""
+    tokens, padding = len(x.values), -len(x.values) % CUBLAS_MULTIPLE
     values_NK, scales_GN = x.values, x.scales.T
-    if more:  # as bytes, since not every operation knows the 8-bit type
-        values_NK = F.pad(values_NK.view(torch.uint8), (0, 0, 0, more)).view(E4M3)
-        scales_GN = F.pad(scales_GN, (0, more))
+    if padding:  # as bytes, since not every operation supports fp8
+        values_NK = F.pad(values_NK.view(torch.uint8), (0, 0, 0, padding)).view(E4M3)
+        scales_GN = F.pad(scales_GN, (0, padding))
     out_NO = F.scaled_mm(
         values_NK,
         weight.values.T,

@@ -1,7 +1,7 @@
-"""Gradients of weights: the format each is kept in, and whether a product may add to it where it lies.
+"""Gradients of weights: their dtype, and whether a GEMM may accumulate into them in place.
 
-A step of autograd that returns a gradient has it added to the one of earlier micro-batches in a pass of its own. Where
-nobody asked to see it, the step adds it there and then, and returns none.
+An autograd function that returns a gradient has it added to that of earlier micro-batches in a separate pass. Where no
+hook wants to see it, the function accumulates it in place and returns none.
 """
 
 import torch
@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 def gradient_dtype(weight: Tensor) -> torch.dtype:
-    """The format of a weight's gradient: a parameter may ask for a wider one than its own."""
+    """Return the dtype of a weight's gradient: a parameter may ask for a wider one than its own."""
     dtype = weight.grad_dtype if weight.is_leaf else None
     return weight.dtype if dtype is None else dtype
 
 
-def growing_gradient(weight: Tensor) -> Tensor | None:
-    """The gradient to add to in place: it is this very tensor's, and nobody asked to see what is added; else None."""
+def accumulated_grad(weight: Tensor) -> Tensor | None:
+    """Return the gradient to accumulate into in place; None if there is none yet, or hooks want to see additions."""
     grad = weight.grad if weight.is_leaf else None
     if type(grad) is not Tensor or weight._post_accumulate_grad_hooks or weight._backward_hooks:
         return None
     return grad
 
 
-def settled(weight: Tensor, found: Tensor) -> Tensor | None:
-    """A gradient in its own format, for autograd; None: it has been added to the one that was there."""
-    total = growing_gradient(weight)
+def accumulate_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
+    """Return a gradient in its own dtype, for autograd; None if it has been accumulated in place."""
+    total = accumulated_grad(weight)
     if total is None:
-        return found.to(gradient_dtype(weight))
-    total.add_(found)
+        return grad.to(gradient_dtype(weight))
+    total.add_(grad)
     return None

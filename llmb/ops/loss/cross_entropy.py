@@ -1,34 +1,28 @@
-"""The loss of each row of logits, and its slope written over them: logits are the largest thing a step makes.
+"""Cross-entropy of each row of logits, and its gradient written over them: logits are the largest tensor of a step.
 
-    cross_entropy_slope_(logits_NV, labels_N, scale, losses_N)
+    cross_entropy_grad_(logits_NV, labels_N, scale, losses_N)
 
-Computed in fp32; the slope is rounded once, to the format of the logits. A label below 0 says that its row does not
-count. Shapes: N rows, of any stride, and V words.
+Computed in fp32; the gradient is rounded once, to the dtype of the logits. Rows with a label below 0 are ignored.
+Shapes: N rows, of any stride, and V vocabulary.
 """
 
 import torch
 from torch import Tensor
 
-from llmb.ops.dispatch import takes_triton
+from llmb.ops.dispatch import op
+from llmb.ops.tensor_layout import at_least_fp32
 
 
-def cross_entropy_slope_(logits_NV: Tensor, labels_N: Tensor, scale: float | Tensor, losses_N: Tensor) -> None:
-    """losses = -log softmax(logits)[label]; logits become (softmax - onehot) * scale. A scale on the device stays."""
-    if takes_triton(logits_NV):
-        from llmb.ops.loss.cross_entropy_triton import cross_entropy_slope_triton_
+@op
+def cross_entropy_grad_(logits_NV: Tensor, labels_N: Tensor, scale: float | Tensor, losses_N: Tensor) -> None:
+    """Write -log softmax(logits)[label] to losses, and (softmax - onehot) * scale over logits.
 
-        cross_entropy_slope_triton_(logits_NV, labels_N, scale, losses_N)
-    else:
-        cross_entropy_slope_reference_(logits_NV, labels_N, scale, losses_N)
-
-
-def cross_entropy_slope_reference_(
-    logits_NV: Tensor, labels_N: Tensor, scale: float | Tensor, losses_N: Tensor
-) -> None:
-    """The same in plain torch."""
-    counts = labels_N >= 0
+    A scale on the device is not synchronized with the host.
+    """
+    mask_N = labels_N >= 0
     labels_N1 = labels_N.clamp(min=0).long()[:, None]
-    logs = torch.log_softmax(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)), dim=-1)
-    losses_N.copy_(torch.where(counts, -logs.gather(1, labels_N1)[:, 0], 0.0))
-    slope = logs.exp_().scatter_add_(1, labels_N1, -torch.ones_like(labels_N1, dtype=logs.dtype)) * scale
-    logits_NV.copy_(torch.where(counts[:, None], slope, 0.0))
+    log_probs = torch.log_softmax(at_least_fp32(logits_NV), dim=-1)
+    losses_N.copy_(torch.where(mask_N, -log_probs.gather(1, labels_N1)[:, 0], 0.0))
+    ones = torch.ones_like(labels_N1, dtype=log_probs.dtype)
+    grad = log_probs.exp_().scatter_add_(1, labels_N1, -ones) * scale
+    logits_NV.copy_(torch.where(mask_N[:, None], grad, 0.0))

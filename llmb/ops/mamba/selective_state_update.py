@@ -1,16 +1,14 @@
-"""One token of each of many sequences through a Mamba recurrence: convolution, then state, both kept between calls.
+"""Decode step of Mamba-2: one token of each of many sequences through convolution and SSM, with cached states.
 
-    y_RC = mamba_step(mixed_RGC, weights, state, rows)
+    y_RC = selective_state_update(xbc_dt_RGC, weights, state, rows)
 
-A sequence keeps its state in a slot: the last inputs of the convolution and what the recurrence made of all tokens so
-far. A sequence's first token (position 0) starts from zero whatever its slot held, so that slots need no clearing; a
-row of length 0 belongs to no sequence: it changes nothing and gives zero. Both are decided where the tensors are.
+A sequence has its state in a slot: the last inputs of the convolution and the SSM state. The first token of a sequence
+(position 0) starts from zero whatever its slot held, so slots need no clearing; a row with sequence length 0 is
+padding: it changes nothing and outputs zero. Both are decided on the device. All arithmetic is in fp32.
+`ssd.ssd_with_state` is the same recurrence for many tokens of one sequence.
 
-`mamba_step` takes the Triton kernels (`selective_state_update_triton.py`) on a GPU and plain torch elsewhere; both compute in
-fp32. `ssd.ssd_from` is the recurrence for many tokens of one sequence.
-
-Shapes: R rows, S slots, G groups of heads, H heads, P width of a head, N state size, K tokens that the convolution
-reaches over; C channels, of a group after G and of all otherwise: a group's are the values of its heads, b, and c.
+Shapes: R rows, S slots, G groups of heads, H heads, P head dim, N state size, K kernel size of the convolution;
+C channels (of a group after G, of all otherwise): x of a group's heads, B, and C.
 """
 
 from typing import NamedTuple
@@ -19,77 +17,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.ops.dispatch import takes_triton
+from llmb.ops.dispatch import op
 
 
 class MambaState(NamedTuple):
-    """What one layer keeps for each slot."""
+    """State of one layer, by slot."""
 
-    inputs_SKC: Tensor  # of the convolution, K - 1 of them, the newest last; in the format of the activations
-    state_SHPN: Tensor  # fp32
+    conv_state_SKC: Tensor  # last K - 1 inputs of the convolution, newest last, in the dtype of the activations
+    ssm_state_SHPN: Tensor  # fp32
 
 
 class MambaWeights(NamedTuple):
-    """Of the convolution and the recurrence, all in fp32."""
+    """Weights of convolution and SSM, all in fp32."""
 
     conv_C1K: Tensor
     conv_bias_C: Tensor
     dt_bias_H: Tensor
-    a_H: Tensor  # rates of decay, negative
+    a_H: Tensor  # decay rates, negative
     d_H: Tensor
-    shortest_step: float  # no token's time step is less
+    dt_min: float
 
 
-class Rows(NamedTuple):
-    """Whose token each row is."""
+class StateRows(NamedTuple):
+    """Sequence that each row belongs to."""
 
-    slots_R: Tensor  # int64
-    positions_R: Tensor  # int64, in its sequence
-    lengths_R: Tensor  # of its sequence with it; 0: of none
+    state_indices_R: Tensor  # int64, slots
+    positions_R: Tensor  # int64, in the sequence
+    seq_lens_R: Tensor  # including this token; 0 for padding
 
 
-def mamba_step(mixed_RGC: Tensor, weights: MambaWeights, state: MambaState, rows: Rows) -> Tensor:
-    """y [R, H * P] in the format of the input; the slots' state goes on by a token.
+@op
+def selective_state_update(xbc_dt_RGC: Tensor, weights: MambaWeights, state: MambaState, rows: StateRows) -> Tensor:
+    """Return y [R, H * P] in the dtype of the input and advance the slots' states by one token.
 
-    Each group has, after what goes through the convolution, what becomes its heads' time steps.
+    Each group of the input ends with the raw time steps of its heads, after the channels of the convolution.
     """
-    if takes_triton(mixed_RGC):
-        from llmb.ops.mamba.selective_state_update_triton import mamba_step_triton
+    _, heads, head_dim, state_size = state.ssm_state_SHPN.shape
+    groups = xbc_dt_RGC.shape[1]
+    group_heads = heads // groups
+    y_RHP = xbc_dt_RGC.new_zeros(xbc_dt_RGC.shape[0], heads, head_dim)
+    valid = rows.seq_lens_R > 0
+    slots, is_first = rows.state_indices_R[valid], rows.positions_R[valid] == 0
+    xbc_RGC, dt_RGK = xbc_dt_RGC[valid].split((xbc_dt_RGC.shape[2] - group_heads, group_heads), dim=-1)
 
-        return mamba_step_triton(mixed_RGC, weights, state, rows)
-    return mamba_step_reference(mixed_RGC, weights, state, rows)
+    past_RKC = state.conv_state_SKC[slots].masked_fill(is_first[:, None, None], 0)
+    window_RKC = torch.cat((past_RKC, xbc_RGC.flatten(1)[:, None]), dim=1)
+    state.conv_state_SKC[slots] = window_RKC[:, 1:]
+    conv_RC = (window_RKC.float() * weights.conv_C1K[:, 0].T).sum(dim=1) + weights.conv_bias_C
+    conv_RGC = F.silu(conv_RC).to(xbc_dt_RGC.dtype).float().unflatten(-1, (groups, -1))
 
-
-def mamba_step_reference(mixed_RGC: Tensor, weights: MambaWeights, state: MambaState, rows: Rows) -> Tensor:
-    """The same in plain torch."""
-    _, heads, width, size = state.state_SHPN.shape
-    groups = mixed_RGC.shape[1]
-    share = heads // groups
-    y_RHP = mixed_RGC.new_zeros(mixed_RGC.shape[0], heads, width)
-    live = rows.lengths_R > 0
-    slots, begins = rows.slots_R[live], rows.positions_R[live] == 0
-    new_RGC, step_RGK = mixed_RGC[live].split((mixed_RGC.shape[2] - share, share), dim=-1)
-
-    before_RKC = state.inputs_SKC[slots].masked_fill(begins[:, None, None], 0)
-    reached_RKC = torch.cat((before_RKC, new_RGC.flatten(1)[:, None]), dim=1)
-    state.inputs_SKC[slots] = reached_RKC[:, 1:]
-    summed_RC = (reached_RKC.float() * weights.conv_C1K[:, 0].T).sum(dim=1) + weights.conv_bias_C
-    convolved_RGC = F.silu(summed_RC).to(mixed_RGC.dtype).float().unflatten(-1, (groups, -1))
-
-    x_RGC, b_RGN, c_RGN = convolved_RGC.split((share * width, size, size), dim=-1)
-    x_RHP = x_RGC.flatten(1).unflatten(-1, (heads, width))
-    b_RHN, c_RHN = (one.repeat_interleave(share, dim=1) for one in (b_RGN, c_RGN))
-    dt_RH = time_steps(step_RGK, weights)
+    x_RGC, b_RGN, c_RGN = conv_RGC.split((group_heads * head_dim, state_size, state_size), dim=-1)
+    x_RHP = x_RGC.flatten(1).unflatten(-1, (heads, head_dim))
+    b_RHN, c_RHN = (tensor.repeat_interleave(group_heads, dim=1) for tensor in (b_RGN, c_RGN))
+    dt_RH = compute_dt(dt_RGK, weights)
     decay_RH = (dt_RH * weights.a_H).exp()
-    old_RHPN = state.state_SHPN[slots].masked_fill(begins[:, None, None, None], 0)
-    added_RHPN = (dt_RH[..., None] * x_RHP)[..., None] * b_RHN[:, :, None, :]
-    new_RHPN = decay_RH[..., None, None] * old_RHPN + added_RHPN
-    state.state_SHPN[slots] = new_RHPN
-    read_RHP = (new_RHPN * c_RHN[:, :, None, :]).sum(dim=-1)
-    y_RHP[live] = (read_RHP + weights.d_H[:, None] * x_RHP).to(y_RHP.dtype)
+    old_RHPN = state.ssm_state_SHPN[slots].masked_fill(is_first[:, None, None, None], 0)
+    dbx_RHPN = (dt_RH[..., None] * x_RHP)[..., None] * b_RHN[:, :, None, :]
+    new_RHPN = decay_RH[..., None, None] * old_RHPN + dbx_RHPN
+    state.ssm_state_SHPN[slots] = new_RHPN
+    cy_RHP = (new_RHPN * c_RHN[:, :, None, :]).sum(dim=-1)
+    y_RHP[valid] = (cy_RHP + weights.d_H[:, None] * x_RHP).to(y_RHP.dtype)
     return y_RHP.flatten(1)
 
 
-def time_steps(step_RGK: Tensor, weights: MambaWeights) -> Tensor:
-    """What the projection made for each head as its time step, [R, H] in fp32."""
-    return F.softplus(step_RGK.float().flatten(1) + weights.dt_bias_H).clamp(min=weights.shortest_step)
+def compute_dt(dt_RGK: Tensor, weights: MambaWeights) -> Tensor:
+    """Return the time step of each head from the projection's raw output, [R, H] in fp32."""
+    return F.softplus(dt_RGK.float().flatten(1) + weights.dt_bias_H).clamp(min=weights.dt_min)

@@ -1,13 +1,13 @@
-"""The state-space recurrence of Mamba-2 as Triton kernels, forward and backward; `ssd.py` says what it computes.
+"""SSD scan of Mamba-2 in Triton, forward and backward; `ssd.py` defines what it computes.
 
-Forward: scores c . b of each chunk (one for all heads of a group), the state carried on from chunk to chunk, and the
-scan that reads both. The backward pass keeps only the inputs, makes scores and states again, and goes the same way
-back: the slopes of the states are gathered by the kernel that carries them on.
+Forward: scores c . b of each chunk (shared by the heads of a group), state passing from chunk to chunk, and the chunk
+scan that reads both. The backward pass saves only the inputs, recomputes scores and states, and runs in reverse: the
+kernel that passes states also accumulates their gradients.
 
-The slope of the decays needs no kernel of its own. A token's decay lies between every earlier token and every token
-from it on: its slope is the sum of what is read across it, through the scores of the chunk, from the state that entered
-the chunk before it, into the state that leaves the chunk after it, and from the one into the other. The kernels that
-see those products (`ssd_kernels_triton.py`) sum them on the way. Tensor names end in their shape, as in `ssd.py`.
+The gradient of the decays needs no kernel of its own. A token's decay lies between every earlier token and every token
+from it on: its gradient is the sum of all products read across it: through the scores of the chunk, from the state
+before the chunk, into the state after the chunk, and from the one into the other. The kernels that compute those
+products (`ssd_kernels_triton.py`) sum them as they go. Tensor names end in their shape, as in `ssd.py`.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found"
@@ -19,29 +19,29 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from llmb.ops.dense_rows import dense_rows
 from llmb.ops.mamba.ssd_kernels_triton import (
-    input_slopes_kernel,
-    key_slopes_kernel,
+    input_grads_kernel,
+    key_grads_kernel,
     scan_kernel,
-    score_slopes_kernel,
+    score_grads_kernel,
     scores_kernel,
     states_kernel,
 )
+from llmb.ops.tensor_layout import dense_rows
 
-TILE_TOKENS = 64
-TILE_STATE = 64  # columns of a state at once; its rows, a head's width, are taken whole
-CARRIED_BYTES = 256  # of a channel at once, where a state is carried on: 128 tokens in bf16
+BLOCK_TOKENS = 64
+BLOCK_STATE = 64  # columns of a state, with all rows (the head dim)
+STATE_PASSING_BYTES = 256  # per channel and block of the state passing kernel: 128 tokens in bf16
 
 
-class _Shape(NamedTuple):
-    """The sizes of one call and the tiles they are cut into."""
+class _ScanShape(NamedTuple):
+    """Sizes of one call and its blocks."""
 
     batch: int
     tokens: int
     heads: int
     groups: int
-    width: int
+    head_dim: int
     state: int
     chunk: int
 
@@ -50,113 +50,117 @@ class _Shape(NamedTuple):
         return -(-self.tokens // self.chunk)
 
     @property
-    def tile(self) -> int:
-        return min(TILE_TOKENS, _tile(self.chunk))
+    def block_l(self) -> int:
+        return min(BLOCK_TOKENS, _block_size(self.chunk))
 
     @property
-    def tile_n(self) -> int:
-        return min(TILE_STATE, _tile(self.state))
+    def block_n(self) -> int:
+        return min(BLOCK_STATE, _block_size(self.state))
 
     @property
-    def tiles(self) -> int:
-        return -(-self.chunk // self.tile)
+    def blocks_l(self) -> int:
+        return -(-self.chunk // self.block_l)
 
     @property
-    def tiles_n(self) -> int:
-        return -(-self.state // self.tile_n)
+    def blocks_n(self) -> int:
+        return -(-self.state // self.block_n)
 
     def sizes(self, *names: str) -> dict[str, int]:
-        """The named constants, as kernels spell them."""
-        known = {
-            "SHARE": self.heads // self.groups,
+        """Return the named constants of kernels."""
+        values = {
+            "GROUP_HEADS": self.heads // self.groups,
             "CHUNK": self.chunk,
-            "WIDTH": self.width,
+            "HEAD_DIM": self.head_dim,
             "STATE": self.state,
-            "TILE": self.tile,
-            "TILE_P": _tile(self.width),
-            "TILE_N": self.tile_n,
+            "BLOCK_L": self.block_l,
+            "BLOCK_P": _block_size(self.head_dim),
+            "BLOCK_N": self.block_n,
         }
-        return {name: known[name] for name in names}
+        return {name: values[name] for name in names}
 
 
-ALL = ("SHARE", "CHUNK", "WIDTH", "STATE", "TILE", "TILE_P", "TILE_N")
+ALL_SIZES = ("GROUP_HEADS", "CHUNK", "HEAD_DIM", "STATE", "BLOCK_L", "BLOCK_P", "BLOCK_N")
 
 
-def _tile(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))  # the least that a matrix product takes
+def _block_size(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))  # the minimum of tl.dot
 
 
 class _Decays(NamedTuple):
-    """dt and what follows from it for each head, [B, H, Z, L] in fp32."""
+    """dt and decays of each head, [B, H, Z, L] in fp32."""
 
     dt: Tensor
-    s: Tensor  # log of the decay from the chunk's start up to and with a token
-    entered: Tensor  # what is left of the entering state at a token
-    leaving: Tensor  # what is left of a token's input at the chunk's end, times its dt
-    whole: Tensor  # [B, H, Z]: over the chunk
+    da_cumsum: Tensor  # log decay from the start of the chunk, inclusive
+    decay_from_start: Tensor  # exp of it: decay of the state before the chunk
+    decay_to_end_dt: Tensor  # decay from a token to the end of the chunk, times its dt
+    chunk_decay: Tensor  # [B, H, Z]: over the whole chunk
 
 
-def _decays(shape: _Shape, dt_BTH: Tensor, a_H: Tensor) -> _Decays:
+def _decays(shape: _ScanShape, dt_BTH: Tensor, a_H: Tensor) -> _Decays:
     padded = F.pad(dt_BTH, (0, 0, 0, shape.chunks * shape.chunk - shape.tokens))
     dt = padded.unflatten(1, (shape.chunks, shape.chunk)).permute(0, 3, 1, 2).contiguous()
-    s = (dt * a_H[:, None, None]).cumsum(dim=-1)
-    return _Decays(dt, s, s.exp(), (s[..., -1:] - s).exp() * dt, s[..., -1].exp().contiguous())
+    da_cumsum = (dt * a_H[:, None, None]).cumsum(dim=-1)
+    decay_to_end_dt = (da_cumsum[..., -1:] - da_cumsum).exp() * dt
+    return _Decays(dt, da_cumsum, da_cumsum.exp(), decay_to_end_dt, da_cumsum[..., -1].exp().contiguous())
 
 
-def _scores(shape: _Shape, c: Tensor, b: Tensor) -> Tensor:
+def _scores(shape: _ScanShape, c: Tensor, b: Tensor) -> Tensor:
     scores = torch.empty(
         shape.batch, shape.chunks, shape.groups, shape.chunk, shape.chunk, dtype=torch.float32, device=c.device
     )
-    grid = (shape.batch * shape.chunks, shape.groups, shape.tiles**2)
-    sizes = shape.sizes("CHUNK", "STATE", "TILE", "TILE_N")
+    grid = (shape.batch * shape.chunks, shape.groups, shape.blocks_l**2)
+    sizes = shape.sizes("CHUNK", "STATE", "BLOCK_L", "BLOCK_N")
     scores_kernel[grid](c, b, scores, *c.stride()[:3], *b.stride()[:3], shape.tokens, shape.chunks, **sizes)
     return scores
 
 
-class _Carried(NamedTuple):
-    """What goes from chunk to chunk."""
+class _PassedStates(NamedTuple):
+    """Result of the state passing kernel."""
 
-    states: Tensor  # [B, Z, H, P, N]: entering each chunk; on the way back, the slope of what leaves it
-    left: Tensor | None  # [B, H, P, N]: after the last chunk, where a state was given to the first
-    through: Tensor | None  # [B, H, Z]: how much is read through each chunk, on the way back
+    states: Tensor  # [B, Z, H, P, N]: before each chunk; backward, the gradient of the state after it
+    final_states: Tensor | None  # [B, H, P, N]: after the last chunk, if there is an initial state
+    dlog_states: Tensor | None  # [B, H, Z]: backward, gradient of the log decay through the states
 
 
-def _carry(
-    shape: _Shape, v: Tensor, weights: Tensor, k: Tensor, decays: _Decays, *,
-    given: Tensor | None = None, entering: Tensor | None = None,
-) -> _Carried:  # fmt: skip
-    """From the first chunk to the last, or back where what entered each of them is told."""
-    sizes = shape.sizes(*ALL) | {"TILE": min(CARRIED_BYTES // v.itemsize, _tile(shape.chunk))}
-    states = v.new_empty(shape.batch, shape.chunks, shape.heads, shape.width, shape.state)
-    left = None if given is None else torch.empty_like(given)
-    through = None if entering is None else decays.whole.new_empty(shape.tiles_n, *decays.whole.shape)
+def _pass_states(
+    shape: _ScanShape, v: Tensor, weights: Tensor, k: Tensor, decays: _Decays, *,
+    initial_states: Tensor | None = None, entering: Tensor | None = None,
+) -> _PassedStates:  # fmt: skip
+    """Pass states from the first chunk to the last, or backward if the states before each chunk are given."""
+    sizes = shape.sizes(*ALL_SIZES) | {"BLOCK_L": min(STATE_PASSING_BYTES // v.itemsize, _block_size(shape.chunk))}
+    states = v.new_empty(shape.batch, shape.chunks, shape.heads, shape.head_dim, shape.state)
+    final_states = None if initial_states is None else torch.empty_like(initial_states)
+    dlog_states = None if entering is None else decays.chunk_decay.new_empty(shape.blocks_n, *decays.chunk_decay.shape)
     strides = (*v.stride()[:3], *k.stride()[:3])
-    states_kernel[shape.batch * shape.heads, shape.tiles_n](
-        v, weights, k, decays.whole, given, entering, states, left, through, *strides, shape.tokens, shape.chunks,
-        shape.heads, BACKWARD=entering is not None, **sizes,
+    states_kernel[shape.batch * shape.heads, shape.blocks_n](
+        v, weights, k, decays.chunk_decay, initial_states, entering, states, final_states, dlog_states, *strides,
+        shape.tokens, shape.chunks, shape.heads, BACKWARD=entering is not None, **sizes,
     )  # fmt: skip
-    return _Carried(states, left, None if through is None else through.sum(dim=0))
+    return _PassedStates(states, final_states, None if dlog_states is None else dlog_states.sum(dim=0))
 
 
-def _entering_states(shape: _Shape, x: Tensor, b: Tensor, decays: _Decays) -> Tensor:
-    return _carry(shape, x, decays.leaving, b, decays).states
+def _entering_states(shape: _ScanShape, x: Tensor, b: Tensor, decays: _Decays) -> Tensor:
+    return _pass_states(shape, x, decays.decay_to_end_dt, b, decays).states
 
 
-def _scan(shape: _Shape, x: Tensor, c: Tensor, scores: Tensor, states: Tensor, decays: _Decays, d: Tensor) -> Tensor:
+def _scan(
+    shape: _ScanShape, x: Tensor, c: Tensor, scores: Tensor, states: Tensor, decays: _Decays, d: Tensor
+) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid = (shape.batch * shape.chunks, shape.heads, shape.tiles)
+    grid = (shape.batch * shape.chunks, shape.heads, shape.blocks_l)
     strides = (*x.stride()[:3], *c.stride()[:3])
     scan_kernel[grid](
-        x, c, scores, states, decays.dt, decays.s, d, y, *strides, shape.tokens, shape.chunks, **shape.sizes(*ALL)
-    )
+        x, c, scores, states, decays.dt, decays.da_cumsum, d, y, *strides, shape.tokens, shape.chunks,
+        **shape.sizes(*ALL_SIZES),
+    )  # fmt: skip
     return y
 
 
 class _Ssd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, chunk: int) -> Tensor:
-        batch, tokens, heads, width = x.shape
-        shape = _Shape(batch, tokens, heads, b.shape[2], width, b.shape[3], chunk)
+        batch, tokens, heads, head_dim = x.shape
+        shape = _ScanShape(batch, tokens, heads, b.shape[2], head_dim, b.shape[3], chunk)
         decays = _decays(shape, dt, a)
         scores = _scores(shape, c, b)
         states = _entering_states(shape, x, b, decays)
@@ -169,82 +173,90 @@ class _Ssd(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, a, b, c, d = ctx.saved_tensors
-        shape: _Shape = ctx.shape
+        shape: _ScanShape = ctx.shape
         dy = dense_rows(dy)
         decays = _decays(shape, dt, a)
         scores = _scores(shape, c, b)
         states = _entering_states(shape, x, b, decays)
-        dstates, _, through = _carry(shape, dy, decays.entered, c, decays, entering=states)
+        dstates, _, dlog_states = _pass_states(shape, dy, decays.decay_from_start, c, decays, entering=states)
 
-        slopes, read, given = _score_slopes(shape, dy, x, scores, decays)
-        dx, ddt_direct, dd = _input_slopes(shape, dy, x, b, scores, dstates, decays, d)
-        dc, from_entered = _key_slopes(shape, dy, decays.entered, states, slopes, own=c, other=b, turned=False)
-        db, into_leaving = _key_slopes(shape, x, decays.leaving, dstates, slopes, own=b, other=c, turned=True)
+        dscores, row_sums, column_sums = _score_grads(shape, dy, x, scores, decays)
+        dx, ddt_direct, dd = _input_grads(shape, dy, x, b, scores, dstates, decays, d)
+        dc, dlog_c = _key_grads(shape, dy, decays.decay_from_start, states, dscores, key=c, query=b, transposed=False)
+        db, dlog_b = _key_grads(shape, x, decays.decay_to_end_dt, dstates, dscores, key=b, query=c, transposed=True)
 
-        # The slope of dt * a, a token's decay: all that is read across it.
-        later = (read - given + from_entered).flip(-1).cumsum(-1).flip(-1)  # by this token and those after it
-        earlier = into_leaving.cumsum(-1) - into_leaving  # from those before it
-        assert through is not None
-        dlog = later + earlier + through[..., None]
+        # Gradient of dt * a, a token's log decay: all that is read across it.
+        later = (row_sums - column_sums + dlog_c).flip(-1).cumsum(-1).flip(-1)  # read by this token and later ones
+        earlier = dlog_b.cumsum(-1) - dlog_b  # written by earlier ones
+        assert dlog_states is not None
+        dlog = later + earlier + dlog_states[..., None]
         ddt = ddt_direct + dlog * a[:, None, None]
         ddt_BTH = ddt.permute(0, 2, 3, 1).flatten(1, 2)[:, : shape.tokens]
         da = (dlog * decays.dt).sum(dim=(0, 2, 3))
         return dx, ddt_BTH, da, db, dc, dd.sum(dim=(0, 2, 3)), None
 
 
-def _score_slopes(
-    shape: _Shape, dy: Tensor, x: Tensor, scores: Tensor, decays: _Decays
+def _score_grads(
+    shape: _ScanShape, dy: Tensor, x: Tensor, scores: Tensor, decays: _Decays
 ) -> tuple[Tensor, Tensor, Tensor]:
-    slopes = torch.empty_like(scores)
-    read, given = (decays.s.new_zeros(shape.tiles, *decays.s.shape) for _ in range(2))  # a part for each tile across
-    grid = (shape.batch * shape.chunks, shape.groups, shape.tiles**2)
-    sizes = shape.sizes("SHARE", "CHUNK", "WIDTH", "TILE", "TILE_P")
+    dscores = torch.empty_like(scores)
+    partial_sums = (shape.blocks_l, *decays.da_cumsum.shape)
+    row_sums, column_sums = (decays.da_cumsum.new_zeros(partial_sums) for _ in range(2))
+    grid = (shape.batch * shape.chunks, shape.groups, shape.blocks_l**2)
+    sizes = shape.sizes("GROUP_HEADS", "CHUNK", "HEAD_DIM", "BLOCK_L", "BLOCK_P")
     strides = (*dy.stride()[:3], *x.stride()[:3])
-    score_slopes_kernel[grid](
-        dy, x, scores, decays.dt, decays.s, slopes, read, given, *strides, shape.tokens, shape.chunks, shape.heads,
-        **sizes,
+    score_grads_kernel[grid](
+        dy, x, scores, decays.dt, decays.da_cumsum, dscores, row_sums, column_sums, *strides,
+        shape.tokens, shape.chunks, shape.heads, **sizes,
     )  # fmt: skip
-    return slopes, read.sum(dim=0), given.sum(dim=0)
+    return dscores, row_sums.sum(dim=0), column_sums.sum(dim=0)
 
 
-def _input_slopes(
-    shape: _Shape, dy: Tensor, x: Tensor, b: Tensor, scores: Tensor, dstates: Tensor, decays: _Decays, d: Tensor
+def _input_grads(
+    shape: _ScanShape, dy: Tensor, x: Tensor, b: Tensor, scores: Tensor, dstates: Tensor, decays: _Decays, d: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     ddt, dd = torch.empty_like(decays.dt), torch.empty_like(decays.dt)
-    grid = (shape.batch * shape.chunks, shape.heads, shape.tiles)
+    grid = (shape.batch * shape.chunks, shape.heads, shape.blocks_l)
     strides = (*dy.stride()[:3], *x.stride()[:3], *b.stride()[:3])
-    input_slopes_kernel[grid](
-        dy, x, b, scores, dstates, decays.dt, decays.s, d, dx, ddt, dd, *strides, shape.tokens, shape.chunks,
-        **shape.sizes(*ALL),
+    input_grads_kernel[grid](
+        dy, x, b, scores, dstates, decays.dt, decays.da_cumsum, d, dx, ddt, dd, *strides, shape.tokens, shape.chunks,
+        **shape.sizes(*ALL_SIZES),
     )  # fmt: skip
     return dx, ddt, dd
 
 
-def _key_slopes(
-    shape: _Shape, v: Tensor, weights: Tensor, states: Tensor, slopes: Tensor, own: Tensor, other: Tensor, turned: bool
+def _key_grads(
+    shape: _ScanShape,
+    v: Tensor,
+    weights: Tensor,
+    states: Tensor,
+    dscores: Tensor,
+    key: Tensor,
+    query: Tensor,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
-    out = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-    read = weights.new_empty(shape.tiles_n, *weights.shape)  # a part for each tile of the state
-    grid = (shape.batch * shape.chunks, shape.groups, shape.tiles * shape.tiles_n)
-    strides = (*v.stride()[:3], *own.stride()[:3], *other.stride()[:3])
-    key_slopes_kernel[grid](
-        v, weights, states, slopes, own, other, out, read, *strides, shape.tokens, shape.chunks, shape.heads,
-        TURNED=turned, **shape.sizes(*ALL),
+    dkey = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    dlog = weights.new_empty(shape.blocks_n, *weights.shape)  # partial sums per block of the state
+    grid = (shape.batch * shape.chunks, shape.groups, shape.blocks_l * shape.blocks_n)
+    strides = (*v.stride()[:3], *key.stride()[:3], *query.stride()[:3])
+    key_grads_kernel[grid](
+        v, weights, states, dscores, key, query, dkey, dlog, *strides, shape.tokens, shape.chunks, shape.heads,
+        TRANSPOSED=transposed, **shape.sizes(*ALL_SIZES),
     )  # fmt: skip
-    return out, read.sum(dim=0)
+    return dkey, dlog.sum(dim=0)
 
 
 def ssd_triton(
     x_BTHP: Tensor, dt_BTH: Tensor, a_H: Tensor, b_BTGN: Tensor, c_BTGN: Tensor, d_H: Tensor, chunk: int
 ) -> Tensor:
-    """As `ssd.ssd`: dt, a and d are taken in fp32, the matrix products in the format of x."""
-    dt, a, d = (one.float() for one in (dt_BTH, a_H, d_H))
-    x, b, c = (dense_rows(one.to(x_BTHP.dtype)) for one in (x_BTHP, b_BTGN, c_BTGN))
+    """See `ssd.ssd`: dt, a and d are taken in fp32, matmuls in the dtype of x."""
+    dt, a, d = (tensor.float() for tensor in (dt_BTH, a_H, d_H))
+    x, b, c = (dense_rows(tensor.to(x_BTHP.dtype)) for tensor in (x_BTHP, b_BTGN, c_BTGN))
     return _Ssd.apply(x, dt, a, b, c, d, chunk)
 
 
-def ssd_from_triton(
+def ssd_with_state_triton(
     state_HPN: Tensor,
     x_THP: Tensor,
     dt_TH: Tensor,
@@ -254,13 +266,14 @@ def ssd_from_triton(
     d_H: Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `ssd.ssd_from`, by the same kernels."""
-    dt, a, d = (one.float() for one in (dt_TH[None], a_H, d_H))
-    x, b, c = (dense_rows(one.to(x_THP.dtype)[None]) for one in (x_THP, b_TGN, c_TGN))
-    tokens, heads, width = x_THP.shape
-    shape = _Shape(1, tokens, heads, b_TGN.shape[1], width, b_TGN.shape[2], chunk)
+    """See `ssd.ssd_with_state`."""
+    dt, a, d = (tensor.float() for tensor in (dt_TH[None], a_H, d_H))
+    x, b, c = (dense_rows(tensor.to(x_THP.dtype)[None]) for tensor in (x_THP, b_TGN, c_TGN))
+    tokens, heads, head_dim = x_THP.shape
+    shape = _ScanShape(1, tokens, heads, b_TGN.shape[1], head_dim, b_TGN.shape[2], chunk)
     decays = _decays(shape, dt, a)
     scores = _scores(shape, c, b)
-    states, left, _ = _carry(shape, x, decays.leaving, b, decays, given=state_HPN.float().contiguous()[None])
-    assert left is not None
-    return _scan(shape, x, c, scores, states, decays, d)[0], left[0]
+    initial_states = state_HPN.float().contiguous()[None]
+    states, final_states, _ = _pass_states(shape, x, decays.decay_to_end_dt, b, decays, initial_states=initial_states)
+    assert final_states is not None
+    return _scan(shape, x, c, scores, states, decays, d)[0], final_states[0]

@@ -1,9 +1,10 @@
-"""Visits dealt into tiles in Triton: every expert's are put together and filled up to whole tiles of rows.
+"""Alignment of routed tokens to blocks in Triton: the pairs of each expert are padded to whole blocks of rows.
 
-How many tiles are in use only the device knows. The host takes the most that so many visits can need, so that a graph
-can be captured; those that are nobody's come last. Nothing is counted with atomics: an expert's visits stay in order.
+Only the device knows how many blocks are in use. The host takes the maximum for the number of pairs, so that a CUDA
+graph can be captured; unused blocks come last. Without atomics, so an expert's pairs stay in order.
 
-Shapes: N tokens, K visits a token, M = N * K, E experts of this rank, T tiles, P = T * rows of a tile.
+Shapes: N tokens, K experts per token, M = N * K token-expert pairs, E experts of this rank, T blocks,
+P = T * block_size.
 """
 
 from typing import NamedTuple
@@ -13,99 +14,101 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.dependent_launch import begins, dependent
+from llmb.ops.dependent_launch import pdl_options, pdl_wait
 
-CHUNK = 1024  # visits that a program looks at in one go
-
-
-class Tile(NamedTuple):
-    """How much of a product one program computes at a time, and on what of a multiprocessor."""
-
-    columns: int  # for the form groups8 no more than 128, which share a scale
-    depth: int  # for the form groups8 128, which share a scale
-    warps: int
-    stages: int
-    band: int  # tiles of rows that are taken before the next columns, so that weights are read while still cached
+CHUNK = 1024  # pairs that a program reads at a time
 
 
-@triton.jit(do_not_specialize=["first", "visits"])
-def _count_kernel(chosen, counts, first, visits, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):
-    begins(DEPENDENT)
+class MoEGemmConfig(NamedTuple):
+    """Tile sizes and launch options of an MoE GEMM; its BLOCK_M is the block size of the alignment."""
+
+    block_n: int  # at most 128 with a scale per 128 channels
+    block_k: int  # 128 with a scale per 128 channels
+    num_warps: int
+    num_stages: int
+    group_m: int  # blocks of rows computed before the next columns, so that weights are reused from cache
+
+
+@triton.jit(do_not_specialize=["first_expert", "pairs"])
+def _moe_count_kernel(topk_ids, counts, first_expert, pairs, CHUNK: tl.constexpr, USE_PDL: tl.constexpr):
+    pdl_wait(USE_PDL)
     expert = tl.program_id(0)
-    found = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, visits, CHUNK):
-        visit = start + tl.arange(0, CHUNK)
-        found += (tl.load(chosen + visit, mask=visit < visits, other=-1) == first + expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found))
+    matches = tl.zeros((CHUNK,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        matches += (tl.load(topk_ids + pair, mask=pair < pairs, other=-1) == first_expert + expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(matches))
 
 
-@triton.jit(do_not_specialize=["first", "visits", "experts", "tiles"])
-def _deal_kernel(
-    chosen, counts, visits_of, expert_of, first, visits, experts, tiles,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+@triton.jit(do_not_specialize=["first_expert", "pairs", "experts", "num_blocks"])
+def _moe_align_kernel(
+    topk_ids, counts, sorted_token_ids, expert_ids, first_expert, pairs, experts, num_blocks,
+    BLOCK_SIZE: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for each expert, and one more for the tiles that are nobody's."""
-    begins(DEPENDENT)
+    """One program for each expert, and one more for the unused blocks."""
+    pdl_wait(USE_PDL)
     expert = tl.program_id(0)
-    every = tl.arange(0, EXPERTS)
-    tiles_of = tl.cdiv(tl.load(counts + every, mask=every < experts, other=0), ROWS)
-    start_tile = tl.sum(tl.where(every < expert, tiles_of, 0))
-    own_tiles = tl.sum(tl.where(every == expert, tiles_of, 0))
-    end_tile = tl.where(expert < experts, start_tile + own_tiles, tiles)
-    name = tl.where(expert < experts, expert, -1)
+    all_experts = tl.arange(0, EXPERTS)
+    blocks_of = tl.cdiv(tl.load(counts + all_experts, mask=all_experts < experts, other=0), BLOCK_SIZE)
+    first_block = tl.sum(tl.where(all_experts < expert, blocks_of, 0))
+    expert_blocks = tl.sum(tl.where(all_experts == expert, blocks_of, 0))
+    end_block = tl.where(expert < experts, first_block + expert_blocks, num_blocks)
+    expert_id = tl.where(expert < experts, expert, -1)
     if expert < experts:
-        place = start_tile * ROWS
-        for start in range(0, visits, CHUNK):
-            visit = start + tl.arange(0, CHUNK)
-            mine = tl.load(chosen + visit, mask=visit < visits, other=-1) == first + expert
-            number = tl.cumsum(mine.to(tl.int32), 0)
-            tl.store(visits_of + place + number - 1, visit, mask=mine)
-            place += tl.sum(mine.to(tl.int32))
-        padding = place + tl.arange(0, ROWS)
-        tl.store(visits_of + padding, tl.full((ROWS,), visits, tl.int32), mask=padding < end_tile * ROWS)
-    for start in range(start_tile, end_tile, CHUNK):
-        tile = start + tl.arange(0, CHUNK)
-        tl.store(expert_of + tile, tl.zeros((CHUNK,), tl.int32) + name, mask=tile < end_tile)
+        offset = first_block * BLOCK_SIZE
+        for start in range(0, pairs, CHUNK):
+            pair = start + tl.arange(0, CHUNK)
+            matches = tl.load(topk_ids + pair, mask=pair < pairs, other=-1) == first_expert + expert
+            rank = tl.cumsum(matches.to(tl.int32), 0)
+            tl.store(sorted_token_ids + offset + rank - 1, pair, mask=matches)
+            offset += tl.sum(matches.to(tl.int32))
+        padding = offset + tl.arange(0, BLOCK_SIZE)
+        padded = tl.full((BLOCK_SIZE,), pairs, tl.int32)
+        tl.store(sorted_token_ids + padding, padded, mask=padding < end_block * BLOCK_SIZE)
+    for start in range(first_block, end_block, CHUNK):
+        block = start + tl.arange(0, CHUNK)
+        tl.store(expert_ids + block, tl.zeros((CHUNK,), tl.int32) + expert_id, mask=block < end_block)
 
 
 @triton.jit
-def tile_and_block(tiles, outputs, COLUMNS: tl.constexpr, BAND: tl.constexpr):
-    """Which tile of rows and which block of columns a program computes."""
-    across = tl.cdiv(outputs, COLUMNS)
-    band, within = tl.program_id(0) // (BAND * across), tl.program_id(0) % (BAND * across)
-    height = min(tiles - band * BAND, BAND)
-    return band * BAND + within % height, within // height
+def grouped_pids(num_blocks, outputs, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Return the block of rows and the block of columns of this program, in grouped ordering."""
+    blocks_n = tl.cdiv(outputs, BLOCK_N)
+    group, within = tl.program_id(0) // (GROUP_M * blocks_n), tl.program_id(0) % (GROUP_M * blocks_n)
+    height = min(num_blocks - group * GROUP_M, GROUP_M)
+    return group * GROUP_M + within % height, within // height
 
 
-class Dealt(NamedTuple):
-    """Visits by expert, in whole tiles."""
+class AlignedBlocks(NamedTuple):
+    """Token-expert pairs sorted by expert, in whole blocks."""
 
-    visits_P: Tensor  # int32; M where a tile is filled up
-    experts_T: Tensor  # int32, counted from this rank's first; -1: nobody's
-    rows: int  # of a tile
-
-
-def most_tiles(visits: int, experts: int, rows: int) -> int:
-    """How many tiles so many visits fill at most, when each of as many experts as possible fills up its last one."""
-    return (visits + min(experts, visits) * (rows - 1)) // rows
+    sorted_token_ids_P: Tensor  # int32, pair indices; M in padding
+    expert_ids_T: Tensor  # int32, relative to this rank's first expert; -1 for an unused block
+    block_size: int
 
 
-def rows_of_tile(visits: int, experts: int) -> int:
-    """The smallest tile that takes an expert's visits when all have equally many."""
-    return next((rows for rows in (16, 32, 64) if visits <= rows * experts), 128)
+def max_blocks(pairs: int, experts: int, block_size: int) -> int:
+    """Return the most blocks that so many pairs fill: as many experts as possible pad their last block."""
+    return (pairs + min(experts, pairs) * (block_size - 1)) // block_size
 
 
-def deal(chosen_NK: Tensor, first: int, experts: int, rows: int) -> Dealt:
-    """Which visits each tile holds; `experts` are those of this rank."""
-    visits = chosen_NK.numel()
-    tiles = most_tiles(visits, experts, rows)
-    counts_E, visits_P, experts_T = (
-        torch.empty(size, dtype=torch.int32, device=chosen_NK.device) for size in (experts, tiles * rows, tiles)
+def choose_block_size(pairs: int, experts: int) -> int:
+    """Return the smallest block size that holds an expert's pairs under balanced load."""
+    return next((block_size for block_size in (16, 32, 64) if pairs <= block_size * experts), 128)
+
+
+def moe_align_block_size(topk_ids_NK: Tensor, first_expert: int, experts: int, block_size: int) -> AlignedBlocks:
+    """Sort the pairs of this rank's `experts`, from `first_expert` on, into blocks."""
+    pairs = topk_ids_NK.numel()
+    num_blocks = max_blocks(pairs, experts, block_size)
+    counts_E, sorted_token_ids_P, expert_ids_T = (
+        torch.empty(size, dtype=torch.int32, device=topk_ids_NK.device)
+        for size in (experts, num_blocks * block_size, num_blocks)
     )
-    early = dependent(len(chosen_NK))
-    _count_kernel[experts,](chosen_NK, counts_E, first, visits, CHUNK=CHUNK, **early)
-    _deal_kernel[experts + 1,](
-        chosen_NK, counts_E, visits_P, experts_T, first, visits, experts, tiles,
-        ROWS=rows, EXPERTS=triton.next_power_of_2(experts), CHUNK=CHUNK, **early,
+    launch = pdl_options(len(topk_ids_NK))
+    _moe_count_kernel[experts,](topk_ids_NK, counts_E, first_expert, pairs, CHUNK=CHUNK, **launch)
+    _moe_align_kernel[experts + 1,](
+        topk_ids_NK, counts_E, sorted_token_ids_P, expert_ids_T, first_expert, pairs, experts, num_blocks,
+        BLOCK_SIZE=block_size, EXPERTS=triton.next_power_of_2(experts), CHUNK=CHUNK, **launch,
     )  # fmt: skip
-    return Dealt(visits_P, experts_T, rows)
+    return AlignedBlocks(sorted_token_ids_P, expert_ids_T, block_size)

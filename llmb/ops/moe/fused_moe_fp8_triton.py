@@ -1,8 +1,8 @@
-"""The product of many visits to each expert, in 8 bits with a scale for each 128 channels: bound by arithmetic.
+"""MoE GEMM for many rows per expert, FP8 with a scale per 128 channels: compute-bound.
 
-A program computes 256 columns as two halves. Each 128 channels are summed by the tensor cores and then added to the
-total with their scales; two halves in turn need the registers of only one unscaled sum, and the rows are read once for
-both. So a tile is wide enough for the second-level cache to keep up, which narrower ones outrun.
+A program computes 256 columns as two halves. Each 128 channels are accumulated by the tensor cores and then added to
+the total with their scales; two halves in turn need the registers of only one unscaled accumulator, and the rows are
+read once for both. So a tile is wide enough for the L2 cache to keep up, which narrower ones outrun.
 """
 
 import torch
@@ -10,77 +10,79 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.moe.align_triton import Dealt, tile_and_block
-from llmb.ops.moe.expert_weights import Stacked
-from llmb.ops.quant.activation_quant import GROUP, Groups8
+from llmb.ops.moe.align_triton import AlignedBlocks, grouped_pids
+from llmb.ops.moe.expert_weights import ExpertWeights
+from llmb.ops.quant.activation_quant import GROUP, GroupFp8
 
-ROWS = 128  # of a tile from which this way is the faster
-COLUMNS = 2 * GROUP
-BAND, WARPS, STAGES = 8, 8, 3
+BLOCK_M = 128  # the block size from which this kernel is the faster
+BLOCK_N = 2 * GROUP
+GROUP_M, WARPS, STAGES = 8, 8, 3
 
 
-@triton.jit(do_not_specialize=["visits", "tiles"])
-def _wide_kernel(
-    x, x_scales, weight, weight_scales, out, visit_weights, visits_of, expert_of, visits, tiles, outputs, inputs,
-    TOP_K: tl.constexpr, WEIGH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr,
+@triton.jit(do_not_specialize=["pairs", "num_blocks"])
+def _moe_gemm_fp8_kernel(
+    x, x_scales, weight, weight_scales, out, topk_weights, sorted_token_ids, expert_ids, pairs, num_blocks,
+    outputs, inputs,
+    TOP_K: tl.constexpr, MUL_ROUTED_WEIGHT: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """out[visit] = x[visit // TOP_K] @ weight[expert].T for a tile of visits to one expert."""
-    tile, block = tile_and_block(tiles, outputs, 2 * GROUP, BAND)
-    expert = tl.load(expert_of + tile).to(tl.int64)
+    """out[pair] = x[pair // TOP_K] @ weight[expert].T for a block of pairs of one expert."""
+    pid_m, pid_n = grouped_pids(num_blocks, outputs, 2 * GROUP, GROUP_M)
+    expert = tl.load(expert_ids + pid_m).to(tl.int64)
     if expert < 0:
         return
-    visit = tl.load(visits_of + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    real = visit < visits
-    row = tl.where(real, visit // TOP_K, 0)  # what fills a tile up is computed from some row and never stored
-    depth, column = tl.arange(0, GROUP), block * 2 * GROUP + tl.arange(0, GROUP)
+    pair = tl.load(sorted_token_ids + pid_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    valid = pair < pairs
+    row = tl.where(valid, pair // TOP_K, 0)  # padding is computed from some row and never stored
+    k, column = tl.arange(0, GROUP), pid_n * 2 * GROUP + tl.arange(0, GROUP)
     groups = inputs // GROUP
-    x_at = x + row[:, None] * inputs + depth[None, :]
-    weight_at = weight + (expert * outputs + column)[None, :] * inputs + depth[:, None]
-    x_scale_at = x_scales + row * groups
-    weight_scale_at = weight_scales + (expert * (outputs // GROUP) + block * 2) * groups
-    first = tl.zeros((ROWS, GROUP), tl.float32)
-    second = tl.zeros((ROWS, GROUP), tl.float32)
+    x_ptrs = x + row[:, None] * inputs + k[None, :]
+    weight_ptrs = weight + (expert * outputs + column)[None, :] * inputs + k[:, None]
+    x_scale_ptrs = x_scales + row * groups
+    weight_scale_ptr = weight_scales + (expert * (outputs // GROUP) + pid_n * 2) * groups
+    acc0 = tl.zeros((BLOCK_M, GROUP), tl.float32)
+    acc1 = tl.zeros((BLOCK_M, GROUP), tl.float32)
     for _ in range(groups):
-        left = tl.load(x_at)
-        scale = tl.load(x_scale_at)
-        first += tl.dot(left, tl.load(weight_at)) * (scale * tl.load(weight_scale_at))[:, None]
-        other = tl.load(weight_at + GROUP * inputs)
-        second += tl.dot(left, other) * (scale * tl.load(weight_scale_at + groups))[:, None]
-        x_at += GROUP
-        weight_at += GROUP
-        x_scale_at += 1
-        weight_scale_at += 1
-    if WEIGH:
-        of_visit = tl.load(visit_weights + visit, mask=real, other=0.0)[:, None]
-        first *= of_visit
-        second *= of_visit
-    at = out + visit[:, None] * outputs + column[None, :]
-    tl.store(at, first.to(out.dtype.element_ty), mask=real[:, None])
-    tl.store(at + GROUP, second.to(out.dtype.element_ty), mask=real[:, None])
+        x_block = tl.load(x_ptrs)
+        scale = tl.load(x_scale_ptrs)
+        acc0 += tl.dot(x_block, tl.load(weight_ptrs)) * (scale * tl.load(weight_scale_ptr))[:, None]
+        weight1 = tl.load(weight_ptrs + GROUP * inputs)
+        acc1 += tl.dot(x_block, weight1) * (scale * tl.load(weight_scale_ptr + groups))[:, None]
+        x_ptrs += GROUP
+        weight_ptrs += GROUP
+        x_scale_ptrs += 1
+        weight_scale_ptr += 1
+    if MUL_ROUTED_WEIGHT:
+        routed_weight = tl.load(topk_weights + pair, mask=valid, other=0.0)[:, None]
+        acc0 *= routed_weight
+        acc1 *= routed_weight
+    out_ptrs = out + pair[:, None] * outputs + column[None, :]
+    tl.store(out_ptrs, acc0.to(out.dtype.element_ty), mask=valid[:, None])
+    tl.store(out_ptrs + GROUP, acc1.to(out.dtype.element_ty), mask=valid[:, None])
 
 
-def fits_wide(weight: Stacked, dealt: Dealt) -> bool:
-    """Whether a product should be computed this way."""
-    return weight.kind == "groups8" and dealt.rows == ROWS and weight.values.shape[1] % COLUMNS == 0
+def fits_large_m(weight: ExpertWeights, blocks: AlignedBlocks) -> bool:
+    """Return whether a GEMM should take this kernel."""
+    return weight.format == "1x128" and blocks.block_size == BLOCK_M and weight.values.shape[1] % BLOCK_N == 0
 
 
-def wide_product(
-    x: Groups8,
-    weight: Stacked,
-    dealt: Dealt,
-    visits: int,
+def large_m_gemm(
+    x: GroupFp8,
+    weight: ExpertWeights,
+    blocks: AlignedBlocks,
+    pairs: int,
     top_k: int,
     dtype: torch.dtype,
-    visit_weights: Tensor | None,
+    topk_weights: Tensor | None,
 ) -> Tensor:
-    """As `routed_triton.product`."""
+    """See `fused_moe_triton.moe_gemm`."""
     outputs, inputs = weight.values.shape[1:]
-    out_MO = torch.empty(visits, outputs, dtype=dtype, device=x.values.device)
-    tiles = len(dealt.experts_T)
-    _wide_kernel[tiles * (outputs // COLUMNS),](
-        x.values.contiguous(), x.scales.contiguous(), weight.values, weight.scales, out_MO, visit_weights,
-        dealt.visits_P, dealt.experts_T, visits, tiles, outputs, inputs,
-        TOP_K=top_k, WEIGH=visit_weights is not None, GROUP=GROUP, ROWS=ROWS, BAND=BAND,
+    out_MO = torch.empty(pairs, outputs, dtype=dtype, device=x.values.device)
+    num_blocks = len(blocks.expert_ids_T)
+    _moe_gemm_fp8_kernel[num_blocks * (outputs // BLOCK_N),](
+        x.values.contiguous(), x.scales.contiguous(), weight.values, weight.scales, out_MO, topk_weights,
+        blocks.sorted_token_ids_P, blocks.expert_ids_T, pairs, num_blocks, outputs, inputs,
+        TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None, GROUP=GROUP, BLOCK_M=BLOCK_M, GROUP_M=GROUP_M,
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return out_MO

@@ -1,10 +1,10 @@
-"""The experts' MLPs in Triton; `fused_moe.py` says what they compute.
+"""Fused MoE in Triton; `fused_moe.py` defines what it computes.
 
-Visits are dealt into tiles. A product reads its rows where they are, by the numbers in the tile, and writes them by
-visit; tiles without an expert end at once. Between the two products stands the gate, which also rounds, and after them
-the sum over each token's visits.
+Token-expert pairs are aligned to blocks. A GEMM gathers its rows by the pair indices of the block and stores its output
+by pair; blocks without an expert return at once. Between the two GEMMs comes the gated activation, which also
+quantizes, and after them the sum over each token's experts.
 
-Shapes: M = N * K visits; the others as in `fused_moe.py`.
+Shapes: M = N * K token-expert pairs; the others as in `fused_moe.py`.
 """
 
 import torch
@@ -12,187 +12,207 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.activation.gated_act_triton import gate_row
-from llmb.ops.dependent_launch import begins, dependent
-from llmb.ops.moe.align_triton import Dealt, Tile, deal, rows_of_tile, tile_and_block
-from llmb.ops.moe.expert_weights import Stacked
-from llmb.ops.moe.fused_moe import Visits
-from llmb.ops.moe.fused_moe_fp8_triton import fits_wide, wide_product
-from llmb.ops.moe.fused_moe_nvfp4_triton import nvfp4_product
-from llmb.ops.quant.activation_quant import GROUP, Activation, Form, Groups8, as_form, room_for
+from llmb.ops.activation.gated_act_triton import gated_activation_row
+from llmb.ops.dependent_launch import pdl_options, pdl_wait
+from llmb.ops.moe.align_triton import (
+    AlignedBlocks,
+    MoEGemmConfig,
+    choose_block_size,
+    grouped_pids,
+    moe_align_block_size,
+)
+from llmb.ops.moe.expert_weights import ExpertWeights
+from llmb.ops.moe.fused_moe import Routing
+from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m, large_m_gemm
+from llmb.ops.moe.fused_moe_nvfp4_triton import nvfp4_gemm
+from llmb.ops.quant.activation_quant import GROUP, Activation, GroupFp8, QuantFormat, as_activation, empty_activation
 
-CHANNELS = 1024  # of a token that one program adds up
-FEW_VISITS = 128  # of a step so small that its kernels are launched early
-MOST_TOKENS = 16384  # computed together; more would fill memory with what is between the products and gain nothing
+CHANNELS = 1024  # of a token that one program sums
+DEPENDENT_PAIRS = 128  # most pairs of a step whose kernels use programmatic dependent launch
+MAX_TOKENS = 16384  # per pass; more would fill memory with intermediates and gain nothing
 
 
-# By the rows of a tile. Few rows: all is waiting for weights, and many small programs ask for them at once.
-PLAIN_TILES = {
-    16: Tile(64, 128, 4, 4, 1),
-    32: Tile(64, 128, 4, 4, 1),
-    64: Tile(128, 64, 4, 4, 8),
-    128: Tile(128, 64, 8, 3, 8),
+# By block size. With few rows the kernel waits for weights, and many small programs request them at once.
+CONFIGS = {
+    16: MoEGemmConfig(64, 128, 4, 4, 1),
+    32: MoEGemmConfig(64, 128, 4, 4, 1),
+    64: MoEGemmConfig(128, 64, 4, 4, 8),
+    128: MoEGemmConfig(128, 64, 8, 3, 8),
 }
-ROUNDED_TILES = {
-    16: Tile(64, 128, 4, 5, 1),
-    32: Tile(64, 128, 4, 5, 1),
-    64: Tile(128, 128, 4, 4, 8),
-    128: Tile(128, 128, 8, 3, 8),
+FP8_CONFIGS = {
+    16: MoEGemmConfig(64, 128, 4, 5, 1),
+    32: MoEGemmConfig(64, 128, 4, 5, 1),
+    64: MoEGemmConfig(128, 128, 4, 4, 8),
+    128: MoEGemmConfig(128, 128, 8, 3, 8),
 }
 
 
-@triton.jit(do_not_specialize=["visits", "tiles"])
-def _product_kernel(
-    x, x_scales, weight, weight_scales, out, visit_weights, visits_of, expert_of, visits, tiles, outputs, inputs,
-    FORM: tl.constexpr, TOP_K: tl.constexpr, WEIGH: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, DEPENDENT: tl.constexpr,
+@triton.jit(do_not_specialize=["pairs", "num_blocks"])
+def _moe_gemm_kernel(
+    x, x_scales, weight, weight_scales, out, topk_weights, sorted_token_ids, expert_ids, pairs, num_blocks,
+    outputs, inputs,
+    QUANT_FORMAT: tl.constexpr, TOP_K: tl.constexpr, MUL_ROUTED_WEIGHT: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[visit] = x[visit // TOP_K] @ weight[expert].T for a tile of visits to one expert."""
-    begins(DEPENDENT)
-    tile, block = tile_and_block(tiles, outputs, COLUMNS, BAND)
-    expert = tl.load(expert_of + tile).to(tl.int64)
+    """out[pair] = x[pair // TOP_K] @ weight[expert].T for a block of pairs of one expert."""
+    pdl_wait(USE_PDL)
+    pid_m, pid_n = grouped_pids(num_blocks, outputs, BLOCK_N, GROUP_M)
+    expert = tl.load(expert_ids + pid_m).to(tl.int64)
     if expert < 0:
         return
-    visit = tl.load(visits_of + tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    real = visit < visits
-    row = visit // TOP_K
-    column = block * COLUMNS + tl.arange(0, COLUMNS)
-    output = column % outputs  # what is beyond the last is computed from others and never stored
-    depth = tl.arange(0, DEPTH)
-    x_at = x + row[:, None] * inputs + depth[None, :]
-    weight_at = weight + expert * outputs * inputs + output[None, :].to(tl.int64) * inputs + depth[:, None]
-    if FORM == "groups8":
+    pair = tl.load(sorted_token_ids + pid_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    valid = pair < pairs
+    row = pair // TOP_K
+    column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    output = column % outputs  # columns beyond the last are computed from others and never stored
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x + row[:, None] * inputs + k[None, :]
+    weight_ptrs = weight + expert * outputs * inputs + output[None, :].to(tl.int64) * inputs + k[:, None]
+    if QUANT_FORMAT == "1x128":
         groups = inputs // GROUP
-        x_scale_at = x_scales + row * groups
-        weight_scale_at = weight_scales + (expert * (outputs // GROUP) + block * COLUMNS // GROUP) * groups
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, inputs, DEPTH):
-        if EVEN:
-            left = tl.load(x_at, mask=real[:, None], other=0.0)
-            right = tl.load(weight_at)
+        x_scale_ptrs = x_scales + row * groups
+        weight_scale_ptr = weight_scales + (expert * (outputs // GROUP) + pid_n * BLOCK_N // GROUP) * groups
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, inputs, BLOCK_K):
+        if EVEN_K:
+            x_block = tl.load(x_ptrs, mask=valid[:, None], other=0.0)
+            weight_block = tl.load(weight_ptrs)
         else:
-            inside = start + depth < inputs
-            left = tl.load(x_at, mask=real[:, None] & inside[None, :], other=0.0)
-            right = tl.load(weight_at, mask=inside[:, None], other=0.0)
-        if FORM == "groups8":
-            scale = tl.load(x_scale_at, mask=real, other=0.0) * tl.load(weight_scale_at)
-            total += tl.dot(left, right) * scale[:, None]
-            x_scale_at += 1
-            weight_scale_at += 1
+            k_mask = start + k < inputs
+            x_block = tl.load(x_ptrs, mask=valid[:, None] & k_mask[None, :], other=0.0)
+            weight_block = tl.load(weight_ptrs, mask=k_mask[:, None], other=0.0)
+        if QUANT_FORMAT == "1x128":
+            scale = tl.load(x_scale_ptrs, mask=valid, other=0.0) * tl.load(weight_scale_ptr)
+            acc += tl.dot(x_block, weight_block) * scale[:, None]
+            x_scale_ptrs += 1
+            weight_scale_ptr += 1
         else:
-            total = tl.dot(left, right, total, input_precision="ieee")
-        x_at += DEPTH
-        weight_at += DEPTH
-    if FORM == "rows8":
-        of_row = tl.load(x_scales + row, mask=real, other=0.0)
-        total *= of_row[:, None] * tl.load(weight_scales + expert * outputs + output)[None, :]
-    if WEIGH:
-        total *= tl.load(visit_weights + visit, mask=real, other=0.0)[:, None]
-    at = out + visit[:, None] * outputs + column[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=real[:, None] & (column < outputs)[None, :])
+            acc = tl.dot(x_block, weight_block, acc, input_precision="ieee")
+        x_ptrs += BLOCK_K
+        weight_ptrs += BLOCK_K
+    if QUANT_FORMAT == "per_token":
+        row_scale = tl.load(x_scales + row, mask=valid, other=0.0)
+        acc *= row_scale[:, None] * tl.load(weight_scales + expert * outputs + output)[None, :]
+    if MUL_ROUTED_WEIGHT:
+        acc *= tl.load(topk_weights + pair, mask=valid, other=0.0)[:, None]
+    out_ptrs = out + pair[:, None] * outputs + column[None, :]
+    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=valid[:, None] & (column < outputs)[None, :])
 
 
-@triton.jit(do_not_specialize=["first", "experts"])
-def _gate_kernel(
-    both, chosen, out, scales, first, experts,
-    F: tl.constexpr, WIDE: tl.constexpr, SILU: tl.constexpr, FORM: tl.constexpr, DEPENDENT: tl.constexpr,
+@triton.jit(do_not_specialize=["first_expert", "experts"])
+def _moe_gated_act_kernel(
+    gate_up, topk_ids, out, scales, first_expert, experts,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, ACTIVATION: tl.constexpr, QUANT_FORMAT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate) * up of one visit, in the form that the second product wants."""
-    begins(DEPENDENT)
-    visit = tl.program_id(0).to(tl.int64)
-    expert = tl.load(chosen + visit) - first
+    """activation(gate) * up of one pair, in the format that the second GEMM takes."""
+    pdl_wait(USE_PDL)
+    pair = tl.program_id(0).to(tl.int64)
+    expert = tl.load(topk_ids + pair) - first_expert
     if (expert >= 0) & (expert < experts):
-        gate_row(visit, both, out, scales, F, WIDE, SILU, FORM)
+        gated_activation_row(pair, gate_up, out, scales, F, BLOCK_F, ACTIVATION, QUANT_FORMAT)
 
 
-@triton.jit(do_not_specialize=["first", "experts"])
-def _sum_kernel(
-    answers, chosen, out, first, experts, width,
-    TOP_K: tl.constexpr, CHANNELS: tl.constexpr, DEPENDENT: tl.constexpr,
+@triton.jit(do_not_specialize=["first_expert", "experts"])
+def _moe_sum_kernel(
+    pair_outputs, topk_ids, out, first_expert, experts, width,
+    TOP_K: tl.constexpr, CHANNELS: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's answers from the experts of this rank, in the order of its visits."""
-    begins(DEPENDENT)
+    """Sum a token's outputs of this rank's experts in the order of k."""
+    pdl_wait(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channel < width
-    total = tl.zeros((CHANNELS,), tl.float32)
-    for number in range(TOP_K):
-        visit = token * TOP_K + number
-        expert = tl.load(chosen + visit) - first
-        here = (expert >= 0) & (expert < experts)
-        total += tl.load(answers + visit * width + channel, mask=inside & here, other=0.0).to(tl.float32)
-    tl.store(out + token * width + channel, total.to(out.dtype.element_ty), mask=inside)
+    mask = channel < width
+    acc = tl.zeros((CHANNELS,), tl.float32)
+    for k in range(TOP_K):
+        pair = token * TOP_K + k
+        expert = tl.load(topk_ids + pair) - first_expert
+        is_local = (expert >= 0) & (expert < experts)
+        acc += tl.load(pair_outputs + pair * width + channel, mask=mask & is_local, other=0.0).to(tl.float32)
+    tl.store(out + token * width + channel, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def routed_mlp_triton(
+def fused_moe_triton(
     x: Activation,
-    visits: Visits,
-    both: Stacked,
-    down: Stacked,
+    routing: Routing,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
     activation: str,
     dtype: torch.dtype,
-    rows: int | None = None,
+    block_size: int | None = None,
 ) -> Tensor:
-    """As `routed.routed_mlp`; `rows` of a tile are found from the number of visits if not given."""
-    tokens, (experts, channels, _) = len(visits.chosen_NK), down.values.shape
-    out_NC = torch.empty(tokens, channels, dtype=dtype, device=visits.chosen_NK.device)
-    for start in range(0, tokens, MOST_TOKENS):
-        some = slice(start, start + MOST_TOKENS)
-        weights_NK, chosen_NK = visits.weights_NK[some].contiguous(), visits.chosen_NK[some].contiguous()
-        count, top_k = chosen_NK.numel(), chosen_NK.shape[1]
-        dealt = deal(chosen_NK, visits.first, experts, rows or rows_of_tile(count, visits.experts))
-        both_M2F = product(_rows(x, some), both, dealt, count, top_k, dtype)
-        hidden = gate(both_M2F, chosen_NK, visits.first, experts, activation, down.form)
-        answers_MC = product(hidden, down, dealt, count, 1, dtype, weights_NK)
-        _sum_kernel[len(chosen_NK), triton.cdiv(channels, CHANNELS)](
-            answers_MC, chosen_NK, out_NC[some], visits.first, experts, channels, TOP_K=top_k, CHANNELS=CHANNELS,
-            **dependent(len(chosen_NK)),
+    """See `fused_moe.fused_moe`; the block size follows from the number of pairs unless given."""
+    tokens, (experts, channels, _) = len(routing.topk_ids_NK), down.values.shape
+    out_NC = torch.empty(tokens, channels, dtype=dtype, device=routing.topk_ids_NK.device)
+    for start in range(0, tokens, MAX_TOKENS):
+        rows = slice(start, start + MAX_TOKENS)
+        topk_weights_NK = routing.topk_weights_NK[rows].contiguous()
+        topk_ids_NK = routing.topk_ids_NK[rows].contiguous()
+        pairs, top_k = topk_ids_NK.numel(), topk_ids_NK.shape[1]
+        blocks = moe_align_block_size(
+            topk_ids_NK, routing.first_expert, experts, block_size or choose_block_size(pairs, routing.experts)
+        )
+        gate_up_M2F = moe_gemm(_slice_rows(x, rows), gate_up, blocks, pairs, top_k, dtype)
+        hidden = moe_gated_act(gate_up_M2F, topk_ids_NK, routing.first_expert, experts, activation, down.form)
+        pair_outputs_MC = moe_gemm(hidden, down, blocks, pairs, 1, dtype, topk_weights_NK)
+        _moe_sum_kernel[len(topk_ids_NK), triton.cdiv(channels, CHANNELS)](
+            pair_outputs_MC, topk_ids_NK, out_NC[rows], routing.first_expert, experts, channels,
+            TOP_K=top_k, CHANNELS=CHANNELS, **pdl_options(len(topk_ids_NK)),
         )  # fmt: skip
     return out_NC
 
 
-def _rows(x: Activation, some: slice) -> Activation:
-    return x[some] if isinstance(x, Tensor) else type(x)(x.values[some], x.scales[some])
+def _slice_rows(x: Activation, rows: slice) -> Activation:
+    return x[rows] if isinstance(x, Tensor) else type(x)(x.values[rows], x.scales[rows])
 
 
-def product(
+def moe_gemm(
     x: Activation,
-    weight: Stacked,
-    dealt: Dealt,
-    visits: int,
+    weight: ExpertWeights,
+    blocks: AlignedBlocks,
+    pairs: int,
     top_k: int,
     dtype: torch.dtype,
-    visit_weights: Tensor | None = None,
+    topk_weights: Tensor | None = None,
 ) -> Tensor:
-    """The product of every visit, [M, O]; x has a row for each `top_k` of them."""
-    if weight.kind == "nvfp4":
+    """Multiply the row of every pair by its expert's weight, [M, O]; x has one row per `top_k` pairs."""
+    if weight.format == "nvfp4":
         assert isinstance(x, Tensor)
-        return nvfp4_product(x, weight, dealt, visits, top_k, dtype, visit_weights)
-    if isinstance(x, Groups8) and fits_wide(weight, dealt):
-        return wide_product(x, weight, dealt, visits, top_k, dtype, visit_weights)
+        return nvfp4_gemm(x, weight, blocks, pairs, top_k, dtype, topk_weights)
+    if isinstance(x, GroupFp8) and fits_large_m(weight, blocks):
+        return large_m_gemm(x, weight, blocks, pairs, top_k, dtype, topk_weights)
     values, scales = (x.contiguous(), None) if isinstance(x, Tensor) else (x.values.contiguous(), x.scales.contiguous())
     outputs, inputs = weight.values.shape[1:]
-    out_MO = torch.empty(visits, outputs, dtype=dtype, device=values.device)
-    shape = (PLAIN_TILES if weight.kind == "plain" else ROUNDED_TILES)[dealt.rows]
-    tiles = len(dealt.experts_T)
-    _product_kernel[tiles * triton.cdiv(outputs, shape.columns),](
-        values, scales, weight.values, weight.scales, out_MO, visit_weights, dealt.visits_P, dealt.experts_T,
-        visits, tiles, outputs, inputs,
-        FORM=weight.kind, TOP_K=top_k, WEIGH=visit_weights is not None, EVEN=inputs % shape.depth == 0,
-        GROUP=GROUP, ROWS=dealt.rows, COLUMNS=shape.columns, DEPTH=shape.depth, BAND=shape.band,
-        num_warps=shape.warps, num_stages=shape.stages, **dependent(visits, FEW_VISITS),
+    out_MO = torch.empty(pairs, outputs, dtype=dtype, device=values.device)
+    config = (CONFIGS if weight.format == "plain" else FP8_CONFIGS)[blocks.block_size]
+    num_blocks = len(blocks.expert_ids_T)
+    _moe_gemm_kernel[num_blocks * triton.cdiv(outputs, config.block_n),](
+        values, scales, weight.values, weight.scales, out_MO, topk_weights, blocks.sorted_token_ids_P,
+        blocks.expert_ids_T, pairs, num_blocks, outputs, inputs,
+        QUANT_FORMAT=weight.format, TOP_K=top_k, MUL_ROUTED_WEIGHT=topk_weights is not None,
+        EVEN_K=inputs % config.block_k == 0, GROUP=GROUP,
+        BLOCK_M=blocks.block_size, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+        num_warps=config.num_warps, num_stages=config.num_stages, **pdl_options(pairs, DEPENDENT_PAIRS),
     )  # fmt: skip
     return out_MO
 
 
-def gate(both_M2F: Tensor, chosen_NK: Tensor, first: int, experts: int, activation: str, form: Form) -> Activation:
-    """What the second product reads; rows of visits to other ranks' experts stay as they were found."""
-    visits, width = len(both_M2F), both_M2F.shape[1] // 2
-    out_MF, scales = room_for(visits, width, form, both_M2F)
-    wide = max(triton.next_power_of_2(width), GROUP)
-    _gate_kernel[visits,](
-        both_M2F, chosen_NK, out_MF, scales, first, experts,
-        F=width, WIDE=wide, SILU=activation == "silu", FORM=form, num_warps=min(max(wide // 1024, 1), 16),
-        **dependent(visits, FEW_VISITS),
+def moe_gated_act(
+    gate_up_M2F: Tensor,
+    topk_ids_NK: Tensor,
+    first_expert: int,
+    experts: int,
+    activation: str,
+    quant_format: QuantFormat,
+) -> Activation:
+    """Compute the input of the second GEMM; rows of pairs of other ranks' experts are left uninitialized."""
+    pairs, width = len(gate_up_M2F), gate_up_M2F.shape[1] // 2
+    out_MF, scales = empty_activation(pairs, width, quant_format, gate_up_M2F)
+    block = max(triton.next_power_of_2(width), GROUP)
+    _moe_gated_act_kernel[pairs,](
+        gate_up_M2F, topk_ids_NK, out_MF, scales, first_expert, experts,
+        F=width, BLOCK_F=block, ACTIVATION=activation, QUANT_FORMAT=quant_format,
+        num_warps=min(max(block // 1024, 1), 16), **pdl_options(pairs, DEPENDENT_PAIRS),
     )  # fmt: skip
-    return as_form(out_MF, scales, form)
+    return as_activation(out_MF, scales, quant_format)

@@ -1,11 +1,11 @@
-"""Triton for visits to experts: one program takes one token, or a block of its channels, with all of its visits.
+"""Triton kernels of `permute.py`: one program per token, or per block of its channels, with all of its rows.
 
-A row of the experts' order is whole lines of memory wherever it is, so rows are read and written in the order of the
-tokens at no loss, and what belongs to the token itself passes once instead of once a visit.
+A row in expert order is whole cache lines wherever it lies, so rows are read and written in token order at no loss, and
+whatever belongs to the token itself is loaded once instead of K times.
 
-Visits are sorted by counting: blocks of them count their own experts, a running sum over experts and blocks says where
-the visits of each block begin, and every visit adds its number among its block's equals. Nothing is counted with
-atomics, so an expert's visits stay in order.
+Pairs are sorted by counting: each block of pairs counts its own experts, a cumulative sum over experts and blocks gives
+the offset of each block's pairs, and every pair adds its rank among the pairs of its block with the same expert.
+Without atomics, so the sort is stable.
 """
 
 import torch
@@ -13,171 +13,175 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHANNELS = 1024  # of one program that has a block of a token's channels
-PER_THREAD = 8  # one load of 16 bytes in bf16
-SLOPES, SLOPE_WARPS = 4096, 4  # numbers that are in work at once for a token's slopes: all visits, some channels
-VISITS, COMPARED, VISIT_WARPS = 128, 32, 8  # of a block that is sorted: all pairs are compared, so many at a time
+CHANNELS = 1024  # per program where a token's channels are split over programs
+PER_THREAD = 8  # one 16-byte load in bf16
+GRAD_ELEMENTS, GRAD_WARPS = 4096, 4  # a tile of the backward kernel: all rows of a token, some channels
+SORT_PAIRS, SORT_COMPARED, SORT_WARPS = 128, 32, 8  # a block of the sort compares all its pairs, so many at a time
 
 
 @triton.jit
-def _visits_copied(x_ptr, places_ptr, rows_ptr, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+def _permute_kernel(x_ptr, row_map_ptr, rows_ptr, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
     token, c = _token_and_channels(C, BLOCK)
     x = tl.load(x_ptr + token * C + c, mask=c < C, other=0.0)
     for k in tl.static_range(K):
-        row = tl.load(places_ptr + token * K + k).to(tl.int64)
+        row = tl.load(row_map_ptr + token * K + k).to(tl.int64)
         tl.store(rows_ptr + row * C + c, x, mask=c < C)
 
 
 @triton.jit
-def _visits_mixed(
-    rows_ptr, places_ptr, weights_ptr, beside_ptr, out_ptr,
-    C: tl.constexpr, K: tl.constexpr, WEIGHED: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
+def _unpermute_kernel(
+    rows_ptr, row_map_ptr, weights_ptr, addend_ptr, out_ptr,
+    C: tl.constexpr, K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_ADDEND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, c = _token_and_channels(C, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(K):
-        row = tl.load(places_ptr + token * K + k).to(tl.int64)
-        answer = tl.load(rows_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
-        if WEIGHED:
-            answer *= tl.load(weights_ptr + token * K + k).to(tl.float32)
-        total += answer
-    if ADDS:
-        total += tl.load(beside_ptr + token * C + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * C + c, total.to(out_ptr.dtype.element_ty), mask=c < C)
+        row = tl.load(row_map_ptr + token * K + k).to(tl.int64)
+        value = tl.load(rows_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+        if HAS_WEIGHTS:
+            value *= tl.load(weights_ptr + token * K + k).to(tl.float32)
+        acc += value
+    if HAS_ADDEND:
+        acc += tl.load(addend_ptr + token * C + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * C + c, acc.to(out_ptr.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
 def _token_and_channels(C: tl.constexpr, BLOCK: tl.constexpr):
-    """Whose channels a program takes, and which; programs of one token are neighbours."""
-    across: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    """Return the token and channels of this program; programs of one token are adjacent."""
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
-    return (program // across).to(tl.int64), (program % across) * BLOCK + tl.arange(0, BLOCK)
+    return (program // blocks).to(tl.int64), (program % blocks) * BLOCK + tl.arange(0, BLOCK)
 
 
 @triton.jit
-def _visits_mixed_backward(
-    dout_ptr, rows_ptr, places_ptr, weights_ptr, drows_ptr, dweights_ptr,
-    C: tl.constexpr, K: tl.constexpr, WIDE_K: tl.constexpr, BLOCK: tl.constexpr,
+def _unpermute_backward_kernel(
+    dout_ptr, rows_ptr, row_map_ptr, weights_ptr, drows_ptr, dweights_ptr,
+    C: tl.constexpr, K: tl.constexpr, PADDED_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All slopes of one token, which is walked over once: products with the rows are added up at the end."""
+    """Compute all gradients of one token in one pass over its channels."""
     token = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, WIDE_K)
+    k = tl.arange(0, PADDED_K)
     weight = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)[:, None]
-    row = tl.load(places_ptr + token * K + k, mask=k < K, other=0).to(tl.int64)[:, None]
-    products = tl.zeros((WIDE_K, BLOCK), tl.float32)
+    row = tl.load(row_map_ptr + token * K + k, mask=k < K, other=0).to(tl.int64)[:, None]
+    products = tl.zeros((PADDED_K, BLOCK), tl.float32)
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)[None, :]
-        there = (k < K)[:, None] & (c < C)
-        # Once a visit, from the cache: one row for all would pass through shared memory to lie as the others do.
-        own = tl.broadcast_to(token * C + c, (WIDE_K, BLOCK))
-        dout = tl.load(dout_ptr + own, mask=there, other=0.0).to(tl.float32)
-        products += dout * tl.load(rows_ptr + row * C + c, mask=there, other=0.0).to(tl.float32)
-        tl.store(drows_ptr + row * C + c, (dout * weight).to(drows_ptr.dtype.element_ty), mask=there)
+        mask = (k < K)[:, None] & (c < C)
+        # Loaded K times from cache: a single row would go through shared memory to get the layout of the others.
+        dout_offsets = tl.broadcast_to(token * C + c, (PADDED_K, BLOCK))
+        dout = tl.load(dout_ptr + dout_offsets, mask=mask, other=0.0).to(tl.float32)
+        products += dout * tl.load(rows_ptr + row * C + c, mask=mask, other=0.0).to(tl.float32)
+        tl.store(drows_ptr + row * C + c, (dout * weight).to(drows_ptr.dtype.element_ty), mask=mask)
     tl.store(dweights_ptr + token * K + k, tl.sum(products, 1).to(dweights_ptr.dtype.element_ty), mask=k < K)
 
 
-@triton.jit(do_not_specialize=["visits", "blocks"])
-def _visits_numbered(chosen_ptr, numbers_ptr, counts_ptr, visits, blocks, VISITS: tl.constexpr, COMPARED: tl.constexpr):
-    """The number of each visit among those of its block to the same expert; the last of them knows how many."""
-    first = tl.program_id(0) * VISITS
-    visit = first + tl.arange(0, VISITS)
-    expert = _chosen(chosen_ptr, visit, visits)
-    number, count = tl.zeros((VISITS,), tl.int32), tl.zeros((VISITS,), tl.int32)
-    for start in range(0, VISITS, COMPARED):
-        other = first + start + tl.arange(0, COMPARED)
-        same = expert[:, None] == _chosen(chosen_ptr, other, visits)[None, :]
-        number += tl.sum((same & (other[None, :] < visit[:, None])).to(tl.int32), 1)
+@triton.jit(do_not_specialize=["pairs", "blocks"])
+def _sort_rank_kernel(topk_ids_ptr, ranks_ptr, counts_ptr, pairs, blocks, PAIRS: tl.constexpr, COMPARED: tl.constexpr):
+    """Rank each pair among those of its block with the same expert; the last of them stores the count."""
+    first = tl.program_id(0) * PAIRS
+    pair = first + tl.arange(0, PAIRS)
+    expert = _expert_ids(topk_ids_ptr, pair, pairs)
+    rank, count = tl.zeros((PAIRS,), tl.int32), tl.zeros((PAIRS,), tl.int32)
+    for start in range(0, PAIRS, COMPARED):
+        compared = first + start + tl.arange(0, COMPARED)
+        same = expert[:, None] == _expert_ids(topk_ids_ptr, compared, pairs)[None, :]
+        rank += tl.sum((same & (compared[None, :] < pair[:, None])).to(tl.int32), 1)
         count += tl.sum(same.to(tl.int32), 1)
-    tl.store(numbers_ptr + visit, number, mask=visit < visits)
-    last = (visit < visits) & (number == count - 1)
+    tl.store(ranks_ptr + pair, rank, mask=pair < pairs)
+    last = (pair < pairs) & (rank == count - 1)
     tl.store(counts_ptr + expert * blocks + tl.program_id(0), count, mask=last)
 
 
-@triton.jit(do_not_specialize=["visits", "blocks", "experts"])
-def _visits_placed(
-    chosen_ptr, numbers_ptr, until_ptr, ends_ptr, visits, blocks, experts, VISITS: tl.constexpr, EXPERTS: tl.constexpr
+@triton.jit(do_not_specialize=["pairs", "blocks", "experts"])
+def _sort_offset_kernel(
+    topk_ids_ptr, row_map_ptr, cumsum_ptr, ends_ptr, pairs, blocks, experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr
 ):
-    """Numbers become places: behind all visits to lower experts, and those of earlier blocks to the same one."""
-    visit = tl.program_id(0) * VISITS + tl.arange(0, VISITS)
-    there = visit < visits
-    place = _chosen(chosen_ptr, visit, visits) * blocks + tl.program_id(0)
-    start = tl.load(until_ptr + place - 1, mask=there & (place > 0), other=0)
-    tl.store(numbers_ptr + visit, start + tl.load(numbers_ptr + visit, mask=there, other=0), mask=there)
+    """Turn ranks into rows: add the pairs of lower experts and those of the same expert in earlier blocks."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    mask = pair < pairs
+    index = _expert_ids(topk_ids_ptr, pair, pairs) * blocks + tl.program_id(0)
+    start = tl.load(cumsum_ptr + index - 1, mask=mask & (index > 0), other=0)
+    tl.store(row_map_ptr + pair, start + tl.load(row_map_ptr + pair, mask=mask, other=0), mask=mask)
     if tl.program_id(0) == 0:
         expert = tl.arange(0, EXPERTS)
-        end = tl.load(until_ptr + expert * blocks + blocks - 1, mask=expert < experts, other=0)
+        end = tl.load(cumsum_ptr + expert * blocks + blocks - 1, mask=expert < experts, other=0)
         tl.store(ends_ptr + expert, end, mask=expert < experts)
 
 
 @triton.jit
-def _chosen(chosen_ptr, visit, visits):
-    """The experts of some visits; -1 beyond the last."""
-    return tl.load(chosen_ptr + visit, mask=visit < visits, other=-1).to(tl.int32)
+def _expert_ids(topk_ids_ptr, pair, pairs):
+    """Return the experts of some pairs; -1 beyond the last."""
+    return tl.load(topk_ids_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
 
 
-def copied_triton(x_NC: Tensor, places_NK: Tensor) -> Tensor:
-    """As `visits.copied_reference`."""
-    (n, k), c = places_NK.shape, x_NC.shape[1]
+def permute_triton(x_NC: Tensor, row_map_NK: Tensor) -> Tensor:
+    """See `permute.permute`."""
+    (n, k), c = row_map_NK.shape, x_NC.shape[1]
     rows_MC = torch.empty(n * k, c, dtype=x_NC.dtype, device=x_NC.device)
     if rows_MC.numel():
-        block, warps = _block(c)
-        _visits_copied[(n * triton.cdiv(c, block),)](
-            x_NC.contiguous(), places_NK, rows_MC, C=c, K=k, BLOCK=block, num_warps=warps
+        block, warps = _block_and_warps(c)
+        _permute_kernel[(n * triton.cdiv(c, block),)](
+            x_NC.contiguous(), row_map_NK, rows_MC, C=c, K=k, BLOCK=block, num_warps=warps
         )
     return rows_MC
 
 
-def mixed_triton(rows_MC: Tensor, places_NK: Tensor, weights_NK: Tensor | None, beside_NC: Tensor | None) -> Tensor:
-    """As `visits.mixed_reference`."""
-    (n, k), c = places_NK.shape, rows_MC.shape[1]
+def unpermute_triton(
+    rows_MC: Tensor, row_map_NK: Tensor, topk_weights_NK: Tensor | None, addend_NC: Tensor | None
+) -> Tensor:
+    """See `permute.unpermute`."""
+    (n, k), c = row_map_NK.shape, rows_MC.shape[1]
     out_NC = torch.empty(n, c, dtype=rows_MC.dtype, device=rows_MC.device)
     if out_NC.numel():
-        block, warps = _block(c)
-        _visits_mixed[(n * triton.cdiv(c, block),)](
-            rows_MC.contiguous(), places_NK,
-            places_NK if weights_NK is None else weights_NK.contiguous(),
-            out_NC if beside_NC is None else beside_NC.contiguous(), out_NC,
-            C=c, K=k, WEIGHED=weights_NK is not None, ADDS=beside_NC is not None, BLOCK=block, num_warps=warps,
+        block, warps = _block_and_warps(c)
+        _unpermute_kernel[(n * triton.cdiv(c, block),)](
+            rows_MC.contiguous(), row_map_NK,
+            row_map_NK if topk_weights_NK is None else topk_weights_NK.contiguous(),
+            out_NC if addend_NC is None else addend_NC.contiguous(), out_NC,
+            C=c, K=k, HAS_WEIGHTS=topk_weights_NK is not None, HAS_ADDEND=addend_NC is not None,
+            BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return out_NC
 
 
-def mixed_backward_triton(
-    dout_NC: Tensor, rows_MC: Tensor, places_NK: Tensor, weights_NK: Tensor
+def unpermute_backward_triton(
+    dout_NC: Tensor, rows_MC: Tensor, row_map_NK: Tensor, topk_weights_NK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `visits.mixed_backward_reference`."""
-    (n, k), c = places_NK.shape, rows_MC.shape[1]
+    """See `permute.unpermute_backward`."""
+    (n, k), c = row_map_NK.shape, rows_MC.shape[1]
     drows_MC = torch.empty(rows_MC.shape, dtype=rows_MC.dtype, device=rows_MC.device)
-    dweights_NK = torch.empty(n, k, dtype=weights_NK.dtype, device=weights_NK.device)
+    dweights_NK = torch.empty(n, k, dtype=topk_weights_NK.dtype, device=topk_weights_NK.device)
     if rows_MC.numel():
-        wide_k = triton.next_power_of_2(k)
-        block = min(max(SLOPES // wide_k, 1), triton.next_power_of_2(c))
-        _visits_mixed_backward[(n,)](
-            dout_NC.contiguous(), rows_MC.contiguous(), places_NK, weights_NK.contiguous(), drows_MC, dweights_NK,
-            C=c, K=k, WIDE_K=wide_k, BLOCK=block, num_warps=SLOPE_WARPS,
+        padded_k = triton.next_power_of_2(k)
+        block = min(max(GRAD_ELEMENTS // padded_k, 1), triton.next_power_of_2(c))
+        _unpermute_backward_kernel[(n,)](
+            dout_NC.contiguous(), rows_MC.contiguous(), row_map_NK, topk_weights_NK.contiguous(), drows_MC, dweights_NK,
+            C=c, K=k, PADDED_K=padded_k, BLOCK=block, num_warps=GRAD_WARPS,
         )  # fmt: skip
     return drows_MC, dweights_NK
 
 
-def sorted_by_expert_triton(chosen_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """As `visits.sorted_by_expert_reference`."""
-    chosen_NK, visits = chosen_NK.contiguous(), chosen_NK.numel()
-    blocks = max(triton.cdiv(visits, VISITS), 1)
-    places_NK = torch.empty(chosen_NK.shape, dtype=torch.int32, device=chosen_NK.device)
-    counts_EB = torch.zeros(experts, blocks, dtype=torch.int32, device=chosen_NK.device)
-    ends_E = torch.empty(experts, dtype=torch.int32, device=chosen_NK.device)
-    _visits_numbered[(blocks,)](
-        chosen_NK, places_NK, counts_EB, visits, blocks, VISITS=VISITS, COMPARED=COMPARED, num_warps=VISIT_WARPS
-    )
-    until = counts_EB.view(-1).cumsum(0, dtype=torch.int32)
-    _visits_placed[(blocks,)](
-        chosen_NK, places_NK, until, ends_E, visits, blocks, experts,
-        VISITS=VISITS, EXPERTS=triton.next_power_of_2(experts), num_warps=VISITS // 32,
+def sort_by_expert_triton(topk_ids_NK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """See `permute.sort_by_expert`."""
+    topk_ids_NK, pairs = topk_ids_NK.contiguous(), topk_ids_NK.numel()
+    blocks = max(triton.cdiv(pairs, SORT_PAIRS), 1)
+    row_map_NK = torch.empty(topk_ids_NK.shape, dtype=torch.int32, device=topk_ids_NK.device)
+    counts_EB = torch.zeros(experts, blocks, dtype=torch.int32, device=topk_ids_NK.device)
+    ends_E = torch.empty(experts, dtype=torch.int32, device=topk_ids_NK.device)
+    _sort_rank_kernel[(blocks,)](
+        topk_ids_NK, row_map_NK, counts_EB, pairs, blocks,
+        PAIRS=SORT_PAIRS, COMPARED=SORT_COMPARED, num_warps=SORT_WARPS,
     )  # fmt: skip
-    return places_NK, ends_E
+    cumsum = counts_EB.view(-1).cumsum(0, dtype=torch.int32)
+    _sort_offset_kernel[(blocks,)](
+        topk_ids_NK, row_map_NK, cumsum, ends_E, pairs, blocks, experts,
+        PAIRS=SORT_PAIRS, EXPERTS=triton.next_power_of_2(experts), num_warps=SORT_PAIRS // 32,
+    )  # fmt: skip
+    return row_map_NK, ends_E
 
 
-def _block(c: int) -> tuple[int, int]:
-    """How many channels a program takes, and with how many warps."""
+def _block_and_warps(c: int) -> tuple[int, int]:
+    """Return the channels of a program and its warps."""
     block = min(CHANNELS, triton.next_power_of_2(c))
     return block, max(block // (32 * PER_THREAD), 1)

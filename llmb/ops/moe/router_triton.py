@@ -1,7 +1,7 @@
-"""The router's choice as one Triton kernel, one program for each token; `router.py` says what it computes.
+"""Router top-k as one Triton kernel, one program per token; `router.py` defines what it computes.
 
-In torch it is a dozen operations on a few numbers, each of which takes a GPU longer to begin than to do. Experts stand
-in a square of groups, both sides filled up to powers of two with experts that nobody chooses.
+In torch it is a dozen operations on a few numbers, each dominated by launch latency. Experts are laid out as
+[groups, experts of a group], both padded to powers of two with experts that are never selected.
 """
 
 import torch
@@ -9,73 +9,75 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.dependent_launch import begins, dependent
-from llmb.ops.moe.router import NO_WEIGHT, NOBODY, Rule
+from llmb.ops.dependent_launch import pdl_options, pdl_wait
+from llmb.ops.moe.router import NO_EXPERT, WEIGHT_SUM_EPS, RoutingRule
 
 
 @triton.jit
 def _route_kernel(
-    logits, bias, places, weights, chosen, experts, scale,
-    NOBODY: tl.constexpr, NO_WEIGHT: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
-    TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
-    GROUPS_TILE: tl.constexpr, EACH_TILE: tl.constexpr, TOP_K_TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    logits, bias, slot_mapping, topk_weights, topk_ids, experts, scale,
+    NO_EXPERT: tl.constexpr, EPS: tl.constexpr, GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr, BLOCK_GROUP_SIZE: tl.constexpr, BLOCK_TOP_K: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    begins(DEPENDENT)
+    pdl_wait(USE_PDL)
     token = tl.program_id(0).to(tl.int64)
-    group, member = tl.arange(0, GROUPS_TILE), tl.arange(0, EACH_TILE)
-    inside = (group < GROUPS)[:, None] & (member < EACH)[None, :]
-    expert = group[:, None] * EACH + member[None, :]
-    logit = tl.load(logits + token * experts + expert, mask=inside, other=float("-inf")).to(tl.float32)
+    group, member = tl.arange(0, BLOCK_GROUPS), tl.arange(0, BLOCK_GROUP_SIZE)
+    mask = (group < GROUPS)[:, None] & (member < GROUP_SIZE)[None, :]
+    expert = group[:, None] * GROUP_SIZE + member[None, :]
+    logit = tl.load(logits + token * experts + expert, mask=mask, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         score = tl.sigmoid(logit)
     else:
         power = tl.exp(logit - tl.max(logit))
         score = power / tl.sum(power)
-    choice = score
+    corrected = score
     if bias is not None:
-        choice += tl.load(bias + expert, mask=inside, other=0.0)
-    choice = tl.where(inside, choice, float("-inf"))
+        corrected += tl.load(bias + expert, mask=mask, other=0.0)
+    corrected = tl.where(mask, corrected, float("-inf"))
     if GROUPS > 1:
-        best = tl.max(choice, axis=1)
-        if EACH > 1:
-            first = tl.argmax(choice, axis=1)
-            best += tl.max(tl.where(member[None, :] == first[:, None], float("-inf"), choice), axis=1)
-        opened = group < 0
+        group_score = tl.max(corrected, axis=1)
+        if GROUP_SIZE > 1:
+            first = tl.argmax(corrected, axis=1)
+            group_score += tl.max(tl.where(member[None, :] == first[:, None], float("-inf"), corrected), axis=1)
+        selected = group < 0
         for _ in tl.static_range(TOP_GROUPS):
-            taken = group == tl.argmax(best, axis=0)
-            opened = opened | taken
-            best = tl.where(taken, float("-inf"), best)
-        choice = tl.where(opened[:, None], choice, float("-inf"))
-    choice, score = tl.ravel(choice), tl.ravel(score)
-    place = tl.arange(0, GROUPS_TILE * EACH_TILE)
-    rank = tl.arange(0, TOP_K_TILE)
-    weight, name = tl.zeros((TOP_K_TILE,), tl.float32), tl.zeros((TOP_K_TILE,), tl.int64)
-    for number in tl.static_range(TOP_K):
-        taken = tl.argmax(choice, axis=0)
-        weight = tl.where(rank == number, tl.sum(tl.where(place == taken, score, 0.0)), weight)
-        name = tl.where(rank == number, taken // EACH_TILE * EACH + taken % EACH_TILE, name)
-        choice = tl.where(place == taken, float("-inf"), choice)
-    if RENORMALISE:
-        weight = weight / (tl.sum(weight) + NO_WEIGHT)
-    if places is not None:
-        name = tl.where(tl.load(places + token) < 0, NOBODY, name)
-    tl.store(weights + token * TOP_K + rank, weight * scale, mask=rank < TOP_K)
-    tl.store(chosen + token * TOP_K + rank, name, mask=rank < TOP_K)
+            best = group == tl.argmax(group_score, axis=0)
+            selected = selected | best
+            group_score = tl.where(best, float("-inf"), group_score)
+        corrected = tl.where(selected[:, None], corrected, float("-inf"))
+    corrected, score = tl.ravel(corrected), tl.ravel(score)
+    index = tl.arange(0, BLOCK_GROUPS * BLOCK_GROUP_SIZE)
+    rank = tl.arange(0, BLOCK_TOP_K)
+    weight, expert_id = tl.zeros((BLOCK_TOP_K,), tl.float32), tl.zeros((BLOCK_TOP_K,), tl.int64)
+    for k in tl.static_range(TOP_K):
+        best_index = tl.argmax(corrected, axis=0)
+        weight = tl.where(rank == k, tl.sum(tl.where(index == best_index, score, 0.0)), weight)
+        unpadded = best_index // BLOCK_GROUP_SIZE * GROUP_SIZE + best_index % BLOCK_GROUP_SIZE
+        expert_id = tl.where(rank == k, unpadded, expert_id)
+        corrected = tl.where(index == best_index, float("-inf"), corrected)
+    if RENORMALIZE:
+        weight = weight / (tl.sum(weight) + EPS)
+    if slot_mapping is not None:
+        expert_id = tl.where(tl.load(slot_mapping + token) < 0, NO_EXPERT, expert_id)
+    tl.store(topk_weights + token * TOP_K + rank, weight * scale, mask=rank < TOP_K)
+    tl.store(topk_ids + token * TOP_K + rank, expert_id, mask=rank < TOP_K)
 
 
 def route_triton(
-    logits_NE: Tensor, bias_E: Tensor | None, rule: Rule, places_N: Tensor | None = None
+    logits_NE: Tensor, bias_E: Tensor | None, rule: RoutingRule, slot_mapping_N: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `router.route`; of equal scores the earlier expert's counts as higher."""
+    """See `router.route`; of equal scores the earlier expert's counts as higher."""
     tokens, experts = logits_NE.shape
-    weights_NK = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_NE.device)
-    chosen_NK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_NE.device)
-    each = experts // rule.groups
+    topk_weights_NK = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=logits_NE.device)
+    topk_ids_NK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=logits_NE.device)
+    group_size = experts // rule.groups
     _route_kernel[tokens,](
-        logits_NE.contiguous(), bias_E, places_N, weights_NK, chosen_NK, experts, rule.scale,
-        NOBODY=NOBODY, NO_WEIGHT=NO_WEIGHT, GROUPS=rule.groups, EACH=each, TOP_GROUPS=rule.top_groups, TOP_K=rule.top_k,
-        SIGMOID=rule.score == "sigmoid", RENORMALISE=rule.renormalise,
-        GROUPS_TILE=triton.next_power_of_2(rule.groups), EACH_TILE=triton.next_power_of_2(each),
-        TOP_K_TILE=triton.next_power_of_2(rule.top_k), num_warps=1, **dependent(tokens),
+        logits_NE.contiguous(), bias_E, slot_mapping_N, topk_weights_NK, topk_ids_NK, experts, rule.scale,
+        NO_EXPERT=NO_EXPERT, EPS=WEIGHT_SUM_EPS, GROUPS=rule.groups, GROUP_SIZE=group_size,
+        TOP_GROUPS=rule.top_groups, TOP_K=rule.top_k,
+        SIGMOID=rule.score == "sigmoid", RENORMALIZE=rule.renormalise,
+        BLOCK_GROUPS=triton.next_power_of_2(rule.groups), BLOCK_GROUP_SIZE=triton.next_power_of_2(group_size),
+        BLOCK_TOP_K=triton.next_power_of_2(rule.top_k), num_warps=1, **pdl_options(tokens),
     )  # fmt: skip
-    return weights_NK, chosen_NK
+    return topk_weights_NK, topk_ids_NK

@@ -1,32 +1,25 @@
-"""The seam between two blocks of a served model: what the first added to the stream, then the norm before the second.
+"""Residual add fused with the next RMSNorm, in serving.
 
-    normed, stream_NC = add_norm(added_NC, stream_NC, weight_C, eps, "rows8")
+    normed, residual_NC = add_rms_norm(x_NC, residual_NC, weight_C, eps, "per_token")
 
-One pass over memory instead of three: add, norm, round. The sum is kept in the stream's own format.
+One pass over memory instead of three: add, norm, quantize. The sum has the dtype of the residual.
 """
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.ops.dispatch import takes_triton
-from llmb.ops.quant.activation_quant import Activation, Form, in_form_reference
+from llmb.ops.dispatch import op
+from llmb.ops.quant.activation_quant import Activation, QuantFormat, quantize_activation
 
 
-def add_norm_reference(
-    added_NC: Tensor, stream_NC: Tensor | None, weight_C: Tensor, eps: float, form: Form
+@op
+def add_rms_norm(
+    x_NC: Tensor, residual_NC: Tensor | None, weight_C: Tensor, eps: float, quant_format: QuantFormat
 ) -> tuple[Activation, Tensor]:
-    """The normed sum in the form asked for, and the sum."""
-    stream_NC = added_NC if stream_NC is None else stream_NC + added_NC
-    normed_NC = F.rms_norm(stream_NC, weight_C.shape, weight_C.to(stream_NC.dtype), eps)
-    return in_form_reference(normed_NC, form), stream_NC
+    """Return rms_norm(residual + x) in a quantization format, and the sum; without a residual the sum is x.
 
-
-def add_norm(
-    added_NC: Tensor, stream_NC: Tensor | None, weight_C: Tensor, eps: float, form: Form
-) -> tuple[Activation, Tensor]:
-    """The same in one kernel where there is one. A stream of None: nothing was there before."""
-    if takes_triton(added_NC):
-        from llmb.ops.norm.add_rms_norm_triton import add_norm_triton
-
-        return add_norm_triton(added_NC, stream_NC, weight_C, eps, form)
-    return add_norm_reference(added_NC, stream_NC, weight_C, eps, form)
+    The kernel writes the sum over `residual_NC`.
+    """
+    residual_NC = x_NC if residual_NC is None else residual_NC + x_NC
+    normed_NC = F.rms_norm(residual_NC, weight_C.shape, weight_C.to(residual_NC.dtype), eps)
+    return quantize_activation.reference(normed_NC, quant_format), residual_NC

@@ -1,79 +1,50 @@
-"""The norm before a block, there and back: each row scaled to unit root mean square, each channel by its weight.
+"""RMSNorm, forward and backward.
 
     normed_NC = rms_norm(x_NC, weight_C, eps)
-    rms_norm_backward(dnormed_NC, x_NC, weight_C, eps, dresidual_NC, out_NC, dweight_C, fresh=True)
+    rms_norm_backward(dnormed_NC, x_NC, weight_C, eps, d_residual_NC, out_NC, dweight_C, accumulate=False)
 
-The way back also adds the slope that went around the block, so that it reads and writes memory once. Both compute in
-fp32 and round once; nothing but the input is kept between them. Shapes: N rows, of any stride, and C channels.
+The backward also adds the gradient of the residual connection, so that it reads and writes memory once. Both compute in
+fp32 and round once; only the input is saved between them. Shapes: N rows, of any stride, and C channels.
 """
 
 import torch
 from torch import Tensor
 
-from llmb.ops.dispatch import takes_triton
+from llmb.ops.dispatch import op
+from llmb.ops.tensor_layout import at_least_fp32
 
 
+@op
 def rms_norm(x_NC: Tensor, weight_C: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """weight * x / rms(x), in the format of x, or written to `out`, which may be x."""
+    """Return weight * x / rms(x), in the dtype of x, or write it to `out`, which may be x."""
     out_NC = torch.empty(x_NC.shape, dtype=x_NC.dtype, device=x_NC.device) if out is None else out
-    if takes_triton(x_NC):
-        from llmb.ops.norm.rms_norm_triton import rms_norm_triton
-
-        rms_norm_triton(x_NC, weight_C, eps, out_NC)
-    else:
-        rms_norm_reference(x_NC, weight_C, eps, out_NC)
-    return out_NC
+    x, weight = at_least_fp32(x_NC), at_least_fp32(weight_C)
+    return out_NC.copy_(x * _inverse_rms(x, eps) * weight)
 
 
-def rms_norm_reference(x_NC: Tensor, weight_C: Tensor, eps: float, out_NC: Tensor) -> None:
-    """The same in plain torch."""
-    x, weight = _wide(x_NC), _wide(weight_C)
-    out_NC.copy_(x * _inverse_size(x, eps) * weight)
-
-
+@op
 def rms_norm_backward(
     dy_NC: Tensor,
     x_NC: Tensor,
     weight_C: Tensor,
     eps: float,
-    dresidual_NC: Tensor | None,
+    d_residual_NC: Tensor | None,
     out_NC: Tensor,
     dweight_C: Tensor,
-    fresh: bool,
+    accumulate: bool,
 ) -> None:
-    """`out` becomes dresidual (None: nothing) + the slope of x; it may be dresidual or dy. `dweight` is set if fresh,
-    otherwise added to; its sum over rows has a fixed order, so the same call gives the same bits."""
-    if takes_triton(x_NC):
-        from llmb.ops.norm.rms_norm_triton import rms_norm_backward_triton
+    """Write d_residual (None: zero) + dx to `out`, which may be d_residual or dy, and dweight, or add to it.
 
-        rms_norm_backward_triton(dy_NC, x_NC, weight_C, eps, dresidual_NC, out_NC, dweight_C, fresh)
-    else:
-        rms_norm_backward_reference(dy_NC, x_NC, weight_C, eps, dresidual_NC, out_NC, dweight_C, fresh)
-
-
-def rms_norm_backward_reference(
-    dy_NC: Tensor,
-    x_NC: Tensor,
-    weight_C: Tensor,
-    eps: float,
-    dresidual_NC: Tensor | None,
-    out_NC: Tensor,
-    dweight_C: Tensor,
-    fresh: bool,
-) -> None:
-    """The same in plain torch."""
-    dy, x, weight = _wide(dy_NC), _wide(x_NC), _wide(weight_C)
-    inverse = _inverse_size(x, eps)
-    normed, dnormed = x * inverse, dy * weight
-    dx = inverse * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
+    dweight is summed over rows in a fixed order: the same call gives the same bits.
+    """
+    dy, x, weight = at_least_fp32(dy_NC), at_least_fp32(x_NC), at_least_fp32(weight_C)
+    inverse_rms = _inverse_rms(x, eps)
+    normed, dnormed = x * inverse_rms, dy * weight
+    dx = inverse_rms * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
     dweight = (dy * normed).sum(0)
-    out_NC.copy_(dx if dresidual_NC is None else _wide(dresidual_NC) + dx)
-    dweight_C.copy_(dweight if fresh else _wide(dweight_C) + dweight)
+    out_NC.copy_(dx if d_residual_NC is None else at_least_fp32(d_residual_NC) + dx)
+    dweight_C.copy_(at_least_fp32(dweight_C) + dweight if accumulate else dweight)
 
 
-def _inverse_size(x_NC: Tensor, eps: float) -> Tensor:
+def _inverse_rms(x_NC: Tensor, eps: float) -> Tensor:
     return torch.rsqrt(x_NC.square().mean(-1, keepdim=True) + eps)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

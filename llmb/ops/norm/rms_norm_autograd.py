@@ -1,10 +1,10 @@
-"""RMSNorm as a step of autograd that keeps its input only, and goes back in one pass with the slope around the block.
+"""RMSNorm with the residual as one autograd function, which saves only its input and has a one-pass backward.
 
-    normed, stream = norm_beside(x, weight, eps)      # stream is x: what goes around the block and is added behind it
+    normed, residual = rms_norm_with_residual(x, weight, eps)      # residual is x, to be added behind the block
 
-A block's input reaches its output twice, through the norm and around it, so that two slopes come back and would be
-added in a pass of their own. Taken from here both come back to one kernel (`rms_norm.py`), which adds them as it goes.
-Who takes the norm alone leaves the stream, and no slope comes back for it.
+The input of a block reaches its output through the norm and through the residual connection, so that two gradients
+come back and would be added in a pass of their own. Taken from here, both come back to one kernel (`rms_norm.py`),
+which adds them. If only the norm is used, the residual has no gradient.
 """
 
 from typing import Any
@@ -13,34 +13,38 @@ import torch
 from torch import Tensor
 
 from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward
+from llmb.ops.tensor_layout import dense_rows
 
 
-class _NormBeside(torch.autograd.Function):
+class _RmsNormWithResidual(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight_C)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
-        return rms_norm(_rows(x), weight_C, eps).view(x.shape), x
+        return rms_norm(_as_rows(x), weight_C, eps).view(x.shape), x
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dnormed: Tensor | None, dstream: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, dnormed: Tensor | None, d_residual: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         if dnormed is None:
-            return dstream, None, None
+            return d_residual, None, None
         x, weight_C = ctx.saved_tensors
         dx, dweight_C = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight_C)
-        around = None if dstream is None else _rows(dstream)
-        rms_norm_backward(_rows(dnormed), _rows(x), weight_C, ctx.eps, around, _rows(dx), dweight_C, fresh=True)
+        d_residual_NC = None if d_residual is None else _as_rows(d_residual)
+        rms_norm_backward(
+            _as_rows(dnormed), _as_rows(x), weight_C, ctx.eps, d_residual_NC, _as_rows(dx), dweight_C, accumulate=False
+        )
         return dx, dweight_C, None
 
 
-def norm_beside(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """weight * x / rms(x) over the last dimension, in the format of x; and x."""
-    return _NormBeside.apply(x, weight_C, eps)
+def rms_norm_with_residual(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return weight * x / rms(x) over the last dimension, in the dtype of x, and x."""
+    return _RmsNormWithResidual.apply(x, weight_C, eps)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """A matrix of rows, over the same memory where its channels lie side by side."""
-    x_NC = x.flatten(0, -2) if x.ndim != 2 else x
-    return x_NC if x_NC.stride(1) == 1 else x_NC.contiguous()
+def _as_rows(x: Tensor) -> Tensor:
+    """Return a matrix of rows, without a copy if channels are contiguous."""
+    return dense_rows(x.flatten(0, -2) if x.ndim != 2 else x)

@@ -1,8 +1,8 @@
-"""Triton for a step of AdamW: one program takes one stretch of the flat tensors, whatever their formats.
+"""Triton kernel of a step of AdamW: one program takes one block of the flat tensors, whatever their dtypes.
 
-`enable_fp_fusion` is off, and roots and quotients are the exact ones: the result is that of the reference to the bit,
-and memory is still what bounds it. What changes from step to step are floats and unspecialised ints: nothing is
-compiled twice.
+`enable_fp_fusion` is off, and roots and quotients are correctly rounded: the result has the bits of the reference, and
+the kernel is still memory-bound. Arguments that change from step to step are floats and unspecialized ints, so nothing
+is compiled twice.
 """
 
 import torch
@@ -10,18 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.optim.adam import LARGEST_BF16, MIX_1, MIX_2, MIX_3, SPREAD, AdamScalars, Rounding
+from llmb.ops.optim.adam import BF16_MAX, MIX_1, MIX_2, MIX_3, SPREAD, AdamScalars, Rounding
 
-STRETCH, WARPS = 1024, 4  # 8 numbers a thread: one load of 16 bytes of bf16, two of fp32
+BLOCK, WARPS = 1024, 4  # 8 elements a thread: one load of 16 bytes of bf16, two of fp32
 
-_LARGEST_BF16 = tl.constexpr(LARGEST_BF16)
-_SPREAD, _MIX_1, _MIX_2, _MIX_3 = (tl.constexpr(one) for one in (SPREAD, MIX_1, MIX_2, MIX_3))
+_BF16_MAX = tl.constexpr(BF16_MAX)
+_SPREAD, _MIX_1, _MIX_2, _MIX_3 = (tl.constexpr(multiplier) for multiplier in (SPREAD, MIX_1, MIX_2, MIX_3))
 
 
 @triton.jit
-def _random_bits(place, high, key, second_key):
-    """As `adam.random_bits`, of places whose upper halves are all `high`."""
-    x = place * _SPREAD + (high * _MIX_3 + key)
+def _random_bits(index, high, key, second_key):
+    """As `adam.random_bits`, of indices whose upper halves are all `high`."""
+    x = index * _SPREAD + (high * _MIX_3 + key)
     x = (x ^ (x >> 16)) * _MIX_1
     x = (x ^ (x >> 15) ^ second_key) * _MIX_2
     x = x ^ (x >> 16)
@@ -29,17 +29,17 @@ def _random_bits(place, high, key, second_key):
 
 
 @triton.jit
-def _store(exact, ptr, changes, bits, STOCHASTIC: tl.constexpr):
+def _store(value, ptr, mask, bits, STOCHASTIC: tl.constexpr):
     if ptr.dtype.element_ty == tl.float32:
-        tl.store(ptr, exact, mask=changes)
+        tl.store(ptr, value, mask=mask)
     else:
-        all_bits = exact.to(tl.uint32, bitcast=True)
+        all_bits = value.to(tl.uint32, bitcast=True)
         if STOCHASTIC:
-            added = tl.where(tl.abs(exact) < _LARGEST_BF16, bits, 0)
-        else:  # half of the last kept bit, ties to even; NaN would be carried past itself
-            added = tl.where(exact == exact, 0x7FFF + ((all_bits >> 16) & 1), 0)
-        kept = ((all_bits + added) >> 16).to(tl.uint16)
-        tl.store(ptr, kept.to(tl.bfloat16, bitcast=True), mask=changes)
+            added = tl.where(tl.abs(value) < _BF16_MAX, bits, 0)
+        else:  # half of the last bit, ties to even; NaN would overflow
+            added = tl.where(value == value, 0x7FFF + ((all_bits >> 16) & 1), 0)
+        rounded = ((all_bits + added) >> 16).to(tl.uint16)
+        tl.store(ptr, rounded.to(tl.bfloat16, bitcast=True), mask=mask)
 
 
 @triton.jit(do_not_specialize=["key", "second_key"])
@@ -51,54 +51,54 @@ def _adam_update(
     low_ptr,
     factor_ptr,
     n,
-    keep,
-    take_first,
+    decay_factor,
+    one_minus_beta1,
     beta2,
-    take_second,
-    unbias_second,
+    one_minus_beta2,
+    bias_correction2,
     eps,
-    rate,
+    step_size,
     key,
     second_key,
-    EXACT: tl.constexpr,
+    SPLIT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    STRETCH: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    start = tl.program_id(0).to(tl.int64) * STRETCH
-    place = start + tl.arange(0, STRETCH)
-    inside = place < n
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    mask = i < n
     factor = tl.load(factor_ptr)
-    slope = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * factor
-    first = tl.load(m_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(v_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    if EXACT:  # param comes as int16
-        high = tl.load(param_ptr + place, mask=inside, other=0).to(tl.int32)
-        low = tl.load(low_ptr + place, mask=inside, other=0).to(tl.int32)
+    gradient = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32) * factor
+    first = tl.load(m_ptr + i, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(v_ptr + i, mask=mask, other=0.0).to(tl.float32)
+    if SPLIT:  # param is int16
+        high = tl.load(param_ptr + i, mask=mask, other=0).to(tl.int32)
+        low = tl.load(low_ptr + i, mask=mask, other=0).to(tl.int32)
         weight = ((high << 16) + low).to(tl.float32, bitcast=True)
     else:
-        weight = tl.load(param_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(param_ptr + i, mask=mask, other=0.0).to(tl.float32)
 
-    first = first + (slope - first) * take_first
-    second = second * beta2 + slope * slope * take_second
-    size = tl.sqrt_rn(second) * unbias_second + eps
-    weight = weight * keep - tl.div_rn(first, size) * rate
+    first = first + (gradient - first) * one_minus_beta1
+    second = second * beta2 + gradient * gradient * one_minus_beta2
+    denominator = tl.sqrt_rn(second) * bias_correction2 + eps
+    weight = weight * decay_factor - tl.div_rn(first, denominator) * step_size
 
-    changes = place < tl.where(tl.abs(factor) < float("inf"), n, 0)  # at the end: no load waits for the factor
-    for_weight, for_first, for_second = _random_bits(
-        place.to(tl.uint32), (start >> 32).to(tl.uint32), key.to(tl.uint32), second_key.to(tl.uint32)
+    store_mask = i < tl.where(tl.abs(factor) < float("inf"), n, 0)  # last: no load waits for the factor
+    weight_bits, first_bits, second_bits = _random_bits(
+        i.to(tl.uint32), (start >> 32).to(tl.uint32), key.to(tl.uint32), second_key.to(tl.uint32)
     )
-    if EXACT:
+    if SPLIT:
         bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000)
         high = (bits + 0x8000) >> 16
-        tl.store(param_ptr + place, high.to(tl.int16), mask=changes)
-        tl.store(low_ptr + place, (bits - (high << 16)).to(tl.int16), mask=changes)
+        tl.store(param_ptr + i, high.to(tl.int16), mask=store_mask)
+        tl.store(low_ptr + i, (bits - (high << 16)).to(tl.int16), mask=store_mask)
     else:
-        _store(weight, param_ptr + place, changes, for_weight, STOCHASTIC)
-    _store(first, m_ptr + place, changes, for_first, STOCHASTIC)
-    _store(second, v_ptr + place, changes, for_second, STOCHASTIC)
+        _store(weight, param_ptr + i, store_mask, weight_bits, STOCHASTIC)
+    _store(first, m_ptr + i, store_mask, first_bits, STOCHASTIC)
+    _store(second, v_ptr + i, store_mask, second_bits, STOCHASTIC)
 
 
-def adam_update_triton(
+def adam_step_triton(
     param: Tensor,
     grad: Tensor,
     m: Tensor,
@@ -108,13 +108,13 @@ def adam_update_triton(
     factor: Tensor,
     rounding: Rounding,
 ) -> None:
-    """As `adam.adam_update_reference`."""
-    tensors = [one for one in (param, grad, m, v, low) if one is not None]
-    assert {one.stride() for one in tensors} == {(1,)}, "flat tensors"
+    """Launch the kernel of `adam.adam_step`."""
+    tensors = [x for x in (param, grad, m, v, low) if x is not None]
+    assert {x.stride() for x in tensors} == {(1,)}, "tensors must be flat"
     n = param.numel()
     if n:
-        _adam_update[(triton.cdiv(n, STRETCH),)](
+        _adam_update[(triton.cdiv(n, BLOCK),)](
             param if low is None else param.view(torch.int16), grad, m, v, param if low is None else low, factor, n,
-            *scalars, EXACT=low is not None, STOCHASTIC=rounding == "stochastic", STRETCH=STRETCH,
+            *scalars, SPLIT=low is not None, STOCHASTIC=rounding == "stochastic", BLOCK=BLOCK,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -1,9 +1,9 @@
-"""What an activation looks like when it meets a linear layer: plain, or in 8 bits with scales found from itself.
+"""Activations as linear layers take them: unquantized, or in fp8 with scales computed from the values themselves.
 
-A layer says which form it wants; whatever makes the activation (a norm, a gated product) gives it in that form, so that
-on a GPU rounding costs no pass over memory of its own.
+A layer declares its quantization format; the op that produces the activation (a norm, a gated activation) writes it in
+that format, so that on a GPU quantization costs no extra pass over memory.
 
-Shapes: N tokens, K channels, G = K / 128 groups of them.
+Shapes: N tokens, K channels, G = K / 128 groups of channels.
 """
 
 from typing import Literal, NamedTuple
@@ -11,80 +11,74 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.ops.dispatch import takes_triton
+from llmb.ops.dispatch import op
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max
-SMALLEST_AMAX = 2.0**-100  # a smaller scale would have no inverse in fp32; such small numbers fade to zero
-GROUP = 128  # channels that share a scale in the form `groups8`, and rows and columns of a weight's block
+E4M3_MAX = torch.finfo(E4M3).max
+MIN_AMAX = 2.0**-100  # a smaller scale would have no inverse in fp32; values that small become zero
+GROUP = 128  # channels that share a scale in the format 1x128, and rows and columns of a weight's 128x128 block
 
-Form = Literal["plain", "rows8", "groups8"]
+QuantFormat = Literal["plain", "per_token", "1x128"]
 
 
-class Rows8(NamedTuple):
-    """8-bit values, with one scale for each token."""
+class PerTokenFp8(NamedTuple):
+    """fp8 values with one scale per token."""
 
     values: Tensor  # [N, K] e4m3
     scales: Tensor  # [N, 1] fp32
 
 
-class Groups8(NamedTuple):
-    """8-bit values, with one scale for each 128 channels of a token."""
+class GroupFp8(NamedTuple):
+    """fp8 values with one scale per 128 channels of a token (1x128)."""
 
     values: Tensor  # [N, K] e4m3
     scales: Tensor  # [N, G] fp32
 
 
-Activation = Tensor | Rows8 | Groups8
+Activation = Tensor | PerTokenFp8 | GroupFp8
 
 
-def in_form(x_NK: Tensor, form: Form) -> Activation:
-    """An activation in the form asked for, by a kernel where there is one."""
-    if form != "plain" and takes_triton(x_NK):
-        from llmb.ops.quant.activation_quant_triton import in_form_triton
-
-        return in_form_triton(x_NK, form)
-    return in_form_reference(x_NK, form)
-
-
-def in_form_reference(x_NK: Tensor, form: Form) -> Activation:
-    """The same in plain torch."""
-    if form == "plain":
+@op(when=lambda x_NK, quant_format: quant_format != "plain")
+def quantize_activation(x_NK: Tensor, quant_format: QuantFormat) -> Activation:
+    """Quantize an activation to a format; "plain" returns it as it is."""
+    if quant_format == "plain":
         return x_NK
-    if form == "rows8":
-        return Rows8(*_scaled(x_NK.float()))
-    values_NGK, scales_NG1 = _scaled(x_NK.float().unflatten(-1, (-1, GROUP)))
-    return Groups8(values_NGK.flatten(-2), scales_NG1.squeeze(-1))
+    if quant_format == "per_token":
+        return PerTokenFp8(*_quantize_last_dim(x_NK.float()))
+    values_NGK, scales_NG1 = _quantize_last_dim(x_NK.float().unflatten(-1, (-1, GROUP)))
+    return GroupFp8(values_NGK.flatten(-2), scales_NG1.squeeze(-1))
 
 
-def room_for(rows: int, width: int, form: Form, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales for a kernel to write; plain ones are in the format of `like` and have no scales."""
-    dtype, scales = (like.dtype, 0) if form == "plain" else (E4M3, 1 if form == "rows8" else width // GROUP)
+def empty_activation(rows: int, width: int, quant_format: QuantFormat, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate values and scales for a kernel to write; plain ones have the dtype of `like` and no scales."""
+    dtype, scales = like.dtype, 0
+    if quant_format != "plain":
+        dtype, scales = E4M3, 1 if quant_format == "per_token" else width // GROUP
     return (
         torch.empty(rows, width, dtype=dtype, device=like.device),
         torch.empty(rows, scales, dtype=torch.float32, device=like.device),
     )
 
 
-def as_form(values_NK: Tensor, scales: Tensor, form: Form) -> Activation:
-    """What a kernel has written there."""
-    if form == "plain":
+def as_activation(values_NK: Tensor, scales: Tensor, quant_format: QuantFormat) -> Activation:
+    """Wrap values and scales that a kernel has written."""
+    if quant_format == "plain":
         return values_NK
-    return Rows8(values_NK, scales) if form == "rows8" else Groups8(values_NK, scales)
+    return PerTokenFp8(values_NK, scales) if quant_format == "per_token" else GroupFp8(values_NK, scales)
 
 
-def as_plain(x: Activation, dtype: torch.dtype) -> Tensor:
-    """The numbers that an activation stands for."""
+def dequantize(x: Activation, dtype: torch.dtype) -> Tensor:
+    """Return an activation's values times their scales."""
     if isinstance(x, Tensor):
         return x.to(dtype)
-    if isinstance(x, Rows8):
+    if isinstance(x, PerTokenFp8):
         return (x.values.float() * x.scales).to(dtype)
     values_NGK = x.values.float().unflatten(-1, (-1, GROUP))
     return (values_NGK * x.scales.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x / scale in 8 bits, with one scale along the last dimension."""
-    largest = x.abs().amax(dim=-1, keepdim=True).clamp(min=SMALLEST_AMAX)
-    scales = largest * (1 / LARGEST)
+def _quantize_last_dim(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x / scale in e4m3 and the scales, one along the last dimension."""
+    amax = x.abs().amax(dim=-1, keepdim=True).clamp(min=MIN_AMAX)
+    scales = amax * (1 / E4M3_MAX)
     return (x * scales.reciprocal()).to(E4M3), scales

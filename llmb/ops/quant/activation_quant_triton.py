@@ -1,64 +1,74 @@
-"""Triton for 8-bit forms: how a row that a kernel holds is rounded and stored, and the kernel that only does that."""
+"""Triton kernel that quantizes activations, and helpers for kernels that hold a whole row to be quantized."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.dependent_launch import begins, dependent
-from llmb.ops.quant.activation_quant import GROUP, Activation, Form, as_form, room_for
+from llmb.ops.dependent_launch import pdl_options, pdl_wait
+from llmb.ops.quant.activation_quant import GROUP, Activation, QuantFormat, as_activation, empty_activation
 
-_LARGEST = tl.constexpr(448.0)
-_SMALLEST_AMAX = tl.constexpr(2.0**-100)
+_E4M3_MAX = tl.constexpr(448.0)
+_MIN_AMAX = tl.constexpr(2.0**-100)
 
 
 @triton.jit
-def store_row(x, values_ptr, scale_ptr, places, inside):
-    """A whole row of fp32 in e4m3 with one scale."""
-    scale = tl.maximum(tl.max(tl.abs(x)), _SMALLEST_AMAX) * (1 / _LARGEST)
-    tl.store(values_ptr + places, (x * (1.0 / scale)).to(tl.float8e4nv), mask=inside)
+def store_activation_row(
+    x, row, out_ptr, scales_ptr, C: tl.constexpr, BLOCK_C: tl.constexpr, QUANT_FORMAT: tl.constexpr
+):
+    """Store a row of C channels, padded to BLOCK_C, in any format."""
+    c = tl.arange(0, BLOCK_C)
+    if QUANT_FORMAT == "plain":
+        tl.store(out_ptr + row * C + c, x, mask=c < C)
+    elif QUANT_FORMAT == "per_token":
+        _store_per_token(x.to(tl.float32), out_ptr + row * C, scales_ptr + row, c, c < C)
+    else:
+        _store_groups(x.to(tl.float32), out_ptr + row * C, scales_ptr + row * (C // 128), C, BLOCK_C)
+
+
+@triton.jit
+def _store_per_token(x, values_ptr, scale_ptr, c, mask):
+    scale = tl.maximum(tl.max(tl.abs(x)), _MIN_AMAX) * (1 / _E4M3_MAX)
+    tl.store(values_ptr + c, (x * (1.0 / scale)).to(tl.float8e4nv), mask=mask)
     tl.store(scale_ptr, scale)
 
 
 @triton.jit
-def store_groups(x, values_ptr, scales_ptr, C: tl.constexpr, WIDE: tl.constexpr):
-    """A whole row of fp32 in e4m3 with one scale for each 128 channels; x is WIDE, C of them are there."""
-    x = tl.reshape(x, (WIDE // 128, 128))
-    scales = tl.maximum(tl.max(tl.abs(x), 1), _SMALLEST_AMAX) * (1 / _LARGEST)
-    groups = tl.arange(0, WIDE // 128)
-    places = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
-    tl.store(values_ptr + places, (x * (1.0 / scales)[:, None]).to(tl.float8e4nv), mask=places < C)
+def _store_groups(x, values_ptr, scales_ptr, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    x = tl.reshape(x, (BLOCK_C // 128, 128))
+    scales = tl.maximum(tl.max(tl.abs(x), 1), _MIN_AMAX) * (1 / _E4M3_MAX)
+    groups = tl.arange(0, BLOCK_C // 128)
+    c = groups[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(values_ptr + c, (x * (1.0 / scales)[:, None]).to(tl.float8e4nv), mask=c < C)
     tl.store(scales_ptr + groups, scales, mask=groups * 128 < C)
 
 
 @triton.jit
-def _round(
-    x_ptr, stride, out_ptr, scales_ptr, C: tl.constexpr, WIDE: tl.constexpr, FORM: tl.constexpr, DEPENDENT: tl.constexpr
+def _quantize_rows(
+    x_ptr,
+    x_stride,
+    out_ptr,
+    scales_ptr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    QUANT_FORMAT: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):
-    begins(DEPENDENT)
+    pdl_wait(USE_PDL)
     row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, WIDE)
-    x = tl.load(x_ptr + row * stride + c, mask=c < C, other=0.0).to(tl.float32)
-    if FORM == "rows8":
-        store_row(x, out_ptr + row * C, scales_ptr + row, c, c < C)
-    else:
-        store_groups(x, out_ptr + row * C, scales_ptr + row * (C // 128), C, WIDE)
+    c = tl.arange(0, BLOCK_C)
+    x = tl.load(x_ptr + row * x_stride + c, mask=c < C, other=0.0).to(tl.float32)
+    store_activation_row(x, row, out_ptr, scales_ptr, C, BLOCK_C, QUANT_FORMAT)
 
 
-def in_form_triton(x_NC: Tensor, form: Form) -> Activation:
-    """As `in_form`, for the rounded forms; rows must be contiguous."""
+def quantize_activation_triton(x_NC: Tensor, quant_format: QuantFormat) -> Activation:
+    """Launch the kernel of `activation_quant.quantize_activation` for the fp8 formats; channels must be contiguous."""
     n, c = x_NC.shape
-    out_NC, scales = room_for(n, c, form, x_NC)
-    wide = max(triton.next_power_of_2(c), GROUP)
+    out_NC, scales = empty_activation(n, c, quant_format, x_NC)
+    block_c = max(triton.next_power_of_2(c), GROUP)
     if n:
-        _round[(n,)](
-            x_NC,
-            x_NC.stride(0),
-            out_NC,
-            scales,
-            C=c,
-            WIDE=wide,
-            FORM=form,
-            num_warps=min(max(wide // 512, 1), 16),
-            **dependent(n),
-        )
-    return as_form(out_NC, scales, form)
+        _quantize_rows[(n,)](
+            x_NC, x_NC.stride(0), out_NC, scales,
+            C=c, BLOCK_C=block_c, QUANT_FORMAT=quant_format, num_warps=min(max(block_c // 512, 1), 16),
+            **pdl_options(n),
+        )  # fmt: skip
+    return as_activation(out_NC, scales, quant_format)

@@ -1,73 +1,112 @@
-"""A matrix in 8 bits, in both forms that products take, made in one pass with a scale that is known beforehand.
+"""Quantization of matrices to fp8 with one scale per tensor, row-wise and column-wise, in one pass.
 
-    gauge = Gauge(scale, amax)                      # two fp32 numbers on the device
-    cast_both(x_NK, gauge, rows_NK, columns_KP)     # x / scale, and its transpose; amax has seen x
+    x8 = quantize_fp8_current_scaling(x_NK, E4M3)
+    x8.rows, x8.columns                          # [N, K], and its transpose [K, P]; x is about x8.rows * x8.scale
 
-Hopper's products sum 8-bit numbers only along memory: `rows` are summed over channels, `columns` over tokens. A form
-that is None is left out; without both, only the largest magnitude is found. The scale comes from what the same tensor
-was before (`delayed_scaling.py`), so what has grown beyond the range is clamped. NaN stays NaN; an infinity is clamped too,
-but amax is infinite from then on, and with the next scale everything becomes NaN: a run that has diverged shows it.
+    scale_amax = ScaleAmax(scale, amax)          # two fp32 scalars on the device (delayed scaling)
+    quantize_fp8(x_NK, scale_amax, rows_NK, columns_KP)
 
-Shapes: N tokens, K channels, P tokens with zeros up to the next multiple of 16, which products over tokens want.
+A tensor is divided by scale = amax / (largest number of the format) and rounded. Activations and weights are e4m3
+(3 bits of mantissa), gradients e5m2 (2 bits, but a wider range). Hopper's fp8 GEMMs reduce only along contiguous
+memory: `rows` are reduced over channels, `columns` over tokens.
+
+With delayed scaling (`delayed_scaling.py`) values beyond the range are clamped. NaN stays NaN; an infinity is clamped
+too, but amax is infinite from then on, and with the next scale everything becomes NaN. With current scaling a tensor
+with an infinity or a NaN gets a scale that is infinite or NaN. Either way a diverged run shows it.
+
+Shapes: N tokens, K channels, P tokens padded with zeros to a multiple of 16, which GEMMs over tokens require.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llmb.ops.dispatch import takes_triton
-from llmb.ops.gemm.fp8_linear import MULTIPLE, Fp8, scale_of
+from llmb.ops.dispatch import op
+from llmb.ops.quant.activation_quant import MIN_AMAX
+from llmb.ops.tensor_layout import dense_rows
+
+E5M2 = torch.float8_e5m2
+FP8_ALIGNMENT = 16  # fp8 GEMMs take only dimensions that are multiples of this
 
 
-class Gauge(NamedTuple):
-    """Of one tensor: what it is divided by, and the largest magnitude that it has had since this was last 0."""
+class Fp8Tensor(NamedTuple):
+    """A matrix [N, K] in fp8: values times scale. A layout that was not requested is an empty tensor."""
+
+    rows: Tensor  # [N, K], contiguous
+    columns: Tensor  # [K, P], contiguous: the transpose
+    scale: Tensor  # fp32, a scalar on the device
+
+
+class ScaleAmax(NamedTuple):
+    """The scale that a tensor is divided by, and its largest magnitude since amax was last zeroed (None: ignored)."""
 
     scale: Tensor
-    amax: Tensor
+    amax: Tensor | None
 
 
-def padded(tokens: int) -> int:
-    """Tokens of the form `columns`."""
-    return -(-tokens // MULTIPLE) * MULTIPLE
+def padded_tokens(tokens: int) -> int:
+    """Return the tokens of the column-wise layout."""
+    return -(-tokens // FP8_ALIGNMENT) * FP8_ALIGNMENT
 
 
-def in_both_forms(x_NK: Tensor, dtype: torch.dtype) -> Fp8:
-    """A matrix with the scale that fits it, which takes a pass of its own."""
-    (n, k), device = x_NK.shape, x_NK.device
-    made = Fp8(
-        torch.empty(n, k, dtype=dtype, device=device),
-        torch.empty(k, padded(n), dtype=dtype, device=device),
-        scale_of(x_NK, dtype),
+def tensor_scale(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a tensor is divided by before it is rounded to `dtype`: a scalar that stays on the device."""
+    amax = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
+    # A multiplication: CUDA divides by a constant through its inverse, and a CPU must give the same bits.
+    return amax.clamp(min=MIN_AMAX) * (1 / torch.finfo(dtype).max)
+
+
+def quantize_fp8_current_scaling(x_NK: Tensor, dtype: torch.dtype) -> Fp8Tensor:
+    """Quantize a matrix to both layouts with the scale of its own amax, which takes a pass of its own."""
+    return cast_to_fp8(x_NK, tensor_scale(x_NK, dtype), dtype, rows=True, columns=True)
+
+
+def cast_to_fp8(
+    x_NK: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False
+) -> Fp8Tensor:
+    """Divide a matrix by a known scale and round it to fp8, in the requested layouts."""
+    n, k = x_NK.shape
+    out = Fp8Tensor(
+        torch.empty((n, k) if rows else 0, dtype=dtype, device=x_NK.device),
+        torch.empty((k, padded_tokens(n)) if columns else 0, dtype=dtype, device=x_NK.device),
+        scale,
     )
-    cast_both(x_NK, Gauge(made.scale, torch.zeros_like(made.scale)), made.rows, made.columns)
-    return made
+    rows_NK, columns_KP = out.rows if rows else None, out.columns if columns else None
+    quantize_fp8(dense_rows(x_NK), ScaleAmax(scale, None), rows_NK, columns_KP)
+    return out
 
 
-def cast_both(x_NK: Tensor, gauge: Gauge, rows_NK: Tensor | None = None, columns_KP: Tensor | None = None) -> None:
-    """A matrix of wider numbers in 8 bits."""
-    if takes_triton(x_NK):
-        from llmb.ops.quant.fp8_quant_triton import cast_both_triton
-
-        cast_both_triton(x_NK, gauge, rows_NK, columns_KP)
-    else:
-        cast_both_reference(x_NK, gauge, rows_NK, columns_KP)
-
-
-def cast_both_reference(
-    x_NK: Tensor, gauge: Gauge, rows_NK: Tensor | None = None, columns_KP: Tensor | None = None
+@op
+def quantize_fp8(
+    x_NK: Tensor, scale_amax: ScaleAmax, rows_NK: Tensor | None = None, columns_KP: Tensor | None = None
 ) -> None:
-    """The same in plain torch."""
+    """Write x / scale, clamped, to `rows` and, transposed, to `columns`, where given, and update amax."""
     x, tokens = x_NK.float(), len(x_NK)
-    if x.numel():
-        torch.maximum(gauge.amax, x.abs().amax(), out=gauge.amax)
+    if scale_amax.amax is not None and x.numel():
+        torch.maximum(scale_amax.amax, x.abs().amax(), out=scale_amax.amax)
     if rows_NK is not None:
-        rows_NK.copy_(_eight_bits(x, gauge.scale, rows_NK.dtype))
+        rows_NK.copy_(_to_fp8(x, scale_amax.scale, rows_NK.dtype))
     if columns_KP is not None:
-        columns_KP[:, :tokens].copy_(_eight_bits(x, gauge.scale, columns_KP.dtype).T)
+        columns_KP[:, :tokens].copy_(_to_fp8(x, scale_amax.scale, columns_KP.dtype).T)
         columns_KP[:, tokens:] = 0
 
 
-def _eight_bits(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def fake_quantize(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return x / scale rounded to the format (ties to even) in fp32 arithmetic alone, and the scale.
+
+    There is one scale, or one for each slice along a dimension.
+    """
+    limits = torch.finfo(dtype)
+    amax = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+    scale = amax.float().clamp(min=MIN_AMAX) * (1 / limits.max)
+    values = x.float() * scale.reciprocal()
+    exponent = (torch.frexp(values).exponent - 1).clamp(min=round(math.log2(limits.smallest_normal)))
+    ulp = torch.ldexp(torch.full_like(values, limits.eps), exponent)
+    return (values / ulp).round() * ulp, scale
+
+
+def _to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     return (x * scale.reciprocal()).clamp(-largest, largest).to(dtype)

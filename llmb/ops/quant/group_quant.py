@@ -1,21 +1,21 @@
-"""Rows of groups in 8 bits, in both forms that grouped products take, with scales as fine as those products allow.
+"""Quantization to fp8 of the rows of groups (the tokens of experts), in both layouts that grouped GEMMs take.
 
-    groups = groups_of(ends_E, rows)            # nothing is read on the host
-    made = in_groups(x_NK, groups, rows=True, columns=True)
+    groups = group_offsets(ends_E, rows)        # without synchronizing with the host
+    x8 = quantize_groups(x_NK, groups, rows=True, columns=True)
 
-`rows` lie as they came, with a scale each: products over channels take groups of any size. `columns` are summed over
-the rows of a group, so each group begins at a multiple of 16 there, zeros fill it up, and each of its channels has a
-scale. A group has 16 places at least, because torch's kernel takes no sum over nothing. How many places there are is
-known from the number of rows alone.
+`rows` have a scale each: GEMMs over channels take groups of any size. `columns` are reduced over the rows of a group,
+so each group starts at a multiple of 16 there, padded with zeros, and each of its channels has a scale. A group has at
+least 16 columns, because torch's kernel takes no reduction over nothing. The number of columns is known from the number
+of rows alone.
 
-All is e4m3: torch's grouped product takes nothing else. A number is off by 1/16 of itself at most where it is no
-smaller than 2**-14 of the largest in its row (or its column of the group); the reach of e5m2, which one scale a tensor
-would need for gradients, is not missed. A row or column with an infinity or a NaN becomes NaN wholly.
+All is e4m3, the only format of torch's grouped GEMM. A number is off by at most 1/16 of itself if it is no smaller than
+2**-14 of the largest in its row (or its column of the group), so that gradients do not need the range of e5m2, as they
+do with one scale per tensor. A row or column with an infinity or a NaN becomes NaN entirely.
 
-A weight [E, O, I] is E groups of O rows, whose columns lie apart, [E, I, O]. `WeightForms` keeps both forms of one that
-stays, made once until it changes.
+A weight [E, O, I] is E groups of O rows, whose columns are separate, [E, I, O]. `Fp8WeightCache` holds both layouts
+until the weight changes.
 
-Shapes: N rows, K channels, E groups, P places of columns, T tiles of up to 128 rows, each of one group.
+Shapes: N rows, K channels, E groups, P padded columns, T tiles of up to 128 rows, each of one group.
 """
 
 from functools import cache
@@ -25,23 +25,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.ops.dispatch import takes_triton
-from llmb.ops.gemm.fp8_linear import MULTIPLE
-from llmb.ops.quant.activation_quant import E4M3, LARGEST, SMALLEST_AMAX
+from llmb.ops.dispatch import op
+from llmb.ops.quant.activation_quant import E4M3, E4M3_MAX, MIN_AMAX
+from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
 
 TILE = 128  # rows
 
 
-class Groups(NamedTuple):
-    """Where groups are, all on the device."""
+class GroupOffsets(NamedTuple):
+    """Boundaries of groups, all on the device."""
 
     ends_E: Tensor  # int32: the row after each group's last
-    places_E: Tensor  # int32: the place after its last in columns
-    tiles_5T: Tensor  # int64: group, first row, row after the group's last; the latter two as places
+    padded_ends_E: Tensor  # int32: the padded column after its last
+    tiles_5T: Tensor  # int64: group, first row, row after the group's last; the latter two as padded columns
 
 
-class GroupForms(NamedTuple):
-    """Rows of groups in e4m3; a form that nobody asked for is None, and so are its scales."""
+class GroupedFp8(NamedTuple):
+    """Rows of groups in e4m3; a layout that was not requested is None, and so are its scales."""
 
     rows: Tensor | None  # [N, K]
     row_scales: Tensor | None  # [N] fp32
@@ -49,16 +49,16 @@ class GroupForms(NamedTuple):
     column_scales: Tensor | None  # [E, K] fp32
 
 
-def places_of(rows: int, groups: int) -> int:
-    """Room that suffices however many rows each group has."""
-    return -(-rows // MULTIPLE) * MULTIPLE + groups * MULTIPLE
+def padded_columns(rows: int, groups: int) -> int:
+    """Return the columns that suffice however the rows are distributed over groups."""
+    return -(-rows // FP8_ALIGNMENT) * FP8_ALIGNMENT + groups * FP8_ALIGNMENT
 
 
-def groups_of(ends_E: Tensor, rows: int) -> Groups:
-    """Of rows whose groups end there; tiles beyond the last are empty."""
+def group_offsets(ends_E: Tensor, rows: int) -> GroupOffsets:
+    """Return the boundaries of groups that end at these rows; tiles beyond the last are empty."""
     sizes_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-    padded_E = ((sizes_E + (MULTIPLE - 1)) // MULTIPLE * MULTIPLE).clamp(min=MULTIPLE)
-    places_E, tiles_E = padded_E.cumsum(0, dtype=torch.int32), (padded_E + (TILE - 1)) // TILE
+    padded_E = ((sizes_E + (FP8_ALIGNMENT - 1)) // FP8_ALIGNMENT * FP8_ALIGNMENT).clamp(min=FP8_ALIGNMENT)
+    padded_ends_E, tiles_E = padded_E.cumsum(0, dtype=torch.int32), (padded_E + (TILE - 1)) // TILE
     tile_ends_E = tiles_E.cumsum(0)
     tile_T = torch.arange(rows // TILE + len(ends_E), device=ends_E.device)
     group_T = torch.searchsorted(tile_ends_E, tile_T, right=True).clamp(max=len(ends_E) - 1)
@@ -67,74 +67,74 @@ def groups_of(ends_E: Tensor, rows: int) -> Groups:
         group_T,
         (ends_E - sizes_E)[group_T] + offset_T,
         ends_E[group_T],
-        (places_E - padded_E)[group_T] + offset_T,
-        places_E[group_T],
+        (padded_ends_E - padded_E)[group_T] + offset_T,
+        padded_ends_E[group_T],
     )
-    return Groups(ends_E, places_E, torch.stack([part.to(torch.int64) for part in tiles]))
+    return GroupOffsets(ends_E, padded_ends_E, torch.stack([row_T.to(torch.int64) for row_T in tiles]))
 
 
-def matrices_of(weight_EOI: Tensor) -> Groups:
-    """Of a weight's matrices, whose columns lie one matrix behind the other."""
-    return _matrices_of(*weight_EOI.shape, weight_EOI.device)
+def weight_group_offsets(weight_EOI: Tensor) -> GroupOffsets:
+    """Return the boundaries of a weight's matrices, whose columns follow one another matrix by matrix."""
+    return _weight_group_offsets(*weight_EOI.shape, weight_EOI.device)
 
 
 @cache
-def _matrices_of(e: int, o: int, i: int, device: torch.device) -> Groups:
+def _weight_group_offsets(e: int, o: int, i: int, device: torch.device) -> GroupOffsets:
     ends_E = torch.arange(1, e + 1, dtype=torch.int32, device=device) * o
-    groups = groups_of(ends_E, e * o)
+    groups = group_offsets(ends_E, e * o)
     groups.tiles_5T[3:] += groups.tiles_5T[0] * (o * (i - 1))
     return groups
 
 
-def in_groups(x_NK: Tensor, groups: Groups, *, rows: bool = False, columns: bool = False) -> GroupForms:
-    """Rows in the forms asked for, with the scales that fit them."""
+def quantize_groups(x_NK: Tensor, groups: GroupOffsets, *, rows: bool = False, columns: bool = False) -> GroupedFp8:
+    """Quantize rows to the requested layouts, with scales from their own amax."""
     (n, k), e = x_NK.shape, len(groups.ends_E)
-    made = _room(x_NK, (n, k) if rows else None, (k, places_of(n, e)) if columns else None, (e, k))
-    cast_groups(x_NK, groups, made)
-    return made
+    out = _empty_grouped(x_NK, (n, k) if rows else None, (k, padded_columns(n, e)) if columns else None, (e, k))
+    quantize_groups_(x_NK, groups, out)
+    return out
 
 
-def weight_in_groups(weight_EOI: Tensor, *, rows: bool = False, columns: bool = False) -> GroupForms:
-    """The same of a weight's matrices."""
-    made = _weight_room(weight_EOI, rows=rows, columns=columns)
-    cast_groups(weight_EOI.flatten(0, 1), matrices_of(weight_EOI), made)
-    return made
+def quantize_expert_weights(weight_EOI: Tensor, *, rows: bool = False, columns: bool = False) -> GroupedFp8:
+    """Quantize a weight's matrices to the requested layouts."""
+    out = _empty_weights(weight_EOI, rows=rows, columns=columns)
+    quantize_groups_(weight_EOI.flatten(0, 1), weight_group_offsets(weight_EOI), out)
+    return out
 
 
-class WeightForms:
-    """Both forms of a weight that stays where it is: 2 bytes a number, in the same memory for good."""
+class Fp8WeightCache:
+    """Both fp8 layouts of a persistent weight: 2 bytes a parameter, always in the same memory."""
 
     def __init__(self) -> None:
-        self._made: GroupForms | None = None
-        self._of: tuple[int, int] | None = None  # where the weight was, and its version
+        self._quantized: GroupedFp8 | None = None
+        self._source: tuple[int, int] | None = None  # address and version of the weight
 
     @torch.no_grad()
-    def of(self, weight_EOI: Tensor, dtype: torch.dtype, anew: bool = False) -> GroupForms:
-        """Cast if the weight has changed since, or in any case: a CUDA graph must hold the cast for later replays.
+    def get(self, weight_EOI: Tensor, dtype: torch.dtype, force: bool = False) -> GroupedFp8:
+        """Return the quantized weight, quantizing it again if it has changed, or with `force`, as CUDA graphs need.
 
-        `dtype`: what it is rounded to first, as where weights are kept so, or come so from other ranks.
+        `dtype`: what it is rounded to first, as where weights are stored or all-gathered in that dtype.
         """
-        found = weight_EOI.data_ptr(), weight_EOI._version
-        if self._made is None:
-            self._made = _weight_room(weight_EOI, rows=True, columns=True)
-        if anew or found != self._of:
-            cast_groups(weight_EOI.to(dtype).flatten(0, 1), matrices_of(weight_EOI), self._made)
-            self._of = found
-        return self._made
+        source = weight_EOI.data_ptr(), weight_EOI._version
+        if self._quantized is None:
+            self._quantized = _empty_weights(weight_EOI, rows=True, columns=True)
+        if force or source != self._source:
+            quantize_groups_(weight_EOI.to(dtype).flatten(0, 1), weight_group_offsets(weight_EOI), self._quantized)
+            self._source = source
+        return self._quantized
 
 
-def _weight_room(weight_EOI: Tensor, *, rows: bool, columns: bool) -> GroupForms:
+def _empty_weights(weight_EOI: Tensor, *, rows: bool, columns: bool) -> GroupedFp8:
     e, o, i = weight_EOI.shape
-    return _room(weight_EOI, (e * o, i) if rows else None, (e, i, o) if columns else None, (e, i))
+    return _empty_grouped(weight_EOI, (e * o, i) if rows else None, (e, i, o) if columns else None, (e, i))
 
 
-def _room(
+def _empty_grouped(
     like: Tensor, rows: tuple[int, ...] | None, columns: tuple[int, ...] | None, scales: tuple[int, int]
-) -> GroupForms:
+) -> GroupedFp8:
     def empty(shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor | None:
         return None if shape is None else torch.empty(shape, dtype=dtype, device=like.device)
 
-    return GroupForms(
+    return GroupedFp8(
         empty(rows, E4M3),
         empty(rows and rows[:1], torch.float32),
         empty(columns, E4M3),
@@ -142,43 +142,34 @@ def _room(
     )
 
 
-def cast_groups(x_NK: Tensor, groups: Groups, made: GroupForms) -> None:
-    """Rows into the forms that there is room for."""
-    if takes_triton(x_NK):
-        from llmb.ops.quant.group_quant_triton import cast_groups_triton
-
-        cast_groups_triton(x_NK, groups, made)
-    else:
-        cast_groups_reference(x_NK, groups, made)
-
-
-def cast_groups_reference(x_NK: Tensor, groups: Groups, made: GroupForms) -> None:
-    """The same in plain torch."""
-    if made.rows is not None and made.row_scales is not None:
-        made.row_scales.copy_(to_scales(x_NK.float().abs().amax(1)))
-        made.rows.copy_(_eight_bits(x_NK, made.row_scales[:, None]))
-    if made.columns is None or made.column_scales is None:
+@op
+def quantize_groups_(x_NK: Tensor, groups: GroupOffsets, out: GroupedFp8) -> None:
+    """Quantize rows to the layouts that `out` has."""
+    if out.rows is not None and out.row_scales is not None:
+        out.row_scales.copy_(amax_to_scale_(x_NK.float().abs().amax(1)))
+        out.rows.copy_(_to_e4m3(x_NK, out.row_scales[:, None]))
+    if out.columns is None or out.column_scales is None:
         return
     for group, (start, end) in enumerate(pairwise([0, *groups.ends_E.tolist()])):
-        none = x_NK.new_zeros(1, x_NK.shape[1])  # what a group without rows has
-        largest_K = torch.cat((x_NK[start:end], none)).float().abs().amax(0)
-        made.column_scales[group] = to_scales(largest_K)
-    flat, stride = made.columns.view(-1), made.columns.shape[-1]
-    for group, first, end, place, stop in groups.tiles_5T.T.tolist():
-        if place < stop:
-            values = _eight_bits(x_NK[first : min(end, first + TILE)], made.column_scales[group])
-            tile = flat.as_strided((x_NK.shape[1], min(stop - place, TILE)), (stride, 1), place)
+        zero = x_NK.new_zeros(1, x_NK.shape[1])  # the row of a group without rows
+        amax_K = torch.cat((x_NK[start:end], zero)).float().abs().amax(0)
+        out.column_scales[group] = amax_to_scale_(amax_K)
+    flat, stride = out.columns.view(-1), out.columns.shape[-1]
+    for group, first, end, column, last in groups.tiles_5T.T.tolist():
+        if column < last:
+            values = _to_e4m3(x_NK[first : min(end, first + TILE)], out.column_scales[group])
+            tile = flat.as_strided((x_NK.shape[1], min(last - column, TILE)), (stride, 1), column)
             tile[:, : len(values)] = values.T
             tile[:, len(values) :] = 0
 
 
-def to_scales(largest: Tensor) -> Tensor:
-    """What is divided by where these are the largest magnitudes, in their place. NaN stays NaN.
+def amax_to_scale_(amax: Tensor) -> Tensor:
+    """Replace largest magnitudes by the scales to divide by. NaN stays NaN.
 
-    A product, not a quotient: CUDA divides by a number by way of its inverse, and a CPU must give the same bits.
+    A multiplication: CUDA divides by a constant through its inverse, and a CPU must give the same bits.
     """
-    return largest.clamp_(min=SMALLEST_AMAX).mul_(1 / LARGEST)
+    return amax.clamp_(min=MIN_AMAX).mul_(1 / E4M3_MAX)
 
 
-def _eight_bits(x: Tensor, scales: Tensor) -> Tensor:
-    return (x.float() * scales.reciprocal()).clamp(-LARGEST, LARGEST).to(E4M3)
+def _to_e4m3(x: Tensor, scales: Tensor) -> Tensor:
+    return (x.float() * scales.reciprocal()).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)

@@ -1,7 +1,7 @@
-"""Triton for rows of groups in 8 bits: a pass that finds the largest magnitudes, and one that writes both forms.
+"""Triton kernels that quantize the rows of groups: one finds the largest magnitudes, one writes both layouts.
 
-No tile has rows of two groups. A tile of the second pass is held as four, as in `fp8_quant_triton.py`, and for the same
-reason. Both read the rows once: of bf16 that is 4 bytes a number, and each form takes 1 more.
+No tile has rows of two groups. A tile of the second kernel is held as four, as in `fp8_quant_triton.py`, for the same
+reason. Both read the rows once: 4 bytes a number in bf16, and each layout writes 1 more.
 """
 
 import torch
@@ -9,77 +9,70 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.quant.fp8_quant_triton import (
-    CHANNELS,
-    QUADS,
-    WARPS,
-    eight_bits,
-    load_fourth,
-    packed,
-    store_fourth,
-)
-from llmb.ops.quant.group_quant import TILE, GroupForms, Groups, to_scales
+from llmb.ops.quant.fp8_quant_triton import CHANNELS, QUADS, WARPS, load_fourth, pack_fp8, store_fourth, to_fp8
+from llmb.ops.quant.group_quant import TILE, GroupedFp8, GroupOffsets, amax_to_scale_
 
-LOOK_CHANNELS, LOOK_WARPS = 64, 8  # of a tile of the first pass, which transposes nothing
+AMAX_CHANNELS, AMAX_WARPS = 64, 8  # of a tile of the first kernel, which transposes nothing
 
 
 @triton.jit
 def _tile(ptr, T, K, CHANNELS: tl.constexpr):
-    """Where this program's tile stands in the table, and its first channel. Programs of a tile follow one another."""
-    across = tl.cdiv(K, CHANNELS)
+    """Pointer to this program's tile in the table, and its first channel. Programs of a tile are consecutive."""
+    tiles_per_row = tl.cdiv(K, CHANNELS)
     program = tl.program_id(0)
-    return ptr + program // across, program % across * CHANNELS
+    return ptr + program // tiles_per_row, program % tiles_per_row * CHANNELS
 
 
 @triton.jit(do_not_specialize=["T"])
-def _largest(
-    x_ptr, tiles_ptr, row_ptr, column_ptr, x_row, T, K,
+def _group_amax(
+    x_ptr, tiles_ptr, row_ptr, column_ptr, x_stride, T, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Magnitudes as integers of the same bits: these have the same order, NaN at its end."""
+    """Magnitudes as integers of the same bits, which have the same order, NaN last."""
     tile_ptr, channel = _tile(tiles_ptr, T, K, CHANNELS)
     group, first, end = tl.load(tile_ptr), tl.load(tile_ptr + T), tl.load(tile_ptr + 2 * T)
     if first < end:
         t, k = tl.arange(0, TILE), tl.arange(0, CHANNELS)
-        there, inside = first + t < end, channel + k < K
-        places = x_ptr + (first * x_row + channel) + (t[:, None] * x_row + k[None, :])
-        x = tl.load(places, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        row_mask, channel_mask = first + t < end, channel + k < K
+        pointers = x_ptr + (first * x_stride + channel) + (t[:, None] * x_stride + k[None, :])
+        x = tl.load(pointers, mask=row_mask[:, None] & channel_mask[None, :], other=0.0).to(tl.float32)
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         if ROWS:
-            tl.atomic_max(row_ptr + first + t, tl.max(bits, 1), mask=there, sem="relaxed")
+            tl.atomic_max(row_ptr + first + t, tl.max(bits, 1), mask=row_mask, sem="relaxed")
         if COLUMNS:
-            cells = column_ptr + group * K + channel + k
-            tl.atomic_max(cells, tl.max(bits, 0), mask=inside, sem="relaxed")
+            tl.atomic_max(
+                column_ptr + group * K + channel + k, tl.max(bits, 0), mask=channel_mask, sem="relaxed"
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T"])
-def _cast(
-    x_ptr, tiles_ptr, row_scales_ptr, column_scales_ptr, rows_ptr, words_ptr, x_row, rows_row, words_fours, T, K,
+def _quantize_groups(
+    x_ptr, tiles_ptr, row_scales_ptr, column_scales_ptr, rows_ptr, words_ptr, x_stride, rows_stride, quad_words, T, K,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     tile_ptr, channel = _tile(tiles_ptr, T, K, CHANNELS)
     group, first, end = tl.load(tile_ptr), tl.load(tile_ptr + T), tl.load(tile_ptr + 2 * T)
-    place, stop = tl.load(tile_ptr + 3 * T), tl.load(tile_ptr + 4 * T)
-    if place < stop:
-        x0 = load_fourth(x_ptr, x_row, first, channel, end, K, 0, QUADS, CHANNELS)
-        x1 = load_fourth(x_ptr, x_row, first, channel, end, K, 1, QUADS, CHANNELS)
-        x2 = load_fourth(x_ptr, x_row, first, channel, end, K, 2, QUADS, CHANNELS)
-        x3 = load_fourth(x_ptr, x_row, first, channel, end, K, 3, QUADS, CHANNELS)
+    column, last_column = tl.load(tile_ptr + 3 * T), tl.load(tile_ptr + 4 * T)
+    if column < last_column:
+        x0 = load_fourth(x_ptr, x_stride, first, channel, end, K, 0, QUADS, CHANNELS)
+        x1 = load_fourth(x_ptr, x_stride, first, channel, end, K, 1, QUADS, CHANNELS)
+        x2 = load_fourth(x_ptr, x_stride, first, channel, end, K, 2, QUADS, CHANNELS)
+        x3 = load_fourth(x_ptr, x_stride, first, channel, end, K, 3, QUADS, CHANNELS)
         if ROWS:
-            scales_ptr, base, left = row_scales_ptr + first, rows_ptr + (first * rows_row + channel), end - first
-            _store_rows(x0, scales_ptr, base, rows_row, left, K - channel, 0, QUADS, CHANNELS)
-            _store_rows(x1, scales_ptr, base, rows_row, left, K - channel, 1, QUADS, CHANNELS)
-            _store_rows(x2, scales_ptr, base, rows_row, left, K - channel, 2, QUADS, CHANNELS)
-            _store_rows(x3, scales_ptr, base, rows_row, left, K - channel, 3, QUADS, CHANNELS)
+            scales_ptr, base, left = row_scales_ptr + first, rows_ptr + (first * rows_stride + channel), end - first
+            _store_rows(x0, scales_ptr, base, rows_stride, left, K - channel, 0, QUADS, CHANNELS)
+            _store_rows(x1, scales_ptr, base, rows_stride, left, K - channel, 1, QUADS, CHANNELS)
+            _store_rows(x2, scales_ptr, base, rows_stride, left, K - channel, 2, QUADS, CHANNELS)
+            _store_rows(x3, scales_ptr, base, rows_stride, left, K - channel, 3, QUADS, CHANNELS)
         if COLUMNS:
             k, quad = tl.arange(0, CHANNELS), tl.arange(0, QUADS)
             scales = tl.load(column_scales_ptr + group * K + channel + k, mask=channel + k < K, other=1.0)
-            words = packed(x0, x1, x2, x3, _inverse(scales)[None, :], False)
-            # Groups begin at multiples of 16 places, or 4 words, and so do rows: known, words are stored four by four.
-            word, last = tl.multiple_of(place // 4, 4), tl.multiple_of(stop // 4, 4)
-            base = words_ptr + (word + channel.to(tl.int64) * (4 * words_fours))
-            inside = (channel + k < K)[:, None] & (quad < last - word)[None, :]
-            tl.store(base + (k[:, None] * (4 * words_fours) + quad[None, :]), tl.trans(words), mask=inside)
+            words = pack_fp8(x0, x1, x2, x3, _inverse(scales)[None, :], False)
+            # Groups start at multiples of 16 columns, or 4 words, and so do rows: with that hint, stores take 16 bytes.
+            word, last = tl.multiple_of(column // 4, 4), tl.multiple_of(last_column // 4, 4)
+            base = words_ptr + (word + channel.to(tl.int64) * (4 * quad_words))
+            mask = (channel + k < K)[:, None] & (quad < last - word)[None, :]
+            tl.store(base + (k[:, None] * (4 * quad_words) + quad[None, :]), tl.trans(words), mask=mask)
 
 
 @triton.jit
@@ -90,7 +83,7 @@ def _store_rows(
     """Every fourth row, from this one on, divided by its own scale."""
     t = 4 * tl.arange(0, QUADS) + FOURTH
     inverse = _inverse(tl.load(scales_ptr + t, mask=t < rows_left, other=1.0))[:, None]
-    store_fourth(eight_bits(x, inverse, False), base, stride, rows_left, channels_left, FOURTH, QUADS, CHANNELS)
+    store_fourth(to_fp8(x, inverse, False), base, stride, rows_left, channels_left, FOURTH, QUADS, CHANNELS)
 
 
 @triton.jit
@@ -98,21 +91,21 @@ def _inverse(scales):
     return tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
 
 
-def cast_groups_triton(x_NK: Tensor, groups: Groups, made: GroupForms) -> None:
-    """As `fp8_group_forms.cast_groups_reference`."""
-    x_NK = x_NK.contiguous()  # the gradient of a sum comes without strides
+def quantize_groups_triton_(x_NK: Tensor, groups: GroupOffsets, out: GroupedFp8) -> None:
+    """Launch the kernels of `group_quant.quantize_groups_`."""
+    x_NK = x_NK.contiguous()  # the gradient of a sum has strides of zero
     (_, k), tiles = x_NK.shape, groups.tiles_5T.shape[1]
-    rows, columns = made.rows is not None, made.columns is not None
-    largest = [None if scales is None else scales.zero_() for scales in (made.row_scales, made.column_scales)]
-    bits = [None if found is None else found.view(torch.int32) for found in largest]
-    _largest[(tiles * triton.cdiv(k, LOOK_CHANNELS),)](
+    rows, columns = out.rows is not None, out.columns is not None
+    amax = [None if scales is None else scales.zero_() for scales in (out.row_scales, out.column_scales)]
+    bits = [None if x is None else x.view(torch.int32) for x in amax]
+    _group_amax[(tiles * triton.cdiv(k, AMAX_CHANNELS),)](
         x_NK, groups.tiles_5T, *bits, x_NK.stride(0), tiles, k,
-        ROWS=rows, COLUMNS=columns, TILE=TILE, CHANNELS=LOOK_CHANNELS, num_warps=LOOK_WARPS,
+        ROWS=rows, COLUMNS=columns, TILE=TILE, CHANNELS=AMAX_CHANNELS, num_warps=AMAX_WARPS,
     )  # fmt: skip
-    scales = [None if found is None else to_scales(found) for found in largest]
-    words = None if made.columns is None else made.columns.view(torch.int32)
-    _cast[(tiles * triton.cdiv(k, CHANNELS),)](
-        x_NK, groups.tiles_5T, *scales, made.rows, words,
+    scales = [None if x is None else amax_to_scale_(x) for x in amax]
+    words = None if out.columns is None else out.columns.view(torch.int32)
+    _quantize_groups[(tiles * triton.cdiv(k, CHANNELS),)](
+        x_NK, groups.tiles_5T, *scales, out.rows, words,
         x_NK.stride(0), k, 0 if words is None else words.shape[-1] // 4, tiles, k,
         ROWS=rows, COLUMNS=columns, QUADS=QUADS, CHANNELS=CHANNELS, num_warps=WARPS,
     )  # fmt: skip

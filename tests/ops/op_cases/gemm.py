@@ -1,0 +1,48 @@
+"""GEMMs for few tokens."""
+
+import torch
+from torch import Generator, bfloat16, device, dtype, float8_e4m3fn, float32
+
+from llmb.ops.gemm.block_scaled_gemm import block_scaled_mm, quantize_blocks
+from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm
+from llmb.ops.quant.activation_quant import PerTokenFp8, quantize_activation
+from op_cases import Arguments, cases, randn
+
+SHAPES = [(1, 64, 1), (1, 128, 9), (3, 200, 4), (16, 1, 2), (17, 130, 3), (64, 256, 2), (70, 96, 5)]
+
+
+@cases(block_scaled_mm, *SHAPES, tolerance=1e-5)
+@cases(block_scaled_mm, *((*shape, bfloat16) for shape in SHAPES), tolerance=2**-7)  # the interpreter truncates
+def block_scaled(g: Generator, d: device, n: int, o: int, groups: int, out_dtype: dtype = float32) -> Arguments:
+    block_scales = torch.randn(groups, generator=g).exp().repeat_interleave(128).to(d)
+    x, weight = randn(g, d, n, 128 * groups) * block_scales, randn(g, d, o, 128 * groups) * block_scales
+    return (quantize_activation(x, "1x128"), quantize_blocks(weight), o, out_dtype), {}
+
+
+@cases(skinny_gemm, (1, 128, 32), (4, 1100, 14, True), (2, 2304, 6, False, "silu"), tolerance=2e-5)
+@cases(skinny_gemm, (4, 16, 2, False, "silu", True), (1, 2304, 14, True, "gelu"), tolerance=2e-5)
+@cases(skinny_gemm, (3, 16, 32, True, "gelu", True), (1, 1100, 32, True, None, True), (2, 8, 2), tolerance=2e-5)
+def skinny(
+    g: Generator,
+    d: device,
+    n: int,
+    k: int,
+    o: int,
+    has_norm: bool = False,
+    activation: str | None = None,
+    has_addend: bool = False,
+) -> Arguments:
+    norm = InputNorm(randn(g, d, k), 1e-5) if has_norm else None
+    addend = randn(g, d, n, o // 2 if activation else o) if has_addend else None
+    x, weight = randn(g, d, n, k, scale=3), SkinnyGemmWeight(randn(g, d, o, k, scale=k**-0.5))
+    return (x, weight, float32, norm, activation, addend), {}
+
+
+@cases(
+    skinny_gemm, (1, 128, 32, True), (3, 1100, 10, True), (2, 2304, 14, False), (4, 16, 6, False),
+    tolerance=2e-3 if torch.cuda.is_available() else 2e-5,  # on a GPU packed sums of eight are in fp16
+)  # fmt: skip
+def skinny_fp8(g: Generator, d: device, n: int, k: int, o: int, scaled_input: bool) -> Arguments:
+    weight = SkinnyGemmWeight(randn(g, d, o, k, dtype=float8_e4m3fn), randn(g, d, o).abs())
+    x = randn(g, d, n, k)
+    return (PerTokenFp8(x, randn(g, d, n, 1).abs()) if scaled_input else x, weight, float32), {}

@@ -1,0 +1,89 @@
+"""Cases of the ops in llmb/ops/moe."""
+
+from dataclasses import replace
+
+import torch
+from torch import Generator, Tensor, device
+
+from llmb.config.spec import MoEConfig
+from llmb.ops.moe.expert_weights import ExpertFormat, ExpertWeights, empty_expert_weights, fill_expert_rows
+from llmb.ops.moe.fused_moe import Routing, fused_moe
+from llmb.ops.moe.permute import permute, sort_by_expert, unpermute, unpermute_backward
+from llmb.ops.moe.router import route
+from llmb.ops.quant.activation_quant import quantize_activation
+from op_cases import Arguments, cases, randn
+
+ROUTING_RULES = {
+    "grouped sigmoid": MoEConfig(count=256, top_k=8, ffn=1, groups=8, top_groups=4, score="sigmoid", scale=2.5),
+    "softmax": MoEConfig(count=8, top_k=2, ffn=1, renormalise=False),
+    "no powers of two": MoEConfig(count=30, top_k=5, ffn=1, groups=6, top_groups=3, score="sigmoid", renormalise=False),
+    "one expert per group": MoEConfig(count=6, top_k=3, ffn=1, groups=6, top_groups=4, scale=0.5),
+    "all experts": MoEConfig(count=5, top_k=5, ffn=1),
+}
+# Tokens, experts per token, experts, channels.
+PERMUTATIONS = ((13, 1, 4, 64), (37, 8, 16, 96), (11, 3, 5, 53), (5, 2, 3, 1100), (1, 4, 9, 32), (6, 2, 2, 1))
+
+
+def uneven_topk_ids(g: Generator, d: device, tokens: int, top_k: int, experts: int) -> Tensor:
+    """Low experts are selected more often and, where there are others, the last one never."""
+    likely = torch.arange(experts, 0, -1.0).square()
+    if top_k < experts:
+        likely[-1] = 0
+    return likely.expand(tokens, -1).multinomial(top_k, generator=g).to(d)
+
+
+@cases(sort_by_expert, *(shape[:3] for shape in PERMUTATIONS), (0, 2, 3), (300, 2, 5), (50, 8, 256), tolerance=0)
+def pairs(g: Generator, d: device, tokens: int, top_k: int, experts: int) -> Arguments:
+    return (uneven_topk_ids(g, d, tokens, top_k, experts), experts), {}
+
+
+@cases(permute, *PERMUTATIONS, *((*shape, torch.bfloat16) for shape in PERMUTATIONS), tolerance=0)
+def tokens_to_rows(
+    g: Generator, d: device, tokens: int, top_k: int, experts: int, channels: int, dtype: torch.dtype = torch.float32
+) -> Arguments:
+    row_map_NK, _ = sort_by_expert.reference(uneven_topk_ids(g, d, tokens, top_k, experts), experts)
+    return (randn(g, d, tokens, channels, dtype=dtype), row_map_NK), {}
+
+
+@cases(unpermute, *((*shape, *flags) for shape in PERMUTATIONS for flags in ((0, 0), (1, 0), (1, 1))), tolerance=1e-5)
+def rows_to_tokens(
+    g: Generator, d: device, tokens: int, top_k: int, experts: int, channels: int, weighted: bool, added: bool
+) -> Arguments:
+    row_map_NK, _ = sort_by_expert.reference(uneven_topk_ids(g, d, tokens, top_k, experts), experts)
+    weights_NK = randn(g, d, tokens, top_k).abs() if weighted else None
+    addend_NC = randn(g, d, tokens, channels) if added else None
+    return (randn(g, d, tokens * top_k, channels), row_map_NK, weights_NK, addend_NC), {}
+
+
+@cases(unpermute_backward, *PERMUTATIONS, tolerance=1e-5)
+def token_gradients(g: Generator, d: device, tokens: int, top_k: int, experts: int, channels: int) -> Arguments:
+    row_map_NK, _ = sort_by_expert.reference(uneven_topk_ids(g, d, tokens, top_k, experts), experts)
+    dout_NC, rows_MC = randn(g, d, tokens, channels), randn(g, d, tokens * top_k, channels)
+    return (dout_NC, rows_MC, row_map_NK, randn(g, d, tokens, top_k).abs()), {}
+
+
+@cases(fused_moe, (1, "plain"), (17, "plain"), (3, "nvfp4"), (17, "nvfp4"), tolerance=1e-5)
+@cases(fused_moe, (1, "per_token"), (3, "per_token"), (3, "1x128"), tolerance=5e-3)
+def routed_tokens(g: Generator, d: device, tokens: int, expert_format: ExpertFormat) -> Arguments:
+    gate_up, down = (expert_weights(g, d, shape, expert_format) for shape in ((5, 256, 256), (5, 256, 128)))
+    weights_NK = torch.rand(tokens, 2, generator=g).to(d)
+    routing = Routing(weights_NK, uneven_topk_ids(g, d, tokens, 2, 5), experts=5)
+    x = quantize_activation.reference(randn(g, d, tokens, 256), gate_up.form)
+    return (x, routing, gate_up, down, "silu", torch.float32), {}
+
+
+def expert_weights(g: Generator, d: device, shape: tuple[int, int, int], expert_format: ExpertFormat) -> ExpertWeights:
+    weights = empty_expert_weights(shape, expert_format, torch.float32, torch.device("cpu"))
+    for expert in range(shape[0]):
+        fill_expert_rows(weights, expert, 0, randn(g, torch.device("cpu"), *shape[1:], scale=0.1 * (expert + 1)))
+    return ExpertWeights(weights.format, *(None if tensor is None else tensor.to(d) for tensor in weights[1:]))
+
+
+# The order of K is undefined: top_k > 1 is compared in test_router.py.
+@cases(route, *((name, tokens) for name in ROUTING_RULES for tokens in (1, 19)), tolerance=1e-5)
+def best_expert(g: Generator, d: device, name: str, tokens: int) -> Arguments:
+    rule = replace(ROUTING_RULES[name], top_k=1)
+    logits_NE = 2 * torch.randn(tokens, rule.count, generator=g)
+    bias_E = torch.randn(rule.count, generator=g) / 4 if rule.score == "sigmoid" else None
+    slot_mapping_N = torch.arange(tokens, device=d) - 1
+    return (logits_NE.to(d), None if bias_E is None else bias_E.to(d), rule, slot_mapping_N), {}

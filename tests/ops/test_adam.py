@@ -1,0 +1,182 @@
+"""A step of AdamW in every dtype: against torch.optim, split master weights, stochastic rounding, special values."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmb.ops.optim.adam import (
+    BF16_MAX,
+    Rounding,
+    adam_scalars,
+    adam_step,
+    adam_update,
+    join_master_weight,
+    random_bits,
+)
+
+pytest.importorskip("triton")
+
+SETTINGS: dict[str, Any] = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+IMPLEMENTATIONS = ["reference", "triton"]
+BF16, FP32 = torch.bfloat16, torch.float32
+STATES = {  # dtypes of param, grad, m and v; low bits; rounding
+    "fp32": (FP32, FP32, FP32, False, "nearest"),
+    "master": (BF16, FP32, FP32, True, "nearest"),
+    "stochastic": (BF16, BF16, BF16, False, "stochastic"),
+    "bf16": (BF16, BF16, BF16, False, "nearest"),
+    "mixed": (BF16, FP32, BF16, True, "stochastic"),
+}
+
+
+def state(name: str, n: int, device: torch.device, scale: float = 1.0) -> tuple[list[Tensor | None], Rounding]:
+    """param, grad, m, v, low."""
+    param_dtype, grad_dtype, moment_dtype, has_low, rounding = STATES[name]
+    generator = torch.Generator().manual_seed(n)
+    param, grad, m = (torch.randn(n, generator=generator) for _ in range(3))
+    v = torch.rand(n, generator=generator)
+    low = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16) if has_low else None
+    tensors = [param.to(param_dtype), (grad * scale).to(grad_dtype), m.to(moment_dtype), v.to(moment_dtype), low]
+    return [None if x is None else x.to(device) for x in tensors], rounding  # type: ignore[return-value]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+def step_with(
+    implementation: str, tensors: list, rounding: Rounding, factor: float = 0.5, step: int = 3, seed: int = 11
+) -> list:
+    """Updated copies of the tensors."""
+    tensors = [None if x is None else x.clone() for x in tensors]
+    scalars = adam_scalars(**SETTINGS, step=step, seed=seed)
+    getattr(adam_step, implementation)(*tensors, scalars, torch.tensor(factor, device=tensors[0].device), rounding)
+    return tensors
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize(("n", "scale"), [(1024, 0.0), (40, 1e15)])
+def test_kernel_has_the_bits_of_the_reference(name: str, n: int, scale: float, device: torch.device) -> None:
+    tensors, rounding = state(name, n, device, scale)
+    expected, actual = (step_with(implementation, tensors, rounding) for implementation in IMPLEMENTATIONS)
+    for a, b in zip(expected, actual, strict=True):
+        assert (a is None and b is None) or same_bits(a, b)
+    assert not same_bits(expected[0], tensors[0]) or name == "bf16"
+
+
+def test_fp32_matches_torch_adamw() -> None:
+    (param, grad, *_), _ = state("fp32", 500, torch.device("cpu"))
+    reference = torch.nn.Parameter(param.clone())
+    optimizer = torch.optim.AdamW([reference], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    m, v = torch.zeros(500), torch.zeros(500)
+    for step in range(1, 8):
+        gradient = grad * torch.cos(torch.arange(500.0) * step)
+        reference.grad = gradient * 0.5
+        optimizer.step()
+        adam_update(
+            param, gradient, m, v, None, **SETTINGS, step=step, factor=torch.tensor(0.5), rounding="nearest", seed=step
+        )
+        torch.testing.assert_close(param, reference.detach(), rtol=2e-6, atol=1e-7)
+
+
+def test_split_master_weights_have_the_bits_of_fp32_weights(device: torch.device) -> None:
+    (param, grad, m, v, low), rounding = state("master", 700, device)
+    assert low is not None
+    fp32 = [join_master_weight(param, low), grad, m, v, None]
+    split = [param, grad, m, v, low]
+    for step in range(1, 5):
+        fp32 = step_with("triton", fp32, rounding, step=step)
+        split = step_with("triton", split, rounding, step=step)
+        assert same_bits(join_master_weight(split[0], split[4]), fp32[0])
+        rounded = split[0].double()
+        spacing = rounded.abs() * 2**-7
+        assert ((rounded - fp32[0].double()).abs() <= spacing / 2).all()
+
+
+@pytest.mark.parametrize("factor", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["master", "stochastic"])
+def test_nonfinite_gradients_change_nothing(name: str, factor: float, device: torch.device) -> None:
+    tensors, rounding = state(name, 50, device)
+    for implementation in IMPLEMENTATIONS:
+        for before, after in zip(tensors, step_with(implementation, tensors, rounding, factor), strict=True):
+            assert (before is None and after is None) or same_bits(before, after)
+
+
+def decayed(value: float, n: int, seed: int, device: torch.device) -> tuple[float, Tensor]:
+    """The exact value of a parameter after a step without gradient or state, and n of them rounded to bf16."""
+    param = torch.full((n,), value, dtype=BF16, device=device)
+    grad, m, v = (torch.zeros(n, device=device) for _ in range(3))
+    scalars = adam_scalars(**SETTINGS, step=1, seed=seed)
+    exact = param[0].float().item() * torch.tensor(scalars.decay_factor).item()
+    adam_step.reference(param, grad, m, v, None, scalars, torch.tensor(1.0, device=device), "stochastic")
+    return exact, param.cpu()
+
+
+def test_stochastic_rounding_is_unbiased(device: torch.device) -> None:
+    """Overall, for each index over seeds, and for each seed over indices: within a few standard errors."""
+    seeds, n = 60, 1000
+    runs = [decayed(1.5, n, seed, device) for seed in range(seeds)]
+    exact, rounded = runs[0][0], torch.stack([params for _, params in runs]).double()
+    below, above = rounded.min().item(), rounded.max().item()
+    assert above - below == 2**-7
+    fraction = (exact - below) / (above - below)
+    assert 0.05 < fraction < 0.95
+    up, error = (rounded == above).double(), (fraction * (1 - fraction)) ** 0.5
+    assert abs(up.mean().item() - fraction) < 4 * error / (seeds * n) ** 0.5
+    assert (up.mean(0) - fraction).abs().max() < 5 * error / seeds**0.5
+    assert (up.mean(1) - fraction).abs().max() < 5 * error / n**0.5
+
+
+def test_random_bits_are_uniform_and_uncorrelated() -> None:
+    n = 2**16
+    draws = [random_bits(n, adam_scalars(**SETTINGS, step=1, seed=seed), torch.device("cpu")) for seed in (0, 1, 2**40)]
+    streams = torch.stack([bits.double() for triple in draws for bits in triple]) / 2**16
+    assert streams.min() >= 0
+    assert streams.max() < 1
+    assert ((streams.mean(1) - 0.5).abs() < 5 * (1 / 12 / n) ** 0.5).all()
+    pairs = torch.corrcoef(torch.cat((streams, streams.roll(1, dims=1))))  # also with the neighbour's
+    assert (pairs - torch.eye(18)).abs().max() < 5 / n**0.5
+    each_bit = torch.stack([(bits >> bit & 1).double().mean() for bit in range(16) for bits in draws[0]])
+    assert (each_bit - 0.5).abs().max() < 5 * 0.5 / n**0.5
+
+
+def test_results_depend_on_the_seed_and_not_on_the_block_size(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, rounding = state("stochastic", 1500, device)
+    first = step_with("triton", tensors, rounding)
+    other_seed = step_with("triton", tensors, rounding, seed=12)
+    monkeypatch.setattr("llmb.ops.optim.adam_triton.BLOCK", 256)
+    again = step_with("triton", tensors, rounding)
+    assert all(same_bits(first[index], again[index]) for index in (0, 2, 3))
+    assert not any(same_bits(first[index], other_seed[index]) for index in (0, 2, 3))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_stochastic_rounding_keeps_nan_and_stays_finite(implementation: str, device: torch.device) -> None:
+    """Observed in m: its gradient brings it just below the largest bf16, or to a value that it cannot leave."""
+    n = 200
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, BF16_MAX, -BF16_MAX, 0.0]).repeat_interleave(n)
+    m = values.to(BF16).to(device)
+    grad = torch.where(values.isfinite(), values.sign() * 3.4e38, values).to(device)  # not representable in bf16
+    param, v = torch.zeros(len(m), dtype=BF16, device=device), torch.zeros(len(m), device=device)
+    scalars, factor = adam_scalars(**SETTINGS, step=1, seed=5), torch.tensor(1.0, device=device)
+    getattr(adam_step, implementation)(param, grad, m, v, None, scalars, factor, "stochastic")
+    nan, plus, minus, most, least, zero = m.cpu().float().split(n)
+    assert nan.isnan().all()
+    assert (plus.isnan() | (plus == torch.inf)).all()
+    assert (minus.isnan() | (minus == -torch.inf)).all()
+    assert (most == BF16_MAX).all()
+    assert (least == -BF16_MAX).all()
+    assert (zero == 0).all()
+    assert param.cpu()[:n].isnan().all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nan_shows_in_the_high_half(implementation: str, device: torch.device) -> None:
+    (param, grad, m, v, low), rounding = state("master", 3, device)
+    grad[1] = torch.nan  # type: ignore[index]
+    after = step_with(implementation, [param, grad, m, v, low], rounding)
+    assert after[0].isnan().tolist() == [False, True, False]
+    assert join_master_weight(after[0], after[4]).isnan().tolist() == [False, True, False]

@@ -1,0 +1,180 @@
+"""Autograd functions around the training kernels: outputs and gradients of the plain modules that they replace."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmb.ops.activation.activation import ACTIVATIONS
+from llmb.ops.activation.activation_autograd import fused_activation
+from llmb.ops.activation.gated_mlp_autograd import gated_mlp
+from llmb.ops.gemm.linear_autograd import linear, linears
+from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
+from llmb.ops.rope.rope import apply_rope
+from llmb.ops.rope.rope_autograd import fused_rope
+
+EPS = 1e-5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def with_grads(function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """The output, and the gradient of each input."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad((output * grad).sum(), leaves)]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float = 2e-5) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert a.shape == b.shape
+        assert (a.double() - b.double()).norm() <= tolerance * b.double().norm() + 1e-30
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e3])
+@pytest.mark.usefixtures("implementation")
+def test_rms_norm_with_residual(scale: float) -> None:
+    x, weight, grad = randn(2, 3, 20) * scale, randn(20), randn(2, 3, 20, seed=1)
+
+    def fused(x: Tensor, weight: Tensor) -> Tensor:
+        normed, residual = rms_norm_with_residual(x, weight, EPS)
+        return residual + normed.sin()
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return x + F.rms_norm(x, (20,), weight, EPS).sin()
+
+    assert_same(with_grads(fused, grad, x, weight), with_grads(plain, grad, x, weight))
+
+
+@pytest.mark.usefixtures("implementation")
+def test_norm_alone_and_residual_alone() -> None:
+    x, weight, grad = randn(2, 3, 20), randn(20), randn(2, 3, 20, seed=1)
+    actual = with_grads(lambda x, weight: rms_norm_with_residual(x, weight, EPS)[0], grad, x, weight)
+    assert_same(actual, with_grads(lambda x, weight: F.rms_norm(x, (20,), weight, EPS), grad, x, weight))
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad((rms_norm_with_residual(x, weight, EPS)[1] * grad).sum(), x)
+    assert torch.equal(dx, grad)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_norm_of_strided_rows_and_of_strided_channels() -> None:
+    weight, grad = randn(12), randn(2, 3, 12, seed=1)
+    for x in (randn(2, 3, 30)[..., 5:17], randn(2, 12, 3).transpose(1, 2)):
+        actual = with_grads(lambda x, weight: rms_norm_with_residual(x, weight, EPS)[0], grad, x, weight)
+        assert_same(actual, with_grads(lambda x, weight: F.rms_norm(x, (12,), weight, EPS), grad, x, weight))
+
+
+@pytest.mark.parametrize("layout", ["tokens first", "heads first"])
+@pytest.mark.usefixtures("implementation")
+def test_rope_of_several_sequences(layout: str) -> None:
+    angle = randn(5, 4) * 100
+    x, grad = randn(2, 5, 3, 8), randn(2, 5, 3, 8, seed=1)
+    if layout == "heads first":  # as attention leaves its gradients
+        x, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (x, grad))
+    actual = with_grads(lambda x: fused_rope(x, angle.cos(), angle.sin()), grad, x)
+    assert_same(actual, with_grads(lambda x: apply_rope(x, angle.cos(), angle.sin()), grad, x))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
+@pytest.mark.usefixtures("implementation")
+def test_gated_mlp(scale: float) -> None:
+    x, gate, up, down = randn(2, 3, 12) * scale, randn(20, 12), randn(20, 12, seed=1), randn(12, 20, seed=2)
+    grad = randn(2, 3, 12, seed=3)
+
+    def plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+    assert_same(with_grads(gated_mlp, grad, x, gate, up, down), with_grads(plain, grad, x, gate, up, down))
+
+
+def test_gated_mlp_in_bf16_with_fp32_weights() -> None:
+    inputs = randn(7, 32), randn(64, 32), randn(64, 32, seed=1), randn(32, 64, seed=2)
+    grad = randn(7, 32, seed=3)
+    expected = with_grads(gated_mlp, grad, *inputs)
+    actual = with_grads(gated_mlp, grad.bfloat16(), inputs[0].bfloat16(), *inputs[1:])
+    assert [x.dtype for x in actual] == [torch.bfloat16] * 2 + [torch.float32] * 3
+    assert_same(actual, expected, 0.02)
+
+
+def test_gated_mlp_refuses_a_second_backward() -> None:
+    loss = gated_mlp(randn(3, 4).requires_grad_(), randn(8, 4), randn(8, 4), randn(4, 8)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_several_linears_of_one_input() -> None:
+    x, *weights = randn(2, 3, 12), randn(8, 12), randn(4, 12), randn(5, 12)
+    grad = randn(2, 3, 17)
+    actual = with_grads(lambda x, *weights: torch.cat(linears(x, *weights), dim=-1), grad, x, *weights)
+    assert_same(actual, with_grads(lambda x, *weights: F.linear(x, torch.cat(weights)), grad, x, *weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_micro_batches_accumulate_in_place(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(randn(6, 4))
+    total = torch.zeros(6, 4, device=DEVICE)
+    addresses = set()
+    for micro_batch in range(3):
+        x = randn(2, 5, 4, seed=micro_batch, dtype=dtype)
+        linear(x, weight).backward(grad := randn(2, 5, 6, seed=micro_batch, dtype=dtype))
+        total += grad.flatten(0, 1).float().T @ x.flatten(0, 1).float()
+        addresses.add(weight.grad.data_ptr())
+    assert weight.grad.dtype == torch.float32
+    assert len(addresses) == 1
+    assert_same([weight.grad], [total])
+
+
+def test_bf16_weight_with_fp32_gradient() -> None:
+    weight = nn.Parameter(randn(6, 4, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    x, grad = randn(5, 4, dtype=torch.bfloat16), randn(5, 6, dtype=torch.bfloat16)
+    for micro_batch in range(1, 3):
+        linear(x, weight).backward(grad)
+        assert weight.grad.dtype == torch.float32
+        assert_same([weight.grad], [micro_batch * (grad.float().T @ x.float())])
+
+
+def test_gradients_with_hooks_go_through_autograd() -> None:
+    weight = nn.Parameter(randn(6, 4))
+    grads: list[Tensor] = []
+    weight.register_post_accumulate_grad_hook(lambda parameter: grads.append(parameter.grad.clone()))
+    for _ in range(2):
+        linear(randn(5, 4), weight).sum().backward()
+    assert_same([grads[1]], [2 * grads[0]])
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(("shape", "scale"), [((3, 10), 0.0), ((2, 3, 700), 1.0), ((1,), 3.0), ((5, 33), 100.0)])
+@pytest.mark.usefixtures("implementation")
+def test_activations_with_and_without_gate(kind: str, shape: tuple[int, ...], scale: float) -> None:
+    x, up, grad = (randn(*shape, seed=seed) * (scale if seed == 0 else 1.0) for seed in range(3))
+    plain = ACTIVATIONS[kind]
+    assert_same(with_grads(lambda x: fused_activation(x, kind), grad, x), with_grads(plain, grad, x))
+    actual = with_grads(lambda x, up: fused_activation(x, kind, up), grad, x, up)
+    assert_same(actual, with_grads(lambda x, up: plain(x) * up, grad, x, up))
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.usefixtures("implementation")
+def test_activations_of_large_values_and_nan(kind: str) -> None:
+    x = torch.tensor([-1e10, -1e4, 1e4, 1e10, torch.nan], device=DEVICE)
+    ones = torch.ones_like(x)
+    actual = with_grads(lambda x: fused_activation(x, kind), ones, x)
+    for a, b in zip(actual, with_grads(ACTIVATIONS[kind], ones, x), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_activations_in_bf16_are_rounded_once() -> None:
+    gate, up = randn(4, 50, dtype=torch.bfloat16), randn(4, 50, seed=1, dtype=torch.bfloat16)
+    actual = fused_activation(gate, "silu", up)
+    exact = F.silu(gate.double()) * up.double()
+    assert actual.dtype == torch.bfloat16
+    assert ((actual.double() - exact).abs() <= 2**-7 * exact.abs()).all()  # the interpreter truncates

@@ -1,0 +1,123 @@
+"""fp8 linear layers: the emulation has the bits of the plain reference, and the error is that of the dtypes."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmb.ops.gemm.fp8_linear import activation_to_fp8, fits_fp8, fp8_linear, fp8_linear_reference
+from llmb.ops.quant.activation_quant import E4M3, MIN_AMAX
+from llmb.ops.quant.fp8_quant import E5M2, cast_to_fp8, tensor_scale
+
+SHAPES = [(16, 16, 16), (64, 32, 48), (128, 256, 64), (48, 512, 1024)]  # tokens, inputs, outputs
+# Half a step between neighbours, relative to the number: 2^-4 with 3 mantissa bits, 2^-3 with 2.
+HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
+
+
+def operands(tokens: int, inputs: int, outputs: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(tokens + inputs)
+    x = torch.randn(tokens, inputs, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(outputs, inputs, generator=generator) * 0.02).requires_grad_()
+    grad = (torch.randn(tokens, outputs, generator=generator) * 1e-6).to(dtype)
+    return x, weight, grad
+
+
+def results(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    out = fp8_linear(x, weight)
+    return out, *torch.autograd.grad(out, (x, weight), grad)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_emulation_equals_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x, weight, grad = operands(*shape, dtype=dtype)
+    actual, expected = results(x, weight, grad), fp8_linear_reference(x.detach(), weight.detach(), grad)
+    assert [x.dtype for x in actual] == [dtype, dtype, torch.float32]
+    for name, a, b in zip(("out", "grad of x", "grad of weight"), actual, expected, strict=True):
+        assert torch.equal(a, b), f"{name}: {relative_error(a, b):.1e}"
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_error_is_that_of_rounded_operands(shape: tuple[int, int, int]) -> None:
+    """Two operands, each off by at most half a step, uniformly: a third of its square each, independent."""
+    x, weight, grad = operands(*shape)
+    exact = (x.float() @ weight.T, grad.float() @ weight, grad.float().T @ x.float())
+    bounds = [math.hypot(HALF_STEP[a], HALF_STEP[b]) for a, b in ((E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3))]
+    for actual, expected, bound in zip(results(x, weight, grad), exact, bounds, strict=True):
+        assert 0.002 < relative_error(actual, expected) < bound / math.sqrt(3)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("magnitude", [1e-36, 1e-20, 1.0, 3e4, 1e30, 1e38])
+def test_each_value_is_off_by_half_a_step_at_most(dtype: torch.dtype, magnitude: float) -> None:
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).clamp(-3, 3) * magnitude
+    quantized = cast_to_fp8(x, tensor_scale(x, dtype), dtype, rows=True, columns=True)
+    if magnitude > MIN_AMAX:
+        assert quantized.rows.float().abs().max() == torch.finfo(dtype).max, (
+            "the largest magnitude uses the whole range"
+        )
+    assert torch.equal(quantized.columns.float(), quantized.rows.float().T)
+    dequantized = quantized.rows.double() * quantized.scale.double()
+    smallest_step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * quantized.scale.double()
+    allowed = torch.maximum(x.double().abs() * HALF_STEP[dtype], smallest_step / 2) * (1 + 1e-6)
+    assert ((dequantized - x.double()).abs() <= allowed).all()
+
+
+def test_zeros_stay_zeros() -> None:
+    x, weight, grad = operands(32, 32, 32)
+    for zeroed in (x, weight, grad):
+        before = zeroed.detach().clone()
+        zeroed.data.zero_()
+        outputs = results(x, weight, grad)
+        assert all(torch.isfinite(x).all() for x in outputs)
+        if zeroed is not grad:
+            assert (outputs[0] == 0).all()
+        zeroed.data.copy_(before)
+
+
+@pytest.mark.parametrize("factor", [1e-25, 1e-12, 1e12, 1e25])
+def test_result_is_invariant_to_magnitude(factor: float) -> None:
+    """The nearest power of two passes through the scales exactly."""
+    factor = 2.0 ** round(math.log2(factor))
+    x, weight, grad = operands(32, 64, 32)
+    plain = results(x, weight, grad)
+    scaled = results((x.detach() * factor).requires_grad_(), weight, grad)
+    assert torch.equal(scaled[0], plain[0] * factor)
+    assert torch.equal(scaled[1], plain[1])
+    assert torch.equal(scaled[2], plain[2] * factor)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["x", "weight", "grad"])
+def test_nonfinite_values_become_nan(value: float, where: str) -> None:
+    named = dict(zip(("x", "weight", "grad"), operands(32, 32, 32), strict=True))
+    named[where].data[3, 5] = value
+    out, grad_x, grad_weight = results(**named)
+    touched = {"x": (out, grad_weight), "weight": (out, grad_x), "grad": (grad_x, grad_weight)}[where]
+    assert all(t.isnan().all() for t in touched)
+
+
+def test_fits_fp8() -> None:
+    assert fits_fp8(16, 32, 48)
+    assert not any((fits_fp8(15, 32, 48), fits_fp8(16, 24, 48), fits_fp8(16, 32, 40), fits_fp8(0, 32, 48)))
+
+
+def test_an_activation_is_quantized_once_until_it_changes() -> None:
+    x = torch.randn(2, 16, 32)
+    first = activation_to_fp8(x)
+    assert activation_to_fp8(x) is first
+    x.mul_(2)
+    second = activation_to_fp8(x)
+    assert second is not first
+    assert second.scale == 2 * first.scale
+    assert activation_to_fp8(x.clone()) is not second
+
+
+def test_sequences_are_flattened() -> None:
+    x, weight, _ = operands(64, 32, 16)
+    assert torch.equal(fp8_linear(x.view(4, 16, 32), weight), fp8_linear(x, weight).view(4, 16, 16))

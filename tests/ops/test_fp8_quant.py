@@ -1,0 +1,159 @@
+"""Quantization to fp8 in both layouts: the reference against its definition, and edge cases of the kernel."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmb.ops.quant.activation_quant import E4M3
+from llmb.ops.quant.fp8_quant import (
+    E5M2,
+    ScaleAmax,
+    cast_to_fp8,
+    padded_tokens,
+    quantize_fp8,
+    quantize_fp8_current_scaling,
+    tensor_scale,
+)
+
+pytest.importorskip("triton")
+
+IMPLEMENTATIONS = ["triton", "reference"]
+
+
+def randn(n: int, k: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(n, k, generator=torch.Generator().manual_seed(n + k)) * scale).to(dtype)
+
+
+def scale_amax_of(scale: float, device: torch.device, amax: float = 0.0) -> ScaleAmax:
+    return ScaleAmax(torch.tensor(scale, device=device), torch.tensor(amax, device=device))
+
+
+def layouts(n: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows and columns, full of values that must be overwritten."""
+    shapes = ((n, k), (k, padded_tokens(n)))
+    return tuple(torch.full(shape, 7.0, device=device).to(dtype) for shape in shapes)  # type: ignore[return-value]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_current_scaling_divides_by_the_scale_and_rounds(dtype: torch.dtype, scale: float) -> None:
+    x = randn(20, 12, scale)
+    quantized = quantize_fp8_current_scaling(x, dtype)
+    assert quantized.scale == tensor_scale(x, dtype)
+    expected = (x.float() * quantized.scale.reciprocal()).to(dtype)
+    assert same_bits(quantized.rows, expected)
+    assert same_bits(quantized.columns[:, :20].contiguous(), expected.T.contiguous())
+    assert (quantized.columns[:, 20:].float() == 0).all()
+    assert quantized.columns.shape == (12, 32)
+    scale_amax = ScaleAmax(quantized.scale, torch.tensor(0.0))
+    rows, columns = layouts(20, 12, dtype, x.device)
+    quantize_fp8(x, scale_amax, rows, columns)
+    assert same_bits(rows, quantized.rows)
+    assert same_bits(columns, quantized.columns)
+    assert scale_amax.amax == x.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16), (80, 48), (64, 144)], ids=str)
+@pytest.mark.usefixtures("force_kernels")
+def test_cast_writes_the_requested_layouts(
+    dtype: torch.dtype, source: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> None:
+    values = torch.randint(-8, 8, shape, device=device).float()
+    x, scale = (4 * values).to(source), torch.tensor(4.0, device=device)
+    both = cast_to_fp8(x, scale, dtype, rows=True, columns=True)
+    rows, columns = cast_to_fp8(x, scale, dtype, rows=True), cast_to_fp8(x, scale, dtype, columns=True)
+    for quantized in (both.rows, rows.rows):
+        assert torch.equal(quantized.float(), values)
+    for quantized in (both.columns, columns.columns):
+        assert torch.equal(quantized.float(), values.T)
+    assert rows.columns.numel() == columns.rows.numel() == 0
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+def test_one_layout_or_none(source: torch.dtype, device: torch.device) -> None:
+    x = randn(40, 24, dtype=source).to(device)
+    both, single = layouts(40, 24, E4M3, device), layouts(40, 24, E4M3, device)
+    quantize_fp8.triton(x, scale_amax_of(0.01, device), *both)
+    quantize_fp8.triton(x, scale_amax_of(0.01, device), single[0], None)
+    quantize_fp8.triton(x, scale_amax_of(0.01, device), None, single[1])
+    assert same_bits(single[0], both[0])
+    assert same_bits(single[1], both[1])
+    for implementation in IMPLEMENTATIONS:
+        amax_only = scale_amax_of(0.01, device)
+        getattr(quantize_fp8, implementation)(x, amax_only)
+        assert amax_only.amax == x.float().abs().max()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_overflow_is_clamped_and_recorded_in_amax(
+    dtype: torch.dtype, implementation: str, device: torch.device
+) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([[largest, -2 * largest, 3e38, -math.inf]] * 5, device=device)
+    rows, columns = layouts(5, 4, dtype, device)
+    scale_amax = scale_amax_of(1.0, device)
+    getattr(quantize_fp8, implementation)(x, scale_amax, rows, columns)
+    assert rows[0].float().tolist() == [largest, -largest, largest, -largest]
+    assert columns[:, 4].float().tolist() == rows[0].float().tolist()
+    assert scale_amax.amax.item() == math.inf
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_nan_stays_nan_and_dominates_amax(dtype: torch.dtype, implementation: str, device: torch.device) -> None:
+    x = randn(6, 5).to(device)
+    x[1, 3], x[2, 2] = math.nan, math.inf
+    rows, columns = layouts(6, 5, dtype, device)
+    scale_amax = scale_amax_of(1.0, device)
+    getattr(quantize_fp8, implementation)(x, scale_amax, rows, columns)
+    assert rows.float().isnan().nonzero().tolist() == [[1, 3]]
+    assert columns.float().isnan().nonzero().tolist() == [[3, 1]]
+    assert scale_amax.amax.isnan()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_amax_accumulates_over_calls(implementation: str, device: torch.device) -> None:
+    scale_amax = scale_amax_of(1.0, device, amax=3.0)
+    for x, expected in ((2.0, 3.0), (-5.0, 5.0), (4.0, 5.0)):
+        getattr(quantize_fp8, implementation)(torch.full((3, 3), x, device=device), scale_amax)
+        assert scale_amax.amax.item() == expected
+
+
+def test_strided_rows_leave_padding_untouched(device: torch.device) -> None:
+    x = randn(6, 24).to(device)
+    padded_x, padded_rows = torch.full((6, 40), 1e9, device=device).bfloat16(), layouts(6, 40, E4M3, device)[0]
+    padded_x[:, 8:32] = x
+    expected, columns = layouts(6, 24, E4M3, device), layouts(6, 24, E4M3, device)[1]
+    quantize_fp8.triton(x, scale_amax_of(0.02, device), *expected)
+    scale_amax = scale_amax_of(0.02, device)
+    quantize_fp8.triton(padded_x[:, 8:32], scale_amax, padded_rows[:, 8:32], columns)
+    assert same_bits(padded_rows[:, 8:32].contiguous(), expected[0])
+    assert same_bits(columns, expected[1])
+    assert scale_amax.amax == x.abs().max()
+    assert (padded_rows[:, :8].float() == 7).all()
+    assert (padded_rows[:, 32:].float() == 7).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_tokens(implementation: str, device: torch.device) -> None:
+    scale_amax = scale_amax_of(1.0, device, amax=2.0)
+    x = torch.empty(0, 16, device=device)
+    getattr(quantize_fp8, implementation)(x, scale_amax, *layouts(0, 16, E4M3, device))
+    assert scale_amax.amax.item() == 2.0
+
+
+def test_columns_must_be_padded(device: torch.device) -> None:
+    assert [padded_tokens(tokens) for tokens in (0, 1, 15, 16, 17)] == [0, 16, 16, 16, 32]
+    x = randn(17, 16).to(device)
+    for width in (17, 16, 48):
+        with pytest.raises(AssertionError, match="padded"):
+            quantize_fp8.triton(x, scale_amax_of(1.0, device), None, torch.empty(16, width, device=device).to(E4M3))

@@ -1,0 +1,133 @@
+"""Grouped GEMM against a loop over groups, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import llmb.ops.moe.grouped_gemm as grouped_gemm_module
+from llmb.ops.moe.grouped_gemm import grouped_gemm, grouped_gemm_reference
+
+SIZES = {
+    "uneven": [3, 9, 1, 7],
+    "empty groups": [0, 13, 0, 0, 7, 0],
+    "all in the last group": [0, 0, 20],
+    "one group": [20],
+}
+
+
+def ends_of(sizes: list[int]) -> torch.Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def actual_and_expected(sizes: list[int], dtype: torch.dtype, inputs: int, outputs: int) -> tuple[list, list]:
+    """Return output and gradients of x and weight, in the dtype and by a loop in fp32 on the same numbers."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(sizes), inputs, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(len(sizes), outputs, inputs, generator=generator).to(dtype).float().requires_grad_()
+    grad = torch.randn(sum(sizes), outputs, generator=generator).to(dtype)
+    out = grouped_gemm(x, weight, ends_of(sizes))
+    x_fp32 = x.detach().float().requires_grad_()
+    expected_out = grouped_gemm_reference(x_fp32, weight, ends_of(sizes))
+    actual = [out, *torch.autograd.grad(out, (x, weight), grad)]
+    return actual, [expected_out, *torch.autograd.grad(expected_out, (x_fp32, weight), grad.float())]
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 24), (13, 5)], ids=["aligned", "odd"])
+def test_fp32_matches_a_loop(sizes: list[int], inputs: int, outputs: int) -> None:
+    for actual, expected in zip(*actual_and_expected(sizes, torch.float32, inputs, outputs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 24), (13, 5)], ids=["aligned", "odd"])
+def test_bf16_rounds_only_its_results(sizes: list[int], inputs: int, outputs: int) -> None:
+    (y, grad_x, grad_weight), expected = actual_and_expected(sizes, torch.bfloat16, inputs, outputs)
+    assert y.dtype == grad_x.dtype == torch.bfloat16
+    assert grad_weight.dtype == torch.float32  # as the master weight
+    for actual, exact in zip((y, grad_x, grad_weight), expected, strict=True):
+        torch.testing.assert_close(actual.float(), exact, rtol=2**-8, atol=2e-2)
+
+
+def test_a_group_without_rows_gets_no_gradient() -> None:
+    (_, _, grad_weight), _ = actual_and_expected([0, 13, 0, 7], torch.bfloat16, 16, 24)
+    assert grad_weight[[0, 2]].abs().max() == 0
+    assert grad_weight[[1, 3]].abs().amax((1, 2)).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "gemms"), [(torch.bfloat16, 16, 3), (torch.bfloat16, 13, 0), (torch.float32, 16, 0)]
+)
+def test_which_gemms_use_grouped_mm(monkeypatch, dtype: torch.dtype, inputs: int, gemms: int) -> None:
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        return F.grouped_mm(*arguments, **options)
+
+    monkeypatch.setattr(grouped_gemm_module, "F", type("Counted", (), {"grouped_mm": staticmethod(counted)}))
+    actual_and_expected([5, 15], dtype, inputs, 8)
+    assert len(calls) == gemms
+
+
+def test_no_rows_at_all() -> None:
+    x = torch.zeros(0, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(3, 8, 16, requires_grad=True)
+    y = grouped_gemm(x, weight, ends_of([0, 0, 0]))
+    assert y.shape == (0, 8)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert weight.grad.abs().max() == 0
+
+
+def test_gradients_by_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(6, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(3, 2, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: grouped_gemm(a, b, ends_of([2, 0, 4])), (x, weight))
+
+
+@pytest.mark.parametrize(("weight_dtype", "grad_dtype"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_accumulation_in_place(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, grad_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(3, 8, 16, generator=generator).to(weight_dtype))
+    total, addresses = torch.zeros(3, 8, 16), set()
+    for _ in range(3):
+        x = torch.randn(20, 16, generator=generator).to(dtype)
+        grad = torch.randn(20, 8, generator=generator).to(dtype)
+        grouped_gemm(x, weight, ends_of([13, 0, 7])).backward(grad)
+        total += torch.stack([grad[rows].float().T @ x[rows].float() for rows in (slice(13), slice(0), slice(13, 20))])
+        addresses.add(weight.grad.data_ptr())
+    assert weight.grad.dtype == grad_dtype
+    assert len(addresses) == 1
+    exact = dtype is grad_dtype is torch.float32
+    assert (weight.grad.float() - total).norm() <= (1e-5 if exact else 0.01) * total.norm()
+
+
+def test_bf16_weight_with_fp32_gradient() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 8, 16, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    x = torch.ones(5, 16, dtype=torch.bfloat16)
+    for micro in range(1, 3):
+        grouped_gemm(x, weight, ends_of([2, 3])).sum().backward()
+        assert weight.grad.dtype == torch.float32
+        assert weight.grad[:, 0, 0].tolist() == [2.0 * micro, 3.0 * micro]
+
+
+def test_gradient_hooks_are_called() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 8, 16))
+    seen: list[float] = []
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.sum().item()))
+    for _ in range(2):
+        grouped_gemm(torch.ones(5, 16), weight, ends_of([2, 3])).sum().backward()
+    assert seen == [640.0, 1280.0]
+
+
+def test_weight_that_is_not_a_leaf() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 8, 16))
+    for _ in range(2):
+        grouped_gemm(torch.ones(5, 16), weight * 2, ends_of([2, 3])).sum().backward()
+    assert weight.grad[:, 0, 0].tolist() == [8.0, 12.0]

@@ -1,0 +1,38 @@
+"""Skinny GEMM: norm, GEMM, gate and addition in one kernel."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmb.ops.gemm import skinny_gemm_triton
+from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm
+from llmb.ops.gemm.skinny_gemm_triton import step_of, tile_of
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_output_has_the_requested_dtype() -> None:
+    x, weight = randn(2, 64, seed=1).bfloat16(), SkinnyGemmWeight(randn(32, 64, seed=2).bfloat16())
+    actual = skinny_gemm.triton(x, weight, torch.bfloat16, InputNorm(torch.ones(64).bfloat16(), 1e-5), "silu")
+    assert actual.dtype is torch.bfloat16
+    assert actual.shape == (2, 16)
+
+
+def test_programs_take_several_groups_and_long_rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_gemm_triton, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(skinny_gemm_triton, "MAX_INPUTS", 2)
+    for inputs, activation in ((256, None), (256, "silu"), (1300, None), (1300, "gelu")):
+        x, weight = randn(2, inputs, seed=1), SkinnyGemmWeight(randn(60, inputs, seed=2) * inputs**-0.5)
+        norm = InputNorm(randn(inputs, seed=3), 1e-5)
+        expected = skinny_gemm.reference(x, weight, torch.float32, norm, activation)
+        actual = skinny_gemm.triton(x, weight, torch.float32, norm, activation)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_step_is_as_long_as_registers_allow() -> None:
+    down = tile_of(torch.empty(4096, 14336, dtype=torch.bfloat16, device="meta"))
+    assert [step_of(down, tokens, 14336, packed=False) for tokens in (1, 2, 4)] == [16384, 8192, 4096]
+    assert step_of(down, 2, 14336, packed=True) == 16384
+    assert step_of(down, 1, 100, packed=False) == 256

@@ -1,0 +1,144 @@
+"""Attention with logit softcap: chunks against the unchunked, kernels against chunks, a huge softcap."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmb.ops.attention import softcap_attention_triton as kernels
+from llmb.ops.attention.softcap_attention import kernel_supports, softcap_attention
+
+SCALE = 0.4
+attend = kernels.SoftcapAttention.apply
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are exact in the interpreter only")
+
+
+def qkv(tokens: int = 37, heads: int = 4, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(4)
+    return tuple(
+        (3 * torch.randn(2, count, tokens, 16, generator=generator)).requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    )
+
+
+def with_gradients(result: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    dy = torch.randn(result.shape, generator=torch.Generator().manual_seed(5))
+    return [result, *torch.autograd.grad(result, inputs, dy)]
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for x, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_formula(kv_heads: int) -> None:
+    inputs = qkv(kv_heads=kv_heads)
+    q, k, v = inputs[0], *(x.repeat_interleave(4 // kv_heads, dim=1) for x in inputs[1:])
+    logits = 5.0 * torch.tanh(SCALE * torch.einsum("bhqd,bhkd->bhqk", q, k) / 5.0)
+    later = torch.triu(torch.ones(37, 37, dtype=torch.bool), diagonal=1)
+    unchunked = torch.softmax(logits.masked_fill(later, -1e30), dim=-1) @ v
+    assert_equal(with_gradients(softcap_attention(*inputs, SCALE, 5.0), inputs), with_gradients(unchunked, inputs))
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 36, 37, 100])
+def test_chunks_change_nothing(chunk: int) -> None:
+    inputs = qkv()
+    unchunked = softcap_attention.reference(*inputs, SCALE, 5.0)
+    chunks = softcap_attention.reference(*inputs, SCALE, 5.0, chunk=chunk)
+    assert_equal(with_gradients(chunks, inputs), with_gradients(unchunked, inputs))
+
+
+@pytest.mark.parametrize("queries", [1, 10, 64])
+def test_last_queries_attend_as_among_all(queries: int) -> None:
+    inputs = qkv(tokens=64)
+    last = (inputs[0][:, :, -queries:], *inputs[1:])
+    among_all = softcap_attention.reference(*inputs, SCALE, 5.0)[:, :, -queries:]
+    chunks = softcap_attention.reference(*last, SCALE, 5.0, chunk=8)
+    assert_equal(with_gradients(chunks, inputs), with_gradients(among_all, inputs))
+
+
+def test_a_huge_softcap_is_plain_attention_and_a_small_one_is_not() -> None:
+    inputs = qkv()
+    plain = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=SCALE, enable_gqa=True)
+    torch.testing.assert_close(softcap_attention(*inputs, SCALE, 1e5), plain, rtol=1e-3, atol=1e-3)
+    assert (softcap_attention(*inputs, SCALE, 5.0) - plain).abs().max() > 0.1
+
+
+def test_bf16_keeps_its_dtype() -> None:
+    inputs = tuple(x.detach().bfloat16() for x in qkv())
+    rounded = softcap_attention(*inputs, SCALE, 5.0)
+    assert rounded.dtype == torch.bfloat16
+    exact = softcap_attention(*(x.float() for x in inputs), SCALE, 5.0)
+    assert (rounded.float() - exact).norm() / exact.norm() < 0.01
+
+
+def test_supported_arguments_of_the_kernels() -> None:
+    q, _, v = (x.detach().bfloat16() for x in qkv())
+    assert kernel_supports(q, v, v, SCALE, 60.0)
+    assert not kernel_supports(q.float(), v.float(), v.float(), SCALE, 30.0)
+    assert not kernel_supports(q, v, v, SCALE, 61.0)
+    assert not kernel_supports(q[..., :12], v[..., :12], v[..., :12], SCALE, 30.0)
+    assert not kernel_supports(q, v, v[..., :8], SCALE, 30.0)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch) -> None:
+    """Make a few tokens several tiles, more than one of them without a mask."""
+    for name, queries, keys in (("FORWARD", 32, 16), ("BACKWARD_DQ", 16, 32), ("BACKWARD_DKV", 16, 32)):
+        monkeypatch.setattr(kernels, name, kernels.Tiles(queries, keys, 4, 1))
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 31, 96, 100])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_kernels_equal_the_reference(small_tiles, tokens: int, kv_heads: int) -> None:
+    inputs = qkv(tokens, kv_heads=kv_heads)
+    plain = softcap_attention.reference(*inputs, SCALE, 5.0)
+    assert_equal(with_gradients(attend(*inputs, SCALE, 5.0), inputs), with_gradients(plain, inputs))
+
+
+@interpreted
+@pytest.mark.parametrize(("queries", "tokens"), [(1, 64), (17, 70), (32, 96), (40, 41)])
+def test_kernels_with_the_last_queries(small_tiles, queries: int, tokens: int) -> None:
+    inputs = qkv(tokens)
+    last = (inputs[0][:, :, -queries:], *inputs[1:])
+    plain = softcap_attention.reference(*last, SCALE, 5.0)
+    assert_equal(with_gradients(attend(*last, SCALE, 5.0), inputs), with_gradients(plain, inputs))
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # of masked logits, and of tanh near 1
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1e3])
+def test_kernels_with_zeros_and_with_logits_at_the_maximum_softcap(small_tiles, size: float) -> None:
+    inputs = tuple((size * x.detach()).requires_grad_() for x in qkv(48))
+    exact = softcap_attention.reference(*inputs, SCALE, 60.0)
+    ours = with_gradients(attend(*inputs, SCALE, 60.0), inputs)
+    for x, reference in zip(ours, with_gradients(exact, inputs), strict=True):
+        assert x.isfinite().all()
+        atol = 1e-4 * max(1.0, reference.detach().abs().max().item())
+        torch.testing.assert_close(x, reference, rtol=1e-3, atol=atol)
+
+
+@interpreted
+def test_kernels_take_strided_tensors(small_tiles) -> None:
+    """Tokens before heads, as projections give them; and rows that are not contiguous."""
+    inputs = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv(40))
+    strided = tuple(x.detach().mT.contiguous().mT.requires_grad_() for x in inputs)
+    plain = with_gradients(softcap_attention.reference(*inputs, SCALE, 5.0), inputs)
+    for some in (inputs, strided):
+        ours = attend(*some, SCALE, 5.0)
+        assert ours.transpose(1, 2).is_contiguous()
+        assert_equal(with_gradients(ours, some), plain)
+
+
+@interpreted
+def test_kernels_in_bf16_with_their_own_tiles() -> None:
+    inputs = tuple(x.detach().bfloat16().requires_grad_() for x in qkv(150))
+    exact = tuple(x.detach().float().requires_grad_() for x in inputs)
+    plain = softcap_attention.reference(*exact, SCALE, 30.0)
+    ours = attend(*inputs, SCALE, 30.0)
+    dy = torch.randn(plain.shape, generator=torch.Generator().manual_seed(5))
+    actual = [ours, *torch.autograd.grad(ours, inputs, dy.bfloat16())]
+    for x, reference in zip(actual, [plain, *torch.autograd.grad(plain, exact, dy)], strict=True):
+        assert x.dtype == torch.bfloat16
+        assert (x.float() - reference).norm() / reference.norm() < 0.02
