@@ -1,6 +1,6 @@
-"""The published models in numbers, typed apart from the recipes so that neither can hide a mistake of the other."""
+"""Sizes of the published models, independent of the recipes so that neither hides a mistake of the other."""
 
-from llmb.config.spec import Experts, Latent, Mamba, Model
+from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig
 
 
 def llama(name: str, layers: int, hidden: int, ffn: int, heads: int, head_dim: int = 128, tied: bool = False) -> Model:
@@ -17,18 +17,18 @@ LLAMA_405B = llama("llama3.1 405b", 126, 16384, 53248, 128)
 DEEPSEEK = Model(
     name="deepseek-r1 671b", architecture="deepseek", layers=61, hidden=7168, ffn=18432, heads=128, kv_heads=128,
     head_dim=192, vocab=129280,
-    experts=Experts(
+    experts=MoEConfig(
         count=256, top_k=8, ffn=2048, shared=1, dense_layers=3, groups=8, top_groups=4, score="sigmoid"
     ),
-    latent=Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    mla=MlaConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
 )  # fmt: skip
 NEMOTRON = Model(
     name="nemotron-h 56b", architecture="nemotron_h", layers=118, hidden=8192, ffn=32768, gated=False, heads=64,
     kv_heads=8, head_dim=128, vocab=131072, pattern="M-" * 54 + "*" * 10,
-    mamba=Mamba(heads=256, head_dim=64, groups=8, state=256, chunk=256),
+    mamba=MambaConfig(heads=256, head_dim=64, groups=8, state=256, chunk=256),
 )  # fmt: skip
 GROK = Model(
     name="grok1 314b", architecture="grok1", layers=64, hidden=6144, ffn=32768, heads=48, kv_heads=8, head_dim=128,
-    vocab=128256, experts=Experts(count=8, top_k=2, ffn=32768),
+    vocab=128256, experts=MoEConfig(count=8, top_k=2, ffn=32768),
 )  # fmt: skip
 ALL = (LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, DEEPSEEK, NEMOTRON, GROK)

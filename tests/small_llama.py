@@ -1,36 +1,35 @@
-"""A small Llama gone through in chunks by hand, as an out-of-core run does, and its twin under autograd."""
+"""A small Llama computed in chunks with explicit backward passes, as an offloaded run does, and under autograd."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
+from small_models import llama_model
 from torch import Tensor
 
 from llmb.config.spec import Model
 from llmb.models.blocks import rope_table
 from llmb.models.llama import Llama
-from llmb.models.llama_layer.fp8_layer_weights import Fp8Layer, Fp8Weights, Way
+from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, Fp8ModelWeights, PassName
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
-from llmb.models.llama_layer.layer import Block
-from llmb.models.llama_layer.layer_tensors import BlockWeights
+from llmb.models.llama_layer.layer import LlamaLayer
+from llmb.models.llama_layer.layer_tensors import LayerWeights
 from llmb.models.llama_layer.linears import PlainLinears
-from llmb.offload.buffer_views import attn_of, block_weights, kv_of, rest_of
+from llmb.offload.buffer_views import attn_view, kv_view, layer_weights_view, saved_activations_view
 from llmb.offload.vocab_ends import embed, embed_backward, head_loss
-from llmb.ops.attention.segment_attention import spans_of
-from llmb.perfmodel.offload.buffers import Units
+from llmb.ops.attention.segment_attention import chunk_segments
+from llmb.perfmodel.offload.buffers import ParamBuckets
 
 CPU = torch.device("cpu")
-MODEL = Model(
-    name="small", architecture="llama", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=61
-)
+MODEL = llama_model()
 TIED = replace(MODEL, name="tied", tied_embeddings=True)
 
-NARROW = replace(MODEL, name="narrow", ffn=16)  # so narrow that slopes do not fit into the memory of gate and up
+NARROW = replace(MODEL, name="narrow", ffn=16)  # so narrow that gradients do not fit into the memory of gate and up
 
 
 def network_of(model: Model) -> Llama:
-    """With weights large enough that every part of the gradient matters, and norms that are not all one."""
+    """Return a network with weights large enough that every part of the gradient matters, and norms other than one."""
     network = Llama(model)
     generator = torch.Generator().manual_seed(7)
     for parameter in network.parameters():
@@ -41,34 +40,34 @@ def network_of(model: Model) -> Llama:
 
 
 def tokens_and_labels(model: Model, groups: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-    """Of each group; words recur, and some labels do not count."""
+    """Return tokens and labels of each group; tokens recur, and some labels are ignored."""
     generator = torch.Generator().manual_seed(3)
-    found = []
+    batches = []
     for documents in groups:
         tokens, labels = (torch.randint(model.vocab, (sum(documents),), generator=generator) for _ in range(2))
         tokens[1::3] = 5
         labels[::4] = -1
-        found.append((tokens, labels))
-    return found
+        batches.append((tokens, labels))
+    return batches
 
 
 def by_autograd(
     model: Model, groups: list[list[int]], scale: float, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses of each group's tokens, and gradients of their sum times scale, one document at a time."""
+    """Return the losses of each group's tokens, and gradients of their sum times scale, one document at a time."""
     network, losses = network_of(model).to(dtype), []
     for documents, (tokens, labels) in zip(groups, tokens_and_labels(model, groups), strict=True):
-        stretches = [slice(*pair) for pair in pairwise(accumulate(documents, initial=0))]
-        logits = torch.cat([network(tokens[None, some])[0] for some in stretches])
-        each = torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=-1, reduction="none")
-        losses.append(each)
+        segments = [slice(*pair) for pair in pairwise(accumulate(documents, initial=0))]
+        logits = torch.cat([network(tokens[None, segment])[0] for segment in segments])
+        token_losses = torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=-1, reduction="none")
+        losses.append(token_losses)
     (torch.cat(losses).sum() * scale).backward()
     return [loss.detach() for loss in losses], {name: p.grad for name, p in network.named_parameters()}
 
 
 @dataclass
 class InChunks:
-    """The same with every tensor kept or computed again as `level(layer, chunk)` says: F, A or I."""
+    """The same in chunks, with activations saved or recomputed by `level(layer, chunk)`: F, A or I."""
 
     model: Model
     dtype: torch.dtype = torch.float32
@@ -77,14 +76,14 @@ class InChunks:
     level: Callable[[int, int], str] = lambda _layer, _chunk: "F"
     parts: int = 2  # of the vocabulary
     loss_tokens: int = 6
-    keys_at_once: int = 8
+    key_block: int = 8
     device: torch.device = CPU
 
     def __post_init__(self) -> None:
         m, network = self.model, network_of(self.model)
         linears = Fp8Linears if self.fp8 else PlainLinears
-        self.block = Block(m, linears, keys_at_once=self.keys_at_once)
-        self.fp8_weights = Fp8Weights(m, self.device) if self.fp8 else None
+        self.block = LlamaLayer(m, linears, key_block=self.key_block)
+        self.fp8_weights = Fp8ModelWeights(m, self.device) if self.fp8 else None
         self.weights = [self._new_block(self.dtype) for _ in network.layers]
         self.grads = [self._new_block(self.grad_dtype) for _ in network.layers]
         for layer, weights in zip(network.layers, self.weights, strict=True):
@@ -107,10 +106,10 @@ class InChunks:
             self.head, self.dhead = self._in_parts(network.head.weight.detach())
 
     def run(self, groups: list[list[int]], chunk: int, scale: float) -> list[Tensor]:
-        """Losses of each group's tokens; the gradients are in `self.grads` and its like."""
+        """Return the losses of each group's tokens; gradients are in `self.grads` and similar attributes."""
         losses = []
         if self.fp8_weights is not None:
-            self.fp8_weights.scales.roll()
+            self.fp8_weights.scales.update()
         for number, (tokens, labels) in enumerate(tokens_and_labels(self.model, groups)):
             losses.append(self._group(groups[number], tokens, labels, chunk, scale, number == 0))
         return losses
@@ -133,7 +132,7 @@ class InChunks:
         tokens, labels = tokens.to(self.device), labels.to(self.device)
         chunks = [(first, min(first + chunk, n)) for first in range(0, n, chunk)]
         beginnings = list(accumulate(documents[:-1], initial=0))
-        spans = [spans_of(beginnings, *rows) for rows in chunks]
+        spans = [chunk_segments(beginnings, *rows) for rows in chunks]
         places = torch.cat([torch.arange(length) for length in documents])
         tables = [rope_table(m.rope, m.head_dim, places[slice(*rows)].to(self.device)) for rows in chunks]
         inp = [[self._stream(rows) for rows in chunks] for _ in range(m.layers + 1)]
@@ -156,7 +155,7 @@ class InChunks:
             some, first = slice(*rows), fresh and c == len(chunks) - 1
             head_loss(
                 inp[-1][c], self.norm, m.norm_eps, self.head, labels[some], scale, stream[c], self.dhead, self.dnorm,
-                first, losses[some], self.loss_tokens,
+                not first, losses[some], self.loss_tokens,
             )  # fmt: skip
         for layer in reversed(range(m.layers)):
             dkv = self._kv(n, torch.float32) if len(chunks) > 1 else None
@@ -171,24 +170,24 @@ class InChunks:
                         saved,
                     )  # fmt: skip
                 self.block.backward(
-                    self._weights(layer, "backward"), self.grads[layer], fresh and last, inp[layer][c], kv[layer],
-                    attn, rest, dkv, last, spans[c], *tables[c], stream[c],
+                    self._weights(layer, "backward"), self.grads[layer], not (fresh and last), inp[layer][c], kv[layer],
+                    attn, rest, dkv, not last, spans[c], *tables[c], stream[c],
                 )  # fmt: skip
         for c, rows in reversed(list(enumerate(chunks))):
             first = fresh and c == len(chunks) - 1 and not m.tied_embeddings
-            embed_backward(stream[c], tokens[slice(*rows)], self.dembedding, first)
+            embed_backward(stream[c], tokens[slice(*rows)], self.dembedding, not first)
         return losses
 
-    def _weights(self, layer: int, way: Way) -> BlockWeights | Fp8Layer:
+    def _weights(self, layer: int, way: PassName) -> LayerWeights | Fp8LayerWeights:
         weights = self.weights[layer]
-        return weights if self.fp8_weights is None else self.fp8_weights.of(layer, way, weights)
+        return weights if self.fp8_weights is None else self.fp8_weights.layer(layer, way, weights)
 
     def _new(self, values: Tensor) -> Tensor:
         return values.to(self.device, self.dtype)
 
-    def _new_block(self, dtype: torch.dtype) -> BlockWeights:
-        numbers = torch.full((Units(self.model).block_numbers,), torch.nan, dtype=dtype, device=self.device)
-        return block_weights(numbers, self.model)
+    def _new_block(self, dtype: torch.dtype) -> LayerWeights:
+        numbers = torch.full((ParamBuckets(self.model).bucket_numel,), torch.nan, dtype=dtype, device=self.device)
+        return layer_weights_view(numbers, self.model)
 
     def _in_parts(self, weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         parts = [self._new(part).contiguous() for part in weight.chunk(self.parts)]
@@ -203,10 +202,10 @@ class InChunks:
 
     def _kv(self, tokens: int, dtype: torch.dtype):
         size = 2 * tokens * self.model.kv_heads * self.model.head_dim * dtype.itemsize
-        return kv_of(self._bytes(size), self.model, tokens, dtype)
+        return kv_view(self._bytes(size), self.model, tokens, dtype)
 
     def _kept(self, rows: tuple[int, int]):
         m, n = self.model, rows[1] - rows[0]
         width, each = m.heads * m.head_dim, self.dtype.itemsize
-        attn = attn_of(self._bytes(n * (width * each + m.heads * 4)), m, n, self.dtype)
-        return attn, rest_of(self._bytes(n * (width + m.hidden + 2 * m.ffn) * each), m, n, self.dtype)
+        attn = attn_view(self._bytes(n * (width * each + m.heads * 4)), m, n, self.dtype)
+        return attn, saved_activations_view(self._bytes(n * (width + m.hidden + 2 * m.ffn) * each), m, n, self.dtype)

@@ -1,40 +1,79 @@
-"""One tiny model of each architecture, for what must hold for all of them."""
+"""Small models of every architecture.
 
-from llmb.config.spec import Experts, Latent, Mamba, Model, Rope
+llama_model(layers=3, vocab=300)      # any field of spec.Model may be given; head_dim follows from hidden and heads
+SMALL_MODELS["deepseek"]              # one of each, for tests of all architectures
+"""
 
-SIZES = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 128}
-LATENT = Latent(q_rank=16, kv_rank=16, nope_dim=16, rope_dim=16, value_dim=16)
+from typing import Any
 
+from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
+
+MLA = MlaConfig(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12)
+GROUPED_MOE = MoEConfig(
+    count=8, top_k=3, ffn=24, shared=1, dense_layers=1, groups=4, top_groups=2, score="sigmoid", scale=2.5
+)
+
+
+def llama_model(**fields: Any) -> Model:
+    return _model("llama", {}, fields)
+
+
+def grok1_model(**fields: Any) -> Model:
+    """Return a Grok-1 with logit softcap, post-norms and tied embeddings, unless given otherwise."""
+    defaults = {
+        "activation": "gelu",
+        "tied_embeddings": True,
+        "post_norms": True,
+        "attn_logit_softcap": 30.0,
+        "experts": MoEConfig(count=8, top_k=2, ffn=40, renormalise=False),
+    }
+    return _model("grok1", defaults, fields)
+
+
+def deepseek_model(**fields: Any) -> Model:
+    """Return a DeepSeek with a dense first layer and grouped top-k routing, unless given otherwise."""
+    defaults = {"kv_heads": 4, "rope": RopeConfig(theta=10_000.0), "experts": GROUPED_MOE, "mla": MLA}
+    return _model("deepseek", defaults, fields)
+
+
+def nemotron_h_model(pattern: str = "M-M*-", **fields: Any) -> Model:
+    """Return a Nemotron-H with a layer for each letter of the pattern."""
+    defaults = {
+        "layers": len(pattern),
+        "pattern": pattern,
+        "gated": False,
+        "activation": "squared_relu",
+        "rope": None,
+        "mamba": MambaConfig(heads=6, head_dim=16, groups=2, state=16, chunk=16),
+    }
+    return _model("nemotron_h", defaults, fields)
+
+
+def _model(architecture: str, defaults: dict[str, Any], fields: dict[str, Any]) -> Model:
+    sizes = {"name": "small", "layers": 2, "hidden": 32, "ffn": 48, "heads": 4, "kv_heads": 2, "vocab": 61}
+    merged = sizes | defaults | fields
+    return Model(**({"architecture": architecture, "head_dim": merged["hidden"] // merged["heads"]} | merged))
+
+
+_SIZES = {"layers": 4, "ffn": 64, "head_dim": 16, "vocab": 128}
 SMALL_MODELS = {
-    "llama": Model(name="llama", architecture="llama", **SIZES),
-    "grok1": Model(
+    "llama": llama_model(name="llama", **_SIZES),
+    "grok1": grok1_model(
         name="grok1",
-        architecture="grok1",
-        **SIZES,
-        activation="gelu",
-        tied_embeddings=True,
-        post_norms=True,
-        attention_cap=30.0,
+        **_SIZES,
         embedding_scale=5.0,
         logit_scale=0.5,
-        experts=Experts(count=4, top_k=2, ffn=48, renormalise=False, aux_loss=0.01),
+        experts=MoEConfig(count=4, top_k=2, ffn=48, renormalise=False, aux_loss=0.01),
     ),
-    "deepseek": Model(
+    "deepseek": deepseek_model(
         name="deepseek",
-        architecture="deepseek",
-        **(SIZES | {"kv_heads": 4}),
-        latent=LATENT,
-        rope=Rope(theta=10_000.0),
-        experts=Experts(count=8, top_k=2, ffn=32, shared=1, dense_layers=1, groups=2, top_groups=1, score="sigmoid"),
+        **_SIZES,
+        mla=MlaConfig(q_rank=16, kv_rank=16, nope_dim=16, rope_dim=16, value_dim=16),
+        experts=MoEConfig(count=8, top_k=2, ffn=32, shared=1, dense_layers=1, groups=2, top_groups=1, score="sigmoid"),
     ),
-    "nemotron_h": Model(
+    "nemotron_h": nemotron_h_model(
         name="nemotron_h",
-        architecture="nemotron_h",
-        **(SIZES | {"layers": 5}),
-        gated=False,
-        activation="squared_relu",
-        rope=None,
-        pattern="M-M*-",
-        mamba=Mamba(heads=4, head_dim=16, groups=2, state=16, chunk=16),
+        **(_SIZES | {"layers": 5}),
+        mamba=MambaConfig(heads=4, head_dim=16, groups=2, state=16, chunk=16),
     ),
 }

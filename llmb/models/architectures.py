@@ -1,4 +1,4 @@
-"""Which architectures are built, by the name a spec.Model gives."""
+"""Registry of architectures by the name in a spec.Model."""
 
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
@@ -9,12 +9,12 @@ from llmb.models.llama import Llama
 from llmb.models.nemotron_h import NemotronH
 
 ARCHITECTURES = {"llama": Llama, "grok1": Grok1, "deepseek": DeepSeek, "nemotron_h": NemotronH}
-Network = Decoder  # what all of them are: embedding, layers, forward(tokens, labels) and init_weights(generator)
+Network = Decoder  # base class of all: embedding, layers, forward(tokens, labels) and init_weights(seed)
 
 
 def build_model(model: Model) -> Network:
-    """The network of a spec.Model on torch's current device, weights not yet set: see `init_weights`."""
+    """Build the network of a model on torch's current device, weights uninitialized: see `init_weights`."""
     if model.architecture not in ARCHITECTURES:
-        built = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"architecture {model.architecture!r} is not built yet; those which are: {built}")
+        choices = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"architecture {model.architecture!r} is not supported; choices are: {choices}")
     return ARCHITECTURES[model.architecture](model)

@@ -1,9 +1,9 @@
-"""The blocks that language models are made of: RMSNorm, rotary positions, grouped-query attention, dense MLPs.
+"""Building blocks of language models: RMSNorm, RoPE, grouped-query attention, dense MLPs.
 
-Plain torch, one micro-batch at a time. Every block computes in the number format of what it is given, so the same code
-runs in fp32 and bf16; it knows nothing of ranks or precision policies, which are applied from outside (`llmb/train`).
+Plain torch, one micro-batch at a time. Every block computes in the dtype of its input, so the same code runs in fp32
+and bf16; parallelism and precision are applied from outside (`llmb/train`).
 
-Tensor names end in their shape: B sequences, T tokens, C hidden width, H heads, D width of a head.
+Tensor names end in their shape: B sequences, T tokens, C hidden width, H heads, D head dim.
 """
 
 import math
@@ -16,99 +16,96 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from llmb.config.spec import Model, Rope
+from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
-from llmb.ops.activation.activation_autograd import (
-    ACTIVATIONS as ACTIVATIONS,  # for those who build models' blocks anew
-)
-from llmb.ops.activation.activation_autograd import activated
-from llmb.ops.attention.softcap_attention import capped_attention
+from llmb.ops.activation.activation_autograd import fused_activation
+from llmb.ops.attention.softcap_attention import softcap_attention
 from llmb.ops.dispatch import is_dry_run
-from llmb.ops.norm.rms_norm_autograd import norm_beside
-from llmb.ops.rope.rope_autograd import rotated
+from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
+from llmb.ops.rope.rope_autograd import fused_rope
 
 
 class RMSNorm(nn.Module):
-    """Scales each token's vector to unit root mean square, then each channel by a learned weight."""
+    """Root mean square norm over the channels with a learned weight."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x_BTC: Tensor, beside: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The normed stream; with `beside` also the stream itself, to go around the block: their slopes meet here."""
-        normed_BTC, x_BTC = norm_beside(x_BTC, self.weight, self.eps)
-        return (normed_BTC, x_BTC) if beside else normed_BTC
+    def forward(self, x_BTC: Tensor, with_residual: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the normed x; `with_residual` also x itself, whose gradient is then added in the norm's backward."""
+        normed_BTC, x_BTC = rms_norm_with_residual(x_BTC, self.weight, self.eps)
+        return (normed_BTC, x_BTC) if with_residual else normed_BTC
 
 
-def rope_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
-    """Radians per token for each of the head_dim / 2 rotated pairs, stretched as `rope.scaling` says.
+def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
+    """Return the angular frequency of each of the head_dim / 2 rotated pairs, in radians per token, scaled.
 
-    `llama3`: pairs that turn often within the original context stay as they are, those that turn seldom are slowed by
-    `factor`, and between the two bounds (counted in turns) the slowing sets in linearly.
-    `yarn`: likewise, but the slowing sets in linearly over the pairs between the bounds, whole pairs at both ends.
+    `llama3`: pairs with many rotations within the original context are unscaled, those with few are divided by
+    `factor`, with a linear blend between the two bounds (in rotations).
+    `yarn`: likewise, but the blend is linear over the index of the pairs, from whole pairs at both bounds.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.scaling == "llama3":
-        turns = rope.original_tokens * frequencies / (2 * math.pi)
-        kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / rope.factor)
+        rotations = rope.original_tokens * frequencies / (2 * math.pi)
+        unscaled = ((rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+        return frequencies * (unscaled + (1 - unscaled) / rope.factor)
     if rope.scaling == "yarn":
-        first = max(math.floor(_pair_with_turns(rope.beta_fast, rope, head_dim)), 0)
-        last = min(math.ceil(_pair_with_turns(rope.beta_slow, rope, head_dim)), head_dim - 1)
+        first = max(math.floor(_pair_with_rotations(rope.beta_fast, rope, head_dim)), 0)
+        last = min(math.ceil(_pair_with_rotations(rope.beta_slow, rope, head_dim)), head_dim - 1)
         pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
-        kept = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / rope.factor)
+        unscaled = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+        return frequencies * (unscaled + (1 - unscaled) / rope.factor)
     return frequencies
 
 
-def _pair_with_turns(turns: float, rope: Rope, head_dim: int) -> float:
-    """Which pair, as a broken number, turns so often within the original context."""
-    return head_dim * math.log(rope.original_tokens / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+def _pair_with_rotations(rotations: float, rope: RopeConfig, head_dim: int) -> float:
+    """Return the fractional index of the pair with so many rotations within the original context."""
+    return head_dim * math.log(rope.original_tokens / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
-def yarn_attention_scale(rope: Rope) -> float:
-    """By how much YaRN multiplies the attention's logits; the published models put none of it into cosine and sine."""
+def yarn_attention_scale(rope: RopeConfig) -> float:
+    """Return YaRN's factor of the attention logits; the published models put none of it into cosine and sine."""
     if rope.scaling != "yarn" or rope.factor <= 1:
         return 1.0
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
-def positions_in_order(tokens: int, device: torch.device) -> Tensor:
-    """The positions of a sequence that is whole."""
+def sequential_positions(tokens: int, device: torch.device) -> Tensor:
+    """Return the positions of an unsharded sequence."""
     return torch.arange(tokens, device=device)
 
 
-def rope_table(rope: Rope, head_dim: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the positions' angles, [T, head_dim / 2] in fp32; computed once, used by all layers."""
+def rope_table(rope: RopeConfig, head_dim: int, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the RoPE cosine and sine of positions, [T, head_dim / 2] in fp32; computed once for all layers."""
     angles = torch.outer(positions_T.float(), rope_frequencies(rope, head_dim, positions_T.device))
     return angles.cos(), angles.sin()
 
 
 @cache
 def attention_backends(device: torch.device) -> list[SDPBackend]:
-    """Which attention kernels to try, best first; torch takes the first that accepts the call.
+    """Return the SDPA backends to try in order of preference; torch takes the first that supports the call.
 
-    The one place where this is decided. On Hopper and later cuDNN runs about 1.7 times as fast as FlashAttention-2.
+    On Hopper and later cuDNN is about 1.7 times as fast as FlashAttention-2.
     """
-    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
-        fused.reverse()
-    return [*fused, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        backends.reverse()
+    return [*backends, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def causal_attention(
-    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float | None = None, cap: float | None = None
+    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float | None = None, softcap: float | None = None
 ) -> Tensor:
-    """Each token attends to itself and those before it; k and v may have fewer heads, each serving a group of q's.
+    """Compute causal attention; k and v may have fewer heads (GQA).
 
-    Queries may be the last of the tokens only: they stand at the end of the keys, and the last one sees them all.
-    The logits are multiplied by `scale`, which is 1 / sqrt(D) unless given, and squeezed to +-cap where there is one.
+    Fewer queries than keys are the last tokens (bottom-right causal mask). Logits are multiplied by `scale`, by default
+    1 / sqrt(D), and soft-capped to +-softcap if given.
     """
-    if cap is not None:
-        return capped_attention(q_BHQD, k_BHTD, v_BHTD, scale or q_BHQD.shape[-1] ** -0.5, cap)
+    if softcap is not None:
+        return softcap_attention(q_BHQD, k_BHTD, v_BHTD, scale or q_BHQD.shape[-1] ** -0.5, softcap)
     mask = _last_queries_mask(q_BHQD.shape[2], k_BHTD.shape[2], q_BHQD.device)
     grouped = q_BHQD.shape[1] != k_BHTD.shape[1]
     with sdpa_kernel(attention_backends(q_BHQD.device), set_priority=True):
@@ -118,13 +115,12 @@ def causal_attention(
 
 
 def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """What tells torch that the queries are the last; none where they are all, which its kernels know by themselves.
+    """Return a bottom-right causal mask, or None where is_causal does it.
 
-    On CUDA it has no memory: it picks FlashAttention-2, whose causal form stands at the end of the keys, or, where the
-    values' width is another than the keys', the memory-efficient kernel. cuDNN's stands at their beginning. On CPUs
-    there is no such kernel, so the mask is written out.
+    On CUDA it takes no memory: it selects FlashAttention-2, whose causal mask is bottom-right, or, where the head dims
+    of values and keys differ, the memory-efficient kernel. cuDNN's mask is top-left. On CPUs the mask is materialized.
     """
-    if queries == keys or is_dry_run():  # a rehearsal has no numbers, and shall not need memory for a mask
+    if queries == keys or is_dry_run():  # a dry run has no values, and the mask must not count as memory
         return None
     if device.type == "cuda":
         return causal_lower_right(queries, keys)
@@ -132,10 +128,10 @@ def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor 
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, with rotary positions where a table of them is given.
+    """Grouped-query attention, with RoPE where cosine and sine are given.
 
-    Head counts are read off the projections' outputs, so that a model split over ranks by heads needs no other code.
-    `attend` may be replaced where the tokens of a sequence are on several ranks.
+    Head counts follow from the projections' outputs, so tensor parallelism needs no other code. Context parallelism
+    replaces `attend`.
     """
 
     def __init__(self, model: Model):
@@ -143,9 +139,9 @@ class Attention(nn.Module):
         if model.heads % model.kv_heads:
             raise ConfigError(f"model {model.name}: kv_heads={model.kv_heads} does not divide heads={model.heads}")
         if model.rope is not None and model.head_dim % 2:
-            raise ConfigError(f"model {model.name}: head_dim={model.head_dim} must be even for rotary positions")
+            raise ConfigError(f"model {model.name}: head_dim={model.head_dim} must be even for RoPE")
         self.head_dim = model.head_dim
-        self.cap = model.attention_cap
+        self.softcap = model.attn_logit_softcap
         self.attend: Callable[..., Tensor] = causal_attention
         self.q = nn.Linear(model.hidden, model.heads * model.head_dim, bias=False)
         self.k = nn.Linear(model.hidden, model.kv_heads * model.head_dim, bias=False)
@@ -153,15 +149,15 @@ class Attention(nn.Module):
         self.o = nn.Linear(model.heads * model.head_dim, model.hidden, bias=False)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None) -> Tensor:
-        q_BTHD, k_BTHD, v_BTHD = (made_BTA.unflatten(-1, (-1, self.head_dim)) for made_BTA in self.projected(x_BTC))
+        q_BTHD, k_BTHD, v_BTHD = (qkv_BTA.unflatten(-1, (-1, self.head_dim)) for qkv_BTA in self.project_qkv(x_BTC))
         if cos_TD is not None and sin_TD is not None:
-            q_BTHD, k_BTHD = rotated(q_BTHD, cos_TD, sin_TD), rotated(k_BTHD, cos_TD, sin_TD)
+            q_BTHD, k_BTHD = fused_rope(q_BTHD, cos_TD, sin_TD), fused_rope(k_BTHD, cos_TD, sin_TD)
         q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-        mixed_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, cap=self.cap)
-        return self.o(mixed_BHTD.transpose(1, 2).flatten(2))
+        out_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, softcap=self.softcap)
+        return self.o(out_BHTD.transpose(1, 2).flatten(2))
 
-    def projected(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values, for a precision pass to make at once."""
+    def project_qkv(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values; a precision policy may override this to fuse the projections."""
         return self.q(x_BTC), self.k(x_BTC), self.v(x_BTC)
 
 
@@ -176,7 +172,7 @@ class GatedMlp(nn.Module):
         self.activation = activation
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.down(activated(self.gate(x_BTC), self.activation, self.up(x_BTC)))
+        return self.down(fused_activation(self.gate(x_BTC), self.activation, self.up(x_BTC)))
 
 
 class PlainMlp(nn.Module):
@@ -189,4 +185,4 @@ class PlainMlp(nn.Module):
         self.activation = activation
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        return self.down(activated(self.up(x_BTC), self.activation))
+        return self.down(fused_activation(self.up(x_BTC), self.activation))

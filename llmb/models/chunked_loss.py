@@ -1,13 +1,13 @@
-"""Next-token cross entropy in chunks, so that the whole logits never exist.
+"""Next-token cross entropy in chunks of tokens, without materializing all logits.
 
 With a vocabulary of 128 thousand, the logits of 8,192 tokens take 4 GiB in fp32 and their gradient as much again. Here
-a chunk of tokens is taken through the head, its loss and both gradients are computed at once, and its logits are
-dropped. Nothing is recomputed in the backward pass, which only scales the gradients that are already there.
+the loss and both gradients of a chunk of tokens are computed at once and its logits freed. Nothing is recomputed in the
+backward pass, which only scales the gradients.
 
-Where the head has the whole vocabulary the slopes are written over the logits, in the format of the stream and in one
-pass (`llmb/ops/loss/cross_entropy.py`). Where others have the rest of it, what their rows give is asked for in between.
+With the whole vocabulary the gradient overwrites the logits, in their dtype and in one pass
+(`llmb/ops/loss/cross_entropy.py`). With a vocabulary-parallel head the logsumexp is combined over ranks in between.
 
-Shapes: N tokens of all sequences, C hidden width, V vocabulary, or those of its entries whose rows the head has.
+Shapes: N tokens of all sequences, C hidden width, V vocabulary, or the local part of it.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmb.ops.gemm.matmul import multiply
-from llmb.ops.gemm.weight_gradient import gradient_dtype, growing_gradient
-from llmb.ops.loss.cross_entropy import cross_entropy_slope_
+from llmb.ops.gemm.matmul import matmul
+from llmb.ops.gemm.weight_gradient import accumulated_grad, gradient_dtype
+from llmb.ops.loss.cross_entropy import cross_entropy_grad_
 from llmb.ops.loss.scaled_add import scaled_add_
 
 # 2 GiB of bf16 logits at a vocabulary of 128 thousand. Each chunk reads and writes the head's gradient, which in fp32
-# takes a tenth of the time of 2,048 tokens' products on an H200.
+# takes a tenth of the time of the GEMMs of 2,048 tokens on an H200.
 CHUNK_TOKENS = 8192
-AGREED_TOKENS = 2048  # where others have a part of the vocabulary: logits in fp32, their exponentials beside them
-# From the log of the sum of the exponentials of a token's logits here, and the logit of its label or 0 where that is
-# not here, both [N, 1]: the same two for the whole vocabulary.
-Agreement = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+VOCAB_PARALLEL_CHUNK_TOKENS = 2048  # fp32 logits and their exponentials
+# Maps the local logsumexp of each token and the logit of its label, or 0 where that is not local, both [N, 1], to those
+# of the whole vocabulary.
+CombineLse = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -38,34 +38,39 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_VC: Tensor,
         labels_N: Tensor,
         chunk: int,
-        first: int,
-        agree: Agreement | None,
-        sums: torch.dtype,
+        vocab_start: int,
+        combine_lse: CombineLse | None,
+        accum_dtype: torch.dtype,
     ) -> Tensor:
         tokens = hidden_NC.shape[0]
         head_VC = weight_VC.to(hidden_NC.dtype)
         losses_N = torch.empty(tokens, dtype=torch.float32, device=hidden_NC.device)
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden_NC = torch.empty_like(hidden_NC) if wants_hidden else None
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NC = torch.empty_like(hidden_NC) if needs_hidden else None
         grad_weight_VC: Tensor | None = None
         for start in range(0, tokens, chunk):
-            some = slice(start, start + chunk)
-            if agree is None:
-                slope_NV = multiply(hidden_NC[some], head_VC.T)  # logits, until the next line
-                cross_entropy_slope_(slope_NV, labels_N[some], 1 / tokens, losses_N[some])
+            rows = slice(start, start + chunk)
+            if combine_lse is None:
+                grad_NV = matmul(hidden_NC[rows], head_VC.T)  # logits, until the next line
+                cross_entropy_grad_(grad_NV, labels_N[rows], 1 / tokens, losses_N[rows])
             else:
-                slope_NV = _agreed_slope(  # which lets go of the logits: nobody else has them
-                    multiply(hidden_NC[some], head_VC.T), labels_N[some], first, agree, 1 / tokens, losses_N[some]
+                grad_NV = _vocab_parallel_grad(  # frees the logits, which have no other reference
+                    matmul(hidden_NC[rows], head_VC.T),
+                    labels_N[rows],
+                    vocab_start,
+                    combine_lse,
+                    1 / tokens,
+                    losses_N[rows],
                 )
             if grad_hidden_NC is not None:
-                multiply(slope_NV, head_VC, out=grad_hidden_NC[some])
-            if wants_weight and grad_weight_VC is None:
-                grad_weight_VC = multiply(slope_NV.T, hidden_NC[some], dtype=sums)
+                matmul(grad_NV, head_VC, out=grad_hidden_NC[rows])
+            if needs_weight and grad_weight_VC is None:
+                grad_weight_VC = matmul(grad_NV.T, hidden_NC[rows], dtype=accum_dtype)
             elif grad_weight_VC is not None:
-                multiply(slope_NV.T, hidden_NC[some], out=grad_weight_VC, onto=grad_weight_VC)
-            del slope_NV  # before the next logits are made
+                matmul(grad_NV.T, hidden_NC[rows], out=grad_weight_VC, addend=grad_weight_VC)
+            del grad_NV  # before the next logits are allocated
         ctx.save_for_backward(grad_hidden_NC, grad_weight_VC)
-        ctx.weight = weight_VC  # itself, with the gradient it has
+        ctx.weight = weight_VC  # the parameter with its .grad
         return losses_N.sum() / tokens
 
     @staticmethod
@@ -74,37 +79,37 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden_NC, grad_weight_VC = ctx.saved_tensors
         # In place: a copy of the head's gradient would be the largest tensor of the whole backward pass.
         if grad_hidden_NC is not None:
-            scaled_add_(grad_hidden_NC, grad_hidden_NC, grad_loss, fresh=True)
+            scaled_add_(grad_hidden_NC, grad_hidden_NC, grad_loss, accumulate=False)
         if grad_weight_VC is not None:
-            if (total_VC := growing_gradient(ctx.weight)) is not None:
-                scaled_add_(total_VC, grad_weight_VC, grad_loss, fresh=False)
+            if (total_VC := accumulated_grad(ctx.weight)) is not None:
+                scaled_add_(total_VC, grad_weight_VC, grad_loss, accumulate=True)
                 grad_weight_VC = None
             else:
-                found_VC, dtype = grad_weight_VC, gradient_dtype(ctx.weight)
-                if dtype != found_VC.dtype:
-                    grad_weight_VC = torch.empty_like(found_VC, dtype=dtype)
-                scaled_add_(grad_weight_VC, found_VC, grad_loss, fresh=True)
+                unscaled_VC, dtype = grad_weight_VC, gradient_dtype(ctx.weight)
+                if dtype != unscaled_VC.dtype:
+                    grad_weight_VC = torch.empty_like(unscaled_VC, dtype=dtype)
+                scaled_add_(grad_weight_VC, unscaled_VC, grad_loss, accumulate=False)
         return grad_hidden_NC, grad_weight_VC, None, None, None, None, None
 
 
-def _agreed_slope(
-    logits_NV: Tensor, labels_N: Tensor, first: int, agree: Agreement, scale: float, losses_N: Tensor
+def _vocab_parallel_grad(
+    logits_NV: Tensor, labels_N: Tensor, vocab_start: int, combine_lse: CombineLse, scale: float, losses_N: Tensor
 ) -> Tensor:
-    """Each token's loss, and (softmax - one-hot) * scale of the logits that are here; in the format of the logits."""
+    """Write each token's loss and return (softmax - one-hot) * scale of the local logits, in their dtype."""
     dtype, logits_NV = logits_NV.dtype, logits_NV.float()
-    target_N1, here_N1 = _places(labels_N[:, None], first, logits_NV.shape[1])
-    log_total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
-    log_total_N1, wanted_N1 = agree(log_total_N1, logits_NV.gather(1, target_N1) * here_N1)
-    losses_N.copy_((log_total_N1 - wanted_N1)[:, 0])
-    slope_NV = logits_NV.sub_(log_total_N1).exp_()
-    return slope_NV.scatter_add_(1, target_N1, -here_N1).mul_(scale).to(dtype)
+    target_N1, is_local_N1 = _label_rows(labels_N[:, None], vocab_start, logits_NV.shape[1])
+    lse_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
+    lse_N1, label_logit_N1 = combine_lse(lse_N1, logits_NV.gather(1, target_N1) * is_local_N1)
+    losses_N.copy_((lse_N1 - label_logit_N1)[:, 0])
+    grad_NV = logits_NV.sub_(lse_N1).exp_()
+    return grad_NV.scatter_add_(1, target_N1, -is_local_N1).mul_(scale).to(dtype)
 
 
-def _places(labels_N1: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The head's row for each label and 1.0, or any row and 0.0 for a label whose row is elsewhere."""
-    places_N1 = labels_N1 - first
-    here_N1 = (places_N1 >= 0) & (places_N1 < rows)
-    return places_N1.clamp(0, rows - 1), here_N1.float()
+def _label_rows(labels_N1: Tensor, vocab_start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the local row of each label and 1.0, or any row and 0.0 for a label that is not local."""
+    rows_N1 = labels_N1 - vocab_start
+    is_local_N1 = (rows_N1 >= 0) & (rows_N1 < rows)
+    return rows_N1.clamp(0, rows - 1), is_local_N1.float()
 
 
 def chunked_cross_entropy(
@@ -112,13 +117,15 @@ def chunked_cross_entropy(
     weight_VC: Tensor,
     labels: Tensor,
     chunk: int = CHUNK_TOKENS,
-    first: int = 0,
-    agree: Agreement | None = None,
-    sums: torch.dtype = torch.float32,
+    vocab_start: int = 0,
+    combine_lse: CombineLse | None = None,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Mean of -log softmax(hidden @ weight.T)[label] over tokens, a scalar in fp32; hidden is [..., C], labels [...].
+    """Return the mean of -log softmax(hidden @ weight.T)[label], an fp32 scalar; hidden is [..., C], labels [...].
 
-    A head may have the vocabulary's rows from `first` on only, where `agree` finds out about the others. The gradient
-    of hidden is then what these rows add to it. That of the weight adds up from chunk to chunk in the format of `sums`.
+    A vocabulary-parallel head has the rows from `vocab_start` on and needs `combine_lse`; the gradient of hidden is
+    then the contribution of these rows. The gradient of the weight is accumulated over chunks in `accum_dtype`.
     """
-    return _ChunkedCrossEntropy.apply(hidden.flatten(0, -2), weight_VC, labels.flatten(), chunk, first, agree, sums)
+    return _ChunkedCrossEntropy.apply(
+        hidden.flatten(0, -2), weight_VC, labels.flatten(), chunk, vocab_start, combine_lse, accum_dtype
+    )

@@ -1,19 +1,19 @@
-"""DeepSeek-V3 and R1: a decoder of latent attention and a mixture of experts, whose first layers keep a dense MLP.
+"""DeepSeek-V3 and R1: a decoder with MLA and MoE, the first layers with a dense MLP.
 
     network = DeepSeek(model)           # model: a spec.Model
     loss = network(tokens_BT, labels_BT)
 
-Checked number by number against `transformers` in tests/models. The multi-token-prediction layer is left out, and the
-routers' corrections stay as they are loaded: training does not move them.
+Compared with `transformers` in tests/models. The multi-token prediction (MTP) layer is left out, and training does not
+update the routers' biases.
 """
 
 from torch import Tensor, nn
 
 from llmb.config.spec import Model
 from llmb.models.blocks import GatedMlp, RMSNorm
-from llmb.models.decoder import Decoder, foreign_stack, refuse_fields, rope_of
-from llmb.models.mla import LatentAttention, latent_of
-from llmb.models.moe import ExpertMlp, experts_of
+from llmb.models.decoder import Decoder, hf_decoder_names, reject_fields, rope_config
+from llmb.models.mla import MLAAttention, mla_config
+from llmb.models.moe import MoE, moe_config
 
 MATRICES = ("gate", "up", "down")
 ATTENTION_NAMES = {
@@ -27,50 +27,50 @@ ATTENTION_NAMES = {
     "attention.o.weight": "self_attn.o_proj.weight",
     "mlp_norm.weight": "post_attention_layernorm.weight",
 }
-DENSE_NAMES = {f"mlp.{one}.weight": f"mlp.{one}_proj.weight" for one in MATRICES}
-EXPERT_NAMES = {
+DENSE_NAMES = {f"mlp.{matrix}.weight": f"mlp.{matrix}_proj.weight" for matrix in MATRICES}
+MOE_NAMES = {
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.bias": "mlp.gate.e_score_correction_bias",
-    **{f"mlp.{one}.weight": f"mlp.experts.{{expert}}.{one}_proj.weight" for one in MATRICES},
+    **{f"mlp.{matrix}.weight": f"mlp.experts.{{expert}}.{matrix}_proj.weight" for matrix in MATRICES},
 }
-SHARED_NAMES = {f"mlp.shared.{one}.weight": f"mlp.shared_experts.{one}_proj.weight" for one in MATRICES}
+SHARED_NAMES = {f"mlp.shared.{matrix}.weight": f"mlp.shared_experts.{matrix}_proj.weight" for matrix in MATRICES}
 
 
-class Layer(nn.Module):
-    """Latent attention, then the dense MLP or the experts, each on a normed copy of the stream and added to it."""
+class DeepSeekDecoderLayer(nn.Module):
+    """MLA and a dense MLP or MoE, each with pre-norm and residual."""
 
     def __init__(self, model: Model, dense: bool):
         super().__init__()
         self.attention_norm = RMSNorm(model.hidden, model.norm_eps)
-        self.attention = LatentAttention(model, rope_of(model))
+        self.attention = MLAAttention(model, rope_config(model))
         self.mlp_norm = RMSNorm(model.hidden, model.norm_eps)
-        self.mlp = GatedMlp(model.hidden, model.ffn, model.activation) if dense else ExpertMlp(model)
+        self.mlp = GatedMlp(model.hidden, model.ffn, model.activation) if dense else MoE(model)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        normed_BTC, x_BTC = self.attention_norm(x_BTC, beside=True)
+        normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
         x_BTC = x_BTC + self.attention(normed_BTC, cos_TD, sin_TD)
-        normed_BTC, x_BTC = self.mlp_norm(x_BTC, beside=True)
+        normed_BTC, x_BTC = self.mlp_norm(x_BTC, with_residual=True)
         return x_BTC + self.mlp(normed_BTC)
 
 
 class DeepSeek(Decoder):
-    """The whole network."""
+    """DeepSeek network."""
 
     def __init__(self, model: Model):
-        refuse_fields(model, "pattern", "mamba", "gated", "post_norms", "attention_cap")
-        dense = experts_of(model).dense_layers
-        layers = (Layer(model, dense=index < dense) for index in range(model.layers))
-        super().__init__(model, layers, latent_of(model).rope_dim)
+        reject_fields(model, "pattern", "mamba", "gated", "post_norms", "attn_logit_softcap")
+        dense_layers = moe_config(model).dense_layers
+        layers = (DeepSeekDecoderLayer(model, dense=index < dense_layers) for index in range(model.layers))
+        super().__init__(model, layers, mla_config(model).rope_dim)
 
     @staticmethod
-    def foreign_names(model: Model) -> dict[str, str]:
-        """Our name -> the Hugging Face name of every tensor; `{expert}` counts along dimension 0 of ours."""
-        experts = experts_of(model)
-        mixture = EXPERT_NAMES | (SHARED_NAMES if experts.shared else {})
+    def hf_names(model: Model) -> dict[str, str]:
+        """Map our names to Hugging Face names; `{expert}` is the index along dimension 0 of ours."""
+        experts = moe_config(model)
+        moe_names = MOE_NAMES | (SHARED_NAMES if experts.shared else {})
         if experts.score != "sigmoid":
-            del mixture["mlp.router.bias"]
+            del moe_names["mlp.router.bias"]
 
         def layer_names(index: int) -> dict[str, str]:
-            return ATTENTION_NAMES | (DENSE_NAMES if index < experts.dense_layers else mixture)
+            return ATTENTION_NAMES | (DENSE_NAMES if index < experts.dense_layers else moe_names)
 
-        return foreign_stack(model, layer_names)
+        return hf_decoder_names(model, layer_names)

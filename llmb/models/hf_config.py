@@ -1,10 +1,10 @@
-"""A model in the words of Hugging Face's config.json, from a spec.Model and back.
+"""Conversion between a spec.Model and Hugging Face's config.json.
 
-    to_config(model)                    # what `transformers` builds the same network from
-    model_in(Path("Llama-3.1-8B"))      # the spec.Model of a downloaded folder
+    to_hf_config(model)                       # config.json from which `transformers` builds the same network
+    load_hf_config(Path("Llama-3.1-8B"))      # spec.Model of a downloaded folder
 
-Nothing is lost on the way in silence: what a config.json asks for and no network here computes is refused, and so is a
-spec.Model that config.json cannot tell in full. Grok-1 has no class in `transformers`, so there is none for it.
+Nothing is dropped silently: a config.json with settings that no network here implements is rejected, and so is a
+spec.Model that config.json cannot express. Grok-1 has no class in `transformers` and therefore no config.json.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from llmb.config.serialization import build, convert, read_json
-from llmb.config.spec import Model, Rope
+from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError, UnknownName
 
-Config = dict[str, Any]
+HfConfig = dict[str, Any]
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh", "squared_relu": "relu2"}
-LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
-# Our field -> theirs: of every model, then of its parts.
-SIZES = {
+LAYER_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-"}
+# Our field -> field of config.json: of every model, then of its parts.
+SIZE_FIELDS = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
     "ffn": "intermediate_size",
@@ -30,7 +30,7 @@ SIZES = {
     "kv_heads": "num_key_value_heads",
     "tied_embeddings": "tie_word_embeddings",
 }
-EXPERTS = {
+MOE_FIELDS = {
     "count": "n_routed_experts",
     "top_k": "num_experts_per_tok",
     "ffn": "moe_intermediate_size",
@@ -42,14 +42,14 @@ EXPERTS = {
     "renormalise": "norm_topk_prob",
     "scale": "routed_scaling_factor",
 }
-LATENT = {
+MLA_FIELDS = {
     "q_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",
     "nope_dim": "qk_nope_head_dim",
     "rope_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }
-MAMBA = {
+MAMBA_FIELDS = {
     "heads": "mamba_num_heads",
     "head_dim": "mamba_head_dim",
     "groups": "n_groups",
@@ -57,13 +57,14 @@ MAMBA = {
     "chunk": "chunk_size",
     "conv": "conv_kernel",
 }
-STRETCHED = {"factor": "factor", "original_tokens": "original_max_position_embeddings"}
-ROPES = {
-    "llama3": STRETCHED | {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
-    "yarn": STRETCHED | {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale_all_dim": "mscale_all_dim"},
+SCALED_ROPE_FIELDS = {"factor": "factor", "original_tokens": "original_max_position_embeddings"}
+ROPE_FIELDS = {
+    "llama3": SCALED_ROPE_FIELDS | {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"},
+    "yarn": SCALED_ROPE_FIELDS
+    | {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale_all_dim": "mscale_all_dim"},
 }
-# Their field -> the one value that the networks here compute, which it also has where it is absent.
-FIXED: Config = {
+# Field of config.json -> the only supported value, which is also its default.
+SUPPORTED_VALUES: HfConfig = {
     "attention_bias": False,
     "mlp_bias": False,
     "use_bias": False,
@@ -78,34 +79,36 @@ FIXED: Config = {
 }
 
 
-def to_config(model: Model) -> Config:
-    """The config.json of a model, or a ConfigError that names what config.json has no word for."""
+def to_hf_config(model: Model) -> HfConfig:
+    """Return the config.json of a model, or raise a ConfigError that names what it cannot express."""
     if model.architecture not in _WRITERS:
-        raise ConfigError(f"{model.architecture} has no config.json; those which have: {', '.join(_WRITERS)}")
-    of_a_tokenizer = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = _told(model, SIZES) | {"attention_bias": False} | _WRITERS[model.architecture](model) | of_a_tokenizer
-    _check_whole(model, from_config(config))
+        raise ConfigError(f"{model.architecture} has no config.json; architectures with one: {', '.join(_WRITERS)}")
+    tokenizer_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = (
+        _to_hf(model, SIZE_FIELDS) | {"attention_bias": False} | _WRITERS[model.architecture](model) | tokenizer_ids
+    )
+    _check_lossless(model, from_hf_config(config))
     return config
 
 
-def from_config(config: Config, name: str = "") -> Model:
-    """The model that a config.json describes, or a ConfigError that names what is not built."""
-    kind = convert(dict[str, Any], config, "config.json").get("model_type")
-    if not isinstance(kind, str) or kind not in _READERS:
-        raise UnknownName("model_type of config.json:", kind, _READERS)
-    for field, built in FIXED.items():
-        if config.get(field, built) != built:
-            raise ConfigError(f"config.json: {field}={config[field]} is not built; only {built} is")
-    told = _READERS[kind]({"tie_word_embeddings": False, **config})
-    return build(Model, {"name": name or kind, **told}, "config.json")
+def from_hf_config(config: HfConfig, name: str = "") -> Model:
+    """Return the model of a config.json, or raise a ConfigError that names what is not supported."""
+    model_type = convert(dict[str, Any], config, "config.json").get("model_type")
+    if not isinstance(model_type, str) or model_type not in _READERS:
+        raise UnknownName("model_type of config.json:", model_type, _READERS)
+    for field, supported in SUPPORTED_VALUES.items():
+        if config.get(field, supported) != supported:
+            raise ConfigError(f"config.json: {field}={config[field]} is not supported; only {supported} is")
+    fields = _READERS[model_type]({"tie_word_embeddings": False, **config})
+    return build(Model, {"name": name or model_type, **fields}, "config.json")
 
 
-def model_in(folder: Path) -> Model:
-    """The model of a folder in Hugging Face's layout."""
-    return from_config(read_json(folder / "config.json"), folder.resolve().name)
+def load_hf_config(folder: Path) -> Model:
+    """Return the model of a folder in Hugging Face's layout."""
+    return from_hf_config(read_json(folder / "config.json"), folder.resolve().name)
 
 
-def _llama(model: Model) -> Config:
+def _to_llama(model: Model) -> HfConfig:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -113,21 +116,22 @@ def _llama(model: Model) -> Config:
         "hidden_act": ACTIVATIONS[model.activation],
         "mlp_bias": False,
         "rms_norm_eps": model.norm_eps,
-        **_rope(model),
+        **_to_hf_rope(model),
     }
 
 
-def _from_llama(config: Config) -> dict[str, Any]:
-    return _read(config, SIZES) | {
+def _from_llama(config: HfConfig) -> dict[str, Any]:
+    return _from_hf(config, SIZE_FIELDS) | {
         "architecture": "llama",
-        "head_dim": config.get("head_dim") or _whole(config, "hidden_size") // _whole(config, "num_attention_heads"),
+        "head_dim": config.get("head_dim")
+        or _positive_int(config, "hidden_size") // _positive_int(config, "num_attention_heads"),
         "activation": _activation(config, "hidden_act"),
-        "norm_eps": _needed(config, "rms_norm_eps"),
-        "rope": _from_rope(config),
+        "norm_eps": _required(config, "rms_norm_eps"),
+        "rope": _from_hf_rope(config),
     }
 
 
-def _deepseek(model: Model) -> Config:
+def _to_deepseek(model: Model) -> HfConfig:
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -136,25 +140,25 @@ def _deepseek(model: Model) -> Config:
         "rope_interleave": True,
         "topk_method": "noaux_tc",
         "num_nextn_predict_layers": 0,
-        **_told(model.latent, LATENT),
-        **_told(model.experts, EXPERTS),
-        **_rope(model),
+        **_to_hf(model.mla, MLA_FIELDS),
+        **_to_hf(model.experts, MOE_FIELDS),
+        **_to_hf_rope(model),
     }
 
 
-def _from_deepseek(config: Config) -> dict[str, Any]:
-    return _read(config, SIZES) | {
+def _from_deepseek(config: HfConfig) -> dict[str, Any]:
+    return _from_hf(config, SIZE_FIELDS) | {
         "architecture": "deepseek",
-        "head_dim": _needed(config, "v_head_dim"),
+        "head_dim": _required(config, "v_head_dim"),
         "activation": _activation(config, "hidden_act"),
-        "norm_eps": _needed(config, "rms_norm_eps"),
-        "rope": _from_rope(config),
-        "experts": _read({"scoring_func": "sigmoid", **config}, EXPERTS),
-        "latent": _read(config, LATENT),
+        "norm_eps": _required(config, "rms_norm_eps"),
+        "rope": _from_hf_rope(config),
+        "experts": _from_hf({"scoring_func": "sigmoid", **config}, MOE_FIELDS),
+        "mla": _from_hf(config, MLA_FIELDS),
     }
 
 
-def _nemotron_h(model: Model) -> Config:
+def _to_nemotron_h(model: Model) -> HfConfig:
     return {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
@@ -165,119 +169,119 @@ def _nemotron_h(model: Model) -> Config:
         "use_conv_bias": True,
         "layer_norm_epsilon": model.norm_eps,
         "hybrid_override_pattern": model.pattern,
-        **_told(model.mamba, MAMBA),
+        **_to_hf(model.mamba, MAMBA_FIELDS),
     }
 
 
-def _from_nemotron_h(config: Config) -> dict[str, Any]:
+def _from_nemotron_h(config: HfConfig) -> dict[str, Any]:
     pattern = _pattern(config)
-    return _read({**config, "num_hidden_layers": len(pattern)}, SIZES) | {
+    return _from_hf({**config, "num_hidden_layers": len(pattern)}, SIZE_FIELDS) | {
         "architecture": "nemotron_h",
         "pattern": pattern,
         "gated": False,
-        "head_dim": config.get("head_dim") or _needed(config, "attention_head_dim"),
+        "head_dim": config.get("head_dim") or _required(config, "attention_head_dim"),
         "activation": _activation(config, "mlp_hidden_act"),
-        "norm_eps": _needed(config, "layer_norm_epsilon"),
+        "norm_eps": _required(config, "layer_norm_epsilon"),
         "rope": None,
-        "mamba": _read(config, MAMBA),
+        "mamba": _from_hf(config, MAMBA_FIELDS),
     }
 
 
-_WRITERS: dict[str, Callable[[Model], Config]] = {
-    "llama": _llama,
-    "deepseek": _deepseek,
-    "nemotron_h": _nemotron_h,
+_WRITERS: dict[str, Callable[[Model], HfConfig]] = {
+    "llama": _to_llama,
+    "deepseek": _to_deepseek,
+    "nemotron_h": _to_nemotron_h,
 }
-CONFIGURED = tuple(_WRITERS)  # architectures that `transformers` has, and so a config.json
-_READERS: dict[str, Callable[[Config], dict[str, Any]]] = {
+HF_ARCHITECTURES = tuple(_WRITERS)  # architectures that `transformers` has
+_READERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _from_llama,
     "deepseek_v3": _from_deepseek,
     "nemotron_h": _from_nemotron_h,
 }
 
 
-def _rope(model: Model) -> Config:
-    """In the older form, two fields, which newer versions of `transformers` read too."""
-    rope = model.rope or Rope(theta=0.0)  # a model without positions is found out when the config is read back
+def _to_hf_rope(model: Model) -> HfConfig:
+    """Return RoPE in the older format with two fields, which newer versions of `transformers` read too."""
+    rope = model.rope or RopeConfig(theta=0.0)  # a model without RoPE is rejected when the config is read back
     scaling = None
     if rope.scaling != "none":
-        scaling = {"rope_type": rope.scaling, **_told(rope, ROPES[rope.scaling])}
-    if scaling and rope.scaling == "yarn":  # none of it goes into cosine and sine, said in two ways
+        scaling = {"rope_type": rope.scaling, **_to_hf(rope, ROPE_FIELDS[rope.scaling])}
+    if scaling and rope.scaling == "yarn":  # no factor on cosine and sine, expressed in two ways
         scaling |= {"attention_factor": 1.0, "mscale": rope.mscale_all_dim}
-    longest = round(rope.original_tokens * rope.factor)
-    return {"rope_theta": rope.theta, "rope_scaling": scaling, "max_position_embeddings": longest}
+    max_positions = round(rope.original_tokens * rope.factor)
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, "max_position_embeddings": max_positions}
 
 
-def _from_rope(config: Config) -> dict[str, Any]:
-    """Of the older form (rope_theta, rope_scaling) or the newer (rope_parameters)."""
-    told: Config = {"rope_theta": config.get("rope_theta", 10_000.0)}
-    for form in ("rope_scaling", "rope_parameters"):
-        told |= convert(dict[str, Any], config.get(form) or {}, f"config.json.{form}")
-    kind = str(told.get("rope_type", told.get("type", "default")))
-    if kind == "default":
-        return {"theta": told["rope_theta"]}
-    if kind not in ROPES:
-        raise UnknownName("rope_type of config.json:", kind, ("default", *ROPES))
-    if kind == "yarn":
-        told = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, **told}
-        if told.get("attention_factor") != 1.0 and not told["mscale"] == told["mscale_all_dim"] != 0:
-            raise ConfigError("config.json: yarn with a factor on cosine and sine (mscale) is not built")
-    return {"theta": told["rope_theta"], "scaling": kind, **_read(told, ROPES[kind])}
+def _from_hf_rope(config: HfConfig) -> dict[str, Any]:
+    """Read the older format (rope_theta, rope_scaling) or the newer one (rope_parameters)."""
+    fields: HfConfig = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    for section in ("rope_scaling", "rope_parameters"):
+        fields |= convert(dict[str, Any], config.get(section) or {}, f"config.json.{section}")
+    rope_type = str(fields.get("rope_type", fields.get("type", "default")))
+    if rope_type == "default":
+        return {"theta": fields["rope_theta"]}
+    if rope_type not in ROPE_FIELDS:
+        raise UnknownName("rope_type of config.json:", rope_type, ("default", *ROPE_FIELDS))
+    if rope_type == "yarn":
+        fields = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, **fields}
+        if fields.get("attention_factor") != 1.0 and not fields["mscale"] == fields["mscale_all_dim"] != 0:
+            raise ConfigError("config.json: yarn with a factor on cosine and sine (mscale) is not supported")
+    return {"theta": fields["rope_theta"], "scaling": rope_type, **_from_hf(fields, ROPE_FIELDS[rope_type])}
 
 
-def _pattern(config: Config) -> str:
-    """One letter a layer, from the letters of older files or the words of newer ones."""
+def _pattern(config: HfConfig) -> str:
+    """Return one letter per layer, from hybrid_override_pattern or, in newer files, layers_block_type."""
     if config.get("hybrid_override_pattern") is not None:
         letters = convert(str, config["hybrid_override_pattern"], "config.json.hybrid_override_pattern")
     else:
-        words = convert(tuple[str, ...], _needed(config, "layers_block_type"), "config.json.layers_block_type")
-        letters = "".join(LETTERS.get(word, word) for word in words)
-    if set(letters) - set(LETTERS.values()):
-        raise ConfigError(f"config.json: layers {letters} are not built; those which are: {' '.join(LETTERS)}")
+        block_types = convert(tuple[str, ...], _required(config, "layers_block_type"), "config.json.layers_block_type")
+        letters = "".join(LAYER_LETTERS.get(block_type, block_type) for block_type in block_types)
+    if set(letters) - set(LAYER_LETTERS.values()):
+        raise ConfigError(f"config.json: layers {letters} are not supported; choices are: {' '.join(LAYER_LETTERS)}")
     return letters
 
 
-def _activation(config: Config, field: str) -> str:
-    by_their_name = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
-    theirs = str(config.get(field))
-    if theirs not in by_their_name:
-        raise UnknownName(f"{field} of config.json:", theirs, by_their_name)
-    return by_their_name[theirs]
+def _activation(config: HfConfig, field: str) -> str:
+    by_hf_name = {hf_name: name for name, hf_name in ACTIVATIONS.items()}
+    hf_name = str(config.get(field))
+    if hf_name not in by_hf_name:
+        raise UnknownName(f"{field} of config.json:", hf_name, by_hf_name)
+    return by_hf_name[hf_name]
 
 
-def _told(part: object, words: dict[str, str]) -> Config:
-    """A part of the model in their words; a part that is not there has none, which is found when it is read back."""
-    return {theirs: getattr(part, ours, None) for ours, theirs in words.items()}
+def _to_hf(settings: object, names: dict[str, str]) -> HfConfig:
+    """Return settings under the names of config.json; missing ones are found when it is read back."""
+    return {hf_name: getattr(settings, name, None) for name, hf_name in names.items()}
 
 
-def _read(config: Config, words: dict[str, str]) -> dict[str, Any]:
-    return {ours: _needed(config, theirs) for ours, theirs in words.items()}
+def _from_hf(config: HfConfig, names: dict[str, str]) -> dict[str, Any]:
+    return {name: _required(config, hf_name) for name, hf_name in names.items()}
 
 
-def _needed(config: Config, field: str) -> Any:
+def _required(config: HfConfig, field: str) -> Any:
     if config.get(field) is None:
         raise ConfigError(f"config.json: field {field!r} is missing")
     return config[field]
 
 
-def _whole(config: Config, field: str) -> int:
-    """A number to count by: whole and more than nothing."""
-    number = convert(int, _needed(config, field), f"config.json.{field}")
+def _positive_int(config: HfConfig, field: str) -> int:
+    """Return a field that must be a positive integer."""
+    number = convert(int, _required(config, field), f"config.json.{field}")
     if number < 1:
         raise ConfigError(f"config.json.{field}: {number} must be at least 1")
     return number
 
 
-def _check_whole(model: Model, told: Model) -> None:
-    """What config.json says of a model is all of it. Left aside: what changes no logits."""
-    told = replace(told, name=model.name)
-    if model.latent is not None:
-        told = replace(told, head_dim=model.head_dim)  # the latent's own widths count
-    if told.experts is not None and model.experts is not None:
-        told = replace(told, experts=replace(told.experts, aux_loss=model.experts.aux_loss))
-    if told.rope is not None and model.rope is not None and model.rope.scaling == "none":
-        told = replace(told, rope=replace(model.rope, theta=told.rope.theta))
-    ours, theirs = asdict(model), asdict(told)
-    lost = [f"{field}={ours[field]}" for field in ours if ours[field] != theirs[field]]
+def _check_lossless(model: Model, restored: Model) -> None:
+    """Raise a ConfigError if a model read back from config.json differs, except in what changes no logits."""
+    restored = replace(restored, name=model.name)
+    if model.mla is not None:
+        restored = replace(restored, head_dim=model.head_dim)  # MLA has its own head dims
+    if restored.experts is not None and model.experts is not None:
+        restored = replace(restored, experts=replace(restored.experts, aux_loss=model.experts.aux_loss))
+    if restored.rope is not None and model.rope is not None and model.rope.scaling == "none":
+        restored = replace(restored, rope=replace(model.rope, theta=restored.rope.theta))
+    original, read_back = asdict(model), asdict(restored)
+    lost = [f"{field}={original[field]}" for field in original if original[field] != read_back[field]]
     if lost:
-        raise ConfigError(f"model {model.name}: config.json of a {model.architecture} cannot say {', '.join(lost)}")
+        raise ConfigError(f"model {model.name}: config.json of a {model.architecture} cannot express {', '.join(lost)}")

@@ -4,7 +4,7 @@
     logits_BTV = network(tokens_BT)
     loss = network(tokens_BT, labels_BT)
 
-Checked number by number against `transformers` in tests/models. Tensor names end in their shape, as in `blocks.py`.
+Compared with `transformers` in tests/models. Tensor names end in their shape, as in `blocks.py`.
 """
 
 from torch import Tensor, nn
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, GatedMlp, RMSNorm
-from llmb.models.decoder import Decoder, foreign_stack, refuse_fields, rope_of
+from llmb.models.decoder import Decoder, hf_decoder_names, reject_fields, rope_config
 
 LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
-    **{f"attention.{one}.weight": f"self_attn.{one}_proj.weight" for one in "qkvo"},
+    **{f"attention.{projection}.weight": f"self_attn.{projection}_proj.weight" for projection in "qkvo"},
     "mlp_norm.weight": "post_attention_layernorm.weight",
-    **{f"mlp.{one}.weight": f"mlp.{one}_proj.weight" for one in ("gate", "up", "down")},
+    **{f"mlp.{projection}.weight": f"mlp.{projection}_proj.weight" for projection in ("gate", "up", "down")},
 }
 
 
-class Layer(nn.Module):
-    """Attention, then the MLP, each on a normed copy of the stream and added to it."""
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each with pre-norm and residual."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -33,30 +33,32 @@ class Layer(nn.Module):
         self.mlp = GatedMlp(model.hidden, model.ffn, model.activation)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        normed_BTC, x_BTC = self.attention_norm(x_BTC, beside=True)
+        normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
         x_BTC = x_BTC + self.attention(normed_BTC, cos_TD, sin_TD)
-        normed_BTC, x_BTC = self.mlp_norm(x_BTC, beside=True)
+        normed_BTC, x_BTC = self.mlp_norm(x_BTC, with_residual=True)
         return x_BTC + self.mlp(normed_BTC)
 
 
 class Llama(Decoder):
-    """The whole network."""
+    """Llama network."""
 
     def __init__(self, model: Model):
         _check(model)
-        super().__init__(model, (Layer(model) for _ in range(model.layers)), model.head_dim)
+        super().__init__(model, (LlamaDecoderLayer(model) for _ in range(model.layers)), model.head_dim)
 
     @staticmethod
-    def foreign_names(model: Model) -> dict[str, str]:
-        """Our name -> the Hugging Face name of every tensor."""
-        return foreign_stack(model, lambda _index: LAYER_NAMES)
+    def hf_names(model: Model) -> dict[str, str]:
+        """Map our names to Hugging Face names."""
+        return hf_decoder_names(model, lambda _index: LAYER_NAMES)
 
 
 def _check(model: Model) -> None:
-    foreign = [name for name in ("pattern", "experts", "latent", "mamba") if getattr(model, name) is not None]
-    if foreign or not model.gated:
-        wrong = ", ".join(foreign + ["gated=false"] * (not model.gated))
-        raise ConfigError(f"model {model.name}: a llama has dense gated MLPs and plain attention, not {wrong}")
-    refuse_fields(model, "post_norms")
-    if rope_of(model).scaling == "yarn":
-        raise ConfigError(f"model {model.name}: rope scaling 'yarn' of a llama is not built; choices are: none, llama3")
+    unsupported = [name for name in ("pattern", "experts", "mla", "mamba") if getattr(model, name) is not None]
+    if unsupported or not model.gated:
+        fields = ", ".join(unsupported + ["gated=false"] * (not model.gated))
+        raise ConfigError(f"model {model.name}: a llama has dense gated MLPs and plain attention, not {fields}")
+    reject_fields(model, "post_norms")
+    if rope_config(model).scaling == "yarn":
+        raise ConfigError(
+            f"model {model.name}: rope scaling 'yarn' of a llama is not supported; choices are: none, llama3"
+        )

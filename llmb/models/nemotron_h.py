@@ -1,11 +1,11 @@
-"""Nemotron-H: a decoder of which each layer is one block: a Mamba-2 mixer, attention or an MLP.
+"""Nemotron-H: a hybrid decoder whose layers are Mamba-2 mixers, attention or MLPs.
 
     network = NemotronH(model)          # model: a spec.Model with a pattern such as "M-M*-"
     logits_BTV = network(tokens_BT)
     loss = network(tokens_BT, labels_BT)
 
-Attention knows no positions: the Mamba layers before it see the order of tokens. Checked number by number against
-`transformers` in tests/models. Tensor names end in their shape, as in `blocks.py`.
+Attention has no positional embedding: the Mamba layers before it see the order of tokens. Compared with `transformers`
+in tests/models. Tensor names end in their shape, as in `blocks.py`.
 """
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, PlainMlp, RMSNorm
-from llmb.models.decoder import Decoder, refuse_fields
-from llmb.models.hf_row_order import RowOrder
-from llmb.models.mamba2 import MambaMixer, conv_sections, fill_recurrence, inward_sections, mamba_of
+from llmb.models.decoder import Decoder, reject_fields
+from llmb.models.hf_layout import GroupedRowLayout
+from llmb.models.mamba2 import MambaMixer, conv_sections, in_proj_sections, init_mamba_parameter, mamba_config
 
-# Our name -> the Hugging Face name inside the block that each letter of the pattern names.
+# Our name -> Hugging Face name of the tensors of a mixer, by the letter in the pattern.
 MIXER_NAMES = {
     "M": {
         "inward.weight": "in_proj.weight",
@@ -30,13 +30,13 @@ MIXER_NAMES = {
         "norm.weight": "norm.weight",
         "outward.weight": "out_proj.weight",
     },
-    "*": {f"{one}.weight": f"{one}_proj.weight" for one in "qkvo"},
-    "-": {f"{one}.weight": f"{one}_proj.weight" for one in ("up", "down")},
+    "*": {f"{projection}.weight": f"{projection}_proj.weight" for projection in "qkvo"},
+    "-": {f"{projection}.weight": f"{projection}_proj.weight" for projection in ("up", "down")},
 }
 
 
-class Layer(nn.Module):
-    """One block of the kind that the pattern's letter names, on a normed copy of the stream and added to it."""
+class NemotronHDecoderLayer(nn.Module):
+    """One mixer, chosen by the letter of the pattern, with pre-norm and residual."""
 
     def __init__(self, model: Model, kind: str):
         super().__init__()
@@ -50,60 +50,60 @@ class Layer(nn.Module):
             self.mixer = PlainMlp(model.hidden, model.ffn, model.activation)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        normed_BTC, x_BTC = self.norm(x_BTC, beside=True)
+        normed_BTC, x_BTC = self.norm(x_BTC, with_residual=True)
         return x_BTC + self.mixer(normed_BTC)
 
 
 class NemotronH(Decoder):
-    """The whole network."""
+    """Nemotron-H network."""
 
     def __init__(self, model: Model):
-        pattern = _checked_pattern(model)
-        super().__init__(model, (Layer(model, kind) for kind in pattern), rotated=0)
+        pattern = _validated_pattern(model)
+        super().__init__(model, (NemotronHDecoderLayer(model, kind) for kind in pattern), rope_dim=0)
 
-    writes_stream = (".o.weight", ".down.weight", ".outward.weight")
+    residual_projections = (".o.weight", ".down.weight", ".outward.weight")
 
     @property
-    def stream_writes(self) -> int:
-        """A layer writes into the stream once, not twice."""
+    def residual_adds(self) -> int:
+        """One add per layer instead of two."""
         return self.model.layers
 
-    def fill(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """As every decoder; recurrences start their own way."""
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Initialize one unsharded parameter; those of Mamba mixers in their own way."""
         kind = name.rpartition(".")[2]
-        if self.model.mamba is None or not fill_recurrence(kind, parameter, generator, mamba_of(self.model)):
-            super().fill(name, parameter, generator)
+        if self.model.mamba is None or not init_mamba_parameter(kind, parameter, generator, mamba_config(self.model)):
+            super().init_parameter(name, parameter, generator)
 
     @staticmethod
-    def foreign_names(model: Model) -> dict[str, str]:
-        """Our name -> the Hugging Face name of every tensor."""
+    def hf_names(model: Model) -> dict[str, str]:
+        """Map our names to Hugging Face names."""
         names = {
             "embedding.weight": "model.embeddings.weight",
             "norm.weight": "model.norm_f.weight",
             "head.weight": "lm_head.weight",
         }
-        for index, kind in enumerate(_checked_pattern(model)):
+        for index, kind in enumerate(_validated_pattern(model)):
             layer = f"layers.{index}"
             names[f"{layer}.norm.weight"] = f"model.{layer}.norm.weight"
-            inside = MIXER_NAMES[kind]
-            names |= {f"{layer}.mixer.{ours}": f"model.{layer}.mixer.{theirs}" for ours, theirs in inside.items()}
+            for name, hf_name in MIXER_NAMES[kind].items():
+                names[f"{layer}.mixer.{name}"] = f"model.{layer}.mixer.{hf_name}"
         return names
 
     @staticmethod
-    def foreign_orders(model: Model) -> dict[str, RowOrder]:
-        """Mamba mixers lie group after group here."""
-        orders: dict[str, RowOrder] = {}
-        for index, kind in enumerate(_checked_pattern(model)):
+    def hf_layouts(model: Model) -> dict[str, GroupedRowLayout]:
+        """Return the row layouts of Mamba mixers, which are grouped here."""
+        layouts: dict[str, GroupedRowLayout] = {}
+        for index, kind in enumerate(_validated_pattern(model)):
             if kind == "M":
-                shape, mixer = mamba_of(model), f"layers.{index}.mixer"
-                orders[f"{mixer}.inward.weight"] = RowOrder(shape.groups, inward_sections(shape))
-                convolved = RowOrder(shape.groups, conv_sections(shape))
-                orders |= dict.fromkeys((f"{mixer}.conv_weight", f"{mixer}.conv_bias"), convolved)
-        return orders
+                settings, mixer = mamba_config(model), f"layers.{index}.mixer"
+                layouts[f"{mixer}.inward.weight"] = GroupedRowLayout(settings.groups, in_proj_sections(settings))
+                conv_layout = GroupedRowLayout(settings.groups, conv_sections(settings))
+                layouts |= dict.fromkeys((f"{mixer}.conv_weight", f"{mixer}.conv_bias"), conv_layout)
+        return layouts
 
 
-def _checked_pattern(model: Model) -> str:
-    """The letters of the stack, one a layer, of a model that this network is."""
+def _validated_pattern(model: Model) -> str:
+    """Return the pattern of a model, one letter per layer, or raise a ConfigError."""
     pattern = model.pattern or ""
     if len(pattern) != model.layers or set(pattern) - MIXER_NAMES.keys():
         raise ConfigError(
@@ -112,7 +112,7 @@ def _checked_pattern(model: Model) -> str:
         )
     if model.rope is not None or model.gated:
         raise ConfigError(f"model {model.name}: a nemotron_h needs rope: null and gated: false")
-    refuse_fields(model, "experts", "latent", "tied_embeddings", "post_norms", "attention_cap")
+    reject_fields(model, "experts", "mla", "tied_embeddings", "post_norms", "attn_logit_softcap")
     if "*" in pattern and model.heads % model.kv_heads:
         raise ConfigError(f"model {model.name}: kv_heads={model.kv_heads} does not divide heads={model.heads}")
     return pattern

@@ -1,4 +1,4 @@
-"""How a network is compared with its reference: tensors near one another, greedy decoding token for token."""
+"""Comparison of a network with its reference: closeness of tensors, greedy decoding token by token."""
 
 from collections.abc import Callable
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 
-def assert_near(ours: Tensor, theirs: Tensor, what: str, tolerance: float) -> None:
-    """The largest error, relative to the largest value, is below the tolerance, and there is something to compare."""
-    assert ours.shape == theirs.shape
-    assert theirs.abs().max() > 0, f"{what}: the reference is all zero, nothing is compared"
-    error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    assert error < tolerance, f"{what}: {error:.2e}"
+def assert_near(actual: Tensor, expected: Tensor, label: str, tolerance: float) -> None:
+    """Assert that the largest error, relative to the largest value, is below the tolerance."""
+    assert actual.shape == expected.shape
+    assert expected.abs().max() > 0, f"{label}: the reference is all zero, nothing is compared"
+    error = ((actual - expected).abs().max() / expected.abs().max()).item()
+    assert error < tolerance, f"{label}: {error:.2e}"
 
 
-def greedily(logits: Callable[[Tensor], Tensor], tokens: Tensor, count: int = 16) -> list[list[int]]:
-    """The tokens continued by the likeliest next one, `count` times, the whole text computed anew each time."""
+def greedy_decode(logits: Callable[[Tensor], Tensor], tokens: Tensor, count: int = 16) -> list[list[int]]:
+    """Append the likeliest next token `count` times, recomputing the whole sequence each time."""
     with torch.no_grad():
         for _ in range(count):
             tokens = torch.cat((tokens, logits(tokens)[:, -1:].argmax(-1)), dim=1)

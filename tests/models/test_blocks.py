@@ -1,43 +1,42 @@
-"""What the parity with transformers does not show: the chunked loss, initial weights, refusals."""
+"""Chunked loss, initial weights, causality and rejected configurations."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import llama_model
 
-from llmb.config.spec import Experts, Model, Rope
+from llmb.config.spec import MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.models.chunked_loss import AGREED_TOKENS, CHUNK_TOKENS, chunked_cross_entropy
+from llmb.models.chunked_loss import CHUNK_TOKENS, VOCAB_PARALLEL_CHUNK_TOKENS, chunked_cross_entropy
 from llmb.perfmodel import activation_memory
 
-MODEL = Model(
-    name="small", architecture="llama", layers=3, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=101
-)
+MODEL = llama_model(layers=3, ffn=64, vocab=101)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
-def test_chunked_loss_equals_the_whole(chunk: int) -> None:
+def test_chunked_loss_matches_cross_entropy(chunk: int) -> None:
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(20, 16, generator=generator, requires_grad=True)
     weight = torch.randn(50, 16, generator=generator, requires_grad=True)
     labels = torch.randint(50, (20,), generator=generator)
-    whole = F.cross_entropy(hidden @ weight.T, labels)
-    expected = torch.autograd.grad(3.0 * whole, (hidden, weight))
+    expected_loss = F.cross_entropy(hidden @ weight.T, labels)
+    expected = torch.autograd.grad(3.0 * expected_loss, (hidden, weight))
     loss = chunked_cross_entropy(hidden, weight, labels, chunk)
-    torch.testing.assert_close(loss, whole)
-    for ours, theirs in zip(torch.autograd.grad(3.0 * loss, (hidden, weight)), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, expected_loss)
+    for actual, expected_grad in zip(torch.autograd.grad(3.0 * loss, (hidden, weight)), expected, strict=True):
+        torch.testing.assert_close(actual, expected_grad, rtol=1e-5, atol=1e-6)
 
 
-def test_the_memory_estimate_knows_how_long_chunks_are() -> None:
-    """It has figures of its own: models and estimates import nothing of one another."""
+def test_memory_estimate_has_the_same_chunk_sizes() -> None:
+    """It has its own constants: models and estimates do not import one another."""
     assert activation_memory.CHUNK_TOKENS == CHUNK_TOKENS
-    assert activation_memory.AGREED_TOKENS == AGREED_TOKENS
+    assert activation_memory.VOCAB_PARALLEL_CHUNK_TOKENS == VOCAB_PARALLEL_CHUNK_TOKENS
 
 
-def test_chunked_loss_refuses_a_second_backward_pass() -> None:
+def test_chunked_loss_rejects_a_second_backward_pass() -> None:
     hidden = torch.randn(4, 8, requires_grad=True)
     loss = chunked_cross_entropy(hidden, torch.randn(9, 8, requires_grad=True), torch.arange(4))
     loss.backward(retain_graph=True)
@@ -45,8 +44,8 @@ def test_chunked_loss_refuses_a_second_backward_pass() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.005), (torch.bfloat16, 0.02)])
-def test_the_head_adds_up_in_the_format_asked_for(dtype: torch.dtype, most: float) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 0.005), (torch.bfloat16, 0.02)])
+def test_head_gradient_accumulates_in_accum_dtype(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(256, 16, generator=generator).bfloat16()
     weight = torch.randn(50, 16, generator=generator).bfloat16()
@@ -54,14 +53,14 @@ def test_the_head_adds_up_in_the_format_asked_for(dtype: torch.dtype, most: floa
     exact = weight.double().requires_grad_()
     (expected,) = torch.autograd.grad(F.cross_entropy(hidden.double() @ exact.T, labels), exact)
     head = weight.to(dtype).requires_grad_()
-    for total in (1, 2):  # the second time it is there already
-        chunked_cross_entropy(hidden, head, labels, 8, sums=dtype).backward()
+    for micro_batches in (1, 2):  # accumulated the second time
+        chunked_cross_entropy(hidden, head, labels, 8, accum_dtype=dtype).backward()
         assert head.grad is not None
         assert head.grad.dtype == dtype
-        assert (head.grad - total * expected).norm() / (total * expected).norm() < most
+        assert (head.grad - micro_batches * expected).norm() / (micro_batches * expected).norm() < tolerance
 
 
-def test_a_token_sees_only_those_before_it() -> None:
+def test_attention_is_causal() -> None:
     network = build_model(MODEL)
     network.init_weights(1)
     tokens = torch.arange(40)[None]
@@ -72,7 +71,7 @@ def test_a_token_sees_only_those_before_it() -> None:
     assert change[25:].min() > 0
 
 
-def test_initial_weights_follow_the_seed_and_the_loss_starts_at_chance() -> None:
+def test_initial_weights_depend_on_the_seed_and_initial_loss_is_log_vocab() -> None:
     network = build_model(MODEL)
     network.init_weights(1)
     first = {name: weight.clone() for name, weight in network.state_dict().items()}
@@ -86,14 +85,14 @@ def test_initial_weights_follow_the_seed_and_the_loss_starts_at_chance() -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architecture": "gpt2"}, "'gpt2' is not built yet; those which are: llama"),
-        ({"experts": Experts(count=4, top_k=2, ffn=8)}, "not experts"),
+        ({"architecture": "gpt2"}, "'gpt2' is not supported; choices are: llama"),
+        ({"experts": MoEConfig(count=4, top_k=2, ffn=8)}, "not experts"),
         ({"gated": False}, "not gated=false"),
         ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
         ({"head_dim": 7}, "must be even"),
-        ({"rope": Rope(scaling="yarn")}, "choices are: none, llama3"),
+        ({"rope": RopeConfig(scaling="yarn")}, "choices are: none, llama3"),
     ],
 )
-def test_what_cannot_be_built_is_refused(change: dict, message: str) -> None:
+def test_unsupported_fields_are_rejected(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(replace(MODEL, **change))

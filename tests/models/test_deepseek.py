@@ -3,65 +3,52 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from parity import assert_near, greedily
+from hf_parity import assert_near, greedy_decode
+from small_models import GROUPED_MOE, MLA, deepseek_model
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Experts, Latent, Machine, Model, Parallel, Precision, Rope, RunConfig, Training
+from llmb.config.spec import Machine, Model, Parallel, Precision, RopeConfig, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.deepseek import DeepSeek
-from llmb.perfmodel import flops
-from llmb.runtime.recorder import Record
+from llmb.perfmodel import params
+from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
 
 TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32
 
-SMALL = {
-    "architecture": "deepseek",
-    "layers": 3,
-    "hidden": 48,
-    "ffn": 80,
-    "heads": 4,
-    "kv_heads": 4,
-    "head_dim": 16,
-    "vocab": 97,
-    "latent": Latent(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12),
-}
-GROUPED = Experts(
-    count=8, top_k=3, ffn=24, shared=1, dense_layers=1, groups=4, top_groups=2, score="sigmoid", scale=2.5
-)
+SIZES: dict[str, Any] = {"layers": 3, "hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
 MODELS = [
-    Model(
+    deepseek_model(
         name="as-published",
         norm_eps=1e-6,
-        # So short an original context that pairs are kept, slowed and in between among the 4 of a head.
-        rope=Rope(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=256, mscale_all_dim=1.0),
-        experts=GROUPED,
-        **SMALL,
+        # So short an original context that pairs are unscaled, scaled and in between among the 4 of a head.
+        rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=256, mscale_all_dim=1.0),
+        **SIZES,
     ),
-    Model(
+    deepseek_model(
         name="one-group-two-shared",
-        rope=Rope(theta=10_000.0),
-        experts=replace(GROUPED, groups=1, top_groups=1, shared=2, renormalise=False, scale=1.0, dense_layers=2),
-        **SMALL,
+        experts=replace(GROUPED_MOE, groups=1, top_groups=1, shared=2, renormalise=False, scale=1.0, dense_layers=2),
+        **SIZES,
     ),
-    Model(
+    deepseek_model(
         name="yarn-without-mscale-tied",
-        rope=Rope(theta=100.0, scaling="yarn", factor=8.0, original_tokens=64, beta_fast=4.0),
-        experts=replace(GROUPED, dense_layers=0),
+        rope=RopeConfig(theta=100.0, scaling="yarn", factor=8.0, original_tokens=64, beta_fast=4.0),
+        experts=replace(GROUPED_MOE, dense_layers=0),
         tied_embeddings=True,
-        **SMALL,
+        **SIZES,
     ),
 ]
 
 
 def reference(model: Model) -> DeepseekV3ForCausalLM:
-    experts, latent = model.experts, model.latent
+    experts, latent = model.experts, model.mla
     rope = {"rope_type": "default", "rope_theta": model.rope.theta}
     if model.rope.scaling == "yarn":
         rope |= {
@@ -114,19 +101,19 @@ def reference(model: Model) -> DeepseekV3ForCausalLM:
     return network.eval()
 
 
-def foreign_tensors(network: DeepseekV3ForCausalLM, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by the names they have in published files, where every expert has three of its own."""
-    found = {}
+def hf_tensors(network: DeepseekV3ForCausalLM, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors by their names in published files, where experts are separate."""
+    tensors = {}
     for name, value in values.items():
         if name.endswith("experts.gate_up_proj"):
             gate, up = value.chunk(2, dim=1)
-            found |= {name.replace("gate_up_proj", "{expert}.gate_proj.weight"): gate}
-            found |= {name.replace("gate_up_proj", "{expert}.up_proj.weight"): up}
+            tensors |= {name.replace("gate_up_proj", "{expert}.gate_proj.weight"): gate}
+            tensors |= {name.replace("gate_up_proj", "{expert}.up_proj.weight"): up}
         elif name.endswith("experts.down_proj"):
-            found[name.replace("down_proj", "{expert}.down_proj.weight")] = value
+            tensors[name.replace("down_proj", "{expert}.down_proj.weight")] = value
         else:
-            found[name] = value
-    return found
+            tensors[name] = value
+    return tensors
 
 
 def copy_of(theirs: DeepseekV3ForCausalLM, model: Model) -> DeepSeek:
@@ -134,9 +121,9 @@ def copy_of(theirs: DeepseekV3ForCausalLM, model: Model) -> DeepSeek:
     assert isinstance(ours, DeepSeek)
     values = dict(theirs.named_parameters())
     values |= {name: buffer for name, buffer in theirs.named_buffers() if name.endswith("correction_bias")}
-    values = foreign_tensors(theirs, values)
-    names = DeepSeek.foreign_names(model)
-    assert names.keys() == ours.state_dict().keys(), "every tensor of ours has a foreign name"
+    values = hf_tensors(theirs, values)
+    names = DeepSeek.hf_names(model)
+    assert names.keys() == ours.state_dict().keys(), "every tensor of ours has a Hugging Face name"
     with torch.no_grad():
         for name, tensor in ours.state_dict().items():
             tensor.copy_(values.pop(names[name]))
@@ -145,7 +132,7 @@ def copy_of(theirs: DeepseekV3ForCausalLM, model: Model) -> DeepSeek:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_logits_loss_and_every_gradient(model: Model) -> None:
+def test_logits_loss_and_gradients_match(model: Model) -> None:
     theirs = reference(model)
     ours = copy_of(theirs, model)
     tokens = torch.randint(model.vocab, (3, 131), generator=torch.Generator().manual_seed(1))
@@ -159,37 +146,37 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
 
     their_loss.backward()
     our_loss.backward()
-    grads = foreign_tensors(theirs, {name: parameter.grad for name, parameter in theirs.named_parameters()})
-    names = DeepSeek.foreign_names(model)
+    grads = hf_tensors(theirs, {name: parameter.grad for name, parameter in theirs.named_parameters()})
+    names = DeepSeek.hf_names(model)
     for name, parameter in ours.named_parameters():
         assert_near(parameter.grad, grads[names[name]], name, TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_greedy_decoding_token_for_token(model: Model) -> None:
+def test_greedy_decoding_matches(model: Model) -> None:
     theirs = reference(model)
     ours = copy_of(theirs, model)
     prompt = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
-    wanted = theirs.generate(
+    expected = theirs.generate(
         prompt, max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    assert greedily(ours, prompt) == wanted.tolist()
+    assert greedy_decode(ours, prompt) == expected.tolist()
 
 
 @pytest.mark.parametrize("change", [{"factor": 20.0}, {"mscale_all_dim": 0.5}, {"beta_fast": 2.0}, {"beta_slow": 0.2}])
-def test_every_number_of_yarn_matters(change: dict) -> None:
+def test_every_yarn_field_changes_the_logits(change: dict) -> None:
     model = MODELS[0]
     ours = build_model(model)
     ours.init_weights(1)
     for parameter in ours.parameters():
         parameter.data.mul_(10)
-    other = build_model(replace(model, rope=replace(model.rope, **change)))
-    other.load_state_dict(ours.state_dict())
+    changed = build_model(replace(model, rope=replace(model.rope, **change)))
+    changed.load_state_dict(ours.state_dict())
     tokens = torch.arange(97)[None]
-    assert (ours(tokens) - other(tokens)).abs().max() > 1e-4
+    assert (ours(tokens) - changed(tokens)).abs().max() > 1e-4
 
 
-def test_the_correction_chooses_but_does_not_weigh() -> None:
+def test_router_bias_affects_the_selection_only() -> None:
     network = build_model(MODELS[1])
     network.init_weights(1)
     router = network.layers[2].mlp.router
@@ -204,14 +191,14 @@ def test_the_correction_chooses_but_does_not_weigh() -> None:
     assert weights.max() < 1
 
 
-def test_parameters_equal_the_costs(recipes) -> None:
+def test_parameter_count_matches_the_cost_model(recipes) -> None:
     published = recipes["inference_deepseek-r1"].model("671b")
     for model in (*MODELS, published):
         with torch.device("meta"):
             network = build_model(model)
         count = sum(tensor.numel() for tensor in network.state_dict().values())
-        assert count == flops.parameters(model)
-        assert network.state_dict().keys() == DeepSeek.foreign_names(model).keys()
+        assert count == params.parameters(model)
+        assert network.state_dict().keys() == DeepSeek.hf_names(model).keys()
     assert count == 671_026_419_200
 
 
@@ -220,7 +207,7 @@ CONFIG = RunConfig(
     target="pretrain_deepseek",
     size="tiny",
     machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1),
-    model=replace(MODELS[0], experts=replace(GROUPED, aux_loss=0.01)),
+    model=replace(MODELS[0], experts=replace(GROUPED_MOE, aux_loss=0.01)),
     parallel=Parallel(),
     precision=Precision(dtype="fp32"),
     workload=Training(seqlen=32, mbs=4, gbs=4, ga=1, steps=4, window=(3, 4), lr=1e-2),
@@ -231,7 +218,7 @@ def losses_of(folder: Path, dtype: str, **work: int) -> list[float]:
     folder.mkdir()
     config = replace(CONFIG, precision=Precision(dtype=dtype), workload=replace(CONFIG.workload, **work))
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
-    assert run(folder / "config.json", Record(folder, 0)) == 0
+    assert run(folder / "config.json", EventRecorder(folder, 0)) == 0
     *events, ended = read(folder / "events.rank0.jsonl")
     assert isinstance(ended, RunEnded)
     assert ended.status == "ok"
@@ -239,13 +226,13 @@ def losses_of(folder: Path, dtype: str, **work: int) -> list[float]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_engine_trains_it(tmp_path: Path, dtype: str) -> None:
+def test_training_engine_runs(tmp_path: Path, dtype: str) -> None:
     losses = losses_of(tmp_path / "run", dtype, steps=30)
     assert sum(losses[-5:]) / 5 < losses[0] - 0.3
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_recomputation_changes_nothing(tmp_path: Path, dtype: str) -> None:
+def test_recomputation_gives_the_same_losses(tmp_path: Path, dtype: str) -> None:
     plain = losses_of(tmp_path / "plain", dtype)
     assert losses_of(tmp_path / "recomputed", dtype, recompute_layers=3) == plain
 
@@ -253,14 +240,14 @@ def test_recomputation_changes_nothing(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"latent": None}, "a deepseek needs the field latent"),
+        ({"mla": None}, "a deepseek needs the field mla"),
         ({"experts": None}, "a deepseek needs the field experts"),
-        ({"rope": None}, "a deepseek has rotary positions; rope is missing"),
+        ({"rope": None}, "a deepseek needs the field rope"),
         ({"post_norms": True}, "a deepseek cannot have post_norms=true"),
-        ({"attention_cap": 30.0}, "a deepseek cannot have attention_cap=30.0"),
-        ({"latent": replace(SMALL["latent"], rope_dim=7)}, "rope_dim=7 must be even"),
+        ({"attn_logit_softcap": 30.0}, "a deepseek cannot have attn_logit_softcap=30.0"),
+        ({"mla": replace(MLA, rope_dim=7)}, "rope_dim=7 must be even"),
     ],
 )
-def test_what_cannot_be_built_is_refused(change: dict, message: str) -> None:
+def test_unsupported_fields_are_rejected(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(replace(MODELS[0], **change))

@@ -11,42 +11,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import assert_near, greedily
+from hf_parity import assert_near, greedy_decode
+from small_models import grok1_model
 from torch import Tensor
 
-from llmb.config.spec import Experts, Latent, Model, Rope
+from llmb.config.spec import MlaConfig, Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.grok1 import Grok1
-from llmb.perfmodel import flops
+from llmb.perfmodel import params
 
 TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32
 
-SMALL = Model(
-    name="small",
-    architecture="grok1",
-    layers=2,
-    hidden=32,
-    ffn=40,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    vocab=61,
-    activation="gelu",
-    tied_embeddings=True,
-    post_norms=True,
-    rope=Rope(theta=10_000.0),
-    attention_cap=30.0,
-    embedding_scale=78.38367176906169,
-    logit_scale=0.5773502691896257,
-    experts=Experts(count=8, top_k=2, ffn=40, renormalise=False),
+SMALL = grok1_model(
+    ffn=40, rope=RopeConfig(theta=10_000.0), embedding_scale=78.38367176906169, logit_scale=0.5773502691896257
 )
 MODELS = [
     SMALL,
-    replace(SMALL, name="low-cap", attention_cap=2.0),
+    replace(SMALL, name="low-softcap", attn_logit_softcap=2.0),
     replace(SMALL, name="renormalised", experts=replace(SMALL.experts, renormalise=True, scale=1.5), post_norms=False),
-    replace(SMALL, name="own-head", tied_embeddings=False, kv_heads=4, norm_eps=1e-3),
+    replace(SMALL, name="untied-head", tied_embeddings=False, kv_heads=4, norm_eps=1e-3),
 ]
 
 
@@ -54,8 +39,8 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def turned(x_TD: Tensor, theta: float) -> Tensor:
-    """Each pair (i, i + D/2) as a complex number, turned by position * theta ** (-2i / D)."""
+def apply_rope(x_TD: Tensor, theta: float) -> Tensor:
+    """Rotate each pair (i, i + D/2) as a complex number by position * theta ** (-2i / D)."""
     tokens, width = x_TD.shape
     half = width // 2
     pairs = torch.complex(x_TD[:, :half], x_TD[:, half:])
@@ -72,19 +57,21 @@ def attention(x_TC: Tensor, weights: dict[str, Tensor], model: Model) -> Tensor:
     width, heads = model.head_dim, []
     for head in range(model.heads):
         shared = head // (model.heads // model.kv_heads)
-        q = turned(x_TC @ weights["attention.q.weight"][head * width : (head + 1) * width].T, model.rope.theta)
-        k = turned(x_TC @ weights["attention.k.weight"][shared * width : (shared + 1) * width].T, model.rope.theta)
+        q = apply_rope(x_TC @ weights["attention.q.weight"][head * width : (head + 1) * width].T, model.rope.theta)
+        k = apply_rope(x_TC @ weights["attention.k.weight"][shared * width : (shared + 1) * width].T, model.rope.theta)
         v = x_TC @ weights["attention.v.weight"][shared * width : (shared + 1) * width].T
         rows = []
         for t in range(len(x_TC)):
-            logits = model.attention_cap * torch.tanh(k[: t + 1] @ q[t] / math.sqrt(width) / model.attention_cap)
+            logits = model.attn_logit_softcap * torch.tanh(
+                k[: t + 1] @ q[t] / math.sqrt(width) / model.attn_logit_softcap
+            )
             grown = torch.exp(logits - logits.max())
             rows.append((grown / grown.sum()) @ v[: t + 1])
         heads.append(torch.stack(rows))
     return torch.cat(heads, dim=-1) @ weights["attention.o.weight"].T
 
 
-def mixture(x_TC: Tensor, weights: dict[str, Tensor], model: Model) -> Tensor:
+def moe(x_TC: Tensor, weights: dict[str, Tensor], model: Model) -> Tensor:
     rows = []
     for x in x_TC:
         logits = weights["mlp.router.weight"] @ x
@@ -94,7 +81,7 @@ def mixture(x_TC: Tensor, weights: dict[str, Tensor], model: Model) -> Tensor:
         total = sum(probabilities[e] for e in best) if model.experts.renormalise else 1.0
         row = 0.0
         for e in best:
-            gate, up, down = (weights[f"mlp.{one}.weight"][e] for one in ("gate", "up", "down"))
+            gate, up, down = (weights[f"mlp.{matrix}.weight"][e] for matrix in ("gate", "up", "down"))
             row = row + model.experts.scale * probabilities[e] / total * (down @ (gelu(gate @ x) * (up @ x)))
         rows.append(row)
     return torch.stack(rows)
@@ -111,7 +98,7 @@ def reference_logits(tokens_BT: Tensor, weights: dict[str, Tensor], model: Model
             if model.post_norms:
                 added = norm(added, inside["attention_post_norm.weight"], model.norm_eps)
             x_TC = x_TC + added
-            added = mixture(norm(x_TC, inside["mlp_norm.weight"], model.norm_eps), inside, model)
+            added = moe(norm(x_TC, inside["mlp_norm.weight"], model.norm_eps), inside, model)
             if model.post_norms:
                 added = norm(added, inside["mlp_post_norm.weight"], model.norm_eps)
             x_TC = x_TC + added
@@ -132,7 +119,7 @@ def network_of(model: Model) -> Grok1:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_logits_loss_and_every_gradient(model: Model) -> None:
+def test_logits_loss_and_gradients_match(model: Model) -> None:
     network = network_of(model)
     weights = {name: p.detach().clone().requires_grad_() for name, p in network.named_parameters()}
     tokens = torch.randint(model.vocab, (2, 25), generator=torch.Generator().manual_seed(1))
@@ -152,46 +139,53 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_greedy_decoding_token_for_token(model: Model) -> None:
+def test_greedy_decoding_matches(model: Model) -> None:
     network = network_of(model)
     weights = dict(network.named_parameters())
     prompt = torch.randint(model.vocab, (2, 5), generator=torch.Generator().manual_seed(2))
-    assert greedily(network, prompt) == greedily(lambda tokens: reference_logits(tokens, weights, model), prompt)
+    assert greedy_decode(network, prompt) == greedy_decode(
+        lambda tokens: reference_logits(tokens, weights, model), prompt
+    )
 
 
-def test_the_cap_and_both_scales_matter() -> None:
+def test_softcap_and_both_scales_change_the_logits() -> None:
     network = network_of(SMALL)
     tokens = torch.arange(61)[None]
-    for change in ({"attention_cap": 2.0}, {"attention_cap": None}, {"embedding_scale": 1.0}, {"logit_scale": 1.0}):
-        other = build_model(replace(SMALL, **change))
-        other.load_state_dict(network.state_dict())
-        assert (network(tokens) - other(tokens)).abs().max() > 1e-3, change
+    for change in (
+        {"attn_logit_softcap": 2.0},
+        {"attn_logit_softcap": None},
+        {"embedding_scale": 1.0},
+        {"logit_scale": 1.0},
+    ):
+        changed = build_model(replace(SMALL, **change))
+        changed.load_state_dict(network.state_dict())
+        assert (network(tokens) - changed(tokens)).abs().max() > 1e-3, change
 
 
-def test_parameters_equal_the_costs_and_have_foreign_names(recipes) -> None:
+def test_parameter_count_matches_the_cost_model_and_has_hf_names(recipes) -> None:
     published = recipes["pretrain_grok1"].model("314b")
     for model in (*MODELS, published):
         with torch.device("meta"):
             network = build_model(model)
-        assert sum(p.numel() for p in network.parameters()) == flops.parameters(model)
-        assert network.state_dict().keys() == Grok1.foreign_names(model).keys()
-    assert flops.parameters(published) == pytest.approx(314e9, rel=0.01)
-    names = Grok1.foreign_names(published)
+        assert sum(p.numel() for p in network.parameters()) == params.parameters(model)
+        assert network.state_dict().keys() == Grok1.hf_names(model).keys()
+    assert params.parameters(published) == pytest.approx(314e9, rel=0.01)
+    names = Grok1.hf_names(published)
     assert len(set(names.values())) == len(names)
     assert names["layers.3.mlp.down.weight"] == "model.layers.3.mlp.experts.{expert}.down_proj.weight"
 
 
-def test_the_recipe_has_the_published_numbers(recipes) -> None:
+def test_recipe_has_the_published_sizes(recipes) -> None:
     model = recipes["pretrain_grok1"].model("314b")
     assert model.embedding_scale == pytest.approx(math.sqrt(6144))
     assert model.logit_scale == pytest.approx(1 / math.sqrt(3))
-    assert (model.attention_cap, model.activation, model.post_norms) == (30.0, "gelu", True)
+    assert (model.attn_logit_softcap, model.activation, model.post_norms) == (30.0, "gelu", True)
     assert (model.tied_embeddings, model.experts.renormalise, model.rope.theta) == (True, False, 10_000.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.matrix), "bf16"])
-def test_the_recipe_trains_here(llmb_run, tmp_path: Path, dtype: str) -> None:
+def test_recipe_trains_on_a_cpu(llmb_run, tmp_path: Path, dtype: str) -> None:
     code, out, err = llmb_run(
         "submit", "-w", "pretrain_grok1", "-s", "314b", "--dtype", dtype, "--scale", "1", "--proxy", "--json",
         "--set", "steps=10", "--set", "lr=0.003",
@@ -210,14 +204,14 @@ def test_the_recipe_trains_here(llmb_run, tmp_path: Path, dtype: str) -> None:
     ("change", "message"),
     [
         ({"experts": None}, "a grok1 needs the field experts"),
-        ({"experts": Experts(count=4, top_k=2, ffn=8, shared=1)}, "a grok1 cannot have shared=1"),
-        ({"experts": Experts(count=4, top_k=5, ffn=8)}, "top_k=5 must be 1 to 4"),
-        ({"rope": None}, "rope is missing"),
-        ({"rope": Rope(scaling="llama3")}, "rope scaling of a grok1 is not built"),
+        ({"experts": MoEConfig(count=4, top_k=2, ffn=8, shared=1)}, "a grok1 cannot have shared=1"),
+        ({"experts": MoEConfig(count=4, top_k=5, ffn=8)}, "top_k=5 must be 1 to 4"),
+        ({"rope": None}, "needs the field rope"),
+        ({"rope": RopeConfig(scaling="llama3")}, "rope scaling of a grok1 is not supported"),
         ({"gated": False}, "a grok1 cannot have gated=false"),
-        ({"latent": Latent(q_rank=1, kv_rank=1, nope_dim=1, rope_dim=2, value_dim=1)}, "cannot have latent="),
+        ({"mla": MlaConfig(q_rank=1, kv_rank=1, nope_dim=1, rope_dim=2, value_dim=1)}, "cannot have mla="),
     ],
 )
-def test_what_cannot_be_built_is_refused(change: dict, message: str) -> None:
+def test_unsupported_fields_are_rejected(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(replace(SMALL, **change))

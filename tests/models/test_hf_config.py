@@ -1,4 +1,4 @@
-"""config.json: published ones are read as what they are, and nothing that matters is lost either way."""
+"""config.json: published ones are read correctly, and conversion is lossless in both directions."""
 
 import json
 from dataclasses import replace
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from llmb.config.spec import Experts, Latent, Mamba, Model, Rope
+from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
-from llmb.models.hf_config import CONFIGURED, from_config, model_in, to_config
+from llmb.models.hf_config import HF_ARCHITECTURES, from_hf_config, load_hf_config, to_hf_config
 
 # Fields and values as the publishers print them; those without influence on the network are left out.
 LLAMA_8B: dict[str, Any] = {
@@ -88,11 +88,11 @@ DEEPSEEK = Model(
     head_dim=128,
     vocab=129280,
     norm_eps=1e-6,
-    rope=Rope(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
-    experts=Experts(
+    rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
+    experts=MoEConfig(
         count=256, top_k=8, ffn=2048, shared=1, dense_layers=3, groups=8, top_groups=4, score="sigmoid", scale=2.5
     ),
-    latent=Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    mla=MlaConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
 )
 NEMOTRON = Model(
     name="nemotron",
@@ -108,38 +108,38 @@ NEMOTRON = Model(
     vocab=97,
     rope=None,
     pattern="M-*-",
-    mamba=Mamba(heads=6, head_dim=16, groups=2, state=16, chunk=16),
+    mamba=MambaConfig(heads=6, head_dim=16, groups=2, state=16, chunk=16),
 )
 
 
-def test_published_configurations_are_the_models_of_the_recipes(recipes) -> None:
-    assert from_config(LLAMA_8B, "Llama-3.1-8B") == recipes["pretrain_llama3.1"].model("8b", {})
-    assert from_config(DEEPSEEK_V3, "DeepSeek-V3") == DEEPSEEK
+def test_published_configs_match_the_recipes(recipes) -> None:
+    assert from_hf_config(LLAMA_8B, "Llama-3.1-8B") == recipes["pretrain_llama3.1"].model("8b", {})
+    assert from_hf_config(DEEPSEEK_V3, "DeepSeek-V3") == DEEPSEEK
 
 
-def test_every_shipped_model_that_has_a_config_survives_it(recipes) -> None:
-    seen = set()
+def test_config_roundtrip_of_every_shipped_model(recipes) -> None:
+    architectures = set()
     for recipe in recipes.values():
         for size in recipe.models:
             model = recipe.model(size, {})
-            if model.architecture in CONFIGURED:
-                back = from_config(json.loads(json.dumps(to_config(model))), model.name)
+            if model.architecture in HF_ARCHITECTURES:
+                back = from_hf_config(json.loads(json.dumps(to_hf_config(model))), model.name)
                 assert back == model
-                seen.add(model.architecture)
-    assert seen == set(CONFIGURED)
+                architectures.add(model.architecture)
+    assert architectures == set(HF_ARCHITECTURES)
 
 
-def test_the_folder_names_the_model(tmp_path: Path) -> None:
+def test_model_is_named_after_the_folder(tmp_path: Path) -> None:
     (tmp_path / "Llama-3.1-8B").mkdir()
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
-        model_in(tmp_path / "Llama-3.1-8B")
+        load_hf_config(tmp_path / "Llama-3.1-8B")
     (tmp_path / "Llama-3.1-8B" / "config.json").write_text(json.dumps(LLAMA_8B))
-    assert model_in(tmp_path / "Llama-3.1-8B").name == "Llama-3.1-8B"
+    assert load_hf_config(tmp_path / "Llama-3.1-8B").name == "Llama-3.1-8B"
 
 
-REFUSED = [
+UNSUPPORTED = [
     (LLAMA_8B | {"model_type": "mistral"}, "unknown model_type of config.json: 'mistral'"),
-    (LLAMA_8B | {"attention_bias": True}, "attention_bias=True is not built; only False is"),
+    (LLAMA_8B | {"attention_bias": True}, "attention_bias=True is not supported; only False is"),
     (LLAMA_8B | {"hidden_act": "relu"}, "unknown hidden_act of config.json: 'relu'"),
     (LLAMA_8B | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "unknown rope_type of config.json: 'dynamic'"),
     (LLAMA_8B | {"rope_scaling": {"rope_type": "llama3"}}, "field 'factor' is missing"),
@@ -152,38 +152,41 @@ REFUSED = [
     ([LLAMA_8B], "config.json: expected a mapping"),
     (DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
     (DEEPSEEK_V3 | {"q_lora_rank": None}, "field 'q_lora_rank' is missing"),
-    (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func=softmax is not built; only sigmoid is"),
+    (DEEPSEEK_V3 | {"scoring_func": "softmax"}, "scoring_func=softmax is not supported; only sigmoid is"),
     (
         DEEPSEEK_V3 | {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale": 0.7}},
         "yarn with a factor on cosine and sine",
     ),
-    (to_config(NEMOTRON) | {"hybrid_override_pattern": "MEME"}, "layers MEME are not built"),
-    (to_config(NEMOTRON) | {"hybrid_override_pattern": 4}, "hybrid_override_pattern: expected text, got 4"),
+    (to_hf_config(NEMOTRON) | {"hybrid_override_pattern": "MEME"}, "layers MEME are not supported"),
+    (to_hf_config(NEMOTRON) | {"hybrid_override_pattern": 4}, "hybrid_override_pattern: expected text, got 4"),
 ]
 
 
-@pytest.mark.parametrize(("config", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_what_no_network_here_computes_is_refused(config: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("config", "message"), UNSUPPORTED, ids=range(len(UNSUPPORTED)))
+def test_unsupported_configs_are_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        from_config(config)
-    assert said in str(error.value)
+        from_hf_config(config)
+    assert message in str(error.value)
 
 
-LLAMA = from_config(LLAMA_8B, "llama")
-LOST = [
-    (replace(LLAMA, attention_cap=30.0), "cannot say attention_cap=30.0"),
-    (replace(LLAMA, post_norms=True, logit_scale=0.5), "cannot say post_norms=True, logit_scale=0.5"),
-    (replace(LLAMA, rope=None), "cannot say rope=None"),
-    (replace(DEEPSEEK, embedding_scale=2.0), "cannot say embedding_scale=2.0"),
-    (replace(DEEPSEEK, latent=None), "field 'v_head_dim' is missing"),
-    (replace(NEMOTRON, rope=Rope()), "cannot say rope="),
-    (replace(NEMOTRON, layers=5), "cannot say layers=5"),
-    (replace(LLAMA, architecture="grok1"), "grok1 has no config.json; those which have: llama, deepseek, nemotron_h"),
+LLAMA = from_hf_config(LLAMA_8B, "llama")
+INEXPRESSIBLE = [
+    (replace(LLAMA, attn_logit_softcap=30.0), "cannot express attn_logit_softcap=30.0"),
+    (replace(LLAMA, post_norms=True, logit_scale=0.5), "cannot express post_norms=True, logit_scale=0.5"),
+    (replace(LLAMA, rope=None), "cannot express rope=None"),
+    (replace(DEEPSEEK, embedding_scale=2.0), "cannot express embedding_scale=2.0"),
+    (replace(DEEPSEEK, mla=None), "field 'v_head_dim' is missing"),
+    (replace(NEMOTRON, rope=RopeConfig()), "cannot express rope="),
+    (replace(NEMOTRON, layers=5), "cannot express layers=5"),
+    (
+        replace(LLAMA, architecture="grok1"),
+        "grok1 has no config.json; architectures with one: llama, deepseek, nemotron_h",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("model", "said"), LOST, ids=range(len(LOST)))
-def test_what_a_config_cannot_say_is_refused(model: Model, said: str) -> None:
+@pytest.mark.parametrize(("model", "message"), INEXPRESSIBLE, ids=range(len(INEXPRESSIBLE)))
+def test_models_that_a_config_cannot_express_are_rejected(model: Model, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        to_config(model)
-    assert said in str(error.value)
+        to_hf_config(model)
+    assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Weights in and out against `transformers`: either side reads what the other wrote and computes the same logits."""
+"""Weight files and `transformers`: either side reads what the other wrote and computes the same logits."""
 
 import json
 import os
@@ -14,68 +14,40 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_models import GROUPED_MOE, MLA, deepseek_model, grok1_model, llama_model, nemotron_h_model
 
-from llmb.config.spec import Experts, Latent, Mamba, Model, Rope
+from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import ARCHITECTURES, build_model
-from llmb.models.hf_config import CONFIGURED, model_in
-from llmb.models.hf_weights import foreign_tensors, load_weights, plan_shards, save_weights
+from llmb.models.hf_config import HF_ARCHITECTURES, load_hf_config
+from llmb.models.hf_weights import hf_tensors, load_weights, plan_shards, save_weights
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, NemotronHConfig
 
 TOLERANCE = 1e-5  # relative to the largest logit, fp32
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "heads": 4, "vocab": 97}
-LLAMA = Model(name="llama", architecture="llama", layers=2, kv_heads=2, head_dim=12, **SIZES)
+LLAMA = llama_model(name="llama", **SIZES)
 MODELS = [
     LLAMA,
     replace(LLAMA, name="llama-tied", tied_embeddings=True, norm_eps=1e-6),
-    replace(LLAMA, name="llama-scaled", rope=Rope(scaling="llama3", factor=8.0, original_tokens=64)),
-    Model(
+    replace(LLAMA, name="llama-scaled", rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=64)),
+    deepseek_model(
         name="deepseek",
-        architecture="deepseek",
         layers=3,
-        kv_heads=4,
-        head_dim=12,
         norm_eps=1e-6,
-        rope=Rope(theta=10_000.0, scaling="yarn", factor=4.0, original_tokens=32, mscale_all_dim=1.0),
-        experts=Experts(
-            count=8, top_k=2, ffn=24, shared=1, dense_layers=1, groups=4, top_groups=2, score="sigmoid", scale=2.5
-        ),
-        latent=Latent(q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=12),
+        rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=4.0, original_tokens=32, mscale_all_dim=1.0),
+        experts=replace(GROUPED_MOE, top_k=2),
+        mla=replace(MLA, kv_rank=16),
         **SIZES,
     ),
-    Model(
-        name="nemotron_h",
-        architecture="nemotron_h",
-        layers=5,
-        kv_heads=2,
-        head_dim=16,
-        gated=False,
-        activation="squared_relu",
-        rope=None,
-        pattern="M-M*-",
-        mamba=Mamba(heads=6, head_dim=16, groups=2, state=16, chunk=16),
-        **SIZES,
-    ),
+    nemotron_h_model(name="nemotron_h", head_dim=16, **SIZES),
 ]
-GROK = Model(
-    name="grok1",
-    architecture="grok1",
-    layers=2,
-    kv_heads=2,
-    head_dim=12,
-    activation="gelu",
-    post_norms=True,
-    tied_embeddings=True,
-    attention_cap=30.0,
-    experts=Experts(count=4, top_k=2, ffn=24, renormalise=False),
-    **SIZES,
-)
+GROK = grok1_model(name="grok1", experts=MoEConfig(count=4, top_k=2, ffn=24, renormalise=False), **SIZES)
 
 
-def their_config(model: Model) -> Any:
-    """The configuration of the reference, written out: `to_config` is what is under test."""
+def hf_reference_config(model: Model) -> Any:
+    """Return the reference's configuration, spelled out because `to_hf_config` is under test."""
     sizes = {
         "vocab_size": 97,
         "hidden_size": 48,
@@ -126,120 +98,120 @@ def their_config(model: Model) -> Any:
     )
 
 
-def stir(network: torch.nn.Module) -> None:
-    """Random values large enough that every tensor matters, norms and corrections included."""
+def randomize(network: torch.nn.Module) -> None:
+    """Set random values large enough that every tensor matters, norms and biases included."""
     torch.manual_seed(3)
     with torch.no_grad():
         for name, tensor in network.state_dict().items():
-            if not name.endswith(("A_log", "a_log", "dt_bias")):  # what a recurrence must have to be stable
+            if not name.endswith(("A_log", "a_log", "dt_bias")):  # keeps the recurrence stable
                 tensor.copy_(torch.randn_like(tensor) * 0.15 + (tensor.ndim == 1))
 
 
 def reference(model: Model) -> Any:
-    network = AutoModelForCausalLM.from_config(their_config(model), dtype=torch.float32)
-    stir(network)
+    network = AutoModelForCausalLM.from_config(hf_reference_config(model), dtype=torch.float32)
+    randomize(network)
     return network
 
 
 def network_of(model: Model) -> Any:
     network = build_model(model)
     network.init_weights(1)
-    stir(network)
+    randomize(network)
     return network
 
 
 def assert_same_logits(ours: Any, theirs: Any) -> None:
     tokens = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        mine, wanted = ours(tokens), theirs(tokens, use_cache=False).logits
-    assert wanted.abs().max() > 0.1
-    assert (mine - wanted).abs().max() / wanted.abs().max() < TOLERANCE
+        actual, expected = ours(tokens), theirs(tokens, use_cache=False).logits
+    assert expected.abs().max() > 0.1
+    assert (actual - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
 def test_every_architecture_is_tested() -> None:
-    assert {model.architecture for model in MODELS} == set(CONFIGURED)
+    assert {model.architecture for model in MODELS} == set(HF_ARCHITECTURES)
     assert {model.architecture for model in [*MODELS, GROK]} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_what_transformers_wrote_is_read_here(model: Model, shard: str, tmp_path: Path) -> None:
+def test_load_weights_saved_by_transformers(model: Model, shard: str, tmp_path: Path) -> None:
     theirs, folder = reference(model), tmp_path / model.name
     theirs.save_pretrained(folder, max_shard_size=shard)
     assert (folder / "model.safetensors.index.json").exists() == (shard == "20KB")
-    assert model_in(folder) == model
-    ours = build_model(model_in(folder))
+    assert load_hf_config(folder) == model
+    ours = build_model(load_hf_config(folder))
     load_weights(ours, folder)
     assert_same_logits(ours, theirs)
 
 
 @pytest.mark.parametrize("shard", [5e9, 20_000])
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_what_is_written_here_is_read_by_transformers(model: Model, shard: float, tmp_path: Path) -> None:
+def test_transformers_loads_saved_weights(model: Model, shard: float, tmp_path: Path) -> None:
     ours = network_of(model)
     save_weights(ours, tmp_path / "out", torch.float32, shard)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (shard == 20_000)
-    theirs, said = AutoModelForCausalLM.from_pretrained(
+    theirs, loading_info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", output_loading_info=True
     )
-    assert not any(said.values()), said
+    assert not any(loading_info.values()), loading_info
     assert theirs.dtype == torch.float32
     assert_same_logits(ours, theirs)
 
 
 @pytest.mark.parametrize("model", [*MODELS, GROK], ids=lambda m: m.name)
-def test_there_and_back_is_the_same_bits(model: Model, tmp_path: Path) -> None:
+def test_roundtrip_is_bit_exact(model: Model, tmp_path: Path) -> None:
     first, second = network_of(model), build_model(model)
     save_weights(first, tmp_path / "out", torch.float32, 30_000)
     load_weights(second, tmp_path / "out")
-    assert {*foreign_tensors(first)} == {*foreign_tensors(second)}
+    assert {*hf_tensors(first)} == {*hf_tensors(second)}
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name
     assert (tmp_path / "out" / "config.json").exists() == (model is not GROK)
 
 
-def test_weights_are_rounded_and_corrections_are_not(tmp_path: Path) -> None:
+def test_weights_are_cast_and_buffers_are_not(tmp_path: Path) -> None:
     deepseek = next(m for m in MODELS if m.architecture == "deepseek")
     network = network_of(deepseek)
     save_weights(network, tmp_path / "out", torch.bfloat16)
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    for name, tensor in foreign_tensors(network).items():
-        kept = name.endswith("e_score_correction_bias")
-        assert torch.equal(stored[name], tensor if kept else tensor.bfloat16()), name
+    for name, tensor in hf_tensors(network).items():
+        is_buffer = name.endswith("e_score_correction_bias")
+        assert torch.equal(stored[name], tensor if is_buffer else tensor.bfloat16()), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_shards_are_planned_by_size() -> None:
+def test_plan_shards() -> None:
     sizes = {"a": 4, "b": 4, "c": 3, "d": 20, "e": 1, "f": 9}
     assert plan_shards(sizes, 10) == [["a", "b"], ["c"], ["d"], ["e", "f"]]
     assert plan_shards(sizes, 1000) == [[*sizes]]
 
 
-def test_shards_are_filled_and_indexed(tmp_path: Path) -> None:
+def test_shards_and_index(tmp_path: Path) -> None:
     save_weights(network_of(LLAMA), tmp_path / "out", torch.float32, 20_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     count = len(files)
     assert count > 3
     assert [f.name for f in files] == [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-    held = {}
+    weight_map = {}
     for file in files:
         with safe_open(file, "pt") as shard:
-            held |= dict.fromkeys(shard.keys(), file.name)
+            weight_map |= dict.fromkeys(shard.keys(), file.name)
         assert file.stat().st_size < 20_000 + 2_000  # its header
-    assert held == index["weight_map"]
-    bytes_of = (t.numel() * 4 for t in foreign_tensors(network_of(LLAMA)).values())
+    assert weight_map == index["weight_map"]
+    bytes_of = (t.numel() * 4 for t in hf_tensors(network_of(LLAMA)).values())
     assert index["metadata"]["total_size"] == sum(bytes_of)
 
 
-def without(folder: Path, name: str) -> None:
+def remove_tensor(folder: Path, name: str) -> None:
     file = folder / "model.safetensors"
     tensors = load_file(file)
     del tensors[name]
     save_file(tensors, file)
 
 
-def with_tensor(name: str, *shape: int) -> Callable[[Path], None]:
+def add_tensor(name: str, *shape: int) -> Callable[[Path], None]:
     def add(folder: Path) -> None:
         file = folder / "model.safetensors"
         save_file(load_file(file) | {name: torch.zeros(shape)}, file)
@@ -247,71 +219,71 @@ def with_tensor(name: str, *shape: int) -> Callable[[Path], None]:
     return add
 
 
-def cut(folder: Path, file: str = "model.safetensors") -> None:
-    whole = (folder / file).read_bytes()
-    (folder / file).write_bytes(whole[: len(whole) // 2])
+def truncate(folder: Path, file: str = "model.safetensors") -> None:
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content[: len(content) // 2])
 
 
-def all_layers_gone(folder: Path) -> None:
+def remove_all_layers(folder: Path) -> None:
     file = folder / "model.safetensors"
     save_file({name: t for name, t in load_file(file).items() if "layers" not in name}, file)
 
 
-WRONG: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda f: without(f, "model.norm.weight"), "lacks 1 tensor (model.norm.weight)"),
+DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda f: remove_tensor(f, "model.norm.weight"), "lacks 1 tensor (model.norm.weight)"),
     (
-        all_layers_gone,
+        remove_all_layers,
         "lacks 18 tensors (model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight, "
         "model.layers.0.mlp.gate_proj.weight, ...)",
     ),
-    (with_tensor("model.layers.2.norm", 4), "has 1 tensor (model.layers.2.norm) that the model does not"),
+    (add_tensor("model.layers.2.norm", 4), "has 1 tensor (model.layers.2.norm) that the model does not"),
     (
-        with_tensor("model.norm.weight", 47),
+        add_tensor("model.norm.weight", 47),
         "has 1 tensor (model.norm.weight [47] (the model has [48])) of another shape",
     ),
-    (cut, "model.safetensors is cut off or not a safetensors file"),
+    (truncate, "model.safetensors is cut off or not a safetensors file"),
     (lambda f: (f / "model.safetensors").write_text("weights"), "is cut off or not a safetensors file"),
     (lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor model.safetensors.index.json"),
     (shutil.rmtree, "holds neither model.safetensors nor"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("harm", "said"), WRONG, ids=range(len(WRONG)))
-def test_a_wrong_folder_is_named_and_the_network_untouched(harm: Callable, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=range(len(DAMAGES)))
+def test_damaged_folder_is_rejected_and_the_network_unchanged(damage: Callable, message: str, tmp_path: Path) -> None:
     save_weights(network_of(LLAMA), tmp_path / "out", torch.float32)
-    harm(tmp_path / "out")
-    assert_refused(tmp_path / "out", said)
+    damage(tmp_path / "out")
+    assert_rejected(tmp_path / "out", message)
 
 
-WRONG_SHARDED: list[tuple[Callable[[Path, Path], Any], str]] = [
+SHARD_DAMAGES: list[tuple[Callable[[Path, Path], Any], str]] = [
     (lambda _f, shard: shard.unlink(), "index.json names 1 file (SHARD) not there"),
-    (lambda f, shard: cut(f, shard.name), "SHARD is cut off"),
+    (lambda f, shard: truncate(f, shard.name), "SHARD is cut off"),
     (lambda f, _s: (f / "model.safetensors.index.json").write_text("{}"), "index.json has no weight_map"),
     (lambda f, _s: (f / "model.safetensors.index.json").write_text("{"), "index.json is not valid JSON"),
     (lambda f, shard: save_file({"x": torch.zeros(1)}, shard), "and has 1 tensor (x) that the model does not"),
 ]
 
 
-@pytest.mark.parametrize(("harm", "said"), WRONG_SHARDED, ids=range(len(WRONG_SHARDED)))
-def test_a_wrong_shard_is_named_and_the_network_untouched(harm: Callable, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("damage", "message"), SHARD_DAMAGES, ids=range(len(SHARD_DAMAGES)))
+def test_damaged_shard_is_rejected_and_the_network_unchanged(damage: Callable, message: str, tmp_path: Path) -> None:
     save_weights(network_of(LLAMA), tmp_path / "out", torch.float32, 32_000)
     shard = sorted((tmp_path / "out").glob("*.safetensors"))[1]
-    harm(tmp_path / "out", shard)
-    assert_refused(tmp_path / "out", said.replace("SHARD", shard.name))
+    damage(tmp_path / "out", shard)
+    assert_rejected(tmp_path / "out", message.replace("SHARD", shard.name))
 
 
-def assert_refused(folder: Path, said: str) -> None:
+def assert_rejected(folder: Path, message: str) -> None:
     network = build_model(LLAMA)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     with pytest.raises(ConfigError) as error:
         load_weights(network, folder)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
 
-def test_a_folder_is_new_and_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_is_atomic_and_never_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     network = network_of(LLAMA)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes").write_text("mine")
@@ -366,8 +338,8 @@ print(rise(lambda again=False: save(4_000_000, again)), rise(load), rise(lambda 
 def test_memory_stays_near_one_shard_and_one_tensor(tmp_path: Path) -> None:
     """A model of 340 MB (168 MB as bf16) in 48 shards of 4 MB, its largest tensor 2 MB."""
     command = [sys.executable, "-c", MEMORY, tmp_path]
-    given_back = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed counts no longer, whatever malloc would keep
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | given_back
+    environment = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed counts no longer, whatever malloc would keep
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     sharded, loaded, at_once = map(int, done.stdout.split())

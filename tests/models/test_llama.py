@@ -1,29 +1,30 @@
 """Llama against `transformers`: the same weights must give the same logits, loss and gradients."""
 
+from typing import Any
+
 import pytest
 import torch
-from parity import assert_near, greedily
+from hf_parity import assert_near, greedy_decode
+from small_models import llama_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llmb.config.spec import Model, Rope
+from llmb.config.spec import Model, RopeConfig
 from llmb.models.architectures import build_model
 from llmb.models.llama import Llama
-from llmb.perfmodel import flops
+from llmb.perfmodel import params
 
 TOLERANCE = 1e-5  # relative to the largest value of each tensor, fp32
 
-SMALL = {"architecture": "llama", "layers": 2, "hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
+SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
 MODELS = [
-    Model(name="multi-head", heads=4, kv_heads=4, rope=Rope(theta=10_000.0), **SMALL),
-    Model(name="grouped", heads=4, kv_heads=2, norm_eps=1e-6, **SMALL),
-    Model(name="one-kv-head-tied", heads=6, kv_heads=1, tied_embeddings=True, **SMALL),
-    Model(
+    llama_model(name="multi-head", kv_heads=4, rope=RopeConfig(theta=10_000.0), **SIZES),
+    llama_model(name="grouped", norm_eps=1e-6, **SIZES),
+    llama_model(name="one-kv-head-tied", heads=6, kv_heads=1, tied_embeddings=True, **SIZES),
+    llama_model(
         name="llama3-scaling",
-        heads=4,
-        kv_heads=2,
         # So short an original context that all three ranges of frequencies occur among the 8 pairs of a head.
-        rope=Rope(scaling="llama3", factor=8.0, original_tokens=64, low_freq_factor=1.0, high_freq_factor=4.0),
-        **SMALL,
+        rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=64, low_freq_factor=1.0, high_freq_factor=4.0),
+        **SIZES,
     ),
 ]
 
@@ -63,7 +64,7 @@ def reference(model: Model) -> LlamaForCausalLM:
 def copy_of(theirs: LlamaForCausalLM, model: Model) -> Llama:
     ours = build_model(model)
     assert isinstance(ours, Llama)
-    weights, names = dict(theirs.named_parameters()), Llama.foreign_names(model)
+    weights, names = dict(theirs.named_parameters()), Llama.hf_names(model)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.copy_(weights.pop(names.pop(name)))
@@ -73,7 +74,7 @@ def copy_of(theirs: LlamaForCausalLM, model: Model) -> Llama:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_logits_loss_and_every_gradient(model: Model) -> None:
+def test_logits_loss_and_gradients_match(model: Model) -> None:
     theirs = reference(model)
     ours = copy_of(theirs, model)
     tokens = torch.randint(model.vocab, (3, 131), generator=torch.Generator().manual_seed(1))
@@ -87,21 +88,21 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
 
     their_loss.backward()
     our_loss.backward()
-    weights, names = dict(theirs.named_parameters()), Llama.foreign_names(model)
+    weights, names = dict(theirs.named_parameters()), Llama.hf_names(model)
     for name, parameter in ours.named_parameters():
         assert_near(parameter.grad, weights[names[name]].grad, name, TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_greedy_decoding_token_for_token(model: Model) -> None:
+def test_greedy_decoding_matches(model: Model) -> None:
     theirs = reference(model)
     ours = copy_of(theirs, model)
-    given = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
-    wanted = theirs.generate(given, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert greedily(ours, given) == wanted.tolist()
+    prompt = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
+    expected = theirs.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert greedy_decode(ours, prompt) == expected.tolist()
 
 
-def test_scaling_changes_the_result() -> None:
+def test_rope_scaling_changes_the_logits() -> None:
     plain, scaled = MODELS[1], MODELS[3]
     ours = copy_of(reference(scaled), scaled)
     unscaled = build_model(plain)
@@ -110,12 +111,12 @@ def test_scaling_changes_the_result() -> None:
     assert (ours(tokens) - unscaled(tokens)).abs().max() > 1e-2
 
 
-def test_parameters_equal_the_costs(recipes) -> None:
+def test_parameter_count_matches_the_cost_model(recipes) -> None:
     published = [recipe.model(size) for recipe in recipes.values() for size in recipe.sizes]
     llamas = [model for model in published if model.architecture == "llama"]
     assert {"8b", "70b", "405b"} <= set(recipes["pretrain_llama3.1"].sizes)
     for model in (*MODELS, *llamas):
         with torch.device("meta"):
             network = build_model(model)
-        assert sum(p.numel() for p in network.parameters()) == flops.parameters(model), model.name
-        assert network.state_dict().keys() == Llama.foreign_names(model).keys()
+        assert sum(p.numel() for p in network.parameters()) == params.parameters(model), model.name
+        assert network.state_dict().keys() == Llama.hf_names(model).keys()

@@ -1,4 +1,4 @@
-"""The mixture of experts: routing, dispatch, forced balance, the balance loss, number formats."""
+"""MoE: routing, dispatch, forced load balance, auxiliary loss, dtypes."""
 
 import copy
 from dataclasses import replace
@@ -6,33 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import grok1_model
 
-from llmb.config.spec import Experts, Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, MoEConfig, Parallel, Precision, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.models.moe import ExpertMlp, GroupedLinear, Router
-from llmb.perfmodel.activation_memory import Activations
-from llmb.train.parallelize import recompute
+from llmb.models.moe import GroupedLinear, MoE, Router
+from llmb.perfmodel.activation_memory import ActivationSizes
+from llmb.train.parallelize import apply_recompute
 from llmb.train.precision import FusedGatedMlp, compute_in_bf16
 
-EXPERTS = Experts(count=6, top_k=2, ffn=24)
-MODEL = Model(
-    name="small",
-    architecture="grok1",
-    layers=2,
-    hidden=32,
-    ffn=24,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    vocab=101,
-    attention_cap=30.0,
-    experts=EXPERTS,
-)
+EXPERTS = MoEConfig(count=6, top_k=2, ffn=24)
+MODEL = grok1_model(ffn=24, vocab=101, activation="silu", tied_embeddings=False, post_norms=False, experts=EXPERTS)
 
 
-def mixture(experts: Experts) -> ExpertMlp:
-    block = ExpertMlp(replace(MODEL, experts=experts))
+def random_moe(experts: MoEConfig) -> MoE:
+    block = MoE(replace(MODEL, experts=experts))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -40,7 +29,7 @@ def mixture(experts: Experts) -> ExpertMlp:
     return block
 
 
-def network_of(experts: Experts) -> torch.nn.Module:
+def network_of(experts: MoEConfig) -> torch.nn.Module:
     network = build_model(replace(MODEL, experts=experts))
     network.init_weights(1)
     return network
@@ -50,14 +39,14 @@ def inputs(tokens: int = 40) -> torch.Tensor:
     return torch.randn(2, tokens // 2, 32, generator=torch.Generator().manual_seed(4))
 
 
-def by_loop(block: ExpertMlp, x_BTC: torch.Tensor) -> torch.Tensor:
-    """Expert by expert over all tokens, those that do not visit it weighed zero."""
+def moe_by_loop(block: MoE, x_BTC: torch.Tensor) -> torch.Tensor:
+    """Run every expert on all tokens, with weight zero for those not routed to it."""
     x_NC = x_BTC.flatten(0, 1)
-    weights_NK, chosen_NK = block.router(x_NC)
+    topk_weights_NK, topk_ids_NK = block.router(x_NC)
     out = torch.zeros_like(x_NC)
     for e in range(block.router.experts.count):
         hidden = F.silu(x_NC @ block.gate.weight[e].T) * (x_NC @ block.up.weight[e].T)
-        weight_N = (weights_NK * (chosen_NK == e)).sum(1)
+        weight_N = (topk_weights_NK * (topk_ids_NK == e)).sum(1)
         out = out + weight_N[:, None] * (hidden @ block.down.weight[e].T)
     if block.shared is not None:
         out = out + block.shared(x_NC)
@@ -76,21 +65,21 @@ def by_loop(block: ExpertMlp, x_BTC: torch.Tensor) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_dispatch_equals_the_loop(change: dict) -> None:
-    block = mixture(replace(EXPERTS, **change))
+def test_moe_matches_a_loop_over_experts(change: dict) -> None:
+    block = random_moe(replace(EXPERTS, **change))
     x = inputs().requires_grad_()
-    slope = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
-    given = (x, *block.parameters())
-    ours, theirs = block(x), by_loop(block, x)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    found, wanted = (torch.autograd.grad(y, given, slope) for y in (ours, theirs))
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
+    inputs_and_weights = (x, *block.parameters())
+    out, expected_out = block(x), moe_by_loop(block, x)
+    torch.testing.assert_close(out, expected_out, rtol=1e-5, atol=1e-6)
+    actual, expected = (torch.autograd.grad(y, inputs_and_weights, grad) for y in (out, expected_out))
+    for tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(tensor, expected_tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_softmax_weights_with_and_without_renormalising() -> None:
+def test_softmax_weights_with_and_without_renormalization() -> None:
     x = inputs().flatten(0, 1)
-    plain, summed = (mixture(replace(EXPERTS, renormalise=r)).router for r in (False, True))
+    plain, summed = (random_moe(replace(EXPERTS, renormalise=r)).router for r in (False, True))
     probabilities = (x @ plain.weight.T).softmax(-1)
     weights, chosen = plain(x)
     torch.testing.assert_close(weights.sort(-1, descending=True).values, probabilities.topk(2).values)
@@ -98,90 +87,90 @@ def test_softmax_weights_with_and_without_renormalising() -> None:
     torch.testing.assert_close(summed(x)[0].sum(-1), torch.ones(40))
 
 
-def test_experts_come_from_the_open_groups_only() -> None:
-    router = mixture(replace(EXPERTS, count=12, top_k=3, score="sigmoid", groups=4, top_groups=2)).router
+def test_experts_are_selected_from_the_best_groups() -> None:
+    router = random_moe(replace(EXPERTS, count=12, top_k=3, score="sigmoid", groups=4, top_groups=2)).router
     x = inputs().flatten(0, 1)
     _, chosen = router(x)
     scores = (x @ router.weight.T).sigmoid().view(40, 4, 3)
     best = scores.topk(2).values.sum(-1).topk(2).indices
     assert all(set((chosen[n] // 3).tolist()) <= set(best[n].tolist()) for n in range(40))
     free, _ = torch.sort((x @ router.weight.T).topk(3).indices)
-    assert not torch.equal(free, torch.sort(chosen).values)  # the groups did close some
+    assert not torch.equal(free, torch.sort(chosen).values)  # the groups exclude some
 
 
 @pytest.mark.parametrize(("count", "top_k", "tokens"), [(6, 2, 40), (8, 3, 50), (256, 8, 40), (5, 5, 4)])
-def test_forced_balance_is_even_and_the_router_still_learns(count: int, top_k: int, tokens: int) -> None:
-    block = mixture(replace(EXPERTS, count=count, top_k=top_k, renormalise=False))
-    block.router.forced_balance = True
+def test_forced_load_balance_is_even_and_trains_the_router(count: int, top_k: int, tokens: int) -> None:
+    block = random_moe(replace(EXPERTS, count=count, top_k=top_k, renormalise=False))
+    block.router.force_load_balance = True
     x = inputs(tokens)
     weights, chosen = block.router(x.flatten(0, 1))
-    visits = chosen.flatten().bincount(minlength=count)
-    assert visits.max() - visits.min() <= 1
+    loads = chosen.flatten().bincount(minlength=count)
+    assert loads.max() - loads.min() <= 1
     assert all(len(set(row.tolist())) == top_k for row in chosen)
     torch.testing.assert_close(weights, (x.flatten(0, 1) @ block.router.weight.T).softmax(-1).gather(1, chosen))
     block(x).square().sum().backward()
     assert block.router.weight.grad.abs().amax(1).min() > 0
 
 
-def test_the_balance_loss_is_one_at_even_load_and_reaches_the_total_loss() -> None:
+def test_aux_loss_is_one_at_even_load_and_part_of_the_loss() -> None:
     network, plain = network_of(replace(EXPERTS, aux_loss=0.5)), network_of(EXPERTS)
     tokens = torch.arange(100)[None]
-    total, bare = (n(tokens[:, :-1], tokens[:, 1:]) for n in (network, plain))
-    extra = (total - bare).item()
-    assert extra == pytest.approx(2 * 0.5, rel=0.1)  # two layers; initial routers are nearly even
+    total, loss = (n(tokens[:, :-1], tokens[:, 1:]) for n in (network, plain))
+    aux_loss = (total - loss).item()
+    assert aux_loss == pytest.approx(2 * 0.5, rel=0.1)  # two layers; initial routers are nearly even
     total.backward()
-    bare.backward()
+    loss.backward()
     routers = [(n.layers[0].mlp.router.weight.grad, n.layers[1].mlp.router.weight.grad) for n in (network, plain)]
-    for ours, theirs in zip(*routers, strict=True):
-        assert (ours - theirs).abs().max() > 0
-    assert torch.equal(network(tokens), plain(tokens))  # logits know nothing of it
+    for out, expected_out in zip(*routers, strict=True):
+        assert (out - expected_out).abs().max() > 0
+    assert torch.equal(network(tokens), plain(tokens))  # logits do not change
 
 
-def test_the_balance_loss_by_hand() -> None:
-    router = mixture(replace(EXPERTS, aux_loss=0.25)).router
-    collected: list[torch.Tensor] = []
-    router.balance_losses = collected
+def test_aux_loss_by_definition() -> None:
+    router = random_moe(replace(EXPERTS, aux_loss=0.25)).router
+    losses: list[torch.Tensor] = []
+    router.aux_losses = losses
     x = inputs().flatten(0, 1)
     _, chosen = router(x)
     probabilities = (x @ router.weight.T).softmax(-1)
-    shares = chosen.flatten().bincount(minlength=6) / 80
-    by_hand = 0.25 * 6 * sum(shares[e] * probabilities[:, e].mean() for e in range(6))
-    torch.testing.assert_close(collected[0], by_hand)
+    fractions = chosen.flatten().bincount(minlength=6) / 80
+    by_hand = 0.25 * 6 * sum(fractions[e] * probabilities[:, e].mean() for e in range(6))
+    torch.testing.assert_close(losses[0], by_hand)
 
 
 def test_recomputation_gives_the_same_loss_and_gradients() -> None:
     plain = network_of(replace(EXPERTS, aux_loss=0.5))
-    again = copy.deepcopy(plain)
-    recompute(again, 2)
+    recomputed = copy.deepcopy(plain)
+    apply_recompute(recomputed, 2)
     tokens = torch.arange(100)[None]
-    for network in (plain, again):
+    for network in (plain, recomputed):
         network(tokens[:, :-1], tokens[:, 1:]).backward()
-    for (name, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad), name
-    assert all(m.balance_losses is None for m in again.modules() if isinstance(m, Router))
+    for (name, tensor), expected_tensor in zip(plain.named_parameters(), recomputed.parameters(), strict=True):
+        assert torch.equal(tensor.grad, expected_tensor.grad), name
+    assert all(m.aux_losses is None for m in recomputed.modules() if isinstance(m, Router))
 
 
 def test_bf16_computes_in_bf16_with_an_fp32_router_and_fp32_gradients() -> None:
     exact = network_of(EXPERTS)
     rounded = copy.deepcopy(exact)
     compute_in_bf16(rounded)
-    seen = {}
+    dtypes_of = {}
 
-    def note(name: str):
-        return lambda _module, given, result: seen.update({name: (given[0].dtype, result)})
+    def record(name: str):
+        return lambda _module, args, result: dtypes_of.update({name: (args[0].dtype, result)})
 
     block = rounded.layers[0].mlp
-    block.router.register_forward_hook(note("router"))
-    block.down.register_forward_hook(note("down"))
+    block.router.register_forward_hook(record("router"))
+    block.down.register_forward_hook(record("down"))
     tokens = torch.arange(100)[None]
     for network in (exact, rounded):
-        # The same experts for both: a choice that flips by rounding is no error.
+        # The same experts for both: a selection that flips by rounding is no error.
         for router in (m for m in network.modules() if isinstance(m, Router)):
-            router.forced_balance = True
+            router.force_load_balance = True
         network(tokens[:, :-1], tokens[:, 1:]).backward()
-    assert seen["router"][0] == torch.bfloat16
-    assert seen["router"][1][0].dtype == torch.float32
-    assert seen["down"][0] == seen["down"][1].dtype == torch.bfloat16
+    assert dtypes_of["router"][0] == torch.bfloat16
+    assert dtypes_of["router"][1][0].dtype == torch.float32
+    assert dtypes_of["down"][0] == dtypes_of["down"][1].dtype == torch.bfloat16
     expected = dict(exact.named_parameters())
     for name, parameter in rounded.named_parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32
@@ -192,17 +181,17 @@ def test_bf16_computes_in_bf16_with_an_fp32_router_and_fp32_gradients() -> None:
 @pytest.mark.parametrize(
     "change", [{"renormalise": False}, {"shared": 1, "top_k": 4, "score": "sigmoid", "scale": 2.5}], ids=str
 )
-def test_what_is_kept_is_what_the_closed_form_says(change: dict) -> None:
+def test_saved_activations_match_the_memory_estimate(change: dict) -> None:
     model = replace(MODEL, experts=replace(EXPERTS, **change))
-    block, x = mixture(model.experts), inputs().bfloat16().requires_grad_()
+    block, x = random_moe(model.experts), inputs().bfloat16().requires_grad_()
     if block.shared is not None:
         block.shared.__class__ = FusedGatedMlp
-    own = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    parameter_storages = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        if tensor.untyped_storage().data_ptr() not in parameter_storages:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -212,19 +201,21 @@ def test_what_is_kept_is_what_the_closed_form_says(change: dict) -> None:
         model=model, parallel=Parallel(), precision=Precision(dtype="bf16"),
         workload=Training(seqlen=20, mbs=2, gbs=2, ga=1),
     )  # fmt: skip
-    sizes = Activations(config)
-    ends = 4 * model.experts.count  # where each expert's rows end: the same for any number of tokens, and left out
-    assert sum(storage.nbytes() for storage in kept.values()) == sizes.block("experts") - sizes.stream + ends
+    sizes = ActivationSizes(config)
+    ends = 4 * model.experts.count  # ends_E: independent of the number of tokens, and left out of the estimate
+    assert sum(storage.nbytes() for storage in saved.values()) == sizes.block("experts") - sizes.residual + ends
 
 
 def test_equal_inputs_give_equal_bits() -> None:
-    block = mixture(replace(EXPERTS, top_k=4))
+    block = random_moe(replace(EXPERTS, top_k=4))
     x = inputs().requires_grad_()
     results = [(y := block(x), *torch.autograd.grad(y.square().sum(), (x, *block.parameters()))) for _ in range(3)]
-    assert all(torch.equal(one, other) for other in results[1:] for one, other in zip(results[0], other, strict=True))
+    assert all(
+        torch.equal(first, second) for second in results[1:] for first, second in zip(results[0], second, strict=True)
+    )
 
 
-def test_stacked_weights_are_experts_first() -> None:
+def test_expert_weights_have_experts_first() -> None:
     layer = GroupedLinear(3, 5, 7)
     assert layer.weight.shape == (3, 7, 5)
     with torch.no_grad():
@@ -239,9 +230,9 @@ def test_stacked_weights_are_experts_first() -> None:
         ({"top_k": 7}, "top_k=7 must be 1 to 6"),
         ({"groups": 4}, "6 experts cannot be chosen from top_groups=1 of groups=4"),
         ({"groups": 3, "top_groups": 4}, "top_groups=4 of groups=3"),
-        ({"groups": 6, "top_groups": 1}, "more than the experts of the open groups"),
+        ({"groups": 6, "top_groups": 1}, "more than the experts in top_groups"),
     ],
 )
-def test_impossible_experts_are_refused(change: dict, message: str) -> None:
+def test_invalid_moe_settings_are_rejected(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(replace(MODEL, experts=replace(EXPERTS, **change)))

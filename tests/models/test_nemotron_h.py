@@ -7,58 +7,42 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import assert_near, greedily
+from hf_parity import assert_near, greedy_decode
+from small_models import nemotron_h_model
 from torch import Tensor
 
 from llmb.config.recipe import load_all, shipped
-from llmb.config.spec import Experts, Mamba, Model, Rope
+from llmb.config.spec import MambaConfig, Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.mamba2 import MambaMixer
 from llmb.models.nemotron_h import NemotronH
-from llmb.perfmodel import flops
+from llmb.perfmodel import params
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
 TOLERANCE = 1e-4  # relative to the largest value of each tensor, fp32, in which both compute their scans
 
-SMALL: dict[str, Any] = {
-    "architecture": "nemotron_h",
-    "hidden": 48,
-    "ffn": 80,
-    "gated": False,
-    "activation": "squared_relu",
-    "heads": 4,
-    "head_dim": 16,
-    "vocab": 97,
-    "rope": None,
-}
+SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
 MODELS = [
-    Model(
-        name="groups",
-        layers=6,
-        kv_heads=2,
-        pattern="M-M*-M",
-        mamba=Mamba(heads=8, head_dim=16, groups=2, state=16, chunk=16),
-        **SMALL,
+    nemotron_h_model(
+        "M-M*-M", name="groups", mamba=MambaConfig(heads=8, head_dim=16, groups=2, state=16, chunk=16), **SIZES
     ),
-    Model(
+    nemotron_h_model(
+        "*M-M",
         name="one-group-odd-sizes",
-        layers=4,
         kv_heads=4,
-        pattern="*M-M",
         norm_eps=1e-6,
-        mamba=Mamba(heads=6, head_dim=12, groups=1, state=20, chunk=24, conv=3),
-        **SMALL,
+        mamba=MambaConfig(heads=6, head_dim=12, groups=1, state=20, chunk=24, conv=3),
+        **SIZES,
     ),
-    Model(
+    nemotron_h_model(
+        "MM*--",
         name="a-group-for-each-head",
-        layers=5,
         kv_heads=1,
-        pattern="MM*--",
-        mamba=Mamba(heads=4, head_dim=8, groups=4, state=8, chunk=128),
-        **SMALL,
+        mamba=MambaConfig(heads=4, head_dim=8, groups=4, state=8, chunk=128),
+        **SIZES,
     ),
 ]
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
@@ -96,8 +80,8 @@ def reference(model: Model) -> NemotronHForCausalLM:
     return network.eval()
 
 
-def in_our_order(name: str, tensor: Tensor, model: Model) -> Tensor:
-    """A tensor of theirs as ours of that name has its rows: one group of a mixer's heads after the other."""
+def to_grouped_layout(name: str, tensor: Tensor, model: Model) -> Tensor:
+    """Reorder the rows of a reference tensor to the grouped layout of ours."""
     if model.mamba is None or not name.endswith(("inward.weight", "conv_weight", "conv_bias")):
         return tensor
     shape, heads = model.mamba, model.mamba.heads // model.mamba.groups
@@ -117,20 +101,20 @@ def in_our_order(name: str, tensor: Tensor, model: Model) -> Tensor:
 def copy_of(theirs: NemotronHForCausalLM, model: Model) -> NemotronH:
     ours = build_model(model)
     assert isinstance(ours, NemotronH)
-    names = ours.foreign_names(model)
+    names = ours.hf_names(model)
     weights = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             weight = weights.pop(names.pop(name))
             assert parameter.shape == weight.shape
-            parameter.copy_(in_our_order(name, weight, model))
+            parameter.copy_(to_grouped_layout(name, weight, model))
     assert not weights, "every weight of the reference has its place"
     assert not names, "every name is that of a weight"
     return ours
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_logits_loss_and_every_gradient(model: Model) -> None:
+def test_logits_loss_and_gradients_match(model: Model) -> None:
     theirs = reference(model)
     ours = copy_of(theirs, model)
     tokens = torch.randint(model.vocab, (3, 72), generator=torch.Generator().manual_seed(1))
@@ -144,23 +128,25 @@ def test_logits_loss_and_every_gradient(model: Model) -> None:
 
     their_loss.backward()
     our_loss.backward()
-    weights, names = dict(theirs.named_parameters()), ours.foreign_names(model)
+    weights, names = dict(theirs.named_parameters()), ours.hf_names(model)
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, name
-        assert_near(parameter.grad, in_our_order(name, weights[names[name]].grad, model), name, TOLERANCE)
+        assert_near(parameter.grad, to_grouped_layout(name, weights[names[name]].grad, model), name, TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_the_next_tokens_are_the_same(model: Model) -> None:
+def test_greedy_decoding_matches(model: Model) -> None:
     theirs = reference(model)
     ours = copy_of(theirs, model)
     prompt = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
-    made = greedily(ours, prompt)
-    assert made == greedily(lambda tokens: theirs(tokens, use_cache=False).logits, prompt)
-    assert len({token for text in made for token in text[9:]}) > 2, "the reference repeats itself, nothing is compared"
+    sequences = greedy_decode(ours, prompt)
+    assert sequences == greedy_decode(lambda tokens: theirs(tokens, use_cache=False).logits, prompt)
+    assert len({token for text in sequences for token in text[9:]}) > 2, (
+        "the reference repeats itself, nothing is compared"
+    )
 
 
-def test_a_token_sees_only_those_before_it() -> None:
+def test_network_is_causal() -> None:
     network = build_model(MODELS[0])
     network.init_weights(1)
     tokens = torch.arange(40)[None]
@@ -171,7 +157,7 @@ def test_a_token_sees_only_those_before_it() -> None:
     assert change[25:].min() > 0
 
 
-def test_initial_weights_follow_the_seed_and_the_loss_starts_at_chance() -> None:
+def test_initial_weights_depend_on_the_seed_and_initial_loss_is_log_vocab() -> None:
     network = build_model(MODELS[0])
     network.init_weights(1)
     first = {name: weight.clone() for name, weight in network.state_dict().items()}
@@ -182,8 +168,8 @@ def test_initial_weights_follow_the_seed_and_the_loss_starts_at_chance() -> None
     assert loss == pytest.approx(torch.tensor(97.0).log().item(), rel=0.02)
 
 
-def test_the_recurrence_starts_as_published() -> None:
-    network = build_model(replace(MODELS[0], mamba=Mamba(heads=512, head_dim=4, groups=2, state=4, chunk=8)))
+def test_mamba_parameters_are_initialized_as_published() -> None:
+    network = build_model(replace(MODELS[0], mamba=MambaConfig(heads=512, head_dim=4, groups=2, state=4, chunk=8)))
     network.init_weights(1)
     mixer = next(module for module in network.modules() if isinstance(module, MambaMixer))
     steps, rates = F.softplus(mixer.dt_bias), mixer.a_log.exp()
@@ -197,17 +183,17 @@ def test_the_recurrence_starts_as_published() -> None:
 
 
 @pytest.mark.parametrize("size", ["8b", "56b"])
-def test_parameters_are_those_that_the_costs_count(size: str) -> None:
+def test_parameter_count_matches_the_cost_model(size: str) -> None:
     model = load_all([shipped()])["pretrain_nemotronh"].model(size)
     with torch.device("meta"):
         network = build_model(model)
-    assert sum(parameter.numel() for parameter in network.parameters()) == flops.parameters(model)
+    assert sum(parameter.numel() for parameter in network.parameters()) == params.parameters(model)
 
 
-def test_every_weight_has_its_foreign_name() -> None:
+def test_every_weight_has_a_hf_name() -> None:
     with torch.device("meta"):
         network = build_model(MODELS[0])
-    names = NemotronH.foreign_names(MODELS[0])
+    names = NemotronH.hf_names(MODELS[0])
     assert names.keys() == network.state_dict().keys()
     assert len(set(names.values())) == len(names)
 
@@ -219,15 +205,18 @@ def test_every_weight_has_its_foreign_name() -> None:
         ({"pattern": "M-M*-"}, "must be 6 letters of M .*, got 'M-M"),
         ({"pattern": "M-ME-M"}, "must be 6 letters of M"),
         ({"mamba": None}, "needs the field mamba"),
-        ({"mamba": Mamba(heads=8, head_dim=16, groups=3, state=16, chunk=16)}, "groups=3 does not divide heads=8"),
-        ({"mamba": Mamba(heads=8, head_dim=16, groups=2, state=16, chunk=0)}, "chunk=0: must be at least 1"),
-        ({"rope": Rope()}, "needs rope: null"),
+        (
+            {"mamba": MambaConfig(heads=8, head_dim=16, groups=3, state=16, chunk=16)},
+            "groups=3 does not divide heads=8",
+        ),
+        ({"mamba": MambaConfig(heads=8, head_dim=16, groups=2, state=16, chunk=0)}, "chunk=0: must be at least 1"),
+        ({"rope": RopeConfig()}, "needs rope: null"),
         ({"gated": True}, "needs rope: null and gated: false"),
         ({"tied_embeddings": True}, "tied_embeddings=true"),
-        ({"experts": Experts(count=4, top_k=2, ffn=8)}, "experts"),
+        ({"experts": MoEConfig(count=4, top_k=2, ffn=8)}, "experts"),
         ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
     ],
 )
-def test_what_cannot_be_built_is_refused(change: dict, message: str) -> None:
+def test_unsupported_fields_are_rejected(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_model(replace(MODELS[0], **change))

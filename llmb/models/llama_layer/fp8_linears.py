@@ -1,14 +1,14 @@
-"""The linear layers of a block with 8-bit operands: whatever makes an operand writes it in 8 bits at once.
+"""The linear layers of a Llama layer with fp8 operands: whatever produces an operand writes it in fp8 at once.
 
-    linears = Fp8Linears(model, layer)                      # a Fp8Layer of `fp8_layer_weights.py`
-    linears.project(inp_NC, (q_NA, k_NW, v_NW))             # as `linears.py`
+    linears = Fp8Linears(model, layer)                      # a Fp8LayerWeights of `fp8_layer_weights.py`
+    linears.qkv_proj(input_NC, (q_NA, k_NW, v_NW))          # as `linears.py`
 
-Norm, activation and its way back write 8 bits in the form that the next product takes; the attention, its slopes and
-those of the stream come from elsewhere and are cast. Inputs that are kept are made in both forms at once, except for
-the activation, of which that would spare nothing. Scales are those of the steps before. The stream stays in bf16,
-and gradients are in the format that they are given in.
+Norm, activation and its backward write fp8 in the memory layout that the next GEMM takes; the attention, its gradients
+and those of the residual come from elsewhere and are cast. Saved inputs are written in both layouts at once, except for
+the activation, of which that would save nothing. Scales are those of earlier steps (delayed scaling). The residual
+stays in bf16, and gradients in the dtype of their buffers.
 
-Shapes as in `layer_tensors.py`; P tokens with zeros up to a multiple of 16.
+Shapes as in `layer_tensors.py`; P tokens padded with zeros to a multiple of 16.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,118 +18,139 @@ import torch
 from torch import Tensor
 
 from llmb.config.spec import Model
-from llmb.models.llama_layer.fp8_layer_weights import FORMATS, Fp8Layer
-from llmb.models.llama_layer.layer_tensors import BlockWeights, Inputs, Rest
-from llmb.models.llama_layer.linear_gemms import Fp8Products
+from llmb.models.llama_layer.fp8_layer_weights import FORMATS, Fp8LayerWeights
+from llmb.models.llama_layer.layer_tensors import LayerWeights, SavedActivations, SavedInputs
+from llmb.models.llama_layer.linear_gemms import Fp8LinearGemms
 from llmb.ops.activation.swiglu_fp8 import swiglu_backward_fp8, swiglu_fp8
-from llmb.ops.gemm.fp8_linear import Fp8
 from llmb.ops.norm.rms_norm import rms_norm_backward
 from llmb.ops.norm.rms_norm_fp8 import rms_norm_fp8
-from llmb.ops.quant.fp8_quant import cast_both, padded
+from llmb.ops.quant.fp8_quant import Fp8Tensor, padded_tokens, quantize_fp8
 
-Making = Callable[..., None]  # of a tensor in 8 bits, from its gauge and the memory of both forms
+Quantize = Callable[..., None]  # writes a tensor in fp8, given its scale and amax and a buffer for each layout
 
 
 class Fp8Linears:
-    """As `linears.Linears`."""
+    """Linears with fp8 operands; see `linears.LayerLinears`."""
 
-    def __init__(self, model: Model, layer: Fp8Layer, inputs: Inputs | None = None, fast_sums: bool = False):
-        self.model, self.layer, self.inputs, self.products = model, layer, inputs, Fp8Products(fast_sums)
+    def __init__(
+        self, model: Model, layer: Fp8LayerWeights, inputs: SavedInputs | None = None, fp8_fast_accum: bool = False
+    ):
+        self.model, self.layer, self.inputs, self.gemms = model, layer, inputs, Fp8LinearGemms(fp8_fast_accum)
         self.widths = (model.heads * model.head_dim, *(2 * [model.kv_heads * model.head_dim]))
 
-    def project(self, inp_NC: Tensor, outs: Sequence[Tensor]) -> None:
-        x, weight = self._taken("x1", self._norm(inp_NC, self.layer.norm1_C), inp_NC), self.layer.rows("wqkv")
-        for part, out in zip(weight.rows.split(self.widths), outs, strict=False):
-            self.products.forward(x, weight._replace(rows=part), out)
+    def qkv_proj(self, input_NC: Tensor, outs: Sequence[Tensor]) -> None:
+        x = self._forward_input("x1", self._norm(input_NC, self.layer.norm1_C), input_NC)
+        weight = self.layer.rows("wqkv")
+        for rows, out in zip(weight.rows.split(self.widths), outs, strict=False):
+            self.gemms.forward(x, weight._replace(rows=rows), out)
 
-    def output(self, attn_NA: Tensor, inp_NC: Tensor, out_NC: Tensor) -> None:
-        attn = self._taken("attn", partial(cast_both, attn_NA), attn_NA)
-        self.products.forward(attn, self.layer.rows("wo"), out_NC, onto=inp_NC)
+    def o_proj(self, attn_NA: Tensor, input_NC: Tensor, out_NC: Tensor) -> None:
+        attn = self._forward_input("attn", partial(quantize_fp8, attn_NA), attn_NA)
+        self.gemms.forward(attn, self.layer.rows("wo"), out_NC, addend=input_NC)
 
-    def gate_and_up(self, resid_NC: Tensor, out_N2F: Tensor) -> None:
-        x = self._taken("x2", self._norm(resid_NC, self.layer.norm2_C), resid_NC)
-        self.products.forward(x, self.layer.rows("w13"), out_N2F)
+    def gate_up_proj(self, residual_NC: Tensor, out_N2F: Tensor) -> None:
+        x = self._forward_input("x2", self._norm(residual_NC, self.layer.norm2_C), residual_NC)
+        self.gemms.forward(x, self.layer.rows("w13"), out_N2F)
 
-    def down(self, h13_N2F: Tensor, resid_NC: Tensor, out_NC: Tensor, keep: bool) -> None:
-        """Gate and up are left as they are in any case."""
-        act = _made(self.layer, "act", partial(swiglu_fp8, h13_N2F), h13_N2F, self.model.ffn, rows=True)
-        self.products.forward(act, self.layer.rows("w2"), out_NC, onto=resid_NC)
+    def down_proj(self, gate_up_N2F: Tensor, residual_NC: Tensor, out_NC: Tensor, save: bool) -> None:
+        """Leaves gate and up as they are in any case."""
+        act = _quantized(self.layer, "act", partial(swiglu_fp8, gate_up_N2F), gate_up_N2F, self.model.ffn, rows=True)
+        self.gemms.forward(act, self.layer.rows("w2"), out_NC, addend=residual_NC)
 
-    def mlp_backward(self, grads: BlockWeights, fresh: bool, rest: Rest, dstream_NC: Tensor, out_NC: Tensor) -> None:
-        dout = self._slope("dout", dstream_NC)
-        dh13, act = self._activation_backward(dout, rest.h13_N2F)
-        self.products.weight_gradient(dout, act, grads.w2_CF, fresh)
+    def mlp_backward(
+        self, grads: LayerWeights, accumulate: bool, saved: SavedActivations, d_residual_NC: Tensor, out_NC: Tensor
+    ) -> None:
+        dout = self._gradient("dout", d_residual_NC)
+        dgate_up, act = self._activation_backward(dout, saved.gate_up_N2F)
+        self.gemms.weight_gradient(dout, act, grads.w2_CF, accumulate)
         del dout, act
-        x = self._again("x2", self._norm(rest.resid_NC, self.layer.norm2_C), rest.resid_NC)
-        self.products.weight_gradient(dh13, x, grads.w13_2FC, fresh)
+        x = self._backward_input("x2", self._norm(saved.residual_NC, self.layer.norm2_C), saved.residual_NC)
+        self.gemms.weight_gradient(dgate_up, x, grads.w13_2FC, accumulate)
         del x
-        dx_NC = self.products.input_gradient(dh13, self.layer.columns("w13"), torch.empty_like(dstream_NC))
-        rms_norm_backward(dx_NC, rest.resid_NC, self.layer.norm2_C, self.model.norm_eps, dstream_NC, out_NC,
-                          grads.norm2_C, fresh)  # fmt: skip
+        dx_NC = self.gemms.input_gradient(dgate_up, self.layer.columns("w13"), torch.empty_like(d_residual_NC))
+        rms_norm_backward(dx_NC, saved.residual_NC, self.layer.norm2_C, self.model.norm_eps, d_residual_NC, out_NC,
+                          grads.norm2_C, accumulate)  # fmt: skip
 
-    def output_backward(
-        self, grads: BlockWeights, fresh: bool, attn_NA: Tensor, dstream_NC: Tensor, out_NA: Tensor
+    def o_proj_backward(
+        self, grads: LayerWeights, accumulate: bool, attn_NA: Tensor, d_residual_NC: Tensor, out_NA: Tensor
     ) -> None:
-        dresid = self._slope("dresid", dstream_NC)
-        self.products.input_gradient(dresid, self.layer.columns("wo"), out_NA)
-        attn = self._again("attn", partial(cast_both, attn_NA), attn_NA)
-        self.products.weight_gradient(dresid, attn, grads.wo_CA, fresh)
+        d_residual = self._gradient("dresid", d_residual_NC)
+        self.gemms.input_gradient(d_residual, self.layer.columns("wo"), out_NA)
+        attn = self._backward_input("attn", partial(quantize_fp8, attn_NA), attn_NA)
+        self.gemms.weight_gradient(d_residual, attn, grads.wo_CA, accumulate)
 
-    def project_backward(
-        self, grads: BlockWeights, fresh: bool, dqkv_NX: Tensor, inp_NC: Tensor, dstream_NC: Tensor, room_NC: Tensor
+    def qkv_proj_backward(
+        self,
+        grads: LayerWeights,
+        accumulate: bool,
+        dqkv_NX: Tensor,
+        input_NC: Tensor,
+        d_residual_NC: Tensor,
+        workspace_NC: Tensor,
     ) -> None:
-        dqkv = self._slope("dqkv", dqkv_NX)
-        x = self._again("x1", self._norm(inp_NC, self.layer.norm1_C), inp_NC)
-        self.products.weight_gradient(dqkv, x, grads.wqkv_XC, fresh)
-        self.products.input_gradient(dqkv, self.layer.columns("wqkv"), room_NC)
-        rms_norm_backward(room_NC, inp_NC, self.layer.norm1_C, self.model.norm_eps, dstream_NC, dstream_NC,
-                          grads.norm1_C, fresh)  # fmt: skip
+        dqkv = self._gradient("dqkv", dqkv_NX)
+        x = self._backward_input("x1", self._norm(input_NC, self.layer.norm1_C), input_NC)
+        self.gemms.weight_gradient(dqkv, x, grads.wqkv_XC, accumulate)
+        self.gemms.input_gradient(dqkv, self.layer.columns("wqkv"), workspace_NC)
+        rms_norm_backward(workspace_NC, input_NC, self.layer.norm1_C, self.model.norm_eps, d_residual_NC,
+                          d_residual_NC, grads.norm1_C, accumulate)  # fmt: skip
 
-    def _norm(self, x_NC: Tensor, weight_C: Tensor) -> Making:
+    def _norm(self, x_NC: Tensor, weight_C: Tensor) -> Quantize:
         return partial(rms_norm_fp8, x_NC, weight_C, self.model.norm_eps)
 
-    def _taken(self, name: str, make: Making, like: Tensor) -> Fp8:
-        """By a product going forward; what its way back takes is kept if anything is."""
-        made = _made(self.layer, name, make, like, like.shape[1], rows=True, columns=self.inputs is not None)
+    def _forward_input(self, name: str, quantize: Quantize, like: Tensor) -> Fp8Tensor:
+        """Return the input of a forward GEMM; the layout for its weight gradient is saved if inputs are."""
+        x = _quantized(self.layer, name, quantize, like, like.shape[1], rows=True, columns=self.inputs is not None)
         if self.inputs is not None:
-            self.inputs[name] = made._replace(rows=made.rows.new_empty(0))
-        return made
+            self.inputs[name] = x._replace(rows=x.rows.new_empty(0))
+        return x
 
-    def _again(self, name: str, make: Making, like: Tensor) -> Fp8:
-        """By its way back. What was kept is given away: it is gone when its product is made."""
+    def _backward_input(self, name: str, quantize: Quantize, like: Tensor) -> Fp8Tensor:
+        """Return the input of a weight gradient. A saved one is given up, so that it is freed after its GEMM."""
         if self.inputs is not None:
             return self.inputs.pop(name)
-        return _made(self.layer, name, make, like, like.shape[1], columns=True)
+        return _quantized(self.layer, name, quantize, like, like.shape[1], columns=True)
 
-    def _slope(self, name: str, x_NK: Tensor) -> Fp8:
-        return _made(self.layer, name, partial(cast_both, x_NK), x_NK, x_NK.shape[1], rows=True, columns=True)
+    def _gradient(self, name: str, x_NK: Tensor) -> Fp8Tensor:
+        return _quantized(self.layer, name, partial(quantize_fp8, x_NK), x_NK, x_NK.shape[1], rows=True, columns=True)
 
-    def _activation_backward(self, dout: Fp8, h13_N2F: Tensor) -> tuple[Fp8, Fp8]:
-        """The slope of gate and up, and the activation, which the gradient of the last matrix takes."""
-        n, f = len(h13_N2F), self.model.ffn
-        dact_NF = self.products.input_gradient(dout, self.layer.columns("w2"), h13_N2F.new_empty(n, f))
-        make = partial(swiglu_backward_fp8, dact_NF, h13_N2F)
-        slope, act = self.layer.gauges("dh13", "act", look=lambda slope, act: make(slope, None, None, act, None))
-        slope_rows, slope_columns = _room("dh13", h13_N2F, 2 * f, True, True)
-        act_rows, act_columns = _room("act", h13_N2F, f, False, True)
-        make(slope, slope_rows, slope_columns, act, act_columns)
-        return Fp8(slope_rows, slope_columns, slope.scale), Fp8(act_rows, act_columns, act.scale)
-
-
-def _made(
-    layer: Fp8Layer, name: str, make: Making, like: Tensor, k: int, rows: bool = False, columns: bool = False
-) -> Fp8:
-    """A tensor of so many channels in the forms asked for."""
-    (gauge,) = layer.gauges(name, look=make)
-    rows_NK, columns_KP = _room(name, like, k, rows, columns)
-    make(gauge, rows_NK if rows else None, columns_KP if columns else None)
-    return Fp8(rows_NK, columns_KP, gauge.scale)
+    def _activation_backward(self, dout: Fp8Tensor, gate_up_N2F: Tensor) -> tuple[Fp8Tensor, Fp8Tensor]:
+        """Return the gradient of gate and up, and the activation, which the gradient of the down projection takes."""
+        n, f = len(gate_up_N2F), self.model.ffn
+        dact_NF = self.gemms.input_gradient(dout, self.layer.columns("w2"), gate_up_N2F.new_empty(n, f))
+        quantize = partial(swiglu_backward_fp8, dact_NF, gate_up_N2F)
+        grad_scale, act_scale = self.layer.scale_amax_of(
+            "dh13", "act", measure=lambda grad, act: quantize(grad, None, None, act, None)
+        )
+        grad_rows, grad_columns = _empty_layouts("dh13", gate_up_N2F, 2 * f, True, True)
+        act_rows, act_columns = _empty_layouts("act", gate_up_N2F, f, False, True)
+        quantize(grad_scale, grad_rows, grad_columns, act_scale, act_columns)
+        return (
+            Fp8Tensor(grad_rows, grad_columns, grad_scale.scale),
+            Fp8Tensor(act_rows, act_columns, act_scale.scale),
+        )
 
 
-def _room(name: str, like: Tensor, k: int, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """Memory for both forms of a tensor; one that is not asked for is empty."""
+def _quantized(
+    layer: Fp8LayerWeights,
+    name: str,
+    quantize: Quantize,
+    like: Tensor,
+    k: int,
+    rows: bool = False,
+    columns: bool = False,
+) -> Fp8Tensor:
+    """Return a tensor of so many channels in the requested layouts."""
+    (scale_amax,) = layer.scale_amax_of(name, measure=quantize)
+    rows_NK, columns_KP = _empty_layouts(name, like, k, rows, columns)
+    quantize(scale_amax, rows_NK if rows else None, columns_KP if columns else None)
+    return Fp8Tensor(rows_NK, columns_KP, scale_amax.scale)
+
+
+def _empty_layouts(name: str, like: Tensor, k: int, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Allocate both layouts of a tensor; one that is not requested is empty."""
     n, dtype = len(like), FORMATS[name]
     return (
         torch.empty((n, k) if rows else 0, dtype=dtype, device=like.device),
-        torch.empty((k, padded(n)) if columns else 0, dtype=dtype, device=like.device),
+        torch.empty((k, padded_tokens(n)) if columns else 0, dtype=dtype, device=like.device),
     )

@@ -1,6 +1,6 @@
-"""The tensors of a layer, by name.
+"""The tensors of a Llama layer, by name.
 
-Shapes: N tokens of a chunk, T tokens of a context, C hidden width, A width of all heads, W of all heads of keys, H
+Shapes: N tokens of a chunk, T tokens of a context, C hidden size, A width of all query heads, W of all KV heads, H
 heads, F width of the MLP.
 """
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# What products took going forward, by name and in the form that their way back takes; what is missing is made again.
-Inputs = dict[str, Any]
+# Inputs of linear layers by name, in the layout that their weight gradients take; missing ones are recomputed.
+SavedInputs = dict[str, Any]
 
 
-class BlockWeights(NamedTuple):
-    """Of one layer; products are x @ weight.T."""
+class LayerWeights(NamedTuple):
+    """Weights of one layer, or their gradients; linear layers are x @ weight.T."""
 
     wqkv_XC: Tensor  # X: A for the queries, W for the keys, W for the values
     wo_CA: Tensor
@@ -24,22 +24,22 @@ class BlockWeights(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """Of a context in one layer, keys with their positions; or the slopes of these."""
+    """Keys (after RoPE) and values of a context in one layer, or their gradients."""
 
     k_TW: Tensor
     v_TW: Tensor
 
 
-class Attn(NamedTuple):
-    """What a chunk's attention gave."""
+class AttentionOutput(NamedTuple):
+    """Attention output of a chunk and its log-sum-exps."""
 
     out_NA: Tensor
     lse_HN: Tensor  # fp32
 
 
-class Rest(NamedTuple):
-    """What else the way back wants to know."""
+class SavedActivations(NamedTuple):
+    """Other activations of a chunk that the backward pass needs."""
 
-    q_NA: Tensor  # with its positions
-    resid_NC: Tensor  # the stream behind the attention
-    h13_N2F: Tensor  # gate, then up
+    q_NA: Tensor  # after RoPE
+    residual_NC: Tensor  # after the attention
+    gate_up_N2F: Tensor  # gate, then up

@@ -1,54 +1,57 @@
-"""The three matrix products of a linear layer, written where they are wanted and added to what is there.
+"""The three GEMMs of a linear layer, with output buffers and accumulation.
 
-    products.forward(x_NK, weight_MK, out=y_NM)                 # y = x @ weight.T
-    products.input_gradient(dy_NM, weight_MK, out=dx_NK)        # dx = dy @ weight
-    products.weight_gradient(dy_NM, x_NK, into_MK, fresh)       # into = dy.T @ x, or += where it is not fresh
+    gemms.forward(x_NK, weight_MK, out=y_NM)                        # y = x @ weight.T
+    gemms.input_gradient(dy_NM, weight_MK, out=dx_NK)               # dx = dy @ weight
+    gemms.weight_gradient(dy_NM, x_NK, dweight_MK, accumulate)      # dweight = dy.T @ x, or +=
 
 Shapes: N tokens, K inputs, M outputs.
 """
 
 from torch import Tensor
 
-from llmb.ops.gemm.fp8_linear import Fp8
-from llmb.ops.gemm.matmul import multiply
+from llmb.ops.gemm.matmul import matmul
+from llmb.ops.quant.fp8_quant import Fp8Tensor
 
 
-class Products:
-    """In the format of the operands; a weight's gradient may be fp32."""
+class LinearGemms:
+    """GEMMs in the dtype of the operands; a weight's gradient may be fp32."""
 
-    def forward(self, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        """x @ weight.T, and `onto`, which may be `out`, where there is one."""
-        return multiply(x_NK, weight_MK.T, out=out, onto=onto)
+    def forward(
+        self, x_NK: Tensor, weight_MK: Tensor, out: Tensor | None = None, addend: Tensor | None = None
+    ) -> Tensor:
+        """Return x @ weight.T plus `addend`, which may be `out`."""
+        return matmul(x_NK, weight_MK.T, out=out, addend=addend)
 
     def input_gradient(
-        self, dy_NM: Tensor, weight_MK: Tensor, out: Tensor | None = None, onto: Tensor | None = None
+        self, dy_NM: Tensor, weight_MK: Tensor, out: Tensor | None = None, addend: Tensor | None = None
     ) -> Tensor:
-        """dy @ weight, and `onto`, which may be `out`, where there is one."""
-        return multiply(dy_NM, weight_MK, out=out, onto=onto)
+        """Return dy @ weight plus `addend`, which may be `out`."""
+        return matmul(dy_NM, weight_MK, out=out, addend=addend)
 
-    def weight_gradient(self, dy_NM: Tensor, x_NK: Tensor, into_MK: Tensor, fresh: bool) -> None:
-        """`into` becomes dy.T @ x, or that is added to it."""
-        multiply(dy_NM.T, x_NK, out=into_MK, onto=None if fresh else into_MK)
+    def weight_gradient(self, dy_NM: Tensor, x_NK: Tensor, dweight_MK: Tensor, accumulate: bool) -> None:
+        """Set `dweight` to dy.T @ x, or add to it."""
+        matmul(dy_NM.T, x_NK, out=dweight_MK, addend=dweight_MK if accumulate else None)
 
 
-class Fp8Products:
-    """The same of operands in 8 bits, each in the form that its product takes (`llmb/ops/quant/fp8_quant.py`).
+class Fp8LinearGemms:
+    """GEMMs of fp8 operands, each in the memory layout that its GEMM takes (`llmb/ops/quant/fp8_quant.py`).
 
-    Going forward the GPU adds with fewer bits, enough for what is rounded to bf16 next; with `fast_sums` back as well.
+    The forward pass uses fast accumulation, enough for a result in bf16; with `fp8_fast_accum` the backward pass too.
     """
 
-    def __init__(self, fast_sums: bool = False):
-        self._fast_sums = fast_sums
+    def __init__(self, fp8_fast_accum: bool = False):
+        self._fp8_fast_accum = fp8_fast_accum
 
-    def forward(self, x: Fp8, weight: Fp8, out_NM: Tensor, onto: Tensor | None = None) -> Tensor:
-        """Takes rows of both."""
-        return multiply(x.rows, weight.rows.T, out=out_NM, onto=onto, scales=(x.scale, weight.scale), fast=True)
+    def forward(self, x: Fp8Tensor, weight: Fp8Tensor, out_NM: Tensor, addend: Tensor | None = None) -> Tensor:
+        """Return x @ weight.T plus `addend`; takes rows of both."""
+        return matmul(x.rows, weight.rows.T, out=out_NM, addend=addend, scales=(x.scale, weight.scale), fast=True)
 
-    def input_gradient(self, dy: Fp8, weight: Fp8, out_NK: Tensor) -> Tensor:
-        """Takes rows of the slope and columns of the weight."""
-        return multiply(dy.rows, weight.columns.T, out=out_NK, scales=(dy.scale, weight.scale), fast=self._fast_sums)
+    def input_gradient(self, dy: Fp8Tensor, weight: Fp8Tensor, out_NK: Tensor) -> Tensor:
+        """Return dy @ weight; takes rows of the gradient and columns of the weight."""
+        scales = (dy.scale, weight.scale)
+        return matmul(dy.rows, weight.columns.T, out=out_NK, scales=scales, fast=self._fp8_fast_accum)
 
-    def weight_gradient(self, dy: Fp8, x: Fp8, into_MK: Tensor, fresh: bool) -> None:
-        """Takes columns of both."""
-        scales, onto = (dy.scale, x.scale), None if fresh else into_MK
-        multiply(dy.columns, x.columns.T, out=into_MK, onto=onto, scales=scales, fast=self._fast_sums)
+    def weight_gradient(self, dy: Fp8Tensor, x: Fp8Tensor, dweight_MK: Tensor, accumulate: bool) -> None:
+        """Set `dweight` to dy.T @ x, or add to it; takes columns of both."""
+        scales, addend = (dy.scale, x.scale), dweight_MK if accumulate else None
+        matmul(dy.columns, x.columns.T, out=dweight_MK, addend=addend, scales=scales, fast=self._fp8_fast_accum)
