@@ -22,7 +22,7 @@ def pytest_configure() -> None:
 
 
 # Of tests that are handed out by file, those of these files begin first: none of them should be the last to end.
-LONGEST_FILES = ("test_ranks_on_nodes", "test_nothing_lost", "test_faults", "test_readme", "test_parity")
+LONGEST_FILES = ("test_multi_node_parity", "test_fault_injection", "test_faults", "test_readme", "test_parity")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,8 @@
-"""Ranks that are forked from this process, which has torch in memory already: they start at once.
+"""Ranks forked from this process, which has torch imported already, so they start at once.
 
-    answers = on_ranks(4, work, *arguments)      # what work(rank, *arguments) returned on each
+    results = on_ranks(4, work, *arguments)      # the return values of work(rank, *arguments)
 
-Ranks are judged by what they wrote: gloo may abort a process that has done all its work.
+Exit codes are ignored: gloo may abort a process that has done all its work.
 """
 
 import io
@@ -17,59 +17,59 @@ from typing import Any
 import torch
 
 LIMIT_S = 300
-LINGER_S = 60  # at most: all are ended when the last has answered
+LINGER_S = 60  # at most: all are killed when the last result has arrived
 
 
 def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call `work(rank, *arguments)` in that many processes, which can form a process group; what each returned."""
+    """Call `work(rank, *arguments)` in `world` processes, which can form a process group; return the results."""
     torch.set_num_threads(1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
     pipes = [os.pipe() for _ in range(world)]
     pids = []
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            for other, (_, writer) in enumerate(pipes):
-                if other != rank:
-                    os.close(writer)  # whoever reads the other's answer waits until all have closed it
-            _be_rank(rank, world, port, pipes[rank][1], work, arguments)
+            for peer, (_, writer) in enumerate(pipes):
+                if peer != rank:
+                    os.close(writer)  # a reader waits until every writer has closed its pipe
+            _run_rank(rank, world, port, pipes[rank][1], work, arguments)
         pids.append(pid)
     try:
         for _, writer in pipes:
             os.close(writer)
-        return [_answer(rank, reader) for rank, (reader, _) in enumerate(pipes)]
+        return [_read_result(rank, reader) for rank, (reader, _) in enumerate(pipes)]
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
-def _be_rank(rank: int, world: int, port: int, writer: int, work: Callable[..., Any], arguments: Any) -> None:
-    """The life of a forked process."""
+def _run_rank(rank: int, world: int, port: int, writer: int, work: Callable[..., Any], arguments: Any) -> None:
+    """Run `work` in a forked process and write its result to the pipe."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     signal.alarm(LIMIT_S)
-    answer = io.BytesIO()
+    result = io.BytesIO()
     try:
-        torch.save((True, work(rank, *arguments)), answer)
+        torch.save((True, work(rank, *arguments)), result)
     except BaseException:
-        answer = io.BytesIO()
-        torch.save((False, traceback.format_exc()), answer)
-        time.sleep(0.5)  # those who fail because of this one should not be heard first
-    data = answer.getvalue()
+        result = io.BytesIO()
+        torch.save((False, traceback.format_exc()), result)
+        time.sleep(0.5)  # ranks that fail because of this one should report later
+    data = result.getvalue()
     while data:
         data = data[os.write(writer, data) :]
     os.close(writer)
-    time.sleep(LINGER_S)  # who leaves at once breaks the others' last exchange
+    time.sleep(LINGER_S)  # exiting at once would break the others' last collective
     os._exit(0)
 
 
-def _answer(rank: int, reader: int) -> Any:
+def _read_result(rank: int, reader: int) -> Any:
     with os.fdopen(reader, "rb") as pipe:
         data = pipe.read()
-    assert data, f"rank {rank} died without a word"
-    good, value = torch.load(io.BytesIO(data), weights_only=False)
-    assert good, f"rank {rank}:\n{value}"
+    assert data, f"rank {rank} died without a result"
+    succeeded, value = torch.load(io.BytesIO(data), weights_only=False)
+    assert succeeded, f"rank {rank}:\n{value}"
     return value

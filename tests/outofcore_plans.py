@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import Units
+from llmb.perfmodel.offload.buffers import ParamBuckets
 
 
 @st.composite
@@ -26,12 +26,12 @@ def plans(draw: st.DrawFn, model: Model) -> Plan:
     groups_per_round = draw(st.integers(1, 3))
     chunks = groups_per_round * -(-seqlen * seqs_per_group // chunk_tokens)
     levels = draw(st.text("FAI", min_size=model.layers * chunks, max_size=model.layers * chunks))
-    units = Units(model)
-    resident = {kind: draw(st.integers(0, units.count)) for kind in ("params", "grads", "states")}
-    least = {"param": units.parts, "grad": units.parts, "state": 1}
+    buckets = ParamBuckets(model)
+    resident = {kind: draw(st.integers(0, buckets.count)) for kind in ("params", "grads", "states")}
+    least = {"param": buckets.vocab_shards, "grad": buckets.vocab_shards, "state": 1}
     passing = {f"{kind}_blocks": count + draw(st.integers(0, 3)) for kind, count in least.items()}
     for kind, count in resident.items():
-        if count == units.count:
+        if count == buckets.count:
             passing[f"{kind[:-1]}_blocks"] = 0
     return Plan(
         dtype="fp32", seqlen=seqlen, gbs=draw(st.integers(1, 6)), chunk_tokens=chunk_tokens,

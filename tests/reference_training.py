@@ -1,4 +1,4 @@
-"""A small Llama in training, out of core and, beside it, as everybody trains: autograd, torch's own AdamW."""
+"""A small Llama trained out of core and, as a reference, with autograd and torch.optim.AdamW."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,25 +9,25 @@ import torch
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
 from llmb.models.llama import Llama
-from llmb.offload.bucket_params import places
-from llmb.offload.buffer_views import unit_tensors
-from llmb.offload.chunked_batches import Batches
-from llmb.offload.cuda_streams import Lanes
-from llmb.offload.trainer import Settings, Trainer
-from llmb.perfmodel.offload.buffers import Units
+from llmb.offload.bucket_params import param_slices
+from llmb.offload.buffer_views import bucket_tensors
+from llmb.offload.chunked_batches import ChunkedBatches
+from llmb.offload.cuda_streams import Streams
+from llmb.offload.trainer import Trainer, TrainerSettings
+from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
-from llmb.runtime.adamw_defaults import BETAS, WEIGHT_DECAY
+from llmb.runtime.adamw_settings import BETAS, WEIGHT_DECAY
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 
 CPU = torch.device("cpu")
 SEED = 11
-SMOOTH = 1e-3  # of Adam, in place of its own epsilon
+SMOOTH = 1e-3  # epsilon of Adam
 UNTIED = Model(
     name="small", architecture="llama", layers=3, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=300
 )
 TIED = replace(UNTIED, name="tied", tied_embeddings=True)
-# Everything moves: one buffer less and a step could not be computed.
+# Everything is offloaded: with one buffer less a step could not be computed.
 LEAST = Plan(
     dtype="fp32", seqlen=10, gbs=2, chunk_tokens=10, seqs_per_group=1, groups_per_round=1, loss_tokens=4,
     update="master", update_at="backward", resident_params=0, resident_grads=0, resident_states=0, param_blocks=2,
@@ -36,12 +36,12 @@ LEAST = Plan(
 
 
 def lr(step: int) -> float:
-    """Another one in each step, so that an update at the wrong one shows."""
+    """Return a different learning rate for each step, so that an update with the wrong one is detected."""
     return 1e-3 * (1 + step % 3)
 
 
 def network_of(model: Model) -> Llama:
-    """With weights large enough that attention matters, and norms that are not all one."""
+    """Return a network with weights large enough that attention matters, and norm weights other than 1."""
     network = Llama(model)
     network.init_weights(SEED)
     generator = torch.Generator().manual_seed(5)
@@ -54,15 +54,15 @@ def network_of(model: Model) -> Llama:
     return network
 
 
-def ordinary(
+def train_reference(
     model: Model, plan: Plan, steps: int, clip: float | None, eps: float = SMOOTH
 ) -> tuple[list[float], list[float], Llama]:
-    """Losses and gradient norms of each step, and the network behind the last; of the plan only the batch matters."""
-    return _ordinary(model, (plan.gbs, plan.seqlen + 1), steps, clip, eps)
+    """Return losses and gradient norms of each step, and the trained network; the plan only sets the batch."""
+    return _train_reference(model, (plan.gbs, plan.seqlen + 1), steps, clip, eps)
 
 
 @cache
-def _ordinary(
+def _train_reference(
     model: Model, shape: tuple[int, int], steps: int, clip: float | None, eps: float
 ) -> tuple[list[float], list[float], Llama]:
     network = network_of(model)
@@ -88,19 +88,19 @@ def trainer_of(
     model: Model,
     plan: Plan,
     clip: float | None = None,
-    lanes: Lanes | None = None,
+    streams: Streams | None = None,
     device: torch.device = CPU,
     initial: bool = False,
     rate: Callable[[int], float] = lr,
 ) -> Trainer:
-    """The same model, out of core, or with a run's own first weights; all memory begins as numbers that are none."""
-    batches = Batches(model, plan, SEED, None, pack=False, device=device)
-    settings = Settings(seed=SEED, clip=clip, home_slots=simulate(model, plan, NOMINAL_CPU).home_slots)
-    trainer = Trainer(model, plan, device, settings, batches, rate, lanes=lanes)
+    """Return a trainer of the same model, or with the initial weights of a run; all memory starts as NaN."""
+    batches = ChunkedBatches(model, plan, SEED, None, pack=False, device=device)
+    settings = TrainerSettings(seed=SEED, clip=clip, host_slots=simulate(model, plan, NOMINAL_CPU).host_slots)
+    trainer = Trainer(model, plan, device, settings, batches, rate, streams=streams)
     trainer.arena.slab.fill_(255)
-    for kind, count in trainer.arena.homes.items():
+    for kind, count in trainer.arena.host_slots.items():
         for number in range(count):
-            trainer.arena.home(kind, number).fill_(255)
+            trainer.arena.host_slot(kind, number).fill_(255)
     if initial:
         trainer.initialise()
     else:
@@ -109,26 +109,26 @@ def trainer_of(
 
 
 def set_weights(trainer: Trainer, network: Llama) -> None:
-    """The network's weights, to where the trainer has its own."""
+    """Copy the network's weights to the trainer."""
     named = dict(network.named_parameters())
-    for unit in trainer.units:
-        tensors = unit_tensors(trainer.weights_of(unit), Units(trainer.model).tensors(unit))
-        for place in places(trainer.model, unit):
+    for bucket in trainer.buckets:
+        tensors = bucket_tensors(trainer.weights_of(bucket), ParamBuckets(trainer.model).tensors(bucket))
+        for place in param_slices(trainer.model, bucket):
             tensors[place.tensor][place.rows].copy_(named[place.name].detach()[place.source])
 
 
 def weights_in(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """The trainer's weights by their names."""
-    found = {name: torch.full(p.shape, torch.nan) for name, p in Llama(trainer.model).named_parameters()}
-    for unit in trainer.units:
-        tensors = unit_tensors(trainer.weights_of(unit), Units(trainer.model).tensors(unit))
-        for place in places(trainer.model, unit):
-            found[place.name][place.source] = tensors[place.tensor][place.rows].float().cpu()
-    return found
+    """Return the trainer's weights by name."""
+    weights = {name: torch.full(p.shape, torch.nan) for name, p in Llama(trainer.model).named_parameters()}
+    for bucket in trainer.buckets:
+        tensors = bucket_tensors(trainer.weights_of(bucket), ParamBuckets(trainer.model).tensors(bucket))
+        for place in param_slices(trainer.model, bucket):
+            weights[place.name][place.source] = tensors[place.tensor][place.rows].float().cpu()
+    return weights
 
 
 def trained(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of each step; all updates are made."""
+    """Train and return losses and gradient norms of each step; all updates are applied."""
     issued = [trainer.step(step, "step" if step < steps else "settle") for step in range(1, steps + 1)]
-    trainer.settle("nothing")
-    return [one.loss for one in issued], [one.grad_norm for one in issued]
+    trainer.flush_updates("nothing")
+    return [step.loss for step in issued], [step.grad_norm for step in issued]

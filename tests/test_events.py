@@ -1,4 +1,4 @@
-"""Event files hold whole lines, whatever the disk does."""
+"""Event files hold complete lines, even on a full disk."""
 
 import resource
 
@@ -7,7 +7,7 @@ import pytest
 from llmb.events import StepDone, append, read
 
 
-def test_what_a_full_disk_takes_half_of_is_taken_back(tmp_path):
+def test_line_that_does_not_fit_on_the_disk_is_removed(tmp_path):
     path = tmp_path / "events.rank0.jsonl"
     append(path, StepDone(step=1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,1 +1,1 @@
-"""One process of an engine, whatever it computes: start-up, events, signals, checkpoints, exit."""
+"""One engine process, whatever it computes: start-up, events, signals, checkpoints, exit."""

@@ -1,9 +1,9 @@
-"""Checkpoints on disk, whatever engine writes them: folders that are complete or not there, and where a run goes on.
+"""Checkpoint folders on disk, for every engine: atomic commit, retention, and validation of a resume.
 
-    checkpoints/step_10/           complete: the rename to this name comes last
+    checkpoints/step_10/           complete: renamed to this name last
     checkpoints/step_15.partial/   being written, or left behind by a run that was killed
 
-`checkpoint.json` beside the tensors says what they belong to, so that a wrong resume is refused in plain words.
+`checkpoint.json` beside the tensors identifies the run, so that an incompatible resume is refused with the reason.
 """
 
 import os
@@ -12,19 +12,19 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmb.config.serialization import read_json, to_json
+from llmb.config.serialization import current_names, read_json, to_json
 from llmb.errors import ConfigError
 
-KEPT = 2  # complete checkpoints; the older one is there in case the disk loses the newer
+KEEP_LATEST = 2  # complete checkpoints; the older one is a backup of the newer
 FOLDER = "checkpoints"  # of the run folder
 IDENTITY = "checkpoint.json"
 
 _COMPLETE = re.compile(r"step_(\d+)")
-_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # as libraries written in Rust say it
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # format of libraries written in Rust
 
 
-class Resumable(Protocol):
-    """What a workload says of its checkpoints; see the fields of spec.Training."""
+class CheckpointSettings(Protocol):
+    """Checkpoint settings of a workload; see the fields of spec.Training."""
 
     @property
     def steps(self) -> int: ...
@@ -34,94 +34,100 @@ class Resumable(Protocol):
     def resume(self) -> str | None: ...
 
 
-def resume_point(work: Resumable, folder: Path, identity: dict[str, Any], form: int) -> Path | None:
-    """The checkpoint that a run in this folder goes on from, checked against what it is; none: a new run."""
-    chosen = None if work.resume is None else newest(Path(work.resume))
-    if chosen is not None:
-        saved = read_json(chosen / IDENTITY)
-        if (was := saved.get("format", 1)) != form:
-            raise ConfigError(f"resume: {chosen} has format {was}, this version of llmb reads format {form} only")
-        for name, mine in identity.items():
-            if saved.get(name) != mine:
-                raise ConfigError(f"resume: {chosen} was made with {_difference(name, saved.get(name), mine)}")
-        if number(chosen) >= work.steps:
-            raise ConfigError(f"resume: {chosen} is past the last step, {work.steps}; raise steps to go on")
-    here = complete(folder / FOLDER)
-    if work.checkpoint_every is not None and here and (chosen is None or number(here[-1]) > number(chosen)):
-        raise ConfigError(f"{here[-1]} is there already; resume={folder} goes on from it")
-    return chosen
+def resume_checkpoint(
+    workload: CheckpointSettings, folder: Path, identity: dict[str, Any], format_version: int
+) -> Path | None:
+    """Return the checkpoint that a run in this folder resumes from, checked against `identity`; None: a new run."""
+    checkpoint = None if workload.resume is None else latest_checkpoint(Path(workload.resume))
+    if checkpoint is not None:
+        saved = current_names("Model", read_json(checkpoint / IDENTITY), prefix="model.")
+        if (saved_format := saved.get("format", 1)) != format_version:
+            raise ConfigError(
+                f"resume: {checkpoint} has format {saved_format}, this version of llmb reads format "
+                f"{format_version} only"
+            )
+        for name, value in identity.items():
+            if saved.get(name) != value:
+                raise ConfigError(f"resume: {checkpoint} was made with {_difference(name, saved.get(name), value)}")
+        if checkpoint_step(checkpoint) >= workload.steps:
+            raise ConfigError(f"resume: {checkpoint} is past the last step, {workload.steps}; raise steps to continue")
+    existing = complete_checkpoints(folder / FOLDER)
+    resumed_step = 0 if checkpoint is None else checkpoint_step(checkpoint)
+    if workload.checkpoint_every is not None and existing and checkpoint_step(existing[-1]) > resumed_step:
+        raise ConfigError(f"{existing[-1]} already exists; resume={folder} continues from it")
+    return checkpoint
 
 
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _COMPLETE.fullmatch(path.name)), key=number)
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if _COMPLETE.fullmatch(path.name)), key=checkpoint_step)
 
 
-def number(path: Path) -> int:
-    """The step after which a complete checkpoint was made."""
+def checkpoint_step(path: Path) -> int:
+    """Return the step after which a complete checkpoint was written."""
     return int(path.name.removeprefix("step_"))
 
 
-def newest(folder: Path) -> Path:
-    """The newest complete checkpoint of a run folder or of its checkpoints folder."""
+def latest_checkpoint(folder: Path) -> Path:
+    """Return the newest complete checkpoint of a run folder or of its checkpoints folder."""
     if not folder.is_dir():
         raise ConfigError(f"resume: there is no folder {folder}")
-    found = complete(folder / FOLDER) or complete(folder)
-    if not found:
+    checkpoints = complete_checkpoints(folder / FOLDER) or complete_checkpoints(folder)
+    if not checkpoints:
         raise ConfigError(f"resume: {folder} holds no complete checkpoint (checkpoints/step_<number>)")
-    return found[-1]
+    return checkpoints[-1]
 
 
-def place_of(folder: Path, step: int) -> Path:
-    """Where a run's checkpoint of a step is once it is complete."""
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the path of the complete checkpoint of a step."""
     return folder / FOLDER / f"step_{step}"
 
 
-def partial_of(final: Path) -> Path:
-    """Where a checkpoint is until it is complete."""
+def partial_path(final: Path) -> Path:
+    """Return the path of a checkpoint while it is being written."""
     return final.with_name(f"{final.name}.partial")
 
 
-def begin(final: Path) -> Path:
-    """The folder to write a checkpoint to, made and empty."""
-    partial = partial_of(final)
-    shutil.rmtree(partial, ignore_errors=True)  # of a run in this folder that was killed
-    partial.mkdir(parents=True, exist_ok=True)  # another rank may be first
+def create_partial(final: Path) -> Path:
+    """Create the empty folder to write a checkpoint to."""
+    partial = partial_path(final)
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed run in this folder
+    partial.mkdir(parents=True, exist_ok=True)  # another rank may create it first
     return partial
 
 
-def finish(final: Path, identity: dict[str, Any], form: int) -> None:
-    """All tensors are written: say whose they are, give the folder its name, and drop the oldest beyond those kept."""
-    partial = partial_of(final)
-    _write_durably(partial / IDENTITY, to_json({"format": form, "step": number(final)} | identity))
-    sync(partial)
+def commit(final: Path, identity: dict[str, Any], format_version: int) -> None:
+    """Write the identity, rename the folder to its final name and delete old checkpoints; all tensors are on disk."""
+    partial = partial_path(final)
+    _write_durably(partial / IDENTITY, to_json({"format": format_version, "step": checkpoint_step(final)} | identity))
+    fsync(partial)
     partial.rename(final)
-    sync(final.parent)
-    for old in complete(final.parent)[:-KEPT]:
-        # By a rename too: half deleted, it must not look complete.
-        shutil.rmtree(old.rename(partial_of(old)))
+    fsync(final.parent)
+    for old in complete_checkpoints(final.parent)[:-KEEP_LATEST]:
+        # Renamed first: a half-deleted folder must not look complete.
+        shutil.rmtree(old.rename(partial_path(old)))
 
 
-def give_up(final: Path) -> None:
-    """Room for the end of the log, if the disk is full."""
-    shutil.rmtree(partial_of(final), ignore_errors=True)
+def discard_partial(final: Path) -> None:
+    """Delete a partial checkpoint: a full disk then has space for the end of the log."""
+    shutil.rmtree(partial_path(final), ignore_errors=True)
 
 
-def cause(error: BaseException) -> str:
-    """Why something could not be read or written, in one line: the system's own words where it gave any."""
+def root_cause(error: BaseException) -> str:
+    """Return in one line why a read or write failed: the operating system's message where there is one."""
     inner: BaseException | None = error
-    while inner is not None:  # libraries' own errors cover the system's
+    while inner is not None:  # libraries wrap the error of the operating system
         if isinstance(inner, OSError) and inner.strerror:
             return inner.strerror
         inner = inner.__context__
-    if found := _SYSTEM_ERROR.search(str(error)):
-        return os.strerror(int(found[1]))
+    if match := _SYSTEM_ERROR.search(str(error)):
+        return os.strerror(int(match[1]))
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def sync(path: Path) -> None:
-    """What a file holds, or the names in a folder, reach the disk."""
+def fsync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -129,12 +135,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _difference(name: str, was: Any, now: Any) -> str:
-    """The first field in which two values differ, and how."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        inner = next(field for field in {**now, **was} if was.get(field) != now.get(field))
-        return _difference(f"{name}.{inner}", was.get(inner), now.get(inner))
-    return f"{name}={was}, this run has {now}"
+def _difference(name: str, saved: Any, current: Any) -> str:
+    """Describe the first field in which two values differ."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        inner = next(field for field in {**current, **saved} if saved.get(field) != current.get(field))
+        return _difference(f"{name}.{inner}", saved.get(inner), current.get(inner))
+    return f"{name}={saved}, this run has {current}"
 
 
 def _write_durably(path: Path, text: str) -> None:

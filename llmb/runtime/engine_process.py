@@ -1,9 +1,9 @@
-"""The life of an engine's process: read config.json, run, write how it ended, exit with the code that says so.
+"""An engine process from start to exit: read config.json, run, record how it ended, exit with the matching code.
 
-    Process("llmb.train", training).main(sys.argv[1:])
+    EngineProcess("llmb.train", load_train).main(sys.argv[1:])
 
-The function that runs a configuration is asked for only once the file is read: torch takes seconds to import, and a
-wrong file should not wait for it.
+The function that runs a configuration is loaded only after the file is read: importing torch takes seconds, and an
+invalid file should be reported before that.
 """
 
 import os
@@ -16,51 +16,51 @@ from typing import NoReturn
 from llmb.config.serialization import build, read_json
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
-from llmb.runtime.rank_prefix import label_output
-from llmb.runtime.recorder import Record
-from llmb.runtime.run_ending import ending, explain
-from llmb.runtime.signals import heed_signals
+from llmb.runtime.rank_prefix import prefix_output
+from llmb.runtime.recorder import EventRecorder
+from llmb.runtime.run_ending import ending_of, print_error
+from llmb.runtime.signals import install_signal_handlers
 
-Run = Callable[[RunConfig, Record], None]
+Run = Callable[[RunConfig, EventRecorder], None]
 
 
 @dataclass(frozen=True)
-class Process:
-    """An engine's name, as `python -m` knows it, and what gives the function that runs a configuration."""
+class EngineProcess:
+    """Process of an engine: its name for `python -m`, and a loader of the function that runs a configuration."""
 
     engine: str
     load: Callable[[], Run]
 
     def main(self, arguments: list[str]) -> int:
-        """The command line: one path."""
+        """Run the command line, which is one path."""
         if len(arguments) != 1 or arguments[0].startswith("-"):
             print(f"usage: python -m {self.engine} config.json", file=sys.stderr)
             return 0 if arguments in (["-h"], ["--help"]) else 1
         path = Path(arguments[0])
-        record = Record(path.parent, int(os.environ.get("RANK", "0")))
+        recorder = EventRecorder(path.parent, int(os.environ.get("RANK", "0")))
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            label_output(record.rank)
-        heed_signals(self.engine, record)
-        return self.run(path, record)
+            prefix_output(recorder.rank)
+        install_signal_handlers(self.engine, recorder)
+        return self.run(path, recorder)
 
-    def run(self, path: Path, record: Record) -> int:
-        """Run, and write how it ended; the exit code."""
+    def run(self, path: Path, recorder: EventRecorder) -> int:
+        """Run, record how it ended and return the exit code."""
         error: Exception | None = None
         try:
             config = build(RunConfig, read_json(path), where=path.name)
-            self.load()(config, record)
+            self.load()(config, recorder)
         except Exception as raised:
             error = raised
-            if record.rank == 0 or not isinstance(raised, ConfigError):  # all ranks find the same mistake: say it once
-                explain(self.engine, raised)
-        end = ending(error, record.rank)
+            if recorder.rank == 0 or not isinstance(raised, ConfigError):  # a ConfigError is the same on all ranks
+                print_error(self.engine, raised)
+        ending = ending_of(error, recorder.rank)
         if path.parent.is_dir():
-            record.end(end.status, end.reason, end.guilty_rank)
-        return end.exit_code
+            recorder.end(ending.status, ending.reason, ending.failed_rank)
+        return ending.exit_code
 
 
-def leave(code: int) -> NoReturn:
-    """End at once: gloo's threads can abort the interpreter's own shutdown after all work is done."""
+def exit_now(code: int) -> NoReturn:
+    """Exit without interpreter shutdown, which gloo's threads can abort after all work is done."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""How far this rank has come, told when nothing moves any more: the rank that others wait for has entered fewer
-collectives than they have. The counts are those that torch's process groups keep anyway, so a run pays nothing.
+"""Hang report: how many collectives this rank has entered, and whether it is waiting for others.
 
-Over gloo messages between two ranks count too, and each stage of a pipeline has another number of them: there the count
-only tells together with who waits.
+The rank that others wait for has entered fewer collectives than they have. torch's process groups count them anyway,
+so this costs a run nothing. Over gloo point-to-point messages count too, and each pipeline stage has a different number
+of them: there the count is only meaningful together with who waits.
 """
 
 import sys
@@ -10,19 +10,19 @@ import threading
 import time
 from types import FrameType
 
-from llmb.events import Whereabouts
+from llmb.events import HangReport
 
-WAITS = ("/torch/distributed/", "/llmb/train/step_timer.py")  # where calls come from that wait for others
+WAITING_FILES = ("/torch/distributed/", "/llmb/train/step_timer.py")  # source files of calls that wait for others
 
 
-def whereabouts(rank: int) -> Whereabouts:
-    """Asked by another thread than the one that trains."""
+def hang_report(rank: int) -> HangReport:
+    """Return the report of this rank; called from a thread other than the one that trains."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return Whereabouts(time=time.time(), rank=rank, collectives=collectives_entered(), waiting=_waits(frame))
+    return HangReport(time=time.time(), rank=rank, collectives=collectives_entered(), waiting=_is_waiting(frame))
 
 
 def collectives_entered() -> dict[str, int]:
-    """By name and members of each group; none where torch is not even imported, or there is one process."""
+    """Return the count of each process group by its name and ranks; empty without torch or with one process."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized():
         return {}
@@ -34,11 +34,11 @@ def collectives_entered() -> dict[str, int]:
     }
 
 
-def _waits(frame: FrameType | None) -> bool:
-    """Whether the innermost calls, as far as they are torch's own, come from where one waits."""
+def _is_waiting(frame: FrameType | None) -> bool:
+    """Return whether the innermost frames, as long as they are torch's, are in a file that waits for other ranks."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if any(place in file for place in WAITS):
+        if any(path in file for path in WAITING_FILES):
             return True
         if "/torch/" not in file:
             return False

@@ -1,17 +1,58 @@
-"""Which steps of a training run are profiled, whatever watches them."""
+"""The profiled steps of a run, and the window that Nsight Systems records around them.
 
-from llmb.config.spec import Profile
+A rank under `nsys profile` opens and closes the window itself; the launcher sets an environment variable to say so.
+nsys waits for cudaProfilerStart and stops at cudaProfilerStop, so a report contains exactly these steps. torch's own
+profiler would compete for the same CUPTI hooks and stays off.
+"""
+
+import os
+
+import torch
+
+from llmb.config.spec import NSIGHT_VARIABLE, Profile
 from llmb.errors import ConfigError
 
 
-def profiled_steps(asked: Profile, steps: range) -> range:
-    """Those of the window that this run has; a profile of none is refused before the run."""
-    if not asked.profile:
+def profiled_steps(settings: Profile, steps: range) -> range:
+    """Return the steps of this run inside the profile window; an empty window is refused before the run."""
+    if not settings.profile:
         return range(0)
-    window = range(max(asked.profile_start, steps[0]), min(asked.profile_stop, steps[-1] + 1))
+    window = range(max(settings.profile_start, steps[0]), min(settings.profile_stop, steps[-1] + 1))
     if not window:
         raise ConfigError(
-            f"profile_start={asked.profile_start}, profile_stop={asked.profile_stop}: none of the steps of this run, "
-            f"{steps[0]} to {steps[-1]}, is profiled; profile_stop is the first step after the window"
+            f"profile_start={settings.profile_start}, profile_stop={settings.profile_stop}: none of the steps of this "
+            f"run, {steps[0]} to {steps[-1]}, is profiled; profile_stop is the first step after the window"
         )
     return window
+
+
+def is_under_nsight() -> bool:
+    """Return whether this process runs under nsys."""
+    return os.environ.get(NSIGHT_VARIABLE) == "1"
+
+
+class NsightWindow:
+    """Capture range of Nsight Systems: call `before` and `after` each step."""
+
+    def __init__(self, steps: range):
+        self._steps = steps
+        self.is_open = False
+
+    def before(self, step: int) -> None:
+        """Open the window before the first profiled step."""
+        if self._steps and step == self._steps[0]:
+            torch.cuda.synchronize()  # kernels launched by earlier steps must not fall into the window
+            torch.cuda.profiler.start()
+            self.is_open = True
+
+    def after(self, step: int) -> None:
+        """Close the window after the last profiled step."""
+        if self._steps and step == self._steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Close the window if it is open, as when the run ends early."""
+        if self.is_open:
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+            self.is_open = False

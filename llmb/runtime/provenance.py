@@ -1,4 +1,4 @@
-"""Who measures: the device's name, the versions and the commit, as the first event of a run."""
+"""Provenance of a run, recorded as its first event: device name, versions, commit."""
 
 import os
 import platform
@@ -11,27 +11,27 @@ import torch
 
 import llmb
 from llmb.events import RunStarted
-from llmb.runtime.rank_info import Place
+from llmb.runtime.rank_info import RankInfo
 
-HOST = "LLMB_HOST"  # what whoever started the ranks calls this machine, where it has another name there
+HOST = "LLMB_HOST"  # set by the launcher where its name of this machine differs from the hostname
 
 
-def run_started(place: Place) -> RunStarted:
-    """The first event of this rank."""
+def run_started(rank_info: RankInfo) -> RunStarted:
+    """Return the first event of this rank."""
     return RunStarted(
         time=time.time(),
-        rank=place.rank,
-        world_size=place.world_size,
-        gpu_name=device_name(place.device),
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
+        gpu_name=device_name(rank_info.device),
         host=os.environ.get(HOST) or socket.gethostname(),
         pid=os.getpid(),
-        commit=commit() if place.rank == 0 else None,  # a thousand ranks need not all ask git
+        commit=commit() if rank_info.rank == 0 else None,  # with a thousand ranks not every one needs to call git
         versions=versions(),
     )
 
 
 def device_name(device: torch.device) -> str | None:
-    """As the driver prints it, or the CPU's model as Linux prints it; null where neither does."""
+    """Return the GPU name given by the driver, or the CPU model given by Linux; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -42,22 +42,22 @@ def device_name(device: torch.device) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """What could change the result; CUDA only where torch was built with it."""
-    known = {"llmb": llmb.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    return known | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+    """Return the versions that affect results; CUDA only where torch was built with it."""
+    packages = {"llmb": llmb.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    return packages | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
 def commit() -> str | None:
-    """The commit of llmb's own checkout, ending in -dirty when files differ from it; null when installed otherwise."""
+    """Return the commit of llmb's checkout, ending in -dirty if files differ; None if installed otherwise."""
     package = Path(llmb.__file__).resolve().parent
     if _git(package, "rev-parse", "--show-toplevel") != str(package.parent):
-        return None  # no checkout, or an environment inside somebody else's
+        return None  # not a checkout, or a virtual environment inside another one
     return _git(package, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        answer = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10)
+        result = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None

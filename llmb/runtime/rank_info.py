@@ -1,7 +1,7 @@
-"""Which of the run's processes this one is, on which device; and how they come to know one another.
+"""Rank, world size and device of this process, and the initialization of its process group.
 
 torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) starts the ranks; without
-it the process is the only one. NCCL connects GPUs and gloo CPUs.
+it there is one process. The backend is NCCL for GPUs and gloo for CPUs.
 """
 
 import os
@@ -15,29 +15,29 @@ from llmb.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among all of its run."""
+class RankInfo:
+    """Rank, world size and device of this process."""
 
     rank: int
     world_size: int
     device: torch.device
 
 
-def join_ranks(config: RunConfig, engine: str) -> Place:
-    """Find this rank's device and join the other ranks."""
+def init_distributed(config: RunConfig, engine: str) -> RankInfo:
+    """Select this rank's device and initialize the process group."""
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    asked = config.parallel.world_size
-    if world_size != asked:
+    expected = config.parallel.world_size
+    if world_size != expected:
         raise ConfigError(
-            f"the configuration spreads over {asked} ranks but {world_size} started; "
-            f"start it with: torchrun --nproc-per-node {asked} -m {engine} config.json"
+            f"the configuration needs {expected} ranks but {world_size} started; "
+            f"start it with: torchrun --nproc-per-node {expected} -m {engine} config.json"
         )
     device = _device(config.machine.gpu, int(os.environ.get("LOCAL_RANK", "0")))
     if world_size > 1 and device.type == "cuda":
         dist.init_process_group("nccl", device_id=device)
     elif world_size > 1:
         dist.init_process_group("gloo")
-    return Place(rank, world_size, device)
+    return RankInfo(rank, world_size, device)
 
 
 def _device(gpu: str, local_rank: int) -> torch.device:

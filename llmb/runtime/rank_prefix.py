@@ -1,53 +1,53 @@
-"""Every line that a rank prints begins with its number, `[rank3]: `, so that a log of many tells who said what.
+"""Prefix of every line that a rank prints, `[rank3]: `, so that the log of many ranks shows who printed what.
 
-A forked process reads what this one writes, by Python or by C, and passes it on. It outlives this one by as long as
-there is something left to read: the last words of a rank that is killed are what one looks for.
+A forked process reads what this one writes, from Python or from C, and forwards it. It outlives this one until its
+pipes are drained: the last lines of a killed rank are the ones that matter.
 """
 
 import os
 import select
 import signal
 
-LONGEST_LINE = 2**16  # bytes; what is longer is passed on in pieces
+LONGEST_LINE = 2**16  # bytes; longer lines are forwarded in pieces
 STDOUT, STDERR = 1, 2
-DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def label_output(rank: int) -> None:
-    """From now on stdout and stderr are labelled. To be called before any thread is started."""
-    together = os.path.sameopenfile(STDOUT, STDERR)  # one pipe keeps the order of what went to one place
-    pipes = {stream: os.pipe() for stream in ((STDOUT,) if together else (STDOUT, STDERR))}
+def prefix_output(rank: int) -> None:
+    """Prefix stdout and stderr from now on; call it before any thread is started."""
+    same_file = os.path.sameopenfile(STDOUT, STDERR)  # then one pipe keeps their order
+    pipes = {stream: os.pipe() for stream in ((STDOUT,) if same_file else (STDOUT, STDERR))}
     if os.fork() == 0:
-        for number in DEAF_TO:
-            signal.signal(number, signal.SIG_IGN)  # it ends when there is nobody left to listen to
+        for number in IGNORED_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # it exits when all writers have closed
         for _, writer in pipes.values():
             os.close(writer)
         try:
-            _pass_on({reader: stream for stream, (reader, _) in pipes.items()}, f"[rank{rank}]: ".encode())
+            _forward_lines({reader: stream for stream, (reader, _) in pipes.items()}, f"[rank{rank}]: ".encode())
         finally:
             os._exit(0)
     for stream, (reader, writer) in pipes.items():
         os.dup2(writer, stream)
         os.close(reader)
         os.close(writer)
-    if together:
+    if same_file:
         os.dup2(STDOUT, STDERR)
 
 
-def _pass_on(streams: dict[int, int], label: bytes) -> None:
-    """Whole lines from each pipe to its stream, until all pipes are closed."""
-    rests = dict.fromkeys(streams, b"")
-    while rests:
-        for reader in select.select(list(rests), [], [])[0]:
+def _forward_lines(streams: dict[int, int], prefix: bytes) -> None:
+    """Forward whole lines from each pipe to its stream until all pipes are closed."""
+    tails = dict.fromkeys(streams, b"")
+    while tails:
+        for reader in select.select(list(tails), [], [])[0]:
             chunk = os.read(reader, 65536)
-            *lines, rest = (rests[reader] + chunk).split(b"\n")
-            if rest and (not chunk or len(rest) > LONGEST_LINE):
-                lines, rest = [*lines, rest], b""
-            _write(streams[reader], b"".join(label + line + b"\n" for line in lines))
+            *lines, tail = (tails[reader] + chunk).split(b"\n")
+            if tail and (not chunk or len(tail) > LONGEST_LINE):
+                lines, tail = [*lines, tail], b""
+            _write(streams[reader], b"".join(prefix + line + b"\n" for line in lines))
             if chunk:
-                rests[reader] = rest
+                tails[reader] = tail
             else:
-                del rests[reader]
+                del tails[reader]
 
 
 def _write(stream: int, text: bytes) -> None:

@@ -1,6 +1,6 @@
-"""This rank's events file, beside config.json. Once the end is written nothing follows it.
+"""Events file of this rank, beside config.json; the end of the run is its last line.
 
-Needs no torch, so a signal that arrives while torch is still being imported is recorded too.
+Imports no torch, so a signal that arrives while torch is still being imported is recorded too.
 """
 
 import threading
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmb.config.spec import Status
 from llmb.events import (
+    HangReport,
     RequestDone,
     RunEnded,
     RunStarted,
@@ -16,44 +17,43 @@ from llmb.events import (
     ServingSample,
     StepDone,
     TimeSpent,
-    Whereabouts,
     append,
 )
 
-Fact = RunStarted | StepDone | RequestDone | ServingSample | ServingFacts | TimeSpent | Whereabouts
+RecordedEvent = RunStarted | StepDone | RequestDone | ServingSample | ServingFacts | TimeSpent | HangReport
 
 
-class Record:
-    """Appends to events.rank<N>.jsonl; the signal thread and the one that works take turns."""
+class EventRecorder:
+    """Writer of events.rank<N>.jsonl, shared by the main thread and the signal thread."""
 
     def __init__(self, folder: Path, rank: int):
         self.path = folder / f"events.rank{rank}.jsonl"
         self.rank = rank
-        self.reached = "step 0"  # how far the run is: its last step, or how many requests have ended
-        self._turn = threading.Lock()
+        self.progress = "step 0"  # the last step, or how many requests have ended
+        self._lock = threading.Lock()
 
-    def add(self, event: Fact) -> None:
-        """One fact of the run."""
-        with self._turn:
+    def add(self, event: RecordedEvent) -> None:
+        """Append one event of the run."""
+        with self._lock:
             append(self.path, event)
             if isinstance(event, StepDone):
-                self.reached = f"step {event.step}"
+                self.progress = f"step {event.step}"
             elif isinstance(event, ServingSample):
-                what = "warm-up requests" if event.warmup else "requests"
-                self.reached = f"{event.done} of {event.requests} {what}"
+                kind = "warm-up requests" if event.warmup else "requests"
+                self.progress = f"{event.done} of {event.requests} {kind}"
 
-    def end(self, status: Status, reason: str | None = None, guilty_rank: int | None = None) -> None:
-        """The last event: the turn is never given back, so a second end or a late step waits until the exit."""
-        self._turn.acquire()
-        self._append_end(status, reason, guilty_rank)
+    def end(self, status: Status, reason: str | None = None, failed_rank: int | None = None) -> None:
+        """Append the last event; the lock is never released, so a second end or a late step blocks until the exit."""
+        self._lock.acquire()
+        self._append_end(status, reason, failed_rank)
 
     def interrupt(self, status: Status, by: str) -> str:
-        """An end in the middle of the work; gives the reason, which says how far the run is once nothing can follow."""
-        self._turn.acquire()
-        reason = f"interrupted by {by} after {self.reached}"
+        """Append the end of an interrupted run and return its reason, which names the progress."""
+        self._lock.acquire()
+        reason = f"interrupted by {by} after {self.progress}"
         self._append_end(status, reason, None)
         return reason
 
-    def _append_end(self, status: Status, reason: str | None, guilty_rank: int | None) -> None:
-        end = RunEnded(time=time.time(), rank=self.rank, status=status, reason=reason, guilty_rank=guilty_rank)
+    def _append_end(self, status: Status, reason: str | None, failed_rank: int | None) -> None:
+        end = RunEnded(time=time.time(), rank=self.rank, status=status, reason=reason, failed_rank=failed_rank)
         append(self.path, end)

@@ -1,16 +1,16 @@
-"""Every way a run can end by itself: its status, its reason and the exit code.
+"""Every way a run can end by itself: status, reason and exit code.
 
     ok          all steps done                                              0
-    failed      the request is wrong (one line on stderr)                   1
+    failed      the configuration is wrong (one line on stderr)             1
     oom         memory ran out; the reason gives the peak and some advice   2
-    diverged    loss or gradient norm is no number; the reason names the    2
-                first tensor that is not finite
+    diverged    loss or gradient norm is NaN or Inf; the reason names the   2
+                first non-finite tensor
     failed      a checkpoint or a trace cannot be written (one line)        2
     failed      anything else (traceback on stderr)                         2
 
-A failure is this rank's own fault as far as it can see; the desk side looks at all ranks. A wrong request is no rank's,
-and who diverged is found by all ranks together. Signals are in `signals.py`. A process killed outright writes no end;
-its steps are in the file.
+A rank reports itself as the failed rank; the launcher compares the reports of all ranks. A wrong configuration has no
+failed rank, and all ranks together determine who diverged. Signals are in `signals.py`. A process killed by SIGKILL
+records no end; its steps are in the file.
 """
 
 import sys
@@ -22,46 +22,46 @@ from llmb.errors import ConfigError, LlmbError
 
 
 class Diverged(Exception):
-    """The loss or the gradient norm is no longer a number; more steps would measure nothing."""
+    """The loss or the gradient norm is NaN or Inf; more steps would measure nothing."""
 
-    def __init__(self, text: str, guilty_rank: int | None = None):
+    def __init__(self, text: str, failed_rank: int | None = None):
         super().__init__(text)
-        self.guilty_rank = guilty_rank
+        self.failed_rank = failed_rank
 
 
 class OutOfMemory(Exception):
-    """Memory ran out; the text says how far it went and what to change."""
+    """Memory ran out; the text gives the peak and what to change."""
 
 
 @dataclass(frozen=True)
-class Ending:
-    """What the last event says, and what the process returns."""
+class RankEnding:
+    """End of one rank: the content of its last event and its exit code."""
 
     status: Status
     reason: str | None
     exit_code: int
-    guilty_rank: int | None = None
+    failed_rank: int | None = None
 
 
-def ending(error: Exception | None, rank: int = 0) -> Ending:
-    """How a run ends in which this rank raised this, or nothing."""
+def ending_of(error: Exception | None, rank: int = 0) -> RankEnding:
+    """Return how a run ends in which this rank raised `error`, or nothing."""
     match error:
         case None:
-            return Ending("ok", None, 0)
+            return RankEnding("ok", None, 0)
         case ConfigError():
-            return Ending("failed", str(error), error.exit_code)
+            return RankEnding("failed", str(error), error.exit_code)
         case LlmbError():
-            return Ending("failed", str(error), error.exit_code, rank)
+            return RankEnding("failed", str(error), error.exit_code, rank)
         case OutOfMemory():
-            return Ending("oom", str(error), 2, rank)
+            return RankEnding("oom", str(error), 2, rank)
         case Diverged():
-            return Ending("diverged", str(error), 2, error.guilty_rank)
+            return RankEnding("diverged", str(error), 2, error.failed_rank)
         case _:
-            return Ending("failed", traceback.format_exception_only(error)[-1].strip(), 2, rank)
+            return RankEnding("failed", traceback.format_exception_only(error)[-1].strip(), 2, rank)
 
 
-def explain(engine: str, error: Exception) -> None:
-    """On stderr: one line for an end that has a name, the traceback for one that has none."""
+def print_error(engine: str, error: Exception) -> None:
+    """Print an expected error as one line on stderr, an unexpected one with its traceback."""
     if isinstance(error, (LlmbError, OutOfMemory, Diverged)):
         print(f"{engine}: {error}", file=sys.stderr, flush=True)
     else:

@@ -1,4 +1,4 @@
-"""Train what a config.json asks for; events go to events.rank<N>.jsonl beside it, the log to stdout.
+"""Run the training of a config.json; events go to events.rank<N>.jsonl beside it, the log to stdout.
 
 python -m llmb.train run/config.json
 torchrun --nproc-per-node 8 -m llmb.train run/config.json
@@ -6,18 +6,18 @@ torchrun --nproc-per-node 8 -m llmb.train run/config.json
 
 import sys
 
-from llmb.runtime.engine_process import Process, Run, leave
+from llmb.runtime.engine_process import EngineProcess, Run, exit_now
 
 
-def training() -> Run:
-    """What trains, imported when it is needed."""
+def load_train() -> Run:
+    """Import the training loop, which imports torch, only when it is needed."""
     from llmb.train.loop import train
 
     return train
 
 
-process = Process("llmb.train", training)
+process = EngineProcess("llmb.train", load_train)
 main, run = process.main, process.run
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))

@@ -1,16 +1,15 @@
-"""Activations of chosen layers wait in host memory between the forward and the backward pass.
+"""Activation offload: saved activations of some layers are in host memory between forward and backward.
 
-    offload(network, first=4, layers=8)
+    offload_activations(network, first=4, layers=8)
 
-What a layer saves for its backward pass is copied out while the next layer computes, then let go; it is copied back in
-while the layer behind it goes through its backward pass. So at most two offloaded layers are on the device at once.
-Copies run on a stream of their own. Streams wait for each other, the host for neither, and memory is only given back
-after the stream that uses it has waited: so the order of memory's use is that of the main stream.
+Activations saved by a layer are copied to the host (D2H) while the next layer computes, then freed; they are prefetched
+(H2D) during the backward pass of the next layer. So at most two offloaded layers are on the device at once. Copies run
+on a separate CUDA stream. Streams wait for each other, the host for neither, and memory is freed only after the main
+stream has waited for the copy, so it is reused in the order of the main stream.
 
-Host memory is pinned, which is slow to obtain: buffers are kept and used again by every micro-batch. Parameters and
-what all layers share are on the device anyway and stay there, as do tensors too small to be worth a copy. So does all
-of the network's last layer, whose backward pass is the next thing to run. On the CPU the same code copies from host
-memory to host memory: it saves nothing, and tests everything but the streams.
+Host memory is pinned, which is slow to allocate: buffers are reused by every micro-batch. Parameters and tensors shared
+by all layers are on the device anyway and stay there, as do small tensors and the network's last layer, whose backward
+pass runs next. On the CPU the same code copies from host to host: no saving, but everything except streams is tested.
 """
 
 import weakref
@@ -27,21 +26,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from llmb.models.architectures import Network
 from llmb.train.optimizer import local
 
-SMALLEST_BYTES = 2**20  # a copy of less costs more time to start than to make
-BUFFER_STEP = 2**21  # buffers come in multiples of this, so that almost equal tensors can use the same ones
+MIN_BYTES = 2**20  # a smaller copy takes longer to launch than to run
+BUFFER_ALIGNMENT = 2**21  # buffer sizes are multiples of this, so that similar tensors can share buffers
 
 
-class Lane:
-    """The stream of copies and the host buffers. On the CPU copies are done at once: there is nothing to wait for."""
+class CopyStream:
+    """CUDA stream for copies, and the pool of host buffers. On the CPU copies are synchronous."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._free_buffers: dict[int, list[Tensor]] = defaultdict(list)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """What is copied inside runs beside the main stream, after all that has been started there so far."""
+        """Run copies inside on this stream, after all kernels launched on the main stream so far."""
         if self.stream is None:
             yield
             return
@@ -49,55 +48,61 @@ class Lane:
         with torch.cuda.stream(self.stream):
             yield
 
-    def mark(self) -> torch.cuda.Event | None:
-        """This moment among the copies."""
+    def record_event(self) -> torch.cuda.Event | None:
+        """Record an event after the copies so far."""
         return None if self.stream is None else self.stream.record_event()
 
-    def wait(self, mark: torch.cuda.Event | None) -> None:
-        """What the main stream starts from now on comes after that moment."""
-        if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Make the main stream wait for an event."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
-    def take(self, size: int) -> Tensor:
-        """A host buffer of at least this many bytes. Its last use was a copy, and so is the next: they cannot meet."""
-        size = -(-size // BUFFER_STEP) * BUFFER_STEP
-        if self._free[size]:
-            return self._free[size].pop()
+    def allocate(self, size: int) -> Tensor:
+        """Return a host buffer of at least this many bytes; its uses are all copies on this stream, hence ordered."""
+        size = -(-size // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
+        if self._free_buffers[size]:
+            return self._free_buffers[size].pop()
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.stream is not None)
 
-    def give(self, buffer: Tensor) -> None:
-        """A buffer that nobody reads any more."""
-        self._free[buffer.numel()].append(buffer)
+    def free(self, buffer: Tensor) -> None:
+        """Return a buffer to the pool."""
+        self._free_buffers[buffer.numel()].append(buffer)
 
 
-Keep = Callable[[], set[int]]
+ResidentStorages = Callable[[], set[int]]
 
 
-class Stash:
-    """What one layer saved in one forward pass: on the device, on the host, or both.
+class OffloadedActivations:
+    """Activations saved by one layer in one forward pass: on the device, on the host, or both.
 
-    Autograd's nodes hold it through `unpack`; when the last of them has run, it goes, and its buffers are free.
+    Autograd nodes reference it through `unpack`; after the last of them has run its buffers are freed.
     """
 
-    def __init__(self, lane: Lane, before: "Stash | None", begin: Callable[["Stash"], None], keep: Keep | None):
-        self.lane = lane
-        self.before = before  # of the layer in front, whose backward pass comes next
-        self._begin = begin
-        self._keep = keep  # which storages stay on the device; none: all do
+    def __init__(
+        self,
+        copies: CopyStream,
+        previous: "OffloadedActivations | None",
+        begin_backward: Callable[["OffloadedActivations"], None],
+        resident: ResidentStorages | None,
+    ):
+        self.copies = copies
+        self.previous = previous  # of the previous layer, whose backward pass comes next
+        self._begin_backward = begin_backward
+        self._resident = resident  # which storages stay on the device; none: all do
         self._on_device: list[Tensor | None] = []
         self._on_host: list[Tensor] = []  # in the same order
         self._buffers: list[Tensor] = []
-        self._seen: dict[Any, tuple[int, Tensor]] = {}  # one copy of what several operations save
+        self._seen: dict[Any, tuple[int, Tensor]] = {}  # tensors saved by several operations are copied once
         self._copied: torch.cuda.Event | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | int:
-        """Called as the layer saves a tensor: starts its copy and remembers it by a number, or keeps it."""
+        """Saved-tensor hook: start the copy and return its index, or return the tensor if it stays."""
         size = tensor.numel() * tensor.element_size()
         storage = tensor.untyped_storage()
-        if self._keep is None or size < SMALLEST_BYTES or storage.nbytes() < size or storage._cdata in self._keep():
+        if self._resident is None or size < MIN_BYTES or storage.nbytes() < size or storage._cdata in self._resident():
             return tensor
-        # A storage names a tensor here, because all that was seen is held until the layer is done. It does so by
-        # itself, not by the address of its memory: in a rehearsal it has none.
+        # A storage identifies a tensor, as all seen tensors are held until the layer is done. The address of the
+        # storage object is used, not that of its memory: on the meta device it has none.
         key = (storage._cdata, tensor.storage_offset(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
         if key not in self._seen:
             self._seen[key] = (len(self._on_host), tensor)
@@ -105,111 +110,112 @@ class Stash:
         return self._seen[key][0]
 
     def _copy_out(self, tensor: Tensor, size: int) -> None:
-        strides = torch.empty_like(tensor, device="meta").stride()  # its own, unless it has gaps
+        strides = torch.empty_like(tensor, device="meta").stride()  # the same strides unless it has gaps
         if strides != tensor.stride():
             tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        buffer = self.lane.take(size)
+        buffer = self.copies.allocate(size)
         host = buffer[:size].view(tensor.dtype).as_strided(tensor.shape, strides)
-        with self.lane.copying():
+        with self.copies.copying():
             host.copy_(tensor, non_blocking=True)
         self._buffers.append(buffer)
         self._on_host.append(host)
         self._on_device.append(tensor)
 
-    def close(self) -> None:
-        """The layer is done: nothing more will be saved."""
+    def end_forward(self) -> None:
+        """Finish the forward pass of the layer."""
         self._seen.clear()
-        self._copied = self.lane.mark()
+        self._copied = self.copies.record_event()
 
-    def leave(self) -> None:
-        """Let go of the device's memory, once the copies are out or, later, once the backward pass is through."""
-        self.lane.wait(self._copied)
+    def free_device(self) -> None:
+        """Free device memory after the copies to the host or, later, after the backward pass."""
+        self.copies.wait(self._copied)
         self._on_device = [None] * len(self._on_host)
 
-    def fetch(self) -> None:
-        """Start to copy back what is not on the device."""
+    def prefetch(self) -> None:
+        """Start H2D copies of what is not on the device."""
         missing = [index for index, tensor in enumerate(self._on_device) if tensor is None]
         if not missing:
             return
-        arriving = [torch.empty_like(self._on_host[index], device=self.lane.device) for index in missing]
-        with self.lane.copying():
-            for index, tensor in zip(missing, arriving, strict=True):
+        on_device = [torch.empty_like(self._on_host[index], device=self.copies.device) for index in missing]
+        with self.copies.copying():
+            for index, tensor in zip(missing, on_device, strict=True):
                 self._on_device[index] = tensor.copy_(self._on_host[index], non_blocking=True)
-        self._copied = self.lane.mark()
+        self._copied = self.copies.record_event()
 
     def unpack(self, packed: Tensor | int) -> Tensor:
-        """Called as the backward pass needs a tensor."""
-        self._begin(self)
+        """Saved-tensor hook of the backward pass."""
+        self._begin_backward(self)
         if isinstance(packed, Tensor):
             return packed
         tensor = self._on_device[packed]
         assert tensor is not None
         return tensor
 
-    def arrive(self) -> None:
-        """The main stream goes on only with what has been copied back."""
-        self.fetch()
-        self.lane.wait(self._copied)
+    def wait_on_device(self) -> None:
+        """Make the main stream wait for the H2D copies."""
+        self.prefetch()
+        self.copies.wait(self._copied)
 
     def __del__(self) -> None:
         for buffer in self._buffers:
-            self.lane.give(buffer)
+            self.copies.free(buffer)
 
 
-class Offload:
-    """Leads the layers' stashes through a forward pass and back."""
+class ActivationOffloader:
+    """Scheduler of the copies of all offloaded layers over forward and backward."""
 
     def __init__(self) -> None:
-        self._lane: Lane | None = None
-        self._last: Callable[[], Stash | None] = lambda: None  # a weak reference: only autograd keeps stashes alive
-        self._current: Callable[[], Stash | None] = lambda: None  # the one whose backward pass is running
+        self._copies: CopyStream | None = None
+        # Weak references: only autograd keeps activations alive.
+        self._last: Callable[[], OffloadedActivations | None] = lambda: None
+        self._current: Callable[[], OffloadedActivations | None] = lambda: None  # whose backward pass is running
 
     def forward(
-        self, layer: nn.Module, forward: Callable, position: int, moves: bool, followed: bool, *inputs: Tensor
+        self, layer: nn.Module, forward: Callable, position: int, is_offloaded: bool, has_next: bool, *inputs: Tensor
     ) -> Any:
-        """One layer's forward pass; the layer in front has been copied out by its end, and itself if none follows."""
-        if self._lane is None:
-            self._lane = Lane(inputs[0].device)
-        # Looked at when something is saved: a sharded layer gathers some of its parameters only as it goes on.
-        shared = inputs[1:]  # not all inputs: who refers to the stream keeps it on the device
-        keep = (lambda: _storages((*layer.parameters(), *shared))) if moves else None
-        before = self._last() if position else None
-        stash = Stash(self._lane, before, self.begin, keep)
-        self._last = weakref.ref(stash)
-        with saved_tensors_hooks(stash.pack, stash.unpack):
+        """Run a layer's forward pass; frees the previous layer at its end, and this one if it is the last."""
+        if self._copies is None:
+            self._copies = CopyStream(inputs[0].device)
+        # Evaluated when a tensor is saved: a sharded layer gathers some parameters during its forward pass.
+        shared = inputs[1:]  # without inputs[0]: a reference to the residual would keep it on the device
+        resident = (lambda: _storages((*layer.parameters(), *shared))) if is_offloaded else None
+        previous = self._last() if position else None
+        saved = OffloadedActivations(self._copies, previous, self.begin_backward, resident)
+        self._last = weakref.ref(saved)
+        with saved_tensors_hooks(saved.pack, saved.unpack):
             out = forward(*inputs)
-        stash.close()
-        if before is not None:
-            before.leave()
-        if moves and not followed:
-            stash.leave()
+        saved.end_forward()
+        if previous is not None:
+            previous.free_device()
+        if is_offloaded and not has_next:
+            saved.free_device()
         return out
 
-    def begin(self, stash: Stash) -> None:
-        """A layer's backward pass begins: the one behind it is through, the one in front of it comes next."""
+    def begin_backward(self, saved: OffloadedActivations) -> None:
+        """Free the layer whose backward pass is done, wait for this one and prefetch the previous one."""
         current = self._current()
-        if stash is current:
+        if saved is current:
             return
         if current is not None:
-            current.leave()
-        self._current = weakref.ref(stash)
-        stash.arrive()
-        if stash.before is not None:
-            stash.before.fetch()
-            stash.before = None
+            current.free_device()
+        self._current = weakref.ref(saved)
+        saved.wait_on_device()
+        if saved.previous is not None:
+            saved.previous.prefetch()
+            saved.previous = None
 
 
 @torch.no_grad()
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """By their addresses; of a tensor that is spread over ranks, what this one has."""
+    """Return the identities of the storages of tensors; of a DTensor, the local shard's."""
     return {local(tensor).untyped_storage()._cdata for tensor in tensors}
 
 
-def offload(network: Network, first: int, layers: int) -> None:
-    """Offload so many layers from number `first` on. The layer after them moves nothing but tells when to begin."""
-    lead = Offload()
-    chosen = list(network.layers)[first : first + layers + 1] if layers else []
-    for position, layer in enumerate(chosen):
-        followed = layer is not list(network.layers)[-1]
-        moves = position < layers and (followed or not network.last)
-        layer.forward = partial(lead.forward, layer, layer.forward, position, moves, followed)
+def offload_activations(network: Network, first: int, layers: int) -> None:
+    """Offload `layers` layers from index `first` on. The layer after them only triggers the first prefetch."""
+    offloader = ActivationOffloader()
+    wrapped = list(network.layers)[first : first + layers + 1] if layers else []
+    for position, layer in enumerate(wrapped):
+        has_next = layer is not list(network.layers)[-1]
+        is_offloaded = position < layers and (has_next or not network.last)
+        layer.forward = partial(offloader.forward, layer, layer.forward, position, is_offloaded, has_next)

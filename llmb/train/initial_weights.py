@@ -1,7 +1,7 @@
-"""The weights before training, on whatever part of the model this rank holds.
+"""Weight initialization of the shards that this rank holds.
 
-A parameter's numbers depend on the seed and its name alone. A rank that holds a slice draws the whole parameter and
-keeps its slice, so every layout starts from the same model, and no rank needs memory for more than one whole parameter.
+The values of a parameter depend only on the seed and its name. A rank with a shard draws the full parameter and keeps
+its shard, so every layout starts from the same model, and no rank needs memory for more than one full parameter.
 """
 
 import torch
@@ -15,21 +15,21 @@ from llmb.train.optimizer import local
 
 
 @torch.no_grad()
-def set_initial_weights(part: Network, seed: int) -> None:
-    """Fill a part of the network whose memory is there already."""
-    for name, parameter in part.named_parameters():
+def init_weights(model_part: Network, seed: int) -> None:
+    """Initialize the allocated parameters of a model part."""
+    for name, parameter in model_part.named_parameters():
         generator = parameter_generator(seed, name, parameter.device)
         if isinstance(parameter, DTensor):
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-            part.fill(name, whole, generator)
-            local(parameter).copy_(slice_like(whole, parameter))
+            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            model_part.init_parameter(name, full, generator)
+            local(parameter).copy_(local_slice(full, parameter))
         else:
-            part.fill(name, parameter, generator)
-    for buffer in part.buffers():  # the routers' corrections
+            model_part.init_parameter(name, parameter, generator)
+    for buffer in model_part.buffers():  # the routers' bias
         buffer.zero_()
 
 
-def slice_like(whole: Tensor, pattern: DTensor) -> Tensor:
-    """What a rank holds of a whole tensor that is spread like another; needs no communication."""
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, pattern.device_mesh, pattern.placements)
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+def local_slice(full: Tensor, like: DTensor) -> Tensor:
+    """Return this rank's shard of a full tensor, sharded like another; needs no communication."""
+    shape, offset = compute_local_shape_and_global_offset(full.shape, like.device_mesh, like.placements)
+    return full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]

@@ -1,6 +1,6 @@
-"""Who owns each moment of a stretch of time that many pieces of work share: arithmetic on intervals, in any one unit.
+"""Attribution of time to kernels or calls that overlap: arithmetic on intervals, in any unit of time.
 
-Both functions turn overlapping work into pieces that do not overlap, so that the times of all kinds add up.
+Both `resolve` functions turn overlapping intervals into disjoint ones, so that the times of all kinds add up.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Work(NamedTuple):
-    """Something that ran from `start` to `end`; `decided`: what runs inside it counts as its kind too."""
+class KernelInterval(NamedTuple):
+    """A kernel or call from `start` to `end`; if `decided`, calls nested in it count as its kind too."""
 
     start: float
     end: float
@@ -18,42 +18,41 @@ class Work(NamedTuple):
     decided: bool = True
 
 
-def by_precedence(work: Iterable[Work], order: Sequence[str]) -> Iterator[Work]:
-    """Pieces of work that ran side by side: where several did, the kind that comes first in `order` owns the moment."""
-    rank = {kind: place for place, kind in enumerate(order)}
-    turns = sorted(
+def resolve_overlaps(intervals: Iterable[KernelInterval], order: Sequence[str]) -> Iterator[KernelInterval]:
+    """Yield disjoint intervals of concurrent kernels: where several overlap, the first kind of `order` counts."""
+    priority = {kind: index for index, kind in enumerate(order)}
+    boundaries = sorted(
         (
             (time, begins, item)
-            for item in work
+            for item in intervals
             if item.end > item.start
             for time, begins in ((item.start, True), (item.end, False))
         ),
-        key=lambda turn: turn[:2],
+        key=lambda boundary: boundary[:2],
     )
-    running: dict[Work, None] = {}
-    for (time, begins, item), (until, _, _) in pairwise(turns):
+    running: dict[KernelInterval, None] = {}
+    for (time, begins, item), (until, _, _) in pairwise(boundaries):
         if begins:
             running[item] = None
         else:
             running.pop(item, None)
         if running and until > time:
-            owner = min(running, key=lambda item: rank[item.kind])
+            owner = min(running, key=lambda item: priority[item.kind])
             yield owner._replace(start=time, end=until)
 
 
-def by_nesting(work: Iterable[Work]) -> Iterator[Work]:
-    """Pieces of work that encloses other work, as calls do: the innermost owns the moment, its kind being the outermost
-    that is decided."""
-    running: list[Work] = []
+def resolve_nesting(intervals: Iterable[KernelInterval]) -> Iterator[KernelInterval]:
+    """Yield disjoint intervals of nested calls: the innermost counts, with the kind of the outermost decided one."""
+    running: list[KernelInterval] = []
     clock = 0.0
 
-    def advance(until: float) -> Iterator[Work]:
+    def advance(until: float) -> Iterator[KernelInterval]:
         nonlocal clock
         if running and until > clock:
             yield running[-1]._replace(start=clock, end=until)
         clock = max(clock, until)
 
-    for item in sorted(work, key=lambda item: (item.start, -item.end)):
+    for item in sorted(intervals, key=lambda item: (item.start, -item.end)):
         while running and running[-1].end <= item.start:
             yield from advance(running[-1].end)
             running.pop()
@@ -66,9 +65,9 @@ def by_nesting(work: Iterable[Work]) -> Iterator[Work]:
         running.pop()
 
 
-def within(pieces: Iterable[Work], spans: Sequence[tuple[float, float]]) -> Iterator[Work]:
-    """The parts of pieces that lie inside spans, which do not overlap."""
-    for piece in pieces:
-        for start, end in spans:
-            if piece.start < end and start < piece.end:
-                yield piece._replace(start=max(start, piece.start), end=min(end, piece.end))
+def clip(intervals: Iterable[KernelInterval], windows: Sequence[tuple[float, float]]) -> Iterator[KernelInterval]:
+    """Yield the intersections of intervals with disjoint windows."""
+    for interval in intervals:
+        for start, end in windows:
+            if interval.start < end and start < interval.end:
+                yield interval._replace(start=max(start, interval.start), end=min(end, interval.end))

@@ -1,9 +1,9 @@
-"""The whole training job: build, step, report.
+"""Training loop: build the model, run steps, report each.
 
-    train(config, record)      # config: a spec.RunConfig; record: a record.Record
+    train(config, recorder)      # a spec.RunConfig and an EventRecorder
 
-Per optimizer step the host waits for the device once, when it reads the loss and the gradient norm; that wait also
-closes the time measurement.
+The host synchronizes with the device once per optimizer step, when it reads the loss and the gradient norm; that also
+ends the timing of the step.
 """
 
 import math
@@ -19,188 +19,187 @@ from torch import Tensor
 from llmb.config.spec import RunConfig, Training
 from llmb.events import StepDone, TimeSpent
 from llmb.models.architectures import Network
-from llmb.runtime.checkpoint_folder import number
-from llmb.runtime.learning_rate import learning_rate
+from llmb.runtime.adamw_settings import learning_rate
+from llmb.runtime.checkpoint_folder import checkpoint_step
 from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.provenance import run_started
-from llmb.runtime.recorder import Record
+from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import Diverged
-from llmb.runtime.step_log import LoggedStep, step_lines
+from llmb.runtime.step_log import LoggedStep, format_step
 from llmb.runtime.synthetic_tokens import synthetic_tokens
-from llmb.runtime.token_data import TokenFile, open_data
+from llmb.runtime.token_data import TokenFile, open_token_file
 from llmb.train.cuda_graphs import MicroBatchGraph
 from llmb.train.fused_llama import begin_step
-from llmb.train.nonfinite import first_bad_tensor
+from llmb.train.nonfinite import find_first_nonfinite
 from llmb.train.optimizer import Optimizer
-from llmb.train.parallel.context_parallel import own_tokens
-from llmb.train.parallel.fsdp import before_micro_batch
-from llmb.train.parallel.mesh import Mesh, open_mesh
+from llmb.train.parallel.context_parallel import shard_sequence
+from llmb.train.parallel.fsdp import set_last_backward
+from llmb.train.parallel.mesh import Mesh, init_mesh
 from llmb.train.parallel.pipeline import Pipeline
-from llmb.train.parallelize import optimizer_of, ready_parts
-from llmb.train.step_profiler import SOURCES, Profiler
-from llmb.train.step_timer import StepClock
-from llmb.train.train_checkpoint import Checkpoints, resume_point
-from llmb.train.train_log import time_table
-from llmb.train.train_oom import naming_shortage
+from llmb.train.parallelize import build_model_parts, build_optimizer
+from llmb.train.step_profiler import SOURCES, Profiler, format_time_spent
+from llmb.train.step_timer import StepTimer
+from llmb.train.train_checkpoint import Checkpointer, resume_checkpoint
+from llmb.train.train_oom import advise_on_oom
 from llmb.train.train_support import supported_workload
 
-Parts = Sequence[Network]  # what this rank trains: the whole network, or its parts of the pipeline
+ModelParts = Sequence[Network]  # the whole network, or one model part for each pipeline stage of this rank
 
 
 @dataclass(frozen=True)
-class Job:
-    """What stays the same from the first step to the last."""
+class TrainJob:
+    """State that is constant over all steps of a run."""
 
     config: RunConfig
-    work: Training
+    workload: Training
     mesh: Mesh
-    data: TokenFile | None = None  # none: synthetic tokens
-    profiler: Profiler | None = None  # none: nothing is traced
-    graph: MicroBatchGraph | None = None  # none: every kernel is launched by itself
-    pipeline: Pipeline | None = None  # none: this rank computes all layers
-    resumed_at: int | None = None  # the first step of this process, where another process did those before
+    data: TokenFile | None = None  # None: synthetic tokens
+    profiler: Profiler | None = None  # None: no profiling
+    graph: MicroBatchGraph | None = None  # None: eager
+    pipeline: Pipeline | None = None  # None: no pipeline parallelism
+    resumed_at: int | None = None  # first step of this process after a resume
 
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """A part of a step, by its name in the trace."""
-        return nullcontext() if self.profiler is None else self.profiler.span(name)
+    def trace_range(self, name: str) -> AbstractContextManager[None]:
+        """Return a context that names a range of a step in the trace."""
+        return nullcontext() if self.profiler is None else self.profiler.trace_range(name)
 
 
-def train(config: RunConfig, record: Record, graph: MicroBatchGraph | None = None) -> None:
-    """Run every step the configuration asks for, reporting each; raises where the run cannot go on.
+def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | None = None) -> None:
+    """Run and report every step of a configuration; raise an exception if the run fails.
 
-    With CUDA graphs it takes the one that is given: its owner may retire it between two steps.
+    With CUDA graphs, `graph` is used if given: its owner may disable it between two steps.
     """
-    work = supported_workload(config)
-    data = open_data(work, config.model.vocab)
-    folder = record.path.parent
-    resumed = resume_point(config, work, folder)
-    steps = range(number(resumed) + 1 if resumed else 1, work.steps + 1)
-    mesh = open_mesh(config)
-    clock = StepClock(mesh.device, mesh.world_size)
+    workload = supported_workload(config)
+    data = open_token_file(workload, config.model.vocab)
+    folder = recorder.path.parent
+    checkpoint = resume_checkpoint(config, workload, folder)
+    steps = range(checkpoint_step(checkpoint) + 1 if checkpoint else 1, workload.steps + 1)
+    mesh = init_mesh(config)
+    timer = StepTimer(mesh.device, mesh.world_size)
     profiler = Profiler(folder, config.profile, steps, mesh)
-    job = Job(config, work, mesh, data, profiler, resumed_at=steps[0] if resumed else None)
-    if work.cuda_graphs:
+    job = TrainJob(config, workload, mesh, data, profiler, resumed_at=steps[0] if checkpoint else None)
+    if workload.cuda_graphs:
         job = replace(job, graph=graph or MicroBatchGraph())
-    record.add(run_started(mesh))
-    with naming_shortage(mesh.device, config):
-        parts = ready_parts(config, work, mesh)
+    recorder.add(run_started(mesh))
+    with advise_on_oom(mesh.device, config):
+        model_parts = build_model_parts(config, workload, mesh)
         if mesh.size("pp") > 1:
-            job = replace(job, pipeline=Pipeline(parts, config, work, mesh, job.span))
-        optimizer = optimizer_of(parts, work, mesh)
-        with Checkpoints(folder, config, work, mesh, parts, optimizer) as checkpoints:
-            if resumed is not None:
-                checkpoints.load(resumed)
+            job = replace(job, pipeline=Pipeline(model_parts, config, workload, mesh, job.trace_range))
+        optimizer = build_optimizer(model_parts, workload, mesh)
+        with Checkpointer(folder, config, workload, mesh, model_parts, optimizer) as checkpointer:
+            if checkpoint is not None:
+                checkpointer.load(checkpoint)
             for step in steps:
-                profiler.before(step)
-                clock.begin()
-                with job.span(f"step {step}"):
-                    loss, grad_norm = train_step(job, parts, optimizer, step)
-                report(job, record, step, clock.end(), loss, grad_norm)
-                stop_if_diverged(job, parts, step, loss, grad_norm)
-                report_time_spent(job, record, profiler.after(step))
-                checkpoints.after(step)
+                profiler.before_step(step)
+                timer.start()
+                with job.trace_range(f"step {step}"):
+                    loss, grad_norm = train_step(job, model_parts, optimizer, step)
+                report_step(job, recorder, step, timer.stop(), loss, grad_norm)
+                stop_if_diverged(job, model_parts, step, loss, grad_norm)
+                report_time_spent(job, recorder, profiler.after_step(step))
+                checkpointer.after_step(step)
 
 
-def train_step(job: Job, parts: Parts, optimizer: Optimizer, step: int) -> tuple[float, float]:
-    """Gradients of this rank's micro-batches, reduced over ranks, then one update: the mean loss and gradient norm."""
-    for part in parts:
-        begin_step(part)
-    loss = accumulate_gradients(job, parts, step)
-    with job.span("optimizer"):
-        grad_norm = optimizer.update(learning_rate(step, job.work))
-    mean_loss = job.mesh.total(loss) / job.mesh.size("tp")  # ranks of tp share every token, and have the same loss
-    mean, norm = torch.stack((mean_loss, grad_norm)).tolist()  # the one wait for the device
+def train_step(job: TrainJob, model_parts: ModelParts, optimizer: Optimizer, step: int) -> tuple[float, float]:
+    """Accumulate and reduce gradients, update the weights; return the mean loss and the gradient norm."""
+    for model_part in model_parts:
+        begin_step(model_part)
+    loss = accumulate_gradients(job, model_parts, step)
+    with job.trace_range("optimizer"):
+        grad_norm = optimizer.update(learning_rate(step, job.workload))
+    mean_loss = job.mesh.all_reduce(loss) / job.mesh.size("tp")  # the ranks of tp have the same tokens and loss
+    mean, norm = torch.stack((mean_loss, grad_norm)).tolist()  # the only synchronization with the device
     return mean, norm
 
 
-def accumulate_gradients(job: Job, parts: Parts, step: int) -> Tensor:
-    """Forward and backward of this rank's micro-batches; its share of the step's loss, still on the device."""
+def accumulate_gradients(job: TrainJob, model_parts: ModelParts, step: int) -> Tensor:
+    """Run forward and backward of this rank's micro-batches; return its term of the mean loss, still on the device."""
     batches = micro_batches(job, step)
     if job.pipeline is not None:
         return job.pipeline(list(batches))
-    (part,) = parts
-    compute = partial(add_gradients, job, part)
+    (model_part,) = model_parts
+    forward_backward = partial(add_gradients, job, model_part)
     if job.graph is not None:
-        compute = partial(job.graph, part, compute)
+        forward_backward = partial(job.graph, model_part, forward_backward)
     loss_sum = torch.zeros((), device=job.mesh.device)
     for micro, (tokens, labels) in enumerate(batches, start=1):
-        before_micro_batch(part, job.mesh, last=micro == job.work.ga)
-        with job.span(f"micro-batch {micro}"):
-            loss_sum += compute(tokens, labels)
+        set_last_backward(model_part, job.mesh, last=micro == job.workload.ga)
+        with job.trace_range(f"micro-batch {micro}"):
+            loss_sum += forward_backward(tokens, labels)
     return loss_sum
 
 
-def add_gradients(job: Job, part: Network, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Forward and backward of one micro-batch, added to the parameters' gradients; its share of the loss."""
-    with job.span("forward"):
-        loss = part(tokens, labels)
-    with job.span("backward"):
+def add_gradients(job: TrainJob, model_part: Network, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Run forward and backward of one micro-batch, accumulating gradients; return its term of the mean loss."""
+    with job.trace_range("forward"):
+        loss = model_part(tokens, labels)
+    with job.trace_range("backward"):
         loss.backward()
     return loss.detach()
 
 
-def micro_batches(job: Job, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's share of the step's global batch: tokens and, one place further on, their labels."""
-    work, mesh = job.work, job.mesh
-    for micro in range(work.ga):
-        first = (step - 1) * work.gbs + (micro * mesh.size("dp") + mesh.index("dp")) * work.mbs
-        shape = (work.mbs, work.seqlen + 1)
+def micro_batches(job: TrainJob, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's micro-batches of the global batch: tokens, and labels shifted by one position."""
+    workload, mesh = job.workload, job.mesh
+    for micro in range(workload.ga):
+        first = (step - 1) * workload.gbs + (micro * mesh.size("dp") + mesh.index("dp")) * workload.mbs
+        shape = (workload.mbs, workload.seqlen + 1)
         if job.data is not None:
             tokens = job.data.sequences(first, shape, mesh.device)
         else:
-            tokens = synthetic_tokens(work.seed, first, shape, job.config.model.vocab, mesh.device)
-        yield own_tokens(tokens[:, :-1], mesh), own_tokens(tokens[:, 1:], mesh)
+            tokens = synthetic_tokens(workload.seed, first, shape, job.config.model.vocab, mesh.device)
+        yield shard_sequence(tokens[:, :-1], mesh), shard_sequence(tokens[:, 1:], mesh)
 
 
-def report(
-    job: Job, record: Record, step: int, took: tuple[float, float | None], loss: float, grad_norm: float
+def report_step(
+    job: TrainJob, recorder: EventRecorder, step: int, times: tuple[float, float | None], loss: float, grad_norm: float
 ) -> None:
-    """One step as an event of this rank and, from rank 0, in the log."""
-    config, work, mesh = job.config, job.work, job.mesh
-    seconds, busy_s = took
-    record.add(
+    """Record one step as an event of this rank and, on rank 0, print it."""
+    config, workload, mesh = job.config, job.workload, job.mesh
+    seconds, busy_s = times
+    recorder.add(
         StepDone(
             time=time.time(),
             rank=mesh.rank,
             step=step,
-            steps=work.steps,
+            steps=workload.steps,
             seconds=seconds,
             busy_s=busy_s,
-            tokens=work.gbs * work.seqlen,
-            loss=loss if math.isfinite(loss) else None,  # JSON has no NaN; the last event names it
+            tokens=workload.gbs * workload.seqlen,
+            loss=loss if math.isfinite(loss) else None,  # JSON has no NaN; the last event of the run reports it
             grad_norm=grad_norm if math.isfinite(grad_norm) else None,
             memory_bytes=peak_bytes(mesh.device),
-            warmup=step < work.window[0] or step == job.resumed_at,
+            warmup=step < workload.window[0] or step == job.resumed_at,
         )
     )
     if mesh.rank == 0:
         logged = LoggedStep(
             step=step,
-            steps=work.steps,
-            gbs=work.gbs,
-            seqlen=work.seqlen,
+            steps=workload.steps,
+            gbs=workload.gbs,
+            seqlen=workload.seqlen,
             seconds=seconds,
-            lr=learning_rate(step, work),
+            lr=learning_rate(step, workload),
             loss=loss,
             grad_norm=grad_norm,
             memory_bytes=peak_bytes(mesh.device),
         )
-        print(step_lines(config, logged), flush=True)
+        print(format_step(config, logged), flush=True)
 
 
-def report_time_spent(job: Job, record: Record, spent: Sequence[TimeSpent]) -> None:
-    """Where the time of the profiled steps went, once that is known: as events and in the log."""
+def report_time_spent(job: TrainJob, recorder: EventRecorder, spent: Sequence[TimeSpent]) -> None:
+    """Record and print the time per kind of kernel, once the profiled steps are done."""
     for event in spent:
-        record.add(event)
+        recorder.add(event)
     if spent:
-        print(time_table(spent, SOURCES[job.mesh.device.type]), flush=True)
+        print(format_time_spent(spent, SOURCES[job.mesh.device.type]), flush=True)
 
 
-def stop_if_diverged(job: Job, parts: Parts, step: int, loss: float, grad_norm: float) -> None:
-    """Every rank sees the same two numbers, so all stop at the same step."""
+def stop_if_diverged(job: TrainJob, model_parts: ModelParts, step: int, loss: float, grad_norm: float) -> None:
+    """Raise Diverged if the loss or the gradient norm is not finite; they are equal on all ranks, so all stop."""
     for name, value in (("loss", loss), ("grad norm", grad_norm)):
         if not math.isfinite(value):
             if job.graph is not None:
-                job.graph.retire()
-            first = first_bad_tensor(parts, lambda: accumulate_gradients(job, parts, step))
-            raise Diverged(f"{name} became {value} at step {step}: {first.text}", first.guilty_rank)
+                job.graph.disable()
+            nonfinite = find_first_nonfinite(model_parts, lambda: accumulate_gradients(job, model_parts, step))
+            raise Diverged(f"{name} became {value} at step {step}: {nonfinite.text}", nonfinite.failed_rank)

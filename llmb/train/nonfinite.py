@@ -1,11 +1,11 @@
-"""The first tensor that is not finite, and on which rank, once a step has ended in a loss or norm that is not.
+"""Search for the first non-finite tensor, and its rank, after a step with a NaN or Inf loss or gradient norm.
 
-The batch of a step can be made again, and an update by such a norm changes nothing (`optimizer.py`), so the step's
-forward and backward passes are repeated as they were, with a look at every weight, output and gradient on the way.
-That is slow, which does not matter: the run is over.
+The batch of a step can be generated again, and an update with a non-finite norm changes nothing (`optimizer.py`), so
+forward and backward of the step are repeated with hooks that check every weight, output and gradient. That is slow,
+which does not matter: the run is over.
 
-What is bad on one rank spreads to others through collectives, and reaches each of them later than it arose: the rank
-that found something first is the one it came from. A weight comes before everything.
+Non-finite values spread to other ranks through collectives, and appear there later: the rank that saw one first is
+where it originated. Weights are checked before everything else.
 """
 
 import time
@@ -23,119 +23,119 @@ from torch.distributed.tensor import DTensor
 from llmb.models.architectures import Network
 
 
-class Finding(NamedTuple):
-    """Something that is not finite; the smallest of several was there first."""
+class NonFiniteTensor(NamedTuple):
+    """A non-finite tensor; the smallest of several occurred first."""
 
-    at: float  # seconds since 1970; 0 for a weight
+    time: float  # seconds since 1970; 0 for a weight
     text: str
 
 
-class BadTensor(NamedTuple):
-    """What all ranks found together."""
+class NonFiniteReport(NamedTuple):
+    """Result over all ranks."""
 
     text: str
-    guilty_rank: int | None  # null: every rank found the same, or none found anything
+    failed_rank: int | None  # None: the same on every rank, or nothing found
 
 
-def first_bad_tensor(parts: Sequence[Network], repeat: Callable[[], object]) -> BadTensor:
-    """Names it in the order of the computation: weights, then outputs and gradients as `repeat` brings them forth.
+def find_first_nonfinite(model_parts: Sequence[Network], repeat: Callable[[], object]) -> NonFiniteReport:
+    """Return the first one in the order of computation: weights, then outputs and gradients while `repeat` runs.
 
-    The step is repeated to its end whatever was found, since ranks that compute together must all do the same.
+    The step is always repeated to its end, since all ranks must enter the same collectives.
     """
-    found = [
-        Finding(0.0, f"{trouble} in the weight {name}")
-        for part in parts
-        for name, parameter in part.named_parameters()
-        if (trouble := _trouble(parameter))
+    nonfinite = [
+        NonFiniteTensor(0.0, f"{kind} in the weight {name}")
+        for model_part in model_parts
+        for name, parameter in model_part.named_parameters()
+        if (kind := _nonfinite_kind(parameter))
     ]
-    with _watching(parts, found):
+    with _check_hooks(model_parts, nonfinite):
         repeat()
-    return _first_of_all(found[0] if found else None)
+    return _first_over_ranks(nonfinite[0] if nonfinite else None)
 
 
-def _first_of_all(own: Finding | None) -> BadTensor:
-    """The same on every rank: who found something first, and what."""
-    findings: list[Finding | None] = [own]
+def _first_over_ranks(local: NonFiniteTensor | None) -> NonFiniteReport:
+    """Gather the first tensor of each rank and return the earliest, the same on every rank."""
+    gathered: list[NonFiniteTensor | None] = [local]
     if dist.is_initialized():
-        findings = [None] * dist.get_world_size()
-        dist.all_gather_object(findings, own)
-    by_time = sorted((finding, rank) for rank, finding in enumerate(findings) if finding is not None)
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, local)
+    by_time = sorted((tensor, rank) for rank, tensor in enumerate(gathered) if tensor is not None)
     if not by_time:
-        return BadTensor("every tensor was finite when the step was repeated", None)
-    (first, rank), texts = by_time[0], {finding.text for finding, _ in by_time}
-    if len(findings) == 1:
-        return BadTensor(first.text, 0)
-    if len(by_time) == len(findings) and len(texts) == 1:
-        return BadTensor(f"{first.text}, on every rank", None)
-    return BadTensor(f"{first.text}, on rank {rank}", rank)
+        return NonFiniteReport("every tensor was finite when the step was repeated", None)
+    (first, rank), texts = by_time[0], {tensor.text for tensor, _ in by_time}
+    if len(gathered) == 1:
+        return NonFiniteReport(first.text, 0)
+    if len(by_time) == len(gathered) and len(texts) == 1:
+        return NonFiniteReport(f"{first.text}, on every rank", None)
+    return NonFiniteReport(f"{first.text}, on rank {rank}", rank)
 
 
 @contextmanager
-def _watching(parts: Sequence[Network], found: list[Finding]) -> Iterator[None]:
-    """Adds whatever is not finite as it appears; a module's parts finish before the module does.
+def _check_hooks(model_parts: Sequence[Network], nonfinite: list[NonFiniteTensor]) -> Iterator[None]:
+    """Append every non-finite tensor to `nonfinite` as it appears; submodules finish before their module.
 
-    In a pipeline the backward pass of one micro-batch follows the forward pass of another, so a gradient remembers
-    which one its tensor is of; what comes after it, such as gradients of weights, is of the same.
+    In a pipeline the backward pass of one micro-batch follows the forward pass of another, so a gradient hook carries
+    the micro-batch of its tensor; later gradients, such as those of weights, belong to the same one.
     """
-    under_way = 0  # the micro-batch whose forward or backward pass this rank is at
+    current = 0  # the micro-batch whose forward or backward pass is running
 
-    def look(value: Any, what: str) -> None:
-        if trouble := next(filter(None, map(_trouble, _tensors(value))), None):
-            found.append(Finding(time.time(), f"{trouble} first in {what}"))
+    def check(value: Any, label: str) -> None:
+        if kind := next(filter(None, map(_nonfinite_kind, _tensors(value))), None):
+            nonfinite.append(NonFiniteTensor(time.time(), f"{kind} first in {label}"))
 
-    def look_at_weight(name: str, weight: Tensor) -> None:
-        summed = isinstance(weight, DTensor)  # over ranks, and maybe over micro-batches before that
-        look(weight.grad, f"the gradient of {name}" + ("" if summed else f", micro-batch {under_way}"))
+    def check_weight_gradient(name: str, weight: Tensor) -> None:
+        is_reduced = isinstance(weight, DTensor)  # over ranks, and perhaps accumulated over micro-batches
+        check(weight.grad, f"the gradient of {name}" + ("" if is_reduced else f", micro-batch {current}"))
 
-    def look_back(what: str, micro_batch: int, gradient: Tensor) -> None:
-        nonlocal under_way
-        under_way = micro_batch
-        look(gradient, f"the gradient of {what}, micro-batch {under_way}")
+    def check_gradient(label: str, micro_batch: int, gradient: Tensor) -> None:
+        nonlocal current
+        current = micro_batch
+        check(gradient, f"the gradient of {label}, micro-batch {current}")
 
-    def look_at_gradient(value: Any, what: str) -> None:
+    def hook_gradient(value: Any, label: str) -> None:
         for tensor in _tensors(value):
-            if tensor.requires_grad:  # sharded weights never show their gradients before they are summed over ranks
-                tensor.register_hook(partial(look_back, what, under_way))
+            if tensor.requires_grad:  # gradients of sharded weights are only visible after the reduction
+                tensor.register_hook(partial(check_gradient, label, current))
 
-    def begin(part: Network, args: Any, counted: Iterator[int]) -> None:
-        nonlocal under_way
-        under_way = next(counted)
-        # Else the stage before this one would be the first to find what arose here.
-        look_at_gradient(args, f"the stream into {_layers_of(part)}")
+    def begin_micro_batch(model_part: Network, args: Any, numbers: Iterator[int]) -> None:
+        nonlocal current
+        current = next(numbers)
+        # Otherwise the previous stage would be the first to see what originated here.
+        hook_gradient(args, f"the residual into {_layer_names(model_part)}")
 
-    def look_both_ways(output: Any, what: str) -> None:
-        look(output, f"{what}, micro-batch {under_way}")
-        look_at_gradient(output, what)
+    def check_output(output: Any, label: str) -> None:
+        check(output, f"{label}, micro-batch {current}")
+        hook_gradient(output, label)
 
     with ExitStack() as hooks:
-        for part in parts:
-            handle = part.register_forward_pre_hook(partial(begin, counted=count(1)))
+        for model_part in model_parts:
+            handle = model_part.register_forward_pre_hook(partial(begin_micro_batch, numbers=count(1)))
             hooks.callback(handle.remove)
-            for name, module in part.named_modules():
-                what = f"the output of {name}" if name else _result(part)
+            for name, module in model_part.named_modules():
+                label = f"the output of {name}" if name else _output_name(model_part)
                 handle = module.register_forward_hook(
-                    lambda _module, _args, output, what=what: look_both_ways(output, what)
+                    lambda _module, _args, output, label=label: check_output(output, label)
                 )
                 hooks.callback(handle.remove)
-            for name, parameter in part.named_parameters():
-                handle = parameter.register_post_accumulate_grad_hook(partial(look_at_weight, name))
+            for name, parameter in model_part.named_parameters():
+                handle = parameter.register_post_accumulate_grad_hook(partial(check_weight_gradient, name))
                 hooks.callback(handle.remove)
         yield
 
 
-def _result(part: Network) -> str:
-    """What a part gives, by a name that a reader knows."""
-    return "the loss" if part.last else f"the stream out of {_layers_of(part)}"
+def _output_name(model_part: Network) -> str:
+    """Return a readable name of a model part's output."""
+    return "the loss" if model_part.last else f"the residual out of {_layer_names(model_part)}"
 
 
-def _layers_of(part: Network) -> str:
-    """`layers.2` or `layers.2 to layers.5`."""
-    names = [f"layers.{number}" for number, _ in part.layers.named_children()]
+def _layer_names(model_part: Network) -> str:
+    """Return `layers.2` or `layers.2 to layers.5`."""
+    names = [f"layers.{number}" for number, _ in model_part.layers.named_children()]
     return " to ".join(dict.fromkeys((names[0], names[-1])))
 
 
-def _trouble(tensor: Tensor) -> str | None:
-    """`nan` or `inf` where this rank's part of a tensor holds one."""
+def _nonfinite_kind(tensor: Tensor) -> str | None:
+    """Return `nan` or `inf` if this rank's shard of a tensor contains one, else None."""
     tensor = tensor.detach()
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not local.is_floating_point() or torch.isfinite(local).all():

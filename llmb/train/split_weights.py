@@ -1,12 +1,11 @@
-"""Weights in two halves: the upper one is the bf16 number that products take, the lower one what it lacks of fp32.
+"""Split master weights: the bf16 high half that matmuls read, and the 16 low bits that complete the fp32 value.
 
-    halve_weights(part, gradients=torch.float32, exact=True)
+    split_master_weights(model_part, gradients=torch.float32, exact=True)
     weight.low          # int16: (bits of the weight << 16) + low are the bits of the fp32 number
 
-Nothing is cast where a weight is used, both halves together take the four bytes of the fp32 number, and AdamW updates
-that (`split_adam.py`). Weights that are not exact have no lower half, and AdamW rounds them at random. Only where a
-rank has its weights to itself: those of several are cast as they are gathered. Matrices that are used in fp32, as of
-routers, and vectors stay whole.
+No cast is needed where a weight is used, both halves together take the four bytes of fp32, and AdamW updates the fp32
+value (`split_adam.py`). Without `exact` there are no low bits, and AdamW uses stochastic rounding. Only on a single
+rank: FSDP casts as it gathers. Matrices used in fp32, such as routers, and vectors stay fp32.
 """
 
 from collections.abc import Sequence
@@ -16,61 +15,63 @@ from torch import Tensor, nn
 
 from llmb.models.architectures import Network
 from llmb.models.moe import GroupedLinear
-from llmb.ops.optim.adam import exact_weight, split_weight
+from llmb.ops.optim.adam import join_master_weight, split_master_weight
 
 
-class HalvedWeight(nn.Parameter):
-    """The upper half of a weight: the nearest bf16 number."""
+class SplitWeight(nn.Parameter):
+    """High half of a split master weight: the nearest bf16 number, with the low bits in `low`."""
 
     low: Tensor | None
 
     @classmethod
-    def of(cls, whole: Tensor, gradients: torch.dtype, exact: bool, upper: Tensor | None = None) -> "HalvedWeight":
-        """Of fp32 numbers; its gradient is kept in the format given. `upper`: memory for the upper half."""
-        weight = cls(torch.empty_like(whole, dtype=torch.bfloat16) if upper is None else upper)
-        weight.low = torch.empty_like(whole, dtype=torch.int16) if exact else None
+    def from_fp32(
+        cls, weight_fp32: Tensor, gradients: torch.dtype, exact: bool, high: Tensor | None = None
+    ) -> "SplitWeight":
+        """Split an fp32 weight; `gradients` is the dtype of its gradient, `high` optional memory for the high half."""
+        weight = cls(torch.empty_like(weight_fp32, dtype=torch.bfloat16) if high is None else high)
+        weight.low = torch.empty_like(weight_fp32, dtype=torch.int16) if exact else None
         weight.grad_dtype = gradients
-        weight.set(whole)
+        weight.set_fp32(weight_fp32)
         return weight
 
     @torch.no_grad()
-    def whole(self) -> Tensor:
-        """As fp32 numbers."""
-        return self.detach().float() if self.low is None else exact_weight(self.detach(), self.low)
+    def fp32(self) -> Tensor:
+        """Return the weight as fp32."""
+        return self.detach().float() if self.low is None else join_master_weight(self.detach(), self.low)
 
     @torch.no_grad()
-    def set(self, whole: Tensor) -> None:
-        """Become these, or without a lower half the nearest that there are."""
+    def set_fp32(self, weight_fp32: Tensor) -> None:
+        """Copy from fp32, rounded to bf16 if there are no low bits."""
         if self.low is None:
-            self.detach().copy_(whole.detach())
+            self.detach().copy_(weight_fp32.detach())
         else:
-            split_weight(whole.detach(), self.detach(), self.low)
+            split_master_weight(weight_fp32.detach(), self.detach(), self.low)
 
 
-def halve_weights(part: Network, gradients: torch.dtype, exact: bool) -> None:
-    """Every matrix that is computed with in bf16, few at a time: no more of them are there in both forms.
+def split_master_weights(model_part: Network, gradients: torch.dtype, exact: bool) -> None:
+    """Split every matrix that is used in bf16, a few at a time: only those exist in both formats at once.
 
-    A layer may have `neighbours`: lists of linear layers whose upper halves shall be one matrix.
+    A layer may have `merged_linears`: groups of linear layers whose high halves become one contiguous matrix.
     """
-    for module in part.modules():
-        for neighbours in getattr(module, "neighbours", ()):
-            rows = [len(one.weight) for one in neighbours]
-            memory = torch.empty(
-                sum(rows), neighbours[0].in_features, dtype=torch.bfloat16, device=neighbours[0].weight.device
+    for module in model_part.modules():
+        for linears in getattr(module, "merged_linears", ()):
+            rows = [len(linear.weight) for linear in linears]
+            merged = torch.empty(
+                sum(rows), linears[0].in_features, dtype=torch.bfloat16, device=linears[0].weight.device
             )
-            for one, upper in zip(neighbours, memory.split(rows), strict=True):
-                one.weight = HalvedWeight.of(one.weight, gradients, exact, upper)
-        if isinstance(module, nn.Linear | nn.Embedding | GroupedLinear) and not isinstance(module.weight, HalvedWeight):
-            module.weight = HalvedWeight.of(module.weight, gradients, exact)
+            for linear, high in zip(linears, merged.split(rows), strict=True):
+                linear.weight = SplitWeight.from_fp32(linear.weight, gradients, exact, high)
+        if isinstance(module, nn.Linear | nn.Embedding | GroupedLinear) and not isinstance(module.weight, SplitWeight):
+            module.weight = SplitWeight.from_fp32(module.weight, gradients, exact)
 
 
-def joint(neighbours: Sequence[Tensor]) -> Tensor:
-    """The one matrix that these are the rows of, one behind another."""
-    first, place = neighbours[0], neighbours[0].storage_offset()
-    for one in neighbours:
-        assert one.untyped_storage()._cdata == first.untyped_storage()._cdata
-        assert one.storage_offset() == place, "matrices that do not lie side by side"
-        assert one.is_contiguous()
-        place += one.numel()
-    rows, width = sum(map(len, neighbours)), first.shape[1]
+def merged_view(matrices: Sequence[Tensor]) -> Tensor:
+    """Return one matrix over row blocks that are contiguous in memory."""
+    first, offset = matrices[0], matrices[0].storage_offset()
+    for matrix in matrices:
+        assert matrix.untyped_storage()._cdata == first.untyped_storage()._cdata
+        assert matrix.storage_offset() == offset, "matrices that are not contiguous in memory"
+        assert matrix.is_contiguous()
+        offset += matrix.numel()
+    rows, width = sum(map(len, matrices)), first.shape[1]
     return first.as_strided((rows, width), (width, 1), first.storage_offset())

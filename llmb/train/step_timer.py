@@ -1,8 +1,8 @@
-"""How long a step took this rank, and how much of that it did not wait for others: who is slow makes all others wait.
+"""Step time of this rank, and how much of it was not spent waiting for others: a slow rank makes all others wait.
 
-Over gloo the host waits in `Work.wait` for every collective and message of torch's own parts (FSDP, pipelining,
-torch.distributed) and in `wait_tensor` for those of DTensor; both are timed, for a microsecond a call. Over NCCL it is
-the device that waits, inside kernels which only a trace tells from others: how busy it was is not known.
+With gloo the host waits in `Work.wait` for the collectives of FSDP, pipelining and torch.distributed, and in
+`wait_tensor` for those of DTensor; both are timed, at a microsecond per call. With NCCL the device waits inside
+kernels that only a trace can tell apart, so the busy time is unknown.
 """
 
 import time
@@ -15,32 +15,32 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 
-class StepClock:
-    """Times one step after the other; made once a process, when the process group is there."""
+class StepTimer:
+    """Timer of one step after another; created once per process, after the process group."""
 
     def __init__(self, device: torch.device, world_size: int):
-        self._tells_waiting = device.type == "cpu" and world_size > 1
-        self._waited = self._waited_before = self._began = 0.0
-        if self._tells_waiting:
+        self._times_waiting = device.type == "cpu" and world_size > 1
+        self._waited = self._waited_at_start = self._started = 0.0
+        if self._times_waiting:
             dist.Work.wait = self._timed(dist.Work.wait)  # type: ignore[method-assign]
             functional.wait_tensor = self._timed(functional.wait_tensor)
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._began, self._waited_before = time.perf_counter(), self._waited
+    def start(self) -> None:
+        """Start timing a step."""
+        self._started, self._waited_at_start = time.perf_counter(), self._waited
 
-    def end(self) -> tuple[float, float | None]:
-        """Its seconds, and those of them that this rank did not wait for others; null where that is not known."""
-        seconds = time.perf_counter() - self._began
-        return seconds, seconds - (self._waited - self._waited_before) if self._tells_waiting else None
+    def stop(self) -> tuple[float, float | None]:
+        """Return the seconds of the step, and those not spent waiting for other ranks; None where unknown."""
+        seconds = time.perf_counter() - self._started
+        return seconds, seconds - (self._waited - self._waited_at_start) if self._times_waiting else None
 
     def _timed(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(wait)
-        def call(*arguments: Any, **options: Any) -> Any:
-            began = time.perf_counter()
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
             try:
-                return wait(*arguments, **options)
+                return wait(*args, **kwargs)
             finally:
-                self._waited += time.perf_counter() - began
+                self._waited += time.perf_counter() - start
 
         return call

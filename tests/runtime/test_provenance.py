@@ -1,4 +1,4 @@
-"""The commit is that of llmb's own checkout, or unknown."""
+"""Provenance: the commit of llmb's checkout, versions and device name."""
 
 import subprocess
 from pathlib import Path
@@ -19,7 +19,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout with one commit, from which llmb seems to be imported."""
+    """Create a checkout from which llmb appears to be imported."""
     package = tmp_path / "checkout" / "llmb"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -40,7 +40,7 @@ def test_commit_of_a_checkout(package: Path) -> None:
     assert commit() == f"{head}-dirty"
 
 
-def test_somebody_elses_checkout_around_an_installed_llmb_is_not_ours(package: Path) -> None:
+def test_enclosing_checkout_is_ignored(package: Path) -> None:
     outer = package.parent.parent
     git(outer, "init")
     git(outer, "add", ".")
@@ -48,7 +48,7 @@ def test_somebody_elses_checkout_around_an_installed_llmb_is_not_ours(package: P
     assert commit() is None
 
 
-def test_versions_and_device_are_text() -> None:
+def test_versions_and_device_name() -> None:
     assert versions().keys() >= {"llmb", "python", "torch"}
     assert all(isinstance(version, str) for version in versions().values())
     assert device_name(torch.device("cpu"))

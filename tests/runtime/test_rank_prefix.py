@@ -1,12 +1,12 @@
-"""Who said what: every line of a rank carries its number, the last one of a killed rank too."""
+"""Every line of a rank has its prefix, including the last one of a killed rank."""
 
 import subprocess
 import sys
 
 PROGRAM = """
 import os, signal, sys
-from llmb.runtime.rank_prefix import label_output
-label_output(3)
+from llmb.runtime.rank_prefix import prefix_output
+prefix_output(3)
 print("one")
 print("two", flush=True)
 os.write(1, b"half a li")
@@ -14,17 +14,17 @@ os.write(2, b"terminate called\\n")
 os.write(1, b"ne")
 os.kill(os.getpid(), signal.SIGKILL)
 """
-SAID = ["[rank3]: one", "[rank3]: two", "[rank3]: half a line"]
+EXPECTED = ["[rank3]: one", "[rank3]: two", "[rank3]: half a line"]
 
 
-def test_both_streams_are_labelled_to_the_last_word() -> None:
+def test_stdout_and_stderr_are_prefixed_to_the_last_line() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=20)
     assert done.returncode == -9
-    assert done.stdout.splitlines() == SAID
+    assert done.stdout.splitlines() == EXPECTED
     assert done.stderr.splitlines() == ["[rank3]: terminate called"]
 
 
-def test_two_streams_to_one_place_keep_their_order() -> None:
+def test_stdout_and_stderr_to_one_file_keep_their_order() -> None:
     program = PROGRAM.replace('b"half a li"', 'b"before\\n"').replace('b"ne"', 'b"after\\n"')
     done = subprocess.run(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=20

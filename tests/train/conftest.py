@@ -1,4 +1,4 @@
-"""A small configuration with any field changed, and what a run of it left behind."""
+"""Fixtures that train a small configuration with some fields changed, and its events."""
 
 import json
 import os
@@ -14,13 +14,13 @@ from small_config import CONFIG, changed
 
 from llmb.config.serialization import to_plain
 from llmb.events import RunEnded, RunStarted, StepDone, read
-from llmb.runtime.recorder import Record
+from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
 
 
 @dataclass
 class Outcome:
-    """What a run left behind."""
+    """Run folder and exit code of a run."""
 
     folder: Path
     code: int | None = None
@@ -47,7 +47,7 @@ class Outcome:
 
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[..., Path]:
-    """Writes the changed configuration into a new run folder."""
+    """Write the changed configuration into a new run folder."""
 
     def write(**changes: Any) -> Path:
         folder = tmp_path / f"run {len(list(tmp_path.iterdir()))}"
@@ -60,18 +60,18 @@ def folder_of(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def trained(folder_of: Callable[..., Path]) -> Callable[..., Outcome]:
-    """Trains the changed configuration in this process."""
+    """Train the changed configuration in this process."""
 
     def train(**changes: Any) -> Outcome:
         folder = folder_of(**changes)
-        return Outcome(folder, run(folder / "config.json", Record(folder, 0)))
+        return Outcome(folder, run(folder / "config.json", EventRecorder(folder, 0)))
 
     return train
 
 
 @pytest.fixture
 def start(folder_of: Callable[..., Path]) -> Callable[..., tuple[Outcome, subprocess.Popen]]:
-    """Starts the changed configuration as a user would, on one rank or several."""
+    """Start the changed configuration as a user would, on one or more ranks."""
 
     def start(ranks: int = 1, **changes: Any) -> tuple[Outcome, subprocess.Popen]:
         folder = folder_of(**changes)

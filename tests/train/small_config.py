@@ -1,4 +1,4 @@
-"""A small training run, and the same with any field changed."""
+"""Small training configuration, and a helper to change its fields."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -20,10 +20,12 @@ CONFIG = RunConfig(
 
 
 def changed(config: RunConfig, **changes: Any) -> RunConfig:
-    """The configuration with fields of any section changed; names are unique across sections."""
+    """Return the configuration with fields of any section changed; names are unique across sections."""
     for section in ("model", "machine", "parallel", "precision", "workload", "profile"):
-        part = getattr(config, section)
-        own = {name: value for name, value in changes.items() if name in {f.name for f in fields(part)}}
-        config = replace(config, **{section: replace(part, **own)})
-        changes = {name: value for name, value in changes.items() if name not in own}
+        section_config = getattr(config, section)
+        section_changes = {
+            name: value for name, value in changes.items() if name in {f.name for f in fields(section_config)}
+        }
+        config = replace(config, **{section: replace(section_config, **section_changes)})
+        changes = {name: value for name, value in changes.items() if name not in section_changes}
     return replace(config, **changes)

@@ -1,4 +1,4 @@
-"""Offloading changes where activations wait, and no bit of the result."""
+"""Activation offload is bit-exact and bounds the activations on the device."""
 
 import gc
 from itertools import count
@@ -9,51 +9,51 @@ import torch
 from small_models import SMALL_MODELS
 
 from llmb.models.architectures import ARCHITECTURES, build_model
-from llmb.train import activation_offload as offloading
-from llmb.train.activation_offload import Lane, Stash, offload
-from llmb.train.parallelize import recompute
+from llmb.train import activation_offload as activation_offload
+from llmb.train.activation_offload import CopyStream, OffloadedActivations, offload_activations
+from llmb.train.parallelize import apply_recompute
 from llmb.train.precision import compute_in_bf16, compute_in_fp8
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_too_small(monkeypatch) -> None:
-    monkeypatch.setattr(offloading, "SMALLEST_BYTES", 1)
+def offload_small_tensors(monkeypatch) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
 
 
 @pytest.fixture
 def copies(monkeypatch) -> list[tuple]:
-    """What was copied out and in, in order, with a number for each stash."""
-    made: list[tuple] = []
+    """Record copies to and from the host in order, with a number for each layer's activations."""
+    copied: list[tuple] = []
     numbers = count()
-    copy_out, fetch = Stash._copy_out, Stash.fetch
+    copy_out, prefetch = OffloadedActivations._copy_out, OffloadedActivations.prefetch
 
-    def counted_copy_out(stash: Stash, tensor: torch.Tensor, size: int) -> None:
-        if not stash._on_host:
-            stash.number = next(numbers)
-        made.append(("out", stash.number))
-        copy_out(stash, tensor, size)
+    def counted_copy_out(saved: OffloadedActivations, tensor: torch.Tensor, size: int) -> None:
+        if not saved._on_host:
+            saved.number = next(numbers)
+        copied.append(("out", saved.number))
+        copy_out(saved, tensor, size)
 
-    def counted_fetch(stash: Stash) -> None:
-        made.extend([("in", stash.number) for tensor in stash._on_device if tensor is None])
-        fetch(stash)
+    def counted_prefetch(saved: OffloadedActivations) -> None:
+        copied.extend([("in", saved.number) for tensor in saved._on_device if tensor is None])
+        prefetch(saved)
 
-    monkeypatch.setattr(Stash, "_copy_out", counted_copy_out)
-    monkeypatch.setattr(Stash, "fetch", counted_fetch)
-    return made
+    monkeypatch.setattr(OffloadedActivations, "_copy_out", counted_copy_out)
+    monkeypatch.setattr(OffloadedActivations, "prefetch", counted_prefetch)
+    return copied
 
 
 def gradients(name: str, dtype: str, offloaded: int, recomputed: int = 0) -> list[torch.Tensor]:
-    """The losses and gradients of two micro-batches, one after the other."""
+    """Return the losses and gradients of two consecutive micro-batches."""
     network = build_model(SMALL_MODELS[name])
     network.init_weights(1)
     if dtype == "bf16":
         compute_in_bf16(network)
     elif dtype == "fp8":
         compute_in_fp8(network, CPU)
-    recompute(network, recomputed)
-    offload(network, first=recomputed, layers=offloaded)
+    apply_recompute(network, recomputed)
+    offload_activations(network, first=recomputed, layers=offloaded)
     tokens = torch.randint(128, (2, 2, 33), generator=torch.Generator().manual_seed(2))
     losses = []
     for batch in tokens:
@@ -68,85 +68,89 @@ def test_every_architecture_has_a_small_model() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_no_bit_changes(name: str, dtype: str, copies: list) -> None:
+def test_offload_is_bit_exact(name: str, dtype: str, copies: list) -> None:
     layers = SMALL_MODELS[name].layers
     plain = gradients(name, dtype, 0)
     assert not copies
     for offloaded, recomputed in ((1, 0), (2, 1), (2, 2), (layers, 0), (layers - 1, 1)):
         copies.clear()
-        for ours, theirs in zip(gradients(name, dtype, offloaded, recomputed), plain, strict=True):
-            assert torch.equal(ours, theirs)
-        moved = min(offloaded, layers - recomputed - 1)  # the network's last layer stays
-        assert len(set(copies)) == 2 * 2 * moved
-        for stash in {number for _, number in copies}:
-            assert copies.count(("out", stash)) == copies.count(("in", stash)) > 1
+        for actual, expected in zip(gradients(name, dtype, offloaded, recomputed), plain, strict=True):
+            assert torch.equal(actual, expected)
+        copied_layers = min(offloaded, layers - recomputed - 1)  # the network's last layer is not offloaded
+        assert len(set(copies)) == 2 * 2 * copied_layers
+        for saved in {number for _, number in copies}:
+            assert copies.count(("out", saved)) == copies.count(("in", saved)) > 1
 
 
-def test_only_two_layers_are_on_the_device_at_once(monkeypatch) -> None:
-    alive: WeakSet[Stash] = WeakSet()
-    most = 0
-    original = Stash.__init__
+def test_at_most_two_offloaded_layers_on_device(monkeypatch) -> None:
+    alive: WeakSet[OffloadedActivations] = WeakSet()
+    peak = 0
+    original = OffloadedActivations.__init__
 
-    def born(stash: Stash, *arguments) -> None:
-        original(stash, *arguments)
-        alive.add(stash)
+    def created(saved: OffloadedActivations, *arguments) -> None:
+        original(saved, *arguments)
+        alive.add(saved)
 
-    monkeypatch.setattr(Stash, "__init__", born)
-    pack, unpack = Stash.pack, Stash.unpack
+    monkeypatch.setattr(OffloadedActivations, "__init__", created)
+    pack, unpack = OffloadedActivations.pack, OffloadedActivations.unpack
 
-    def look() -> None:
-        nonlocal most
-        most = max(most, sum(any(t is not None for t in s._on_device) for s in alive))
+    def count_on_device() -> None:
+        nonlocal peak
+        peak = max(peak, sum(any(t is not None for t in s._on_device) for s in alive))
 
-    monkeypatch.setattr(Stash, "pack", lambda s, t: (pack(s, t), look())[0])
-    monkeypatch.setattr(Stash, "unpack", lambda s, p: (unpack(s, p), look())[0])
+    monkeypatch.setattr(OffloadedActivations, "pack", lambda s, t: (pack(s, t), count_on_device())[0])
+    monkeypatch.setattr(OffloadedActivations, "unpack", lambda s, p: (unpack(s, p), count_on_device())[0])
     gradients("nemotron_h", "fp32", 4)
-    assert most == 2
+    assert peak == 2
 
 
-def test_buffers_are_used_again_and_given_back(monkeypatch) -> None:
-    lanes: list[Lane] = []
-    original = Lane.__init__
-    monkeypatch.setattr(Lane, "__init__", lambda lane, device: (lanes.append(lane), original(lane, device))[1])
-    taken: list[int] = []
-    take = Lane.take
-    monkeypatch.setattr(Lane, "take", lambda lane, size: (taken.append(size), take(lane, size))[1])
+def test_host_buffers_are_reused(monkeypatch) -> None:
+    streams: list[CopyStream] = []
+    original = CopyStream.__init__
+    monkeypatch.setattr(
+        CopyStream, "__init__", lambda stream, device: (streams.append(stream), original(stream, device))[1]
+    )
+    sizes: list[int] = []
+    allocate = CopyStream.allocate
+    monkeypatch.setattr(CopyStream, "allocate", lambda stream, size: (sizes.append(size), allocate(stream, size))[1])
     gradients("llama", "fp32", 3)
     gc.collect()
-    (lane,) = lanes
-    free = [buffer for buffers in lane._free.values() for buffer in buffers]
-    assert len(free) == len(taken) // 2  # two micro-batches used the same
+    (stream,) = streams
+    free = [buffer for buffers in stream._free_buffers.values() for buffer in buffers]
+    assert len(free) == len(sizes) // 2  # shared by two micro-batches
     assert len({buffer.data_ptr() for buffer in free}) == len(free)
 
 
-def test_what_is_saved_twice_is_copied_once_and_parameters_never() -> None:
+def test_shared_activations_are_copied_once_and_parameters_never() -> None:
     weight, shared, x = torch.randn(8, 8), torch.randn(8, 8), torch.randn(8, 8)
-    stash = Stash(Lane(CPU), None, lambda _: None, lambda: {t.untyped_storage()._cdata for t in (weight, shared)})
-    assert stash.pack(weight) is weight
-    assert stash.pack(shared) is shared
+    saved = OffloadedActivations(
+        CopyStream(CPU), None, lambda _: None, lambda: {t.untyped_storage()._cdata for t in (weight, shared)}
+    )
+    assert saved.pack(weight) is weight
+    assert saved.pack(shared) is shared
     expanded = torch.randn(1, 8).expand(100, 8)
-    assert stash.pack(expanded) is expanded, "a copy would be larger than what it replaces"
-    assert stash.pack(x) == stash.pack(x.detach()) == 0
-    assert stash.pack(x.T) == 1, "another view of the same numbers"
-    assert stash.pack(x[:, :4]) == 2, "a view with gaps"
-    stash.close()
-    kept = x.clone()
+    assert saved.pack(expanded) is expanded, "a copy would be larger than what it replaces"
+    assert saved.pack(x) == saved.pack(x.detach()) == 0
+    assert saved.pack(x.T) == 1, "another view of the same numbers"
+    assert saved.pack(x[:, :4]) == 2, "a view with gaps"
+    saved.end_forward()
+    expected_x = x.clone()
     x.zero_()
-    stash.leave()
-    stash.fetch()
-    for packed, wanted in ((0, kept), (1, kept.T), (2, kept[:, :4])):
-        assert torch.equal(stash.unpack(packed), wanted)
-    assert stash.unpack(1).stride() == x.T.stride()
+    saved.free_device()
+    saved.prefetch()
+    for packed, expected in ((0, expected_x), (1, expected_x.T), (2, expected_x[:, :4])):
+        assert torch.equal(saved.unpack(packed), expected)
+    assert saved.unpack(1).stride() == x.T.stride()
 
 
-def test_small_tensors_stay(monkeypatch, copies: list) -> None:
-    monkeypatch.setattr(offloading, "SMALLEST_BYTES", 2**20)
+def test_small_tensors_are_not_offloaded(monkeypatch, copies: list) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 2**20)
     gradients("llama", "fp32", 3)
     assert not copies
 
 
 @pytest.mark.parametrize("changes", [{"offload_layers": 1}, {"recompute_layers": 1, "offload_layers": 1}, {"ga": 2}])
-def test_a_run_with_offload_equals_one_without(trained, changes: dict) -> None:
+def test_run_with_offload_is_bit_exact(trained, changes: dict) -> None:
     shape = {"layers": 3, "dtype": "bf16", "ga": 1} | {key: changes[key] for key in changes if key == "ga"}
     shape["gbs"] = 4 * shape["ga"]
     offloaded = trained(**shape | {"offload_layers": 2} | changes)
@@ -154,7 +158,7 @@ def test_a_run_with_offload_equals_one_without(trained, changes: dict) -> None:
     assert offloaded.losses() == trained(**shape).losses()
 
 
-def test_more_layers_than_are_left_are_refused(trained) -> None:
+def test_too_many_offloaded_layers_are_refused(trained) -> None:
     done = trained(recompute_layers=1, offload_layers=2)
     assert done.code == 1
     assert done.ended().reason == "offload_layers=2: 1 of the 2 layers are not recomputed, so 0 to 1"

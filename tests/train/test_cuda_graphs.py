@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: what is refused. What they compute is in tests/gpu/test_graphs_gpu.py."""
+"""Refused CUDA graph configurations; tests/gpu/test_graphs_gpu.py tests what graphs compute."""
 
 import pytest
 from small_models import SMALL_MODELS
@@ -16,7 +16,7 @@ from small_models import SMALL_MODELS
         ),
     ],
 )
-def test_what_a_graph_cannot_hold_is_refused(trained, capsys, changes: dict, reason: str) -> None:
+def test_unsupported_cuda_graphs_are_refused(trained, capsys, changes: dict, reason: str) -> None:
     done = trained(cuda_graphs=True, **changes)
     assert done.code == 1
     assert done.ended().reason.startswith(reason)

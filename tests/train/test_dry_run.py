@@ -1,4 +1,4 @@
-"""A rank of a real run, built without its hardware, does and holds what the closed forms say."""
+"""Dry runs of recipe rows agree with the closed-form estimates of memory, FLOPs and traffic."""
 
 from dataclasses import replace
 
@@ -9,14 +9,14 @@ from llmb.config.recipe import expand_gpus, load_all, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.config.spec import RunConfig
-from llmb.launch.dry_run_process import rehearse
+from llmb.launch.torch_process import run_dry_run
 from llmb.perfmodel.communication import step_traffic
-from llmb.perfmodel.dry_run_summary import Rehearsal
+from llmb.perfmodel.dry_run_summary import DryRunSummary
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.shards import rank_flops, rank_parameters
 
 CLOSE = 0.02
-SMALL = 2**20  # bytes a call: exchanges of counts and single numbers are left out of the closed form
+SMALL = 2**20  # bytes per call: the closed form leaves out collectives of counts and scalars
 RECIPES = {name: recipe for name, recipe in load_all([shipped()]).items() if recipe.kind == "training"}
 
 
@@ -25,66 +25,68 @@ def row(workload: str, size: str, dtype: str, gpus: int, gpu: str) -> RunConfig:
 
 
 def every_row() -> list[RunConfig]:
-    """At the smallest and largest scale of each."""
-    found = []
+    """Return each row at its smallest and largest scale."""
+    summary = []
     for workload, recipe in RECIPES.items():
-        for one in recipe.rows:
-            scales = expand_gpus(one["gpus"])
-            for dtype in one["dtype"] if isinstance(one["dtype"], list) else [one["dtype"]]:
+        for recipe_row in recipe.rows:
+            scales = expand_gpus(recipe_row["gpus"])
+            for dtype in recipe_row["dtype"] if isinstance(recipe_row["dtype"], list) else [recipe_row["dtype"]]:
                 for gpus in dict.fromkeys((scales[0], scales[-1])):
-                    found.append(row(workload, one["size"], dtype, gpus, one["gpu"]))
-    return found
+                    summary.append(row(workload, recipe_row["size"], dtype, gpus, recipe_row["gpu"]))
+    return summary
 
 
-def check(config: RunConfig, found: Rehearsal) -> None:
-    stage = found.rank * config.parallel.pp // config.parallel.world_size
-    assert found.parameters == rank_parameters(config, stage)
-    assert found.flops == pytest.approx(rank_flops(config, stage), rel=1e-12)
-    assert found.peak_bytes == pytest.approx(memory_estimate(config).total, rel=CLOSE)
-    formed = {(one.kind, one.dimension): one for one in step_traffic(config, stage)}
-    for one in found.collectives:
-        if one.kind != "all-reduce" and one.bytes >= SMALL * one.count:
-            assert one.bytes == pytest.approx(formed.pop((one.kind, one.dimension)).bytes, rel=CLOSE)
-    assert not formed, "the closed form has exchanges that are not made"
+def check(config: RunConfig, summary: DryRunSummary) -> None:
+    stage = summary.rank * config.parallel.pp // config.parallel.world_size
+    assert summary.parameters == rank_parameters(config, stage)
+    assert summary.flops == pytest.approx(rank_flops(config, stage), rel=1e-12)
+    assert summary.peak_bytes == pytest.approx(memory_estimate(config).total, rel=CLOSE)
+    estimated = {(traffic.kind, traffic.dimension): traffic for traffic in step_traffic(config, stage)}
+    for traffic in summary.collectives:
+        if traffic.kind != "all-reduce" and traffic.bytes >= SMALL * traffic.count:
+            assert traffic.bytes == pytest.approx(estimated.pop((traffic.kind, traffic.dimension)).bytes, rel=CLOSE)
+    assert not estimated, "the closed form has collectives that are not called"
 
 
 @pytest.mark.parametrize(
-    "named",
+    "key",
     [
         ("pretrain_llama3.1", "1b", "bf16", 1, "h200"),
         ("pretrain_llama3.1", "405b", "fp8", 1024, "h100"),  # tp, pp, cp, vp
-        ("pretrain_grok1", "314b", "bf16", 512, "h100"),  # ep besides
+        ("pretrain_grok1", "314b", "bf16", 512, "h100"),  # also ep
     ],
-    ids=lambda named: "-".join(map(str, named[1:])),
+    ids=lambda key: "-".join(map(str, key[1:])),
 )
-def test_a_row_agrees_with_the_closed_forms(named: tuple) -> None:
-    config = row(*named)
-    check(config, rehearse(config))
+def test_recipe_row_agrees_with_estimates(key: tuple) -> None:
+    config = row(*key)
+    check(config, run_dry_run(config))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_one_layer_at_its_true_width(dtype: str) -> None:
-    """Where the gradient of a single weight is a large part of the peak, and in fp8 what is kept of the weights."""
-    wishes = tuple(Setting(field=field, value=value, source="test") for field, value in (("gbs", 2), ("seqlen", 4096)))
-    request = Request(size="314b", dtype=dtype, gpus=1, gpu="h200", proxy="true-width", settings=wishes)
+def test_proxy_layer_at_full_width(dtype: str) -> None:
+    """The gradient of a single weight is a large part of the peak, as are cached fp8 weights."""
+    settings = tuple(
+        Setting(field=field, value=value, source="test") for field, value in (("gbs", 2), ("seqlen", 4096))
+    )
+    request = Request(size="314b", dtype=dtype, gpus=1, gpu="h200", proxy="true-width", settings=settings)
     config = resolve(RECIPES["pretrain_grok1"], request)
     assert config.model.layers == 1
-    check(config, rehearse(config))
+    check(config, run_dry_run(config))
 
 
 @pytest.mark.matrix
-def test_layers_that_are_computed_again_or_offloaded() -> None:
+def test_recomputed_and_offloaded_layers_agree_with_estimates() -> None:
     config = row("pretrain_llama3.1", "8b", "fp8", 8, "h100")
-    few = replace(config.model, layers=6)
+    model = replace(config.model, layers=6)
     for fsdp in (True, False):
         work = replace(config.workload, recompute_layers=2, offload_layers=2)
-        changed = replace(config, model=few, workload=work, parallel=replace(config.parallel, fsdp=fsdp))
-        found = rehearse(changed)
-        check(changed, found)
-        assert found.host_bytes == pytest.approx(memory_estimate(changed).host, rel=CLOSE)
+        changed = replace(config, model=model, workload=work, parallel=replace(config.parallel, fsdp=fsdp))
+        summary = run_dry_run(changed)
+        check(changed, summary)
+        assert summary.host_bytes == pytest.approx(memory_estimate(changed).host, rel=CLOSE)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("config", every_row(), ids=lambda config: f"{config.machine.gpu}-{config.name}")
-def test_every_row_agrees_with_the_closed_forms(config: RunConfig) -> None:
-    check(config, rehearse(config))
+def test_every_recipe_row_agrees_with_estimates(config: RunConfig) -> None:
+    check(config, run_dry_run(config))

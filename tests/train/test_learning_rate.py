@@ -1,14 +1,14 @@
-"""The learning rate of each step."""
+"""Learning-rate schedule."""
 
 import math
 
 import pytest
 
 from llmb.config.spec import Training
-from llmb.runtime.learning_rate import learning_rate
+from llmb.runtime.adamw_settings import learning_rate
 
 
-def work(**fields) -> Training:
+def training_config(**fields) -> Training:
     return Training(seqlen=8, mbs=1, gbs=1, ga=1, lr=1.0, **fields)
 
 
@@ -16,18 +16,18 @@ def rates(training: Training, *steps: int) -> list[float]:
     return [learning_rate(step, training) for step in steps]
 
 
-def test_it_rises_then_stays() -> None:
-    assert rates(work(), 1, 5, 10, 11, 50) == [0.1, 0.5, 1.0, 1.0, 1.0]
-    assert rates(work(lr_warmup_steps=4), 1, 2, 4, 5) == [0.25, 0.5, 1.0, 1.0]
-    assert rates(work(lr_warmup_steps=0), 1, 2) == [1.0, 1.0]
+def test_linear_warmup_then_constant() -> None:
+    assert rates(training_config(), 1, 5, 10, 11, 50) == [0.1, 0.5, 1.0, 1.0, 1.0]
+    assert rates(training_config(lr_warmup_steps=4), 1, 2, 4, 5) == [0.25, 0.5, 1.0, 1.0]
+    assert rates(training_config(lr_warmup_steps=0), 1, 2) == [1.0, 1.0]
 
 
-def test_it_falls_as_a_cosine_to_a_tenth() -> None:
-    training = work(lr_warmup_steps=10, lr_decay_steps=110)
+def test_cosine_decay_to_a_tenth() -> None:
+    training = training_config(lr_warmup_steps=10, lr_decay_steps=110)
     assert rates(training, 5, 10, 60, 110, 111, 500) == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1, 0.1])
     assert learning_rate(35, training) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
-    every = rates(training, *range(10, 120))
-    assert every == sorted(every, reverse=True)
+    all_rates = rates(training, *range(10, 120))
+    assert all_rates == sorted(all_rates, reverse=True)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,15 @@ def test_it_falls_as_a_cosine_to_a_tenth() -> None:
         ({"lr_decay_steps": 10}, "lr_decay_steps=10: must be more than lr_warmup_steps=10"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(trained, changes: dict, reason: str) -> None:
+def test_invalid_lr_schedule_is_refused(trained, changes: dict, reason: str) -> None:
     done = trained(**changes)
     assert done.code == 1
     assert done.ended().reason.startswith(reason)
 
 
-def test_a_run_follows_its_schedule(trained, capsys) -> None:
+def test_run_follows_its_lr_schedule(trained, capsys) -> None:
     trained(lr=1e-2, lr_warmup_steps=2, lr_decay_steps=4)
-    shown = [line.split("learning rate: ")[1][:12] for line in capsys.readouterr().out.splitlines() if "rate:" in line]
-    assert shown == ["5.000000E-03", "1.000000E-02", "5.500000E-03", "1.000000E-03"]
+    printed = [
+        line.split("learning rate: ")[1][:12] for line in capsys.readouterr().out.splitlines() if "rate:" in line
+    ]
+    assert printed == ["5.000000E-03", "1.000000E-02", "5.500000E-03", "1.000000E-03"]

@@ -1,4 +1,4 @@
-"""What ends a run early is named: the first tensor that is not finite, and what would have saved memory."""
+"""Reports of the first non-finite tensor, and advice on out-of-memory errors."""
 
 import re
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
 from small_config import CONFIG, changed
 from torch import nn
 from torch.distributed.tensor import DTensor
+from training_ranks import on_ranks
 
 from llmb.config.spec import Machine, Model
 from llmb.events import StepDone
@@ -18,10 +18,10 @@ from llmb.models.architectures import build_model
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.results.readers.megatron_bridge_log import read
-from llmb.runtime.recorder import Record
+from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import Diverged
 from llmb.train import loop
-from llmb.train.nonfinite import first_bad_tensor
+from llmb.train.nonfinite import find_first_nonfinite
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.train_oom import advice
@@ -36,8 +36,8 @@ ON_H200 = changed(
 )
 
 
-class NoWayBack(torch.autograd.Function):
-    """Finite forward; the gradient is not."""
+class NanGradient(torch.autograd.Function):
+    """Identity with a NaN gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -49,19 +49,19 @@ class NoWayBack(torch.autograd.Function):
 
 
 @pytest.fixture
-def poisoned(trained, monkeypatch):
-    """A run whose model is spoilt before the first step."""
+def spoiled_run(trained, monkeypatch):
+    """Run a model that is spoilt before the first step; return the reason of the failure."""
 
     def train(spoil, **changes):
-        build = loop.ready_parts
+        build = loop.build_model_parts
 
-        def spoilt(*arguments):
+        def build_spoilt(*arguments):
             (model,) = build(*arguments)
             with torch.no_grad():
                 spoil(model)
             return [model]
 
-        monkeypatch.setattr(loop, "ready_parts", spoilt)
+        monkeypatch.setattr(loop, "build_model_parts", build_spoilt)
         done = trained(**changes)
         assert (done.code, done.ended().status) == (2, "diverged")
         return done.ended().reason
@@ -69,32 +69,32 @@ def poisoned(trained, monkeypatch):
     return train
 
 
-def test_a_weight_that_is_not_finite_is_named(poisoned) -> None:
+def test_non_finite_weight_is_reported(spoiled_run) -> None:
     def spoil(model):
         model.layers[1].mlp.up.weight[3, 4] = float("nan")
 
-    assert poisoned(spoil) == "loss became nan at step 1: nan in the weight layers.1.mlp.up.weight"
+    assert spoiled_run(spoil) == "loss became nan at step 1: nan in the weight layers.1.mlp.up.weight"
 
 
-def test_a_module_whose_output_is_not_finite_is_named(poisoned) -> None:
+def test_module_with_non_finite_output_is_reported(spoiled_run) -> None:
     def spoil(model):
         model.layers[1].mlp.down.register_forward_hook(lambda _module, _args, output: output * torch.inf)
 
-    reason = poisoned(spoil, mbs=2, ga=2, recompute_layers=2)
+    reason = spoiled_run(spoil, mbs=2, ga=2, recompute_layers=2)
     assert reason.startswith("loss became nan at step 1: ")
     assert reason.endswith(" first in the output of layers.1.mlp.down, micro-batch 1")
 
 
-def test_a_gradient_that_is_not_finite_is_named(poisoned) -> None:
+def test_non_finite_gradient_is_reported(spoiled_run) -> None:
     def spoil(model):
-        model.layers[0].mlp.register_forward_hook(lambda _module, _args, output: NoWayBack.apply(output))
+        model.layers[0].mlp.register_forward_hook(lambda _module, _args, output: NanGradient.apply(output))
 
-    # From there the backward pass comes to what the last matrix of that MLP put out.
+    # The first gradient after it in the backward pass is that of the output of the last matrix of that MLP.
     first = "nan first in the gradient of the output of layers.0.mlp.down, micro-batch 1"
-    assert poisoned(spoil) == f"grad norm became nan at step 1: {first}"
+    assert spoiled_run(spoil) == f"grad norm became nan at step 1: {first}"
 
 
-def test_a_micro_batch_is_named(poisoned) -> None:
+def test_micro_batch_is_reported(spoiled_run) -> None:
     def spoil(model):
         calls = []
 
@@ -104,85 +104,85 @@ def test_a_micro_batch_is_named(poisoned) -> None:
 
         model.norm.register_forward_hook(hook)
 
-    reason = poisoned(spoil, mbs=1, gbs=3, ga=3)
+    reason = spoiled_run(spoil, mbs=1, gbs=3, ga=3)
     assert reason == "loss became nan at step 1: nan first in the output of norm, micro-batch 2"
 
 
-def diverge(rank: int, layout: dict, guilty: int, spoil: Callable[[nn.Module], None], folder: Path) -> Diverged:
-    """Train until the spoilt rank's trouble is everyone's."""
-    build = loop.ready_parts
+def diverge(rank: int, layout: dict, failed_rank: int, spoil: Callable[[nn.Module], None], folder: Path) -> Diverged:
+    """Train until the non-finite values of the spoilt rank reach all ranks."""
+    build = loop.build_model_parts
 
-    def spoilt(*arguments):
-        parts = build(*arguments)
-        if rank == guilty:
+    def build_spoilt(*arguments):
+        model_parts = build(*arguments)
+        if rank == failed_rank:
             with torch.no_grad():
-                spoil(parts[0])
-        return parts
+                spoil(model_parts[0])
+        return model_parts
 
-    loop.ready_parts = spoilt
+    loop.build_model_parts = build_spoilt
     try:
-        loop.train(changed(CONFIG, **layout), Record(folder, rank))
+        loop.train(changed(CONFIG, **layout), EventRecorder(folder, rank))
     except Diverged as error:
         return error
     raise AssertionError("it trained on")
 
 
-def lose_weight(part: nn.Module) -> None:
-    weight = next(p for name, p in part.named_parameters() if name.endswith("mlp.down.weight"))
+def spoil_weight(model_part: nn.Module) -> None:
+    weight = next(p for name, p in model_part.named_parameters() if name.endswith("mlp.down.weight"))
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     local.view(-1)[0] = torch.nan
 
 
-def lose_output(part: nn.Module) -> None:
-    layer = next(iter(part.layers))
+def spoil_output(model_part: nn.Module) -> None:
+    layer = next(iter(model_part.layers))
     layer.mlp.up.register_forward_hook(lambda _module, _args, output: output * torch.nan)
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "gbs": 8}, {"tp": 2}, {"pp": 2, "mbs": 2, "ga": 2}], ids=str)
-@pytest.mark.parametrize("spoil", [lose_weight, lose_output])
-def test_the_rank_it_came_from_is_named_by_all(layout, spoil, tmp_path) -> None:
+@pytest.mark.parametrize("spoil", [spoil_weight, spoil_output])
+def test_all_ranks_report_the_failed_rank(layout, spoil, tmp_path) -> None:
     errors = on_ranks(2, diverge, layout, 1, spoil, tmp_path)
-    assert [error.guilty_rank for error in errors] == [1, 1]
+    assert [error.failed_rank for error in errors] == [1, 1]
     assert {str(error) for error in errors} == {str(errors[0])}
     assert str(errors[0]).endswith(", on rank 1")
 
 
 @pytest.mark.parametrize("spoilt_call", [1, 3])
-def test_in_a_pipeline_a_gradient_is_named_with_its_layers_and_its_own_micro_batch(spoilt_call, tmp_path) -> None:
+def test_pipeline_gradient_is_reported_with_layers_and_micro_batch(spoilt_call, tmp_path) -> None:
     calls = []
 
-    def lose_gradient(part: nn.Module) -> None:
+    def spoil_gradient(model_part: nn.Module) -> None:
         def hook(_module, args):
             calls.append(None)
-            x_BTC, *rest = args
-            return (NoWayBack.apply(x_BTC), *rest) if (len(calls) - 1) % 4 + 1 == spoilt_call else args
+            x_BTC, *positional = args
+            return (NanGradient.apply(x_BTC), *positional) if (len(calls) - 1) % 4 + 1 == spoilt_call else args
 
-        next(iter(part.layers)).register_forward_pre_hook(hook)
+        next(iter(model_part.layers)).register_forward_pre_hook(hook)
 
     layout = {"layers": 4, "pp": 2, "vp": 2, "mbs": 1, "ga": 4}
-    errors = on_ranks(2, diverge, layout, 1, lose_gradient, tmp_path)
-    where = f"the gradient of the stream into layers.1, micro-batch {spoilt_call}"
+    errors = on_ranks(2, diverge, layout, 1, spoil_gradient, tmp_path)
+    where = f"the gradient of the residual into layers.1, micro-batch {spoilt_call}"
     assert str(errors[0]) == f"grad norm became nan at step 1: nan first in {where}, on rank 1"
-    assert [error.guilty_rank for error in errors] == [1, 1]
+    assert [error.failed_rank for error in errors] == [1, 1]
 
 
-def test_what_a_stage_passes_on_is_not_called_the_loss() -> None:
+def test_output_of_inner_stage_is_reported_as_residual() -> None:
     model = build_model(CONFIG.model)
     tokens = torch.zeros(1, 32, dtype=torch.int64)
     model.register_forward_hook(lambda _module, _args, output: output * torch.nan)
-    said = first_bad_tensor([model], lambda: model(tokens, tokens))
-    assert said.text == "nan first in the loss, micro-batch 1"
+    report = find_first_nonfinite([model], lambda: model(tokens, tokens))
+    assert report.text == "nan first in the loss, micro-batch 1"
     model.last = False
-    said = first_bad_tensor([model], lambda: (model(tokens), model(tokens)))
-    assert said.text == "nan first in the stream out of layers.0 to layers.1, micro-batch 1"
+    report = find_first_nonfinite([model], lambda: (model(tokens), model(tokens)))
+    assert report.text == "nan first in the residual out of layers.0 to layers.1, micro-batch 1"
 
 
-def test_what_all_ranks_find_is_no_ranks_fault(tmp_path) -> None:
-    def spoil(part: nn.Module) -> None:
-        part.norm.register_forward_hook(lambda _module, _args, output: output * torch.nan)
+def test_no_failed_rank_if_all_ranks_are_non_finite(tmp_path) -> None:
+    def spoil(model_part: nn.Module) -> None:
+        model_part.norm.register_forward_hook(lambda _module, _args, output: output * torch.nan)
 
     errors = on_ranks(2, diverge_everywhere, spoil, tmp_path)
-    assert [error.guilty_rank for error in errors] == [None, None]
+    assert [error.failed_rank for error in errors] == [None, None]
     assert str(errors[0]).endswith("nan first in the output of norm, micro-batch 1, on every rank")
 
 
@@ -190,7 +190,7 @@ def diverge_everywhere(rank: int, spoil: Callable[[nn.Module], None], folder: Pa
     return diverge(rank, {"dp": 2, "gbs": 8}, rank, spoil, folder)
 
 
-def test_an_update_that_is_not_finite_changes_nothing() -> None:
+def test_non_finite_update_changes_nothing() -> None:
     model = nn.Linear(3, 2)
     optimizer = Optimizer(model.named_parameters(), Mesh(0, 1, torch.device("cpu")), 1e-2, set())
     for factor in (1.0, float("inf"), 1.0):
@@ -202,14 +202,14 @@ def test_an_update_that_is_not_finite_changes_nothing() -> None:
     assert {int(state["step"]) for state in optimizer.state().values()} == {2}
 
 
-def test_nothing_bad_is_said_too() -> None:
+def test_report_if_repeated_step_is_finite() -> None:
     model = build_model(CONFIG.model)
     tokens = torch.zeros(1, 32, dtype=torch.int64)
-    said = first_bad_tensor([model], lambda: model(tokens, tokens).backward())
-    assert said == ("every tensor was finite when the step was repeated", None)
+    report = find_first_nonfinite([model], lambda: model(tokens, tokens).backward())
+    assert report == ("every tensor was finite when the step was repeated", None)
 
 
-def test_the_log_is_read_like_megatron_bridges(trained, capsys) -> None:
+def test_megatron_bridge_parser_reads_the_log(trained, capsys) -> None:
     done = trained()
     lines = capsys.readouterr().out.splitlines()
     read_back = [event for event in read(lines) if isinstance(event, StepDone)]
@@ -224,44 +224,44 @@ def fits(config, **changes) -> bool:
     return memory_estimate(changed(config, **changes)).fits
 
 
-def test_all_that_is_named_suffices_and_the_cheapest_comes_first() -> None:
+def test_advised_remedies_suffice_cheapest_first() -> None:
     config = changed(ON_H200, layers=16, mbs=8, gbs=8)
     assert not fits(config)
-    remedies = advice(config, 139 * GIB, asked=0.0).removesuffix(", by estimate").split(", or ")
-    knobs = []
+    remedies = advice(config, 139 * GIB, requested=0.0).removesuffix(", by estimate").split(", or ")
+    settings = []
     for remedy in remedies:
-        knob, value = re.match(r"(?:lower|raise) (\w+) from \d+ to (\d+)", remedy).groups()
-        knobs.append(knob)
-        assert fits(config, **{knob: int(value)} | ({"ga": 8 // int(value)} if knob == "mbs" else {})), remedy
-    assert knobs[:2] == ["mbs", "recompute_layers"]
+        setting, value = re.match(r"(?:lower|raise) (\w+) from \d+ to (\d+)", remedy).groups()
+        settings.append(setting)
+        assert fits(config, **{setting: int(value)} | ({"ga": 8 // int(value)} if setting == "mbs" else {})), remedy
+    assert settings[:2] == ["mbs", "recompute_layers"]
 
 
-def test_the_mildest_of_a_kind_is_named() -> None:
+def test_mildest_sufficient_remedy_is_advised() -> None:
     config = changed(ON_H200, layers=8, mbs=8, gbs=8)
-    lacking = 10 * GIB
-    said = advice(config, memory_estimate(config).total - lacking, asked=0.0)
-    assert said.startswith("lower mbs from 8 to 4 (frees about ")
-    number = int(said.split("raise recompute_layers from 0 to ")[1].split()[0])
-    now = memory_estimate(config).total
-    assert now - memory_estimate(changed(config, recompute_layers=number)).total >= lacking
-    assert now - memory_estimate(changed(config, recompute_layers=number - 1)).total < lacking
-    assert "none alone" not in said
+    missing = 10 * GIB
+    report = advice(config, memory_estimate(config).total - missing, requested=0.0)
+    assert report.startswith("lower mbs from 8 to 4 (frees about ")
+    number = int(report.split("raise recompute_layers from 0 to ")[1].split()[0])
+    total = memory_estimate(config).total
+    assert total - memory_estimate(changed(config, recompute_layers=number)).total >= missing
+    assert total - memory_estimate(changed(config, recompute_layers=number - 1)).total < missing
+    assert "none alone" not in report
 
 
-def test_when_no_change_suffices_the_lack_is_said() -> None:
+def test_missing_memory_is_reported_if_no_remedy_suffices() -> None:
     config = changed(ON_H200, layers=32, mbs=1, gbs=1)
-    said = advice(config, 80 * GIB, asked=0.0)
-    assert "none alone frees the " in said
-    assert "mbs" not in said
+    report = advice(config, 80 * GIB, requested=0.0)
+    assert "none alone frees the " in report
+    assert "mbs" not in report
 
 
-def test_the_allocation_that_failed_is_the_least_that_is_lacking() -> None:
+def test_failed_allocation_is_lower_bound_of_missing_memory() -> None:
     config = changed(ON_H200, layers=2, mbs=2, gbs=2)
     assert fits(config)
-    assert "none alone frees the 50.0 GiB" in advice(config, 139 * GIB, asked=50.0 * GIB)
+    assert "none alone frees the missing 50.0 GiB" in advice(config, 139 * GIB, requested=50.0 * GIB)
 
 
-def test_only_what_this_engine_runs_is_advised() -> None:
-    said = advice(changed(ON_H200, dp=2, mbs=1, gbs=2, layers=4), 10 * GIB, asked=0.0)
-    assert "pp" not in said
-    assert "tp" not in said
+def test_only_supported_remedies_are_advised() -> None:
+    report = advice(changed(ON_H200, dp=2, mbs=1, gbs=2, layers=4), 10 * GIB, requested=0.0)
+    assert "pp" not in report
+    assert "tp" not in report

@@ -4,7 +4,7 @@ A layout is scaled down to as few ranks as keep every dimension split that the r
 layers; offloading and recomputation stay where the recipe has them. Beside the recipes' layouts stand a few with one
 or two dimensions, which fail more plainly. `docs/parallelism.md` holds what was found, written by
 
-    PYTHONPATH=tests python tests/train/test_layouts.py --write
+    PYTHONPATH=tests python tests/train/test_parallel_layouts.py --write
 """
 
 import sys
@@ -17,20 +17,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Trained, trained
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
+from training_ranks import Trained, trained
 
-from llmb.config.parallel_layout import spelled
+from llmb.config.parallel_layout import format_layout
+from llmb.config.proxy_layout import shrink_layout
 from llmb.config.recipe import Recipe, Row, expand_gpus, load_all, shipped
-from llmb.config.shrunk_layout import shrunk
 from llmb.config.spec import Model, Parallel, RunConfig
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- proved layouts -->", "<!-- end -->"
-# Of a loss, of a gradient norm, of a weight tensor. In fp32 only the order of sums differs. In bf16 and fp8 a sum that
-# is rounded in another place is another number, replicas exchange rounded weights, and slices have 8-bit scales of
-# their own. Of a gradient that is mostly rounding Adam makes a whole step: weights differ more than what they compute.
+# Of a loss, of a gradient norm, of a weight tensor. In fp32 only the order of sums differs. In bf16 and fp8 sums are
+# rounded at different points, replicas gather rounded weights, and shards have their own fp8 scales. Adam takes a full
+# step even for a gradient that is mostly rounding error: weights differ more than losses.
 TOLERANCE = {"fp32": (1e-5, 1e-5, 1e-5), "bf16": (3e-4, 5e-3, 3e-2), "fp8": (2e-3, 5e-2, 6e-2)}
 SPLIT = ("tp", "pp", "cp", "dp", "ep", "etp")
 MOST_RANKS = 16
@@ -40,7 +40,7 @@ STEPS, MBS, GBS = 5, 2, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A layout of one architecture, and whose it is."""
+    """A layout of one architecture, and the recipe row it represents."""
 
     architecture: str
     stands_for: str
@@ -52,7 +52,7 @@ class Case:
     @property
     def layout(self) -> str:
         also = [name for name in ("recompute", "offload") if getattr(self, name)]
-        return ", ".join([spelled(self.parallel), *also])
+        return ", ".join([format_layout(self.parallel), *also])
 
     def __str__(self) -> str:
         return f"{self.architecture} {self.layout} {self.dtype}"
@@ -68,18 +68,18 @@ class Case:
         )
 
     def alone(self) -> "Case":
-        """What it is compared with: one process that keeps all activations."""
+        """Return the reference: one process that saves all activations."""
         return replace(self, parallel=Parallel(), recompute=False, offload=False)
 
 
 def _model(architecture: str) -> Model:
-    """Small, but of widths that 8-bit products take on each of two ranks."""
+    """Return a small model whose sizes fp8 GEMMs support on each of two ranks."""
     model = SMALL_MODELS[architecture]
     return replace(model, experts=replace(model.experts, ffn=64)) if model.experts else model
 
 
 def recipe_cases() -> Iterator[Case]:
-    """One for each row of a recipe that splits anything, in the recipes' order."""
+    """Yield one case for each parallel recipe row, in the order of the recipes."""
     for recipe in load_all([shipped()]).values():
         for row in recipe.rows:
             real = _row_layout(row)
@@ -95,34 +95,34 @@ def recipe_cases() -> Iterator[Case]:
 
 
 def _row_layout(row: Row) -> Parallel:
-    """As the recipe has it, on the most GPUs that it names."""
-    given = {name: row[name] for name in ("fsdp", "tp", "pp", "cp", "ep", "etp", "vp") if name in row}
-    split = Parallel(**given)
+    """Return the layout of a row on its largest number of GPUs."""
+    degrees = {name: row[name] for name in ("fsdp", "tp", "pp", "cp", "ep", "etp", "vp") if name in row}
+    split = Parallel(**degrees)
     return replace(split, dp=max(expand_gpus(row["gpus"])) // split.world_size)
 
 
 def _row_name(recipe: Recipe, row: Row) -> str:
     mode = f" {row['mode']}" if "mode" in row else ""
-    return f"{recipe.workload} {row['size']} {row['gpu']}{mode}: {spelled(_row_layout(row))}"
+    return f"{recipe.workload} {row['size']} {row['gpu']}{mode}: {format_layout(_row_layout(row))}"
 
 
 def _scaled_down(real: Parallel) -> Parallel:
-    """On as few ranks as leave every dimension split, among them the replicas of experts."""
+    """Return the layout on as few ranks as keep every dimension split, including expert replicas."""
     ranks = 2
     while ranks <= MOST_RANKS:
-        small = shrunk(real, ranks)
-        whole = [name for name in SPLIT if getattr(real, name) > 1 and getattr(small, name) == 1]
-        if not whole and (not _shares_experts(real) or _shares_experts(small)):
+        small = shrink_layout(real, ranks)
+        unsplit = [name for name in SPLIT if getattr(real, name) > 1 and getattr(small, name) == 1]
+        if not unsplit and (not _shares_experts(real) or _shares_experts(small)):
             return small
         ranks *= 2
     raise AssertionError(f"{real} does not fit {MOST_RANKS} ranks")
 
 
 def _shares_experts(parallel: Parallel) -> bool:
-    return parallel.ep * parallel.etp > 1 and parallel.expert_sharers > 1
+    return parallel.ep * parallel.etp > 1 and parallel.expert_dp_size > 1
 
 
-# Each dimension by itself or with one other, where a mistake is easier to find.
+# Each dimension alone or with one other, where a bug is easier to find.
 PLAIN = [
     Case(architecture=architecture, stands_for="one dimension or two", parallel=Parallel(**split), **more)
     for architecture, split, more in (
@@ -141,17 +141,17 @@ PLAIN = [
 
 
 def _distinct(cases: Iterator[Case]) -> list[Case]:
-    """The first of those that scale down to the same, and how many rows it stands for."""
-    found: dict[str, list[Case]] = {}
+    """Return the first case of each scaled-down layout, with the number of rows it represents."""
+    results: dict[str, list[Case]] = {}
     for case in cases:
-        found.setdefault(str(case), []).append(case)
-    return [_naming_all(alike) for alike in found.values()]
+        results.setdefault(str(case), []).append(case)
+    return [_with_count(same) for same in results.values()]
 
 
-def _naming_all(alike: list[Case]) -> Case:
-    others = len(alike) - 1
-    rows = f" and {others} more row{'s' * (others > 1)}" if others else ""
-    return replace(alike[0], stands_for=alike[0].stands_for + rows)
+def _with_count(same: list[Case]) -> Case:
+    count = len(same) - 1
+    rows = f" and {count} more row{'s' * (count > 1)}" if count else ""
+    return replace(same[0], stands_for=same[0].stands_for + rows)
 
 
 RECIPES = _distinct(recipe_cases())
@@ -170,8 +170,8 @@ QUICK = {
 
 
 @pytest.fixture(autouse=True)
-def _small_tensors_are_offloaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmb.train.activation_offload.SMALLEST_BYTES", 1)
+def _offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmb.train.activation_offload.MIN_BYTES", 1)
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
@@ -179,7 +179,7 @@ def _marks(case: Case) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=_marks(case)) for case in CASES])
-def test_a_layout_trains_as_one_process_does(case: Case) -> None:
+def test_layout_trains_as_one_process(case: Case) -> None:
     losses, norms, weights = distances(case)
     assert losses < TOLERANCE[case.dtype][0]
     assert norms < TOLERANCE[case.dtype][1]
@@ -188,33 +188,33 @@ def test_a_layout_trains_as_one_process_does(case: Case) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", [case for case in RECIPES if case.parallel.world_size == MOST_RANKS], ids=str)
-def test_the_same_seed_and_layout_give_the_same_bits(case: Case) -> None:
+def test_layout_is_deterministic(case: Case) -> None:
     first, second = _run(case), _trained(case)
     assert first.losses == second.losses
     assert first.norms == second.norms
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
 
 
-def test_the_quick_ones_are_among_all_and_split_everything() -> None:
+def test_quick_cases_split_every_dimension() -> None:
     quick = [case for case in CASES if str(case) in QUICK]
     assert {str(case) for case in quick} == QUICK
     assert all(any(getattr(case.parallel, name) > 1 for case in quick) for name in SPLIT)
 
 
-def test_every_layout_of_a_recipe_stays_split_as_it_is() -> None:
+def test_recipe_layouts_keep_their_dimensions() -> None:
     rows = {case.architecture for case in RECIPES}
     assert rows == set(SMALL_MODELS)
     assert len(CASES) >= 25
 
 
-def test_the_document_lists_what_is_proved_here() -> None:
+def test_documentation_lists_the_tested_layouts() -> None:
     inside = DOCUMENT.read_text().split(BEGIN)[1].split(END)[0]
     rows = [line.strip("| ").split(" | ") for line in inside.splitlines() if line.startswith("|")]
     assert [row[:5] for row in rows[2:]] == [_cells(case) for case in CASES]
 
 
 def distances(case: Case) -> Distances:
-    """The farthest that a loss, a norm and a weight are from those of one process."""
+    """Return the largest relative differences of a loss, a norm and a weight from one process."""
     return _run(case).distances(_run(case.alone()))
 
 
@@ -237,39 +237,39 @@ def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def section(found: dict[Case, Distances]) -> str:
-    """What was found, for the document."""
+def section(results: dict[Case, Distances]) -> str:
+    """Return the results as a section of the documentation."""
     heading = ["architecture", "the layout of", "scaled down to", "ranks", "dtype", "loss", "norm", "weights"]
-    bounds = "; ".join(f"{dtype} {', '.join(f'{one:.0e}' for one in each)}" for dtype, each in TOLERANCE.items())
+    bounds = "; ".join(f"{dtype} {', '.join(f'{value:.0e}' for value in each)}" for dtype, each in TOLERANCE.items())
     return "\n".join(
         [
             "The last three columns are the largest relative differences of a loss, of a gradient norm and of a weight",
             f"tensor; they must be less than: {bounds}.",
-            "`PYTHONPATH=tests python tests/train/test_layouts.py --write` writes this section.",
+            "`PYTHONPATH=tests python tests/train/test_parallel_layouts.py --write` writes this section.",
             "",
             _line(heading),
             _line(["---"] * len(heading)),
-            *(_line([*_cells(case), *(f"{one:.0e}" for one in each)]) for case, each in found.items()),
+            *(_line([*_cells(case), *(f"{value:.0e}" for value in each)]) for case, each in results.items()),
         ]
     )
 
 
 def write() -> None:
-    """Prove all layouts and put what was found into the document."""
+    """Test all layouts and write the results into the documentation."""
     import llmb.train.activation_offload as offloading
 
-    offloading.SMALLEST_BYTES = 1
-    found: dict[Case, Distances] = {}
+    offloading.MIN_BYTES = 1
+    results: dict[Case, Distances] = {}
     for case in CASES:
-        began = time.monotonic()
-        found[case] = distances(case)
-        said = " ".join(f"{one:.0e}" for one in found[case])
-        print(f"{case}: {said}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        if any(one >= bound for one, bound in zip(found[case], TOLERANCE[case.dtype], strict=True)):
+        start = time.monotonic()
+        results[case] = distances(case)
+        numbers = " ".join(f"{value:.0e}" for value in results[case])
+        print(f"{case}: {numbers}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        if any(value >= bound for value, bound in zip(results[case], TOLERANCE[case.dtype], strict=True)):
             raise SystemExit("nothing is written: this is too far from one process")
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    _, after = rest.split(END, 1)
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{section(found)}\n{END}{after}")
+    before, tail = DOCUMENT.read_text().split(BEGIN)
+    _, after = tail.split(END, 1)
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{section(results)}\n{END}{after}")
 
 
 if __name__ == "__main__":

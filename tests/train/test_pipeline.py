@@ -1,4 +1,4 @@
-"""Pipelines compute what one process does, whatever the split; each stage has only its own; the ends' copies agree."""
+"""Pipeline parallelism: results equal one process, stages hold only their weights, tied copies stay equal."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,31 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Trained, on_ranks, trained
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
+from training_ranks import Trained, on_ranks, trained
 
-from llmb.config.parallel_layout import most_layers, stage_layers
+from llmb.config.parallel_layout import max_layers_per_rank, stage_layers
 from llmb.config.spec import Parallel, RunConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
-from llmb.perfmodel.pipeline_schedule import SENDS_UNDER_WAY, bubble, most_in_flight
-from llmb.train.loop import Job, accumulate_gradients
+from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, bubble, max_in_flight
+from llmb.train.loop import TrainJob, accumulate_gradients
 from llmb.train.optimizer import Optimizer
-from llmb.train.parallel.mesh import Mesh, open_mesh
-from llmb.train.parallel.pipeline import Pipeline, Stage, copied_weights, own_parts
-from llmb.train.parallelize import ready_parts
+from llmb.train.parallel.mesh import Mesh, init_mesh
+from llmb.train.parallel.pipeline import Pipeline, Stage, build_stages, tied_copies
+from llmb.train.parallelize import build_model_parts
 from llmb.train.train_support import supported_workload
 
 CLOSE = 1e-5
-ROUNDED_ONCE = 2**-8  # what a last bit of the weights makes of an activation that bf16 then rounds the other way
+ROUNDED_ONCE = 2**-8  # one bf16 rounding: a last bit of a weight can flip it
 Train = Callable[[RunConfig], Trained]
 
 
 def small(architecture: str, **changes: Any) -> RunConfig:
-    """Four micro-batches a step, of two sequences each."""
+    """Return a configuration of four micro-batches of two sequences per step."""
     base = changed(CONFIG, model=SMALL_MODELS[architecture], seqlen=32, mbs=2, gbs=8, ga=4, steps=3)
     return changed(base, **changes)
 
@@ -43,7 +43,7 @@ def without_pipeline(config: RunConfig) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Trains each configuration once."""
+    """Train each configuration once."""
     done: dict[str, Trained] = {}
 
     def train(config: RunConfig) -> Trained:
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 @pytest.fixture(autouse=True)
 def _small_tensors_are_offloaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmb.train.activation_offload.SMALLEST_BYTES", 1)
+    monkeypatch.setattr("llmb.train.activation_offload.MIN_BYTES", 1)
 
 
 SPLITS = [
@@ -75,12 +75,12 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("architecture", "changes"), SPLITS, ids=str)
-def test_a_pipeline_computes_what_one_process_does(run: Train, architecture: str, changes: dict[str, Any]) -> None:
+def test_pipeline_equals_one_process(run: Train, architecture: str, changes: dict[str, Any]) -> None:
     config = small(architecture, **changes)
-    assert run(config).farthest(run(without_pipeline(config))) < CLOSE
+    assert run(config).max_distance(run(without_pipeline(config))) < CLOSE
 
 
-def test_equal_runs_give_equal_bits(run: Train, tmp_path: Path) -> None:
+def test_pipeline_is_deterministic(run: Train, tmp_path: Path) -> None:
     config = small("grok1", pp=2, vp=2)
     first, second = run(config), trained(config, tmp_path)
     assert first.losses == second.losses
@@ -89,43 +89,46 @@ def test_equal_runs_give_equal_bits(run: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_the_stream_travels_in_its_own_number_format(run: Train, dtype: str) -> None:
-    """Nothing is rounded on the way. Only sums have another order: the norm, the gradient of the tied matrix.
+def test_residual_is_sent_in_its_dtype(run: Train, dtype: str) -> None:
+    """Sends do not round. Only the order of sums differs: the norm, the gradient of tied embeddings.
 
     Two steps: in the third a last bit of a weight makes other 8-bit numbers, and AdamW whole steps of the difference.
     """
     config = small("grok1", dtype=dtype, pp=2, steps=2)
-    split, whole = run(config), run(without_pipeline(config))
-    assert split.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
-    assert split.farthest(whole) < ROUNDED_ONCE
+    split, reference = run(config), run(without_pipeline(config))
+    assert split.losses[0] == pytest.approx(reference.losses[0], rel=1e-6)
+    assert split.max_distance(reference) < ROUNDED_ONCE
 
 
 @pytest.mark.parametrize("architecture", SMALL_MODELS)
-def test_every_weight_is_in_one_part_except_one_that_both_ends_use(architecture: str) -> None:
+def test_weights_are_partitioned_except_tied_embeddings(architecture: str) -> None:
     model = SMALL_MODELS[architecture]
     with torch.device("meta"):
-        whole = [name for name, _ in build_model(model).named_parameters()]
-        ranks = on_ranks(2, _names_of_parts, model)
-    names = [name for rank in ranks for part in rank for name in part]
+        names_of_network = [name for name, _ in build_model(model).named_parameters()]
+        ranks = on_ranks(2, _parameter_names, model)
+    names = [name for rank in ranks for model_part in rank for name in model_part]
     tied = ["embedding.weight"] if model.tied_embeddings else []
-    assert sorted(names) == sorted(whole + tied)
+    assert sorted(names) == sorted(names_of_network + tied)
     first, last = ranks[0][0], ranks[1][-1]
     assert "embedding.weight" in first
     assert "norm.weight" in last
 
 
-def _names_of_parts(_rank: int, model: Any) -> list[list[str]]:
+def _parameter_names(_rank: int, model: Any) -> list[list[str]]:
     config = changed(CONFIG, model=model, pp=2, vp=2)
     with torch.device("meta"):
-        return [[name for name, _ in part.named_parameters()] for part in own_parts(build_model(model), _mesh(config))]
+        return [
+            [name for name, _ in model_part.named_parameters()]
+            for model_part in build_stages(build_model(model), _mesh(config))
+        ]
 
 
 def _mesh(config: RunConfig) -> Mesh:
     with torch.device("cpu"):
-        return open_mesh(config)
+        return init_mesh(config)
 
 
-def test_copies_at_both_ends_stay_equal_to_the_last_bit() -> None:
+def test_tied_embeddings_stay_bitwise_equal() -> None:
     first, last = on_ranks(2, _embedding_after_steps, small("grok1", pp=2))
     assert first["copied"] == set()
     assert last["copied"] == {"embedding.weight"}
@@ -135,109 +138,109 @@ def test_copies_at_both_ends_stay_equal_to_the_last_bit() -> None:
 
 
 def _embedding_after_steps(_rank: int, config: RunConfig) -> dict[str, Any]:
-    job, parts, optimizer = _ready(config)
-    (part,) = parts
-    before = part.embedding.weight.detach().clone()
-    accumulate_gradients(job, parts, 1)
-    gradient = part.embedding.weight.grad.clone()
+    job, model_parts, optimizer = _build(config)
+    (model_part,) = model_parts
+    before = model_part.embedding.weight.detach().clone()
+    accumulate_gradients(job, model_parts, 1)
+    gradient = model_part.embedding.weight.grad.clone()
     for step in (1, 2):
         optimizer.update(1e-2)
-        accumulate_gradients(job, parts, step)
-    after = part.embedding.weight.detach()
-    return {"copied": copied_weights(parts), "before": before, "gradient": gradient, "after": after}
+        accumulate_gradients(job, model_parts, step)
+    after = model_part.embedding.weight.detach()
+    return {"copied": tied_copies(model_parts), "before": before, "gradient": gradient, "after": after}
 
 
-def _ready(config: RunConfig) -> tuple[Job, Any, Optimizer]:
-    work, mesh = supported_workload(config), open_mesh(config)
-    parts = ready_parts(config, work, mesh)
-    job = Job(config, work, mesh)
-    job = replace(job, pipeline=Pipeline(parts, config, work, mesh, job.span))
-    named = (pair for part in parts for pair in part.named_parameters())
-    return job, parts, Optimizer(named, mesh, work.lr, copied_weights(parts))
+def _build(config: RunConfig) -> tuple[TrainJob, Any, Optimizer]:
+    workload, mesh = supported_workload(config), init_mesh(config)
+    model_parts = build_model_parts(config, workload, mesh)
+    job = TrainJob(config, workload, mesh)
+    job = replace(job, pipeline=Pipeline(model_parts, config, workload, mesh, job.trace_range))
+    named = (pair for model_part in model_parts for pair in model_part.named_parameters())
+    return job, model_parts, Optimizer(named, mesh, workload.lr, tied_copies(model_parts))
 
 
-class Counted:
-    """How many of some tensors had memory at once, at most."""
+class LiveTensors:
+    """Counter of transferred tensors, and how many were alive at once."""
 
     def __init__(self) -> None:
         self._seen: list[StorageWeakRef] = []
-        self.made = self.most = 0
+        self.count = self.peak = 0
 
-    def see(self, transfers: list[Any]) -> list[Any]:
-        self._seen = [one for one in self._seen if not one.expired()]
-        self._seen += [StorageWeakRef(one.tensor.untyped_storage()) for one in transfers]
-        self.made += len(transfers)
-        self.most = max(self.most, len(self._seen))
+    def track(self, transfers: list[Any]) -> list[Any]:
+        self._seen = [reference for reference in self._seen if not reference.expired()]
+        self._seen += [StorageWeakRef(transfer.tensor.untyped_storage()) for transfer in transfers]
+        self.count += len(transfers)
+        self.peak = max(self.peak, len(self._seen))
         return transfers
 
 
 @pytest.mark.parametrize(("pp", "vp"), [(2, None), (2, 2), (4, None)])
-def test_a_stage_has_memory_for_what_is_in_flight_only(pp: int, vp: int | None) -> None:
+def test_stage_memory_is_for_micro_batches_in_flight(pp: int, vp: int | None) -> None:
     ga = 16
-    for rank, counted in enumerate(on_ranks(pp, _transferred, small("grok1", pp=pp, vp=vp, ga=ga, gbs=2 * ga))):
-        parts = vp or 1
-        inputs, gradients = (2 * ga * (parts - (rank == end)) for end in (0, pp - 1))
-        assert [made for made, _ in counted.values()] == [inputs, gradients, gradients, inputs]
-        # The schedule itself holds on to the transfer it began last, and what arrives may wait for its turn.
-        assert counted["get_fwd_recv_ops"][1] <= most_in_flight(pp, vp, ga, rank) + 2
+    for rank, counted in enumerate(on_ranks(pp, _count_transfers, small("grok1", pp=pp, vp=vp, ga=ga, gbs=2 * ga))):
+        model_parts = vp or 1
+        inputs, gradients = (2 * ga * (model_parts - (rank == end)) for end in (0, pp - 1))
+        assert [count for count, _ in counted.values()] == [inputs, gradients, gradients, inputs]
+        # The schedule itself references its last transfer, and received tensors may wait to be used.
+        assert counted["get_fwd_recv_ops"][1] <= max_in_flight(pp, vp, ga, rank) + 2
         assert counted["get_bwd_recv_ops"][1] <= 2
         sent = counted["get_fwd_send_ops"][1], counted["get_bwd_send_ops"][1]
-        assert max(sent) <= (SENDS_UNDER_WAY + 1 if vp else 3)
+        assert max(sent) <= (MAX_PENDING_SENDS + 1 if vp else 3)
 
 
-def _transferred(_rank: int, config: RunConfig) -> dict[str, tuple[int, int]]:
-    """In two steps: how many tensors were received into and sent, and how many of them there were at once."""
-    job, parts, optimizer = _ready(config)
-    found = {}
+def _count_transfers(_rank: int, config: RunConfig) -> dict[str, tuple[int, int]]:
+    """Return how many tensors two steps received and sent, and how many were alive at once."""
+    job, model_parts, optimizer = _build(config)
+    counters = {}
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"):
-            found[name] = counted = Counted()
+            counters[name] = counted = LiveTensors()
             real = getattr(PipelineStage, name)
-            patch.setattr(PipelineStage, name, lambda *given, real=real, see=counted.see: see(real(*given)))
+            patch.setattr(PipelineStage, name, lambda *args, real=real, track=counted.track: track(real(*args)))
         for step in (1, 2):
-            accumulate_gradients(job, parts, step)
+            accumulate_gradients(job, model_parts, step)
             optimizer.update(1e-2)
-    return {name: (counted.made, counted.most) for name, counted in found.items()}
+    return {name: (counted.count, counted.peak) for name, counted in counters.items()}
 
 
-def test_another_torch_that_keeps_what_it_receives_is_noticed() -> None:
-    first, last = on_ranks(2, _unknown_torch, small("llama", pp=2))
-    assert first == last == f"torch {torch.__version__} keeps what pipeline stages receive in a way not known here"
+def test_unsupported_torch_receive_buffers_are_detected() -> None:
+    first, last = on_ranks(2, _unsupported_torch, small("llama", pp=2))
+    assert first == last == f"the receive buffers of pipeline stages in torch {torch.__version__} are not supported"
 
 
-def _unknown_torch(_rank: int, config: RunConfig) -> str:
-    """Which makes everything it receives into on the stage's device."""
-    job, parts, _ = _ready(config)
+def _unsupported_torch(_rank: int, config: RunConfig) -> str:
+    """Simulate a torch that allocates receive buffers on the stage's device."""
+    job, model_parts, _ = _build(config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stage, "_shapes_only", lambda _stage: nullcontext())
+        patch.setattr(Stage, "_on_meta_device", lambda _stage: nullcontext())
         with pytest.raises(AssertionError) as raised:
-            accumulate_gradients(job, parts, 1)
+            accumulate_gradients(job, model_parts, 1)
     return str(raised.value)
 
 
-def test_what_a_stage_raises_is_raised_as_it_is() -> None:
+def test_error_of_a_stage_is_not_wrapped() -> None:
     first, _ = on_ranks(2, _raised, small("llama", pp=2, vp=2))
     assert first == "MemoryError('no more')"
 
 
 def _raised(rank: int, config: RunConfig) -> str | None:
-    """In the second step, which the first rank begins by itself: no other is left waiting for it."""
-    job, parts, _ = _ready(config)
-    accumulate_gradients(job, parts, 1)
+    """Raise in the second step, which only the first rank starts: no other rank waits for it."""
+    job, model_parts, _ = _build(config)
+    accumulate_gradients(job, model_parts, 1)
     if rank > 0:
         return None
 
     def fail(*_: Any) -> None:
         raise MemoryError("no more")
 
-    next(iter(parts[0].layers)).register_forward_pre_hook(fail)
+    next(iter(model_parts[0].layers)).register_forward_pre_hook(fail)
     with pytest.raises(MemoryError) as raised:
-        accumulate_gradients(job, parts, 2)
+        accumulate_gradients(job, model_parts, 2)
     return repr(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"pp": 4}, "pp 4 needs at least 4 micro-batches, a step has 2"),
         ({"pp": 2, "vp": 2, "ga": 5, "gbs": 10}, "vp 2 takes micro-batches in rounds of pp 2, a step has 5"),
@@ -247,13 +250,13 @@ def _raised(rank: int, config: RunConfig) -> str | None:
         ({"pp": 2, "cuda_graphs": True}, "does not run cuda_graphs=true with pp=2"),
     ],
 )
-def test_what_no_schedule_can_do_is_refused_in_one_line(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as refused:
+def test_unsupported_schedule_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
         supported_workload(small("llama", **({"ga": 2, "gbs": 4} | changes)))
     assert "\n" not in str(refused.value)
 
 
-def test_every_stage_has_a_layer_and_every_layer_a_stage() -> None:
+def test_stage_layers_are_a_partition() -> None:
     for layers in range(1, 40):
         for stages in range(1, layers + 1):
             ranges = stage_layers(layers, stages, None)
@@ -263,13 +266,13 @@ def test_every_stage_has_a_layer_and_every_layer_a_stage() -> None:
     assert [len(stage) for stage in stage_layers(126, 8, 8)] == [1, *[2] * 62, 1]
 
 
-def test_the_rank_with_most_layers() -> None:
-    assert most_layers(126, Parallel(pp=8, vp=8)) == 16
-    assert most_layers(5, Parallel(pp=2)) == 3
-    assert most_layers(5, Parallel()) == 5
+def test_max_layers_per_rank() -> None:
+    assert max_layers_per_rank(126, Parallel(pp=8, vp=8)) == 16
+    assert max_layers_per_rank(5, Parallel(pp=2)) == 3
+    assert max_layers_per_rank(5, Parallel()) == 5
 
 
-def test_the_bubble_shrinks_with_micro_batches_and_virtual_stages() -> None:
+def test_bubble_shrinks_with_micro_batches_and_virtual_stages() -> None:
     assert bubble(1, None, 4) == 0
     assert bubble(8, None, 16) == pytest.approx(7 / 23)
     assert bubble(8, 8, 16) == pytest.approx(7 / 135)

@@ -1,4 +1,4 @@
-"""bf16 and fp8: the compute is rounded, the weights, their gradients and their updates are not."""
+"""bf16 and fp8 compute: weights, gradients and updates stay fp32."""
 
 import copy
 from collections.abc import Callable
@@ -22,9 +22,9 @@ from llmb.train.precision import (
     Fp8GroupedLinear,
     Fp8Linear,
     FusedEmbedding,
+    cache_fp8_weights,
     compute_in_bf16,
     compute_in_fp8,
-    keep_forms,
 )
 
 CPU = torch.device("cpu")
@@ -34,8 +34,8 @@ MODEL = Model(
 
 
 @pytest.fixture
-def both() -> tuple:
-    """The same weights in a network that computes in fp32 and one that computes in bf16, after one backward pass."""
+def exact_and_rounded() -> tuple:
+    """Return networks of the same weights that compute in fp32 and in bf16, after one backward pass."""
     exact = build_model(MODEL)
     exact.init_weights(2)
     rounded = copy.deepcopy(exact)
@@ -46,8 +46,8 @@ def both() -> tuple:
     return exact, rounded
 
 
-def test_every_product_is_in_bf16_and_every_gradient_in_fp32(both) -> None:
-    exact, rounded = both
+def test_gemms_are_bf16_and_gradients_fp32(exact_and_rounded) -> None:
+    exact, rounded = exact_and_rounded
     assert all(type(layer) is CastLinear for name, layer in rounded.named_modules() if name.endswith((".q", ".down")))
     assert rounded(torch.arange(5)[None]).dtype == torch.bfloat16
     expected = dict(exact.named_parameters())
@@ -58,19 +58,19 @@ def test_every_product_is_in_bf16_and_every_gradient_in_fp32(both) -> None:
         assert 0 < error < 0.03, f"{name}: {error:.3f}"
 
 
-def test_an_update_too_small_for_bf16_is_not_lost(both) -> None:
-    _, rounded = both
+def test_update_below_bf16_precision_is_kept(exact_and_rounded) -> None:
+    _, rounded = exact_and_rounded
     before = rounded.layers[0].mlp.up.weight.detach().clone()
     Optimizer(rounded.named_parameters(), Mesh(0, 1, CPU), 1e-7, set()).update(1e-7)
     after = rounded.layers[0].mlp.up.weight.detach()
     change = (after - before).abs()
     assert (change > 0).double().mean() > 0.99
     assert change.max() < 1.2e-7
-    assert (after.bfloat16() == before.bfloat16()).double().mean() > 0.99  # bf16 weights would have stood still
+    assert (after.bfloat16() == before.bfloat16()).double().mean() > 0.99  # bf16 weights would not have changed
 
 
-def test_gradients_are_clipped_and_the_norm_is_the_one_before(both) -> None:
-    _, rounded = both
+def test_gradient_clipping_returns_norm_before_clipping(exact_and_rounded) -> None:
+    _, rounded = exact_and_rounded
     for parameter in rounded.parameters():
         parameter.grad.mul_(1000)
     expected = torch.cat([p.grad.flatten().double() for p in rounded.parameters()]).norm()
@@ -82,7 +82,7 @@ def test_gradients_are_clipped_and_the_norm_is_the_one_before(both) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_fp8_is_in_the_stack_and_nowhere_else(name: str, monkeypatch) -> None:
+def test_fp8_is_used_in_layers_only(name: str, monkeypatch) -> None:
     network = build_model(SMALL_MODELS[name])
     network.init_weights(1)
     in_bf16 = copy.deepcopy(network)
@@ -96,9 +96,9 @@ def test_fp8_is_in_the_stack_and_nowhere_else(name: str, monkeypatch) -> None:
     assert network.head is None or type(network.head) is CastLinear
 
     rounded: list[torch.dtype] = []
-    for format in ("fp8_linear", "fp8_grouped_product"):
+    for format in ("fp8_linear", "fp8_grouped_gemm"):
         original = getattr(precision, format)
-        counted = lambda x, *rest, original=original: (rounded.append(x.dtype), original(x, *rest))[1]  # noqa: E731
+        counted = lambda x, *args, original=original: (rounded.append(x.dtype), original(x, *args))[1]  # noqa: E731
         monkeypatch.setattr(precision, format, counted)
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
     losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (network, in_bf16)]
@@ -112,33 +112,33 @@ def test_fp8_is_in_the_stack_and_nowhere_else(name: str, monkeypatch) -> None:
         assert parameter.dtype == parameter.grad.dtype == torch.float32
 
 
-def test_what_does_not_fit_fp8_computes_in_bf16() -> None:
+def test_unsupported_fp8_sizes_compute_in_bf16() -> None:
     x = torch.randn(2, 16, 40, dtype=torch.bfloat16)
     for layer, fits in ((Fp8Linear(40, 32), False), (Fp8Linear(32, 40), False), (Fp8Linear(32, 32), True)):
-        part = x[..., : layer.in_features].contiguous()
-        expected = fp8_linear(part, layer.weight) if fits else nn.functional.linear(part, layer.weight.bfloat16())
-        assert torch.equal(layer(part), expected)
+        x_in = x[..., : layer.in_features].contiguous()
+        expected = fp8_linear(x_in, layer.weight) if fits else nn.functional.linear(x_in, layer.weight.bfloat16())
+        assert torch.equal(layer(x_in), expected)
     odd = x[:, :15, :32].contiguous()
     assert torch.equal(Fp8Linear.forward(layer, odd), nn.functional.linear(odd, layer.weight.bfloat16()))
 
 
-@pytest.mark.parametrize("fast_sums", [False, True])
-def test_sums_of_experts_are_fast_where_that_is_asked_for(monkeypatch, fast_sums: bool) -> None:
+@pytest.mark.parametrize("fp8_fast_accum", [False, True])
+def test_fast_accumulation_of_expert_gemms(monkeypatch, fp8_fast_accum: bool) -> None:
     network = build_model(SMALL_MODELS["grok1"])
     network.init_weights(1)
-    compute_in_fp8(network, CPU, fast_sums)
-    heard: dict[str, list[bool]] = {"_times": [], "_outer": []}
+    compute_in_fp8(network, CPU, fp8_fast_accum)
+    calls: dict[str, list[bool]] = {"_matmul": [], "_outer": []}
 
-    def listened(name: str) -> Callable[..., torch.Tensor]:
+    def recorded(name: str) -> Callable[..., torch.Tensor]:
         real = getattr(fp8_grouped_gemm, name)
-        return lambda *given, fast: (heard[name].append(fast), real(*given, fast=fast))[1]
+        return lambda *args, fast: (calls[name].append(fast), real(*args, fast=fast))[1]
 
-    for name in heard:
-        monkeypatch.setattr(fp8_grouped_gemm, name, listened(name))
+    for name in calls:
+        monkeypatch.setattr(fp8_grouped_gemm, name, recorded(name))
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
     network(tokens[:, :-1], tokens[:, 1:]).backward()
-    products = len([module for module in network.modules() if isinstance(module, Fp8GroupedLinear)])
-    assert heard == {"_times": products * [True] + products * [fast_sums], "_outer": products * [fast_sums]}
+    layers = len([module for module in network.modules() if isinstance(module, Fp8GroupedLinear)])
+    assert calls == {"_matmul": layers * [True] + layers * [fp8_fast_accum], "_outer": layers * [fp8_fast_accum]}
 
 
 def test_routers_stay_in_fp32() -> None:
@@ -147,12 +147,12 @@ def test_routers_stay_in_fp32() -> None:
     router = next(module for module in network.modules() if isinstance(module, Router))
     nn.init.normal_(router.weight)
     x = torch.randn(16, 32).bfloat16()
-    weights, chosen = router(x)
-    plain = (x.float() @ router.weight.T).sigmoid().gather(1, chosen)
+    weights, experts_used = router(x)
+    plain = (x.float() @ router.weight.T).sigmoid().gather(1, experts_used)
     assert torch.equal(weights, plain / plain.sum(dim=1, keepdim=True))
 
 
-def test_fp8_trains_as_bf16_does(trained) -> None:
+def test_fp8_trains_as_bf16(trained) -> None:
     run = {"steps": 60, "layers": 2, "hidden": 64, "ffn": 128, "head_dim": 16}
     bf16, fp8 = trained(dtype="bf16", **run).losses(), trained(dtype="fp8", **run).losses()
     assert fp8 != bf16
@@ -162,14 +162,14 @@ def test_fp8_trains_as_bf16_does(trained) -> None:
     assert last[1] == pytest.approx(last[0], rel=0.01)
 
 
-def test_fp8_is_deterministic_and_recomputation_changes_nothing(trained) -> None:
+def test_fp8_is_deterministic_with_recomputation(trained) -> None:
     plain = trained(dtype="fp8").losses()
     assert trained(dtype="fp8").losses() == plain
     assert trained(dtype="fp8", recompute_layers=2).losses() == plain
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_a_lost_number_ends_the_run(trained, dtype: str) -> None:
+def test_non_finite_loss_ends_the_run(trained, dtype: str) -> None:
     done = trained(dtype=dtype, lr=1e30)
     assert done.code == 2
     assert done.ended().status == "diverged"
@@ -177,7 +177,7 @@ def test_a_lost_number_ends_the_run(trained, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("name", ["grok1", "deepseek", "nemotron_h"])
-def test_every_architecture_learns_in_every_format(trained, name: str, dtype: str) -> None:
+def test_every_architecture_learns_in_every_dtype(trained, name: str, dtype: str) -> None:
     done = trained(model=SMALL_MODELS[name], dtype=dtype, steps=12)
     assert done.ended().status == "ok", done.ended().reason
     assert done.losses()[-1] < done.losses()[0] - 0.1
@@ -193,38 +193,38 @@ def test_balanced_experts(trained) -> None:
 
 
 def trained_experts() -> tuple:
-    """A small network with experts in fp8 whose weights stay, after a backward pass."""
+    """Return a small network with cached fp8 experts, after a backward pass."""
     network = build_model(SMALL_MODELS["grok1"])
     network.init_weights(1)
     compute_in_fp8(network, CPU)
-    keep_forms(network)
+    cache_fp8_weights(network)
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
     network(tokens[:, :-1], tokens[:, 1:]).backward()
     return network, tokens
 
 
-def test_experts_are_cast_anew_after_an_update() -> None:
-    """Torch's fused AdamW changes weights without a sign of it; the optimizer gives one."""
+def test_fp8_cache_is_refreshed_after_an_update() -> None:
+    """torch's fused AdamW does not bump the version of weights; our optimizer does."""
     network, tokens = trained_experts()
     layers = [module for module in network.modules() if isinstance(module, Fp8GroupedLinear)]
-    assert all(layer.forms is not None for layer in layers)
-    before = [layer.forms.of(layer.weight, torch.bfloat16).rows.view(torch.uint8).clone() for layer in layers]
+    assert all(layer.fp8_cache is not None for layer in layers)
+    before = [layer.fp8_cache.get(layer.weight, torch.bfloat16).rows.view(torch.uint8).clone() for layer in layers]
     Optimizer(network.named_parameters(), Mesh(0, 1, CPU), 0.1, set()).update(0.1)
     loss = network(tokens[:, :-1], tokens[:, 1:])
     for layer, old in zip(layers, before, strict=True):
-        assert not torch.equal(layer.forms.of(layer.weight, torch.bfloat16).rows.view(torch.uint8), old)
-        layer.forms = None
-    assert torch.equal(network(tokens[:, :-1], tokens[:, 1:]), loss), "as if nothing were kept"
+        assert not torch.equal(layer.fp8_cache.get(layer.weight, torch.bfloat16).rows.view(torch.uint8), old)
+        layer.fp8_cache = None
+    assert torch.equal(network(tokens[:, :-1], tokens[:, 1:]), loss), "equal without a cache"
 
 
-def test_keeping_forms_changes_no_loss(trained, monkeypatch) -> None:
+def test_fp8_cache_is_bit_exact(trained, monkeypatch) -> None:
     run = {"model": SMALL_MODELS["grok1"], "dtype": "fp8", "steps": 4, "ga": 2, "gbs": 4, "mbs": 2}
-    kept = trained(**run).losses()
-    monkeypatch.setattr(parallelize, "keep_forms", lambda part: None)
-    assert trained(**run).losses() == kept
+    losses = trained(**run).losses()
+    monkeypatch.setattr(parallelize, "cache_fp8_weights", lambda x_in: None)
+    assert trained(**run).losses() == losses
 
 
-def test_experts_in_fp8_need_hopper(monkeypatch) -> None:
+def test_fp8_experts_need_hopper(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     compute_in_fp8(build_model(MODEL), torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"experts needs a GPU of compute capability 9\.0 .* this one has 10\.0"):

@@ -1,6 +1,6 @@
-"""Under Nsight Systems a rank opens the window and closes it around the asked steps, and torch's profiler stays off.
+"""Under Nsight Systems a rank opens a window around the profiled steps, and torch's profiler stays off.
 
-The calls of the CUDA driver are noted instead of made: there is no GPU here.
+Calls to the CUDA driver are recorded, not executed: there is no GPU.
 """
 
 from pathlib import Path
@@ -10,23 +10,23 @@ import torch
 
 from llmb.config.spec import Profile
 from llmb.events import TimeSpent
-from llmb.runtime.nsight_window import NsightWindow
-from llmb.runtime.rank_info import Place
-from llmb.serve.benchmark.step_trace import Trace
+from llmb.runtime.profile_window import NsightWindow
+from llmb.runtime.rank_info import RankInfo
+from llmb.serve.benchmark.step_trace import StepTrace
 
 
 @pytest.fixture
 def driver(monkeypatch) -> list[str]:
-    """What the driver is told, in order."""
-    told: list[str] = []
+    """Record profiler calls to the CUDA driver, in order."""
+    calls: list[str] = []
     monkeypatch.setenv("LLMB_NSIGHT", "1")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
-    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: told.append("start"))
-    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: told.append("stop"))
-    return told
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: calls.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: calls.append("stop"))
+    return calls
 
 
-def test_a_run_opens_it_for_the_asked_steps(trained, driver) -> None:
+def test_run_opens_window_for_profiled_steps(trained, driver) -> None:
     done = trained(steps=4, profile=True, profile_start=2, profile_stop=4, gpu_metrics=True)
     assert done.ended().status == "ok"
     assert driver == ["wait", "start", "wait", "stop"]
@@ -34,32 +34,32 @@ def test_a_run_opens_it_for_the_asked_steps(trained, driver) -> None:
     assert not [event for event in done.events() if isinstance(event, TimeSpent)]
 
 
-def test_a_rank_that_is_not_asked_opens_nothing(trained, driver) -> None:
+def test_unprofiled_rank_opens_no_window(trained, driver) -> None:
     assert trained(steps=3, profile=True, profile_start=1, profile_stop=3, profile_ranks=(1,)).ended().status == "ok"
     assert driver == []
 
 
-def test_a_rank_that_is_not_asked_traces_nothing(trained) -> None:
+def test_unprofiled_rank_writes_no_trace(trained) -> None:
     done = trained(steps=3, profile=True, profile_start=1, profile_stop=3, profile_ranks=(1,))
     assert done.ended().status == "ok"
     assert not (done.folder / "profile").exists()
 
 
-def test_it_is_open_during_its_steps_only(driver) -> None:
+def test_window_is_open_during_its_steps_only(driver) -> None:
     window = NsightWindow(range(2, 4))
-    seen = []
+    states = []
     for step in range(1, 6):
         window.before(step)
-        seen.append(window.is_open)
+        states.append(window.is_open)
         window.after(step)
-    assert seen == [False, True, True, False, False]
+    assert states == [False, True, True, False, False]
     window.close()
     assert driver == ["wait", "start", "wait", "stop"]
 
 
-def test_serving_that_ends_within_the_window_closes_it(driver, tmp_path: Path, capsys) -> None:
-    place = Place(rank=0, world_size=1, device=torch.device("cpu"))
-    trace = Trace(tmp_path, Profile(profile=True, profile_start=1, profile_stop=9), place)
+def test_serving_that_ends_early_closes_the_window(driver, tmp_path: Path, capsys) -> None:
+    rank_info = RankInfo(rank=0, world_size=1, device=torch.device("cpu"))
+    trace = StepTrace(tmp_path, Profile(profile=True, profile_start=1, profile_stop=9), rank_info)
     for step in range(3):
         trace.before(step)
         trace.after(step)

@@ -1,4 +1,4 @@
-"""However a run ends, its folder says how."""
+"""Status, reason and exit code of every way a run can end."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def wait_until(condition, process: subprocess.Popen, seconds: float = 60) -> Non
         time.sleep(0.05)
 
 
-def test_a_lost_loss_is_called_diverged(trained, capsys) -> None:
+def test_non_finite_loss_is_diverged(trained, capsys) -> None:
     done = trained(lr=1e30)
     assert done.code == 2
     ended = done.ended()
@@ -38,10 +38,10 @@ def test_a_lost_loss_is_called_diverged(trained, capsys) -> None:
     assert err == f"llmb.train: {ended.reason}\n"
 
 
-def test_sigterm_in_the_middle_of_a_long_step(start) -> None:
+def test_sigterm_during_a_long_step(start) -> None:
     outcome, process = start(hidden=2048, ffn=16384, heads=16, kv_heads=16, head_dim=128, seqlen=4096, layers=1)
     wait_until(outcome.events, process)
-    time.sleep(2)  # well inside the first step, which takes a core more than half a minute
+    time.sleep(2)  # during the first step, which takes a core more than half a minute
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     _, err = process.communicate(timeout=30)
@@ -52,7 +52,7 @@ def test_sigterm_in_the_middle_of_a_long_step(start) -> None:
     assert err == "llmb.train: interrupted by SIGTERM after step 0\n"
 
 
-def test_sigusr1_is_the_time_limit(start) -> None:
+def test_sigusr1_is_timeout(start) -> None:
     outcome, process = start(steps=10**6)
     wait_until(lambda: len(outcome.steps()) >= 2, process)
     process.send_signal(signal.SIGUSR1)
@@ -63,32 +63,32 @@ def test_sigusr1_is_the_time_limit(start) -> None:
     assert ended.reason == f"interrupted by SIGUSR1 after step {outcome.steps()[-1].step}"
 
 
-def test_a_killed_run_leaves_its_steps(start) -> None:
+def test_killed_run_keeps_its_steps(start) -> None:
     outcome, process = start(steps=10**6)
     wait_until(lambda: len(outcome.steps()) >= 2, process)
     process.kill()
     process.communicate(timeout=30)
     steps = outcome.steps()
     assert [s.step for s in steps] == list(range(1, len(steps) + 1))
-    assert len(outcome.events()) == 1 + len(steps)  # nothing torn, and no end
+    assert len(outcome.events()) == 1 + len(steps)  # no torn line, and no end
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "setting"),
     [
         ({"dtype": "nvfp4"}, "dtype=nvfp4"),
         ({"profile": True, "gpu_metrics": True}, "gpu_metrics=true (needs Nsight Systems)"),
     ],
 )
-def test_what_is_not_built_is_refused(trained, capsys, changes: dict, named: str) -> None:
+def test_unsupported_settings_are_refused(trained, capsys, changes: dict, setting: str) -> None:
     done = trained(**changes)
     assert done.code == 1
     reason = done.ended().reason
-    assert reason.startswith(f"the native training engine does not run {named}; it runs dtype fp32, bf16, fp8")
+    assert reason.startswith(f"the native training engine does not run {setting}; it runs dtype fp32, bf16, fp8")
     assert capsys.readouterr() == ("", f"llmb.train: {reason}\n")
 
 
-def test_fsdp_on_one_rank_is_no_split(trained) -> None:
+def test_fsdp_on_one_rank_is_not_sharded(trained) -> None:
     assert trained(fsdp=True, steps=1).ended().status == "ok"
 
 
@@ -102,12 +102,12 @@ def test_fsdp_on_one_rank_is_no_split(trained) -> None:
         ({"pp": 2}, "pp 2 needs at least 2 micro-batches, a step has 1"),
         ({"vp": 2}, "vp 2 has no effect without pipeline parallelism"),
         ({"ep": 2}, "ep 2 and etp 1 have no effect: tiny has no experts"),
-        ({"dp": 2, "gbs": 8}, "spreads over 2 ranks but 1 started; start it with: torchrun --nproc-per-node 2"),
+        ({"dp": 2, "gbs": 8}, "needs 2 ranks but 1 started; start it with: torchrun --nproc-per-node 2"),
         ({"engine": "trtllm"}, "engine=trtllm"),
         ({"architecture": "grok1"}, "model tiny: a grok1 needs the field experts"),
     ],
 )
-def test_what_cannot_be_is_refused(trained, changes: dict, reason: str) -> None:
+def test_invalid_settings_are_refused(trained, changes: dict, reason: str) -> None:
     done = trained(**changes)
     assert done.code == 1
     assert done.ended().status == "failed"
@@ -115,11 +115,11 @@ def test_what_cannot_be_is_refused(trained, changes: dict, reason: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_run_needs_a_gpu(trained) -> None:
+def test_gpu_run_needs_a_gpu(trained) -> None:
     assert "machine.gpu=h200 needs a CUDA device" in trained(gpu="h200").ended().reason
 
 
-def test_another_kind_of_workload_is_refused(trained) -> None:
+def test_other_workload_kind_is_refused(trained) -> None:
     serving = Inference(
         mode="max_throughput",
         use_case="chat",
@@ -135,7 +135,7 @@ def test_another_kind_of_workload_is_refused(trained) -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_out_of_memory_has_a_name_and_advice(trained, monkeypatch, error: Exception) -> None:
+def test_out_of_memory_gives_advice(trained, monkeypatch, error: Exception) -> None:
     def fail(*_):
         raise error
 
@@ -152,7 +152,7 @@ def test_out_of_memory_has_a_name_and_advice(trained, monkeypatch, error: Except
     assert ": lower seqlen from 32 to 16 (frees about " in everything_tried
 
 
-def test_memory_running_out_is_recognised_by_its_text() -> None:
+def test_out_of_memory_is_recognized_by_message() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)
@@ -160,7 +160,7 @@ def test_memory_running_out_is_recognised_by_its_text() -> None:
     assert not is_out_of_memory(RuntimeError("shapes differ"))
 
 
-def test_an_unforeseen_error_leaves_its_last_line_and_a_traceback(trained, monkeypatch, capsys) -> None:
+def test_unexpected_error_prints_traceback(trained, monkeypatch, capsys) -> None:
     monkeypatch.setattr(loop, "train_step", lambda *_: 1 / 0)
     done = trained()
     assert done.code == 2
@@ -168,17 +168,17 @@ def test_an_unforeseen_error_leaves_its_last_line_and_a_traceback(trained, monke
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_wrong_file_is_one_line_and_needs_no_torch(folder_of) -> None:
+def test_invalid_config_is_one_line_without_torch(folder_of) -> None:
     folder = folder_of()
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"seqlen"', '"seqlem"'))
     command = [sys.executable, "-X", "importtime", "-m", "llmb.train"]
-    answer = subprocess.run([*command, config], capture_output=True, text=True, env=os.environ)
-    said = [line for line in answer.stderr.splitlines() if not line.startswith("import time:")]
-    assert answer.returncode == 1
-    assert len(said) == 1
-    assert "unknown field in config.json.workload: 'seqlem' (did you mean seqlen?)" in said[0]
-    assert "torch" not in answer.stderr
+    result = subprocess.run([*command, config], capture_output=True, text=True, env=os.environ)
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("import time:")]
+    assert result.returncode == 1
+    assert len(lines) == 1
+    assert "unknown field in config.json.workload: 'seqlem' (did you mean seqlen?)" in lines[0]
+    assert "torch" not in result.stderr
     missing = subprocess.run([*command, folder / "none" / "config.json"], capture_output=True, text=True)
     assert missing.returncode == 1
     assert "cannot read" in missing.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Where the time went: names sorted by one table, overlaps owned by one kind, files and events of a profiled run."""
+"""Step profiler: kinds of kernels, attribution of overlaps, files and events of a profiled run."""
 
 import gzip
 import json
@@ -12,23 +12,23 @@ from llmb.report.summary import summary
 from llmb.results.derive import derive
 from llmb.results.result import Result
 from llmb.train.__main__ import main
-from llmb.train.kernel_intervals import Work, by_nesting, by_precedence, within
+from llmb.train.kernel_intervals import KernelInterval, clip, resolve_nesting, resolve_overlaps
 from llmb.train.step_profiler import (
     ATTENTION,
     COMMUNICATION,
     IDLE,
     KINDS,
+    MATMUL,
     MEMORY,
     OPTIMIZER,
-    PRODUCTS,
-    analyse,
-    kind_of,
+    kernel_kind,
+    summarize_trace,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
 KERNELS = {
-    PRODUCTS: (
+    MATMUL: (
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT",
         "nvjet_qqtst_256x128_128x4_2x1_2cta_v_bz_TNT",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x",
@@ -92,76 +92,81 @@ KERNELS = {
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KERNELS.items() for name in names])
-def test_names_are_sorted(kind: str | None, name: str) -> None:
-    assert kind_of(name) == kind
+def test_kernel_kind(kind: str | None, name: str) -> None:
+    assert kernel_kind(name) == kind
 
 
 def kernel(name: str, start: float, end: float, stream: int = 7, cat: str = "kernel") -> dict:
     return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": end - start, "tid": stream}
 
 
-def mark(name: str, start: float, end: float) -> dict:
+def annotation(name: str, start: float, end: float) -> dict:
     return kernel(name, start, end, stream=1, cat="user_annotation")
 
 
-def microseconds(found: dict) -> dict[str, float]:
-    return {row["kind"]: round(1e6 * row["seconds_per_step"], 6) for row in found["time_spent"]}
+def microseconds(report: dict) -> dict[str, float]:
+    return {row["kind"]: round(1e6 * row["seconds_per_step"], 6) for row in report["time_spent"]}
 
 
-def test_kernels_on_several_streams_add_up_to_the_step() -> None:
+def test_overlapping_kernels_add_up_to_the_step() -> None:
     events = [
-        mark("step 1", 0, 100),
-        mark("step 2", 100, 200),
+        annotation("step 1", 0, 100),
+        annotation("step 2", 100, 200),
         kernel("nvjet_a", 0, 40),
-        kernel("ncclDevKernel_AllReduce", 20, 60, stream=9),  # half of it hidden behind the product
-        kernel("Memcpy HtoD", 50, 55, stream=11, cat="gpu_memcpy"),  # hidden by nothing but communication
+        kernel("ncclDevKernel_AllReduce", 20, 60, stream=9),  # half of it overlaps the GEMM
+        kernel("Memcpy HtoD", 50, 55, stream=11, cat="gpu_memcpy"),  # overlaps only communication
         kernel("flash_fwd", 60, 80),
         kernel("vectorized_elementwise_kernel", 110, 130),
         kernel("multi_tensor_apply_kernel", 130, 150),
         kernel("nvjet_before_the_window", -50, -10),
         kernel("zero_length", 70, 70),
-        mark("forward", 0, 40) | {"cat": "gpu_user_annotation"},
+        annotation("forward", 0, 40) | {"cat": "gpu_user_annotation"},
         {"ph": "M", "name": "process_name"},
     ]
-    found = analyse(events, "cuda")
-    in_both = {PRODUCTS: 40, ATTENTION: 20, OPTIMIZER: 20, MEMORY: 25, COMMUNICATION: 15, IDLE: 80}
-    assert microseconds(found) == {kind: time / 2 for kind, time in in_both.items()}
-    assert sum(row["share"] for row in found["time_spent"]) == pytest.approx(1)
-    assert found["step_s"] == pytest.approx(100e-6)
-    longest = {"kind": PRODUCTS, "name": "nvjet_a", "seconds_per_step": pytest.approx(20e-6)}
-    assert found["longest"][0] == longest
+    report = summarize_trace(events, "cuda")
+    in_both = {MATMUL: 40, ATTENTION: 20, OPTIMIZER: 20, MEMORY: 25, COMMUNICATION: 15, IDLE: 80}
+    assert microseconds(report) == {kind: time / 2 for kind, time in in_both.items()}
+    assert sum(row["share"] for row in report["time_spent"]) == pytest.approx(1)
+    assert report["step_s"] == pytest.approx(100e-6)
+    longest = {"kind": MATMUL, "name": "nvjet_a", "seconds_per_step": pytest.approx(20e-6)}
+    assert report["longest"][0] == longest
 
 
-def test_calls_own_the_time_that_no_inner_call_takes() -> None:
+def test_nested_calls_count_self_time() -> None:
     def op(name: str, start: float, end: float, thread: int = 1) -> dict:
         return kernel(name, start, end, stream=thread, cat="cpu_op")
 
     events = [
-        mark("step 1", 0, 100),
-        mark("forward", 0, 50),
+        annotation("step 1", 0, 100),
+        annotation("forward", 0, 50),
         op("_CastProduct", 10, 30),
         op("aten::copy_", 10, 15),
         op("aten::mm", 15, 28),
         op("aten::_scaled_dot_product_attention_math", 30, 50),
         op("aten::bmm", 32, 48),  # part of attention
-        mark("optimizer", 60, 90),
+        annotation("optimizer", 60, 90),
         op("aten::mul", 65, 70),
-        op("aten::mm", 0, 100, thread=2),  # another thread, not the one that steps
+        op("aten::mm", 0, 100, thread=2),  # not the training thread
     ]
-    wanted = {PRODUCTS: 13, ATTENTION: 20, OPTIMIZER: 30, MEMORY: 7, COMMUNICATION: 0, IDLE: 30}
-    assert microseconds(analyse(events, "cpu")) == wanted
+    expected = {MATMUL: 13, ATTENTION: 20, OPTIMIZER: 30, MEMORY: 7, COMMUNICATION: 0, IDLE: 30}
+    assert microseconds(summarize_trace(events, "cpu")) == expected
 
 
-def test_pieces_never_overlap() -> None:
-    work = [Work(*times, "n") for times in ((0, 9, "x"), (1, 3, "y"), (2, 7, "x"), (8, 12, "y"), (8, 12, "y"))]
-    pieces = [(p.start, p.end, p.kind) for p in by_precedence(work, ("y", "x"))]
-    assert pieces == [(0, 1, "x"), (1, 2, "y"), (2, 3, "y"), (3, 7, "x"), (7, 8, "x"), (8, 9, "y"), (9, 12, "y")]
-    crooked = [Work(0, 10, "x", "n", False), Work(2, 11, "y", "n")]  # a clock's rounding: the inner ends later
-    assert [(p.start, p.end, p.kind) for p in by_nesting(crooked)] == [(0, 2, "x"), (2, 11, "y")]
-    assert [(p.start, p.end) for p in within([Work(0, 10, "x", "n")], [(1, 2), (9, 12)])] == [(1, 2), (9, 10)]
+def test_resolved_intervals_are_disjoint() -> None:
+    kernels = [
+        KernelInterval(*times, "n") for times in ((0, 9, "x"), (1, 3, "y"), (2, 7, "x"), (8, 12, "y"), (8, 12, "y"))
+    ]
+    intervals = [(p.start, p.end, p.kind) for p in resolve_overlaps(kernels, ("y", "x"))]
+    assert intervals == [(0, 1, "x"), (1, 2, "y"), (2, 3, "y"), (3, 7, "x"), (7, 8, "x"), (8, 9, "y"), (9, 12, "y")]
+    overlapping = [
+        KernelInterval(0, 10, "x", "n", False),
+        KernelInterval(2, 11, "y", "n"),
+    ]  # rounded timestamps: the inner call ends later
+    assert [(p.start, p.end, p.kind) for p in resolve_nesting(overlapping)] == [(0, 2, "x"), (2, 11, "y")]
+    assert [(p.start, p.end) for p in clip([KernelInterval(0, 10, "x", "n")], [(1, 2), (9, 12)])] == [(1, 2), (9, 10)]
 
 
-def test_a_profiled_run_says_where_the_time_went(trained, capsys) -> None:
+def test_profiled_run_reports_time_spent(trained, capsys) -> None:
     plain = trained(steps=6)
     capsys.readouterr()
     done = trained(steps=6, profile=True, profile_start=3, profile_stop=5, mbs=2, ga=2, recompute_layers=1)
@@ -181,8 +186,8 @@ def test_a_profiled_run_says_where_the_time_went(trained, capsys) -> None:
     with gzip.open(done.folder / "profile" / "trace.rank0.json.gz") as file:
         names = [event["name"] for event in json.load(file)["traceEvents"]]
     assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"]
-    for part, times in {"micro-batch 2": 2, "forward": 4, "backward": 4, "optimizer": 2}.items():
-        assert names.count(part) == times
+    for name, times in {"micro-batch 2": 2, "forward": 4, "backward": 4, "optimizer": 2}.items():
+        assert names.count(name) == times
     written = json.loads((done.folder / "profile" / "time.json").read_text())
     assert written["steps"] == [3, 4]
     assert written["source"].startswith("own times of CPU operations")
@@ -199,25 +204,25 @@ def test_a_profiled_run_says_where_the_time_went(trained, capsys) -> None:
     assert "where the time went" not in summary(derive(config, plain.events()))
 
 
-def test_the_window_may_begin_with_the_run(trained) -> None:
+def test_window_may_start_at_the_first_step(trained) -> None:
     done = trained(steps=2, profile=True, profile_start=0, profile_stop=3)
     assert json.loads((done.folder / "profile" / "time.json").read_text())["steps"] == [1, 2]
 
 
-def test_a_resumed_run_profiles_what_is_left_of_the_window(trained) -> None:
+def test_resumed_run_profiles_the_rest_of_the_window(trained) -> None:
     first = trained(steps=3, checkpoint_every=3)
     done = trained(steps=6, resume=str(first.folder), profile=True, profile_start=2, profile_stop=6)
     assert json.loads((done.folder / "profile" / "time.json").read_text())["steps"] == [4, 5]
 
 
 @pytest.mark.parametrize(("start", "stop"), [(5, 50), (2, 2), (0, 1)])
-def test_a_window_without_steps_is_refused(trained, start: int, stop: int) -> None:
+def test_empty_window_is_refused(trained, start: int, stop: int) -> None:
     done = trained(steps=4, profile=True, profile_start=start, profile_stop=stop)
     assert done.code == 1
     assert f"profile_start={start}, profile_stop={stop}: none of the steps of this run, 1 to 4," in done.ended().reason
 
 
-def test_a_trace_that_cannot_be_written_has_a_name(folder_of) -> None:
+def test_unwritable_trace_is_reported(folder_of) -> None:
     folder = folder_of(profile=True, profile_start=1, profile_stop=2)
     (folder / "profile").write_text("in the way")
     assert main([str(folder / "config.json")]) == 2

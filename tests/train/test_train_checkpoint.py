@@ -1,4 +1,4 @@
-"""A run that was interrupted, by whatever and whenever, goes on as if it had not been."""
+"""Checkpoints: an interrupted run resumes as if it had not been interrupted."""
 
 import json
 import math
@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from ranks import Trained
+import training_ranks
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 from torch import nn
+from training_ranks import Trained
 
 from llmb.config.serialization import build
 from llmb.config.spec import Model, RunConfig
 from llmb.events import StepDone, read
 from llmb.results.derive import derive
-from llmb.runtime.checkpoint_folder import IDENTITY, complete, newest, number
+from llmb.runtime.checkpoint_folder import IDENTITY, checkpoint_step, complete_checkpoints, latest_checkpoint
 from llmb.train import loop
 from llmb.train.__main__ import main
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.train_checkpoint import FORMAT, Checkpoints, state_tensors
+from llmb.train.train_checkpoint import FORMAT, Checkpointer, state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
-# A server that has imported what takes seconds to import forks every process of these tests.
+# A fork server with torch already imported starts every process of these tests.
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["llmb.train.loop", "torch._dynamo"])
 
@@ -52,8 +52,14 @@ def train_on_two_ranks(folder: Path) -> None:
         port = str(free.getsockname()[1])
     ranks = []
     for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks.append(PROCESSES.Process(target=engine, args=(folder / "config.json", place)))
+        environment = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        ranks.append(PROCESSES.Process(target=engine, args=(folder / "config.json", environment)))
     try:
         for process in ranks:
             process.start()
@@ -70,46 +76,49 @@ def losses_of(folder: Path, rank: int) -> list[float | None]:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_resuming_changes_no_bit(trained, dtype: str) -> None:
+def test_resume_is_bit_exact(trained, dtype: str) -> None:
     straight = trained(steps=20, dtype=dtype)
     first = trained(steps=10, dtype=dtype, checkpoint_every=5)
-    assert [path.name for path in complete(first.folder / "checkpoints")] == ["step_5", "step_10"]
-    rest = trained(steps=20, dtype=dtype, resume=str(first.folder))
-    assert rest.ended().status == "ok"
-    assert [s.step for s in rest.steps()] == list(range(11, 21))
-    assert first.losses() + rest.losses() == straight.losses()
-    norms = [s.grad_norm for outcome in (first, rest) for s in outcome.steps()]
+    assert [path.name for path in complete_checkpoints(first.folder / "checkpoints")] == ["step_5", "step_10"]
+    resumed = trained(steps=20, dtype=dtype, resume=str(first.folder))
+    assert resumed.ended().status == "ok"
+    assert [s.step for s in resumed.steps()] == list(range(11, 21))
+    assert first.losses() + resumed.losses() == straight.losses()
+    norms = [s.grad_norm for outcome in (first, resumed) for s in outcome.steps()]
     assert norms == [s.grad_norm for s in straight.steps()]
-    assert not (rest.folder / "checkpoints").exists()  # none were asked for
+    assert not (resumed.folder / "checkpoints").exists()  # none were requested
 
 
-def test_a_run_may_go_on_in_its_own_folder_or_from_the_checkpoints_folder(trained) -> None:
+def test_resume_in_same_folder_or_from_checkpoints_folder(trained) -> None:
     straight = trained(steps=6, tied_embeddings=True)
     first = trained(steps=4, tied_embeddings=True, checkpoint_every=3)
-    rest = trained(steps=6, tied_embeddings=True, checkpoint_every=1, resume=str(first.folder / "checkpoints"))
-    assert rest.losses() == straight.losses()[3:]
-    assert [path.name for path in complete(rest.folder / "checkpoints")] == ["step_5", "step_6"]  # the newest two
+    resumed = trained(steps=6, tied_embeddings=True, checkpoint_every=1, resume=str(first.folder / "checkpoints"))
+    assert resumed.losses() == straight.losses()[3:]
+    assert [path.name for path in complete_checkpoints(resumed.folder / "checkpoints")] == [
+        "step_5",
+        "step_6",
+    ]  # the newest two
     config = first.folder / "config.json"
     data = json.loads(config.read_text())
     data["workload"] |= {"steps": 6, "resume": str(first.folder)}
-    (first.folder / "checkpoints" / "step_6.partial").mkdir()  # as a kill leaves it
+    (first.folder / "checkpoints" / "step_6.partial").mkdir()  # left by a killed run
     config.write_text(json.dumps(data))
     assert main([str(config)]) == 0
     assert first.losses()[-3:] == straight.losses()[3:]
-    assert newest(first.folder).name == "step_6"
+    assert latest_checkpoint(first.folder).name == "step_6"
 
 
 @pytest.mark.slow
-def test_resuming_changes_no_bit_on_two_ranks(folder_of, trained) -> None:
+def test_resume_on_two_ranks_is_bit_exact(folder_of, trained) -> None:
     split = {"gpus": 2, "dp": 2, "mbs": 1, "ga": 2, "dtype": "bf16"}
     straight, first = folder_of(steps=20, **split), folder_of(steps=10, checkpoint_every=10, **split)
-    rest = folder_of(steps=20, resume=str(first), **split)
-    for folder in (straight, first, rest):
+    resumed = folder_of(steps=20, resume=str(first), **split)
+    for folder in (straight, first, resumed):
         train_on_two_ranks(folder)
-    losses, expected = losses_of(first, 1) + losses_of(rest, 1), losses_of(straight, 1)
+    losses, expected = losses_of(first, 1) + losses_of(resumed, 1), losses_of(straight, 1)
     assert len(losses) == 20
     assert losses == expected
-    # One process reads what two wrote; the sums over ranks are then taken in another order.
+    # One process reads what two wrote; sums over ranks are then in a different order.
     alone = trained(steps=20, dtype="bf16", resume=str(first))
     assert alone.losses() == pytest.approx(expected[10:], rel=1e-3)
 
@@ -124,7 +133,7 @@ LAYOUTS = {
 
 
 def in_layout(name: str, model: Model, **changes: Any) -> RunConfig:
-    # By the seed. With some others one weight's first gradient is zero but for rounding: Adam makes a whole step of it.
+    # With some other seeds a weight's first gradient is zero but for rounding, and Adam takes a full step for it.
     config = changed(CONFIG, model=model, mbs=1, lr=1e-3, seed=11, **(LAYOUTS[name] | changes))
     return changed(config, ga=config.workload.gbs // config.parallel.dp, gpus=config.parallel.world_size)
 
@@ -138,28 +147,30 @@ def in_layout(name: str, model: Model, **changes: Any) -> RunConfig:
         pytest.param("deepseek", ["one process", "fsdp 2 tp 2", "tp 2 pp 2"], marks=pytest.mark.matrix),
     ],
 )
-def test_one_layout_resumes_what_another_saved(tmp_path, model: str, route: list[str]) -> None:
-    """Two steps in each; together they are what one process does."""
+def test_resume_with_another_layout(tmp_path, model: str, route: list[str]) -> None:
+    """Two steps in each layout equal one process."""
     gbs = math.lcm(*(LAYOUTS[layout].get("dp", 1) for layout in route))
-    straight = ranks.trained(in_layout("one process", SMALL_MODELS[model], gbs=gbs, steps=6), tmp_path / "straight")
+    straight = training_ranks.trained(
+        in_layout("one process", SMALL_MODELS[model], gbs=gbs, steps=6), tmp_path / "straight"
+    )
     losses, norms, last = [], [], None
-    for place, layout in enumerate(route):
+    for index, layout in enumerate(route):
         folder = tmp_path / layout
-        resume = str(tmp_path / route[place - 1]) if place else None
-        config = in_layout(layout, SMALL_MODELS[model], gbs=gbs, steps=2 * place + 2, resume=resume)
-        last = ranks.trained(config, folder)
+        resume = str(tmp_path / route[index - 1]) if index else None
+        config = in_layout(layout, SMALL_MODELS[model], gbs=gbs, steps=2 * index + 2, resume=resume)
+        last = training_ranks.trained(config, folder)
         losses += last.losses
         norms += last.norms
-    assert Trained(losses, norms, last.tensors).farthest(straight) < 1e-5
+    assert Trained(losses, norms, last.tensors).max_distance(straight) < 1e-5
 
 
 @pytest.mark.slow
-def test_killed_at_thirty_moments(folder_of, trained) -> None:
-    """Each run is killed outright, whatever it is doing; the next goes on from the newest complete checkpoint."""
+def test_resume_after_kill_at_thirty_times(folder_of, trained) -> None:
+    """Each run is killed at a random time; the next resumes from the latest complete checkpoint."""
     moments = random.Random(7)
     losses: dict[int, float] = {}
     resume, last, cut_short, killed = None, 0, 0, 0
-    while killed < 32 or last <= 32 or cut_short < 5:  # until they got somewhere and met checkpoints half written
+    while killed < 32 or last <= 32 or cut_short < 5:  # until there was progress and some partial checkpoints
         assert killed < 150
         killed += 1
         folder = folder_of(steps=10**6, checkpoint_every=1, resume=resume)
@@ -178,9 +189,9 @@ def test_killed_at_thirty_moments(folder_of, trained) -> None:
                 assert losses.setdefault(event["step"], event["loss"]) == event["loss"]
         checkpoints = folder / "checkpoints"
         cut_short += any(checkpoints.glob("*.partial"))
-        if complete(checkpoints):
-            assert number(newest(folder)) > last
-            resume, last = str(folder), number(newest(folder))
+        if complete_checkpoints(checkpoints):
+            assert checkpoint_step(latest_checkpoint(folder)) > last
+            resume, last = str(folder), checkpoint_step(latest_checkpoint(folder))
     end = trained(steps=last + 5, resume=resume)
     losses |= {s.step: s.loss for s in end.steps()}
     straight = trained(steps=last + 5)
@@ -188,39 +199,39 @@ def test_killed_at_thirty_moments(folder_of, trained) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"hidden": 64}, "was made with model.hidden=32, this run has 64"),
         ({"architecture": "nemotron_h"}, "was made with model.architecture=llama, this run has nemotron_h"),
         ({"dtype": "bf16"}, "was made with dtype=fp32, this run has bf16"),
         ({"seed": 5}, "was made with seed=1234, this run has 5"),
-        ({"steps": 2}, "step_2 is past the last step, 2; raise steps to go on"),
+        ({"steps": 2}, "step_2 is past the last step, 2; raise steps to continue"),
     ],
 )
-def test_another_runs_checkpoint_is_refused(trained, capsys, changes: dict, said: str) -> None:
+def test_incompatible_checkpoint_is_refused(trained, capsys, changes: dict, reason: str) -> None:
     first = trained(steps=2, checkpoint_every=2)
     capsys.readouterr()
     done = trained(**{"steps": 4, "resume": str(first.folder), **changes})
     assert done.code == 1
     assert done.ended().status == "failed"
-    assert said in done.ended().reason
+    assert reason in done.ended().reason
     assert capsys.readouterr().err == f"llmb.train: {done.ended().reason}\n"
 
 
-@pytest.mark.parametrize(("was", "said"), [(None, 1), (FORMAT + 1, FORMAT + 1)])
-def test_a_checkpoint_of_another_format_is_refused(trained, was: int | None, said: int) -> None:
+@pytest.mark.parametrize(("saved_format", "reported_format"), [(None, 1), (FORMAT + 1, FORMAT + 1)])
+def test_checkpoint_of_another_format_is_refused(trained, saved_format: int | None, reported_format: int) -> None:
     first = trained(steps=2, checkpoint_every=2)
-    path = newest(first.folder) / IDENTITY
+    path = latest_checkpoint(first.folder) / IDENTITY
     saved = json.loads(path.read_text())
     assert saved.pop("format") == FORMAT
-    path.write_text(json.dumps(saved if was is None else saved | {"format": was}))
+    path.write_text(json.dumps(saved if saved_format is None else saved | {"format": saved_format}))
     done = trained(steps=4, resume=str(first.folder))
     assert done.code == 1
     only = f"this version of llmb reads format {FORMAT} only"
-    assert done.ended().reason == f"resume: {path.parent} has format {said}, {only}"
+    assert done.ended().reason == f"resume: {path.parent} has format {reported_format}, {only}"
 
 
-def test_a_nested_difference_is_named(trained) -> None:
+def test_nested_difference_is_reported(trained) -> None:
     first = trained(steps=2, checkpoint_every=2)
     config = json.loads((first.folder / "config.json").read_text())
     config["model"]["rope"]["theta"] = 10_000.0
@@ -231,16 +242,16 @@ def test_a_nested_difference_is_named(trained) -> None:
     assert "made with model.rope.theta=500000.0, this run has 10000.0" in last
 
 
-def test_tensors_that_do_not_fit_are_named(trained, monkeypatch) -> None:
+def test_mismatched_tensors_are_reported(trained, monkeypatch) -> None:
     first = trained(steps=2, checkpoint_every=2)
-    build = loop.ready_parts
+    build = loop.build_model_parts
 
     def with_one_more(*arguments):
         (model,) = build(*arguments)
         model.extra = nn.Parameter(torch.zeros(3))
         return [model]
 
-    monkeypatch.setattr(loop, "ready_parts", with_one_more)
+    monkeypatch.setattr(loop, "build_model_parts", with_one_more)
     reason = trained(steps=4, resume=str(first.folder)).ended().reason
     assert "the run has a tensor model.extra, the checkpoint has none" in reason
 
@@ -249,16 +260,16 @@ def test_tensors_that_do_not_fit_are_named(trained, monkeypatch) -> None:
         model.norm.weight = nn.Parameter(torch.zeros(3))
         return [model]
 
-    monkeypatch.setattr(loop, "ready_parts", with_another_shape)
+    monkeypatch.setattr(loop, "build_model_parts", with_another_shape)
     reason = trained(steps=4, resume=str(first.folder)).ended().reason
-    assert "model.norm.weight is [32] torch.float32 there and [3] torch.float32 in this run" in reason
+    assert "model.norm.weight is [32] torch.float32 in the checkpoint and [3] torch.float32 in this run" in reason
 
 
-def test_what_cannot_be_resumed_is_said_in_one_line(trained, tmp_path) -> None:
+def test_failed_resume_is_one_line(trained, tmp_path) -> None:
     assert trained(resume=str(tmp_path / "none")).ended().reason == f"resume: there is no folder {tmp_path / 'none'}"
     assert "holds no complete checkpoint" in trained(resume=str(tmp_path)).ended().reason
     first = trained(steps=2, checkpoint_every=2)
-    for shard in newest(first.folder).glob("*.distcp"):
+    for shard in latest_checkpoint(first.folder).glob("*.distcp"):
         shard.write_bytes(shard.read_bytes()[:100])
     broken = trained(steps=4, resume=str(first.folder))
     assert broken.code == 1
@@ -266,20 +277,20 @@ def test_what_cannot_be_resumed_is_said_in_one_line(trained, tmp_path) -> None:
     assert "\n" not in broken.ended().reason
 
 
-def test_checkpoints_of_an_earlier_run_are_not_overwritten(trained) -> None:
+def test_existing_checkpoints_are_not_overwritten(trained) -> None:
     first = trained(steps=2, checkpoint_every=2)
     assert main([str(first.folder / "config.json")]) == 1
-    assert "step_2 is there already; resume=" in (first.folder / "events.rank0.jsonl").read_text()
+    assert "step_2 already exists; resume=" in (first.folder / "events.rank0.jsonl").read_text()
     assert trained(steps=4, resume=str(first.folder)).ended().status == "ok"
 
 
-def test_a_full_disk_ends_the_run_and_spares_older_checkpoints(trained, tmp_path, monkeypatch, capsys) -> None:
+def test_full_disk_fails_the_run_and_keeps_older_checkpoints(trained, tmp_path, monkeypatch, capsys) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     step = loop.train_step
 
     def disk_fills_up(*arguments):
         if arguments[-1] == 4:
-            while not complete(tmp_path / "run 0" / "checkpoints"):
+            while not complete_checkpoints(tmp_path / "run 0" / "checkpoints"):
                 time.sleep(0.01)
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
         return step(*arguments)
@@ -299,9 +310,9 @@ def test_a_full_disk_ends_the_run_and_spares_older_checkpoints(trained, tmp_path
     assert trained(steps=4, resume=str(done.folder)).losses() == trained(steps=4).losses()[2:]
 
 
-def test_no_step_waits_for_the_disk(trained, monkeypatch) -> None:
-    """Writing is held up for the whole run: all steps are done meanwhile, and what was staged is what is written."""
-    write, held = Checkpoints._write, []
+def test_checkpoint_write_is_asynchronous(trained, monkeypatch) -> None:
+    """Writing is blocked until the last step; the staged tensors are what is written."""
+    write, held = Checkpointer._write, []
 
     def held_up(self, step, tensors):
         while not held:
@@ -315,7 +326,7 @@ def test_no_step_waits_for_the_disk(trained, monkeypatch) -> None:
             held.append("released")
         return take(job, model, optimizer, step)
 
-    monkeypatch.setattr(Checkpoints, "_write", held_up)
+    monkeypatch.setattr(Checkpointer, "_write", held_up)
     monkeypatch.setattr(loop, "train_step", note_the_last)
     first = trained(steps=4, checkpoint_every=3)
     assert first.ended().status == "ok"
@@ -323,30 +334,32 @@ def test_no_step_waits_for_the_disk(trained, monkeypatch) -> None:
     assert trained(steps=4, resume=str(first.folder)).losses() == first.losses()[3:]
 
 
-def test_a_resumed_run_has_a_result_without_its_first_step(trained) -> None:
+def test_first_step_after_resume_is_warmup(trained) -> None:
     first = trained(steps=2, checkpoint_every=2)
-    rest = trained(steps=5, resume=str(first.folder), window=(2, 5))
-    config = build(RunConfig, json.loads((rest.folder / "config.json").read_text()))
-    result = derive(config, rest.events())
+    resumed = trained(steps=5, resume=str(first.folder), window=(2, 5))
+    config = build(RunConfig, json.loads((resumed.folder / "config.json").read_text()))
+    result = derive(config, resumed.events())
     assert (result.status, result.steps_done, result.window) == ("ok", 5, (2, 5))
-    assert result.step_time_s.samples == tuple(s.seconds for s in rest.steps()[1:])  # of 3, 4 and 5 the first warms up
+    assert result.step_time_s.samples == tuple(
+        s.seconds for s in resumed.steps()[1:]
+    )  # of 3, 4 and 5 the first is warmup
     assert result.loss_last == trained(steps=5).losses()[-1]
 
 
-def test_all_that_the_next_step_depends_on_is_kept() -> None:
+def test_state_tensors_are_complete() -> None:
     model = nn.Linear(3, 2)
     model.register_buffer("usage", torch.ones(2))
     optimizer = Optimizer(model.named_parameters(), Mesh(0, 1, torch.device("cpu")), 1e-3, set())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.update(1e-3)
-    wanted = {"model.weight", "model.bias", "model.usage"}
-    wanted |= {f"optimizer.{p}.{kind}" for p in ("weight", "bias") for kind in ("step", "exp_avg", "exp_avg_sq")}
-    assert state_tensors([model], optimizer).keys() == wanted
+    expected = {"model.weight", "model.bias", "model.usage"}
+    expected |= {f"optimizer.{p}.{kind}" for p in ("weight", "bias") for kind in ("step", "exp_avg", "exp_avg_sq")}
+    assert state_tensors([model], optimizer).keys() == expected
 
 
-def test_only_whole_folders_count(tmp_path) -> None:
+def test_only_complete_checkpoints_count(tmp_path) -> None:
     for name in ("step_9", "step_10", "step_11.partial", "step_x", "notes"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in complete(tmp_path)] == ["step_9", "step_10"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_9", "step_10"]
     shutil.rmtree(tmp_path / "step_10")
-    assert newest(tmp_path).name == "step_9"
+    assert latest_checkpoint(tmp_path).name == "step_9"

@@ -1,4 +1,4 @@
-"""Training on the CPU: the numbers must not depend on how the same work is cut up."""
+"""Training on the CPU: results do not depend on how the work is split."""
 
 import math
 import re
@@ -21,7 +21,7 @@ RATES = re.compile(
 )
 
 
-def test_a_run_records_who_what_and_how_it_ended(trained) -> None:
+def test_run_records_start_steps_and_end(trained) -> None:
     done = trained()
     assert done.code == 0
     started, steps, ended = done.started(), done.steps(), done.ended()
@@ -35,16 +35,16 @@ def test_a_run_records_who_what_and_how_it_ended(trained) -> None:
     assert (ended.status, ended.reason) == ("ok", None)
 
 
-def test_the_log_reads_like_megatron_bridge(trained, capsys) -> None:
+def test_log_format_is_megatron_bridge(trained, capsys) -> None:
     done = trained()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 12
     for step, rate, iteration, rates in zip(done.steps(), lines[::3], lines[1::3], lines[2::3], strict=True):
         assert RATE.match(rate)
         assert RATES.match(rates), rates
-        found = ITERATION.match(iteration)
-        assert found, iteration
-        number, samples, milliseconds, lr, batch, loss, norm = found.groups()
+        match = ITERATION.match(iteration)
+        assert match, iteration
+        number, samples, milliseconds, lr, batch, loss, norm = match.groups()
         assert (int(number), int(samples), int(batch)) == (step.step, 4 * step.step, 4)
         assert float(milliseconds) == pytest.approx(step.seconds * 1e3, abs=0.051)
         assert float(lr) == pytest.approx(1e-3 * step.step)
@@ -52,26 +52,26 @@ def test_the_log_reads_like_megatron_bridge(trained, capsys) -> None:
         assert float(norm) == pytest.approx(step.grad_norm, abs=5.1e-4)
 
 
-def test_the_loss_falls(trained) -> None:
+def test_loss_decreases(trained) -> None:
     losses = trained(steps=30).losses()
     assert losses[0] == pytest.approx(math.log(128), rel=0.02)
     assert sum(losses[-5:]) / 5 < losses[0] - 0.4
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(trained) -> None:
+def test_training_is_deterministic_per_seed(trained) -> None:
     first = trained().losses()
     assert trained().losses() == first
     assert trained(seed=5).losses() != first
 
 
-def test_accumulation_changes_nothing(trained) -> None:
-    at_once, in_parts = trained(mbs=4, ga=1), trained(mbs=1, ga=4)
-    assert in_parts.losses() == pytest.approx(at_once.losses(), rel=1e-5)
-    assert [s.grad_norm for s in in_parts.steps()] == pytest.approx([s.grad_norm for s in at_once.steps()], rel=1e-4)
+def test_gradient_accumulation_is_equivalent(trained) -> None:
+    at_once, accumulated = trained(mbs=4, ga=1), trained(mbs=1, ga=4)
+    assert accumulated.losses() == pytest.approx(at_once.losses(), rel=1e-5)
+    assert [s.grad_norm for s in accumulated.steps()] == pytest.approx([s.grad_norm for s in at_once.steps()], rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_recomputation_changes_nothing(trained, dtype: str) -> None:
+def test_recomputation_is_bit_exact(trained, dtype: str) -> None:
     plain = trained(dtype=dtype).losses()
     assert trained(dtype=dtype, recompute_layers=1).losses() == plain
     assert trained(dtype=dtype, recompute_layers=2).losses() == plain
@@ -83,18 +83,18 @@ def test_bf16_follows_fp32(trained) -> None:
     assert bf16 == pytest.approx(fp32, rel=5e-3)
 
 
-def test_tied_embeddings_train(trained) -> None:
+def test_tied_embeddings_learn(trained) -> None:
     done = trained(tied_embeddings=True, dtype="bf16", steps=12)
     assert done.ended().status == "ok"
     assert done.losses()[-1] < done.losses()[0]
 
 
-def test_two_ranks_equal_one(trained, start) -> None:
+def test_two_ranks_equal_one_process(trained, start) -> None:
     alone = trained(mbs=2, ga=2)
     outcome, process = start(ranks=2, gpus=2, dp=2, mbs=1, ga=2, recompute_layers=1)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert out.count("Step Time") == 4  # rank 0 alone prints
+    assert out.count("Step Time") == 4  # only rank 0 prints
     for rank in (0, 1):
         assert outcome.started(rank).world_size == 2
         assert outcome.ended(rank).status == "ok"
@@ -104,12 +104,12 @@ def test_two_ranks_equal_one(trained, start) -> None:
         assert {s.tokens for s in outcome.steps(rank)} == {4 * 32}
 
 
-def test_tokens_depend_only_on_their_place() -> None:
+def test_tokens_depend_only_on_their_index() -> None:
     cpu = torch.device("cpu")
-    whole = synthetic_tokens(1234, 10, (6, 33), 1000, cpu)
-    assert torch.equal(whole[2:5], synthetic_tokens(1234, 12, (3, 33), 1000, cpu))
-    assert not torch.equal(whole, synthetic_tokens(1235, 10, (6, 33), 1000, cpu))
+    tokens = synthetic_tokens(1234, 10, (6, 33), 1000, cpu)
+    assert torch.equal(tokens[2:5], synthetic_tokens(1234, 12, (3, 33), 1000, cpu))
+    assert not torch.equal(tokens, synthetic_tokens(1235, 10, (6, 33), 1000, cpu))
     many = synthetic_tokens(1, 0, (100, 1000), 1000, cpu)
     assert (many.min(), many.max()) == (0, 999)
-    # The share of tokens below a tenth of the vocabulary is the cube root of a tenth.
+    # The fraction of tokens below a tenth of the vocabulary is the cube root of a tenth.
     assert (many < 100).double().mean().item() == pytest.approx(0.1 ** (1 / 3), abs=0.01)

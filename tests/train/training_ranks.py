@@ -2,7 +2,7 @@
 
     outcome = trained(config, tmp_path)
 
-It has the losses and norms of rank 0, and the state after the last step as whole tensors.
+The result has the losses and norms of rank 0, and the full state after the last step.
 """
 
 import json
@@ -18,62 +18,62 @@ from torch import Tensor
 from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig, Training
 from llmb.events import StepDone, read
-from llmb.runtime.checkpoint_folder import complete
-from llmb.runtime.recorder import Record
-from llmb.runtime.run_ending import ending
+from llmb.runtime.checkpoint_folder import complete_checkpoints
+from llmb.runtime.recorder import EventRecorder
+from llmb.runtime.run_ending import ending_of
 from llmb.train.loop import train
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a run over some ranks left behind."""
+    """Losses, norms and final state of a run over some ranks."""
 
     losses: list[float]
     norms: list[float]
-    tensors: dict[str, Tensor]  # weights and optimizer state after the last step, whole
+    tensors: dict[str, Tensor]  # full weights and optimizer state after the last step
 
-    def farthest(self, other: "Trained") -> float:
-        """The largest relative difference of any loss, norm or weight; a weight's is by the size of its tensor."""
-        return max(self.distances(other))
+    def max_distance(self, expected: "Trained") -> float:
+        """Return the largest relative difference of any loss, norm or weight tensor (by its norm)."""
+        return max(self.distances(expected))
 
-    def distances(self, other: "Trained") -> tuple[float, float, float]:
-        """The largest of a loss, of a norm and of a weight."""
-        assert self.tensors.keys() == other.tensors.keys()
-        numbers = ((self.losses, other.losses), (self.norms, other.norms))
+    def distances(self, expected: "Trained") -> tuple[float, float, float]:
+        """Return the largest relative difference of a loss, of a norm and of a weight tensor."""
+        assert self.tensors.keys() == expected.tensors.keys()
+        numbers = ((self.losses, expected.losses), (self.norms, expected.norms))
         losses, norms = (max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True)) for pair in numbers)
-        weights = [name for name in other.tensors if name.startswith("model.") and other.tensors[name].numel()]
-        return losses, norms, max(_difference(self.tensors[name], other.tensors[name]) for name in weights)
+        weights = [name for name in expected.tensors if name.startswith("model.") and expected.tensors[name].numel()]
+        return losses, norms, max(_difference(self.tensors[name], expected.tensors[name]) for name in weights)
 
 
-def _difference(mine: Tensor, other: Tensor) -> float:
-    size = other.norm().item()
-    return (mine - other).norm().item() / size if size else mine.norm().item()
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    size = expected.norm().item()
+    return (actual - expected).norm().item() / size if size else actual.norm().item()
 
 
 def trained(config: RunConfig, folder: Path) -> Trained:
-    """Train the configuration on as many ranks as it spreads over, in a folder of its own."""
+    """Train the configuration on as many ranks as it needs, in its own folder."""
     assert isinstance(config.workload, Training)
     folder.mkdir(parents=True, exist_ok=True)
     config = replace(config, workload=replace(config.workload, checkpoint_every=config.workload.steps))
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
     on_ranks(config.parallel.world_size, _train, config, folder)
     steps = [event for event in read(folder / "events.rank0.jsonl") if isinstance(event, StepDone)]
-    (checkpoint,) = complete(folder / "checkpoints")
-    return Trained([s.loss for s in steps], [s.grad_norm for s in steps], whole_tensors(checkpoint))  # type: ignore[misc]
+    (checkpoint,) = complete_checkpoints(folder / "checkpoints")
+    return Trained([s.loss for s in steps], [s.grad_norm for s in steps], full_tensors(checkpoint))  # type: ignore[misc]
 
 
 def _train(rank: int, config: RunConfig, folder: Path) -> None:
     os.chdir(folder)
-    record = Record(folder, rank)
-    train(config, record)
-    end = ending(None)
-    record.end(end.status, end.reason)
+    recorder = EventRecorder(folder, rank)
+    train(config, recorder)
+    ending = ending_of(None)
+    recorder.end(ending.status, ending.reason)
 
 
-def whole_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, however many ranks wrote it."""
+def full_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint, however many ranks wrote it."""
     reader = dcp.FileSystemReader(checkpoint)
     saved = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(there.size, dtype=there.properties.dtype) for name, there in saved.items()}
+    tensors = {name: torch.empty(metadata.size, dtype=metadata.properties.dtype) for name, metadata in saved.items()}
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return tensors

@@ -1,7 +1,7 @@
-"""Every operation of a rehearsed rank, as it is dispatched: its memory, its FLOPs, its collectives.
+"""Dispatch mode of a dry run: counts memory, FLOPs and collectives of every operation.
 
-FLOPs are those of matrix products, by their shapes; what fused kernels compute is told from outside (`add_flops`).
-A collective's bytes are those of its larger side on this rank: what an all-gather gives, what a reduce-scatter takes.
+FLOPs are those of matmuls, by their shapes; FLOPs of fused kernels are reported by the caller (`add_flops`). The bytes
+of a collective are those of its larger side on this rank: the output of an all-gather, the input of a reduce-scatter.
 """
 
 from collections import Counter
@@ -15,36 +15,38 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from llmb.ops.gemm import matmul
-from llmb.ops.gemm.fp8_linear import MULTIPLE
-from llmb.train.dry_run.memory_tracker import Footprint
+from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
+from llmb.train.dry_run.memory_tracker import MemoryTracker
 
 aten = torch.ops.aten
 PLAIN = (Tensor, torch.nn.Parameter)
 CPU, META = torch.device("cpu"), torch.device("meta")
-Collective = tuple[str, str]  # what it does, the name of its group
+CollectiveKey = tuple[str, str]  # kind, process group name
 
 
-def _product(left: Tensor, right: Tensor) -> int:
-    """FLOPs of [..., M, K] x [..., K, N]; of a grouped product likewise, as K or M is the sum over groups."""
+def _matmul_flops(left: Tensor, right: Tensor) -> int:
+    """Return the FLOPs of [..., M, K] x [..., K, N]; also of a grouped GEMM, where K or M is the sum over groups."""
     return 2 * left.numel() * right.shape[-1]
 
 
-def _scaled_grouped(left: Tensor, right: Tensor, _left_scales: Tensor, _right_scales: Tensor, ends: Tensor) -> int:
-    """Likewise; where groups are summed over, `fp8_group_forms.places_of` has made room for zeros in each."""
-    zeros = len(ends) * MULTIPLE if right.dim() == 2 else 0
-    return 2 * len(left) * (left.shape[1] - zeros) * right.shape[-1]
+def _scaled_grouped_flops(
+    left: Tensor, right: Tensor, _left_scales: Tensor, _right_scales: Tensor, ends: Tensor
+) -> int:
+    """Return the FLOPs of an fp8 grouped GEMM; where groups are reduced over, each was padded with zeros."""
+    padding = len(ends) * FP8_ALIGNMENT if right.dim() == 2 else 0
+    return 2 * len(left) * (left.shape[1] - padding) * right.shape[-1]
 
 
 FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
-    aten.mm: lambda args: _product(args[0], args[1]),
-    aten.bmm: lambda args: _product(args[0], args[1]),
-    aten.addmm: lambda args: _product(args[1], args[2]),
-    aten.addmm_: lambda args: _product(args[1], args[2]),
-    matmul.OPERATION: lambda args: _product(args[0], args[1]),
-    aten._grouped_mm: lambda args: _product(args[0], args[1]),
-    aten._scaled_grouped_mm: lambda args: _scaled_grouped(*args[:5]),
+    aten.mm: lambda args: _matmul_flops(args[0], args[1]),
+    aten.bmm: lambda args: _matmul_flops(args[0], args[1]),
+    aten.addmm: lambda args: _matmul_flops(args[1], args[2]),
+    aten.addmm_: lambda args: _matmul_flops(args[1], args[2]),
+    matmul.OPERATION: lambda args: _matmul_flops(args[0], args[1]),
+    aten._grouped_mm: lambda args: _matmul_flops(args[0], args[1]),
+    aten._scaled_grouped_mm: lambda args: _scaled_grouped_flops(*args[:5]),
 }
-# What a CUDA kernel takes besides its result.
+# Temporary memory of CUDA kernels.
 WORKSPACES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten.logsumexp: lambda args: size(args[0]),  # the exponentials
 }
@@ -74,22 +76,22 @@ KINDS = {
 
 
 def size(tensor: Tensor) -> int:
-    """Bytes of the values that a tensor shows."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
-class Watch(TorchDispatchMode):
-    """Follows what is dispatched inside it, on plain tensors: those spread over ranks come apart first."""
+class DispatchWatch(TorchDispatchMode):
+    """Counts operations dispatched inside it on plain tensors; DTensors are unwrapped first."""
 
-    def __init__(self, footprint: Footprint):
+    def __init__(self, memory: MemoryTracker):
         super().__init__()
-        self.footprint = footprint
+        self.memory = memory
         self.flops = 0.0
-        self.calls: Counter[Collective] = Counter()
-        self.bytes: Counter[Collective] = Counter()
+        self.calls: Counter[CollectiveKey] = Counter()
+        self.bytes: Counter[CollectiveKey] = Counter()
 
     def add_flops(self, flops: float) -> None:
-        """Work that no dispatched operation shows."""
+        """Add FLOPs that no dispatched operation shows."""
         self.flops += flops
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,47 +100,47 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         packet = function.overloadpacket
         if packet is torch.ops._c10d_functional.wait_tensor:
-            return args[0]  # torch's form without values would give a copy
+            return args[0]  # torch's meta implementation would return a copy
         if kwargs.get("device") == CPU:
             kwargs = {**kwargs, "device": META}
-        if function.namespace == "c10d":  # works in place: what it gives is only to be waited for
-            result = function(*tree_map_only(Tensor, _stand_in, args), **kwargs)
-            self._note_collective(function, args, kwargs, ())
+        if function.namespace == "c10d":  # in place: the result is only a handle
+            result = function(*tree_map_only(Tensor, _cpu_placeholder, args), **kwargs)
+            self._count_collective(function, args, kwargs, ())
             return result
         result = function(*args, **kwargs)
         if packet in WORKSPACES:
-            self.footprint.workspace(WORKSPACES[packet](args))
+            self.memory.workspace(WORKSPACES[packet](args))
         for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(tensor, Tensor):
-                self.footprint.see(tensor)
+                self.memory.track(tensor)
         if packet in FLOPS:
             self.flops += FLOPS[packet](args)
         elif function.namespace == "_c10d_functional":
-            self._note_collective(function, args, kwargs, result)
+            self._count_collective(function, args, kwargs, result)
         return result
 
-    def _note_collective(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _count_collective(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         kind = KINDS.get(function._schema.name.partition("::")[2])
         if kind is None:
             return
-        given = sum(size(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
-        if function.namespace == "c10d":  # both sides are arguments
+        input_bytes = sum(size(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
+        if function.namespace == "c10d":  # input and output are both arguments
             sides = [sum(size(x) for x in tree_iter(arg) if isinstance(x, Tensor)) for arg in args[:2]]
             moved = max(sides)
         else:
-            moved = max(given, sum(size(x) for x in tree_iter(result) if isinstance(x, Tensor)))
-        what = kind, _group_name(function, args, kwargs)
-        self.calls[what] += 1
-        self.bytes[what] += moved
+            moved = max(input_bytes, sum(size(x) for x in tree_iter(result) if isinstance(x, Tensor)))
+        key = kind, _group_name(function, args, kwargs)
+        self.calls[key] += 1
+        self.bytes[key] += moved
 
 
-def _stand_in(_tensor: Tensor) -> Tensor:
-    """A process group without processes takes any tensors, of sizes that agree, on a device that it knows."""
+def _cpu_placeholder(_tensor: Tensor) -> Tensor:
+    """Return a CPU tensor for the fake process group, which does not accept the meta device."""
     return torch.empty(0, device=CPU)
 
 
 def _group_name(function: Any, args: Any, kwargs: Any) -> str:
-    """The process group of a collective, which is an object for one family of operations and a name for the other."""
+    """Return the process group name of a collective: c10d operations take an object, functional ones a name."""
     for argument, value in zip(function._schema.arguments, args, strict=False):
         if argument.name == "group_name":
             return str(value)

@@ -1,12 +1,11 @@
-"""One rank of a run at its real size, without the hardware: what it holds, computes and sends in a step.
+"""Dry run of one rank at full size on the meta device: memory, FLOPs and collectives of a step.
 
     python -m llmb.train.dry_run.dry_run config.json      # one line of JSON
 
-The rank is built by the same passes as for training, of tensors that have shapes but no values (device meta), and in a
-process group that has ranks but no processes (`fake`). It takes the GPU's way through every kernel. What torch does
-about memory and ranks where no operation shows it is followed here.
+The rank is built by the same passes as for training, on the meta device and with torch's `fake` process group, and
+takes the code path of a GPU through every kernel. Allocations that torch makes outside of operators are tracked here.
 
-Leaves out: the CUDA context, NCCL's buffers, libraries' workspaces (about 0.1 GiB) and fragmentation.
+Not included: the CUDA context, NCCL buffers, library workspaces (about 0.1 GiB) and fragmentation.
 """
 
 import sys
@@ -34,37 +33,37 @@ from llmb.config.serialization import build, read_json, to_json
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import LlmbError
 from llmb.ops import dispatch
-from llmb.perfmodel.communication import Collective
-from llmb.perfmodel.dry_run_summary import Rehearsal
+from llmb.perfmodel.communication import CollectiveTraffic
+from llmb.perfmodel.dry_run_summary import DryRunSummary
 from llmb.perfmodel.pipeline_schedule import bubble
-from llmb.train.activation_offload import Lane
-from llmb.train.dry_run.dispatch_watch import Watch
+from llmb.train.activation_offload import CopyStream
+from llmb.train.dry_run.dispatch_watch import DispatchWatch
 from llmb.train.dry_run.fused_op_shapes import fused_shapes
-from llmb.train.dry_run.memory_tracker import REST, Footprint
-from llmb.train.dry_run.meta_rank import GRADIENTS, OPTIMIZER, WEIGHTS, Rank, Step
-from llmb.train.parallel.mesh import DENSE, EXPERT, REPLICAS, Mesh, divided
+from llmb.train.dry_run.memory_tracker import ACTIVATIONS, MemoryTracker
+from llmb.train.dry_run.meta_rank import GRADIENTS, OPTIMIZER, WEIGHTS, MetaRank, StepCost
+from llmb.train.parallel.mesh import DENSE, EXPERT, REPLICAS, Mesh, build_mesh
 from llmb.train.train_support import supported_workload
 
 CPU = torch.device("cpu")
 
-UNWATCHED = (
+UNTRACKED = (
     (DeviceMesh, "_compute_coordinates_from_mesh"),
     (DeviceMesh, "_concatenate"),
     (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
 )
-FAKE = "fake"  # torch's process group without processes
+FAKE = "fake"  # process group backend without communication
 
 
 @contextmanager
-def is_dry_run(config: RunConfig, rank: int) -> Iterator[tuple[Mesh, Watch]]:
-    """Everything made inside has shapes only, among ranks that are not there."""
-    watch = Watch(Footprint())
+def dry_run_rank(config: RunConfig, rank: int) -> Iterator[tuple[Mesh, DispatchWatch]]:
+    """Run the code inside on the meta device, in a fake process group; yields the mesh and the counters."""
+    watch = DispatchWatch(MemoryTracker())
     dispatch.begin_dry_run(partial(_count_scan, watch))
     mesh = _mesh(config, rank)
     with ExitStack() as stack:
-        stack.enter_context(_unwatched())
-        stack.enter_context(_followed_resizing(watch.footprint))
-        stack.enter_context(_host_buffers(watch.footprint))
+        stack.enter_context(_untracked())
+        stack.enter_context(_track_resize(watch.memory))
+        stack.enter_context(_track_host_buffers(watch.memory))
         stack.enter_context(patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda _group: None))
         stack.enter_context(watch)
         stack.enter_context(torch.device("meta"))
@@ -76,64 +75,64 @@ def _mesh(config: RunConfig, rank: int) -> Mesh:
     if config.parallel.world_size == 1:
         return Mesh(0, 1, CPU)
     dist.init_process_group(FAKE, rank=rank, world_size=config.parallel.world_size, store=FakeStore())
-    return divided(rank, CPU, config.parallel, experts=config.model.experts is not None)
+    return build_mesh(rank, CPU, config.parallel, experts=config.model.experts is not None)
 
 
 @contextmanager
-def _unwatched() -> Iterator[None]:
-    """What torch computes about ranks and shapes is none of the rank's work, and needs tensors of its own kinds."""
+def _untracked() -> Iterator[None]:
+    """Exclude torch's own computations about ranks and shapes, which need real CPU tensors."""
 
-    def unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def untracked(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
-        def called(*arguments: Any, **named: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             with _disable_current_modes(), torch.device("cpu"):
-                return function(*arguments, **named)
+                return function(*args, **kwargs)
 
-        return called
+        return call
 
     with ExitStack() as stack:
-        for owner, name in UNWATCHED:
+        for owner, name in UNTRACKED:
             if name in vars(owner):
-                found = vars(owner)[name]
-                plain = found.__func__ if isinstance(found, staticmethod) else found
-                made = staticmethod(unwatched(plain)) if isinstance(found, staticmethod) else unwatched(plain)
-                stack.enter_context(patch.object(owner, name, made))
+                attribute = vars(owner)[name]
+                is_static = isinstance(attribute, staticmethod)
+                wrapped = untracked(attribute.__func__ if is_static else attribute)
+                stack.enter_context(patch.object(owner, name, staticmethod(wrapped) if is_static else wrapped))
         yield
 
 
 @contextmanager
-def _followed_resizing(footprint: Footprint) -> Iterator[None]:
-    """FSDP frees and refills the storages of gathered weights, which no operation shows."""
+def _track_resize(memory: MemoryTracker) -> Iterator[None]:
+    """Track storages of gathered weights, which FSDP frees and reallocates without an operator."""
     resize = torch.UntypedStorage.resize_
 
-    def followed(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    def tracked(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         resize(storage, size)
-        footprint.resized(storage, WEIGHTS)
+        memory.resized(storage, WEIGHTS)
         return storage
 
-    with patch.object(torch.UntypedStorage, "resize_", followed):
+    with patch.object(torch.UntypedStorage, "resize_", tracked):
         yield
 
 
 @contextmanager
-def _host_buffers(footprint: Footprint) -> Iterator[None]:
-    """What is offloaded lies on the host."""
-    take = Lane.take
+def _track_host_buffers(memory: MemoryTracker) -> Iterator[None]:
+    """Count buffers of offloaded activations as host memory."""
+    allocate = CopyStream.allocate
 
-    def taken(lane: Lane, size: int) -> Tensor:
-        footprint.to_host = True
+    def tracked(copies: CopyStream, size: int) -> Tensor:
+        memory.to_host = True
         try:
-            return take(lane, size)
+            return allocate(copies, size)
         finally:
-            footprint.to_host = False
+            memory.to_host = False
 
-    with patch.object(Lane, "take", taken):
+    with patch.object(CopyStream, "allocate", tracked):
         yield
 
 
-def _count_scan(watch: Watch, kernel: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """The recurrence of Mamba, counted as in `costs.mamba`; its backward pass as twice the forward."""
-    times = {"ssd_kernels_triton.scan_kernel": 1, "ssd_kernels_triton.input_slopes_kernel": 2}.get(kernel)
+def _count_scan(watch: DispatchWatch, kernel: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Count the FLOPs of the Mamba SSD scan as `perfmodel/flops.py` does; backward is twice forward."""
+    times = {"ssd_kernels_triton.scan_kernel": 1, "ssd_kernels_triton.input_grads_kernel": 2}.get(kernel)
     if times is None:
         return
     x_BTHP, c_BTGN = (arguments[0], arguments[1]) if times == 1 else (arguments[1], arguments[2])
@@ -143,67 +142,67 @@ def _count_scan(watch: Watch, kernel: str, arguments: tuple[Any, ...], constants
     watch.add_flops(times * 2.0 * batch * tokens * macs)
 
 
-def rehearse(config: RunConfig) -> Rehearsal:
-    """What a step of this run is for one rank: of the first or the last stage of the pipeline, whichever holds more."""
-    if isinstance(config.workload, Training):  # a graph's own memory is not known here, and nothing else of it matters
+def dry_run(config: RunConfig) -> DryRunSummary:
+    """Return the dry run of one rank: of the first or the last pipeline stage, whichever needs more memory."""
+    if isinstance(config.workload, Training):  # the memory of a graph is unknown here, and it changes nothing else
         config = replace(config, workload=replace(config.workload, cuda_graphs=False))
-    work, layout = supported_workload(config), config.parallel
+    workload, layout = supported_workload(config), config.parallel
     ends = dict.fromkeys((0, (layout.pp - 1) * layout.world_size // layout.pp))
-    # Each in a process of its own: a process can be part of only one group in its life.
+    # Each in a separate process: the default process group is initialized once per process.
     with ProcessPoolExecutor(len(ends), mp_context=get_context("fork")) as pool:
-        return max(pool.map(partial(_rehearse, config, work), ends), key=lambda found: found.peak_bytes)
+        return max(pool.map(partial(_dry_run_of, config, workload), ends), key=lambda summary: summary.peak_bytes)
 
 
-def _rehearse(config: RunConfig, work: Training, rank: int) -> Rehearsal:
-    began = time.perf_counter()
-    with is_dry_run(config, rank) as (mesh, watch):
-        made = Rank(config, work, mesh, watch)
-        step = made.step()
-        return Rehearsal(
+def _dry_run_of(config: RunConfig, workload: Training, rank: int) -> DryRunSummary:
+    start = time.perf_counter()
+    with dry_run_rank(config, rank) as (mesh, watch):
+        meta_rank = MetaRank(config, workload, mesh, watch)
+        step = meta_rank.step()
+        return DryRunSummary(
             rank=rank,
-            parameters=made.parameters,
+            parameters=meta_rank.parameters,
             weight_bytes=step.peak[WEIGHTS],
             gradient_bytes=step.peak[GRADIENTS],
             optimizer_bytes=step.peak[OPTIMIZER],
-            activation_bytes=step.peak[REST],
+            activation_bytes=step.peak[ACTIVATIONS],
             peak_bytes=step.peak.total(),
-            host_bytes=watch.footprint.host_peak,
+            host_bytes=watch.memory.host_peak,
             flops=step.flops,
-            bubble=bubble(mesh.size("pp"), mesh.parallel.vp, work.ga),
-            collectives=(*_collectives(step, mesh), *made.handed_on()),
-            seconds=time.perf_counter() - began,
+            bubble=bubble(mesh.size("pp"), mesh.parallel.vp, workload.ga),
+            collectives=(*_collectives(step, mesh), *meta_rank.pipeline_traffic()),
+            seconds=time.perf_counter() - start,
         )
 
 
-def _collectives(step: Step, mesh: Mesh) -> Iterator[Collective]:
+def _collectives(step: StepCost, mesh: Mesh) -> Iterator[CollectiveTraffic]:
     groups = _groups(mesh)
     for (kind, group), count in sorted(step.calls.items()):
         dimension, ranks = groups[group]
-        yield Collective(kind=kind, dimension=dimension, ranks=ranks, count=count, bytes=step.bytes[kind, group])
+        yield CollectiveTraffic(kind=kind, dimension=dimension, ranks=ranks, count=count, bytes=step.bytes[kind, group])
 
 
 def _groups(mesh: Mesh) -> dict[str, tuple[str, int]]:
-    """Process groups by name: the dimension each is along, and its size."""
+    """Return the mesh dimension and size of each process group, by name."""
     if mesh.world_size == 1:
         return {}
-    found = {str(dist.group.WORLD.group_name): ("all", mesh.world_size)}  # type: ignore[union-attr]
-    for whole, names in ((mesh.expert, EXPERT), (mesh.dense, DENSE), (mesh.replicas, (REPLICAS,))):
+    groups = {str(dist.group.WORLD.group_name): ("all", mesh.world_size)}  # type: ignore[union-attr]
+    for device_mesh, names in ((mesh.expert, EXPERT), (mesh.dense, DENSE), (mesh.replicas, (REPLICAS,))):
         for name in names:
-            if whole is None:
+            if device_mesh is None:
                 continue
-            group = whole.get_group(name)
-            found[str(group.group_name)] = (name, group.size())
-    return found
+            group = device_mesh.get_group(name)
+            groups[str(group.group_name)] = (name, group.size())
+    return groups
 
 
 def main(arguments: list[str]) -> int:
-    """The command line: one path."""
+    """Run the command line, which is one path."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m llmb.train.dry_run.dry_run config.json", file=sys.stderr)
         return 0 if arguments in (["-h"], ["--help"]) else 1
     path = Path(arguments[0])
     try:
-        print(to_json(rehearse(build(RunConfig, read_json(path), where=path.name))))
+        print(to_json(dry_run(build(RunConfig, read_json(path), where=path.name))))
     except LlmbError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -1,7 +1,7 @@
-"""What a GPU's fused operations keep and allocate, where torch on a CPU would take them apart into smaller ones.
+"""Saved tensors and allocations of fused GPU attention, which torch on a CPU would decompose into smaller operations.
 
-Inside `fused_shapes` attention is a function that allocates what the GPU's kernels do and computes nothing. It keeps
-its inputs, its output and one fp32 number a query; the output lies in memory as the query does.
+Inside `fused_shapes` attention allocates what the GPU kernels do and computes nothing. It saves its inputs, its output
+and one fp32 logsumexp per query; the output has the memory layout of the query.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,30 +19,30 @@ from llmb.ops.attention.attention_block import Lengths
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, work: Callable[[int], None]) -> Tensor:
+    def forward(ctx: Any, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, count: Callable[[int], None]) -> Tensor:
         shape = (*q_BHTD.shape[:3], v_BHTD.shape[-1])
         batch, heads, tokens, width = shape
         in_order = q_BHTD.stride(1) >= q_BHTD.stride(2)
         out = q_BHTD.new_empty(shape) if in_order else q_BHTD.new_empty(batch, tokens, heads, width).transpose(1, 2)
-        summed = torch.empty(shape[:3], dtype=torch.float32, device=q_BHTD.device)
-        ctx.save_for_backward(q_BHTD, k_BHTD, v_BHTD, out, summed)
-        ctx.work = work
-        work(1)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=q_BHTD.device)
+        ctx.save_for_backward(q_BHTD, k_BHTD, v_BHTD, out, lse)
+        ctx.count = count
+        count(1)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q_BHTD, k_BHTD, v_BHTD, _, summed = ctx.saved_tensors
-        ctx.work(2)
-        delta = torch.empty_like(summed)
-        slopes = tuple(torch.empty_like(x) for x in (q_BHTD, k_BHTD, v_BHTD))
+        q_BHTD, k_BHTD, v_BHTD, _, lse = ctx.saved_tensors
+        ctx.count(2)
+        delta = torch.empty_like(lse)
+        grads = tuple(torch.empty_like(x) for x in (q_BHTD, k_BHTD, v_BHTD))
         del delta
-        return *slopes, None
+        return *grads, None
 
 
-class _LayersAttention:
-    """The same for layers by hand: as `attention_part.AttentionKernel`."""
+class _SegmentAttention:
+    """Attention kernel of fused layers: implements `attention_block.AttentionKernel`."""
 
     def __init__(self, convention: str, count: Callable[[float], None]):
         self._masked, self._count = 0.5 if convention == "causal" else 0.0, count
@@ -50,7 +50,7 @@ class _LayersAttention:
     def forward(
         self, q_NHD: Tensor, _k: Tensor, _v: Tensor, lengths: Lengths, _causal: bool, _scale: float
     ) -> tuple[Tensor, Tensor]:
-        self._work(1, q_NHD, lengths)
+        self._count_flops(1, q_NHD, lengths)
         return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1], len(q_NHD), dtype=torch.float32)
 
     def backward(
@@ -65,30 +65,30 @@ class _LayersAttention:
         _causal: bool,
         _scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._work(2, q_NHD, lengths)
+        self._count_flops(2, q_NHD, lengths)
         return torch.empty_like(q_NHD), torch.empty_like(k_KGD), torch.empty_like(v_KGD)
 
-    def _work(self, times: int, q_NHD: Tensor, lengths: Lengths) -> None:
+    def _count_flops(self, times: int, q_NHD: Tensor, lengths: Lengths) -> None:
         _, heads, width = q_NHD.shape
         self._count(times * 4 * heads * width * sum(length * length * (1 - self._masked) for length in lengths))
 
 
 @contextmanager
 def fused_shapes(convention: str, count: Callable[[float], None]) -> Iterator[None]:
-    """Puts it in the place of torch's function, and counts the FLOPs of each attention by the convention.
+    """Patch torch's attention and ours, and count the FLOPs of each attention by the convention.
 
-    A TorchFunctionMode would be undone inside backward(), where layers are computed again.
+    A TorchFunctionMode would not be active inside backward(), where layers are recomputed.
     """
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, *_mask: Any, **_others: Any) -> Tensor:
-        batch, heads, queries, width = q.shape  # which stand at the end of the keys
+    def attention(q: Tensor, k: Tensor, v: Tensor, *_mask: Any, **_kwargs: Any) -> Tensor:
+        batch, heads, queries, width = q.shape  # aligned to the end of the keys
         pairs = queries * k.shape[2] - (queries * queries / 2 if convention == "causal" else 0)
         flops = 2 * batch * heads * pairs * (width + v.shape[3])
         return _Attention.apply(q, k, v, lambda times: count(times * flops))
 
-    by_hand = _LayersAttention(convention, count)
+    segment_kernel = _SegmentAttention(convention, count)
     with (
         patch.object(F, "scaled_dot_product_attention", attention),
-        patch.object(segment_attention, "kernel_for", lambda _q, _spans: by_hand),
+        patch.object(segment_attention, "kernel_for", lambda _q, _spans: segment_kernel),
     ):
         yield

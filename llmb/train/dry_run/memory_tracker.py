@@ -1,8 +1,8 @@
-"""Which memory a rehearsed rank holds at each moment, by what it is for.
+"""Memory of a dry run over time, by purpose.
 
-Every storage is followed from the operation that makes it until nothing refers to it. What comes and goes is written
-down as it happens; whose it was can be said at any later time, so the peak is taken apart only after the run. Sizes
-are rounded up as CUDA's allocator does. Memory of the host is counted apart.
+Every storage is tracked from the operation that creates it until it is freed. Allocations and frees are logged as they
+happen, and storages may be labelled at any later time, so the peak is broken down only after the run. Sizes are rounded
+up as by the CUDA caching allocator. Host memory is counted separately.
 """
 
 import weakref
@@ -14,31 +14,31 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-GRAIN = 512  # bytes: CUDA's allocator gives memory in multiples of this
-REST = "activations"  # what nobody has claimed
+ALIGNMENT = 512  # bytes: allocation granularity of the CUDA caching allocator
+ACTIVATIONS = "activations"  # label of unclaimed memory
 
 
-class Footprint:
-    """All storages seen so far, and how many bytes they were at each moment."""
+class MemoryTracker:
+    """Log of all allocations and frees, with current and peak bytes."""
 
     def __init__(self) -> None:
         self.live = 0
         self.peak = 0
-        self.host_peak = 0  # buffers are kept for the next time, so their sum only grows
-        self.to_host = False  # whether what is allocated now lies in the memory of the host
-        self._on_host: dict[int, torch.UntypedStorage] = {}  # held here, so that no other can have the same address
-        self._numbers: dict[int, int] = {}  # a storage's address -> the number of its allocation
-        self._sizes: list[int] = []  # by number
-        self._labels: dict[int, str] = {}  # by number
-        self._changes: list[int] = []  # number + 1: allocated, -(number + 1): freed
+        self.host_peak = 0  # buffers are reused, so their sum only grows
+        self.to_host = False  # whether current allocations are host memory
+        self._on_host: dict[int, torch.UntypedStorage] = {}  # referenced here, so that no address is reused
+        self._indices: dict[int, int] = {}  # a storage's address -> index of its allocation
+        self._sizes: list[int] = []  # by index
+        self._labels: dict[int, str] = {}  # by index
+        self._changes: list[int] = []  # index + 1: allocated, -(index + 1): freed
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._peak_at = 0  # how many changes had happened then
+        self._peak_at = 0  # index of changes before the peak
 
-    def see(self, tensor: Tensor) -> None:
-        """An operation gave this tensor: its memory is new, or known already."""
+    def track(self, tensor: Tensor) -> None:
+        """Track the memory of an operation's result, unless it is already tracked."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._numbers:
+        if address in self._indices:
             return
         if address in self._on_host:
             return
@@ -49,70 +49,70 @@ class Footprint:
         self._allocated(storage, storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage, label: str) -> None:
-        """A storage has been given other memory, or none."""
+        """Track a storage whose memory was reallocated or freed."""
         self._freed(storage._cdata)
         self._allocated(storage, storage.nbytes())
-        self._labels[self._numbers[storage._cdata]] = label
+        self._labels[self._indices[storage._cdata]] = label
 
     def label(self, name: str, tensors: Iterable[Tensor]) -> None:
-        """Say what these tensors' memory is for."""
+        """Label the memory of these tensors."""
         for tensor in tensors:
             tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            number = self._numbers.get(tensor.untyped_storage()._cdata)
-            if number is not None:
-                self._labels[number] = name
+            index = self._indices.get(tensor.untyped_storage()._cdata)
+            if index is not None:
+                self._labels[index] = name
 
     def claim(self, name: str) -> None:
-        """Say what all memory is for that nobody has claimed yet."""
-        for number in self._numbers.values():
-            self._labels.setdefault(number, name)
+        """Label all memory that has no label yet."""
+        for index in self._indices.values():
+            self._labels.setdefault(index, name)
 
-    def begin(self) -> None:
-        """Forget the peak so far: from here on it is looked for anew."""
+    def reset_peak(self) -> None:
+        """Reset the peak to the current memory."""
         self.peak, self._peak_at = self.live, len(self._changes)
 
     def at_peak(self) -> dict[str, int]:
-        """Bytes by label when there were most."""
-        return self._taken_apart(self._peak_at)
+        """Return the bytes by label at the peak."""
+        return self._breakdown(self._peak_at)
 
     def now(self) -> dict[str, int]:
-        """Bytes by label at this moment."""
-        return self._taken_apart(len(self._changes))
+        """Return the current bytes by label."""
+        return self._breakdown(len(self._changes))
 
-    def _taken_apart(self, moment: int) -> dict[str, int]:
+    def _breakdown(self, moment: int) -> dict[str, int]:
         held: set[int] = set()
         for change in self._changes[:moment]:
             (held.add if change > 0 else held.discard)(abs(change) - 1)
-        parts: dict[str, int] = defaultdict(int)
-        for number in held:
-            parts[self._labels.get(number, REST)] += self._sizes[number]
-        return dict(parts)
+        by_label: dict[str, int] = defaultdict(int)
+        for index in held:
+            by_label[self._labels.get(index, ACTIVATIONS)] += self._sizes[index]
+        return dict(by_label)
 
     def _allocated(self, storage: torch.UntypedStorage, size: int) -> None:
-        size = -(-size // GRAIN) * GRAIN
-        address, number = storage._cdata, len(self._sizes)
+        size = -(-size // ALIGNMENT) * ALIGNMENT
+        address, index = storage._cdata, len(self._sizes)
         self._sizes.append(size)
-        self._numbers[address] = number
-        self._references[address] = weakref.ref(storage, partial(self._gone, address, number))
-        self._changes.append(number + 1)
+        self._indices[address] = index
+        self._references[address] = weakref.ref(storage, partial(self._on_delete, address, index))
+        self._changes.append(index + 1)
         self.live += size
         if self.live > self.peak:
             self.peak, self._peak_at = self.live, len(self._changes)
 
     def workspace(self, size: int) -> None:
-        """An operation took this much on top while it ran."""
+        """Account for temporary memory of an operation."""
         if self.live + size > self.peak:
             self._changes += [len(self._sizes) + 1, -(len(self._sizes) + 1)]
             self._sizes.append(size)
             self.peak, self._peak_at = self.live + size, len(self._changes) - 1
 
-    def _gone(self, address: int, number: int, _reference: object) -> None:
-        if self._numbers.get(address) == number:
+    def _on_delete(self, address: int, index: int, _reference: object) -> None:
+        if self._indices.get(address) == index:
             self._freed(address)
 
     def _freed(self, address: int) -> None:
-        number = self._numbers.pop(address, None)
-        if number is not None:
+        index = self._indices.pop(address, None)
+        if index is not None:
             del self._references[address]
-            self._changes.append(-(number + 1))
-            self.live -= self._sizes[number]
+            self._changes.append(-(index + 1))
+            self.live -= self._sizes[index]

@@ -1,9 +1,8 @@
-"""One rank of a run, built of tensors without values, and what a step of it takes.
+"""One rank built on the meta device, and the cost of a step of it.
 
-Of a step's micro-batches only those are computed that differ: the first, which finds no gradients, one from the middle,
-and the last, which reduces them. The others are like the middle one, and a pipeline's are put together in the order of
-torch's own schedule. Optimizer state and weights that are kept in 8 bits are there from the start, as they are from
-the second step on.
+Only micro-batches that differ are computed: the first, which allocates gradients, one from the middle, and the last,
+which reduces them. The others cost the same as the middle one, and those of a pipeline are combined in the order of
+torch's schedule. Optimizer state and cached fp8 weights exist from the start, as they do from the second step on.
 """
 
 import math
@@ -17,179 +16,180 @@ from torch import Tensor
 
 from llmb.config.spec import RunConfig, Training
 from llmb.models.architectures import Network
-from llmb.perfmodel.communication import Collective
-from llmb.perfmodel.pipeline_schedule import SENDS_UNDER_WAY, rank_order
-from llmb.train.dry_run.dispatch_watch import Watch
-from llmb.train.dry_run.memory_tracker import REST
+from llmb.perfmodel.communication import CollectiveTraffic
+from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, rank_order
+from llmb.train.dry_run.dispatch_watch import DispatchWatch
+from llmb.train.dry_run.memory_tracker import ACTIVATIONS
 from llmb.train.fused_llama import begin_step
-from llmb.train.parallel.fsdp import before_micro_batch, lay_out
+from llmb.train.parallel.fsdp import init_fsdp, set_last_backward
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallel.pipeline import TIED, stream_between
-from llmb.train.parallelize import halve, optimizer_of, shaped_parts
+from llmb.train.parallel.pipeline import TIED, stage_boundary_tensor
+from llmb.train.parallelize import apply_split_weights, build_meta_parts, build_optimizer
 from llmb.train.precision import Fp8GroupedLinear
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 
-Parts = Counter[str]  # bytes by what they are for
+BytesByPurpose = Counter[str]  # bytes by label
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What one pass of a part of the network does, seen from where it began."""
+class PassCost:
+    """Cost of one forward or backward pass of a model part, relative to its start."""
 
-    peak: Parts  # above what was there before
-    left: Parts  # more than before when it is over; negative where it is less
+    peak: BytesByPurpose  # above the memory before it
+    change: BytesByPurpose  # of the memory held afterwards; may be negative
     flops: float
     calls: Counter[Any]
     bytes: Counter[Any]
 
 
 @dataclass
-class Step:
-    """A step put together from passes: what is held now, the most that was held at once, and all that was done."""
+class StepCost:
+    """Cost of a step, accumulated over passes: memory held, peak memory, FLOPs and collectives."""
 
-    held: Parts
-    peak: Parts = field(default_factory=Counter)
+    held: BytesByPurpose
+    peak: BytesByPurpose = field(default_factory=Counter)
     flops: float = 0.0
     calls: Counter[Any] = field(default_factory=Counter)
     bytes: Counter[Any] = field(default_factory=Counter)
 
-    def add(self, cost: Cost) -> None:
-        """Go on with one more pass."""
+    def add(self, cost: PassCost) -> None:
+        """Add one more pass."""
         highest = _sum(self.held, cost.peak)
         if highest.total() > self.peak.total():
             self.peak = highest
-        self.held = _sum(self.held, cost.left)
+        self.held = _sum(self.held, cost.change)
         self.flops += cost.flops
         self.calls.update(cost.calls)
         self.bytes.update(cost.bytes)
 
 
-class Rank:
-    """One rank, built and ready to compute."""
+class MetaRank:
+    """One rank on the meta device, ready to compute."""
 
-    def __init__(self, config: RunConfig, work: Training, mesh: Mesh, watch: Watch):
-        self._work, self._mesh, self._watch = work, mesh, watch
-        self._footprint = watch.footprint
+    def __init__(self, config: RunConfig, workload: Training, mesh: Mesh, watch: DispatchWatch):
+        self._workload, self._mesh, self._watch = workload, mesh, watch
+        self._memory = watch.memory
         self._pipelined = mesh.size("pp") > 1
-        stream = stream_between(config, work, mesh)
-        self._stream = stream.shape, stream.dtype
-        del stream  # it would count as held
-        self.parts = shaped_parts(config, work, mesh)
-        for part in self.parts:
-            lay_out(part)
-            halve(part, config)
-            begin_step(part)
-            for module in part.modules():
+        boundary = stage_boundary_tensor(config, workload, mesh)
+        self._boundary = boundary.shape, boundary.dtype
+        del boundary  # it would count as held
+        self.model_parts = build_meta_parts(config, workload, mesh)
+        for model_part in self.model_parts:
+            init_fsdp(model_part)
+            apply_split_weights(model_part, config)
+            begin_step(model_part)
+            for module in model_part.modules():
                 if isinstance(module, Fp8GroupedLinear):
-                    module.make_forms()
-        self._footprint.claim(WEIGHTS)
-        self.optimizer = optimizer_of(self.parts, work, mesh)
-        whole = [one for group in self.optimizer.adamw.param_groups for one in group["params"]]
-        self._moments = [torch.empty_like(one) for one in (*whole, *whole)]
-        self.optimizer.halves.make_state()
-        vars(self.optimizer.adamw)["step"] = _nothing  # works in place, and on no tensor without values
-        self._footprint.claim(OPTIMIZER)
+                    module.cache_weight()
+        self._memory.claim(WEIGHTS)
+        self.optimizer = build_optimizer(self.model_parts, workload, mesh)
+        params = [param for group in self.optimizer.adamw.param_groups for param in group["params"]]
+        self._moments = [torch.empty_like(param) for param in (*params, *params)]
+        self.optimizer.split.init_state()
+        vars(self.optimizer.adamw)["step"] = _no_op  # in place, and not implemented on the meta device
+        self._memory.claim(OPTIMIZER)
 
     @property
     def parameters(self) -> int:
-        """How many numbers the optimizer of this rank updates."""
-        return sum(one.numel() for one in self.optimizer.slices.values())
+        """Number of elements that the optimizer of this rank updates."""
+        return sum(shard.numel() for shard in self.optimizer.shards.values())
 
-    def step(self) -> Step:
-        """All micro-batches of a step and the update at its end."""
-        ga, place = self._work.ga, self._mesh.index("pp")
-        step = Step(Counter(self._footprint.now()))
+    def step(self) -> StepCost:
+        """Return the cost of all micro-batches of a step and of the optimizer update."""
+        ga, pp_rank = self._workload.ga, self._mesh.index("pp")
+        step = StepCost(Counter(self._memory.now()))
         if self._pipelined and self._mesh.parallel.overlap_send:
-            step.held[REST] += SENDS_UNDER_WAY * self._stream_bytes
-        costs = [self._costs(part) for part in self.parts]
-        for part, micro, forward in rank_order(self._mesh.size("pp"), self._mesh.parallel.vp, ga, place):
-            step.add(costs[part][_kind(micro, ga), forward])
+            step.held[ACTIVATIONS] += MAX_PENDING_SENDS * self._boundary_bytes
+        costs = [self._costs(model_part) for model_part in self.model_parts]
+        for index, micro, forward in rank_order(self._mesh.size("pp"), self._mesh.parallel.vp, ga, pp_rank):
+            step.add(costs[index][_kind(micro, ga), forward])
         step.add(self._cost(self._update))
         return step
 
-    def _costs(self, part: Network) -> dict[tuple[str, bool], Cost]:
-        """Of each kind of micro-batch, forward and backward."""
-        costs: dict[tuple[str, bool], Cost] = {}
-        few = min(self._work.ga, 3)
-        for micro in range(few):
-            costs |= self._costs_of_micro_batch(part, _kind(micro, few))
+    def _costs(self, model_part: Network) -> dict[tuple[str, bool], PassCost]:
+        """Return the costs of each kind of micro-batch, forward and backward."""
+        costs: dict[tuple[str, bool], PassCost] = {}
+        count = min(self._workload.ga, 3)
+        for micro in range(count):
+            costs |= self._micro_batch_costs(model_part, _kind(micro, count))
         return costs
 
-    def _costs_of_micro_batch(self, part: Network, kind: str) -> dict[tuple[str, bool], Cost]:
-        before_micro_batch(part, self._mesh, last=kind in ("last", "only"))
-        tokens = torch.zeros(self._work.mbs, self._work.seqlen // self._mesh.size("cp"), dtype=torch.int64)
-        self._footprint.label(REST, [tokens])
+    def _micro_batch_costs(self, model_part: Network, kind: str) -> dict[tuple[str, bool], PassCost]:
+        set_last_backward(model_part, self._mesh, last=kind in ("last", "only"))
+        tokens = torch.zeros(self._workload.mbs, self._workload.seqlen // self._mesh.size("cp"), dtype=torch.int64)
+        self._memory.label(ACTIVATIONS, [tokens])
         held: list[Tensor] = []  # from the forward pass to the backward pass
 
         def forward() -> None:
-            given = tokens if part.first else self._received(requires_grad=True)
-            out = part(given, tokens if part.last else None)
-            if not part.last:  # it is sent, and its memory goes with the send
+            x = tokens if model_part.first else self._received(requires_grad=True)
+            out = model_part(x, tokens if model_part.last else None)
+            if not model_part.last:  # it is sent, and freed with the send
                 out.data = out.new_empty(()).expand(out.shape)
-            held.extend((given, out))
-            self._footprint.label(WEIGHTS, part.parameters())  # with those that stay gathered
+            held.extend((x, out))
+            self._memory.label(WEIGHTS, model_part.parameters())  # including those that stay gathered
 
         def backward() -> None:
-            held.pop().backward(None if part.last else self._received())
+            held.pop().backward(None if model_part.last else self._received())
             held.clear()
-            self._footprint.claim(GRADIENTS)  # nothing else stays
+            self._memory.claim(GRADIENTS)  # nothing else is left
 
         return {(kind, True): self._cost(forward), (kind, False): self._cost(backward)}
 
     def _received(self, requires_grad: bool = False) -> Tensor:
-        """The stream between two stages, or its gradient."""
-        shape, dtype = self._stream
+        """Return the residual between two stages, or its gradient."""
+        shape, dtype = self._boundary
         return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
 
     @property
-    def _stream_bytes(self) -> int:
-        shape, dtype = self._stream
+    def _boundary_bytes(self) -> int:
+        shape, dtype = self._boundary
         return math.prod(shape) * dtype.itemsize
 
-    def handed_on(self) -> Iterator[Collective]:
-        """What passes between neighbours in the pipeline, and the gradient of a matrix that both of its ends hold."""
-        neighbours = sum((not part.first) + (not part.last) for part in self.parts)
-        count = neighbours * self._work.ga
-        size = count * self._stream_bytes
-        if self._pipelined and self.parts[0].model.tied_embeddings and (self.parts[0].first or self.parts[-1].last):
-            count, size = count + 1, size + self.optimizer.slices[TIED].numel() * torch.float32.itemsize
+    def pipeline_traffic(self) -> Iterator[CollectiveTraffic]:
+        """Yield sends and receives between pipeline stages, including the gradient of tied embeddings."""
+        neighbors = sum((not model_part.first) + (not model_part.last) for model_part in self.model_parts)
+        count = neighbors * self._workload.ga
+        size = count * self._boundary_bytes
+        first, last = self.model_parts[0], self.model_parts[-1]
+        if self._pipelined and first.model.tied_embeddings and (first.first or last.last):
+            count, size = count + 1, size + self.optimizer.shards[TIED].numel() * torch.float32.itemsize
         for kind in ("send", "receive") if self._pipelined else ():
-            yield Collective(kind=kind, dimension="pp", ranks=self._mesh.size("pp"), count=count, bytes=size)
+            yield CollectiveTraffic(kind=kind, dimension="pp", ranks=self._mesh.size("pp"), count=count, bytes=size)
 
     def _update(self) -> None:
-        self.optimizer.update(self._work.lr)
-        self._mesh.total(torch.zeros(()))
+        self.optimizer.update(self._workload.lr)
+        self._mesh.all_reduce(torch.zeros(()))
 
-    def _cost(self, work: Callable[[], None]) -> Cost:
-        """Do it, and see what it took."""
-        watch, footprint = self._watch, self._footprint
-        before = footprint.now()
+    def _cost(self, run: Callable[[], None]) -> PassCost:
+        """Call `run` and return its cost."""
+        watch, memory = self._watch, self._memory
+        before = memory.now()
         watch.flops, watch.calls, watch.bytes = 0.0, Counter(), Counter()
-        footprint.begin()
-        work()
-        peak, left = (_difference(found, before) for found in (footprint.at_peak(), footprint.now()))
-        return Cost(peak, left, watch.flops, watch.calls, watch.bytes)
+        memory.reset_peak()
+        run()
+        peak, change = (_difference(held, before) for held in (memory.at_peak(), memory.now()))
+        return PassCost(peak, change, watch.flops, watch.calls, watch.bytes)
 
 
-def _nothing() -> None:
-    """An update that costs no memory."""
+def _no_op() -> None:
+    """Replace the optimizer step."""
 
 
 def _kind(micro: int, ga: int) -> str:
-    """Micro-batches of the same kind do the same."""
+    """Return the kind of a micro-batch; those of the same kind cost the same."""
     if ga == 1:
         return "only"
     return "first" if micro == 0 else "last" if micro == ga - 1 else "middle"
 
 
-def _sum(one: Parts, other: Parts) -> Parts:
-    total = Counter(one)
-    total.update(other)  # unlike +, keeps what is negative
+def _sum(a: BytesByPurpose, b: BytesByPurpose) -> BytesByPurpose:
+    total = Counter(a)
+    total.update(b)  # unlike +, keeps negative counts
     return total
 
 
-def _difference(one: dict[str, int], other: dict[str, int]) -> Parts:
-    less = Counter(one)
-    less.subtract(other)
-    return less
+def _difference(a: dict[str, int], b: dict[str, int]) -> BytesByPurpose:
+    result = Counter(a)
+    result.subtract(b)
+    return result

@@ -1,7 +1,6 @@
-"""The activations that ranks of one device mesh dimension exchange, with the gradients that flow back.
+"""Collectives on activations along one device mesh dimension, differentiable.
 
-What one direction of a pass gathers, the other adds up: where each rank used the whole of a tensor for its own part of
-the work, each has a part of that tensor's gradient.
+What the forward pass gathers, the backward pass reduces: each rank that used the full tensor has a partial gradient.
 """
 
 from torch import Tensor
@@ -9,21 +8,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 
-def gathered(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """All ranks' slices along a dimension, one after the other; backward, each rank's slice of the summed gradients."""
-    return _exchanged(x, mesh, Shard(dim), Replicate(), gradient=Partial())
+def all_gather(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """Concatenate all ranks' shards along a dimension; the backward pass is a reduce-scatter."""
+    return _redistribute(x, mesh, Shard(dim), Replicate(), gradient=Partial())
 
 
-def scattered_sum(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's slice, along a dimension, of the sum over ranks; backward, the slices' gradients are gathered."""
-    return _exchanged(x, mesh, Partial(), Shard(dim), gradient=Shard(dim))
+def reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """Return this rank's shard, along a dimension, of the sum over ranks; the backward pass is an all-gather."""
+    return _redistribute(x, mesh, Partial(), Shard(dim), gradient=Shard(dim))
 
 
-def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over ranks, with which all compute the same from then on; backward, every summand has its gradient."""
-    return _exchanged(x, mesh, Partial(), Replicate(), gradient=Replicate())
+def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Sum over ranks, all of which then compute the same; the backward pass is the identity."""
+    return _redistribute(x, mesh, Partial(), Replicate(), gradient=Replicate())
 
 
-def _exchanged(x: Tensor, mesh: DeviceMesh, before: Placement, after: Placement, gradient: Placement) -> Tensor:
-    spread = DTensor.from_local(x, mesh, [before], run_check=False)
-    return spread.redistribute(placements=[after]).to_local(grad_placements=[gradient])
+def _redistribute(x: Tensor, mesh: DeviceMesh, before: Placement, after: Placement, gradient: Placement) -> Tensor:
+    dtensor = DTensor.from_local(x, mesh, [before], run_check=False)
+    return dtensor.redistribute(placements=[after]).to_local(grad_placements=[gradient])

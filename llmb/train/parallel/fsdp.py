@@ -1,18 +1,19 @@
-"""Weights, gradients and optimizer state sharded over the ranks that would hold the same, by torch's `fully_shard`.
+"""FSDP: weights, gradients and optimizer state sharded over data-parallel ranks, by torch's `fully_shard`.
 
-    shard(part, mesh, dtype)                 # the last pass over a part, which has shapes only
-    lay_out(part)                            # once it has memory
-    before_micro_batch(part, mesh, last)     # each time, before the backward pass at the latest
+    apply_fsdp(model_part, mesh, dtype)            # the last pass over a model part on the meta device
+    init_fsdp(model_part)                          # after it has memory
+    set_last_backward(model_part, mesh, last)      # for each micro-batch, before its backward pass
 
-fsdp=true (ZeRO-3): a layer is gathered for its forward pass, let go, gathered again for its backward pass, and its
-gradients are reduced after every backward pass. fsdp=false (a sharded optimizer): what the first forward pass of a step
-gathers stays until the last backward pass, gradients add up whole, in fp32, and are reduced once, in the last.
+fsdp=true (ZeRO-3): a layer is all-gathered for its forward pass, freed, gathered again for its backward pass, and its
+gradients are reduce-scattered after every backward pass. fsdp=false (distributed optimizer, ZeRO-1): weights gathered
+by the first forward pass of a step stay until the last backward pass; gradients accumulate unsharded in fp32 and are
+reduced once, in the last backward pass.
 
-Gradients are summed, never averaged: each rank's loss already is its share of the step's. In bf16 and fp8 weights
-travel in bf16, and what is computed with in fp32 stays whole: it is small, and the optimizer adds up its gradients.
+Gradients are summed, never averaged: each rank's loss is already weighted. In bf16 and fp8 weights are gathered in
+bf16; weights used in fp32 stay replicated: they are small, and the optimizer reduces their gradients.
 
-A weight is cut along the first dimension that divides evenly, because torch pads nothing but dimension 0 and, where a
-weight is split already, takes uneven slices for others than they are. A weight without such a dimension stays whole.
+A weight is sharded along the first dimension that divides evenly, because torch pads only dimension 0 and mishandles
+uneven shards of a weight that is already sharded. A weight without such a dimension stays replicated.
 """
 
 import warnings
@@ -29,156 +30,156 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from llmb.models.architectures import Network
 from llmb.models.mamba2 import GatedNorm, MambaMixer
-from llmb.models.moe import ExpertMlp, Router
+from llmb.models.moe import MoE, Router
 from llmb.train.optimizer import local
-from llmb.train.parallel.local_shards import see_local
+from llmb.train.parallel.local_shards import use_local_shards
 from llmb.train.parallel.mesh import Mesh
 
-WHOLE = (Router, MambaMixer, GatedNorm)  # whose own parameters are used in fp32 in every number format
-TRAVEL = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+FP32_MODULES = (Router, MambaMixer, GatedNorm)  # whose direct parameters are used in fp32 for every dtype
+BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
-# A view comes out of experts, and of a part with a loss of its own. Nothing here changes one in place.
+# Experts, and model parts with an auxiliary loss, return a view. Nothing here changes one in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-def shard(part: Network, mesh: Mesh, dtype: str) -> None:
-    """Shard what is left of each weight: dense ones over dp and cp, split experts over edp, each layer by itself."""
-    experts = [mlp for mlp in part.modules() if isinstance(mlp, ExpertMlp) and _is_split(mlp)]
+def apply_fsdp(model_part: Network, mesh: Mesh, dtype: str) -> None:
+    """Shard dense weights over dp and cp and expert-parallel weights over edp, one FSDP group per layer."""
+    experts = [mlp for mlp in model_part.modules() if isinstance(mlp, MoE) and _is_expert_parallel(mlp)]
     edp = mesh.size("edp") if experts else 1
-    if mesh.parallel.sharers == edp == 1:
+    if mesh.parallel.dp_cp_size == edp == 1:
         return
     assert mesh.replicas is not None
-    policy = MixedPrecisionPolicy() if dtype == "fp32" else TRAVEL
+    policy = MixedPrecisionPolicy() if dtype == "fp32" else BF16_POLICY
     settings: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": mesh.parallel.fsdp}
-    whole = _keep_whole(part, mesh, experts)
-    # What each call is told to ignore, not which comes first, decides where a parameter belongs.
-    dense = set(part.parameters()) - whole - {weight for mlp in experts for weight in _routed(mlp)}
-    if mesh.parallel.sharers > 1:
-        for layer in part.layers:
+    replicated = _replicate(model_part, mesh, experts)
+    # The ignored parameters of each call, not the order of calls, decide the group of a parameter.
+    dense = set(model_part.parameters()) - replicated - {weight for mlp in experts for weight in _routed(mlp)}
+    if mesh.parallel.dp_cp_size > 1:
+        for layer in model_part.layers:
             _fully_shard(layer, mesh.replicas, dense, **settings)
     if edp > 1:
         for mlp in experts:
-            _fully_shard(mlp, mesh.sub("edp"), set(_routed(mlp)) - whole, **settings)
-    # Embedding, norm and head stay from the beginning of the forward pass to the end of the backward pass.
+            _fully_shard(mlp, mesh.submesh("edp"), set(_routed(mlp)) - replicated, **settings)
+    # Embedding, norm and head stay gathered from the beginning of forward to the end of backward.
     settings["reshard_after_forward"] = False
-    _fully_shard(part, mesh.replicas, dense if mesh.parallel.sharers > 1 else set(), **settings)
-    _schedule(part, mesh)
+    _fully_shard(model_part, mesh.replicas, dense if mesh.parallel.dp_cp_size > 1 else set(), **settings)
+    _set_communication(model_part, mesh)
 
 
-def _fully_shard(module: nn.Module, mesh: DeviceMesh, chosen: set[nn.Parameter], **settings: Any) -> None:
-    """Of the chosen parameters, those inside the module that are not in a group yet become one."""
-    ignored = {parameter for parameter in module.parameters() if parameter not in chosen}
-    cut = partial(_cut, ranks=mesh.size())
-    fully_shard(module, mesh=mesh, shard_placement_fn=cut, ignored_params=ignored, **settings)
+def _fully_shard(module: nn.Module, mesh: DeviceMesh, parameters: set[nn.Parameter], **settings: Any) -> None:
+    """Make one FSDP group of those `parameters` inside the module that are not in a group yet."""
+    ignored = {parameter for parameter in module.parameters() if parameter not in parameters}
+    placement = partial(_shard_placement, ranks=mesh.size())
+    fully_shard(module, mesh=mesh, shard_placement_fn=placement, ignored_params=ignored, **settings)
 
 
-def _cut(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Along which dimension a parameter is cut into slices; none: not at all."""
-    split = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
+def _shard_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """Return the dimension along which a parameter is sharded; None: replicated."""
+    is_sharded = isinstance(parameter, DTensor) and Shard(0) in parameter.placements
     even = [dimension for dimension, size in enumerate(local(parameter).shape) if size % ranks == 0]
     if even:
         return Shard(even[0])
-    return None if split else Shard(0)
+    return None if is_sharded else Shard(0)
 
 
-def lay_out(part: Network) -> None:
-    """Once a part has memory: slices that must be padded move now, and not in the first forward pass."""
-    if isinstance(part, FSDPModule):
-        part._get_fsdp_state()._lazy_init()
+def init_fsdp(model_part: Network) -> None:
+    """Initialize FSDP after allocation: padded shards are moved now, not in the first forward pass."""
+    if isinstance(model_part, FSDPModule):
+        model_part._get_fsdp_state()._lazy_init()
 
 
-def before_micro_batch(part: Network, mesh: Mesh, last: bool) -> None:
-    """Whether the next backward pass of this part is its last in the step.
+def set_last_backward(model_part: Network, mesh: Mesh, last: bool) -> None:
+    """Set whether the next backward pass of this model part is its last in the step.
 
-    All that depends on it happens in the backward pass, so it may be told before the forward pass or after. Nothing
-    else need be called: after the last backward pass every gradient is there, sharded as its parameter is.
+    It only affects the backward pass, so it may be called before or after the forward pass. After the last backward
+    pass every gradient is reduced and sharded like its parameter.
     """
-    if not isinstance(part, FSDPModule):
+    if not isinstance(model_part, FSDPModule):
         return
-    part.set_is_last_backward(last)
+    model_part.set_is_last_backward(last)
     if not mesh.parallel.fsdp:
-        part.set_requires_gradient_sync(last)
-        part.set_reshard_after_backward(last)
+        model_part.set_requires_gradient_sync(last)
+        model_part.set_reshard_after_backward(last)
 
 
-def _is_split(mlp: ExpertMlp) -> bool:
-    """Whether the routed experts are spread over ranks in a way of their own."""
+def _is_expert_parallel(mlp: MoE) -> bool:
+    """Return whether the routed experts are sharded over ep or etp."""
     weight = mlp.gate._parameters["weight"]
     return isinstance(weight, DTensor) and "ep" in (weight.device_mesh.mesh_dim_names or ())
 
 
-def _routed(mlp: ExpertMlp) -> Iterator[nn.Parameter]:
+def _routed(mlp: MoE) -> Iterator[nn.Parameter]:
     for grouped in (mlp.gate, mlp.up, mlp.down):
         yield from grouped.parameters()
 
 
-def _keep_whole(part: Network, mesh: Mesh, experts: list[ExpertMlp]) -> set[nn.Parameter]:
-    """Parameters that are not cut become DTensors that all replicas hold; returns them."""
+def _replicate(model_part: Network, mesh: Mesh, experts: list[MoE]) -> set[nn.Parameter]:
+    """Turn parameters that are not sharded into replicated DTensors; return them."""
     assert mesh.dense is not None
     routed = {grouped for mlp in experts for grouped in (mlp.gate, mlp.up, mlp.down)}
-    whole = set()
-    for module in part.modules():
-        replicas, spread = mesh.parallel.sharers, mesh.dense["dp", "cp", "tp"]
+    replicated = set()
+    for module in model_part.modules():
+        replicas, submesh = mesh.parallel.dp_cp_size, mesh.dense["dp", "cp", "tp"]
         if module in routed:
             assert mesh.expert is not None
-            replicas, spread = mesh.size("edp"), mesh.expert["edp", "ep", "etp"]
+            replicas, submesh = mesh.size("edp"), mesh.expert["edp", "ep", "etp"]
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if replicas > 1 and (isinstance(module, WHOLE) or _cut(parameter, replicas) is None):
-                module.register_parameter(name, replicated := _replicated(parameter, spread))
-                whole.add(replicated)
-                see_local(module)
-    return whole
+            if replicas > 1 and (isinstance(module, FP32_MODULES) or _shard_placement(parameter, replicas) is None):
+                module.register_parameter(name, weight := _replicated(parameter, submesh))
+                replicated.add(weight)
+                use_local_shards(module)
+    return replicated
 
 
 def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """The same along all dimensions of a mesh but the last ones, along which it is split already."""
-    split = parameter.placements if isinstance(parameter, DTensor) else ()
-    placements = (*[Replicate()] * (mesh.ndim - len(split)), *split)
+    """Replicate a parameter along the first dimensions of a mesh; it is already sharded along the last ones."""
+    sharded = parameter.placements if isinstance(parameter, DTensor) else ()
+    placements = (*[Replicate()] * (mesh.ndim - len(sharded)), *sharded)
     shape, stride = parameter.shape, parameter.stride()
-    slices = local(parameter.detach())
-    return nn.Parameter(DTensor.from_local(slices, mesh, placements, run_check=False, shape=shape, stride=stride))
+    local_tensor = local(parameter.detach())
+    return nn.Parameter(DTensor.from_local(local_tensor, mesh, placements, run_check=False, shape=shape, stride=stride))
 
 
-def _schedule(part: Network, mesh: Mesh) -> None:
-    """Sums, and when they and the gathering run: beside the computation unless the layout says otherwise."""
-    units = _sharded(part)  # in the order of the forward pass
-    for unit, following in zip(units, [*units[1:], None], strict=True):
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+def _set_communication(model_part: Network, mesh: Mesh) -> None:
+    """Set sum reduction, prefetching and the overlap of collectives with computation."""
+    groups = _fsdp_modules(model_part)  # in the order of the forward pass
+    for group, following in zip(groups, [*groups[1:], None], strict=True):
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)
         if not mesh.parallel.overlap_reduce:
-            unit.set_custom_reduce_scatter(_ReduceAlone())
+            group.set_custom_reduce_scatter(_ExposedReduceScatter())
         if not mesh.parallel.overlap_gather:
-            unit.set_custom_all_gather(_GatherAlone())
-            unit.set_modules_to_backward_prefetch([unit])  # it has been gathered: nothing is fetched ahead
+            group.set_custom_all_gather(_ExposedAllGather())
+            group.set_modules_to_backward_prefetch([group])  # already gathered: disables prefetching
         elif following is not None:
-            unit.set_modules_to_forward_prefetch([following])
+            group.set_modules_to_forward_prefetch([following])
     if mesh.parallel.overlap_gather:
-        # Torch's own guess, what came before in the forward passes so far, would gather the last layer once more for
-        # the first one: it takes the passes of several micro-batches for one.
-        backward = [units[0], *(unit for layer in reversed([*part.layers]) for unit in _sharded(layer))]
-        for unit, following in zip(backward, [*backward[1:], backward[-1]], strict=True):
-            unit.set_modules_to_backward_prefetch([following])
+        # torch's default, the reverse order of all forward passes so far, would gather the last layer once more for
+        # the first one: it mistakes the passes of several micro-batches for one.
+        backward = [groups[0], *(group for layer in reversed([*model_part.layers]) for group in _fsdp_modules(layer))]
+        for group, following in zip(backward, [*backward[1:], backward[-1]], strict=True):
+            group.set_modules_to_backward_prefetch([following])
 
 
-def _sharded(module: nn.Module) -> list[FSDPModule]:
-    """The module and those inside it, as far as they are gathered by themselves."""
-    return [one for one in module.modules() if isinstance(one, FSDPModule)]
+def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """Return the FSDP modules inside a module, itself included."""
+    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
-class _GatherAlone(DefaultAllGather):
-    """Begins when all computation so far is done. What comes next waits for it anyway, so the two never overlap."""
+class _ExposedAllGather(DefaultAllGather):
+    """All-gather that starts after all computation so far; later computation waits for it, so they never overlap."""
 
-    def __call__(self, output_tensor: Tensor, *arguments: Any, **more: Any) -> Any:
+    def __call__(self, output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if output_tensor.is_cuda:
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-        return super().__call__(output_tensor, *arguments, **more)
+        return super().__call__(output_tensor, *args, **kwargs)
 
 
-class _ReduceAlone(DefaultReduceScatter):
-    """Computation goes on only when it is done."""
+class _ExposedReduceScatter(DefaultReduceScatter):
+    """Reduce-scatter that later computation waits for."""
 
-    def __call__(self, output_tensor: Tensor, *arguments: Any, **more: Any) -> Any:
-        work = super().__call__(output_tensor, *arguments, **more)
+    def __call__(self, output_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = super().__call__(output_tensor, *args, **kwargs)
         if output_tensor.is_cuda:
             torch.cuda.default_stream().wait_stream(torch.cuda.current_stream())
         return work

@@ -1,11 +1,11 @@
-"""Which rank of the layout this process is, and how it talks to the others.
+"""Device meshes of the parallel layout, and this rank's coordinates in them.
 
-The same ranks are divided twice, because the layers of a pipeline stage are: dense weights over (pp, dp, cp, tp) and
-experts over (pp, edp, ep, etp), the last dimension innermost, so that those who talk most are neighbours. edp is what
-is left: the ranks that hold the same experts.
+There are two meshes over the same ranks: (pp, dp, cp, tp) for dense weights and (pp, edp, ep, etp) for experts. The
+last dimension is innermost, so that ranks that communicate most are adjacent. edp counts the ranks that hold the same
+experts.
 
-Ranks leave the group by ending. To destroy it first could hang: gloo's destructor holds the interpreter's lock while it
-waits for a thread that may be waiting for that lock.
+Process groups are not destroyed before exit, which could deadlock: gloo's destructor holds the GIL while it waits for a
+thread that may be waiting for the GIL.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from llmb.config.spec import Parallel, RunConfig
-from llmb.runtime.rank_info import Place, join_ranks
+from llmb.runtime.rank_info import RankInfo, init_distributed
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
@@ -24,52 +24,52 @@ REPLICAS = "replicas"
 
 
 @dataclass(frozen=True)
-class Mesh(Place):
-    """This rank's place among all. One process has no device meshes: all its sizes are 1."""
+class Mesh(RankInfo):
+    """Device meshes and this rank's coordinates. A single process has no meshes, and all sizes are 1."""
 
     parallel: Parallel = field(default_factory=Parallel)
     dense: DeviceMesh | None = None
-    expert: DeviceMesh | None = None  # only where the model has experts
-    replicas: DeviceMesh | None = None  # dp and cp as one: the ranks that hold the same dense weights
+    expert: DeviceMesh | None = None  # only for models with experts
+    replicas: DeviceMesh | None = None  # dp and cp flattened: the ranks that hold the same dense weights
 
-    def sub(self, dimension: str) -> DeviceMesh:
-        """This rank's row along one dimension, by the names of both divisions."""
-        whole = self.expert if dimension in ("edp", "ep", "etp") else self.dense
-        assert whole is not None
-        return whole[dimension]
+    def submesh(self, dimension: str) -> DeviceMesh:
+        """Return this rank's submesh along one dimension of either mesh."""
+        mesh = self.expert if dimension in ("edp", "ep", "etp") else self.dense
+        assert mesh is not None
+        return mesh[dimension]
 
     def size(self, dimension: str) -> int:
-        """How many ranks a dimension counts."""
+        """Return the number of ranks along a dimension."""
         if dimension == "edp":
-            return self.parallel.expert_sharers
+            return self.parallel.expert_dp_size
         return int(getattr(self.parallel, dimension))
 
     def index(self, dimension: str) -> int:
-        """This rank's number along a dimension."""
-        return 0 if self.dense is None else self.sub(dimension).get_local_rank()
+        """Return this rank's coordinate along a dimension."""
+        return 0 if self.dense is None else self.submesh(dimension).get_local_rank()
 
-    def total(self, value: Tensor) -> Tensor:
-        """The sum over all ranks of a small tensor; does not wait for the device."""
+    def all_reduce(self, value: Tensor) -> Tensor:
+        """Sum a small tensor over all ranks, in place; does not synchronize with the device."""
         if self.world_size > 1:
             dist.all_reduce(value)
         return value
 
 
-def open_mesh(config: RunConfig) -> Mesh:
-    """Find this rank's device and join the other ranks."""
-    place = join_ranks(config, "llmb.train")
-    if place.world_size == 1:
-        return Mesh(place.rank, place.world_size, place.device)
-    return divided(place.rank, place.device, config.parallel, experts=config.model.experts is not None)
+def init_mesh(config: RunConfig) -> Mesh:
+    """Select this rank's device, initialize the process group and build the meshes."""
+    rank_info = init_distributed(config, "llmb.train")
+    if rank_info.world_size == 1:
+        return Mesh(rank_info.rank, rank_info.world_size, rank_info.device)
+    return build_mesh(rank_info.rank, rank_info.device, config.parallel, experts=config.model.experts is not None)
 
 
-def divided(rank: int, device: torch.device, parallel: Parallel, experts: bool) -> Mesh:
-    """The ranks of the process group, which is there already, divided as the layout says."""
+def build_mesh(rank: int, device: torch.device, parallel: Parallel, experts: bool) -> Mesh:
+    """Build the device meshes of a layout over the existing process group."""
     shape = tuple(getattr(parallel, name) for name in DENSE)
     dense = init_device_mesh(device.type, shape, mesh_dim_names=DENSE)
     expert = None
     if experts:
-        shape = (parallel.pp, parallel.expert_sharers, parallel.ep, parallel.etp)
+        shape = (parallel.pp, parallel.expert_dp_size, parallel.ep, parallel.etp)
         expert = init_device_mesh(device.type, shape, mesh_dim_names=EXPERT)
     replicas = dense["dp", "cp"]._flatten(REPLICAS)
     return Mesh(rank, parallel.world_size, device, parallel, dense, expert, replicas)

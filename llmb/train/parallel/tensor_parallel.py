@@ -1,11 +1,11 @@
-"""Tensor parallelism: the weights inside a block split over ranks, the stream between blocks along the sequence.
+"""Tensor parallelism with sequence parallelism: sharded weights inside a block, residuals sharded along the sequence.
 
-    split_tensors(part, mesh)      # a part with shapes only, on device meta; one rank: nothing changes
+    apply_tensor_parallel(model_part, mesh)      # on the meta device; no effect with one rank
 
-A block's first weights are cut by what they make (heads, channels, Mamba groups) and its last weight by what it takes,
-so that each rank does the block's work on its share of them and has a summand of the result. Every rank sees all tokens
-inside a block: it gathers them before, and of the sum after it keeps its own piece of the sequence. Norms, routers and
-all that works token by token between blocks sees only the rank's own piece.
+A block's first weights are column-parallel (heads, channels, Mamba groups) and its last weight is row-parallel, so each
+rank computes a partial sum of the output. Every rank sees all tokens inside a block: the input is all-gathered and the
+output reduce-scattered along the sequence. Norms, routers and everything token-wise between blocks sees only the rank's
+shard of the sequence.
 
 Shapes: B sequences, T tokens, C hidden width.
 """
@@ -20,57 +20,58 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from llmb.models.architectures import Network
 from llmb.models.blocks import Attention, GatedMlp, PlainMlp
 from llmb.models.mamba2 import MambaMixer
-from llmb.models.mla import LatentAttention
-from llmb.train.parallel.activation_collectives import gathered, scattered_sum
-from llmb.train.parallel.local_shards import see_local
+from llmb.models.mla import MLAAttention
+from llmb.train.parallel.activation_collectives import all_gather, reduce_scatter
+from llmb.train.parallel.local_shards import use_local_shards
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallel.vocab_parallel import split_vocabulary
+from llmb.train.parallel.vocab_parallel import apply_vocab_parallel
 
-MADE, TAKEN = 0, 1  # the dimensions of a weight: what its product makes and takes
-# Along which dimension the parameters of each kind of block are cut; all others are whole on every rank.
-CUTS: dict[type[nn.Module], dict[str, int]] = {
-    Attention: {"q.weight": MADE, "k.weight": MADE, "v.weight": MADE, "o.weight": TAKEN},
-    LatentAttention: {"q_up.weight": MADE, "kv_up.weight": MADE, "o.weight": TAKEN},
-    GatedMlp: {"gate.weight": MADE, "up.weight": MADE, "down.weight": TAKEN},
-    PlainMlp: {"up.weight": MADE, "down.weight": TAKEN},
+COLUMN, ROW = 0, 1  # sharded dimension of a weight [out, in] that is column-parallel or row-parallel
+# The sharded dimension of the parameters of each kind of block; all others are replicated.
+TP_PLAN: dict[type[nn.Module], dict[str, int]] = {
+    Attention: {"q.weight": COLUMN, "k.weight": COLUMN, "v.weight": COLUMN, "o.weight": ROW},
+    MLAAttention: {"q_up.weight": COLUMN, "kv_up.weight": COLUMN, "o.weight": ROW},
+    GatedMlp: {"gate.weight": COLUMN, "up.weight": COLUMN, "down.weight": ROW},
+    PlainMlp: {"up.weight": COLUMN, "down.weight": ROW},
     MambaMixer: {
-        **dict.fromkeys(("inward.weight", "conv_weight", "conv_bias", "dt_bias", "a_log", "d", "norm.weight"), MADE),
-        "outward.weight": TAKEN,
+        **dict.fromkeys(("inward.weight", "conv_weight", "conv_bias", "dt_bias", "a_log", "d", "norm.weight"), COLUMN),
+        "outward.weight": ROW,
     },
 }
 Positions = Callable[[int, torch.device], Tensor]
-ENDS = {"embedding.weight": MADE, "head.weight": MADE}
+VOCAB_PLAN = {"embedding.weight": COLUMN, "head.weight": COLUMN}
 
 
-def split_tensors(part: Network, mesh: Mesh) -> None:
-    """Cut the weights of a part over the ranks of tp, and have them exchange activations around its blocks."""
+def apply_tensor_parallel(model_part: Network, mesh: Mesh) -> None:
+    """Shard the weights of a model part over tp, and add the collectives around its blocks."""
     if mesh.size("tp") == 1:
         return
-    tp = mesh.sub("tp")
-    split_vocabulary(part, tp)
-    for block in part.modules():
-        _exchange_around(block, tp)
-    _spread_parameters(part, tp)
-    part.positions = _of_all_pieces(part.positions, tp.size())
+    tp = mesh.submesh("tp")
+    apply_vocab_parallel(model_part, tp)
+    for block in model_part.modules():
+        _add_collectives(block, tp)
+    _shard_parameters(model_part, tp)
+    model_part.positions = _gathered_positions(model_part.positions, tp.size())
 
 
-def _spread_parameters(part: Network, tp: DeviceMesh) -> None:
-    """Every parameter becomes a DTensor; those that are have been dealt with, as parts of experts."""
-    cuts = dict(ENDS)
-    for path, module in part.named_modules():
-        inside = next((inside for kind, inside in CUTS.items() if isinstance(module, kind)), {})
-        cuts |= {f"{path}.{name}": dim for name, dim in inside.items()}
-    for path, module in list(part.named_modules()):
-        own = {n: p for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
-        for name, parameter in own.items():
-            cut = cuts.get(f"{path}.{name}")
-            module.register_parameter(name, _spread(parameter, tp, Replicate() if cut is None else Shard(cut)))
-        if own:
-            see_local(module)
+def _shard_parameters(model_part: Network, tp: DeviceMesh) -> None:
+    """Turn every parameter into a DTensor, except those of experts, which are DTensors already."""
+    plan = dict(VOCAB_PLAN)
+    for path, module in model_part.named_modules():
+        dims = next((dims for kind, dims in TP_PLAN.items() if isinstance(module, kind)), {})
+        plan |= {f"{path}.{name}": dim for name, dim in dims.items()}
+    for path, module in list(model_part.named_modules()):
+        plain = {n: p for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
+        for name, parameter in plain.items():
+            dim = plan.get(f"{path}.{name}")
+            placement = Replicate() if dim is None else Shard(dim)
+            module.register_parameter(name, _sharded_parameter(parameter, tp, placement))
+        if plain:
+            use_local_shards(module)
 
 
-def _spread(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """A parameter of the same shape without memory for its numbers, of which this rank has its part."""
+def _sharded_parameter(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """Return a DTensor parameter of the same global shape, on the meta device."""
     shape = list(parameter.shape)
     if isinstance(placement, Shard):
         shape[placement.dim] //= tp.size()
@@ -78,24 +79,24 @@ def _spread(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn
     return nn.Parameter(DTensor.from_local(local, tp, [placement], run_check=False))
 
 
-def _exchange_around(block: nn.Module, tp: DeviceMesh) -> None:
-    """Gather what a block works on, add up what it makes."""
+def _add_collectives(block: nn.Module, tp: DeviceMesh) -> None:
+    """All-gather the input of a block, reduce-scatter its output."""
     if isinstance(block, GatedMlp | PlainMlp):
-        along = 0  # it knows no sequences: pieces can lie one after the other, as they come
-    elif isinstance(block, Attention | LatentAttention | MambaMixer):
-        along = 1
+        dim = 0  # token-wise: shards of sequences can be concatenated in rank order
+    elif isinstance(block, Attention | MLAAttention | MambaMixer):
+        dim = 1
     else:
         return
-    if isinstance(block, LatentAttention):
-        # Latents are narrower than the stream. That of keys and values is gathered with the rotated key beside it, and
-        # normed by each rank for itself: of its heads only, so that the norm's gradients too are parts of a sum.
-        for narrow in (block.q_norm, block.kv_down):
-            narrow.register_forward_hook(lambda _module, _args, latent_BTR: gathered(latent_BTR, tp, along))
+    if isinstance(block, MLAAttention):
+        # Latents are smaller than the residual. The KV latent is gathered together with the RoPE key, and each rank
+        # applies the norm for its heads only, so that the norm's gradients are partial sums as well.
+        for latent in (block.q_norm, block.kv_down):
+            latent.register_forward_hook(lambda _module, _args, latent_BTR: all_gather(latent_BTR, tp, dim))
     else:
-        block.register_forward_pre_hook(lambda _module, args: (gathered(args[0], tp, along), *args[1:]))
-    block.register_forward_hook(lambda _module, _args, out: scattered_sum(out, tp, along))
+        block.register_forward_pre_hook(lambda _module, args: (all_gather(args[0], tp, dim), *args[1:]))
+    block.register_forward_hook(lambda _module, _args, out: reduce_scatter(out, tp, dim))
 
 
-def _of_all_pieces(positions: Positions, pieces: int) -> Positions:
-    """Positions for a stream of which each rank has one piece, and the blocks all of them."""
-    return lambda count, device: positions(count * pieces, device)
+def _gathered_positions(positions: Positions, ranks: int) -> Positions:
+    """Return positions of the gathered sequence, given the number of tokens of one shard."""
+    return lambda tokens, device: positions(tokens * ranks, device)

@@ -1,8 +1,8 @@
-"""Both ends of the network with the vocabulary split over ranks: each has some rows of the embedding and of the head.
+"""Vocabulary parallelism: each rank has a range of rows of the embedding and of the output head.
 
-The embedding gives zeros for tokens whose rows are elsewhere, and the sum over ranks, of which each keeps its piece of
-the sequence, is the stream. For the loss every rank takes all tokens through its rows of the head; per chunk of tokens
-two numbers a token are exchanged, and no rank ever has the logits of the whole vocabulary.
+The embedding gives zeros for tokens of other ranks' rows, and a reduce-scatter along the sequence gives the residual.
+For the loss every rank computes the logits of all tokens for its rows, chunk by chunk; two numbers per token are
+all-gathered, and no rank ever has the logits of the full vocabulary.
 
 Shapes: B sequences, T tokens, C hidden width, N tokens of all sequences, V entries of the vocabulary on this rank.
 """
@@ -16,50 +16,55 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmb.models.architectures import Network
-from llmb.models.chunked_loss import AGREED_TOKENS, chunked_cross_entropy
-from llmb.train.parallel.activation_collectives import gathered, scattered_sum
+from llmb.models.chunked_loss import VOCAB_PARALLEL_CHUNK_TOKENS, chunked_cross_entropy
+from llmb.train.parallel.activation_collectives import all_gather, reduce_scatter
 
 
-class RowsEmbedding(nn.Embedding):
-    """An embedding that has the rows from `first` on: other tokens give zeros."""
+class VocabParallelEmbedding(nn.Embedding):
+    """Embedding with the vocabulary rows from `first` on: other tokens give zeros."""
 
     first: int
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         rows_VC = self.weight
-        places_BT = tokens_BT - self.first
-        elsewhere_BT = (places_BT < 0) | (places_BT >= len(rows_VC))
-        found_BTC = F.embedding(places_BT.masked_fill(elsewhere_BT, 0), rows_VC)
-        return found_BTC.masked_fill(elsewhere_BT[..., None], 0.0)
+        index_BT = tokens_BT - self.first
+        mask_BT = (index_BT < 0) | (index_BT >= len(rows_VC))
+        x_BTC = F.embedding(index_BT.masked_fill(mask_BT, 0), rows_VC)
+        return x_BTC.masked_fill(mask_BT[..., None], 0.0)
 
 
-def split_vocabulary(part: Network, tp: DeviceMesh) -> None:
-    """Make embedding and loss, where the part has them, work with this rank's rows; their weights are not touched."""
-    first = part.model.vocab // tp.size() * tp.get_local_rank()
-    if part.embedding is not None:
-        part.embedding.__class__ = RowsEmbedding
-        embedding = cast(RowsEmbedding, part.embedding)
+def apply_vocab_parallel(model_part: Network, tp: DeviceMesh) -> None:
+    """Make embedding and loss, where the model part has them, use this rank's rows; weights are not sharded here."""
+    first = model_part.model.vocab // tp.size() * tp.get_local_rank()
+    if model_part.embedding is not None:
+        model_part.embedding.__class__ = VocabParallelEmbedding
+        embedding = cast(VocabParallelEmbedding, model_part.embedding)
         embedding.first = first
-        # After the hook that rounds to the stream's format: only one summand is not zero, so nothing is lost by that.
-        embedding.register_forward_hook(lambda _module, _args, x_BTC: scattered_sum(x_BTC, tp, dim=1))
-    part.cross_entropy = partial(split_cross_entropy, tp=tp, first=first)
+        # After the hook that casts to bf16: only one summand is nonzero, so the sum in bf16 is exact.
+        embedding.register_forward_hook(lambda _module, _args, x_BTC: reduce_scatter(x_BTC, tp, dim=1))
+    model_part.cross_entropy = partial(vocab_parallel_cross_entropy, tp=tp, first=first)
 
 
-def split_cross_entropy(
-    x_BTC: Tensor, rows_VC: Tensor, labels_BT: Tensor, tp: DeviceMesh, first: int, chunk: int = AGREED_TOKENS
+def vocab_parallel_cross_entropy(
+    x_BTC: Tensor,
+    rows_VC: Tensor,
+    labels_BT: Tensor,
+    tp: DeviceMesh,
+    first: int,
+    chunk: int = VOCAB_PARALLEL_CHUNK_TOKENS,
 ) -> Tensor:
-    """The mean loss over all tokens, the same on every rank, of a stream of which each rank has a piece.
+    """Return the mean loss over all tokens, equal on every rank, of hidden states sharded along the sequence.
 
-    The pieces are gathered one after the other rather than into whole sequences, and the labels dealt alike: the loss
-    is a sum over tokens in any order, and the stream need not be copied.
+    The shards are concatenated in rank order rather than into sequences, and the labels likewise: the loss is a sum
+    over tokens in any order, and no transposing copy is needed.
     """
-    hidden_NC = gathered(x_BTC.flatten(0, 1), tp, dim=0)
+    hidden_NC = all_gather(x_BTC.flatten(0, 1), tp, dim=0)
     labels_N = labels_BT.unflatten(1, (tp.size(), -1)).transpose(0, 1).flatten()
-    return chunked_cross_entropy(hidden_NC, rows_VC, labels_N, chunk, first, partial(_agree, tp))
+    return chunked_cross_entropy(hidden_NC, rows_VC, labels_N, chunk, first, partial(_combine_lse, tp))
 
 
-def _agree(tp: DeviceMesh, log_total_N1: Tensor, wanted_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """Log of the sum over all logits, and the label's logit, from every rank's own; one exchange."""
-    both_2N1 = torch.stack((log_total_N1, wanted_N1))
-    log_totals, wanted = gathered(both_2N1[None], tp, dim=0).unbind(1)
-    return log_totals.logsumexp(dim=0), wanted.sum(dim=0)
+def _combine_lse(tp: DeviceMesh, lse_N1: Tensor, label_logit_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine every rank's logsumexp and label logit, with one all-gather."""
+    both_2N1 = torch.stack((lse_N1, label_logit_N1))
+    lse_RN1, label_logit_RN1 = all_gather(both_2N1[None], tp, dim=0).unbind(1)
+    return lse_RN1.logsumexp(dim=0), label_logit_RN1.sum(dim=0)

@@ -1,0 +1,33 @@
+"""AdamW hyperparameters and the learning-rate schedule of pretraining, the same for every engine that trains.
+
+The learning rate is a function of the step alone, so a resumed run needs no saved scheduler state.
+"""
+
+import math
+from typing import Protocol
+
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1  # of matrices; norm weights have none
+MIN_LR_RATIO = 0.1  # of the peak learning rate, where the cosine decay ends
+
+
+class LRSchedule(Protocol):
+    """Learning-rate settings of a workload; see the fields of spec.Training."""
+
+    @property
+    def lr(self) -> float: ...
+    @property
+    def lr_warmup_steps(self) -> int: ...
+    @property
+    def lr_decay_steps(self) -> int | None: ...
+
+
+def learning_rate(step: int, workload: LRSchedule) -> float:
+    """Return the learning rate of a step, counted from 1: linear warmup, then constant or cosine decay."""
+    if step < workload.lr_warmup_steps:
+        return workload.lr * step / workload.lr_warmup_steps
+    if workload.lr_decay_steps is None:
+        return workload.lr
+    progress = min(1.0, (step - workload.lr_warmup_steps) / (workload.lr_decay_steps - workload.lr_warmup_steps))
+    return workload.lr * (MIN_LR_RATIO + (1 - MIN_LR_RATIO) * (1 + math.cos(math.pi * progress)) / 2)
