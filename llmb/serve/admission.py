@@ -1,48 +1,89 @@
-"""Whether the cache will hold the running sequences when they have grown: admitting more only to preempt them later
-means computing them twice.
+"""Admission of requests: refusal of those that could never be served, and prediction of KV cache usage for the others.
 
-Each sequence grows by a token a step until it ends and gives its blocks back. Of those sorted by the steps they have
-left, the most first, exactly the first i + 1 are there when the i-th ends; the largest of these sums is the peak. Where
-the end is not known (a token may stop it), one more block is all that is reserved. An estimate: a sequence that finds
-no block after all is preempted, so a wrong one costs time only.
+Admitting more than the cache will hold, only to preempt it later, means computing it twice. Each sequence grows by a
+token a step until it ends and frees its blocks. With sequences sorted by remaining steps, most first, exactly the first
+i + 1 still run when the i-th ends; the largest of these sums is the peak. A sequence that a token may stop early
+reserves only one more block. A wrong prediction costs time only: a sequence that gets no block is preempted.
 
-Shapes: S running sequences, most steps left first.
+Shapes: S running sequences, most remaining steps first.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from llmb.serve.request import Sequence
-from llmb.serve.stop_criteria import certain
+from llmb.errors import ConfigError
+from llmb.serve.block_pool import BlockPool
+from llmb.serve.request import Request, Sequence, has_fixed_length
 
 
-class Outlook:
-    """The future of those that run, to be asked about one candidate after another."""
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """Limits of the engine, independent of the workload."""
 
-    def __init__(self, sequences: Iterable[Sequence], blocks: int, block_tokens: int):
-        self._capacity = blocks * block_tokens
+    max_batch_size: int  # running sequences, each of which has a slot
+    max_num_tokens: int  # computed in one step
+    max_seq_len: int  # tokens of a sequence, prompt and output
+    chunked_prefill: bool = True  # off: a prompt is computed in one step
+
+
+def check_request(request: Request, limits: SchedulerLimits, pool: BlockPool) -> None:
+    """Raise a ConfigError, with the numbers that say why, if the request does not fit even into an idle engine."""
+    name = f"request {request.request_id}"
+    if len(request.prompt) == 0:
+        raise ConfigError(f"{name} has an empty prompt: give it at least one token")
+    if request.max_tokens < 1:
+        raise ConfigError(f"{name} asks for {request.max_tokens} tokens: max_tokens must be at least 1")
+    if () in request.stop:
+        raise ConfigError(f"{name} has an empty stop sequence: give it at least one token")
+    _check_lengths(name, len(request.prompt), request.max_tokens, limits, pool)
+
+
+def _check_lengths(name: str, input_len: int, output_len: int, limits: SchedulerLimits, pool: BlockPool) -> None:
+    lengths = f"{name} has {input_len} input and {output_len} output tokens"
+    if input_len + output_len > limits.max_seq_len:
+        raise ConfigError(f"{lengths}, {input_len + output_len} together: the maximum is {limits.max_seq_len}")
+    if input_len > limits.max_num_tokens and not limits.chunked_prefill:
+        raise ConfigError(
+            f"{name} has a prompt of {input_len} tokens and a step computes {limits.max_num_tokens}: "
+            f"raise MAX_NUM_TOKENS to {input_len} or turn chunked prefill on (ENABLE_CHUNKED_PREFILL=true)"
+        )
+    needed_blocks = pool.num_blocks_for(input_len + output_len - 1)  # the last token is never cached
+    if needed_blocks > pool.num_blocks:
+        raise ConfigError(
+            f"{lengths}, which need {needed_blocks} blocks of {pool.block_tokens} tokens in the KV cache, and it has "
+            f"{pool.num_blocks}: shorten it or raise KV_CACHE_FRACTION"
+        )
+
+
+class AdmissionCheck:
+    """Predicted cache usage of the running sequences, asked about one candidate after another."""
+
+    def __init__(self, sequences: Iterable[Sequence], num_blocks: int, block_tokens: int):
+        self._capacity = num_blocks * block_tokens
         self._block_tokens = block_tokens
-        future = sorted((self._future(sequence) for sequence in sequences), reverse=True)
-        self._left_S = np.array([left for left, _ in future], dtype=np.int64)
-        self._held_S = np.array([held for _, held in future], dtype=np.int64)
+        usage = sorted((self._usage(sequence) for sequence in sequences), reverse=True)
+        self._remaining_S = np.array([remaining for remaining, _ in usage], dtype=np.int64)
+        self._tokens_S = np.array([tokens for _, tokens in usage], dtype=np.int64)
 
-    def admits(self, sequence: Sequence) -> bool:
-        """Whether there is room for this one too; if so it counts from now on. Alone, any sequence is admitted."""
-        left, held = self._future(sequence)
-        place = int(np.searchsorted(-self._left_S, -left))
-        left_S = np.insert(self._left_S, place, left)
-        held_S = np.insert(self._held_S, place, held)
-        peak = int(np.max(np.cumsum(held_S) + left_S * np.arange(1, len(left_S) + 1)))
-        if peak > self._capacity and len(left_S) > 1:
+    def try_admit(self, sequence: Sequence) -> bool:
+        """Return whether the sequence fits as well, and count it from now on if so. A single one is always admitted."""
+        remaining, tokens = self._usage(sequence)
+        index = int(np.searchsorted(-self._remaining_S, -remaining))
+        remaining_S = np.insert(self._remaining_S, index, remaining)
+        tokens_S = np.insert(self._tokens_S, index, tokens)
+        peak = int(np.max(np.cumsum(tokens_S) + remaining_S * np.arange(1, len(remaining_S) + 1)))
+        if peak > self._capacity and len(remaining_S) > 1:
             return False
-        self._left_S, self._held_S = left_S, held_S
+        self._remaining_S, self._tokens_S = remaining_S, tokens_S
         return True
 
-    def _future(self, sequence: Sequence) -> tuple[int, int]:
-        """Steps it has left, and tokens it holds: its last block is half empty on average."""
+    def _usage(self, sequence: Sequence) -> tuple[int, int]:
+        """Return its remaining steps and the tokens it occupies: its last block is half empty on average."""
         request = sequence.request
-        left = request.max_tokens - sequence.generated
-        if not certain(request):
-            left = min(left, self._block_tokens)
-        return left, sequence.length - sequence.shared * self._block_tokens + self._block_tokens // 2
+        remaining = request.max_tokens - sequence.num_output_tokens
+        if not has_fixed_length(request):
+            remaining = min(remaining, self._block_tokens)
+        own_tokens = sequence.num_tokens - sequence.num_cached_blocks * self._block_tokens
+        return remaining, own_tokens + self._block_tokens // 2

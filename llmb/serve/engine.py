@@ -1,25 +1,25 @@
-"""The engine: requests in, answers out, one step at a time.
+"""The serving engine: requests in, outputs out, one step at a time.
 
     engine = Engine(Scheduler(pool, limits), runner)
-    engine.submit(Request(number=0, prompt=[1, 2, 3], max_tokens=8, on_end=print))
+    engine.submit(Request(request_id=0, prompt=[1, 2, 3], max_tokens=8, on_end=print))
     engine.drain()
 
-The next step is planned and launched before the tokens of the one before are read, so that the device never waits for
-the host. Everything happens in the caller's thread; callbacks may submit and cancel.
+The next step is scheduled and launched before the tokens of the previous one are read, so that the device never waits
+for the host. Everything happens in the caller's thread; callbacks may submit and cancel.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmb.serve.request import Answer, Request, Sequence
+from llmb.serve.request import Request, RequestOutput, Sequence
 from llmb.serve.scheduler import Scheduler
-from llmb.serve.step_batch import Launched, Plan, Runner
+from llmb.serve.step_batch import ModelRunner, StepBatch, StepHandle
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
-    """How much there is to do."""
+class EngineStats:
+    """Requests and cache usage of the moment."""
 
     waiting: int
     running: int
@@ -28,16 +28,17 @@ class Load:
 
 
 class Engine:
-    """`depth`: steps that stay launched while an earlier one is read.
+    """Continuous batching of a scheduler's batches on a model runner.
 
-    `lockstep`: for ranks that must launch together though each has requests of its own. It is asked each step, with
-    whether this rank has work, and says whether any has; then a rank with nothing to compute launches an empty plan.
+    `depth`: steps that stay launched while an earlier one is read.
+    `lockstep`: for ranks that must launch together though each has its own requests. It is called each step with
+    whether this rank has work and returns whether any has; then a rank without work launches an empty batch.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: ModelRunner,
         depth: int = 1,
         lockstep: Callable[[bool], bool] | None = None,
     ):
@@ -45,65 +46,65 @@ class Engine:
         self.runner = runner
         self.depth = depth
         self.lockstep = lockstep
-        self._unread: deque[tuple[Plan, Launched]] = deque()
+        self._unread: deque[tuple[StepBatch, StepHandle]] = deque()
 
     @property
-    def load(self) -> Load:
+    def stats(self) -> EngineStats:
         scheduler = self.scheduler
-        return Load(
+        return EngineStats(
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
-            blocks_used=scheduler.pool.used,
-            blocks=scheduler.pool.blocks,
+            blocks_used=scheduler.pool.num_used,
+            blocks=scheduler.pool.num_blocks,
         )
 
     def submit(self, request: Request) -> None:
-        """Queue a request; ConfigError if it could never be answered."""
+        """Queue a request; raise a ConfigError if it could never be served."""
         self.scheduler.submit(request)
 
-    def cancel(self, number: int) -> bool:
-        """End a request with what it has so far; its blocks are free at once. False if it has ended already."""
-        sequence = self.scheduler.cancel(number)
+    def cancel(self, request_id: int) -> bool:
+        """End a request with the tokens it has so far and free its blocks. False if it has ended already."""
+        sequence = self.scheduler.cancel(request_id)
         if sequence is not None:
-            _tell(sequence)
+            _notify(sequence)
         return sequence is not None
 
     def step(self) -> bool:
         """Launch the next step, then read an earlier one. False when there was nothing left to do."""
-        busy = self.scheduler.busy
+        busy = self.scheduler.has_unfinished_requests
         if self.lockstep is not None:
             busy = self.lockstep(busy)
         if not busy:
             self._read_all()
             return False
-        plan = self.scheduler.plan()
-        launches = bool(plan.parts) or self.lockstep is not None
+        batch = self.scheduler.schedule()
+        launches = bool(batch.chunks) or self.lockstep is not None
         if launches:
-            self._unread.append((plan, self.runner.launch(plan)))
+            self._unread.append((batch, self.runner.launch(batch)))
         if len(self._unread) > self.depth or not launches:
             self._read()
         return True
 
     def drain(self) -> None:
-        """Go on until every request has ended."""
+        """Step until every request has ended."""
         while self.step():
             pass
 
     def _read(self) -> None:
         """Wait for the oldest launched step and hand out its tokens."""
-        plan, launched = self._unread.popleft()
-        for sequence in self.scheduler.took(plan, launched.tokens()):
-            _tell(sequence)
+        batch, handle = self._unread.popleft()
+        for sequence in self.scheduler.update_from_output(batch, handle.tokens()):
+            _notify(sequence)
 
     def _read_all(self) -> None:
-        """Steps may be left when all has ended: what they computed belonged to answers that stopped early."""
+        """Read the steps left over when all requests have ended: they computed tokens beyond an early stop."""
         while self._unread:
             self._read()
 
 
-def _tell(sequence: Sequence) -> None:
-    """A request has ended: say so to whoever asked."""
-    request, finish = sequence.request, sequence.finish
-    if request.on_end is not None and finish is not None:
-        answer = tuple(sequence.tokens[len(request.prompt) :])
-        request.on_end(Answer(number=request.number, tokens=answer, finish=finish))
+def _notify(sequence: Sequence) -> None:
+    """Call `on_end` of a finished request."""
+    request, finish_reason = sequence.request, sequence.finish_reason
+    if request.on_end is not None and finish_reason is not None:
+        token_ids = tuple(sequence.token_ids[len(request.prompt) :])
+        request.on_end(RequestOutput(request_id=request.request_id, token_ids=token_ids, finish_reason=finish_reason))

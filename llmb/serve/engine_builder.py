@@ -1,11 +1,11 @@
-"""From a configuration to an engine that is ready: weights, layers, the cache that fits, graphs, the scheduler.
+"""Builds the engine of a configuration: weights, layers, KV cache, CUDA graphs and scheduler.
 
-    engine = open_engine(config, place, longest=2000)
+    engine = build_engine(config, rank_info, max_seq_len=2000)
 
-How large the cache may be is measured: the largest step the engine will ever compute is computed once without one, and
-of the memory that then is left the cache gets the fraction asked for. It is never larger than what a full batch of the
-longest sequences could fill, unless prompts that begin alike may use more. Ranks that schedule the same requests each
-for itself have caches of one size, that of the rank with least room: else they would decide differently.
+The KV cache is sized by profiling: the largest step of the engine is computed once without a cache, and the cache gets
+the configured fraction of the memory that is left. It is never larger than a full batch of the longest sequences needs,
+unless a prefix cache may use more. Ranks that schedule the same requests each for itself have caches of one size, that
+of the rank with the least memory: otherwise they would decide differently.
 """
 
 from pathlib import Path
@@ -13,103 +13,113 @@ from pathlib import Path
 import torch
 
 from llmb.config.spec import Inference, RunConfig
-from llmb.runtime.rank_info import Place
+from llmb.runtime.rank_info import RankInfo
+from llmb.serve.admission import SchedulerLimits
 from llmb.serve.block_pool import BlockPool
-from llmb.serve.decode_graphs import graph_sizes
+from llmb.serve.decode_graphs import capture_sizes
 from llmb.serve.engine import Engine
-from llmb.serve.group_collectives import SpreadExperts, least_of_all
-from llmb.serve.layers.served_model import Stack, build_stack
-from llmb.serve.model_runner import TorchRunner
-from llmb.serve.pipeline_runner import StageRunner
-from llmb.serve.rank_groups import Ranks
+from llmb.serve.group_collectives import DataParallelExperts, min_over_ranks
+from llmb.serve.layers.served_linear import Format
+from llmb.serve.layers.served_model import ServedModel, ServingDtypes, build_served_model
+from llmb.serve.model_runner import TorchModelRunner
+from llmb.serve.pipeline_runner import PipelineStageRunner
+from llmb.serve.rank_groups import RankGroups
 from llmb.serve.scheduler import Scheduler
 from llmb.serve.serve_layout import join_groups
 from llmb.serve.serve_support import check_layout
-from llmb.serve.served_dtypes import how_of
-from llmb.serve.step_batch import Inputs
-from llmb.serve.step_limits import Limits
-from llmb.serve.weights.hf_folder import FolderWeights
-from llmb.serve.weights.weight_source import RandomWeights, Weights
+from llmb.serve.step_batch import StepInputs
+from llmb.serve.weights.hf_folder import HfFolderWeights
+from llmb.serve.weights.weight_source import RandomWeights, WeightSource
 
-HOST_SHARE = 0.5  # of a machine's free memory that may count as the device's, where there is no device but the host
+HOST_MEMORY_FRACTION = 0.5  # of the host's free memory that counts as device memory when serving on a CPU
+FP8_FORMATS: dict[str, Format] = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
 
 
-def open_engine(config: RunConfig, place: Place, longest: int) -> Engine:
-    """The engine on this rank, for sequences of at most `longest` tokens."""
+def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int) -> Engine:
+    """Build the engine of this rank, for sequences of at most `max_seq_len` tokens."""
     work = config.workload
     assert isinstance(work, Inference)
     check_layout(config)
-    ranks = join_groups(config, place)
-    if place.rank == 0 and work.cuda_graphs and place.device.type == "cuda" and not has_graphs(ranks, work):
-        print("CUDA graphs are off: they are for one rank, what travels between several is not captured", flush=True)
-    stack = build_stack(config.model, weights_of(config, place.device), how_of(config), ranks)
-    return engine_on(stack, work, longest, least_of_all(cache_blocks(stack, work, longest), ranks.device))
+    groups = join_groups(config, rank_info)
+    device = rank_info.device
+    if rank_info.rank == 0 and work.cuda_graphs and device.type == "cuda" and not uses_cuda_graphs(groups, work):
+        print("CUDA graphs are off: they need a single rank, as collectives are not captured", flush=True)
+    model = build_served_model(config.model, weight_source(config, device), serving_dtypes(config), groups)
+    num_blocks = min_over_ranks(num_cache_blocks(model, work, max_seq_len), device)
+    return engine_for_model(model, work, max_seq_len, num_blocks)
 
 
-def engine_on(stack: Stack, work: Inference, longest: int, blocks: int) -> Engine:
-    """An engine whose cache has so many blocks.
+def engine_for_model(model: ServedModel, work: Inference, max_seq_len: int, num_blocks: int) -> Engine:
+    """Build an engine whose KV cache has so many blocks.
 
-    A pipeline computes as many steps at once as it has stages, each of other sequences: the host has to know a token
-    before the first stage can go on with it.
+    A pipeline computes as many steps at once as it has stages, each of other sequences: a token has to be read by the
+    host before the first stage can continue with it.
     """
-    slots, device, stages = work.max_batch_size, stack.ranks.device, stack.ranks.stage.size
-    for mixer in stack.mixers():
-        mixer.allocate(blocks, work.block_tokens, slots + 1, device)
-    sizes = graph_sizes(slots) if has_graphs(stack.ranks, work) else ()
-    run = TorchRunner if stages == 1 else StageRunner
-    runner = run(stack, slots, longest, work.block_tokens, work.max_num_tokens, sizes)
-    limits = Limits(
+    slots, device, stages = work.max_batch_size, model.groups.device, model.groups.stage.size
+    for mixer in model.mixers():
+        mixer.allocate(num_blocks, work.block_tokens, slots + 1, device)
+    sizes = capture_sizes(slots) if uses_cuda_graphs(model.groups, work) else ()
+    runner_class = TorchModelRunner if stages == 1 else PipelineStageRunner
+    runner = runner_class(model, slots, max_seq_len, work.block_tokens, work.max_num_tokens, sizes)
+    limits = SchedulerLimits(
         max_batch_size=slots,
         max_num_tokens=work.max_num_tokens,
-        max_length=longest,
+        max_seq_len=max_seq_len,
         chunked_prefill=work.chunked_prefill,
     )
-    pool = BlockPool(blocks, work.block_tokens, shares_prefixes(stack, work))
-    scheduler = Scheduler(pool, limits, chain=stages == 1, depth=stages)
-    experts = stack.ranks.experts
-    lockstep = experts.any_busy if isinstance(experts, SpreadExperts) else None
+    pool = BlockPool(num_blocks, work.block_tokens, uses_prefix_cache(model, work))
+    scheduler = Scheduler(pool, limits, async_scheduling=stages == 1, depth=stages)
+    experts = model.groups.experts
+    lockstep = experts.any_busy if isinstance(experts, DataParallelExperts) else None
     return Engine(scheduler, runner, depth=max(1, stages - 1), lockstep=lockstep)
 
 
-def has_graphs(ranks: Ranks, work: Inference) -> bool:
-    """Whether decodes are replays of CUDA graphs: on one rank only, as exchanges between ranks are not captured."""
-    return work.cuda_graphs and ranks.device.type == "cuda" and ranks.world == 1
+def uses_cuda_graphs(groups: RankGroups, work: Inference) -> bool:
+    """Return whether decodes replay CUDA graphs: on a single rank only, as collectives are not captured."""
+    return work.cuda_graphs and groups.device.type == "cuda" and groups.world_size == 1
 
 
-def shares_prefixes(stack: Stack, work: Inference) -> bool:
-    """Whether prompts that begin alike share blocks: not where a sequence has a state, whose past is not kept.
-
-    It may be in another stage's layers.
-    """
-    return work.prefix_cache and not stack.model.blocks.get("mamba")
+def uses_prefix_cache(model: ServedModel, work: Inference) -> bool:
+    """Return whether prompts share prefix blocks: not if any stage has Mamba state, which is not cached."""
+    return work.prefix_cache and not model.spec.blocks.get("mamba")
 
 
-def weights_of(config: RunConfig, device: torch.device) -> Weights:
-    """From the folder that the run names, or random."""
-    work, dtype = config.workload, how_of(config).dtype
+def weight_source(config: RunConfig, device: torch.device) -> WeightSource:
+    """Return the weights of the configured folder, or random ones."""
+    work, dtype = config.workload, serving_dtypes(config).dtype
     assert isinstance(work, Inference)
     if work.weights is not None:
-        return FolderWeights(config.model, Path(work.weights), dtype, device)
+        return HfFolderWeights(config.model, Path(work.weights), dtype, device)
     return RandomWeights(config.model, work.seed, dtype, device)
 
 
-def cache_blocks(stack: Stack, work: Inference, longest: int) -> int:
-    """How many blocks the cache gets; at least one."""
-    per_sequence = -(-longest // work.block_tokens)
-    bytes_per_block = work.block_tokens * sum(mixer.bytes_per_token for mixer in stack.mixers())
-    states = (work.max_batch_size + 1) * sum(mixer.bytes_per_slot for mixer in stack.mixers())
-    wanted = work.max_batch_size * per_sequence
-    room = int(free_bytes(stack, work) * work.kv_fraction) - states
-    fitting = room // bytes_per_block if bytes_per_block else wanted
-    return max(1, fitting if shares_prefixes(stack, work) else min(wanted, fitting))
+def serving_dtypes(config: RunConfig) -> ServingDtypes:
+    """Return the dtypes of a run; fp8 weights are scaled as the model is published unless the run says otherwise."""
+    precision = config.precision
+    dtype = torch.float32 if precision.dtype == "fp32" else torch.bfloat16
+    published = "block" if config.model.architecture == "deepseek" else "channel"
+    formats: dict[str, Format] = {"fp8": FP8_FORMATS[precision.fp8_scaling or published], "nvfp4": "nvfp4"}
+    kv_dtype = torch.float8_e4m3fn if precision.kv_dtype == "fp8" else dtype
+    return ServingDtypes(dtype, formats.get(precision.dtype, "plain"), kv_dtype)
 
 
-def free_bytes(stack: Stack, work: Inference) -> int:
-    """What is left for the cache beside the weights and the largest step."""
-    device = stack.ranks.device
+def num_cache_blocks(model: ServedModel, work: Inference, max_seq_len: int) -> int:
+    """Return how many blocks the KV cache gets; at least one."""
+    blocks_per_sequence = -(-max_seq_len // work.block_tokens)
+    bytes_per_block = work.block_tokens * sum(mixer.bytes_per_token for mixer in model.mixers())
+    state_bytes = (work.max_batch_size + 1) * sum(mixer.bytes_per_slot for mixer in model.mixers())
+    full_batch = work.max_batch_size * blocks_per_sequence
+    cache_bytes = int(available_bytes(model, work) * work.kv_fraction) - state_bytes
+    max_blocks = cache_bytes // bytes_per_block if bytes_per_block else full_batch
+    return max(1, max_blocks if uses_prefix_cache(model, work) else min(full_batch, max_blocks))
+
+
+def available_bytes(model: ServedModel, work: Inference) -> int:
+    """Return the memory left for the KV cache beside the weights and the largest step."""
+    device = model.groups.device
     if device.type != "cuda":
-        return int(_host_free_bytes() * HOST_SHARE / stack.ranks.world)
-    _largest_step(stack, work)
+        return int(_free_host_bytes() * HOST_MEMORY_FRACTION / model.groups.world_size)
+    _profile_largest_step(model, work)
     peak = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_allocated(device)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
@@ -117,35 +127,35 @@ def free_bytes(stack: Stack, work: Inference) -> int:
 
 
 @torch.inference_mode()
-def _largest_step(stack: Stack, work: Inference) -> None:
-    """As many tokens as a step may have, of one prompt, and as many rows of logits as a batch; nothing is kept."""
-    device, tokens = stack.ranks.device, work.max_num_tokens
-    for mixer in stack.mixers():
+def _profile_largest_step(model: ServedModel, work: Inference) -> None:
+    """Compute one prefill of the maximum token count and the logits of a full batch; nothing is cached."""
+    device, tokens = model.groups.device, work.max_num_tokens
+    for mixer in model.mixers():
         mixer.allocate(1, work.block_tokens, 1, device)
-    inputs = Inputs(
+    inputs = StepInputs(
         positions_N=torch.arange(tokens, device=device),
-        places_N=torch.full((tokens,), -1, device=device),
+        slot_mapping_N=torch.full((tokens,), -1, device=device),
         slots_P=torch.zeros(1, dtype=torch.int64, device=device),
-        starts_P1=torch.tensor([0, tokens], dtype=torch.int32, device=device),
-        lengths_P=torch.tensor([tokens], dtype=torch.int32, device=device),
-        table_PM=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        decodes=0,
-        longest_part=tokens,
-        longest=tokens,
-        parts=((0, tokens),),
+        cu_seqlens_P1=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        seq_lens_P=torch.tensor([tokens], dtype=torch.int32, device=device),
+        block_table_PM=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        num_decodes=0,
+        max_query_len=tokens,
+        max_seq_len=tokens,
+        prefill_chunks=((0, tokens),),
     )
-    stack.ranks.experts.begin(tokens)
+    model.groups.experts.begin_step(tokens)
     torch.cuda.reset_peak_memory_stats(device)
-    x_NC = torch.zeros(tokens, stack.model.hidden, dtype=stack.dtype, device=device)
-    if stack.ranks.stage.first:
-        x_NC = stack.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
-    x_NC = stack.through(x_NC, inputs)
-    if stack.ranks.stage.last:
-        stack.logits(x_NC, torch.zeros(work.max_batch_size, dtype=torch.int64, device=device)).argmax(dim=-1)
+    x_NC = torch.zeros(tokens, model.spec.hidden, dtype=model.dtype, device=device)
+    if model.groups.stage.is_first:
+        x_NC = model.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
+    x_NC = model.forward(x_NC, inputs)
+    if model.groups.stage.is_last:
+        model.logits(x_NC, torch.zeros(work.max_batch_size, dtype=torch.int64, device=device)).argmax(dim=-1)
     torch.cuda.synchronize(device)
 
 
-def _host_free_bytes() -> int:
+def _free_host_bytes() -> int:
     with open("/proc/meminfo") as lines:
-        found = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(found.split()[1]) * 1024
+        available = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(available.split()[1]) * 1024

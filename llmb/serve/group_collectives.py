@@ -1,9 +1,9 @@
-"""Groups of ranks in which something travels, by torch.distributed: NCCL between GPUs, gloo between CPUs.
+"""Groups of ranks that communicate by torch.distributed: NCCL between GPUs, gloo between CPUs.
 
-Every rank of a group makes the same calls in the same order; what they decide that by, the plans of steps and the
-numbers of tokens, is known to the host, so that no call waits for a device.
+Every rank of a group makes the same calls in the same order. The batches and token counts that decide them are known to
+the host, so that no call waits for a device.
 
-Shapes: N tokens of this rank or of all, R ranks, M the most tokens of any, C hidden width, S sequences that sample.
+Shapes: N tokens of this rank or of all, R ranks, M largest token count of a rank, C hidden size, S sampling sequences.
 """
 
 from dataclasses import dataclass, field
@@ -12,62 +12,62 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmb.serve.rank_groups import ExpertGroup, Group, Stage, Travelling
+from llmb.serve.rank_groups import ExpertGroup, PendingTransfer, RankGroup, StageGroup
 
-# torch 2.13 gave them these names and warns of the old ones.
+# torch 2.13 introduced these names and deprecates the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def least_of_all(number: int, device: torch.device) -> int:
-    """The smallest of all ranks' numbers, on every one of them."""
+def min_over_ranks(number: int, device: torch.device) -> int:
+    """Return the smallest of all ranks' numbers on every rank."""
     if not dist.is_initialized():
         return number
-    least = torch.tensor([number], device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least.item())
+    smallest = torch.tensor([number], device=device)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    return int(smallest.item())
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorGroup(Group):
-    """Ranks that compute the same tokens, each with a part of the weights."""
+class TensorParallelGroup(RankGroup):
+    """Ranks that compute the same tokens, each with a shard of the weights."""
 
     process_group: dist.ProcessGroup
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         dist.all_reduce(x, group=self.process_group)
         return x
 
-    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         all_R = x.new_empty(self.size, *x.shape)
         if x.numel():
             _all_gather(all_R.flatten(0, 1), x.contiguous(), group=self.process_group)
         return torch.cat(all_R.unbind(), dim=dim)
 
-    def agree(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         dist.broadcast(x, src=dist.get_global_rank(self.process_group, 0), group=self.process_group)
         return x
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorExperts(ExpertGroup):
-    """Experts of ranks that all have the same tokens."""
+class TensorParallelExperts(ExpertGroup):
+    """Expert shards of ranks that all have the same tokens."""
 
     process_group: dist.ProcessGroup
 
-    def collect(self, partial_NC: Tensor) -> Tensor:
+    def combine(self, partial_NC: Tensor) -> Tensor:
         dist.all_reduce(partial_NC, group=self.process_group)
         return partial_NC
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpreadExperts(ExpertGroup):
-    """Experts of ranks that have tokens of their own: each sees everybody's.
+class DataParallelExperts(ExpertGroup):
+    """Expert shards of ranks that have their own tokens: each rank processes all ranks' tokens.
 
-    Tokens travel padded to the most that any rank has, as the exchanges want equal parts; the experts never see the
-    padding. `control` is the same ranks' way to exchange numbers between hosts.
+    Tokens are padded to the largest count of any rank, as the collectives need equal sizes; the experts never see the
+    padding. `control` is a gloo group of the same ranks for numbers on the host.
     """
 
     process_group: dist.ProcessGroup
@@ -75,62 +75,62 @@ class SpreadExperts(ExpertGroup):
     counts: list[int] = field(default_factory=list)  # tokens of each rank in this step
 
     def any_busy(self, busy: bool) -> bool:
-        """Whether any of the ranks has work; what the engine's lockstep asks."""
-        answer = torch.tensor([int(busy)])
-        dist.all_reduce(answer, dist.ReduceOp.MAX, group=self.control)
-        return bool(answer.item())
+        """Return whether any of the ranks has work; the engine's `lockstep`."""
+        any_rank = torch.tensor([int(busy)])
+        dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=self.control)
+        return bool(any_rank.item())
 
-    def begin(self, tokens: int) -> bool:
+    def begin_step(self, num_tokens: int) -> bool:
         counts = torch.empty(self.control.size(), dtype=torch.int64)
-        _all_gather(counts, torch.tensor([tokens]), group=self.control)
+        _all_gather(counts, torch.tensor([num_tokens]), group=self.control)
         self.counts[:] = counts.tolist()
         return any(self.counts)
 
-    def spread(self, x_NC: Tensor) -> Tensor:
-        own, most = self._own, max(self.counts)
-        mine_MC = x_NC.contiguous()
-        if own < most:
-            mine_MC = x_NC.new_zeros(most, x_NC.shape[1])
-            mine_MC[:own] = x_NC[:own]
-        all_NC = x_NC.new_empty(len(self.counts) * most, x_NC.shape[1])
-        _all_gather(all_NC, mine_MC, group=self.process_group)
-        if min(self.counts) == most:
+    def dispatch(self, x_NC: Tensor) -> Tensor:
+        count, max_count = self._local_count, max(self.counts)
+        local_MC = x_NC.contiguous()
+        if count < max_count:
+            local_MC = x_NC.new_zeros(max_count, x_NC.shape[1])
+            local_MC[:count] = x_NC[:count]
+        all_NC = x_NC.new_empty(len(self.counts) * max_count, x_NC.shape[1])
+        _all_gather(all_NC, local_MC, group=self.process_group)
+        if min(self.counts) == max_count:
             return all_NC
-        parts = zip(all_NC.split(most), self.counts, strict=True)
-        return torch.cat([part_MC[:count] for part_MC, count in parts])
+        per_rank = zip(all_NC.split(max_count), self.counts, strict=True)
+        return torch.cat([rank_MC[:rank_count] for rank_MC, rank_count in per_rank])
 
-    def collect(self, partial_NC: Tensor) -> Tensor:
-        most, width = max(self.counts), partial_NC.shape[1]
-        if min(self.counts) < most:
-            padded_NC = partial_NC.new_zeros(len(self.counts) * most, width)
-            for part_MC, given_NC in zip(padded_NC.split(most), partial_NC.split(self.counts), strict=True):
-                part_MC[: len(given_NC)] = given_NC
+    def combine(self, partial_NC: Tensor) -> Tensor:
+        max_count, hidden = max(self.counts), partial_NC.shape[1]
+        if min(self.counts) < max_count:
+            padded_NC = partial_NC.new_zeros(len(self.counts) * max_count, hidden)
+            for padded_MC, rank_NC in zip(padded_NC.split(max_count), partial_NC.split(self.counts), strict=True):
+                padded_MC[: len(rank_NC)] = rank_NC
             partial_NC = padded_NC
-        mine_MC = partial_NC.new_empty(most, width)
-        _reduce_scatter(mine_MC, partial_NC.contiguous(), group=self.process_group)
-        return mine_MC[: max(self._own, 1)]
+        local_MC = partial_NC.new_empty(max_count, hidden)
+        _reduce_scatter(local_MC, partial_NC.contiguous(), group=self.process_group)
+        return local_MC[: max(self._local_count, 1)]
 
     @property
-    def _own(self) -> int:
+    def _local_count(self) -> int:
         return self.counts[self.process_group.rank()]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkedStage(Stage):
-    """A stage with others before or behind it. The process group is all stages' ranks of this rank's place in them."""
+class DistributedStageGroup(StageGroup):
+    """A pipeline stage with neighbors. The process group has the ranks of all stages at this rank's index in them."""
 
     process_group: dist.ProcessGroup
 
     def receive(self, x_NC: Tensor) -> Tensor:
-        dist.recv(x_NC, src=self._rank_of(self.index - 1), group=self.process_group)
+        dist.recv(x_NC, src=self._global_rank(self.index - 1), group=self.process_group)
         return x_NC
 
-    def send(self, x_NC: Tensor) -> Travelling | None:
-        return dist.isend(x_NC.contiguous(), dst=self._rank_of(self.index + 1), group=self.process_group)
+    def send(self, x_NC: Tensor) -> PendingTransfer | None:
+        return dist.isend(x_NC.contiguous(), dst=self._global_rank(self.index + 1), group=self.process_group)
 
-    def share(self, tokens_S: Tensor) -> Travelling | None:
-        last = self._rank_of(self.size - 1)
+    def broadcast_tokens(self, tokens_S: Tensor) -> PendingTransfer | None:
+        last = self._global_rank(self.size - 1)
         return dist.broadcast(tokens_S, src=last, group=self.process_group, async_op=True)
 
-    def _rank_of(self, stage: int) -> int:
+    def _global_rank(self, stage: int) -> int:
         return dist.get_global_rank(self.process_group, stage)

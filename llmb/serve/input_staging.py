@@ -1,12 +1,12 @@
-"""A plan's numbers on their way to the device: gathered by numpy in pinned memory, then two copies, whatever the step.
+"""Staging of a batch for the device: numpy fills pinned host buffers, then two H2D copies, whatever the step.
 
-    buffer = StepBuffer.on(device, Sizes(tokens=12, parts=3, samples=2, blocks=4))
-    staging.load(plan, buffer)
-    inputs = buffer.inputs(plan, longest=60, decodes=plan.decodes)
+    buffer = StepBuffer.on(device, StepSizes(num_tokens=12, num_seqs=3, num_samples=2, num_blocks=4))
+    staging.upload(batch, buffer)
+    inputs = buffer.inputs(batch, max_seq_len=60, num_decodes=batch.num_decodes)
 
-The host may plan the next step while the copies of this one are still under way, so its own buffers are used in turn.
+The host may schedule the next step while the copies of this one are still running, so its buffers are used in turn.
 
-Shapes: N tokens, P parts, S parts that sample, M blocks of the longest sequence.
+Shapes: N tokens, P sequences, S sampling sequences, M blocks of the longest sequence.
 """
 
 from collections.abc import Iterator
@@ -19,133 +19,143 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from llmb.serve.request import Sequence
-from llmb.serve.step_batch import Inputs, Part, Plan
+from llmb.serve.step_batch import ScheduledChunk, StepBatch, StepInputs
 
-TURNS = 4  # buffers of the host; more than steps that can be under way
+NUM_HOST_BUFFERS = 4  # more than steps that can be launched at once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """How large a step's tensors are; a padded step has more of everything than its plan."""
+class StepSizes:
+    """Sizes of a step's tensors; a padded step has more of everything than its batch."""
 
-    tokens: int
-    parts: int
-    samples: int
-    blocks: int  # of a row of the table
-
-    @property
-    def longs(self) -> int:
-        return 3 * self.tokens + self.parts + 2 * self.samples
+    num_tokens: int
+    num_seqs: int
+    num_samples: int
+    num_blocks: int  # of a row of the block table
 
     @property
-    def ints(self) -> int:
-        return 2 * self.parts + 1 + self.parts * self.blocks
+    def num_int64(self) -> int:
+        return 3 * self.num_tokens + self.num_seqs + 2 * self.num_samples
+
+    @property
+    def num_int32(self) -> int:
+        return 2 * self.num_seqs + 1 + self.num_seqs * self.num_blocks
 
 
 class StepBuffer:
-    """The numbers of one step, in two runs of memory: one of int64, one of int32."""
+    """The inputs of one step in two contiguous buffers, one of int64 and one of int32."""
 
-    def __init__(self, longs: Tensor, ints: Tensor, sizes: Sizes):
-        n, p, s = sizes.tokens, sizes.parts, sizes.samples
-        self.longs, self.ints, self.sizes = longs[: sizes.longs], ints[: sizes.ints], sizes
-        # A token of -1 - slot is the newest of that slot, which the host does not know yet. Rows are those of the N
-        # that give a token, targets the slots whose newest it becomes.
-        self.tokens_N, self.positions_N, self.places_N, self.slots_P, self.rows_S, self.targets_S = self.longs.split(
-            (n, n, n, p, s, s)
-        )
-        self.starts_P1, self.lengths_P, table = self.ints.split((p + 1, p, p * sizes.blocks))
-        self.table_PM = table.view(p, sizes.blocks)
+    def __init__(self, int64s: Tensor, int32s: Tensor, sizes: StepSizes):
+        n, p, s = sizes.num_tokens, sizes.num_seqs, sizes.num_samples
+        self.int64s, self.int32s, self.sizes = int64s[: sizes.num_int64], int32s[: sizes.num_int32], sizes
+        views = self.int64s.split((n, n, n, p, s, s))
+        # A token of -1 - slot stands for the last token of that slot, which only the device has. Sampled tokens come
+        # from the rows `logits_indices_S` of the N and become the last tokens of the slots `sample_slots_S`.
+        self.tokens_N, self.positions_N, self.slot_mapping_N, self.slots_P = views[:4]
+        self.logits_indices_S, self.sample_slots_S = views[4:]
+        self.cu_seqlens_P1, self.seq_lens_P, table = self.int32s.split((p + 1, p, p * sizes.num_blocks))
+        self.block_table_PM = table.view(p, sizes.num_blocks)
 
     @classmethod
-    def on(cls, device: torch.device, sizes: Sizes) -> "StepBuffer":
-        longs = torch.empty(sizes.longs, dtype=torch.int64, device=device)
-        return cls(longs, torch.empty(sizes.ints, dtype=torch.int32, device=device), sizes)
+    def on(cls, device: torch.device, sizes: StepSizes) -> "StepBuffer":
+        int64s = torch.empty(sizes.num_int64, dtype=torch.int64, device=device)
+        return cls(int64s, torch.empty(sizes.num_int32, dtype=torch.int32, device=device), sizes)
 
-    def inputs(self, plan: Plan, longest: int, decodes: int) -> Inputs:
-        """What layers read of it. No sequence is longer than `longest`; the first `decodes` parts have one token."""
-        return Inputs(
+    def inputs(self, batch: StepBatch, max_seq_len: int, num_decodes: int) -> StepInputs:
+        """Return the inputs of the layers. No sequence is longer than `max_seq_len`; the first `num_decodes` decode."""
+        return StepInputs(
             positions_N=self.positions_N,
-            places_N=self.places_N,
+            slot_mapping_N=self.slot_mapping_N,
             slots_P=self.slots_P,
-            starts_P1=self.starts_P1,
-            lengths_P=self.lengths_P,
-            table_PM=self.table_PM,
-            decodes=decodes,
-            longest_part=max((part.count for part in plan.parts), default=0),
-            longest=longest,
-            parts=tuple((part.start, part.count) for part in plan.parts[decodes:]),
+            cu_seqlens_P1=self.cu_seqlens_P1,
+            seq_lens_P=self.seq_lens_P,
+            block_table_PM=self.block_table_PM,
+            num_decodes=num_decodes,
+            max_query_len=max((chunk.num_tokens for chunk in batch.chunks), default=0),
+            max_seq_len=max_seq_len,
+            prefill_chunks=tuple((chunk.start, chunk.num_tokens) for chunk in batch.chunks[num_decodes:]),
         )
 
 
-class Staging:
-    """Where plans become tensors. `slots`: sequences that may run; slot number `slots` is nobody's, for padding."""
+class InputStaging:
+    """Host buffers and block tables. `slots`: sequences that may run; slot number `slots` is reserved for padding."""
 
     def __init__(
-        self, slots: int, blocks: int, block_tokens: int, most_tokens: int, device: torch.device, turns: int = TURNS
+        self,
+        slots: int,
+        num_blocks: int,
+        block_tokens: int,
+        max_num_tokens: int,
+        device: torch.device,
+        num_buffers: int = NUM_HOST_BUFFERS,
     ):
-        self.slots, self.blocks, self.block_tokens, self.device = slots, blocks, block_tokens, device
-        self._table = np.zeros((slots, blocks), dtype=np.int32)  # of each slot
-        most = Sizes(tokens=max(most_tokens, slots), parts=slots, samples=slots, blocks=blocks)
+        self.slots, self.num_blocks, self.block_tokens, self.device = slots, num_blocks, block_tokens, device
+        self._block_table = np.zeros((slots, num_blocks), dtype=np.int32)  # of each slot
+        sizes = StepSizes(
+            num_tokens=max(max_num_tokens, slots), num_seqs=slots, num_samples=slots, num_blocks=num_blocks
+        )
         pin = device.type == "cuda"
-        self._turns: Iterator[tuple[Tensor, Tensor]] = cycle(
+        self._host_buffers: Iterator[tuple[Tensor, Tensor]] = cycle(
             (
-                torch.empty(most.longs, dtype=torch.int64, pin_memory=pin),
-                torch.empty(most.ints, dtype=torch.int32, pin_memory=pin),
+                torch.empty(sizes.num_int64, dtype=torch.int64, pin_memory=pin),
+                torch.empty(sizes.num_int32, dtype=torch.int32, pin_memory=pin),
             )
-            for _ in range(turns)
+            for _ in range(num_buffers)
         )
 
-    def load(self, plan: Plan, buffer: StepBuffer) -> None:
-        """Write the plan, padded to the buffer's sizes, into a buffer on the device; does not wait."""
-        host = StepBuffer(*next(self._turns), buffer.sizes)
-        self._note_blocks(plan)
-        self._gather(plan.parts, host)
-        buffer.longs.copy_(host.longs, non_blocking=True)
-        buffer.ints.copy_(host.ints, non_blocking=True)
+    def upload(self, batch: StepBatch, buffer: StepBuffer) -> None:
+        """Copy the batch, padded to the buffer's sizes, into a buffer on the device; does not wait."""
+        host = StepBuffer(*next(self._host_buffers), buffer.sizes)
+        self._update_block_table(batch)
+        self._fill(batch.chunks, host)
+        buffer.int64s.copy_(host.int64s, non_blocking=True)
+        buffer.int32s.copy_(host.int32s, non_blocking=True)
 
-    def _gather(self, parts: list[Part], host: StepBuffer) -> None:
-        counts_P = np.fromiter((part.count for part in parts), np.int64, len(parts))
-        firsts_P = np.fromiter((part.start for part in parts), np.int64, len(parts))
-        slots_P = np.fromiter((part.sequence.slot for part in parts), np.int64, len(parts))
-        sampling_S = np.flatnonzero(np.fromiter((part.samples for part in parts), np.bool_, len(parts)))
-        starts_P1 = np.concatenate(([0], np.cumsum(counts_P)))
-        positions_N = np.arange(starts_P1[-1]) + np.repeat(firsts_P - starts_P1[:-1], counts_P)
+    def _fill(self, chunks: list[ScheduledChunk], host: StepBuffer) -> None:
+        counts_P = np.fromiter((chunk.num_tokens for chunk in chunks), np.int64, len(chunks))
+        firsts_P = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
+        slots_P = np.fromiter((chunk.sequence.slot for chunk in chunks), np.int64, len(chunks))
+        sampling_S = np.flatnonzero(np.fromiter((chunk.samples for chunk in chunks), np.bool_, len(chunks)))
+        cu_seqlens_P1 = np.concatenate(([0], np.cumsum(counts_P)))
+        positions_N = np.arange(cu_seqlens_P1[-1]) + np.repeat(firsts_P - cu_seqlens_P1[:-1], counts_P)
         block_N, offset_N = np.divmod(positions_N, self.block_tokens)
-        places_N = self._table[np.repeat(slots_P, counts_P), block_N].astype(np.int64) * self.block_tokens + offset_N
-        more_P = np.arange(1, host.sizes.parts - len(parts) + 1)
+        block_ids_N = self._block_table[np.repeat(slots_P, counts_P), block_N].astype(np.int64)
+        padding_P = np.arange(1, host.sizes.num_seqs - len(chunks) + 1)
 
-        _put(host.tokens_N, [token for part in parts for token in _tokens(part.sequence, part.start, part.end)], 0)
-        _put(host.positions_N, positions_N, 0)
-        _put(host.places_N, places_N, -1)
-        _put(host.slots_P, slots_P, self.slots)
-        _put(host.rows_S, starts_P1[1:][sampling_S] - 1, 0)
-        _put(host.targets_S, slots_P[sampling_S], self.slots)
-        _put(host.starts_P1, starts_P1, starts_P1[-1] + more_P)  # padding: one token each, like a decode
-        _put(host.lengths_P, firsts_P + counts_P, 0)
-        host.table_PM.numpy()[: len(parts)] = self._table[slots_P, : host.sizes.blocks]
+        tokens_N = [token for chunk in chunks for token in _tokens(chunk.sequence, chunk.start, chunk.end)]
+        _fill_padded(host.tokens_N, tokens_N, 0)
+        _fill_padded(host.positions_N, positions_N, 0)
+        _fill_padded(host.slot_mapping_N, block_ids_N * self.block_tokens + offset_N, -1)
+        _fill_padded(host.slots_P, slots_P, self.slots)
+        _fill_padded(host.logits_indices_S, cu_seqlens_P1[1:][sampling_S] - 1, 0)
+        _fill_padded(host.sample_slots_S, slots_P[sampling_S], self.slots)
+        # Padding has one token each, like a decode.
+        _fill_padded(host.cu_seqlens_P1, cu_seqlens_P1, cu_seqlens_P1[-1] + padding_P)
+        _fill_padded(host.seq_lens_P, firsts_P + counts_P, 0)
+        host.block_table_PM.numpy()[: len(chunks)] = self._block_table[slots_P, : host.sizes.num_blocks]
 
-    def _note_blocks(self, plan: Plan) -> None:
-        """Blocks that sequences have got since they were last seen."""
-        for part in plan.parts:
-            sequence = part.sequence
-            if sequence.synced != len(sequence.blocks):
-                new = sequence.blocks[sequence.synced :]
-                self._table[sequence.slot, sequence.synced : len(sequence.blocks)] = new
-                sequence.synced = len(sequence.blocks)
+    def _update_block_table(self, batch: StepBatch) -> None:
+        """Add the blocks that sequences were given since their last step."""
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if sequence.num_synced_blocks != len(sequence.block_ids):
+                new_blocks = sequence.block_ids[sequence.num_synced_blocks :]
+                self._block_table[sequence.slot, sequence.num_synced_blocks : len(sequence.block_ids)] = new_blocks
+                sequence.num_synced_blocks = len(sequence.block_ids)
 
 
-def _put(there: Tensor, values: np.ndarray | list[int], padding: ArrayLike) -> None:
-    array = there.numpy()
+def _fill_padded(tensor: Tensor, values: np.ndarray | list[int], padding: ArrayLike) -> None:
+    array = tensor.numpy()
     array[: len(values)] = values
     array[len(values) :] = padding
 
 
 def _tokens(sequence: Sequence, start: int, end: int) -> list[int]:
-    """Those the host knows, and in place of the newest, if it does not know that, where the device has it."""
-    known = sequence.tokens[start:end]
-    return known if len(known) == end - start else [*known, -1 - _slot(sequence)]
+    """Return the tokens of these positions, with a reference to the sequence's slot in place of a pending one."""
+    tokens = sequence.token_ids[start:end]
+    return tokens if len(tokens) == end - start else [*tokens, -1 - _slot(sequence)]
 
 
 def _slot(sequence: Sequence) -> int:
-    assert sequence.slot is not None, "only sequences that run are computed"
+    assert sequence.slot is not None, "only running sequences are computed"
     return sequence.slot

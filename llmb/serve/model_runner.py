@@ -1,7 +1,7 @@
-"""Computes steps on one device: a plan's numbers go there, the stack runs, tokens are chosen and come back.
+"""Model runner of one device: uploads a batch, runs the model, samples tokens and copies them to the host.
 
-What was chosen stays on the device too, one token a slot, so that the next step can be launched before the host has
-read this one. Steps in which every sequence generates are replays of CUDA graphs where those are on (`decode_graphs.py`).
+The sampled tokens stay on the device too, one per slot, so that the next step can be launched before the host has read
+this one. Decode-only steps are replays of CUDA graphs where those are enabled (`decode_graphs.py`).
 """
 
 from collections.abc import Sequence
@@ -10,101 +10,101 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmb.serve.decode_graphs import DecodeGraphs, Outcome
-from llmb.serve.input_staging import TURNS, Sizes, Staging, StepBuffer
-from llmb.serve.layers.served_model import Stack
-from llmb.serve.rank_groups import Travelling
+from llmb.serve.decode_graphs import DecodeGraphs, StepOutput
+from llmb.serve.input_staging import NUM_HOST_BUFFERS, InputStaging, StepBuffer, StepSizes
+from llmb.serve.layers.served_model import ServedModel
+from llmb.serve.rank_groups import PendingTransfer
 from llmb.serve.sampler import greedy, sample, uniform
-from llmb.serve.step_batch import Inputs, Part, Plan
+from llmb.serve.step_batch import ScheduledChunk, StepBatch, StepInputs
 
 
 @dataclass
 class LaunchedStep:
-    """Tokens on their way to the host, and whatever else of the step is still on its way to another rank."""
+    """Tokens of a step on their way to the host, and its unfinished transfers to other ranks."""
 
     tokens_S: Tensor
     ready: torch.cuda.Event | None = None
-    travelling: Sequence[Travelling] = ()
+    transfers: Sequence[PendingTransfer] = ()
 
     def tokens(self) -> list[int]:
         if self.ready is not None:
             self.ready.synchronize()
-        for one in self.travelling:
-            one.wait()
+        for transfer in self.transfers:
+            transfer.wait()
         tokens: list[int] = self.tokens_S.tolist()
         return tokens
 
 
-NOTHING = LaunchedStep(torch.empty(0, dtype=torch.int64))
+EMPTY_STEP = LaunchedStep(torch.empty(0, dtype=torch.int64))
 
 
-class TorchRunner:
-    """One stack, its cache, and what each slot's newest token is."""
+class TorchModelRunner:
+    """A model with its KV cache, and the last token of each slot."""
 
     def __init__(
         self,
-        stack: Stack,
+        model: ServedModel,
         slots: int,
-        longest: int,
+        max_seq_len: int,
         block_tokens: int,
-        most_tokens: int,
+        max_num_tokens: int,
         graph_sizes: tuple[int, ...] = (),
     ):
-        self.stack, self.device = stack, stack.ranks.device
-        blocks = -(-longest // block_tokens)
-        turns = max(TURNS, stack.ranks.stage.size + 1)  # as many steps as stages are under way
-        self.staging = Staging(slots, blocks, block_tokens, most_tokens, self.device, turns)
-        self.newest = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last is padding's
-        self.graphs = DecodeGraphs(self.staging, self.compute, longest, self.newest, graph_sizes)
+        self.model, self.device = model, model.groups.device
+        num_blocks = -(-max_seq_len // block_tokens)
+        num_buffers = max(NUM_HOST_BUFFERS, model.groups.stage.size + 1)  # one launched step per pipeline stage
+        self.staging = InputStaging(slots, num_blocks, block_tokens, max_num_tokens, self.device, num_buffers)
+        self.last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last slot is padding
+        self.graphs = DecodeGraphs(self.staging, self.compute, max_seq_len, self.last_tokens, graph_sizes)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> LaunchedStep:
-        """Begin the step, unless no rank that shares the experts has anything to compute."""
-        if not self.stack.ranks.experts.begin(plan.tokens):
-            return NOTHING
-        outcome = self.graphs.launch(plan) or self.compute(*self.load(plan))
-        return self.fetch(self.settle(outcome, plan.sampling))
+    def launch(self, batch: StepBatch) -> LaunchedStep:
+        """Launch the step, unless no rank of the expert group has tokens to compute."""
+        if not self.model.groups.experts.begin_step(batch.num_tokens):
+            return EMPTY_STEP
+        output = self.graphs.launch(batch) or self.compute(*self.upload(batch))
+        return self.copy_to_host(self.sample(output, batch.sampling_chunks))
 
-    def compute(self, buffer: StepBuffer, inputs: Inputs) -> Outcome:
-        """The whole step, from tokens to tokens."""
-        return self.choose(self.stack.through(self.embed(buffer), inputs), buffer)
+    def compute(self, buffer: StepBuffer, inputs: StepInputs) -> StepOutput:
+        """Run the whole step, from input tokens to greedy tokens."""
+        return self.sample_greedy(self.model.forward(self.embed(buffer), inputs), buffer)
 
     def embed(self, buffer: StepBuffer) -> Tensor:
-        """The stream as it enters the first layer; tokens that the host does not know are the slots' newest."""
+        """Embed the tokens; those the host does not have are read from `last_tokens`."""
         slot_N = (-1 - buffer.tokens_N).clamp(min=0)
-        return self.stack.embed(torch.where(buffer.tokens_N < 0, self.newest[slot_N], buffer.tokens_N))
+        return self.model.embed(torch.where(buffer.tokens_N < 0, self.last_tokens[slot_N], buffer.tokens_N))
 
-    def choose(self, x_NC: Tensor, buffer: StepBuffer) -> Outcome:
-        """The logits of the rows that sample and their likeliest tokens, which become their slots' newest."""
-        logits_SV = self.stack.logits(x_NC, buffer.rows_S)
+    def sample_greedy(self, x_NC: Tensor, buffer: StepBuffer) -> StepOutput:
+        """Compute the logits of the sampling rows and store their greedy tokens as the last of their slots."""
+        logits_SV = self.model.logits(x_NC, buffer.logits_indices_S)
         tokens_S = greedy(logits_SV)
-        self.newest[buffer.targets_S] = tokens_S
-        return Outcome(logits_SV, tokens_S, buffer.targets_S)
+        self.last_tokens[buffer.sample_slots_S] = tokens_S
+        return StepOutput(logits_SV, tokens_S, buffer.sample_slots_S)
 
-    def settle(self, outcome: Outcome, parts: list[Part]) -> Tensor:
-        """The tokens: the likeliest, or drawn ones where any are asked for, which then are the slots' newest."""
-        count = len(parts)
-        if all(part.sequence.request.sampling.temperature == 0 for part in parts):
-            return outcome.tokens_S[:count]
-        tokens_S = self.stack.ranks.dense.agree(drawn(outcome.logits_SV[:count], parts))
-        self.newest[outcome.targets_S[:count]] = tokens_S
+    def sample(self, output: StepOutput, chunks: list[ScheduledChunk]) -> Tensor:
+        """Return the greedy tokens, or sample by the requests' parameters if any has a temperature."""
+        count = len(chunks)
+        if all(chunk.sequence.request.sampling_params.temperature == 0 for chunk in chunks):
+            return output.tokens_S[:count]
+        tokens_S = self.model.groups.tp.broadcast(sample_with_params(output.logits_SV[:count], chunks))
+        self.last_tokens[output.sample_slots_S[:count]] = tokens_S
         return tokens_S
 
-    def load(self, plan: Plan) -> tuple[StepBuffer, Inputs]:
-        """In exactly the plan's sizes, for no graph; an empty one gets a row of padding, as kernels want one."""
-        longest = max((part.end for part in plan.parts), default=1)
-        sizes = Sizes(
-            tokens=max(1, plan.tokens),
-            parts=max(1, len(plan.parts)),
-            samples=len(plan.sampling),
-            blocks=-(-longest // self.staging.block_tokens),
+    def upload(self, batch: StepBatch) -> tuple[StepBuffer, StepInputs]:
+        """Upload a batch without padding; an empty one gets one row of padding, as kernels need a row."""
+        max_seq_len = max((chunk.end for chunk in batch.chunks), default=1)
+        sizes = StepSizes(
+            num_tokens=max(1, batch.num_tokens),
+            num_seqs=max(1, len(batch.chunks)),
+            num_samples=len(batch.sampling_chunks),
+            num_blocks=-(-max_seq_len // self.staging.block_tokens),
         )
         buffer = StepBuffer.on(self.device, sizes)
-        self.staging.load(plan, buffer)
-        return buffer, buffer.inputs(plan, longest, plan.decodes if plan.parts else 1)
+        self.staging.upload(batch, buffer)
+        return buffer, buffer.inputs(batch, max_seq_len, batch.num_decodes if batch.chunks else 1)
 
-    def fetch(self, tokens_S: Tensor) -> LaunchedStep:
-        """The tokens begin to travel to the host."""
+    def copy_to_host(self, tokens_S: Tensor) -> LaunchedStep:
+        """Start the D2H copy of the sampled tokens."""
         if self.device.type != "cuda":
             return LaunchedStep(tokens_S)
         host_S = torch.empty(tokens_S.shape, dtype=tokens_S.dtype, pin_memory=True)
@@ -114,13 +114,13 @@ class TorchRunner:
         return LaunchedStep(host_S, ready)
 
 
-def drawn(logits_SV: Tensor, parts: list[Part]) -> Tensor:
-    """A token for each part that samples, by its request's settings.
+def sample_with_params(logits_SV: Tensor, chunks: list[ScheduledChunk]) -> Tensor:
+    """Sample a token for each chunk by its request's parameters.
 
-    The draw follows from the seed and the place in the answer of the token that comes: the part ends just before it.
+    The random number follows from the seed and the output position of the token, which comes right after the chunk.
     """
-    requests = [part.sequence.request for part in parts]
-    places = [part.end - len(request.prompt) for part, request in zip(parts, requests, strict=True)]
-    samplings = [request.sampling for request in requests]
-    draws = [uniform(sampling.seed, place) for sampling, place in zip(samplings, places, strict=True)]
-    return sample(logits_SV, samplings, draws)
+    requests = [chunk.sequence.request for chunk in chunks]
+    positions = [chunk.end - len(request.prompt) for chunk, request in zip(chunks, requests, strict=True)]
+    params = [request.sampling_params for request in requests]
+    draws = [uniform(param.seed, position) for param, position in zip(params, positions, strict=True)]
+    return sample(logits_SV, params, draws)

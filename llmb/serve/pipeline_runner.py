@@ -1,8 +1,8 @@
-"""Computes one pipeline stage's layers of each step: the stream comes from the stage before and goes on to the next.
+"""Model runner of a pipeline stage: receives the residual from the previous stage and sends it to the next.
 
-Every stage plans for itself, alike, so that nobody has to be told what comes. The last one chooses the tokens and tells
-all others, where they are awaited only when the step is read: until then other steps have been launched, one for
-each stage, and all stages are busy.
+Every stage schedules for itself, with the same result, so that no batch has to be sent. The last stage samples the
+tokens and broadcasts them; the other stages wait for them only when the step is read. By then further steps have been
+launched, one for each stage, and all stages are busy.
 """
 
 from typing import Any
@@ -11,56 +11,56 @@ import torch
 from torch import Tensor
 
 from llmb.serve.input_staging import StepBuffer
-from llmb.serve.model_runner import NOTHING, LaunchedStep, TorchRunner
-from llmb.serve.rank_groups import Travelling
-from llmb.serve.step_batch import Plan
+from llmb.serve.model_runner import EMPTY_STEP, LaunchedStep, TorchModelRunner
+from llmb.serve.rank_groups import PendingTransfer
+from llmb.serve.step_batch import StepBatch
 
 
-class StageRunner(TorchRunner):
-    """A stage's layers and their cache."""
+class PipelineStageRunner(TorchModelRunner):
+    """The layers of one pipeline stage and their KV cache."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        self.stage = self.stack.ranks.stage
-        self.reading = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.stage = self.model.groups.stage
+        self.copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> LaunchedStep:
-        """Begin the step, unless no rank that shares the experts has anything to compute."""
-        if not self.stack.ranks.experts.begin(plan.tokens):
-            return NOTHING
-        buffer, inputs = self.load(plan)
-        x_NC = self.stack.through(self._enter(plan, buffer), inputs)
-        if self.stage.last:
-            return self._tell(self.settle(self.choose(x_NC, buffer), plan.sampling))
-        return self._pass_on(x_NC, plan)
+    def launch(self, batch: StepBatch) -> LaunchedStep:
+        """Launch the step, unless no rank of the expert group has tokens to compute."""
+        if not self.model.groups.experts.begin_step(batch.num_tokens):
+            return EMPTY_STEP
+        buffer, inputs = self.upload(batch)
+        x_NC = self.model.forward(self._stage_input(batch, buffer), inputs)
+        if self.stage.is_last:
+            return self._broadcast_tokens(self.sample(self.sample_greedy(x_NC, buffer), batch.sampling_chunks))
+        return self._send(x_NC, batch)
 
-    def _enter(self, plan: Plan, buffer: StepBuffer) -> Tensor:
-        """The stream as it enters this stage. What is only padding does not travel."""
-        if self.stage.first:
+    def _stage_input(self, batch: StepBatch, buffer: StepBuffer) -> Tensor:
+        """Return the residual that enters this stage. Steps of padding only are not transferred."""
+        if self.stage.is_first:
             return self.embed(buffer)
-        x_NC = torch.zeros(len(buffer.tokens_N), self.stack.model.hidden, dtype=self.stack.dtype, device=self.device)
-        return self.stage.receive(x_NC) if plan.parts else x_NC
+        x_NC = torch.zeros(len(buffer.tokens_N), self.model.spec.hidden, dtype=self.model.dtype, device=self.device)
+        return self.stage.receive(x_NC) if batch.chunks else x_NC
 
-    def _tell(self, tokens_S: Tensor) -> LaunchedStep:
-        launched = self.fetch(tokens_S)
-        if len(tokens_S) and (told := self.stage.share(tokens_S)):
-            launched.travelling = [told]
-        return launched
+    def _broadcast_tokens(self, tokens_S: Tensor) -> LaunchedStep:
+        step = self.copy_to_host(tokens_S)
+        if len(tokens_S) and (transfer := self.stage.broadcast_tokens(tokens_S)):
+            step.transfers = [transfer]
+        return step
 
-    def _pass_on(self, x_NC: Tensor, plan: Plan) -> LaunchedStep:
-        sent = self.stage.send(x_NC) if plan.parts else None
-        tokens_S = torch.empty(len(plan.sampling), dtype=torch.int64, device=self.device)
-        told = self.stage.share(tokens_S) if plan.sampling else None
-        launched = self._await(tokens_S, told)
-        launched.travelling = [one for one in (told, sent) if one is not None]
-        return launched
+    def _send(self, x_NC: Tensor, batch: StepBatch) -> LaunchedStep:
+        sent = self.stage.send(x_NC) if batch.chunks else None
+        tokens_S = torch.empty(len(batch.sampling_chunks), dtype=torch.int64, device=self.device)
+        received = self.stage.broadcast_tokens(tokens_S) if batch.sampling_chunks else None
+        step = self._copy_received(tokens_S, received)
+        step.transfers = [transfer for transfer in (received, sent) if transfer is not None]
+        return step
 
-    def _await(self, tokens_S: Tensor, told: Travelling | None) -> LaunchedStep:
-        if told is None or self.reading is None:
-            return self.fetch(tokens_S)
-        with torch.cuda.stream(self.reading):  # the stream that computes must not wait for what will be chosen
-            told.wait()
-            launched = self.fetch(tokens_S)
-        tokens_S.record_stream(self.reading)
-        return launched
+    def _copy_received(self, tokens_S: Tensor, received: PendingTransfer | None) -> LaunchedStep:
+        if received is None or self.copy_stream is None:
+            return self.copy_to_host(tokens_S)
+        with torch.cuda.stream(self.copy_stream):  # the compute stream must not wait for the tokens
+            received.wait()
+            step = self.copy_to_host(tokens_S)
+        tokens_S.record_stream(self.copy_stream)
+        return step

@@ -1,6 +1,6 @@
-"""Who shares the work of a step with whom. One process has groups of one, in which nothing travels.
+"""Groups of ranks that share the work of a step. A single process has groups of one rank, without communication.
 
-`group_collectives.py` has the groups in which something does, `serve_layout.py` says who is in which.
+`group_collectives.py` has the groups that communicate, `serve_layout.py` decides which rank is in which.
 """
 
 from dataclasses import dataclass, field
@@ -11,94 +11,94 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Group:
-    """Some of the ranks, and which of them this one is."""
+class RankGroup:
+    """A group of ranks, and the index of this rank in it."""
 
     index: int = 0
     size: int = 1
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over the group, on every rank of it; may write into x."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum over the group; may write into x."""
         return x
 
-    def gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Everybody's x, one after the other along a dimension."""
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Concatenate the ranks' x along a dimension."""
         return x
 
-    def agree(self, x: Tensor) -> Tensor:
-        """The first one's x, for what each has computed but rounding may have made different; may write into x."""
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Return the first rank's x, for results that rounding may have made different; may write into x."""
         return x
 
 
 @dataclass(frozen=True)
-class ExpertGroup(Group):
-    """Ranks that have the experts between them, part `index` of `size` each, or parts of every expert's width too.
+class ExpertGroup(RankGroup):
+    """Ranks that share the experts: shard `index` of `size`, and optionally a slice of each expert's width.
 
-    Where ranks share all tokens nothing travels before the experts, and their sums are added up after them. Where each
-    rank has tokens of its own (attention data parallelism), every rank's tokens travel to all, and the sums back.
+    Where all ranks have the same tokens nothing is sent before the experts, and their outputs are all-reduced. Where
+    each rank has its own tokens (attention data parallelism), tokens are all-gathered and outputs reduce-scattered.
     """
 
-    width: Group = Group()  # ranks that have the same experts, each a part of their width
+    tp: RankGroup = RankGroup()  # ranks that have the same experts, each a slice of their width
 
-    def begin(self, tokens: int) -> bool:
-        """A step begins, with so many tokens of this rank's own: whether there are any to compute, here or elsewhere.
+    def begin_step(self, num_tokens: int) -> bool:
+        """Announce the tokens of this rank in a step, and return whether any rank has tokens.
 
         A rank that has none while others do takes part with one row of padding.
         """
-        return tokens > 0
+        return num_tokens > 0
 
-    def spread(self, x_NC: Tensor) -> Tensor:
-        """The tokens that this rank's experts must look at."""
+    def dispatch(self, x_NC: Tensor) -> Tensor:
+        """Return the tokens that this rank's experts must process."""
         return x_NC
 
-    def collect(self, partial_NC: Tensor) -> Tensor:
-        """This rank's own tokens, with what all experts gave them added up."""
+    def combine(self, partial_NC: Tensor) -> Tensor:
+        """Return this rank's own tokens, with the outputs of all experts summed."""
         return partial_NC
 
 
-class Travelling(Protocol):
-    """Something on its way, to be kept until it has been waited for."""
+class PendingTransfer(Protocol):
+    """An asynchronous transfer; its tensor must be kept until `wait` returns."""
 
     def wait(self) -> Any: ...
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Which part of the pipeline this rank is: some layers, the embedding with the first, the head with the last."""
+class StageGroup:
+    """This rank's pipeline stage: some layers, the embedding with the first, the head with the last."""
 
     index: int = 0
     size: int = 1
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.index == 0
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.index == self.size - 1
 
     def receive(self, x_NC: Tensor) -> Tensor:
-        """The stream as the stage before gave it, written into this tensor."""
+        """Receive the residual of the previous stage into this tensor."""
         return x_NC
 
-    def send(self, x_NC: Tensor) -> "Travelling | None":
-        """The stream begins to travel to the next stage."""
+    def send(self, x_NC: Tensor) -> "PendingTransfer | None":
+        """Start sending the residual to the next stage."""
         return None
 
-    def share(self, tokens_S: Tensor) -> "Travelling | None":
-        """What the last stage has chosen begins to travel to all others, into this tensor there."""
+    def broadcast_tokens(self, tokens_S: Tensor) -> "PendingTransfer | None":
+        """Start the broadcast of the last stage's sampled tokens, into this tensor on the other stages."""
         return None
 
 
-ALONE = Group()
+SINGLE_RANK = RankGroup()
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """This rank's groups. Weights of attention and dense layers are cut over `dense`, experts over `experts`."""
+class RankGroups:
+    """This rank's groups. Attention and dense layers are sharded over `tp`, experts over `experts`."""
 
     device: torch.device
-    dense: Group = ALONE
+    tp: RankGroup = SINGLE_RANK
     experts: ExpertGroup = field(default_factory=ExpertGroup)
-    stage: Stage = Stage()
-    world: int = 1  # all ranks of the run
+    stage: StageGroup = StageGroup()
+    world_size: int = 1

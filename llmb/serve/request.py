@@ -1,72 +1,92 @@
-"""What a user asks for and what comes of it: Sampling, Request, Answer, and Sequence, which is a request under way."""
+"""Requests and their outputs: SamplingParams, Request, RequestOutput, and Sequence, the state of an unfinished request.
+
+An output ends by the token limit, an end-of-sequence token or a stop sequence, all but the first before the limit. The
+tokens that end an output are part of it. A stop sequence must lie within the output and never reaches into the prompt.
+"""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal
 
-Finish = Literal["length", "stop", "cancelled"]
+FinishReason = Literal["length", "stop", "cancelled"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen. Equal seeds give equal answers, whatever else the engine computes beside them."""
+class SamplingParams:
+    """How the next token is chosen. Equal seeds give equal outputs, whatever else is in the batch."""
 
-    temperature: float = 0.0  # 0: always the most likely token
-    top_k: int = 0  # only among so many of the most likely; 0: all
-    top_p: float = 1.0  # only among the most likely that together have this probability
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # sample among the k most likely tokens; 0: all
+    top_p: float = 1.0  # sample among the most likely tokens whose probabilities sum to p
     seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A request that has ended, with what was generated until then."""
+class RequestOutput:
+    """A finished request and the tokens generated for it."""
 
-    number: int
-    tokens: tuple[int, ...]
-    finish: Finish
+    request_id: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt, when to stop, and whom to tell. Callbacks are called in the engine's thread, between steps."""
+    """A prompt, its stop criteria and callbacks, which are called in the engine's thread between steps."""
 
-    number: int  # unique among those the engine knows
+    request_id: int  # unique among the engine's unfinished requests
     prompt: Tokens[int]
     max_tokens: int
-    sampling: Sampling = Sampling()
-    eos: frozenset[int] = frozenset()  # tokens that end an answer, themselves included in it
+    sampling_params: SamplingParams = SamplingParams()
+    eos: frozenset[int] = frozenset()  # end-of-sequence tokens, included in the output
     ignore_eos: bool = False
-    stop: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that do
-    on_token: Callable[[int, int], None] | None = None  # number, token: as soon as the host knows it
-    on_end: Callable[[Answer], None] | None = None
+    stop: tuple[tuple[int, ...], ...] = ()  # stop sequences of tokens, included in the output
+    on_token: Callable[[int, int], None] | None = None  # (request_id, token), as soon as the host has the token
+    on_end: Callable[[RequestOutput], None] | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request under way. `tokens` are those whose values the host knows: the prompt and what was generated.
+    """State of an unfinished request. `token_ids` holds the prompt and the generated tokens that the host has read.
 
-    The device may be one token ahead: `pending` counts tokens that are sampled, or will be by a step that is launched,
-    but not read yet. `computed` counts tokens whose keys and values are in the cache once all launched steps are done.
+    The device may be ahead of the host: `num_pending_tokens` counts tokens sampled by launched steps but not read yet.
+    `num_computed_tokens` counts tokens whose KV is in the cache once all launched steps are done.
     """
 
     request: Request
-    tokens: list[int]
-    computed: int = 0
-    pending: int = 0
-    slot: int | None = None  # its row in what the device keeps for each sequence; none while it waits
-    blocks: list[int] = field(default_factory=list)  # of the cache, in the order of its tokens
-    synced: int = 0  # blocks of these that the device's table has; 0 again when it gets a slot
-    shared: int = 0  # of these, the first so many came from the prefix cache
-    digests: list[bytes] = field(default_factory=list)  # names of its full blocks there, as far as they were needed
-    finish: Finish | None = None
+    token_ids: list[int]
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    slot: int | None = None  # its row in the per-sequence state on the device; None while it waits
+    block_ids: list[int] = field(default_factory=list)  # of the KV cache, in token order
+    num_synced_blocks: int = 0  # blocks already in the device's block table; reset when it gets a slot
+    num_cached_blocks: int = 0  # leading blocks that came from the prefix cache
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    finish_reason: FinishReason | None = None
 
     @property
-    def length(self) -> int:
-        """Tokens there are, the unread ones included."""
-        return len(self.tokens) + self.pending
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output, pending ones included."""
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
-    def generated(self) -> int:
-        """Tokens of the answer, the unread ones included."""
-        return self.length - len(self.request.prompt)
+    def num_output_tokens(self) -> int:
+        """Generated tokens, pending ones included."""
+        return self.num_tokens - len(self.request.prompt)
+
+
+def check_stop(request: Request, token_ids: Tokens[int]) -> FinishReason | None:
+    """Return why the output ends with the last of `token_ids` (prompt and output); None if it continues."""
+    if not request.ignore_eos and token_ids[-1] in request.eos:
+        return "stop"
+    num_output_tokens = len(token_ids) - len(request.prompt)
+    for stop in request.stop:
+        if len(stop) <= num_output_tokens and tuple(token_ids[-len(stop) :]) == stop:
+            return "stop"
+    return "length" if num_output_tokens >= request.max_tokens else None
+
+
+def has_fixed_length(request: Request) -> bool:
+    """Return whether only the token limit can end the output, so that its length is known in advance."""
+    return (request.ignore_eos or not request.eos) and not request.stop

@@ -1,259 +1,260 @@
-"""Which tokens the next step computes: sequences that generate first, then chunks of prompts within the token budget.
+"""Scheduler: chooses the tokens of the next step, decodes first, then prefill chunks within the token budget.
 
-Requests are admitted in the order in which they came. A sequence gets blocks of the cache as it needs them; when none
-is free, the one admitted last gives back all of its own and returns to the front of the queue, to be computed again
-from its prompt and what it has generated. So the order of those that run is always the order in which they came, and
-the oldest can always go on: that is why every request ends.
+Requests are admitted first come, first served. A sequence gets KV blocks as it needs them; when none is free, the
+sequence admitted last is preempted: it frees its blocks and returns to the front of the queue, to be recomputed from
+its prompt and the tokens it has generated. So the running sequences are always in order of arrival, and the oldest can
+always continue, which is why every request ends.
 
-Steps are planned before the tokens of earlier ones are read. Where a sequence's newest token is still on the device
-the plan only says its position. Blocks and slots that are given back can be used in the next plan at once, since the
-device computes steps in the order in which they are launched. Nothing here depends on a clock, so that ranks which
-schedule the same requests each for itself decide alike.
+Steps are scheduled before the tokens of earlier ones are read. Where a sequence's last token is still on the device,
+the batch only names its position. Freed blocks and slots can be used in the next batch at once, since the device
+computes steps in launch order. Nothing here depends on a clock, so that ranks which schedule the same requests each for
+itself decide alike.
 """
 
 from collections import OrderedDict
 
 from llmb.errors import ConfigError
-from llmb.serve.admission import Outlook
-from llmb.serve.block_pool import BlockPool, name_blocks
-from llmb.serve.request import Finish, Request, Sequence
-from llmb.serve.step_batch import Part, Plan
-from llmb.serve.step_limits import Limits, refuse
-from llmb.serve.stop_criteria import ending
+from llmb.serve.admission import AdmissionCheck, SchedulerLimits, check_request
+from llmb.serve.block_pool import BlockPool, extend_block_hashes
+from llmb.serve.request import FinishReason, Request, Sequence, check_stop
+from llmb.serve.step_batch import ScheduledChunk, StepBatch
 
 
 class Scheduler:
-    """The queue, the sequences that run, and the blocks and slots they hold.
+    """The waiting queue, the running sequences, and the blocks and slots they hold.
 
-    `chain`: a sequence may be planned while its newest token is unread. Without (the token has to come back to the
-    host first), those that generate are spread over `depth` steps, so that as many can be in flight.
+    `async_scheduling`: a sequence may be scheduled while its last token is unread. Without (the token has to come back
+    to the host first), decodes are spread over `depth` steps, so that as many steps can be launched at once.
     """
 
-    def __init__(self, pool: BlockPool, limits: Limits, chain: bool = True, depth: int = 1):
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, async_scheduling: bool = True, depth: int = 1):
         self.pool = pool
         self.limits = limits
-        self.chain = chain
+        self.async_scheduling = async_scheduling
         self.depth = depth
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self.running: dict[int, Sequence] = {}  # in the order in which they were admitted
-        self._slots = list(range(limits.max_batch_size))[::-1]
-        self._unread: set[Sequence] = set()  # in a launched step, where they may not be planned again before it is read
+        self.running: dict[int, Sequence] = {}  # in order of admission
+        self._free_slots = list(range(limits.max_batch_size))[::-1]
+        self._unread: set[Sequence] = set()  # in a launched step that must be read before they are scheduled again
 
     @property
-    def busy(self) -> bool:
-        """Whether any request has not ended."""
+    def has_unfinished_requests(self) -> bool:
         return bool(self.waiting or self.running)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; ConfigError if it could never be answered."""
-        if request.number in self.waiting or request.number in self.running:
-            raise ConfigError(f"request {request.number} is already under way: give each request a number of its own")
-        refuse(request, self.limits, self.pool)
-        self.waiting[request.number] = Sequence(request=request, tokens=list(request.prompt))
+        """Queue a request; raise a ConfigError if it could never be served."""
+        if request.request_id in self.waiting or request.request_id in self.running:
+            raise ConfigError(f"request {request.request_id} is not finished yet: give each request a unique id")
+        check_request(request, self.limits, self.pool)
+        self.waiting[request.request_id] = Sequence(request=request, token_ids=list(request.prompt))
 
-    def cancel(self, number: int) -> Sequence | None:
-        """End a request now and give its blocks and slot back; none if there is no such request any more."""
-        sequence = self.running.get(number) or self.waiting.get(number)
+    def cancel(self, request_id: int) -> Sequence | None:
+        """End a request now and free its blocks and slot; None if there is no such request any more."""
+        sequence = self.running.get(request_id) or self.waiting.get(request_id)
         if sequence is not None:
-            self._end(sequence, "cancelled")
+            self._finish(sequence, "cancelled")
         return sequence
 
-    def plan(self) -> Plan:
-        """The next step, as if it were launched: it must be, before anything else is asked of the scheduler."""
-        parts: list[Part] = []
-        running = len(self.running)
-        prompts = self._plan_decodes(parts)
-        self._plan_chunks(parts, prompts)
-        if len(self.running) == running:  # what was just preempted would only come back
-            self._admit(parts)
-        if not self.chain:
-            self._unread.update(part.sequence for part in parts)
-        return Plan(parts)
+    def schedule(self) -> StepBatch:
+        """Return the next step, which must be launched before the scheduler is called again."""
+        chunks: list[ScheduledChunk] = []
+        num_running = len(self.running)
+        prefills = self._schedule_decodes(chunks)
+        self._schedule_prefills(chunks, prefills)
+        if len(self.running) == num_running:  # a sequence that was just preempted would only come back
+            self._admit(chunks)
+        if not self.async_scheduling:
+            self._unread.update(chunk.sequence for chunk in chunks)
+        return StepBatch(chunks)
 
-    def took(self, plan: Plan, tokens: list[int]) -> list[Sequence]:
-        """Take what a step has sampled, and tell whom it concerns; gives the sequences that end with it.
+    def update_from_output(self, batch: StepBatch, tokens: list[int]) -> list[Sequence]:
+        """Append the tokens that a step has sampled, call `on_token`, and return the sequences that finish.
 
-        What was computed for a sequence that has ended meanwhile is dropped.
+        Tokens of sequences that have ended in the meantime are dropped.
         """
-        ended = []
+        finished = []
         sampled = iter(tokens)
         block_tokens = self.pool.block_tokens
-        for part in plan.parts:
-            sequence = part.sequence
-            token = next(sampled) if part.samples else None
-            if not self.chain:
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            token = next(sampled) if chunk.samples else None
+            if not self.async_scheduling:
                 self._unread.discard(sequence)
-            if sequence.finish is not None:
+            if sequence.finish_reason is not None:
                 continue
             if token is not None:
-                sequence.pending -= 1
-                sequence.tokens.append(token)
-            if self.pool.prefix_cache and part.end // block_tokens > part.start // block_tokens:
-                self._remember(part)
-            if token is not None and self._complete(sequence):
-                ended.append(sequence)
-        return ended
+                sequence.num_pending_tokens -= 1
+                sequence.token_ids.append(token)
+            if self.pool.prefix_cache and chunk.end // block_tokens > chunk.start // block_tokens:
+                self._cache_full_blocks(chunk)
+            if token is not None and self._process_token(sequence):
+                finished.append(sequence)
+        return finished
 
-    def _complete(self, sequence: Sequence) -> bool:
-        """Tell of a sequence's newest token; whether it is the last. Ended first, as the callback may cancel it."""
+    def _process_token(self, sequence: Sequence) -> bool:
+        """Return whether the newest token ends the sequence. It is finished before the callback, which may cancel."""
         request = sequence.request
-        finish = ending(request, sequence.tokens)
-        if finish is not None:
-            self._end(sequence, finish)
+        finish_reason = check_stop(request, sequence.token_ids)
+        if finish_reason is not None:
+            self._finish(sequence, finish_reason)
         if request.on_token is not None:
-            request.on_token(request.number, sequence.tokens[-1])
-        return finish is not None
+            request.on_token(request.request_id, sequence.token_ids[-1])
+        return finish_reason is not None
 
-    # -- planning
+    # -- decode and prefill
 
-    def _plan_decodes(self, parts: list[Part]) -> list[Sequence]:
-        """A part for each sequence that has but one token to compute; gives those whose prompt is unfinished."""
-        most = self.limits.max_num_tokens
-        if not self.chain:
-            most = min(most, -(-len(self.running) // self.depth))
+    def _schedule_decodes(self, chunks: list[ScheduledChunk]) -> list[Sequence]:
+        """Schedule every sequence with a single token to compute; return those whose prefill is unfinished."""
+        max_decodes = self.limits.max_num_tokens
+        if not self.async_scheduling:
+            max_decodes = min(max_decodes, -(-len(self.running) // self.depth))
         block_tokens = self.pool.block_tokens
-        prompts = []
+        prefills = []
         for sequence in list(self.running.values()):
             request = sequence.request
-            length = len(sequence.tokens) + sequence.pending
-            start = sequence.computed
-            if length >= len(request.prompt) + request.max_tokens or sequence in self._unread:
-                continue  # all of its answer is under way, or it has to be read first
-            if start + 1 < length:
-                prompts.append(sequence)
-            elif len(parts) < most and (length <= len(sequence.blocks) * block_tokens or self._grow(sequence)):
-                sequence.computed = length
-                sequence.pending += 1
-                parts.append(Part(sequence, start, 1, True))
-        return prompts
+            num_tokens = len(sequence.token_ids) + sequence.num_pending_tokens
+            start = sequence.num_computed_tokens
+            if num_tokens >= len(request.prompt) + request.max_tokens or sequence in self._unread:
+                continue  # all of its output is launched, or it has to be read first
+            if start + 1 < num_tokens:
+                prefills.append(sequence)
+            elif len(chunks) < max_decodes and (
+                num_tokens <= len(sequence.block_ids) * block_tokens or self._append_block(sequence)
+            ):
+                sequence.num_computed_tokens = num_tokens
+                sequence.num_pending_tokens += 1
+                chunks.append(ScheduledChunk(sequence, start, 1, True))
+        return prefills
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Give a running sequence one more block, at the expense of those admitted last, itself included.
+    def _append_block(self, sequence: Sequence) -> bool:
+        """Give a running sequence one more block, preempting the sequences admitted last, itself included, if needed.
 
-        Sequences are planned in the order of their admission, so that none in the plan is ever preempted.
+        Sequences are scheduled in order of admission, so that none in the batch is ever preempted.
         """
-        while not self.pool.free:
+        while not self.pool.num_free:
             last = next(reversed(self.running.values()))
             self._preempt(last)
             if last is sequence:
                 return False
-        sequence.blocks.append(self.pool.take())
+        sequence.block_ids.append(self.pool.allocate())
         return True
 
-    def _plan_chunks(self, parts: list[Part], prompts: list[Sequence]) -> None:
-        """The next chunk of each prompt that is under way, as long as the budget and the free blocks allow."""
-        budget = self.limits.max_num_tokens - sum(part.count for part in parts)
-        for sequence in prompts:
+    def _schedule_prefills(self, chunks: list[ScheduledChunk], prefills: list[Sequence]) -> None:
+        """Schedule the next chunk of each unfinished prefill, as far as the budget and the free blocks allow."""
+        budget = self.limits.max_num_tokens - sum(chunk.num_tokens for chunk in chunks)
+        for sequence in prefills:
             if budget == 0:
                 break
             if sequence.slot is None:
                 continue  # preempted a moment ago
-            # If nothing else can go on, this has to; otherwise it may wait until there is a free block.
-            if not parts and self._room(sequence) == 0 and not self._grow(sequence):
+            # If nothing else is scheduled, this has to be; otherwise it may wait until there is a free block.
+            if not chunks and self._token_capacity(sequence) == 0 and not self._append_block(sequence):
                 continue
-            count = min(budget, len(sequence.tokens) - sequence.computed, self._room(sequence))
-            if count > 0:
-                parts.append(self._chunk(sequence, count))
-                budget -= count
+            remaining = len(sequence.token_ids) - sequence.num_computed_tokens
+            num_tokens = min(budget, remaining, self._token_capacity(sequence))
+            if num_tokens > 0:
+                chunks.append(self._schedule_chunk(sequence, num_tokens))
+                budget -= num_tokens
 
-    def _room(self, sequence: Sequence) -> int:
-        """Tokens that a sequence could compute with its blocks and all free ones."""
-        return (len(sequence.blocks) + self.pool.free) * self.pool.block_tokens - sequence.computed
+    def _token_capacity(self, sequence: Sequence) -> int:
+        """Return how many tokens a sequence could compute with its blocks and all free ones."""
+        return (len(sequence.block_ids) + self.pool.num_free) * self.pool.block_tokens - sequence.num_computed_tokens
 
-    def _chunk(self, sequence: Sequence, count: int) -> Part:
-        """So many tokens more of a prompt, with blocks for them; the last of all gives a token."""
-        part = Part(sequence, sequence.computed, count, sequence.computed + count == len(sequence.tokens))
-        for _ in range(self.pool.blocks_for(part.end) - len(sequence.blocks)):
-            sequence.blocks.append(self.pool.take())
-        sequence.computed = part.end
-        sequence.pending += part.samples
-        return part
+    def _schedule_chunk(self, sequence: Sequence, num_tokens: int) -> ScheduledChunk:
+        """Schedule so many tokens of a prefill and allocate their blocks; the last chunk samples a token."""
+        start = sequence.num_computed_tokens
+        chunk = ScheduledChunk(sequence, start, num_tokens, start + num_tokens == len(sequence.token_ids))
+        for _ in range(self.pool.num_blocks_for(chunk.end) - len(sequence.block_ids)):
+            sequence.block_ids.append(self.pool.allocate())
+        sequence.num_computed_tokens = chunk.end
+        sequence.num_pending_tokens += chunk.samples
+        return chunk
 
-    # -- admission and its contrary
+    # -- admission and preemption
 
-    def _admit(self, parts: list[Part]) -> None:
-        """Begin with those that have waited longest, if their first chunk fits now and their answer probably will."""
-        whole = self.limits.max_num_tokens - sum(part.count == 1 for part in parts)
-        budget = self.limits.max_num_tokens - sum(part.count for part in parts)
-        outlook: Outlook | None = None
-        while budget > 0 and self.waiting and self._slots:
+    def _admit(self, chunks: list[ScheduledChunk]) -> None:
+        """Admit waiting sequences in order while their first chunk fits now and their output is predicted to fit."""
+        next_budget = self.limits.max_num_tokens - sum(chunk.num_tokens == 1 for chunk in chunks)
+        budget = self.limits.max_num_tokens - sum(chunk.num_tokens for chunk in chunks)
+        admission: AdmissionCheck | None = None
+        while budget > 0 and self.waiting and self._free_slots:
             sequence = next(iter(self.waiting.values()))
-            if sequence.pending or sequence in self._unread:
-                break  # preempted, and the token with which it must go on is not there yet
-            found = self._find_prefix(sequence)
-            sequence.shared = len(found)
-            start = len(found) * self.pool.block_tokens
-            count = self._first_chunk(len(sequence.tokens) - start, budget, whole)
-            need = self.pool.blocks_for(start + count) - len(found)
-            if count == 0 or need > self.pool.free - self.pool.revived(found):
+            if sequence.num_pending_tokens or sequence in self._unread:
+                break  # preempted, and the token it must continue with is not read yet
+            prefix = self._find_cached_prefix(sequence)
+            sequence.num_cached_blocks = len(prefix)
+            start = len(prefix) * self.pool.block_tokens
+            num_tokens = self._first_chunk_tokens(len(sequence.token_ids) - start, budget, next_budget)
+            needed_blocks = self.pool.num_blocks_for(start + num_tokens) - len(prefix)
+            if num_tokens == 0 or needed_blocks > self.pool.num_free - self.pool.count_free(prefix):
                 break
-            outlook = outlook or Outlook(self.running.values(), self.pool.blocks, self.pool.block_tokens)
-            if not outlook.admits(sequence):
+            admission = admission or AdmissionCheck(self.running.values(), self.pool.num_blocks, self.pool.block_tokens)
+            if not admission.try_admit(sequence):
                 break
-            self._start(sequence, found)
-            parts.append(self._chunk(sequence, count))
-            budget -= count
+            self._start_sequence(sequence, prefix)
+            chunks.append(self._schedule_chunk(sequence, num_tokens))
+            budget -= num_tokens
 
-    def _first_chunk(self, tokens: int, budget: int, whole: int) -> int:
-        """How much of so many tokens is computed in the first step: 0 if it has to be later.
+    def _first_chunk_tokens(self, num_tokens: int, budget: int, next_budget: int) -> int:
+        """Return how many of these tokens the first chunk computes; 0 if it has to wait for a later step.
 
-        What fits whole into the next step, beside those that generate (`whole`), waits for it: a prompt in one piece
-        is faster than in two. With chunks off it is all or nothing, except where a preempted sequence has outgrown
-        even a step of its own.
+        A prompt that fits whole into the next step beside the decodes (`next_budget`) waits for it: one chunk is faster
+        than two. Without chunked prefill it is all or nothing, except if a preempted sequence has outgrown a step.
         """
-        later = tokens <= (whole if self.limits.chunked_prefill else self.limits.max_num_tokens)
-        return 0 if tokens > budget and later else min(tokens, budget)
+        waits = num_tokens <= (next_budget if self.limits.chunked_prefill else self.limits.max_num_tokens)
+        return 0 if num_tokens > budget and waits else min(num_tokens, budget)
 
-    def _start(self, sequence: Sequence, found: list[int]) -> None:
-        """From the queue to those that run, with a slot and what the prefix cache has of it."""
-        number = sequence.request.number
-        del self.waiting[number]
-        self.running[number] = sequence
-        self.pool.share(found)
-        sequence.blocks = found
-        sequence.computed = len(found) * self.pool.block_tokens
-        sequence.slot = self._slots.pop()
-        sequence.synced = 0
+    def _start_sequence(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Move a waiting sequence to the running ones, with a slot and its cached prefix blocks."""
+        request_id = sequence.request.request_id
+        del self.waiting[request_id]
+        self.running[request_id] = sequence
+        self.pool.add_reference(prefix)
+        sequence.block_ids = prefix
+        sequence.num_computed_tokens = len(prefix) * self.pool.block_tokens
+        sequence.slot = self._free_slots.pop()
+        sequence.num_synced_blocks = 0
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the front of the queue with nothing computed. Its unread tokens still count when they are read."""
-        number = sequence.request.number
-        del self.running[number]
-        self._give_back(sequence)
-        self.waiting[number] = sequence
-        self.waiting.move_to_end(number, last=False)
+        """Move a running sequence to the front of the queue, to be recomputed. Its pending tokens still count."""
+        request_id = sequence.request.request_id
+        del self.running[request_id]
+        self._release(sequence)
+        self.waiting[request_id] = sequence
+        self.waiting.move_to_end(request_id, last=False)
 
-    def _end(self, sequence: Sequence, finish: Finish) -> None:
-        """Wherever it is: preempted sequences may end in the queue, by a token that was under way."""
-        number = sequence.request.number
-        if self.running.pop(number, None) is None:
-            del self.waiting[number]
-        self._give_back(sequence)
-        sequence.finish = finish
+    def _finish(self, sequence: Sequence, finish_reason: FinishReason) -> None:
+        """Remove a running or waiting sequence: a preempted one may end in the queue, by a token that was pending."""
+        request_id = sequence.request.request_id
+        if self.running.pop(request_id, None) is None:
+            del self.waiting[request_id]
+        self._release(sequence)
+        sequence.finish_reason = finish_reason
 
-    def _give_back(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
+    def _release(self, sequence: Sequence) -> None:
+        """Free the blocks and the slot of a sequence."""
+        self.pool.release(sequence.block_ids)
         if sequence.slot is not None:
-            self._slots.append(sequence.slot)
-        sequence.blocks = []
+            self._free_slots.append(sequence.slot)
+        sequence.block_ids = []
         sequence.slot = None
-        sequence.computed = 0
+        sequence.num_computed_tokens = 0
 
     # -- prefix cache
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that have the sequence's first tokens; never all tokens, as the last has to be computed to go on."""
+    def _find_cached_prefix(self, sequence: Sequence) -> list[int]:
+        """Return cached blocks of the sequence's first tokens; never of all, as the last token has to be computed."""
         if not self.pool.prefix_cache:
             return []
-        count = (len(sequence.tokens) - 1) // self.pool.block_tokens
-        name_blocks(sequence.digests, sequence.tokens, self.pool.block_tokens, count)
-        return self.pool.find(sequence.digests[:count])
+        num_blocks = (len(sequence.token_ids) - 1) // self.pool.block_tokens
+        extend_block_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_tokens, num_blocks)
+        return self.pool.find_cached(sequence.block_hashes[:num_blocks])
 
-    def _remember(self, part: Part) -> None:
-        """Let the blocks that a step has filled be found. Its sequence may have been preempted since."""
-        sequence = part.sequence
-        first = part.start // self.pool.block_tokens
-        full = min(part.end, sequence.computed, len(sequence.tokens)) // self.pool.block_tokens
-        name_blocks(sequence.digests, sequence.tokens, self.pool.block_tokens, full)
-        for index in range(first, full):
-            self.pool.remember(sequence.blocks[index], sequence.digests[index])
+    def _cache_full_blocks(self, chunk: ScheduledChunk) -> None:
+        """Add the blocks that a step has filled to the prefix cache. The sequence may have been preempted since."""
+        sequence = chunk.sequence
+        first = chunk.start // self.pool.block_tokens
+        num_full = min(chunk.end, sequence.num_computed_tokens, len(sequence.token_ids)) // self.pool.block_tokens
+        extend_block_hashes(sequence.block_hashes, sequence.token_ids, self.pool.block_tokens, num_full)
+        for index in range(first, num_full):
+            self.pool.cache_block(sequence.block_ids[index], sequence.block_hashes[index])

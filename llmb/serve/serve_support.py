@@ -1,18 +1,18 @@
-"""What this engine serves, and a refusal of everything else, before anything is built."""
+"""Checks that the native engine supports a configuration, before anything is built."""
 
 from collections.abc import Sequence
 
 from llmb.config.parallel_layout import check_ranks, check_serving
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
-from llmb.runtime.nsight_window import watched_by_nsight
+from llmb.runtime.profile_window import is_under_nsight
 from llmb.serve.benchmark.prompts import Prompt
 
 COUNTS = ("isl", "osl", "num_requests", "max_batch_size", "max_num_tokens", "block_tokens")
 
 
 def supported_workload(config: RunConfig) -> Inference:
-    """The workload, whose numbers can be served; a ConfigError names those that cannot."""
+    """Return the workload; raise a ConfigError if the engine does not support its settings."""
     work = config.workload
     if config.engine != "native":
         raise ConfigError(f"engine={config.engine}: python -m llmb.serve is the native engine")
@@ -26,23 +26,23 @@ def supported_workload(config: RunConfig) -> Inference:
             raise ConfigError(f"workload.{name}={getattr(work, name):g}: must be at least 0")
     if not 0 < work.kv_fraction <= 1:
         raise ConfigError(f"workload.kv_fraction={work.kv_fraction:g}: must be above 0 and at most 1")
-    if config.profile.gpu_metrics and not watched_by_nsight():
+    if config.profile.gpu_metrics and not is_under_nsight():
         raise ConfigError("the native serving engine does not run gpu_metrics=true (needs Nsight Systems)")
     return work
 
 
 def check_layout(config: RunConfig) -> None:
-    """Whether these ranks can serve this model; a ConfigError names what does not divide."""
-    work, split = config.workload, config.parallel
+    """Raise a ConfigError if these ranks cannot serve the model, naming what does not divide."""
+    work, parallel = config.workload, config.parallel
     assert isinstance(work, Inference)
-    for name, unsplit in (("cp", 1), ("etp", 1), ("vp", None), ("fsdp", False)):
-        if getattr(split, name) != unsplit:
-            raise ConfigError(f"{name}={getattr(split, name)}: the serving engine splits by tp, pp and ep only")
-    check_serving(check_ranks(split, split.world_size), config.model, work.attention_dp)
+    for name, default in (("cp", 1), ("etp", 1), ("vp", None), ("fsdp", False)):
+        if getattr(parallel, name) != default:
+            raise ConfigError(f"{name}={getattr(parallel, name)}: the serving engine splits by tp, pp and ep only")
+    check_serving(check_ranks(parallel, parallel.world_size), config.model, work.attention_dp)
 
 
 def check_steps(work: Inference, prompts: Sequence[Prompt]) -> None:
-    """Whether a step holds every prompt, where prompts are not cut."""
+    """Raise a ConfigError if a prompt does not fit into a step without chunked prefill."""
     longest = max(len(prompt.tokens) for prompt in prompts)
     if not work.chunked_prefill and longest > work.max_num_tokens:
         raise ConfigError(

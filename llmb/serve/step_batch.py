@@ -1,9 +1,9 @@
-"""One step of the engine: a Plan says which tokens of which sequences are computed, Inputs is the same as tensors.
+"""One step of the engine: a StepBatch names the tokens to compute, StepInputs holds the same as tensors.
 
-A step mixes sequences that generate (one token each) with chunks of prompts. Those with one token come first, so that
-one kernel can take them and another the chunks; a step with nothing else may be the replay of a CUDA graph.
+A step mixes decodes (one token of a sequence) with prefill chunks. Decodes come first, so that one kernel can take them
+and another the chunks; a step with decodes only may be the replay of a CUDA graph.
 
-Shapes: N tokens, P parts, D half of the rotated width.
+Shapes: N tokens, P sequences of the step, D half of the rotary dimension.
 """
 
 from dataclasses import dataclass, field
@@ -11,72 +11,72 @@ from typing import Protocol
 
 from torch import Tensor
 
-from llmb.ops.attention.attention_metadata import Spans
+from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.serve.request import Sequence
 
 
-@dataclass(slots=True, eq=False)  # not frozen: thousands are made each step, and a frozen one takes three times as long
-class Part:
-    """A sequence's tokens of this step: positions start to start + count."""
+@dataclass(slots=True, eq=False)  # thousands are created each step: frozen they take three times as long
+class ScheduledChunk:
+    """The tokens of a sequence that this step computes: positions start to start + num_tokens."""
 
     sequence: Sequence
     start: int
-    count: int
-    samples: bool  # the last of them is the sequence's newest, so the step gives it one more
+    num_tokens: int
+    samples: bool  # its last token is the sequence's newest, so the step samples the next one
 
     @property
     def end(self) -> int:
-        return self.start + self.count
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the device computes next; an empty one is a step that only keeps company (other ranks have work)."""
+class StepBatch:
+    """The chunks that the device computes next; empty if this rank only joins the collectives of others."""
 
-    parts: list[Part] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(part.count for part in self.parts)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
 
     @property
-    def decodes(self) -> int:
-        """How many parts of one token lead."""
-        return next((place for place, part in enumerate(self.parts) if part.count > 1), len(self.parts))
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
-    def generates(self) -> bool:
-        """Whether each part is one token that gives the next."""
-        return all(part.samples and part.count == 1 for part in self.parts)
+    def num_decodes(self) -> int:
+        """Leading chunks of one token."""
+        return next((index for index, chunk in enumerate(self.chunks) if chunk.num_tokens > 1), len(self.chunks))
 
     @property
-    def sampling(self) -> list[Part]:
-        """The parts that a token comes out of, in the order in which they come."""
-        return [part for part in self.parts if part.samples]
+    def is_decode_only(self) -> bool:
+        """Whether every chunk is one token that samples the next."""
+        return all(chunk.samples and chunk.num_tokens == 1 for chunk in self.chunks)
+
+    @property
+    def sampling_chunks(self) -> list[ScheduledChunk]:
+        """The chunks that sample a token, in the order of the sampled tokens."""
+        return [chunk for chunk in self.chunks if chunk.samples]
 
 
-class Launched(Protocol):
-    """A step that the device may still be computing."""
+class StepHandle(Protocol):
+    """A launched step that the device may still be computing."""
 
     def tokens(self) -> list[int]:
-        """What was sampled, one for each of `plan.sampling`; waits for the device."""
+        """Wait for the device and return the sampled tokens, one for each of `batch.sampling_chunks`."""
         ...
 
 
-class Runner(Protocol):
-    """Whatever computes steps. They are computed in the order in which they are launched."""
+class ModelRunner(Protocol):
+    """Computes steps, in launch order."""
 
-    def launch(self, plan: Plan) -> Launched:
-        """Begin the step; a sequence's unread token, if it has one, is taken from where the device keeps it."""
+    def launch(self, batch: StepBatch) -> StepHandle:
+        """Launch a step; a sequence's pending token, if it has one, is read from device memory."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs(Spans):
-    """A plan as the layers see it."""
+class StepInputs(AttentionMetadata):
+    """A batch as the layers see it."""
 
-    positions_N: Tensor  # int64, of each token in its sequence
-    places_N: Tensor  # int64, where its key and value go in the cache: block * block_tokens + offset; -1: nowhere
-    slots_P: Tensor  # int64, whose row of per-sequence state
-    cos_ND: Tensor | None = None  # fp32, of the positions' angles; none: the model has no rotary positions
+    positions_N: Tensor  # int64: position of each token in its sequence
+    slot_mapping_N: Tensor  # int64: cache slot of its key and value, block * block_tokens + offset; -1: not cached
+    slots_P: Tensor  # int64: row of each sequence in the per-sequence state
+    cos_ND: Tensor | None = None  # fp32, of the rotary embedding; None: the model has none
     sin_ND: Tensor | None = None

@@ -1,16 +1,15 @@
-"""A device made of plain lists, on which a scheduling mistake changes an answer or raises.
+"""Fake device of plain lists, on which a scheduling error changes an output or raises.
 
-The next token is a hash of all tokens of the sequence, read back from the blocks that its table names. What a step
-needs from the host is copied when it is launched; it is computed only when its tokens, or those of a later step, are
-asked for. So a wrong table, a block freed too early, a stale prefix or an overwritten shared block shows.
+The next token is a hash of all tokens of the sequence, read back from the blocks of its block table. The inputs of a
+step are copied when it is launched; it is computed only when its tokens, or those of a later step, are read. This
+detects a wrong block table, a block freed too early, a stale prefix or an overwritten shared block.
 """
 
 from dataclasses import dataclass, field
 
-from llmb.serve.request import Answer, Request
-from llmb.serve.step_batch import Part, Plan
-from llmb.serve.step_limits import Limits
-from llmb.serve.stop_criteria import ending
+from llmb.serve.admission import SchedulerLimits
+from llmb.serve.request import Request, RequestOutput, check_stop
+from llmb.serve.step_batch import ScheduledChunk, StepBatch
 
 VOCABULARY = 11
 
@@ -22,19 +21,21 @@ def next_token(history) -> int:
     return value % VOCABULARY
 
 
-def plain_answer(request: Request) -> Answer:
-    """What a request must be answered, computed with nothing beside it."""
+def expected_output(request: Request) -> RequestOutput:
+    """Return the expected output of a request, computed alone."""
     tokens = list(request.prompt)
     finish = None
     while finish is None:
         tokens.append(next_token(tokens))
-        finish = ending(request, tokens)
-    return Answer(number=request.number, tokens=tuple(tokens[len(request.prompt) :]), finish=finish)
+        finish = check_stop(request, tokens)
+    return RequestOutput(
+        request_id=request.request_id, token_ids=tuple(tokens[len(request.prompt) :]), finish_reason=finish
+    )
 
 
 @dataclass
-class Work:
-    """A part as the device got it; a token that the host did not know is none."""
+class UploadedChunk:
+    """A chunk as uploaded to the device; a pending token is None."""
 
     number: int
     slot: int
@@ -50,19 +51,19 @@ class Work:
 
 @dataclass
 class Row:
-    """What the device keeps for a slot."""
+    """State of a slot on the device."""
 
     number: int | None = None
     table: list[int] = field(default_factory=list)
     end: int = 0  # tokens computed once all launched steps are
-    sampled: tuple[int, int, int] | None = None  # number, position and token
+    sampled: tuple[int, int, int] | None = None  # request id, position and token
 
 
 class OracleStep:
-    def __init__(self, runner: "OracleRunner", plan: Plan, works: list[Work]):
+    def __init__(self, runner: "OracleRunner", batch: StepBatch, uploads: list[UploadedChunk]):
         self.runner = runner
-        self.plan = plan
-        self.works = works
+        self.batch = batch
+        self.uploads = uploads
         self.result: list[int] | None = None
 
     def tokens(self) -> list[int]:
@@ -70,106 +71,121 @@ class OracleStep:
 
 
 class OracleRunner:
-    """`launches` counts steps; `computed` counts tokens, those of recomputation included."""
+    """Runner of the fake device; `launches` counts steps, `computed` counts tokens, recomputed ones included."""
 
-    def __init__(self, blocks: int, block_tokens: int, limits: Limits, prefix_cache: bool = False, chain: bool = True):
+    def __init__(
+        self,
+        blocks: int,
+        block_tokens: int,
+        limits: SchedulerLimits,
+        prefix_cache: bool = False,
+        async_scheduling: bool = True,
+    ):
         self.block_tokens = block_tokens
         self.limits = limits
         self.prefix_cache = prefix_cache
-        self.chain = chain
+        self.async_scheduling = async_scheduling
         self.cells: list[list[tuple[int, int] | None]] = [[None] * block_tokens for _ in range(blocks)]
         self.rows = [Row() for _ in range(limits.max_batch_size)]
         self.unread: list[OracleStep] = []
         self.launches = 0
         self.computed = 0
 
-    def launch(self, plan: Plan) -> OracleStep:
-        self._check_step(plan)
-        step = OracleStep(self, plan, [self._work(part) for part in plan.parts])
+    def launch(self, batch: StepBatch) -> OracleStep:
+        self._check_step(batch)
+        step = OracleStep(self, batch, [self._upload(chunk) for chunk in batch.chunks])
         self.unread.append(step)
         self.launches += 1
-        self.computed += plan.tokens
+        self.computed += batch.num_tokens
         return step
 
     def read(self, step: OracleStep) -> list[int]:
         assert step is self.unread[0], "steps are read in the order in which they were launched"
         for earlier in self.unread:
-            # A real device may be ahead of the host's reading: compute whatever is launched.
+            # A real device may be ahead of the host: compute all launched steps.
             if earlier.result is None:
-                earlier.result = self._compute(earlier.works)
+                earlier.result = self._compute(earlier.uploads)
         self.unread.pop(0)
         return step.result
 
-    def _check_step(self, plan: Plan) -> None:
+    def _check_step(self, batch: StepBatch) -> None:
         limits = self.limits
-        assert plan.tokens <= limits.max_num_tokens
-        assert len(plan.parts) <= limits.max_batch_size
-        slots = [part.sequence.slot for part in plan.parts]
-        assert len(set(slots)) == len(slots), "a slot is twice in a step"
-        generates = [part.samples and part.count == 1 and part.sequence.synced > 0 for part in plan.parts]
-        assert generates == sorted(generates, reverse=True), "those that generate come first"
-        if not self.chain:
-            in_flight = {part.sequence for step in self.unread for part in step.plan.parts}
-            assert not any(part.sequence in in_flight for part in plan.parts), "to be read first"
+        assert batch.num_tokens <= limits.max_num_tokens
+        assert len(batch.chunks) <= limits.max_batch_size
+        slots = [chunk.sequence.slot for chunk in batch.chunks]
+        assert len(set(slots)) == len(slots), "a slot occurs twice in a step"
+        generates = [
+            chunk.samples and chunk.num_tokens == 1 and chunk.sequence.num_synced_blocks > 0 for chunk in batch.chunks
+        ]
+        assert generates == sorted(generates, reverse=True), "decodes come first"
+        if not self.async_scheduling:
+            launched = {chunk.sequence for step in self.unread for chunk in step.batch.chunks}
+            assert not any(chunk.sequence in launched for chunk in batch.chunks), (
+                "a launched sequence must be read first"
+            )
 
-    def _work(self, part: Part) -> Work:
-        """Check a part against what the device has for its slot, and bring that up to date."""
-        sequence, number = part.sequence, part.sequence.request.number
-        assert sequence.finish is None, "an ended sequence is not computed"
+    def _upload(self, chunk: ScheduledChunk) -> UploadedChunk:
+        """Check a chunk against the state of its slot, and update that state."""
+        sequence, number = chunk.sequence, chunk.sequence.request.request_id
+        assert sequence.finish_reason is None, "a finished sequence is not computed"
         row = self.rows[sequence.slot]
-        if sequence.synced == 0:
+        if sequence.num_synced_blocks == 0:
             row.number, row.table = number, []
-            assert part.start % self.block_tokens == 0
-            assert part.start == 0 or self.prefix_cache
+            assert chunk.start % self.block_tokens == 0
+            assert chunk.start == 0 or self.prefix_cache
         else:
-            assert row.number == number, "the slot is another's"
-            assert part.start == row.end, "a gap in what is computed"
-        row.table += sequence.blocks[sequence.synced :]
-        sequence.synced = len(sequence.blocks)
-        row.end = part.end
-        assert row.table == sequence.blocks
-        assert part.count > 0
-        assert len(row.table) * self.block_tokens >= part.end
-        self._check_chunk(part)
-        known = sequence.tokens[part.start : part.end]
-        unread = [None] * (part.count - len(known))
-        assert len(unread) <= 1, "only the newest token can be unread"
-        return Work(number, sequence.slot, part.start, [*known, *unread], list(row.table), part.samples)
+            assert row.number == number, "the slot belongs to another request"
+            assert chunk.start == row.end, "a gap in the computed tokens"
+        row.table += sequence.block_ids[sequence.num_synced_blocks :]
+        sequence.num_synced_blocks = len(sequence.block_ids)
+        row.end = chunk.end
+        assert row.table == sequence.block_ids
+        assert chunk.num_tokens > 0
+        assert len(row.table) * self.block_tokens >= chunk.end
+        self._check_chunk(chunk)
+        host_tokens = sequence.token_ids[chunk.start : chunk.end]
+        pending = [None] * (chunk.num_tokens - len(host_tokens))
+        assert len(pending) <= 1, "only the last token can be pending"
+        return UploadedChunk(
+            number, sequence.slot, chunk.start, [*host_tokens, *pending], list(row.table), chunk.samples
+        )
 
-    def _check_chunk(self, part: Part) -> None:
-        sequence = part.sequence
-        length = sequence.length - part.samples
-        assert part.samples == (part.end == length)
-        assert length < len(sequence.request.prompt) + sequence.request.max_tokens, "beyond the answer's limit"
-        if part.end < length and not self.limits.chunked_prefill:
-            assert len(sequence.tokens) > self.limits.max_num_tokens, "a prompt is cut though chunks are off"
+    def _check_chunk(self, chunk: ScheduledChunk) -> None:
+        sequence = chunk.sequence
+        length = sequence.num_tokens - chunk.samples
+        assert chunk.samples == (chunk.end == length)
+        assert length < len(sequence.request.prompt) + sequence.request.max_tokens, "beyond max_tokens"
+        if chunk.end < length and not self.limits.chunked_prefill:
+            assert len(sequence.token_ids) > self.limits.max_num_tokens, "a prompt is chunked without chunked prefill"
 
-    def _compute(self, works: list[Work]) -> list[int]:
-        written: dict[tuple[int, int], int] = {}
-        for work in works:
-            for position, token in enumerate(work.tokens, work.start):
+    def _compute(self, uploads: list[UploadedChunk]) -> list[int]:
+        writers: dict[tuple[int, int], int] = {}
+        for upload in uploads:
+            for position, token in enumerate(upload.tokens, upload.start):
                 if token is None:
-                    number, at, token = self.rows[work.slot].sampled
-                    assert (number, at) == (work.number, position), "the slot's token is another's"
-                block, offset = work.table[position // self.block_tokens], position % self.block_tokens
-                assert (block, offset) not in written, "two parts write the same place"
-                written[block, offset] = work.number
+                    number, at, token = self.rows[upload.slot].sampled
+                    assert (number, at) == (upload.number, position), "the slot's token belongs to another sequence"
+                block, offset = upload.table[position // self.block_tokens], position % self.block_tokens
+                assert (block, offset) not in writers, "two chunks write the same place"
+                writers[block, offset] = upload.number
                 self.cells[block][offset] = (token, position)
         sampled = []
-        for work in works:
-            history = self._history(work, written)
-            if work.samples:
+        for upload in uploads:
+            history = self._history(upload, writers)
+            if upload.samples:
                 token = next_token(history)
-                self.rows[work.slot].sampled = (work.number, work.end, token)
+                self.rows[upload.slot].sampled = (upload.number, upload.end, token)
                 sampled.append(token)
         return sampled
 
-    def _history(self, work: Work, written: dict[tuple[int, int], int]) -> list[int]:
+    def _history(self, upload: UploadedChunk, writers: dict[tuple[int, int], int]) -> list[int]:
         history = []
-        for position in range(work.end):
-            block, offset = work.table[position // self.block_tokens], position % self.block_tokens
-            assert written.get((block, offset), work.number) == work.number, "written by another in this very step"
+        for position in range(upload.end):
+            block, offset = upload.table[position // self.block_tokens], position % self.block_tokens
+            assert writers.get((block, offset), upload.number) == upload.number, (
+                "written by another sequence in the same step"
+            )
             token, at = self.cells[block][offset]
-            assert at == position, "a block has another place's tokens"
+            assert at == position, "a block has tokens of another position"
             history.append(token)
         return history

@@ -1,8 +1,8 @@
-"""Small models in folders as `transformers` writes them, what it answers from them, and engines that serve them.
+"""Small models in Hugging Face folders, their outputs by `transformers`, and engines that serve them.
 
 folder = written(LLAMA, tmp_path)
 pool = answered(LLAMA, folder)
-heard = serve(engine_for(stack_of(config_of(LLAMA, folder)), blocks=9, max_num_tokens=7), requests)
+heard = serve(engine_for(served_model_for(config_of(LLAMA, folder)), blocks=9, max_num_tokens=7), requests)
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,29 +20,28 @@ from steps import step_inputs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmb.config.spec import Experts, Inference, Latent, Mamba, Model, Rope, RunConfig
+from llmb.config.spec import Inference, MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig, RunConfig
 from llmb.models.architectures import build_model
-from llmb.models.hf_config import CONFIGURED, to_config
+from llmb.models.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.models.hf_weights import load_weights, save_weights
-from llmb.runtime.rank_info import Place
-from llmb.serve.admission import Outlook
-from llmb.serve.decode_graphs import Outcome
-from llmb.serve.engine import Engine, Load
-from llmb.serve.engine_builder import engine_on, weights_of
-from llmb.serve.input_staging import Sizes, StepBuffer
-from llmb.serve.layers.served_model import Stack, build_stack
-from llmb.serve.model_runner import TorchRunner
-from llmb.serve.rank_groups import Ranks
-from llmb.serve.request import Answer, Request
-from llmb.serve.served_dtypes import how_of
-from llmb.serve.step_batch import Plan
+from llmb.runtime.rank_info import RankInfo
+from llmb.serve.admission import AdmissionCheck
+from llmb.serve.decode_graphs import StepOutput
+from llmb.serve.engine import Engine, EngineStats
+from llmb.serve.engine_builder import engine_for_model, serving_dtypes, weight_source
+from llmb.serve.input_staging import StepBuffer, StepSizes
+from llmb.serve.layers.served_model import ServedModel, build_served_model
+from llmb.serve.model_runner import TorchModelRunner
+from llmb.serve.rank_groups import RankGroups
+from llmb.serve.request import Request, RequestOutput
+from llmb.serve.step_batch import StepBatch
 
 CPU = torch.device("cpu")
-ALONE = Place(rank=0, world_size=1, device=CPU)
-LONGEST = 64  # tokens of a sequence
+SINGLE_RANK_INFO = RankInfo(rank=0, world_size=1, device=CPU)
+MAX_SEQ_LEN = 64  # tokens of a sequence
 PROMPTS = 12  # in a pool
-ANSWER = 12  # tokens of an answer, at most
-SEED = 8  # of the weights; one with which no two tokens are nearly as likely
+MAX_OUTPUT = 12  # tokens
+SEED = 8  # of the weights; chosen so that no two tokens are nearly equally likely
 
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "heads": 4, "head_dim": 16, "vocab": 97}
 LLAMA = Model(
@@ -50,8 +49,8 @@ LLAMA = Model(
     architecture="llama",
     layers=2,
     kv_heads=2,
-    # So short an original context that frequencies are kept, slowed and in between.
-    rope=Rope(scaling="llama3", factor=8.0, original_tokens=64, low_freq_factor=1.0, high_freq_factor=4.0),
+    # The original context is so short that frequencies are unscaled, scaled and interpolated.
+    rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=64, low_freq_factor=1.0, high_freq_factor=4.0),
     **SIZES,
 )
 DEEPSEEK = Model(
@@ -60,11 +59,11 @@ DEEPSEEK = Model(
     layers=3,
     kv_heads=4,
     norm_eps=1e-6,
-    rope=Rope(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=256, mscale_all_dim=1.0),
-    experts=Experts(
+    rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=256, mscale_all_dim=1.0),
+    experts=MoEConfig(
         count=8, top_k=3, ffn=24, shared=1, dense_layers=1, groups=4, top_groups=2, score="sigmoid", scale=2.5
     ),
-    latent=Latent(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12),
+    mla=MlaConfig(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12),
     **SIZES,
 )
 NEMOTRON = Model(
@@ -76,7 +75,7 @@ NEMOTRON = Model(
     activation="squared_relu",
     rope=None,
     pattern="M-M*-M",
-    mamba=Mamba(heads=8, head_dim=16, groups=2, state=16, chunk=16),
+    mamba=MambaConfig(heads=8, head_dim=16, groups=2, state=16, chunk=16),
     **SIZES,
 )
 GROK = Model(
@@ -87,11 +86,11 @@ GROK = Model(
     activation="gelu",
     tied_embeddings=True,
     post_norms=True,
-    rope=Rope(theta=10_000.0),
-    attention_cap=30.0,
+    rope=RopeConfig(theta=10_000.0),
+    attn_logit_softcap=30.0,
     embedding_scale=2.0,
     logit_scale=0.5773502691896257,
-    experts=Experts(count=8, top_k=2, ffn=40, renormalise=False),
+    experts=MoEConfig(count=8, top_k=2, ffn=40, renormalise=False),
     **SIZES,
 )
 MODELS = (LLAMA, DEEPSEEK, NEMOTRON, GROK)
@@ -100,17 +99,17 @@ MODELS = (LLAMA, DEEPSEEK, NEMOTRON, GROK)
 # -- weights
 
 
-def written(model: Model, folder: Path, scale: float = 0.2) -> Path:
-    """A folder of random weights, by `transformers` where it has the model; large enough that every part matters."""
+def write_weights(model: Model, folder: Path, scale: float = 0.2) -> Path:
+    """Write a folder of random weights, by `transformers` if it has the model; large enough that all of them matter."""
     torch.manual_seed(SEED)
-    if model.architecture in CONFIGURED:
-        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config(model)))
+    if model.architecture in HF_ARCHITECTURES:
+        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(model)))
         fill(dict(network.named_parameters()) | _corrections(network), scale)
         network.save_pretrained(folder)
     else:
-        ours = build_model(model)
-        fill(dict(ours.named_parameters()), scale)
-        save_weights(ours, folder, torch.float32)
+        actual = build_model(model)
+        fill(dict(actual.named_parameters()), scale)
+        save_weights(actual, folder, torch.float32)
     return folder
 
 
@@ -120,7 +119,7 @@ def fill(weights: Mapping[str, Tensor], scale: float) -> None:
             if name.endswith("A_log"):
                 weight.uniform_(-1.0, 1.5)
             elif name.endswith("dt_bias"):
-                weight.uniform_(-8.0, 0.0)  # some time steps come below the least, some are long
+                weight.uniform_(-8.0, 0.0)  # some time steps are below dt_min, some are long
             else:
                 weight.normal_(0.0, scale).add_("norm" in name)
 
@@ -129,20 +128,20 @@ def _corrections(network: torch.nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in network.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
-# -- what has to come out
+# -- expected outputs
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Prompts, the greedy answer to each, and how far the likeliest token was ahead where it was nearest."""
+    """Prompts, their greedy outputs, and the smallest margin between the two most likely tokens."""
 
     prompts: list[list[int]]
-    answers: list[tuple[int, ...]]
+    outputs: list[tuple[int, ...]]
     margin: float
 
 
 def prompts_for(vocab: int) -> list[list[int]]:
-    """Of many lengths; some begin alike, one is the beginning of others, one comes twice."""
+    """Return prompts of many lengths; some share a prefix, one is a prefix of others, one occurs twice."""
     draw = torch.Generator().manual_seed(3)
 
     def tokens(count: int) -> list[int]:
@@ -153,43 +152,45 @@ def prompts_for(vocab: int) -> list[list[int]]:
     return [*alike, *(tokens(count) for count in (1, 2, 5, 16, 31, 48))]
 
 
-def answered(model: Model, folder: Path) -> Pool:
-    """By `generate` of `transformers`, each prompt alone; by our own network where it has no such model."""
-    prompts, answers, margins = prompts_for(model.vocab), [], []
-    generate = _theirs(folder) if model.architecture in CONFIGURED else _ours(model, folder)
+def reference_outputs(model: Model, folder: Path) -> Pool:
+    """Return the outputs of `transformers`, each prompt alone; of our own network if it has no such model."""
+    prompts, outputs, margins = prompts_for(model.vocab), [], []
+    generate = (
+        _transformers_logits(folder) if model.architecture in HF_ARCHITECTURES else _network_logits(model, folder)
+    )
     for prompt in prompts:
         logits_TV = generate(torch.tensor([prompt]))
         best_T2 = logits_TV.topk(2, dim=-1).values
         margins.append((best_T2[:, 0] - best_T2[:, 1]).min().item())
-        answers.append(tuple(logits_TV.argmax(dim=-1).tolist()))
-    return Pool(prompts, answers, min(margins))
+        outputs.append(tuple(logits_TV.argmax(dim=-1).tolist()))
+    return Pool(prompts, outputs, min(margins))
 
 
-def _theirs(folder: Path) -> Callable[[Tensor], Tensor]:
-    """From a prompt to the logits of each token of the answer."""
+def _transformers_logits(folder: Path) -> Callable[[Tensor], Tensor]:
+    """Return a function from a prompt to the logits of each output token."""
     network = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    settings = {"max_new_tokens": ANSWER, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {"max_new_tokens": MAX_OUTPUT, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
-    def generate(given: Tensor) -> Tensor:
-        made = network.generate(given, **settings, output_logits=True, return_dict_in_generate=True)
-        logits_TV = torch.cat(made.logits)
-        assert made.sequences[0, given.shape[1] :].tolist() == logits_TV.argmax(dim=-1).tolist()
+    def generate(prompt_ids: Tensor) -> Tensor:
+        outputs = network.generate(prompt_ids, **settings, output_logits=True, return_dict_in_generate=True)
+        logits_TV = torch.cat(outputs.logits)
+        assert outputs.sequences[0, prompt_ids.shape[1] :].tolist() == logits_TV.argmax(dim=-1).tolist()
         return logits_TV
 
     return generate
 
 
-def _ours(model: Model, folder: Path) -> Callable[[Tensor], Tensor]:
-    """The same by a network without a cache, which computes the whole text anew for each token."""
+def _network_logits(model: Model, folder: Path) -> Callable[[Tensor], Tensor]:
+    """Return the same for a network without a cache, which recomputes the whole sequence for each token."""
     network = build_model(model)
     load_weights(network, folder)
 
     @torch.no_grad()
-    def generate(given: Tensor) -> Tensor:
+    def generate(prompt_ids: Tensor) -> Tensor:
         rows = []
-        for _ in range(ANSWER):
-            rows.append(network(given)[0, -1])
-            given = torch.cat((given, rows[-1].argmax()[None, None]), dim=1)
+        for _ in range(MAX_OUTPUT):
+            rows.append(network(prompt_ids)[0, -1])
+            prompt_ids = torch.cat((prompt_ids, rows[-1].argmax()[None, None]), dim=1)
         return torch.stack(rows)
 
     return generate
@@ -199,87 +200,87 @@ def _ours(model: Model, folder: Path) -> Callable[[Tensor], Tensor]:
 
 
 def config_of(model: Model, folder: Path | None, **changes: Any) -> RunConfig:
-    """A run that serves the folder (none: random weights), with any field of any section changed."""
+    """Return a run that serves the folder (None: random weights), with any field of any section changed."""
     weights = None if folder is None else str(folder)
     return changed(CONFIG, model=model, weights=weights, **changes)
 
 
-def stack_of(config: RunConfig) -> Stack:
-    return build_stack(config.model, weights_of(config, CPU), how_of(config), Ranks(device=CPU))
+def served_model_for(config: RunConfig) -> ServedModel:
+    return build_served_model(config.model, weight_source(config, CPU), serving_dtypes(config), RankGroups(device=CPU))
 
 
-def engine_for(stack: Stack, blocks: int = 256, longest: int = LONGEST, **settings: Any) -> Engine:
-    """An engine on the stack, of whose cache a test says how large it is; no two may be used at the same time."""
+def engine_for(served_model: ServedModel, blocks: int = 256, longest: int = MAX_SEQ_LEN, **settings: Any) -> Engine:
+    """Build an engine with a cache of so many blocks; engines of one model cannot be used at the same time."""
     work = CONFIG.workload
     assert isinstance(work, Inference)
-    return engine_on(stack, replace(work, **settings), longest, blocks)
+    return engine_for_model(served_model, replace(work, **settings), longest, blocks)
 
 
 class EagerReplays:
-    """What a graph's replay does, without one: steps of a fixed size, of which the host knows what a capture does."""
+    """Eager replacement of CUDA graphs: padded steps of a fixed size, with the host information of a capture."""
 
-    def __init__(self, runner: TorchRunner, size: int):
+    def __init__(self, runner: TorchModelRunner, size: int):
         self.runner, self.size, self.count = runner, size, 0
 
     @classmethod
     def of(cls, engine: Engine, size: int) -> "EagerReplays":
-        """In place of the engine's graphs, of which there are none on a CPU."""
-        assert isinstance(engine.runner, TorchRunner)
+        """Replace the engine's graphs, of which there are none on a CPU."""
+        assert isinstance(engine.runner, TorchModelRunner)
         replays = cls(engine.runner, size)
         engine.runner.graphs = replays  # type: ignore[assignment]
         return replays
 
-    def launch(self, plan: Plan) -> Outcome | None:
-        if not plan.parts or not plan.generates:
+    def launch(self, batch: StepBatch) -> StepOutput | None:
+        if not batch.chunks or not batch.is_decode_only:
             return None
         staging, size = self.runner.staging, self.size
-        sizes = Sizes(tokens=size, parts=size, samples=size, blocks=staging.blocks)
+        sizes = StepSizes(num_tokens=size, num_seqs=size, num_samples=size, num_blocks=staging.num_blocks)
         buffer = StepBuffer.on(staging.device, sizes)
-        staging.load(plan, buffer)
+        staging.upload(batch, buffer)
         self.count += 1
-        return self.runner.compute(buffer, buffer.inputs(Plan(), LONGEST, decodes=size))
+        return self.runner.compute(buffer, buffer.inputs(StepBatch(), MAX_SEQ_LEN, num_decodes=size))
 
 
 @torch.inference_mode()
-def logits_of(stack: Stack, tokens: list[int], starts: Sequence[int] = ()) -> Tensor:
-    """Of every token of a text, [N, V], computed in one step or in those that `starts`, the end included, bounds."""
+def logits_of(served_model: ServedModel, tokens: list[int], starts: Sequence[int] = ()) -> Tensor:
+    """Return the logits of every token, [N, V], computed in one step or in steps bounded by `starts` (end included)."""
     blocks, length = range(-(-len(tokens) // 16)), 16
-    for mixer in stack.mixers():
+    for mixer in served_model.mixers():
         mixer.allocate(len(blocks), length, 1, CPU)
-    made = []
+    outputs = []
     for start, end in pairwise(starts or (0, len(tokens))):
         inputs = step_inputs([(0, blocks, start, end - start)], length)
-        x_NC = stack.through(stack.embed(torch.tensor(tokens[start:end])), inputs)
-        made.append(stack.logits(x_NC, torch.arange(end - start)))
-    return torch.cat(made)
+        x_NC = served_model.forward(served_model.embed(torch.tensor(tokens[start:end])), inputs)
+        outputs.append(served_model.logits(x_NC, torch.arange(end - start)))
+    return torch.cat(outputs)
 
 
-# -- driving them, in every way
+# -- driving the engine
 
 
 @dataclass
-class Heard:
-    """What the callbacks were told."""
+class OutputCollector:
+    """Collects what the callbacks receive."""
 
     streamed: dict[int, list[int]] = field(default_factory=dict)
-    answers: dict[int, Answer] = field(default_factory=dict)
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
 
     def listen(self, request: Request) -> Request:
-        self.streamed[request.number] = []
+        self.streamed[request.request_id] = []
         return replace(request, on_token=self.token, on_end=self.end)
 
     def token(self, number: int, token: int) -> None:
-        assert number not in self.answers, "a token after the end"
+        assert number not in self.outputs, "a token after the end"
         self.streamed[number].append(token)
 
-    def end(self, answer: Answer) -> None:
-        assert answer.number not in self.answers, "ended twice"
-        assert list(answer.tokens) == self.streamed[answer.number]
-        self.answers[answer.number] = answer
+    def end(self, output: RequestOutput) -> None:
+        assert output.request_id not in self.outputs, "ended twice"
+        assert list(output.token_ids) == self.streamed[output.request_id]
+        self.outputs[output.request_id] = output
 
     def tokens(self) -> list[tuple[int, ...]]:
-        """The answers in the order of their numbers."""
-        return [self.answers[number].tokens for number in sorted(self.answers)]
+        """Return the output tokens in order of request ids."""
+        return [self.outputs[number].token_ids for number in sorted(self.outputs)]
 
 
 def serve(
@@ -287,60 +288,60 @@ def serve(
     requests: Iterable[Request],
     arrivals: Mapping[int, int] | None = None,
     cancels: Mapping[int, int] | None = None,
-) -> Heard:
-    """Submit each request before the step that `arrivals` names (the first), cancel the numbers of `cancels` before
-    theirs, and go on until all have ended; then nothing may be left in the engine."""
-    arrivals, cancels, heard = arrivals or {}, cancels or {}, Heard()
-    left, step = sorted(requests, key=lambda request: arrivals.get(request.number, 0)), 0
+) -> OutputCollector:
+    """Submit each request before its step in `arrivals` (default: the first), cancel before the steps in `cancels`, and
+    step until all have ended; then the engine must be idle."""
+    arrivals, cancels, collector = arrivals or {}, cancels or {}, OutputCollector()
+    left, step = sorted(requests, key=lambda request: arrivals.get(request.request_id, 0)), 0
     while True:
-        while left and arrivals.get(left[0].number, 0) <= step:
-            engine.submit(heard.listen(left.pop(0)))
-        for number in [number for number, at in cancels.items() if at == step and number in heard.streamed]:
-            assert engine.cancel(number) == (heard.answers[number].finish == "cancelled")
+        while left and arrivals.get(left[0].request_id, 0) <= step:
+            engine.submit(collector.listen(left.pop(0)))
+        for number in [number for number, at in cancels.items() if at == step and number in collector.streamed]:
+            assert engine.cancel(number) == (collector.outputs[number].finish_reason == "cancelled")
         if not engine.step() and not left:
             break
         step += 1
         assert step < 5_000, "no end"
-    assert set(heard.answers) == set(heard.streamed), "a request was lost"
+    assert set(collector.outputs) == set(collector.streamed), "a request was lost"
     check_idle(engine)
-    return heard
+    return collector
 
 
 def check_idle(engine: Engine) -> None:
     pool, limits = engine.scheduler.pool, engine.scheduler.limits
-    pool.check()
-    assert engine.load == Load(waiting=0, running=0, blocks_used=0, blocks=pool.blocks)
-    assert sorted(engine.scheduler._slots) == list(range(limits.max_batch_size))
+    pool.check_consistency()
+    assert engine.stats == EngineStats(waiting=0, running=0, blocks_used=0, blocks=pool.num_blocks)
+    assert sorted(engine.scheduler._free_slots) == list(range(limits.max_batch_size))
 
 
 @dataclass(frozen=True)
-class Scene:
-    """Who asks for what and when, and the engine that has to cope."""
+class Scenario:
+    """Requests with arrival and cancel steps, and the engine settings."""
 
-    prompts: list[int]  # places in a pool
+    prompts: list[int]  # indices into the pool
     max_tokens: list[int]
     arrivals: dict[int, int]
     cancels: dict[int, int]
     spare_blocks: int  # beyond what the longest request needs for itself
-    depth: int  # steps that stay unread
+    depth: int  # launched steps that stay unread
     settings: dict[str, Any]
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> Scene:
+def scenarios(draw: st.DrawFn) -> Scenario:
     count = draw(st.integers(1, 10))
     numbers = st.integers(0, count - 1)
     chunked = draw(st.booleans())
-    return Scene(
+    return Scenario(
         prompts=draw(st.lists(st.integers(0, PROMPTS - 1), min_size=count, max_size=count)),
-        max_tokens=draw(st.lists(st.integers(1, ANSWER), min_size=count, max_size=count)),
+        max_tokens=draw(st.lists(st.integers(1, MAX_OUTPUT), min_size=count, max_size=count)),
         arrivals=draw(st.dictionaries(numbers, st.integers(0, 25))),
         cancels=draw(st.dictionaries(numbers, st.integers(0, 40), max_size=3)),
         spare_blocks=draw(st.integers(0, 4)),
         depth=draw(st.integers(0, 2)),
         settings={
             "chunked_prefill": chunked,
-            "max_num_tokens": draw(st.integers(1 if chunked else LONGEST, LONGEST + 20)),
+            "max_num_tokens": draw(st.integers(1 if chunked else MAX_SEQ_LEN, MAX_SEQ_LEN + 20)),
             "max_batch_size": draw(st.integers(1, 6)),
             "block_tokens": draw(st.sampled_from([1, 2, 4, 7, 16])),
             "prefix_cache": draw(st.booleans()),
@@ -348,17 +349,19 @@ def scenes(draw: st.DrawFn) -> Scene:
     )
 
 
-def play(stack: Stack, scene: Scene, requests: list[Request]) -> Heard:
-    """The requests, each for as many tokens as the scene says; without foresight, so that many are preempted."""
-    requests = [replace(one, max_tokens=most) for one, most in zip(requests, scene.max_tokens, strict=True)]
+def run_scenario(served_model: ServedModel, scenario: Scenario, requests: list[Request]) -> OutputCollector:
+    """Run the requests with the scenario's max_tokens; without admission check, so that many are preempted."""
+    requests = [
+        replace(request, max_tokens=limit) for request, limit in zip(requests, scenario.max_tokens, strict=True)
+    ]
     longest = max(len(request.prompt) + request.max_tokens for request in requests)
-    blocks = -(-longest // scene.settings["block_tokens"]) + scene.spare_blocks
-    engine = engine_for(stack, blocks, **scene.settings)
-    engine.depth = scene.depth
+    blocks = -(-longest // scenario.settings["block_tokens"]) + scenario.spare_blocks
+    engine = engine_for(served_model, blocks, **scenario.settings)
+    engine.depth = scenario.depth
     with (
         mock.patch.object(engine.scheduler, "_preempt", wraps=engine.scheduler._preempt) as preempted,
-        mock.patch.object(Outlook, "admits", return_value=True),
+        mock.patch.object(AdmissionCheck, "try_admit", return_value=True),
     ):
-        heard = serve(engine, requests, scene.arrivals, scene.cancels)
+        collector = serve(engine, requests, scenario.arrivals, scenario.cancels)
     event(f"preempted: {preempted.call_count > 0}")
-    return heard
+    return collector

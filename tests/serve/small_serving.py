@@ -1,4 +1,4 @@
-"""A small serving run, the same with any field changed, and what it left behind."""
+"""A small serving run, with any field changed, and its event files."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -9,7 +9,7 @@ from llmb.config.serialization import to_plain
 from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
 from llmb.events import RequestDone, RunEnded, ServingFacts, ServingSample, read
 from llmb.results.serving_figures import engine_facts
-from llmb.runtime.recorder import Record
+from llmb.runtime.recorder import EventRecorder
 from llmb.serve.__main__ import run
 
 CONFIG = RunConfig(
@@ -38,35 +38,37 @@ CONFIG = RunConfig(
 
 
 def changed(config: RunConfig, **changes: Any) -> RunConfig:
-    """The configuration with fields of any section changed; names are unique across sections."""
+    """Return the configuration with fields of any section changed; names are unique across sections."""
     for section in ("model", "machine", "parallel", "precision", "workload", "profile"):
-        part = getattr(config, section)
-        own = {name: value for name, value in changes.items() if name in {f.name for f in fields(part)}}
-        config = replace(config, **{section: replace(part, **own)})
-        changes = {name: value for name, value in changes.items() if name not in own}
+        section_config = getattr(config, section)
+        section_changes = {
+            name: value for name, value in changes.items() if name in {f.name for f in fields(section_config)}
+        }
+        config = replace(config, **{section: replace(section_config, **section_changes)})
+        changes = {name: value for name, value in changes.items() if name not in section_changes}
     return replace(config, **changes)
 
 
 @dataclass
 class Served:
-    """What a run left behind."""
+    """Events of a run."""
 
     folder: Path
     code: int | None = None
 
     def events(self, kind: type | None = None) -> list:
-        found = read(self.folder / "events.rank0.jsonl")
-        return [event for event in found if kind is None or isinstance(event, kind)]
+        actual = read(self.folder / "events.rank0.jsonl")
+        return [event for event in actual if kind is None or isinstance(event, kind)]
 
     def requests(self, warmup: bool = False) -> list[RequestDone]:
-        found = [event for event in self.events(RequestDone) if event.warmup == warmup]
-        return sorted(found, key=lambda event: event.request)
+        actual = [event for event in self.events(RequestDone) if event.warmup == warmup]
+        return sorted(actual, key=lambda event: event.request)
 
     def samples(self, warmup: bool = False) -> list[ServingSample]:
         return [event for event in self.events(ServingSample) if event.warmup == warmup]
 
     def facts(self) -> ServingFacts:
-        """All that was said of the engine, first when it was open and then at the end."""
+        """Return the facts recorded when the engine was built and at the end."""
         return engine_facts(self.events())[0]
 
     def ended(self) -> RunEnded:
@@ -77,7 +79,7 @@ class Served:
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """A run folder with the changed configuration."""
+    """Write a run folder with the changed configuration."""
     folder.mkdir()
     path = folder / "config.json"
     path.write_text(json.dumps(to_plain(changed(CONFIG, **changes))))
@@ -87,4 +89,4 @@ def write_config(folder: Path, **changes: Any) -> Path:
 def served(folder: Path, **changes: Any) -> Served:
     """Serve the changed configuration in this process."""
     path = write_config(folder, **changes)
-    return Served(folder, run(path, Record(folder, 0)))
+    return Served(folder, run(path, EventRecorder(folder, 0)))

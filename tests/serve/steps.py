@@ -1,16 +1,16 @@
-"""Steps built by hand: the Inputs of a list of parts, without a scheduler or a runner."""
+"""Hand-built StepInputs of a list of chunks, without a scheduler or a runner."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from llmb.serve.step_batch import Inputs
+from llmb.serve.step_batch import StepInputs
 
 CPU = torch.device("cpu")
 
 
-class Piece(NamedTuple):
+class StepChunk(NamedTuple):
     """Positions start to start + count of the sequence that has this slot and these blocks."""
 
     slot: int
@@ -20,42 +20,45 @@ class Piece(NamedTuple):
 
 
 def step_inputs(
-    pieces: Sequence[tuple[int, Sequence[int], int, int]],
+    tuples: Sequence[tuple[int, Sequence[int], int, int]],
     block_tokens: int,
     padding: int = 0,
     decodes: int | None = None,
     device: torch.device = CPU,
-) -> Inputs:
-    """A step of (slot, blocks, start, count), in which those of one token that come first are the decodes, if it is not
-    said how many are. Padding: so many more decodes after them, of no sequence, whose slot is 0."""
-    parts = [Piece(*piece) for piece in pieces]
+) -> StepInputs:
+    """Return the inputs of (slot, blocks, start, count) chunks. Leading chunks of one token are decodes unless their
+    number is given. `padding`: so many decodes of no sequence after them, with slot 0."""
+    all_chunks = [StepChunk(*chunk) for chunk in tuples]
     if decodes is None:
-        decodes = next((place for place, part in enumerate(parts) if part.count != 1), len(parts))
-    assert all(part.count == 1 for part in parts[:decodes])
-    rows = [(part, part.start + part.count) for part in parts]
-    rows[decodes:decodes] = [(Piece(0, (), 0, 1), 0)] * padding
-    positions, places, starts = [], [], [0]
-    for part, length in rows:
-        spots = range(part.start, part.start + part.count)
-        positions += spots
-        places += [part.blocks[at // block_tokens] * block_tokens + at % block_tokens if length else -1 for at in spots]
-        starts.append(starts[-1] + part.count)
-    widest = max([1, *(len(part.blocks) for part in parts)])
-    table = [[*part.blocks, *[0] * (widest - len(part.blocks))] for part, _ in rows]
-    chunks = parts[decodes:]
+        decodes = next((index for index, chunk in enumerate(all_chunks) if chunk.count != 1), len(all_chunks))
+    assert all(chunk.count == 1 for chunk in all_chunks[:decodes])
+    rows = [(chunk, chunk.start + chunk.count) for chunk in all_chunks]
+    rows[decodes:decodes] = [(StepChunk(0, (), 0, 1), 0)] * padding
+    positions, slot_mapping, starts = [], [], [0]
+    for chunk, length in rows:
+        chunk_positions = range(chunk.start, chunk.start + chunk.count)
+        positions += chunk_positions
+        slot_mapping += [
+            chunk.blocks[at // block_tokens] * block_tokens + at % block_tokens if length else -1
+            for at in chunk_positions
+        ]
+        starts.append(starts[-1] + chunk.count)
+    max_blocks = max([1, *(len(chunk.blocks) for chunk in all_chunks)])
+    table = [[*chunk.blocks, *[0] * (max_blocks - len(chunk.blocks))] for chunk, _ in rows]
+    chunks = all_chunks[decodes:]
 
     def whole(numbers: Sequence[object], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(numbers, dtype=dtype, device=device)
 
-    return Inputs(
+    return StepInputs(
         positions_N=whole(positions, torch.int64),
-        places_N=whole(places, torch.int64),
-        slots_P=whole([part.slot for part, _ in rows], torch.int64),
-        starts_P1=whole(starts, torch.int32),
-        lengths_P=whole([length for _, length in rows], torch.int32),
-        table_PM=whole(table, torch.int32).view(len(rows), widest),
-        decodes=decodes + padding,
-        longest_part=max([0, *(part.count for part, _ in rows)]),
-        longest=max([0, *(length for _, length in rows)]),
-        parts=tuple((part.start, part.count) for part in chunks),
+        slot_mapping_N=whole(slot_mapping, torch.int64),
+        slots_P=whole([chunk.slot for chunk, _ in rows], torch.int64),
+        cu_seqlens_P1=whole(starts, torch.int32),
+        seq_lens_P=whole([length for _, length in rows], torch.int32),
+        block_table_PM=whole(table, torch.int32).view(len(rows), max_blocks),
+        num_decodes=decodes + padding,
+        max_query_len=max([0, *(chunk.count for chunk, _ in rows)]),
+        max_seq_len=max([0, *(length for _, length in rows)]),
+        prefill_chunks=tuple((chunk.start, chunk.count) for chunk in chunks),
     )

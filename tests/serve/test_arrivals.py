@@ -1,73 +1,80 @@
-"""Who sends which requests, and how many are in flight."""
+"""Sharding of requests, concurrency and warm-up."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmb.config.spec import Inference
-from llmb.serve.benchmark.arrivals import SETTLED, Load, Seat, load_of, seat_of, warmup_load
-from llmb.serve.benchmark.prompts import Draw, Prompt, Terms
+from llmb.serve.benchmark.arrivals import (
+    FULL_BATCH_STEPS,
+    DataParallelShard,
+    RequestLoad,
+    data_parallel_shard,
+    make_load,
+    warmup_load,
+)
+from llmb.serve.benchmark.prompts import ModelInfo, Prompt, PromptSampler
 
 
-def load(count: int, concurrency: int) -> Load:
-    return load_of([Prompt([number], 1) for number in range(count)], concurrency)
+def load(count: int, concurrency: int) -> RequestLoad:
+    return make_load([Prompt([number], 1) for number in range(count)], concurrency)
 
 
-@given(count=st.integers(0, 40), concurrency=st.integers(1, 60), parts=st.integers(1, 9))
-def test_shares_make_the_whole_and_keep_to_the_limit(count: int, concurrency: int, parts: int) -> None:
+@given(count=st.integers(0, 40), concurrency=st.integers(1, 60), size=st.integers(1, 9))
+def test_shards_partition_requests_and_concurrency(count: int, concurrency: int, size: int) -> None:
     whole = load(count, concurrency)
-    shares = [whole.share(index, parts) for index in range(parts)]
-    assert sorted(number for share in shares for number, _ in share.prompts) == list(range(count))
-    assert sum(share.in_flight for share in shares) <= concurrency
-    for share in shares:
-        assert (share.in_flight > 0) == bool(share.prompts)  # none has requests that it may not send
-        assert share.in_flight <= max(1, len(share.prompts))
-    sizes = [len(share.prompts) for share in shares if share.prompts]
+    shards = [whole.shard(index, size) for index in range(size)]
+    assert sorted(number for shard in shards for number, _ in shard.prompts) == list(range(count))
+    assert sum(shard.concurrency for shard in shards) <= concurrency
+    for shard in shards:
+        assert (shard.concurrency > 0) == bool(shard.prompts)  # no shard has requests without concurrency
+        assert shard.concurrency <= max(1, len(shard.prompts))
+    sizes = [len(shard.prompts) for shard in shards if shard.prompts]
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def test_requests_are_dealt_in_turn() -> None:
-    assert [number for number, _ in load(7, 7).share(1, 3).prompts] == [1, 4]
+def test_requests_are_sharded_round_robin() -> None:
+    assert [number for number, _ in load(7, 7).shard(1, 3).prompts] == [1, 4]
 
 
-def test_all_at_once_where_concurrency_is_not_limited() -> None:
-    assert load(5, 0).in_flight == load(5, -1).in_flight == load(5, 5).in_flight == load(5, 9).in_flight == 5
-    assert load(5, 4).in_flight == 4
+def test_unlimited_concurrency_sends_all_at_once() -> None:
+    assert load(5, 0).concurrency == load(5, -1).concurrency == load(5, 5).concurrency == load(5, 9).concurrency == 5
+    assert load(5, 4).concurrency == 4
 
 
-def test_who_records() -> None:
-    assert [seat_of(rank, tp=4, attention_dp=False) for rank in (0, 1, 4)] == [
-        Seat(0, 1, True),
-        Seat(0, 1, False),
-        Seat(0, 1, False),
+def test_recording_ranks() -> None:
+    assert [data_parallel_shard(rank, tp=4, attention_dp=False) for rank in (0, 1, 4)] == [
+        DataParallelShard(0, 1, True),
+        DataParallelShard(0, 1, False),
+        DataParallelShard(0, 1, False),
     ]
-    assert [seat_of(rank, tp=4, attention_dp=True) for rank in (0, 3, 5)] == [
-        Seat(0, 4, True),
-        Seat(3, 4, True),
-        Seat(1, 4, False),  # the second stage of a pipeline
+    assert [data_parallel_shard(rank, tp=4, attention_dp=True) for rank in (0, 3, 5)] == [
+        DataParallelShard(0, 4, True),
+        DataParallelShard(3, 4, True),
+        DataParallelShard(1, 4, False),  # the second stage of a pipeline
     ]
 
 
 def warmed(**changes) -> list[tuple[int, int]]:
-    """Input and output tokens of a warm-up of requests of 100 + 500 tokens, 32 of which are in flight."""
-    asked = {"mode": "max_throughput", "use_case": "chat", "isl": 100, "osl": 500, "num_requests": 64}
-    asked |= {"max_batch_size": 16, "concurrency": 32, "max_num_tokens": 400, "kv_fraction": 0.5}
-    cache_tokens, parts = changes.pop("cache_tokens", 10**6), changes.pop("parts", 1)
-    load = load_of([Prompt([number] * 100, 500) for number in range(64)], 32).share(0, parts)
-    warmup = warmup_load(Inference(**asked | changes), load, parts, cache_tokens, Draw(0, Terms(1000)))
-    assert len(warmup.prompts) == 0 or warmup.in_flight == min(len(warmup.prompts), load.in_flight)
+    """Return (input, output) tokens of the warm-up for requests of 100 + 500 tokens at a concurrency of 32."""
+    settings = {"mode": "max_throughput", "use_case": "chat", "isl": 100, "osl": 500, "num_requests": 64}
+    settings |= {"max_batch_size": 16, "concurrency": 32, "max_num_tokens": 400, "kv_fraction": 0.5}
+    cache_tokens, size = changes.pop("cache_tokens", 10**6), changes.pop("size", 1)
+    load = make_load([Prompt([number] * 100, 500) for number in range(64)], 32).shard(0, size)
+    warmup = warmup_load(Inference(**settings | changes), load, size, cache_tokens, PromptSampler(0, ModelInfo(1000)))
+    assert len(warmup.prompts) == 0 or warmup.concurrency == min(len(warmup.prompts), load.concurrency)
     return [(len(prompt.tokens), prompt.output_tokens) for _, prompt in warmup.prompts]
 
 
-def test_a_warm_up_is_what_is_computed_at_once() -> None:
-    assert warmed() == [(100, 4 + SETTLED)] * 16  # the batch, of whose prompts a step takes four
-    assert len(warmed(max_batch_size=100)) == 32  # what is in flight
+def test_warmup_is_one_full_batch() -> None:
+    assert warmed() == [(100, 4 + FULL_BATCH_STEPS)] * 16  # a full batch, four prompts of which fit into a step
+    assert len(warmed(max_batch_size=100)) == 32  # the concurrency
     assert len(warmed(cache_tokens=6000)) == 10  # what the cache holds
     assert len(warmed(cache_tokens=1)) == 1
-    assert len(warmed(parts=4)) == 8  # a driver's share of what is in flight
-    assert warmed(max_num_tokens=1) == [(100, 500)] * 16  # never longer than what is measured
+    assert len(warmed(size=4)) == 8  # a shard of the concurrency
+    assert warmed(max_num_tokens=1) == [(100, 500)] * 16  # never longer than the measured outputs
 
 
-def test_the_number_of_a_warm_up_can_be_given() -> None:
+def test_configured_number_of_warmup_requests() -> None:
     assert warmed(warmup_requests=0) == []
     assert len(warmed(warmup_requests=70)) == 70
-    assert len(warmed(warmup_requests=9, parts=4)) == 3
+    assert len(warmed(warmup_requests=9, size=4)) == 3

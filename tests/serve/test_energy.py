@@ -1,4 +1,4 @@
-"""The energy counter of a GPU beside its sampled power, by a driver that says what it is told to."""
+"""Energy counter and sampled power of a fake NVML driver."""
 
 import time
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmb.serve.benchmark.energy import EnergyMeter, integral
+from llmb.serve.benchmark.energy import EnergyMeter, integrate_power
 
 GPU = torch.device("cuda", 0)
 
@@ -36,7 +36,7 @@ def a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
 
 
-def test_counter_and_samples_agree_on_a_steady_gpu() -> None:
+def test_counter_and_sampled_power_agree_at_constant_power() -> None:
     with EnergyMeter(GPU, Driver(), interval_s=0.01) as meter:
         time.sleep(0.2)
     energy = meter.energy
@@ -45,7 +45,7 @@ def test_counter_and_samples_agree_on_a_steady_gpu() -> None:
     assert energy.mean_power_w == pytest.approx(200, rel=0.05)
 
 
-def test_without_a_counter_the_note_says_why() -> None:
+def test_missing_counter_is_noted() -> None:
     class Old(Driver):
         def nvmlDeviceGetTotalEnergyConsumption(self, gpu: str) -> int:
             raise RuntimeError("Not Supported")
@@ -60,7 +60,7 @@ def test_without_a_counter_the_note_says_why() -> None:
         assert meter.energy.joules is meter.energy.power_joules is meter.energy.mean_power_w is None
 
 
-def test_the_integral_of_power() -> None:
-    assert integral([(0.0, 100.0), (1.0, 300.0), (3.0, 300.0)]) == pytest.approx(800.0)
-    assert integral([(0.0, 100.0), (4.0, 100.0)]) is None  # too far apart
-    assert integral([(0.0, 100.0)]) is None
+def test_integrate_power() -> None:
+    assert integrate_power([(0.0, 100.0), (1.0, 300.0), (3.0, 300.0)]) == pytest.approx(800.0)
+    assert integrate_power([(0.0, 100.0), (4.0, 100.0)]) is None  # too far apart
+    assert integrate_power([(0.0, 100.0)]) is None

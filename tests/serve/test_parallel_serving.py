@@ -1,8 +1,8 @@
-"""However a model is spread over ranks, its answers are those of one process, token for token; and a rank that fails
-does not leave the others hanging.
+"""Parallel serving has the outputs of a single process, token for token, in any layout; and a failing rank does not
+leave the others hanging.
 
-The layouts are those of the recipes (TP8 EP8 PP2, TP4 EP4 with attention data parallelism) and simpler ones, which fail
-more plainly. Prompts are cut into chunks, and the cache is so small that sequences are preempted.
+The layouts are those of the recipes (TP8 EP8 PP2, TP4 EP4 with attention data parallelism) and simpler ones, which are
+easier to debug. Prefills are chunked, and the cache is so small that sequences are preempted.
 """
 
 import itertools
@@ -26,38 +26,38 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import on_ranks
-from serving_ranks import Outcome, rank_outcome, served_by_ranks
-from small_served import DEEPSEEK, GROK, LLAMA, NEMOTRON, config_of, written
+from serving_ranks import ServedOutcome, rank_outcome, served_by_ranks
+from small_served import DEEPSEEK, GROK, LLAMA, NEMOTRON, config_of, write_weights
 from small_serving import write_config
 
 from llmb.config.serialization import build, read_json
 from llmb.config.spec import Model, RunConfig
 from llmb.errors import ConfigError
 from llmb.events import RequestDone, RunEnded, RunStarted, read, read_all
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import load_weights
 from llmb.results.derive import derive
 from llmb.results.serving_figures import engine_facts
-from llmb.runtime.recorder import Record
+from llmb.runtime.recorder import EventRecorder
 from llmb.serve.__main__ import run
 from llmb.serve.engine import Engine
-from llmb.serve.group_collectives import SpreadExperts, least_of_all
-from llmb.serve.layers.served_model import Stack
+from llmb.serve.group_collectives import DataParallelExperts, min_over_ranks
+from llmb.serve.layers.served_model import ServedModel
 from llmb.serve.model_runner import LaunchedStep
-from llmb.serve.pipeline_runner import StageRunner
-from llmb.serve.request import Request, Sampling
+from llmb.serve.pipeline_runner import PipelineStageRunner
+from llmb.serve.request import Request, SamplingParams
 from llmb.serve.serve_support import check_layout
-from llmb.serve.step_batch import Plan
+from llmb.serve.step_batch import StepBatch
 
 WIDE: dict[str, Any] = {"heads": 16, "vocab": 128, "layers": 4}
 MODELS = {
-    "llama": replace(LLAMA, **WIDE),  # with 2 heads of keys and values: fewer than ranks
+    "llama": replace(LLAMA, **WIDE),  # 2 KV heads: fewer than ranks
     "deepseek": replace(DEEPSEEK, **WIDE, kv_heads=16, experts=replace(DEEPSEEK.experts, count=16, ffn=32)),
     "grok1": replace(GROK, **WIDE, experts=replace(GROK.experts, count=16)),
     "nemotron_h": replace(NEMOTRON, **WIDE | {"layers": 6}, mamba=replace(NEMOTRON.mamba, groups=4)),
 }
-MARGIN = 1e-4  # logits that the likeliest token must be ahead: what rounding changes is some hundred times less
+MARGIN = 1e-4  # of the most likely token, in logits: about a hundred times the rounding error
 SETTINGS: dict[str, Any] = {"max_num_tokens": 16, "max_batch_size": 6, "block_tokens": 4}
 BLOCKS = 12  # of 4 tokens: one sequence of the longest
 
@@ -81,42 +81,42 @@ def marks(case: tuple[str, dict[str, Any]]) -> list[pytest.MarkDecorator]:
     return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.matrix]
 
 
-def said(layout: dict[str, Any]) -> str:
+def layout_id(layout: dict[str, Any]) -> str:
     return " ".join(name if value is True else f"{name}{value}" for name, value in layout.items())
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a folder, requests to it, and what one process answers to them."""
+    """A model in a folder, requests, and their outputs by a single process."""
 
     model: Model
     folder: Path
     requests: list[Request]
-    outcome: Outcome
+    outcome: ServedOutcome
 
-    def served(self, layout: dict[str, Any], blocks: int = BLOCKS, **more: Any) -> Outcome:
+    def served(self, layout: dict[str, Any], blocks: int = BLOCKS, **more: Any) -> ServedOutcome:
         config = config_of(self.model, self.folder, **SETTINGS | layout)
         return served_by_ranks(config, self.requests, blocks, **more)
 
 
 def some_requests(vocab: int) -> list[Request]:
-    """Of random lengths; an answer might end early for all the engine knows, so that it admits more than will fit."""
+    """Return requests of random lengths that might stop early, so that the engine admits more than will fit."""
     draw, stop = random.Random(31), ((vocab,),)
     lengths = [(draw.choice((1, 3, 6, 9, 26)), draw.randint(10, 18)) for _ in range(8)]
     return [
-        Request(number=number, prompt=[draw.randrange(vocab) for _ in range(count)], max_tokens=answer, stop=stop)
-        for number, (count, answer) in enumerate(lengths)
+        Request(request_id=number, prompt=[draw.randrange(vocab) for _ in range(count)], max_tokens=output, stop=stop)
+        for number, (count, output) in enumerate(lengths)
     ]
 
 
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory):
-    """Writes a model and answers its requests by one process, once."""
+    """Write a model and serve its requests in a single process, once."""
 
     @cache
     def case(name: str) -> Case:
         model = MODELS[name]
-        folder, requests = written(model, tmp_path_factory.mktemp(name)), some_requests(model.vocab)
+        folder, requests = write_weights(model, tmp_path_factory.mktemp(name)), some_requests(model.vocab)
         outcome = rank_outcome(0, config_of(model, folder, **SETTINGS), requests, BLOCKS, None)
         return Case(model, folder, requests, outcome)
 
@@ -125,16 +125,16 @@ def case_of(tmp_path_factory):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad
-def test_one_process_answers_by_a_margin_and_what_the_network_would(case_of, name: str) -> None:
+def test_single_process_equals_network_by_a_margin(case_of, name: str) -> None:
     case = case_of(name)
     network = build_model(case.model)
     load_weights(network, case.folder)
     margins = []
     for request in case.requests:
-        answer = case.outcome.answers[request.number]
-        logits_TV = network(torch.tensor([[*request.prompt, *answer]]))[0, len(request.prompt) - 1 : -1]
+        output = case.outcome.outputs[request.request_id]
+        logits_TV = network(torch.tensor([[*request.prompt, *output]]))[0, len(request.prompt) - 1 : -1]
         best_T2 = logits_TV.topk(2, dim=-1)
-        assert best_T2.indices[:, 0].tolist() == list(answer)
+        assert best_T2.indices[:, 0].tolist() == list(output)
         margins.append((best_T2.values[:, 0] - best_T2.values[:, 1]).min().item())
     assert min(margins) > MARGIN
     assert case.outcome.preempted[0] > 0
@@ -142,44 +142,44 @@ def test_one_process_answers_by_a_margin_and_what_the_network_would(case_of, nam
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [pytest.param(*case, id=f"{case[0]} {said(case[1])}", marks=marks(case)) for case in LAYOUTS],
+    [pytest.param(*case, id=f"{case[0]} {layout_id(case[1])}", marks=marks(case)) for case in LAYOUTS],
 )
-def test_ranks_answer_as_one_process_does(case_of, name: str, layout: dict[str, Any]) -> None:
+def test_parallel_outputs_equal_single_process(case_of, name: str, layout: dict[str, Any]) -> None:
     case = case_of(name)
-    found = case.served(layout)
-    assert found.answers == case.outcome.answers
+    actual = case.served(layout)
+    assert actual.outputs == case.outcome.outputs
     schedulers = layout["tp"] if layout.get("attention_dp") else 1
-    assert (sum(found.preempted) > 0) == (schedulers < len(case.requests))  # one alone has all of its cache
+    assert (sum(actual.preempted) > 0) == (schedulers < len(case.requests))  # a single request has the whole cache
 
 
-def test_drawn_tokens_are_those_of_one_process_too(case_of) -> None:
+def test_sampled_outputs_equal_single_process(case_of) -> None:
     case = case_of("llama")
-    drawn = [
-        replace(request, sampling=Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=request.number))
+    sampled = [
+        replace(request, sampling_params=SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=request.request_id))
         for request in case.requests
     ]
-    alone = rank_outcome(0, config_of(case.model, case.folder, **SETTINGS), drawn, BLOCKS, None)
-    assert alone.answers != case.outcome.answers
-    assert replace(case, requests=drawn).served(TP2_PP2).answers == alone.answers
+    single_process = rank_outcome(0, config_of(case.model, case.folder, **SETTINGS), sampled, BLOCKS, None)
+    assert single_process.outputs != case.outcome.outputs
+    assert replace(case, requests=sampled).served(TP2_PP2).outputs == single_process.outputs
 
 
-def test_prompts_that_begin_alike_share_blocks_on_every_rank(case_of) -> None:
+def test_prefix_cache_on_every_rank(case_of) -> None:
     case, begin = case_of("llama"), list(range(20, 33))
-    requests = [Request(number=number, prompt=[*begin, number], max_tokens=6) for number in range(6)]
-    alone = rank_outcome(0, config_of(case.model, case.folder, **SETTINGS), requests, 64, None)
+    requests = [Request(request_id=number, prompt=[*begin, number], max_tokens=6) for number in range(6)]
+    single_process = rank_outcome(0, config_of(case.model, case.folder, **SETTINGS), requests, 64, None)
     for layout in (TP2, PP2):
-        found = replace(case, requests=requests).served(
+        actual = replace(case, requests=requests).served(
             {**layout, "prefix_cache": True, "max_batch_size": 2}, blocks=64
         )
-        assert found.answers == alone.answers
-        assert found.computed == [alone.computed[0] - 4 * 12] * 2  # those that come later find 3 blocks of 4 tokens
+        assert actual.outputs == single_process.outputs
+        assert actual.computed == [single_process.computed[0] - 4 * 12] * 2  # later requests hit 3 blocks of 4 tokens
 
 
-# -- a pipeline
+# -- pipeline parallelism
 
 
 class Launches:
-    """What one rank has launched, as another one hears of it."""
+    """Steps launched by one rank, counted by another through a pipe."""
 
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
@@ -195,70 +195,72 @@ class Launches:
             self._heard += len(os.read(self._reader, 1))
 
 
-def test_the_first_stage_goes_on_while_the_last_has_not_told_it_anything(case_of) -> None:
-    """The last stage does not tell what it chose in a step before the first has launched the next one."""
+def test_first_stage_launches_ahead_of_the_last(case_of) -> None:
+    """The last stage holds back the tokens of a step until the first has launched the next one."""
     case = case_of("llama")
-    requests = [Request(number=number, prompt=[number, 7, 9], max_tokens=12) for number in range(4)]
+    requests = [Request(request_id=number, prompt=[number, 7, 9], max_tokens=12) for number in range(4)]
     launches = Launches()
 
     def hold_back(engine: Engine) -> None:
         runner = engine.runner
-        assert isinstance(runner, StageRunner)
-        steps, launch, tell = itertools.count(), runner.launch, runner._tell
+        assert isinstance(runner, PipelineStageRunner)
+        steps, launch, tell = itertools.count(), runner.launch, runner._broadcast_tokens
 
-        def launch_and_say(plan: Plan) -> LaunchedStep:
-            step = launch(plan)
+        def launch_and_say(batch: StepBatch) -> LaunchedStep:
+            step = launch(batch)
             launches.say()
             return step
 
         def wait_and_tell(tokens_S: torch.Tensor) -> LaunchedStep:
-            if 1 <= (step := next(steps)) <= 8:  # in the first all prompts are read, after these some have ended
+            if 1 <= (step := next(steps)) <= 8:  # the first step has all prefills, later ones fewer requests
                 launches.wait_for(step + 2)
             return tell(tokens_S)
 
-        if runner.stage.first:
+        if runner.stage.is_first:
             runner.launch = launch_and_say  # type: ignore[method-assign]
         else:
-            runner._tell = wait_and_tell  # type: ignore[method-assign]
+            runner._broadcast_tokens = wait_and_tell  # type: ignore[method-assign]
 
-    alone = rank_outcome(0, config_of(case.model, case.folder, **SETTINGS), requests, 64, None)
-    assert replace(case, requests=requests).served(PP2, blocks=64, change=hold_back).answers == alone.answers
+    single_process = rank_outcome(0, config_of(case.model, case.folder, **SETTINGS), requests, 64, None)
+    assert replace(case, requests=requests).served(PP2, blocks=64, change=hold_back).outputs == single_process.outputs
 
 
 # -- attention data parallelism
 
 
 def exchanged(rank: int, counts: list[int]) -> tuple[bool, torch.Tensor, torch.Tensor, bool, int]:
-    """What a rank sees of the others' tokens, and what it gets back when each rank's experts give 10 ** rank times."""
+    """Return what a rank dispatches and combines when each rank's experts multiply by 10 ** rank."""
     dist.init_process_group("gloo")
-    group = SpreadExperts(process_group=dist.group.WORLD, control=dist.group.WORLD)
-    any_tokens = group.begin(counts[rank])
+    group = DataParallelExperts(process_group=dist.group.WORLD, control=dist.group.WORLD)
+    any_tokens = group.begin_step(counts[rank])
     own_NC = torch.full((max(1, counts[rank]), 2), rank + 1.0)
-    seen_NC = group.spread(own_NC)
-    back_NC = group.collect(seen_NC * 10**rank)
-    return any_tokens, seen_NC, back_NC, group.any_busy(rank == 1), least_of_all(5 + rank, torch.device("cpu"))
+    seen_NC = group.dispatch(own_NC)
+    back_NC = group.combine(seen_NC * 10**rank)
+    return any_tokens, seen_NC, back_NC, group.any_busy(rank == 1), min_over_ranks(5 + rank, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 3], [1, 1, 1], [0, 4, 0]])
-def test_every_rank_sees_all_tokens_and_no_padding(counts: list[int]) -> None:
-    everybodys = [[rank + 1.0] * 2 for rank, count in enumerate(counts) for _ in range(count)]
+def test_dispatch_and_combine_of_data_parallel_experts(counts: list[int]) -> None:
+    all_tokens = [[rank + 1.0] * 2 for rank, count in enumerate(counts) for _ in range(count)]
     for rank, (any_tokens, seen_NC, back_NC, any_busy, least) in enumerate(on_ranks(3, exchanged, counts)):
         assert (any_tokens, any_busy, least) == (True, True, 5)
-        assert seen_NC.tolist() == everybodys
-        assert back_NC.tolist() == ([[111.0 * (rank + 1)] * 2] * counts[rank] or [[0.0, 0.0]])  # padding gets nothing
+        assert seen_NC.tolist() == all_tokens
+        assert back_NC.tolist() == ([[111.0 * (rank + 1)] * 2] * counts[rank] or [[0.0, 0.0]])  # padding gets zero
 
 
 # -- the benchmark
 
 
-def test_ranks_record_their_own_requests_and_the_desk_adds_them_up(tmp_path: Path) -> None:
+def test_results_add_up_the_requests_of_all_ranks(tmp_path: Path) -> None:
     model = replace(MODELS["deepseek"], layers=2)
     path = write_config(tmp_path / "run", model=model, gpus=4, **TP4_EP4_DP, num_requests=10, concurrency=6)
     assert on_ranks(4, run_rank, path) == [0] * 4
     config = build(RunConfig, read_json(path), "config.json")
     events = list(read_all(sorted(path.parent.glob("events.*"))))
-    own = [[e.request for e in events if isinstance(e, RequestDone) and e.rank == r and not e.warmup] for r in range(4)]
-    assert [sorted(numbers) for numbers in own] == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
+    rank_requests = [
+        [e.request for e in events if isinstance(e, RequestDone) and e.rank == r and not e.warmup] for r in range(4)
+    ]
+    assert [sorted(numbers) for numbers in rank_requests] == [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]
     result = derive(config, events)
     assert (result.status, result.requests, result.output_tokens, result.lengths_wrong) == ("ok", 10, 60, 0)
     facts = engine_facts(events)
@@ -268,39 +270,39 @@ def test_ranks_record_their_own_requests_and_the_desk_adds_them_up(tmp_path: Pat
 
 def run_rank(rank: int, path: Path) -> int:
     os.chdir(path.parent)
-    return run(path, Record(path.parent, rank))
+    return run(path, EventRecorder(path.parent, rank))
 
 
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(forked_ranks, "LINGER_S", 0.1)  # who has failed is gone soon
+def test_failing_rank_ends_the_others(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(forked_ranks, "LINGER_S", 0.1)  # failed ranks exit soon
     path = write_config(tmp_path / "run", vocab=96, gpus=4, **TP2_PP2, num_requests=1000)
     assert on_ranks(4, run_rank_that_may_fail, path) == [2] * 4
     ends = [[e for e in read(path.parent / f"events.rank{rank}.jsonl") if isinstance(e, RunEnded)] for rank in range(4)]
-    assert [(end.status, end.guilty_rank) for (end,) in ends] == [("failed", rank) for rank in range(4)]
+    assert [(end.status, end.failed_rank) for (end,) in ends] == [("failed", rank) for rank in range(4)]
     reasons = [end.reason for (end,) in ends]
     assert reasons[1] == "ZeroDivisionError: division by zero"
     assert all("Connection closed by peer" in reasons[rank] or "gloo" in reasons[rank] for rank in (0, 2, 3))
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_as_a_user_sees_it() -> None:
+def test_killed_rank_is_reported_to_the_user() -> None:
     wish = "submit -w inference_deepseek-r1 -s 671b --dtype fp8 --scale 4 --proxy --json --set num_requests=5000"
     command = [sys.executable, "-m", "llmb.cli.llmb_run", *wish.split()]
     submit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    rundir = wait_for(lambda: next(RunDir.find_all(Path(os.environ["LLMB_INSTALL"])), None))
-    wait_for(lambda: any(isinstance(event, RequestDone) for event in read(rundir.events(0))))
-    (pid,) = [event.pid for event in read(rundir.events(2)) if isinstance(event, RunStarted)]
+    run_folder = wait_for(lambda: next(RunFolder.find_all(Path(os.environ["LLMB_INSTALL"])), None))
+    wait_for(lambda: any(isinstance(event, RequestDone) for event in read(run_folder.events(0))))
+    (pid,) = [event.pid for event in read(run_folder.events(2)) if isinstance(event, RunStarted)]
     os.kill(pid, signal.SIGKILL)
     out, _ = submit.communicate(timeout=60)
     result = json.loads(out.splitlines()[-1])
     assert submit.returncode == 2
-    assert (result["status"], result["guilty_rank"]) == ("failed", 2)
+    assert (result["status"], result["failed_rank"]) == ("failed", 2)
     assert result["reason"] == "rank 2: killed by signal 9 (SIGKILL)"
 
 
-def wait_for(found: Callable[[], Any]) -> Any:
+def wait_for(actual: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 60
-    while not (value := found()):
+    while not (value := actual()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return value
@@ -308,18 +310,18 @@ def wait_for(found: Callable[[], Any]) -> Any:
 
 def run_rank_that_may_fail(rank: int, path: Path) -> int:
     """Rank 1 fails in its twentieth step, and ends as its process would."""
-    steps, through = itertools.count(), Stack.through
+    steps, forward = itertools.count(), ServedModel.forward
 
-    def fail_once(stack: Stack, *arguments: Any) -> torch.Tensor:
+    def fail_once(served_model: ServedModel, *arguments: Any) -> torch.Tensor:
         if rank == 1 and next(steps) == 20:
             1 / 0  # noqa: B018
-        return through(stack, *arguments)
+        return forward(served_model, *arguments)
 
-    with mock.patch.object(Stack, "through", fail_once):
+    with mock.patch.object(ServedModel, "forward", fail_once):
         return run_rank(rank, path)
 
 
-# -- what cannot be
+# -- refusals
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,7 @@ def run_rank_that_may_fail(rank: int, path: Path) -> int:
         ("llama", {"tp": 3}, "tp 3 does not divide the 128 entries of the vocabulary of llama"),
         ("llama", {"tp": 2, "ep": 2}, "ep 2 and etp 1 have no effect: llama has no experts"),
         ("llama", {"pp": 5}, "pp 5 needs more layers than the 4 of llama"),
-        ("llama", {"dp": 2}, "tp 1 x pp 1 = 1 ranks serve, 2 GPUs are asked for"),
+        ("llama", {"dp": 2}, "tp 1 x pp 1 = 1 ranks serve, 2 GPUs are requested"),
         ("llama", {"cp": 2}, "cp=2: the serving engine splits by tp, pp and ep only"),
         ("nemotron_h", {"tp": 8}, "tp 8 does not divide the 4 Mamba groups of nemotron_h"),
         ("deepseek", {"tp": 4, "ep": 3}, "ep 3 x etp 1 does not divide the 4 ranks of a pipeline stage"),
@@ -337,6 +339,6 @@ def run_rank_that_may_fail(rank: int, path: Path) -> int:
         ("deepseek", {"tp": 64, "attention_dp": True}, "tp 64 / ep 1 = 64 ranks share each expert"),
     ],
 )
-def test_a_layout_that_does_not_divide_the_model_is_refused(name: str, changes: dict[str, Any], reason: str) -> None:
+def test_indivisible_layout_is_refused(name: str, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_layout(config_of(MODELS[name], None, **changes))

@@ -1,5 +1,4 @@
-"""Served answers equal those of `transformers`, token for token, however the engine comes to compute them: whatever is
-beside them, in whatever chunks, again after preemption or from blocks of another prompt that begins alike."""
+"""Served outputs equal those of `transformers`, token for token, for any batching, chunking and preemption."""
 
 import importlib
 import pkgutil
@@ -13,43 +12,43 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_served import (
-    ALONE,
-    ANSWER,
     LLAMA,
-    LONGEST,
+    MAX_OUTPUT,
+    MAX_SEQ_LEN,
     MODELS,
     NEMOTRON,
+    SINGLE_RANK_INFO,
     EagerReplays,
     Pool,
-    Scene,
-    answered,
+    Scenario,
     check_idle,
     config_of,
     engine_for,
-    play,
-    scenes,
+    reference_outputs,
+    run_scenario,
+    scenarios,
     serve,
-    stack_of,
-    written,
+    served_model_for,
+    write_weights,
 )
 from triton_interpreter import interpreter  # noqa: F401  # a fixture
 
 from llmb import ops
 from llmb.config.spec import Model, RunConfig
-from llmb.serve.engine_builder import open_engine
+from llmb.serve.engine_builder import build_engine
 from llmb.serve.layers import served_mla
-from llmb.serve.layers.served_model import Stack
-from llmb.serve.request import Answer, Request
+from llmb.serve.layers.served_model import ServedModel
+from llmb.serve.request import Request, RequestOutput
 
-CLEAR = 1e-3  # what rounding could never turn round: it is near 1e-6 of logits near 1
+CLEAR = 1e-3  # far above the rounding error, which is near 1e-6 of logits near 1
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model as it is served, and what it has to answer."""
+    """A served model and its expected outputs."""
 
     config: RunConfig
-    stack: Stack
+    served_model: ServedModel
     pool: Pool
 
     @property
@@ -57,116 +56,116 @@ class Case:
         return self.config.model
 
     def request(self, number: int, prompt: int) -> Request:
-        return Request(number=number, prompt=self.pool.prompts[prompt], max_tokens=ANSWER)
+        return Request(request_id=number, prompt=self.pool.prompts[prompt], max_tokens=MAX_OUTPUT)
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda model: model.name)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     model: Model = request.param
-    folder = written(model, tmp_path_factory.mktemp("weights") / model.name)
+    folder = write_weights(model, tmp_path_factory.mktemp("weights") / model.name)
     config = config_of(model, folder)
-    return Case(config, stack_of(config), answered(model, folder))
+    return Case(config, served_model_for(config), reference_outputs(model, folder))
 
 
-def test_the_reference_is_no_toss_up(case: Case) -> None:
+def test_reference_has_a_clear_margin(case: Case) -> None:
     assert case.pool.margin > CLEAR
-    answers = set(case.pool.answers)
-    assert len(answers) > len(case.pool.prompts) // 2, "prompts matter"
-    assert len({token for answer in answers for token in answer}) > 20, "answers are not one token over and over"
+    outputs = set(case.pool.outputs)
+    assert len(outputs) > len(case.pool.prompts) // 2, "prompts matter"
+    assert len({token for output in outputs for token in output}) > 20, "outputs do not repeat one token"
 
 
-def test_an_engine_as_a_run_opens_it(case: Case) -> None:
-    engine = open_engine(case.config, ALONE, LONGEST)
-    heard = serve(engine, [case.request(number, number) for number in range(len(case.pool.prompts))])
-    assert heard.tokens() == case.pool.answers
+def test_built_engine_equals_transformers(case: Case) -> None:
+    engine = build_engine(case.config, SINGLE_RANK_INFO, MAX_SEQ_LEN)
+    collector = serve(engine, [case.request(number, number) for number in range(len(case.pool.prompts))])
+    assert collector.tokens() == case.pool.outputs
 
 
-# -- every way to compute them
+# -- random scenarios
 
 
 @settings(max_examples=30, deadline=None)
-@given(scene=scenes(), expanded_from=st.sampled_from([2, served_mla.EXPANDED_FROM]))
-def test_any_company_chunking_preemption_and_prefix(case: Case, scene: Scene, expanded_from: int) -> None:
-    requests = [case.request(number, prompt) for number, prompt in enumerate(scene.prompts)]
-    with mock.patch.object(served_mla, "EXPANDED_FROM", expanded_from):
-        heard = play(case.stack, scene, requests)
-    for number, (prompt, most) in enumerate(zip(scene.prompts, scene.max_tokens, strict=True)):
-        check(heard.answers[number], case.pool.answers[prompt][:most])
+@given(scenario=scenarios(), expanded_from=st.sampled_from([2, served_mla.MIN_EXPANDED_CHUNK]))
+def test_parity_for_any_batching_chunking_and_preemption(case: Case, scenario: Scenario, expanded_from: int) -> None:
+    requests = [case.request(number, prompt) for number, prompt in enumerate(scenario.prompts)]
+    with mock.patch.object(served_mla, "MIN_EXPANDED_CHUNK", expanded_from):
+        collector = run_scenario(case.served_model, scenario, requests)
+    for number, (prompt, most) in enumerate(zip(scenario.prompts, scenario.max_tokens, strict=True)):
+        check(collector.outputs[number], case.pool.outputs[prompt][:most])
 
 
-def check(answer: Answer, wanted: tuple[int, ...]) -> None:
-    if answer.finish == "cancelled":
-        assert answer.tokens == wanted[: len(answer.tokens)]
+def check(output: RequestOutput, expected: tuple[int, ...]) -> None:
+    if output.finish_reason == "cancelled":
+        assert output.token_ids == expected[: len(output.token_ids)]
     else:
-        assert answer.tokens == wanted
+        assert output.token_ids == expected
 
 
-# -- each of them for certain
+# -- preemption and prefix cache
 
 
-def test_a_cache_for_one_makes_others_wait_and_begin_again(case: Case) -> None:
-    """Two that together need more blocks than there are, whose end is not known ahead, are both admitted."""
-    stop = ((case.model.vocab,),)  # never comes, but might for all the engine knows
+def test_parity_with_preemption(case: Case) -> None:
+    """Two sequences of unknown length that together need more blocks than there are, are both admitted."""
+    stop = ((case.model.vocab,),)  # never sampled, which the engine cannot know
     requests = [
-        Request(number=number, prompt=case.pool.prompts[prompt], max_tokens=ANSWER, stop=stop)
+        Request(request_id=number, prompt=case.pool.prompts[prompt], max_tokens=MAX_OUTPUT, stop=stop)
         for number, prompt in enumerate((0, 9, 1))
     ]
-    engine = engine_for(case.stack, blocks=20, block_tokens=2, max_batch_size=3, max_num_tokens=64)
+    engine = engine_for(case.served_model, blocks=20, block_tokens=2, max_batch_size=3, max_num_tokens=64)
     with mock.patch.object(engine.scheduler, "_preempt", wraps=engine.scheduler._preempt) as preempted:
-        heard = serve(engine, requests)
+        collector = serve(engine, requests)
     assert preempted.call_count > 0
-    assert heard.tokens() == [case.pool.answers[prompt] for prompt in (0, 9, 1)]
+    assert collector.tokens() == [case.pool.outputs[prompt] for prompt in (0, 9, 1)]
 
 
-def test_prompts_that_begin_alike_are_computed_once_unless_there_is_state(case: Case) -> None:
-    engine = engine_for(case.stack, block_tokens=4, prefix_cache=True)
+def test_prefix_cache_unless_model_has_state(case: Case) -> None:
+    engine = engine_for(case.served_model, block_tokens=4, prefix_cache=True)
     first = serve(engine, [case.request(0, 0)])
     with mock.patch.object(engine.runner, "launch", wraps=engine.runner.launch) as launched:
-        rest = serve(engine, [case.request(number, number) for number in (1, 2, 3, 4, 5)])
-    assert first.tokens() + rest.tokens() == case.pool.answers[:6]
-    computed = sum(call.args[0].tokens for call in launched.call_args_list)
-    needed = sum(len(case.pool.prompts[number]) + ANSWER - 1 for number in (1, 2, 3, 4, 5))
-    # Of the 17 tokens that four of them begin with, 16 are there; 8 of the fourth one's.
+        others = serve(engine, [case.request(number, number) for number in (1, 2, 3, 4, 5)])
+    assert first.tokens() + others.tokens() == case.pool.outputs[:6]
+    computed = sum(call.args[0].num_tokens for call in launched.call_args_list)
+    needed = sum(len(case.pool.prompts[number]) + MAX_OUTPUT - 1 for number in (1, 2, 3, 4, 5))
+    # Four share a prefix of 17 tokens, of which 16 are cached; the fourth shares 8.
     assert computed == needed - (0 if case.model is NEMOTRON else 4 * 16 + 8)
 
 
-# -- by the kernels of a GPU
+# -- Triton kernels
 
 
 @pytest.fixture
 def triton_everywhere(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
-    """Triton's kernels, in its interpreter, wherever a GPU would take them; memory that nobody wrote is no number."""
+    """Run Triton kernels in the interpreter wherever a GPU would; uninitialized memory is NaN."""
     if torch.cuda.is_available():
-        pytest.skip("there kernels are compiled, for its own tensors: tests/gpu")
+        pytest.skip("kernels are compiled on a GPU: tests/gpu")
     for module in pkgutil.walk_packages(ops.__path__, "llmb.ops."):
-        if not module.name.endswith(("_triton", "dispatch")):
-            found = importlib.import_module(module.name)
-            if hasattr(found, "takes_triton"):
-                monkeypatch.setattr(found, "takes_triton", lambda tensor: True)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
+        if not module.name.endswith("_triton"):
+            imported = importlib.import_module(module.name)
+            if hasattr(imported, "takes_triton"):
+                monkeypatch.setattr(imported, "takes_triton", lambda tensor: True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors with NaN
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("triton_everywhere")
-def test_kernels_of_a_gpu_in_padded_steps_give_the_same_answers(case: Case) -> None:
-    engine = engine_for(case.stack, max_num_tokens=12)
+def test_triton_kernels_in_padded_steps(case: Case) -> None:
+    engine = engine_for(case.served_model, max_num_tokens=12)
     replays = EagerReplays.of(engine, size=4)
     prompts = (8, 2, 4)
     requests = [replace(case.request(number, prompt), max_tokens=4) for number, prompt in enumerate(prompts)]
-    assert serve(engine, requests).tokens() == [case.pool.answers[prompt][:4] for prompt in prompts]
+    assert serve(engine, requests).tokens() == [case.pool.outputs[prompt][:4] for prompt in prompts]
     assert replays.count > 0
 
 
-# -- many
+# -- load
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_a_thousand_requests_with_random_cancels(prefix_cache: bool) -> None:
+def test_thousand_requests_with_random_cancels(prefix_cache: bool) -> None:
     draw = random.Random(5)
     engine = engine_for(
-        stack_of(config_of(LLAMA, None)),
+        served_model_for(config_of(LLAMA, None)),
         blocks=90,
         block_tokens=4,
         max_batch_size=32,
@@ -177,14 +176,14 @@ def test_a_thousand_requests_with_random_cancels(prefix_cache: bool) -> None:
     requests = []
     for number in range(1000):
         prompt = [*begin[: draw.choice((0, 5, 12))], *(draw.randrange(97) for _ in range(draw.randint(1, 12)))]
-        requests.append(Request(number=number, prompt=prompt, max_tokens=draw.randint(1, 10)))
+        requests.append(Request(request_id=number, prompt=prompt, max_tokens=draw.randint(1, 10)))
     arrivals = {number: number // 8 for number in range(1000)}
     cancels = {number: arrivals[number] + draw.randint(0, 30) for number in draw.sample(range(1000), 300)}
-    heard = serve(engine, requests, arrivals, cancels)
-    finishes = [heard.answers[number].finish for number in range(1000)]
+    collector = serve(engine, requests, arrivals, cancels)
+    finishes = [collector.outputs[number].finish_reason for number in range(1000)]
     assert 30 < finishes.count("cancelled") < 300
     for request, finish in zip(requests, finishes, strict=True):
         if finish != "cancelled":
             assert finish == "length"
-            assert len(heard.answers[request.number].tokens) == request.max_tokens
+            assert len(collector.outputs[request.request_id].token_ids) == request.max_tokens
     check_idle(engine)

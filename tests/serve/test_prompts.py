@@ -1,4 +1,4 @@
-"""What is asked: lengths as distributed, tokens never alike, dataset files checked line by line."""
+"""Length distributions, unique synthetic prompts, and validation of dataset files."""
 
 import json
 import statistics
@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from llmb.config.spec import Inference, Model
 from llmb.errors import ConfigError
-from llmb.serve.benchmark.prompts import Draw, Terms, measured_prompts, read_dataset, terms_of
+from llmb.serve.benchmark.prompts import ModelInfo, PromptSampler, measured_prompts, model_info, read_dataset
 
 MODEL = Model(name="m", architecture="llama", layers=1, hidden=8, ffn=8, heads=1, kv_heads=1, head_dim=8, vocab=100)
 
 
 def work(**changes) -> Inference:
-    asked = {
+    fields = {
         "mode": "max_throughput",
         "use_case": "chat",
         "isl": 20,
@@ -26,23 +26,23 @@ def work(**changes) -> Inference:
         "kv_fraction": 0.5,
         "num_requests": 12,
     }
-    return Inference(**asked | changes)
+    return Inference(**fields | changes)
 
 
-TERMS = Terms(100)
+INFO = ModelInfo(100)
 
 
-def drawn(terms: Terms = TERMS, **changes):
-    asked = work(**changes)
-    return measured_prompts(asked, terms, Draw(asked.seed, terms))
+def sampled_prompts(info: ModelInfo = INFO, **changes):
+    fields = work(**changes)
+    return measured_prompts(fields, info, PromptSampler(fields.seed, info))
 
 
 @pytest.mark.parametrize(
     ("lengths", "isl", "osl"),
     [("fixed", (20, 20), (10, 10)), ("uniform", (15, 25), (7, 13)), ("normal", (1, 60), (1, 40))],
 )
-def test_lengths_lie_where_the_distribution_says(lengths: str, isl: tuple, osl: tuple) -> None:
-    prompts = drawn(lengths=lengths, isl_spread=5.0, osl_spread=3.0, num_requests=2000)
+def test_length_distributions(lengths: str, isl: tuple, osl: tuple) -> None:
+    prompts = sampled_prompts(lengths=lengths, isl_spread=5.0, osl_spread=3.0, num_requests=2000)
     inputs, outputs = [len(p.tokens) for p in prompts], [p.output_tokens for p in prompts]
     assert isl[0] <= min(inputs) <= max(inputs) <= isl[1]
     assert osl[0] <= min(outputs) <= max(outputs) <= osl[1]
@@ -61,10 +61,10 @@ def test_lengths_lie_where_the_distribution_says(lengths: str, isl: tuple, osl: 
     seed=st.integers(0, 2**32),
     eos=st.frozensets(st.integers(0, 119), max_size=5),
 )
-def test_prompts_are_never_empty_nor_out_of_range_and_follow_from_the_seed(isl, spread, kind, seed, eos) -> None:
-    terms = Terms(100, eos=eos)
+def test_prompts_are_valid_and_reproducible(isl, spread, kind, seed, eos) -> None:
+    info = ModelInfo(100, eos=eos)
     first, again = (
-        drawn(terms, isl=isl, lengths=kind, isl_spread=spread, osl_spread=spread, seed=seed) for _ in range(2)
+        sampled_prompts(info, isl=isl, lengths=kind, isl_spread=spread, osl_spread=spread, seed=seed) for _ in range(2)
     )
     assert first == again
     for prompt in first:
@@ -73,20 +73,20 @@ def test_prompts_are_never_empty_nor_out_of_range_and_follow_from_the_seed(isl, 
         assert all(0 <= token < 100 and token not in eos for token in prompt.tokens)
 
 
-def test_every_token_but_the_end_is_drawn() -> None:
-    prompts = drawn(Terms(7, eos=frozenset({0, 3, 4})), isl=400)
+def test_every_token_but_eos_is_sampled() -> None:
+    prompts = sampled_prompts(ModelInfo(7, eos=frozenset({0, 3, 4})), isl=400)
     assert {token for prompt in prompts for token in prompt.tokens} == {1, 2, 5, 6}
 
 
-def test_no_prompt_comes_twice_while_there_are_others() -> None:
-    draw = Draw(1, Terms(10))
+def test_prompts_are_unique_while_possible() -> None:
+    draw = PromptSampler(1, ModelInfo(10))
     prompts = draw.prompts([(2, 1)] * 60) + draw.prompts([(2, 1)] * 20)
     assert len({tuple(p.tokens) for p in prompts}) == 80
-    assert len(Draw(1, Terms(2)).prompts([(1, 1)] * 5)) == 5  # there are only two
+    assert len(PromptSampler(1, ModelInfo(2)).prompts([(1, 1)] * 5)) == 5  # there are only two
 
 
-def test_other_seeds_give_other_prompts() -> None:
-    assert drawn(seed=1) != drawn(seed=2)
+def test_prompts_depend_on_seed() -> None:
+    assert sampled_prompts(seed=1) != sampled_prompts(seed=2)
 
 
 def dataset(tmp_path, *lines):
@@ -95,17 +95,17 @@ def dataset(tmp_path, *lines):
     return path
 
 
-def test_a_dataset_in_token_ids(tmp_path) -> None:
+def test_dataset_of_token_ids(tmp_path) -> None:
     path = dataset(
         tmp_path,
         {"task_id": 0, "input_ids": [1, 2, 3], "output_tokens": 5},
         "",
         {"task_id": 1, "input_ids": [99], "output_tokens": 1, "lora_request": None},
     )
-    prompts = read_dataset(path, Terms(100))
+    prompts = read_dataset(path, ModelInfo(100))
     assert [(list(p.tokens), p.output_tokens) for p in prompts] == [([1, 2, 3], 5), ([99], 1)]
-    assert len(drawn(dataset=str(path))) == 2  # fewer than asked for
-    assert len(drawn(dataset=str(path), num_requests=1)) == 1
+    assert len(sampled_prompts(dataset=str(path))) == 2  # fewer than num_requests
+    assert len(sampled_prompts(dataset=str(path), num_requests=1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -125,29 +125,29 @@ def test_a_dataset_in_token_ids(tmp_path) -> None:
         ({"prompt": "hello", "output_tokens": 3}, "a text needs a tokenizer, and random weights have none"),
     ],
 )
-def test_a_wrong_line_is_named_with_its_reason(tmp_path, line, reason: str) -> None:
+def test_invalid_line_is_named_with_its_reason(tmp_path, line, reason: str) -> None:
     path = dataset(tmp_path, {"input_ids": [1], "output_tokens": 1}, line)
     with pytest.raises(ConfigError) as caught:
-        read_dataset(path, Terms(100))
+        read_dataset(path, ModelInfo(100))
     assert str(caught.value).startswith(f"{path} line 2: ")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_cannot_be_read(tmp_path) -> None:
+def test_unreadable_datasets(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the dataset .*: No such file"):
-        read_dataset(tmp_path / "none.jsonl", Terms(100))
+        read_dataset(tmp_path / "none.jsonl", ModelInfo(100))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not text"):
-        read_dataset(tmp_path / "binary", Terms(100))
+        read_dataset(tmp_path / "binary", ModelInfo(100))
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
-        drawn(dataset=str(tmp_path / "empty"))
+        sampled_prompts(dataset=str(tmp_path / "empty"))
 
 
 @pytest.fixture
 def weights(tmp_path):
-    """A folder such as weights are published in, without the weights."""
+    """A Hugging Face folder without the weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {word: number for number, word in enumerate(("<unk>", "a", "b", "c", "<end>"))}
@@ -158,25 +158,25 @@ def weights(tmp_path):
     return tmp_path
 
 
-def test_texts_go_through_the_tokenizer_of_the_weights(tmp_path, weights) -> None:
+def test_texts_are_tokenized(tmp_path, weights) -> None:
     path = dataset(tmp_path, {"task_id": 0, "prompt": "c a b x", "output_tokens": 2})
-    (prompt,) = read_dataset(path, terms_of(MODEL, str(weights)))
+    (prompt,) = read_dataset(path, model_info(MODEL, str(weights)))
     assert list(prompt.tokens) == [3, 1, 2, 0]
     (weights / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"line 1: .* is no tokenizer"):
-        read_dataset(path, terms_of(MODEL, str(weights)))
+    with pytest.raises(ConfigError, match=r"line 1: .* is not a tokenizer"):
+        read_dataset(path, model_info(MODEL, str(weights)))
     (weights / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"line 1: a text needs a tokenizer, and .*tokenizer.json does not exist"):
-        read_dataset(path, terms_of(MODEL, str(weights)))
+        read_dataset(path, model_info(MODEL, str(weights)))
 
 
-def test_what_is_longer_than_the_context_is_refused(tmp_path, weights) -> None:
-    terms = terms_of(MODEL, str(weights))
-    assert terms.eos == {4, 7}
+def test_request_longer_than_context_is_refused(tmp_path, weights) -> None:
+    info = model_info(MODEL, str(weights))
+    assert info.eos == {4, 7}
     path = dataset(tmp_path, *({"input_ids": [1] * n, "output_tokens": 4} for n in (8, 9)))
     with pytest.raises(ConfigError) as caught:
-        drawn(terms, dataset=str(path))
+        sampled_prompts(info, dataset=str(path))
     assert f"{path}: request 2 has 9 + 4 tokens, more than the 12 of the model's context" in str(caught.value)
     with pytest.raises(ConfigError, match="isl=20, osl=10, lengths=fixed: request 1 has 20"):
-        drawn(terms)
-    assert terms_of(MODEL, None) == Terms(100)
+        sampled_prompts(info)
+    assert model_info(MODEL, None) == ModelInfo(100)

@@ -1,234 +1,240 @@
 import pytest
 
 from llmb.errors import ConfigError
-from llmb.serve.admission import Outlook
+from llmb.serve.admission import AdmissionCheck, SchedulerLimits
 from llmb.serve.block_pool import BlockPool
 from llmb.serve.request import Request
 from llmb.serve.scheduler import Scheduler
-from llmb.serve.step_batch import Plan
-from llmb.serve.step_limits import Limits
+from llmb.serve.step_batch import StepBatch
 
 
-def make(blocks=100, block_tokens=4, prefix_cache=False, chain=True, depth=1, **limits) -> Scheduler:
-    limits = Limits(**{"max_batch_size": 8, "max_num_tokens": 32, "max_length": 1000, **limits})
-    return Scheduler(BlockPool(blocks, block_tokens, prefix_cache), limits, chain=chain, depth=depth)
+def make(blocks=100, block_tokens=4, prefix_cache=False, async_scheduling=True, depth=1, **limits) -> Scheduler:
+    limits = SchedulerLimits(**{"max_batch_size": 8, "max_num_tokens": 32, "max_seq_len": 1000, **limits})
+    return Scheduler(
+        BlockPool(blocks, block_tokens, prefix_cache), limits, async_scheduling=async_scheduling, depth=depth
+    )
 
 
 def submit(scheduler: Scheduler, *lengths: tuple[int, int], **request) -> None:
-    """Requests 0, 1, 2 ... of (prompt, answer) tokens; prompts differ from their first token on."""
-    for number, (prompt, answer) in enumerate(lengths):
+    """Submit requests 0, 1, 2 ... of (input, output) tokens; prompts differ from the first token on."""
+    for number, (prompt, output) in enumerate(lengths):
         tokens = [number] * prompt
-        scheduler.submit(Request(number=number, prompt=tokens, max_tokens=answer, **request))
+        scheduler.submit(Request(request_id=number, prompt=tokens, max_tokens=output, **request))
 
 
-def shape(plan: Plan) -> list[tuple[int, int, int, bool]]:
-    """(number, start, count, samples) of each part."""
-    return [(part.sequence.request.number, part.start, part.count, part.samples) for part in plan.parts]
+def shape(batch: StepBatch) -> list[tuple[int, int, int, bool]]:
+    """Return (request_id, start, num_tokens, samples) of each chunk."""
+    return [(chunk.sequence.request.request_id, chunk.start, chunk.num_tokens, chunk.samples) for chunk in batch.chunks]
 
 
-def read(scheduler: Scheduler, plan: Plan, token: int = 50) -> list[int]:
-    """Take a step in which every token is the same; gives the numbers of those that ended."""
-    return [sequence.request.number for sequence in scheduler.took(plan, [token] * len(plan.sampling))]
+def read(scheduler: Scheduler, batch: StepBatch, token: int = 50) -> list[int]:
+    """Read a step whose tokens are all the same; return the ids of the finished requests."""
+    return [
+        sequence.request.request_id
+        for sequence in scheduler.update_from_output(batch, [token] * len(batch.sampling_chunks))
+    ]
 
 
 @pytest.fixture
 def blind(monkeypatch):
-    """Admission without foresight, so that preemption has something to do."""
-    monkeypatch.setattr(Outlook, "admits", lambda self, sequence: True)
+    """Disable the admission check, so that sequences are preempted."""
+    monkeypatch.setattr(AdmissionCheck, "try_admit", lambda self, sequence: True)
 
 
-def test_decodes_come_first_then_chunks_within_the_budget():
+def test_decodes_come_before_prefill_chunks():
     scheduler = make(max_num_tokens=10)
     submit(scheduler, (3, 9), (12, 9), (5, 9))
-    assert shape(scheduler.plan()) == [(0, 0, 3, True), (1, 0, 7, False)]
-    second = shape(scheduler.plan())
-    assert second == [(0, 3, 1, True), (1, 7, 5, True)], "what fits whole into the next step is not cut for this one"
-    assert shape(scheduler.plan()) == [(0, 4, 1, True), (1, 12, 1, True), (2, 0, 5, True)]
+    assert shape(scheduler.schedule()) == [(0, 0, 3, True), (1, 0, 7, False)]
+    second = shape(scheduler.schedule())
+    assert second == [(0, 3, 1, True), (1, 7, 5, True)], (
+        "a prompt that fits into the next step is not chunked for this one"
+    )
+    assert shape(scheduler.schedule()) == [(0, 4, 1, True), (1, 12, 1, True), (2, 0, 5, True)]
 
 
-def test_a_prompt_that_no_step_takes_whole_is_cut_at_once():
+def test_prompt_longer_than_a_step_is_chunked_immediately():
     scheduler = make(max_num_tokens=10)
     submit(scheduler, (3, 9), (11, 9))
-    assert shape(scheduler.plan()) == [(0, 0, 3, True), (1, 0, 7, False)]
+    assert shape(scheduler.schedule()) == [(0, 0, 3, True), (1, 0, 7, False)]
 
 
-def test_without_chunks_a_prompt_waits_for_a_step_that_takes_it_whole():
+def test_without_chunked_prefill_a_prompt_waits_for_a_whole_step():
     scheduler = make(max_num_tokens=10, chunked_prefill=False)
     submit(scheduler, (3, 2), (8, 9), (1, 9))
-    assert shape(scheduler.plan()) == [(0, 0, 3, True)]  # nor may the short one overtake
-    assert shape(scheduler.plan()) == [(0, 3, 1, True), (1, 0, 8, True), (2, 0, 1, True)]
+    assert shape(scheduler.schedule()) == [(0, 0, 3, True)]  # the short one must not overtake
+    assert shape(scheduler.schedule()) == [(0, 3, 1, True), (1, 0, 8, True), (2, 0, 1, True)]
 
 
-def test_a_batch_has_no_more_sequences_than_slots():
+def test_batch_size_is_limited_by_slots():
     scheduler = make(max_batch_size=2)
     submit(scheduler, (1, 1), (1, 3), (1, 1))
-    first = scheduler.plan()
-    assert [part.sequence.slot for part in first.parts] == [0, 1]
-    second = scheduler.plan()
+    first = scheduler.schedule()
+    assert [chunk.sequence.slot for chunk in first.chunks] == [0, 1]
+    second = scheduler.schedule()
     assert shape(second) == [(1, 1, 1, True)]
     assert read(scheduler, first) == [0]
-    third = scheduler.plan()
+    third = scheduler.schedule()
     assert shape(third) == [(1, 2, 1, True), (2, 0, 1, True)]
-    assert third.parts[1].sequence.slot == 0
+    assert third.chunks[1].sequence.slot == 0
 
 
-def test_nothing_is_planned_beyond_the_limit_of_an_answer():
+def test_nothing_is_scheduled_beyond_max_tokens():
     scheduler = make()
     submit(scheduler, (4, 2))
-    first, second = scheduler.plan(), scheduler.plan()
+    first, second = scheduler.schedule(), scheduler.schedule()
     assert [shape(first), shape(second)] == [[(0, 0, 4, True)], [(0, 4, 1, True)]]
-    assert scheduler.plan() == Plan()
+    assert scheduler.schedule() == StepBatch()
     assert read(scheduler, first) == []
-    assert scheduler.plan() == Plan()
+    assert scheduler.schedule() == StepBatch()
     assert read(scheduler, second) == [0]
-    assert not scheduler.busy
+    assert not scheduler.has_unfinished_requests
 
 
-def test_what_was_computed_after_a_stop_is_dropped():
+def test_tokens_after_a_stop_are_dropped():
     scheduler = make()
     submit(scheduler, (4, 9), eos=frozenset({50}))
-    first, second = scheduler.plan(), scheduler.plan()
-    sequence = first.parts[0].sequence
+    first, second = scheduler.schedule(), scheduler.schedule()
+    sequence = first.chunks[0].sequence
     assert read(scheduler, first) == [0]
-    assert scheduler.pool.used == 0
+    assert scheduler.pool.num_used == 0
     assert read(scheduler, second) == []
-    assert (sequence.tokens[4:], sequence.finish) == ([50], "stop")
+    assert (sequence.token_ids[4:], sequence.finish_reason) == ([50], "stop")
 
 
-def test_the_last_admitted_is_preempted_and_returns_to_the_front(blind):
-    """Three sequences fill the pool; as the first two need more blocks, the third and then the second give way."""
+def test_last_admitted_is_preempted_to_the_front_of_the_queue(blind):
+    """Three sequences fill the pool; as the first two need more blocks, the third and then the second are preempted."""
     scheduler = make(blocks=4, block_tokens=2)
     submit(scheduler, (2, 6), (2, 6), (3, 6), (1, 1))
-    first = scheduler.plan()
+    first = scheduler.schedule()
     assert shape(first) == [(0, 0, 2, True), (1, 0, 2, True), (2, 0, 3, True)]
-    second = scheduler.plan()
+    second = scheduler.schedule()
     assert shape(second) == [(0, 2, 1, True), (1, 2, 1, True)]
     assert list(scheduler.waiting) == [2, 3]
-    third = scheduler.plan()
+    third = scheduler.schedule()
     assert shape(third) == [(0, 3, 1, True), (1, 3, 1, True)]
-    fourth = scheduler.plan()
+    fourth = scheduler.schedule()
     assert shape(fourth) == [(0, 4, 1, True)]
     assert list(scheduler.waiting) == [1, 2, 3]
     victim = scheduler.waiting[1]
-    assert (victim.slot, victim.blocks, victim.computed, victim.pending) == (None, [], 0, 3)
+    assert (victim.slot, victim.block_ids, victim.num_computed_tokens, victim.num_pending_tokens) == (None, [], 0, 3)
 
 
-def test_a_preempted_sequence_waits_for_its_unread_tokens_and_goes_on_with_them(blind):
+def test_preempted_sequence_resumes_with_its_pending_tokens(blind):
     scheduler = make(blocks=3, block_tokens=2)
     submit(scheduler, (2, 3), (2, 3))
-    first, second = scheduler.plan(), scheduler.plan()
+    first, second = scheduler.schedule(), scheduler.schedule()
     assert shape(second) == [(0, 2, 1, True)]
     scheduler.cancel(0)
-    assert scheduler.plan() == Plan()  # there is room for the other now, but its token is still on the device
+    assert scheduler.schedule() == StepBatch()  # there are free blocks for the other, but its token is pending
     read(scheduler, first)
-    assert shape(scheduler.plan()) == [(1, 0, 3, True)]
-    assert scheduler.running[1].tokens == [1, 1, 50]
+    assert shape(scheduler.schedule()) == [(1, 0, 3, True)]
+    assert scheduler.running[1].token_ids == [1, 1, 50]
 
 
-def test_what_is_preempted_does_not_come_back_in_the_same_step(blind):
+def test_preempted_sequence_is_not_readmitted_in_the_same_step(blind):
     scheduler = make(blocks=5, block_tokens=2, max_num_tokens=3)
     submit(scheduler, (2, 6), (9, 1))
     for _ in range(3):
-        scheduler.plan()
-    assert (scheduler.running[1].computed, scheduler.pool.free) == (5, 0)
-    assert shape(scheduler.plan()) == [(0, 4, 1, True)]
+        scheduler.schedule()
+    assert (scheduler.running[1].num_computed_tokens, scheduler.pool.num_free) == (5, 0)
+    assert shape(scheduler.schedule()) == [(0, 4, 1, True)]
     assert list(scheduler.waiting) == [1]
-    assert scheduler.pool.free == 2
+    assert scheduler.pool.num_free == 2
 
 
-def test_a_prompt_that_an_older_one_preempts_is_not_computed_on(blind):
-    scheduler = make(blocks=4, block_tokens=2, max_num_tokens=4, chain=False, depth=2)
+def test_preempted_prefill_is_not_scheduled(blind):
+    scheduler = make(blocks=4, block_tokens=2, max_num_tokens=4, async_scheduling=False, depth=2)
     submit(scheduler, (5, 1), (6, 1))
-    plans = [scheduler.plan(), scheduler.plan()]
-    assert [shape(plan) for plan in plans] == [[(0, 0, 4, False)], [(1, 0, 4, False)]]
-    for plan in plans:
-        read(scheduler, plan)
-    assert shape(scheduler.plan()) == [(0, 4, 1, True)]
+    batches = [scheduler.schedule(), scheduler.schedule()]
+    assert [shape(batch) for batch in batches] == [[(0, 0, 4, False)], [(1, 0, 4, False)]]
+    for batch in batches:
+        read(scheduler, batch)
+    assert shape(scheduler.schedule()) == [(0, 4, 1, True)]
     assert list(scheduler.waiting) == [1]
 
 
-def test_a_preempted_chunk_is_read_before_its_sequence_begins_again(blind):
-    scheduler = make(blocks=2, block_tokens=2, max_num_tokens=2, chain=False, depth=2)
+def test_preempted_chunk_is_read_before_its_sequence_restarts(blind):
+    scheduler = make(blocks=2, block_tokens=2, max_num_tokens=2, async_scheduling=False, depth=2)
     submit(scheduler, (2, 2), (3, 1))
-    first, second = scheduler.plan(), scheduler.plan()
+    first, second = scheduler.schedule(), scheduler.schedule()
     assert shape(second) == [(1, 0, 2, False)]
     read(scheduler, first)
-    assert shape(scheduler.plan()) == [(0, 2, 1, True)]
+    assert shape(scheduler.schedule()) == [(0, 2, 1, True)]
     scheduler.cancel(0)
-    assert scheduler.plan() == Plan()
+    assert scheduler.schedule() == StepBatch()
     read(scheduler, second)
-    assert shape(scheduler.plan()) == [(1, 0, 2, False)]
+    assert shape(scheduler.schedule()) == [(1, 0, 2, False)]
 
 
-def test_a_preempted_sequence_may_end_in_the_queue(blind):
+def test_preempted_sequence_may_finish_in_the_queue(blind):
     scheduler = make(blocks=3, block_tokens=2)
     submit(scheduler, (2, 3), (2, 3), eos=frozenset({50}))
-    first, _ = scheduler.plan(), scheduler.plan()
+    first, _ = scheduler.schedule(), scheduler.schedule()
     assert list(scheduler.waiting) == [1]
     assert read(scheduler, first) == [0, 1]
-    assert not scheduler.busy
-    assert scheduler.pool.used == 0
+    assert not scheduler.has_unfinished_requests
+    assert scheduler.pool.num_used == 0
 
 
-def test_without_chaining_the_sequences_take_turns():
-    scheduler = make(chain=False, depth=2)
+def test_without_async_scheduling_decodes_alternate():
+    scheduler = make(async_scheduling=False, depth=2)
     submit(scheduler, *[(2, 5)] * 5)
-    prompts = scheduler.plan()
-    assert len(prompts.parts) == 5
-    assert scheduler.plan() == Plan()
+    prompts = scheduler.schedule()
+    assert len(prompts.chunks) == 5
+    assert scheduler.schedule() == StepBatch()
     read(scheduler, prompts)
-    one, other = scheduler.plan(), scheduler.plan()
-    assert [part[0] for part in shape(one)] == [0, 1, 2]
-    assert [part[0] for part in shape(other)] == [3, 4]
-    assert scheduler.plan() == Plan()
-    read(scheduler, one)
-    assert shape(scheduler.plan()) == [(number, 3, 1, True) for number in (0, 1, 2)]
+    batch_a, batch_b = scheduler.schedule(), scheduler.schedule()
+    assert [chunk[0] for chunk in shape(batch_a)] == [0, 1, 2]
+    assert [chunk[0] for chunk in shape(batch_b)] == [3, 4]
+    assert scheduler.schedule() == StepBatch()
+    read(scheduler, batch_a)
+    assert shape(scheduler.schedule()) == [(number, 3, 1, True) for number in (0, 1, 2)]
 
 
-def test_without_chaining_the_chunks_of_a_prompt_wait_for_one_another():
-    scheduler = make(chain=False, depth=2, max_num_tokens=4)
+def test_without_async_scheduling_chunks_wait_for_one_another():
+    scheduler = make(async_scheduling=False, depth=2, max_num_tokens=4)
     submit(scheduler, (6, 1), (3, 1))
-    first, second = scheduler.plan(), scheduler.plan()
+    first, second = scheduler.schedule(), scheduler.schedule()
     assert shape(first) == [(0, 0, 4, False)]
     assert shape(second) == [(1, 0, 3, True)]
-    assert scheduler.plan() == Plan()
+    assert scheduler.schedule() == StepBatch()
     read(scheduler, first)
-    assert shape(scheduler.plan()) == [(0, 4, 2, True)]
+    assert shape(scheduler.schedule()) == [(0, 4, 2, True)]
 
 
-def test_a_prefix_hit_is_never_the_whole_sequence():
+def test_prefix_hit_is_never_the_whole_sequence():
     scheduler = make(prefix_cache=True)
     submit(scheduler, (8, 1))
-    read(scheduler, scheduler.plan())
+    read(scheduler, scheduler.schedule())
     submit(scheduler, (8, 1))
-    assert shape(scheduler.plan()) == [(0, 4, 4, True)]
+    assert shape(scheduler.schedule()) == [(0, 4, 4, True)]
 
 
-def test_equal_schedulers_decide_alike():
-    plans = []
+def test_scheduling_is_deterministic():
+    batches = []
     for _ in range(2):
         scheduler = make(blocks=12, max_num_tokens=9, prefix_cache=True)
         submit(scheduler, *[(3 + number, 12) for number in range(9)], eos=frozenset({7}))
         scheduler.cancel(4)
         history = []
-        while scheduler.busy:
-            plan = scheduler.plan()
-            history.append((shape(plan), [(part.sequence.slot, *part.sequence.blocks) for part in plan.parts]))
-            read(scheduler, plan, token=len(history) % 13)
-        plans.append(history)
-    assert plans[0] == plans[1]
+        while scheduler.has_unfinished_requests:
+            batch = scheduler.schedule()
+            history.append((shape(batch), [(chunk.sequence.slot, *chunk.sequence.block_ids) for chunk in batch.chunks]))
+            read(scheduler, batch, token=len(history) % 13)
+        batches.append(history)
+    assert batches[0] == batches[1]
 
 
-def test_a_number_is_used_once_at_a_time():
+def test_duplicate_request_id_is_refused():
     scheduler = make()
     submit(scheduler, (1, 1))
-    with pytest.raises(ConfigError, match="request 0 is already under way"):
+    with pytest.raises(ConfigError, match="request 0 is not finished yet"):
         submit(scheduler, (1, 1))
 
 
-def test_what_does_not_fit_is_refused_and_leaves_no_trace():
+def test_refused_request_leaves_no_state():
     scheduler = make(blocks=2)
     with pytest.raises(ConfigError, match="need 3 blocks of 4 tokens"):
         submit(scheduler, (5, 5))
-    assert not scheduler.busy
+    assert not scheduler.has_unfinished_requests
     assert scheduler.cancel(0) is None

@@ -1,4 +1,4 @@
-"""`python -m llmb.serve config.json` as a user or a scheduler starts it."""
+"""`python -m llmb.serve config.json` as a user or Slurm starts it."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def start(config, *interpreter: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, "incomplete"), (signal.SIGUSR1, "timeout")])
-def test_an_interrupted_run_ends_with_a_name(tmp_path, number: signal.Signals, status: str) -> None:
+def test_interrupted_run_records_the_signal(tmp_path, number: signal.Signals, status: str) -> None:
     config = write_config(tmp_path / "run", num_requests=10**5)
     process, done = start(config), Served(tmp_path / "run")
     deadline = time.monotonic() + 60
@@ -39,12 +39,12 @@ def test_an_interrupted_run_ends_with_a_name(tmp_path, number: signal.Signals, s
     assert err == f"llmb.serve: {ended.reason}\n"
 
 
-def test_a_wrong_file_is_one_line_and_needs_no_torch(tmp_path) -> None:
+def test_invalid_config_is_one_line_and_needs_no_torch(tmp_path) -> None:
     config = write_config(tmp_path / "run")
     config.write_text(config.read_text().replace('"isl"', '"ils"'))
     _, err = (process := start(config, "-X", "importtime")).communicate(timeout=60)
-    said = [line for line in err.splitlines() if not line.startswith("import time:")]
+    lines = [line for line in err.splitlines() if not line.startswith("import time:")]
     assert process.returncode == 1
-    assert len(said) == 1
-    assert "unknown field in config.json.workload: 'ils' (did you mean isl?)" in said[0]
+    assert len(lines) == 1
+    assert "unknown field in config.json.workload: 'ils' (did you mean isl?)" in lines[0]
     assert "torch" not in err

@@ -1,4 +1,4 @@
-"""The benchmark end to end on a small Llama: what it records is what was asked for."""
+"""The benchmark end to end on a small Llama: recorded events match the configuration."""
 
 import gzip
 import json
@@ -9,23 +9,23 @@ import torch
 from small_serving import CONFIG, served
 
 from llmb.events import RunStarted
-from llmb.perfmodel.flops import parameters
+from llmb.perfmodel.params import parameters
 from llmb.serve.benchmark import serving_benchmark
 
 
 @pytest.fixture
 def serve(tmp_path):
-    """Serves the changed configuration in a run folder of its own."""
+    """Serve the changed configuration in its own run folder."""
     return lambda **changes: served(tmp_path / f"run {len(list(tmp_path.iterdir()))}", **changes)
 
 
-def test_a_run_records_every_request_and_its_warm_up_apart(serve, capsys) -> None:
+def test_run_records_requests_and_warmup(serve, capsys) -> None:
     done = serve()
     assert (done.code, done.ended().status, done.ended().reason) == (0, "ok", None)
     assert isinstance(done.events()[0], RunStarted)
     measured, warmup = done.requests(), done.requests(warmup=True)
     assert [r.request for r in measured] == list(range(9))
-    assert [r.request for r in warmup] == list(range(4))  # as many as are in flight
+    assert [r.request for r in warmup] == list(range(4))  # the concurrency
     for r in (*measured, *warmup):
         assert (r.input_tokens, r.output_tokens, r.requested_tokens, r.finish) == (12, 6, 6, "length")
         assert len(r.token_times) == 6
@@ -37,7 +37,7 @@ def test_a_run_records_every_request_and_its_warm_up_apart(serve, capsys) -> Non
     facts = done.facts()
     assert (facts.requests, facts.warmup_requests, facts.block_tokens) == (9, 4, 16)
     assert facts.kv_blocks == done.samples()[-1].blocks
-    assert facts.weight_bytes == 4 * (parameters(CONFIG.model) + 8)  # with the frequencies of 16 rotated channels
+    assert facts.weight_bytes == 4 * (parameters(CONFIG.model) + 8)  # with the RoPE frequencies of 16 channels
     assert facts.cache_bytes == facts.kv_blocks * 16 * 2 * 2 * 2 * 16 * 4  # tokens, layers, k and v, heads, width, fp32
     assert (facts.dequantised, facts.weights_note, facts.graph_batches) == (False, None, ())
     assert facts.warmup_s > 0
@@ -48,43 +48,43 @@ def test_a_run_records_every_request_and_its_warm_up_apart(serve, capsys) -> Non
     assert re.search(r"^measured [\d.]+ s: 9/9 requests", out, re.M)
 
 
-def in_flight(requests: list) -> int:
-    """The most requests that had arrived and not ended at any moment."""
-    return max(sum(one.arrival <= other.arrival < one.end for one in requests) for other in requests)
+def peak_concurrency(requests: list) -> int:
+    """Return the peak number of requests that had arrived and not ended."""
+    return max(sum(r.arrival <= at.arrival < r.end for r in requests) for at in requests)
 
 
-def test_all_at_once_and_so_many_in_flight(serve) -> None:
+def test_unlimited_and_limited_concurrency(serve) -> None:
     at_once = serve(concurrency=100).requests()
     assert {r.arrival for r in at_once} == {0.0}
-    assert in_flight(at_once) == 9
+    assert peak_concurrency(at_once) == 9
     closed = serve(concurrency=2).requests()
     assert [r.arrival for r in closed[:2]] == [0.0, 0.0]
     assert {r.arrival for r in closed[2:]} <= {r.end for r in closed}
-    assert in_flight(closed) == 2
+    assert peak_concurrency(closed) == 2
 
 
-def test_without_streaming_only_the_end_is_known(serve) -> None:
+def test_without_streaming_only_the_end_is_recorded(serve) -> None:
     for r in serve(streaming=False).requests():
         assert (r.first_token, r.token_times, r.output_tokens) == (None, (), 6)
         assert r.end > r.arrival
 
 
-def test_lengths_vary_as_asked_and_answers_have_them(serve) -> None:
-    found = serve(lengths="uniform", isl_spread=6.0, osl_spread=4.0, num_requests=20).requests()
-    assert all(6 <= r.input_tokens <= 18 and 2 <= r.output_tokens == r.requested_tokens <= 10 for r in found)
-    assert len({r.input_tokens for r in found}) > 3
+def test_length_distribution_of_requests_and_outputs(serve) -> None:
+    requests = serve(lengths="uniform", isl_spread=6.0, osl_spread=4.0, num_requests=20).requests()
+    assert all(6 <= r.input_tokens <= 18 and 2 <= r.output_tokens == r.requested_tokens <= 10 for r in requests)
+    assert len({r.input_tokens for r in requests}) > 3
 
 
-def test_warm_up_is_as_long_as_it_is_told_to_be_and_cut_where_steps_are_alike(serve) -> None:
+def test_warmup_requests_and_output_lengths(serve) -> None:
     none = serve(warmup_requests=0)
     assert none.requests(warmup=True) == []
     assert (none.facts().warmup_requests, none.facts().warmup_s) == (0, None)
     long = serve(warmup_requests=2, osl=60, num_requests=2)
-    assert [r.output_tokens for r in long.requests(warmup=True)] == [33, 33]  # one step to begin both, and 32 more
+    assert [r.output_tokens for r in long.requests(warmup=True)] == [33, 33]  # one prefill step, and 32 more
     assert [r.output_tokens for r in long.requests()] == [60, 60]
 
 
-def test_a_dataset_is_served_as_it_is(serve, tmp_path, capsys) -> None:
+def test_dataset_lengths_are_served(serve, tmp_path, capsys) -> None:
     lengths = [(3, 5), (40, 1), (17, 9)]
     data = tmp_path / "data.jsonl"
     lines = (json.dumps({"task_id": i, "input_ids": [5] * n, "output_tokens": m}) for i, (n, m) in enumerate(lengths))
@@ -106,26 +106,26 @@ def test_a_dataset_is_served_as_it_is(serve, tmp_path, capsys) -> None:
         ({"engine": "trtllm"}, "engine=trtllm: python -m llmb.serve is the native engine"),
         ({"profile": True, "gpu_metrics": True}, "does not run gpu_metrics=true"),
         ({"profile": True, "profile_start": 4, "profile_stop": 4}, "no step is profiled"),
-        ({"gpus": 2, "tp": 2}, "spreads over 2 ranks but 1 started"),
+        ({"gpus": 2, "tp": 2}, "needs 2 ranks but 1 started"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_built(serve, capsys, monkeypatch, changes, reason: str) -> None:
-    monkeypatch.setattr(serving_benchmark, "open_engine", lambda *_, **__: pytest.fail("built"))
+def test_invalid_config_is_refused_before_the_engine_is_built(serve, capsys, monkeypatch, changes, reason: str) -> None:
+    monkeypatch.setattr(serving_benchmark, "build_engine", lambda *_, **__: pytest.fail("built"))
     done = serve(**changes)
     assert (done.code, done.ended().status) == (1, "failed")
     assert reason in done.ended().reason
     assert capsys.readouterr() == ("", f"llmb.serve: {done.ended().reason}\n")
 
 
-def test_a_cache_too_small_for_a_request_is_named_with_what_would_do(serve) -> None:
+def test_too_small_cache_is_refused_with_advice(serve) -> None:
     reason = serve(kv_fraction=1e-9, isl=60).ended().reason
     assert reason.startswith("the KV cache of 16 tokens is too small for a request of 60+6: one request of 60+6 tokens")
     assert re.search(r"; KV_CACHE_FRACTION=0\.\d\d would do$", reason)
 
 
-@pytest.mark.parametrize("where", ["open_engine", "Phase"])
+@pytest.mark.parametrize("where", ["build_engine", "BenchmarkPhase"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
-def test_out_of_memory_has_a_name_and_advice(serve, monkeypatch, capsys, where: str, error: Exception) -> None:
+def test_out_of_memory_is_reported_with_advice(serve, monkeypatch, capsys, where: str, error: Exception) -> None:
     def fail(*_, **__):
         raise error
 
@@ -137,14 +137,14 @@ def test_out_of_memory_has_a_name_and_advice(serve, monkeypatch, capsys, where: 
     assert capsys.readouterr().err == f"llmb.serve: {done.ended().reason}\n"
 
 
-def test_an_unforeseen_error_keeps_its_traceback(serve, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(serving_benchmark, "open_engine", lambda *_, **__: 1 / 0)
+def test_unexpected_error_keeps_its_traceback(serve, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(serving_benchmark, "build_engine", lambda *_, **__: 1 / 0)
     done = serve()
     assert (done.code, done.ended().reason) == (2, "ZeroDivisionError: division by zero")
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_profile_leaves_a_trace_of_the_asked_steps(serve, capsys) -> None:
+def test_profile_writes_trace(serve, capsys) -> None:
     done = serve(profile=True, profile_start=1, profile_stop=3)
     assert done.code == 0
     with gzip.open(done.folder / "profile" / "trace.rank0.json.gz") as file:

@@ -1,4 +1,4 @@
-"""Steps of a handful of tokens go a way of their own through a stack: it comes to the same, kernels and all."""
+"""The skinny path of small decode batches equals the usual path, with and without Triton kernels."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from steps import step_inputs
 from torch import Tensor
 from triton_interpreter import interpreter  # noqa: F401  # a fixture
 
-from llmb.config.spec import Experts, Model
+from llmb.config.spec import Model, MoEConfig
 from llmb.serve.layers.served_linear import Format
-from llmb.serve.layers.served_model import How, Stack, build_stack
-from llmb.serve.rank_groups import Group, Ranks
-from llmb.serve.step_batch import Inputs
+from llmb.serve.layers.served_model import ServedModel, ServingDtypes, build_served_model
+from llmb.serve.rank_groups import RankGroup, RankGroups
+from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.weight_source import RandomWeights
 
 CPU = torch.device("cpu")
@@ -25,110 +25,115 @@ GROK = replace(
     architecture="grok1",
     activation="gelu",
     post_norms=True,
-    attention_cap=30.0,
-    experts=Experts(count=4, top_k=2, ffn=32),
+    attn_logit_softcap=30.0,
+    experts=MoEConfig(count=4, top_k=2, ffn=32),
 )
 BLOCKS = ([3, 5, 1, 7], [2, 6], [4], [8, 9, 10])
 LENGTHS = (50, 17, 1, 40)  # with the token of the step
 
 
-def small(model: Model, format: Format = "plain") -> Stack:
-    """With a cache in which older tokens lie already."""
+def small_model(model: Model, format: Format = "plain") -> ServedModel:
+    """Build a model whose KV cache is filled with random numbers."""
     weights = RandomWeights(model, 3, torch.float32, CPU)
-    stack = build_stack(model, weights, How(torch.float32, format, torch.float32), Ranks(CPU))
+    served_model = build_served_model(
+        model, weights, ServingDtypes(torch.float32, format, torch.float32), RankGroups(CPU)
+    )
     generator = torch.Generator().manual_seed(1)
-    for mixer in stack.mixers():
+    for mixer in served_model.mixers():
         mixer.allocate(12, 16, 5, CPU)
         if mixer.bytes_per_token:
             mixer.cache.keys_BGLD.normal_(generator=generator)  # type: ignore[attr-defined]
             mixer.cache.values_BGDL.normal_(generator=generator)  # type: ignore[attr-defined]
-    return stack
+    return served_model
 
 
-def generating(count: int, padding: int = 0) -> Inputs:
-    pieces = [(slot, BLOCKS[slot], LENGTHS[slot] - 1, 1) for slot in range(count)]
-    return step_inputs(pieces, 16, padding)
+def decode_inputs(count: int, padding: int = 0) -> StepInputs:
+    chunks = [(slot, BLOCKS[slot], LENGTHS[slot] - 1, 1) for slot in range(count)]
+    return step_inputs(chunks, 16, padding)
 
 
-def logits(stack: Stack, tokens: list[int], inputs: Inputs) -> Tensor:
-    through = stack.through(stack.embed(torch.tensor(tokens)), inputs)
-    return stack.logits(through, torch.arange(len(tokens)))
+def logits(served_model: ServedModel, tokens: list[int], inputs: StepInputs) -> Tensor:
+    x_NC = served_model.forward(served_model.embed(torch.tensor(tokens)), inputs)
+    return served_model.logits(x_NC, torch.arange(len(tokens)))
 
 
 @pytest.fixture
-def thin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the tensors were on a GPU."""
-    monkeypatch.setattr("llmb.serve.layers.served_model.is_thin", lambda x: 0 < len(x) <= 4)
+def skinny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the skinny path as on a GPU."""
+    monkeypatch.setattr("llmb.serve.layers.served_model.takes_skinny_gemm", lambda x: 0 < len(x) <= 4)
 
 
 @pytest.fixture
 def by_triton(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:  # noqa: F811
-    for module in ("gemm.skinny_gemm", "attention.decode_attention"):
-        monkeypatch.setattr(f"llmb.ops.{module}.takes_triton", lambda _: True)
-    monkeypatch.setattr("llmb.ops.attention.decode_attention_triton.shares_of", lambda *_: 4)
+    monkeypatch.setattr("llmb.ops.dispatch.takes_triton", lambda _: True)
+    monkeypatch.setattr("llmb.ops.attention.decode_attention_triton.num_kv_splits", lambda *_: 4)
 
 
 @pytest.mark.parametrize(("count", "padding"), [(1, 0), (3, 1)])
 @pytest.mark.parametrize("kernels", [True, False])
-def test_a_llama_comes_to_the_same(count, padding, kernels, request):
-    tokens, inputs = [5, 17, 30, 32][: count + padding], generating(count, padding)
-    slow, fast = small(LLAMA), small(LLAMA)
-    usual = logits(slow, tokens, inputs)
-    request.getfixturevalue("thin")
+def test_skinny_path_equals_the_usual_path(count, padding, kernels, request):
+    tokens, inputs = [5, 17, 30, 32][: count + padding], decode_inputs(count, padding)
+    slow, fast = small_model(LLAMA), small_model(LLAMA)
+    expected = logits(slow, tokens, inputs)
+    request.getfixturevalue("skinny")
     if kernels:
         request.getfixturevalue("by_triton")
-    torch.testing.assert_close(logits(fast, tokens, inputs)[:count], usual[:count], rtol=1e-4, atol=1e-4)
-    for ours, theirs in zip(fast.blocks[::2], slow.blocks[::2], strict=True):
+    torch.testing.assert_close(logits(fast, tokens, inputs)[:count], expected[:count], rtol=1e-4, atol=1e-4)
+    for actual, reference in zip(fast.blocks[::2], slow.blocks[::2], strict=True):
         for of in ("keys_BGLD", "values_BGDL"):
             torch.testing.assert_close(
-                getattr(ours.mixer.cache, of), getattr(theirs.mixer.cache, of), rtol=1e-4, atol=1e-5
+                getattr(actual.mixer.cache, of), getattr(reference.mixer.cache, of), rtol=1e-4, atol=1e-5
             )
 
 
 @pytest.mark.parametrize("format", ["fp8_channel", "fp8_tensor"])
-def test_8_bit_weights_meet_plain_activations(format, thin):
-    """Between the stack whose weights were not rounded and the one that rounds activations too."""
-    inputs, tokens = generating(2), [5, 17]
-    found = logits(small(LLAMA, format), tokens, inputs)
-    exact = logits(small(LLAMA), tokens, inputs)
-    assert 0.0 < ((found - exact).norm() / exact.norm()).item() < 0.05
+def test_fp8_weights_with_unquantized_activations(format, skinny):
+    """Only the weights are quantized."""
+    inputs, tokens = decode_inputs(2), [5, 17]
+    actual = logits(small_model(LLAMA, format), tokens, inputs)
+    exact = logits(small_model(LLAMA), tokens, inputs)
+    assert 0.0 < ((actual - exact).norm() / exact.norm()).item() < 0.05
 
 
-def test_blocks_without_a_thin_way_take_the_usual_one(thin):
-    """A model with norms of what its blocks add, and formats that thin products do not know."""
-    assert all(block.thin is None for block in small(GROK).blocks)
-    assert all(block.thin is None for block in small(replace(LLAMA, hidden=128, ffn=128), "fp8_block").blocks)
-    assert all(block.thin is block.mixer for block in small(LLAMA, "fp8_channel").blocks)
+def test_blocks_without_skinny_path(skinny):
+    """Models with post-norms, and formats without a skinny gemm."""
+    assert all(block.skinny_mixer is None for block in small_model(GROK).blocks)
+    assert all(
+        block.skinny_mixer is None for block in small_model(replace(LLAMA, hidden=128, ffn=128), "fp8_block").blocks
+    )
+    assert all(block.skinny_mixer is block.mixer for block in small_model(LLAMA, "fp8_channel").blocks)
 
 
-def test_thin_and_usual_blocks_follow_one_another(thin):
-    """Attention thin, experts not: the stream passes between them."""
-    mixed = replace(LLAMA, architecture="grok1", experts=Experts(count=4, top_k=2, ffn=32))
-    inputs, tokens = generating(3), [5, 17, 30]
-    stack = small(mixed)
-    assert [block.thin is not None for block in stack.blocks] == [True, False, True, False]
-    found = logits(stack, tokens, inputs)
+def test_mixed_skinny_and_usual_blocks(skinny):
+    """Attention has a skinny path, experts have none."""
+    mixed = replace(LLAMA, architecture="grok1", experts=MoEConfig(count=4, top_k=2, ffn=32))
+    inputs, tokens = decode_inputs(3), [5, 17, 30]
+    served_model = small_model(mixed)
+    assert [block.skinny_mixer is not None for block in served_model.blocks] == [True, False, True, False]
+    actual = logits(served_model, tokens, inputs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmb.serve.layers.served_model.is_thin", lambda _: False)
-        usual = logits(small(mixed), tokens, inputs)
-    torch.testing.assert_close(found, usual, rtol=1e-4, atol=1e-4)
+        patch.setattr("llmb.serve.layers.served_model.takes_skinny_gemm", lambda _: False)
+        expected = logits(small_model(mixed), tokens, inputs)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_chunk_of_a_prompt_goes_the_usual_way(thin, monkeypatch):
-    monkeypatch.setattr("llmb.serve.layers.gqa.thin_attention", None)
+def test_prefill_chunk_takes_the_usual_path(skinny, monkeypatch):
+    monkeypatch.setattr("llmb.serve.layers.gqa.decode_attention", None)
     inputs = step_inputs([(0, BLOCKS[0], 0, 3)], 16)
-    assert logits(small(LLAMA), [1, 2, 3], inputs).shape == (3, 33)
+    assert logits(small_model(LLAMA), [1, 2, 3], inputs).shape == (3, 33)
 
 
-def test_ranks_that_share_a_block_add_the_stream_once(thin):
-    """Two ranks' parts, as a sum over them would add them up."""
+def test_tensor_parallel_ranks_add_the_residual_once(skinny):
+    """The outputs of two ranks, as an all-reduce would sum them."""
     weights = RandomWeights(LLAMA, 3, torch.float32, CPU)
-    how, inputs = How(torch.float32, "plain", torch.float32), generating(2)
-    stream = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
+    dtypes, inputs = ServingDtypes(torch.float32, "plain", torch.float32), decode_inputs(2)
+    residual = torch.randn(2, 64, generator=torch.Generator().manual_seed(2))
 
-    def given(group: Group) -> Tensor:
-        block = build_stack(LLAMA, weights, how, Ranks(CPU, dense=group)).blocks[1]  # an MLP, which needs no cache
-        return replace(small(LLAMA), blocks=[block]).through(stream, inputs)
+    def output(group: RankGroup) -> Tensor:
+        block = build_served_model(LLAMA, weights, dtypes, RankGroups(CPU, tp=group)).blocks[
+            1
+        ]  # the MLP, which needs no cache
+        return replace(small_model(LLAMA), blocks=[block]).forward(residual, inputs)
 
-    whole = given(Group())
-    torch.testing.assert_close(given(Group(0, 2)) + given(Group(1, 2)), whole, rtol=1e-4, atol=1e-4)
+    whole = output(RankGroup())
+    torch.testing.assert_close(output(RankGroup(0, 2)) + output(RankGroup(1, 2)), whole, rtol=1e-4, atol=1e-4)

@@ -1,1 +1,1 @@
-"""The benchmark that drives the serving engine in its own process."""
+"""Serving benchmark, which drives the engine in the same process."""

@@ -1,81 +1,79 @@
-"""Which requests are sent, and when: all at once, or so many in flight that a new one arrives whenever one ends.
+"""Request arrivals: all at once, or at a fixed concurrency, where a new request arrives whenever one ends.
 
-    Load(list(enumerate(prompts)), in_flight).share(index=1, parts=4)
+    RequestLoad(list(enumerate(prompts)), concurrency).shard(index=1, size=4)
 
-Nothing here asks the clock: ranks that compute the same requests must send them in the same order between the same
-steps. Ranks that have requests of their own (attention data parallelism) deal them out in turn.
+Nothing here reads a clock: ranks that compute the same requests must send them in the same order between the same
+steps. Ranks that have their own requests (attention data parallelism) take them round-robin.
 """
 
 from dataclasses import dataclass
 
 from llmb.config.spec import Inference
-from llmb.serve.benchmark.prompts import Draw, Prompt
+from llmb.serve.benchmark.prompts import Prompt, PromptSampler
 
-SETTLED = 32  # steps of the warm-up in which all of its requests are computed together
+FULL_BATCH_STEPS = 32  # steps of the warm-up in which all of its requests are computed together
 
 
 @dataclass(frozen=True)
-class Load:
-    """Prompts and their numbers in the whole run, in the order in which they are sent; how many may be in flight."""
+class RequestLoad:
+    """Prompts with their request ids, in order of arrival, and the maximum concurrency."""
 
     prompts: list[tuple[int, Prompt]]
-    in_flight: int
+    concurrency: int
 
-    @property
-    def at_once(self) -> bool:
-        """Whether all are sent at the beginning."""
-        return self.in_flight >= len(self.prompts)
+    def shard(self, index: int, size: int) -> "RequestLoad":
+        """Return the load of one data-parallel shard, so that all shards together keep to the concurrency.
 
-    def share(self, index: int, parts: int) -> "Load":
-        """What one of several drivers sends, so that all of them together keep to the limit.
-
-        Where fewer may be in flight than there are drivers, some have nothing to send.
+        Some have no requests if the concurrency is lower than the number of shards.
         """
-        senders = min(parts, self.in_flight)
+        senders = min(size, self.concurrency)
         if index >= senders:
-            return Load([], 0)
-        return Load(self.prompts[index::senders], self.in_flight // senders + (index < self.in_flight % senders))
+            return RequestLoad([], 0)
+        concurrency = self.concurrency // senders + (index < self.concurrency % senders)
+        return RequestLoad(self.prompts[index::senders], concurrency)
 
 
-def load_of(prompts: list[Prompt], concurrency: int) -> Load:
-    """All at once where concurrency is not limited (below 1), or not less than there are."""
+def make_load(prompts: list[Prompt], concurrency: int) -> RequestLoad:
+    """Return the load at this concurrency; below 1 it is not limited, so that all requests arrive at once."""
     limit = len(prompts) if concurrency < 1 else min(concurrency, len(prompts))
-    return Load(list(enumerate(prompts)), limit)
+    return RequestLoad(list(enumerate(prompts)), limit)
 
 
-def warmup_load(work: Inference, load: Load, parts: int, cache_tokens: int, draw: Draw) -> Load:
-    """This driver's share of the warm-up: as many requests as are computed at once, unless their number is given.
+def warmup_load(
+    work: Inference, load: RequestLoad, size: int, cache_tokens: int, sampler: PromptSampler
+) -> RequestLoad:
+    """Return the warm-up of one of `size` shards: a full batch, unless the number of requests is configured.
 
-    They have the lengths of those that will be measured and other tokens. Their answers are cut where all of them have
-    been computed together for a while: the steps beyond that are alike.
+    The requests have the lengths of the measured ones and other tokens. Their outputs end when all of them have been
+    computed together for a while: the steps beyond that are alike.
     """
     if work.warmup_requests is not None:
-        count = -(-work.warmup_requests // parts)
+        count = -(-work.warmup_requests // size)
     else:
-        fitting = cache_tokens * len(load.prompts) // max(1, sum(prompt.total for _, prompt in load.prompts))
-        count = min(load.in_flight, work.max_batch_size, max(1, fitting))
-    lengths = [(len(prompt.tokens), prompt.output_tokens) for _, prompt in load.prompts]
-    chosen = [lengths[i % len(lengths)] for i in range(count)] if lengths else []
-    all_begun = -(-sum(inputs for inputs, _ in chosen) // work.max_num_tokens)  # steps until the last has begun
-    prompts = draw.prompts((inputs, min(outputs, all_begun + SETTLED)) for inputs, outputs in chosen)
-    return load_of(prompts, load.in_flight)
+        cached = cache_tokens * len(load.prompts) // max(1, sum(prompt.num_tokens for _, prompt in load.prompts))
+        count = min(load.concurrency, work.max_batch_size, max(1, cached))
+    measured = [(len(prompt.tokens), prompt.output_tokens) for _, prompt in load.prompts]
+    lengths = [measured[i % len(measured)] for i in range(count)] if measured else []
+    prefill_steps = -(-sum(isl for isl, _ in lengths) // work.max_num_tokens)  # until the last request has begun
+    prompts = sampler.prompts((isl, min(osl, prefill_steps + FULL_BATCH_STEPS)) for isl, osl in lengths)
+    return make_load(prompts, load.concurrency)
 
 
 @dataclass(frozen=True)
-class Seat:
-    """This rank among those that drive the engine: which share of the requests is its own, and whether it records.
+class DataParallelShard:
+    """This rank's shard of the requests, and whether the rank records them.
 
-    Ranks count along tensor, then pipeline parallelism. Those that compute the same requests all drive them alike, and
-    the first of them records.
+    Ranks count along tensor, then pipeline parallelism. Ranks that compute the same requests all drive them, and the
+    first of them records.
     """
 
     index: int
-    parts: int
+    size: int
     records: bool
 
 
-def seat_of(rank: int, tp: int, attention_dp: bool) -> Seat:
-    """Where this rank sits."""
+def data_parallel_shard(rank: int, tp: int, attention_dp: bool) -> DataParallelShard:
+    """Return the shard of a rank."""
     if attention_dp:
-        return Seat(rank % tp, tp, records=rank < tp)
-    return Seat(0, 1, records=rank == 0)
+        return DataParallelShard(rank % tp, tp, records=rank < tp)
+    return DataParallelShard(0, 1, records=rank == 0)

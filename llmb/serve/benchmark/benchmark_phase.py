@@ -1,102 +1,102 @@
-"""One phase of the benchmark, warm-up or measured: a load is sent, and the engine steps until all of it has ended.
+"""One phase of the benchmark, warm-up or measured: send a load, and step the engine until all requests have ended.
 
-    seconds = Phase(engine, work, eos, load, journal).run()
+    seconds = BenchmarkPhase(engine, work, eos, load, recorder).run()
 
-The first requests arrive at the beginning of the phase, each other one the moment that one ends. Ranks that compute the
-same requests run the same phase: what is sent depends on what has ended and on nothing else.
+The first requests arrive at the beginning of the phase, every other one when one ends. Ranks that compute the same
+requests run the same phase: what is sent depends only on what has ended.
 """
 
 from itertools import count, islice
 
 from llmb.config.spec import Inference
-from llmb.serve.benchmark.arrivals import Load
+from llmb.serve.benchmark.arrivals import RequestLoad
 from llmb.serve.benchmark.prompts import Prompt
-from llmb.serve.benchmark.request_recorder import Flight, Journal, StepClock
-from llmb.serve.benchmark.step_trace import Trace
+from llmb.serve.benchmark.request_recorder import InFlightRequest, PhaseClock, RequestRecorder
+from llmb.serve.benchmark.step_trace import StepTrace
 from llmb.serve.engine import Engine
-from llmb.serve.request import Answer, Request, Sampling
+from llmb.serve.request import Request, RequestOutput, SamplingParams
 
 
-class Phase:
-    """To be run once, at once: its clock starts when it is made. `journal` is none where another rank records."""
+class BenchmarkPhase:
+    """Runs once; its clock starts at construction. `recorder` is None if another rank records."""
 
     def __init__(
         self,
         engine: Engine,
         work: Inference,
         eos: frozenset[int],
-        load: Load,
-        journal: Journal | None,
-        trace: Trace | None = None,
+        load: RequestLoad,
+        recorder: RequestRecorder | None,
+        trace: StepTrace | None = None,
     ):
         self._engine, self._work, self._eos, self._load = engine, work, eos, load
-        self._journal, self._trace = journal, trace
-        self._coming = iter(load.prompts)
-        self._flights: dict[int, Flight] = {}
-        self._done = self._tokens_of_done = 0
-        self._clock = StepClock()
+        self._recorder, self._trace = recorder, trace
+        self._arrivals = iter(load.prompts)
+        self._in_flight: dict[int, InFlightRequest] = {}
+        self._num_finished = self._num_finished_tokens = 0
+        self._clock = PhaseClock()
 
     def run(self) -> float:
-        """Send and step until the last request has ended; how many seconds that took."""
-        for number, prompt in islice(self._coming, self._load.in_flight):
-            self._send(number, prompt)
+        """Send and step until the last request has ended; return the seconds that took."""
+        for request_id, prompt in islice(self._arrivals, self._load.concurrency):
+            self._send(request_id, prompt)
         for step in count():
             if self._trace is not None:
                 self._trace.before(step)
-            self._clock.turn()
-            going = self._engine.step()
+            self._clock.next_step()
+            running = self._engine.step()
             if self._trace is not None:
                 self._trace.after(step)
-            if not going:
+            if not running:
                 break
-            if self._journal is not None:
-                self._write(self._journal)
+            if self._recorder is not None:
+                self._record(self._recorder)
         return self._close()
 
-    def _write(self, journal: Journal) -> None:
-        """While the device computes."""
-        journal.write_some()
-        if journal.due(elapsed := self._clock.elapsed()):
-            self._sample(journal, elapsed)
+    def _record(self, recorder: RequestRecorder) -> None:
+        """Write events while the device computes."""
+        recorder.write_some()
+        if recorder.is_sample_due(elapsed := self._clock.elapsed()):
+            self._sample(recorder, elapsed)
 
     def _close(self) -> float:
         seconds = self._clock.elapsed()
-        asked = len(self._load.prompts)
-        if self._done != asked:
-            raise RuntimeError(f"the engine has nothing left to do, but {asked - self._done} of {asked} requests do")
-        if self._journal is not None:
-            self._sample(self._journal, seconds, last=True)
+        total = len(self._load.prompts)
+        if unfinished := total - self._num_finished:
+            raise RuntimeError(f"the engine is idle, but {unfinished} of {total} requests are unfinished")
+        if self._recorder is not None:
+            self._sample(self._recorder, seconds, last=True)
         return seconds
 
-    def _send(self, number: int, prompt: Prompt) -> None:
+    def _send(self, request_id: int, prompt: Prompt) -> None:
         work = self._work
-        flight = Flight(number, prompt, self._clock, self._clock.now())
-        self._flights[number] = flight
+        request = InFlightRequest(request_id, prompt, self._clock, self._clock.now())
+        self._in_flight[request_id] = request
         self._engine.submit(
             Request(
-                number=number,
+                request_id=request_id,
                 prompt=prompt.tokens,
                 max_tokens=prompt.output_tokens,
-                sampling=Sampling(
-                    temperature=work.temperature, top_k=work.top_k, top_p=work.top_p, seed=work.seed + number
+                sampling_params=SamplingParams(
+                    temperature=work.temperature, top_k=work.top_k, top_p=work.top_p, seed=work.seed + request_id
                 ),
                 eos=self._eos,
                 ignore_eos=work.ignore_eos,
-                on_token=flight.heard if work.streaming and self._journal is not None else None,
-                on_end=self._ended,
+                on_token=request.on_token if work.streaming and self._recorder is not None else None,
+                on_end=self._on_end,
             )
         )
 
-    def _ended(self, answer: Answer) -> None:
-        flight = self._flights.pop(answer.number)
-        flight.ended(answer)
-        self._done += 1
-        self._tokens_of_done += flight.output_tokens
-        if self._journal is not None:
-            self._journal.ended(flight)
-        for number, prompt in islice(self._coming, 1):
-            self._send(number, prompt)
+    def _on_end(self, output: RequestOutput) -> None:
+        request = self._in_flight.pop(output.request_id)
+        request.on_end(output)
+        self._num_finished += 1
+        self._num_finished_tokens += request.output_tokens
+        if self._recorder is not None:
+            self._recorder.add(request)
+        for request_id, prompt in islice(self._arrivals, 1):
+            self._send(request_id, prompt)
 
-    def _sample(self, journal: Journal, elapsed: float, last: bool = False) -> None:
-        tokens = self._tokens_of_done + sum(len(flight.times) for flight in self._flights.values())
-        journal.sample(elapsed, self._done, tokens, self._engine.load, last)
+    def _sample(self, recorder: RequestRecorder, elapsed: float, last: bool = False) -> None:
+        tokens = self._num_finished_tokens + sum(len(request.token_times) for request in self._in_flight.values())
+        recorder.sample(elapsed, self._num_finished, tokens, self._engine.stats, last)

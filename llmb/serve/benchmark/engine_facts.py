@@ -1,4 +1,4 @@
-"""What an open engine turned out to be: the bytes of its weights and of its cache, its graphs, how weights are held."""
+"""Facts about a built engine: bytes of weights and KV cache, captured CUDA graphs, dequantized weights."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,49 +8,50 @@ from torch import Tensor
 from llmb.config.spec import Inference, RunConfig
 from llmb.events import ServingFacts
 from llmb.serve.engine import Engine
-from llmb.serve.model_runner import TorchRunner
+from llmb.serve.model_runner import TorchModelRunner
 
 
 def engine_facts(engine: Engine, config: RunConfig, rank: int) -> ServingFacts:
-    """Of this rank's share, before the first request."""
+    """Return the facts of this rank's engine, before the first request."""
     runner, work = engine.runner, config.workload
-    assert isinstance(runner, TorchRunner)
+    assert isinstance(runner, TorchModelRunner)
     assert isinstance(work, Inference)
-    blocks, mixers = engine.load.blocks, list(runner.stack.mixers())
-    per_block = work.block_tokens * sum(mixer.bytes_per_token for mixer in mixers)
-    cache = blocks * per_block + (work.max_batch_size + 1) * sum(mixer.bytes_per_slot for mixer in mixers)
-    held = list(held_by(runner.stack))
-    dequantised = any(getattr(one, "dequantised", False) for one in held)
+    blocks, mixers = engine.stats.blocks, list(runner.model.mixers())
+    bytes_per_block = work.block_tokens * sum(mixer.bytes_per_token for mixer in mixers)
+    state_bytes = (work.max_batch_size + 1) * sum(mixer.bytes_per_slot for mixer in mixers)
+    cache_bytes = blocks * bytes_per_block + state_bytes
+    objects = list(reachable_objects(runner.model))
+    dequantised = any(getattr(item, "dequantised", False) for item in objects)
     return ServingFacts(
         rank=rank,
         kv_blocks=blocks,
         block_tokens=work.block_tokens,
-        cache_bytes=cache,
-        weight_bytes=tensor_bytes(held) - cache,
+        cache_bytes=cache_bytes,
+        weight_bytes=tensor_bytes(objects) - cache_bytes,
         weights_note=f"{config.precision.dtype} weights dequantised to bf16" if dequantised else None,
         dequantised=dequantised,
         graph_batches=runner.graphs.sizes,
     )
 
 
-def held_by(thing: object) -> Iterator[object]:
-    """The thing and all that it holds, as far as it is made of our own objects."""
-    left, seen = [thing], set()
-    while left:
-        one: Any = left.pop()
-        if id(one) in seen:
+def reachable_objects(root: object) -> Iterator[object]:
+    """Yield the root and everything it refers to, through containers and objects of this package."""
+    pending, seen = [root], set()
+    while pending:
+        item: Any = pending.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        if isinstance(one, dict):
-            left.extend(one.values())
-        elif isinstance(one, (list, tuple)):
-            left.extend(one)
-        elif type(one).__module__.startswith("llmb.") and hasattr(one, "__dict__"):
-            left.extend(vars(one).values())
+        seen.add(id(item))
+        yield item
+        if isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            pending.extend(item)
+        elif type(item).__module__.startswith("llmb.") and hasattr(item, "__dict__"):
+            pending.extend(vars(item).values())
 
 
-def tensor_bytes(held: list[object]) -> int:
-    """Memory of the tensors among these; what several of them share counts once."""
-    storages = [one.untyped_storage() for one in held if isinstance(one, Tensor)]
+def tensor_bytes(objects: list[object]) -> int:
+    """Return the memory of the tensors among these; shared storage counts once."""
+    storages = [item.untyped_storage() for item in objects if isinstance(item, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

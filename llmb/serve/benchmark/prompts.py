@@ -1,11 +1,11 @@
-"""What the benchmark asks: synthetic prompts of given lengths, or the requests of a file.
+"""Prompts of the benchmark: synthetic, of given lengths, or from a dataset file.
 
     {"task_id": 0, "input_ids": [17, 4, 99], "output_tokens": 128}
     {"task_id": 1, "prompt": "Once upon a time", "output_tokens": 128}
 
-The lines are those of trtllm-bench. A text needs the tokenizer of the weights' folder. Synthetic ids are uniform over
-the vocabulary without what ends an answer; a prompt is never drawn twice as long as there are others of its length, so
-that nothing a cache keeps can help. All is checked before anything is built.
+The lines are those of trtllm-bench. Texts need the tokenizer of the weights folder. Synthetic tokens are uniform over
+the vocabulary without end-of-sequence tokens; no prompt occurs twice while there are others of its length, so that a
+prefix cache does not help. Everything is checked before the engine is built.
 """
 
 import json
@@ -21,25 +21,25 @@ from llmb.config.serialization import convert, read_json
 from llmb.config.spec import Inference, Model
 from llmb.errors import ConfigError
 
-DRAWS = 100  # of one prompt, until it counts as impossible to find one that is new
+MAX_DRAWS = 100  # of one prompt, until a repeated one is accepted
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and how many are to follow."""
+    """Token ids of the input, and the number of output tokens."""
 
     tokens: Sequence[int]
     output_tokens: int
 
     @property
-    def total(self) -> int:
-        """Tokens of the sequence when it ends."""
+    def num_tokens(self) -> int:
+        """Tokens of the finished sequence."""
         return len(self.tokens) + self.output_tokens
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What a model takes: ids below `vocab`, of which `eos` end an answer, at most `context` of them where known."""
+class ModelInfo:
+    """Vocabulary size, end-of-sequence tokens and context length (if known) of a model."""
 
     vocab: int
     eos: frozenset[int] = frozenset()
@@ -47,101 +47,101 @@ class Terms:
     folder: Path | None = None  # of its weights
 
     def check(self, prompts: Iterable[Prompt], source: str) -> None:
-        """Whether every request fits into the context."""
+        """Raise a ConfigError if a request does not fit into the context."""
         for number, prompt in enumerate(prompts, start=1):
-            if self.context is not None and prompt.total > self.context:
+            if self.context is not None and prompt.num_tokens > self.context:
                 raise ConfigError(
                     f"{source}: request {number} has {len(prompt.tokens)} + {prompt.output_tokens} tokens, more than "
                     f"the {self.context} of the model's context (max_position_embeddings in {self.folder})"
                 )
 
 
-def terms_of(model: Model, weights: str | None) -> Terms:
-    """From the folder of the weights; random ones have no end and no limit."""
+def model_info(model: Model, weights: str | None) -> ModelInfo:
+    """Read the info from the weights folder; random weights have no end-of-sequence token and no context limit."""
     if weights is None:
-        return Terms(model.vocab)
+        return ModelInfo(model.vocab)
     folder = Path(weights)
     where = f"{folder}/config.json"
-    told = convert(dict[str, Any], read_json(folder / "config.json"), where)
-    ends = told.get("eos_token_id")
-    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return Terms(
+    hf_config = convert(dict[str, Any], read_json(folder / "config.json"), where)
+    eos = hf_config.get("eos_token_id")
+    eos_list = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return ModelInfo(
         vocab=model.vocab,
-        eos=frozenset(convert(tuple[int, ...], listed, f"{where}.eos_token_id")),
-        context=convert(int | None, told.get("max_position_embeddings"), f"{where}.max_position_embeddings"),
+        eos=frozenset(convert(tuple[int, ...], eos_list, f"{where}.eos_token_id")),
+        context=convert(int | None, hf_config.get("max_position_embeddings"), f"{where}.max_position_embeddings"),
         folder=folder,
     )
 
 
-def measured_prompts(work: Inference, terms: Terms, draw: "Draw") -> list[Prompt]:
-    """The requests that are measured: those of the dataset, of which there may be fewer than asked for, or drawn."""
+def measured_prompts(work: Inference, info: ModelInfo, sampler: "PromptSampler") -> list[Prompt]:
+    """Return the measured prompts: from the dataset, possibly fewer than configured, or synthetic."""
     if work.dataset is not None:
         source = work.dataset
-        prompts = read_dataset(Path(work.dataset), terms)[: work.num_requests]
+        prompts = read_dataset(Path(work.dataset), info)[: work.num_requests]
         if not prompts:
             raise ConfigError(f"the dataset {work.dataset} is empty")
     else:
         source = f"isl={work.isl}, osl={work.osl}, lengths={work.lengths}"
-        inputs = draw.lengths(work.num_requests, work.isl, work.isl_spread, work.lengths)
-        outputs = draw.lengths(work.num_requests, work.osl, work.osl_spread, work.lengths)
-        prompts = draw.prompts(zip(inputs, outputs, strict=True))
-    terms.check(prompts, source)
+        inputs = sampler.lengths(work.num_requests, work.isl, work.isl_spread, work.lengths)
+        outputs = sampler.lengths(work.num_requests, work.osl, work.osl_spread, work.lengths)
+        prompts = sampler.prompts(zip(inputs, outputs, strict=True))
+    info.check(prompts, source)
     return prompts
 
 
-class Draw:
-    """Random lengths and prompts; equal seeds give equal ones, on every rank."""
+class PromptSampler:
+    """Random lengths and prompts, equal on every rank for equal seeds."""
 
-    def __init__(self, seed: int, terms: Terms):
+    def __init__(self, seed: int, info: ModelInfo):
         self._random = np.random.default_rng(seed)
-        self._ends = sorted(end for end in terms.eos if 0 <= end < terms.vocab)
-        self._choices = terms.vocab - len(self._ends)
-        self._drawn: set[bytes] = set()
+        self._eos = sorted(token for token in info.eos if 0 <= token < info.vocab)
+        self._num_choices = info.vocab - len(self._eos)
+        self._seen: set[bytes] = set()
 
     def lengths(self, count: int, mean: int, spread: float, kind: str) -> list[int]:
-        """Around a mean: its standard deviation is the spread (normal), or it goes so far both ways (uniform)."""
+        """Sample lengths around a mean; spread is the standard deviation (normal) or the half-width (uniform)."""
         if kind == "normal":
-            found = np.rint(self._random.normal(mean, spread, count)).astype(np.int64)
+            lengths = np.rint(self._random.normal(mean, spread, count)).astype(np.int64)
         elif kind == "uniform":
-            found = self._random.integers(round(mean - spread), round(mean + spread), count, endpoint=True)
+            lengths = self._random.integers(round(mean - spread), round(mean + spread), count, endpoint=True)
         else:
-            found = np.full(count, mean)
-        return np.maximum(found, 1).tolist()
+            lengths = np.full(count, mean)
+        return np.maximum(lengths, 1).tolist()
 
     def prompts(self, lengths: Iterable[tuple[int, int]]) -> list[Prompt]:
-        """New ones, of these numbers of input and output tokens."""
-        return [Prompt(self._tokens(inputs), outputs) for inputs, outputs in lengths]
+        """Sample new prompts of these (input, output) lengths."""
+        return [Prompt(self._tokens(isl), osl) for isl, osl in lengths]
 
     def _tokens(self, count: int) -> Sequence[int]:
-        for _ in range(DRAWS):
-            ids = self._random.integers(self._choices, size=count, dtype=np.int32)
-            for end in self._ends:  # in rising order: what is left of the vocabulary moves up past each
-                ids += ids >= end
-            drawn = ids.tobytes()
-            if drawn not in self._drawn:
+        for _ in range(MAX_DRAWS):
+            ids = self._random.integers(self._num_choices, size=count, dtype=np.int32)
+            for token in self._eos:  # in rising order: larger ids move up past each
+                ids += ids >= token
+            content = ids.tobytes()
+            if content not in self._seen:
                 break
-        self._drawn.add(drawn)
-        return array("i", drawn)
+        self._seen.add(content)
+        return array("i", content)
 
 
-def read_dataset(path: Path, terms: Terms) -> list[Prompt]:
-    """Every request of a file, or the first line that is none."""
+def read_dataset(path: Path, info: ModelInfo) -> list[Prompt]:
+    """Read all prompts of a file; raise a ConfigError that names the first invalid line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read the dataset {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"the dataset {path} is not text: {error.reason} at byte {error.start}") from error
-    reader = _Lines(path, terms)
+    reader = _DatasetReader(path, info)
     return [reader.prompt(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-class _Lines:
-    """Turns lines of a dataset into prompts."""
+class _DatasetReader:
+    """Parses lines of a dataset into prompts."""
 
-    def __init__(self, path: Path, terms: Terms):
-        self._path, self._terms = path, terms
-        self._tokenizer: Any = None  # opened by the first text
+    def __init__(self, path: Path, info: ModelInfo):
+        self._path, self._info = path, info
+        self._tokenizer: Any = None  # loaded for the first text
 
     def prompt(self, number: int, line: str) -> Prompt:
         try:
@@ -149,37 +149,37 @@ class _Lines:
         except (ValueError, ConfigError) as error:
             raise ConfigError(f"{self._path} line {number}: {error}") from error
 
-    def _read(self, told: Any) -> Prompt:
-        if not isinstance(told, dict):
+    def _read(self, entry: Any) -> Prompt:
+        if not isinstance(entry, dict):
             raise ConfigError('expected an object like {"task_id": 0, "input_ids": [...], "output_tokens": 128}')
-        if told.get("lora_request") is not None:
+        if entry.get("lora_request") is not None:
             raise ConfigError("lora_request is not served")
-        if ("input_ids" in told) == ("prompt" in told):
+        if ("input_ids" in entry) == ("prompt" in entry):
             raise ConfigError("expected either input_ids or prompt")
-        output = convert(int, told.get("output_tokens"), "output_tokens")
+        output = convert(int, entry.get("output_tokens"), "output_tokens")
         if output < 1:
             raise ConfigError(f"output_tokens={output}: must be at least 1")
-        tokens = self._ids(told["input_ids"]) if "input_ids" in told else self._encoded(told["prompt"])
+        tokens = self._ids(entry["input_ids"]) if "input_ids" in entry else self._encode(entry["prompt"])
         if not tokens:
             raise ConfigError("the prompt is empty")
         return Prompt(tokens, output)
 
-    def _ids(self, told: Any) -> Sequence[int]:
-        if not isinstance(told, list) or any(type(one) is not int for one in told):
+    def _ids(self, ids: Any) -> Sequence[int]:
+        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
             raise ConfigError("input_ids: expected a list of whole numbers")
-        vocab = self._terms.vocab
-        if wrong := [one for one in told if not 0 <= one < vocab]:
-            raise ConfigError(f"input_ids: {wrong[0]} is not in the model's vocabulary, 0 to {vocab - 1}")
-        return array("i", told)
+        vocab = self._info.vocab
+        if invalid := [token for token in ids if not 0 <= token < vocab]:
+            raise ConfigError(f"input_ids: {invalid[0]} is not in the model's vocabulary, 0 to {vocab - 1}")
+        return array("i", ids)
 
-    def _encoded(self, told: Any) -> Sequence[int]:
-        text = convert(str, told, "prompt")
+    def _encode(self, value: Any) -> Sequence[int]:
+        text = convert(str, value, "prompt")
         if self._tokenizer is None:
-            self._tokenizer = _tokenizer(self._terms.folder)
+            self._tokenizer = _load_tokenizer(self._info.folder)
         return self._ids(self._tokenizer.encode(text).ids)
 
 
-def _tokenizer(folder: Path | None) -> Any:
+def _load_tokenizer(folder: Path | None) -> Any:
     if folder is None:
         raise ConfigError("a text needs a tokenizer, and random weights have none; set weights or give input_ids")
     file = folder / "tokenizer.json"
@@ -191,5 +191,5 @@ def _tokenizer(folder: Path | None) -> Any:
         raise ConfigError("a text needs the package tokenizers: pip install tokenizers") from error
     try:
         return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{file} is no tokenizer: {error}") from error
+    except Exception as error:  # the library raises nothing more specific
+        raise ConfigError(f"{file} is not a tokenizer: {error}") from error

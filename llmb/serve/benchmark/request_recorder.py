@@ -1,8 +1,8 @@
-"""What the benchmark hears of its requests, and how it is written down without holding the engine up.
+"""Records the requests of a benchmark without holding the engine up.
 
-The clock is read once a step: the host learns all tokens of a step at the same moment. A request that has ended waits
-here to be written, a few thousand token times after each step, while the device computes the next one; when thousands
-end together the queue is written out over the steps that follow, and the rest at the end.
+The clock is read once a step: the host reads all tokens of a step at the same moment. Finished requests are queued and
+written, a few thousand token times after each step, while the device computes the next one; when thousands end together
+the queue is written over the steps that follow, and what is left at the end.
 """
 
 import time
@@ -13,134 +13,133 @@ from zlib import crc32
 import numpy as np
 
 from llmb.events import RequestDone, ServingSample
-from llmb.runtime.recorder import Record
+from llmb.runtime.recorder import EventRecorder
 from llmb.serve.benchmark.prompts import Prompt
-from llmb.serve.engine import Load as EngineLoad
-from llmb.serve.request import Answer, Finish
+from llmb.serve.engine import EngineStats
+from llmb.serve.request import FinishReason, RequestOutput
 
-TIMES_A_STEP = 4096  # token times written after a step, about: some milliseconds
+TOKEN_TIMES_PER_STEP = 4096  # written after a step, approximately: some milliseconds
 SAMPLE_S = 0.25  # between two samples
 PROGRESS_S = 15.0  # between two lines of the log
 
 
-class StepClock:
-    """Seconds since a phase began, the same from one `turn` to the next however often it is asked."""
+class PhaseClock:
+    """Seconds since a phase began, constant within a step."""
 
     def __init__(self) -> None:
-        self._begin = time.perf_counter()
+        self._start = time.perf_counter()
         self._now: float | None = 0.0
 
     def now(self) -> float:
+        """Return the time of this step, read on the first call in it."""
         if self._now is None:
             self._now = self.elapsed()
         return self._now
 
     def elapsed(self) -> float:
-        """What the clock says this very moment, to the microsecond."""
-        return round(time.perf_counter() - self._begin, 6)
+        """Return the time of this moment, to the microsecond."""
+        return round(time.perf_counter() - self._start, 6)
 
-    def turn(self) -> None:
-        """The next step begins: the time is read anew when it is next asked for."""
+    def next_step(self) -> None:
+        """Begin the next step: the next `now` reads the time again."""
         self._now = None
 
 
 @dataclass(eq=False, slots=True)
-class Flight:
-    """A request with the engine: when it arrived, and when the host learned each of its tokens."""
+class InFlightRequest:
+    """A request in the engine: when it arrived, and when the host read each of its tokens."""
 
-    number: int
+    request_id: int
     prompt: Prompt
-    clock: StepClock
+    clock: PhaseClock
     arrival: float
-    times: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
     end: float | None = None
     output_tokens: int = 0
-    answer_crc: int | None = None
-    finish: Finish | None = None
+    output_crc: int | None = None
+    finish_reason: FinishReason | None = None
 
-    def heard(self, _number: int, _token: int) -> None:
-        """A token has come."""
-        self.times.append(self.clock.now())
+    def on_token(self, _request_id: int, _token: int) -> None:
+        self.token_times.append(self.clock.now())
 
-    def ended(self, answer: Answer) -> None:
-        """Nothing more will come."""
-        self.end, self.output_tokens, self.finish = self.clock.now(), len(answer.tokens), answer.finish
-        self.answer_crc = crc32(np.array(answer.tokens, dtype=np.int64).tobytes())
+    def on_end(self, output: RequestOutput) -> None:
+        self.end, self.output_tokens = self.clock.now(), len(output.token_ids)
+        self.finish_reason = output.finish_reason
+        self.output_crc = crc32(np.array(output.token_ids, dtype=np.int64).tobytes())
 
-    def done(self, rank: int, warmup: bool) -> RequestDone:
-        """As it is recorded; without token times where the answer came whole."""
+    def to_event(self, rank: int, warmup: bool) -> RequestDone:
+        """Return the event of a finished request; it has no token times without streaming."""
         assert self.end is not None
         return RequestDone(
             rank=rank,
-            request=self.number,
+            request=self.request_id,
             arrival=self.arrival,
-            first_token=self.times[0] if self.times else None,
-            token_times=tuple(self.times),
+            first_token=self.token_times[0] if self.token_times else None,
+            token_times=tuple(self.token_times),
             end=self.end,
             input_tokens=len(self.prompt.tokens),
             output_tokens=self.output_tokens,
             requested_tokens=self.prompt.output_tokens,
-            answer_crc=self.answer_crc,
-            finish=self.finish,
+            output_crc=self.output_crc,
+            finish=self.finish_reason,
             warmup=warmup,
         )
 
 
-class Journal:
-    """Writes one phase of this rank's requests into the record, and now and then a line into the log."""
+class RequestRecorder:
+    """Records the events of this rank's requests in a phase, and logs the progress."""
 
-    def __init__(self, record: Record, requests: int, warmup: bool):
-        self._record, self._requests, self._warmup = record, requests, warmup
-        self._unwritten: deque[Flight] = deque()
+    def __init__(self, events: EventRecorder, requests: int, warmup: bool):
+        self._events, self._requests, self._warmup = events, requests, warmup
+        self._unwritten: deque[InFlightRequest] = deque()
         self._next_sample = SAMPLE_S
-        self._said_at, self._said_tokens = 0.0, 0
+        self._logged_at, self._logged_tokens = 0.0, 0
 
-    def ended(self, flight: Flight) -> None:
-        """To be written when there is time."""
-        self._unwritten.append(flight)
+    def add(self, request: InFlightRequest) -> None:
+        """Queue a finished request for writing."""
+        self._unwritten.append(request)
 
     def write_some(self) -> None:
-        """As much as one step leaves time for."""
-        left = TIMES_A_STEP
-        while self._unwritten and left > 0:
-            left -= 1 + self._write()
+        """Write as many requests as one step has time for."""
+        budget = TOKEN_TIMES_PER_STEP
+        while self._unwritten and budget > 0:
+            budget -= 1 + self._write()
 
     def write_all(self) -> None:
         while self._unwritten:
             self._write()
 
     def _write(self) -> int:
-        flight = self._unwritten.popleft()
-        self._record.add(flight.done(self._record.rank, self._warmup))
-        return len(flight.times)
+        request = self._unwritten.popleft()
+        self._events.add(request.to_event(self._events.rank, self._warmup))
+        return len(request.token_times)
 
-    def due(self, elapsed: float) -> bool:
-        """Whether it is time for a sample."""
+    def is_sample_due(self, elapsed: float) -> bool:
         return elapsed >= self._next_sample
 
-    def sample(self, elapsed: float, done: int, output_tokens: int, load: EngineLoad, last: bool = False) -> None:
-        """How far the phase is."""
+    def sample(self, elapsed: float, done: int, output_tokens: int, stats: EngineStats, last: bool = False) -> None:
+        """Record the progress of the phase, and log it now and then."""
         self._next_sample = elapsed + SAMPLE_S
-        self._record.add(
+        self._events.add(
             ServingSample(
-                rank=self._record.rank,
+                rank=self._events.rank,
                 elapsed_s=elapsed,
                 warmup=self._warmup,
                 requests=self._requests,
                 done=done,
-                waiting=load.waiting,
-                running=load.running,
+                waiting=stats.waiting,
+                running=stats.running,
                 output_tokens=output_tokens,
-                blocks_used=load.blocks_used,
-                blocks=load.blocks,
+                blocks_used=stats.blocks_used,
+                blocks=stats.blocks,
             )
         )
-        if self._record.rank == 0 and (last or elapsed >= self._said_at + PROGRESS_S):
-            since, before = (0.0, 0) if last else (self._said_at, self._said_tokens)  # the last line is about it all
-            self._said_at, self._said_tokens = elapsed, output_tokens
+        if self._events.rank == 0 and (last or elapsed >= self._logged_at + PROGRESS_S):
+            since, before = (0.0, 0) if last else (self._logged_at, self._logged_tokens)  # the last line covers it all
+            self._logged_at, self._logged_tokens = elapsed, output_tokens
             print(
                 f"{'warm-up' if self._warmup else 'measured'} {elapsed:.1f} s: {done}/{self._requests} requests | "
                 f"{(output_tokens - before) / max(elapsed - since, 1e-6):.0f} output tokens/s | "
-                f"{load.running} running, {load.waiting} waiting | cache {load.blocks_used}/{load.blocks} blocks",
+                f"{stats.running} running, {stats.waiting} waiting | cache {stats.blocks_used}/{stats.blocks} blocks",
                 flush=True,
             )

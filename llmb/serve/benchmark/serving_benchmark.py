@@ -1,9 +1,9 @@
-"""The whole serving job: read or draw the requests, open the engine, warm it up, measure, record.
+"""The serving benchmark: read or generate the requests, build the engine, warm it up, measure, record.
 
-    serve(config, record)      # config: a spec.RunConfig; record: a rank.Record
+    serve(config, events)      # config: a spec.RunConfig; events: a runtime.EventRecorder
 
-Warm-up goes through the same kind of phase as what is measured, and is recorded apart. All ranks begin a phase at the
-same moment, so that their times are on one clock.
+The warm-up runs through the same kind of phase as the measurement and is recorded separately. All ranks begin a phase
+at the same moment, so that their times are on one clock.
 """
 
 import gc
@@ -17,48 +17,49 @@ from llmb.config.spec import Inference, RunConfig
 from llmb.events import ServingFacts
 from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.provenance import run_started
-from llmb.runtime.rank_info import Place, join_ranks
-from llmb.runtime.recorder import Record
-from llmb.serve.benchmark.arrivals import Load, Seat, load_of, seat_of, warmup_load
-from llmb.serve.benchmark.benchmark_phase import Phase
+from llmb.runtime.rank_info import RankInfo, init_distributed
+from llmb.runtime.recorder import EventRecorder
+from llmb.serve.benchmark.arrivals import DataParallelShard, RequestLoad, data_parallel_shard, make_load, warmup_load
+from llmb.serve.benchmark.benchmark_phase import BenchmarkPhase
 from llmb.serve.benchmark.energy import Energy, EnergyMeter
 from llmb.serve.benchmark.engine_facts import engine_facts
-from llmb.serve.benchmark.prompts import Draw, measured_prompts, terms_of
-from llmb.serve.benchmark.request_recorder import Journal
-from llmb.serve.benchmark.step_trace import Trace
+from llmb.serve.benchmark.prompts import PromptSampler, measured_prompts, model_info
+from llmb.serve.benchmark.request_recorder import RequestRecorder
+from llmb.serve.benchmark.step_trace import StepTrace
 from llmb.serve.engine import Engine
-from llmb.serve.engine_builder import open_engine
-from llmb.serve.serve_oom import check_room, naming_shortage
+from llmb.serve.engine_builder import build_engine
+from llmb.serve.serve_oom import check_cache_capacity, report_oom
 from llmb.serve.serve_support import check_steps, supported_workload
 
 
-def serve(config: RunConfig, record: Record) -> None:
-    """Serve every request the configuration asks for, and record it; raises where the run cannot go on."""
+def serve(config: RunConfig, events: EventRecorder) -> None:
+    """Serve and record every request of the configuration; raise if the run cannot continue."""
     work = supported_workload(config)
-    terms = terms_of(config.model, work.weights)
-    draw = Draw(work.seed, terms)
-    prompts = measured_prompts(work, terms, draw)
+    info = model_info(config.model, work.weights)
+    sampler = PromptSampler(work.seed, info)
+    prompts = measured_prompts(work, info, sampler)
     check_steps(work, prompts)
-    place = join_ranks(config, "llmb.serve")
-    trace = Trace(record.path.parent, config.profile, place) if config.profile.profile else None
-    record.add(run_started(place))
-    if place.rank == 0 and len(prompts) < work.num_requests:
+    rank_info = init_distributed(config, "llmb.serve")
+    rank, device = rank_info.rank, rank_info.device
+    trace = StepTrace(events.path.parent, config.profile, rank_info) if config.profile.profile else None
+    events.add(run_started(rank_info))
+    if rank == 0 and len(prompts) < work.num_requests:
         print(f"{work.dataset} has {len(prompts)} requests, fewer than num_requests={work.num_requests}", flush=True)
-    with naming_shortage(place.device, config):
-        engine = open_engine(config, place, longest=max(prompt.total for prompt in prompts))
-        record.add(engine_facts(engine, config, place.rank))
-        check_room(config, place.device, engine.load.blocks, prompts)
-        seat = seat_of(place.rank, config.parallel.tp, work.attention_dp)
-        load = load_of(prompts, work.concurrency).share(seat.index, seat.parts)
-        warmup = warmup_load(work, load, seat.parts, engine.load.blocks * work.block_tokens, draw)
-        bench = Bench(work, terms.eos, engine, place, seat, record)
-        warmup_s = bench.warm_up(warmup)
-        energy = bench.measure(load, trace)
-    record.add(
+    with report_oom(device, config):
+        engine = build_engine(config, rank_info, max_seq_len=max(prompt.num_tokens for prompt in prompts))
+        events.add(engine_facts(engine, config, rank))
+        check_cache_capacity(config, device, engine.stats.blocks, prompts)
+        shard = data_parallel_shard(rank, config.parallel.tp, work.attention_dp)
+        load = make_load(prompts, work.concurrency).shard(shard.index, shard.size)
+        warmup = warmup_load(work, load, shard.size, engine.stats.blocks * work.block_tokens, sampler)
+        benchmark = ServingBenchmark(work, info.eos, engine, rank_info, shard, events)
+        warmup_s = benchmark.warm_up(warmup)
+        energy = benchmark.measure(load, trace)
+    events.add(
         ServingFacts(
-            rank=place.rank,
+            rank=rank,
             requests=len(prompts),
-            peak_memory_bytes=peak_bytes(place.device),
+            peak_memory_bytes=peak_bytes(device),
             warmup_requests=len(warmup.prompts),
             warmup_s=warmup_s,
             energy_joules=energy.joules,
@@ -70,51 +71,50 @@ def serve(config: RunConfig, record: Record) -> None:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """An open engine, and who drives it."""
+class ServingBenchmark:
+    """A built engine, the rank that drives it, and its shard of the requests."""
 
     work: Inference
     eos: frozenset[int]
     engine: Engine
-    place: Place
-    seat: Seat
-    record: Record
+    rank_info: RankInfo
+    shard: DataParallelShard
+    events: EventRecorder
 
-    def warm_up(self, load: Load) -> float | None:
-        """Seconds it took; none where there is no warm-up."""
+    def warm_up(self, load: RequestLoad) -> float | None:
+        """Run the warm-up; return its seconds, or None if there is none."""
         if self.work.warmup_requests == 0:
             return None
-        journal = self._journal(load, warmup=True)
-        self._together()
-        seconds = Phase(self.engine, self.work, self.eos, load, journal).run()
-        if journal is not None:
-            journal.write_all()
+        recorder = self._recorder(load, warmup=True)
+        self._barrier()
+        seconds = BenchmarkPhase(self.engine, self.work, self.eos, load, recorder).run()
+        if recorder is not None:
+            recorder.write_all()
         return seconds
 
-    def measure(self, load: Load, trace: Trace | None) -> Energy:
-        """Run what counts; what this rank's device consumed."""
-        journal = self._journal(load, warmup=False)
-        with uncollected(), EnergyMeter(self.place.device) as meter:
-            self._together()
-            Phase(self.engine, self.work, self.eos, load, journal, trace).run()
+    def measure(self, load: RequestLoad, trace: StepTrace | None) -> Energy:
+        """Run the measured phase; return the energy of this rank's device."""
+        recorder = self._recorder(load, warmup=False)
+        with gc_disabled(), EnergyMeter(self.rank_info.device) as meter:
+            self._barrier()
+            BenchmarkPhase(self.engine, self.work, self.eos, load, recorder, trace).run()
         if trace is not None:
             trace.close()
-        if journal is not None:
-            journal.write_all()
+        if recorder is not None:
+            recorder.write_all()
         return meter.energy
 
-    def _journal(self, load: Load, warmup: bool) -> Journal | None:
-        return Journal(self.record, len(load.prompts), warmup) if self.seat.records else None
+    def _recorder(self, load: RequestLoad, warmup: bool) -> RequestRecorder | None:
+        return RequestRecorder(self.events, len(load.prompts), warmup) if self.shard.records else None
 
-    def _together(self) -> None:
-        """All ranks begin at the same moment."""
-        if self.place.world_size > 1:
+    def _barrier(self) -> None:
+        if self.rank_info.world_size > 1:
             dist.barrier()
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Without pauses to look for cycles of garbage, which millions of live tokens would make long; there are none."""
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection, whose pauses millions of live tokens would make long; there are no cycles."""
     gc.collect()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""A trace of a few steps of the measured phase, by torch's profiler: profile/trace.rank<N>.json.gz.
+"""PyTorch profiler trace of some steps of the measured phase: profile/trace.rank<N>.json.gz.
 
     llmb-run submit ... -p        engine steps profile_start up to, not including, profile_stop, counted from 0
 
-Open it in chrome://tracing or ui.perfetto.dev. Steps that are traced are slower, and so is what is measured meanwhile.
+Open it in chrome://tracing or ui.perfetto.dev. Traced steps are slower, which shows in the measured results.
 Where Nsight Systems watches instead (rank/nsight.py), its window is opened and closed around the same steps.
 """
 
@@ -13,31 +13,31 @@ from torch.profiler import ProfilerActivity, profile
 
 from llmb.config.spec import Profile
 from llmb.errors import ConfigError, LaunchError
-from llmb.runtime.nsight_window import NsightWindow, watched_by_nsight
-from llmb.runtime.rank_info import Place
+from llmb.runtime.profile_window import NsightWindow, is_under_nsight
+from llmb.runtime.rank_info import RankInfo
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the tracing library greets on stderr
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else Kineto logs to stderr
 
 
-class Trace:
+class StepTrace:
     """Call `before` and `after` each step, and `close` after the last."""
 
-    def __init__(self, folder: Path, asked: Profile, place: Place):
-        if not 0 <= asked.profile_start < asked.profile_stop:
+    def __init__(self, folder: Path, settings: Profile, rank_info: RankInfo):
+        if not 0 <= settings.profile_start < settings.profile_stop:
             raise ConfigError(
-                f"profile_start={asked.profile_start}, profile_stop={asked.profile_stop}: no step is profiled; "
+                f"profile_start={settings.profile_start}, profile_stop={settings.profile_stop}: no step is profiled; "
                 "profile_stop is the first step after the window"
             )
-        self.path = folder / "profile" / f"trace.rank{place.rank}.json.gz"
-        self._steps = range(asked.profile_start, asked.profile_stop)
-        self._device = place.device
+        self.path = folder / "profile" / f"trace.rank{rank_info.rank}.json.gz"
+        self._steps = range(settings.profile_start, settings.profile_stop)
+        self._device = rank_info.device
         self._trace: profile | None = None
-        if asked.profile_ranks and place.rank not in asked.profile_ranks:
+        if settings.profile_ranks and rank_info.rank not in settings.profile_ranks:
             self._steps = range(0)
-        self._nsight = NsightWindow(self._steps) if watched_by_nsight() else None
+        self._nsight = NsightWindow(self._steps) if is_under_nsight() else None
 
     def before(self, step: int) -> None:
-        """Begin where the window begins."""
+        """Start the profiler at the beginning of the window."""
         if self._nsight is not None:
             self._nsight.before(step)
         elif self._steps and step == self._steps[0]:
@@ -46,14 +46,14 @@ class Trace:
             self._trace.start()
 
     def after(self, step: int) -> None:
-        """Write the file where the window ends."""
+        """Write the trace at the end of the window."""
         if self._nsight is not None:
             self._nsight.after(step)
         elif self._steps and step == self._steps[-1]:
             self._write()
 
     def close(self) -> None:
-        """The phase is over, perhaps before the window is."""
+        """End the trace with the phase, which may end before the window."""
         self._write()
         if self._nsight is not None:
             self._nsight.close()

@@ -1,7 +1,7 @@
-"""What every block of a served model is: something that mixes a step's tokens, and what it keeps for each sequence.
+"""Protocol of the sublayers of a served model (attention, Mamba, MLP, MoE) and of their per-sequence state.
 
-A layer's block is taken from the weights of `llmb/models` under the same names, cut to this rank's share. Blocks own
-their part of the cache, which is allocated once it is known how much memory is left.
+A mixer loads its weights by their names in `llmb/models`, sharded for this rank. Mixers own their KV cache or state,
+which is allocated once it is known how much memory is left.
 """
 
 from typing import Protocol, runtime_checkable
@@ -9,47 +9,47 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from llmb.ops.gemm.skinny_gemm import Norm
-from llmb.ops.quant.activation_quant import Activation, Form
-from llmb.serve.step_batch import Inputs
+from llmb.ops.gemm.skinny_gemm import InputNorm
+from llmb.ops.quant.activation_quant import Activation, QuantFormat
+from llmb.serve.step_batch import StepInputs
 
 
 class Mixer(Protocol):
-    """One block. Everything is about this rank's share of it."""
+    """A sublayer; sizes are those of this rank's shard."""
 
     @property
-    def form(self) -> Form:
-        """How it wants its input."""
+    def input_format(self) -> QuantFormat:
+        """Quantization format of its input."""
         ...
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the cache, for each token of a sequence."""
+        """KV cache bytes of a token."""
         ...
 
     @property
     def bytes_per_slot(self) -> int:
-        """Of state, for each sequence whatever its length."""
+        """State bytes of a sequence, whatever its length."""
         ...
 
     def allocate(self, blocks: int, block_tokens: int, slots: int, device: torch.device) -> None:
-        """Make room for so many blocks of tokens and so many sequences."""
+        """Allocate the KV cache of so many blocks and the state of so many sequences."""
         ...
 
-    def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
-        """What the block adds to the stream, [N, C]: already summed over the ranks that share its weights."""
+    def __call__(self, x: Activation, inputs: StepInputs) -> Tensor:
+        """Return what the sublayer adds to the residual, [N, C], all-reduced over its ranks."""
         ...
 
 
 @runtime_checkable
-class ThinMixer(Mixer, Protocol):
-    """A block with a second way for steps in which a handful of sequences generate: fewer kernels, larger ones."""
+class SkinnyMixer(Mixer, Protocol):
+    """A sublayer with a second path for small decode batches, of fewer and larger kernels (skinny gemms)."""
 
     @property
-    def has_thin(self) -> bool:
-        """Whether the formats of its weights allow it."""
+    def has_skinny_path(self) -> bool:
+        """Whether the formats of its weights support that path."""
         ...
 
-    def thin(self, stream_NC: Tensor, norm: Norm, inputs: Inputs) -> Tensor:
-        """The stream with what the block adds to it, its norm included; what was given stays as it is."""
+    def forward_skinny(self, residual_NC: Tensor, norm: InputNorm, inputs: StepInputs) -> Tensor:
+        """Return a new residual with the output of norm and sublayer added to it."""
         ...

@@ -1,20 +1,20 @@
-"""Dense MLPs of a served model: gated, with gate and up in one product, and plain ones."""
+"""Dense MLPs of a served model: gated, with a fused gate and up gemm, and plain."""
 
 import torch
 from torch import Tensor
 
-from llmb.models.blocks import ACTIVATIONS
-from llmb.ops.activation.gated_act import gated
-from llmb.ops.gemm.skinny_gemm import Norm, thin_product
-from llmb.ops.quant.activation_quant import Activation, Form, in_form
-from llmb.serve.layers.served_linear import Format, linear, thin_onto
-from llmb.serve.rank_groups import Group
-from llmb.serve.step_batch import Inputs
-from llmb.serve.weights.weight_source import Cut, Weights
+from llmb.ops.activation.activation import ACTIVATIONS
+from llmb.ops.activation.gated_act import gated_activation
+from llmb.ops.gemm.skinny_gemm import InputNorm, skinny_gemm
+from llmb.ops.quant.activation_quant import Activation, QuantFormat, quantize_activation
+from llmb.serve.layers.served_linear import Format, add_skinny_gemm, build_linear
+from llmb.serve.rank_groups import RankGroup
+from llmb.serve.step_batch import StepInputs
+from llmb.serve.weights.weight_source import WeightShard, WeightSource
 
 
 class _Mlp:
-    """Keeps nothing between steps."""
+    """A mixer without cache or state."""
 
     bytes_per_token = bytes_per_slot = 0
 
@@ -25,38 +25,48 @@ class _Mlp:
 class ServedGatedMlp(_Mlp):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, weights: Weights, name: str, activation: str, format: Format, dtype: torch.dtype, group: Group):
-        cut = Cut(0, group.index, group.size)
-        both = (weights.take(f"{name}.{one}.weight", cut) for one in ("gate", "up"))
-        self.both = linear(*both, format=format, dtype=dtype)
-        columns = weights.take(f"{name}.down.weight", Cut(1, group.index, group.size))
-        self.down = linear(columns, format=format, dtype=dtype)
+    def __init__(
+        self, weights: WeightSource, name: str, activation: str, format: Format, dtype: torch.dtype, group: RankGroup
+    ):
+        shard = WeightShard(0, group.index, group.size)
+        gate_up = (weights.load(f"{name}.{matrix}.weight", shard) for matrix in ("gate", "up"))
+        self.gate_up = build_linear(*gate_up, format=format, dtype=dtype)
+        columns = weights.load(f"{name}.down.weight", WeightShard(1, group.index, group.size))
+        self.down = build_linear(columns, format=format, dtype=dtype)
         self.activation, self.group = activation, group
-        self.form: Form = self.both.form
+        self.input_format: QuantFormat = self.gate_up.input_format
 
-    def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
-        return self.group.sum(self.down(gated(self.both(x), self.activation, self.down.form)))
+    def __call__(self, x: Activation, inputs: StepInputs) -> Tensor:
+        return self.group.all_reduce(
+            self.down(gated_activation(self.gate_up(x), self.activation, self.down.input_format))
+        )
 
     @property
-    def has_thin(self) -> bool:
-        return self.both.thin is not None and self.down.thin is not None
+    def has_skinny_path(self) -> bool:
+        return self.gate_up.skinny_weight is not None and self.down.skinny_weight is not None
 
-    def thin(self, stream_NC: Tensor, norm: Norm, inputs: Inputs) -> Tensor:
-        assert self.both.thin is not None
-        assert self.down.thin is not None
-        mixed_NF = thin_product(stream_NC, self.both.thin, stream_NC.dtype, norm=norm, activation=self.activation)
-        return thin_onto(stream_NC, mixed_NF, self.down.thin, self.group)
+    def forward_skinny(self, residual_NC: Tensor, norm: InputNorm, inputs: StepInputs) -> Tensor:
+        assert self.gate_up.skinny_weight is not None
+        assert self.down.skinny_weight is not None
+        hidden_NF = skinny_gemm(
+            residual_NC, self.gate_up.skinny_weight, residual_NC.dtype, norm=norm, activation=self.activation
+        )
+        return add_skinny_gemm(residual_NC, hidden_NF, self.down.skinny_weight, self.group)
 
 
 class ServedPlainMlp(_Mlp):
     """down(activation(up(x)))."""
 
-    def __init__(self, weights: Weights, name: str, activation: str, format: Format, dtype: torch.dtype, group: Group):
-        rows, columns = Cut(0, group.index, group.size), Cut(1, group.index, group.size)
-        self.up = linear(weights.take(f"{name}.up.weight", rows), format=format, dtype=dtype)
-        self.down = linear(weights.take(f"{name}.down.weight", columns), format=format, dtype=dtype)
+    def __init__(
+        self, weights: WeightSource, name: str, activation: str, format: Format, dtype: torch.dtype, group: RankGroup
+    ):
+        rows, columns = WeightShard(0, group.index, group.size), WeightShard(1, group.index, group.size)
+        self.up = build_linear(weights.load(f"{name}.up.weight", rows), format=format, dtype=dtype)
+        self.down = build_linear(weights.load(f"{name}.down.weight", columns), format=format, dtype=dtype)
         self.activation, self.group = ACTIVATIONS[activation], group
-        self.form: Form = self.up.form
+        self.input_format: QuantFormat = self.up.input_format
 
-    def __call__(self, x: Activation, inputs: Inputs) -> Tensor:
-        return self.group.sum(self.down(in_form(self.activation(self.up(x)), self.down.form)))
+    def __call__(self, x: Activation, inputs: StepInputs) -> Tensor:
+        return self.group.all_reduce(
+            self.down(quantize_activation(self.activation(self.up(x)), self.down.input_format))
+        )

@@ -1,11 +1,11 @@
-"""A model as it is served: an embedding, blocks that each read a normed copy of the stream and add to it, a head.
+"""A served model: embedding, pre-norm blocks that add to the residual, and LM head.
 
-    stack = build_stack(model, weights, how, ranks)
-    logits_SV = stack.logits(stack.through(stack.embed(tokens_N), inputs), rows_S)
+    model = build_served_model(spec, weights, dtypes, groups)
+    logits_SV = model.logits(model.forward(model.embed(tokens_N), inputs), logits_indices_S)
 
-All architectures are this: a Llama layer is two blocks, a Nemotron-H layer one. Between two blocks stands one kernel:
-it adds what the first made, norms the sum, and gives it in the number format that the second wants. For a handful of
-tokens even that is too many: then blocks that can (`ThinMixer`) take the stream itself and give it back added to.
+This covers all architectures: a Llama layer is two blocks, a Nemotron-H layer one. Between two blocks runs one fused
+kernel, which adds to the residual, normalizes, and quantizes to the input format of the second. For small decode
+batches even that is too many kernels: blocks with a skinny path (`SkinnyMixer`) take and return the residual itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,23 +19,23 @@ from torch import Tensor
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model
 from llmb.models.blocks import rope_frequencies
-from llmb.ops.gemm.skinny_gemm import Norm, ThinWeight, is_thin, thin_product
-from llmb.ops.norm.add_rms_norm import add_norm
+from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm, takes_skinny_gemm
+from llmb.ops.norm.add_rms_norm import add_rms_norm
 from llmb.serve.layers.gqa import PagedAttention
-from llmb.serve.layers.mixer import Mixer, ThinMixer
+from llmb.serve.layers.mixer import Mixer, SkinnyMixer
 from llmb.serve.layers.served_linear import Format
-from llmb.serve.layers.served_mamba import StatefulMamba
-from llmb.serve.layers.served_mla import LatentPaged
+from llmb.serve.layers.served_mamba import ServedMamba
+from llmb.serve.layers.served_mla import PagedMla
 from llmb.serve.layers.served_mlp import ServedGatedMlp, ServedPlainMlp
-from llmb.serve.layers.served_moe import ServedExperts
-from llmb.serve.rank_groups import Ranks
-from llmb.serve.step_batch import Inputs
-from llmb.serve.weights.weight_source import Cut, Weights
+from llmb.serve.layers.served_moe import ServedMoe
+from llmb.serve.rank_groups import RankGroups
+from llmb.serve.step_batch import StepInputs
+from llmb.serve.weights.weight_source import WeightShard, WeightSource
 
 
 @dataclass(frozen=True)
-class How:
-    """Number formats: of the stream and of what is not rounded, of linear layers, of the cache."""
+class ServingDtypes:
+    """Dtype of the residual and of unquantized weights, format of linear layers, dtype of the KV cache."""
 
     dtype: torch.dtype
     format: Format
@@ -43,135 +43,142 @@ class How:
 
 
 @dataclass(frozen=True)
-class Block:
-    """A mixer with the norm before it and, where the model has one, the norm of what it adds."""
+class ServedBlock:
+    """A mixer with its pre-norm and, if the model has one, its post-norm."""
 
     norm_C: Tensor
     mixer: Mixer
     post_norm_C: Tensor | None = None
 
     @cached_property
-    def thin(self) -> ThinMixer | None:
-        """The mixer, if steps of a handful of tokens can go its second way."""
+    def skinny_mixer(self) -> SkinnyMixer | None:
+        """The mixer, if it has a skinny path."""
         mixer = self.mixer
-        return mixer if self.post_norm_C is None and isinstance(mixer, ThinMixer) and mixer.has_thin else None
+        return mixer if self.post_norm_C is None and isinstance(mixer, SkinnyMixer) and mixer.has_skinny_path else None
 
 
 @dataclass(frozen=True)
-class Stack:
-    """This rank's layers; embedding, norm and head only where it is the first or last of a pipeline."""
+class ServedModel:
+    """This rank's layers; embedding, final norm and head only on the first or last pipeline stage."""
 
-    model: Model
-    blocks: Sequence[Block]
+    spec: Model
+    blocks: Sequence[ServedBlock]
     embedding_VC: Tensor | None
     norm_C: Tensor | None
     head_VC: Tensor | None
-    frequencies_D: Tensor | None  # of the rotary positions, in radians a token
-    ranks: Ranks
+    inv_freq_D: Tensor | None  # of the rotary embedding, in radians per token
+    groups: RankGroups
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the stream."""
+        """Dtype of the residual."""
         return self.blocks[0].norm_C.dtype
 
     def embed(self, tokens_N: Tensor) -> Tensor:
-        """The stream as it enters the first block."""
+        """Return the input of the first block."""
         assert self.embedding_VC is not None
         x_NC = F.embedding(tokens_N, self.embedding_VC)
-        return x_NC if self.model.embedding_scale == 1.0 else x_NC * self.model.embedding_scale
+        return x_NC if self.spec.embedding_scale == 1.0 else x_NC * self.spec.embedding_scale
 
-    def through(self, added_NC: Tensor, inputs: Inputs) -> Tensor:
-        """The stream after this rank's blocks; its last norm comes with the head, for the rows that need it."""
-        inputs = self._with_angles(inputs)
-        eps, stream_NC = self.model.norm_eps, None
-        few = is_thin(added_NC) and inputs.decodes == len(added_NC)
+    def forward(self, delta_NC: Tensor, inputs: StepInputs) -> Tensor:
+        """Return the residual after this rank's blocks; the final norm is part of `logits`."""
+        inputs = self._with_rope(inputs)
+        eps, residual_NC = self.spec.norm_eps, None
+        is_skinny = takes_skinny_gemm(delta_NC) and inputs.num_decodes == len(delta_NC)
         for block in self.blocks:
-            if few and block.thin is not None:
-                stream_NC = added_NC if stream_NC is None else stream_NC + added_NC
-                added_NC, stream_NC = block.thin.thin(stream_NC, Norm(block.norm_C, eps), inputs), None
+            if is_skinny and block.skinny_mixer is not None:
+                residual_NC = delta_NC if residual_NC is None else residual_NC + delta_NC
+                delta_NC, residual_NC = (
+                    block.skinny_mixer.forward_skinny(residual_NC, InputNorm(block.norm_C, eps), inputs),
+                    None,
+                )
                 continue
-            normed, stream_NC = add_norm(added_NC, stream_NC, block.norm_C, eps, block.mixer.form)
-            added_NC = block.mixer(normed, inputs)
+            normed, residual_NC = add_rms_norm(delta_NC, residual_NC, block.norm_C, eps, block.mixer.input_format)
+            delta_NC = block.mixer(normed, inputs)
             if block.post_norm_C is not None:
-                added_NC = F.rms_norm(added_NC, block.post_norm_C.shape, block.post_norm_C, eps)
-        return added_NC if stream_NC is None else stream_NC + added_NC
+                delta_NC = F.rms_norm(delta_NC, block.post_norm_C.shape, block.post_norm_C, eps)
+        return delta_NC if residual_NC is None else residual_NC + delta_NC
 
-    def logits(self, x_NC: Tensor, rows_S: Tensor) -> Tensor:
-        """Of the rows that sample, [S, V]."""
+    def logits(self, x_NC: Tensor, logits_indices_S: Tensor) -> Tensor:
+        """Return the logits of the sampling rows, [S, V]."""
         assert self.norm_C is not None
         assert self.head_VC is not None
-        x_SC, norm, scale = x_NC[rows_S], Norm(self.norm_C, self.model.norm_eps), self.model.logit_scale
-        if is_thin(x_SC) and scale == 1.0:
-            return self.ranks.dense.gather(thin_product(x_SC, ThinWeight(self.head_VC), x_SC.dtype, norm=norm))
+        x_SC, norm, scale = x_NC[logits_indices_S], InputNorm(self.norm_C, self.spec.norm_eps), self.spec.logit_scale
+        if takes_skinny_gemm(x_SC) and scale == 1.0:
+            return self.groups.tp.all_gather(skinny_gemm(x_SC, SkinnyGemmWeight(self.head_VC), x_SC.dtype, norm=norm))
         normed_SC = F.rms_norm(x_SC, self.norm_C.shape, *norm)
-        return self.ranks.dense.gather(F.linear(normed_SC if scale == 1.0 else normed_SC * scale, self.head_VC))
+        return self.groups.tp.all_gather(F.linear(normed_SC if scale == 1.0 else normed_SC * scale, self.head_VC))
 
-    def _with_angles(self, inputs: Inputs) -> Inputs:
-        """Cosine and sine of the positions, once for all layers."""
-        if self.frequencies_D is None:
+    def _with_rope(self, inputs: StepInputs) -> StepInputs:
+        """Add cosine and sine of the positions, computed once for all layers."""
+        if self.inv_freq_D is None:
             return inputs
-        angles_ND = inputs.positions_N[:, None].float() * self.frequencies_D
+        angles_ND = inputs.positions_N[:, None].float() * self.inv_freq_D
         return replace(inputs, cos_ND=angles_ND.cos(), sin_ND=angles_ND.sin())
 
     def mixers(self) -> Iterable[Mixer]:
         return (block.mixer for block in self.blocks)
 
 
-def build_stack(model: Model, weights: Weights, how: How, ranks: Ranks) -> Stack:
-    """The layers of this rank's stage, from weights that are taken one at a time."""
-    stage = ranks.stage
+def build_served_model(model: Model, weights: WeightSource, dtypes: ServingDtypes, groups: RankGroups) -> ServedModel:
+    """Build the layers of this rank's stage from weights that are loaded one at a time."""
+    stage = groups.stage
     layers = stage_layers(model.layers, stage.size, None)[stage.index]
-    embedding_VC = weights.take("embedding.weight").to(how.dtype) if stage.first else None
-    return Stack(
-        model=model,
-        blocks=[block for layer in layers for block in layer_blocks(model, layer, weights, how, ranks)],
+    embedding_VC = weights.load("embedding.weight").to(dtypes.dtype) if stage.is_first else None
+    return ServedModel(
+        spec=model,
+        blocks=[block for layer in layers for block in layer_blocks(model, layer, weights, dtypes, groups)],
         embedding_VC=embedding_VC,
-        norm_C=weights.take("norm.weight").to(how.dtype) if stage.last else None,
-        head_VC=_head(model, weights, how, ranks, embedding_VC) if stage.last else None,
-        frequencies_D=_frequencies(model, ranks.device),
-        ranks=ranks,
+        norm_C=weights.load("norm.weight").to(dtypes.dtype) if stage.is_last else None,
+        head_VC=_head(model, weights, dtypes, groups, embedding_VC) if stage.is_last else None,
+        inv_freq_D=_inv_freq(model, groups.device),
+        groups=groups,
     )
 
 
-def _head(model: Model, weights: Weights, how: How, ranks: Ranks, embedding_VC: Tensor | None) -> Tensor:
-    """This rank's part of the vocabulary; tied to the embedding it is the same memory, where the embedding is here."""
-    split = Cut(0, ranks.dense.index, ranks.dense.size)
+def _head(
+    model: Model, weights: WeightSource, dtypes: ServingDtypes, groups: RankGroups, embedding_VC: Tensor | None
+) -> Tensor:
+    """Return this rank's shard of the vocabulary; a tied head shares the memory of an embedding on the same stage."""
+    shard = WeightShard(0, groups.tp.index, groups.tp.size)
     if model.tied_embeddings and embedding_VC is not None:
-        return split.of(embedding_VC)
-    return weights.take("embedding.weight" if model.tied_embeddings else "head.weight", split).to(how.dtype)
+        return shard.slice(embedding_VC)
+    return weights.load("embedding.weight" if model.tied_embeddings else "head.weight", shard).to(dtypes.dtype)
 
 
-def _frequencies(model: Model, device: torch.device) -> Tensor | None:
+def _inv_freq(model: Model, device: torch.device) -> Tensor | None:
     if model.rope is None:
         return None
-    return rope_frequencies(model.rope, model.latent.rope_dim if model.latent else model.head_dim, device)
+    return rope_frequencies(model.rope, model.mla.rope_dim if model.mla else model.head_dim, device)
 
 
-def layer_blocks(model: Model, layer: int, weights: Weights, how: How, ranks: Ranks) -> list[Block]:
-    """The blocks of one layer, as `llmb/models` names their weights."""
+def layer_blocks(
+    model: Model, layer: int, weights: WeightSource, dtypes: ServingDtypes, groups: RankGroups
+) -> list[ServedBlock]:
+    """Build the blocks of one layer, from weights named as in `llmb/models`."""
     name = f"layers.{layer}"
 
-    def norm(of: str) -> Tensor:
-        return weights.take(f"{name}.{of}.weight").to(how.dtype)
+    def norm(norm_name: str) -> Tensor:
+        return weights.load(f"{name}.{norm_name}.weight").to(dtypes.dtype)
 
-    common = (how.format, how.dtype)
+    common = (dtypes.format, dtypes.dtype)
     if model.pattern is not None:
         kind = model.pattern[layer]
         if kind == "*":
-            mixer: Mixer = PagedAttention(weights, f"{name}.mixer", model, *common, how.kv_dtype, ranks.dense)
+            mixer: Mixer = PagedAttention(weights, f"{name}.mixer", model, *common, dtypes.kv_dtype, groups.tp)
         elif kind == "M":
-            mixer = StatefulMamba(weights, f"{name}.mixer", model, *common, ranks.dense)
+            mixer = ServedMamba(weights, f"{name}.mixer", model, *common, groups.tp)
         else:
-            mixer = ServedPlainMlp(weights, f"{name}.mixer", model.activation, *common, ranks.dense)
-        return [Block(norm("norm"), mixer)]
-    attend = PagedAttention if model.latent is None else LatentPaged
-    attention: Mixer = attend(weights, f"{name}.attention", model, *common, how.kv_dtype, ranks.dense)
+            mixer = ServedPlainMlp(weights, f"{name}.mixer", model.activation, *common, groups.tp)
+        return [ServedBlock(norm("norm"), mixer)]
+    attention_class = PagedAttention if model.mla is None else PagedMla
+    attention: Mixer = attention_class(weights, f"{name}.attention", model, *common, dtypes.kv_dtype, groups.tp)
     if model.experts is not None and layer >= model.experts.dense_layers:
-        mlp: Mixer = ServedExperts(weights, f"{name}.mlp", model, *common, ranks.experts, ranks.dense)
+        mlp: Mixer = ServedMoe(weights, f"{name}.mlp", model, *common, groups.experts, groups.tp)
     else:
-        mlp = ServedGatedMlp(weights, f"{name}.mlp", model.activation, *common, ranks.dense)
-    post = {of: norm(f"{of}_post_norm") if model.post_norms else None for of in ("attention", "mlp")}
+        mlp = ServedGatedMlp(weights, f"{name}.mlp", model.activation, *common, groups.tp)
+    post = {key: norm(f"{key}_post_norm") if model.post_norms else None for key in ("attention", "mlp")}
     return [
-        Block(norm("attention_norm"), attention, post["attention"]),
-        Block(norm("mlp_norm"), mlp, post["mlp"]),
+        ServedBlock(norm("attention_norm"), attention, post["attention"]),
+        ServedBlock(norm("mlp_norm"), mlp, post["mlp"]),
     ]

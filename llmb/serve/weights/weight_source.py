@@ -1,8 +1,8 @@
-"""Where a served model's weights come from: drawn at random by name, as training starts, or read from a folder.
+"""Sources of a served model's weights: random, initialized as for training, or a Hugging Face folder.
 
-    weights.take("layers.3.attention.q.weight", Cut(0, index=1, parts=4))
+    weights.load("layers.3.attention.q.weight", WeightShard(0, index=1, count=4))
 
-One tensor at a time, so that a model whose plain weights would never fit can be rounded as it comes.
+Tensors are loaded one at a time, so that a model whose unquantized weights would never fit is quantized as it loads.
 """
 
 from dataclasses import dataclass
@@ -17,28 +17,28 @@ from llmb.models.decoder import parameter_generator
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A rank's share: part `index` of `parts` equal ones along a dimension."""
+class WeightShard:
+    """Shard `index` of `count` equal ones along a dimension."""
 
     dim: int
     index: int
-    parts: int
+    count: int
 
-    def of(self, tensor: Tensor) -> Tensor:
-        size = tensor.shape[self.dim] // self.parts
+    def slice(self, tensor: Tensor) -> Tensor:
+        size = tensor.shape[self.dim] // self.count
         return tensor.narrow(self.dim, self.index * size, size)
 
 
-class Weights(Protocol):
-    """Gives each tensor of a model by its name in `llmb/models`."""
+class WeightSource(Protocol):
+    """Loads the tensors of a model by their names in `llmb/models`."""
 
-    def take(self, name: str, cut: Cut | None = None) -> Tensor:
-        """The tensor, or this rank's share, on the device; in `dtype`, or in fp32 where it was stored in fewer bits."""
+    def load(self, name: str, shard: WeightShard | None = None) -> Tensor:
+        """Return the tensor or a shard on the device; in `dtype`, or in fp32 if it was stored quantized."""
         ...
 
 
 class RandomWeights:
-    """The weights that training with this seed starts from."""
+    """The initial weights of training with this seed."""
 
     def __init__(self, model: Model, seed: int, dtype: torch.dtype, device: torch.device):
         self._seed, self._dtype, self._device = seed, dtype, device
@@ -47,10 +47,10 @@ class RandomWeights:
         self._shapes = {name: tensor.shape for name, tensor in self._network.state_dict().items()}
         self._parameters = {name for name, _ in self._network.named_parameters()}
 
-    def take(self, name: str, cut: Cut | None = None) -> Tensor:
+    def load(self, name: str, shard: WeightShard | None = None) -> Tensor:
         whole = torch.empty(self._shapes[name], dtype=self._dtype, device=self._device)
         if name in self._parameters:
-            self._network.fill(name, whole, parameter_generator(self._seed, name, self._device))
+            self._network.init_parameter(name, whole, parameter_generator(self._seed, name, self._device))
         else:
-            whole.zero_()  # the routers' corrections
-        return whole if cut is None else cut.of(whole).contiguous()
+            whole.zero_()  # the routers' correction biases
+        return whole if shard is None else shard.slice(whole).contiguous()
