@@ -1,11 +1,11 @@
-"""All memory of a run but what one computation uses in between: a slab on the device and one on the host, cut up once.
+"""Arena: a slab on the device and a pinned one on the host, cut into buffers and slots once.
 
-    arena = Arena(model, plan, device, home_slots, budgets)
-    arena.buffer("param", 3).copy_(arena.home("param", 17), non_blocking=True)
+    arena = Arena(model, plan, device, host_slots, budgets)
+    arena.buffer("param", 3).copy_(arena.host_slot("param", 17), non_blocking=True)
 
-A kind's buffers on the device are as many as the plan says, its places at home as many as its program needs. No memory
-is taken or given back while the run goes on, and more than the budgets is never taken: what lacks is said before the
-run. On a GPU torch's allocator, from which the slab and all between come, is held to the device's budget, too.
+The plan says how many device buffers each kind has, the program how many host slots. Except for the workspace of tasks
+nothing is allocated or freed during the run, and never more than the budgets: a plan that needs more is refused before
+the run. On a GPU torch's allocator, which serves the slab and the workspace, is limited to the device's budget.
 """
 
 from dataclasses import dataclass
@@ -18,70 +18,71 @@ from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.offload.pinned_memory import HostSlab
 from llmb.perfmodel.hardware import GIB
-from llmb.perfmodel.offload.buffers import piece_bytes
-from llmb.perfmodel.offload.plan_memory import CONTEXT_BYTES, buffers_of, device_bytes, homes_of, host_bytes
+from llmb.perfmodel.offload.buffers import buffer_bytes
+from llmb.perfmodel.offload.plan_memory import CONTEXT_BYTES, buffer_counts, device_bytes, host_bytes, host_slot_counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """What a run may take. Null: all there is."""
+    """Memory budgets of a run. Null: all there is."""
 
     host_gib: float | None = None
     device_gib: float | None = None
 
 
 UNLIMITED = Budgets()
+SMALL_ALLOCATIONS = 8 << 20  # bytes left to scalars and the batches, which have blocks of their own
 
 
 class Arena:
-    """The buffers of every kind, by their numbers."""
+    """Buffers of every kind, by their index."""
 
     def __init__(
         self,
         model: Model,
         plan: Plan,
         device: torch.device,
-        home_slots: dict[str, int],
+        host_slots: dict[str, int],
         budgets: Budgets = UNLIMITED,
         host_slab: HostSlab | None = None,
     ):
-        """`home_slots`: places at home for kinds of which no piece has one of its own. A slab given is used again."""
-        _check_budgets(model, plan, device, home_slots, budgets)
+        """`host_slots`: number of slots of the kinds that share them. A given slab is reused."""
+        _check_budgets(model, plan, device, host_slots, budgets)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            _limit_allocator(device, budgets.device_gib)
-        self.device, self.sizes = device, piece_bytes(model, plan)
-        buffers = buffers_of(plan)
-        self.homes = homes_of(model, plan, home_slots)
-        self.host_bytes = self._total(self.homes)
+            limit = _limit_allocator(device, budgets.device_gib)
+        self.device, self.sizes = device, buffer_bytes(model, plan)
+        buffers = buffer_counts(plan)
+        self.host_slots = host_slot_counts(model, plan, host_slots)
+        self.host_bytes = self._total(self.host_slots)
         self._host = HostSlab(self.host_bytes, device) if host_slab is None else host_slab
         if self._host.size < self.host_bytes:
-            raise ConfigError(f"a host slab of {self._host.size} bytes is given, the plan needs {self.host_bytes}")
+            raise ConfigError(f"a host slab of {self._host.size} bytes was given, the plan needs {self.host_bytes}")
         self.slab = torch.empty(self._total(buffers), dtype=torch.uint8, device=device)
-        self._behind_weights = self._total({"param": buffers["param"]})
-        self._buffers = self._cut(self.slab, buffers)
-        self._homes = self._cut(self._host.memory, self.homes)
+        self._after_weights = self._total({"param": buffers["param"]})
+        self._buffers = self._split(self.slab, buffers)
+        self._host_slots = self._split(self._host.memory, self.host_slots)
         if device.type == "cuda":
-            _set_aside(device_bytes(model, plan, device.type)["workspace"], device)
+            _reserve_workspace(device_bytes(model, plan, device.type)["workspace"], limit, device)
 
-    def buffer(self, kind: str, number: int) -> Tensor:
-        """A buffer on the device, as bytes."""
-        return self._buffers[kind][number]
+    def buffer(self, kind: str, index: int) -> Tensor:
+        """Return a device buffer, as bytes."""
+        return self._buffers[kind][index]
 
-    def home(self, kind: str, number: int) -> Tensor:
-        """A place on the host, as bytes."""
-        return self._homes[kind][number]
+    def host_slot(self, kind: str, index: int) -> Tensor:
+        """Return a host slot, as bytes."""
+        return self._host_slots[kind][index]
 
     def scratch(self, shape: torch.Size) -> Tensor:
-        """fp32 memory on the device until the first step: that of all but weights, or new where it is too small."""
+        """Return fp32 memory on the device, until the first step: that of all but weights, or new if too small."""
         size = 4 * shape.numel()
-        if size > self.slab.numel() - self._behind_weights:
+        if size > self.slab.numel() - self._after_weights:
             return torch.empty(shape, device=self.device)
-        return self.slab[self._behind_weights : self._behind_weights + size].view(torch.float32).view(shape)
+        return self.slab[self._after_weights : self._after_weights + size].view(torch.float32).view(shape)
 
     @property
     def device_bytes(self) -> int:
-        """The most that was taken on the device so far: the slab and what computations used beside it."""
+        """Peak memory on the device so far: the slab and the workspace."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_reserved(self.device)
         return self.slab.numel()
@@ -89,21 +90,21 @@ class Arena:
     def _total(self, counts: dict[str, int]) -> int:
         return sum(self.sizes[kind] * count for kind, count in counts.items())
 
-    def _cut(self, slab: Tensor, counts: dict[str, int]) -> dict[str, list[Tensor]]:
-        found: dict[str, list[Tensor]] = {}
+    def _split(self, slab: Tensor, counts: dict[str, int]) -> dict[str, list[Tensor]]:
+        buffers: dict[str, list[Tensor]] = {}
         first = 0
         for kind, count in counts.items():
             end = first + self.sizes[kind] * count
-            found[kind] = list(slab[first:end].view(count, self.sizes[kind]).unbind()) if count else []
+            buffers[kind] = list(slab[first:end].view(count, self.sizes[kind]).unbind()) if count else []
             first = end
-        return found
+        return buffers
 
 
 def _check_budgets(
-    model: Model, plan: Plan, device: torch.device, home_slots: dict[str, int], budgets: Budgets
+    model: Model, plan: Plan, device: torch.device, host_slots: dict[str, int], budgets: Budgets
 ) -> None:
     needed = {
-        "host": (sum(host_bytes(model, plan, home_slots).values()), budgets.host_gib),
+        "host": (sum(host_bytes(model, plan, host_slots).values()), budgets.host_gib),
         "device": (sum(device_bytes(model, plan, device.type).values()), budgets.device_gib),
     }
     for side, (size, budget) in needed.items():
@@ -114,18 +115,21 @@ def _check_budgets(
             )
 
 
-def _set_aside(size: int, device: torch.device) -> None:
-    """Have torch keep memory for what computations use in between, in one piece: it is whole again behind each.
+def _reserve_workspace(size: int, limit: int, device: torch.device) -> None:
+    """Have torch reserve the workspace as one block, which is whole again after each task.
 
-    Memory that matrix products keep for good is taken before, so that it does not lie in the middle.
+    cuBLAS allocates its own workspace first, so that it does not lie in the middle; the planner counts it as part of
+    the workspace, hence the block is no larger than what the limit leaves.
     """
     square = torch.zeros(64, 64, dtype=torch.bfloat16, device=device)
     torch.mm(square, square)
-    torch.empty(size, dtype=torch.uint8, device=device)
+    left = limit - torch.cuda.memory_reserved(device) - SMALL_ALLOCATIONS
+    torch.empty(max(0, min(size, left)), dtype=torch.uint8, device=device)
 
 
-def _limit_allocator(device: torch.device, device_gib: float | None) -> None:
-    """More than the budget, less what the driver takes for itself, is refused as if the GPU had no more."""
+def _limit_allocator(device: torch.device, device_gib: float | None) -> int:
+    """Make torch refuse to allocate more than the budget less the driver's context; returns the limit in bytes."""
     total = torch.cuda.get_device_properties(device).total_memory
-    limit = total if device_gib is None else device_gib * GIB - CONTEXT_BYTES
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    limit = total if device_gib is None else min(total, int(device_gib * GIB) - CONTEXT_BYTES)
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    return limit

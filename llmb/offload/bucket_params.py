@@ -1,58 +1,94 @@
-"""Which named parameters of a Llama lie in a unit of weights, and where.
+"""Named parameters of a Llama inside parameter buckets, and their initial values.
 
-    for place in places(model, unit):
-        tensors[place.tensor][place.rows] == network.get_parameter(place.name)[place.source]
+    for param in param_slices(model, bucket):
+        tensors[param.tensor][param.rows] == network.get_parameter(param.name)[param.source]
 
-`tensors` are the unit's, of its weights, their gradients or their moments: `tensors.unit_tensors`.
+`tensors` are the bucket's, of its weights, their gradients or their moments: `buffer_views.bucket_tensors`.
 """
 
+from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import Units
+from llmb.models.decoder import parameter_generator
+from llmb.models.llama import Llama
+from llmb.offload.buffer_views import bucket_tensors
+from llmb.perfmodel.offload.buffers import ParamBuckets
+
+ALL = slice(None)
+
+Scratch = Callable[[torch.Size], Tensor]  # fp32 memory on the device for a tensor of this shape
 
 
-class Place(NamedTuple):
-    """A parameter, or some rows of one, inside a unit."""
+class ParamSlice(NamedTuple):
+    """A parameter, or some rows of one, inside a bucket."""
 
     name: str
-    tensor: int  # which of the unit's
+    tensor: int  # index in the bucket
     rows: slice  # of that tensor
     source: slice  # rows of the parameter
 
 
-ALL = slice(None)
-
-
-def places(model: Model, unit: int) -> list[Place]:
-    """Of a unit, in the order in which they lie there."""
-    if unit < model.layers:
-        return _of_block(model, f"layers.{unit}")
-    units = Units(model)
-    is_head = unit in units.head and not model.tied_embeddings
-    part = unit - (units.head if is_head else units.embedding).start
-    rows = units.part_rows(part)
+def param_slices(model: Model, bucket: int) -> list[ParamSlice]:
+    """Return the parameters in a bucket, in memory order."""
+    if bucket < model.layers:
+        return _layer_slices(model, f"layers.{bucket}")
+    buckets = ParamBuckets(model)
+    is_head = bucket in buckets.head and not model.tied_embeddings
+    shard = bucket - (buckets.head if is_head else buckets.embedding).start
+    rows = buckets.shard_rows(shard)
     name = "head.weight" if is_head else "embedding.weight"
-    found = [Place(name, 0, ALL, slice(rows.start, rows.stop))]
-    return [*found, Place("norm.weight", 1, ALL, ALL)] if unit == units.head[-1] else found
+    slices = [ParamSlice(name, 0, ALL, slice(rows.start, rows.stop))]
+    return [*slices, ParamSlice("norm.weight", 1, ALL, ALL)] if bucket == buckets.head[-1] else slices
 
 
-def _of_block(model: Model, layer: str) -> list[Place]:
+@torch.no_grad()
+def init_bucket_weights(model: Model, seed: int, weights_of: Callable[[int], Tensor], scratch: Scratch) -> None:
+    """Initialise all weights, straight to where each bucket lives.
+
+    They equal those of `Llama(model).init_weights(seed)` on the same device: a parameter's values depend on the seed
+    and its name alone. A parameter is drawn whole, in fp32, in scratch memory. `weights_of(bucket)`: its elements.
+    """
+    with torch.device("meta"):
+        network = Llama(model)
+    shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
+    for name, slices in _slices_by_parameter(model).items():
+        values = scratch(shapes[name])
+        network.init_parameter(name, values, parameter_generator(seed, name, values.device))
+        for bucket, param in slices:
+            tensors = bucket_tensors(weights_of(bucket), ParamBuckets(model).tensors(bucket))
+            tensors[param.tensor][param.rows].copy_(values[param.source])
+
+
+def _slices_by_parameter(model: Model) -> dict[str, list[tuple[int, ParamSlice]]]:
+    """Return the buckets and slices of each parameter."""
+    slices: dict[str, list[tuple[int, ParamSlice]]] = defaultdict(list)
+    for bucket in range(ParamBuckets(model).count):
+        for param in param_slices(model, bucket):
+            slices[param.name].append((bucket, param))
+    return slices
+
+
+def _layer_slices(model: Model, layer: str) -> list[ParamSlice]:
     heads = {"q": model.heads, "k": model.kv_heads, "v": model.kv_heads}
     return [
-        *_stacked(0, {f"{layer}.attention.{one}.weight": count * model.head_dim for one, count in heads.items()}),
-        Place(f"{layer}.attention.o.weight", 1, ALL, ALL),
-        *_stacked(2, {f"{layer}.mlp.{one}.weight": model.ffn for one in ("gate", "up")}),
-        Place(f"{layer}.mlp.down.weight", 3, ALL, ALL),
-        Place(f"{layer}.attention_norm.weight", 4, ALL, ALL),
-        Place(f"{layer}.mlp_norm.weight", 5, ALL, ALL),
+        *_stacked(0, {f"{layer}.attention.{name}.weight": count * model.head_dim for name, count in heads.items()}),
+        ParamSlice(f"{layer}.attention.o.weight", 1, ALL, ALL),
+        *_stacked(2, {f"{layer}.mlp.{name}.weight": model.ffn for name in ("gate", "up")}),
+        ParamSlice(f"{layer}.mlp.down.weight", 3, ALL, ALL),
+        ParamSlice(f"{layer}.attention_norm.weight", 4, ALL, ALL),
+        ParamSlice(f"{layer}.mlp_norm.weight", 5, ALL, ALL),
     ]
 
 
-def _stacked(tensor: int, rows_of: dict[str, int]) -> list[Place]:
-    """Parameters whose rows lie one behind the other in one tensor."""
-    found, first = [], 0
+def _stacked(tensor: int, rows_of: dict[str, int]) -> list[ParamSlice]:
+    """Return parameters whose rows are stacked in one tensor."""
+    slices, first = [], 0
     for name, rows in rows_of.items():
-        found.append(Place(name, tensor, slice(first, first + rows), ALL))
+        slices.append(ParamSlice(name, tensor, slice(first, first + rows), ALL))
         first += rows
-    return found
+    return slices

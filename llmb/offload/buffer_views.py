@@ -1,67 +1,117 @@
-"""The tensors inside pieces: views into flat buffers, laid out as `llmb/perfmodel/offload/buffers.py` counts them.
+"""Tensors inside buffers: views laid out as `llmb/perfmodel/offload/buffers.py` counts them, and their dtypes.
 
-    weights = block_weights(numbers, model)                 # also of a gradient, or of a moment: any format
-    attn = attn_of(buffer, model, tokens, torch.bfloat16)   # buffer: bytes
+    weights = layer_weights_view(elements, model)               # also of a gradient, or of a moment: any dtype
+    attn = attn_view(buffer, model, tokens, torch.bfloat16)     # buffer: bytes
+    low, m, v = offload_dtypes(plan).state(arena.buffer("state", 0))
 
-Tensors of weights begin at multiples of 256 numbers, so that a weight, its gradient and its state lie at the same
-places of their buffers; those of activations begin at multiples of 256 bytes. Shapes: N tokens of a chunk, T tokens of
-a context, C hidden width, A width of all heads, W of all heads of keys, H heads, F width of the MLP, V vocabulary.
+Weights begin at multiples of 256 elements, so that a weight, its gradient and its state have the same offset in their
+buffers; activations begin at multiples of 256 bytes. Shapes: N tokens of a chunk, T tokens of a context, C hidden
+width, A width of all heads, W width of all KV heads, H heads, F width of the MLP, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llmb.config.llama_layer_shapes import aligned, layer_weight_shapes
+from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
-from llmb.models.llama_layer.layer_tensors import Attn, BlockWeights, KeyValues, Rest
+from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
+from llmb.ops.optim.adam import Rounding
 
 Shape = tuple[int, ...]
 
 
-def block_weights(numbers: Tensor, model: Model) -> BlockWeights:
-    """The weights of a layer in a buffer of numbers."""
-    return BlockWeights(*unit_tensors(numbers, layer_weight_shapes(model)))
+def layer_weights_view(elements: Tensor, model: Model) -> LayerWeights:
+    """Return the weights of a layer in a flat buffer."""
+    return LayerWeights(*bucket_tensors(elements, layer_weight_shapes(model)))
 
 
-def unit_tensors(numbers: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
-    """Tensors behind one another in a buffer of numbers."""
-    found, first = [], 0
+def bucket_tensors(elements: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
+    """Return consecutive tensors of a flat buffer."""
+    tensors, first = [], 0
     for shape in shapes:
-        found.append(numbers[first : first + prod(shape)].view(shape))
+        tensors.append(elements[first : first + prod(shape)].view(shape))
         first += aligned(prod(shape))
-    return found
+    return tensors
 
 
-def kv_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> KeyValues:
-    """Keys and values in a buffer of bytes; their slopes with another format."""
+def kv_view(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> KeyValues:
+    """Return keys and values, or their gradients, in a buffer of bytes."""
     shape = (tokens, model.kv_heads * model.head_dim)
-    return KeyValues(*_in_bytes(buffer, (shape, dtype), (shape, dtype)))
+    return KeyValues(*_views(buffer, (shape, dtype), (shape, dtype)))
 
 
-def attn_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Attn:
-    """A chunk's attention in a buffer of bytes."""
+def attn_view(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> AttentionOutput:
+    """Return a chunk's attention output in a buffer of bytes."""
     out = ((tokens, model.heads * model.head_dim), dtype)
-    return Attn(*_in_bytes(buffer, out, ((model.heads, tokens), torch.float32)))
+    return AttentionOutput(*_views(buffer, out, ((model.heads, tokens), torch.float32)))
 
 
-def rest_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Rest:
-    """A chunk's queries, stream and MLP in a buffer of bytes."""
+def saved_activations_view(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> SavedActivations:
+    """Return a chunk's queries, residual, gate and up in a buffer of bytes."""
     widths = (model.heads * model.head_dim, model.hidden, 2 * model.ffn)
-    return Rest(*_in_bytes(buffer, *(((tokens, width), dtype) for width in widths)))
+    return SavedActivations(*_views(buffer, *(((tokens, width), dtype) for width in widths)))
 
 
-def stream_of(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Tensor:
-    """A chunk's stream, or its slope, in a buffer of bytes."""
-    return _in_bytes(buffer, ((tokens, model.hidden), dtype))[0]
+def residual_view(buffer: Tensor, model: Model, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Return a chunk's residual, or its gradient, in a buffer of bytes."""
+    return _views(buffer, ((tokens, model.hidden), dtype))[0]
 
 
-def _in_bytes(buffer: Tensor, *wanted: tuple[Shape, torch.dtype]) -> list[Tensor]:
-    found, first = [], 0
-    for shape, dtype in wanted:
+def _views(buffer: Tensor, *specs: tuple[Shape, torch.dtype]) -> list[Tensor]:
+    tensors, first = [], 0
+    for shape, dtype in specs:
         size = prod(shape) * dtype.itemsize
-        found.append(buffer[first : first + size].view(dtype).view(shape))
+        tensors.append(buffer[first : first + size].view(dtype).view(shape))
         first += aligned(size)
-    return found
+    return tensors
+
+
+class OptimizerState(NamedTuple):
+    """Optimizer state of each weight, in the order in which it lies in a buffer."""
+
+    low: Tensor | None  # low 16 bits of the fp32 master weight, whose high half is the bf16 weight
+    m: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class OffloadDtypes:
+    """Dtypes of a run; the sizes in `llmb/perfmodel/offload/buffers.py` follow from the same choices."""
+
+    activation: torch.dtype  # and of weights
+    grad: torch.dtype
+    moment: torch.dtype
+    has_low: bool
+    rounding: Rounding
+
+    def weights(self, buffer: Tensor) -> Tensor:
+        """Return the elements of a bucket's weights, given its bytes."""
+        return buffer.view(self.activation)
+
+    def grads(self, buffer: Tensor) -> Tensor:
+        """Return the elements of its gradients."""
+        return buffer.view(self.grad)
+
+    def state(self, buffer: Tensor) -> OptimizerState:
+        """Return the elements of its optimizer state."""
+        low = torch.int16.itemsize if self.has_low else 0
+        numel = buffer.numel() // (low + 2 * self.moment.itemsize)
+        low_bytes, *moments = buffer.split((low * numel, *[self.moment.itemsize * numel] * 2))
+        m, v = (moment.view(self.moment) for moment in moments)
+        return OptimizerState(low_bytes.view(torch.int16) if self.has_low else None, m, v)
+
+
+def offload_dtypes(plan: Plan) -> OffloadDtypes:
+    """Return the dtypes of a plan; in fp32 nothing is rounded, whatever the update."""
+    if plan.dtype == "fp32":
+        return OffloadDtypes(torch.float32, torch.float32, torch.float32, has_low=False, rounding="nearest")
+    rounding: Rounding = "stochastic" if plan.update == "stochastic" else "nearest"
+    has_master = plan.update == "master"
+    moment = torch.float32 if has_master else torch.bfloat16
+    return OffloadDtypes(torch.bfloat16, moment, moment, has_low=has_master, rounding=rounding)

@@ -1,12 +1,12 @@
-"""Three lanes that work beside one another: computation, copies to the device, copies home.
+"""Three streams that work concurrently: computation, copies to the device (H2D), copies to the host (D2H).
 
-    lanes = lanes_on(device)
-    lanes.begin()                                           # a program's entries are counted from here
-    lanes.enter("inbound", copy, {"compute": 4})            # when entry 4 of the other lane is done
-    lanes.wait()                                            # for everything
+    streams = create_streams(device)
+    streams.begin()                                         # the entries of a program are counted from here
+    streams.enter("inbound", copy, {"compute": 4})          # once entry 4 of the compute stream is done
+    streams.wait()                                          # for everything
 
-A lane does its entries in order. On a GPU each is a stream, and waiting is left to the GPU: Python issues and goes on.
-On a CPU every entry is done at once: whatever it waits for was issued before it.
+A stream executes its entries in order. On a GPU each is a CUDA stream and the GPU does the waiting: Python issues and
+goes on. On a CPU every entry is executed at once: whatever it waits for was issued before it.
 """
 
 import time
@@ -16,130 +16,130 @@ from typing import Protocol
 
 import torch
 
-from llmb.perfmodel.offload.stream_timeline import LANES, Lane
+from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName
 
-EVENTS = 4096  # of each lane; who waits for an entry longer ago waits for the oldest of these
+EVENTS = 4096  # per stream; waiting for an older entry means waiting for the oldest of these
 
 
-class Moment(Protocol):
-    """A point of a lane that can be asked for, and measured from."""
+class StreamEvent(Protocol):
+    """Point of a stream that can be queried, and measured from."""
 
-    def is_past(self) -> bool: ...
+    def is_done(self) -> bool: ...
     def wait(self) -> None: ...
-    def seconds_until(self, other: "Moment") -> float: ...
+    def elapsed_s(self, later: "StreamEvent") -> float: ...
 
 
-class Lanes(Protocol):
-    """What follows a program."""
+class Streams(Protocol):
+    """Streams that execute a program."""
 
     def begin(self) -> None:
-        """From now on entries are counted from 0 again; those of the program before have negative numbers."""
+        """Count entries from 0 again; those of the previous program have negative numbers."""
 
-    def enter(self, lane: Lane, work: Callable[[], None], waits: Mapping[Lane, int]) -> None:
-        """Do this next on a lane, when the named entries of other lanes are done."""
+    def enter(self, stream: StreamName, action: Callable[[], None], waits: Mapping[StreamName, int]) -> None:
+        """Issue an action to a stream, to run once the given entries of other streams are done."""
 
-    def moment(self, lane: Lane) -> Moment:
-        """When all that was issued to a lane so far is done."""
+    def record_event(self, stream: StreamName) -> StreamEvent:
+        """Return an event that is done when all that was issued to the stream so far is done."""
 
     def wait(self) -> None:
-        """Until all lanes are done."""
+        """Wait for all streams."""
 
 
-def lanes_on(device: torch.device) -> Lanes:
-    """The lanes of a device."""
-    return CudaLanes(device) if device.type == "cuda" else LanesInTurn()
+def create_streams(device: torch.device) -> Streams:
+    """Return the streams of a device."""
+    return CudaStreams(device) if device.type == "cuda" else SerialStreams()
 
 
-class HostMoment:
-    """Of a lane that does everything at once."""
+class HostEvent:
+    """Event of a stream that executes everything at once."""
 
     def __init__(self) -> None:
         self.time = time.perf_counter()
 
-    def is_past(self) -> bool:
+    def is_done(self) -> bool:
         return True
 
     def wait(self) -> None:
         pass
 
-    def seconds_until(self, other: Moment) -> float:
-        assert isinstance(other, HostMoment)
-        return other.time - self.time
+    def elapsed_s(self, later: StreamEvent) -> float:
+        assert isinstance(later, HostEvent)
+        return later.time - self.time
 
 
-class LanesInTurn:
-    """All lanes on one thread."""
+class SerialStreams:
+    """All streams on one thread."""
 
     def begin(self) -> None:
         pass
 
-    def enter(self, lane: Lane, work: Callable[[], None], waits: Mapping[Lane, int]) -> None:
-        work()
+    def enter(self, stream: StreamName, action: Callable[[], None], waits: Mapping[StreamName, int]) -> None:
+        action()
 
-    def moment(self, lane: Lane) -> Moment:
-        return HostMoment()
+    def record_event(self, stream: StreamName) -> StreamEvent:
+        return HostEvent()
 
     def wait(self) -> None:
         pass
 
 
-class CudaMoment:
-    """An event of a stream."""
+class CudaEvent:
+    """Timing event of a CUDA stream."""
 
     def __init__(self, stream: torch.cuda.Stream):
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record(stream)
 
-    def is_past(self) -> bool:
+    def is_done(self) -> bool:
         return self.event.query()
 
     def wait(self) -> None:
         self.event.synchronize()
 
-    def seconds_until(self, other: Moment) -> float:
-        assert isinstance(other, CudaMoment)
-        return self.event.elapsed_time(other.event) / 1e3
+    def elapsed_s(self, later: StreamEvent) -> float:
+        assert isinstance(later, CudaEvent)
+        return self.event.elapsed_time(later.event) / 1e3
 
 
-class CudaLanes:
-    """A stream each; the computation has the current one, whose allocator its temporaries come from."""
+class CudaStreams:
+    """One CUDA stream each; computation uses the current one, whose allocator its temporaries come from."""
 
     def __init__(self, device: torch.device):
-        self.streams: dict[Lane, torch.cuda.Stream] = {
+        self.cuda_streams: dict[StreamName, torch.cuda.Stream] = {
             "compute": torch.cuda.current_stream(device),
             "inbound": torch.cuda.Stream(device),
             "outbound": torch.cuda.Stream(device),
         }
-        self.events = {lane: [torch.cuda.Event() for _ in range(EVENTS)] for lane in LANES}
-        self.issued = dict.fromkeys(LANES, 0)  # entries in all
-        self.base = dict.fromkeys(LANES, 0)  # of these, before the current program
-        self.seen = {lane: dict.fromkeys(LANES, 0) for lane in LANES}  # how many of each other a lane has waited for
+        self.events = {stream: [torch.cuda.Event() for _ in range(EVENTS)] for stream in STREAMS}
+        self.issued = dict.fromkeys(STREAMS, 0)  # entries in total
+        self.base = dict.fromkeys(STREAMS, 0)  # of these, before the current program
+        self.waited = {stream: dict.fromkeys(STREAMS, 0) for stream in STREAMS}  # entries of others it has waited for
 
     def begin(self) -> None:
         self.base = dict(self.issued)
 
-    def enter(self, lane: Lane, work: Callable[[], None], waits: Mapping[Lane, int]) -> None:
-        stream = self.streams[lane]
-        for other, entry in waits.items():
-            self._wait_for(lane, other, self.base[other] + entry)
-        with self._on(lane):
-            work()
-        self.events[lane][self.issued[lane] % EVENTS].record(stream)
-        self.issued[lane] += 1
+    def enter(self, stream: StreamName, action: Callable[[], None], waits: Mapping[StreamName, int]) -> None:
+        cuda_stream = self.cuda_streams[stream]
+        for awaited, entry in waits.items():
+            self._wait_for(stream, awaited, self.base[awaited] + entry)
+        with self._on(stream):
+            action()
+        self.events[stream][self.issued[stream] % EVENTS].record(cuda_stream)
+        self.issued[stream] += 1
 
-    def moment(self, lane: Lane) -> Moment:
-        return CudaMoment(self.streams[lane])
+    def record_event(self, stream: StreamName) -> StreamEvent:
+        return CudaEvent(self.cuda_streams[stream])
 
     def wait(self) -> None:
-        for stream in self.streams.values():
-            stream.synchronize()
+        for cuda_stream in self.cuda_streams.values():
+            cuda_stream.synchronize()
 
-    def _on(self, lane: Lane) -> AbstractContextManager[object]:
-        return nullcontext() if lane == "compute" else torch.cuda.stream(self.streams[lane])
+    def _on(self, stream: StreamName) -> AbstractContextManager[object]:
+        return nullcontext() if stream == "compute" else torch.cuda.stream(self.cuda_streams[stream])
 
-    def _wait_for(self, lane: Lane, other: Lane, entry: int) -> None:
-        if entry < self.seen[lane][other]:
+    def _wait_for(self, stream: StreamName, awaited: StreamName, entry: int) -> None:
+        if entry < self.waited[stream][awaited]:
             return
-        entry = max(entry, self.issued[other] - EVENTS)  # later than asked for, but issued: it comes, too
-        self.streams[lane].wait_event(self.events[other][entry % EVENTS])
-        self.seen[lane][other] = entry + 1
+        entry = max(entry, self.issued[awaited] - EVENTS)  # later than necessary, but issued: it will be done, too
+        self.cuda_streams[stream].wait_event(self.events[awaited][entry % EVENTS])
+        self.waited[stream][awaited] = entry + 1

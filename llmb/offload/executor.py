@@ -1,9 +1,9 @@
-"""Issues a program to three lanes: copies in, computations, copies home, each with what it waits for.
+"""Executor of programs: issues copies in, tasks and copies out to three streams, each with what it waits for.
 
-    executor = Executor(arena, lanes)
-    executor.follow(program, compute)           # compute(operation) does one computation, on its lane
+    executor = Executor(arena, streams)
+    executor.run(program, compute)              # compute(operation) computes one task, on its stream
 
-Nothing is waited for here: the lanes wait for one another. A watch, where there is one, sees every entry begin and end.
+Nothing is waited for here: the streams wait for one another. An observer, if any, is told of every entry.
 """
 
 from collections.abc import Callable
@@ -11,77 +11,81 @@ from functools import partial
 from typing import Protocol
 
 from llmb.offload.arena import Arena
-from llmb.offload.cuda_streams import Lanes, Moment
+from llmb.offload.cuda_streams import StreamEvent, Streams
 from llmb.perfmodel.offload.program import Copy, Operation, Program
-from llmb.perfmodel.offload.step_tasks import Work
-from llmb.perfmodel.offload.stream_timeline import Lane
+from llmb.perfmodel.offload.step_tasks import StepTask
+from llmb.perfmodel.offload.stream_timeline import StreamName
 
 Compute = Callable[[Operation], None]
 
 
-class Watch(Protocol):
-    """Told of every entry of every lane, when it is done; a computation has no copy."""
+class StreamObserver(Protocol):
+    """Called for every entry of every stream, when it is issued; a computation has no copy."""
 
-    def __call__(self, lane: Lane, work: Work, copy: Copy | None, start: Moment, end: Moment) -> None: ...
+    def __call__(
+        self, stream: StreamName, task: StepTask, copy: Copy | None, start: StreamEvent, end: StreamEvent
+    ) -> None: ...
 
 
 class Executor:
-    """Of one arena and its lanes."""
+    """Executor of one arena and its streams."""
 
-    def __init__(self, arena: Arena, lanes: Lanes):
-        self.arena, self.lanes = arena, lanes
+    def __init__(self, arena: Arena, streams: Streams):
+        self.arena, self.streams = arena, streams
 
-    def follow(
+    def run(
         self,
         program: Program,
         compute: Compute,
-        watch: Watch | None = None,
-        between: Callable[[], None] = lambda: None,
+        observer: StreamObserver | None = None,
+        poll: Callable[[], None] = lambda: None,
     ) -> None:
-        """Issue all of a program; `between` is called now and then, and should not wait for anything."""
-        self._check_homes(program)
-        self.lanes.begin()
-        for copy in program.first_sends:
-            self._send(copy, program.operations[0].work, watch)
+        """Issue all of a program; `poll` is called after each task, and must not wait for anything."""
+        self._check_host_slots(program)
+        self.streams.begin()
+        for copy in program.first_copies_out:
+            self._issue_copy_out(copy, program.operations[0].task, observer)
         for operation in program.operations:
-            for copy in operation.brings:
-                self._bring(copy, operation.work, watch)
-            waits: dict[Lane, int] = {"inbound": operation.wait_inbound, "outbound": operation.wait_outbound}
-            self._enter("compute", partial(compute, operation), waits, operation.work, None, watch)
-            for copy in operation.sends:
-                self._send(copy, operation.work, watch)
-            between()
+            for copy in operation.copies_in:
+                self._issue_copy_in(copy, operation.task, observer)
+            waits: dict[StreamName, int] = {"inbound": operation.wait_inbound, "outbound": operation.wait_outbound}
+            self._issue("compute", partial(compute, operation), waits, operation.task, None, observer)
+            for copy in operation.copies_out:
+                self._issue_copy_out(copy, operation.task, observer)
+            poll()
 
-    def _bring(self, copy: Copy, work: Work, watch: Watch | None) -> None:
-        waits: dict[Lane, int] = {"compute": copy.wait_compute, "outbound": copy.wait_other}
-        self._enter("inbound", partial(self._copy_in, copy), waits, work, copy, watch)
+    def _issue_copy_in(self, copy: Copy, task: StepTask, observer: StreamObserver | None) -> None:
+        waits: dict[StreamName, int] = {"compute": copy.wait_compute, "outbound": copy.wait_other}
+        self._issue("inbound", partial(self._copy_in, copy), waits, task, copy, observer)
 
-    def _send(self, copy: Copy, work: Work, watch: Watch | None) -> None:
-        waits: dict[Lane, int] = {"compute": copy.wait_compute, "inbound": copy.wait_other}
-        self._enter("outbound", partial(self._copy_home, copy), waits, work, copy, watch)
+    def _issue_copy_out(self, copy: Copy, task: StepTask, observer: StreamObserver | None) -> None:
+        waits: dict[StreamName, int] = {"compute": copy.wait_compute, "inbound": copy.wait_other}
+        self._issue("outbound", partial(self._copy_out, copy), waits, task, copy, observer)
 
     def _copy_in(self, copy: Copy) -> None:
-        home = self.arena.home(copy.piece.kind, copy.home)
-        self.arena.buffer(copy.piece.kind, copy.buffer).copy_(home, non_blocking=True)
+        host_slot = self.arena.host_slot(copy.key.kind, copy.host_slot)
+        self.arena.buffer(copy.key.kind, copy.buffer).copy_(host_slot, non_blocking=True)
 
-    def _copy_home(self, copy: Copy) -> None:
-        buffer = self.arena.buffer(copy.piece.kind, copy.buffer)
-        self.arena.home(copy.piece.kind, copy.home).copy_(buffer, non_blocking=True)
+    def _copy_out(self, copy: Copy) -> None:
+        buffer = self.arena.buffer(copy.key.kind, copy.buffer)
+        self.arena.host_slot(copy.key.kind, copy.host_slot).copy_(buffer, non_blocking=True)
 
-    def _enter(
-        self, lane: Lane, action: Callable[[], None], waits: dict[Lane, int], work: Work, copy: Copy | None,
-        watch: Watch | None,
+    def _issue(
+        self, stream: StreamName, action: Callable[[], None], waits: dict[StreamName, int], task: StepTask,
+        copy: Copy | None, observer: StreamObserver | None,
     ) -> None:  # fmt: skip
-        if watch is None:
-            self.lanes.enter(lane, action, waits)
-        else:
-            self.lanes.enter(lane, partial(self._watched, lane, action, work, copy, watch), waits)
+        if observer is not None:
+            action = partial(self._observed, stream, action, task, copy, observer)
+        self.streams.enter(stream, action, waits)
 
-    def _watched(self, lane: Lane, action: Callable[[], None], work: Work, copy: Copy | None, watch: Watch) -> None:
-        start = self.lanes.moment(lane)
+    def _observed(
+        self, stream: StreamName, action: Callable[[], None], task: StepTask, copy: Copy | None,
+        observer: StreamObserver,
+    ) -> None:  # fmt: skip
+        start = self.streams.record_event(stream)
         action()
-        watch(lane, work, copy, start, self.lanes.moment(lane))
+        observer(stream, task, copy, start, self.streams.record_event(stream))
 
-    def _check_homes(self, program: Program) -> None:
-        lacking = {kind: count for kind, count in program.homes.items() if count > self.arena.homes[kind]}
-        assert not lacking, f"places at home for {lacking}, more than were foreseen: {self.arena.homes}"
+    def _check_host_slots(self, program: Program) -> None:
+        lacking = {kind: count for kind, count in program.host_slots.items() if count > self.arena.host_slots[kind]}
+        assert not lacking, f"the program needs host slots {lacking}, the arena has {self.arena.host_slots}"

@@ -1,15 +1,15 @@
-"""Checkpoints of out-of-core training: every unit of weights with its optimizer state, bit for bit, a file each.
+"""Checkpoints of out-of-core training: every parameter bucket with its optimizer state, bit for bit, a file each.
 
-    facts = facts_of(model, plan, work, data, pack)
-    path = resume_point(work, folder, facts)          # then tensors = load(path, unit) for every unit
-    scales = load_scales(path)                        # none: not fp8, or made before these were kept
-    save(folder, step, ((unit, tensors) for ...), facts, scales)
+    identity = checkpoint_identity(model, plan, workload, data, pack)
+    path = resume_checkpoint(workload, folder, identity)    # then tensors = load(path, bucket) for every bucket
+    scales = load_scales(path)                              # none: not fp8, or an older checkpoint
+    save(folder, step, ((bucket, tensors) for ...), identity, scales)
 
-Nothing in it depends on how the plan cuts the work, so a run may go on under other budgets. The number format and how
-weights take their updates must be the same: they decide what state there is. All updates of the step must be made.
-In fp8 the scales' history lies in a file of its own; a run that resumes without it measures them anew, and rounds
-differently for it. Training waits meanwhile, since the host has no room for a second copy: each unit goes from where
-it lives to the disk. How the folders come about is in `llmb/runtime/checkpoint_folder.py`.
+Nothing in it depends on how the plan divides a step, so a run may be resumed with other budgets. The dtype and the
+rounding of updates must be the same: they decide what state there is. No update of the step may be pending. In fp8 the
+history of the scales has a file of its own; a run that resumes without it measures them anew, and rounds differently.
+Training is stopped meanwhile, since the host has no capacity for a second copy: each bucket is written from where it
+is. Commit and retention are in `llmb/runtime/checkpoint_folder.py`.
 """
 
 from collections.abc import Iterable
@@ -25,77 +25,79 @@ from llmb.config.serialization import to_plain
 from llmb.config.spec import Model
 from llmb.errors import ConfigError, LaunchError
 from llmb.runtime import checkpoint_folder
-from llmb.runtime.checkpoint_folder import Resumable
-from llmb.runtime.learning_rate import Schedule
+from llmb.runtime.adamw_settings import LRSchedule
+from llmb.runtime.checkpoint_folder import CheckpointSettings
 from llmb.runtime.token_data import TokenFile
 
-FORMAT = 1  # raised whenever a tensor of the same name comes to mean something else
+FORMAT = 1  # incremented whenever a tensor of the same name changes its meaning
 SCALES = "scales.safetensors"
-SCHEDULE = ("lr", "lr_warmup_steps", "lr_decay_steps")  # written down, but a run may go on with another
+SCHEDULE = ("lr", "lr_warmup_steps", "lr_decay_steps")  # recorded, but a run may resume with another
 
-Facts = dict[str, Any]
+CheckpointIdentity = dict[str, Any]
 
 
-class Work(Schedule, Protocol):
-    """What a workload says of the order of its data and of its learning rate."""
+class CheckpointedWorkload(LRSchedule, Protocol):
+    """Fields of a workload that identify its checkpoints."""
 
     @property
     def seed(self) -> int: ...
 
 
-def facts_of(model: Model, plan: Plan, work: Work, data: TokenFile | None, pack: bool) -> Facts:
-    """What a checkpoint's numbers come from: the model's shape, formats, the data's order, and the learning rate."""
+def checkpoint_identity(
+    model: Model, plan: Plan, workload: CheckpointedWorkload, data: TokenFile | None, pack: bool
+) -> CheckpointIdentity:
+    """Return what determines a checkpoint's values: model shape, dtypes, order of the data, and learning rate."""
     shape = {f"model.{name}": value for name, value in to_plain(model).items() if name != "name"}
-    formats = {"dtype": plan.dtype, "update": plan.update}
-    order: Facts = {"seqlen": plan.seqlen, "gbs": plan.gbs, "seed": work.seed, "pack": pack}
+    dtypes = {"dtype": plan.dtype, "update": plan.update}
+    order: CheckpointIdentity = {"seqlen": plan.seqlen, "gbs": plan.gbs, "seed": workload.seed, "pack": pack}
     order["data"] = None if data is None else to_plain(data.header)  # a file may move
-    return shape | formats | order | {name: getattr(work, name) for name in SCHEDULE}
+    return shape | dtypes | order | {name: getattr(workload, name) for name in SCHEDULE}
 
 
-def resume_point(work: Resumable, folder: Path, facts: Facts) -> Path | None:
-    """The checkpoint that a run in this folder goes on from, checked against its facts; none: a new run."""
-    identity = {name: value for name, value in facts.items() if name not in SCHEDULE}
-    return checkpoint_folder.resume_point(work, folder, identity, FORMAT)
+def resume_checkpoint(workload: CheckpointSettings, folder: Path, identity: CheckpointIdentity) -> Path | None:
+    """Return the checkpoint that a run in this folder resumes from, checked against its identity; none: a new run."""
+    required = {name: value for name, value in identity.items() if name not in SCHEDULE}
+    return checkpoint_folder.resume_checkpoint(workload, folder, required, FORMAT)
 
 
 def save(
     folder: Path,
     step: int,
-    units: Iterable[tuple[int, dict[str, Tensor]]],
-    facts: Facts,
+    buckets: Iterable[tuple[int, dict[str, Tensor]]],
+    identity: CheckpointIdentity,
     scales: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write the checkpoint of a step to a run folder; on the disk when this returns, and the older ones until then."""
-    final = checkpoint_folder.place_of(folder, step)
+    """Write the checkpoint of a step to a run folder; durable when this returns, the older ones stay until then."""
+    final = checkpoint_folder.checkpoint_path(folder, step)
     written = 0
     try:
-        partial = checkpoint_folder.begin(final)
-        for unit, tensors in units:
-            written += _write(_file(partial, unit), tensors)
+        partial = checkpoint_folder.create_partial(final)
+        for bucket, tensors in buckets:
+            written += _write(_file(partial, bucket), tensors)
         if scales is not None:
             written += _write(partial / SCALES, scales)
-        checkpoint_folder.finish(final, facts, FORMAT)
+        checkpoint_folder.commit(final, identity, FORMAT)
     except (OSError, SafetensorError) as error:
-        checkpoint_folder.give_up(final)
-        why = checkpoint_folder.cause(error)
-        raise LaunchError(f"cannot write checkpoint {final}: {why} after {written / 1e9:.2f} GB of it") from error
+        checkpoint_folder.discard_partial(final)
+        cause = checkpoint_folder.root_cause(error)
+        raise LaunchError(f"cannot write checkpoint {final}: {cause} after {written / 1e9:.2f} GB of it") from error
 
 
-def load(path: Path, unit: int) -> dict[str, Tensor]:
-    """The tensors of a unit, as they were given to `save`."""
-    return _read(_file(path, unit))
+def load(path: Path, bucket: int) -> dict[str, Tensor]:
+    """Return the tensors of a bucket, as they were given to `save`."""
+    return _read(_file(path, bucket))
 
 
 def load_scales(path: Path) -> dict[str, Tensor] | None:
-    """What was given to `save`."""
+    """Return the scales that were given to `save`."""
     file = path / SCALES
     return _read(file) if file.exists() else None
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> int:
-    """Bytes that are on the disk now."""
+    """Write a file durably and return its bytes."""
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, file)
-    checkpoint_folder.sync(file)
+    checkpoint_folder.fsync(file)
     return file.stat().st_size
 
 
@@ -103,8 +105,8 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"resume: cannot read checkpoint {file}: {checkpoint_folder.cause(error)}") from error
+        raise ConfigError(f"resume: cannot read checkpoint {file}: {checkpoint_folder.root_cause(error)}") from error
 
 
-def _file(checkpoint: Path, unit: int) -> Path:
-    return checkpoint / f"unit_{unit:04}.safetensors"
+def _file(checkpoint: Path, bucket: int) -> Path:
+    return checkpoint / f"unit_{bucket:04}.safetensors"

@@ -1,66 +1,143 @@
-"""Watches all lanes in the asked steps and leaves profile/lanes.json, from which pictures and traces are made.
+"""Profiler of all streams in the requested steps: writes profile/lanes.json, from which pictures and traces are made.
 
-Where Nsight Systems watches instead (rank/nsight.py), its window is opened and closed around the same steps.
+    recorder = StreamRecorder(model, plan, began)
+    executor.run(program, compute, observer=recorder.observer(step))
+    write_timeline(path, recorder.timeline(...))        # once all is done
+
+Times are those of the device's events, recorded on the stream itself: before an entry, when its waits are over, and
+behind it. Under Nsight Systems its capture range is opened and closed around the same steps instead.
 """
 
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from llmb.config.spec import OutOfCore, RunConfig
+from llmb.config.offload_plan import Plan
+from llmb.config.spec import Model, OutOfCore, RunConfig
 from llmb.errors import LaunchError
-from llmb.offload.executor import Watch
-from llmb.offload.stream_recorder import LaneRecord
+from llmb.offload.cuda_streams import StreamEvent
+from llmb.offload.executor import StreamObserver
 from llmb.offload.trainer import Trainer
 from llmb.perfmodel.hardware import TERA, peak_flops
-from llmb.perfmodel.offload.stream_timeline import write_lanes
-from llmb.runtime.nsight_window import NsightWindow, watched_by_nsight
-from llmb.runtime.profile_window import profiled_steps
+from llmb.perfmodel.offload.buffers import buffer_bytes
+from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
+from llmb.perfmodel.offload.program import Copy
+from llmb.perfmodel.offload.simulator import timeline_event
+from llmb.perfmodel.offload.step_tasks import StepTask
+from llmb.perfmodel.offload.stream_timeline import (
+    MemoryUse,
+    StreamName,
+    StreamTimeline,
+    TimelineEvent,
+    write_timeline,
+)
+from llmb.perfmodel.offload.task_durations import TaskDurations
+from llmb.runtime.profile_window import NsightWindow, is_under_nsight, profiled_steps
 
 
-class Profiler:
-    """Call `before` each step, which gives the watch to take it with, and `after` it."""
+class StreamProfiler:
+    """Call `before` each step, which returns the observer for it, and `after` it."""
 
-    def __init__(self, folder: Path, config: RunConfig, work: OutOfCore, steps: range, trainer: Trainer):
-        self._folder, self._config, self._work, self._trainer = folder / "profile", config, work, trainer
+    def __init__(self, folder: Path, config: RunConfig, workload: OutOfCore, steps: range, trainer: Trainer):
+        self._folder, self._config, self._workload, self._trainer = folder / "profile", config, workload, trainer
         self._steps = profiled_steps(config.profile, steps)
-        self._nsight = NsightWindow(self._steps) if watched_by_nsight() else None
-        self._record: LaneRecord | None = None
+        self._nsight = NsightWindow(self._steps) if is_under_nsight() else None
+        self._recorder: StreamRecorder | None = None
 
-    def before(self, step: int) -> Watch | None:
-        """What is to be told of the step's entries; none: nothing."""
+    def before(self, step: int) -> StreamObserver | None:
+        """Return the observer of the step's entries, if it is profiled."""
         if self._nsight is not None:
             self._nsight.before(step)
             return None
         if step not in self._steps:
             return None
-        if self._record is None:
-            began = self._trainer.lanes.moment("compute")
-            self._record = LaneRecord(self._trainer.model, self._trainer.plan, began)
-        return self._record.watch(step)
+        if self._recorder is None:
+            began = self._trainer.streams.record_event("compute")
+            self._recorder = StreamRecorder(self._trainer.model, self._trainer.plan, began)
+        return self._recorder.observer(step)
 
     def after(self, step: int) -> bool:
-        """Behind the last of them: wait for all lanes, and write. Whether it did: that is no step's time."""
+        """Write the file after the last profiled step; returns whether the step was it, whose time is not a step's."""
         if self._nsight is not None:
             self._nsight.after(step)
-        elif self._record is not None and step == self._steps[-1]:
-            self._write(self._record)
-            self._record = None
+        elif self._recorder is not None and step == self._steps[-1]:
+            self._write(self._recorder)
+            self._recorder = None
         return bool(self._steps) and step == self._steps[-1]
 
-    def _write(self, record: LaneRecord) -> None:
-        self._trainer.lanes.wait()
+    def _write(self, recorder: "StreamRecorder") -> None:
+        self._trainer.streams.wait()
         peak = peak_flops(self._config.machine.gpu, self._config.precision.dtype)
         arena = self._trainer.arena
-        lanes = record.lanes(arena.device_bytes, arena.host_bytes, None if peak is None else peak / TERA, self._link())
+        peak_tflops = None if peak is None else peak / TERA
+        timeline = recorder.timeline(arena.device_bytes, arena.host_bytes, peak_tflops, self._link())
         path = self._folder / "lanes.json"
         try:
             self._folder.mkdir(exist_ok=True)
-            write_lanes(path, lanes)
+            write_timeline(path, timeline)
         except OSError as error:
             raise LaunchError(f"cannot write {path}: {error.strerror}") from error
 
     def _link(self) -> tuple[float, float] | None:
-        """What it can do, where anybody has measured that."""
-        expected = self._work.prediction
-        if expected is None or expected.step_s is None:
+        """Bandwidth of the link, where it was measured."""
+        prediction = self._workload.prediction
+        if prediction is None or prediction.step_s is None:
             return None
-        return expected.rates["link_in_gbs"], expected.rates["link_out_gbs"]
+        return prediction.rates["link_in_gbs"], prediction.rates["link_out_gbs"]
+
+
+class _Entry(NamedTuple):
+    step: int
+    stream: StreamName
+    task: StepTask
+    copy: Copy | None
+    start: StreamEvent
+    end: StreamEvent
+
+
+class StreamRecorder:
+    """Entries of all streams, measured from one event on."""
+
+    def __init__(self, model: Model, plan: Plan, began: StreamEvent):
+        self._began = began
+        self._sizes = buffer_bytes(model, plan)
+        self._durations = TaskDurations(model, plan, NOMINAL_CPU)  # for FLOPs, which depend on no rate
+        self._entries: list[_Entry] = []
+
+    def observer(self, step: int) -> StreamObserver:
+        """Return an observer that records the entries of a step."""
+        return partial(self._add, step)
+
+    def _add(
+        self, step: int, stream: StreamName, task: StepTask, copy: Copy | None, start: StreamEvent, end: StreamEvent
+    ) -> None:
+        self._entries.append(_Entry(step, stream, task, copy, start, end))
+
+    def timeline(
+        self, device_bytes: int, host_bytes: int, peak_tflops: float | None, link_gbs: tuple[float, float] | None
+    ) -> StreamTimeline:
+        """Return the timeline, once all entries are done."""
+        events = tuple(self._event(entry) for entry in self._entries)
+        memory = [
+            MemoryUse(time=time, device_bytes=device_bytes, host_bytes=host_bytes)
+            for time in (0.0, max((event.end for event in events), default=0.0))
+        ]  # nothing is allocated or freed in between
+        return StreamTimeline(
+            source="measured", events=events, memory=tuple(memory), link_gbs=link_gbs, peak_tflops=peak_tflops
+        )
+
+    def _event(self, entry: _Entry) -> TimelineEvent:
+        start, end = (self._began.elapsed_s(event) for event in (entry.start, entry.end))
+        copy = entry.copy
+        return timeline_event(
+            entry.stream,
+            entry.task.kind if copy is None else copy.key.kind,
+            start,
+            end,
+            entry.task,
+            entry.step,
+            self._durations.model.layers,
+            size=0 if copy is None else self._sizes[copy.key.kind],
+            flops=self._durations.cost(entry.task).flops if copy is None else 0.0,
+            key=None if copy is None else copy.key,
+        )

@@ -1,11 +1,11 @@
-"""Host memory that a GPU copies from and to at full speed: one stretch, locked in place, taken once.
+"""Pinned host memory, which a GPU copies from and to at full speed: one range, allocated once.
 
     slab = HostSlab(60 << 30, torch.device("cuda"))
     slab.memory                                         # bytes, as a tensor
 
-Pages are asked for in large ones and touched by several threads, since locking them is what takes long. They are locked
-by one call: a copy may not reach from what one call has locked into what another has. Several runs of one process can
-share a slab. It is given back when nobody has it any more; nothing may be under way to or from it then.
+Huge pages are requested and touched by several threads, since page faults are what takes long. They are pinned by one
+call: a copy must not cross from one registered range into another. Several runs of one process can share a slab. It is
+freed with its last reference; no copy may be in progress then.
 """
 
 import mmap
@@ -23,7 +23,7 @@ TOUCHED_AT_ONCE = 1 << 28  # bytes
 
 
 class HostSlab:
-    """Locked where the device is a GPU, plain memory otherwise."""
+    """Pinned if the device is a GPU, pageable memory otherwise."""
 
     def __init__(self, size: int, device: torch.device):
         self.size = size
@@ -33,8 +33,8 @@ class HostSlab:
         self.memory = _touched(_large_pages(size))
         code = int(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))
         if code:
-            raise LaunchError(f"the driver does not lock {size / GIB:.1f} GiB of host memory (CUDA error {code})")
-        finalize(self, _unlock, self.memory).atexit = False  # a process that ends gives back all at once
+            raise LaunchError(f"the driver does not pin {size / GIB:.1f} GiB of host memory (CUDA error {code})")
+        finalize(self, _unlock, self.memory).atexit = False  # at exit the process frees everything at once
 
 
 def _large_pages(size: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""The programs of a run, one after the other: compiled when a step is like none before, else used again.
+"""Programs of a run, one after the other: compiled when a step is like none before, else reused.
 
-    programs = Programs(model, plan)
-    program = programs.next(Part(found), then=Part(found_by_the_next))
+    programs = ProgramCache(model, plan)
+    program = programs.next(StepRequest(start), followed_by=StepRequest(start_of_the_next))
 
-Steps soon find the same pieces in the same buffers as steps before them, and then have the same program.
+Steps soon have the same contents in the same buffers as steps before them, and then the same program.
 """
 
 from functools import cache
@@ -11,60 +11,61 @@ from typing import NamedTuple
 
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import Piece
+from llmb.perfmodel.offload.buffers import BufferKey
 from llmb.perfmodel.offload.program import Program
-from llmb.perfmodel.offload.residency import Residency, Snapshot
-from llmb.perfmodel.offload.step_tasks import Beginning, Work, step_work, waiting_updates
+from llmb.perfmodel.offload.residency import Residency, ResidencySnapshot
+from llmb.perfmodel.offload.step_tasks import StepStart, StepTask, pending_updates, step_tasks
 
-KEPT = 16  # programs
+MAX_PROGRAMS = 16
 
 
-class Part(NamedTuple):
-    """A step with what it finds, or only the updates that wait there."""
+class StepRequest(NamedTuple):
+    """A step with the state it starts from, or only its pending updates."""
 
-    found: Beginning
+    start: StepStart
     only_updates: bool = False
 
     @property
-    def like(self) -> "Part":
-        """All parts with the same work: it only matters whether there were updates before."""
-        return self._replace(found=self.found._replace(updates=min(1, self.found.updates)))
+    def canonical(self) -> "StepRequest":
+        """The same for all requests with the same tasks: it only matters whether there were updates before."""
+        return self._replace(start=self.start._replace(updates=min(1, self.start.updates)))
 
 
-class Programs:
-    """Of one run; where its pieces are follows from the programs that were asked for."""
+class ProgramCache:
+    """Programs of one run; where its buffer contents are follows from the programs that were requested."""
 
     def __init__(self, model: Model, plan: Plan):
         self.residency = Residency(model, plan)
-        self._work = cache(lambda part: _work(model, plan, part))
-        self._known: dict[tuple[Snapshot, Part, Part | None], tuple[Program, Snapshot]] = {}
+        self._tasks = cache(lambda request: _tasks(model, plan, request))
+        self._programs: dict[
+            tuple[ResidencySnapshot, StepRequest, StepRequest | None], tuple[Program, ResidencySnapshot]
+        ] = {}
 
-    def next(self, part: Part, then: Part | None) -> Program:
-        """Of the next part, given what comes behind it."""
-        part, then = part.like, then.like if then else None
-        key = (self.residency.snapshot(), part, then)
-        if key not in self._known:
-            program = self.residency.program(self._work(part), self._work(then) if then else ())
-            if len(self._known) == KEPT:
-                del self._known[next(iter(self._known))]
-            self._known[key] = program, self.residency.snapshot()
-        program, behind = self._known[key]
-        self.residency.restore(behind)
+    def next(self, request: StepRequest, followed_by: StepRequest | None) -> Program:
+        """Return the program of the next step, given what follows it."""
+        request, followed_by = request.canonical, followed_by.canonical if followed_by else None
+        cache_key = (self.residency.snapshot(), request, followed_by)
+        if cache_key not in self._programs:
+            program = self.residency.program(self._tasks(request), self._tasks(followed_by) if followed_by else ())
+            if len(self._programs) == MAX_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            self._programs[cache_key] = program, self.residency.snapshot()
+        program, state_after = self._programs[cache_key]
+        self.residency.restore(state_after)
         return program
 
-    def buffer_of(self, piece: Piece) -> int | None:
-        """Where a piece of a unit is on the device; none: it is at home."""
-        return self.residency.where.get(piece)
+    def buffer_of(self, key: BufferKey) -> int | None:
+        """Return the device buffer of a bucket; none: it is on the host."""
+        return self.residency.where.get(key)
 
-    def home_of(self, piece: Piece) -> int:
-        """A unit's own place at home."""
-        return self.residency.homes[piece]
+    def host_slot_of(self, key: BufferKey) -> int:
+        """Return the host slot of a bucket."""
+        return self.residency.host_slots[key]
 
     def with_state(self) -> None:
-        """Optimizer state is there from the beginning, as when an earlier run is taken up again."""
-        away = {piece for piece in self.residency.homes if piece.kind == "state"}
-        self.residency.at_home |= away
+        """Mark optimizer state as existing from the start, as when a run is resumed."""
+        self.residency.on_host |= {key for key in self.residency.host_slots if key.kind == "state"}
 
 
-def _work(model: Model, plan: Plan, part: Part) -> list[Work]:
-    return (waiting_updates if part.only_updates else step_work)(model, plan, part.found)
+def _tasks(model: Model, plan: Plan, request: StepRequest) -> list[StepTask]:
+    return (pending_updates if request.only_updates else step_tasks)(model, plan, request.start)

@@ -1,10 +1,10 @@
-"""Says what each step came to when the device is done with it, while Python already issues the steps behind it.
+"""Reports of steps, made when the device is done with them while Python already issues the next ones.
 
-    reports = Reports(config, work, record, trainer, resumed_at=None)
-    reports.add(trainer.step(1, between=reports.tell))
-    reports.finish()                                    # waits for what is under way
+    reporter = StepReporter(config, workload, recorder, trainer, resumed_at=None)
+    reporter.add(trainer.step(1, poll=reporter.report_done))
+    reporter.finish()                                   # waits for all issued steps
 
-The device's own events tell when a step ended, so its time does not depend on when Python looks.
+The device's own events measure a step, so its time does not depend on when Python looks.
 """
 
 import math
@@ -13,70 +13,72 @@ from collections import deque
 
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.events import StepDone
-from llmb.offload.cuda_streams import Moment
-from llmb.offload.trainer import Issued, Trainer
-from llmb.runtime.recorder import Record
+from llmb.offload.cuda_streams import StreamEvent
+from llmb.offload.trainer import IssuedStep, Trainer
+from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import Diverged
-from llmb.runtime.step_log import LoggedStep, step_lines
+from llmb.runtime.step_log import LoggedStep, format_step
 
-UNDER_WAY = 2  # steps that Python issues ahead of the device, at most
+MAX_AHEAD = 2  # steps that Python issues ahead of the device
 
 
-class Reports:
-    """A step's time is from the end of the one before to its own end: all that happens is in it."""
+class StepReporter:
+    """A step's time is measured from the end of the previous step to its own end."""
 
-    def __init__(self, config: RunConfig, work: OutOfCore, record: Record, trainer: Trainer, resumed_at: int | None):
-        self._config, self._work, self._record, self._trainer = config, work, record, trainer
+    def __init__(
+        self, config: RunConfig, workload: OutOfCore, recorder: EventRecorder, trainer: Trainer, resumed_at: int | None
+    ):
+        self._config, self._workload, self._recorder, self._trainer = config, workload, recorder, trainer
         self._resumed_at = resumed_at
-        self._issued: deque[Issued] = deque()
-        self._before: Moment
+        self._issued: deque[IssuedStep] = deque()
+        self._last_done: StreamEvent
         self.restart()
 
     def restart(self) -> None:
-        """The next step is measured from here: what came between two steps is in neither."""
-        self._before = self._trainer.lanes.moment("compute")
+        """Measure the next step from here: what happens between two steps counts for neither."""
+        self._last_done = self._trainer.streams.record_event("compute")
 
-    def add(self, issued: Issued) -> None:
-        """One more is under way; waits if there are too many."""
+    def add(self, issued: IssuedStep) -> None:
+        """Add an issued step; waits if there are too many."""
         self._issued.append(issued)
-        while len(self._issued) > UNDER_WAY:
-            self._issued[0].ended.wait()
-            self.tell()
+        while len(self._issued) > MAX_AHEAD:
+            self._issued[0].done.wait()
+            self.report_done()
 
-    def tell(self) -> None:
-        """Whatever is done by now; waits for nothing."""
-        while self._issued and self._issued[0].ended.is_past():
+    def report_done(self) -> None:
+        """Report the steps that are done; waits for nothing."""
+        while self._issued and self._issued[0].done.is_done():
             issued = self._issued.popleft()
-            seconds = self._before.seconds_until(issued.ended)
-            self._before = issued.ended
+            seconds = self._last_done.elapsed_s(issued.done)
+            self._last_done = issued.done
             self._report(issued, seconds)
             _stop_if_diverged(issued)
 
     def finish(self) -> None:
-        """All that are under way."""
+        """Wait for all issued steps and report them."""
         while self._issued:
-            self._issued[0].ended.wait()
-            self.tell()
+            self._issued[0].done.wait()
+            self.report_done()
 
-    def _report(self, issued: Issued, seconds: float) -> None:
-        work, plan, step = self._work, self._trainer.plan, issued.number
+    def _report(self, issued: IssuedStep, seconds: float) -> None:
+        workload, plan, step = self._workload, self._trainer.plan, issued.number
         loss, grad_norm, memory = issued.loss, issued.grad_norm, self._trainer.arena.device_bytes
-        self._record.add(
+        self._recorder.add(
             StepDone(
                 time=time.time(),
                 step=step,
-                steps=work.steps,
+                steps=workload.steps,
                 seconds=seconds,
                 tokens=plan.step_tokens,
                 loss=loss if math.isfinite(loss) else None,  # JSON has no NaN; the last event names it
                 grad_norm=grad_norm if math.isfinite(grad_norm) else None,
                 memory_bytes=memory,
-                warmup=step < work.window[0] or step == self._resumed_at,
+                warmup=step < workload.window[0] or step == self._resumed_at,
             )
         )
         logged = LoggedStep(
             step=step,
-            steps=work.steps,
+            steps=workload.steps,
             gbs=plan.gbs,
             seqlen=plan.seqlen,
             seconds=seconds,
@@ -85,10 +87,10 @@ class Reports:
             grad_norm=grad_norm,
             memory_bytes=memory,
         )
-        print(step_lines(self._config, logged), flush=True)
+        print(format_step(self._config, logged), flush=True)
 
 
-def _stop_if_diverged(issued: Issued) -> None:
+def _stop_if_diverged(issued: IssuedStep) -> None:
     for name, value in (("loss", issued.loss), ("grad norm", issued.grad_norm)):
         if not math.isfinite(value):
             raise Diverged(f"{name} became {value} at step {issued.number}")

@@ -1,11 +1,12 @@
-"""A model in training, out of core: takes one step after the other and says where each weight is.
+"""Out-of-core trainer: takes one step after the other and knows where each weight is.
 
-    trainer = Trainer(model, plan, device, Settings(seed=1, clip=1.0, home_slots=...), batches, lr)
+    trainer = Trainer(model, plan, device, TrainerSettings(seed=1, clip=1.0, host_slots=...), batches, lr)
     trainer.initialise()
     issued = trainer.step(1)                            # Python goes on; the device follows
-    issued.ended.wait(); issued.loss, issued.grad_norm
+    issued.done.wait(); issued.loss, issued.grad_norm
 
-With updates at the next step's forward pass the last step's gradients wait when it is done; `settle` makes the updates.
+With updates in the next step's forward pass the last gradients are pending when a step is done; `flush_updates` applies
+them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,166 +19,171 @@ from torch import Tensor
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
 from llmb.offload.arena import UNLIMITED, Arena, Budgets
+from llmb.offload.bucket_params import init_bucket_weights
+from llmb.offload.buffer_views import offload_dtypes
 from llmb.offload.chunked_batches import GroupBatch
-from llmb.offload.cuda_streams import Lanes, Moment, lanes_on
-from llmb.offload.executor import Compute, Executor, Watch
-from llmb.offload.initial_state import set_initial_weights
-from llmb.offload.offload_dtypes import formats_of
+from llmb.offload.cuda_streams import StreamEvent, Streams, create_streams
+from llmb.offload.executor import Compute, Executor, StreamObserver
 from llmb.offload.pinned_memory import HostSlab
-from llmb.offload.step_figures import Figures
-from llmb.offload.step_programs import Part, Programs
-from llmb.offload.task_compute import AdamStep, Computation
-from llmb.perfmodel.offload.buffers import Piece, Units
+from llmb.offload.step_programs import ProgramCache, StepRequest
+from llmb.offload.task_compute import AdamStep, StepStats, TaskRunner
+from llmb.perfmodel.offload.buffers import BufferKey, ParamBuckets
 from llmb.perfmodel.offload.program import Operation, Program
-from llmb.perfmodel.offload.step_tasks import Beginning
+from llmb.perfmodel.offload.step_tasks import StepStart
 
-Next = Literal["step", "settle", "nothing"]
+Next = Literal["step", "flush", "nothing"]
 
 
-class Reading(Protocol):
-    """What makes the batches; see `batches.Batches`."""
+class BatchSource(Protocol):
+    """Source of batches; see `chunked_batches.ChunkedBatches`."""
 
     def step(self, step: int) -> Sequence[GroupBatch]: ...
     def rope_rows(self, group: GroupBatch, rows: slice) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a run is told beside its plan."""
+class TrainerSettings:
+    """Settings of a run besides its plan."""
 
     seed: int
-    clip: float | None = None  # largest norm of a step's gradients; none: they are taken as they are
+    clip: float | None = None  # maximum gradient norm; none: no clipping
     budgets: Budgets = UNLIMITED
-    home_slots: dict[str, int]  # places at home for gradients and activations
+    host_slots: dict[str, int]  # for gradients and activations, by kind
 
 
 @dataclass(frozen=True)
-class Issued:
-    """A step that the device is to compute, or has."""
+class IssuedStep:
+    """A step that was issued to the device."""
 
     number: int
-    ended: Moment
-    figures: Tensor  # on the host; good once it has ended
+    done: StreamEvent
+    stats: Tensor  # on the host; valid once the step is done
 
     @property
     def loss(self) -> float:
-        return float(self.figures[0])
+        return float(self.stats[0])
 
     @property
     def grad_norm(self) -> float:
-        """Before clipping."""
-        return float(self.figures[1])
+        """Norm before clipping."""
+        return float(self.stats[1])
 
 
 class Trainer:
-    """Of one model, plan and device."""
+    """Trainer of one model with one plan on one device."""
 
     def __init__(
         self,
         model: Model,
         plan: Plan,
         device: torch.device,
-        settings: Settings,
-        batches: Reading,
+        settings: TrainerSettings,
+        batches: BatchSource,
         lr: Callable[[int], float],
         host_slab: HostSlab | None = None,
-        lanes: Lanes | None = None,
+        streams: Streams | None = None,
     ):
-        """`lr(number)`: of an update, which are counted from 1 as steps are."""
+        """`lr(number)`: learning rate of an update; these are counted from 1 as steps are."""
         self.model, self.plan, self.batches, self.lr, self.seed = model, plan, batches, lr, settings.seed
-        self.programs, self.formats = Programs(model, plan), formats_of(plan)
-        self.arena = Arena(model, plan, device, settings.home_slots, settings.budgets, host_slab)
-        self.lanes = lanes_on(device) if lanes is None else lanes
-        self.executor = Executor(self.arena, self.lanes)
-        self.figures = Figures(device, settings.clip)
-        self.computation = Computation(model, plan, self.arena, self.figures, batches.rope_rows, settings.seed)
-        self.found = Beginning(updates=0, waiting=False)
+        self.programs, self.dtypes = ProgramCache(model, plan), offload_dtypes(plan)
+        self.arena = Arena(model, plan, device, settings.host_slots, settings.budgets, host_slab)
+        self.streams = create_streams(device) if streams is None else streams
+        self.executor = Executor(self.arena, self.streams)
+        self.stats = StepStats(device, settings.clip)
+        self.runner = TaskRunner(model, plan, self.arena, self.stats, batches.rope_rows, settings.seed)
+        self.start = StepStart(updates=0, pending=False)
 
     def initialise(self) -> None:
-        """Random weights, those of ordinary training."""
-        set_initial_weights(self.model, self.seed, self.weights_of, self.arena.scratch)
+        """Initialise the weights as ordinary training does."""
+        init_bucket_weights(self.model, self.seed, self.weights_of, self.arena.scratch)
 
     def resume(self, updates: int, scales: Mapping[str, Tensor] | None = None) -> None:
-        """Go on behind so many updates, with what `scales` were then; if none are given they are measured anew.
+        """Continue after so many updates, with the fp8 `scales` of then; if none are given they are measured anew.
 
-        Weights and optimizer state are set by the caller, through `held`.
+        Weights and optimizer state are set by the caller, through `bucket_bytes`.
         """
         self.programs.with_state()
-        if self.computation.fp8 is not None and scales is not None:
-            self.computation.fp8.scales.restore(scales)
-        self.found = Beginning(updates, waiting=False)
+        if self.runner.fp8 is not None and scales is not None:
+            self.runner.fp8.scales.load_state_dict(scales)
+        self.start = StepStart(updates, pending=False)
 
     def step(
-        self, number: int, then: Next = "step", watch: Watch | None = None, between: Callable[[], None] = lambda: None
-    ) -> Issued:
-        """Issue a step; `then` is what comes behind it, which decides what stays on the device."""
-        program = self.programs.next(Part(self.found), self._part(self._behind_step(), then))
+        self,
+        number: int,
+        followed_by: Next = "step",
+        observer: StreamObserver | None = None,
+        poll: Callable[[], None] = lambda: None,
+    ) -> IssuedStep:
+        """Issue a step; what follows it decides what stays on the device."""
+        start_after = self._start_after_step()
+        program = self.programs.next(StepRequest(self.start), self._request(start_after, followed_by))
         groups = self.batches.step(number)
-        into = torch.empty(2, pin_memory=self.arena.device.type == "cuda")
-        compute = self._with_figures(program, self.computation.of(groups, self._update), groups[0].counted, into)
-        self.executor.follow(program, compute, watch, between)
-        self.found = self._behind_step()
-        return Issued(number, self.lanes.moment("compute"), into)
+        stats = torch.empty(2, pin_memory=self.arena.device.type == "cuda")
+        compute = self._with_stats(program, self.runner.bind(groups, self._update), groups[0].num_labels, stats)
+        self.executor.run(program, compute, observer, poll)
+        self.start = start_after
+        return IssuedStep(number, self.streams.record_event("compute"), stats)
 
-    def settle(self, then: Next = "step") -> None:
-        """Make the updates that wait, and wait for everything."""
-        if self.found.waiting:
-            behind = Beginning(self.found.updates + 1, waiting=False)
-            program = self.programs.next(Part(self.found, only_updates=True), self._part(behind, then))
-            self.executor.follow(program, self.computation.of((), self._update))
-            self.found = behind
-        self.lanes.wait()
+    def flush_updates(self, followed_by: Next = "step") -> None:
+        """Apply the pending updates, and wait for everything."""
+        if self.start.pending:
+            start_after = StepStart(self.start.updates + 1, pending=False)
+            request = StepRequest(self.start, only_updates=True)
+            program = self.programs.next(request, self._request(start_after, followed_by))
+            self.executor.run(program, self.runner.bind((), self._update))
+            self.start = start_after
+        self.streams.wait()
 
-    def held(self, piece: Piece) -> Tensor:
-        """A unit's weights or state as bytes, where they are now; nothing may be under way."""
-        buffer = self.programs.buffer_of(piece)
+    def bucket_bytes(self, key: BufferKey) -> Tensor:
+        """Return a bucket's weights or state as bytes, where they are now; the device must be idle."""
+        buffer = self.programs.buffer_of(key)
         if buffer is not None:
-            return self.arena.buffer(piece.kind, buffer)
-        return self.arena.home(piece.kind, self.programs.home_of(piece))
+            return self.arena.buffer(key.kind, buffer)
+        return self.arena.host_slot(key.kind, self.programs.host_slot_of(key))
 
-    def weights_of(self, unit: int) -> Tensor:
-        """A unit's weights as numbers, where they are now; nothing may be under way."""
-        return self.formats.weights(self.held(Piece("param", unit)))
+    def weights_of(self, bucket: int) -> Tensor:
+        """Return a bucket's weights as elements, where they are now; the device must be idle."""
+        return self.dtypes.weights(self.bucket_bytes(BufferKey("param", bucket)))
 
-    def unit(self, unit: int) -> dict[str, Tensor]:
-        """A unit's weights and optimizer state as numbers, where they are now; nothing may be under way."""
-        state = self.formats.state(self.held(Piece("state", unit)))
-        kept = {"low": state.low, "m": state.m, "v": state.v}
-        return {"param": self.weights_of(unit)} | {name: one for name, one in kept.items() if one is not None}
+    def bucket_state(self, bucket: int) -> dict[str, Tensor]:
+        """Return a bucket's weights and optimizer state as elements, where they are now; the device must be idle."""
+        state = self.dtypes.state(self.bucket_bytes(BufferKey("state", bucket)))
+        tensors = {"param": self.weights_of(bucket), "low": state.low, "m": state.m, "v": state.v}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     @property
     def scales(self) -> dict[str, Tensor] | None:
-        """All that 8-bit tensors are scaled by from now on; none in other formats. Nothing may be under way."""
-        return None if self.computation.fp8 is None else self.computation.fp8.scales.kept()
+        """State of the fp8 scales; none in other dtypes. The device must be idle."""
+        return None if self.runner.fp8 is None else self.runner.fp8.scales.state_dict()
 
     @property
-    def units(self) -> range:
-        return range(Units(self.model).count)
+    def buckets(self) -> range:
+        return range(ParamBuckets(self.model).count)
 
     @property
     def _update(self) -> AdamStep:
-        number = self.found.updates + 1
+        number = self.start.updates + 1
         return AdamStep(number, self.lr(number))
 
-    def _behind_step(self) -> Beginning:
+    def _start_after_step(self) -> StepStart:
         if self.plan.update_at == "forward":
-            return Beginning(self.found.updates + self.found.waiting, waiting=True)
-        return Beginning(self.found.updates + 1, waiting=False)
+            return StepStart(self.start.updates + self.start.pending, pending=True)
+        return StepStart(self.start.updates + 1, pending=False)
 
-    def _part(self, found: Beginning, then: Next) -> Part | None:
-        if then == "nothing" or (then == "settle" and not found.waiting):
+    def _request(self, start: StepStart, kind: Next) -> StepRequest | None:
+        if kind == "nothing" or (kind == "flush" and not start.pending):
             return None
-        return Part(found, only_updates=then == "settle")
+        return StepRequest(start, only_updates=kind == "flush")
 
-    def _with_figures(self, program: Program, compute: Compute, counted: int, into: Tensor) -> Compute:
-        """The same; the first computation finds the figures at 0, behind the last they are on their way to the host."""
+    def _with_stats(self, program: Program, compute: Compute, num_labels: int, out: Tensor) -> Compute:
+        """Wrap `compute`: reset the stats before the first task, and copy them to the host after the last."""
         first, last = program.operations[0], program.operations[-1]
 
-        def computed(operation: Operation) -> None:
+        def compute_with_stats(operation: Operation) -> None:
             if operation is first:
-                self.figures.begin()
+                self.stats.reset()
             compute(operation)
             if operation is last:
-                self.figures.finish(counted, into)
+                self.stats.finish(num_labels, out)
 
-        return computed
+        return compute_with_stats

@@ -1,12 +1,12 @@
-"""Both ends of a Llama over one chunk of tokens: the embedding there and back, and the head with its loss.
+"""Both vocabulary ends of a Llama over one chunk of tokens: the embedding, and the head with its loss, with backward.
 
-    embed(tokens_N, parts, out_NC)
-    embed_backward(dstream_NC, tokens_N, dparts, fresh)
-    head_loss(inp_NC, norm_C, eps, parts, labels_N, scale, dstream_NC, dparts, dnorm_C, fresh, losses_N, loss_tokens)
+    embed(tokens_N, shards, out_NC)
+    embed_backward(d_residual_NC, tokens_N, dshards, accumulate)
+    head_loss(input_NC, norm_C, eps, shards, labels_N, scale, d_residual_NC, dshards, dnorm_C, accumulate, losses_N, n)
 
-A vocabulary's matrix comes in parts, one behind another, since each has its own buffer. The logits of `loss_tokens`
-tokens exist at a time; their slopes are written over them, and are used up before the next logits are made. With tied
-embeddings the head goes back first, so the embedding adds to the same gradients: there it is not fresh.
+A vocabulary matrix comes in shards of consecutive rows, since each has its own buffer. The logits of `loss_tokens`
+tokens exist at a time; their gradients overwrite them, and are consumed before the next logits are computed. With tied
+embeddings the head's backward comes first, so the embedding accumulates into the same gradients.
 
 Shapes: N tokens of the chunk, C hidden width, V vocabulary.
 """
@@ -15,64 +15,66 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from llmb.models.llama_layer.linear_gemms import Products
-from llmb.ops.embedding.embedding import add_rows_, gather_rows_, in_order
-from llmb.ops.loss.cross_entropy import cross_entropy_slope_
+from llmb.models.llama_layer.linear_gemms import LinearGemms
+from llmb.ops.embedding.embedding import embedding_backward_, embedding_gather_, sort_tokens
+from llmb.ops.loss.cross_entropy import cross_entropy_grad_
 from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward
 
 
-def embed(tokens_N: Tensor, parts: Sequence[Tensor], out_NC: Tensor) -> None:
-    """The stream as it enters the first layer."""
-    for rows, weight in _with_rows(parts):
-        gather_rows_(tokens_N, weight, rows.start, out_NC)
+def embed(tokens_N: Tensor, shards: Sequence[Tensor], out_NC: Tensor) -> None:
+    """Write the input of the first layer."""
+    for rows, weight in _with_rows(shards):
+        embedding_gather_(tokens_N, weight, rows.start, out_NC)
 
 
-def embed_backward(dstream_NC: Tensor, tokens_N: Tensor, dparts: Sequence[Tensor], fresh: bool) -> None:
-    """The embedding's gradients, set if fresh, otherwise added to; the same call gives the same bits."""
-    tokens = in_order(tokens_N)
-    for rows, dweight in _with_rows(dparts):
-        add_rows_(dstream_NC, tokens, dweight, rows.start, fresh)
+def embed_backward(d_residual_NC: Tensor, tokens_N: Tensor, dshards: Sequence[Tensor], accumulate: bool) -> None:
+    """Write the embedding's gradients, or add to them; the same call gives the same bits."""
+    tokens = sort_tokens(tokens_N)
+    for rows, dweight in _with_rows(dshards):
+        embedding_backward_(d_residual_NC, tokens, dweight, rows.start, accumulate)
 
 
 def head_loss(
-    inp_NC: Tensor,
+    input_NC: Tensor,
     norm_C: Tensor,
     eps: float,
-    parts: Sequence[Tensor],
+    shards: Sequence[Tensor],
     labels_N: Tensor,
     scale: float | Tensor,
-    dstream_NC: Tensor,
-    dparts: Sequence[Tensor],
+    d_residual_NC: Tensor,
+    dshards: Sequence[Tensor],
     dnorm_C: Tensor,
-    fresh: bool,
+    accumulate: bool,
     losses_N: Tensor,
     loss_tokens: int,
-    products: Products | None = None,
+    gemms: LinearGemms | None = None,
 ) -> None:
-    """Each token's loss, and the gradients of `scale` times their sum.
+    """Compute each token's loss, and the gradients of `scale` times their sum.
 
-    A label below 0 does not count. The gradients of head and norm are set if fresh, otherwise added to.
+    Tokens with a negative label are ignored. The gradients of head and norm are written, or added to.
     """
-    products = Products() if products is None else products
-    for first in range(0, len(inp_NC), loss_tokens):
-        some = slice(first, first + loss_tokens)
-        x_NC = rms_norm(inp_NC[some], norm_C, eps)
-        logits_NV = x_NC.new_empty(len(x_NC), sum(map(len, parts)))
-        for rows, weight in _with_rows(parts):
-            products.forward(x_NC, weight, out=logits_NV[:, rows])
-        cross_entropy_slope_(logits_NV, labels_N[some], scale, losses_N[some])
-        for rows, dweight in _with_rows(dparts):
-            products.weight_gradient(logits_NV[:, rows], x_NC, dweight, fresh)
-        for rows, weight in _with_rows(parts):  # the normed stream is done with: its slope lies in its memory
-            products.input_gradient(logits_NV[:, rows], weight, out=x_NC, onto=x_NC if rows.start else None)
-        rms_norm_backward(x_NC, inp_NC[some], norm_C, eps, None, dstream_NC[some], dnorm_C, fresh)
-        fresh = False
-        del x_NC, logits_NV  # before the next are made
+    gemms = LinearGemms() if gemms is None else gemms
+    for first in range(0, len(input_NC), loss_tokens):
+        rows_of_chunk = slice(first, first + loss_tokens)
+        x_NC = rms_norm(input_NC[rows_of_chunk], norm_C, eps)
+        logits_NV = x_NC.new_empty(len(x_NC), sum(map(len, shards)))
+        for rows, weight in _with_rows(shards):
+            gemms.forward(x_NC, weight, out=logits_NV[:, rows])
+        cross_entropy_grad_(logits_NV, labels_N[rows_of_chunk], scale, losses_N[rows_of_chunk])
+        for rows, dweight in _with_rows(dshards):
+            gemms.weight_gradient(logits_NV[:, rows], x_NC, dweight, accumulate)
+        for rows, weight in _with_rows(shards):  # the normed input is no longer needed: its gradient overwrites it
+            gemms.input_gradient(logits_NV[:, rows], weight, out=x_NC, addend=x_NC if rows.start else None)
+        rms_norm_backward(
+            x_NC, input_NC[rows_of_chunk], norm_C, eps, None, d_residual_NC[rows_of_chunk], dnorm_C, accumulate
+        )
+        accumulate = True
+        del x_NC, logits_NV  # before the next are allocated
 
 
-def _with_rows(parts: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Each part, and its rows of the whole vocabulary."""
+def _with_rows(shards: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield each shard with its rows of the whole vocabulary."""
     first = 0
-    for part in parts:
-        yield slice(first, first + len(part)), part
-        first += len(part)
+    for shard in shards:
+        yield slice(first, first + len(shard)), shard
+        first += len(shard)

@@ -1,66 +1,66 @@
-"""Lanes that get to their entries as late and in as odd an order as the declared waits allow: a missing one shows."""
+"""Streams that execute their entries as late and in as odd an order as the declared waits allow."""
 
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from llmb.offload.cuda_streams import HostMoment
-from llmb.perfmodel.offload.stream_timeline import LANES, Lane
+from llmb.offload.cuda_streams import HostEvent
+from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName
 
 
-class ShuffledMoment(HostMoment):
-    """Past when so many entries of a lane are done."""
+class ShuffledEvent(HostEvent):
+    """Done when so many entries of a stream are."""
 
-    def __init__(self, lanes: "ShuffledLanes", lane: Lane):
+    def __init__(self, streams: "ShuffledStreams", stream: StreamName):
         super().__init__()
-        self.lanes, self.lane, self.entries = lanes, lane, lanes.issued[lane]
+        self.streams, self.stream, self.entries = streams, stream, streams.issued[stream]
 
-    def is_past(self) -> bool:
-        return self.lanes.done[self.lane] >= self.entries
+    def is_done(self) -> bool:
+        return self.streams.done[self.stream] >= self.entries
 
     def wait(self) -> None:
-        while not self.is_past():
-            self.lanes.run_one()
+        while not self.is_done():
+            self.streams.run_one()
 
 
-class ShuffledLanes:
-    """Only a lane's own order and the waits are kept."""
+class ShuffledStreams:
+    """Streams that respect only their own order and the waits."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
-        self.queues: dict[Lane, deque] = {lane: deque() for lane in LANES}
-        self.issued = dict.fromkeys(LANES, 0)
-        self.done = dict.fromkeys(LANES, 0)
-        self.base = dict.fromkeys(LANES, 0)
-        self.eager = "compute"  # which lane gets ahead for a while
+        self.queues: dict[StreamName, deque] = {stream: deque() for stream in STREAMS}
+        self.issued = dict.fromkeys(STREAMS, 0)
+        self.done = dict.fromkeys(STREAMS, 0)
+        self.base = dict.fromkeys(STREAMS, 0)
+        self.eager = "compute"  # stream that gets ahead for a while
         self.left = 0
 
     def begin(self) -> None:
         self.base = dict(self.issued)
 
-    def enter(self, lane: Lane, work: Callable[[], None], waits: Mapping[Lane, int]) -> None:
-        self.queues[lane].append((work, {other: self.base[other] + entry for other, entry in waits.items()}))
-        self.issued[lane] += 1
+    def enter(self, stream: StreamName, action: Callable[[], None], waits: Mapping[StreamName, int]) -> None:
+        self.queues[stream].append((action, {awaited: self.base[awaited] + entry for awaited, entry in waits.items()}))
+        self.issued[stream] += 1
         while sum(map(len, self.queues.values())) > 60:
             self.run_one()
 
-    def moment(self, lane: Lane) -> ShuffledMoment:
-        return ShuffledMoment(self, lane)
+    def record_event(self, stream: StreamName) -> ShuffledEvent:
+        return ShuffledEvent(self, stream)
 
     def wait(self) -> None:
         while any(self.queues.values()):
             self.run_one()
 
     def run_one(self) -> None:
-        """One entry that may go on; the same lane for a while, so that it gets as far as it can."""
-        ready = [lane for lane in LANES if self.queues[lane] and self._may_run(lane)]
-        assert ready, "all lanes wait"
+        """Run one entry that is ready; of the same stream for a while, so that it gets as far as it can."""
+        ready = [stream for stream in STREAMS if self.queues[stream] and self._may_run(stream)]
+        assert ready, "all streams wait"
         if self.eager not in ready or self.left == 0:
             self.eager, self.left = self.random.choice(ready), self.random.randrange(1, 30)
         self.left -= 1
-        work, _ = self.queues[self.eager].popleft()
-        work()
+        action, _ = self.queues[self.eager].popleft()
+        action()
         self.done[self.eager] += 1
 
-    def _may_run(self, lane: Lane) -> bool:
-        return all(self.done[other] > entry for other, entry in self.queues[lane][0][1].items())
+    def _may_run(self, stream: StreamName) -> bool:
+        return all(self.done[awaited] > entry for awaited, entry in self.queues[stream][0][1].items())

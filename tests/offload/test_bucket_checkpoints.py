@@ -1,4 +1,4 @@
-"""Checkpoints of units: every bit comes back, only complete folders count, and a wrong resume is refused in words."""
+"""Checkpoints of parameter buckets: every bit survives, only complete folders count, a wrong resume is refused."""
 
 import json
 import os
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from llmb.config.offload_plan import UPDATES, Plan
-from llmb.config.spec import Model, Rope
+from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.formats.token_file import TokenWriter
-from llmb.offload.offload_checkpoint import facts_of, load, resume_point, save
+from llmb.offload.offload_checkpoint import checkpoint_identity, load, resume_checkpoint, save
 from llmb.ops.optim.adam import adam_update
-from llmb.runtime.checkpoint_folder import complete, newest, number
+from llmb.runtime.checkpoint_folder import checkpoint_step, complete_checkpoints, latest_checkpoint
 from llmb.runtime.token_data import TokenFile
 
 MODEL = Model(
@@ -36,7 +36,7 @@ NUMBERS = 1024  # of a unit here
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepTask:
     """The fields of a workload that matter to checkpoints."""
 
     steps: int = 10
@@ -48,8 +48,8 @@ class Work:
     lr_decay_steps: int | None = None
 
 
-WORK = Work()
-FACTS = facts_of(MODEL, PLAN, WORK, None, False)
+WORK = StepTask()
+FACTS = checkpoint_identity(MODEL, PLAN, WORK, None, False)
 
 
 def unit_of(update: str, seed: int) -> dict[str, Tensor]:
@@ -59,21 +59,21 @@ def unit_of(update: str, seed: int) -> dict[str, Tensor]:
     if update != "master":
         del kinds["low"]
     slab = torch.zeros(sum(size for _, size in kinds.values()) * NUMBERS, dtype=torch.uint8)
-    found, first = {}, 0
+    actual, first = {}, 0
     for name, (dtype, size) in kinds.items():
-        found[name] = slab[first : first + size * NUMBERS].view(dtype)
+        actual[name] = slab[first : first + size * NUMBERS].view(dtype)
         first += size * NUMBERS
-    found["param"].normal_(generator=torch.Generator().manual_seed(seed))
-    return found
+    actual["param"].normal_(generator=torch.Generator().manual_seed(seed))
+    return actual
 
 
-def step_of(units: list[dict[str, Tensor]], step: int, update: str) -> None:
-    """One update of all units, by gradients that depend on the weights."""
-    for number_, unit in enumerate(units):
-        grad = unit["param"].float().sin() + torch.arange(NUMBERS) % (step + 2)
+def step_of(buckets: list[dict[str, Tensor]], step: int, update: str) -> None:
+    """Update all buckets with gradients that depend on the weights."""
+    for number_, bucket in enumerate(buckets):
+        grad = bucket["param"].float().sin() + torch.arange(NUMBERS) % (step + 2)
         adam_update(
-            unit["param"], grad, unit["m"], unit["v"], unit.get("low"), lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8,
-            decay=0.1, step=step, factor=torch.tensor(0.5), seed=1000 * step + number_,
+            bucket["param"], grad, bucket["m"], bucket["v"], bucket.get("low"), lr=1e-3, beta1=0.9, beta2=0.95,
+            eps=1e-8, weight_decay=0.1, step=step, factor=torch.tensor(0.5), seed=1000 * step + number_,
             rounding="stochastic" if update == "stochastic" else "nearest",
         )  # fmt: skip
 
@@ -83,7 +83,7 @@ def bits(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bytes]]:
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_training_goes_on_bit_for_bit(tmp_path: Path, update: str) -> None:
+def test_training_resumes_bit_for_bit(tmp_path: Path, update: str) -> None:
     straight = [unit_of(update, seed) for seed in range(3)]
     stopped = [unit_of(update, seed) for seed in range(3)]
     for step in range(1, 7):
@@ -91,35 +91,38 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, update: str) -> None:
     for step in range(1, 4):
         step_of(stopped, step, update)
     save(tmp_path, 3, enumerate(stopped), FACTS)
-    path = resume_point(replace(WORK, resume=str(tmp_path)), tmp_path / "next", FACTS)
+    path = resume_checkpoint(replace(WORK, resume=str(tmp_path)), tmp_path / "next", FACTS)
     assert path == tmp_path / "checkpoints" / "step_3"
-    resumed = [load(path, unit) for unit in range(3)]
+    resumed = [load(path, bucket) for bucket in range(3)]
     assert [bits(one) for one in resumed] == [bits(one) for one in stopped]
-    for step in range(number(path) + 1, 7):
+    for step in range(checkpoint_step(path) + 1, 7):
         step_of(resumed, step, update)
     assert [bits(one) for one in resumed] == [bits(one) for one in straight]
 
 
-def test_every_bit_pattern_comes_back(tmp_path: Path) -> None:
+def test_every_bit_pattern_survives(tmp_path: Path) -> None:
     every = torch.arange(1 << 16).to(torch.int16)  # all bf16 numbers, and with them each NaN
-    unit = {"param": every.view(torch.bfloat16), "low": every.clone()}
-    save(tmp_path, 1, [(0, unit)], FACTS)
-    assert bits(load(newest(tmp_path), 0)) == bits(unit)
+    bucket = {"param": every.view(torch.bfloat16), "low": every.clone()}
+    save(tmp_path, 1, [(0, bucket)], FACTS)
+    assert bits(load(latest_checkpoint(tmp_path), 0)) == bits(bucket)
 
 
-def test_two_are_kept_and_what_a_kill_left_is_no_checkpoint(tmp_path: Path) -> None:
+def test_two_checkpoints_are_retained_and_partial_ones_ignored(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         save(tmp_path, step, [(0, unit_of("nearest", step))], FACTS)
     half = tmp_path / "checkpoints" / "step_8.partial"
     half.mkdir()
     (half / "unit_0000.safetensors").write_text("half")
-    assert [path.name for path in complete(tmp_path / "checkpoints")] == ["step_4", "step_6"]
+    assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step_4", "step_6"]
     save(tmp_path, 8, [(1, unit_of("nearest", 8))], FACTS)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_6", "step_8"]
-    assert sorted(path.name for path in newest(tmp_path).iterdir()) == ["checkpoint.json", "unit_0001.safetensors"]
+    assert sorted(path.name for path in latest_checkpoint(tmp_path).iterdir()) == [
+        "checkpoint.json",
+        "unit_0001.safetensors",
+    ]
 
 
-def test_killed_at_any_moment_a_complete_checkpoint_is_whole(tmp_path: Path) -> None:
+def test_complete_checkpoint_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
     moments = random.Random(5)
     folder, step = tmp_path / "checkpoints", 0
     for _ in range(6):
@@ -127,63 +130,68 @@ def test_killed_at_any_moment_a_complete_checkpoint_is_whole(tmp_path: Path) -> 
         if child == 0:
             for later in range(step + 1, step + 10_000):
                 # So few that torch fills them in one thread: a process that was forked has no others, and would wait.
-                unit = {"param": torch.full((20_000,), float(later))}
-                save(tmp_path, later, ((number_, unit) for number_ in range(4)), FACTS)
+                bucket = {"param": torch.full((20_000,), float(later))}
+                save(tmp_path, later, ((number_, bucket) for number_ in range(4)), FACTS)
             os._exit(0)
-        while not folder.is_dir() or not any(number(path) > step for path in complete(folder)):
+        while not folder.is_dir() or not any(checkpoint_step(path) > step for path in complete_checkpoints(folder)):
             time.sleep(0.001)
         time.sleep(moments.uniform(0.0, 0.05))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        for path in complete(folder):
-            assert json.loads((path / "checkpoint.json").read_text())["step"] == number(path)
-            assert all((load(path, unit)["param"] == number(path)).all() for unit in range(4))
-        step = number(newest(tmp_path))
+        for path in complete_checkpoints(folder):
+            assert json.loads((path / "checkpoint.json").read_text())["step"] == checkpoint_step(path)
+            assert all((load(path, bucket)["param"] == checkpoint_step(path)).all() for bucket in range(4))
+        step = checkpoint_step(latest_checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model": replace(MODEL, hidden=64)}, "made with model.hidden=32, this run has 64"),
-        ({"model": replace(MODEL, rope=Rope(theta=1e4))}, "made with model.rope.theta=500000.0, this run has 10000.0"),
+        (
+            {"model": replace(MODEL, rope=RopeConfig(theta=1e4))},
+            "made with model.rope.theta=500000.0, this run has 10000.0",
+        ),
         ({"plan": replace(PLAN, dtype="fp32")}, "made with dtype=bf16, this run has fp32"),
         ({"plan": replace(PLAN, update="stochastic")}, "made with update=master, this run has stochastic"),
         ({"plan": replace(PLAN, gbs=5)}, "made with gbs=4, this run has 5"),
-        ({"work": replace(WORK, seed=1)}, "made with seed=1234, this run has 1"),
+        ({"workload": replace(WORK, seed=1)}, "made with seed=1234, this run has 1"),
         ({"pack": True}, "made with pack=False, this run has True"),
         ({"data": 300}, "made with data.tokens=200, this run has 300"),
-        ({"work": replace(WORK, steps=2)}, "step_2 is past the last step, 2; raise steps to go on"),
+        ({"workload": replace(WORK, steps=2)}, "step_2 is past the last step, 2; raise steps to continue"),
     ],
 )
-def test_another_runs_checkpoint_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_incompatible_checkpoint_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     def data(tokens: int) -> TokenFile:
         with TokenWriter(tmp_path / f"tokens{tokens}", vocab=96) as file:
             file.add([1] * tokens)
         return TokenFile(tmp_path / f"tokens{tokens}")
 
-    made: dict[str, Any] = {"model": MODEL, "plan": PLAN, "work": WORK, "data": data(200), "pack": False}
-    save(tmp_path, 2, [(0, unit_of("master", 0))], facts_of(**made))
+    made: dict[str, Any] = {"model": MODEL, "plan": PLAN, "workload": WORK, "data": data(200), "pack": False}
+    save(tmp_path, 2, [(0, unit_of("master", 0))], checkpoint_identity(**made))
     now = made | changes | ({"data": data(changes["data"])} if "data" in changes else {})
     with pytest.raises(ConfigError) as error:
-        resume_point(replace(now["work"], resume=str(tmp_path)), tmp_path / "next", facts_of(**now))
-    assert said in str(error.value)
+        resume_checkpoint(replace(now["workload"], resume=str(tmp_path)), tmp_path / "next", checkpoint_identity(**now))
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_run_goes_on_under_another_plan_and_learning_rate(tmp_path: Path) -> None:
+def test_run_resumes_with_another_plan_and_learning_rate(tmp_path: Path) -> None:
     save(tmp_path, 2, [(0, unit_of("master", 0))], FACTS)
     other = replace(PLAN, chunk_tokens=32, groups_per_round=4, resident_params=3, levels="I" * 8, update_at="backward")
     work = replace(WORK, lr=1e-4, lr_warmup_steps=5, resume=str(tmp_path))
-    assert resume_point(work, tmp_path, facts_of(MODEL, other, work, None, False)) == newest(tmp_path)
-    with pytest.raises(ConfigError, match=r"step_2 is there already; resume=.* goes on from it"):
-        resume_point(WORK, tmp_path, FACTS)
-    assert resume_point(WORK, tmp_path / "new", FACTS) is None
+    assert resume_checkpoint(work, tmp_path, checkpoint_identity(MODEL, other, work, None, False)) == latest_checkpoint(
+        tmp_path
+    )
+    with pytest.raises(ConfigError, match=r"step_2 already exists; resume=.* continues from it"):
+        resume_checkpoint(WORK, tmp_path, FACTS)
+    assert resume_checkpoint(WORK, tmp_path / "new", FACTS) is None
 
 
-def test_a_full_disk_is_said_in_one_line_and_spares_older_checkpoints(tmp_path: Path) -> None:
+def test_full_disk_is_one_line_and_spares_older_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, 2, enumerate([unit_of("master", 0)]), FACTS)
 
-    def units() -> Iterator[tuple[int, dict[str, Tensor]]]:
+    def buckets() -> Iterator[tuple[int, dict[str, Tensor]]]:
         yield 0, {"param": torch.zeros(5_000_000)}
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
         yield 1, {"param": torch.zeros(5_000_000)}
@@ -191,24 +199,24 @@ def test_a_full_disk_is_said_in_one_line_and_spares_older_checkpoints(tmp_path: 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(LaunchError) as error:
-            save(tmp_path, 4, units(), FACTS)
+            save(tmp_path, 4, buckets(), FACTS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     folder = tmp_path / "checkpoints"
     assert str(error.value) == f"cannot write checkpoint {folder / 'step_4'}: File too large after 0.02 GB of it"
     assert [path.name for path in folder.iterdir()] == ["step_2"]
-    assert bits(load(newest(tmp_path), 0)) == bits(unit_of("master", 0))
+    assert bits(load(latest_checkpoint(tmp_path), 0)) == bits(unit_of("master", 0))
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("mine")
     with pytest.raises(LaunchError, match=r"cannot write checkpoint .*step_4: (Not a directory|File exists) after 0"):
         save(tmp_path, 4, [(0, unit_of("master", 0))], FACTS)
 
 
-def test_a_damaged_or_missing_unit_is_named(tmp_path: Path) -> None:
+def test_damaged_or_missing_bucket_is_named(tmp_path: Path) -> None:
     save(tmp_path, 2, [(0, unit_of("master", 0))], FACTS)
-    path = newest(tmp_path)
+    path = latest_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match=r"resume: cannot read checkpoint .*unit_0001.safetensors: No such file"):
         load(path, 1)
     file = path / "unit_0000.safetensors"

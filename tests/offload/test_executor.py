@@ -1,4 +1,4 @@
-"""The executor and its lanes: all is issued once, and the declared waits are what keeps it right."""
+"""Executor and streams: every entry is issued once, and the declared waits make the result right."""
 
 from collections import Counter
 from dataclasses import replace
@@ -6,96 +6,97 @@ from itertools import pairwise
 from weakref import ref
 
 import pytest
-from ordinary_training import CPU, LEAST, TIED, UNTIED, trained, trainer_of
-from shuffled_lanes import ShuffledLanes
+from reference_training import CPU, LEAST, TIED, UNTIED, trained, trainer_of
+from shuffled_streams import ShuffledStreams
 
-from llmb.offload.bucket_params import places
-from llmb.offload.cuda_streams import LanesInTurn, lanes_on
+from llmb.offload.bucket_params import param_slices
+from llmb.offload.cuda_streams import SerialStreams, create_streams
 from llmb.offload.executor import Executor
-from llmb.offload.step_programs import Part, Programs
-from llmb.perfmodel.offload.buffers import Units
+from llmb.offload.step_programs import ProgramCache, StepRequest
+from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.program import BEFORE_ALL, Program
-from llmb.perfmodel.offload.step_tasks import beginning, step_work
-from llmb.perfmodel.offload.stream_timeline import LANES
+from llmb.perfmodel.offload.step_tasks import step_start, step_tasks
+from llmb.perfmodel.offload.stream_timeline import STREAMS
 
 
-def test_a_watch_sees_every_entry_of_every_lane() -> None:
+def test_observer_is_called_for_every_entry_of_every_stream() -> None:
     trainer = trainer_of(UNTIED, LEAST)
-    program = trainer.programs.residency.program(step_work(UNTIED, LEAST, beginning(LEAST, 0)))
-    seen: Counter[str] = Counter()
+    program = trainer.programs.residency.program(step_tasks(UNTIED, LEAST, step_start(LEAST, 0)))
+    entries: Counter[str] = Counter()
     computed = []
 
-    def watch(lane, work, copy, start, end) -> None:
-        seen[lane] += 1
-        assert (copy is None) == (lane == "compute")
-        assert start.seconds_until(end) >= 0
+    def observe(stream, task, copy, start, end) -> None:
+        entries[stream] += 1
+        assert (copy is None) == (stream == "compute")
+        assert start.elapsed_s(end) >= 0
 
-    Executor(trainer.arena, LanesInTurn()).follow(program, computed.append, watch)
+    Executor(trainer.arena, SerialStreams()).run(program, computed.append, observe)
     assert tuple(computed) == program.operations
-    assert seen == {"compute": len(program.operations), "inbound": program.brought, "outbound": program.sent}
+    copies = {"inbound": program.num_copies_in, "outbound": program.num_copies_out}
+    assert entries == {"compute": len(program.operations), **copies}
 
 
-@pytest.mark.parametrize("lane", ["inbound", "outbound", "compute"])
-def test_without_its_waits_a_program_goes_wrong(monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
-    """What makes the proof one: the odd orders do find a wait that is missing."""
-    right = trained(trainer_of(UNTIED, LEAST), 2)
-    original = Executor.follow
+@pytest.mark.parametrize("stream", ["inbound", "outbound", "compute"])
+def test_missing_waits_give_wrong_results(monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
+    """The shuffled orders do detect a missing wait."""
+    expected = trained(trainer_of(UNTIED, LEAST), 2)
+    original = Executor.run
 
-    def carefree(self: Executor, program: Program, *rest, **options) -> None:
-        original(self, without_waits(program, lane), *rest, **options)
+    def run_without_waits(self: Executor, program: Program, *args, **options) -> None:
+        original(self, without_waits(program, stream), *args, **options)
 
-    monkeypatch.setattr(Executor, "follow", carefree)
-    found = [trained(trainer_of(UNTIED, LEAST, lanes=ShuffledLanes(seed)), 2) for seed in range(4)]
-    assert any(one != right for one in found)
+    monkeypatch.setattr(Executor, "run", run_without_waits)
+    results = [trained(trainer_of(UNTIED, LEAST, streams=ShuffledStreams(seed)), 2) for seed in range(4)]
+    assert any(result != expected for result in results)
 
 
-def without_waits(program: Program, lane: str) -> Program:
-    """The same, but nobody waits for this lane."""
-    changed = []
+def without_waits(program: Program, stream: str) -> Program:
+    """Return the program with no waits for this stream."""
+    operations = []
     for operation in program.operations:
-        brings = operation.brings
-        if lane == "compute":
-            brings = tuple(copy._replace(wait_compute=BEFORE_ALL) for copy in brings)
-        elif lane == "outbound":
-            brings = tuple(copy._replace(wait_other=BEFORE_ALL) for copy in brings)
+        copies_in = operation.copies_in
+        if stream == "compute":
+            copies_in = tuple(copy._replace(wait_compute=BEFORE_ALL) for copy in copies_in)
+        elif stream == "outbound":
+            copies_in = tuple(copy._replace(wait_other=BEFORE_ALL) for copy in copies_in)
             operation = operation._replace(wait_outbound=BEFORE_ALL)
         else:
             operation = operation._replace(wait_inbound=BEFORE_ALL)
-        changed.append(operation._replace(brings=brings))
-    return Program(program.first_sends, tuple(changed), program.homes)
+        operations.append(operation._replace(copies_in=copies_in))
+    return Program(program.first_copies_out, tuple(operations), program.host_slots)
 
 
-def test_lanes_on_a_cpu_do_everything_at_once() -> None:
-    lanes, done = lanes_on(CPU), []
-    lanes.begin()
-    for lane in LANES:
-        lanes.enter(lane, lambda lane=lane: done.append(lane), {})
-    moment = lanes.moment("compute")
-    assert done == list(LANES)
-    assert moment.is_past()
+def test_cpu_streams_execute_at_once() -> None:
+    streams, done = create_streams(CPU), []
+    streams.begin()
+    for stream in STREAMS:
+        streams.enter(stream, lambda stream=stream: done.append(stream), {})
+    event = streams.record_event("compute")
+    assert done == list(STREAMS)
+    assert event.is_done()
 
 
-def test_every_number_of_a_unit_has_one_name() -> None:
+def test_every_row_of_a_bucket_has_one_name() -> None:
     for model in (UNTIED, TIED):
-        named = Counter()
-        for unit in range(Units(model).count):
-            shapes = Units(model).tensors(unit)
-            for place in places(model, unit):
-                named[place.tensor, unit] += len(range(shapes[place.tensor][0])[place.rows])
-            assert all(named[number, unit] == shape[0] for number, shape in enumerate(shapes))
+        num_rows = Counter()
+        for bucket in range(ParamBuckets(model).count):
+            shapes = ParamBuckets(model).tensors(bucket)
+            for param in param_slices(model, bucket):
+                num_rows[param.tensor, bucket] += len(range(shapes[param.tensor][0])[param.rows])
+            assert all(num_rows[number, bucket] == shape[0] for number, shape in enumerate(shapes))
 
 
 @pytest.mark.parametrize("update_at", ["forward", "backward"])
-def test_after_a_few_steps_no_more_programs_are_compiled(update_at: str) -> None:
+def test_programs_are_reused_after_a_few_steps(update_at: str) -> None:
     plan = replace(LEAST, update_at=update_at, gbs=5, inp_slots=4, rest_slots=3, chunk_tokens=4, levels="FAI" * 3)
-    programs = Programs(UNTIED, plan)
-    found = [Part(beginning(plan, step)) for step in range(13)]
-    issued = [programs.next(part, then) for part, then in pairwise(found)]
+    programs = ProgramCache(UNTIED, plan)
+    requests = [StepRequest(step_start(plan, step)) for step in range(13)]
+    issued = [programs.next(request, following) for request, following in pairwise(requests)]
     assert len({id(program) for program in issued}) <= 6
     assert issued[-1] in issued[:-1]
 
 
-def test_a_trainer_gives_its_memory_back_at_once() -> None:
+def test_trainer_frees_its_memory_at_once() -> None:
     """Several runs follow one another in a process: the next finds the device empty."""
     trainer = trainer_of(UNTIED, LEAST)
     trained(trainer, 2)

@@ -12,17 +12,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from llmb.config.spec import Model, Rope
+from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
-from llmb.models.hf_config import model_in
+from llmb.models.hf_config import load_hf_config
 from llmb.models.hf_weights import load_weights
-from llmb.offload.bucket_params import places
-from llmb.offload.buffer_views import unit_tensors
+from llmb.offload.bucket_params import param_slices
+from llmb.offload.buffer_views import bucket_tensors
 from llmb.offload.hf_export import export
 from llmb.offload.offload_checkpoint import load, save
-from llmb.perfmodel.offload.buffers import Units, numbers_of
-from llmb.runtime.checkpoint_folder import newest
+from llmb.perfmodel.offload.buffers import ParamBuckets, padded_numel
+from llmb.runtime.checkpoint_folder import latest_checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -34,7 +34,7 @@ MODELS = [
     SMALL,
     replace(SMALL, name="parts", vocab=701),  # three parts of the embedding and of the head, the last smaller
     replace(SMALL, name="tied", vocab=701, tied_embeddings=True),
-    replace(SMALL, name="scaled", rope=Rope(scaling="llama3", factor=8.0, original_tokens=64)),
+    replace(SMALL, name="scaled", rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=64)),
 ]
 
 
@@ -49,24 +49,24 @@ def network_of(model: Model) -> Network:
 
 def units_of(network: Network, dtype: torch.dtype) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """The network's weights as a run holds them."""
-    units = Units(network.model)
-    for unit in range(units.count):
-        size = numbers_of(units.tensors(unit))
+    buckets = ParamBuckets(network.model)
+    for bucket in range(buckets.count):
+        size = padded_numel(buckets.tensors(bucket))
         numbers = torch.full((size,), torch.nan, dtype=dtype)  # what lies between tensors is no weight
-        inside = unit_tensors(numbers, units.tensors(unit))
-        for place in places(network.model, unit):
+        inside = bucket_tensors(numbers, buckets.tensors(bucket))
+        for place in param_slices(network.model, bucket):
             inside[place.tensor][place.rows] = network.get_parameter(place.name).detach()[place.source]
-        yield unit, {"param": numbers}
+        yield bucket, {"param": numbers}
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @pytest.mark.parametrize("shard_bytes", [30_000, 10**9])
-def test_others_read_it_and_compute_the_same(tmp_path: Path, model: Model, shard_bytes: int) -> None:
+def test_transformers_loads_the_export_and_computes_the_same(tmp_path: Path, model: Model, shard_bytes: int) -> None:
     network = network_of(model)
-    assert Units(model).parts == (3 if model.vocab == 701 else 1)
+    assert ParamBuckets(model).vocab_shards == (3 if model.vocab == 701 else 1)
     export(tmp_path / "out", model, units_of(network, torch.float32), shard_bytes)
     assert ((tmp_path / "out" / "model.safetensors.index.json").is_file()) == (shard_bytes == 30_000)
-    assert replace(model_in(tmp_path / "out"), name=model.name, rope=model.rope) == model
+    assert replace(load_hf_config(tmp_path / "out"), name=model.name, rope=model.rope) == model
 
     ours = build_model(model)
     load_weights(ours, tmp_path / "out")
@@ -77,11 +77,11 @@ def test_others_read_it_and_compute_the_same(tmp_path: Path, model: Model, shard
     assert isinstance(theirs, LlamaForCausalLM)
     tokens = torch.randint(model.vocab, (2, 80), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected, found = network(tokens), theirs(tokens).logits
-    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+        expected, actual = network(tokens), theirs(tokens).logits
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_it_keeps_the_runs_number_format_and_no_head_of_its_own_where_tied(tmp_path: Path) -> None:
+def test_export_keeps_the_dtype_and_omits_a_tied_head(tmp_path: Path) -> None:
     network = network_of(MODELS[2])
     export(tmp_path / "out", MODELS[2], units_of(network, torch.bfloat16))
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
@@ -98,14 +98,14 @@ def test_a_checkpoint_can_be_exported(tmp_path: Path) -> None:
     model = MODELS[1]
     network = network_of(model)
     save(tmp_path, 5, units_of(network, torch.float32), {})
-    path = newest(tmp_path)
-    export(tmp_path / "out", model, ((unit, load(path, unit)) for unit in range(Units(model).count)))
+    path = latest_checkpoint(tmp_path)
+    export(tmp_path / "out", model, ((bucket, load(path, bucket)) for bucket in range(ParamBuckets(model).count)))
     ours = build_model(model)
     load_weights(ours, tmp_path / "out")
     assert all(torch.equal(ours.get_parameter(name), one) for name, one in network.named_parameters())
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_non_empty_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(ConfigError, match="exists already; weights are written to a new folder"):
         export(tmp_path, SMALL, units_of(network_of(SMALL), torch.float32))
@@ -116,18 +116,18 @@ MEMORY = """
 import resource, sys, torch
 from pathlib import Path
 from llmb.offload.hf_export import export
-from llmb.perfmodel.offload.buffers import Units, numbers_of
+from llmb.perfmodel.offload.buffers import ParamBuckets, padded_numel
 from llmb.config.spec import Model
 
 def now():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 def rise(model, folder):
-    units = Units(model)
-    slab = [torch.ones(numbers_of(units.tensors(unit)), dtype=torch.bfloat16) for unit in range(units.count)]
+    buckets = ParamBuckets(model)
+    slab = [torch.ones(padded_numel(buckets.tensors(bucket)), dtype=torch.bfloat16) for bucket in range(buckets.count)]
     Path("/proc/self/clear_refs").write_text("5")  # the highest use so far is forgotten
     before = now()
-    export(folder, model, ((unit, {"param": numbers}) for unit, numbers in enumerate(slab)))
+    export(folder, model, ((bucket, {"param": elements}) for bucket, elements in enumerate(slab)))
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(peak.split()[1]) * 1024 - before
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ordinary_training import LEAST, TIED, UNTIED
+from reference_training import LEAST, TIED, UNTIED
 
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, OutOfCore, Parallel, Precision, Profile, RunConfig
@@ -17,9 +17,9 @@ from llmb.models.hf_weights import load_weights
 from llmb.models.llama import Llama
 from llmb.offload.__main__ import run
 from llmb.offload.offload_checkpoint import SCALES
-from llmb.perfmodel.offload.stream_timeline import read_lanes
-from llmb.runtime.learning_rate import learning_rate
-from llmb.runtime.recorder import Record
+from llmb.perfmodel.offload.stream_timeline import read_timeline
+from llmb.runtime.adamw_settings import learning_rate
+from llmb.runtime.recorder import EventRecorder
 
 PLAN = replace(LEAST, update_at="forward", gbs=3, groups_per_round=2, chunk_tokens=6, levels="FAIFAIFAIFAI")
 WORK = OutOfCore(
@@ -46,7 +46,7 @@ def run_in(folder: Path, config: RunConfig) -> tuple[list[Any], int]:
     """Events and exit code."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
-    code = run(folder / "config.json", Record(folder, 0))
+    code = run(folder / "config.json", EventRecorder(folder, 0))
     return list(read(folder / "events.rank0.jsonl")), code
 
 
@@ -54,7 +54,7 @@ def losses(events: list[Any]) -> list[float | None]:
     return [event.loss for event in events if isinstance(event, StepDone)]
 
 
-def test_a_run_records_every_step_and_how_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_records_every_step_and_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events, code = run_in(tmp_path, CONFIG)
     assert code == 0
     assert isinstance(events[0], RunStarted)
@@ -69,22 +69,22 @@ def test_a_run_records_every_step_and_how_it_ended(tmp_path: Path, capsys: pytes
     assert "memory: host 0.00 of 0.1 GiB" in out
 
 
-def test_a_profiled_run_leaves_what_its_lanes_did(tmp_path: Path) -> None:
+def test_profiled_run_writes_its_timeline(tmp_path: Path) -> None:
     window = Profile(profile=True, profile_start=2, profile_stop=4)
     _, code = run_in(tmp_path, replace(CONFIG, profile=window))
     assert code == 0
-    lanes = read_lanes(tmp_path / "profile" / "lanes.json")
-    assert lanes.source == "measured"
-    assert {stretch.step for stretch in lanes.stretches} == {2, 3}
-    names = {stretch.name for stretch in lanes.stretches if stretch.lane == "compute"}
+    streams = read_timeline(tmp_path / "profile" / "lanes.json")
+    assert streams.source == "measured"
+    assert {event.step for event in streams.events} == {2, 3}
+    names = {event.name for event in streams.events if event.stream == "compute"}
     assert names == {"update", "embedding", "forward", "head", "backward", "embedding_backward"}
-    assert {"param", "grad", "state", "inp", "rest"} <= {s.name for s in lanes.stretches if s.lane == "outbound"}
-    assert all(stretch.bytes > 0 for stretch in lanes.stretches if stretch.lane != "compute")
-    assert all(stretch.flops > 0 for stretch in lanes.stretches if stretch.name in ("forward", "backward", "head"))
+    assert {"param", "grad", "state", "inp", "rest"} <= {s.name for s in streams.events if s.stream == "outbound"}
+    assert all(event.bytes > 0 for event in streams.events if event.stream != "compute")
+    assert all(event.flops > 0 for event in streams.events if event.name in ("forward", "backward", "head"))
 
 
 @pytest.mark.parametrize(("dtype", "update_at"), [("bf16", "forward"), ("bf16", "backward"), ("fp8", "forward")])
-def test_a_resumed_run_goes_on_exactly_under_another_plan(tmp_path: Path, dtype: Any, update_at: str) -> None:
+def test_resumed_run_continues_exactly_with_another_plan(tmp_path: Path, dtype: Any, update_at: str) -> None:
     clip = 1.0 if update_at == "forward" else None
     plan = replace(PLAN, dtype=dtype, update="stochastic", update_at=update_at)
     config = replace(
@@ -115,7 +115,7 @@ def test_a_checkpoint_without_scales_is_named_in_the_log(tmp_path: Path, capsys:
     assert f"scales: none in {made}, measured anew\n" in capsys.readouterr().out
 
 
-def test_a_run_that_diverges_says_where(tmp_path: Path) -> None:
+def test_diverged_run_names_the_step(tmp_path: Path) -> None:
     events, code = run_in(tmp_path, with_work(lr=1e30, lr_warmup_steps=0, lr_decay_steps=None, clip=None))
     assert code == 2
     assert isinstance(events[-1], RunEnded)
@@ -130,7 +130,7 @@ REFUSED = {
     "is for 10": with_work(seqlen=11),
     "clip=1.0 needs a plan that updates in the next forward pass": with_work(plan=replace(PLAN, update_at="backward")),
     "but its plan is for fp32": replace(CONFIG, precision=Precision(dtype="bf16")),
-    "activation is 'gelu'": replace(CONFIG, model=replace(TIED, activation="gelu")),
+    "must be 'silu', got 'gelu'": replace(CONFIG, model=replace(TIED, activation="gelu")),
     "more than host_gib=0.0001": with_work(host_gib=1e-4),
     "more than device_gib=0.0001": with_work(device_gib=1e-4),
     "has 3 letters, not 3 layers * 4 chunks": with_work(plan=replace(PLAN, levels="FAI")),
@@ -138,12 +138,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_cannot_be_run_is_refused_in_one_line(
-    tmp_path: Path, said: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("message", REFUSED)
+def test_unsupported_configuration_is_refused_in_one_line(
+    tmp_path: Path, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    events, code = run_in(tmp_path, REFUSED[said])
+    events, code = run_in(tmp_path, REFUSED[message])
     assert code == 1
     assert events[-1].status == "failed"
-    assert said in events[-1].reason
+    assert message in events[-1].reason
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from ordinary_training import CPU, LEAST, SEED, SMOOTH, UNTIED, lr, network_of, set_weights, trained, weights_in
+from reference_training import CPU, LEAST, SEED, SMOOTH, UNTIED, lr, network_of, set_weights, trained, weights_in
 
 from llmb.config.offload_plan import Plan
 from llmb.formats.token_file import TokenWriter
-from llmb.offload.chunked_batches import Batches
-from llmb.offload.trainer import Settings, Trainer
+from llmb.offload.chunked_batches import ChunkedBatches
+from llmb.offload.trainer import Trainer, TrainerSettings
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
-from llmb.runtime.adamw_defaults import BETAS, WEIGHT_DECAY
+from llmb.runtime.adamw_settings import BETAS, WEIGHT_DECAY
 from llmb.runtime.token_data import TokenFile
 
 END, STEPS = 3, 3
@@ -37,19 +37,19 @@ def text(tmp_path: Path) -> TokenFile:
 
 def documents(text: TokenFile, plan: Plan, step: int) -> list[tuple[list[int], list[int]]]:
     """Tokens of each document of a step, and their labels; one that a border cuts knows its next token."""
-    found = []
+    actual = []
     for sequence in text.sequences((step - 1) * plan.gbs, (plan.gbs, plan.seqlen + 1), CPU).tolist():
         first = 0
         for place in range(plan.seqlen):
             if sequence[place] == END or place == plan.seqlen - 1:
                 labels = sequence[first + 1 : place + 2]
-                found.append((sequence[first : place + 1], [*labels[:-1], -100] if sequence[place] == END else labels))
+                actual.append((sequence[first : place + 1], [*labels[:-1], -100] if sequence[place] == END else labels))
                 first = place + 1
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_documents_do_not_see_one_another(text: TokenFile, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_do_not_attend_to_one_another(text: TokenFile, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)  # as in the proof without packing
     network, losses, norms = network_of(UNTIED), [], []
     matrices, vectors = ([p for p in network.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
@@ -57,12 +57,12 @@ def test_documents_do_not_see_one_another(text: TokenFile, plan: str, monkeypatc
     optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=SMOOTH)
     for step in range(1, STEPS + 1):
         apart = documents(text, PLANS[plan], step)
-        counted = sum(label >= 0 for _, labels in apart for label in labels)
+        num_labels = sum(label >= 0 for _, labels in apart for label in labels)
         optimizer.zero_grad()
         total = 0.0
         for tokens, labels in apart:
             logits = network(torch.tensor([tokens]))[0]
-            loss = F.cross_entropy(logits, torch.tensor(labels), reduction="sum") / counted
+            loss = F.cross_entropy(logits, torch.tensor(labels), reduction="sum") / num_labels
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -71,13 +71,13 @@ def test_documents_do_not_see_one_another(text: TokenFile, plan: str, monkeypatc
             group["lr"] = lr(step)
         optimizer.step()
 
-    batches = Batches(UNTIED, PLANS[plan], SEED, text, pack=True, device=CPU)
-    told = Settings(seed=SEED, home_slots=simulate(UNTIED, PLANS[plan], NOMINAL_CPU).home_slots)
+    batches = ChunkedBatches(UNTIED, PLANS[plan], SEED, text, pack=True, device=CPU)
+    told = TrainerSettings(seed=SEED, host_slots=simulate(UNTIED, PLANS[plan], NOMINAL_CPU).host_slots)
     trainer = Trainer(UNTIED, PLANS[plan], CPU, told, batches, lr)
     set_weights(trainer, network_of(UNTIED))
-    found = trained(trainer, STEPS)
-    assert found[0] == pytest.approx(losses, rel=2e-6)
-    assert found[1] == pytest.approx(norms, rel=1e-5)
+    actual = trained(trainer, STEPS)
+    assert actual[0] == pytest.approx(losses, rel=2e-6)
+    assert actual[1] == pytest.approx(norms, rel=1e-5)
     weights = weights_in(trainer)
     for name, parameter in network.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=2e-6)

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from ordinary_training import LEAST, UNTIED, trained, trainer_of, weights_in
+from reference_training import LEAST, UNTIED, trained, trainer_of, weights_in
 from torch import Tensor
 
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.models.hf_weights import load_weights
 from llmb.models.llama import Llama
 from llmb.offload.hf_export import export
-from llmb.offload.offload_checkpoint import SCALES, facts_of, load, load_scales, resume_point, save
+from llmb.offload.offload_checkpoint import SCALES, checkpoint_identity, load, load_scales, resume_checkpoint, save
 from llmb.offload.trainer import Trainer
-from llmb.perfmodel.offload.buffers import Piece
-from llmb.runtime.checkpoint_folder import newest, number
+from llmb.perfmodel.offload.buffers import BufferKey
+from llmb.runtime.checkpoint_folder import checkpoint_step, latest_checkpoint
 
 STOPPED, STEPS = 3, 6
 PLAN = replace(LEAST, gbs=3, chunk_tokens=6, levels="FAIFAI")
@@ -27,7 +27,7 @@ OTHER = replace(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepTask:
     steps: int = STEPS
     checkpoint_every: int | None = STOPPED
     resume: str | None = None
@@ -38,33 +38,35 @@ class Work:
 
 
 def units_of(trainer: Trainer) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    for unit in trainer.units:
-        state = trainer.formats.state(trainer.held(Piece("state", unit)))._asdict()
-        yield unit, {"param": trainer.weights_of(unit)} | {n: one for n, one in state.items() if one is not None}
+    for bucket in trainer.buckets:
+        state = trainer.dtypes.state(trainer.bucket_bytes(BufferKey("state", bucket)))._asdict()
+        yield bucket, {"param": trainer.weights_of(bucket)} | {n: one for n, one in state.items() if one is not None}
 
 
 def stopped(plan: Plan, folder: Path) -> list[float]:
     """Losses of the steps until the checkpoint."""
     trainer = trainer_of(UNTIED, plan)
     losses, _ = trained(trainer, STOPPED)
-    save(folder, STOPPED, units_of(trainer), facts_of(UNTIED, plan, Work(), None, False), trainer.scales)
+    save(folder, STOPPED, units_of(trainer), checkpoint_identity(UNTIED, plan, StepTask(), None, False), trainer.scales)
     return losses
 
 
 def resumed(plan: Plan, folder: Path) -> tuple[list[float], Trainer]:
     """Losses of the steps behind it."""
-    work = Work(resume=str(folder))
-    path = resume_point(work, folder / "next", facts_of(UNTIED, plan, work, None, False))
+    work = StepTask(resume=str(folder))
+    path = resume_checkpoint(work, folder / "next", checkpoint_identity(UNTIED, plan, work, None, False))
     assert path is not None
     trainer = trainer_of(UNTIED, plan)
-    trainer.resume(number(path), load_scales(path))
-    for unit, tensors in units_of(trainer):
-        kept = load(path, unit)
+    trainer.resume(checkpoint_step(path), load_scales(path))
+    for bucket, tensors in units_of(trainer):
+        kept = load(path, bucket)
         assert kept.keys() == tensors.keys()
         for name, tensor in tensors.items():
             tensor.copy_(kept[name])
-    issued = [trainer.step(step, "step" if step < STEPS else "settle") for step in range(number(path) + 1, STEPS + 1)]
-    trainer.settle("nothing")
+    issued = [
+        trainer.step(step, "step" if step < STEPS else "flush") for step in range(checkpoint_step(path) + 1, STEPS + 1)
+    ]
+    trainer.flush_updates("nothing")
     return [one.loss for one in issued], trainer
 
 
@@ -84,24 +86,24 @@ def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, update: str, update
     assert all(torch.equal(weight, expected[name]) for name, weight in weights_in(trainer).items())
 
 
-def test_without_scales_they_are_measured_anew(tmp_path: Path) -> None:
+def test_missing_scales_are_measured_anew(tmp_path: Path) -> None:
     """As of a run that kept none: not the same bits, but close."""
     plan = replace(PLAN, dtype="fp8")
     losses, _ = trained(trainer_of(UNTIED, plan), STEPS)
     stopped(plan, tmp_path)
-    (newest(tmp_path) / SCALES).unlink()
+    (latest_checkpoint(tmp_path) / SCALES).unlink()
     rest, _ = resumed(plan, tmp_path)
     assert rest != losses[STOPPED:]
     assert rest == pytest.approx(losses[STOPPED:], rel=0.02)
 
 
-def test_another_plan_goes_on(tmp_path: Path) -> None:
+def test_training_resumes_with_another_plan(tmp_path: Path) -> None:
     losses, _ = trained(trainer_of(UNTIED, PLAN), STEPS)
     stopped(PLAN, tmp_path)
     assert resumed(OTHER, tmp_path)[0] == pytest.approx(losses[STOPPED:], rel=1e-5)
 
 
-def test_what_was_trained_is_exported(tmp_path: Path) -> None:
+def test_trained_weights_are_exported(tmp_path: Path) -> None:
     trainer = trainer_of(UNTIED, OTHER)
     trained(trainer, 2)
     export(tmp_path / "out", UNTIED, units_of(trainer))

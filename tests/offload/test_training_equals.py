@@ -10,15 +10,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ordinary_training import LEAST, SEED, SMOOTH, TIED, UNTIED, ordinary, trained, trainer_of, weights_in
 from outofcore_plans import models, plans
-from shuffled_lanes import ShuffledLanes
+from reference_training import LEAST, SEED, SMOOTH, TIED, UNTIED, train_reference, trained, trainer_of, weights_in
+from shuffled_streams import ShuffledStreams
 
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.config.spec import Model
 from llmb.models.llama import Llama
-from llmb.perfmodel.offload.buffers import Units
-from llmb.runtime.adamw_defaults import EPS
+from llmb.perfmodel.offload.buffers import ParamBuckets
+from llmb.runtime.adamw_settings import EPS
 
 STEPS = 3
 # Least buffers unless it says otherwise: five layers' worth of everything moves through one or two.
@@ -49,7 +49,7 @@ PLANS = {
         chunk_tokens=4, levels="F" * 9,
     ),
 }  # fmt: skip
-LANES = {"in order": lambda: None, "shuffled": lambda: ShuffledLanes(3)}
+STREAMS = {"in order": lambda: None, "shuffled": lambda: ShuffledStreams(3)}
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +61,9 @@ def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)
 
 
-def assert_equal_training(model: Model, plan: Plan, clip: float | None, lanes: ShuffledLanes | None) -> None:
-    losses, norms, network = ordinary(model, plan, STEPS, clip)
-    trainer = trainer_of(model, plan, clip, lanes)
+def assert_equal_training(model: Model, plan: Plan, clip: float | None, streams: ShuffledStreams | None) -> None:
+    losses, norms, network = train_reference(model, plan, STEPS, clip)
+    trainer = trainer_of(model, plan, clip, streams)
     found_losses, found_norms = trained(trainer, STEPS)
     assert found_losses == pytest.approx(losses, rel=2e-6)
     assert found_norms == pytest.approx(norms, rel=1e-5)
@@ -72,65 +72,65 @@ def assert_equal_training(model: Model, plan: Plan, clip: float | None, lanes: S
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-5, atol=2e-6, msg=lambda m, n=name: n + m)
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("streams", STREAMS)
 @pytest.mark.parametrize("plan", PLANS)
-def test_every_path_trains_as_ordinary_training_does(plan: str, lanes: str) -> None:
-    assert_equal_training(UNTIED, PLANS[plan], None, LANES[lanes]())
+def test_every_path_matches_ordinary_training(plan: str, streams: str) -> None:
+    assert_equal_training(UNTIED, PLANS[plan], None, STREAMS[streams]())
 
 
 @pytest.mark.parametrize("update_at", ["forward", "backward"])
-def test_embeddings_that_are_also_the_head(update_at: str) -> None:
+def test_tied_embeddings(update_at: str) -> None:
     plan = replace(LEAST, update_at=update_at, gbs=3, chunk_tokens=6, levels="FAIFAI")
-    assert_equal_training(TIED, plan, None, ShuffledLanes(5))
+    assert_equal_training(TIED, plan, None, ShuffledStreams(5))
 
 
 @pytest.mark.parametrize("clip", [0.5, 100.0])
 def test_gradients_are_clipped_to_a_norm(clip: float) -> None:
-    assert_equal_training(UNTIED, replace(LEAST, update_at="forward", gbs=3), clip, ShuffledLanes(7))
+    assert_equal_training(UNTIED, replace(LEAST, update_at="forward", gbs=3), clip, ShuffledStreams(7))
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
-def test_any_plan_trains_as_ordinary_training_does(data: st.DataObject) -> None:
+def test_any_plan_matches_ordinary_training(data: st.DataObject) -> None:
     model = data.draw(models())
     plan = data.draw(plans(model))
     clip = data.draw(st.sampled_from((None, 0.5))) if plan.update_at == "forward" else None
-    assert_equal_training(model, plan, clip, ShuffledLanes(data.draw(st.integers(0, 999))))
+    assert_equal_training(model, plan, clip, ShuffledStreams(data.draw(st.integers(0, 999))))
 
 
-def test_updates_are_those_of_training_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_match_with_the_default_eps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with the epsilon that runs have, where all but a few weights in ten thousand can be compared."""
     monkeypatch.undo()
     trainer = trainer_of(UNTIED, LEAST)
     trained(trainer, 1)
-    network, weights = ordinary(UNTIED, LEAST, 1, None, eps=EPS)[2], weights_in(trainer)
+    network, weights = train_reference(UNTIED, LEAST, 1, None, eps=EPS)[2], weights_in(trainer)
     apart = torch.cat([(weights[name] - p.detach()).abs().flatten() for name, p in network.named_parameters()])
     assert (apart < 1e-6).float().mean() > 0.999
 
 
-def test_a_vocabulary_of_many_parts() -> None:
+def test_many_vocabulary_shards() -> None:
     model = replace(UNTIED, vocab=1000)
-    parts = Units(model).parts
+    parts = ParamBuckets(model).vocab_shards
     assert parts > 3
     plan = replace(LEAST, param_blocks=parts, grad_blocks=parts)
-    assert_equal_training(model, plan, None, ShuffledLanes(9))
+    assert_equal_training(model, plan, None, ShuffledStreams(9))
 
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_bf16_follows_fp32(update: str) -> None:
     plan = replace(LEAST, update_at="forward", gbs=4, levels="FAI")
-    losses, norms, _ = ordinary(UNTIED, plan, 6, None)
-    found = trained(trainer_of(UNTIED, replace(plan, dtype="bf16", update=update), None, ShuffledLanes(2)), 6)
-    assert found[0] == pytest.approx(losses, rel=0.01)
-    assert found[1] == pytest.approx(norms, rel=0.05)
+    losses, norms, _ = train_reference(UNTIED, plan, 6, None)
+    actual = trained(trainer_of(UNTIED, replace(plan, dtype="bf16", update=update), None, ShuffledStreams(2)), 6)
+    assert actual[0] == pytest.approx(losses, rel=0.01)
+    assert actual[1] == pytest.approx(norms, rel=0.05)
 
 
-def test_fp8_products_follow_fp32() -> None:
+def test_fp8_gemms_follow_fp32() -> None:
     plan = replace(LEAST, seqlen=32, chunk_tokens=16, levels="FAIFAI")
-    losses, _, _ = ordinary(UNTIED, plan, STEPS, None)
-    found, _ = trained(trainer_of(UNTIED, replace(plan, dtype="fp8", update="stochastic")), STEPS)
-    assert found == pytest.approx(losses, rel=0.03)
-    assert found != trained(trainer_of(UNTIED, replace(plan, dtype="bf16", update="stochastic")), STEPS)[0]
+    losses, _, _ = train_reference(UNTIED, plan, STEPS, None)
+    actual, _ = trained(trainer_of(UNTIED, replace(plan, dtype="fp8", update="stochastic")), STEPS)
+    assert actual == pytest.approx(losses, rel=0.03)
+    assert actual != trained(trainer_of(UNTIED, replace(plan, dtype="bf16", update="stochastic")), STEPS)[0]
 
 
 def test_master_weights_take_changes_that_bf16_cannot_hold() -> None:
@@ -145,7 +145,7 @@ def test_master_weights_take_changes_that_bf16_cannot_hold() -> None:
     assert moved["nearest"] < 0.5 * min(moved["master"], moved["stochastic"])
 
 
-def test_training_begins_with_the_weights_of_ordinary_training() -> None:
+def test_initial_weights_match_ordinary_training() -> None:
     trainer = trainer_of(TIED, replace(LEAST, resident_params=3))
     trainer.initialise()
     network = Llama(TIED)
@@ -155,7 +155,7 @@ def test_training_begins_with_the_weights_of_ordinary_training() -> None:
 
 
 @pytest.mark.parametrize(("update_at", "clip"), [("forward", 1.0), ("forward", None), ("backward", None)])
-def test_a_step_whose_gradients_are_not_finite_changes_nothing(update_at: str, clip: float | None) -> None:
+def test_step_with_non_finite_gradients_changes_nothing(update_at: str, clip: float | None) -> None:
     trainer = trainer_of(UNTIED, replace(LEAST, update_at=update_at), clip)
     trainer.weights_of(2)[5] = torch.inf
     before = weights_in(trainer)

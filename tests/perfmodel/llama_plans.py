@@ -8,6 +8,10 @@ from llmb.config.spec import Model
 LLAMA_8B = Model(
     name="8B", architecture="llama", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
 )
+LLAMA_1B = Model(
+    name="1B", architecture="llama", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256,
+    tied_embeddings=True,
+)  # fmt: skip
 SHORT = replace(LLAMA_8B, name="short", layers=6)  # as wide, so that its speed means something
 TINY = Model(name="tiny", architecture="llama", layers=3, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=300)
 

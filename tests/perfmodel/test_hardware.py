@@ -3,7 +3,7 @@
 import pytest
 
 from llmb.errors import UnknownName
-from llmb.perfmodel.hardware import GPUS, gpu, peak_flops, recognise
+from llmb.perfmodel.hardware import GPUS, gpu, identify_gpu, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -17,17 +17,17 @@ from llmb.perfmodel.hardware import GPUS, gpu, peak_flops, recognise
     ],
 )
 def test_published_peaks(key: str, bf16: int, fp8: int, nvfp4: int | None) -> None:
-    found = [peak_flops(key, dtype) for dtype in ("bf16", "fp8", "nvfp4")]
-    assert found == [bf16 * 1e12, fp8 * 1e12, nvfp4 and nvfp4 * 1e12]
+    peaks = [peak_flops(key, dtype) for dtype in ("bf16", "fp8", "nvfp4")]
+    assert peaks == [bf16 * 1e12, fp8 * 1e12, nvfp4 and nvfp4 * 1e12]
 
 
-def test_what_is_not_published_is_null() -> None:
+def test_unpublished_figures_are_none() -> None:
     assert peak_flops("cpu", "bf16") is None
     assert peak_flops("a100", "fp8") is None
     assert gpu("cpu").memory_bytes is None
 
 
-def test_rows_are_whole() -> None:
+def test_rows_are_complete() -> None:
     for key, row in GPUS.items():
         assert row.key == key
         assert row.source
@@ -37,9 +37,9 @@ def test_rows_are_whole() -> None:
             assert row.memory_bandwidth
             assert row.link_bandwidth
             assert row.host_bandwidth
-            assert recognise(row.title) == key
-        narrower = [row.peak_flops[d] for d in ("fp32", "bf16", "fp8", "nvfp4") if d in row.peak_flops]
-        assert narrower == sorted(narrower)
+            assert identify_gpu(row.title) == key
+        by_width = [row.peak_flops[d] for d in ("fp32", "bf16", "fp8", "nvfp4") if d in row.peak_flops]
+        assert by_width == sorted(by_width)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_rows_are_whole() -> None:
         ("", None),
     ],
 )
-def test_recognise_device_names(name: str, key: str | None) -> None:
-    assert recognise(name) == key
+def test_identify_gpu_by_device_name(name: str, key: str | None) -> None:
+    assert identify_gpu(name) == key
 
 
-def test_unknown_type_lists_the_known() -> None:
+def test_unknown_type_lists_the_valid_ones() -> None:
     with pytest.raises(UnknownName, match=r"did you mean h200\?.*h100"):
         gpu("h220")

@@ -22,14 +22,14 @@ def test_every_gpu_of_the_table_has_rates_below_its_peaks(gpu):
         assert rates.source
 
 
-def test_a_chip_like_the_measured_one_computes_like_it():
+def test_similar_chip_has_the_same_compute_rates():
     h100 = known_rates("h100")
     unlike = {"gpu": "h100", "memory_gbs": h100.memory_gbs, "source": h100.source}
     assert h100 == replace(H200, **unlike)
     assert h100.memory_gbs < H200.memory_gbs
 
 
-def test_what_was_measured_here_comes_first(tmp_path):
+def test_measured_rates_take_precedence(tmp_path):
     assert rates_of("cpu", tmp_path) == NOMINAL_CPU
     path = rates_path(tmp_path, "cpu")
     path.parent.mkdir(parents=True)
@@ -39,7 +39,7 @@ def test_what_was_measured_here_comes_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "is not valid JSON"),
         ("{}", "field 'gpu' is missing"),
@@ -48,13 +48,13 @@ def test_what_was_measured_here_comes_first(tmp_path):
         (to_json(H200).replace('"square_tokens": 8192, ', ""), "field 'square_tokens' is missing"),
     ],
 )
-def test_a_damaged_file_is_one_line_that_names_it(tmp_path, text, said):
+def test_damaged_rates_file_is_named_in_one_line(tmp_path, text, message):
     path = rates_path(tmp_path, "h200")
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         rates_of("h200", tmp_path)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(path) in str(caught.value)
     assert "run `llmb-run probe` again" in str(caught.value)
     assert "\n" not in str(caught.value)

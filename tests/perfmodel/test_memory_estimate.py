@@ -1,4 +1,4 @@
-"""The memory estimate against measured and published runs, and what each degree of parallelism is worth."""
+"""The memory estimate against measured and published runs, and the effect of each parallel degree."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from llmb.config.spec import (
     Workload,
 )
 from llmb.errors import ConfigError
-from llmb.perfmodel import flops, memory_estimate
+from llmb.perfmodel import memory_estimate, params
 from llmb.perfmodel.hardware import GIB
 
 
@@ -42,34 +42,34 @@ def estimate(*args, **options) -> memory_estimate.MemoryEstimate:
 @pytest.mark.parametrize(
     ("dtype", "changes", "measured"),
     [
-        ("bf16", {"mbs": 2, "ga": 3, "keep_inputs": True, "cuda_graphs": True}, 131.21),
-        ("fp8", {"mbs": 2, "ga": 2, "keep_inputs": True, "cuda_graphs": True}, 128.21),
+        ("bf16", {"mbs": 2, "ga": 3, "save_norm_outputs": True, "cuda_graphs": True}, 131.21),
+        ("fp8", {"mbs": 2, "ga": 2, "save_norm_outputs": True, "cuda_graphs": True}, 128.21),
         ("bf16", {"seqlen": 32768, "recompute_layers": 3}, 133.95),
     ],
 )
 def test_peaks_as_measured_on_an_h200(dtype: str, changes: dict[str, Any], measured: float) -> None:
-    """What real runs of 8b took on 2026-11-16 (`bench/train_gpu.py`)."""
-    work = train(**changes, masters="bf16", gradients="bf16", moments="bf16")
+    """Peaks of real runs of 8b, measured by `bench/train_gpu.py` on 2026-11-16."""
+    work = train(**changes, master_weights="bf16", gradients="bf16", moments="bf16")
     assert estimate(LLAMA_8B, "h200", 1, work, dtype).total / GIB == pytest.approx(measured, rel=0.005)
 
 
 def test_state_is_sixteen_bytes_a_parameter() -> None:
-    found = estimate(LLAMA_8B, "h200", 1, train(ga=2))
-    assert found.weights + found.gradients + found.optimizer == pytest.approx(16 * 8_030_261_248)
-    assert found.total == found.weights + found.gradients + found.optimizer + found.activations
-    assert to_plain(found)["total"] == found.total
-    assert found.fits is False
-    assert found.assumptions.startswith("estimate")
-    assert "\n" not in found.assumptions
+    memory = estimate(LLAMA_8B, "h200", 1, train(ga=2))
+    assert memory.weights + memory.gradients + memory.optimizer == pytest.approx(16 * 8_030_261_248)
+    assert memory.total == memory.weights + memory.gradients + memory.optimizer + memory.activations
+    assert to_plain(memory)["total"] == memory.total
+    assert memory.fits is False
+    assert memory.assumptions.startswith("estimate")
+    assert "\n" not in memory.assumptions
 
 
 def test_experts_that_stay_are_kept_in_8_bits_twice() -> None:
     """Where replicas share them they are gathered, and cast each time."""
     one_layer = replace(GROK, layers=1)
     routed = 3 * 8 * 6144 * 32768
-    for gpus, split, kept in ((1, {}, routed), (8, {"dp": 8, "ep": 8}, routed / 8), (8, {"dp": 8, "ep": 4}, 0)):
-        bf16, fp8 = (estimate(one_layer, "h200", gpus, train(), dtype=dtype, **split) for dtype in ("bf16", "fp8"))
-        assert fp8.weights - bf16.weights == 2 * kept, split
+    for gpus, layout, kept in ((1, {}, routed), (8, {"dp": 8, "ep": 8}, routed / 8), (8, {"dp": 8, "ep": 4}, 0)):
+        bf16, fp8 = (estimate(one_layer, "h200", gpus, train(), dtype=dtype, **layout) for dtype in ("bf16", "fp8"))
+        assert fp8.weights - bf16.weights == 2 * kept, layout
 
 
 def test_every_degree_of_parallelism_helps_where_it_should() -> None:
@@ -95,11 +95,11 @@ def test_every_degree_of_parallelism_helps_where_it_should() -> None:
 def test_experts_are_split_by_their_own_degrees() -> None:
     whole = estimate(GROK, "gb200", 1, train(ga=2))
     ep = estimate(GROK, "gb200", 8, train(ga=2), dp=8, ep=8)
-    split = estimate(GROK, "gb200", 32, train(ga=2), dp=8, tp=4, ep=8, etp=4)
-    routed = flops.parameter_breakdown(GROK)["experts"]
+    layout = estimate(GROK, "gb200", 32, train(ga=2), dp=8, tp=4, ep=8, etp=4)
+    routed = params.parameter_breakdown(GROK)["experts"]
     assert whole.gradients - ep.gradients == pytest.approx(4 * routed * 7 / 8)
-    rest = flops.parameters(GROK) - routed
-    assert split.gradients == pytest.approx(4 * (routed / 32 + rest / 4), rel=1e-3)  # norms and routers are whole
+    rest = params.parameters(GROK) - routed
+    assert layout.gradients == pytest.approx(4 * (routed / 32 + rest / 4), rel=1e-3)  # norms and routers are whole
 
 
 def test_recompute_and_offload_trade_activations() -> None:
@@ -113,15 +113,15 @@ def test_recompute_and_offload_trade_activations() -> None:
 
 
 def test_the_master_copy_is_counted_once_in_every_engine() -> None:
-    count = flops.parameters(LLAMA_1B)
+    count = params.parameters(LLAMA_1B)
     for dtype, engine, expected in (
         ("fp32", "native", (4, 4, 8)),
         ("bf16", "native", (4, 2, 8)),  # nothing is added to a gradient
         ("bf16", "megatron_bridge", (2, 2, 12)),
         ("fp32", "megatron_bridge", (4, 4, 8)),
     ):
-        found = estimate(LLAMA_1B, "a100", 1, train(seqlen=512), dtype=dtype, engine=engine)
-        assert (found.weights / count, found.gradients / count, found.optimizer / count) == pytest.approx(expected)
+        memory = estimate(LLAMA_1B, "a100", 1, train(seqlen=512), dtype=dtype, engine=engine)
+        assert (memory.weights / count, memory.gradients / count, memory.optimizer / count) == pytest.approx(expected)
 
 
 def test_fsdp_on_one_rank_gathers_nothing() -> None:
@@ -139,7 +139,7 @@ def test_unknown_gpu_memory_gives_no_verdict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "gpus", "work", "split"),
+    ("model", "gpu", "gpus", "work", "layout"),
     [
         (LLAMA_405B, "gb200", 128, train(offload_layers=80), {"dp": 64, "tp": 2, "fsdp": True}),
         (LLAMA_70B, "gb200", 64, train(mbs=2, offload_layers=40), {"dp": 64, "fsdp": True}),
@@ -155,13 +155,13 @@ def test_unknown_gpu_memory_gives_no_verdict() -> None:
     ],
 )
 def test_published_configurations_are_within_reach(
-    model: Model, gpu: str, gpus: int, work: Training, split: dict
+    model: Model, gpu: str, gpus: int, work: Training, layout: dict
 ) -> None:
     """Each of these ran under Megatron: the estimate is 64 to 115 % of the GPU's memory."""
-    assert Parallel(**split).world_size == gpus
-    found = estimate(model, gpu, gpus, work, engine="megatron_bridge", **split)
-    assert found.device_budget is not None
-    assert 0.635 < found.total / found.device_budget < 1.155
+    assert Parallel(**layout).world_size == gpus
+    memory = estimate(model, gpu, gpus, work, engine="megatron_bridge", **layout)
+    assert memory.device_budget is not None
+    assert 0.635 < memory.total / memory.device_budget < 1.155
 
 
 def serve(isl: int, osl: int, batch: int, concurrency: int, tokens: int, fraction: float, dp: bool) -> Inference:
@@ -172,19 +172,19 @@ def serve(isl: int, osl: int, batch: int, concurrency: int, tokens: int, fractio
 
 
 @pytest.mark.parametrize(
-    ("gpu", "gpus", "dtype", "work", "split"),
+    ("gpu", "gpus", "dtype", "work", "layout"),
     [
         ("gb200", 4, "nvfp4", serve(1000, 1000, 768, 3072, 6000, 0.85, True), {"tp": 4, "ep": 4}),
         ("gb200", 4, "nvfp4", serve(8000, 512, 160, 960, 9000, 0.69, True), {"tp": 4, "ep": 4}),
         ("h100", 16, "fp8", serve(1000, 1000, 384, 3072, 3000, 0.65, True), {"tp": 8, "pp": 2, "ep": 8}),
     ],
 )
-def test_published_serving_configurations_fit(gpu: str, gpus: int, dtype: str, work: Inference, split: dict) -> None:
-    found = estimate(DEEPSEEK, gpu, gpus, work, dtype=dtype, engine="trtllm", **split)
-    assert found.fits
-    assert found.gradients == found.optimizer == 0
-    assert found.device_budget is not None
-    assert found.kv_cache <= work.kv_fraction * (found.device_budget - found.weights - found.activations)
+def test_published_serving_configurations_fit(gpu: str, gpus: int, dtype: str, work: Inference, layout: dict) -> None:
+    memory = estimate(DEEPSEEK, gpu, gpus, work, dtype=dtype, engine="trtllm", **layout)
+    assert memory.fits
+    assert memory.gradients == memory.optimizer == 0
+    assert memory.device_budget is not None
+    assert memory.kv_cache <= work.kv_fraction * (memory.device_budget - memory.weights - memory.activations)
 
 
 def test_serving_weights_by_dtype() -> None:
@@ -209,15 +209,15 @@ def test_kv_heads_limit_how_far_the_cache_is_split() -> None:
 def test_out_of_core_agrees_with_published_runs(seqlen: int, host_gib: float, device_gib: float, ran: bool) -> None:
     """Llama 8B on one H100: which budgets of host and device memory sufficed."""
     work = OutOfCore(seqlen=seqlen, host_gib=host_gib, device_gib=device_gib)
-    found = estimate(LLAMA_8B, "h100", 1, work)
-    assert found.fits is ran
-    assert (found.host_budget, found.device_budget) == (host_gib * GIB, device_gib * GIB)
+    memory = estimate(LLAMA_8B, "h100", 1, work)
+    assert memory.fits is ran
+    assert (memory.host_budget, memory.device_budget) == (host_gib * GIB, device_gib * GIB)
 
 
 def test_out_of_core_state_lives_on_the_host() -> None:
     """53.9 GiB is published for the host's share of Llama 8B's state; ours is 53.96, the cut digit apart."""
     work = OutOfCore(seqlen=8192, host_gib=100, device_gib=40)
-    found = estimate(LLAMA_8B, "h100", 1, work)
+    memory = estimate(LLAMA_8B, "h100", 1, work)
     layer_inputs = 8192 * 2 * 32 * 4096
-    assert (found.host - layer_inputs) / GIB == pytest.approx(53.96, abs=0.005)
-    assert found.weights < 2 * flops.parameters(LLAMA_8B) / 4
+    assert (memory.host - layer_inputs) / GIB == pytest.approx(53.96, abs=0.005)
+    assert memory.weights < 2 * params.parameters(LLAMA_8B) / 4

@@ -1,4 +1,4 @@
-"""The metrics against the documents' worked examples and tables, numpy, and nonsense."""
+"""The metrics against worked examples and tables of the sources, numpy, and invalid inputs."""
 
 import math
 from dataclasses import dataclass
@@ -74,9 +74,9 @@ def test_nemotron_text_examples() -> None:
 def test_nemotron_table(gpus: int, step_time_s: float, rate: str, mfu: str, days: str) -> None:
     """Nemotron-H 56b, FP8, H100; MFU with the rounded model FLOPs that the document states."""
     gbs = 3 * gpus
-    found = metrics.tokens_per_s(8192, gbs, step_time_s)
-    assert f"{found:.0f}" == rate
-    assert f"{metrics.days_to_train(TRILLION, found):.2f}" == days
+    rate_per_s = metrics.tokens_per_s(8192, gbs, step_time_s)
+    assert f"{rate_per_s:.0f}" == rate
+    assert f"{metrics.days_to_train(TRILLION, rate_per_s):.2f}" == days
     peak = peak_flops("h100", "fp8")
     assert percent(metrics.mfu_from_model_flops(gbs, NEMOTRON_FLOPS_PRINTED, step_time_s, gpus, peak)) == mfu
     exact = metrics.mfu_from_model_flops(gbs, NEMOTRON_FLOPS, step_time_s, gpus, peak)
@@ -102,9 +102,9 @@ def test_grok_tables(
     One cell is not ours: FP8 on 256 GB200 prints 14.41 days where its own tokens/s give 14.4155.
     """
     gbs = 2 * gpus
-    found = metrics.tokens_per_s(8192, gbs, step_time_s)
-    assert f"{found:.{len(rate.partition('.')[2])}f}" == rate
-    assert f"{metrics.days_to_train(TRILLION, found):.2f}" == days
+    rate_per_s = metrics.tokens_per_s(8192, gbs, step_time_s)
+    assert f"{rate_per_s:.{len(rate.partition('.')[2])}f}" == rate
+    assert f"{metrics.days_to_train(TRILLION, rate_per_s):.2f}" == days
     utilisation = metrics.mfu_from_model_flops(gbs, flops, step_time_s, gpus, peak_flops(gpu, dtype))
     assert percent(utilisation, len(mfu.partition(".")[2])) == mfu
 
@@ -117,11 +117,11 @@ def test_grok_512_gpu_columns_are_printed_wrong(
     dtype: str, step_time_s: float, printed_rate: str, mfu: str, printed_days: str
 ) -> None:
     """The table halves tokens/s and doubles the days of its 512-GPU GB200 columns; their MFU is right."""
-    found = metrics.tokens_per_s(8192, 1024, step_time_s)
-    assert found is not None
-    assert found == 8192 * 1024 / step_time_s
-    assert f"{found / 2:.0f}" == printed_rate
-    days = metrics.days_to_train(TRILLION, found)
+    rate_per_s = metrics.tokens_per_s(8192, 1024, step_time_s)
+    assert rate_per_s is not None
+    assert rate_per_s == 8192 * 1024 / step_time_s
+    assert f"{rate_per_s / 2:.0f}" == printed_rate
+    days = metrics.days_to_train(TRILLION, rate_per_s)
     assert days is not None
     assert f"{2 * days:.{len(printed_days.partition('.')[2])}f}" == printed_days
     utilisation = metrics.mfu_from_model_flops(1024, GROK_FLOPS, step_time_s, 512, peak_flops("gb200", dtype))
@@ -131,7 +131,7 @@ def test_grok_512_gpu_columns_are_printed_wrong(
 # Utilisation
 
 
-def test_two_ways_to_mfu_agree() -> None:
+def test_mfu_from_tflops_and_from_model_flops_agree() -> None:
     tflops = metrics.tflops_per_gpu(768 * NEMOTRON_FLOPS, 15.892, 256)
     direct = metrics.mfu_from_model_flops(768, NEMOTRON_FLOPS, 15.892, 256, 1979e12)
     assert metrics.mfu(tflops, 1979e12) == pytest.approx(direct)
@@ -153,7 +153,7 @@ ANYTHING = st.one_of(st.none(), st.integers(), st.floats(), st.just(10**400), st
 
 @settings(deadline=None)  # the machine may be shared
 @given(ANYTHING, ANYTHING, ANYTHING, ANYTHING, ANYTHING)
-def test_nonsense_gives_none_or_a_finite_number(a, b, c, d, e) -> None:
+def test_invalid_input_gives_none_or_a_finite_number(a, b, c, d, e) -> None:
     for value in (
         metrics.tokens_per_s(a, b, c),
         metrics.tokens_per_s_per_gpu(a, b),
@@ -167,12 +167,12 @@ def test_nonsense_gives_none_or_a_finite_number(a, b, c, d, e) -> None:
         assert value is None or (math.isfinite(value) and value >= 0)
 
 
-@pytest.mark.parametrize("nonsense", [0, -1.0, math.nan, math.inf, None])
-def test_nonsense_step_time(nonsense: float | None) -> None:
-    assert metrics.tokens_per_s(8192, 64, nonsense) is None
-    assert metrics.tflops_per_gpu(1e15, nonsense, 8) is None
-    assert metrics.mfu_from_model_flops(64, 1e15, nonsense, 8, 1e15) is None
-    assert metrics.days_to_train(TRILLION, nonsense) is None
+@pytest.mark.parametrize("invalid", [0, -1.0, math.nan, math.inf, None])
+def test_invalid_step_time(invalid: float | None) -> None:
+    assert metrics.tokens_per_s(8192, 64, invalid) is None
+    assert metrics.tflops_per_gpu(1e15, invalid, 8) is None
+    assert metrics.mfu_from_model_flops(64, 1e15, invalid, 8, 1e15) is None
+    assert metrics.days_to_train(TRILLION, invalid) is None
 
 
 # Samples
@@ -213,47 +213,47 @@ def test_percentile_outside_its_range(q: float) -> None:
 
 @settings(deadline=None)  # the machine may be shared
 @given(TIMES)
-def test_describe_equals_numpy(samples: list[float]) -> None:
-    found = metrics.describe(samples)
-    assert found is not None
-    assert found.mean == pytest.approx(np.mean(samples))
-    assert found.median == pytest.approx(np.median(samples))
-    assert found.std == pytest.approx(np.std(samples, ddof=1), rel=1e-6, abs=1e-9 * max(samples))
-    assert (found.min, found.max, found.n) == (min(samples), max(samples), len(samples))
-    assert found.samples == tuple(samples)
-    assert found.min <= found.median <= found.max
-    assert found.min <= found.mean <= found.max
+def test_summarize_equals_numpy(samples: list[float]) -> None:
+    statistics = metrics.summarize(samples)
+    assert statistics is not None
+    assert statistics.mean == pytest.approx(np.mean(samples))
+    assert statistics.median == pytest.approx(np.median(samples))
+    assert statistics.std == pytest.approx(np.std(samples, ddof=1), rel=1e-6, abs=1e-9 * max(samples))
+    assert (statistics.min, statistics.max, statistics.n) == (min(samples), max(samples), len(samples))
+    assert statistics.samples == tuple(samples)
+    assert statistics.min <= statistics.median <= statistics.max
+    assert statistics.min <= statistics.mean <= statistics.max
 
 
 @settings(deadline=None)  # the machine may be shared
 @given(st.lists(st.floats()))
-def test_describe_never_leaks_an_infinity(samples: list[float]) -> None:
-    found = metrics.describe(samples)
-    if found is not None:
-        figures = (found.median, found.mean, found.std or 0.0, found.min, found.max)
+def test_summarize_never_leaks_an_infinity(samples: list[float]) -> None:
+    statistics = metrics.summarize(samples)
+    if statistics is not None:
+        figures = (statistics.median, statistics.mean, statistics.std or 0.0, statistics.min, statistics.max)
         assert all(math.isfinite(x) for x in figures)
 
 
-def test_describe_of_few() -> None:
-    assert metrics.describe([]) is None
+def test_summarize_of_few() -> None:
+    assert metrics.summarize([]) is None
     assert metrics.latency_summary([]) is None
-    one = metrics.describe([2.5])
-    assert one is not None
-    assert (one.std, one.median, one.n) == (None, 2.5, 1)
-    same = metrics.describe([0.1] * 3)
+    single = metrics.summarize([2.5])
+    assert single is not None
+    assert (single.std, single.median, single.n) == (None, 2.5, 1)
+    same = metrics.summarize([0.1] * 3)
     assert same is not None
     assert (same.mean, same.std) == (0.1, 0)
 
 
-def test_a_sample_that_is_not_a_number_is_not_hidden() -> None:
-    assert metrics.describe([1.0, math.nan]) is None
+def test_non_finite_sample_is_not_hidden() -> None:
+    assert metrics.summarize([1.0, math.nan]) is None
     assert metrics.percentile([1.0, math.inf], 50) is None
     assert metrics.latency_summary([1.0, math.nan]) is None
 
 
 def test_latency_summary() -> None:
-    found = metrics.latency_summary(range(1, 101))
-    assert found == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p95": 95.05, "p99": 99.01})
+    summary = metrics.latency_summary(range(1, 101))
+    assert summary == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p95": 95.05, "p99": 99.01})
 
 
 # Serving
@@ -276,12 +276,12 @@ def test_latencies_of_one_request() -> None:
     assert metrics.itl_ms(STREAMED) == pytest.approx([200, 300, 500])
 
 
-def test_gaps_count_the_first_token_once() -> None:
+def test_inter_token_gaps_count_the_first_token_once() -> None:
     without_first = request(1.0, 1.5, (1.7, 2.0, 2.5), 2.5, 4)
     assert metrics.itl_ms(without_first) == metrics.itl_ms(STREAMED)
 
 
-def test_what_a_request_cannot_tell() -> None:
+def test_unknown_latencies_are_none() -> None:
     one_token = request(0.0, 0.5, (0.5,), 0.5, 1)
     assert metrics.tpot_ms(one_token) is None
     assert metrics.output_speed(one_token) is None
@@ -304,23 +304,23 @@ def test_pooled_latencies() -> None:
     assert samples["itl_ms"] == pytest.approx([200, 300, 500, 100])
 
 
-def test_throughput_over_the_whole_span() -> None:
-    found = metrics.throughput([STREAMED, request(0.5, 0.6, (), 4.5, 16)])
-    assert found is not None
-    assert found.duration_s == 4.0
-    assert found.request_throughput == 0.5
-    assert found.output_tokens_per_s == 5.0
-    assert found.total_tokens_per_s == 55.0
-    assert found.mean_in_flight == pytest.approx(5.5 / 4)
+def test_throughput_over_the_whole_run() -> None:
+    summary = metrics.throughput([STREAMED, request(0.5, 0.6, (), 4.5, 16)])
+    assert summary is not None
+    assert summary.duration_s == 4.0
+    assert summary.request_throughput == 0.5
+    assert summary.output_tokens_per_s == 5.0
+    assert summary.total_tokens_per_s == 55.0
+    assert summary.mean_concurrency == pytest.approx(5.5 / 4)
 
 
-def test_a_user_waits_for_the_first_token_too() -> None:
+def test_user_throughput_includes_the_first_token() -> None:
     assert metrics.user_throughput(STREAMED) == pytest.approx(4 / 1.5)
     assert metrics.user_throughput(request(1.0, 1.0, (), 1.0, 1)) is None
     assert metrics.user_throughput(request(0.0, None, (), 2.0, 0)) is None
 
 
-def test_the_rate_at_which_requests_are_sent() -> None:
+def test_request_rate() -> None:
     sent = [request(start, None, (), 10.0, 1) for start in (1.0, 1.5, 2.0, 3.0)]
     assert metrics.issue_rate(sent) == 1.5  # three intervals in two seconds
     assert metrics.issue_rate(sent[:1]) is None
@@ -328,16 +328,16 @@ def test_the_rate_at_which_requests_are_sent() -> None:
     assert metrics.issue_rate([]) is None
 
 
-def test_load_that_was_missing() -> None:
-    """Two at a time asked for; the second is sent when the first has ended, so half is missing while both are due."""
+def test_late_fraction_of_the_load() -> None:
+    """With concurrency 2 the second request is sent when the first has finished, so half of the load is missing."""
     one_by_one = [request(0.0, None, (), 4.0, 1), request(4.0, None, (), 8.0, 1)]
-    assert metrics.late_share(one_by_one, 2) == pytest.approx(4 / 16)
-    assert metrics.late_share(one_by_one, 1) == 0
-    assert metrics.late_share([request(0.0, None, (), 4.0, 1)] * 2, 2) == 0
-    assert metrics.late_share([], 2) is None
+    assert metrics.late_fraction(one_by_one, 2) == pytest.approx(4 / 16)
+    assert metrics.late_fraction(one_by_one, 1) == 0
+    assert metrics.late_fraction([request(0.0, None, (), 4.0, 1)] * 2, 2) == 0
+    assert metrics.late_fraction([], 2) is None
 
 
-def test_two_ways_to_measure_energy() -> None:
+def test_energy_counter_and_power_integral_agree() -> None:
     assert metrics.energies_agree(100.0, 104.0) is True
     assert metrics.energies_agree(100.0, 94.0) is False
     assert metrics.energies_agree(100.0, None) is metrics.energies_agree(None, 1.0) is None
@@ -345,22 +345,22 @@ def test_two_ways_to_measure_energy() -> None:
 
 
 def test_no_steady_window_without_times_or_requests() -> None:
-    assert metrics.steady([]) is None
-    assert metrics.steady([request(0.0, None, (), 2.0, 10)] * 4) is None
-    assert metrics.steady([request(float(i), i + 0.5, (), i + 1.0, 10) for i in range(8)]) is None
+    assert metrics.steady_state([]) is None
+    assert metrics.steady_state([request(0.0, None, (), 2.0, 10)] * 4) is None
+    assert metrics.steady_state([request(float(i), i + 0.5, (), i + 1.0, 10) for i in range(8)]) is None
     prompts_only = [request(float(i), i + 1.0, (i + 1.0,), i + 1.0, 1) for i in range(8)]
-    found = metrics.steady(prompts_only)
-    assert found is not None
-    assert (found.start_s, found.end_s, found.output_tokens_per_s) == (1.0, 8.0, 1.0)
+    summary = metrics.steady_state(prompts_only)
+    assert summary is not None
+    assert (summary.start_s, summary.end_s, summary.output_tokens_per_s) == (1.0, 8.0, 1.0)
 
 
-def test_throughput_of_nothing() -> None:
+def test_throughput_without_requests_is_none() -> None:
     assert metrics.throughput([]) is None
     assert metrics.throughput([request(1.0, 1.0, (), 1.0, 1)]) is None
     assert metrics.throughput([STREAMED, request(0.0, 0.1, (), math.nan, 1)]) is None
 
 
-def test_any_object_with_the_fields_will_do() -> None:
+def test_any_object_with_the_fields_is_accepted() -> None:
     @dataclass
     class Plain:
         arrival: float = 0.0

@@ -10,40 +10,40 @@ from llama_plans import LLAMA_8B, SHORT, TINY
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.machine_rates import H200, NOMINAL_CPU, known_rates
-from llmb.perfmodel.offload.plan_candidate import Wishes
+from llmb.perfmodel.offload.plan_candidate import PlanConstraints
 from llmb.perfmodel.offload.plan_search import best_plan
 
-WISHES = Wishes(dtype="bf16", seqlen=8192, host_gib=60, device_gib=24)
-LESS = replace(WISHES, host_gib=24, device_gib=10)  # for the short one
+CONSTRAINTS = PlanConstraints(dtype="bf16", seqlen=8192, host_gib=60, device_gib=24)
+LESS = replace(CONSTRAINTS, host_gib=24, device_gib=10)  # for the short one
 MIB = 1 / 1024
 
 
-def test_an_8b_in_24_gib_beats_what_is_published_there():
+def test_8b_in_24_gib_beats_the_published_speed():
     """9,478 tokens/s on an H100, whose plan computes nearly every attention again."""
-    planned = best_plan(LLAMA_8B, WISHES, H200)
-    assert planned.plan.step_tokens / planned.simulated.step_s > 9_600
-    assert planned.plan.levels.count("I") < len(planned.plan.levels) / 4
+    result = best_plan(LLAMA_8B, CONSTRAINTS, H200)
+    assert result.plan.step_tokens / result.simulation.step_s > 9_600
+    assert result.plan.levels.count("I") < len(result.plan.levels) / 4
 
 
-def test_where_all_fits_nothing_moves_and_nothing_is_computed_again():
-    planned = best_plan(SHORT, replace(WISHES, device_gib=100), H200)
-    assert set(planned.plan.levels) == {"F"}
-    assert planned.simulated.inbound_bytes == 0
-    assert sum(planned.host_bytes.values()) == 0
+def test_nothing_moves_or_is_recomputed_where_all_fits():
+    result = best_plan(SHORT, replace(CONSTRAINTS, device_gib=100), H200)
+    assert set(result.plan.levels) == {"F"}
+    assert result.simulation.inbound_bytes == 0
+    assert sum(result.host_bytes.values()) == 0
 
 
-def test_the_batch_is_the_user_s():
+def test_global_batch_is_the_users():
     assert best_plan(SHORT, replace(LESS, gbs=7), H200).plan.gbs == 7
     free = best_plan(SHORT, LESS, H200)
     assert 400_000 < free.plan.step_tokens < 700_000
 
 
-def test_whatever_is_fixed_stays_so():
-    wishes = replace(
+def test_fixed_choices_are_respected():
+    constraints = replace(
         LESS, host_gib=60, device_gib=24, chunk_tokens=8192, seqs_per_round=2, resident_params=3, resident_grads=1,
         resident_states=2, activation_slots=4, full_saves=3, attention_saves=5,
     )  # fmt: skip
-    plan = best_plan(SHORT, wishes, H200).plan
+    plan = best_plan(SHORT, constraints, H200).plan
     assert (plan.chunk_tokens, plan.groups_per_round * plan.seqs_per_group) == (8192, 2)
     assert (plan.resident_params, plan.resident_grads, plan.resident_states) == (3, 1, 2)
     assert (plan.levels[-4:], plan.levels[:-4].count("F"), plan.levels.count("A")) == ("FFFF", 3, 5)
@@ -60,12 +60,12 @@ def test_a_prime_length_has_a_shorter_last_chunk():
     assert (plan.chunks_per_group - 1) * plan.chunk_tokens < 65_537 <= plan.chunks_per_group * plan.chunk_tokens
 
 
-def test_too_little_memory_is_one_line_with_what_would_do():
+def test_too_small_budget_is_one_line_with_the_minimum():
     with pytest.raises(ConfigError) as error:
         best_plan(SHORT, replace(LESS, host_gib=5), H200)
-    said = str(error.value)
-    assert "short at 8192 tokens does not fit into 5 GiB of host memory and 10 GiB of device memory" in said
-    needed = int(said.split("beside 10 GiB on the device it needs ")[1].split()[0])
+    message = str(error.value)
+    assert "short at 8192 tokens does not fit into 5 GiB of host memory and 10 GiB of device memory" in message
+    needed = int(message.split("with 10 GiB on the device it needs ")[1].split()[0])
     assert best_plan(SHORT, replace(LESS, host_gib=needed), H200)
     with pytest.raises(ConfigError):
         best_plan(SHORT, replace(LESS, host_gib=needed - 2), H200)
@@ -80,9 +80,9 @@ def test_too_little_memory_is_one_line_with_what_would_do():
         ({"chunk_tokens": 10_000}, "chunk_tokens=10000 must hold whole sequences of 8192 tokens; try 8192"),
     ],
 )
-def test_bad_wishes_are_one_line(changed, words):
+def test_bad_constraints_are_refused_in_one_line(changed, words):
     with pytest.raises(ConfigError, match=words):
-        best_plan(LLAMA_8B, replace(WISHES, **changed), H200)
+        best_plan(LLAMA_8B, replace(CONSTRAINTS, **changed), H200)
 
 
 @settings(max_examples=8, deadline=None)
@@ -93,7 +93,7 @@ def test_bad_wishes_are_one_line(changed, words):
 def test_a_plan_is_within_its_budgets(seqlen, host, device, gbs, chunk, update):
     if chunk is not None and seqlen < chunk:
         chunk = chunk // seqlen * seqlen
-    wishes = Wishes(
+    constraints = PlanConstraints(
         dtype="bf16",
         seqlen=seqlen,
         host_gib=host * MIB,
@@ -103,15 +103,15 @@ def test_a_plan_is_within_its_budgets(seqlen, host, device, gbs, chunk, update):
         update=update,
     )
     try:
-        planned = best_plan(TINY, wishes, NOMINAL_CPU)
+        result = best_plan(TINY, constraints, NOMINAL_CPU)
     except ConfigError:
         return
-    assert sum(planned.host_bytes.values()) <= wishes.host_gib * GIB
-    assert sum(planned.device_bytes.values()) <= wishes.device_gib * GIB
-    assert planned.plan.gbs == gbs
+    assert sum(result.host_bytes.values()) <= constraints.host_gib * GIB
+    assert sum(result.device_bytes.values()) <= constraints.device_gib * GIB
+    assert result.plan.gbs == gbs
 
 
 @pytest.mark.parametrize("gpu", ["h100", "a100", "b200"])
 def test_other_gpus_have_plans_too(gpu):
-    planned = best_plan(SHORT, LESS, known_rates(gpu))
-    assert planned.simulated.step_s > 0
+    result = best_plan(SHORT, LESS, known_rates(gpu))
+    assert result.simulation.step_s > 0

@@ -13,14 +13,14 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.memory_estimate import memory_estimate
 
 
-def stand_in(recipes, dtype="fp32", **wishes):
-    settings = tuple(Setting(field=name, value=str(value), source="--set") for name, value in wishes.items())
+def proxy(recipes, dtype="fp32", **overrides):
+    settings = tuple(Setting(field=name, value=str(value), source="--set") for name, value in overrides.items())
     request = Request(size="8b", dtype=dtype, gpus=1, proxy="small", settings=settings)
     return resolve(recipes["outofcore_llama3"], request)
 
 
-def test_the_configuration_is_complete_and_survives_the_way_to_the_engine(recipes):
-    config = stand_in(recipes)
+def test_configuration_is_complete_and_survives_serialization(recipes):
+    config = proxy(recipes)
     work = config.workload
     assert isinstance(work, OutOfCore)
     assert work.plan is not None
@@ -32,7 +32,7 @@ def test_the_configuration_is_complete_and_survives_the_way_to_the_engine(recipe
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("size", ["1b", "3b", "8b", "15b", "32b", "70b"])
-def test_every_stand_in_fits_its_budgets_and_streams(recipes, size, dtype):
+def test_every_proxy_fits_its_budgets_and_offloads(recipes, size, dtype):
     config = resolve(recipes["outofcore_llama3"], Request(size=size, dtype=dtype, gpus=1, proxy="small"))
     work = config.workload
     assert isinstance(work, OutOfCore)
@@ -43,8 +43,8 @@ def test_every_stand_in_fits_its_budgets_and_streams(recipes, size, dtype):
     assert {"param", "grad", "state", "rest"} <= work.prediction.host_bytes.keys()
 
 
-def test_what_is_fixed_stays_and_is_recorded(recipes):
-    config = stand_in(recipes, gbs=3, chunk_tokens=512, resident_params=0, update="stochastic", clip=1.0)
+def test_fixed_choices_are_kept_and_recorded(recipes):
+    config = proxy(recipes, gbs=3, chunk_tokens=512, resident_params=0, update="stochastic", clip=1.0)
     work = config.workload
     assert isinstance(work, OutOfCore)
     assert work.plan is not None
@@ -56,15 +56,15 @@ def test_what_is_fixed_stays_and_is_recorded(recipes):
 
 
 @pytest.mark.parametrize(("seqlen", "chunks"), [(1, 1), (101, 1), (256, 1), (257, 2), (1021, 4)])
-def test_a_stand_in_takes_any_sequence_length(recipes, seqlen, chunks):
-    work = stand_in(recipes, seqlen=seqlen).workload
+def test_proxy_takes_any_sequence_length(recipes, seqlen, chunks):
+    work = proxy(recipes, seqlen=seqlen).workload
     assert isinstance(work, OutOfCore)
     assert work.plan is not None
     assert work.plan.chunks_per_group == chunks
 
 
 def test_the_memory_shown_is_the_plans(recipes):
-    config = stand_in(recipes)
+    config = proxy(recipes)
     work = config.workload
     assert isinstance(work, OutOfCore)
     assert work.prediction is not None
@@ -75,7 +75,7 @@ def test_the_memory_shown_is_the_plans(recipes):
 
 
 def test_nothing_is_predicted_from_nominal_rates(recipes):
-    work = stand_in(recipes).workload
+    work = proxy(recipes).workload
     assert isinstance(work, OutOfCore)
     assert work.prediction is not None
     assert work.prediction.step_s is work.prediction.compute_s is None
@@ -83,17 +83,17 @@ def test_nothing_is_predicted_from_nominal_rates(recipes):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said"),
+    ("overrides", "message"),
     [
         ({"update": "master"}, "update=master has no effect with fp32"),
         ({"lr_warmup_steps": 5, "lr_decay_steps": 5}, "lr_decay_steps 5 must be more than lr_warmup_steps 5"),
-        ({"model.rope": "none"}, "has no rotary positions"),
-        ({"model.activation": "gelu"}, "activation is 'gelu', it must be 'silu'"),
+        ({"model.rope": "none"}, "has no RoPE"),
+        ({"model.activation": "gelu"}, "must be 'silu', got 'gelu'"),
         ({"pack": "true"}, "pack has no effect on synthetic tokens"),
         ({"activation_slots": -1}, "activation_slots (--set): -1 is out of range; it must be at least 0"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(recipes, wishes, said):
+def test_contradictory_settings_are_refused(recipes, overrides, message):
     with pytest.raises(ConfigError) as caught:
-        stand_in(recipes, **wishes)
-    assert said in str(caught.value)
+        proxy(recipes, **overrides)
+    assert message in str(caught.value)

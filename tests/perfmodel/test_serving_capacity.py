@@ -1,4 +1,4 @@
-"""What serving needs and what fits: against counts by hand, the advice against itself, and every row of the recipes."""
+"""Serving memory: against counts by hand, the advice against itself, and every row of the recipes."""
 
 import re
 from dataclasses import replace
@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmb.config.overrides import Setting
-from llmb.config.recipe import expand_gpus, listed, load_all, shipped
+from llmb.config.recipe import expand_gpus, load_all, selector_values, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
-from llmb.perfmodel import flops, serving_capacity
+from llmb.perfmodel import block_costs, params, serving_capacity
 from llmb.perfmodel.hardware import GIB
 
 RECIPES = load_all([shipped()])
@@ -22,14 +22,14 @@ ROWS = [
     for recipe in RECIPES.values()
     if recipe.kind == "inference"
     for row in recipe.rows
-    for dtype in listed(row, "dtype")
-    for gpu in listed(row, "gpu")
+    for dtype in selector_values(row, "dtype")
+    for gpu in selector_values(row, "gpu")
 ]
 
 
 def resolved(workload: str, size: str, dtype: str, gpus: int, gpu: str, **fields: object) -> RunConfig:
-    wishes = tuple(Setting(field=name, value=value, source="--set") for name, value in fields.items())
-    return resolve(RECIPES[workload], Request(size=size, dtype=dtype, gpus=gpus, gpu=gpu, settings=wishes))
+    overrides = tuple(Setting(field=name, value=value, source="--set") for name, value in fields.items())
+    return resolve(RECIPES[workload], Request(size=size, dtype=dtype, gpus=gpus, gpu=gpu, settings=overrides))
 
 
 def llama(dtype: str = "fp8", gpus: int = 1, size: str = "8b", gpu: str = "h200", **fields: object) -> RunConfig:
@@ -45,32 +45,32 @@ def with_work(config: RunConfig, **changes: object) -> RunConfig:
     return replace(config, workload=replace(config.workload, **changes))  # type: ignore[arg-type]
 
 
-def test_weights_of_one_rank_are_all_of_them() -> None:
+def test_weights_of_one_rank_are_the_model() -> None:
     config = llama("bf16")
-    assert serving_capacity.weight_bytes(config) == 2 * flops.parameters(config.model) == 2 * 8_030_261_248
+    assert serving_capacity.weight_bytes(config) == 2 * params.parameters(config.model) == 2 * 8_030_261_248
 
 
-def test_tensor_parallel_ranks_share_all_but_the_embedding_and_the_norms() -> None:
+def test_tensor_parallelism_splits_all_but_embedding_and_norms() -> None:
     one, two = llama("bf16", 2, "70b"), replace(llama("bf16", 2, "70b"))
     one = replace(one, parallel=replace(one.parallel, tp=1))
     whole = 2 * (128256 * 8192 + (2 * 80 + 1) * 8192)  # bytes of the embedding and the norms
     assert serving_capacity.weight_bytes(two) - whole == (serving_capacity.weight_bytes(one) - whole) / 2
 
 
-def test_experts_are_spread_where_attention_is_whole() -> None:
+def test_experts_are_split_with_attention_data_parallelism() -> None:
     config = deepseek()
     model = config.model
     moe = 3 * 7168 * 2048
     routed = 256 * moe
     # The second of two stages: 31 of 61 layers (the first has the 3 dense ones), the head, nothing shared but experts.
-    attention = flops.latent_attention(model)
-    layer = attention.matrices + moe + routed / 8 + 2 * (attention.vectors + 2 * 7168 + 256 * 7168)
+    attention = block_costs.mla(model)
+    layer = attention.dense_weights + moe + routed / 8 + 2 * (attention.vector_weights + 2 * 7168 + 256 * 7168)
     head = 2 * (129280 * 7168 + 7168)
     stages = serving_capacity.stage_layers(61, 2, None)
     assert serving_capacity.weight_bytes(config) == pytest.approx(len(stages[1]) * layer + head, rel=1e-6)
 
 
-def test_the_cache_of_a_token() -> None:
+def test_kv_cache_of_a_token() -> None:
     assert serving_capacity.token_bytes(llama("bf16")) == 2 * 2 * 8 * 128 * 32
     assert serving_capacity.token_bytes(llama("fp8")) == 2 * 8 * 128 * 32
     assert serving_capacity.token_bytes(llama("bf16", 2, "70b")) == 2 * 2 * 4 * 128 * 80
@@ -80,94 +80,98 @@ def test_the_cache_of_a_token() -> None:
     assert serving_capacity.token_bytes(deepseek()) == (512 + 2 * 64) * 31  # a latent is whole on every rank
 
 
-def test_states_are_kept_for_requests_not_for_tokens() -> None:
+def test_states_are_per_request_not_per_token() -> None:
     config = replace(with_work(llama(), max_batch_size=64), model=RECIPES["pretrain_nemotronh"].model("56b"))
-    per_request = flops.state_bytes_per_sequence(config.model)
+    per_request = params.state_bytes_per_sequence(config.model)
     assert serving_capacity.state_bytes(config) == per_request > 0
-    here = serving_capacity.room(config, 100 * GIB)
-    assert here.tokens == int((here.cache - 65 * per_request) // here.token) > 0  # one more is for padding
+    capacity = serving_capacity.cache_capacity(config, 100 * GIB)
+    assert capacity.tokens == int((capacity.cache - 65 * per_request) // capacity.token) > 0  # one more is for padding
     full = with_work(config, max_batch_size=896)  # states of which alone are more than the cache
-    assert serving_capacity.room(full, 100 * GIB).tokens == 0
-    said = serving_capacity.advice(full, 100 * GIB)
-    assert said.startswith("the states of a batch of 896 need 768 GiB")
+    assert serving_capacity.cache_capacity(full, 100 * GIB).tokens == 0
+    message = serving_capacity.advice(full, 100 * GIB)
+    assert message.startswith("the states of a batch of 896 need 768 GiB")
     (fixed,) = advised(full, 100 * GIB)
-    assert serving_capacity.room(fixed, 100 * GIB).tokens > 2048
+    assert serving_capacity.cache_capacity(fixed, 100 * GIB).tokens > 2048
 
 
 def test_whole_requests_take_whole_blocks() -> None:
     config = with_work(llama(), isl=100, osl=1, block_tokens=64, kv_fraction=0.5)
-    here = serving_capacity.room(config, serving_capacity.workspace_bytes(config) + 4 * 128 * 65536.0)
-    assert here.request == 128 * 65536
-    assert (here.requests, here.tokens) == (2, 256)
+    capacity = serving_capacity.cache_capacity(config, serving_capacity.workspace_bytes(config) + 4 * 128 * 65536.0)
+    assert capacity.request == 128 * 65536
+    assert (capacity.requests, capacity.tokens) == (2, 256)
 
 
 @pytest.mark.parametrize(("recipe", "row", "dtype", "gpu"), ROWS)
-def test_every_row_holds_a_request_and_a_step(recipe, row, dtype, gpu) -> None:
+def test_every_recipe_row_fits_a_request_and_a_step(recipe, row, dtype, gpu) -> None:
     picks = {name: row[name] for name in ("mode", "use_case")}
     config = resolved(recipe.workload, row["size"], dtype, expand_gpus(row["gpus"])[0], gpu, **picks)
     serving_capacity.check_fits(config)
     free = serving_capacity.free_bytes(config)
     assert free is not None
-    here = serving_capacity.room(config, free)
-    assert here.lacking == 0
+    capacity = serving_capacity.cache_capacity(config, free)
+    assert capacity.missing == 0
     if recipe.workload == "inference_llama3.1":  # ours, made so that no request waits for blocks
-        assert here.requests >= row["max_batch_size"]
+        assert capacity.requests >= row["max_batch_size"]
 
 
 def advised(config: RunConfig, free: float) -> list[RunConfig]:
-    """The run with each way out that the advice names."""
-    said = serving_capacity.advice(config, free)
+    """Return the run with each remedy that the advice names."""
+    message = serving_capacity.advice(config, free)
     fields = {"KV_CACHE_FRACTION": ("kv_fraction", float), "MAX_NUM_TOKENS": ("max_num_tokens", int),
               "MAX_BATCH_SIZE": ("max_batch_size", int)}  # fmt: skip
-    remedy = said.rpartition("; ")[2]
-    if shorter := re.match(r"take requests of at most (\d+) tokens at KV_CACHE_FRACTION=([\d.]+),", remedy):
+    remedy = message.rpartition("; ")[2]
+    if shorter := re.match(r"use requests of at most (\d+) tokens at KV_CACHE_FRACTION=([\d.]+),", remedy):
         return [with_work(config, isl=int(shorter[1]) - 1, osl=1, kv_fraction=float(shorter[2]))]
-    ways = []
-    for way in remedy.split(" or "):
-        found = {fields[name][0]: fields[name][1](value) for name, value in re.findall(r"([A-Z_]+)=([\d.]+)", way)}
-        if found:
-            ways.append(with_work(config, **found))
-    return ways
+    remedies = []
+    for alternative in remedy.split(" or "):
+        changes = {
+            fields[name][0]: fields[name][1](value) for name, value in re.findall(r"([A-Z_]+)=([\d.]+)", alternative)
+        }
+        if changes:
+            remedies.append(with_work(config, **changes))
+    return remedies
 
 
-def test_a_fraction_too_small_for_a_request_is_raised() -> None:
+def test_advice_raises_a_fraction_too_small_for_a_request() -> None:
     config = with_work(llama(), isl=20000, osl=2000, kv_fraction=0.01, max_batch_size=64)
     assert serving_capacity.advice(config, 101 * GIB) == (
-        "one request of 20000+2000 tokens needs 1.34 GiB of cache, KV_CACHE_FRACTION=0.01 of the 100 GiB beside a step "
-        "of 8192 tokens is 1 GiB; KV_CACHE_FRACTION=0.02 would do"
+        "one request of 20000+2000 tokens needs 1.34 GiB of cache, KV_CACHE_FRACTION=0.01 of the 100 GiB left by a "
+        "step of 8192 tokens is 1 GiB; KV_CACHE_FRACTION=0.02 would do"
     )
 
 
-def test_a_step_too_large_is_made_smaller() -> None:
+def test_advice_reduces_a_step_that_is_too_large() -> None:
     config = with_work(llama(), max_num_tokens=100_000, max_batch_size=64)
-    assert serving_capacity.room(config, 5 * GIB).lacking > 0
+    assert serving_capacity.cache_capacity(config, 5 * GIB).missing > 0
     (smaller,) = advised(config, 5 * GIB)
-    assert serving_capacity.room(smaller, 5 * GIB).requests >= 1
+    assert serving_capacity.cache_capacity(smaller, 5 * GIB).requests >= 1
     assert smaller.workload.max_num_tokens > 8192  # type: ignore[union-attr]
 
 
-def test_logits_of_a_batch_too_large() -> None:
+def test_advice_reduces_a_batch_whose_logits_are_too_large() -> None:
     config = with_work(llama(), max_batch_size=8192, concurrency=8192)
     (smaller,) = advised(config, 4 * GIB)
     assert 1 <= smaller.workload.max_batch_size < 8192  # type: ignore[union-attr]
-    assert serving_capacity.room(smaller, 4 * GIB).requests >= 1
+    assert serving_capacity.cache_capacity(smaller, 4 * GIB).requests >= 1
 
 
-def test_a_batch_larger_than_the_cache() -> None:
+def test_advice_reduces_a_batch_larger_than_the_cache() -> None:
     config = with_work(llama(), max_batch_size=4096, concurrency=4096, max_num_tokens=8192)
-    here = serving_capacity.room(config, 60 * GIB)
-    assert serving_capacity.advice(config, 60 * GIB).endswith(f"MAX_BATCH_SIZE={here.requests} or more GPUs would do")
+    capacity = serving_capacity.cache_capacity(config, 60 * GIB)
+    assert serving_capacity.advice(config, 60 * GIB).endswith(
+        f"MAX_BATCH_SIZE={capacity.requests} or more GPUs would do"
+    )
 
 
-def test_nothing_would_do() -> None:
-    assert serving_capacity.advice(llama(), 0.1 * GIB).endswith("; take more GPUs or a smaller dtype")
-    assert "; take requests of at most " in serving_capacity.advice(
+def test_advice_without_a_remedy() -> None:
+    assert serving_capacity.advice(llama(), 0.1 * GIB).endswith("; use more GPUs or a smaller dtype")
+    assert "; use requests of at most " in serving_capacity.advice(
         with_work(llama(), isl=500_000, max_batch_size=1), 10 * GIB
     )
-    assert serving_capacity.advice(llama(), 150 * GIB).startswith("fits: room for")
+    assert serving_capacity.advice(llama(), 150 * GIB).startswith("fits: ")
 
 
-def test_a_run_that_cannot_hold_one_request_is_refused_with_the_numbers() -> None:
+def test_run_that_cannot_hold_one_request_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"one request of 100000\+2000 .* KV_CACHE_FRACTION=0\.\d\d would do"):
         serving_capacity.check_fits(llama(use_case="long", isl="100000", osl="2000", kv_fraction="0.01"))
     too_large = replace(llama("bf16", 2, "70b"), machine=replace(llama().machine, gpu="h100"))
@@ -185,11 +189,11 @@ def test_a_run_that_cannot_hold_one_request_is_refused_with_the_numbers() -> Non
     batch=st.integers(1, 4096),
     tokens=st.integers(4096, 100_000),
 )
-def test_advice_is_one_line_and_what_it_names_works(free, fraction, isl, osl, batch, tokens) -> None:
+def test_advice_is_one_line_and_its_remedies_work(free, fraction, isl, osl, batch, tokens) -> None:
     config = with_work(
         llama(), isl=isl, osl=osl, kv_fraction=fraction, max_batch_size=batch, max_num_tokens=tokens, concurrency=batch
     )
-    said = serving_capacity.advice(config, free * GIB)
-    assert "\n" not in said
-    for way in advised(config, free * GIB):
-        assert serving_capacity.room(way, free * GIB).requests > 0
+    message = serving_capacity.advice(config, free * GIB)
+    assert "\n" not in message
+    for remedied in advised(config, free * GIB):
+        assert serving_capacity.cache_capacity(remedied, free * GIB).requests > 0

@@ -7,8 +7,8 @@ from llama_plans import LLAMA_8B, TINY, plan_of
 
 from llmb.perfmodel.flops import train_flops_per_sequence
 from llmb.perfmodel.offload.machine_rates import H200
-from llmb.perfmodel.offload.step_tasks import beginning, chunks_of, step_work
-from llmb.perfmodel.offload.task_durations import Cost, Durations
+from llmb.perfmodel.offload.step_tasks import round_chunks, step_start, step_tasks
+from llmb.perfmodel.offload.task_durations import TaskCost, TaskDurations
 
 
 @pytest.mark.parametrize(("seqlen", "chunk", "together"), [(8192, 16384, 2), (65536, 16384, 1), (65536, 65536, 1)])
@@ -16,20 +16,20 @@ def test_a_step_without_recompute_has_the_flops_of_the_model(seqlen, chunk, toge
     """All of them, and q x k of the attention once more, as a fused backward computes it."""
     plan = plan_of(seqlen=seqlen, chunk_tokens=chunk, seqs_per_group=together, gbs=2)
     plan = plan_of(**{**vars(plan), "levels": "F" * (32 * plan.chunks_per_round)})
-    durations = Durations(LLAMA_8B, plan, H200)
-    executed = sum(durations.cost(work).flops for work in step_work(LLAMA_8B, plan, beginning(plan, 0)))
-    again = 2 * 2.0 * 32 * (seqlen**2 / 2) * 4096
-    assert executed == pytest.approx(2 * train_flops_per_sequence(LLAMA_8B, seqlen, "causal") + again, rel=1e-12)
+    durations = TaskDurations(LLAMA_8B, plan, H200)
+    executed = sum(durations.cost(task).flops for task in step_tasks(LLAMA_8B, plan, step_start(plan, 0)))
+    recompute = 2 * 2.0 * 32 * (seqlen**2 / 2) * 4096
+    assert executed == pytest.approx(2 * train_flops_per_sequence(LLAMA_8B, seqlen, "causal") + recompute, rel=1e-12)
 
 
-def test_what_a_level_computes_again():
+def test_recomputation_of_each_level():
     """Queries' and output's products, gate and up: 69 % of a layer's products going forward, as published."""
     plan = plan_of()
-    durations, (chunk, *_) = Durations(LLAMA_8B, plan, H200), chunks_of(plan, 0)
+    durations, (chunk, *_) = TaskDurations(LLAMA_8B, plan, H200), round_chunks(plan, 0)
     forward = durations.forward(chunk)
-    assert durations.recompute(chunk, "A").products / forward.products == pytest.approx(0.69, abs=0.005)
-    assert (durations.recompute(chunk, "A").squares, durations.recompute(chunk, "A").past) == (0, 0)
-    assert durations.recompute(chunk, "I").squares == forward.squares
+    assert durations.recompute(chunk, "A").gemms / forward.gemms == pytest.approx(0.69, abs=0.005)
+    assert (durations.recompute(chunk, "A").causal, durations.recompute(chunk, "A").rectangle) == (0, 0)
+    assert durations.recompute(chunk, "I").causal == forward.causal
     assert durations.recompute(chunk, "F").flops == 0
 
 
@@ -37,61 +37,65 @@ def test_own_keys_and_earlier_ones_by_hand():
     """3 sequences of 4 tokens in a chunk have 24 pairs; chunks of a sequence of 10 have 4, 4 and 2 tokens."""
     width, back = 32, 2.5
     short = plan_of(seqlen=4, chunk_tokens=12, seqs_per_group=3, gbs=3, levels="I" * 3)
-    (chunk,) = chunks_of(short, 0)
-    durations = Durations(TINY, short, H200)
+    (chunk,) = round_chunks(short, 0)
+    durations = TaskDurations(TINY, short, H200)
     assert durations.attention(chunk) == (4 * width * 24, 0)
     long = plan_of(seqlen=10, chunk_tokens=4, seqs_per_group=1, gbs=1, levels="I" * 9)
-    durations, chunks = Durations(TINY, long, H200), chunks_of(long, 0)
+    durations, chunks = TaskDurations(TINY, long, H200), round_chunks(long, 0)
     pairs = [(8, 0), (8, 4 * 4), (2, 2 * 8)]
     assert [durations.attention(chunk) for chunk in chunks] == [
-        (4 * width * own, 4 * width * past) for own, past in pairs
+        (4 * width * own, 4 * width * rectangle) for own, rectangle in pairs
     ]
-    for chunk, (own, past) in zip(chunks, pairs, strict=True):
-        there, again, behind = durations.forward(chunk), durations.recompute(chunk, "I"), durations.backward(chunk)
-        assert (there.squares, there.past) == (again.squares, again.past) == (4 * width * own, 4 * width * past)
-        assert (behind.backward_squares, behind.backward_past) == (back * there.squares, back * there.past)
+    for chunk, (own, rectangle) in zip(chunks, pairs, strict=True):
+        there, recompute, behind = durations.forward(chunk), durations.recompute(chunk, "I"), durations.backward(chunk)
+        assert (
+            (there.causal, there.rectangle)
+            == (recompute.causal, recompute.rectangle)
+            == (4 * width * own, 4 * width * rectangle)
+        )
+        assert (behind.backward_causal, behind.backward_rectangle) == (back * there.causal, back * there.rectangle)
 
 
-def test_each_part_of_the_attention_has_its_own_rate():
-    durations = Durations(LLAMA_8B, plan_of(), H200)
-    cost = Cost(squares=513e12, past=2 * 576e12, backward_squares=3 * 427e12, backward_past=4 * 525e12)
+def test_causal_and_past_attention_have_separate_rates():
+    durations = TaskDurations(LLAMA_8B, plan_of(), H200)
+    cost = TaskCost(causal=513e12, rectangle=2 * 576e12, backward_causal=3 * 427e12, backward_rectangle=4 * 525e12)
     assert durations.seconds_of(cost) == pytest.approx(1 + 2 + 3 + 4)
     assert durations.seconds_of(cost + cost) == pytest.approx(20)
 
 
-def test_a_diagonal_takes_the_same_for_every_query_however_long_the_square():
+def test_diagonal_takes_constant_time_per_query():
     """So a square of 16,384 tokens is two of 8,192 and the rectangle between them."""
     seconds = {}
     for seqlen, together in ((4096, 4), (8192, 2), (16384, 1)):
         plan = plan_of(seqlen=seqlen, seqs_per_group=together)
-        durations, (chunk, *_) = Durations(LLAMA_8B, plan, H200), chunks_of(plan, 0)
-        squares, _ = durations.attention(chunk)
-        seconds[seqlen] = durations.seconds_of(Cost(squares=squares, backward_squares=2.5 * squares))
+        durations, (chunk, *_) = TaskDurations(LLAMA_8B, plan, H200), round_chunks(plan, 0)
+        causal, _ = durations.attention(chunk)
+        seconds[seqlen] = durations.seconds_of(TaskCost(causal=causal, backward_causal=2.5 * causal))
     rectangle = 4.0 * 8192 * 8192 * 4096 * (1 / 576e12 + 2.5 / 525e12)
     assert seconds[16384] == pytest.approx(seconds[8192] + rectangle)
     assert seconds[8192] == pytest.approx(seconds[4096] + rectangle / 2)
 
 
-def test_squares_that_are_not_the_slower_form_are_as_fast_at_every_length():
+def test_squares_as_fast_as_rectangles_are_so_at_every_length():
     rates = replace(H200, attention_forward_tflops=700.0, attention_backward_tflops=600.0)
-    assert Durations(LLAMA_8B, plan_of(seqlen=64, seqs_per_group=256), rates).squares_tflops == (700.0, 600.0)
+    assert TaskDurations(LLAMA_8B, plan_of(seqlen=64, seqs_per_group=256), rates).causal_tflops == (700.0, 600.0)
 
 
 FP8_FORWARD = {  # bytes a token of Llama 8B, by who reads (2 a number) and writes (1 a number and form)
     "two norms": 2 * (2 + 1) * 4096,
     "attention cast": (2 + 1) * 4096,
     "activation": 2 * 28672 + 14336,
-    "two sums with the stream": 2 * 3 * 4096 * 2,
+    "two residual adds": 2 * 3 * 4096 * 2,
     "rotation": 2 * (4096 + 1024) * 2,
 }
 FP8_BACKWARD = {
-    "slope of the stream, twice, in both forms": 2 * (2 + 1 + 1) * 4096,
-    "activation's slope, gate and up, to both forms of theirs": 2 * (14336 + 28672) + 2 * 28672,
+    "gradient of the residual, twice, in both layouts": 2 * (2 + 1 + 1) * 4096,
+    "gradient of act, gate and up, to both layouts of theirs": 2 * (14336 + 28672) + 2 * 28672,
     "activation again": 14336,
     "two norms in columns, read twice": 2 * (2 + 2 + 1) * 4096,
     "two norms back": 2 * 4 * 4096 * 2,
     "attention cast": (2 + 1) * 4096,
-    "slopes of queries, keys and values in both forms": (2 + 1 + 1) * (4096 + 2 * 1024),
+    "gradients of queries, keys and values in both layouts": (2 + 1 + 1) * (4096 + 2 * 1024),
 }
 WEIGHTS = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)  # of a layer
 
@@ -99,25 +103,28 @@ WEIGHTS = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)  # of a layer
 def test_bf16_reads_and_writes_by_hand():
     """At every place the same: nothing is cast."""
     plan = plan_of(groups_per_round=3, gbs=6, levels="I" * 96)
-    durations = Durations(LLAMA_8B, plan, H200)
-    for work in step_work(LLAMA_8B, plan, beginning(plan, 2)):
-        if work.kind == "forward":
-            assert durations.cost(work).passed == 16384 * 188_416
-        if work.kind == "backward":
-            assert durations.cost(work).passed == 16384 * (307_200 + 73_728) + 2 * WEIGHTS * 2
+    durations = TaskDurations(LLAMA_8B, plan, H200)
+    for task in step_tasks(LLAMA_8B, plan, step_start(plan, 2)):
+        if task.kind == "forward":
+            assert durations.cost(task).memory_bytes == 16384 * 188_416
+        if task.kind == "backward":
+            assert durations.cost(task).memory_bytes == 16384 * (307_200 + 73_728) + 2 * WEIGHTS * 2
 
 
 def test_fp8_reads_and_writes_by_hand():
     """333,824 bytes a token for the linear layers going back, where bf16 has 270,336."""
     plan = plan_of(dtype="fp8", groups_per_round=3, gbs=6, levels="F" * 96)
-    durations, (_, chunk, _) = Durations(LLAMA_8B, plan, H200), chunks_of(plan, 0)
-    assert durations.forward(chunk).passed == 16384 * sum(FP8_FORWARD.values()) == 16384 * 178_176
+    durations, (_, chunk, _) = TaskDurations(LLAMA_8B, plan, H200), round_chunks(plan, 0)
+    assert durations.forward(chunk).memory_bytes == 16384 * sum(FP8_FORWARD.values()) == 16384 * 178_176
     besides = 2 * (4096 + 1024) * 2 + 2 * 1024 * 4 * 2  # rotation, sums of dk and dv: as in bf16
     sums = 3 * WEIGHTS * 2  # the product's output and the sum are read, and the sum is written
-    assert durations.backward(chunk).passed == 16384 * (sum(FP8_BACKWARD.values()) + besides) + sums
-    assert (sum(FP8_BACKWARD.values()), Durations(LLAMA_8B, plan_of(), H200).operands.backward) == (333_824, 270_336)
-    again = sum(FP8_FORWARD[one] for one in ("two norms", "attention cast")) + 3 * 4096 * 2 + 2 * 4096 * 2
-    assert durations.recompute(chunk, "A").passed == 16384 * again
+    assert durations.backward(chunk).memory_bytes == 16384 * (sum(FP8_BACKWARD.values()) + besides) + sums
+    assert (sum(FP8_BACKWARD.values()), TaskDurations(LLAMA_8B, plan_of(), H200).operands.backward) == (
+        333_824,
+        270_336,
+    )
+    recompute = sum(FP8_FORWARD[one] for one in ("two norms", "attention cast")) + 3 * 4096 * 2 + 2 * 4096 * 2
+    assert durations.recompute(chunk, "A").memory_bytes == 16384 * recompute
 
 
 def test_fp8_casts_weights_once_a_layer_direction_and_round():
@@ -126,36 +133,36 @@ def test_fp8_casts_weights_once_a_layer_direction_and_round():
     10 sequences in pairs are a round of three chunks and one of two.
     """
     plan = plan_of(dtype="fp8", groups_per_round=3, gbs=10, levels="FFF" + "AIF" + "FFF" * 30)
-    durations = Durations(LLAMA_8B, plan, H200)
-    between = chunks_of(plan, 0)[1]  # neither way the first
-    bare = {"forward": durations.forward(between).passed, "backward": durations.backward(between).passed}
-    found = {}
-    for work in step_work(LLAMA_8B, plan, beginning(plan, 2)):
-        if work.kind in bare and work.layer in (0, 1):
-            again = durations.recompute(between, work.level).passed if work.kind == "backward" else 0
-            casts = durations.cost(work).passed - bare[work.kind] - again
-            found[work.kind, work.layer, work.round, work.chunk.place] = casts
+    durations = TaskDurations(LLAMA_8B, plan, H200)
+    between = round_chunks(plan, 0)[1]  # neither way the first
+    bare = {"forward": durations.forward(between).memory_bytes, "backward": durations.backward(between).memory_bytes}
+    actual = {}
+    for task in step_tasks(LLAMA_8B, plan, step_start(plan, 2)):
+        if task.kind in bare and task.layer in (0, 1):
+            recompute = durations.recompute(between, task.level).memory_bytes if task.kind == "backward" else 0
+            casts = durations.cost(task).memory_bytes - bare[task.kind] - recompute
+            actual[task.kind, task.layer, task.round, task.chunk.place] = casts
     whole, three = 3 * WEIGHTS, 3 * (WEIGHTS - 4096 * 14336)
-    assert {where: casts for where, casts in found.items() if casts} == {
+    assert {where: casts for where, casts in actual.items() if casts} == {
         **{("forward", layer, round_, 0): whole for layer in (0, 1) for round_ in (0, 1)},
         ("backward", 0, 0, 2): whole, ("backward", 1, 0, 2): whole, ("backward", 1, 0, 1): three,
         ("backward", 0, 1, 1): whole, ("backward", 1, 1, 1): whole + three,
     }  # fmt: skip
 
 
-def test_the_head_adds_to_its_gradients_for_every_few_tokens():
+def test_head_accumulates_for_every_loss_chunk():
     """16,384 tokens, 2,048 at once: 8 times; the last of 3,000 at once are fewer and cost as much."""
     gradients = 2 * 128256 * 4096 * 2  # read and written, in bf16
     for at_once, times in ((16384, 1), (2048, 8), (3000, 6)):
         plan = plan_of(loss_tokens=at_once)
-        cost = Durations(LLAMA_8B, plan, H200).head(chunks_of(plan, 0)[0])
-        assert cost.passed == pytest.approx(times * gradients + 16384 * 2 * (4 * 128256 + 8 * 4096))
+        cost = TaskDurations(LLAMA_8B, plan, H200).head(round_chunks(plan, 0)[0])
+        assert cost.memory_bytes == pytest.approx(times * gradients + 16384 * 2 * (4 * 128256 + 8 * 4096))
 
 
-def test_a_layer_takes_about_what_is_published():
+def test_layer_duration_is_close_to_the_published_one():
     """13.64 ms forward, 28.9 back, the head 81 ms, for 16,384 tokens on an H100 of the same peak."""
     plan = plan_of()
-    durations, (chunk, *_) = Durations(LLAMA_8B, plan, H200), chunks_of(plan, 0)
+    durations, (chunk, *_) = TaskDurations(LLAMA_8B, plan, H200), round_chunks(plan, 0)
     milliseconds = [
         1e3 * durations.seconds_of(cost(chunk)) for cost in (durations.forward, durations.backward, durations.head)
     ]

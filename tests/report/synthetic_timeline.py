@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from llmb.perfmodel.offload.stream_timeline import Lane, Lanes, MemoryUse, Phase, Stretch
+from llmb.perfmodel.offload.stream_timeline import MemoryUse, Phase, StreamName, StreamTimeline, TimelineEvent
 
 
 @dataclass
@@ -20,39 +20,43 @@ class Engine:
     saved_bytes: int = 500_000_000
     link_gbs: float = 50.0
     tflops: float = 600.0
-    stretches: list[Stretch] = field(default_factory=list)
+    events: list[TimelineEvent] = field(default_factory=list)
     memory: list[MemoryUse] = field(default_factory=list)
-    free: dict[Lane, float] = field(default_factory=lambda: {"compute": 0.0, "inbound": 0.0, "outbound": 0.0})
+    free: dict[StreamName, float] = field(default_factory=lambda: {"compute": 0.0, "inbound": 0.0, "outbound": 0.0})
     ready: dict[tuple, float] = field(default_factory=dict)
     saved: int = 0
 
-    def lanes(self, steps: int, source: str = "measured") -> Lanes:
+    def streams(self, steps: int, source: str = "measured") -> StreamTimeline:
         for step in range(steps):
             for round_ in range(self.rounds):
                 self.round(step, round_)
             self.update(step)
-        return Lanes(
+        return StreamTimeline(
             source=source,
-            stretches=tuple(self.stretches),
+            events=tuple(self.events),
             memory=tuple(self.memory),
             link_gbs=(self.link_gbs, self.link_gbs),
             peak_tflops=989.0,
         )
 
-    def work(self, lane: Lane, name: str, seconds: float, after: float, phase: Phase, step: int, **more) -> float:
-        start = max(self.free[lane], after)
-        self.free[lane] = start + seconds
-        flops = seconds * self.tflops * 1e12 if lane == "compute" and phase not in ("update", "embedding") else 0.0
-        self.stretches.append(
-            Stretch(lane=lane, name=name, start=start, end=start + seconds, step=step, phase=phase, flops=flops, **more)
+    def work(
+        self, stream: StreamName, name: str, seconds: float, after: float, phase: Phase, step: int, **more
+    ) -> float:
+        start = max(self.free[stream], after)
+        self.free[stream] = start + seconds
+        flops = seconds * self.tflops * 1e12 if stream == "compute" and phase not in ("update", "embedding") else 0.0
+        self.events.append(
+            TimelineEvent(
+                stream=stream, name=name, start=start, end=start + seconds, step=step, phase=phase, flops=flops, **more
+            )
         )
         self.memory.append(
             MemoryUse(time=start, device_bytes=60 * 2**30 - self.saved // 3, host_bytes=90 * 2**30 + self.saved)
         )
         return start + seconds
 
-    def copy(self, lane: Lane, name: str, count: int, after: float, phase: Phase, step: int, **more) -> float:
-        return self.work(lane, name, count / (self.link_gbs * 1e9), after, phase, step, bytes=count, **more)
+    def copy(self, stream: StreamName, name: str, count: int, after: float, phase: Phase, step: int, **more) -> float:
+        return self.work(stream, name, count / (self.link_gbs * 1e9), after, phase, step, bytes=count, **more)
 
     def round(self, step: int, round_: int) -> None:
         here = {"step": step, "round": round_}
@@ -109,24 +113,24 @@ class Engine:
             self.copy("outbound", "state", self.weight_bytes, done, "update", step, layer=layer)
 
 
-def small(source: str = "measured", **more) -> Lanes:
+def small(source: str = "measured", **more) -> StreamTimeline:
     """2 steps of 2 rounds of 8 layers of 2 chunks."""
-    return Engine(**more).lanes(2, source)
+    return Engine(**more).streams(2, source)
 
 
-def long_sequences(source: str = "measured", speed: float = 1.0) -> Lanes:
+def long_sequences(source: str = "measured", speed: float = 1.0) -> StreamTimeline:
     """As 8B at 64k: 5 rounds of 32 layers of 4 chunks that grow with their context."""
     engine = Engine(
         layers=32, chunks=4, rounds=5, kept=9, recomputed=8, growth=0.5, forward_s=0.0148 / speed,
         weight_bytes=436_000_000, saved_bytes=1_500_000_000, link_gbs=52.0,
     )  # fmt: skip
-    return engine.lanes(3, source)
+    return engine.streams(3, source)
 
 
-def many_rounds(source: str = "measured") -> Lanes:
+def many_rounds(source: str = "measured") -> StreamTimeline:
     """As 8B at 8k: 34 rounds of 32 layers of one chunk each, the link under pressure."""
     engine = Engine(
         layers=32, chunks=1, rounds=34, kept=4, recomputed=28, forward_s=0.0136,
         weight_bytes=436_000_000, saved_bytes=1_000_000_000, link_gbs=50.0,
     )  # fmt: skip
-    return engine.lanes(3, source)
+    return engine.streams(3, source)

@@ -68,8 +68,8 @@ def run(recipes):
 
 
 def test_differing_fields_come_first(run):
-    said = text(compare(run(1.0), run(0.8, lr="0.001")))
-    assert said.index("workload.lr") < said.index("tokens_per_s") < said.index("verdict: B is faster")
+    output = text(compare(run(1.0), run(0.8, lr="0.001")))
+    assert output.index("workload.lr") < output.index("tokens_per_s") < output.index("verdict: B is faster")
     assert "same configuration" in text(compare(run(1.0), run(1.0)))
 
 
@@ -77,9 +77,9 @@ def test_runs_that_cannot_be_compared_are_refused(run, recipes):
     config, result = run(1.0)
     with pytest.raises(ConfigError, match="no figures"):
         compare((config, result), (config, derive(config, [])))
-    other = resolve(recipes["pretrain_grok1"], Request(size="314b", dtype="fp32", gpus=1, proxy="small"))
-    events = [StepDone(step=n, seconds=1.0, tokens=10) for n in range(1, other.workload.steps + 1)]
-    grok = other, derive(other, [*events, RunEnded(status="ok")])
+    second = resolve(recipes["pretrain_grok1"], Request(size="314b", dtype="fp32", gpus=1, proxy="small"))
+    events = [StepDone(step=n, seconds=1.0, tokens=10) for n in range(1, second.workload.steps + 1)]
+    grok = second, derive(second, [*events, RunEnded(status="ok")])
     with pytest.raises(ConfigError, match="different workloads"):
         compare((config, result), grok)
     assert compare((config, result), grok, force=True)["differing"]["target"]

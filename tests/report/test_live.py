@@ -18,8 +18,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def config(recipes):
-    found = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
-    return replace(found, workload=replace(found.workload, num_requests=10, osl=100))
+    actual = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
+    return replace(actual, workload=replace(actual.workload, num_requests=10, osl=100))
 
 
 def drawn(config, *samples):

@@ -35,9 +35,11 @@ Per User Output Speed (tps/user):                 1.0000
 
 @pytest.fixture(scope="module")
 def config(recipes):
-    found = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
-    work = replace(found.workload, num_requests=4, concurrency=2, max_batch_size=2, max_num_tokens=192, kv_fraction=0.1)
-    return replace(found, workload=work)
+    actual = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
+    work = replace(
+        actual.workload, num_requests=4, concurrency=2, max_batch_size=2, max_num_tokens=192, kv_fraction=0.1
+    )
+    return replace(actual, workload=work)
 
 
 def request(number, arrival, first, gap, tokens=5, inputs=10):
@@ -72,7 +74,7 @@ def test_the_block_is_laid_out_as_in_the_document(config):
         "[ITL] P50    : 1000.0000",
         "Steady Window (s):                                1.000 to 6.000, 50% of the run",
         "Steady Window Generation (tokens/sec):            2.0000",
-        "Answers as Long as Asked:                         4 of 4",
+        "Outputs of Requested Length:                      4 of 4",
     ):
         assert line in text.splitlines()
     heads = [line for line in text.splitlines() if line.startswith("= ")]
@@ -125,8 +127,8 @@ def test_the_reader_of_trtllm_logs_finds_the_same_figures(config, drawn):
     """Within what the printed digits can say."""
     done = [request(i, s, s + wait, gap, n, m) for i, (s, wait, gap, n, m) in enumerate(drawn)]
     result = derive(config, [*done, OK])
-    found = read_back(overview(result, config))
-    compared = [f.name for f in fields(Result) if getattr(found, f.name) is not None]
+    actual = read_back(overview(result, config))
+    compared = [f.name for f in fields(Result) if getattr(actual, f.name) is not None]
     figures = set(compared) - {"schema", "name", "status", "window", "log_problems", "versions", "warnings"}
     expected = {
         "requests", "input_tokens", "output_tokens", "duration_s", "request_throughput", "output_tokens_per_s",
@@ -135,4 +137,4 @@ def test_the_reader_of_trtllm_logs_finds_the_same_figures(config, drawn):
     }  # fmt: skip
     assert expected <= figures
     for name in expected:
-        assert getattr(found, name) == pytest.approx(getattr(result, name), rel=1e-4), name
+        assert getattr(actual, name) == pytest.approx(getattr(result, name), rel=1e-4), name

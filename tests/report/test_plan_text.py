@@ -9,8 +9,8 @@ from llmb.config.row_selection import Request
 from llmb.config.spec import OutOfCore
 from llmb.errors import ConfigError
 from llmb.report.config_summary import describe
-from llmb.report.plan_figures import Cut, PlanFigures, as_data, plan_figures
-from llmb.report.plan_text import CUT, KINDS, RATES, describe_plan, expectations
+from llmb.report.plan_figures import PlanFigures, StepLayout, as_data, plan_figures
+from llmb.report.plan_text import KINDS, LAYOUT, RATES, describe_plan, expectations
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +32,15 @@ def rows(text: str, heading: str) -> list[list[str]]:
     return [line.split() for line in block.splitlines()[2:]]
 
 
-def test_every_figure_of_the_document_has_a_line(figures):
+def test_every_layout_figure_has_a_line(figures):
     text = describe_plan(figures)
-    assert [" ".join(row)[: len(CUT[name][0])] for row, name in zip(rows(text, "plan"), CUT, strict=True)] == [
-        said for said, _ in CUT.values()
+    assert [" ".join(row)[: len(LAYOUT[name][0])] for row, name in zip(rows(text, "plan"), LAYOUT, strict=True)] == [
+        label for label, _ in LAYOUT.values()
     ]
-    assert set(CUT) == set(Cut.__dataclass_fields__)
+    assert set(LAYOUT) == set(StepLayout.__dataclass_fields__)
 
 
-def test_published_figures_stand_beside_ours_and_what_they_lack_is_a_dash(figures):
+def test_published_figures_have_a_column_and_missing_ones_are_dashes(figures):
     text = describe_plan(replace(figures, published={"chunk_size": 16384}))
     assert rows(text, "plan")[0][:4] == ["chunk", "size", "256", "16,384"]
     assert rows(text, "plan")[1][:5] == ["chunks", "per", "round", "4", "-"]
@@ -50,36 +50,36 @@ def test_published_figures_stand_beside_ours_and_what_they_lack_is_a_dash(figure
 def test_memory_adds_up_to_the_peak(figures):
     *kinds, peak, budget = rows(describe_plan(figures), "memory")
     for column, side in ((-2, figures.device_bytes), (-1, figures.host_bytes)):
-        shown = sum(float(row[column]) for row in kinds if row[column] != "-")
-        assert shown == pytest.approx(float(peak[column]), rel=1e-3)
+        total = sum(float(row[column]) for row in kinds if row[column] != "-")
+        assert total == pytest.approx(float(peak[column]), rel=1e-3)
         assert float(peak[column]) == pytest.approx(sum(side.values()) / 2**30, rel=1e-3)
     assert budget == ["budget", "1", "0.5"]
     assert set(figures.device_bytes) | set(figures.host_bytes) <= set(KINDS)
 
 
 @pytest.mark.parametrize(
-    ("lanes", "said"),
+    ("times", "sentence"),
     [
-        ({"compute_s": 1.98}, "computation bounds it: the device computes 99.0 % of the time"),
-        ({"inbound_s": 1.96}, "the link bounds it: the device waits 5.0 % of the time, while copies to the device"),
+        ({"compute_s": 1.98}, "compute-bound: the device computes 99.0 % of the time"),
+        ({"inbound_s": 1.96}, "link-bound: the device waits 5.0 % of the time, while copies to the device"),
         ({"outbound_s": 1.99}, "while copies from the device take 99.5 % of it"),
-        ({}, "order bounds it: the device waits 5.0 % of the time for copies that cannot begin sooner"),
+        ({}, "latency-bound: the device waits 5.0 % of the time for copies that cannot begin sooner"),
     ],
 )
-def test_a_sentence_says_what_bounds_it(config, lanes, said):
+def test_sentence_names_the_bound(config, times, sentence):
     work = config.workload
     usual = {"step_s": 2.0, "compute_s": 1.9, "inbound_s": 1.0, "outbound_s": 0.5}
-    expected = replace(work.prediction, **(usual | lanes))
-    figures = plan_figures(replace(config, workload=replace(work, prediction=expected)))
-    assert said in figures.bound
+    prediction = replace(work.prediction, **(usual | times))
+    figures = plan_figures(replace(config, workload=replace(work, prediction=prediction)))
+    assert sentence in figures.bound
     assert figures.bound[1:] in describe_plan(figures)
 
 
-def test_times_that_nobody_knows_are_dashes(config):
+def test_unknown_times_are_dashes(config):
     text = describe_plan(plan_figures(config))
-    expected = {row[0]: row for row in rows(text, "expected of a step")}
-    assert expected["throughput"][1] == expected["MFU"][1] == expected["HFU"][1] == "-"
-    assert "bounds it" not in text
+    predicted = {row[0]: row for row in rows(text, "prediction of a step")}
+    assert predicted["throughput"][1] == predicted["MFU"][1] == predicted["HFU"][1] == "-"
+    assert "-bound:" not in text
 
 
 def test_rates_are_named_with_their_source(figures):
@@ -89,27 +89,27 @@ def test_rates_are_named_with_their_source(figures):
 
 
 def test_data_has_the_published_names_at_the_top(figures):
-    assert set(Cut.__dataclass_fields__) <= set(as_data(figures))
-    assert "cut" not in as_data(figures)
+    assert set(StepLayout.__dataclass_fields__) <= set(as_data(figures))
+    assert "layout" not in as_data(figures)
 
 
 def test_show_prints_the_plan_and_not_its_data(config):
     text = describe(config, "python -m llmb.offload config.json")
-    assert "where it rests" in text
+    assert "resident on device" in text
     assert "levels" not in text
     assert "resident_params" in text
 
 
-def test_the_head_of_a_page_has_a_few_of_them(figures):
-    found = dict(expectations(figures))
-    assert found["predicted"] == "2 s a step"
-    assert found["global batch"] == "2 sequences, 2,048 tokens"
+def test_head_of_a_page_has_a_few_figures(figures):
+    lines = dict(expectations(figures))
+    assert lines["predicted"] == "2 s per step"
+    assert lines["global batch"] == "2 sequences, 2,048 tokens"
 
 
-def test_other_runs_have_no_plan(recipes, config):
-    other = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+def test_runs_without_a_plan_are_refused(recipes, config):
+    training = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
     with pytest.raises(ConfigError, match=r"plans are made for out-of-core runs; .* is of kind training"):
-        plan_figures(other)
+        plan_figures(training)
     assert isinstance(config.workload, OutOfCore)
     with pytest.raises(ConfigError, match="has no plan"):
         plan_figures(replace(config, workload=replace(config.workload, plan=None)))

@@ -8,10 +8,10 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
-from synthetic_lanes import small
+from synthetic_timeline import small
 
 from llmb.errors import ConfigError, LaunchError
-from llmb.perfmodel.offload.stream_timeline import Lanes, Stretch
+from llmb.perfmodel.offload.stream_timeline import StreamTimeline, TimelineEvent
 from llmb.report.timeline.profile_page import write_profile
 from llmb.report.timeline.profile_table import rows
 from llmb.report.timeline.tracks import Timeline
@@ -42,8 +42,8 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag
 
 
-def one_stretch(start=0.0, end=1.0):
-    return Stretch(lane="compute", name="forward", start=start, end=end, step=0, phase="forward")
+def single_event(start=0.0, end=1.0):
+    return TimelineEvent(stream="compute", name="forward", start=start, end=end, step=0, phase="forward")
 
 
 def test_the_folder_holds_the_page_six_pictures_and_the_trace(tmp_path):
@@ -55,7 +55,7 @@ def test_the_folder_holds_the_page_six_pictures_and_the_trace(tmp_path):
     assert json.loads(gzip.decompress((page.parent / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
-def test_the_page_is_well_formed_and_needs_nothing_beside_it(tmp_path):
+def test_page_is_well_formed_and_self_contained(tmp_path):
     text = write_profile(tmp_path, small(), None, "A run", FIGURES).read_text()
     page = Balance()
     page.feed(text)
@@ -75,63 +75,63 @@ def test_titles_and_figures_are_escaped(tmp_path):
     assert "<dt>&lt;i&gt;</dt><dd>a &lt; b</dd>" in text
 
 
-def test_the_same_lanes_give_the_same_files(tmp_path):
+def test_same_timelines_give_the_same_files(tmp_path):
     one, other = (write_profile(tmp_path / n, small(), small("predicted"), "A run", FIGURES).parent for n in "ab")
     assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in other.iterdir()}
 
 
 def test_the_table_gives_counts_times_and_rates_of_a_step():
-    found = {(row.lane, row.name): row.cells for row in rows(Timeline.of(small()), None)}
-    assert found["compute", "forward"] == ("32", "320 ms", "27 %", "600 TFLOP/s")  # 2 rounds x 8 layers x 2 chunks
-    assert found["inbound", "param"] == ("20", "160 ms", "14 %", "50.0 GB/s")
-    assert found["compute", "wait"][1] == "0 s"
-    assert found["compute", "update"][3] == "\u2013"
+    actual = {(row.stream, row.name): row.cells for row in rows(Timeline.of(small()), None)}
+    assert actual["compute", "forward"] == ("32", "320 ms", "27 %", "600 TFLOP/s")  # 2 rounds x 8 layers x 2 chunks
+    assert actual["inbound", "param"] == ("20", "160 ms", "14 %", "50.0 GB/s")
+    assert actual["compute", "wait"][1] == "0 s"
+    assert actual["compute", "update"][3] == "\u2013"
 
 
-def test_the_table_lays_the_prediction_beside():
-    found = {
-        (row.lane, row.name): row.cells
+def test_table_has_the_prediction():
+    actual = {
+        (row.stream, row.name): row.cells
         for row in rows(Timeline.of(small()), Timeline.of(small("predicted", forward_s=0.008)))
     }
-    assert found["compute", "forward"][4:] == ("256 ms", "600 TFLOP/s", "+25.0 %")
-    assert found["inbound", "param"][4:] == ("160 ms", "50.0 GB/s", "0.0 %")
+    assert actual["compute", "forward"][4:] == ("256 ms", "600 TFLOP/s", "+25.0 %")
+    assert actual["inbound", "param"][4:] == ("160 ms", "50.0 GB/s", "0.0 %")
     fewer = {
-        (row.lane, row.name): row.cells
+        (row.stream, row.name): row.cells
         for row in rows(Timeline.of(small()), Timeline.of(small("predicted", recomputed=0)))
     }
     assert fewer["compute", "recompute"][4:] == ("\u2013",) * 3
 
 
-def test_a_prediction_of_three_rounds_fills_the_table_for_all_and_one_of_two_cannot():
+def test_table_extrapolates_three_predicted_rounds_but_not_two():
     measured = Timeline.of(small(rounds=5))
     three, two = (Timeline.of(small("predicted", rounds=rounds)) for rounds in (3, 2))
-    full, empty = ({(r.lane, r.name): r.cells for r in rows(measured, other)} for other in (three, two))
+    full, empty = ({(r.stream, r.name): r.cells for r in rows(measured, other)} for other in (three, two))
     assert full["compute", "forward"][4:] == ("800 ms", "600 TFLOP/s", "0.0 %")  # 5 x 8 x 2 x 10 ms
     assert empty["compute", "forward"][4:] == ("\u2013",) * 3
 
 
-def test_a_single_stretch_is_a_page_of_what_there_is(tmp_path):
-    page = write_profile(tmp_path, Lanes(source="measured", stretches=(one_stretch(),)), None, "One", [])
+def test_single_event_gives_a_page(tmp_path):
+    page = write_profile(tmp_path, StreamTimeline(source="measured", events=(single_event(),)), None, "One", [])
     assert sorted(p.stem for p in page.parent.glob("*.svg")) == ["step_overview", "training_overview"]
     assert "Nothing is copied" in page.read_text()
 
 
 @pytest.mark.parametrize(
-    ("stretches", "said"),
+    ("events", "message"),
     [
-        ((), "the measured lanes hold no stretch of compute"),
-        ((Stretch(lane="inbound", name="param", start=0, end=1, step=0, phase="forward"),), "no stretch of compute"),
-        ((one_stretch(1.0, 1.0),), "take no time"),
+        ((), "the measured timeline has no compute event"),
+        ((TimelineEvent(stream="inbound", name="param", start=0, end=1, step=0, phase="forward"),), "no compute event"),
+        ((single_event(1.0, 1.0),), "has no duration"),
     ],
     ids=["nothing", "copies alone", "no time"],
 )
-def test_lanes_that_cannot_be_drawn_are_a_clear_error(stretches, said, tmp_path):
-    with pytest.raises(ConfigError, match=said):
-        write_profile(tmp_path / "profile", Lanes(source="measured", stretches=stretches), None, "Empty", [])
+def test_timeline_that_cannot_be_drawn_is_refused(events, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        write_profile(tmp_path / "profile", StreamTimeline(source="measured", events=events), None, "Empty", [])
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_uncreatable_folder_is_named(tmp_path):
     (tmp_path / "profile").write_text("in the way")
     with pytest.raises(LaunchError, match="cannot make the folder"):
         write_profile(tmp_path / "profile", small(), None, "A run", [])

@@ -3,25 +3,25 @@
 import json
 
 import pytest
-from synthetic_lanes import small
+from synthetic_timeline import small
 
 from llmb.errors import ConfigError
-from llmb.perfmodel.offload.stream_timeline import Lanes, read_lanes, write_lanes
+from llmb.perfmodel.offload.stream_timeline import StreamTimeline, read_timeline, write_timeline
 
 
-def test_lanes_are_read_back_as_they_were(tmp_path):
-    lanes = small()
-    write_lanes(tmp_path / "lanes.json", lanes)
-    assert read_lanes(tmp_path / "lanes.json") == lanes
+def test_timeline_survives_a_round_trip(tmp_path):
+    streams = small()
+    write_timeline(tmp_path / "lanes.json", streams)
+    assert read_timeline(tmp_path / "lanes.json") == streams
 
 
-def test_lanes_without_work_memory_or_limits_are_read_back(tmp_path):
-    write_lanes(tmp_path / "lanes.json", Lanes(source="predicted", stretches=()))
-    assert read_lanes(tmp_path / "lanes.json") == Lanes(source="predicted", stretches=())
+def test_empty_timeline_survives_a_round_trip(tmp_path):
+    write_timeline(tmp_path / "lanes.json", StreamTimeline(source="predicted", events=()))
+    assert read_timeline(tmp_path / "lanes.json") == StreamTimeline(source="predicted", events=())
 
 
-def test_text_is_spelt_once_in_the_file(tmp_path):
-    write_lanes(tmp_path / "lanes.json", small())
+def test_text_occurs_once_in_the_file(tmp_path):
+    write_timeline(tmp_path / "lanes.json", small())
     assert (tmp_path / "lanes.json").read_text().count("recompute") == 1
 
 
@@ -34,37 +34,37 @@ DAMAGES = {
     "a truth among numbers": lambda plain: plain["stretches"]["step"].__setitem__(0, True),
     "null where a number must be": lambda plain: plain["stretches"]["flops"].__setitem__(0, None),
     "no number": lambda plain: plain["stretches"]["start"].__setitem__(0, float("nan")),
-    "an unknown lane": lambda plain: plain["stretches"]["lane"]["words"].__setitem__(0, "sideways"),
+    "an unknown stream": lambda plain: plain["stretches"]["lane"]["words"].__setitem__(0, "sideways"),
     "an unknown phase": lambda plain: plain["stretches"]["phase"]["words"].__setitem__(0, "lunch"),
     "a word that is not there": lambda plain: plain["stretches"]["name"]["at"].__setitem__(0, 99),
     "a word from the end": lambda plain: plain["stretches"]["name"]["at"].__setitem__(0, -1),
-    "words without places": lambda plain: plain["stretches"].update(name=["forward"]),
+    "words without indices": lambda plain: plain["stretches"].update(name=["forward"]),
     "an end before the start": lambda plain: plain["stretches"]["end"].__setitem__(0, -1.0),
     "an unknown source": lambda plain: plain.update(source="guessed"),
     "one limit of two": lambda plain: plain.update(link_gbs=[50.0]),
-    "stretches by rows": lambda plain: plain.update(stretches=[]),
+    "events by rows": lambda plain: plain.update(stretches=[]),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_file_is_named_in_one_line(damage, tmp_path):
+def test_damaged_timeline_is_named_in_one_line(damage, tmp_path):
     path = tmp_path / "lanes.json"
-    write_lanes(path, small())
+    write_timeline(path, small())
     plain = json.loads(path.read_text())
     damage(plain)
     path.write_text(json.dumps(plain))
-    with pytest.raises(ConfigError, match=r"lanes\.json is not a record of lanes: ") as caught:
-        read_lanes(path)
+    with pytest.raises(ConfigError, match=r"lanes\.json is not a stream timeline: ") as caught:
+        read_timeline(path)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "null", '{"stretches": ', "3"])
-def test_what_is_no_record_at_all_is_named(content, tmp_path):
+def test_other_json_is_refused(content, tmp_path):
     (tmp_path / "lanes.json").write_text(content)
     with pytest.raises(ConfigError, match=r"lanes\.json is not "):
-        read_lanes(tmp_path / "lanes.json")
+        read_timeline(tmp_path / "lanes.json")
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_timeline_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
-        read_lanes(tmp_path / "lanes.json")
+        read_timeline(tmp_path / "lanes.json")

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_lanes import Engine, small
+from synthetic_timeline import Engine, small
 
-from llmb.perfmodel.offload.stream_timeline import Lanes, MemoryUse, Stretch
+from llmb.perfmodel.offload.stream_timeline import MemoryUse, StreamTimeline, TimelineEvent
 from llmb.report.timeline.pixel_columns import Columns, levels, runs, spread, stacked
 from llmb.report.timeline.svg_picture import LEFT, RIGHT, WIDTH, picture
 from llmb.report.timeline.task_kinds import COMPUTE_KINDS, COPY_KINDS
@@ -21,9 +21,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 BAR = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)(?:v([\d.]+)|V([\d.]+))h-([\d.]+)z")
 
 
-def drawn(lanes, predicted=None):
+def drawn(streams, predicted=None):
     """Every picture of some lanes, as trees."""
-    timeline = Timeline.of(lanes)
+    timeline = Timeline.of(streams)
     other = None if predicted is None else Timeline.of(predicted)
     foreseen = {view.name: (other, view) for view in views(other)} if other else {}
     return {
@@ -82,29 +82,31 @@ def test_time_marks_rise_from_the_left():
         assert values == sorted(set(values))
 
 
-def test_each_stretch_is_drawn_where_it_lies():
-    lanes = Lanes(
+def test_each_event_is_drawn_at_its_time():
+    streams = StreamTimeline(
         source="measured",
-        stretches=(
-            Stretch(lane="compute", name="forward", start=0, end=1, step=0, phase="forward", layer=3, flops=6e14),
-            Stretch(lane="compute", name="backward", start=2, end=4, step=0, phase="backward"),
+        events=(
+            TimelineEvent(
+                stream="compute", name="forward", start=0, end=1, step=0, phase="forward", layer=3, flops=6e14
+            ),
+            TimelineEvent(stream="compute", name="backward", start=2, end=4, step=0, phase="backward"),
         ),
     )
-    tree = drawn(lanes)["training_overview"]
-    found = {r.get("class").split()[0]: r for r in tree.iter(f"{SVG}rect") if r.get("class").startswith("k-")
+    tree = drawn(streams)["training_overview"]
+    actual = {r.get("class").split()[0]: r for r in tree.iter(f"{SVG}rect") if r.get("class").startswith("k-")
              and float(r.get("height")) > 20}  # fmt: skip
     quarter = (RIGHT - LEFT) / 4
-    assert float(found["k-forward"].get("x")) == LEFT
-    assert float(found["k-forward"].get("width")) == quarter
-    assert float(found["k-wait"].get("x")) == LEFT + quarter
-    assert float(found["k-backward"].get("x")) == LEFT + 2 * quarter
-    assert found["k-forward"].find(f"{SVG}title").text == "forward, layer 3: 1.00 s, 600 TFLOP/s"
+    assert float(actual["k-forward"].get("x")) == LEFT
+    assert float(actual["k-forward"].get("width")) == quarter
+    assert float(actual["k-wait"].get("x")) == LEFT + quarter
+    assert float(actual["k-backward"].get("x")) == LEFT + 2 * quarter
+    assert actual["k-forward"].find(f"{SVG}title").text == "forward, layer 3: 1.00 s, 600 TFLOP/s"
 
 
-def test_a_run_of_many_stretches_stays_a_small_picture():
-    few = Engine(layers=32, rounds=2, kept=4).lanes(1)
-    many = Engine(layers=32, rounds=24, kept=4).lanes(1)
-    assert len(many.stretches) > 5_000
+def test_run_of_many_events_stays_a_small_picture():
+    few = Engine(layers=32, rounds=2, kept=4).streams(1)
+    many = Engine(layers=32, rounds=24, kept=4).streams(1)
+    assert len(many.events) > 5_000
     timeline = Timeline.of(many)
     overview = picture(timeline, views(timeline)[0]).alone()
     assert len(overview) < 250_000
@@ -112,7 +114,7 @@ def test_a_run_of_many_stretches_stays_a_small_picture():
     assert set(drawn(few)) == set(drawn(many))
 
 
-def test_the_same_lanes_give_the_same_picture():
+def test_same_timeline_gives_the_same_picture():
     one, other = Timeline.of(small()), Timeline.of(small())
     for view, again in zip(views(one), views(other), strict=True):
         assert picture(one, view).alone() == picture(other, again).alone()
@@ -126,50 +128,50 @@ def test_a_file_of_its_own_has_the_style_and_every_texture_it_names():
 
 
 @pytest.mark.parametrize("kinds", [COMPUTE_KINDS, COPY_KINDS], ids=["compute", "copies"])
-def test_kinds_of_a_lane_are_told_apart_without_colour(kinds):
+def test_kinds_of_a_track_differ_without_colour(kinds):
     """Two of one texture differ clearly in grey."""
 
-    def grey(kind):
-        red, green, blue = (int(kind.colour[i : i + 2], 16) for i in (1, 3, 5))
+    def grey(work_kind):
+        red, green, blue = (int(work_kind.colour[i : i + 2], 16) for i in (1, 3, 5))
         return 0.3 * red + 0.59 * green + 0.11 * blue
 
-    for texture in {kind.texture for kind in kinds}:
-        shades = sorted(grey(kind) for kind in kinds if kind.texture == texture)
+    for texture in {work_kind.texture for work_kind in kinds}:
+        shades = sorted(grey(work_kind) for work_kind in kinds if work_kind.texture == texture)
         assert all(lighter - darker > 25 for darker, lighter in pairwise(shades)), texture
 
 
 def test_work_of_an_unknown_name_is_drawn_and_named():
-    odd = Stretch(lane="inbound", name='<b>"new"&', start=0, end=1, step=0, phase="forward", bytes=10)
-    lanes = Lanes(
+    odd = TimelineEvent(stream="inbound", name='<b>"new"&', start=0, end=1, step=0, phase="forward", bytes=10)
+    streams = StreamTimeline(
         source="measured",
-        stretches=(odd, Stretch(lane="compute", name="forward", start=0, end=1, step=0, phase="forward")),
+        events=(odd, TimelineEvent(stream="compute", name="forward", start=0, end=1, step=0, phase="forward")),
     )
-    tree = drawn(lanes)["training_overview"]
+    tree = drawn(streams)["training_overview"]
     assert any(rect.get("class").startswith("k-other") for rect in tree.iter(f"{SVG}rect"))
     assert any(text.text == '<b>"new"&' for text in tree.iter(f"{SVG}text"))
 
 
 def test_memory_is_left_out_where_it_was_not_recorded():
-    lanes = small()
-    without = Lanes(source="measured", stretches=lanes.stretches)
-    with_it, bare = (drawn(each)["training_overview"] for each in (lanes, without))
+    streams = small()
+    without = StreamTimeline(source="measured", events=streams.events)
+    with_it, bare = (drawn(each)["training_overview"] for each in (streams, without))
     assert "Device GiB" in [t.text for t in with_it.iter(f"{SVG}text")]
     assert "Device GiB" not in [t.text for t in bare.iter(f"{SVG}text")]
 
 
-def test_a_rate_that_nothing_counts_is_left_out_and_one_of_no_work_is_zero():
-    lanes = small()
-    uncounted = tuple(replace(s, flops=0.0) for s in lanes.stretches if s.lane != "inbound")
-    names = [t.text for t in drawn(replace(lanes, stretches=uncounted))["training_overview"].iter(f"{SVG}text")]
+def test_unknown_rate_is_left_out_and_an_idle_one_is_zero():
+    streams = small()
+    uncounted = tuple(replace(s, flops=0.0) for s in streams.events if s.stream != "inbound")
+    names = [t.text for t in drawn(replace(streams, events=uncounted))["training_overview"].iter(f"{SVG}text")]
     assert "TFLOP/s" not in names
     assert "GB/s in" in names
     assert "GB/s out" in names
 
 
 times = st.floats(0, 100, allow_nan=False).map(lambda t: round(t, 6))
-stretches = st.builds(
-    lambda lane, a, b, step: Stretch(
-        lane=lane, name="forward" if lane == "compute" else "rest", start=min(a, b), end=max(a, b), step=step,
+events = st.builds(
+    lambda stream, a, b, step: TimelineEvent(
+        stream=stream, name="forward" if stream == "compute" else "rest", start=min(a, b), end=max(a, b), step=step,
         phase="forward", round=step % 2, layer=step % 3, flops=1e12, bytes=10**9,
     ),
     st.sampled_from(["compute", "inbound", "outbound"]), times, times, st.integers(0, 2),
@@ -177,11 +179,11 @@ stretches = st.builds(
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(stretches, max_size=30), st.lists(times, max_size=5))
-def test_whatever_the_lanes_hold_everything_lies_inside(some, moments):
-    base = Stretch(lane="compute", name="forward", start=1, end=50, step=0, phase="forward", round=0, layer=0)
+@given(st.lists(events, max_size=30), st.lists(times, max_size=5))
+def test_any_timeline_is_drawn_inside_the_picture(some, moments):
+    base = TimelineEvent(stream="compute", name="forward", start=1, end=50, step=0, phase="forward", round=0, layer=0)
     memory = tuple(MemoryUse(time=t, device_bytes=2**30, host_bytes=0) for t in moments)
-    for tree in drawn(Lanes(source="measured", stretches=(base, *some), memory=memory)).values():
+    for tree in drawn(StreamTimeline(source="measured", events=(base, *some), memory=memory)).values():
         assert_inside(tree)
 
 
@@ -199,7 +201,7 @@ def test_spreading_by_hand():
     assert spread([(-1.0, 1.0, 4.0), (1.5, 3.5, 4.0)], columns) == [2.0, 1.0]  # only what lies inside
 
 
-def test_stacked_shares_never_exceed_the_lane():
+def test_stacked_fractions_never_exceed_the_track():
     assert stacked([[0.5, 1.0], [0.25, 1.0]], 20.0) == [
         [(0, 0.0, 10.0), (1, 0.0, 10.0)],
         [(0, 10.0, 15.0), (1, 10.0, 20.0)],

@@ -3,9 +3,9 @@
 from itertools import pairwise
 
 import pytest
-from synthetic_lanes import small
+from synthetic_timeline import small
 
-from llmb.perfmodel.offload.stream_timeline import Lanes, Stretch
+from llmb.perfmodel.offload.stream_timeline import StreamTimeline, TimelineEvent
 from llmb.report.timeline.named_ranges import ranges
 from llmb.report.timeline.tracks import Timeline
 from llmb.report.timeline.views import views
@@ -13,7 +13,7 @@ from llmb.report.timeline.views import views
 
 def one(name, start, end, step=0, **more):
     phase = "backward" if name == "recompute" else name
-    return Stretch(lane="compute", name=name, start=start, end=end, step=step, phase=phase, **more)
+    return TimelineEvent(stream="compute", name=name, start=start, end=end, step=step, phase=phase, **more)
 
 
 @pytest.mark.parametrize("above", [("step", "round"), ("step", "phase"), ("phase", "layer"), ("phase", "chunk")])
@@ -24,17 +24,17 @@ def test_every_range_lies_within_one_of_a_level_above(above):
 
 
 def test_ranges_of_a_level_follow_one_another():
-    for found in Timeline.of(small()).ranges.values():
-        assert all(a.end <= b.start for a, b in pairwise(found))
+    for actual in Timeline.of(small()).ranges.values():
+        assert all(a.end <= b.start for a, b in pairwise(actual))
 
 
 def test_the_synthetic_run_has_the_ranges_it_was_made_with():
-    found = Timeline.of(small()).ranges
-    assert [r.labels[0] for r in found["step"]] == ["Step 0", "Step 1"]
-    assert [r.labels[0] for r in found["round"]] == ["Round 0", "Round 1"] * 2
-    assert len([r for r in found["layer"] if r.of.phase == "forward"]) == 2 * 2 * 8
-    assert len([r for r in found["chunk"] if r.of.phase == "backward"]) == 2 * 2 * 8 * 2
-    assert [r.labels[0] for r in found["layer"] if r.of.phase == "update"][:2] == [
+    actual = Timeline.of(small()).ranges
+    assert [r.labels[0] for r in actual["step"]] == ["Step 0", "Step 1"]
+    assert [r.labels[0] for r in actual["round"]] == ["Round 0", "Round 1"] * 2
+    assert len([r for r in actual["layer"] if r.of.phase == "forward"]) == 2 * 2 * 8
+    assert len([r for r in actual["chunk"] if r.of.phase == "backward"]) == 2 * 2 * 8 * 2
+    assert [r.labels[0] for r in actual["layer"] if r.of.phase == "update"][:2] == [
         "Update of layer 0",
         "Update of layer 1",
     ]
@@ -46,7 +46,7 @@ def test_chunks_are_named_with_their_group():
     assert ranges([one("head", 0, 1, chunk=1)], "chunk")[0].labels[0] == "Chunk 1"
 
 
-def test_an_update_between_backward_layers_does_not_cut_the_backward_pass():
+def test_update_between_backward_layers_does_not_split_backward():
     compute = [
         one("backward", 0, 1, round=0, layer=2, chunk=0),
         one("update", 1, 2, layer=2),
@@ -60,7 +60,7 @@ def test_an_update_between_backward_layers_does_not_cut_the_backward_pass():
     ]  # fmt: skip
 
 
-def test_an_update_in_the_next_forward_pass_does_not_cut_the_next_step():
+def test_update_in_the_next_forward_does_not_split_the_step():
     compute = [
         one("backward", 0, 1, step=0, round=0, layer=0),
         one("forward", 1, 2, step=1, round=0, layer=0),
@@ -72,20 +72,20 @@ def test_an_update_in_the_next_forward_pass_does_not_cut_the_next_step():
 
 def test_the_six_views_lie_in_the_run_each_within_the_wider_one():
     timeline = Timeline.of(small())
-    found = {view.name: view for view in views(timeline)}
-    assert list(found) == [
+    actual = {view.name: view for view in views(timeline)}
+    assert list(actual) == [
         "training_overview", "step_overview", "round_overview", "fwd_layers", "bwd_layers", "step_overhead",
     ]  # fmt: skip
-    for outer, inner in pairwise([found[n] for n in ("training_overview", "step_overview", "round_overview")]):
+    for outer, inner in pairwise([actual[n] for n in ("training_overview", "step_overview", "round_overview")]):
         assert outer.start <= inner.start < inner.end <= outer.end
     for name in ("fwd_layers", "bwd_layers"):
-        assert found["round_overview"].start <= found[name].start < found[name].end <= found["round_overview"].end
-    assert found["fwd_layers"].covers == (1, 2, 3, 4, 5)
-    assert found["bwd_layers"].covers == (6, 5, 4, 3, 2)
-    assert found["step_overhead"].covers == (2, 1, 0, "update", 0, 1, 2)
-    assert found["step_overhead"].start < timeline.ranges["step"][1].start < found["step_overhead"].end
+        assert actual["round_overview"].start <= actual[name].start < actual[name].end <= actual["round_overview"].end
+    assert actual["fwd_layers"].covers == (1, 2, 3, 4, 5)
+    assert actual["bwd_layers"].covers == (6, 5, 4, 3, 2)
+    assert actual["step_overhead"].covers == (2, 1, 0, "update", 0, 1, 2)
+    assert actual["step_overhead"].start < timeline.ranges["step"][1].start < actual["step_overhead"].end
 
 
 def test_a_view_that_the_run_does_not_have_is_left_out():
-    lanes = Lanes(source="measured", stretches=(one("forward", 0, 1),))
-    assert [view.name for view in views(Timeline.of(lanes))] == ["training_overview", "step_overview"]
+    streams = StreamTimeline(source="measured", events=(one("forward", 0, 1),))
+    assert [view.name for view in views(Timeline.of(streams))] == ["training_overview", "step_overview"]

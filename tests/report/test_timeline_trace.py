@@ -4,22 +4,22 @@ import gzip
 import json
 from itertools import pairwise
 
-from synthetic_lanes import small
+from synthetic_timeline import small
 
 from llmb.report.timeline.chrome_trace import RANGES_THREAD, trace_bytes
 from llmb.report.timeline.tracks import Timeline
 
 
-def events(*lanes):
-    return json.loads(gzip.decompress(trace_bytes([Timeline.of(one) for one in lanes])))["traceEvents"]
+def events(*streams):
+    return json.loads(gzip.decompress(trace_bytes([Timeline.of(one) for one in streams])))["traceEvents"]
 
 
-def test_every_stretch_is_a_slice_on_its_lane():
-    lanes = small()
-    threads = {e["tid"]: e["args"]["name"] for e in events(lanes) if e["name"] == "thread_name"}
+def test_every_event_is_a_slice_on_its_thread():
+    streams = small()
+    threads = {e["tid"]: e["args"]["name"] for e in events(streams) if e["name"] == "thread_name"}
     assert list(threads.values()) == ["Ranges", "Compute", "Copies in", "Copies out"]
-    slices = [e for e in events(lanes) if e["ph"] == "X" and e["tid"] != RANGES_THREAD]
-    assert len(slices) == len(lanes.stretches)
+    slices = [e for e in events(streams) if e["ph"] == "X" and e["tid"] != RANGES_THREAD]
+    assert len(slices) == len(streams.events)
     first = min((s for s in slices if threads[s["tid"]] == "Copies in"), key=lambda s: s["ts"])
     assert first["name"] == "weights 3"
     assert first["args"] == {"step": 0, "round": 0, "phase": "forward", "layer": 3, "chunk": None, "bytes": 400_000_000}
@@ -40,7 +40,7 @@ def test_ranges_nest():
     assert max(depths) == 5  # step > round > phase > layer > chunk
 
 
-def test_slices_of_a_lane_do_not_overlap():
+def test_slices_of_a_thread_do_not_overlap():
     for thread in (2, 3, 4):
         slices = sorted((e["ts"], e["dur"]) for e in events(small()) if e["ph"] == "X" and e["tid"] == thread)
         for (start, took), (following, _) in pairwise(slices):
@@ -48,12 +48,12 @@ def test_slices_of_a_lane_do_not_overlap():
 
 
 def test_counters_give_rates_and_memory():
-    lanes = small()
-    counters = [e for e in events(lanes) if e["ph"] == "C"]
+    streams = small()
+    counters = [e for e in events(streams) if e["ph"] == "C"]
     assert {e["name"] for e in counters} == {"TFLOP/s", "GB/s in", "GB/s out", "memory GiB"}
     assert max(e["args"]["value"] for e in counters if e["name"] == "TFLOP/s") == 600.0
     assert {e["args"]["value"] for e in counters if e["name"] == "GB/s in"} == {0, 50.0}
-    assert len([e for e in counters if e["name"] == "memory GiB"]) == len(lanes.memory)
+    assert len([e for e in counters if e["name"] == "memory GiB"]) == len(streams.memory)
 
 
 def test_measured_and_predicted_are_two_processes():
@@ -62,5 +62,5 @@ def test_measured_and_predicted_are_two_processes():
     assert names == {1: "measured", 2: "predicted"}
 
 
-def test_the_same_lanes_give_the_same_bytes():
+def test_same_timelines_give_the_same_bytes():
     assert trace_bytes([Timeline.of(small())]) == trace_bytes([Timeline.of(small())])

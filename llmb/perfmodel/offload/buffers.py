@@ -1,14 +1,14 @@
-"""What moves between host and device in out-of-core training, cut into pieces of a few kinds, and how large they are.
+"""Buffers that move between host and device in out-of-core training: their kinds, keys and sizes.
 
-    param grad state    of a unit of weights: a layer's block, or a part of the embedding or of the head
+    param grad state    of a parameter bucket: a layer, or a shard of the embedding or of the head
     inp                 a chunk's input of a layer, which is the output of the layer before
     kv                  keys and values of a group in a layer
     attn                a chunk's attention in a layer: output, and log-sum-exp of each row
-    rest                queries, stream behind the attention, gate and up products
-    dstream             a chunk's gradient on its way back
-    dkv                 gradients of a group's keys and values, while its chunks are gone back through
+    rest                the other saved activations: queries, residual after the attention, outputs of gate and up
+    dstream             a chunk's gradient of the residual
+    dkv                 gradients of a group's keys and values, while backward goes through its chunks
 
-A piece is one stretch of bytes; the tensors in it begin at multiples of 256, in the order given here.
+A buffer is one contiguous range of bytes; the tensors in it begin at multiples of 256, in the order given here.
 """
 
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
 
 KINDS = ("param", "grad", "state", "inp", "kv", "attn", "rest", "dstream", "dkv")
-OF_UNITS = ("param", "grad", "state")  # kinds that outlive a round
-STATE_BYTES = {"master": (2, 4, 4), "stochastic": (2, 2), "nearest": (2, 2)}  # low bits of the master weight; m, v
+BUCKET_KINDS = ("param", "grad", "state")  # kinds that outlive a round
+STATE_BYTES = {"master": (2, 4, 4), "stochastic": (2, 2), "nearest": (2, 2)}  # low half of the master weight; m, v
 GRAD_BYTES = {"master": 4, "stochastic": 2, "nearest": 2}
 
 
-class Piece(NamedTuple):
-    """One of them. A unit's has a layer only: its unit's number."""
+class BufferKey(NamedTuple):
+    """Identity of a buffer's content, wherever it is. That of a bucket has its number as layer and nothing else."""
 
     kind: str
     layer: int
@@ -36,92 +36,93 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Units:
-    """The weights in units, numbered: the layers' blocks, then the parts of the embedding, then those of the head.
+class ParamBuckets:
+    """Weights as numbered parameter buckets: layers, then shards of the embedding, then shards of the head.
 
-    No part is larger than a block, so that all units pass through the same buffers. The norm before the head lies
-    behind the last part of the head, or of the embedding where the two are one.
+    No shard is larger than a layer, so that all buckets pass through the same buffers. The final norm lies behind the
+    last shard of the head, or of the embedding where the two are tied.
     """
 
     model: Model
 
     @cached_property
-    def block_numbers(self) -> int:
-        """Weights of a unit's buffer, what lies between its tensors included."""
-        return numbers_of(layer_weight_shapes(self.model))
+    def bucket_numel(self) -> int:
+        """Elements of a bucket's buffer, padding included."""
+        return padded_numel(layer_weight_shapes(self.model))
 
     @cached_property
-    def parts(self) -> int:
-        """Of the embedding, and as many of the head."""
+    def vocab_shards(self) -> int:
+        """Shards of the embedding; the head has as many."""
         m = self.model
-        return -(-m.vocab * m.hidden // (self.block_numbers - aligned(m.hidden)))
+        return -(-m.vocab * m.hidden // (self.bucket_numel - aligned(m.hidden)))
 
-    def part_rows(self, part: int) -> range:
-        """The vocabulary's rows in a part."""
-        rows = -(-self.model.vocab // self.parts)
-        return range(part * rows, min((part + 1) * rows, self.model.vocab))
+    def shard_rows(self, shard: int) -> range:
+        """Return the rows of the vocabulary in a shard."""
+        rows = -(-self.model.vocab // self.vocab_shards)
+        return range(shard * rows, min((shard + 1) * rows, self.model.vocab))
 
     @cached_property
     def embedding(self) -> range:
-        """Unit numbers."""
-        return range(self.model.layers, self.model.layers + self.parts)
+        """Bucket numbers of the embedding."""
+        return range(self.model.layers, self.model.layers + self.vocab_shards)
 
     @cached_property
     def head(self) -> range:
-        """Unit numbers; with tied embeddings those of the embedding."""
+        """Bucket numbers of the head; with tied embeddings those of the embedding."""
         if self.model.tied_embeddings:
             return self.embedding
-        return range(self.embedding.stop, self.embedding.stop + self.parts)
+        return range(self.embedding.stop, self.embedding.stop + self.vocab_shards)
 
     @cached_property
     def count(self) -> int:
         return self.head.stop
 
-    def tensors(self, unit: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes inside a unit, in their order."""
-        if unit < self.model.layers:
+    def tensors(self, bucket: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes inside a bucket, in their order."""
+        if bucket < self.model.layers:
             return layer_weight_shapes(self.model)
-        of = self.head if unit in self.head else self.embedding
-        rows = len(self.part_rows(unit - of.start))
-        norm = ((self.model.hidden,),) if unit == self.head[-1] else ()
+        buckets = self.head if bucket in self.head else self.embedding
+        rows = len(self.shard_rows(bucket - buckets.start))
+        norm = ((self.model.hidden,),) if bucket == self.head[-1] else ()
         return ((rows, self.model.hidden), *norm)
 
 
-def numbers_of(shapes: tuple[tuple[int, ...], ...]) -> int:
-    """Numbers of several tensors behind one another, each begun at a multiple of 256 numbers.
+def padded_numel(shapes: tuple[tuple[int, ...], ...]) -> int:
+    """Return the elements of several consecutive tensors, each aligned to 256 elements.
 
-    Numbers and not bytes: so a weight, its gradient and its state lie at the same place of their pieces.
+    Elements and not bytes: so a weight, its gradient and its state have the same offset in their buffers.
     """
     return sum(aligned(prod(shape)) for shape in shapes)
 
 
-def at_own_homes(plan: Plan) -> tuple[str, ...]:
-    """Kinds whose pieces have places of their own at home; all others share what places there are."""
-    return OF_UNITS if plan.keeps_gradients else ("param", "state")
+def kinds_with_own_host_slots(plan: Plan) -> tuple[str, ...]:
+    """Return the kinds of which every buffer has a host slot of its own; all others share a pool of slots."""
+    return BUCKET_KINDS if plan.keeps_gradients else ("param", "state")
 
 
-def number_bytes(plan: Plan) -> int:
-    """Of a number of the stream; with fp8 products it is bf16 all the same."""
+def activation_itemsize(plan: Plan) -> int:
+    """Return the bytes per element of the residual, which stays bf16 with fp8 gemms."""
     return 4 if plan.dtype == "fp32" else 2
 
 
-def piece_bytes(model: Model, plan: Plan) -> dict[str, int]:
-    """Bytes of a buffer for each kind."""
-    each = number_bytes(plan)
-    numbers = Units(model).block_numbers
+def buffer_bytes(model: Model, plan: Plan) -> dict[str, int]:
+    """Return the size of a buffer of each kind."""
+    itemsize = activation_itemsize(plan)
+    numel = ParamBuckets(model).bucket_numel
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     rows, context = plan.chunk_tokens, plan.group_tokens
     state = (4, 4) if plan.dtype == "fp32" else STATE_BYTES[plan.update]
     grad = 4 if plan.dtype == "fp32" else GRAD_BYTES[plan.update]
-    wide = rows * width * each
+    all_heads = rows * width * itemsize
+    residual = rows * model.hidden * itemsize
     return {
-        "param": numbers * each,
-        "grad": numbers * grad,
-        "state": sum(numbers * size for size in state),
-        "inp": aligned(rows * model.hidden * each),
-        "kv": 2 * aligned(context * kv_width * each),
-        "attn": aligned(wide) + aligned(4 * model.heads * rows),
-        "rest": aligned(wide) + aligned(rows * model.hidden * each) + aligned(rows * 2 * model.ffn * each),
-        "dstream": aligned(rows * model.hidden * each),
+        "param": numel * itemsize,
+        "grad": numel * grad,
+        "state": sum(numel * size for size in state),
+        "inp": aligned(residual),
+        "kv": 2 * aligned(context * kv_width * itemsize),
+        "attn": aligned(all_heads) + aligned(4 * model.heads * rows),
+        "rest": aligned(all_heads) + aligned(residual) + aligned(rows * 2 * model.ffn * itemsize),
+        "dstream": aligned(residual),
         "dkv": 2 * aligned(4 * context * kv_width),
     }

@@ -1,7 +1,7 @@
-"""How fast a machine computes and copies: what `llmb-run probe` measured here, or known figures of its GPU.
+"""Rates at which a machine computes and copies: measured here by `llmb-run probe`, or known figures of its GPU.
 
-All are what long runs sustain, not peaks: a chip that runs out of power slows its clock within seconds. Attention has
-two speeds each way: of a chunk's own keys, in causal squares, and of the keys before the chunk, in rectangles.
+All are sustained rates, not peaks: a power-limited GPU lowers its clock within seconds. Attention has two rates per
+direction: for a chunk's own keys, in causal squares, and for the keys before the chunk, in rectangles.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from llmb.perfmodel.hardware import gpu as hardware_of
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """TFLOP/s are 1e12 FLOPs a second, GB/s 1e9 bytes."""
+    """Sustained rates. TFLOP/s are 1e12 FLOPs per second, GB/s 1e9 bytes per second."""
 
     gpu: str  # a key of hardware.GPUS
     matmul_tflops: float  # bf16, or fp32 on a CPU
@@ -22,16 +22,16 @@ class Rates:
     attention_forward_tflops: float  # a chunk's own keys: causal squares of `square_tokens`
     attention_backward_tflops: float
     square_tokens: int
-    past_attention_forward_tflops: float  # keys before the chunk, which are all seen; adding their part is counted
+    past_attention_forward_tflops: float  # keys before the chunk, all visible; includes merging the results
     past_attention_backward_tflops: float
     memory_gbs: float  # read and written
     link_in_gbs: float  # host to device
     link_out_gbs: float
-    link_both_gbs: float  # each way, when both are busy
-    source: str  # measured when and where, or whose figures these are
+    link_both_gbs: float  # per direction, when both are busy
+    source: str  # when and where measured, or whose figures these are
 
 
-# What was measured on an H200 of 700 W in runs of many seconds. Other GPUs: the same shares of their own peaks.
+# Measured on an H200 of 700 W in runs of many seconds. Other GPUs: the same fractions of their own peaks.
 H200 = Rates(
     gpu="h200", matmul_tflops=685.0, fp8_tflops=1220.0,
     attention_forward_tflops=513.0, attention_backward_tflops=427.0, square_tokens=8192,
@@ -39,7 +39,7 @@ H200 = Rates(
     memory_gbs=4100.0, link_in_gbs=54.5, link_out_gbs=54.5, link_both_gbs=46.2,
     source="sustained on an H200 of 700 W",
 )  # fmt: skip
-# For plans of stand-ins on a CPU, where the order of magnitude decides well enough; nothing is predicted from them.
+# For plans of proxies on a CPU, where the order of magnitude suffices; nothing is predicted from them.
 NOMINAL_CPU = Rates(
     gpu="cpu", matmul_tflops=0.05, attention_forward_tflops=0.02, attention_backward_tflops=0.02, square_tokens=128,
     past_attention_forward_tflops=0.02, past_attention_backward_tflops=0.02, memory_gbs=10.0, link_in_gbs=5.0,
@@ -48,45 +48,45 @@ NOMINAL_CPU = Rates(
 
 
 def known_rates(gpu: str) -> Rates:
-    """The figures of a GPU that nobody has measured here."""
+    """Return the figures of a GPU that was not measured here."""
     if gpu in ("h200", "cpu"):
         return H200 if gpu == "h200" else NOMINAL_CPU
-    this, like = hardware_of(gpu), hardware_of("h200")
-    if this.memory_bandwidth is None or this.host_bandwidth is None or "bf16" not in this.peak_flops:
+    target, base = hardware_of(gpu), hardware_of("h200")
+    if target.memory_bandwidth is None or target.host_bandwidth is None or "bf16" not in target.peak_flops:
         raise ConfigError(f"no rates are known for {gpu}: `llmb-run probe` measures them on the machine itself")
-    assert like.memory_bandwidth is not None
-    assert like.host_bandwidth is not None
-    computing = this.peak_flops["bf16"] / like.peak_flops["bf16"]
-    link = this.host_bandwidth / like.host_bandwidth
-    fp8 = this.peak_flops.get("fp8")
+    assert base.memory_bandwidth is not None
+    assert base.host_bandwidth is not None
+    compute = target.peak_flops["bf16"] / base.peak_flops["bf16"]
+    link = target.host_bandwidth / base.host_bandwidth
+    fp8 = target.peak_flops.get("fp8")
     return Rates(
         gpu=gpu,
-        matmul_tflops=H200.matmul_tflops * computing,
-        fp8_tflops=None if fp8 is None or H200.fp8_tflops is None else H200.fp8_tflops * fp8 / like.peak_flops["fp8"],
-        attention_forward_tflops=H200.attention_forward_tflops * computing,
-        attention_backward_tflops=H200.attention_backward_tflops * computing,
+        matmul_tflops=H200.matmul_tflops * compute,
+        fp8_tflops=None if fp8 is None or H200.fp8_tflops is None else H200.fp8_tflops * fp8 / base.peak_flops["fp8"],
+        attention_forward_tflops=H200.attention_forward_tflops * compute,
+        attention_backward_tflops=H200.attention_backward_tflops * compute,
         square_tokens=H200.square_tokens,
-        past_attention_forward_tflops=H200.past_attention_forward_tflops * computing,
-        past_attention_backward_tflops=H200.past_attention_backward_tflops * computing,
-        memory_gbs=H200.memory_gbs * this.memory_bandwidth / like.memory_bandwidth,
+        past_attention_forward_tflops=H200.past_attention_forward_tflops * compute,
+        past_attention_backward_tflops=H200.past_attention_backward_tflops * compute,
+        memory_gbs=H200.memory_gbs * target.memory_bandwidth / base.memory_bandwidth,
         link_in_gbs=H200.link_in_gbs * link,
         link_out_gbs=H200.link_out_gbs * link,
         link_both_gbs=H200.link_both_gbs * link,
-        source=f"from the peaks of {this.title}, at the shares that an H200 sustains",
+        source=f"from the peaks of {target.title}, at the fractions that an H200 sustains",
     )
 
 
 def rates_path(install: Path, gpu: str) -> Path:
-    """Where the probe keeps what it measured."""
+    """Return where the probe stores its measurements."""
     return install / ".llmb" / "rates" / f"{gpu}.json"
 
 
 def rates_of(gpu: str, install: Path) -> Rates:
-    """What was measured on this machine; else what is known of the GPU."""
+    """Return the rates measured on this machine, else the known ones of the GPU."""
     path = rates_path(install, gpu)
     if not path.exists():
         return known_rates(gpu)
     try:
         return build(Rates, read_json(path), f"{path}")
-    except ConfigError as error:  # damaged, or measured before a rate was asked for
+    except ConfigError as error:  # damaged, or measured before a rate was added
         raise ConfigError(f"{error}; run `llmb-run probe` again, which measures this machine anew") from error

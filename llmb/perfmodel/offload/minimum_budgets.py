@@ -1,35 +1,37 @@
-"""The smallest budgets that would do, for one line that says so."""
+"""Minimum budgets with which a plan would fit, for a one-line refusal."""
 
 from collections.abc import Callable
 
-MOST_GIB = 1 << 20
+MAX_GIB = 1 << 20
 
 Fits = Callable[[float, float], bool]  # GiB of the host and of the device
 
 
-def smallest_budgets(fits: Fits, host_gib: float, device_gib: float) -> str:
-    """What each side needs beside the other as it is given; where that does not help, what both need."""
-    host = _smallest(lambda gib: fits(gib, device_gib))
-    device = _smallest(lambda gib: fits(host_gib, gib))
-    ways = []
+def minimum_budgets(fits: Fits, host_gib: float, device_gib: float) -> str:
+    """Return what each side needs with the other as given; where that does not help, what both need."""
+    host = _minimum(lambda gib: fits(gib, device_gib))
+    device = _minimum(lambda gib: fits(host_gib, gib))
+    options = []
     if host is not None:
-        ways.append(f"beside {device_gib:g} GiB on the device it needs {host} GiB on the host")
+        options.append(f"with {device_gib:g} GiB on the device it needs {host} GiB on the host")
     if device is not None:
-        ways.append(f"beside {host_gib:g} GiB on the host it needs {device} GiB on the device")
-    if not ways:
-        least = _smallest(lambda gib: fits(MOST_GIB, gib))
+        options.append(f"with {host_gib:g} GiB on the host it needs {device} GiB on the device")
+    if not options:
+        least = _minimum(lambda gib: fits(MAX_GIB, gib))
         if least is None:
-            return "no budgets would do with the other settings as they are"
-        ways.append(f"it needs {_smallest(lambda gib: fits(gib, least))} GiB on the host and {least} GiB on the device")
-    return "; ".join(ways)
+            return "no budgets suffice with the other settings as they are"
+        options.append(
+            f"it needs {_minimum(lambda gib: fits(gib, least))} GiB on the host and {least} GiB on the device"
+        )
+    return "; ".join(options)
 
 
-def _smallest(fits: Callable[[float], bool]) -> int | None:
-    """The least whole number of GiB that fits; none where even the most does not."""
+def _minimum(fits: Callable[[float], bool]) -> int | None:
+    """Return the least integer of GiB that fits; none where even the maximum does not."""
     low, high = 0, 1
     while not fits(high):
         low, high = high, 2 * high
-        if high > MOST_GIB:
+        if high > MAX_GIB:
             return None
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,17 +1,20 @@
-"""How much memory a plan takes on both sides, by kind of piece: exactly what the device side will allocate."""
+"""Memory that a plan takes on host and device, by kind of buffer: exactly what the engine allocates."""
 
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import KINDS, Units, at_own_homes, piece_bytes
+from llmb.perfmodel.offload.buffers import KINDS, ParamBuckets, buffer_bytes, kinds_with_own_host_slots
 from llmb.perfmodel.offload.workspace import workspace_bytes
 
-CONTEXT_BYTES = 896 << 20  # of the driver and the libraries, on a GPU: seen on an H200 at the end of a run
-BATCH_BYTES = 48  # of a token of a step: itself, its label and its position, of this step and the next
-WORKSPACE_ROOM = 1.1  # an allocator cannot use every gap
+CONTEXT_BYTES = 896 << 20  # CUDA context and libraries, as seen on an H200 at the end of a run
+BATCH_BYTES = 48  # per token of a step: token, label and position, of this step and the next
+# Spare part of the workspace, since an allocator cannot use every gap: at least cuBLAS's own workspace (32 MiB on
+# Hopper) and the pages of torch's expandable segments (20 MiB each).
+SPARE_FRACTION = 0.1
+MIN_SPARE_BYTES = 64 << 20
 
 
-def buffers_of(plan: Plan) -> dict[str, int]:
-    """Buffers of each kind on the device."""
+def buffer_counts(plan: Plan) -> dict[str, int]:
+    """Return the number of device buffers of each kind."""
     return {
         "param": plan.resident_params + plan.param_blocks,
         "grad": plan.resident_grads + plan.grad_blocks,
@@ -26,22 +29,24 @@ def buffers_of(plan: Plan) -> dict[str, int]:
 
 
 def device_bytes(model: Model, plan: Plan, gpu: str) -> dict[str, int]:
-    """On the device; `inputs` are a table of rotations and the tokens of two steps, `context` is the driver's own."""
-    sizes, buffers = piece_bytes(model, plan), buffers_of(plan)
-    taken = {kind: buffers[kind] * sizes[kind] for kind in KINDS}
-    taken["workspace"] = int(WORKSPACE_ROOM * workspace_bytes(model, plan))
-    taken["inputs"] = plan.group_tokens * model.head_dim * 4 + BATCH_BYTES * plan.step_tokens
-    return taken | {"context": 0 if gpu == "cpu" else CONTEXT_BYTES}
+    """Return bytes on the device; `inputs` are a RoPE table and the tokens of two steps, `context` is the driver's."""
+    sizes, counts = buffer_bytes(model, plan), buffer_counts(plan)
+    usage = {kind: counts[kind] * sizes[kind] for kind in KINDS}
+    workspace = workspace_bytes(model, plan)
+    spare = SPARE_FRACTION * workspace
+    usage["workspace"] = int(workspace + (spare if gpu == "cpu" else max(spare, MIN_SPARE_BYTES)))
+    usage["inputs"] = plan.group_tokens * model.head_dim * 4 + BATCH_BYTES * plan.step_tokens
+    return usage | {"context": 0 if gpu == "cpu" else CONTEXT_BYTES}
 
 
-def homes_of(model: Model, plan: Plan, home_slots: dict[str, int]) -> dict[str, int]:
-    """Places of each kind on the host: for all units that are not resident, else as many as wait there at once."""
-    units, own = Units(model).count, at_own_homes(plan)
+def host_slot_counts(model: Model, plan: Plan, host_slots: dict[str, int]) -> dict[str, int]:
+    """Return the host slots of each kind: one per bucket that is not resident, else the peak number in use."""
+    buckets, own_slots = ParamBuckets(model).count, kinds_with_own_host_slots(plan)
     resident = {"param": plan.resident_params, "grad": plan.resident_grads, "state": plan.resident_states}
-    return {kind: units - resident[kind] if kind in own else home_slots.get(kind, 0) for kind in KINDS}
+    return {kind: buckets - resident[kind] if kind in own_slots else host_slots.get(kind, 0) for kind in KINDS}
 
 
-def host_bytes(model: Model, plan: Plan, home_slots: dict[str, int]) -> dict[str, int]:
-    """On the host, of kinds that have a place there."""
-    sizes = piece_bytes(model, plan)
-    return {kind: places * sizes[kind] for kind, places in homes_of(model, plan, home_slots).items() if places}
+def host_bytes(model: Model, plan: Plan, host_slots: dict[str, int]) -> dict[str, int]:
+    """Return bytes on the host, of kinds that have slots there."""
+    sizes = buffer_bytes(model, plan)
+    return {kind: count * sizes[kind] for kind, count in host_slot_counts(model, plan, host_slots).items() if count}

@@ -1,10 +1,11 @@
-"""The plan with the least predicted time among those that fit given budgets.
+"""Search for the plan with the least predicted time among those that fit given budgets.
 
-    planned = best_plan(model, Wishes(dtype="bf16", seqlen=65536, host_gib=178, device_gib=78), rates)
+    result = best_plan(model, PlanConstraints(dtype="bf16", seqlen=65536, host_gib=178, device_gib=78), rates)
 
-Many drafts are made: chunk sizes, groups a round, shares of weights, gradients and state that stay on the device, and
-of activations that are kept whole. A bound sorts them: no lane can be done sooner than its own work. The most promising
-are simulated, and those near the fastest of them. Nothing is a fixed proportion; the user may fix any of it.
+Many candidates are enumerated: chunk sizes, groups per round, fractions of weights, gradients and state that are
+resident, and of activations that are fully saved. A lower bound sorts them: no stream can finish before its own work.
+The most promising are simulated, then the neighbours of the fastest. Nothing is a fixed proportion; the user may fix
+any of it.
 """
 
 import math
@@ -13,143 +14,161 @@ from dataclasses import replace
 
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
-from llmb.perfmodel.offload.buffers import Units
+from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import Rates
-from llmb.perfmodel.offload.minimum_budgets import smallest_budgets
-from llmb.perfmodel.offload.plan_candidate import Draft, Planned, Shape, Wishes, facts_of
+from llmb.perfmodel.offload.minimum_budgets import minimum_budgets
+from llmb.perfmodel.offload.plan_candidate import PlanCandidate, PlanConstraints, PlanResult, StepShape, shape_costs
 
-STEP_TOKENS = 1 << 19  # of an optimizer step, where the user does not say: what models of this size are trained with
-ROUND_TOKENS = 1 << 19  # most that go through the layers together
-CHUNKS = (4096, 8192, 16384, 32768)  # tokens: enough for matrix products at full speed, and no more memory than that
-MOST_CHUNKS = 32  # of a sequence
+STEP_TOKENS = 1 << 19  # default of an optimizer step: usual for models of this size
+ROUND_TOKENS = 1 << 19  # at most, through all layers together
+CHUNKS = (4096, 8192, 16384, 32768)  # tokens: enough for gemms at full speed, and no more memory than that
+MAX_CHUNKS = 32  # per sequence
 GROUPS = (1, 2, 3, 4, 6, 8, 16, 32)
-SHARES = tuple(eighth / 8 for eighth in range(9))
-SHAPES = 8  # whose shares are looked at more closely
-LEADERS = 3  # of them, whose neighbours are looked at
-SIMULATED = 40  # of the drafts, at first
-BESIDE_COPIES = 0.01  # of their time is lost to computation
-EFFORT = 60_000  # computations that are simulated in all
+FRACTIONS = tuple(eighth / 8 for eighth in range(9))
+MAX_SHAPES = 8  # examined with finer fractions
+MAX_LEADERS = 3  # of them, whose neighbours are simulated
+MAX_SIMULATED = 40  # candidates, at first
+COPY_SLOWDOWN = 0.01  # fraction of the copy time by which overlapping computation is slower
+TASK_BUDGET = 60_000  # tasks simulated in total
 
 
-def best_plan(model: Model, wishes: Wishes, rates: Rates) -> Planned:
-    """The fastest that fits, or one line with the smallest budgets that would do."""
-    _check(model, wishes)
-    coarse = (draft for shape in _shapes(wishes) for draft in _drafts(model, wishes, rates, shape, SHARES[::2]))
-    fitting = sorted((draft for draft in coarse if draft.fits), key=_promise)
-    shapes = list(dict.fromkeys(draft.shape for draft in fitting))[:SHAPES]
-    fine = (draft for shape in shapes for draft in _drafts(model, wishes, rates, shape, SHARES))
+def best_plan(model: Model, constraints: PlanConstraints, rates: Rates) -> PlanResult:
+    """Return the fastest plan that fits, or raise one line with the minimum budgets."""
+    _check(model, constraints)
+    coarse = (
+        candidate
+        for shape in _step_shapes(constraints)
+        for candidate in _candidates(model, constraints, rates, shape, FRACTIONS[::2])
+    )
+    fitting = sorted((candidate for candidate in coarse if candidate.fits), key=_bound_key)
+    shapes = list(dict.fromkeys(candidate.shape for candidate in fitting))[:MAX_SHAPES]
+    fine = (candidate for shape in shapes for candidate in _candidates(model, constraints, rates, shape, FRACTIONS))
     search = _Search()
-    search.try_all(_varied(sorted((draft for draft in fine if draft.fits), key=_promise)))
+    search.try_all(_diverse(sorted((candidate for candidate in fine if candidate.fits), key=_bound_key)))
     for shape in search.leaders():
         while search.try_all(search.best[shape][1].neighbours()):
             pass
     if not search.best:
-        raise ConfigError(_too_small(model, wishes, rates))
-    return max((planned for planned, _ in search.best.values()), key=_speed)
+        raise ConfigError(_budget_error(model, constraints, rates))
+    return max((result for result, _ in search.best.values()), key=_speed)
 
 
 class _Search:
-    """The fastest drafts of those gone through, one for each shape; it ends when enough work was simulated."""
+    """Fastest simulated candidate of each shape; ends when the budget of simulated tasks is spent."""
 
     def __init__(self) -> None:
-        self.best: dict[Shape, tuple[Planned, Draft]] = {}
+        self.best: dict[StepShape, tuple[PlanResult, PlanCandidate]] = {}
         self._seen: set[tuple[object, ...]] = set()
-        self._left = EFFORT
+        self._left = TASK_BUDGET
 
-    def leaders(self) -> list[Shape]:
-        """The shapes near whose best drafts it is worth while to look."""
-        return sorted(self.best, key=lambda shape: -_speed(self.best[shape][0]))[:LEADERS]
+    def leaders(self) -> list[StepShape]:
+        """Return the shapes whose best candidates have neighbours worth simulating."""
+        return sorted(self.best, key=lambda shape: -_speed(self.best[shape][0]))[:MAX_LEADERS]
 
-    def try_all(self, drafts: Iterable[Draft]) -> bool:
+    def try_all(self, candidates: Iterable[PlanCandidate]) -> bool:
         """Whether one of them is faster than all before of its shape."""
-        found = False
-        for draft in drafts:
-            if draft.mark in self._seen or not draft.fits or (self._left < 0 and self.best):
+        is_faster = False
+        for candidate in candidates:
+            if candidate.signature in self._seen or not candidate.fits or (self._left < 0 and self.best):
                 continue
-            self._seen.add(draft.mark)
-            self._left -= 2 * len(draft.plan.levels) * min(draft.plan.rounds + 2, 5)
-            planned = draft.planned()
-            before = self.best.get(draft.shape)
-            if planned is not None and (before is None or _speed(planned) > _speed(before[0])):
-                self.best[draft.shape], found = (planned, draft), True
-        return found
+            self._seen.add(candidate.signature)
+            self._left -= 2 * len(candidate.plan.levels) * min(candidate.plan.rounds + 2, 5)
+            result = candidate.simulate_plan()
+            before = self.best.get(candidate.shape)
+            if result is not None and (before is None or _speed(result) > _speed(before[0])):
+                self.best[candidate.shape], is_faster = (result, candidate), True
+        return is_faster
 
 
-def _promise(draft: Draft) -> tuple[int, float]:
-    """Seconds a sequence at least, those within a five-hundredth counting alike; of these the link's decide."""
-    seconds, link = draft.bound_s
-    return round(500 * math.log(seconds / draft.shape.gbs)), link / draft.shape.gbs
+def _bound_key(candidate: PlanCandidate) -> tuple[int, float]:
+    """Return the lower bound per sequence, values within 0.2 % counting as equal; of these the link's bound decides."""
+    seconds, link = candidate.lower_bound_s
+    return round(500 * math.log(seconds / candidate.shape.gbs)), link / candidate.shape.gbs
 
 
-def _speed(planned: Planned) -> float:
-    """Tokens a second. Copies take a little of the memory's speed from the computation beside them."""
-    simulated = planned.simulated
-    copying = max(simulated.inbound_s, simulated.outbound_s)
-    return planned.plan.step_tokens / (simulated.step_s + BESIDE_COPIES * copying)
+def _speed(result: PlanResult) -> float:
+    """Return tokens/s. Copies take a little memory bandwidth from the computation they overlap with."""
+    simulation = result.simulation
+    copying = max(simulation.inbound_s, simulation.outbound_s)
+    return result.plan.step_tokens / (simulation.step_s + COPY_SLOWDOWN * copying)
 
 
-def _varied(drafts: list[Draft]) -> list[Draft]:
-    """The most promising of each way to cut the tokens and to keep activations; of equals three that differ much."""
-    alike: dict[tuple[Shape, float], list[Draft]] = {}
-    for draft in drafts:
-        alike.setdefault((draft.shape, draft.full_share), []).append(draft)
+def _diverse(candidates: list[PlanCandidate]) -> list[PlanCandidate]:
+    """Return the most promising of each shape and fraction of full saves; of equals three that differ much."""
+    groups: dict[tuple[StepShape, float], list[PlanCandidate]] = {}
+    for candidate in candidates:
+        groups.setdefault((candidate.shape, candidate.full_fraction), []).append(candidate)
     chosen = []
-    for some in alike.values():
-        equal = [draft for draft in some if _promise(draft)[0] == _promise(some[0])[0]]
+    for group in groups.values():
+        equal = [candidate for candidate in group if _bound_key(candidate)[0] == _bound_key(group[0])[0]]
         chosen += [equal[0], equal[len(equal) // 2], equal[-1]]
-    return sorted(chosen, key=_promise)[:SIMULATED]
+    return sorted(chosen, key=_bound_key)[:MAX_SIMULATED]
 
 
-def _shapes(wishes: Wishes) -> Iterator[Shape]:
-    seqlen = wishes.seqlen
-    usual = [chunk for chunk in CHUNKS if chunk * MOST_CHUNKS >= seqlen] or CHUNKS[-1:]
-    for chunk in (wishes.chunk_tokens,) if wishes.chunk_tokens else usual:
-        together = max(1, chunk // seqlen)
-        pieces = -(-seqlen // chunk)
-        rows = together * seqlen if pieces == 1 else min(chunk, -(-seqlen // pieces // 64) * 64)  # equal parts
-        for groups in GROUPS if wishes.seqs_per_round is None else (-(-wishes.seqs_per_round // together),):
-            sequences = groups * together
-            if groups > 1 and sequences * seqlen > ROUND_TOKENS and wishes.seqs_per_round is None:
+def _step_shapes(constraints: PlanConstraints) -> Iterator[StepShape]:
+    seqlen = constraints.seqlen
+    usual = [chunk for chunk in CHUNKS if chunk * MAX_CHUNKS >= seqlen] or CHUNKS[-1:]
+    for chunk in (constraints.chunk_tokens,) if constraints.chunk_tokens else usual:
+        group_seqs = max(1, chunk // seqlen)
+        chunks = -(-seqlen // chunk)
+        rows = group_seqs * seqlen if chunks == 1 else min(chunk, -(-seqlen // chunks // 64) * 64)  # equal chunks
+        for groups in GROUPS if constraints.seqs_per_round is None else (-(-constraints.seqs_per_round // group_seqs),):
+            sequences = groups * group_seqs
+            if groups > 1 and sequences * seqlen > ROUND_TOKENS and constraints.seqs_per_round is None:
                 continue
-            gbs = wishes.gbs or max(1, round(STEP_TOKENS / seqlen / sequences)) * sequences
+            gbs = constraints.gbs or max(1, round(STEP_TOKENS / seqlen / sequences)) * sequences
             if sequences <= gbs or groups == 1:
-                yield Shape(gbs, rows if wishes.chunk_tokens is None else chunk, min(together, gbs), groups)
+                yield StepShape(gbs, rows if constraints.chunk_tokens is None else chunk, min(group_seqs, gbs), groups)
 
 
-def _drafts(model: Model, wishes: Wishes, rates: Rates, shape: Shape, shares: tuple[float, ...]) -> Iterator[Draft]:
-    units = Units(model).count
-    facts = facts_of(model, wishes, shape, rates)
+def _candidates(
+    model: Model, constraints: PlanConstraints, rates: Rates, shape: StepShape, fractions: tuple[float, ...]
+) -> Iterator[PlanCandidate]:
+    buckets = ParamBuckets(model).count
+    costs = shape_costs(model, constraints, shape, rates)
 
-    def choices(asked: int | None, some: tuple[float, ...]) -> list[int]:
-        return [min(asked, units)] if asked is not None else sorted({round(share * units) for share in some})
+    def choices(override: int | None, fractions: tuple[float, ...]) -> list[int]:
+        if override is not None:
+            return [min(override, buckets)]
+        return sorted({round(fraction * buckets) for fraction in fractions})
 
-    for params in choices(wishes.resident_params, shares):
-        for grads in choices(wishes.resident_grads, shares):
-            for states in choices(wishes.resident_states, shares[::2]):
-                for share in (1.0, 0.7, 0.4, 0.0) if wishes.full_saves is None else (1.0,):
-                    yield Draft(model, wishes, rates, shape, facts, (params, grads, states), share)
+    for params in choices(constraints.resident_params, fractions):
+        for grads in choices(constraints.resident_grads, fractions):
+            for states in choices(constraints.resident_states, fractions[::2]):
+                for fraction in (1.0, 0.7, 0.4, 0.0) if constraints.full_saves is None else (1.0,):
+                    yield PlanCandidate(model, constraints, rates, shape, costs, (params, grads, states), fraction)
 
 
-def _check(model: Model, wishes: Wishes) -> None:
+def _check(model: Model, constraints: PlanConstraints) -> None:
     for name in ("host_gib", "device_gib"):
-        if not getattr(wishes, name) > 0:
-            raise ConfigError(f"{name} must be more than 0 GiB, got {getattr(wishes, name):g}")
+        if not getattr(constraints, name) > 0:
+            raise ConfigError(f"{name} must be more than 0 GiB, got {getattr(constraints, name):g}")
     for name in ("seqlen", "gbs", "chunk_tokens", "seqs_per_round"):
-        value = getattr(wishes, name)
+        value = getattr(constraints, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be 1 or more, got {value}")
-    if wishes.chunk_tokens and wishes.seqlen < wishes.chunk_tokens and wishes.chunk_tokens % wishes.seqlen:
+    if (
+        constraints.chunk_tokens
+        and constraints.seqlen < constraints.chunk_tokens
+        and constraints.chunk_tokens % constraints.seqlen
+    ):
         raise ConfigError(
-            f"chunk_tokens={wishes.chunk_tokens} must hold whole sequences of {wishes.seqlen} tokens; "
-            f"try {wishes.chunk_tokens // wishes.seqlen * wishes.seqlen}"
+            f"chunk_tokens={constraints.chunk_tokens} must hold whole sequences of {constraints.seqlen} tokens; "
+            f"try {constraints.chunk_tokens // constraints.seqlen * constraints.seqlen}"
         )
 
 
-def _too_small(model: Model, wishes: Wishes, rates: Rates) -> str:
+def _budget_error(model: Model, constraints: PlanConstraints, rates: Rates) -> str:
     def fits(host_gib: float, device_gib: float) -> bool:
-        tried = replace(wishes, host_gib=host_gib, device_gib=device_gib)
-        return any(draft.fits for shape in _shapes(tried) for draft in _drafts(model, tried, rates, shape, SHARES[::4]))
+        enlarged = replace(constraints, host_gib=host_gib, device_gib=device_gib)
+        return any(
+            candidate.fits
+            for shape in _step_shapes(enlarged)
+            for candidate in _candidates(model, enlarged, rates, shape, FRACTIONS[::4])
+        )
 
-    said = f"{model.name} at {wishes.seqlen} tokens does not fit into {wishes.host_gib:g} GiB of host memory"
-    needed = smallest_budgets(fits, wishes.host_gib, wishes.device_gib)
-    return f"{said} and {wishes.device_gib:g} GiB of device memory: {needed}"
+    message = (
+        f"{model.name} at {constraints.seqlen} tokens does not fit into {constraints.host_gib:g} GiB of host memory"
+    )
+    needed = minimum_budgets(fits, constraints.host_gib, constraints.device_gib)
+    return f"{message} and {constraints.device_gib:g} GiB of device memory: {needed}"

@@ -1,52 +1,52 @@
-"""What the three lanes of an out-of-core run do, in an order that can be issued from one thread without ever waiting.
+"""Program of the three streams of an out-of-core run, in an order that one thread can issue without ever waiting.
 
-An operation is one computation, with the copies that bring what it needs issued before it and the copies that take home
-what it was the last to use issued behind it. Each lane works in its own order; waiting for another lane means waiting
-for its n-th entry. Entries are counted from the program's first; those of the program before have negative numbers.
+An operation is one task, with the copies that bring its inputs issued before it, and the copies to the host of what it
+was the last to use issued behind it. Each stream works in order; waiting for another stream means waiting for its n-th
+entry. Entries are counted from the program's first; those of the previous program have negative numbers.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llmb.perfmodel.offload.buffers import Piece
-from llmb.perfmodel.offload.step_tasks import Work
+from llmb.perfmodel.offload.buffers import BufferKey
+from llmb.perfmodel.offload.step_tasks import StepTask
 
 BEFORE_ALL = -(1 << 60)  # an entry that was done long ago
 
 
 class Copy(NamedTuple):
-    """One piece between its buffer on the device and its place at home."""
+    """Copy between a device buffer and a host slot."""
 
-    piece: Piece
-    buffer: int  # of its kind
-    home: int  # of its kind
-    wait_compute: int  # entries of other lanes that must be done before
-    wait_other: int  # of the other copying lane
+    key: BufferKey
+    buffer: int  # index within its kind
+    host_slot: int  # index within its kind
+    wait_compute: int  # entries of other streams that must be done before
+    wait_other: int  # of the other copy stream
 
 
 class Operation(NamedTuple):
-    """One computation and the copies around it."""
+    """One task and the copies around it."""
 
-    work: Work
-    buffers: dict[Piece, int]  # of every piece that the work names
-    brings: tuple[Copy, ...]
-    sends: tuple[Copy, ...]
+    task: StepTask
+    buffers: dict[BufferKey, int]  # device buffer of every key that the task names
+    copies_in: tuple[Copy, ...]
+    copies_out: tuple[Copy, ...]
     wait_inbound: int
     wait_outbound: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """A step, or the updates that were left of it."""
+    """A step, or its pending updates alone."""
 
-    first_sends: tuple[Copy, ...]  # of what the program before was the last to use
+    first_copies_out: tuple[Copy, ...]  # of what the previous program was the last to use
     operations: tuple[Operation, ...]
-    homes: dict[str, int]  # places that the kinds without one of their own need at home, most at once
+    host_slots: dict[str, int]  # peak number of slots of the kinds that share them
 
     @property
-    def brought(self) -> int:
-        return sum(len(operation.brings) for operation in self.operations)
+    def num_copies_in(self) -> int:
+        return sum(len(operation.copies_in) for operation in self.operations)
 
     @property
-    def sent(self) -> int:
-        return len(self.first_sends) + sum(len(operation.sends) for operation in self.operations)
+    def num_copies_out(self) -> int:
+        return len(self.first_copies_out) + sum(len(operation.copies_out) for operation in self.operations)

@@ -1,16 +1,16 @@
-"""Which piece is in which buffer of the device at each moment of a step: decided once, before the step is run.
+"""Assignment of buffer contents to device buffers at every moment of a step, decided once before the step runs.
 
     residency = Residency(model, plan)
-    program = residency.program(work, ahead)     # ahead: the work behind it, as far as one wants to look
-    residency.restore(residency.snapshot())      # equal snapshots and equal work have equal programs
+    program = residency.program(tasks, ahead)    # ahead: the tasks behind it, as far as one wants to look
+    residency.restore(residency.snapshot())      # equal snapshots and equal tasks give equal programs
 
-Each kind of piece has a number of buffers. When a computation needs one more, the piece gives way whose next use is
-farthest; if the host has no copy of it, it was sent home right behind its last use, long before its buffer was needed.
-Gradients and optimizer state are met in the same order again and again: there the farthest is the one just used, whose
-buffer is not free yet. Of these the one gives way that was used longest ago, and copies go on beside the computation.
-All that anybody waits for stands earlier in the program, so there is no deadlock, whatever the order in which a GPU
-gets to it. Units of weights have places at home of their own; activations share theirs, and so do gradients where each
-is used up when it is done: there few or none go home.
+Each kind has a number of device buffers. When a task needs one more, the content whose next use is farthest is evicted;
+if the host has no valid copy of it, it was copied out right behind its last use, long before its buffer was needed.
+Gradients and optimizer state are used in the same order again and again: there the farthest is the one just used, whose
+buffer is not free yet. Of these the least recently used is evicted, and copies overlap with computation. All that is
+waited for stands earlier in the program, so there is no deadlock, whatever the order in which a GPU gets to it.
+Parameter buckets have host slots of their own; activations share theirs, and so do gradients where each is consumed as
+soon as it is complete: there few or none go to the host.
 """
 
 from bisect import bisect_right
@@ -21,267 +21,274 @@ from typing import NamedTuple
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
-from llmb.perfmodel.offload.buffers import OF_UNITS, Piece, Units, at_own_homes
-from llmb.perfmodel.offload.plan_memory import buffers_of
+from llmb.perfmodel.offload.buffers import BUCKET_KINDS, BufferKey, ParamBuckets, kinds_with_own_host_slots
+from llmb.perfmodel.offload.plan_memory import buffer_counts
 from llmb.perfmodel.offload.program import BEFORE_ALL, Copy, Operation, Program
-from llmb.perfmodel.offload.step_tasks import Work
+from llmb.perfmodel.offload.step_tasks import StepTask
 
 NEVER = 1 << 60
-OLDEST_FIRST = ("grad", "state")
+LRU_KINDS = ("grad", "state")
 
 
-class _Send:
-    """A copy home, of which the place among all others is known only when the whole program is."""
+class _CopyOut:
+    """Copy to the host whose entry number is known only when the whole program is."""
 
-    __slots__ = ("buffer", "entry", "piece", "written")
+    __slots__ = ("buffer", "entry", "key", "written")
 
-    def __init__(self, piece: Piece, buffer: int, written: int):
-        self.piece, self.buffer = piece, buffer
-        self.written = written  # entry of the compute lane that wrote it last
+    def __init__(self, key: BufferKey, buffer: int, written: int):
+        self.key, self.buffer = key, buffer
+        self.written = written  # entry of the compute stream that wrote it last
         self.entry = BEFORE_ALL
 
 
-class Snapshot(NamedTuple):
-    """The contents at a moment between two programs."""
+class ResidencySnapshot(NamedTuple):
+    """Contents at a moment between two programs."""
 
-    where: frozenset[tuple[Piece, int]]
-    at_home: frozenset[Piece]
-    homes: frozenset[tuple[Piece, int]]
-    touched: frozenset[tuple[Piece, int]]
-    sent: frozenset[tuple[Piece, int]]
+    where: frozenset[tuple[BufferKey, int]]
+    on_host: frozenset[BufferKey]
+    host_slots: frozenset[tuple[BufferKey, int]]
+    last_used: frozenset[tuple[BufferKey, int]]
+    copied_out: frozenset[tuple[BufferKey, int]]
     free: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
-    free_homes: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
-    made_homes: tuple[tuple[str, int], ...]
+    free_host_slots: tuple[tuple[str, tuple[tuple[int, int], ...]], ...]
+    num_host_slots: tuple[tuple[str, int], ...]
 
 
-Release = int | _Send  # what a buffer waits for before it has a new content: a computation, or a copy home
+Release = int | _CopyOut  # what must be done before a buffer is overwritten: a task, or a copy to the host
 
 
 class Residency:
-    """The buffers' contents from step to step."""
+    """Contents of the device buffers from step to step."""
 
     def __init__(self, model: Model, plan: Plan):
-        units = Units(model)
+        buckets = ParamBuckets(model)
         resident = {
-            "param": spread(plan.resident_params, model.layers, units.count),
-            "grad": spread(plan.resident_grads, model.layers, units.count),
-            "state": spread(plan.resident_states, model.layers, units.count),
+            "param": evenly_spread(plan.resident_params, model.layers, buckets.count),
+            "grad": evenly_spread(plan.resident_grads, model.layers, buckets.count),
+            "state": evenly_spread(plan.resident_states, model.layers, buckets.count),
         }
-        self.resident = {Piece(kind, unit) for kind, some in resident.items() for unit in some}
-        self.buffers = buffers_of(plan)
-        self.where: dict[Piece, int] = {}
-        for kind in OF_UNITS:
-            self.where |= {Piece(kind, unit): number for number, unit in enumerate(resident[kind])}
+        self.resident = {BufferKey(kind, bucket) for kind, chosen in resident.items() for bucket in chosen}
+        self.buffers = buffer_counts(plan)
+        self.where: dict[BufferKey, int] = {}
+        for kind in BUCKET_KINDS:
+            self.where |= {BufferKey(kind, bucket): index for index, bucket in enumerate(resident[kind])}
         self.free: dict[str, list[tuple[int, Release]]] = {
-            kind: [(number, BEFORE_ALL) for number in range(len(resident.get(kind, ())), count)]
+            kind: [(index, BEFORE_ALL) for index in range(len(resident.get(kind, ())), count)]
             for kind, count in self.buffers.items()
         }
-        self.at_home = {Piece("param", unit) for unit in range(units.count)} - self.resident  # whose copy there is good
-        self.homes: dict[Piece, int] = {}
-        self.at_own_homes = at_own_homes(plan)
-        for kind in self.at_own_homes:
-            away = [unit for unit in range(units.count) if Piece(kind, unit) not in self.resident]
-            self.homes |= {Piece(kind, unit): number for number, unit in enumerate(away)}
-        self.touched: dict[Piece, int] = {}  # entry of the compute lane that used it last
-        self.sent: dict[Piece, int] = {}  # entry of the outbound lane that took it home
-        self.free_homes: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        self.made_homes: dict[str, int] = defaultdict(int)
+        # Contents of which the host has a valid copy.
+        self.on_host = {BufferKey("param", bucket) for bucket in range(buckets.count)} - self.resident
+        self.host_slots: dict[BufferKey, int] = {}
+        self.own_slot_kinds = kinds_with_own_host_slots(plan)
+        for kind in self.own_slot_kinds:
+            moving = [bucket for bucket in range(buckets.count) if BufferKey(kind, bucket) not in self.resident]
+            self.host_slots |= {BufferKey(kind, bucket): index for index, bucket in enumerate(moving)}
+        self.last_used: dict[BufferKey, int] = {}  # entry of the compute stream
+        self.copied_out: dict[BufferKey, int] = {}  # entry of the outbound stream
+        self.free_host_slots: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self.num_host_slots: dict[str, int] = defaultdict(int)
 
-    def program(self, work: Sequence[Work], ahead: Iterable[Work] = ()) -> Program:
-        """The next step's program; what follows it only tells what will be needed again, and when."""
-        compiler = _Compiler(self, work, ahead)
-        return compiler.compiled()
+    def program(self, tasks: Sequence[StepTask], ahead: Iterable[StepTask] = ()) -> Program:
+        """Compile the next step; what follows it only tells what will be needed again, and when."""
+        return _Compiler(self, tasks, ahead).compile()
 
-    def snapshot(self) -> Snapshot:
-        """What `restore` comes back to; the same for the same contents, however they came about."""
-        return Snapshot(
+    def snapshot(self) -> ResidencySnapshot:
+        """Return the state for `restore`; the same for the same contents, however they came about."""
+        return ResidencySnapshot(
             frozenset(self.where.items()),
-            frozenset(self.at_home),
-            frozenset(self.homes.items()),
-            frozenset(self.touched.items()),
-            frozenset(self.sent.items()),
-            tuple((kind, tuple((at, _computed(since)) for at, since in free)) for kind, free in self.free.items()),
-            tuple((kind, tuple(homes)) for kind, homes in sorted(self.free_homes.items())),
-            tuple(sorted(self.made_homes.items())),
+            frozenset(self.on_host),
+            frozenset(self.host_slots.items()),
+            frozenset(self.last_used.items()),
+            frozenset(self.copied_out.items()),
+            tuple((kind, tuple((at, _compute_entry(since)) for at, since in free)) for kind, free in self.free.items()),
+            tuple((kind, tuple(slots)) for kind, slots in sorted(self.free_host_slots.items())),
+            tuple(sorted(self.num_host_slots.items())),
         )
 
-    def restore(self, found: Snapshot) -> None:
-        """Go on from there."""
-        self.where, self.at_home, self.homes = dict(found.where), set(found.at_home), dict(found.homes)
-        self.touched, self.sent = dict(found.touched), dict(found.sent)
-        self.free = {kind: list(free) for kind, free in found.free}
-        self.free_homes = defaultdict(list, {kind: list(homes) for kind, homes in found.free_homes})
-        self.made_homes = defaultdict(int, found.made_homes)
+    def restore(self, state: ResidencySnapshot) -> None:
+        """Continue from a snapshot."""
+        self.where, self.on_host, self.host_slots = dict(state.where), set(state.on_host), dict(state.host_slots)
+        self.last_used, self.copied_out = dict(state.last_used), dict(state.copied_out)
+        self.free = {kind: list(free) for kind, free in state.free}
+        self.free_host_slots = defaultdict(list, {kind: list(slots) for kind, slots in state.free_host_slots})
+        self.num_host_slots = defaultdict(int, state.num_host_slots)
 
 
-def spread(count: int, layers: int, units: int) -> list[int]:
-    """So many units, evenly among the layers, and of the vocabulary's only when all layers are taken."""
+def evenly_spread(count: int, layers: int, buckets: int) -> list[int]:
+    """Choose buckets, evenly among the layers, and vocabulary shards only when all layers are taken."""
     in_layers = min(count, layers)
     chosen = [layer for layer in range(layers) if (layer + 1) * in_layers // layers > layer * in_layers // layers]
-    return chosen + list(range(layers, min(units, layers + count - in_layers)))
+    return chosen + list(range(layers, min(buckets, layers + count - in_layers)))
 
 
 class _Compiler:
-    """One program in the making."""
+    """Program under construction."""
 
-    def __init__(self, state: Residency, work: Sequence[Work], ahead: Iterable[Work]):
-        self.state, self.work = state, work
-        self.uses: dict[Piece, list[int]] = defaultdict(list)
-        for entry, one in enumerate((*work, *ahead)):
-            for piece in (*one.reads, *one.makes, *one.changes):
-                self.uses[piece].append(entry)
-        self.content: dict[str, set[Piece]] = defaultdict(set)  # of buffers that may be given to others
-        for piece in state.where:
-            if piece not in state.resident:
-                self.content[piece.kind].add(piece)
-        self.first_sends: list[_Send] = []  # of pieces last used in the program before
-        self.sends: list[list[_Send]] = [[] for _ in work]
-        self.going: dict[Piece, _Send] = {}  # sent home in this program and not changed since
-        self.brings: list[list[tuple[Piece, int, Release]]] = []
+    def __init__(self, state: Residency, tasks: Sequence[StepTask], ahead: Iterable[StepTask]):
+        self.state, self.tasks = state, tasks
+        self.uses: dict[BufferKey, list[int]] = defaultdict(list)
+        for entry, task in enumerate((*tasks, *ahead)):
+            for key in (*task.reads, *task.makes, *task.changes):
+                self.uses[key].append(entry)
+        self.content: dict[str, set[BufferKey]] = defaultdict(set)  # that may be evicted
+        for key in state.where:
+            if key not in state.resident:
+                self.content[key.kind].add(key)
+        self.first_copies_out: list[_CopyOut] = []  # of contents last used in the previous program
+        self.copies_out: list[list[_CopyOut]] = [[] for _ in tasks]
+        self.leaving: dict[BufferKey, _CopyOut] = {}  # copied out in this program and not changed since
+        self.copies_in: list[list[tuple[BufferKey, int, Release]]] = []
         self.waits: list[list[Release]] = []
-        self.buffers: list[dict[Piece, int]] = []
+        self.buffers: list[dict[BufferKey, int]] = []
 
-    def compiled(self) -> Program:
-        for entry, one in enumerate(self.work):
-            self._place(entry, one)
-        for entry, send in enumerate(send for some in (self.first_sends, *self.sends) for send in some):
-            send.entry = entry
-        program = self._numbered()
+    def compile(self) -> Program:
+        for entry, task in enumerate(self.tasks):
+            self._place(entry, task)
+        for entry, copy in enumerate(copy for copies in (self.first_copies_out, *self.copies_out) for copy in copies):
+            copy.entry = entry
+        program = self._with_entries()
         self._carry_over(program)
         return program
 
-    def _place(self, entry: int, one: Work) -> None:
-        """Find a buffer for every piece that a computation names."""
-        named = (*one.reads, *one.changes, *one.makes)
-        state, brings, waits = self.state, [], []
-        for piece in named:
-            if piece not in state.where:
-                buffer, release = self._buffer(piece.kind, entry, named)
-                state.where[piece] = buffer
-                self.content[piece.kind].add(piece)
-                if piece in one.makes:
+    def _place(self, entry: int, task: StepTask) -> None:
+        """Find a buffer for every key that a task names."""
+        named = (*task.reads, *task.changes, *task.makes)
+        state, copies_in, waits = self.state, [], []
+        for key in named:
+            if key not in state.where:
+                buffer, release = self._buffer(key.kind, entry, named)
+                state.where[key] = buffer
+                self.content[key.kind].add(key)
+                if key in task.makes:
                     waits.append(release)
-                elif piece in state.at_home or piece in self.going:
-                    brings.append((piece, buffer, release))
+                elif key in state.on_host or key in self.leaving:
+                    copies_in.append((key, buffer, release))
                 else:
-                    raise AssertionError(f"{one.kind} {one.layer} needs {piece}, which is nowhere")
-        self.brings.append(brings)
+                    raise AssertionError(f"{task.kind} {task.layer} needs {key}, which is neither on device nor host")
+        self.copies_in.append(copies_in)
         self.waits.append(waits)
-        self.buffers.append({piece: state.where[piece] for piece in named})
-        for piece in named:
-            state.touched[piece] = entry
-        for piece in (*one.changes, *one.makes):
-            state.at_home.discard(piece)
-            self.going.pop(piece, None)
-        for piece in one.ends:
-            self._forget(piece, entry)
+        self.buffers.append({key: state.where[key] for key in named})
+        for key in named:
+            state.last_used[key] = entry
+        for key in (*task.changes, *task.makes):
+            state.on_host.discard(key)
+            self.leaving.pop(key, None)
+        for key in task.ends:
+            self._forget(key, entry)
 
-    def _buffer(self, kind: str, entry: int, named: Sequence[Piece]) -> tuple[int, Release]:
-        """A buffer of this kind, and what its last content waits for."""
+    def _buffer(self, kind: str, entry: int, named: Sequence[BufferKey]) -> tuple[int, Release]:
+        """Return a buffer of this kind, and what its last content waits for."""
         state = self.state
         if state.free[kind]:
             return state.free[kind].pop(0)
-        others = (piece for piece in self.content[kind] if piece not in named)
-        leaving = max(others, key=lambda piece: self._patience(piece, entry), default=None)
-        if leaving is None:
+        candidates = (key for key in self.content[kind] if key not in named)
+        evicted = max(candidates, key=lambda key: self._eviction_order(key, entry), default=None)
+        if evicted is None:
             count = state.buffers[kind]
             raise ConfigError(f"the plan has {count} buffers for {kind}, fewer than one computation needs")
-        buffer = state.where.pop(leaving)
-        self.content[kind].discard(leaving)
-        used = state.touched.get(leaving, BEFORE_ALL)
-        if leaving in state.at_home or leaving in self.going:
+        buffer = state.where.pop(evicted)
+        self.content[kind].discard(evicted)
+        used = state.last_used.get(evicted, BEFORE_ALL)
+        if evicted in state.on_host or evicted in self.leaving:
             return buffer, used
-        send = self.going[leaving] = _Send(leaving, buffer, used)
-        (self.sends[used] if used >= 0 else self.first_sends).append(send)
-        return buffer, send
+        copy = self.leaving[evicted] = _CopyOut(evicted, buffer, used)
+        (self.copies_out[used] if used >= 0 else self.first_copies_out).append(copy)
+        return buffer, copy
 
-    def _patience(self, piece: Piece, entry: int) -> tuple[int, int, Piece]:
-        """How well a piece can do without its buffer; of equals always the same gives way."""
-        rested = -self.state.touched.get(piece, BEFORE_ALL)
-        if piece.kind in OLDEST_FIRST:
-            return 0, rested, piece
-        uses = self.uses[piece]
+    def _eviction_order(self, key: BufferKey, entry: int) -> tuple[int, int, BufferKey]:
+        """Sort key of evictions, the last goes first; ties are broken always the same way."""
+        age = -self.state.last_used.get(key, BEFORE_ALL)
+        if key.kind in LRU_KINDS:
+            return 0, age, key
+        uses = self.uses[key]
         at = bisect_right(uses, entry)
-        return uses[at] if at < len(uses) else NEVER, rested, piece
+        return uses[at] if at < len(uses) else NEVER, age, key
 
-    def _forget(self, piece: Piece, entry: int) -> None:
-        """Its last use is done: the buffer is free again, unless it is the piece's own."""
+    def _forget(self, key: BufferKey, entry: int) -> None:
+        """Free the buffer of a content after its last use, unless it is resident."""
         state = self.state
-        state.at_home.discard(piece)
-        self.going.pop(piece, None)
-        if piece not in state.resident:
-            self.content[piece.kind].discard(piece)
-            state.free[piece.kind].append((state.where.pop(piece), entry))
+        state.on_host.discard(key)
+        self.leaving.pop(key, None)
+        if key not in state.resident:
+            self.content[key.kind].discard(key)
+            state.free[key.kind].append((state.where.pop(key), entry))
 
-    def _numbered(self) -> Program:
-        """Copies in their order, each with the entries it waits for; places at home for what has none of its own."""
+    def _with_entries(self) -> Program:
+        """Order all copies, each with the entries it waits for; assign host slots to what has none of its own."""
         state, operations = self.state, []
-        first_sends = self._sends(self.first_sends)
+        first_copies_out = self._numbered(self.first_copies_out)
         inbound = 0
-        for entry, one in enumerate(self.work):
-            brings = []
+        for entry, task in enumerate(self.tasks):
+            copies_in = []
             wait_inbound = wait_outbound = BEFORE_ALL
-            for piece, buffer, release in self.brings[entry]:
-                compute, sent = _waits(release)
-                sent = max(sent, state.sent.get(piece, BEFORE_ALL))
-                brings.append(Copy(piece, buffer, state.homes[piece], compute, sent))
+            for key, buffer, release in self.copies_in[entry]:
+                compute, outbound = _waits(release)
+                outbound = max(outbound, state.copied_out.get(key, BEFORE_ALL))
+                copies_in.append(Copy(key, buffer, state.host_slots[key], compute, outbound))
                 wait_inbound = inbound
                 inbound += 1
             for release in self.waits[entry]:
                 wait_outbound = max(wait_outbound, _waits(release)[1])
-            for piece in one.ends:
-                if piece.kind not in state.at_own_homes and piece in state.homes:
-                    state.free_homes[piece.kind].append((state.homes.pop(piece), inbound - 1))
-            sends = self._sends(self.sends[entry])
-            operations.append(Operation(one, self.buffers[entry], tuple(brings), sends, wait_inbound, wait_outbound))
-        return Program(first_sends, tuple(operations), dict(state.made_homes))
+            for key in task.ends:
+                if key.kind not in state.own_slot_kinds and key in state.host_slots:
+                    state.free_host_slots[key.kind].append((state.host_slots.pop(key), inbound - 1))
+            copies_out = self._numbered(self.copies_out[entry])
+            operations.append(
+                Operation(task, self.buffers[entry], tuple(copies_in), copies_out, wait_inbound, wait_outbound)
+            )
+        return Program(first_copies_out, tuple(operations), dict(state.num_host_slots))
 
-    def _sends(self, sends: list[_Send]) -> tuple[Copy, ...]:
+    def _numbered(self, copies_out: list[_CopyOut]) -> tuple[Copy, ...]:
         copies = []
-        for send in sends:
-            home, free_since = self._home(send.piece)
-            copies.append(Copy(send.piece, send.buffer, home, send.written, free_since))
-            self.state.sent[send.piece] = send.entry
+        for copy in copies_out:
+            host_slot, free_since = self._host_slot(copy.key)
+            copies.append(Copy(copy.key, copy.buffer, host_slot, copy.written, free_since))
+            self.state.copied_out[copy.key] = copy.entry
         return tuple(copies)
 
-    def _home(self, piece: Piece) -> tuple[int, int]:
-        """A place at home, and the entry of the inbound lane that must have read what was there."""
+    def _host_slot(self, key: BufferKey) -> tuple[int, int]:
+        """Return a host slot, and the entry of the inbound stream that must have read its last content."""
         state = self.state
-        if piece in state.homes:
-            return state.homes[piece], BEFORE_ALL
-        if state.free_homes[piece.kind]:
-            state.homes[piece], since = state.free_homes[piece.kind].pop()
-            return state.homes[piece], since
-        state.homes[piece] = state.made_homes[piece.kind]
-        state.made_homes[piece.kind] += 1
-        return state.homes[piece], BEFORE_ALL
+        if key in state.host_slots:
+            return state.host_slots[key], BEFORE_ALL
+        if state.free_host_slots[key.kind]:
+            state.host_slots[key], since = state.free_host_slots[key.kind].pop()
+            return state.host_slots[key], since
+        state.host_slots[key] = state.num_host_slots[key.kind]
+        state.num_host_slots[key.kind] += 1
+        return state.host_slots[key], BEFORE_ALL
 
     def _carry_over(self, program: Program) -> None:
-        """Count from the next program's first entries; what is at home there is at home."""
-        state, computed, brought, sent = self.state, len(self.work), program.brought, program.sent
-        state.at_home |= set(self.going)
-        touched, gone = state.touched.items(), state.sent.items()
-        state.touched = {piece: max(entry - computed, BEFORE_ALL) for piece, entry in touched if piece in state.where}
-        state.sent = {piece: max(entry - sent, BEFORE_ALL) for piece, entry in gone if piece in state.at_home}
+        """Count entries from the next program's first; what was copied out is on the host by then."""
+        state, computed, copied_in, copied_out = (
+            self.state, len(self.tasks), program.num_copies_in, program.num_copies_out,
+        )  # fmt: skip
+        state.on_host |= set(self.leaving)
+        state.last_used = {
+            key: max(entry - computed, BEFORE_ALL) for key, entry in state.last_used.items() if key in state.where
+        }
+        state.copied_out = {
+            key: max(entry - copied_out, BEFORE_ALL) for key, entry in state.copied_out.items() if key in state.on_host
+        }
         for kind, free in state.free.items():
-            # By number, so that steps end alike: a computation fills it next, which need not wait for another.
+            # By index, so that steps end alike: a task fills it next, which need not wait for another.
             state.free[kind] = sorted((buffer, _shifted(release, computed)) for buffer, release in free)
-        for kind, homes in state.free_homes.items():
-            state.free_homes[kind] = [(home, max(since - brought, BEFORE_ALL)) for home, since in homes]
+        for kind, slots in state.free_host_slots.items():
+            state.free_host_slots[kind] = [(slot, max(since - copied_in, BEFORE_ALL)) for slot, since in slots]
 
 
 def _waits(release: Release) -> tuple[int, int]:
-    """The entries of the compute and of the outbound lane."""
-    if isinstance(release, _Send):
+    """Return the entries of the compute and of the outbound stream to wait for."""
+    if isinstance(release, _CopyOut):
         return BEFORE_ALL, release.entry
     return release, BEFORE_ALL
 
 
-def _computed(release: Release) -> int:
-    """The entry of the compute lane that a free buffer waits for."""
-    assert not isinstance(release, _Send)  # a sent piece's buffer is taken at once, so none is free
+def _compute_entry(release: Release) -> int:
+    """Return the entry of the compute stream that a free buffer waits for."""
+    assert not isinstance(release, _CopyOut)  # the buffer of an evicted content is taken at once, so none is free
     return release
 
 
 def _shifted(release: Release, computed: int) -> int:
-    return max(_computed(release) - computed, BEFORE_ALL)
+    return max(_compute_entry(release) - computed, BEFORE_ALL)

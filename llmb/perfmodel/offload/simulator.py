@@ -1,9 +1,9 @@
-"""A program on three lanes that wait for one another as a GPU's streams do: how long it takes, and what waits for what.
+"""Simulation of a program on three streams that wait for one another as CUDA streams do.
 
-    simulated = simulate(model, plan, rates)     # a step in the middle of a long run
-    simulated.step_s, simulated.compute_s, simulated.stretches
+    simulation = simulate(model, plan, rates)     # a step in the middle of a long run
+    simulation.step_s, simulation.compute_s, simulation.events
 
-Of a step of many equal rounds only the first, one between and the last are gone through; the others are like the
+Of a step of many equal rounds only the first, one in the middle and the last are simulated; the others are like the
 second.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 from llmb.config.offload_plan import FULL, Plan
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import OF_UNITS, Piece, piece_bytes
+from llmb.perfmodel.offload.buffers import BUCKET_KINDS, BufferKey, buffer_bytes
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.offload.program import Copy, Operation, Program
 from llmb.perfmodel.offload.residency import Residency
-from llmb.perfmodel.offload.step_tasks import Work, beginning, step_work
-from llmb.perfmodel.offload.stream_timeline import Lane, Phase, Stretch
-from llmb.perfmodel.offload.task_durations import Durations
+from llmb.perfmodel.offload.step_tasks import StepTask, step_start, step_tasks
+from llmb.perfmodel.offload.stream_timeline import Phase, StreamName, TimelineEvent
+from llmb.perfmodel.offload.task_durations import TaskDurations
 
 SHOWN_ROUNDS = 3
 PHASES: dict[str, Phase] = {
@@ -28,164 +28,169 @@ PHASES: dict[str, Phase] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulated:
-    """A step in the middle of a run."""
+class SimulationResult:
+    """Predicted step in the middle of a run."""
 
     step_s: float
-    compute_s: float  # of these, in which the compute lane was busy
+    compute_s: float  # of these, in which the compute stream was busy
     inbound_s: float
     outbound_s: float
     inbound_bytes: int
     outbound_bytes: int
     hardware_flops: float
-    home_slots: dict[str, int]  # places that gradients and activations need at home, by kind
-    stretches: tuple[Stretch, ...]  # of the rounds gone through, if asked for
+    host_slots: dict[str, int]  # that gradients and activations need, by kind
+    events: tuple[TimelineEvent, ...]  # of the simulated rounds, if requested
 
 
-class Lanes:
-    """The clock of each lane, and when each entry of the current program was done."""
+class StreamClocks:
+    """Clock of each stream, and when each entry of the current program was done."""
 
-    def __init__(self, durations: Durations, sizes: dict[str, int]):
+    def __init__(self, durations: TaskDurations, sizes: dict[str, int]):
         self.durations, self.sizes, self.rates = durations, sizes, durations.rates
         self.now = {"compute": 0.0, "inbound": 0.0, "outbound": 0.0}
         self.done: dict[str, list[float]] = {"compute": [], "inbound": [], "outbound": []}
         self.base = dict.fromkeys(self.now, 0)
 
-    def run(self, program: Program, step: int = 0) -> Iterator[Stretch]:
-        """Every entry of a program, in order, with its beginning and end."""
-        self.base = {lane: len(done) for lane, done in self.done.items()}
-        for copy in program.first_sends:
-            yield self._copy("outbound", "inbound", self.rates.link_out_gbs, copy, program.operations[0].work, step)
+    def run(self, program: Program, step: int = 0) -> Iterator[TimelineEvent]:
+        """Yield every entry of a program, in order, with its start and end."""
+        self.base = {stream: len(done) for stream, done in self.done.items()}
+        for copy in program.first_copies_out:
+            yield self._copy("outbound", "inbound", self.rates.link_out_gbs, copy, program.operations[0].task, step)
         for operation in program.operations:
-            for copy in operation.brings:
-                yield self._copy("inbound", "outbound", self.rates.link_in_gbs, copy, operation.work, step)
+            for copy in operation.copies_in:
+                yield self._copy("inbound", "outbound", self.rates.link_in_gbs, copy, operation.task, step)
             yield from self._compute(operation, step)
-            for copy in operation.sends:
-                yield self._copy("outbound", "inbound", self.rates.link_out_gbs, copy, operation.work, step)
+            for copy in operation.copies_out:
+                yield self._copy("outbound", "inbound", self.rates.link_out_gbs, copy, operation.task, step)
 
-    def _compute(self, operation: Operation, step: int) -> Iterator[Stretch]:
-        """A computation; what it has to compute again first is shown apart."""
-        work, cost = operation.work, self.durations.cost(operation.work)
+    def _compute(self, operation: Operation, step: int) -> Iterator[TimelineEvent]:
+        """Yield the event of a task; its recomputation is an event of its own."""
+        task, cost = operation.task, self.durations.cost(operation.task)
         ready = max(self._done("inbound", operation.wait_inbound), self._done("outbound", operation.wait_outbound))
         start, end = self._take("compute", ready, self.durations.seconds_of(cost))
-        if work.kind == "backward" and work.level != FULL and work.chunk is not None:
-            again = self.durations.recompute(work.chunk, work.level)
-            middle = start + self.durations.seconds_of(again)
-            yield stretch_of(
-                "compute", "recompute", start, middle, work, step, self.durations.model.layers, flops=again.flops
+        if task.kind == "backward" and task.level != FULL and task.chunk is not None:
+            again = self.durations.recompute(task.chunk, task.level)
+            split = start + self.durations.seconds_of(again)
+            yield timeline_event(
+                "compute", "recompute", start, split, task, step, self.durations.model.layers, flops=again.flops
             )
-            yield stretch_of(
+            yield timeline_event(
                 "compute",
-                work.kind,
-                middle,
+                task.kind,
+                split,
                 end,
-                work,
+                task,
                 step,
                 self.durations.model.layers,
                 flops=cost.flops - again.flops,
             )
         else:
-            yield stretch_of(
-                "compute", work.kind, start, end, work, step, self.durations.model.layers, flops=cost.flops
+            yield timeline_event(
+                "compute", task.kind, start, end, task, step, self.durations.model.layers, flops=cost.flops
             )
 
-    def _copy(self, lane: Lane, other: Lane, gbs: float, copy: Copy, work: Work, step: int) -> Stretch:
-        ready = max(self._done("compute", copy.wait_compute), self._done(other, copy.wait_other))
-        size = self.sizes[copy.piece.kind]
-        busy = self.now[other] > max(ready, self.now[lane])  # the link is slower when both ways are taken
-        start, end = self._take(lane, ready, size / (self.rates.link_both_gbs if busy else gbs) / 1e9)
-        return stretch_of(
-            lane, copy.piece.kind, start, end, work, step, self.durations.model.layers, size, piece=copy.piece
+    def _copy(
+        self, stream: StreamName, opposite: StreamName, gbs: float, copy: Copy, task: StepTask, step: int
+    ) -> TimelineEvent:
+        ready = max(self._done("compute", copy.wait_compute), self._done(opposite, copy.wait_other))
+        size = self.sizes[copy.key.kind]
+        link_busy = self.now[opposite] > max(
+            ready, self.now[stream]
+        )  # the link is slower when both directions are busy
+        start, end = self._take(stream, ready, size / (self.rates.link_both_gbs if link_busy else gbs) / 1e9)
+        return timeline_event(
+            stream, copy.key.kind, start, end, task, step, self.durations.model.layers, size, key=copy.key
         )
 
-    def _done(self, lane: Lane, entry: int) -> float:
-        place = self.base[lane] + entry
-        return self.done[lane][place] if place >= 0 else 0.0
+    def _done(self, stream: StreamName, entry: int) -> float:
+        index = self.base[stream] + entry
+        return self.done[stream][index] if index >= 0 else 0.0
 
-    def _take(self, lane: Lane, ready: float, seconds: float) -> tuple[float, float]:
-        start = max(self.now[lane], ready)
-        self.now[lane] = start + seconds
-        self.done[lane].append(self.now[lane])
-        return start, self.now[lane]
+    def _take(self, stream: StreamName, ready: float, seconds: float) -> tuple[float, float]:
+        start = max(self.now[stream], ready)
+        self.now[stream] = start + seconds
+        self.done[stream].append(self.now[stream])
+        return start, self.now[stream]
 
 
-def stretch_of(
-    lane: Lane, name: str, start: float, end: float, work: Work, step: int, layers: int,
-    size: int = 0, flops: float = 0.0, piece: Piece | None = None,
-) -> Stretch:  # fmt: skip
-    """An entry of a lane, predicted or measured. A unit of the vocabulary has no layer."""
-    layer, chunk = work.layer, work.chunk
-    if piece is not None and piece.kind in OF_UNITS:
-        layer, chunk = piece.layer, None
-    return Stretch(
-        lane=lane, name=name, start=start, end=end, step=step, phase=PHASES[work.kind], round=work.round,
+def timeline_event(
+    stream: StreamName, name: str, start: float, end: float, task: StepTask, step: int, layers: int,
+    size: int = 0, flops: float = 0.0, key: BufferKey | None = None,
+) -> TimelineEvent:  # fmt: skip
+    """Return the event of a stream's entry, predicted or measured. A vocabulary shard has no layer."""
+    layer, chunk = task.layer, task.chunk
+    if key is not None and key.kind in BUCKET_KINDS:
+        layer, chunk = key.layer, None
+    return TimelineEvent(
+        stream=stream, name=name, start=start, end=end, step=step, phase=PHASES[task.kind], round=task.round,
         layer=layer if 0 <= layer < layers else None,
         group=chunk.group if chunk else None, chunk=chunk.number if chunk else None, flops=flops, bytes=size,
     )  # fmt: skip
 
 
-def simulate(model: Model, plan: Plan, rates: Rates, shown: bool = False) -> Simulated:
-    """The third step, which is like all behind it: the first finds no gradients that wait, the second no state.
+def simulate(model: Model, plan: Plan, rates: Rates, with_events: bool = False) -> SimulationResult:
+    """Simulate the third step, which is like all behind it: the first has no pending gradients, the second no state.
 
-    These two have one round, which leaves the same behind as many.
+    These two have one round, which leaves the same state behind as many.
     """
     rounds = min(plan.rounds, SHOWN_ROUNDS)
-    short, shortest = plan, plan
+    shortened, one_round = plan, plan
     if plan.rounds > SHOWN_ROUNDS:
-        short = replace(plan, gbs=SHOWN_ROUNDS * plan.groups_per_round * plan.seqs_per_group)
+        shortened = replace(plan, gbs=SHOWN_ROUNDS * plan.groups_per_round * plan.seqs_per_group)
     if plan.rounds > 1:
-        shortest = replace(plan, gbs=plan.groups_per_round * plan.seqs_per_group)
-    residency, lanes = Residency(model, short), Lanes(Durations(model, short, rates), piece_bytes(model, short))
-    steady = step_work(model, short, beginning(plan, 2))
+        one_round = replace(plan, gbs=plan.groups_per_round * plan.seqs_per_group)
+    residency = Residency(model, shortened)
+    streams = StreamClocks(TaskDurations(model, shortened, rates), buffer_bytes(model, shortened))
+    steady_tasks = step_tasks(model, shortened, step_start(plan, 2))
     for step in (0, 1):
-        for _ in lanes.run(residency.program(step_work(model, shortest, beginning(plan, step)), steady)):
+        for _ in streams.run(residency.program(step_tasks(model, one_round, step_start(plan, step)), steady_tasks)):
             pass
-    start = lanes.now["compute"]
-    program = residency.program(steady, steady)
-    stretches = list(lanes.run(program))
-    end = lanes.now["compute"]
-    per_round = _Sums(rounds)
-    for stretch in stretches:
-        per_round.add(stretch)
-    times = plan.rounds - rounds  # how often the round between is missing
-    middle = per_round.ends[1] - per_round.ends[0] if rounds > 1 else 0.0
-    if shown:  # one more, so that the border between two steps can be seen
-        stretches += lanes.run(residency.program(steady, steady), step=1)
-    return Simulated(
-        step_s=end - start + times * middle,
-        compute_s=per_round.total("compute", times),
-        inbound_s=per_round.total("inbound", times),
-        outbound_s=per_round.total("outbound", times),
-        inbound_bytes=int(per_round.total("inbound_bytes", times)),
-        outbound_bytes=int(per_round.total("outbound_bytes", times)),
-        hardware_flops=per_round.total("flops", times),
-        home_slots=program.homes,
-        stretches=tuple(_since(stretch, start) for stretch in stretches) if shown else (),
+    start = streams.now["compute"]
+    program = residency.program(steady_tasks, steady_tasks)
+    events = list(streams.run(program))
+    end = streams.now["compute"]
+    round_totals = _RoundTotals(rounds)
+    for event in events:
+        round_totals.add(event)
+    repeats = plan.rounds - rounds  # how many middle rounds were not simulated
+    middle_s = round_totals.ends[1] - round_totals.ends[0] if rounds > 1 else 0.0
+    if with_events:  # one more, to show the boundary between two steps
+        events += streams.run(residency.program(steady_tasks, steady_tasks), step=1)
+    return SimulationResult(
+        step_s=end - start + repeats * middle_s,
+        compute_s=round_totals.total("compute", repeats),
+        inbound_s=round_totals.total("inbound", repeats),
+        outbound_s=round_totals.total("outbound", repeats),
+        inbound_bytes=int(round_totals.total("inbound_bytes", repeats)),
+        outbound_bytes=int(round_totals.total("outbound_bytes", repeats)),
+        hardware_flops=round_totals.total("flops", repeats),
+        host_slots=program.host_slots,
+        events=tuple(_shifted(event, start) for event in events) if with_events else (),
     )
 
 
-def _since(stretch: Stretch, start: float) -> Stretch:
-    return replace(stretch, start=stretch.start - start, end=stretch.end - start)
+def _shifted(event: TimelineEvent, start: float) -> TimelineEvent:
+    return replace(event, start=event.start - start, end=event.end - start)
 
 
-class _Sums:
-    """What each round takes, by name; and when its last computation was done."""
+class _RoundTotals:
+    """Totals of each round by name, and the end of its last task."""
 
     def __init__(self, rounds: int):
-        self.sums: list[dict[str, float]] = [{} for _ in range(rounds)]
+        self.totals: list[dict[str, float]] = [{} for _ in range(rounds)]
         self.ends = [0.0] * rounds
 
-    def add(self, stretch: Stretch) -> None:
-        assert stretch.round is not None
-        sums = self.sums[stretch.round]
-        seconds = stretch.end - stretch.start
+    def add(self, event: TimelineEvent) -> None:
+        assert event.round is not None
+        totals = self.totals[event.round]
+        seconds = event.end - event.start
         for name, value in (
-            (stretch.lane, seconds), (f"{stretch.lane}_bytes", stretch.bytes), ("flops", stretch.flops),
+            (event.stream, seconds), (f"{event.stream}_bytes", event.bytes), ("flops", event.flops),
         ):  # fmt: skip
-            sums[name] = sums.get(name, 0.0) + value
-        if stretch.lane == "compute":
-            self.ends[stretch.round] = stretch.end
+            totals[name] = totals.get(name, 0.0) + value
+        if event.stream == "compute":
+            self.ends[event.round] = event.end
 
-    def total(self, name: str, times: int) -> float:
-        found = [sums.get(name, 0.0) for sums in self.sums]
-        return sum(found) + (times * found[1] if times else 0.0)
+    def total(self, name: str, repeats: int) -> float:
+        values = [totals.get(name, 0.0) for totals in self.totals]
+        return sum(values) + (repeats * values[1] if repeats else 0.0)

@@ -1,9 +1,9 @@
-"""The computation of an optimizer step, in order: what each part needs, makes, changes and is the last to need.
+"""Tasks of an optimizer step, in order: what each reads, makes, changes, and is the last to need.
 
-    for work in step_work(model, plan, beginning(plan, step=3)): ...
+    for task in step_tasks(model, plan, step_start(plan, step=3)): ...
 
 Forward goes layer by layer over all chunks of a round, so that a layer's weights are needed once; backward is the same
-reversed. Nothing here knows what is on the device: `residency.py` finds out what must be copied, and when.
+reversed. Nothing here knows what is on the device: `residency.py` decides what must be copied, and when.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple
 
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import Piece, Units
+from llmb.perfmodel.offload.buffers import BufferKey, ParamBuckets
 
-# Layers from one update of the head to the next: its units are done with at once, and the link takes its time to bring
+# Layers from one update of the head to the next: all its buckets are complete at once, and the link needs time to bring
 # the state of each.
 HEAD_UPDATES_EVERY = 2
 
-Kind = Literal["update", "embedding", "forward", "head", "backward", "embedding_backward"]
+TaskKind = Literal["update", "embedding", "forward", "head", "backward", "embedding_backward"]
 
 
 class Chunk(NamedTuple):
@@ -27,174 +27,178 @@ class Chunk(NamedTuple):
     number: int  # in its group
     first: int  # row of the group
     tokens: int
-    place: int  # among the chunks of its round
+    place: int  # index among the chunks of its round
 
 
-class Work(NamedTuple):
-    """One computation. A piece is in at most one of reads, makes and changes."""
+class StepTask(NamedTuple):
+    """One computation. A key is in at most one of reads, makes and changes."""
 
-    kind: Kind
+    kind: TaskKind
     round: int
-    layer: int  # or the unit that is updated; -1: none
+    layer: int  # or the bucket that is updated; -1: none
     chunk: Chunk | None
-    reads: tuple[Piece, ...]
-    makes: tuple[Piece, ...]  # without looking at what was there
-    changes: tuple[Piece, ...]
-    ends: tuple[Piece, ...]  # of all these, those that nobody needs any more
-    level: str = FULL  # of its layer and chunk
+    reads: tuple[BufferKey, ...]
+    makes: tuple[BufferKey, ...]  # overwritten without being read
+    changes: tuple[BufferKey, ...]
+    ends: tuple[BufferKey, ...]  # those of all these that no later task needs
+    level: str = FULL  # save level of its layer and chunk
     last: bool = False  # the gradients that it makes or changes are complete for the step
-    fresh: bool = False  # update: the first of all, before which there is no state
+    fresh: bool = False  # update: the very first, before which there is no optimizer state
 
 
-class Beginning(NamedTuple):
-    """What a step finds: how many updates were made before, and whether the gradients of a step still wait for one."""
+class StepStart(NamedTuple):
+    """State at the start of a step: updates done before, and whether gradients of the previous step are pending."""
 
     updates: int
-    waiting: bool
+    pending: bool
 
 
-def beginning(plan: Plan, step: int) -> Beginning:
-    """Of a run's step, from 0 on, where no checkpoint comes between."""
+def step_start(plan: Plan, step: int) -> StepStart:
+    """Return the state at the start of a run's step, from 0 on, where no checkpoint comes between."""
     if plan.update_at == "forward":
-        return Beginning(max(0, step - 1), step > 0)
-    return Beginning(step, False)
+        return StepStart(max(0, step - 1), step > 0)
+    return StepStart(step, False)
 
 
-def step_work(model: Model, plan: Plan, found: Beginning) -> list[Work]:
-    """All work of a step."""
-    return list(_Step(model, plan, found).work())
+def step_tasks(model: Model, plan: Plan, start: StepStart) -> list[StepTask]:
+    """Return all tasks of a step."""
+    return list(_Step(model, plan, start).tasks())
 
 
-def waiting_updates(model: Model, plan: Plan, found: Beginning) -> list[Work]:
-    """Only the updates that still wait: before a checkpoint, and at the end of a run."""
-    step = _Step(model, plan, found)
-    return [step.update(0, unit) for unit in range(step.units.count)] if found.waiting else []
+def pending_updates(model: Model, plan: Plan, start: StepStart) -> list[StepTask]:
+    """Return only the pending updates: before a checkpoint, and at the end of a run."""
+    step = _Step(model, plan, start)
+    return [step.update(0, bucket) for bucket in range(step.buckets.count)] if start.pending else []
 
 
-def chunks_of(plan: Plan, round_: int) -> list[Chunk]:
-    """The chunks of a round, in forward order."""
+def round_chunks(plan: Plan, round_: int) -> list[Chunk]:
+    """Return the chunks of a round, in forward order."""
     groups = range(round_ * plan.groups_per_round, min((round_ + 1) * plan.groups_per_round, plan.groups))
-    found: list[Chunk] = []
+    chunks: list[Chunk] = []
     for group in groups:
         sequences = min(plan.seqs_per_group, plan.gbs - group * plan.seqs_per_group)
         rows = sequences * plan.seqlen
         for number, first in enumerate(range(0, rows, plan.chunk_tokens)):
             tokens = min(plan.chunk_tokens, rows - first)
-            found.append(Chunk(group, number, first, tokens, len(found)))
-    return found
+            chunks.append(Chunk(group, number, first, tokens, len(chunks)))
+    return chunks
 
 
 class _Step:
-    def __init__(self, model: Model, plan: Plan, found: Beginning):
-        self.model, self.plan, self.found = model, plan, found
-        self.units = Units(model)
-        self.made: set[int] = set()  # units whose gradients this step has begun
+    def __init__(self, model: Model, plan: Plan, start: StepStart):
+        self.model, self.plan, self.start = model, plan, start
+        self.buckets = ParamBuckets(model)
+        self.with_grads: set[int] = set()  # buckets whose gradients this step has begun
         self.updated: set[int] = set()
 
-    def work(self) -> Iterator[Work]:
+    def tasks(self) -> Iterator[StepTask]:
         for round_ in range(self.plan.rounds):
-            chunks = chunks_of(self.plan, round_)
+            chunks = round_chunks(self.plan, round_)
             yield from self.forward(round_, chunks)
             yield from self.backward(round_, chunks)
 
-    def forward(self, round_: int, chunks: list[Chunk]) -> Iterator[Work]:
-        yield from self.updates_before(round_, self.units.embedding)
-        params = tuple(Piece("param", unit) for unit in self.units.embedding)
+    def forward(self, round_: int, chunks: list[Chunk]) -> Iterator[StepTask]:
+        yield from self.updates_before(round_, self.buckets.embedding)
+        params = tuple(BufferKey("param", bucket) for bucket in self.buckets.embedding)
         for chunk in chunks:
-            yield Work("embedding", round_, -1, chunk, params, (_inp(0, chunk),), (), ())
+            yield StepTask("embedding", round_, -1, chunk, params, (_inp(0, chunk),), (), ())
         for layer in range(self.model.layers):
             yield from self.updates_before(round_, range(layer, layer + 1))
             for chunk in chunks:
                 yield self.forward_layer(round_, layer, chunk)
 
-    def forward_layer(self, round_: int, layer: int, chunk: Chunk) -> Work:
+    def forward_layer(self, round_: int, layer: int, chunk: Chunk) -> StepTask:
         level = self.level(layer, chunk)
-        kv, made = _kv(layer, chunk), [_inp(layer + 1, chunk)]
+        kv, makes = _kv(layer, chunk), [_inp(layer + 1, chunk)]
         if level in (FULL, ATTENTION):
-            made.append(_attn(layer, chunk))
+            makes.append(_attn(layer, chunk))
         if level == FULL:
-            made.append(_rest(layer, chunk))
+            makes.append(_rest(layer, chunk))
         if chunk.number == 0:
-            made.append(kv)
-        changed = () if chunk.number == 0 else (kv,)
-        reads = (Piece("param", layer), _inp(layer, chunk))
-        return Work("forward", round_, layer, chunk, reads, tuple(made), changed, (), level)
+            makes.append(kv)
+        changes = () if chunk.number == 0 else (kv,)
+        reads = (BufferKey("param", layer), _inp(layer, chunk))
+        return StepTask("forward", round_, layer, chunk, reads, tuple(makes), changes, (), level)
 
-    def backward(self, round_: int, chunks: list[Chunk]) -> Iterator[Work]:
+    def backward(self, round_: int, chunks: list[Chunk]) -> Iterator[StepTask]:
         last = round_ == self.plan.rounds - 1
-        yield from self.updates_before(round_, self.units.head)
+        yield from self.updates_before(round_, self.buckets.head)
         for chunk in chunks[::-1]:
             yield self.head(round_, chunk, last and chunk.place == 0)
-        of_head = [] if self.model.tied_embeddings else list(self.units.head)
+        head_buckets = [] if self.model.tied_embeddings else list(self.buckets.head)
         for layer in reversed(range(self.model.layers)):
             for chunk in chunks[::-1]:
                 yield self.backward_layer(round_, layer, chunk, last and chunk.place == 0)
-            yield from self.updates_behind(round_, [layer])
-            if (self.model.layers - layer) % HEAD_UPDATES_EVERY == 0 and of_head:
-                yield from self.updates_behind(round_, [of_head.pop(0)])
+            yield from self.updates_after(round_, [layer])
+            if (self.model.layers - layer) % HEAD_UPDATES_EVERY == 0 and head_buckets:
+                yield from self.updates_after(round_, [head_buckets.pop(0)])
         for chunk in chunks[::-1]:
             yield self.embedding_backward(round_, chunk, last and chunk.place == 0)
-        yield from self.updates_behind(round_, [*of_head, *self.units.embedding])
+        yield from self.updates_after(round_, [*head_buckets, *self.buckets.embedding])
 
-    def head(self, round_: int, chunk: Chunk, last: bool) -> Work:
+    def head(self, round_: int, chunk: Chunk, last: bool) -> StepTask:
         inp = _inp(self.model.layers, chunk)
-        params = tuple(Piece("param", unit) for unit in self.units.head)
-        made, changed = self.grads(self.units.head)
-        stream = Piece("dstream", -1, chunk.group, chunk.number)
+        params = tuple(BufferKey("param", bucket) for bucket in self.buckets.head)
+        makes, changes = self.grads(self.buckets.head)
         last = last and not self.model.tied_embeddings
-        return Work("head", round_, -1, chunk, (*params, inp), (stream, *made), changed, (inp,), last=last)
-
-    def backward_layer(self, round_: int, layer: int, chunk: Chunk, last: bool) -> Work:
-        level = self.level(layer, chunk)
-        own = [_inp(layer, chunk)]
-        if level in (FULL, ATTENTION):
-            own.append(_attn(layer, chunk))
-        if level == FULL:
-            own.append(_rest(layer, chunk))
-        kv, dkv = _kv(layer, chunk), Piece("dkv", -1, chunk.group)
-        made, changed = self.grads(range(layer, layer + 1))
-        is_last_chunk = self.is_last_of_group(chunk)  # gone back through first
-        made += (dkv,) if is_last_chunk else ()
-        changed += () if is_last_chunk else (dkv,)
-        ends = (*own, kv, dkv) if chunk.number == 0 else tuple(own)
-        stream = Piece("dstream", -1, chunk.group, chunk.number)
-        reads = (Piece("param", layer), kv, *own)
-        return Work("backward", round_, layer, chunk, reads, made, (*changed, stream), ends, level, last)
-
-    def embedding_backward(self, round_: int, chunk: Chunk, last: bool) -> Work:
-        stream = Piece("dstream", -1, chunk.group, chunk.number)
-        made, changed = self.grads(self.units.embedding)
-        return Work("embedding_backward", round_, -1, chunk, (stream,), made, changed, (stream,), last=last)
-
-    def grads(self, units: range) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-        """Gradients of units: those that begin here, and those that go on."""
-        new = [unit for unit in units if unit not in self.made]
-        self.made.update(units)
-        return (
-            tuple(Piece("grad", unit) for unit in new),
-            tuple(Piece("grad", unit) for unit in units if unit not in new),
+        return StepTask(
+            "head", round_, -1, chunk, (*params, inp), (_d_residual(chunk), *makes), changes, (inp,), last=last
         )
 
-    def updates_before(self, round_: int, units: range) -> Iterator[Work]:
-        """What waits from the step before, when its unit is about to be used."""
-        if round_ == 0 and self.found.waiting:
-            for unit in units:
-                if unit not in self.updated:
-                    yield self.update(round_, unit)
+    def backward_layer(self, round_: int, layer: int, chunk: Chunk, last: bool) -> StepTask:
+        level = self.level(layer, chunk)
+        saved = [_inp(layer, chunk)]
+        if level in (FULL, ATTENTION):
+            saved.append(_attn(layer, chunk))
+        if level == FULL:
+            saved.append(_rest(layer, chunk))
+        kv, dkv = _kv(layer, chunk), BufferKey("dkv", -1, chunk.group)
+        makes, changes = self.grads(range(layer, layer + 1))
+        is_last_chunk = self.is_last_of_group(chunk)  # first in backward
+        makes += (dkv,) if is_last_chunk else ()
+        changes += () if is_last_chunk else (dkv,)
+        ends = (*saved, kv, dkv) if chunk.number == 0 else tuple(saved)
+        reads = (BufferKey("param", layer), kv, *saved)
+        return StepTask(
+            "backward", round_, layer, chunk, reads, makes, (*changes, _d_residual(chunk)), ends, level, last
+        )
 
-    def updates_behind(self, round_: int, units: Iterable[int]) -> Iterator[Work]:
-        """Right behind the step's last gradient, where nothing has to be known of the other gradients."""
+    def embedding_backward(self, round_: int, chunk: Chunk, last: bool) -> StepTask:
+        d_residual = _d_residual(chunk)
+        makes, changes = self.grads(self.buckets.embedding)
+        return StepTask(
+            "embedding_backward", round_, -1, chunk, (d_residual,), makes, changes, (d_residual,), last=last
+        )
+
+    def grads(self, buckets: range) -> tuple[tuple[BufferKey, ...], tuple[BufferKey, ...]]:
+        """Return the gradients of buckets that begin here, and those that are accumulated into."""
+        new = [bucket for bucket in buckets if bucket not in self.with_grads]
+        self.with_grads.update(buckets)
+        return (
+            tuple(BufferKey("grad", bucket) for bucket in new),
+            tuple(BufferKey("grad", bucket) for bucket in buckets if bucket not in new),
+        )
+
+    def updates_before(self, round_: int, buckets: range) -> Iterator[StepTask]:
+        """Yield the pending updates of the previous step, when their buckets are about to be used."""
+        if round_ == 0 and self.start.pending:
+            for bucket in buckets:
+                if bucket not in self.updated:
+                    yield self.update(round_, bucket)
+
+    def updates_after(self, round_: int, buckets: Iterable[int]) -> Iterator[StepTask]:
+        """Yield updates right behind the step's last gradient, where they do not depend on other gradients."""
         if self.plan.update_at == "backward" and round_ == self.plan.rounds - 1:
-            for unit in units:
-                yield self.update(round_, unit)
+            for bucket in buckets:
+                yield self.update(round_, bucket)
 
-    def update(self, round_: int, unit: int) -> Work:
-        self.updated.add(unit)
-        param, grad, state = Piece("param", unit), Piece("grad", unit), Piece("state", unit)
-        fresh = self.found.updates == 0
+    def update(self, round_: int, bucket: int) -> StepTask:
+        self.updated.add(bucket)
+        param, grad, state = BufferKey("param", bucket), BufferKey("grad", bucket), BufferKey("state", bucket)
+        fresh = self.start.updates == 0
         changes = (param,) if fresh else (param, state)
         makes = (state,) if fresh else ()
-        return Work("update", round_, unit, None, (grad,), makes, changes, (grad,), fresh=fresh)
+        return StepTask("update", round_, bucket, None, (grad,), makes, changes, (grad,), fresh=fresh)
 
     def level(self, layer: int, chunk: Chunk) -> str:
         return self.plan.levels[layer * self.plan.chunks_per_round + chunk.place]
@@ -204,17 +208,21 @@ class _Step:
         return chunk.first + chunk.tokens == sequences * self.plan.seqlen
 
 
-def _inp(layer: int, chunk: Chunk) -> Piece:
-    return Piece("inp", layer, chunk.group, chunk.number)
+def _inp(layer: int, chunk: Chunk) -> BufferKey:
+    return BufferKey("inp", layer, chunk.group, chunk.number)
 
 
-def _attn(layer: int, chunk: Chunk) -> Piece:
-    return Piece("attn", layer, chunk.group, chunk.number)
+def _attn(layer: int, chunk: Chunk) -> BufferKey:
+    return BufferKey("attn", layer, chunk.group, chunk.number)
 
 
-def _rest(layer: int, chunk: Chunk) -> Piece:
-    return Piece("rest", layer, chunk.group, chunk.number)
+def _rest(layer: int, chunk: Chunk) -> BufferKey:
+    return BufferKey("rest", layer, chunk.group, chunk.number)
 
 
-def _kv(layer: int, chunk: Chunk) -> Piece:
-    return Piece("kv", layer, chunk.group)
+def _kv(layer: int, chunk: Chunk) -> BufferKey:
+    return BufferKey("kv", layer, chunk.group)
+
+
+def _d_residual(chunk: Chunk) -> BufferKey:
+    return BufferKey("dstream", -1, chunk.group, chunk.number)

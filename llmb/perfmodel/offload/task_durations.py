@@ -1,10 +1,11 @@
-"""Seconds and FLOPs of every computation of an out-of-core step, from its shape and the machine's rates.
+"""Seconds and FLOPs of every task of an out-of-core step, from its shape and the machine's rates.
 
-Work is of three sorts, each with its own rate: matrix products, attention, and passes over memory. Attention to a
-chunk's own keys, half of which a causal mask hides, and to those before it, all of which are seen, have rates of their
-own. FLOPs are those the device executes: of pairs that the mask leaves, and going back 2.5 times those going forward.
+Time is spent on gemms, attention and passes over memory, each with its own rate. Attention to a chunk's own keys, half
+of which a causal mask hides, and to the keys before it, all of which are visible, have separate rates. FLOPs are those
+the device executes: of pairs that the mask leaves, and in backward 2.5 times those in forward.
 
-In fp8 a layer's weights are cast by the first chunk that needs them, once a round and direction (`fp8_layer_weights.py`).
+In fp8 a layer's weights are cast by the first chunk that needs them, once per round and direction
+(`fp8_layer_weights.py`).
 """
 
 from dataclasses import dataclass
@@ -13,97 +14,98 @@ from math import ceil
 
 from llmb.config.offload_plan import ATTENTION, FULL, Plan
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import Units, number_bytes, piece_bytes
+from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
 from llmb.perfmodel.offload.machine_rates import Rates
 from llmb.perfmodel.offload.operand_bytes import CAST, OperandBytes, operand_bytes
-from llmb.perfmodel.offload.step_tasks import Chunk, Work, chunks_of
+from llmb.perfmodel.offload.step_tasks import Chunk, StepTask, round_chunks
 
-BACKWARD_ATTENTION = 2.5  # of the forward's FLOPs: five products of each pair instead of two
+BACKWARD_ATTENTION = 2.5  # times the forward FLOPs: five matmuls per pair instead of two
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a computation needs of each sort."""
+class TaskCost:
+    """Resources that a task needs."""
 
-    products: float = 0.0  # FLOPs
-    squares: float = 0.0  # FLOPs of attention to a chunk's own keys, going forward
-    past: float = 0.0  # and to the keys before it
-    backward_squares: float = 0.0
-    backward_past: float = 0.0
-    passed: float = 0.0  # bytes read and written by all that is neither
-    of_head: float = 0.0  # FLOPs of products that are never in 8 bits
+    gemms: float = 0.0  # FLOPs
+    causal: float = 0.0  # forward FLOPs of attention to a chunk's own keys
+    rectangle: float = 0.0  # and to the keys before it
+    backward_causal: float = 0.0
+    backward_rectangle: float = 0.0
+    memory_bytes: float = 0.0  # read and written by everything else
+    head_gemms: float = 0.0  # FLOPs of gemms that are never in fp8
 
     @property
     def flops(self) -> float:
-        attention = self.squares + self.past + self.backward_squares + self.backward_past
-        return self.products + self.of_head + attention
+        attention = self.causal + self.rectangle + self.backward_causal + self.backward_rectangle
+        return self.gemms + self.head_gemms + attention
 
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.products + other.products,
-            self.squares + other.squares,
-            self.past + other.past,
-            self.backward_squares + other.backward_squares,
-            self.backward_past + other.backward_past,
-            self.passed + other.passed,
-            self.of_head + other.of_head,
+    def __add__(self, other: "TaskCost") -> "TaskCost":
+        return TaskCost(
+            self.gemms + other.gemms,
+            self.causal + other.causal,
+            self.rectangle + other.rectangle,
+            self.backward_causal + other.backward_causal,
+            self.backward_rectangle + other.backward_rectangle,
+            self.memory_bytes + other.memory_bytes,
+            self.head_gemms + other.head_gemms,
         )
 
 
 @dataclass(frozen=True)
-class Durations:
-    """Of one model, plan and machine."""
+class TaskDurations:
+    """Durations of the tasks of one model, plan and machine."""
 
     model: Model
     plan: Plan
     rates: Rates
 
-    def seconds(self, work: Work) -> float:
-        """Of one computation, what it computes again included."""
-        return self.seconds_of(self.cost(work))
+    def seconds(self, task: StepTask) -> float:
+        """Return the duration of a task, recomputation included."""
+        return self.seconds_of(self.cost(task))
 
-    def seconds_of(self, cost: Cost) -> float:
+    def seconds_of(self, cost: TaskCost) -> float:
         rates = self.rates
-        products = rates.matmul_tflops
+        gemms = rates.matmul_tflops
         if self.plan.dtype == "fp8" and rates.fp8_tflops is not None:
-            products = rates.fp8_tflops
-        forward, backward = self.squares_tflops
+            gemms = rates.fp8_tflops
+        forward, backward = self.causal_tflops
         return (
-            cost.products / products / 1e12
-            + cost.of_head / rates.matmul_tflops / 1e12
-            + cost.squares / forward / 1e12
-            + cost.past / rates.past_attention_forward_tflops / 1e12
-            + cost.backward_squares / backward / 1e12
-            + cost.backward_past / rates.past_attention_backward_tflops / 1e12
-            + cost.passed / rates.memory_gbs / 1e9
+            cost.gemms / gemms / 1e12
+            + cost.head_gemms / rates.matmul_tflops / 1e12
+            + cost.causal / forward / 1e12
+            + cost.rectangle / rates.past_attention_forward_tflops / 1e12
+            + cost.backward_causal / backward / 1e12
+            + cost.backward_rectangle / rates.past_attention_backward_tflops / 1e12
+            + cost.memory_bytes / rates.memory_gbs / 1e9
         )
 
-    def cost(self, work: Work) -> Cost:
-        """Of one computation."""
-        if work.kind == "update":
+    def cost(self, task: StepTask) -> TaskCost:
+        """Return what a task needs."""
+        if task.kind == "update":
             return self.update
-        assert work.chunk is not None
-        if work.kind == "forward":
-            return self.forward(work.chunk)
-        if work.kind == "backward":
-            return self.backward(work.chunk) + self.recompute(work.chunk, work.level) + self.casts_again(work)
-        if work.kind == "head":
-            return self.head(work.chunk)
-        return Cost(passed=work.chunk.tokens * self.model.hidden * self.each * (2 if work.kind == "embedding" else 6))
+        assert task.chunk is not None
+        if task.kind == "forward":
+            return self.forward(task.chunk)
+        if task.kind == "backward":
+            return self.backward(task.chunk) + self.recompute(task.chunk, task.level) + self.recompute_casts(task)
+        if task.kind == "head":
+            return self.head(task.chunk)
+        passes = 2 if task.kind == "embedding" else 6
+        return TaskCost(memory_bytes=task.chunk.tokens * self.model.hidden * self.itemsize * passes)
 
     @cached_property
-    def each(self) -> int:
-        """Bytes a number of the stream."""
-        return number_bytes(self.plan)
+    def itemsize(self) -> int:
+        """Bytes per element of the residual."""
+        return activation_itemsize(self.plan)
 
     @cached_property
     def widths(self) -> tuple[int, int]:
-        """Of queries, and of keys."""
+        """Widths of all query heads and of all key heads."""
         return self.model.heads * self.model.head_dim, self.model.kv_heads * self.model.head_dim
 
     @cached_property
     def matrices(self) -> int:
-        """Weights of a block that every token is multiplied with."""
+        """Weights of a layer that every token is multiplied with."""
         width, kv_width = self.widths
         return self.model.hidden * (2 * width + 2 * kv_width + 3 * self.model.ffn)
 
@@ -112,107 +114,108 @@ class Durations:
         return operand_bytes(self.model, self.plan)
 
     @cached_property
-    def update(self) -> Cost:
-        """One pass over weights, gradients and state of a unit; all but the gradients are written, too."""
-        sizes = piece_bytes(self.model, self.plan)
-        return Cost(passed=2 * sizes["param"] + sizes["grad"] + 2 * sizes["state"])
+    def update(self) -> TaskCost:
+        """One pass over weights, gradients and state of a bucket; all but the gradients are also written."""
+        sizes = buffer_bytes(self.model, self.plan)
+        return TaskCost(memory_bytes=2 * sizes["param"] + sizes["grad"] + 2 * sizes["state"])
 
     @cached_property
     def gradient_bytes(self) -> float:
-        """Of one number."""
-        return piece_bytes(self.model, self.plan)["grad"] / Units(self.model).block_numbers
+        """Bytes per element of a gradient."""
+        return buffer_bytes(self.model, self.plan)["grad"] / ParamBuckets(self.model).bucket_numel
 
     @cached_property
-    def squares_tflops(self) -> tuple[float, float]:
-        """Forward and back, of squares as long as a sequence, or as a chunk where a sequence has several."""
+    def causal_tflops(self) -> tuple[float, float]:
+        """Rates forward and backward of causal squares as long as a sequence, or as a chunk where it is shorter."""
         rates, tokens = self.rates, min(self.plan.seqlen, self.plan.chunk_tokens)
-        share = rates.square_tokens / tokens
+        ratio = rates.square_tokens / tokens
         return (
-            _square_tflops(rates.attention_forward_tflops, rates.past_attention_forward_tflops, share),
-            _square_tflops(rates.attention_backward_tflops, rates.past_attention_backward_tflops, share),
+            _causal_tflops(rates.attention_forward_tflops, rates.past_attention_forward_tflops, ratio),
+            _causal_tflops(rates.attention_backward_tflops, rates.past_attention_backward_tflops, ratio),
         )
 
     def attention(self, chunk: Chunk) -> tuple[float, float]:
-        """FLOPs going forward, of the chunk's own keys and of those before it."""
-        several = self.plan.chunks_per_group > 1
-        own = chunk.tokens * (chunk.tokens if several else self.plan.seqlen) / 2
-        past = chunk.tokens * chunk.first if several else 0
+        """Return forward FLOPs for the chunk's own keys and for those before it."""
+        has_past = self.plan.chunks_per_group > 1
+        causal = chunk.tokens * (chunk.tokens if has_past else self.plan.seqlen) / 2
+        rectangle = chunk.tokens * chunk.first if has_past else 0
         width, _ = self.widths
-        return 4.0 * own * width, 4.0 * past * width
+        return 4.0 * causal * width, 4.0 * rectangle * width
 
-    def forward(self, chunk: Chunk) -> Cost:
+    def forward(self, chunk: Chunk) -> TaskCost:
         m, (width, kv_width) = self.model, self.widths
-        # Two sums with the stream; the rotation, in place.
-        passes = 2 * 3 * m.hidden + 2 * (width + kv_width)
-        passed = self._passed(chunk, passes) + chunk.tokens * self.operands.forward
-        squares, past = self.attention(chunk)
+        # Two residual adds; RoPE, in place.
+        elements = 2 * 3 * m.hidden + 2 * (width + kv_width)
+        memory_bytes = self._pass_bytes(chunk, elements) + chunk.tokens * self.operands.forward
+        causal, rectangle = self.attention(chunk)
         cast = self._cast(self.matrices, is_first=chunk.place == 0)
-        return Cost(2.0 * chunk.tokens * self.matrices, squares, past, passed=passed + cast)
+        return TaskCost(2.0 * chunk.tokens * self.matrices, causal, rectangle, memory_bytes=memory_bytes + cast)
 
-    def recompute(self, chunk: Chunk, level: str) -> Cost:
-        """What the level did not keep."""
+    def recompute(self, chunk: Chunk, level: str) -> TaskCost:
+        """Return the cost of recomputing what the level did not save."""
         if level == FULL:
-            return Cost()
+            return TaskCost()
         m, (width, _) = self.model, self.widths
-        products = 2.0 * chunk.tokens * m.hidden * (2 * width + 2 * m.ffn)
-        squares, past = (0.0, 0.0) if level == ATTENTION else self.attention(chunk)
-        passes = 3 * m.hidden + 2 * width
-        passed = self._passed(chunk, passes) + chunk.tokens * self.operands.again
-        return Cost(products, squares, past, passed=passed)
+        gemms = 2.0 * chunk.tokens * m.hidden * (2 * width + 2 * m.ffn)
+        causal, rectangle = (0.0, 0.0) if level == ATTENTION else self.attention(chunk)
+        elements = 3 * m.hidden + 2 * width
+        memory_bytes = self._pass_bytes(chunk, elements) + chunk.tokens * self.operands.recompute
+        return TaskCost(gemms, causal, rectangle, memory_bytes=memory_bytes)
 
-    def casts_again(self, work: Work) -> Cost:
-        """Going back takes weights in another form than going forward; what is computed again takes both."""
-        assert work.chunk is not None
-        begin = work.layer * self.plan.chunks_per_round
-        behind = self.plan.levels[begin + work.chunk.place + 1 : begin + self._chunks_in_round(work.chunk)]
-        is_first = work.level != FULL and set(behind) <= {FULL}
+    def recompute_casts(self, task: StepTask) -> TaskCost:
+        """Return the cost of fp8 casts: backward takes the other layout of the weights, recomputation needs both."""
+        assert task.chunk is not None
+        begin = task.layer * self.plan.chunks_per_round
+        behind = self.plan.levels[begin + task.chunk.place + 1 : begin + self._chunks_in_round(task.chunk)]
+        is_first = task.level != FULL and set(behind) <= {FULL}
         all_but_down = self.matrices - self.model.hidden * self.model.ffn
-        return Cost(passed=self._cast(all_but_down, is_first))
+        return TaskCost(memory_bytes=self._cast(all_but_down, is_first))
 
-    def backward(self, chunk: Chunk) -> Cost:
+    def backward(self, chunk: Chunk) -> TaskCost:
         width, kv_width = self.widths
-        # The rotation's way back, sums of dk and dv; every gradient is read and written once more as the sum that it is
-        # added to. In fp8 that is a pass of its own, which also reads what is added.
-        passes = 2 * (width + kv_width) + 2 * kv_width * 4
-        passed = self._passed(chunk, passes) + chunk.tokens * self.operands.backward
-        sums = (3.0 if self.plan.dtype == "fp8" else 2.0) * self.matrices * self.gradient_bytes
+        # RoPE backward, accumulation of dk and dv; every weight gradient is read and written once more to accumulate.
+        # In fp8 that is a separate pass, which also reads the addend.
+        elements = 2 * (width + kv_width) + 2 * kv_width * 4
+        memory_bytes = self._pass_bytes(chunk, elements) + chunk.tokens * self.operands.backward
+        accumulate = (3.0 if self.plan.dtype == "fp8" else 2.0) * self.matrices * self.gradient_bytes
         cast = self._cast(self.matrices, is_first=chunk.place == self._chunks_in_round(chunk) - 1)
-        squares, past = (BACKWARD_ATTENTION * flops for flops in self.attention(chunk))
-        return Cost(
-            4.0 * chunk.tokens * self.matrices, backward_squares=squares, backward_past=past,
-            passed=passed + sums + cast,
+        causal, rectangle = (BACKWARD_ATTENTION * flops for flops in self.attention(chunk))
+        return TaskCost(
+            4.0 * chunk.tokens * self.matrices, backward_causal=causal, backward_rectangle=rectangle,
+            memory_bytes=memory_bytes + accumulate + cast,
         )  # fmt: skip
 
-    def head(self, chunk: Chunk) -> Cost:
+    def head(self, chunk: Chunk) -> TaskCost:
         m = self.model
-        # The logits are written, read twice and written by the loss, and read by two products; the gradients are read
-        # and written for every few tokens whose logits exist at once.
-        passes = 4 * m.vocab + 8 * m.hidden
-        sums = 2.0 * ceil(chunk.tokens / self.plan.loss_tokens) * m.vocab * m.hidden * self.gradient_bytes
-        return Cost(of_head=6.0 * chunk.tokens * m.hidden * m.vocab, passed=self._passed(chunk, passes) + sums)
+        # The logits are written, read twice and written by the loss, and read by two gemms; the weight gradients are
+        # read and written for every loss chunk.
+        elements = 4 * m.vocab + 8 * m.hidden
+        accumulate = 2.0 * ceil(chunk.tokens / self.plan.loss_tokens) * m.vocab * m.hidden * self.gradient_bytes
+        memory_bytes = self._pass_bytes(chunk, elements) + accumulate
+        return TaskCost(head_gemms=6.0 * chunk.tokens * m.hidden * m.vocab, memory_bytes=memory_bytes)
 
     def _cast(self, weights: int, is_first: bool) -> int:
-        """Bytes of bringing weights to 8 bits, where this chunk is the one that does."""
+        """Return the bytes of casting weights to fp8, if this chunk is the one that does it."""
         return CAST * weights if is_first and self.plan.dtype == "fp8" else 0
 
     def _chunks_in_round(self, chunk: Chunk) -> int:
-        """Of the chunk's own, which may be the last and have fewer."""
+        """Return the chunks of this chunk's round; the last round may have fewer."""
         is_last = chunk.group // self.plan.groups_per_round == self.plan.rounds - 1
         return self._chunks_in_last_round if is_last else self.plan.chunks_per_round
 
     @cached_property
     def _chunks_in_last_round(self) -> int:
-        return len(chunks_of(self.plan, self.plan.rounds - 1))
+        return len(round_chunks(self.plan, self.plan.rounds - 1))
 
-    def _passed(self, chunk: Chunk, numbers: float) -> float:
-        return chunk.tokens * numbers * self.each
+    def _pass_bytes(self, chunk: Chunk, elements: float) -> float:
+        return chunk.tokens * elements * self.itemsize
 
 
-def _square_tflops(measured: float, past: float, share: float) -> float:
-    """Of a causal square, where one that is `share` times as long was measured.
+def _causal_tflops(measured: float, rectangle: float, ratio: float) -> float:
+    """Return the rate of a causal square, where one that is `ratio` times as long was measured.
 
-    A square is slower than a rectangle by what its diagonal takes, where half of every tile is computed for nothing: so
-    much a query, and the longer the square, the less of it.
+    A square is slower than a rectangle because of its diagonal, where half of every tile is computed for nothing: a
+    constant time per query, so that longer squares lose less.
     """
-    diagonal = max(0.0, 1 / measured - 1 / past)
-    return 1 / (1 / measured + (share - 1) * diagonal)
+    diagonal = max(0.0, 1 / measured - 1 / rectangle)
+    return 1 / (1 / measured + (ratio - 1) * diagonal)

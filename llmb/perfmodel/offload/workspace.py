@@ -1,11 +1,15 @@
-"""How much the computation of one chunk allocates beside its pieces.
+"""Memory that the computation of one chunk allocates besides the arena's buffers.
 
     workspace_bytes(model, plan)
 
-Each function names what is alive together at each point of the device side's `layer.py`, in numbers a token of the
-run's format, and takes the largest. Kernels of attention make new memory for what they give; what cuDNN uses inside is
-what its published form needs: the queries' slopes in fp32, and slopes of keys and values for each head of the queries.
-What the plain forms of kernels hold on CPUs is not counted.
+Each function lists the tensors that are alive together at each point of `llmb/models/llama_layer/layer.py`, in elements
+per token of the run's dtype, and returns the maximum. Attention kernels allocate their outputs. Inside, cuDNN backward
+needs what its documentation says: dq in fp32, and dk and dv for every query head. Reference kernels on CPUs are not
+counted.
+
+A gemm that accumulates into a gradient needs a temporary of that gradient's size in two cases (`ops/gemm/matmul.py`):
+where cuBLASLt does not take the operands, so that torch computes the product and adds it afterwards, and where a shape
+first occurs with something to add, since trying cuBLASLt's algorithms must not touch the gradient.
 """
 
 from math import prod
@@ -13,75 +17,126 @@ from math import prod
 from llmb.config.llama_layer_shapes import layer_weight_shapes
 from llmb.config.offload_plan import FULL, Plan
 from llmb.config.spec import Model
-from llmb.perfmodel.offload.buffers import number_bytes, piece_bytes
+from llmb.perfmodel.offload.buffers import ParamBuckets, activation_itemsize, buffer_bytes
 
-KEYS_AT_ONCE = 65536  # of one call of the attention: its gradients are made for each head of the queries
+KEY_BLOCK = 65536  # keys per attention call: backward allocates their gradients for every query head
+GEMM_ALIGNMENT = 16  # bytes at multiples of which cuBLASLt's operands and their rows begin
 
 
 def workspace_bytes(model: Model, plan: Plan) -> int:
-    """What the computation of one chunk needs at most; what its level did not keep is there until it is done."""
-    sizes, each, rows = piece_bytes(model, plan), number_bytes(plan), plan.chunk_tokens
-    keys = max(rows, min(plan.group_tokens - rows, KEYS_AT_ONCE))  # its own, or those before it
-    again = 0 if set(plan.levels) == {FULL} else sizes["rest"] + sizes["attn"]
-    forward = each * forward_numbers(model, keeps_rest=not again)
-    behind = each * max(recompute_numbers(model, attn_saved=not again), backward_numbers(model, keys / rows))
-    head = plan.loss_tokens * head_numbers(model) * each + rows * model.hidden * each
-    kept = 0
+    """Return the peak over all tasks of a chunk; recomputed activations live until its backward is done."""
+    sizes, each, rows = buffer_bytes(model, plan), activation_itemsize(plan), plan.chunk_tokens
+    keys = max(rows, min(plan.group_tokens - rows, KEY_BLOCK))  # those of the chunk itself, or those before it
+    recomputed = 0 if set(plan.levels) == {FULL} else sizes["rest"] + sizes["attn"]
+    forward = each * forward_elements(model, saves_activations=not recomputed)
+    backward = each * max(recompute_elements(model, attn_saved=not recomputed), backward_elements(model, keys / rows))
+    cached = 0
     if plan.dtype == "fp8":
-        forward = max(forward, fp8_forward_bytes(model, keeps_rest=not again))
-        behind = max(behind, fp8_backward_bytes(model))
-        matrices = [prod(shape) for shape in layer_weight_shapes(model) if len(shape) == 2]
-        kept = 2 * sum(matrices)  # a layer's, in both forms
-    return max(rows * forward, again + rows * behind, head) + kept
+        forward = max(forward, fp8_forward_bytes(model, saves_activations=not recomputed))
+        backward = max(backward, fp8_backward_bytes(model))
+        cached = 2 * sum(_matrices(model))  # weights of one layer, in both layouts
+    head = plan.loss_tokens * head_elements(model) * each + rows * model.hidden * each
+    head += head_temporary_bytes(model, plan)
+    behind = max(rows * backward, _accumulating_backward_bytes(model, plan, backward))
+    return max(rows * forward, recomputed + behind, head) + cached
 
 
-def forward_numbers(model: Model, keeps_rest: bool) -> int:
-    """Of `Block.forward`."""
+def head_temporary_bytes(model: Model, plan: Plan) -> int:
+    """Return the size of the temporary for the gradient of a vocabulary shard, 0 where none is ever needed.
+
+    Shards are column ranges of the logits, and may begin or end where cuBLASLt does not take them: Llama 1b has five
+    shards of 25652 rows, every second of which begins at an odd multiple of 8 bytes.
+    """
+    chunk = min(plan.chunk_tokens, plan.group_tokens)
+    if not _accumulates(plan) and chunk <= plan.loss_tokens:
+        return 0
+    buckets, each = ParamBuckets(model), activation_itemsize(plan)
+    starts = (buckets.shard_rows(part).start for part in range(buckets.vocab_shards))
+    misaligned = any(element * each % GEMM_ALIGNMENT for element in (model.vocab, *starts))
+    late_shapes = _has_unequal_chunks(plan) or (chunk > plan.loss_tokens and chunk % plan.loss_tokens)
+    if not (plan.dtype == "fp32" or misaligned or late_shapes):
+        return 0
+    return len(buckets.shard_rows(0)) * model.hidden * _grad_element_size(model, plan)
+
+
+def _accumulating_backward_bytes(model: Model, plan: Plan, backward: int) -> int:
+    """Return the peak of the gemms that add to a layer's gradients, where these need temporaries, else 0."""
+    if not _accumulates(plan) or not (plan.dtype == "fp32" or _has_unequal_chunks(plan)):
+        return 0
+    each, rows, grad = activation_itemsize(plan), plan.chunk_tokens, _grad_element_size(model, plan)
+    down = model.hidden * model.ffn * grad
+    if plan.dtype == "fp8":
+        return rows * backward + 2 * down
+    return max(rows * model.ffn * each + down, rows * model.hidden * each + 2 * down)
+
+
+def _accumulates(plan: Plan) -> bool:
+    """Whether several chunks add to the same gradients."""
+    return plan.rounds > 1 or plan.chunks_per_round > 1
+
+
+def _has_unequal_chunks(plan: Plan) -> bool:
+    """Whether gemms of another shape first occur when their gradients already hold something."""
+    has_short_chunk = plan.chunks_per_group > 1 and plan.group_tokens % plan.chunk_tokens != 0
+    return has_short_chunk or plan.gbs % plan.seqs_per_group != 0
+
+
+def _grad_element_size(model: Model, plan: Plan) -> int:
+    return buffer_bytes(model, plan)["grad"] // ParamBuckets(model).bucket_numel
+
+
+def forward_elements(model: Model, saves_activations: bool) -> int:
+    """Return the peak of `LlamaLayer.forward`."""
     width = model.heads * model.head_dim
-    queries = 0 if keeps_rest else width
+    queries = 0 if saves_activations else width
     attention = queries + width + _lse(model)
-    mlp = model.ffn if keeps_rest else model.hidden + 2 * model.ffn
+    mlp = model.ffn if saves_activations else model.hidden + 2 * model.ffn
     return max(model.hidden + queries, attention, model.hidden, mlp)
 
 
-def recompute_numbers(model: Model, attn_saved: bool) -> int:
-    """Of `Block.recompute`, whose `attn` and `rest` are the caller's."""
+def recompute_elements(model: Model, attn_saved: bool) -> int:
+    """Return the peak of `LlamaLayer.recompute`; the activations it fills belong to the caller."""
     width = model.heads * model.head_dim
     return max(model.hidden, 0 if attn_saved else width + _lse(model))
 
 
-def backward_numbers(model: Model, keys_a_token: float) -> int:
-    """Of `Block.backward`; a call of the attention takes so many times as many keys as queries."""
+def backward_elements(model: Model, keys_per_query: float) -> int:
+    """Return the peak of `LlamaLayer.backward`."""
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    given = width + 2 * kv_width * keys_a_token
-    inside = 2 * width + 2 * _lse(model) + (2 * width * keys_a_token if model.heads != model.kv_heads else 0)
-    carved = 2 * width + 2 * kv_width + model.hidden  # in the memory of gate and up, as far as that goes
+    outputs = width + 2 * kv_width * keys_per_query
+    inside = 2 * width + 2 * _lse(model) + (2 * width * keys_per_query if model.heads != model.kv_heads else 0)
+    carved = 2 * width + 2 * kv_width + model.hidden  # placed in the memory of gate and up, where it fits
     beyond = carved if carved > 2 * model.ffn else 0
-    return round(max(model.ffn, model.hidden, given + inside + beyond))
+    return round(max(model.ffn, model.hidden, outputs + inside + beyond))
 
 
-def fp8_forward_bytes(model: Model, keeps_rest: bool) -> int:
-    """Of the linear layers of `fp8_linears.py`, a token: what they are given in 8 bits, and what is tried apart."""
-    queries, both = (0, 0) if keeps_rest else (2 * model.heads * model.head_dim, 4 * model.ffn)
-    added = 0 if keeps_rest else 2 * model.hidden
-    return max(model.hidden + queries, both + max(model.hidden, model.ffn + added))
+def fp8_forward_bytes(model: Model, saves_activations: bool) -> int:
+    """Return the peak per token of the linear layers in `fp8_linears.py`: fp8 operands, outputs of algorithm trials."""
+    queries, both = (0, 0) if saves_activations else (2 * model.heads * model.head_dim, 4 * model.ffn)
+    trial = 0 if saves_activations else 2 * model.hidden
+    return max(model.hidden + queries, both + max(model.hidden, model.ffn + trial))
 
 
 def fp8_backward_bytes(model: Model) -> int:
-    """The same going back, and what is computed again before; the widest place is the activation's slope."""
+    """Return the same of recompute and backward; the maximum is at the gradient of the activation function."""
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    slopes = 2 * model.hidden + 2 * model.ffn + 4 * model.ffn + model.ffn  # of the stream, act; both forms of h13, act
+    # Gradients of the residual and of act; both layouts of the gradient of h13; act in fp8.
+    activation = 2 * model.hidden + 2 * model.ffn + 4 * model.ffn + model.ffn
     carved = 2 * (2 * width + 2 * kv_width + model.hidden)
     beyond = carved if carved > 4 * model.ffn else 0
     attention = 2 * model.hidden + width, 2 * (width + 2 * kv_width) + model.hidden
-    return max(slopes, beyond + max(attention))
+    return max(activation, beyond + max(attention))
 
 
-def head_numbers(model: Model) -> int:
-    """Of `vocabulary.head_loss`, for each of the tokens whose logits exist at once."""
+def head_elements(model: Model) -> int:
+    """Return the peak of `vocab_ends.head_loss` for each of the tokens whose logits exist at once."""
     return model.vocab + model.hidden
 
 
+def _matrices(model: Model) -> list[int]:
+    return [prod(shape) for shape in layer_weight_shapes(model) if len(shape) == 2]
+
+
 def _lse(model: Model) -> int:
-    """A log-sum-exp for each head, as two numbers of 16 bits."""
+    """An fp32 log-sum-exp per head, counted as two 16-bit elements."""
     return 2 * model.heads

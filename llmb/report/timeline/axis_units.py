@@ -1,4 +1,4 @@
-"""Numbers on the lanes as people read them: durations, bytes, shares, and the marks of an axis.
+"""Numbers of a timeline in readable form: durations, bytes, fractions, and the ticks of an axis.
 
 duration(0.0136) -> "13.6 ms"        marks(1.61) -> Marks(every=0.2, unit="s", scale=1.0, decimals=1)
 """
@@ -10,7 +10,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s"))
 
 
 def duration(seconds: float) -> str:
-    """Three figures and a unit."""
+    """Format with three significant digits and a unit."""
     if seconds == 0:
         return "0 s"
     for scale, unit in _UNITS:
@@ -20,7 +20,7 @@ def duration(seconds: float) -> str:
 
 
 def figures(value: float) -> str:
-    """Three figures, never in powers of ten: 1234, 123, 12.3, 1.23, 0.123."""
+    """Format with three significant digits, without an exponent: 1234, 123, 12.3, 1.23, 0.123."""
     if value == 0:
         return "0"
     rounded = float(f"{value:.3g}")  # before its figures are counted: 99.99 is 100, not 100.0
@@ -28,22 +28,22 @@ def figures(value: float) -> str:
     return f"{rounded:,.{min(decimals, 4)}f}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def percent(share: float) -> str:
-    """A share of one: whole percents where these say enough, tenths below ten and close to a hundred."""
-    value = 100 * share
+def percent(fraction: float) -> str:
+    """Format a fraction: whole percents where these suffice, tenths below ten and close to a hundred."""
+    value = 100 * fraction
     if 0 < value < 0.1:
         return "less than 0.1 %"
     return f"{value:.0f} %" if 10 <= value < 99 or round(value, 1) in (0.0, 100.0) else f"{value:.1f} %"
 
 
 def difference(ratio: float) -> str:
-    """A ratio as what it is above or below one: +1.9 %."""
+    """Format a ratio as its difference from one: +1.9 %."""
     off = round(100 * (ratio - 1), 1)
     return f"{off:+.1f} %" if off else "0.0 %"
 
 
 def size(count: float) -> str:
-    """Bytes in the units of 1000 that link speeds are told in."""
+    """Format bytes in units of 1000, as link speeds are given."""
     for scale, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= scale:
             return f"{figures(count / scale)} {unit}"
@@ -52,7 +52,7 @@ def size(count: float) -> str:
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks of an axis from 0, in the unit in which they are told."""
+    """Ticks of an axis from 0, in the unit of their labels."""
 
     every: float  # in the axis' own unit
     unit: str
@@ -67,14 +67,14 @@ class Marks:
 
 
 def marks(seconds: float, at_most: int = 12) -> Marks:
-    """Marks of 1, 2 or 5 times a power of ten, as many as fit."""
+    """Return ticks of 1, 2 or 5 times a power of ten, as many as fit."""
     every = _round_step(seconds / at_most)
     scale, unit = next(((s, u) for s, u in _UNITS if seconds >= 2 * s), _UNITS[-1])
     return Marks(every, unit, scale, max(0, -math.floor(math.log10(every / scale) + 1e-9)))
 
 
 def ceiling(value: float) -> float:
-    """The next larger of 1, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten: the top of a strip."""
+    """Return the next larger of 1, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten: the top of a strip."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if step * power >= value * (1 - 1e-9))
 

@@ -1,75 +1,76 @@
-"""What a picture of the lanes shows, in words computed from the same data.
+"""Captions of the pictures of a timeline, computed from the same data.
 
-    words(timeline, view) -> ["98 % of the copying time is hidden behind compute; ...", "Compute bounds it: ..."]
+    captions(timeline, view) -> ["98 % of the copying time is hidden behind compute; ...", "Compute bounds it: ..."]
 
 The first sentence says what is hidden and what is exposed, the second what bounds it. Where a prediction covers the
-same span, a third one lays both side by side and names the kind of work that is off most.
+same interval, a third one compares both and names the kind of work that differs most.
 """
 
 from collections import defaultdict
 from itertools import pairwise
 
-from llmb.perfmodel.offload.stream_timeline import LANES, Lane
+from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName
 from llmb.report.timeline.axis_units import difference, duration, figures, percent
 from llmb.report.timeline.optimizer_cost import optimizer_cost
-from llmb.report.timeline.predicted_vs_measured import WAITING, Comparison, compare
-from llmb.report.timeline.task_kinds import kind
-from llmb.report.timeline.time_account import Account, account
+from llmb.report.timeline.predicted_vs_measured import WAITING, TimelineComparison, compare
+from llmb.report.timeline.task_kinds import work_kind
+from llmb.report.timeline.time_account import TimeBreakdown, time_breakdown
 from llmb.report.timeline.tracks import Timeline, Wait
 from llmb.report.timeline.views import View
 
-BOUND_SHARE = 0.9  # a lane that is busy for this much of the time bounds it
-NOTICED_SHARE = 5e-4  # waits below this are not worth a cause
+BOUND_FRACTION = 0.9  # a stream that is busy for this fraction of the time bounds it
+NOTICED_FRACTION = 5e-4  # waits below this are not worth a cause
 
 
-def words(timeline: Timeline, view: View, predicted: tuple[Timeline, View] | None = None) -> list[str]:
-    """Two sentences, and a third on the prediction."""
-    here = account(timeline, view.start, view.end)
-    said = [_hidden_and_exposed(timeline, view, here), _bound(timeline, view, here)]
-    return said if predicted is None else [*said, _predicted(timeline, view, predicted)]
+def captions(timeline: Timeline, view: View, predicted: tuple[Timeline, View] | None = None) -> list[str]:
+    """Return two sentences, and a third on the prediction."""
+    breakdown = time_breakdown(timeline, view.start, view.end)
+    sentences = [_hidden_and_exposed(timeline, view, breakdown), _bound(timeline, view, breakdown)]
+    return sentences if predicted is None else [*sentences, _predicted(timeline, view, predicted)]
 
 
-def _hidden_and_exposed(timeline: Timeline, view: View, here: Account) -> str:
-    if not here.copying:
+def _hidden_and_exposed(timeline: Timeline, view: View, breakdown: TimeBreakdown) -> str:
+    if not breakdown.copying:
         hidden = "nothing is copied"
-    elif here.hidden > (1 - NOTICED_SHARE) * here.copying:
+    elif breakdown.hidden > (1 - NOTICED_FRACTION) * breakdown.copying:
         hidden = "all copying is hidden behind compute"
     else:
-        hidden = f"{percent(here.hidden / here.copying)} of the copying time is hidden behind compute"
-    said = f"{hidden}; {_waiting(view, here)}."
+        hidden = f"{percent(breakdown.hidden / breakdown.copying)} of the copying time is hidden behind compute"
+    sentence = f"{hidden}; {_waiting(view, breakdown)}."
     if view.name == "training_overview" and timeline.steps > 1:
-        return f"In {_steps(timeline)}, {said}"
-    return said[0].upper() + said[1:]
+        return f"In {_steps(timeline)}, {sentence}"
+    return sentence[0].upper() + sentence[1:]
 
 
 def _steps(timeline: Timeline) -> str:
-    """How many and how long, from the start of one to the start of the next; the last has no next."""
+    """Format number and duration of steps, from the start of one to the start of the next; the last has no next."""
     starts = [step.start for step in timeline.ranges["step"]]
     times = sorted(b - a for a, b in pairwise(starts))
     low, high = duration(times[0]), duration(times[-1])
     return f"{timeline.steps} steps of {low}" + ("" if low == high else f" to {high}")
 
 
-def _waiting(view: View, here: Account) -> str:
-    share = here.waiting / here.seconds
-    if share < NOTICED_SHARE:
+def _waiting(view: View, breakdown: TimeBreakdown) -> str:
+    fraction = breakdown.waiting / breakdown.seconds
+    if fraction < NOTICED_FRACTION:
         return "the GPU practically never waits"
-    return f"for {percent(share)} of {view.noun} ({duration(here.waiting)}) the GPU waits, {_cause(here.waits)}"
+    waiting = f"for {percent(fraction)} of {view.noun} ({duration(breakdown.waiting)}) the GPU waits"
+    return f"{waiting}, {_cause(breakdown.waits)}"
 
 
 def _cause(waits: tuple[Wait, ...]) -> str:
-    """The kind of copy that costs most of the waiting, and the layer where one layer makes up most of that."""
-    by_kind: dict[tuple[Lane, str] | None, float] = defaultdict(float)
-    by_layer: dict[tuple[Lane, str] | None, dict[int | None, float]] = defaultdict(lambda: defaultdict(float))
+    """Name the kind of copy that causes most of the waiting, and the layer where one layer causes most of that."""
+    by_kind: dict[tuple[StreamName, str] | None, float] = defaultdict(float)
+    by_layer: dict[tuple[StreamName, str] | None, dict[int | None, float]] = defaultdict(lambda: defaultdict(float))
     for wait in waits:
-        key = None if wait.copy is None else (wait.copy.lane, wait.copy.name)
+        key = None if wait.copy is None else (wait.copy.stream, wait.copy.name)
         by_kind[key] += wait.end - wait.start
         by_layer[key][None if wait.copy is None else wait.copy.layer] += wait.end - wait.start
     worst = max(by_kind, key=lambda key: by_kind[key])
     mostly = "all of it" if len(by_kind) == 1 else "mostly"
     if worst is None:
         return f"{mostly} in gaps that end with no copy"
-    lane, name = worst
+    stream, name = worst
     layers = by_layer[worst]
     layer = max(layers, key=lambda number: layers[number])
     where = ""
@@ -77,39 +78,43 @@ def _cause(waits: tuple[Wait, ...]) -> str:
         where = f" of layer {layer}"
     elif len(layers) > 1:
         where = f" of {len(layers)} layers"
-    leaving = " to leave" if lane == "outbound" else ""
-    return f"{mostly} for the {kind(lane, name).label}{where}{leaving}"
+    leaving = " to leave" if stream == "outbound" else ""
+    return f"{mostly} for the {work_kind(stream, name).label}{where}{leaving}"
 
 
-def _bound(timeline: Timeline, view: View, here: Account) -> str:
-    shares = {lane: seconds / here.seconds for lane, seconds in here.busy.items()}
-    names: dict[Lane, str] = {"compute": "compute", "inbound": "the link in", "outbound": "the link out"}
-    full = [names[lane] for lane in LANES if shares[lane] >= BOUND_SHARE]
+def _bound(timeline: Timeline, view: View, breakdown: TimeBreakdown) -> str:
+    fractions = {stream: seconds / breakdown.seconds for stream, seconds in breakdown.busy.items()}
+    names: dict[StreamName, str] = {"compute": "compute", "inbound": "the link in", "outbound": "the link out"}
+    full = [names[stream] for stream in STREAMS if fractions[stream] >= BOUND_FRACTION]
     listed = " and ".join(", ".join(full).rsplit(", ", 1))
-    head = f"{listed} {'bounds' if len(full) == 1 else 'bound'} it" if full else "no lane bounds it alone"
+    head = f"{listed} {'bounds' if len(full) == 1 else 'bound'} it" if full else "no stream bounds it alone"
     head = head[0].upper() + head[1:]
     busy = (
-        f"compute is busy {percent(shares['compute'])}, "
-        f"the link {percent(shares['inbound'])} in and {percent(shares['outbound'])} out"
+        f"compute is busy {percent(fractions['compute'])}, "
+        f"the link {percent(fractions['inbound'])} in and {percent(fractions['outbound'])} out"
     )
-    parts = [f"{head}: {busy}", *_speed(timeline, here), _overhead(timeline, view, here)]
+    parts = [f"{head}: {busy}", *_speed(timeline, breakdown), _overhead(timeline, view, breakdown)]
     return "; ".join(part for part in parts if part) + "."
 
 
-def _speed(timeline: Timeline, here: Account) -> list[str]:
-    if here.tflops is None:
+def _speed(timeline: Timeline, breakdown: TimeBreakdown) -> list[str]:
+    if breakdown.tflops is None:
         return []
-    peak = timeline.lanes.peak_tflops
-    of_peak = "" if peak is None else f", {percent(here.tflops / peak)} of the peak"
-    return [f"{figures(here.tflops)} TFLOP/s{of_peak}"]
+    peak = timeline.streams.peak_tflops
+    of_peak = "" if peak is None else f", {percent(breakdown.tflops / peak)} of the peak"
+    return [f"{figures(breakdown.tflops)} TFLOP/s{of_peak}"]
 
 
-def _overhead(timeline: Timeline, view: View, here: Account) -> str:
-    """What is not the plain work: the optimizer where the border of a step is shown, else recomputing."""
+def _overhead(timeline: Timeline, view: View, breakdown: TimeBreakdown) -> str:
+    """Describe overhead: the optimizer where the boundary of a step is shown, else recomputation."""
     if view.name in ("step_overview", "step_overhead"):
         return _optimizer(timeline)
-    again = here.seconds_of("compute", "recompute")
-    return f"recomputing takes {percent(again / here.busy['compute'])} of the compute time" if again else ""
+    recompute_s = breakdown.seconds_of("compute", "recompute")
+    return (
+        f"recomputing takes {percent(recompute_s / breakdown.busy['compute'])} of the compute time"
+        if recompute_s
+        else ""
+    )
 
 
 def _optimizer(timeline: Timeline) -> str:
@@ -117,7 +122,7 @@ def _optimizer(timeline: Timeline) -> str:
     if cost is None:
         return "no optimizer update is recorded"
     parts = f"{duration(cost.kernels)} of kernels, {duration(cost.waiting)} of waiting"
-    made_of = "all of it kernels" if cost.waiting < NOTICED_SHARE * cost.exposed else parts
+    made_of = "all of it kernels" if cost.waiting < NOTICED_FRACTION * cost.exposed else parts
     return f"the optimizer holds up training for {duration(cost.exposed)} a step ({made_of})"
 
 
@@ -128,21 +133,26 @@ def _predicted(timeline: Timeline, view: View, predicted: tuple[Timeline, View])
     each = " a step" if view.steps > 1 or predicted[1].steps > 1 else ""
     if compared.shown_rounds:
         each += f" (from {compared.shown_rounds} of its {timeline.rounds} rounds)"
-    was, should = compared.measured, compared.predicted
-    said = f"Predicted {duration(should)}{each}, measured {duration(was)} ({difference(was / should)})"
-    off = [_difference(*row) for row in _worst(compared) if abs(row[1] - row[2]) >= NOTICED_SHARE * was]
-    return f"{said}; off most: {'; '.join(off)}." if off else f"{said}; every kind of work takes what was foreseen."
+    measured_s, predicted_s = compared.measured, compared.predicted
+    change = difference(measured_s / predicted_s)
+    sentence = f"Predicted {duration(predicted_s)}{each}, measured {duration(measured_s)} ({change})"
+    off = [_difference(*row) for row in _worst(compared) if abs(row[1] - row[2]) >= NOTICED_FRACTION * measured_s]
+    return (
+        f"{sentence}; largest differences: {'; '.join(off)}."
+        if off
+        else f"{sentence}; every kind of work takes the predicted time."
+    )
 
 
-def _worst(compared: Comparison) -> list[tuple[tuple[Lane, str], float, float]]:
-    """The kind of work whose seconds differ most, then waiting, which follows from the others."""
+def _worst(compared: TimelineComparison) -> list[tuple[tuple[StreamName, str], float, float]]:
+    """Return the kind of work whose seconds differ most, then waiting, which follows from the others."""
     work = [row for row in compared.rows if row[0] != WAITING]
     waiting = [row for row in compared.rows if row[0] == WAITING]
     return [max(work, key=lambda row: abs(row[1] - row[2])), *waiting]
 
 
-def _difference(work: tuple[Lane, str], was: float, should: float) -> str:
-    lane, name = work
-    direction = {"compute": "", "inbound": " in", "outbound": " out"}[lane]
-    label = "waiting" if work == WAITING else kind(lane, name).label + direction
-    return f"{label}, predicted {duration(should)}, measured {duration(was)}"
+def _difference(work: tuple[StreamName, str], measured_s: float, predicted_s: float) -> str:
+    stream, name = work
+    direction = {"compute": "", "inbound": " in", "outbound": " out"}[stream]
+    label = "waiting" if work == WAITING else work_kind(stream, name).label + direction
+    return f"{label}, predicted {duration(predicted_s)}, measured {duration(measured_s)}"

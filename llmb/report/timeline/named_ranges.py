@@ -1,9 +1,9 @@
-"""Named ranges of a run: step > round > phase > layer > chunk, read off what the compute lane does one after the other.
+"""Named ranges of a run: step > round > phase > layer > chunk, derived from the events of the compute stream.
 
-    ranges(stretches, "layer") -> (Range(level="layer", start=..., end=..., of=Stretch(...)), ...)
+    ranges(events, "layer") -> (NamedRange(level="layer", start=..., end=..., of=TimelineEvent(...)), ...)
 
-An optimizer that updates a layer between two backward layers must not cut the backward pass in two: updates between two
-stretches of one range belong to that range, and have a range of their own only below it. So ranges always nest.
+An optimizer that updates a layer between two backward layers must not split the backward pass in two: updates between
+two events of one range belong to that range, and have a range of their own only below it. So ranges always nest.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from llmb.perfmodel.offload.stream_timeline import Stretch
+from llmb.perfmodel.offload.stream_timeline import TimelineEvent
 from llmb.report.timeline.task_kinds import SHORT
 
-Level = Literal["step", "round", "phase", "layer", "chunk"]
-LEVELS: tuple[Level, ...] = ("step", "round", "phase", "layer", "chunk")
+RangeLevel = Literal["step", "round", "phase", "layer", "chunk"]
+RANGE_LEVELS: tuple[RangeLevel, ...] = ("step", "round", "phase", "layer", "chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Range:
-    """A stretch of time with a name; `of` is the first work in it, whose numbers it bears."""
+class NamedRange:
+    """Interval of time with a name; `of` is the first event in it, whose indices it has."""
 
-    level: Level
+    level: RangeLevel
     start: float
     end: float
-    of: Stretch
+    of: TimelineEvent
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -40,20 +40,22 @@ class Range:
         return f"{self.level.capitalize()} {number}", f"{self.level[0].upper()}{number}", number
 
 
-def ranges(compute: Sequence[Stretch], level: Level) -> tuple[Range, ...]:
-    """All ranges of a level, in time order; `compute` is sorted by start."""
+def ranges(compute: Sequence[TimelineEvent], level: RangeLevel) -> tuple[NamedRange, ...]:
+    """Return all ranges of a level, in time order; `compute` is sorted by start."""
     keys = _keys(compute, level)
-    found = []
+    result = []
     for key, group in groupby(range(len(compute)), key=keys.__getitem__):
         if key is not None:
             members = [compute[i] for i in group]
-            own = next((s for s in members if _key(s, level) == key), members[0])
-            found.append(Range(level=level, start=members[0].start, end=max(s.end for s in members), of=own))
-    return tuple(found)
+            first_event = next((s for s in members if _key(s, level) == key), members[0])
+            result.append(
+                NamedRange(level=level, start=members[0].start, end=max(s.end for s in members), of=first_event)
+            )
+    return tuple(result)
 
 
-def _keys(compute: Sequence[Stretch], level: Level) -> list[tuple[object, ...] | None]:
-    keys = [_key(stretch, level) for stretch in compute]
+def _keys(compute: Sequence[TimelineEvent], level: RangeLevel) -> list[tuple[object, ...] | None]:
+    keys = [_key(event, level) for event in compute]
     for is_update, group in groupby(range(len(compute)), key=lambda i: compute[i].phase == "update"):
         block = list(group)
         before, after = block[0] - 1, block[-1] + 1
@@ -64,15 +66,15 @@ def _keys(compute: Sequence[Stretch], level: Level) -> list[tuple[object, ...] |
     return keys
 
 
-def _key(stretch: Stretch, level: Level) -> tuple[object, ...] | None:
-    """What the stretches of one range have in common; null: it lies in none of this level."""
-    if level != "phase" and getattr(stretch, level) is None:
+def _key(event: TimelineEvent, level: RangeLevel) -> tuple[object, ...] | None:
+    """Return what the events of one range have in common; null: it is in none of this level."""
+    if level != "phase" and getattr(event, level) is None:
         return None
     numbers = {
-        "step": (stretch.step,),
-        "round": (stretch.step, stretch.round),
-        "phase": (stretch.step, stretch.round, stretch.phase),
-        "layer": (stretch.step, stretch.round, stretch.phase, stretch.layer),
-        "chunk": (stretch.step, stretch.round, stretch.phase, stretch.layer, stretch.group, stretch.chunk),
+        "step": (event.step,),
+        "round": (event.step, event.round),
+        "phase": (event.step, event.round, event.phase),
+        "layer": (event.step, event.round, event.phase, event.layer),
+        "chunk": (event.step, event.round, event.phase, event.layer, event.group, event.chunk),
     }
     return numbers[level]

@@ -1,8 +1,8 @@
-"""What an optimizer step costs: the time that the rest of training stands still for it.
+"""Exposed cost of an optimizer step: the time for which the rest of training is stopped.
 
-    optimizer_cost(timeline).exposed -> 0.031 seconds a step
+    optimizer_cost(timeline).exposed -> 0.031 seconds per step
 
-Its kernels run on the compute lane, so all of them are exposed; its copies only where compute waits for them.
+Its kernels run on the compute stream, so all of them are exposed; its copies only where compute waits for them.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from llmb.report.timeline.tracks import Interval, Timeline, clip, total
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Seconds a step."""
+    """Seconds per step."""
 
     kernels: float
     waiting: float  # for its copies, and between the last work of one step and the first of the next
@@ -24,8 +24,8 @@ class OptimizerCost:
 
 
 def optimizer_cost(timeline: Timeline) -> OptimizerCost | None:
-    """The mean over all steps; null where no update is recorded."""
-    updates = [s for s in timeline.of_lane["compute"] if s.phase == "update"]
+    """Return the mean over all steps; null where no update is recorded."""
+    updates = [s for s in timeline.by_stream["compute"] if s.phase == "update"]
     if not updates:
         return None
     borders = _borders(timeline)
@@ -39,10 +39,10 @@ def optimizer_cost(timeline: Timeline) -> OptimizerCost | None:
 
 
 def _borders(timeline: Timeline) -> list[Interval]:
-    """From the last other work of each step to the first of the next.
+    """Return the intervals from the last other work of each step to the first of the next.
 
-    What follows the last step shown is left out where there is another: nobody sees what would have hidden it.
+    What follows the last recorded step is left out where there is another: what would have hidden it is not recorded.
     """
-    others = [s for s in timeline.of_lane["compute"] if s.phase != "update"]
+    others = [s for s in timeline.by_stream["compute"] if s.phase != "update"]
     between = [(a.end, b.start) for a, b in pairwise(others) if a.step != b.step]
     return between or [(others[-1].end if others else timeline.start, timeline.end)]

@@ -1,9 +1,9 @@
-"""A span of time as columns of pixels: where a moment lies, and what falls into each column.
+"""Interval of time as columns of pixels: the position of a moment, and what falls into each column.
 
     spread([(0.0, 1.5, 3.0)], Columns(left=0, count=2, start=0.0, end=2.0)) -> [2.0, 1.0]
 
-A run has more stretches of work than a picture has pixels. What is narrower than a column is not drawn by itself, but
-adds its share to the column it falls into, so that nothing is lost and a picture stays small.
+A run has more events than a picture has pixels. What is narrower than a column is not drawn by itself, but adds its
+fraction to the column it falls into, so that nothing is lost and a picture stays small.
 """
 
 import math
@@ -26,7 +26,7 @@ class Columns:
         return (self.end - self.start) / self.count
 
     def x(self, time: float) -> float:
-        """Where a moment lies; one outside the span lies on its border."""
+        """Return the position of a moment, clamped to the interval."""
         inside = min(max(time, self.start), self.end)
         return self.left + (inside - self.start) / (self.end - self.start) * self.count
 
@@ -35,7 +35,7 @@ class Columns:
 
 
 def spread(amounts: Iterable[tuple[float, float, float]], columns: Columns) -> list[float]:
-    """Amounts (start, end, amount), each even over its time, added up by column."""
+    """Sum amounts (start, end, amount), each even over its time, by column."""
     sums = [0.0] * columns.count
     for start, end, amount in amounts:
         if end <= start or end <= columns.start or start >= columns.end:
@@ -48,7 +48,7 @@ def spread(amounts: Iterable[tuple[float, float, float]], columns: Columns) -> l
 
 
 def levels(samples: Sequence[tuple[float, float]], columns: Columns) -> list[float | None]:
-    """The highest value in each column of something that keeps its value until the next sample, sorted by time."""
+    """Return the maximum in each column of a step function given by samples sorted by time."""
     values: list[float | None] = [None] * columns.count
     times = [time for time, _ in samples]
     first = max(0, bisect_right(times, columns.start) - 1)  # whose value holds when the span begins
@@ -65,9 +65,9 @@ def levels(samples: Sequence[tuple[float, float]], columns: Columns) -> list[flo
 def stacked(
     shares: Sequence[Sequence[float]], height: float, unit: float = 0.5
 ) -> list[list[tuple[int, float, float]]]:
-    """Bars of each layer, the first at the bottom: for each column (column, from, to), heights rounded to `unit`.
+    """Return bars of each layer, the first at the bottom: for each column (column, from, to), rounded to `unit`.
 
-    Shares of a column that together exceed it, as clocks may have it, are scaled to fill it.
+    Fractions of a column that exceed 1 in total, as clocks are not exact, are scaled to fill it.
     """
     bars: list[list[tuple[int, float, float]]] = [[] for _ in shares]
     for column, values in enumerate(zip(*shares, strict=True)):
@@ -84,14 +84,14 @@ def stacked(
 
 
 def runs(values: Sequence[float | None], unit: float = 0.5) -> list[tuple[int, int, float]]:
-    """Neighbouring columns of the same value made one: (first, count, value), values rounded to `unit`."""
-    found: list[tuple[int, int, float]] = []
+    """Merge neighbouring columns of the same value: (first, count, value), values rounded to `unit`."""
+    bars: list[tuple[int, int, float]] = []
     for column, value in enumerate(values):
         if value is None:
             continue
         rounded = round(value / unit) * unit
-        if found and found[-1][0] + found[-1][1] == column and found[-1][2] == rounded:
-            found[-1] = (found[-1][0], found[-1][1] + 1, rounded)
+        if bars and bars[-1][0] + bars[-1][1] == column and bars[-1][2] == rounded:
+            bars[-1] = (bars[-1][0], bars[-1][1] + 1, rounded)
         else:
-            found.append((column, 1, rounded))
-    return found
+            bars.append((column, 1, rounded))
+    return bars

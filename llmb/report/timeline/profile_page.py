@@ -1,19 +1,19 @@
-"""The profile of a run on one page: six pictures of its lanes with words, a table, and a trace to zoom into.
+"""Profile of a run on one page: six pictures of its timeline with captions, a table, and a trace to zoom into.
 
     write_profile(folder, measured, predicted, "Llama 3 8B, 64k", [("Chunk", "16384 tokens")]) -> folder/profile.html
 
-The page needs nothing beside it: no script, no network. Each picture also lies beside it as an SVG file.
+The page is self-contained: no script, no network. Each picture is also written beside it as an SVG file.
 """
 
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from llmb.config.serialization import write_whole
+from llmb.config.serialization import write_atomic
 from llmb.errors import ConfigError, LaunchError
-from llmb.perfmodel.offload.stream_timeline import Lanes
+from llmb.perfmodel.offload.stream_timeline import StreamTimeline
 from llmb.report.timeline.axis_units import duration
-from llmb.report.timeline.captions import words
+from llmb.report.timeline.captions import captions
 from llmb.report.timeline.chrome_trace import trace_bytes
 from llmb.report.timeline.profile_table import table
 from llmb.report.timeline.svg_picture import picture
@@ -49,54 +49,60 @@ section{break-inside:avoid}figure,.table{overflow:visible}figure svg{min-width:0
 th,td{font-size:11px;padding:3px 8px}}
 """
 _READING = (
-    "All pictures have one form. At the top stand the named ranges; below, what the GPU computes, what the link copies "
-    "in and out; at the bottom what was achieved, with a dashed line at what is possible. Rounds, layers and chunks "
-    "are numbered from 0. Where work is narrower than a column of the picture, the height of a colour is its share of "
-    "that column's time. A computation waits for the copy that ends when it resumes."
+    "All pictures have the same layout. At the top are the named ranges; below, what the GPU computes, what the link "
+    "copies in and out; at the bottom what was achieved, with a dashed line at what is possible. Rounds, layers and "
+    "chunks are numbered from 0. Where work is narrower than a column of the picture, the height of a colour is its "
+    "fraction of that column's time. A computation waits for the copy that ends when it resumes."
 )
 _TRACE = "The whole timeline is in trace.json.gz beside this page, for Perfetto or chrome://tracing."
 
 
 def write_profile(
-    folder: Path, measured: Lanes, predicted: Lanes | None, title: str, figures: Sequence[tuple[str, str]]
+    folder: Path,
+    measured: StreamTimeline,
+    predicted: StreamTimeline | None,
+    title: str,
+    figures: Sequence[tuple[str, str]],
 ) -> Path:
     """Write the page, its pictures and the trace into a folder; returns the page's path."""
-    own = _timeline(measured)
-    other = None if predicted is None else _timeline(predicted)
+    measured_timeline = _timeline(measured)
+    predicted_timeline = None if predicted is None else _timeline(predicted)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LaunchError(f"cannot make the folder {folder}: {error.strerror}") from error
-    foreseen = {view.name: (other, view) for view in views(other)} if other else {}
+    predictions = (
+        {view.name: (predicted_timeline, view) for view in views(predicted_timeline)} if predicted_timeline else {}
+    )
     sections = []
-    for view in views(own):
-        prediction = foreseen.get(view.name)
-        said = words(own, view, prediction)
-        drawn = picture(own, view, prediction, said)
-        write_whole(folder / f"{view.name}.svg", drawn.alone())
-        sections.append(_section(view, own, drawn.on_page(), said))
-    trace = trace_bytes([own, *([other] if other else [])])
-    write_whole(folder / "trace.json.gz", trace.decode("utf-8", "surrogateescape"))  # back to these bytes when written
+    for view in views(measured_timeline):
+        prediction = predictions.get(view.name)
+        sentences = captions(measured_timeline, view, prediction)
+        svg = picture(measured_timeline, view, prediction, sentences)
+        write_atomic(folder / f"{view.name}.svg", svg.alone())
+        sections.append(_section(view, measured_timeline, svg.on_page(), sentences))
+    trace = trace_bytes([measured_timeline, *([predicted_timeline] if predicted_timeline else [])])
+    write_atomic(folder / "trace.json.gz", trace.decode("utf-8", "surrogateescape"))  # back to these bytes when written
     page = folder / "profile.html"
-    write_whole(page, _page(title, figures, sections, table(own, other)))
+    write_atomic(page, _page(title, figures, sections, table(measured_timeline, predicted_timeline)))
     return page
 
 
-def _timeline(lanes: Lanes) -> Timeline:
-    timeline = Timeline.of(lanes)
-    if not timeline.of_lane["compute"]:
-        raise ConfigError(f"nothing to draw: the {lanes.source} lanes hold no stretch of compute")
+def _timeline(streams: StreamTimeline) -> Timeline:
+    timeline = Timeline.of(streams)
+    if not timeline.by_stream["compute"]:
+        raise ConfigError(f"nothing to draw: the {streams.source} timeline has no compute event")
     if total(timeline.busy["compute"]) <= SHORTEST_S:
-        raise ConfigError(f"nothing to draw: the {lanes.source} lanes take no time")
+        raise ConfigError(f"nothing to draw: the {streams.source} timeline has no duration")
     return timeline
 
 
-def _section(view: View, timeline: Timeline, drawn: str, said: Sequence[str]) -> str:
-    place = f"{view.place[0].upper()}{view.place[1:]}, {duration(view.seconds)} {timeline.lanes.source}."
-    told = "".join(f"<p>{escape(sentence)}</p>" for sentence in said)
+def _section(view: View, timeline: Timeline, svg: str, sentences: Sequence[str]) -> str:
+    place = f"{view.place[0].upper()}{view.place[1:]}, {duration(view.seconds)} {timeline.streams.source}."
+    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     return (
         f'<section id="{view.name}"><h2>{escape(view.title)}</h2><p class="place">{escape(place)}</p>'
-        f"<figure>{drawn}</figure>{told}</section>"
+        f"<figure>{svg}</figure>{paragraphs}</section>"
     )
 
 

@@ -1,31 +1,31 @@
-"""The rows of a picture of the lanes, as SVG text: named ranges, lanes of work, strips of rates and memory, the axis.
+"""Rows of a picture as SVG text: named ranges, tracks of work, strips of rates and memory, the axis.
 
-Each row is given its top and draws itself inside the columns; its name stands to the left. A lane whose stretches are
-mostly narrower than two columns is drawn by columns: the height of a colour is its share of the column's time.
+Each row is given its top and draws itself inside the columns; its name is to the left. A track whose events are mostly
+narrower than two columns is drawn by columns: the height of a colour is its fraction of the column's time.
 """
 
 from collections.abc import Sequence
 from html import escape
 from statistics import median
 
-from llmb.perfmodel.offload.stream_timeline import Lane, Stretch
+from llmb.perfmodel.offload.stream_timeline import StreamName, TimelineEvent
 from llmb.report.timeline.axis_units import duration, figures, marks, size
-from llmb.report.timeline.named_ranges import Range
+from llmb.report.timeline.named_ranges import NamedRange
 from llmb.report.timeline.pixel_columns import Columns, runs, spread, stacked
-from llmb.report.timeline.task_kinds import WAIT, Kind, kind, order
+from llmb.report.timeline.task_kinds import WAIT, WorkKind, order, work_kind
 from llmb.report.timeline.tracks import Wait
 
 CHARACTER = 6.9  # width of one, on the safe side, in the 11 to 12 pixel fonts used
 RANGE_HEIGHT = 20
 SEAM = 4.0  # pixels, from which a seam keeps neighbours apart
-LABELLED = 20  # pixels of height, from which stretches bear labels
-MOST_TITLES = 500  # stretches of a lane that each get a title of their own
-NARROW = 2.0  # pixels, below which stretches are drawn by columns
-NARROWEST = 0.7  # pixels, as which a stretch drawn by itself is still seen
+LABELLED = 20  # pixels of height, from which events have labels
+MOST_TITLES = 500  # events of a track that each get a title of their own
+NARROW = 2.0  # pixels, below which events are drawn by columns
+NARROWEST = 0.7  # pixels, as which an event drawn by itself is still visible
 
 
 def number(value: float) -> str:
-    """A coordinate, to a hundredth of a pixel, as short as it gets."""
+    """Format a coordinate, to a hundredth of a pixel, as short as possible."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -42,28 +42,28 @@ def row_name(top: float, height: float, name: str, detail: str = "") -> str:
 
 
 def fitting(labels: Sequence[str], width: float) -> str:
-    """The longest of these that fits, or nothing."""
+    """Return the longest of these that fits, or nothing."""
     return next((label for label in labels if len(label) * CHARACTER + 6 <= width), "")
 
 
-def _box(one: Range | Stretch | Wait, columns: Columns, top: float, height: float) -> tuple[str, float]:
-    """Where something lies, as the attributes of a rectangle that can be seen, and the middle of it."""
-    width = max(columns.width(one.start, one.end), NARROWEST)
-    x = min(columns.x(one.start), columns.left + columns.count - width)
+def _box(item: NamedRange | TimelineEvent | Wait, columns: Columns, top: float, height: float) -> tuple[str, float]:
+    """Return the attributes of a visible rectangle, and its middle."""
+    width = max(columns.width(item.start, item.end), NARROWEST)
+    x = min(columns.x(item.start), columns.left + columns.count - width)
     return f'x="{number(x)}" y="{number(top)}" width="{number(width)}" height="{number(height)}"', x + width / 2
 
 
-def range_row(shown: Sequence[Range], columns: Columns, top: float) -> str:
-    """Neighbours in two shades, so that borders are seen; the name and the duration where they fit."""
-    forms = [_forms(one, columns) for one in shown]
-    widths = [columns.width(one.start, one.end) for one in shown]
-    numbered = shown[0].level != "phase"
+def range_row(visible: Sequence[NamedRange], columns: Columns, top: float) -> str:
+    """Draw neighbours in two shades, so that boundaries are visible; the name and the duration where they fit."""
+    forms = [_forms(item, columns) for item in visible]
+    widths = [columns.width(item.start, item.end) for item in visible]
+    numbered = visible[0].level != "phase"
     shortest = _form_for_all(forms, widths) if numbered else 0
     parts = []
-    for i, (one, labels, width) in enumerate(zip(shown, forms, widths, strict=True)):
-        box, middle = _box(one, columns, top, RANGE_HEIGHT - 2)
+    for i, (item, labels, width) in enumerate(zip(visible, forms, widths, strict=True)):
+        box, middle = _box(item, columns, top, RANGE_HEIGHT - 2)
         seam = " seam" if width >= SEAM else ""
-        title = f"<title>{escape(one.labels[0])}: {duration(one.end - one.start)}</title>"
+        title = f"<title>{escape(item.labels[0])}: {duration(item.end - item.start)}</title>"
         parts.append(f'<rect class="range{"2" if i % 2 else ""}{seam}" {box}>{title}</rect>')
         label = fitting(labels[shortest:], width)
         if label:
@@ -71,15 +71,15 @@ def range_row(shown: Sequence[Range], columns: Columns, top: float) -> str:
     return "".join(parts)
 
 
-def _forms(one: Range, columns: Columns) -> list[str]:
-    """What may be written on a range, the longest first; the time it took only where the picture shows all of it."""
-    whole = one.start >= columns.start and one.end <= columns.end
-    took = f"{one.labels[0]}: {duration(one.end - one.start)}"
-    return [took if whole else one.labels[0], *one.labels]
+def _forms(item: NamedRange, columns: Columns) -> list[str]:
+    """Return the possible labels of a range, the longest first; the duration only where the picture shows all of it."""
+    whole = item.start >= columns.start and item.end <= columns.end
+    seconds = f"{item.labels[0]}: {duration(item.end - item.start)}"
+    return [seconds if whole else item.labels[0], *item.labels]
 
 
 def _form_for_all(forms: Sequence[Sequence[str]], widths: Sequence[float]) -> int:
-    """The longest form that fits all ranges with room for any: a row reads better in one form."""
+    """Return the longest form that fits all ranges wide enough for any: a row reads better in one form."""
     fits = [
         next((i for i, label in enumerate(labels) if fitting([label], width)), None)
         for labels, width in zip(forms, widths, strict=True)
@@ -92,23 +92,30 @@ def _track(columns: Columns, top: float, height: float) -> str:
     return f'<rect class="track" {box}/>'
 
 
-def lane_row(
-    lane: Lane, shown: Sequence[Stretch], waits: Sequence[Wait], columns: Columns, top: float, height: float
+def track_row(
+    stream: StreamName,
+    visible: Sequence[TimelineEvent],
+    waits: Sequence[Wait],
+    columns: Columns,
+    top: float,
+    height: float,
 ) -> str:
-    """A lane of work on its track."""
+    """Draw the events of a stream on its track."""
     track = _track(columns, top, height)
-    if not shown:
+    if not visible:
         return track
-    if median(columns.width(s.start, s.end) for s in shown) < NARROW:
-        return track + _by_columns(lane, shown, columns, top, height)
-    stretches = "".join(_stretch(s, columns, top, height, len(shown) <= MOST_TITLES) for s in shown)
-    return track + stretches + "".join(_wait(w, columns, top, height) for w in waits)
+    if median(columns.width(s.start, s.end) for s in visible) < NARROW:
+        return track + _by_columns(stream, visible, columns, top, height)
+    events = "".join(_event(s, columns, top, height, len(visible) <= MOST_TITLES) for s in visible)
+    return track + events + "".join(_wait(w, columns, top, height) for w in waits)
 
 
-def _by_columns(lane: Lane, shown: Sequence[Stretch], columns: Columns, top: float, height: float) -> str:
-    names = sorted({s.name for s in shown}, key=lambda name: order((lane, name)))
+def _by_columns(
+    stream: StreamName, visible: Sequence[TimelineEvent], columns: Columns, top: float, height: float
+) -> str:
+    names = sorted({s.name for s in visible}, key=lambda name: order((stream, name)))
     each = columns.seconds_each
-    times = [spread(((s.start, s.end, s.end - s.start) for s in shown if s.name == name), columns) for name in names]
+    times = [spread(((s.start, s.end, s.end - s.start) for s in visible if s.name == name), columns) for name in names]
     layers = stacked([[seconds / each for seconds in row] for row in times], height)
     parts = []
     for name, bars in zip(names, layers, strict=True):
@@ -116,39 +123,41 @@ def _by_columns(lane: Lane, shown: Sequence[Stretch], columns: Columns, top: flo
             f"M{columns.left + first} {number(top + height - high)}h{count}v{number(high - low)}h-{count}z"
             for first, count, low, high in _merged(bars)
         )
-        title = f"<title>{escape(kind(lane, name).label)}</title>"
-        parts.append(f'<path class="columns {kind(lane, name).css_class}" d="{path}">{title}</path>' if path else "")
+        title = f"<title>{escape(work_kind(stream, name).label)}</title>"
+        parts.append(
+            f'<path class="columns {work_kind(stream, name).css_class}" d="{path}">{title}</path>' if path else ""
+        )
     return "".join(parts)
 
 
 def _merged(bars: Sequence[tuple[int, float, float]]) -> list[tuple[int, int, float, float]]:
-    """Neighbouring columns with the same bar as one: (first, count, from, to)."""
-    found: list[tuple[int, int, float, float]] = []
+    """Merge neighbouring columns with the same bar: (first, count, from, to)."""
+    merged: list[tuple[int, int, float, float]] = []
     for column, low, high in bars:
-        if found and found[-1][0] + found[-1][1] == column and found[-1][2:] == (low, high):
-            found[-1] = (found[-1][0], found[-1][1] + 1, low, high)
+        if merged and merged[-1][0] + merged[-1][1] == column and merged[-1][2:] == (low, high):
+            merged[-1] = (merged[-1][0], merged[-1][1] + 1, low, high)
         else:
-            found.append((column, 1, low, high))
-    return found
+            merged.append((column, 1, low, high))
+    return merged
 
 
-def _stretch(stretch: Stretch, columns: Columns, top: float, height: float, titled: bool) -> str:
-    box, middle = _box(stretch, columns, top, height)
-    width = columns.width(stretch.start, stretch.end)
-    look = kind(stretch.lane, stretch.name)
-    title = f"<title>{escape(describe(stretch))}</title>" if titled else ""
-    label = fitting(_labels(stretch, look), width) if height >= LABELLED else ""
-    ink = "mid on-pale" if look.pale else "mid on"
-    written = text(middle, top + height / 2 + 4, label, ink) if label else ""
+def _event(event: TimelineEvent, columns: Columns, top: float, height: float, titled: bool) -> str:
+    box, middle = _box(event, columns, top, height)
+    width = columns.width(event.start, event.end)
+    kind = work_kind(event.stream, event.name)
+    title = f"<title>{escape(describe(event))}</title>" if titled else ""
+    label = fitting(_labels(event, kind), width) if height >= LABELLED else ""
+    ink = "mid on-pale" if kind.pale else "mid on"
+    label_text = text(middle, top + height / 2 + 4, label, ink) if label else ""
     seam = " seam" if width >= SEAM else ""
-    return f'<rect class="{look.css_class}{seam}" {box}>{title}</rect>{written}'
+    return f'<rect class="{kind.css_class}{seam}" {box}>{title}</rect>{label_text}'
 
 
-def _labels(stretch: Stretch, look: Kind) -> list[str]:
-    """A copy says its layer, as it runs ahead of the ranges above; compute stands right below its own."""
-    if stretch.lane == "compute" or stretch.layer is None:
-        return [look.label, look.short]
-    return [f"{look.label} {stretch.layer}", look.label, f"{stretch.layer}"]
+def _labels(event: TimelineEvent, kind: WorkKind) -> list[str]:
+    """Return labels; a copy has its layer, as it runs ahead of the ranges above, compute is right below its range."""
+    if event.stream == "compute" or event.layer is None:
+        return [kind.label, kind.short]
+    return [f"{kind.label} {event.layer}", kind.label, f"{event.layer}"]
 
 
 def _wait(wait: Wait, columns: Columns, top: float, height: float) -> str:
@@ -160,19 +169,19 @@ def _wait(wait: Wait, columns: Columns, top: float, height: float) -> str:
     return f'<rect class="{WAIT.css_class}" {box}>{title}</rect>'
 
 
-def describe(stretch: Stretch) -> str:
-    """One stretch in words: what, of which layer and chunk, how long, how fast."""
+def describe(event: TimelineEvent) -> str:
+    """Describe one event: what, of which layer and chunk, how long, how fast."""
     places = [
-        f"{word} {value}" for word, value in (("layer", stretch.layer), ("chunk", stretch.chunk)) if value is not None
+        f"{word} {value}" for word, value in (("layer", event.layer), ("chunk", event.chunk)) if value is not None
     ]
-    took = stretch.end - stretch.start
-    direction = {"compute": "", "inbound": " in", "outbound": " out"}[stretch.lane]
+    seconds = event.end - event.start
+    direction = {"compute": "", "inbound": " in", "outbound": " out"}[event.stream]
     rate = ""
-    if took > 0 and stretch.flops:
-        rate = f", {figures(stretch.flops / took / 1e12)} TFLOP/s"
-    elif took > 0 and stretch.bytes:
-        rate = f", {size(stretch.bytes)} at {figures(stretch.bytes / took / 1e9)} GB/s"
-    return f"{', '.join([kind(stretch.lane, stretch.name).label + direction, *places])}: {duration(took)}{rate}"
+    if seconds > 0 and event.flops:
+        rate = f", {figures(event.flops / seconds / 1e12)} TFLOP/s"
+    elif seconds > 0 and event.bytes:
+        rate = f", {size(event.bytes)} at {figures(event.bytes / seconds / 1e9)} GB/s"
+    return f"{', '.join([work_kind(event.stream, event.name).label + direction, *places])}: {duration(seconds)}{rate}"
 
 
 def strip_row(
@@ -184,7 +193,7 @@ def strip_row(
     top: float,
     height: float,
 ) -> str:
-    """A filled curve on its track, `highest` at the top, and a dashed line at what would be possible."""
+    """Draw a filled curve on its track, `highest` at the top, and a dashed line at the limit."""
     bars = runs([None if v is None else v / highest * height for v in values])
     bottom = top + height
     path = "".join(
@@ -205,7 +214,7 @@ def strip_row(
 
 
 def axis(columns: Columns, top: float, bottom: float) -> tuple[str, str]:
-    """Grid lines through the rows, and their numbers below them."""
+    """Draw grid lines through the rows, and their labels below them."""
     seconds = columns.end - columns.start
     chosen = marks(seconds)
     lines, labels = [], []
@@ -217,8 +226,8 @@ def axis(columns: Columns, top: float, bottom: float) -> tuple[str, str]:
     return f'<path class="grid" d="{"".join(lines)}"/>', "".join([*labels, unit])
 
 
-def legend(kinds: Sequence[tuple[str, Sequence[Kind]]], left: float, right: float, top: float) -> tuple[str, float]:
-    """Swatches by lane, wrapped where a line is full; with the height it takes."""
+def legend(kinds: Sequence[tuple[str, Sequence[WorkKind]]], left: float, right: float, top: float) -> tuple[str, float]:
+    """Draw swatches by group, wrapped where a line is full; returns its height, too."""
     parts, y = [], top
     for group, members in kinds:
         x = left

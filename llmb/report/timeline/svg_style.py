@@ -1,9 +1,9 @@
-"""How the pictures of the lanes look: colours by light and dark, one texture for each kind of work.
+"""Style of the pictures: colours for light and dark, one texture for each kind of work.
 
-A picture on a page takes the page's style and textures; a picture in a file of its own carries them with it.
+A picture on a page uses the page's style and textures; a picture in a file of its own includes them.
 """
 
-from llmb.report.timeline.task_kinds import KINDS, Kind, Texture
+from llmb.report.timeline.task_kinds import KINDS, Texture, WorkKind
 
 _LIGHT = "--ink:#1c2330;--soft:#59626f;--paper:#ffffff;--track:#eef0f4;--line:#d5d9e0;--range:#e3e7ee;--range2:#d3d9e4"
 _DARK = "--ink:#e8ebf0;--soft:#a3adba;--paper:#14181f;--track:#20262f;--line:#353d49;--range:#2b323d;--range2:#38414e"
@@ -43,7 +43,7 @@ _TEXTURES: dict[Texture, str] = {
 
 
 def style() -> str:
-    """The style sheet of the pictures, with the colours of paper and ink that a page may use as well."""
+    """Return the style sheet of the pictures, with the colours of paper and ink that a page may use as well."""
     fills = "".join(f".{k.css_class}{{fill:{_fill(k)}}}\n" for k in KINDS)
     dark = f"@media (prefers-color-scheme:dark){{:root{{{_DARK}}}}}\n"
     return (
@@ -52,18 +52,18 @@ def style() -> str:
 
 
 def textures() -> str:
-    """The patterns that the style sheet refers to."""
+    """Return the patterns that the style sheet refers to."""
     return f"<defs>{''.join(_pattern(k) for k in KINDS if k.texture != 'plain')}</defs>"
 
 
-def _fill(kind: Kind) -> str:
-    return kind.colour if kind.texture == "plain" else f"url(#t-{kind.name})"
+def _fill(work_kind: WorkKind) -> str:
+    return work_kind.colour if work_kind.texture == "plain" else f"url(#t-{work_kind.name})"
 
 
-def _pattern(kind: Kind) -> str:
-    waits = kind.name == "wait"
-    ink = "wait-texture" if waits else ("dark-texture" if kind.pale else "texture")
-    drawn = _TEXTURES[kind.texture].format(ink=ink, dot="dark-dot" if kind.pale else "dot")
-    ground = "" if waits else f'<rect width="6" height="6" fill="{kind.colour}"/>'
-    frame = f'id="t-{kind.name}" width="6" height="6" patternUnits="userSpaceOnUse"'
+def _pattern(work_kind: WorkKind) -> str:
+    waits = work_kind.name == "wait"
+    ink = "wait-texture" if waits else ("dark-texture" if work_kind.pale else "texture")
+    drawn = _TEXTURES[work_kind.texture].format(ink=ink, dot="dark-dot" if work_kind.pale else "dot")
+    ground = "" if waits else f'<rect width="6" height="6" fill="{work_kind.colour}"/>'
+    frame = f'id="t-{work_kind.name}" width="6" height="6" patternUnits="userSpaceOnUse"'
     return f"<pattern {frame}>{ground}{drawn}</pattern>"

@@ -1,22 +1,22 @@
-"""Kinds of work on the lanes: what each is called, its colour, and the texture that tells it apart without colour.
+"""Kinds of work on the streams: label, colour, and the texture that distinguishes it without colour.
 
-    kind("inbound", "param").label -> "weights"
+    work_kind("inbound", "param").label -> "weights"
 
-One colour stands for one kind in both directions of the link. A name that is not listed keeps its name and is grey.
+A kind has the same colour in both directions of the link. An unknown kind keeps its name and is grey.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-from llmb.perfmodel.offload.stream_timeline import LANES, Lane
+from llmb.perfmodel.offload.stream_timeline import STREAMS, StreamName
 
 Texture = Literal["plain", "slant", "cross", "dots", "bars", "rows"]
-LANE_LABELS: dict[Lane, str] = {"compute": "Compute", "inbound": "Copies in", "outbound": "Copies out"}
+STREAM_LABELS: dict[StreamName, str] = {"compute": "Compute", "inbound": "Copies in", "outbound": "Copies out"}
 
 
 @dataclass(frozen=True)
-class Kind:
-    """How a kind of work is called and drawn."""
+class WorkKind:
+    """Label and drawing style of a kind of work."""
 
     name: str
     label: str
@@ -35,40 +35,40 @@ class Kind:
 
 SHORT = {"forward": "fwd", "backward": "bwd", "recompute": "rec", "embedding": "emb", "update": "upd"}
 COMPUTE_KINDS = (
-    Kind("embedding", "embedding", "#2f8f83", "bars"),
-    Kind("forward", "forward", "#2f6fbf"),
-    Kind("head", "head", "#e3a535", "dots", pale=True),
-    Kind("recompute", "recompute", "#a9cbf2", "slant", pale=True),
-    Kind("backward", "backward", "#2c4484"),
-    Kind("embedding_backward", "embedding backward", "#12463f", "bars"),
-    Kind("update", "update", "#b8325a", "cross"),
+    WorkKind("embedding", "embedding", "#2f8f83", "bars"),
+    WorkKind("forward", "forward", "#2f6fbf"),
+    WorkKind("head", "head", "#e3a535", "dots", pale=True),
+    WorkKind("recompute", "recompute", "#a9cbf2", "slant", pale=True),
+    WorkKind("backward", "backward", "#2c4484"),
+    WorkKind("embedding_backward", "embedding backward", "#12463f", "bars"),
+    WorkKind("update", "update", "#b8325a", "cross"),
 )
 COPY_KINDS = (
-    Kind("param", "weights", "#3f8f46"),
-    Kind("grad", "gradients", "#9a5a22", "slant"),
-    Kind("state", "optimizer state", "#b8325a", "cross"),
-    Kind("inp", "block inputs", "#5d6fc9", "rows"),
-    Kind("kv", "keys and values", "#23899b", "bars"),
-    Kind("attn", "attention outputs", "#c3a2e2", "dots", pale=True),
-    Kind("rest", "activations", "#5b3486"),
-    Kind("dstream", "stream gradients", "#c7a11e", "slant", pale=True),
-    Kind("dkv", "gradients of keys and values", "#7f8526", "dots"),
+    WorkKind("param", "weights", "#3f8f46"),
+    WorkKind("grad", "gradients", "#9a5a22", "slant"),
+    WorkKind("state", "optimizer state", "#b8325a", "cross"),
+    WorkKind("inp", "block inputs", "#5d6fc9", "rows"),
+    WorkKind("kv", "keys and values", "#23899b", "bars"),
+    WorkKind("attn", "attention outputs", "#c3a2e2", "dots", pale=True),
+    WorkKind("rest", "activations", "#5b3486"),
+    WorkKind("dstream", "residual gradients", "#c7a11e", "slant", pale=True),
+    WorkKind("dkv", "gradients of keys and values", "#7f8526", "dots"),
 )
-WAIT = Kind("wait", "waits", "#d03b3b", "slant", pale=True)  # the compute lane stands still
-OTHER = Kind("other", "other", "#7c8490", "bars")
+WAIT = WorkKind("wait", "waits", "#d03b3b", "slant", pale=True)  # the compute stream is idle
+OTHER = WorkKind("other", "other", "#7c8490", "bars")
 _LISTED = (*COMPUTE_KINDS, *COPY_KINDS, WAIT)
 KINDS = (*_LISTED, OTHER)  # all that are drawn
 
 
-def kind(lane: Lane, name: str) -> Kind:
-    """The kind of a stretch by its lane and name."""
-    listed = (*COMPUTE_KINDS, WAIT) if lane == "compute" else COPY_KINDS
-    found = next((k for k in listed if k.name == name), None)
-    return found or Kind(name, name, OTHER.colour, OTHER.texture)
+def work_kind(stream: StreamName, name: str) -> WorkKind:
+    """Return the kind of an event by its stream and name."""
+    listed = (*COMPUTE_KINDS, WAIT) if stream == "compute" else COPY_KINDS
+    match = next((k for k in listed if k.name == name), None)
+    return match or WorkKind(name, name, OTHER.colour, OTHER.texture)
 
 
-def order(work: tuple[Lane, str]) -> tuple[int, int, str]:
-    """Sorts (lane, name) as the pictures stack them: by lane, the listed ones in their order, then the rest by name."""
-    lane, name = work
+def order(work: tuple[StreamName, str]) -> tuple[int, int, str]:
+    """Sort key of (stream, name) in pictures: by stream, known kinds in their order, then others by name."""
+    stream, name = work
     names = [k.name for k in (*COMPUTE_KINDS, WAIT, *COPY_KINDS)]
-    return LANES.index(lane), names.index(name) if name in names else len(names), name
+    return STREAMS.index(stream), names.index(name) if name in names else len(names), name

@@ -1,37 +1,37 @@
-"""Where the time of a span went: what was busy, what was hidden behind compute, what the GPU waited for.
+"""Breakdown of an interval of time: what was busy, what was hidden behind compute, what the GPU waited for.
 
-    account(timeline, start, end).waiting -> 0.0209 seconds
+    time_breakdown(timeline, start, end).waiting -> 0.0209 seconds
 
-Work that reaches over the border of a span counts with the part of it that lies inside.
+Events that cross the boundary of an interval count with the part of them that lies inside.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass
 
-from llmb.perfmodel.offload.stream_timeline import Lane
+from llmb.perfmodel.offload.stream_timeline import StreamName
 from llmb.report.timeline.tracks import Timeline, Wait, clip, overlap, total
 
 
 @dataclass
-class Work:
-    """All work of one kind in a span."""
+class WorkTotals:
+    """Totals of one kind of work in an interval."""
 
     count: float = 0
     seconds: float = 0.0
     flops: float = 0.0
     bytes: float = 0.0
 
-    def times(self, factor: float) -> "Work":
-        return Work(self.count * factor, self.seconds * factor, self.flops * factor, self.bytes * factor)
+    def times(self, factor: float) -> "WorkTotals":
+        return WorkTotals(self.count * factor, self.seconds * factor, self.flops * factor, self.bytes * factor)
 
-    def plus(self, other: "Work") -> "Work":
-        return Work(
+    def plus(self, other: "WorkTotals") -> "WorkTotals":
+        return WorkTotals(
             self.count + other.count, self.seconds + other.seconds, self.flops + other.flops, self.bytes + other.bytes
         )
 
     @property
     def rate(self) -> tuple[float, str] | None:
-        """What it got done a second; null where it neither computes nor copies anything that is counted."""
+        """Rate and unit; null where it neither computes nor copies anything that is counted."""
         if self.seconds <= 0 or not (self.flops or self.bytes):
             return None
         return (
@@ -40,13 +40,13 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Account:
-    """The figures of one span of time."""
+class TimeBreakdown:
+    """Figures of one interval of time."""
 
     seconds: float
-    busy: dict[Lane, float]  # seconds
+    busy: dict[StreamName, float]  # seconds
     hidden: float  # seconds of copying while compute was busy, both directions added
-    works: dict[tuple[Lane, str], Work]
+    work_by_kind: dict[tuple[StreamName, str], WorkTotals]
     waits: tuple[Wait, ...]  # the part of each that lies inside
 
     @property
@@ -59,33 +59,33 @@ class Account:
 
     @property
     def tflops(self) -> float | None:
-        """Over the whole span, waits included; null where no work counts its operations."""
-        flops = sum(work.flops for work in self.works.values())
+        """Rate over the whole interval, waits included; null where no event has FLOPs."""
+        flops = sum(work.flops for work in self.work_by_kind.values())
         return flops / self.seconds / 1e12 if flops else None
 
-    def seconds_of(self, lane: Lane, name: str) -> float:
-        return self.works[lane, name].seconds if (lane, name) in self.works else 0.0
+    def seconds_of(self, stream: StreamName, name: str) -> float:
+        return self.work_by_kind[stream, name].seconds if (stream, name) in self.work_by_kind else 0.0
 
 
-def account(timeline: Timeline, start: float, end: float) -> Account:
-    """What happened between two moments."""
-    works: dict[tuple[Lane, str], Work] = defaultdict(Work)
-    for stretch in timeline.lanes.stretches:
-        inside = min(stretch.end, end) - max(stretch.start, start)
+def time_breakdown(timeline: Timeline, start: float, end: float) -> TimeBreakdown:
+    """Return the breakdown between two moments."""
+    work_by_kind: dict[tuple[StreamName, str], WorkTotals] = defaultdict(WorkTotals)
+    for event in timeline.streams.events:
+        inside = min(event.end, end) - max(event.start, start)
         if inside <= 0:
             continue
-        share = inside / (stretch.end - stretch.start)
-        work = works[stretch.lane, stretch.name]
+        fraction = inside / (event.end - event.start)
+        work = work_by_kind[event.stream, event.name]
         work.count += 1
         work.seconds += inside
-        work.flops += share * stretch.flops
-        work.bytes += share * stretch.bytes
-    busy = {lane: clip(pairs, start, end) for lane, pairs in timeline.busy.items()}
+        work.flops += fraction * event.flops
+        work.bytes += fraction * event.bytes
+    busy = {stream: clip(pairs, start, end) for stream, pairs in timeline.busy.items()}
     cut = (Wait(max(w.start, start), min(w.end, end), w.copy) for w in timeline.waits)
-    return Account(
+    return TimeBreakdown(
         seconds=end - start,
-        busy={lane: total(pairs) for lane, pairs in busy.items()},
+        busy={stream: total(pairs) for stream, pairs in busy.items()},
         hidden=overlap(busy["inbound"], busy["compute"]) + overlap(busy["outbound"], busy["compute"]),
-        works=dict(works),
+        work_by_kind=dict(work_by_kind),
         waits=tuple(w for w in cut if w.end > w.start),
     )
