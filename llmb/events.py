@@ -1,6 +1,6 @@
-"""The event types an engine writes and every report reads: one JSON line a fact, in events.rank<N>.jsonl.
+"""Event types that engines write and reports read: one JSON line per event, in events.rank<N>.jsonl.
 
-Facts only: seconds, tokens, bytes. What follows from them (tokens/s, MFU) is derived in `results/`.
+Measured facts only: seconds, tokens, bytes. Figures derived from them (tokens/s, MFU) are computed in `results/`.
 
     append(path, StepDone(time=..., step=1, seconds=0.5, tokens=4096, loss=11.7))
     for event in read(path): ...
@@ -15,17 +15,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
-from llmb.config.serialization import to_json
+from llmb.config.serialization import current_names, to_json
 from llmb.config.spec import Status
 
-WHERE_SIGNAL = signal.SIGUSR2  # asks a rank for its Whereabouts
+HANG_REPORT_SIGNAL = signal.SIGUSR2  # makes a rank write its HangReport
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted:
-    """Who measures: hardware, versions, commit."""
+    """Start of a rank: hardware, versions, commit."""
 
-    time: float  # seconds since 1970, as all times here
+    time: float  # seconds since 1970, as all `time` fields
     rank: int = 0
     world_size: int | None = None
     gpu_name: str | None = None  # as the driver or /proc/cpuinfo prints it
@@ -37,92 +37,92 @@ class RunStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """One optimizer step. Null: not known, as in a foreign log that does not print it."""
+    """One optimizer step. Null: unknown, as when an external log does not print it."""
 
     time: float | None = None
     rank: int = 0
     step: int  # from 1
-    steps: int | None = None  # asked for in all
+    steps: int | None = None  # requested in total
     seconds: float | None = None
-    busy_s: float | None = None  # of these, not spent waiting for other ranks; null: cannot be told apart
-    tokens: int | None = None  # by all ranks together
+    busy_s: float | None = None  # of these, not spent waiting for other ranks; null: unknown
+    tokens: int | None = None  # of all ranks
     loss: float | None = None
     grad_norm: float | None = None
-    memory_bytes: int | None = None  # peak on the device so far
-    warmup: bool | None = None  # null: the reader cannot tell, the window decides
-    reported_tflops_per_gpu: float | None = None  # printed by a foreign engine, by its own formula
-    reported_tokens_per_s_per_gpu: float | None = None  # printed in place of seconds, as torchtitan does
+    memory_bytes: int | None = None  # peak device memory so far
+    warmup: bool | None = None  # null: unknown, the measured window decides
+    reported_tflops_per_gpu: float | None = None  # printed by an external engine, by its own formula
+    reported_tokens_per_s_per_gpu: float | None = None  # printed instead of seconds, as torchtitan does
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestDone:
-    """One inference request; times are seconds since the benchmark began, for all ranks at the same moment.
+    """One inference request; times are seconds since the start of the benchmark, which is the same for all ranks.
 
-    A rank records the requests that it took itself, so each is recorded once.
+    Each request is recorded once, by the rank that it was assigned to.
     """
 
     rank: int = 0
     request: int
     arrival: float
     first_token: float | None = None
-    token_times: tuple[float, ...] = ()  # of every token; where a stream gives several at once, of every arrival
+    token_times: tuple[float, ...] = ()  # of every token, or of every chunk where several arrive at once
     end: float
     input_tokens: int
     output_tokens: int
-    requested_tokens: int | None = None  # how long the answer was to be
-    answer_crc: int | None = None  # of its tokens, CRC-32 over int64: equal answers have equal ones, wherever computed
-    finish: str | None = None  # what ended it: length, stop, cancelled
+    requested_tokens: int | None = None  # requested output length
+    output_crc: int | None = None  # CRC-32 over the output tokens as int64, to compare outputs across machines
+    finish: str | None = None  # finish reason: length, stop, cancelled
     warmup: bool = False
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSample:
-    """How far a benchmark is, a few times a second: for the live line, and for curves of the queue and the cache.
+    """Progress of a serving benchmark, a few times a second: for the live line, and for plots of queue and cache.
 
-    Counts are those of one phase: a warm-up has its own, and its own beginning.
+    Counts are those of one phase: warm-up and measurement are counted separately.
     """
 
     rank: int = 0
-    elapsed_s: float  # since the phase began
+    elapsed_s: float  # since the start of the phase
     warmup: bool = False
-    requests: int | None = None  # asked for, of those counted here
+    requests: int | None = None  # of this phase
     done: int
-    waiting: int | None = None  # not begun yet
+    waiting: int | None = None  # not scheduled yet
     running: int | None = None
     output_tokens: int | None = None  # so far
-    blocks_used: int | None = None  # of the KV cache
+    blocks_used: int | None = None  # KV cache
     blocks: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingFacts:
-    """What the engine decided, and what the benchmark took of this rank's device. Null: not known.
+    """Decisions of the engine, and memory and energy that the benchmark took on this rank's device. Null: unknown.
 
-    A rank may record it again when it knows more: what is not null in a later one counts.
+    A rank may record it several times; non-null fields of later ones win.
     """
 
     rank: int = 0
-    requests: int | None = None  # asked for in all: a dataset may hold fewer than the configuration names
+    requests: int | None = None  # in total: a dataset may hold fewer than the configuration requests
     kv_blocks: int | None = None
     block_tokens: int | None = None
     cache_bytes: int | None = None
     weight_bytes: int | None = None
-    weights_note: str | None = None  # how they are held: nvfp4 weights dequantised to bf16
-    dequantised: bool | None = None  # products are computed in a wider format than the one asked for
-    graph_batches: tuple[int, ...] | None = None  # batch sizes that have a CUDA graph; empty: none
+    weights_note: str | None = None  # storage format: nvfp4 weights dequantized to bf16
+    dequantised: bool | None = None  # GEMMs run in a wider format than the requested dtype
+    graph_batches: tuple[int, ...] | None = None  # batch sizes captured as CUDA graphs; empty: none
     peak_memory_bytes: int | None = None
     warmup_requests: int | None = None
     warmup_s: float | None = None
-    energy_joules: float | None = None  # over the measured span, from the device's own counter
-    power_joules: float | None = None  # the same, integrated over samples of its power
-    energy_note: str | None = None  # why there is no energy
+    energy_joules: float | None = None  # over the measured interval, from the device's energy counter
+    power_joules: float | None = None  # the same, integrated from power samples
+    energy_note: str | None = None  # why no energy was measured
     mean_power_w: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSummary:
-    """The totals a foreign inference engine prints instead of its requests; keys are fields of Result."""
+    """Totals that an external inference engine prints instead of single requests; keys are fields of Result."""
 
     time: float | None = None
     values: dict[str, float | None] = field(default_factory=dict)
@@ -134,33 +134,33 @@ class CollectiveSeen:
 
     operation: str  # AllReduce
     calls: int
-    bytes: int | None  # in all; null when the datatype is unknown
+    bytes: int | None  # total; null when the datatype is unknown
     datatype: str
     ranks: int | None  # of the communicator
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeSpent:
-    """What one kind of work took of a profiled step, on average over the profiled steps of rank 0."""
+    """Time of one kind of work, averaged over the profiled steps of rank 0."""
 
     kind: str  # matrix products, attention, memory-bound work, optimizer, communication, idle
     seconds_per_step: float
-    share: float  # of the step, 0 to 1
+    share: float  # fraction of the step, 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whereabouts:
-    """How far a rank had come when nothing moved any more and llmb-run asked it."""
+class HangReport:
+    """State of a rank when the run made no progress and llmb-run asked for it."""
 
     time: float
     rank: int
-    collectives: dict[str, int]  # entered so far, by group; equal on the ranks of a group that are at the same place
-    waiting: bool  # the main thread is inside torch.distributed, so for others
+    collectives: dict[str, int]  # entered so far, by group; equal on ranks of a group that have reached the same point
+    waiting: bool  # the main thread is inside torch.distributed: it waits for other ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogProblem:
-    """Something in a log that could not be read, kept so that nothing is dropped in silence."""
+    """A part of a log that could not be parsed, recorded so that nothing is dropped silently."""
 
     problem: str
     count: int = 1
@@ -169,13 +169,13 @@ class LogProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded:
-    """How it ended, in one word of the status list, and why."""
+    """Status of a finished run, and the reason for it."""
 
     time: float | None = None
     rank: int = 0
     status: Status
     reason: str | None = None
-    guilty_rank: int | None = None  # whose fault it was; null: no rank's, or not known
+    failed_rank: int | None = None  # rank that caused the failure; null: none, or unknown
     last_lines: tuple[str, ...] = ()  # of that rank's output
 
 
@@ -188,17 +188,18 @@ Event = (
     | ServingSummary
     | CollectiveSeen
     | TimeSpent
-    | Whereabouts
+    | HangReport
     | LogProblem
     | RunEnded
 )
 TYPES: dict[str, type] = {t.__name__: t for t in get_args(Event)}
+RENAMED_TYPES = {"Whereabouts": "HangReport"}  # name in older files: current name
 
 
 def append(path: Path, event: Event) -> None:
-    """Add one whole line with a single write, so that a killed run leaves complete lines and at most one torn end.
+    """Append one line with a single write, so that a killed run leaves complete lines and at most one truncated one.
 
-    What a full disk takes half of is taken back: the next line would be lost with it.
+    A line that a full disk takes only in part is truncated away: it would corrupt the next line.
     """
     line = to_json({"event": type(event).__name__, **vars(event)}) + "\n"  # asdict would copy every number
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -213,26 +214,28 @@ def append(path: Path, event: Event) -> None:
 
 
 def parse(line: str | bytes) -> Event | None:
-    """One line as an event; None for a torn or foreign line. Fields of a newer version are passed over."""
+    """Parse one line; None for a truncated or unknown line. Fields of a newer version are ignored."""
     try:
         data: dict[str, Any] = json.loads(line)
-        kind = TYPES[data.pop("event")]
-        known = {f.name for f in fields(kind)}
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known}
+        name = data.pop("event")
+        kind = TYPES[RENAMED_TYPES.get(name, name)]
+        data = current_names(kind.__name__, data)
+        names = {f.name for f in fields(kind)}
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in names}
         return kind(**values)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def read_all(paths: Iterable[Path]) -> Iterator[Event]:
-    """Every event of several files, one file after the other."""
+    """Yield the events of several files, one file after the other."""
     for path in paths:
         yield from read(path)
 
 
 def read(path: Path) -> Iterator[Event]:
-    """Every event of a file; lines that cannot be read become one LogProblem at the end."""
-    torn = 0
+    """Yield the events of a file; lines that cannot be parsed become one LogProblem at the end."""
+    unreadable = 0
     try:
         with path.open("rb") as lines:
             for line in lines:
@@ -240,8 +243,8 @@ def read(path: Path) -> Iterator[Event]:
                 if event is not None:
                     yield event
                 elif line.strip():
-                    torn += 1
+                    unreadable += 1
     except FileNotFoundError:
         return
-    if torn:
-        yield LogProblem(problem="unreadable event line", count=torn)
+    if unreadable:
+        yield LogProblem(problem="unreadable event line", count=unreadable)

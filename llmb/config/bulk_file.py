@@ -1,4 +1,4 @@
-"""Bulk files: many runs in one file, as YAML (with sweeps) or in the older text form.
+"""Bulk files: many runs in one file, as YAML (with sweeps) or in the older text format.
 
     pretrain_llama3.1_405b:                  pretrain_llama3.1_70b:
       dtypes: [fp8]                          ('bf16', [128, 256], 3)
@@ -6,7 +6,7 @@
       tasks:
         - overrides: {params: {tp: [4, 8]}}
 
-Any list under `params` is swept. Every mistake is named with its place; no line is dropped in silence.
+Any list under `params` is swept. Every error names its location; no line is dropped silently.
 """
 
 import ast
@@ -19,13 +19,13 @@ from typing import Any
 
 from llmb.config.overrides import VARIABLES, Setting
 from llmb.config.recipe import Recipe, load_yaml
-from llmb.config.run_list import Task, Wanted, split_target, tasks_for
+from llmb.config.run_list import RunSelection, Task, split_target, tasks_for
 from llmb.config.serialization import build
 from llmb.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overrides:
+class SweepOverrides:
     """Environment for the ranks and settings of the run; a list in params is swept."""
 
     env: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Overrides:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One item of `tasks:`; what it leaves out comes from its section."""
+    """One item of `tasks:`; fields that it leaves out come from its section."""
 
     dtypes: str | tuple[str, ...] | None = None
     scales: int | tuple[int, ...] | None = None
@@ -42,14 +42,14 @@ class Entry:
     profile: bool = False
     add_profile: bool = False
     proxy: bool = False
-    overrides: Overrides = Overrides()
+    overrides: SweepOverrides = SweepOverrides()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
     """Everything under one `workload_size:` key."""
 
-    defaults: Overrides = Overrides()
+    defaults: SweepOverrides = SweepOverrides()
     dtypes: str | tuple[str, ...] | None = None
     scales: int | tuple[int, ...] | None = None
     repeats: int = 1
@@ -59,21 +59,21 @@ class Section:
     tasks: tuple[Entry, ...] | None = None
 
 
-def read_bulk(path: Path, recipes: dict[str, Recipe], wanted: Wanted) -> list[Task]:
-    """All tasks of a bulk file. `--dtype` and `--scale` keep only what they name; -r and --proxy apply to all."""
+def read_bulk(path: Path, recipes: dict[str, Recipe], selection: RunSelection) -> list[Task]:
+    """Return all tasks of a bulk file. `--dtype` and `--scale` filter them; -r and --proxy apply to all."""
     read = _from_yaml if path.suffix in (".yaml", ".yml") else _from_text
-    tasks = [task for task in read(path, recipes, wanted) if _kept(task, wanted)]
+    tasks = [task for task in read(path, recipes, selection) if _is_selected(task, selection)]
     if not tasks:
         raise ConfigError(f"{path}: no tasks generated; check its sections and the --dtype and --scale given with it")
     return tasks
 
 
-def _kept(task: Task, wanted: Wanted) -> bool:
-    dtypes, scales = wanted.dtypes, wanted.scales
+def _is_selected(task: Task, selection: RunSelection) -> bool:
+    dtypes, scales = selection.dtypes, selection.scales
     return (dtypes is None or task.request.dtype in dtypes) and (scales is None or task.request.gpus in scales)
 
 
-def _from_yaml(path: Path, recipes: dict[str, Recipe], wanted: Wanted) -> Iterator[Task]:
+def _from_yaml(path: Path, recipes: dict[str, Recipe], selection: RunSelection) -> Iterator[Task]:
     data = load_yaml(path)
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections named like pretrain_llama3.1_8b, got {type(data).__name__}")
@@ -83,11 +83,11 @@ def _from_yaml(path: Path, recipes: dict[str, Recipe], wanted: Wanted) -> Iterat
         for number, entry in enumerate(section.tasks if section.tasks is not None else (Entry(),), 1):
             if (entry.profile or section.profile) and (entry.add_profile or section.add_profile):
                 raise ConfigError(f"{path}: {target} task {number}: profile and add_profile exclude each other")
-            yield from _of_entry(str(target), section, entry, recipes, wanted, str(path))
+            yield from _expand_entry(str(target), section, entry, recipes, selection, str(path))
 
 
-def _of_entry(
-    target: str, section: Section, entry: Entry, recipes: dict[str, Recipe], wanted: Wanted, source: str
+def _expand_entry(
+    target: str, section: Section, entry: Entry, recipes: dict[str, Recipe], selection: RunSelection, source: str
 ) -> Iterator[Task]:
     env = {**section.defaults.env, **entry.overrides.env}
     params = {**section.defaults.params, **entry.overrides.params}
@@ -97,34 +97,34 @@ def _of_entry(
         swept = [Setting(field=k.lower(), value=_text(v), source=source) for k, v in combination.items()]
         for profiled in _profile_choices(section, entry):
             extra = [Setting(field="profile", value=True, source=source)] if profiled else []
-            part = Wanted(
+            run_selection = RunSelection(
                 targets=(target,),
                 dtypes=_tuple(entry.dtypes or section.dtypes),
                 scales=_tuple(entry.scales or section.scales),
-                gpu=wanted.gpu,
-                proxy=wanted.proxy or ("small" if entry.proxy or section.proxy else None),
-                layout=wanted.layout,
-                repeats=1 if profiled == "added" else _repeats(wanted, entry.repeats or section.repeats),
-                settings=(*wanted.settings, *settings, *swept, *extra),
+                gpu=selection.gpu,
+                proxy=selection.proxy or ("small" if entry.proxy or section.proxy else None),
+                layout=selection.layout,
+                repeats=1 if profiled == "added" else _repeats(selection, entry.repeats or section.repeats),
+                settings=(*selection.settings, *settings, *swept, *extra),
             )
-            for task in tasks_for(part, recipes):
+            for task in tasks_for(run_selection, recipes):
                 yield replace(task, request=replace(task.request, environment=environment))
 
 
 def _sweep(params: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every combination of the listed values."""
+    """Yield every combination of the listed values."""
     choices = [value if isinstance(value, list) else [value] for value in params.values()]
     return (dict(zip(params, combination, strict=True)) for combination in product(*choices))
 
 
 def _profile_choices(section: Section, entry: Entry) -> list[Any]:
-    """Plain or profiled runs; `add_profile` puts one profiled run beside the plain ones."""
+    """Return which runs to profile; `add_profile` adds one profiled run to the unprofiled ones."""
     if entry.profile or section.profile:
         return [True]
     return [False, "added"] if entry.add_profile or section.add_profile else [False]
 
 
-def _from_text(path: Path, recipes: dict[str, Recipe], wanted: Wanted) -> Iterator[Task]:
+def _from_text(path: Path, recipes: dict[str, Recipe], selection: RunSelection) -> Iterator[Task]:
     target: str | None = None
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -140,32 +140,34 @@ def _from_text(path: Path, recipes: dict[str, Recipe], wanted: Wanted) -> Iterat
             continue
         if target is None:
             raise ConfigError(f"{path} line {number}: a task before any 'workload_size:' line")
-        yield from _of_line(line, f"{path} line {number}", target, recipes, wanted)
+        yield from _expand_line(line, f"{path} line {number}", target, recipes, selection)
 
 
-def _of_line(line: str, where: str, target: str, recipes: dict[str, Recipe], wanted: Wanted) -> Iterator[Task]:
+def _expand_line(
+    line: str, where: str, target: str, recipes: dict[str, Recipe], selection: RunSelection
+) -> Iterator[Task]:
     shape = "('dtype' or ['dtype', ...], [scales], repeats[, profile])"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's remarks on odd literals are no help to a user
+            warnings.simplefilter("ignore")  # warnings on odd literals do not help a user
             values = ast.literal_eval(line)
         dtypes, scales, repeats, profile = (*values, False)[:4]
         listed = (dtypes,) if isinstance(dtypes, str) else tuple(dtypes)
-        good = all(isinstance(d, str) for d in listed) and all(type(s) is int for s in scales)
-        if not (isinstance(values, tuple) and good and type(repeats) is int and type(profile) is bool):
+        valid = all(isinstance(d, str) for d in listed) and all(type(s) is int for s in scales)
+        if not (isinstance(values, tuple) and valid and type(repeats) is int and type(profile) is bool):
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ConfigError(f"{where}: expected {shape}, got {line[:60]!r}") from error
     extra = (Setting(field="profile", value=True, source=where),) if profile else ()
-    part = replace(
-        wanted, targets=(target,), size=None, dtypes=listed, scales=tuple(scales), max_scale=None, min_scale=False,
-        repeats=_repeats(wanted, repeats), settings=(*wanted.settings, *extra),
+    run_selection = replace(
+        selection, targets=(target,), size=None, dtypes=listed, scales=tuple(scales), max_scale=None, min_scale=False,
+        repeats=_repeats(selection, repeats), settings=(*selection.settings, *extra),
     )  # fmt: skip
-    yield from tasks_for(part, recipes)
+    yield from tasks_for(run_selection, recipes)
 
 
-def _repeats(wanted: Wanted, stated: int) -> int:
-    return wanted.repeats if wanted.repeats != 1 else stated
+def _repeats(selection: RunSelection, in_file: int) -> int:
+    return selection.repeats if selection.repeats != 1 else in_file
 
 
 def _tuple(value: Any) -> tuple[Any, ...] | None:

@@ -8,14 +8,14 @@ from typing import Any
 
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
-from llmb.perfmodel.flops import FP8_MULTIPLE, odd_fp8_widths
+from llmb.perfmodel.params import FP8_ALIGNMENT, unaligned_fp8_widths
 
 ALIGNMENT = 256  # elements: at multiples of it tensors begin inside a buffer
 
-# A model with more to it would be trained as something that it is not.
+# Other models would silently be trained as plain Llamas.
 PLAIN: dict[str, Any] = {
-    "architecture": "llama", "gated": True, "activation": "silu", "post_norms": False, "attention_cap": None,
-    "embedding_scale": 1.0, "logit_scale": 1.0, "pattern": None, "experts": None, "latent": None, "mamba": None,
+    "architecture": "llama", "gated": True, "activation": "silu", "post_norms": False, "attn_logit_softcap": None,
+    "embedding_scale": 1.0, "logit_scale": 1.0, "pattern": None, "experts": None, "mla": None, "mamba": None,
 }  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def aligned(elements: int) -> int:
 
 
 def layer_weight_shapes(model: Model) -> tuple[tuple[int, ...], ...]:
-    """Shapes of wqkv, wo, w13 (gate and up), w2 (down) and both norms."""
+    """Return the shapes of wqkv, wo, w13 (gate and up), w2 (down) and both norms."""
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
     return (
         (width + 2 * kv_width, model.hidden),
@@ -38,21 +38,21 @@ def layer_weight_shapes(model: Model) -> tuple[tuple[int, ...], ...]:
 
 
 def check_plain_llama(model: Model) -> None:
-    """One line for any other model."""
+    """Refuse any other model in one line."""
     for field, plain in PLAIN.items():
         if getattr(model, field) != plain:
             raise ConfigError(
-                f"out-of-core training is for plain Llamas: of {model.name} {field} is {getattr(model, field)!r}, "
-                f"it must be {plain!r}"
+                f"out-of-core training supports plain Llamas only: {field} of {model.name} must be {plain!r}, "
+                f"got {getattr(model, field)!r}"
             )
     if model.rope is None:
-        raise ConfigError(f"out-of-core training is for plain Llamas: {model.name} has no rotary positions (rope)")
+        raise ConfigError(f"out-of-core training supports plain Llamas only: {model.name} has no RoPE")
 
 
 def check_fp8_widths(model: Model) -> None:
-    """One line for a model that 8-bit products cannot compute."""
-    odd = [f"{name} is {width}" for name, width in odd_fp8_widths(model).items()]
+    """Refuse a model whose widths fp8 gemms do not support, in one line."""
+    odd = [f"{name} is {width}" for name, width in unaligned_fp8_widths(model).items()]
     if odd:
         raise ConfigError(
-            f"fp8 takes widths that are multiples of {FP8_MULTIPLE}: of {model.name} {', '.join(odd)}; use dtype=bf16"
+            f"fp8 takes widths that are multiples of {FP8_ALIGNMENT}: of {model.name} {', '.join(odd)}; use dtype=bf16"
         )

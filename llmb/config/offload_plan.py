@@ -1,16 +1,17 @@
-"""How one GPU goes through an optimizer step of a Llama that it cannot hold: made on the desk, followed by the device.
+"""Plan of one GPU's optimizer step for a Llama that does not fit its memory, executed by the out-of-core engine.
 
-A step's sequences are cut into groups, rounds and chunks. A long sequence is a group of several chunks; short ones
-share a group of one chunk. A round takes some groups forward through all layers and back again. The weights are cut
-into units of equal size: the layers' blocks, and parts of the embedding and of the head. Of the weights, gradients and
-optimizer state of all units some stay on the device for good (`resident_*`) and the others pass through buffers there
-(`*_blocks`). Of what a (layer, chunk) computes, its level says what is kept for the way back:
+A step's sequences are divided into groups, rounds and chunks. A chunk is computed at once: a long sequence is a group
+of several chunks; short ones share a group of one chunk. A round takes some groups forward through all layers and
+backward again. The weights are divided into parameter buckets of equal size: the layers, and shards of the embedding
+and of the head. Of the weights, gradients and optimizer state of all buckets some are resident on the device
+(`resident_*`) and the others pass through buffers there (`*_blocks`). The save level of a (layer, chunk) says which
+activations are saved for backward, and what is recomputed:
 
-    F  everything                       nothing is computed again
-    A  input, keys and values, attention    the queries' and output's products, the MLP's first
-    I  input, keys and values           these and the attention
+    F  everything                               nothing
+    A  input, keys and values, attention        projections of queries and output, gate and up
+    I  input, keys and values                   these and the attention
 
-The last of them stay on the device as far as there are slots, the others wait in host memory.
+The last of them stay on the device as far as there are slots, the others are in host memory.
 """
 
 from dataclasses import dataclass
@@ -28,20 +29,20 @@ class Plan:
 
     dtype: Literal["fp32", "bf16", "fp8"]
     seqlen: int
-    gbs: int  # sequences an optimizer step
-    chunk_tokens: int  # most that are computed at once; the last chunk of a sequence may have fewer
-    seqs_per_group: int  # that share a chunk; 1 where a sequence has several chunks
+    gbs: int  # sequences per optimizer step
+    chunk_tokens: int  # computed at once; the last chunk of a sequence may have fewer
+    seqs_per_group: int  # sharing a chunk; 1 where a sequence has several chunks
     groups_per_round: int
-    loss_tokens: int  # of a chunk whose logits exist at once
-    update: Update  # how weights take small changes: fp32 master weights, or bf16 rounded stochastically or to nearest
-    update_at: Literal["forward", "backward"]  # of the next step, when gradients can be clipped, or right behind them
-    resident_params: int  # units
+    loss_tokens: int  # per loss chunk, whose logits exist at once
+    update: Update  # fp32 master weights, or bf16 with stochastic rounding or rounding to nearest
+    update_at: Literal["forward", "backward"]  # next step's, so that gradients can be clipped, or this one's
+    resident_params: int  # buckets
     resident_grads: int
     resident_states: int
-    param_blocks: int  # buffers that the other units pass through; none where all are resident
+    param_blocks: int  # buffers that the other buckets pass through; none where all are resident
     grad_blocks: int
     state_blocks: int
-    inp_slots: int  # buffers for what (layer, chunk)s keep, by part
+    inp_slots: int  # buffers for saved activations of (layer, chunk)s, by kind
     kv_slots: int
     attn_slots: int
     rest_slots: int
@@ -49,17 +50,17 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Of a step; the last may have fewer sequences."""
+        """Groups of a step; the last may have fewer sequences."""
         return -(-self.gbs // self.seqs_per_group)
 
     @property
     def rounds(self) -> int:
-        """Of a step; the last may have fewer groups."""
+        """Rounds of a step; the last may have fewer groups."""
         return -(-self.groups // self.groups_per_round)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients wait for a later round, or for the next step; otherwise each is used up when it is done."""
+        """Whether gradients are kept for a later round or step; otherwise each is consumed when complete."""
         return self.rounds > 1 or self.update_at == "forward"
 
     @property

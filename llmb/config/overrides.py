@@ -1,7 +1,7 @@
-"""Settings a user asks for on top of a recipe row: from the environment, `--set`, or a sweep file.
+"""Parse settings that override a recipe row: environment variables, `--set`, or a sweep file.
 
-Each names a field of spec.py. The environment variables of NVIDIA's recipes keep their names here; anything that would
-have no effect is refused later, in resolve.py, never ignored.
+Each setting names a field of spec.py. The environment variables of NVIDIA's recipes keep their names. Settings without
+effect are rejected later, in resolve.py, never ignored.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from llmb.errors import ConfigError, UnknownName
 
-# Environment variable -> field. The first four choose the row; the others change it.
+# Environment variable -> field. SELECTOR_VARIABLES choose the row, VARIABLES override its settings.
 SELECTOR_VARIABLES = {"MODEL_SIZE": "size", "DTYPE": "dtype", "JOB_TOTAL_GPUS": "gpus", "GPU_TYPE": "gpu"}
 VARIABLES = {
     "MODE": "mode",
@@ -52,13 +52,13 @@ VARIABLES = {
     "SBATCH_TIMELIMIT": "time_limit_s",
     "ADDITIONAL_SLURM_PARAMS": "slurm_params",
 }
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")  # of a use case: it becomes part of the run folder's name
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")  # of a use case: part of the run folder's name
 TRUE, FALSE, NONE = ("true", "1", "yes", "on"), ("false", "0", "no", "off"), ("none", "null", "na")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One wish: a field, its value (text until the field's type is known) and who asked."""
+    """Override of one field: its value (text until converted to the field's type) and its source."""
 
     field: str
     value: Any
@@ -66,51 +66,51 @@ class Setting:
 
 
 def from_environment(environ: Mapping[str, str]) -> list[Setting]:
-    """Every known variable that is set; an empty one counts as unset."""
-    found = []
+    """Return a setting for every known variable that is set; an empty one counts as unset."""
+    settings = []
     for variable, field in VARIABLES.items():
         text = environ.get(variable, "")
         if not text:
             continue
         if field == "use_case":
-            found += use_case(text, f"environment {variable}")
+            settings += parse_use_case(text, f"environment {variable}")
         else:
-            found.append(Setting(field=field, value=text, source=f"environment {variable}"))
-    return found
+            settings.append(Setting(field=field, value=text, source=f"environment {variable}"))
+    return settings
 
 
-def use_case(text: str, source: str) -> list[Setting]:
-    """`chat:128/128` (or plain `chat`) as settings of use case, input and output length."""
+def parse_use_case(text: str, source: str) -> list[Setting]:
+    """Parse `chat:128/128` (or just `chat`) into settings of use case, input and output length."""
     name, colon, lengths = text.partition(":")
     if not NAME.fullmatch(name):
         raise ConfigError(f"{source}: {name!r} cannot name a use case; use letters, digits, '.', '_' and '-'")
-    wishes = [Setting(field="use_case", value=name, source=source)]
+    settings = [Setting(field="use_case", value=name, source=source)]
     if colon:
         isl, slash, osl = lengths.partition("/")
         if not (slash and isl.isdigit() and osl.isdigit()):
             raise ConfigError(f"{source}: expected NAME:INPUT/OUTPUT such as chat:128/128, got {text!r}")
-        wishes += [Setting(field=f, value=v, source=source) for f, v in (("isl", isl), ("osl", osl))]
-    return wishes
+        settings += [Setting(field=f, value=v, source=source) for f, v in (("isl", isl), ("osl", osl))]
+    return settings
 
 
 def from_arguments(pairs: list[str]) -> list[Setting]:
-    """`--set field=value` as given; `parallel.tp` is the same as `tp`."""
-    wishes: list[Setting] = []
+    """Parse the `field=value` arguments of `--set`; `parallel.tp` is the same as `tp`."""
+    settings: list[Setting] = []
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise ConfigError(f"--set: expected field=value, got {pair!r}")
         section, dot, field = name.partition(".")
-        wishes += (
-            use_case(value, "--set")
+        settings += (
+            parse_use_case(value, "--set")
             if name.endswith("use_case")
             else [Setting(field=name if section == "model" or not dot else field, value=value, source="--set")]
         )
-    return wishes
+    return settings
 
 
-def typed(kind: Any, value: Any, where: str) -> Any:
-    """A wish's text as the field's type; values that already have a type pass through."""
+def parse_value(kind: Any, value: Any, where: str) -> Any:
+    """Convert text to the type of a field; values that are not text are returned unchanged."""
     if not isinstance(value, str):
         return value
     choices = [c for c in get_args(kind) if c is not type(None)] if get_origin(kind) is not Literal else []
@@ -119,7 +119,7 @@ def typed(kind: Any, value: Any, where: str) -> Any:
     if optional and text.lower() in NONE:
         return None
     if get_origin(kind) is tuple:
-        return _typed_tuple(kind, text, where)
+        return _parse_tuple(kind, text, where)
     target = choices[0] if optional and choices else kind
     if get_origin(target) is Literal or target is str:
         return text
@@ -128,7 +128,7 @@ def typed(kind: Any, value: Any, where: str) -> Any:
             return text.lower() in TRUE
         raise UnknownName(f"value for {where}:", text, ("true", "false"))
     if where.endswith("time_limit_s") and ":" in text:
-        return seconds(text, where)
+        return parse_duration(text, where)
     try:
         return target(text)
     except (ValueError, TypeError) as error:
@@ -136,17 +136,17 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         raise ConfigError(f"{where}: expected {words.get(target, target)}, got {text!r}") from error
 
 
-def _typed_tuple(kind: Any, text: str, where: str) -> list[Any]:
+def _parse_tuple(kind: Any, text: str, where: str) -> list[Any]:
     item = get_args(kind)[0]
-    if item is int:  # two that are a range may be written as one: 35-44
+    if item is int:  # a pair may also be written as a range: 35-44
         parts = (text if Ellipsis in get_args(kind) else text.replace("-", ",")).split(",")
     else:
         parts = [part for part in text.split(";") if part]
-    return [typed(item, part, where) for part in parts]
+    return [parse_value(item, part, where) for part in parts]
 
 
-def seconds(text: str, where: str) -> int:
-    """Slurm's HH:MM:SS, MM:SS or D-HH:MM:SS in seconds."""
+def parse_duration(text: str, where: str) -> int:
+    """Convert Slurm's HH:MM:SS, MM:SS or D-HH:MM:SS to seconds."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     if not all(p.isdigit() for p in parts) or len(parts) > 3 or (dash and not days.isdigit()):

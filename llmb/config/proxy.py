@@ -1,124 +1,123 @@
-"""Stand-ins for a model, derived from it by rule.
+"""Proxy models, derived from a real model by rule.
 
-    small(model)                 every structural feature, a few million parameters: runs anywhere in seconds
-    small(model, parallel)       the same, grown just enough that the layout divides it
-    true_width(model, fits)      the real layers, as many as a memory holds: kernels run at full size
+    small_proxy(model)               every structural feature, a few million parameters: runs anywhere in seconds
+    small_proxy(model, parallel)     the same, enlarged just enough for the layout to divide it
+    true_width_proxy(model, fits)    the real layers, as many as fit into memory: kernels run at full size
 
-Small: few layers of each kind, narrow, few experts; the ratio of query to key heads, the kinds of layers, routing by
-groups, shared experts, low-rank projections and the scan stay. A layout adds heads, groups, layers and experts until
-each rank has its share, of a size that 8-bit products take; the stream stays as narrow as it is. True width: layers go
-first; where even one layer of each kind is too large, experts go too, as a layer of 256 experts takes more memory in
-training than any GPU has.
+A small proxy has few layers of each kind, a small hidden size and few experts, and keeps the ratio of query to KV
+heads, the kinds of layers, group-limited routing, shared experts, low-rank projections and the scan. For a layout it
+gets more heads, groups, layers and experts until each rank has its shard, of a size that fp8 GEMMs support; the hidden
+size stays. A true-width proxy drops layers first and experts only when one layer of each kind is still too large: a
+layer of 256 experts takes more memory in training than any GPU has.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from llmb.config.spec import Experts, Latent, Mamba, Model, Parallel
+from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, Parallel
 from llmb.errors import ConfigError
 
-WIDTH = 256  # about; heads of a power of two each
+WIDTH = 256  # approximate hidden size; head_dim is a power of two
 VOCAB = 4096
 LAYERS = 4
 EXPERTS = 16
 ONE_RANK = Parallel()
-UNIT = 16  # 8-bit products take only dimensions that are multiples of this, and on each rank
+ALIGNMENT = 16  # fp8 GEMMs need dimensions that are multiples of this, on each rank
 
 
-def small(model: Model, split: Parallel = ONE_RANK) -> Model:
-    """The same structure in a few million parameters, which this layout of the real model divides."""
-    shared_by = model.heads // model.kv_heads  # query heads that share a key head
-    few = min(model.kv_heads, 4 if shared_by == 1 else 2)
-    head_dim = 1 << ((WIDTH // (few * shared_by)).bit_length() - 1)
-    hidden = few * shared_by * head_dim
-    kv_heads = math.lcm(few, split.tp)
-    layers = _layers(model, split)
+def small_proxy(model: Model, layout: Parallel = ONE_RANK) -> Model:
+    """Return a model of the same structure with a few million parameters, which the layout divides."""
+    group = model.heads // model.kv_heads  # query heads per KV head
+    kv_heads = min(model.kv_heads, 4 if group == 1 else 2)
+    head_dim = 1 << ((WIDTH // (kv_heads * group)).bit_length() - 1)
+    hidden = kv_heads * group * head_dim
+    kv_heads = math.lcm(kv_heads, layout.tp)
+    layers = _layer_count(model, layout)
     return replace(
         model,
         layers=layers,
         pattern=model.pattern[:layers] if model.pattern is not None else None,
         hidden=hidden,
-        ffn=_multiple(_narrowed(model.ffn, model, hidden), UNIT * split.tp),
-        heads=kv_heads * shared_by,
+        ffn=_round_up(_scaled_width(model.ffn, model, hidden), ALIGNMENT * layout.tp),
+        heads=kv_heads * group,
         kv_heads=kv_heads,
-        head_dim=max(head_dim, UNIT * split.tp // kv_heads),
-        vocab=_multiple(min(model.vocab, VOCAB), split.tp),
-        experts=_few(model.experts, model, hidden, split) if model.experts else None,
-        latent=Latent(q_rank=96, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32) if model.latent else None,
-        mamba=_short(model.mamba, hidden, split.tp) if model.mamba else None,
+        head_dim=max(head_dim, ALIGNMENT * layout.tp // kv_heads),
+        vocab=_round_up(min(model.vocab, VOCAB), layout.tp),
+        experts=_small_moe(model.experts, model, hidden, layout) if model.experts else None,
+        mla=MlaConfig(q_rank=96, kv_rank=64, nope_dim=32, rope_dim=16, value_dim=32) if model.mla else None,
+        mamba=_small_mamba(model.mamba, hidden, layout.tp) if model.mamba else None,
     )
 
 
-def _layers(model: Model, split: Parallel) -> int:
-    """Few, but of each kind one, and as many for one stage of the pipeline as for another."""
+def _layer_count(model: Model, layout: Parallel) -> int:
+    """Return a few layers, at least one of each kind, and equally many for every pipeline stage."""
     few = min(model.layers, LAYERS) if model.pattern is None else _fewest_layers(model)
-    return min(model.layers, _multiple(few, split.pp * (split.vp or 1)))
+    return min(model.layers, _round_up(few, layout.pp * (layout.vp or 1)))
 
 
-def _multiple(number: int, of: int) -> int:
-    """The number, or the next one that can be divided."""
-    return -(-number // of) * of
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
-def _narrowed(width: int, model: Model, hidden: int) -> int:
-    """A width in its proportion to the model's, in steps that every kernel takes."""
+def _scaled_width(width: int, model: Model, hidden: int) -> int:
+    """Scale a width with the hidden size, in multiples that every kernel supports."""
     return max(32, round(width * hidden / model.hidden / 32) * 32)
 
 
-def _few(experts: Experts, model: Model, hidden: int, split: Parallel) -> Experts:
+def _small_moe(experts: MoEConfig, model: Model, hidden: int, layout: Parallel) -> MoEConfig:
     groups = min(experts.groups, 4)
-    shares = math.lcm(split.etp, split.tp if experts.shared else 1)  # shared experts are split as dense MLPs are
+    shards = math.lcm(layout.etp, layout.tp if experts.shared else 1)  # shared experts are split like dense MLPs
     return replace(
         experts,
-        count=math.lcm(min(experts.count, EXPERTS), split.ep),
+        count=math.lcm(min(experts.count, EXPERTS), layout.ep),
         top_k=min(experts.top_k, 4),
-        ffn=_multiple(_narrowed(experts.ffn, model, hidden), UNIT * shares),
+        ffn=_round_up(_scaled_width(experts.ffn, model, hidden), ALIGNMENT * shards),
         dense_layers=min(experts.dense_layers, 1),
         groups=groups,
         top_groups=groups if experts.top_groups == experts.groups else groups // 2,
     )
 
 
-def _short(mamba: Mamba, hidden: int, tp: int) -> Mamba:
-    """Its inward projection ends in one output a head, so that heads too come in units."""
+def _small_mamba(mamba: MambaConfig, hidden: int, tp: int) -> MambaConfig:
+    """The input projection has one output per head (dt), so heads are aligned too."""
     fewest = 2 * hidden // 32
-    heads = _multiple(fewest, UNIT * tp)
-    head_dim = max(UNIT, 32 * fewest // heads)
+    heads = _round_up(fewest, ALIGNMENT * tp)
+    head_dim = max(ALIGNMENT, 32 * fewest // heads)
     return replace(mamba, heads=heads, head_dim=head_dim, groups=math.lcm(min(mamba.groups, 2), tp), state=32, chunk=32)
 
 
-def true_width(model: Model, fits: Callable[[Model], bool]) -> Model:
-    """The largest of the smaller models that fits, or an error that names the smallest there is."""
+def true_width_proxy(model: Model, fits: Callable[[Model], bool]) -> Model:
+    """Return the largest reduced model that fits; a ConfigError names the smallest one."""
     smallest = model
-    for candidate in smaller(model):
+    for candidate in reduced_models(model):
         if fits(candidate):
             return candidate
         smallest = candidate
     raise ConfigError(f"{model.name} does not fit at its true width, even with {describe_change(model, smallest)}")
 
 
-def smaller(model: Model) -> Iterator[Model]:
-    """The model with ever fewer layers; then, at the fewest, with ever fewer experts."""
+def reduced_models(model: Model) -> Iterator[Model]:
+    """Yield the model with fewer and fewer layers, then, at the minimum, with fewer and fewer experts."""
     fewest = _fewest_layers(model)
     for layers in range(model.layers, fewest - 1, -1):
         yield _with_layers(model, layers)
-    least = _with_layers(model, fewest)
-    experts = least.experts
+    smallest = _with_layers(model, fewest)
+    experts = smallest.experts
     while experts is not None and experts.count // 2 >= max(2 * experts.top_k, experts.groups):
         experts = replace(experts, count=experts.count // 2)
-        yield replace(least, experts=experts)
+        yield replace(smallest, experts=experts)
 
 
 def _fewest_layers(model: Model) -> int:
-    """One layer of each kind."""
+    """Return the number of leading layers that include one of each kind."""
     if model.pattern is not None:
         return max(model.pattern.index(kind) for kind in set(model.pattern)) + 1
     return 2 if model.experts and model.experts.dense_layers else 1
 
 
 def _with_layers(model: Model, layers: int) -> Model:
-    """The first layers of the stack; leading dense layers give way so that a layer of experts remains."""
+    """Return the model with its first layers only; leading dense layers are reduced so that one MoE layer remains."""
     experts = model.experts
     if experts is not None:
         experts = replace(experts, dense_layers=min(experts.dense_layers, layers - 1))
@@ -127,7 +126,7 @@ def _with_layers(model: Model, layers: int) -> Model:
 
 
 def describe_change(model: Model, changed: Model) -> str:
-    """What a stand-in leaves out, in words."""
+    """Describe how a proxy differs from the model."""
     words = [f"{changed.layers} of {model.layers} layers"]
     if changed.hidden != model.hidden:
         words.append(f"width {changed.hidden} of {model.hidden}")

@@ -1,30 +1,32 @@
-"""A recipe: one workload as data. Reads recipe.yaml, finds rows, expands GPU counts.
+"""Recipes: one workload as data. Reads recipe.yaml, selects rows, expands GPU counts.
 
     recipes = load_all([shipped(), Path("~/.llmb/recipes")])
     recipes["pretrain_llama3.1"].scales(size="8b", dtype="fp8", gpu="h100")  -> [8, 16, 32, 64, 128]
 
-A user adds a workload by adding a folder with a recipe.yaml; no Python.
+A folder with a recipe.yaml adds a workload; no Python is needed.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmb.config.serialization import build
+from llmb.config.serialization import RENAMED_FIELDS, build, current_names
 from llmb.errors import ConfigError, UnknownName
 
-if TYPE_CHECKING:  # `llmb-run list` shows tables and builds no model: it need not wait for the import
+if TYPE_CHECKING:  # not at run time: `llmb-run list` builds no model and should not pay for the import
     from llmb.config.spec import Model
 
 Row = dict[str, Any]
-# Cells that choose a row; all others are settings of the run.
+# Keys that select a row; all others are settings of the run.
 SELECTORS = ("gpu", "size", "dtype", "gpus", "mode", "use_case")
+# Name of the class of spec.py with the settings of each kind of run.
+SETTINGS = {"training": "Training", "inference": "Inference", "outofcore": "OutOfCore"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Tables of rows, stand-ins and published results of one workload."""
+    """Rows, proxies and published results of one workload."""
 
     workload: str
     kind: str  # training, inference or outofcore
@@ -44,38 +46,38 @@ class Recipe:
         return list(self.models)
 
     def model(self, size: str, changes: dict[str, Any] | None = None) -> "Model":
-        """The model of a size, with fields changed for a stand-in; nested mappings are merged."""
+        """Return the model of a size, with fields changed for a proxy; nested mappings are merged."""
         from llmb.config.spec import Model
 
         if size not in self.models:
             raise UnknownName(f"size of {self.workload}", size, self.models)
-        merged = dict(self.models[size])
-        for name, value in (changes or {}).items():
+        merged = dict(current_names("Model", self.models[size]))
+        for name, value in current_names("Model", changes or {}).items():
             nested = isinstance(value, dict) and isinstance(merged.get(name), dict)
             merged[name] = {**merged[name], **value} if nested else value
         return build(Model, merged, f"{self.workload} model {size}")
 
-    def matching(self, proxy: bool = False, **wanted: Any) -> list[Row]:
-        """Rows whose selectors agree with all that is wanted; `gpus` is looked for in the row's expanded list."""
-        return [row for row in (self.proxies if proxy else self.rows) if _agrees(row, wanted)]
+    def matching(self, proxy: bool = False, **selectors: Any) -> list[Row]:
+        """Return the rows that match all selectors; `gpus` is looked up in the row's expanded list."""
+        return [row for row in (self.proxies if proxy else self.rows) if _matches(row, selectors)]
 
-    def values(self, selector: str, proxy: bool = False, **wanted: Any) -> list[Any]:
-        """The distinct values of one selector among matching rows, in the recipe's order."""
-        found: dict[Any, None] = {}
-        for row in self.matching(proxy, **wanted):
-            found.update(dict.fromkeys(listed(row, selector)))
-        return sorted(found) if selector == "gpus" else list(found)
+    def values(self, selector: str, proxy: bool = False, **selectors: Any) -> list[Any]:
+        """Return the distinct values of one selector among matching rows, in the recipe's order."""
+        values: dict[Any, None] = {}
+        for row in self.matching(proxy, **selectors):
+            values.update(dict.fromkeys(selector_values(row, selector)))
+        return sorted(values) if selector == "gpus" else list(values)
 
 
-def _agrees(row: Row, wanted: dict[str, Any]) -> bool:
+def _matches(row: Row, selectors: dict[str, Any]) -> bool:
     return all(
-        value is None or (selector not in row and selector == "gpu") or value in listed(row, selector)
-        for selector, value in wanted.items()
+        value is None or (selector not in row and selector == "gpu") or value in selector_values(row, selector)
+        for selector, value in selectors.items()
     )
 
 
-def listed(row: Row, selector: str) -> list[Any]:
-    """What a row says of a selector, one value or several, as a list."""
+def selector_values(row: Row, selector: str) -> list[Any]:
+    """Return the values of a selector in a row, one or several, as a list."""
     if selector == "gpus":
         return expand_gpus(row.get("gpus", 1))
     value = row.get(selector)
@@ -83,7 +85,7 @@ def listed(row: Row, selector: str) -> list[Any]:
 
 
 def expand_gpus(cell: Any) -> list[int]:
-    """`8`, `[8, 16]` or `8-128` (powers of two from 8 to 128) as a list of GPU counts."""
+    """Expand `8`, `[8, 16]` or `8-128` (8 and its doublings up to 128) to a list of GPU counts."""
     if isinstance(cell, int) and not isinstance(cell, bool):
         return [cell]
     if isinstance(cell, list) and all(isinstance(n, int) for n in cell):
@@ -99,7 +101,7 @@ def expand_gpus(cell: Any) -> list[int]:
 
 
 def per_gpus(cell: Any, gpus: int, name: str) -> int:
-    """A weak-scaling cell (`GPUs/2`, `GPUs*16`, `GPUs` or a number) for a GPU count."""
+    """Evaluate a weak-scaling cell (`GPUs/2`, `GPUs*16`, `GPUs` or a number) for a GPU count."""
     if isinstance(cell, int) and not isinstance(cell, bool):
         return cell
     text = str(cell).replace(" ", "")
@@ -116,7 +118,7 @@ def per_gpus(cell: Any, gpus: int, name: str) -> int:
 
 
 def load(path: Path) -> Recipe:
-    """One recipe.yaml; a mistake is named with its file and line."""
+    """Load one recipe.yaml; errors name the file and the row."""
     data = load_yaml(path)
     recipe = build(Recipe, data, str(path))
     for section in ("rows", "proxies", "references"):
@@ -126,11 +128,31 @@ def load(path: Path) -> Recipe:
             for size in [row.get("size")] if not isinstance(row.get("size"), list) else row["size"]:
                 if size not in recipe.models:
                     raise UnknownName(f"size in {path}: {section}[{number}]", size, recipe.models)
-    return recipe
+    return _with_current_names(recipe)
+
+
+def _with_current_names(recipe: Recipe) -> Recipe:
+    """Return the recipe with settings that once had other names under their current names."""
+    settings = SETTINGS.get(recipe.kind, "")
+    if settings not in RENAMED_FIELDS:
+        return recipe
+
+    def renamed(row: Row) -> Row:
+        row = current_names(settings, row)
+        nested = row.get("true_width")
+        return row | {"true_width": current_names(settings, nested)} if isinstance(nested, dict) else row
+
+    return replace(
+        recipe,
+        defaults=renamed(recipe.defaults),
+        rows=tuple(map(renamed, recipe.rows)),
+        proxies=tuple(map(renamed, recipe.proxies)),
+        references=tuple(map(renamed, recipe.references)),
+    )
 
 
 def load_yaml(path: Path) -> Any:
-    """What a YAML file holds; errors name the file, the line and the problem."""
+    """Parse a YAML file; errors name the file, the line and the problem."""
     import yaml
 
     try:
@@ -147,7 +169,7 @@ def load_yaml(path: Path) -> Any:
 
 
 def shipped() -> Path:
-    """The folder of recipes that come with llmb."""
+    """Return the folder of the recipes that ship with llmb."""
     return Path(__file__).parent.parent / "recipes"
 
 
@@ -157,6 +179,6 @@ def paths(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def load_all(folders: Iterable[Path]) -> dict[str, Recipe]:
-    """Every recipe by its workload key; one in a later folder replaces an earlier one of the same name."""
+    """Load all recipes by workload; one in a later folder replaces an earlier one of the same name."""
     recipes = (load(path) for path in paths(folders))
     return {recipe.workload: recipe for recipe in recipes}

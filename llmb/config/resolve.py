@@ -1,33 +1,35 @@
-"""From a recipe and what the user asked for to a complete, checked RunConfig.
+"""Resolve a recipe and a request into a complete, validated RunConfig.
 
     resolve(recipe, Request(size="8b", dtype="fp8", gpus=16, gpu="h100"))
 
-Order, later wins: the recipe's defaults, its row, then each setting. Everything that can be wrong is found here, before
-a machine is spent.
+Order, later wins: the recipe's defaults, its row, then each setting. All errors are found here, before a machine is
+used.
 """
 
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from llmb.config.overrides import Setting, typed
+from llmb.config.overrides import Setting, parse_value
 from llmb.config.parallel_layout import (
+    accumulation_steps,
     check_has_experts,
     check_model,
     check_ranks,
     check_schedule,
     check_sequence,
     check_serving,
-    spelled,
-    split_batch,
+    format_layout,
 )
-from llmb.config.proxy import describe_change, small, true_width
+from llmb.config.proxy import describe_change, small_proxy, true_width_proxy
 from llmb.config.proxy_layout import fit_to_ranks, scale_down
 from llmb.config.recipe import Recipe, Row, per_gpus
 from llmb.config.row_selection import Request, choose_row, gpu_of, inference_selectors
-from llmb.config.serialization import build, convert, hints, to_plain
-from llmb.config.serving_settings import check_settings, follow, scaling_of_stand_in, without_printed_lengths
+from llmb.config.run_list import Task
+from llmb.config.serialization import RENAMED_FIELDS, build, convert, field_types, to_plain
+from llmb.config.serving_settings import check_settings, drop_printed_lengths, proxy_fp8_scaling, update_dependent
 from llmb.config.spec import (
     Inference,
     Limits,
@@ -47,103 +49,121 @@ from llmb.perfmodel import hardware
 from llmb.perfmodel.memory_estimate import memory_estimate
 
 WORKLOADS: dict[str, type] = {"training": Training, "inference": Inference, "outofcore": OutOfCore}
-# A run that differs from the recipe only in these may still be compared with its published result.
-HARMLESS = {f.name for part in (Profile, Limits) for f in fields(part)} | {"steps", "window", "seed", "lr", "weights"}
-# What a plan chooses: an out-of-core run is what it is by its model, its sequences and its budgets.
-CHOICES_OF_A_PLAN = {
+# A run that differs from its recipe row only in these is still compared with the published result.
+COMPARABLE = {f.name for section in (Profile, Limits) for f in fields(section)}
+COMPARABLE |= {"steps", "window", "seed", "lr", "weights"}
+# Chosen by the plan of an out-of-core run, which is identified by model, sequence length and memory budgets.
+PLAN_FIELDS = {
     "gbs", "chunk_tokens", "seqs_per_round", "resident_params", "resident_grads", "resident_states",
     "activation_slots", "full_saves", "attention_saves",
 }  # fmt: skip
 ENGINES = {"training": ("native", "megatron_bridge"), "inference": ("native", "trtllm"), "outofcore": ("native",)}
-FILL = 0.9  # of the memory: the estimate leaves out the driver's context, workspaces and fragmentation
+MEMORY_FRACTION = 0.9  # usable: the estimate leaves out the CUDA context, workspaces and fragmentation
 PATHS = {"data", "resume", "dataset", "weights", "export"}
 MAY_BE_ZERO = {
     "recompute_layers", "offload_layers", "profile_start", "seed", "lr_warmup_steps",
     "resident_params", "resident_grads", "resident_states", "activation_slots", "full_saves", "attention_saves",
     "isl_spread", "osl_spread", "temperature", "top_k", "warmup_requests",
 }  # fmt: skip
-SHARES = {"kv_fraction", "top_p"}  # at most 1
+FRACTIONS = {"kv_fraction", "top_p"}  # at most 1
 NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "proxy", "true_width", "dp", "ga"}
 PROFILE_DETAILS = ("profiler", "profile_start", "profile_stop", "profile_ranks", "gpu_metrics")
-TRACED_STEPS = 5  # of a run with ENABLE_NCCLTRACE, whose log grows by gigabytes
-# Fields that nobody can set: those of a shared section that mean nothing to a kind of run, and what is worked out.
+NCCL_TRACE_STEPS = 5  # its log grows by gigabytes
+# Fields that cannot be set: those of a shared section without meaning for a kind of run, and computed ones.
 WITHOUT_EFFECT = {
     "training": {"kv_dtype", "fp8_scaling"},
     "inference": {"fsdp", "cp", "etp", "vp", "overlap_gather", "overlap_reduce", "overlap_send"},
-    "outofcore": {"kv_dtype", "fp8_scaling", "plan", "prediction", *(set(hints(Parallel)) - {"dp"})},
+    "outofcore": {"kv_dtype", "fp8_scaling", "plan", "prediction", *(set(field_types(Parallel)) - {"dp"})},
 }
 
 
-def resolve(recipe: Recipe, request: Request, install: Path | None = None) -> RunConfig:
-    """The RunConfig for a request, or one line that says what is wrong and what would be right.
+def resolve_all(
+    tasks: Iterable[Task], recipes: Mapping[str, Recipe], install: Path
+) -> tuple[list[tuple[Task, RunConfig]], list[str]]:
+    """Resolve each task to its RunConfig; collect one line for each that fails, without stopping the others."""
+    resolved, errors = [], []
+    for task in tasks:
+        try:
+            resolved.append((task, resolve(recipes[task.workload], task.request, install)))
+        except ConfigError as error:
+            errors.append(str(error))
+    if errors and not resolved:
+        raise ConfigError(errors[0])
+    return resolved, list(dict.fromkeys(errors))
 
-    `install`: where measured rates of this machine are looked for; none: plans use the known ones of its GPU.
+
+def resolve(recipe: Recipe, request: Request, install: Path | None = None) -> RunConfig:
+    """Return the RunConfig for a request; raise a one-line error that says what is wrong and what would be valid.
+
+    `install`: folder with the measured rates of this machine; none: plans use the known rates of its GPU.
     """
     _refuse_true_width(recipe, request)
-    wishes = [s for s in request.settings if not s.field.startswith("model.") and s.field != "engine"]
-    selectors = inference_selectors(recipe, wishes)
-    row, beyond = choose_row(recipe, request, selectors)
-    if recipe.kind == "inference" and request.stands_in:
-        wishes = without_printed_lengths(recipe, wishes)
-    gpu = request.gpu or ("cpu" if request.stands_in else gpu_of(row, recipe))
-    kinds = _field_types(recipe.kind)
-    cells = {**recipe.defaults, **{k: v for k, v in row.items() if k not in NOT_SETTINGS}, "dtype": request.dtype}
-    cells = {k: _first(v) if k in ("mode", "use_case") else v for k, v in cells.items()} | selectors
+    settings = [s for s in request.settings if not s.field.startswith("model.") and s.field != "engine"]
+    selectors = inference_selectors(recipe, settings)
+    row, row_overrides = choose_row(recipe, request, selectors)
+    if recipe.kind == "inference" and request.uses_proxy:
+        settings = drop_printed_lengths(recipe, settings)
+    gpu = request.gpu or ("cpu" if request.uses_proxy else gpu_of(row, recipe))
+    types = _settable_types(recipe.kind)
+    values = {**recipe.defaults, **{k: v for k, v in row.items() if k not in NOT_SETTINGS}, "dtype": request.dtype}
+    values = {k: _first(v) if k in ("mode", "use_case") else v for k, v in values.items()} | selectors
     if request.proxy == "true-width":
-        cells |= {k: v for k, v in {"seqlen": recipe.defaults.get("seqlen"), "mbs": 1}.items() if k in cells and v}
-        cells |= row.get("true_width", {})
-    if cells.get("gbs") is not None:
-        cells["gbs"] = per_gpus(cells["gbs"], request.gpus, "gbs")
-    layout = scale_down(cells, recipe, request, selectors)
-    as_printed = dict(cells)
-    overrides = [*beyond, *_apply(cells, kinds, wishes, recipe)]
+        values |= {k: v for k, v in {"seqlen": recipe.defaults.get("seqlen"), "mbs": 1}.items() if k in values and v}
+        values |= row.get("true_width", {})
+    if values.get("gbs") is not None:
+        values["gbs"] = per_gpus(values["gbs"], request.gpus, "gbs")
+    layout = scale_down(values, recipe, request, selectors)
+    as_printed = dict(values)
+    overrides = [*row_overrides, *_apply(values, types, settings, recipe)]
     if recipe.kind == "inference":
-        overrides += follow(cells, as_printed, {o.field for o in overrides})
-    if recipe.kind == "outofcore" and request.stands_in:
-        _leave_to_the_plan(cells, {o.field for o in overrides})
-    _shorten_trace(cells, overrides)
-    _fit_window(cells, overrides)
-    _refuse_without_effect(cells, overrides, request.gpus)
-    parallel = build(Parallel, {k: v for k, v in cells.items() if k in hints(Parallel)}, "parallel")
+        overrides += update_dependent(values, as_printed, {o.field for o in overrides})
+    if recipe.kind == "outofcore" and request.uses_proxy:
+        _leave_to_the_plan(values, {o.field for o in overrides})
+    _shorten_trace(values, overrides)
+    _fit_window(values, overrides)
+    _refuse_without_effect(values, overrides, request.gpus)
+    parallel = build(Parallel, {k: v for k, v in values.items() if k in field_types(Parallel)}, "parallel")
     check_has_experts(parallel, recipe.model(request.size))  # before a number for ep is proposed
     parallel = check_ranks(parallel, request.gpus)
     if layout is not None and recipe.kind == "training":
-        fit_to_ranks(cells, parallel, {o.field for o in overrides})
-    base, proxied = _base_model(recipe, request, row, parallel, cells)
+        fit_to_ranks(values, parallel, {o.field for o in overrides})
+    base, proxy_notes = _base_model(recipe, request, row, parallel, values)
     model, model_overrides = _changed_model(base, request)
-    _check_layout(parallel, model, cells)
-    proxied += [f"{o.field}={o.value}" for o in model_overrides]
-    proxied += [f"{layout} {spelled(parallel)}"] if layout is not None else []
+    _check_layout(parallel, model, values)
+    proxy_notes += [f"{o.field}={o.value}" for o in model_overrides]
+    proxy_notes += [f"{layout} {format_layout(parallel)}"] if layout is not None else []
     if recipe.kind == "training":
-        check_sequence(cells["seqlen"], parallel)
-        cells["ga"] = split_batch(cells["gbs"], cells["mbs"], parallel.dp)
-        check_schedule(cells["ga"], parallel)
+        check_sequence(values["seqlen"], parallel)
+        values["ga"] = accumulation_steps(values["gbs"], values["mbs"], parallel.dp)
+        check_schedule(values["ga"], parallel)
         for name in ("recompute_layers", "offload_layers"):
-            if cells.get(name, 0) > model.layers:
-                raise ConfigError(f"{name}: {cells[name]} is more than the {model.layers} layers of {model.name}")
+            if values.get(name, 0) > model.layers:
+                raise ConfigError(f"{name}: {values[name]} is more than the {model.layers} layers of {model.name}")
     sections: dict[str, Any] = {
-        name: build(kind, {k: v for k, v in cells.items() if k in hints(kind)}, name)
+        name: build(kind, {k: v for k, v in values.items() if k in field_types(kind)}, name)
         for name, kind in _sections(recipe.kind).items()
         if name != "parallel"
     }
-    if recipe.kind == "inference" and request.proxy != "true-width" and proxied:
-        sections["precision"], said = scaling_of_stand_in(model, sections["precision"])
-        proxied += [said] if said else []
+    if recipe.kind == "inference" and request.proxy != "true-width" and proxy_notes:
+        sections["precision"], note = proxy_fp8_scaling(model, sections["precision"])
+        proxy_notes += [note] if note else []
     if recipe.kind == "outofcore":
         from llmb.perfmodel.offload.machine_rates import known_rates, rates_of
         from llmb.perfmodel.offload.planner import (
-            planned,  # here, since no other run needs the planner, which takes long to import
+            plan_workload,  # imported here: no other run needs the planner, which is slow to import
         )
 
         rates = known_rates(gpu) if install is None else rates_of(gpu, install)
-        sections["workload"] = planned(sections["workload"], model, request.dtype, rates)
+        sections["workload"] = plan_workload(sections["workload"], model, request.dtype, rates)
     changed = tuple(overrides + model_overrides)
     config = RunConfig(
-        engine=_engine(recipe, request, bool(proxied)),
-        name=_name(recipe, request, parallel, model.name, sections["workload"], request.stands_in or bool(proxied)),
+        engine=_engine(recipe, request, bool(proxy_notes)),
+        name=_name(
+            recipe, request, parallel, model.name, sections["workload"], request.uses_proxy or bool(proxy_notes)
+        ),
         target=recipe.workload,
         size=request.size,
-        proxy="; ".join(proxied) or None,
+        proxy="; ".join(proxy_notes) or None,
         flops_convention=recipe.flops_convention,  # type: ignore[arg-type]
         machine=Machine(gpu=gpu, gpus=request.gpus, gpus_per_node=hardware.gpu(gpu).gpus_per_node),
         model=model,
@@ -151,7 +171,7 @@ def resolve(recipe: Recipe, request: Request, install: Path | None = None) -> Ru
         environment=request.environment,
         recipe_row=row,
         overrides=changed,
-        reference=None if proxied else _reference(recipe, request, gpu, cells, changed),
+        reference=None if proxy_notes else _reference(recipe, request, gpu, values, changed),
         **sections,
     )
     if recipe.kind == "inference":
@@ -162,54 +182,56 @@ def resolve(recipe: Recipe, request: Request, install: Path | None = None) -> Ru
 def _refuse_true_width(recipe: Recipe, request: Request) -> None:
     if recipe.kind == "outofcore" and request.proxy == "true-width":
         raise ConfigError(
-            f"{recipe.workload} needs no stand-in of true width: it runs models that do not fit; leave out --proxy, or "
-            "take fewer layers: --set model.layers=N"
+            f"{recipe.workload} needs no true-width proxy: it runs models that do not fit; leave out --proxy, or "
+            "use fewer layers: --set model.layers=N"
         )
 
 
 def _engine(recipe: Recipe, request: Request, altered: bool) -> str:
-    """Who runs it: this repository unless another engine is asked for, which knows no stand-ins."""
-    wish = next((s for s in reversed(request.settings) if s.field == "engine"), None)
-    if wish is None or wish.value == "native":
+    """Return the engine: the native one unless another is requested, which cannot run proxies."""
+    setting = next((s for s in reversed(request.settings) if s.field == "engine"), None)
+    if setting is None or setting.value == "native":
         return "native"
-    if wish.value not in ENGINES[recipe.kind]:
-        raise UnknownName(f"engine for {recipe.workload} ({wish.source})", str(wish.value), ENGINES[recipe.kind])
-    if altered or request.stands_in:
-        raise ConfigError(f"{wish.source} {wish.value} runs published models, not stand-ins; leave out --proxy or it")
-    return str(wish.value)
+    if setting.value not in ENGINES[recipe.kind]:
+        raise UnknownName(f"engine for {recipe.workload} ({setting.source})", str(setting.value), ENGINES[recipe.kind])
+    if altered or request.uses_proxy:
+        raise ConfigError(
+            f"{setting.source} {setting.value} runs published models, not proxies; leave out --proxy or it"
+        )
+    return str(setting.value)
 
 
-def _check_layout(parallel: Parallel, model: Model, cells: Row) -> None:
-    """Whether the layout divides the model, in training or, where there are requests, in serving."""
-    if "max_batch_size" in cells:
-        check_serving(parallel, model, cells.get("attention_dp", False))
+def _check_layout(parallel: Parallel, model: Model, values: Row) -> None:
+    """Check that the layout divides the model, in training or in serving."""
+    if "max_batch_size" in values:
+        check_serving(parallel, model, values.get("attention_dp", False))
     else:
         check_model(parallel, model)
 
 
 def _at_true_width(config: RunConfig, memory_gib: float | None) -> RunConfig:
-    """The run with as many of its model's real layers as the memory holds."""
+    """Return the run with as many of the model's real layers as fit into memory."""
     budget = memory_gib * hardware.GIB if memory_gib else hardware.gpu(config.machine.gpu).memory_bytes
     if budget is None:
-        raise ConfigError("a stand-in of true width needs to know the memory it may fill; add --device-gb GIB")
+        raise ConfigError("a true-width proxy needs a memory budget; add --device-gb GIB")
 
-    cells = to_plain(config.workload)
+    values = to_plain(config.workload)
 
     def fits(model: Model) -> bool:
         try:
-            _check_layout(config.parallel, model, cells)
+            _check_layout(config.parallel, model, values)
         except ConfigError:
             return False
-        return memory_estimate(replace(config, model=model)).total <= FILL * budget
+        return memory_estimate(replace(config, model=model)).total <= MEMORY_FRACTION * budget
 
-    model = true_width(config.model, fits)
-    said = f"true width, {describe_change(config.model, model)}"
-    proxy = f"{config.proxy}; {said}" if config.proxy else said
+    model = true_width_proxy(config.model, fits)
+    note = f"true width, {describe_change(config.model, model)}"
+    proxy = f"{config.proxy}; {note}" if config.proxy else note
     return replace(config, model=model, proxy=proxy, reference=None)
 
 
 def _sections(kind: str) -> dict[str, type]:
-    """The parts of a RunConfig that settings may change."""
+    """Return the sections of a RunConfig that settings may change."""
     if kind not in WORKLOADS:
         raise UnknownName("recipe kind", kind, WORKLOADS)
     return {
@@ -221,160 +243,166 @@ def _sections(kind: str) -> dict[str, type]:
     }
 
 
-def _field_types(kind: str) -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    for part in _sections(kind).values():
-        names.update(hints(part))
-    return {name: kind_of for name, kind_of in names.items() if name != "kind" and name not in WITHOUT_EFFECT[kind]}
+def _settable_types(kind: str) -> dict[str, Any]:
+    """Return the types of all fields that can be set for a kind of run."""
+    types: dict[str, Any] = {}
+    for section in _sections(kind).values():
+        types.update(field_types(section))
+    return {name: type_ for name, type_ in types.items() if name != "kind" and name not in WITHOUT_EFFECT[kind]}
 
 
-def _apply(cells: Row, kinds: dict[str, Any], wishes: list[Setting], recipe: Recipe) -> list[Override]:
-    """Put each wish into the cells and keep a record of it."""
+def _apply(values: Row, types: dict[str, Any], settings: list[Setting], recipe: Recipe) -> list[Override]:
+    """Apply each setting to the values and return the overrides."""
     records = []
-    for wish in wishes:
-        if wish.field not in kinds or wish.field in ("dp", "ga"):
-            _refuse_unknown(wish, kinds, recipe)
-        where = f"{wish.field} ({wish.source})"
-        value = typed(kinds[wish.field], wish.value, wish.field)
-        if wish.field in PATHS and value is not None:
-            value = os.path.abspath(os.path.expanduser(value))  # the engine works in its run folder
-        if wish.field not in ("mode", "use_case"):
-            records.append(Override(field=wish.field, value=value, replaced=cells.get(wish.field), source=wish.source))
+    for setting in settings:
+        if setting.field not in types or setting.field in ("dp", "ga"):
+            _refuse_unknown(setting, types, recipe)
+        where = f"{setting.field} ({setting.source})"
+        value = parse_value(types[setting.field], setting.value, setting.field)
+        if setting.field in PATHS and value is not None:
+            value = os.path.abspath(os.path.expanduser(value))  # the engine runs in its run folder
+        if setting.field not in ("mode", "use_case"):
+            records.append(
+                Override(field=setting.field, value=value, replaced=values.get(setting.field), source=setting.source)
+            )
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            _check_number(wish.field, value, where)
-        cells[wish.field] = value
+            _check_number(setting.field, value, where)
+        values[setting.field] = value
     return records
 
 
 def _check_number(name: str, value: float, where: str) -> None:
     lowest = 0 if name in MAY_BE_ZERO else 1 if isinstance(value, int) else 1e-12
-    highest = 1.0 if name in SHARES else 1e15
+    highest = 1.0 if name in FRACTIONS else 1e15
     if not lowest <= value <= highest:  # NaN fails too
-        allowed = "more than 0" if lowest == 1e-12 else f"at least {lowest}"
-        at_most = " and at most 1" if name in SHARES else ""
-        raise ConfigError(f"{where}: {value} is out of range; it must be {allowed}{at_most}")
+        minimum = "more than 0" if lowest == 1e-12 else f"at least {lowest}"
+        at_most = " and at most 1" if name in FRACTIONS else ""
+        raise ConfigError(f"{where}: {value} is out of range; it must be {minimum}{at_most}")
 
 
-def _refuse_unknown(wish: Setting, kinds: dict[str, Any], recipe: Recipe) -> None:
-    if wish.source.startswith("environment"):
-        variable = wish.source.split()[1]
+def _refuse_unknown(setting: Setting, types: dict[str, Any], recipe: Recipe) -> None:
+    if setting.source.startswith("environment"):
+        variable = setting.source.split()[1]
         raise ConfigError(
             f"{variable} is set but has no effect on {recipe.workload} ({recipe.kind}); unset it: env -u {variable} ..."
         )
-    if wish.field in ("dp", "ga"):
-        raise ConfigError(f"{wish.field} follows from the other settings; change tp, pp, cp, mbs or gbs instead")
-    raise UnknownName(f"field ({wish.source}) for {recipe.workload}:", wish.field, sorted(set(kinds) - {"dp", "ga"}))
+    if setting.field in ("dp", "ga"):
+        raise ConfigError(f"{setting.field} follows from the other settings; change tp, pp, cp, mbs or gbs instead")
+    renamed = RENAMED_FIELDS.get(WORKLOADS[recipe.kind].__name__, {}).get(setting.field)
+    choices = sorted(set(types) - {"dp", "ga"})
+    raise UnknownName(f"field ({setting.source}) for {recipe.workload}:", setting.field, choices, renamed)
 
 
-def _base_model(recipe: Recipe, request: Request, row: Row, parallel: Parallel, cells: Row) -> tuple[Model, list[str]]:
-    """The model of the size or its small stand-in, with what that leaves out; a recipe's row may shape its own."""
+def _base_model(recipe: Recipe, request: Request, row: Row, parallel: Parallel, values: Row) -> tuple[Model, list[str]]:
+    """Return the model or its small proxy, with notes on the difference; a proxy row may define its own model."""
     real = recipe.model(request.size)
-    if not request.stands_in or request.proxy == "true-width":
+    if not request.uses_proxy or request.proxy == "true-width":
         return real, []
     if "model" in row:
-        made = recipe.model(request.size, row["model"])
+        proxy = recipe.model(request.size, row["model"])
     else:
-        _check_layout(parallel, _changed_model(real, request)[0], cells)  # its stand-in grows into any layout
-        made = small(real, parallel)
-    shorter = [f"sequences of {cells['seqlen']} tokens"] if "seqlen" in cells else []
-    words = [describe_change(real, made), *shorter, *([row["proxy"]] if "proxy" in row else [])]
-    return made, [", ".join(words)]
+        _check_layout(parallel, _changed_model(real, request)[0], values)  # the proxy itself is enlarged for any layout
+        proxy = small_proxy(real, parallel)
+    shorter = [f"sequences of {values['seqlen']} tokens"] if "seqlen" in values else []
+    words = [describe_change(real, proxy), *shorter, *([row["proxy"]] if "proxy" in row else [])]
+    return proxy, [", ".join(words)]
 
 
 def _changed_model(model: Model, request: Request) -> tuple[Model, list[Override]]:
-    """`--set model.layers=2`: a changed model is always a proxy."""
+    """Apply `--set model.layers=2`; a changed model is always a proxy."""
     records = []
-    for wish in request.settings:
-        if wish.field.startswith("model."):
-            name = wish.field.removeprefix("model.")
-            if name not in hints(Model):
-                raise UnknownName(f"model field ({wish.source}):", name, hints(Model))
-            value = convert(hints(Model)[name], typed(hints(Model)[name], wish.value, name), name)
+    for setting in request.settings:
+        if setting.field.startswith("model."):
+            name = setting.field.removeprefix("model.")
+            if name not in field_types(Model):
+                renamed = RENAMED_FIELDS["Model"].get(name)
+                raise UnknownName(f"model field ({setting.source}):", name, field_types(Model), renamed)
+            value = convert(field_types(Model)[name], parse_value(field_types(Model)[name], setting.value, name), name)
             replaced = getattr(model, name)
-            records.append(Override(field=wish.field, value=value, replaced=replaced, source=wish.source))
+            records.append(Override(field=setting.field, value=value, replaced=replaced, source=setting.source))
             model = replace(model, **{name: value})
     return model, records
 
 
-def _leave_to_the_plan(cells: Row, asked: set[str]) -> None:
-    """A stand-in's row says how its own sequences are cut; of shorter ones that is for the plan to say."""
-    if "seqlen" in asked and "chunk_tokens" in cells and cells["seqlen"] <= cells["chunk_tokens"]:
-        for choice in CHOICES_OF_A_PLAN - asked - {"gbs"}:
-            cells.pop(choice, None)
+def _leave_to_the_plan(values: Row, overridden: set[str]) -> None:
+    """Drop the chunking of a proxy row if the user sets shorter sequences: the plan then chooses it."""
+    if "seqlen" in overridden and "chunk_tokens" in values and values["seqlen"] <= values["chunk_tokens"]:
+        for choice in PLAN_FIELDS - overridden - {"gbs"}:
+            values.pop(choice, None)
 
 
-def _shorten_trace(cells: Row, overrides: list[Override]) -> None:
-    """A run that traces every collective is a few steps long, unless its length was asked for."""
-    steps = cells.get("steps", 0)
-    if cells.get("nccl_trace") and steps > TRACED_STEPS and "steps" not in {o.field for o in overrides}:
-        overrides.append(Override(field="steps", value=TRACED_STEPS, replaced=steps, source="ENABLE_NCCLTRACE"))
-        cells["steps"] = TRACED_STEPS
+def _shorten_trace(values: Row, overrides: list[Override]) -> None:
+    """Limit a run that traces every collective to a few steps, unless the user sets `steps`."""
+    steps = values.get("steps", 0)
+    if values.get("nccl_trace") and steps > NCCL_TRACE_STEPS and "steps" not in {o.field for o in overrides}:
+        overrides.append(Override(field="steps", value=NCCL_TRACE_STEPS, replaced=steps, source="ENABLE_NCCLTRACE"))
+        values["steps"] = NCCL_TRACE_STEPS
 
 
-def _fit_window(cells: Row, overrides: list[Override]) -> None:
-    """Fewer steps than the recipe's windows reach: measure the second half and profile the last steps instead."""
-    if "steps" not in cells:
+def _fit_window(values: Row, overrides: list[Override]) -> None:
+    """With fewer steps than the recipe's windows, measure the second half and profile the last steps."""
+    if "steps" not in values:
         return
-    steps, asked = cells["steps"], {o.field for o in overrides}
+    steps, overridden = values["steps"], {o.field for o in overrides}
     if steps < 1:
         raise ConfigError("steps: at least 1 is needed")
-    if len(cells["window"]) != 2:
+    if len(values["window"]) != 2:
         raise ConfigError("window: expected the first and last step that count, such as 35-44")
-    first, last = cells["window"]
+    first, last = values["window"]
     if not 1 <= first <= last:
         raise ConfigError(f"window: {first}-{last} is not a range of steps, first to last")
-    if last > steps and "window" in asked:
+    if last > steps and "window" in overridden:
         raise ConfigError(f"window: {first}-{last} ends after the last step, {steps}")
     if last > steps:
-        fitted = [steps // 2 + 1, steps]
-        overrides.append(Override(field="window", value=fitted, replaced=[first, last], source="fewer steps"))
-        cells["window"] = fitted
-    if cells.get("profile_stop", 0) > steps and not asked & {"profile_start", "profile_stop"}:
-        cells["profile_start"], cells["profile_stop"] = max(1, steps - 5), steps
+        window = [steps // 2 + 1, steps]
+        overrides.append(Override(field="window", value=window, replaced=[first, last], source="fewer steps"))
+        values["window"] = window
+    if values.get("profile_stop", 0) > steps and not overridden & {"profile_start", "profile_stop"}:
+        values["profile_start"], values["profile_stop"] = max(1, steps - 5), steps
 
 
-def _refuse_without_effect(cells: Row, overrides: list[Override], ranks: int) -> None:
+def _refuse_without_effect(values: Row, overrides: list[Override], ranks: int) -> None:
     for override in overrides:
-        if override.field in PROFILE_DETAILS and not cells.get("profile"):
+        if override.field in PROFILE_DETAILS and not values.get("profile"):
             name = override.source.removeprefix("environment ")
             raise ConfigError(
                 f"{name}: {override.field} has no effect without profiling; add -p or ENABLE_PROFILE=true"
             )
-    if absent := [rank for rank in cells.get("profile_ranks", ()) if not 0 <= rank < ranks]:
+    if absent := [rank for rank in values.get("profile_ranks", ()) if not 0 <= rank < ranks]:
         raise ConfigError(f"profile_ranks: there is no rank {absent[0]}; the run has ranks 0 to {ranks - 1}")
-    if cells.get("profile") and cells.get("nccl_trace"):
+    if values.get("profile") and values.get("nccl_trace"):
         raise ConfigError("profiling and the NCCL trace exclude each other; choose -p or ENABLE_NCCLTRACE=true")
-    if cells.get("profile") and cells.get("profile_start", 0) > cells.get("profile_stop", 0):
-        raise ConfigError(f"profile_start {cells['profile_start']} is after profile_stop {cells['profile_stop']}")
+    if values.get("profile") and values.get("profile_start", 0) > values.get("profile_stop", 0):
+        raise ConfigError(f"profile_start {values['profile_start']} is after profile_stop {values['profile_stop']}")
 
 
 def _name(recipe: Recipe, request: Request, parallel: Parallel, model: str, workload: Any, proxy: bool) -> str:
-    """The run's name spells its configuration, as readers of the documents know it."""
+    """Return the name of the run, which describes its configuration like the names in NVIDIA's recipes."""
     p = parallel
     if recipe.kind == "inference":
-        spelled = f"{model}_{workload.mode}_TP{p.tp}_EP{p.ep}_PP{p.pp}_CON{workload.concurrency}_{workload.use_case}"
+        name = f"{model}_{workload.mode}_TP{p.tp}_EP{p.ep}_PP{p.pp}_CON{workload.concurrency}_{workload.use_case}"
     elif recipe.kind == "outofcore":
         budget = f"seq{workload.seqlen}_host{workload.host_gib:g}_dev{workload.device_gib:g}"
-        spelled = f"{recipe.workload}_{request.size}_{request.dtype}_{budget}"
+        name = f"{recipe.workload}_{request.size}_{request.dtype}_{budget}"
     else:
         layout = f"gpus{request.gpus}_tp{p.tp}_pp{p.pp}_cp{p.cp}_vp{p.vp}_ep{p.ep}"
         batch = f"mbs{workload.mbs}_gbs{workload.gbs}"
-        spelled = f"{recipe.workload}_{request.size}_{request.dtype}_{layout}_{batch}"
-    return spelled + ("_proxy" if proxy else "")
+        name = f"{recipe.workload}_{request.size}_{request.dtype}_{layout}_{batch}"
+    return name + ("_proxy" if proxy else "")
 
 
 def _reference(
-    recipe: Recipe, request: Request, gpu: str, cells: Row, changed: tuple[Override, ...]
+    recipe: Recipe, request: Request, gpu: str, values: Row, changed: tuple[Override, ...]
 ) -> Reference | None:
-    """The published result of exactly this configuration, if there is one."""
-    harmless = HARMLESS | CHOICES_OF_A_PLAN if recipe.kind == "outofcore" else HARMLESS
-    if any(o.value != o.replaced and o.field not in harmless for o in changed):
+    """Return the published result of exactly this configuration, if there is one."""
+    comparable = COMPARABLE | PLAN_FIELDS if recipe.kind == "outofcore" else COMPARABLE
+    if any(o.value != o.replaced and o.field not in comparable for o in changed):
         return None
-    known = {**cells, "gpu": gpu, "size": request.size, "gpus": request.gpus}
-    own = hints(Reference)
+    run = {**values, "gpu": gpu, "size": request.size, "gpus": request.gpus}
+    columns = field_types(Reference)
     for row in recipe.references:
-        if all(known.get(k) == v for k, v in row.items() if k not in own):
-            return build(Reference, {k: v for k, v in row.items() if k in own}, f"{recipe.workload} reference")
+        if all(run.get(k) == v for k, v in row.items() if k not in columns):
+            return build(Reference, {k: v for k, v in row.items() if k in columns}, f"{recipe.workload} reference")
     return None
 
 

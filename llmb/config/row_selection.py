@@ -1,10 +1,10 @@
-"""Which row of a recipe a request means.
+"""Select the recipe row for a request.
 
     choose_row(recipe, Request(size="8b", dtype="fp8", gpus=16, gpu="h100"), {})
 
-Size, GPU, dtype, use case and scale are looked at in this order, so that an error names the first that does not fit.
-A use case of the user's own (long:20000/2000) takes the row whose lengths are nearest. A stand-in runs on any number of
-ranks: `choose_layout` finds the row whose layout is scaled down for it.
+Size, GPU, dtype, use case and scale are matched in this order, so that an error names the first mismatch. A
+user-defined use case (long:20000/2000) takes the row with the nearest lengths. A proxy runs on any number of ranks:
+`choose_layout` finds the row whose layout is scaled down for it.
 """
 
 from collections.abc import Sequence
@@ -13,143 +13,148 @@ from math import inf, log
 from typing import Any, Literal
 
 from llmb.config.overrides import Setting
-from llmb.config.recipe import Recipe, Row, expand_gpus, listed
+from llmb.config.recipe import Recipe, Row, expand_gpus, selector_values
 from llmb.config.spec import Override
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
 
-SCALED_DOWN = ("training", "inference")  # kinds whose stand-ins run on any number of ranks
+SCALED_DOWN = ("training", "inference")  # kinds whose proxies run on any number of ranks
 
 
-def stands_in(proxy: str | None, gpu: str | None) -> bool:
-    """Whether a stand-in runs instead of the model: asked for, or on a CPU, which never runs the real thing."""
+def uses_proxy(proxy: str | None, gpu: str | None) -> bool:
+    """Whether a proxy runs instead of the model: if requested, and always on a CPU."""
     return proxy is not None or gpu == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for, before it is known to make sense."""
+    """Run requested by the user, not validated yet."""
 
     size: str
     dtype: str
     gpus: int
-    gpu: str | None = None  # null: unknown here, the recipe's choice
-    proxy: Literal["small", "true-width"] | None = None  # a stand-in, and of which kind
-    layout: str | None = None  # GPU type whose layout a stand-in scales down; null: the GPU's or the recipe's
-    memory_gib: float | None = None  # what a stand-in of true width may fill; null: the GPU's memory
+    gpu: str | None = None  # null: unknown, the recipe's default
+    proxy: Literal["small", "true-width"] | None = None  # kind of proxy
+    layout: str | None = (
+        None  # GPU type whose layout a proxy scales down; null: that of the GPU, or the recipe's default
+    )
+    memory_gib: float | None = None  # memory budget of a true-width proxy; null: the GPU's memory
     force: bool = False  # accept a dtype or GPU count the recipe does not list
     settings: tuple[Setting, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
-    def stands_in(self) -> bool:
-        return stands_in(self.proxy, self.gpu)
+    def uses_proxy(self) -> bool:
+        return uses_proxy(self.proxy, self.gpu)
 
 
-def inference_selectors(recipe: Recipe, wishes: Sequence[Setting]) -> dict[str, str]:
-    """Mode and use case choose the row of an inference recipe; they are wishes with a default."""
+def inference_selectors(recipe: Recipe, settings: Sequence[Setting]) -> dict[str, str]:
+    """Return mode and use case, which select the row of an inference recipe, with defaults."""
     if recipe.kind != "inference":
         return {}
-    chosen = {"mode": "max_throughput", "use_case": "reasoning"}
-    for wish in wishes:
-        if wish.field in chosen:
-            choices = recipe.values(wish.field)
-            own = wish.field == "use_case" and _lengths(wishes) is not None
-            if wish.value not in choices and not own:
-                more = ["NAME:INPUT/OUTPUT"] if wish.field == "use_case" else []
-                raise UnknownName(f"{wish.field} ({wish.source})", wish.value, [*choices, *more])
-            chosen[wish.field] = wish.value
-    return chosen
+    selectors = {"mode": "max_throughput", "use_case": "reasoning"}
+    for setting in settings:
+        if setting.field in selectors:
+            choices = recipe.values(setting.field)
+            user_defined = setting.field == "use_case" and _lengths(settings) is not None
+            if setting.value not in choices and not user_defined:
+                more = ["NAME:INPUT/OUTPUT"] if setting.field == "use_case" else []
+                raise UnknownName(f"{setting.field} ({setting.source})", setting.value, [*choices, *more])
+            selectors[setting.field] = setting.value
+    return selectors
 
 
-def _lengths(wishes: Sequence[Setting]) -> tuple[int, int] | None:
-    """Input and output length, where both are asked for."""
-    asked = {wish.field: str(wish.value) for wish in wishes if str(wish.value).isdigit() and int(wish.value) > 0}
-    return (int(asked["isl"]), int(asked["osl"])) if asked.keys() >= {"isl", "osl"} else None
+def _lengths(settings: Sequence[Setting]) -> tuple[int, int] | None:
+    """Return input and output length if both are set."""
+    positive = {s.field: int(s.value) for s in settings if str(s.value).isdigit() and int(s.value) > 0}
+    return (positive["isl"], positive["osl"]) if positive.keys() >= {"isl", "osl"} else None
 
 
 def choose_row(recipe: Recipe, request: Request, selectors: dict[str, str]) -> tuple[Row, list[Override]]:
-    """The one row that fits; walks size, GPU, dtype, use case and scale so that the error names the first misfit."""
-    wanted: dict[str, Any] = {}
-    proxy = request.stands_in
+    """Return the matching row; size, GPU, dtype, use case and scale are checked in turn to name the first mismatch."""
+    matched: dict[str, Any] = {}
+    proxy = request.uses_proxy
     if request.gpu is not None:
         hardware.gpu(request.gpu)
     gpu = None if proxy else request.gpu
-    own_case = "use_case" in selectors and selectors["use_case"] not in recipe.values("use_case")
+    user_defined = "use_case" in selectors and selectors["use_case"] not in recipe.values("use_case")
     for selector, value in [("size", request.size), ("gpu", gpu), ("dtype", request.dtype), *selectors.items()]:
-        if value is None or (request.force and selector == "dtype") or (own_case and selector == "use_case"):
+        if value is None or (request.force and selector == "dtype") or (user_defined and selector == "use_case"):
             continue
-        choices = recipe.values(selector, proxy, **wanted)
+        choices = recipe.values(selector, proxy, **matched)
         if value not in choices:
-            about = " ".join(str(v) for v in wanted.values())
-            what = "stand-in " if proxy else ""
-            raise UnknownName(f"{what}{selector} of {recipe.workload} {about}".rstrip(), value, choices)
-        wanted[selector] = value
-    if own_case:
-        wanted["use_case"] = _like(recipe.matching(proxy, **wanted), request)
+            context = " ".join(str(v) for v in matched.values())
+            prefix = "proxy " if proxy else ""
+            raise UnknownName(f"{prefix}{selector} of {recipe.workload} {context}".rstrip(), value, choices)
+        matched[selector] = value
+    if user_defined:
+        matched["use_case"] = _nearest_use_case(recipe.matching(proxy, **matched), request)
     scale = None if proxy and recipe.kind in SCALED_DOWN else request.gpus  # null: any
-    rows = recipe.matching(proxy, **wanted, gpus=scale)
-    row, beyond = (_nearest(rows, recipe, request), []) if rows else _beyond_the_table(recipe, request, wanted)
-    if own_case:
-        own, near = selectors["use_case"], "the row with the nearest lengths"
-        beyond = [*beyond, Override(field="use_case", value=own, replaced=row["use_case"], source=near)]
-    return row, beyond
+    rows = recipe.matching(proxy, **matched, gpus=scale)
+    row, overrides = (_best_match(rows, recipe, request), []) if rows else _extrapolate(recipe, request, matched)
+    if user_defined:
+        name, source = selectors["use_case"], "the row with the nearest lengths"
+        overrides = [*overrides, Override(field="use_case", value=name, replaced=row["use_case"], source=source)]
+    return row, overrides
 
 
-def _like(rows: list[Row], request: Request) -> str:
-    """The use case whose lengths differ by the smallest factors from those asked for."""
+def _nearest_use_case(rows: list[Row], request: Request) -> str:
+    """Return the use case whose lengths differ from the requested ones by the smallest factors."""
     isl, osl = _lengths(request.settings) or (inf, inf)
     return min(rows, key=lambda row: abs(log(row["isl"] / isl)) + abs(log(row["osl"] / osl)))["use_case"]
 
 
 def choose_layout(recipe: Recipe, request: Request, selectors: dict[str, str]) -> Row | None:
-    """The row for several GPUs that a stand-in takes its layout from; null where the recipe prints none."""
-    known: dict[str, Any] = {name: value for name, value in selectors.items() if value in recipe.values(name)}
-    rows = [row for row in recipe.matching(size=request.size, **known) if expand_gpus(row.get("gpus", 1))[-1] > 1]
-    gpus = list(dict.fromkeys(gpu for row in rows for gpu in listed(row, "gpu")))
+    """Return the multi-GPU row from which a proxy takes its layout; None if the recipe has none."""
+    listed: dict[str, Any] = {name: value for name, value in selectors.items() if value in recipe.values(name)}
+    rows = [row for row in recipe.matching(size=request.size, **listed) if expand_gpus(row.get("gpus", 1))[-1] > 1]
+    gpus = list(dict.fromkeys(gpu for row in rows for gpu in selector_values(row, "gpu")))
     if request.layout is not None:
         if not rows:
-            raise ConfigError(f"--layout: {recipe.workload} {request.size} has no row for several GPUs; leave it out")
+            raise ConfigError(f"--layout: {recipe.workload} {request.size} has no multi-GPU row; leave it out")
         if request.layout not in gpus:
             raise UnknownName(f"layout of {recipe.workload} {request.size}", request.layout, gpus)
-    wishes = [request.layout, request.gpu, recipe.default_gpu, *gpus]
-    if recipe.kind == "inference":  # a replica is as large as its row: one on at least so many GPUs, if there is one
+    preferences = [request.layout, request.gpu, recipe.default_gpu, *gpus]
+    if recipe.kind == "inference":  # a replica is as large as its row: prefer rows with at least as many GPUs
         large = [row for row in rows if expand_gpus(row["gpus"])[-1] >= request.gpus]
-        rows = [row for row in large if request.layout in (None, *listed(row, "gpu"))] or rows
-    return next((row for wish in wishes for row in rows if wish in listed(row, "gpu")), None)
+        rows = [row for row in large if request.layout in (None, *selector_values(row, "gpu"))] or rows
+    return next((row for gpu in preferences for row in rows if gpu in selector_values(row, "gpu")), None)
 
 
 def gpu_of(row: Row, recipe: Recipe) -> str:
-    """The GPU of a row that lists several: the recipe's own choice, or the first."""
-    return recipe.default_gpu if recipe.default_gpu in listed(row, "gpu") else listed(row, "gpu")[0]
+    """Return the GPU of a row that lists several: the recipe's default, or the first."""
+    return recipe.default_gpu if recipe.default_gpu in selector_values(row, "gpu") else selector_values(row, "gpu")[0]
 
 
-def _nearest(rows: list[Row], recipe: Recipe, request: Request) -> Row:
-    """Of several rows that fit: the recipe's own GPU first, then the one that agrees with most of the settings."""
-    asked = {(s.field, str(s.value)) for s in request.settings}
+def _best_match(rows: list[Row], recipe: Recipe, request: Request) -> Row:
+    """Return the row for the recipe's default GPU that agrees with most of the settings."""
+    requested = {(s.field, str(s.value)) for s in request.settings}
     return max(
         rows,
-        key=lambda row: (recipe.default_gpu in listed(row, "gpu"), len(asked & {(k, str(v)) for k, v in row.items()})),
+        key=lambda row: (
+            recipe.default_gpu in selector_values(row, "gpu"),
+            len(requested & {(k, str(v)) for k, v in row.items()}),
+        ),
     )
 
 
-def _beyond_the_table(recipe: Recipe, request: Request, wanted: dict[str, Any]) -> tuple[Row, list[Override]]:
-    """A GPU count no row lists: above a weak-scaling range it follows the rule, elsewhere only with force."""
-    proxy = request.stands_in
-    rows = recipe.matching(proxy, **wanted)
+def _extrapolate(recipe: Recipe, request: Request, matched: dict[str, Any]) -> tuple[Row, list[Override]]:
+    """Return a row for an unlisted GPU count: above a weak-scaling range by its rule, elsewhere only with force."""
+    proxy = request.uses_proxy
+    rows = recipe.matching(proxy, **matched)
     ranged = [r for r in rows if "-" in str(r.get("gpus"))]
-    counts = recipe.values("gpus", proxy, **wanted)
+    counts = recipe.values("gpus", proxy, **matched)
     if ranged and request.gpus > counts[-1]:
-        row, source = _nearest(ranged, recipe, request), "--scale, above the recipe's range: weak scaling continued"
+        row, source = _best_match(ranged, recipe, request), "--scale, above the recipe's range: weak scaling continued"
     elif request.force:
-        row, source = _nearest(rows, recipe, request), "--force"
+        row, source = _best_match(rows, recipe, request), "--force"
     else:
         more = f"; {counts[-1] * 2} and more continue the weak scaling" if ranged else ""
-        listed = ", ".join(map(str, counts))
-        about = f"{recipe.workload} {request.size} {request.dtype}"
+        choices = ", ".join(map(str, counts))
+        run = f"{recipe.workload} {request.size} {request.dtype}"
         if request.gpu and not proxy:
-            about += f" on {request.gpu}"
+            run += f" on {request.gpu}"
         elif proxy:
-            about += " as a stand-in (--proxy)"
-        raise ConfigError(f"scale {request.gpus} is not listed for {about}; choices are: {listed}{more}")
+            run += " as a proxy (--proxy)"
+        raise ConfigError(f"scale {request.gpus} is not listed for {run}; choices are: {choices}{more}")
     return row, [Override(field="gpus", value=request.gpus, replaced=row.get("gpus"), source=source)]

@@ -1,4 +1,4 @@
-"""From what was typed to the list of runs: explicit, by target list, by discovery, or from a bulk file.
+"""Expand a command line to the list of runs: explicit targets, target lists, or everything that recipes list.
 
     pretrain_llama3.1_70b,pretrain_grok1      targets: one size, all sizes
     --max-scale 512                           listed scales up to 512, then powers of two
@@ -12,13 +12,13 @@ from typing import Literal
 
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe
-from llmb.config.row_selection import Request, stands_in
+from llmb.config.row_selection import Request, uses_proxy
 from llmb.errors import ConfigError, UnknownName
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One configuration to run, `repeats` times."""
+    """One configuration, run `repeats` times."""
 
     workload: str
     request: Request
@@ -26,8 +26,8 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The choices of one command line. Null: everything the recipe lists."""
+class RunSelection:
+    """Options of one command line that select runs. Null: everything the recipe lists."""
 
     targets: tuple[str, ...] = ()
     size: str | None = None
@@ -45,12 +45,12 @@ class Wanted:
     settings: tuple[Setting, ...] = ()
 
     @property
-    def stands_in(self) -> bool:
-        return stands_in(self.proxy, self.gpu)
+    def uses_proxy(self) -> bool:
+        return uses_proxy(self.proxy, self.gpu)
 
 
 def split_target(target: str, recipes: dict[str, Recipe]) -> tuple[Recipe, str | None]:
-    """`pretrain_llama3.1_70b` as its recipe and size; the size is null when the target names none."""
+    """Split `pretrain_llama3.1_70b` into recipe and size; the size is None if the target names none."""
     if target in recipes:
         return recipes[target], None
     workload, _, size = target.rpartition("_")
@@ -61,31 +61,31 @@ def split_target(target: str, recipes: dict[str, Recipe]) -> tuple[Recipe, str |
     raise UnknownName("workload", target, recipes)
 
 
-def tasks_for(wanted: Wanted, recipes: dict[str, Recipe]) -> list[Task]:
-    """Every task a command line asks for, largest scale first."""
-    if wanted.scales is not None and (wanted.max_scale is not None or wanted.min_scale):
+def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]:
+    """Return all tasks of a command line, largest scale first."""
+    if selection.scales is not None and (selection.max_scale is not None or selection.min_scale):
         raise ConfigError("--scale excludes --max-scale and --min-scale; give one of them")
-    if wanted.repeats < 1:
-        raise ConfigError(f"repeats: {wanted.repeats} is not possible; at least 1 is needed")
-    targets = wanted.targets or tuple(key for key, recipe in recipes.items() if recipe.kind == "training")
-    found: list[Task] = []
+    if selection.repeats < 1:
+        raise ConfigError(f"repeats: {selection.repeats} is not possible; at least 1 is needed")
+    targets = selection.targets or tuple(key for key, recipe in recipes.items() if recipe.kind == "training")
+    tasks: list[Task] = []
     for target in targets:
-        tasks = list(_of_target(target, wanted, recipes))
-        if not tasks and wanted.targets:
-            raise _nothing_listed(target, wanted, recipes)
-        found += tasks
-    if not found:
-        raise ConfigError(f"no workload lists a row for {wanted.gpu}; see: llmb-run list")
-    if wanted.force and len(found) != 1:
-        raise ConfigError(f"--force takes exactly one run, this names {len(found)}; give -w, -s, --dtype and --scale")
-    return largest_first(found)
+        expanded = list(_expand_target(target, selection, recipes))
+        if not expanded and selection.targets:
+            raise _no_matching_row(target, selection, recipes)
+        tasks += expanded
+    if not tasks:
+        raise ConfigError(f"no workload lists a row for {selection.gpu}; see: llmb-run list")
+    if selection.force and len(tasks) != 1:
+        raise ConfigError(f"--force takes exactly one run, this names {len(tasks)}; give -w, -s, --dtype and --scale")
+    return largest_first(tasks)
 
 
-def _nothing_listed(target: str, wanted: Wanted, recipes: dict[str, Recipe]) -> ConfigError:
+def _no_matching_row(target: str, selection: RunSelection, recipes: dict[str, Recipe]) -> ConfigError:
     recipe, _ = split_target(target, recipes)
-    if wanted.gpu and wanted.gpu not in recipe.values("gpu") and not wanted.stands_in:
-        return UnknownName(f"GPU type of {recipe.workload}", wanted.gpu, recipe.values("gpu"))
-    counts = ", ".join(map(str, recipe.values("gpus", wanted.stands_in)))
+    if selection.gpu and selection.gpu not in recipe.values("gpu") and not selection.uses_proxy:
+        return UnknownName(f"GPU type of {recipe.workload}", selection.gpu, recipe.values("gpu"))
+    counts = ", ".join(map(str, recipe.values("gpus", selection.uses_proxy)))
     return ConfigError(f"no row of {recipe.workload} is within the bounds given; its scales are: {counts}")
 
 
@@ -93,51 +93,52 @@ def largest_first(tasks: list[Task]) -> list[Task]:
     return sorted(tasks, key=lambda task: -task.request.gpus)
 
 
-def _of_target(target: str, wanted: Wanted, recipes: dict[str, Recipe]) -> Iterator[Task]:
+def _expand_target(target: str, selection: RunSelection, recipes: dict[str, Recipe]) -> Iterator[Task]:
     recipe, size = split_target(target, recipes)
-    if size and wanted.size and size != wanted.size:
-        raise ConfigError(f"-w {target} names size {size}, -s names {wanted.size}; give one of them")
-    proxy = wanted.stands_in
-    gpu = None if proxy else wanted.gpu
-    chosen = size or wanted.size
-    if chosen is not None and chosen not in recipe.models:
-        raise UnknownName(f"size of {recipe.workload}", chosen, recipe.models)
-    for each in [chosen] if chosen else recipe.sizes:
-        for dtype in wanted.dtypes or recipe.values("dtype", proxy, size=each, gpu=gpu):
-            for gpus in _scales(recipe, each, dtype, gpu, proxy, wanted):
+    if size and selection.size and size != selection.size:
+        raise ConfigError(f"-w {target} names size {size}, -s names {selection.size}; give one of them")
+    proxy = selection.uses_proxy
+    gpu = None if proxy else selection.gpu
+    requested = size or selection.size
+    if requested is not None and requested not in recipe.models:
+        raise UnknownName(f"size of {recipe.workload}", requested, recipe.models)
+    for model_size in [requested] if requested else recipe.sizes:
+        for dtype in selection.dtypes or recipe.values("dtype", proxy, size=model_size, gpu=gpu):
+            for gpus in _scales(recipe, model_size, dtype, gpu, proxy, selection):
                 request = Request(
-                    size=each, dtype=dtype, gpus=gpus, gpu=wanted.gpu, proxy=wanted.proxy, force=wanted.force,
-                    layout=wanted.layout, memory_gib=wanted.memory_gib, settings=wanted.settings,
+                    size=model_size, dtype=dtype, gpus=gpus, gpu=selection.gpu, proxy=selection.proxy,
+                    force=selection.force, layout=selection.layout, memory_gib=selection.memory_gib,
+                    settings=selection.settings,
                 )  # fmt: skip
-                yield Task(workload=recipe.workload, request=request, repeats=wanted.repeats)
+                yield Task(workload=recipe.workload, request=request, repeats=selection.repeats)
 
 
-def _scales(recipe: Recipe, size: str, dtype: str, gpu: str | None, proxy: bool, wanted: Wanted) -> list[int]:
-    """GPU counts asked for; without --scale those listed, cut or continued by the bounds."""
-    if wanted.scales is not None:
-        return list(wanted.scales)
-    gpu = gpu if gpu or proxy else _gpu_of(recipe, size, dtype)
+def _scales(recipe: Recipe, size: str, dtype: str, gpu: str | None, proxy: bool, selection: RunSelection) -> list[int]:
+    """Return the requested GPU counts; without --scale the listed ones, limited or continued by the bounds."""
+    if selection.scales is not None:
+        return list(selection.scales)
+    gpu = gpu if gpu or proxy else _default_gpu(recipe, size, dtype)
     listed = recipe.values("gpus", proxy, size=size, dtype=dtype, gpu=gpu)
     if not listed:
         return []
-    if wanted.min_scale:
+    if selection.min_scale:
         listed = listed[:1]
-    if wanted.max_scale is not None:
-        if not (wanted.exact_scales or proxy or wanted.min_scale):
-            while listed[-1] * 2 <= wanted.max_scale:
+    if selection.max_scale is not None:
+        if not (selection.exact_scales or proxy or selection.min_scale):
+            while listed[-1] * 2 <= selection.max_scale:
                 listed.append(listed[-1] * 2)
-        listed = [n for n in listed if n <= wanted.max_scale]
+        listed = [n for n in listed if n <= selection.max_scale]
     return listed
 
 
-def _gpu_of(recipe: Recipe, size: str, dtype: str) -> str | None:
-    """Where no GPU is known: the recipe's own choice among those that list this size and dtype."""
+def _default_gpu(recipe: Recipe, size: str, dtype: str) -> str | None:
+    """Return the recipe's default GPU if it lists this size and dtype, else the first that does."""
     gpus = recipe.values("gpu", size=size, dtype=dtype)
     return recipe.default_gpu if recipe.default_gpu in gpus else next(iter(gpus), None)
 
 
-def with_wishes(task: Task, settings: list[Setting], environment: dict[str, str]) -> Task:
-    """The task with more settings and more environment; later ones win."""
-    asked = task.request
-    request = replace(asked, settings=(*asked.settings, *settings), environment={**asked.environment, **environment})
+def with_settings(task: Task, settings: list[Setting], environment: dict[str, str]) -> Task:
+    """Return the task with more settings and environment variables; later ones win."""
+    old = task.request
+    request = replace(old, settings=(*old.settings, *settings), environment={**old.environment, **environment})
     return replace(task, request=request)

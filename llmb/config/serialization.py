@@ -1,10 +1,10 @@
-"""Plain data (what JSON and YAML hold) to frozen dataclasses and back.
+"""Convert between plain data (parsed JSON and YAML) and frozen dataclasses.
 
     build(Parallel, {"tp": 2, "pp": 1}, where="recipe row 3") -> Parallel(tp=2, ...)
 
-One checker serves recipes, overrides and config.json: a wrong name lists the right ones, a wrong type says where it
-stands. It is hand-written because the device side must read config.json without extra packages, and because importing
-a validation library would cost more than the rest of `llmb-run list` together.
+Recipes, overrides and config.json share this validation: an unknown name lists the valid ones, a wrong type is reported
+with its path. It is hand-written because engines must read config.json without extra packages, and because importing a
+validation library would take longer than all of `llmb-run list`.
 """
 
 import json
@@ -21,34 +21,58 @@ from llmb.errors import ConfigError, LaunchError, UnknownName
 
 T = TypeVar("T")
 
+# Dataclass -> {name in older files: current name}. Whatever reads a stored file goes through `current_names`.
+RENAMED_FIELDS: dict[str, dict[str, str]] = {
+    "Training": {"fast_sums": "fp8_fast_accum", "keep_inputs": "save_norm_outputs", "masters": "master_weights"},
+    "Model": {"attention_cap": "attn_logit_softcap", "latent": "mla"},
+    "Prediction": {"home_slots": "host_slots"},
+    "Result": {"guilty_rank": "failed_rank", "mean_in_flight": "mean_concurrency"},
+    "RunEnded": {"guilty_rank": "failed_rank"},
+    "Submission": {"wishes": "sbatch_overrides"},
+    "JobOutcome": {"guilty_nodes": "excluded_nodes"},
+    "RequestDone": {"answer_crc": "output_crc"},
+}
+
+
+def current_names(cls_name: str, data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of a dataclass as a file stores them, under their current names.
+
+    Keys may carry a prefix ("model.mla"). An old name next to the current one is left for the caller to refuse.
+    """
+    renamed = {prefix + old: prefix + new for old, new in RENAMED_FIELDS.get(cls_name, {}).items()}
+    if renamed.keys().isdisjoint(data):
+        return data
+    return {key if renamed.get(key) in data else renamed.get(key, key): value for key, value in data.items()}
+
 
 def build(cls: type[T], data: Any, where: str = "") -> T:
-    """Make a dataclass of plain data, checking every name and type on the way."""
-    place = where or cls.__name__
+    """Build a dataclass from plain data, checking every name and type."""
+    path = where or cls.__name__
     if not isinstance(data, dict):
-        raise ConfigError(f"{place}: expected a mapping of fields, got {_show(data)}")
-    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    types_of = hints(cls)  # type: ignore[arg-type]
+        raise ConfigError(f"{path}: expected a mapping of fields, got {_show(data)}")
+    data = current_names(cls.__name__, data)
+    dataclass_fields = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    types_by_name = field_types(cls)  # type: ignore[arg-type]
     for name in data:
-        if name not in known:
-            raise UnknownName(f"field in {place}:", name, known)
+        if name not in dataclass_fields:
+            raise UnknownName(f"field in {path}:", name, dataclass_fields)
     values = {}
-    for name, field in known.items():
+    for name, field in dataclass_fields.items():
         if name in data:
-            values[name] = convert(types_of[name], data[name], f"{place}.{name}")
+            values[name] = convert(types_by_name[name], data[name], f"{path}.{name}")
         elif field.default is MISSING and field.default_factory is MISSING:
-            raise ConfigError(f"{place}: field {name!r} is missing")
+            raise ConfigError(f"{path}: field {name!r} is missing")
     return cls(**values)
 
 
 @cache
-def hints(cls: Any) -> dict[str, Any]:
-    """The field types of a dataclass."""
+def field_types(cls: Any) -> dict[str, Any]:
+    """Return the field types of a dataclass."""
     return typing.get_type_hints(cls)
 
 
 def convert(kind: Any, value: Any, where: str) -> Any:
-    """One value as `kind`, or a ConfigError that says where it stands and what was expected."""
+    """Convert a value to the type `kind`; a ConfigError names its path and the expected type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -82,8 +106,8 @@ def _convert_union(args: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in args:
         return None
     choices = [a for a in args if a is not type(None)]
-    if isinstance(value, dict) and len(choices) > 1:  # dataclasses told apart by their `kind` field
-        by_kind = {typing.get_args(hints(c)["kind"])[0]: c for c in choices}
+    if isinstance(value, dict) and len(choices) > 1:  # a union of dataclasses, distinguished by their `kind` field
+        by_kind = {typing.get_args(field_types(c)["kind"])[0]: c for c in choices}
         if value.get("kind") not in by_kind:
             raise UnknownName(f"kind of {where}:", value.get("kind"), by_kind)
         return build(by_kind[value["kind"]], value, where)
@@ -108,12 +132,12 @@ def _show(value: Any) -> str:
 
 
 def to_plain(value: Any) -> Any:
-    """A dataclass as plain data, fields in their declared order."""
+    """Return a dataclass as plain data, fields in declaration order."""
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Valid JSON always: a NaN or an infinity, which JSON cannot say, becomes null."""
+    """Return valid JSON: NaN and infinity, which JSON cannot represent, become null."""
     return json.dumps(_finite(to_plain(value)), indent=indent, allow_nan=False)
 
 
@@ -126,7 +150,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds, or one line that says why it cannot be read."""
+    """Parse a JSON file; a ConfigError says why it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except OSError as error:
@@ -135,12 +159,12 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write aside, then rename: a reader sees the old file or the new one, never half of one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+def write_atomic(path: Path, text: str) -> None:
+    """Write to a temporary file and rename it: readers see the old file or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_text(text, encoding="utf-8", errors="surrogateescape")
-        os.replace(aside, path)
+        temporary.write_text(text, encoding="utf-8", errors="surrogateescape")
+        os.replace(temporary, path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise LaunchError(f"cannot write {path}: {error.strerror}") from error

@@ -1,7 +1,7 @@
-"""The nouns every part of llmb shares, frozen: Machine Model Parallel Precision Workload RunConfig.
+"""Frozen dataclasses of a run: Machine, Model, Parallel, Precision, Workload, RunConfig.
 
-Field names are the one vocabulary of the whole tool: a recipe row, `--set tp=4`, a sweep's `params` and an environment
-variable (`TP=4`) all name a field as it is named here. Names are unique across the sections of a RunConfig.
+Recipe rows, `--set tp=4`, the `params` of a sweep and environment variables (`TP=4`) all use the field names defined
+here. Names are unique across the sections of a RunConfig.
 """
 
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ from llmb.config.offload_plan import Plan, Update
 
 Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek"]
 Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]
-NSIGHT_VARIABLE = "LLMB_NSIGHT"  # set where Nsight Systems watches a rank, which then opens and closes its window
+NSIGHT_VARIABLE = "LLMB_NSIGHT"  # set for ranks that run under Nsight Systems; they start and stop its capture range
 STATUSES: tuple[Status, ...] = ("ok", "failed", "oom", "timeout", "incomplete", "diverged")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the run occupies."""
+    """GPUs that the run occupies."""
 
     gpu: str  # a key of hardware.GPUS
-    gpus: int  # in all; one rank each
+    gpus: int  # total; one rank each
     gpus_per_node: int
 
     @property
@@ -29,51 +29,51 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding and how it is stretched."""
+class RopeConfig:
+    """Rotary position embedding (RoPE) and its context extension."""
 
     theta: float = 500_000.0
     scaling: Literal["none", "llama3", "yarn"] = "none"
     factor: float = 1.0
     original_tokens: int = 8192
-    low_freq_factor: float = 1.0  # llama3: turns within the original context below which a pair is slowed in full
-    high_freq_factor: float = 4.0  # llama3: turns above which it is not slowed
-    beta_fast: float = 32.0  # yarn: the same two bounds
+    low_freq_factor: float = 1.0  # llama3: pairs with fewer periods in the original context are scaled by 1 / factor
+    high_freq_factor: float = 4.0  # llama3: pairs with more periods are left as they are
+    beta_fast: float = 32.0  # yarn: the same two bounds, as periods in the original context
     beta_slow: float = 1.0
-    mscale_all_dim: float = 0.0  # yarn: how much the attention's scale grows with the factor
+    mscale_all_dim: float = 0.0  # yarn: how strongly the softmax scale grows with the factor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
-    """A mixture of gated MLPs in place of the dense one."""
+class MoEConfig:
+    """Mixture of gated MLPs (MoE) in place of the dense MLP."""
 
     count: int
     top_k: int
-    ffn: int  # width of one expert
-    shared: int = 0  # experts every token visits
-    dense_layers: int = 0  # leading layers that keep the dense MLP
-    groups: int = 1  # experts are chosen from `top_groups` of these
+    ffn: int  # intermediate width of one expert
+    shared: int = 0  # experts that every token is routed to
+    dense_layers: int = 0  # leading layers with a dense MLP
+    groups: int = 1  # group-limited routing: experts are chosen from `top_groups` of these groups
     top_groups: int = 1
-    score: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid comes with a correction bias per expert
-    renormalise: bool = True  # the chosen experts' weights are made to sum to 1
-    scale: float = 1.0  # of the routed experts' sum
-    aux_loss: float = 0.0  # weight of the load-balancing loss; 0: the model has none
+    score: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid routers have a correction bias per expert
+    renormalise: bool = True  # normalize the top-k routing weights to a sum of 1
+    scale: float = 1.0  # of the combined output of the routed experts
+    aux_loss: float = 0.0  # coefficient of the load-balancing loss; 0: none
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latent:
-    """Multi-head latent attention: low-rank queries, keys and values."""
+class MlaConfig:
+    """Multi-head latent attention (MLA): low-rank queries, keys and values."""
 
     q_rank: int
     kv_rank: int
-    nope_dim: int  # per head, without position
-    rope_dim: int  # per head, with position; shared among heads for keys
+    nope_dim: int  # per head, without RoPE
+    rope_dim: int  # per head, with RoPE; one key shared by all heads
     value_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba:
-    """A Mamba-2 mixer; its inner width is heads * head_dim."""
+class MambaConfig:
+    """Mamba-2 mixer; its inner width is heads * head_dim."""
 
     heads: int
     head_dim: int
@@ -85,14 +85,14 @@ class Mamba:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """An architecture in numbers."""
+    """Architecture and sizes of a model."""
 
     name: str
     architecture: Architecture
     layers: int
     hidden: int
-    ffn: int  # width of the dense MLP
-    gated: bool = True  # three matrices (gate, up, down) instead of two
+    ffn: int  # intermediate width of the dense MLP
+    gated: bool = True  # gate, up and down projections instead of up and down
     heads: int
     kv_heads: int
     head_dim: int
@@ -100,65 +100,65 @@ class Model:
     activation: Literal["silu", "gelu", "squared_relu"] = "silu"  # of the MLPs and experts
     tied_embeddings: bool = False
     norm_eps: float = 1e-5
-    post_norms: bool = False  # a second norm on what each block adds to the stream
-    rope: Rope | None = Rope()  # none: attention without positions
-    attention_cap: float | None = None  # attention logits are squeezed to +-cap by tanh
+    post_norms: bool = False  # a second norm, on the output of each block before the residual add
+    rope: RopeConfig | None = RopeConfig()  # none: attention without position embedding
+    attn_logit_softcap: float | None = None  # cap * tanh(logits / cap) before the softmax
     embedding_scale: float = 1.0  # of the embedding's output
     logit_scale: float = 1.0  # of the logits
-    pattern: str | None = None  # hybrids, one letter a layer: M mamba, * attention, - MLP
-    experts: Experts | None = None
-    latent: Latent | None = None
-    mamba: Mamba | None = None
+    pattern: str | None = None  # hybrids, one letter per layer: M mamba, * attention, - MLP
+    experts: MoEConfig | None = None
+    mla: MlaConfig | None = None
+    mamba: MambaConfig | None = None
 
     @property
     def blocks(self) -> dict[str, int]:
-        """How many of each kind of block the stack holds."""
+        """Number of blocks of each kind."""
         if self.pattern is not None:
             counts = {"mamba": self.pattern.count("M"), "mlp": self.pattern.count("-")}
             return counts | {"attention": self.pattern.count("*")}
         dense = self.experts.dense_layers if self.experts else self.layers
-        attention = "latent_attention" if self.latent else "attention"
+        attention = "mla" if self.mla else "attention"
         return {attention: self.layers, "mlp": dense, "experts": self.layers - dense}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How the work is spread over ranks; every degree counts ranks, 1 means not split."""
+    """Parallel layout: every degree is a number of ranks, 1 means not split."""
 
-    dp: int = 1  # data: replicas that see different sequences
+    dp: int = 1  # data: replicas with different sequences
     fsdp: bool = False  # parameters, gradients and optimizer state sharded over dp
     tp: int = 1  # tensor
     pp: int = 1  # pipeline
-    cp: int = 1  # context: one sequence over several ranks
-    ep: int = 1  # experts
-    etp: int = 1  # tensor, inside experts
-    vp: int | None = None  # virtual pipeline stages a rank; none without interleaving
-    overlap_gather: bool = True  # sharded weights are gathered while the layer before computes
-    overlap_reduce: bool = True  # gradients are reduced while the backward pass goes on
-    overlap_send: bool = True  # with several stages a rank: what one gives is sent while the next computes
+    cp: int = 1  # context: each sequence split over ranks
+    ep: int = 1  # expert
+    etp: int = 1  # tensor parallelism inside experts
+    vp: int | None = None  # virtual pipeline stages per rank; none without interleaving
+    overlap_gather: bool = True  # all-gather sharded weights while the previous layer computes
+    overlap_reduce: bool = True  # reduce gradients during the backward pass
+    overlap_send: bool = True  # interleaved pipeline: send one stage's output while the next computes
 
     @property
     def world_size(self) -> int:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
-    def sharers(self) -> int:
-        """Ranks that see different tokens through the same dense weights."""
+    def dp_cp_size(self) -> int:
+        """Ranks that hold the same dense weights and compute different tokens (dp x cp)."""
         return self.dp * self.cp
 
     @property
-    def expert_sharers(self) -> int:
-        """Ranks of a pipeline stage that hold the same experts."""
+    def expert_dp_size(self) -> int:
+        """Ranks of a pipeline stage that hold the same experts (expert data parallelism)."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The number format of matrix products, and of the KV cache where there is one."""
+    """Number formats of GEMMs and, for inference, of the KV cache."""
 
     dtype: Literal["fp32", "bf16", "fp8", "nvfp4"]
     kv_dtype: Literal["bf16", "fp8"] | None = None
-    fp8_scaling: Literal["tensor", "channel", "block"] | None = None  # of served weights; none: as published
+    fp8_scaling: Literal["tensor", "channel", "block"] | None = None  # scales of served weights; none: as published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,113 +166,113 @@ class Training:
     """Optimizer steps over synthetic tokens or a token file."""
 
     kind: Literal["training"] = "training"
-    seqlen: int  # tokens a sequence
-    mbs: int  # sequences a rank computes at once
-    gbs: int  # sequences an optimizer step sees in all
-    ga: int  # micro-batches a rank accumulates; gbs = mbs * ga * dp
+    seqlen: int  # tokens per sequence
+    mbs: int  # micro-batch size: sequences that a rank computes at once
+    gbs: int  # global batch size: sequences per optimizer step
+    ga: int  # gradient accumulation steps; gbs = mbs * ga * dp
     steps: int = 50
-    window: tuple[int, int] = (35, 44)  # steps that count, first and last, from 1; those before are warm-up
-    recompute_layers: int = 0  # of each pipeline stage, whose activations are computed again in the backward pass
-    offload_layers: int = 0  # of each pipeline stage, whose activations wait in host memory
-    keep_inputs: bool = False  # of a layer's products all that norms and activations made, else made again going back
+    window: tuple[int, int] = (35, 44)  # first and last measured step, from 1; earlier ones are warm-up
+    recompute_layers: int = 0  # per pipeline rank: layers whose activations are recomputed in the backward pass
+    offload_layers: int = 0  # per pipeline rank: layers whose activations are offloaded to host memory
+    save_norm_outputs: bool = False  # save outputs of norms and activations instead of recomputing them in backward
     cuda_graphs: bool = False
-    balanced_experts: bool = False  # tokens are dealt to experts evenly, whatever the router says, as benchmarks do
-    masters: Literal["fp32", "bf16"] = "fp32"  # weights as AdamW knows them; in bf16 rounded at random, as moments are
-    gradients: Literal["fp32", "bf16"] = "fp32"  # in which micro-batches add up, and chunks of the loss
-    moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW; in bf16 rounded at random, so that on average nothing is lost
-    fast_sums: bool = False  # 8-bit products of the way back add with fewer bits, as those of the way forward always do
-    lr: float = 3e-4  # highest learning rate
-    lr_warmup_steps: int = 10  # it rises linearly over these
-    lr_decay_steps: int | None = None  # and falls as a cosine to a tenth by this step; none: stays
+    balanced_experts: bool = False  # force uniform routing, whatever the router scores, as benchmarks do
+    master_weights: Literal["fp32", "bf16"] = "fp32"  # of AdamW; bf16: updated with stochastic rounding
+    gradients: Literal["fp32", "bf16"] = "fp32"  # accumulated over micro-batches and chunks of the loss
+    moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW; bf16: updated with stochastic rounding
+    fp8_fast_accum: bool = False  # fast accumulation in backward fp8 GEMMs too; forward ones always use it
+    lr: float = 3e-4  # peak learning rate
+    lr_warmup_steps: int = 10  # linear warm-up
+    lr_decay_steps: int | None = None  # cosine decay to a tenth of the peak at this step; none: constant
     seed: int = 1234
     data: str | None = None  # a token file; none: synthetic tokens
-    checkpoint_every: int | None = None  # steps between checkpoints; none: none are written
-    resume: str | None = None  # a folder of checkpoints to go on from
+    checkpoint_every: int | None = None  # steps between checkpoints; none: no checkpoints
+    resume: str | None = None  # folder of checkpoints to resume from
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inference:
-    """Requests of given lengths, as many as fit at once or one by one."""
+    """Serving benchmark: requests of given lengths, in batches (max_throughput) or one by one (min_latency)."""
 
     kind: Literal["inference"] = "inference"
     mode: Literal["max_throughput", "min_latency"]
-    use_case: str  # reasoning, chat, summarization, generation, or a name the user gave to his own lengths
-    isl: int  # input tokens a request
-    osl: int  # output tokens a request
-    lengths: Literal["fixed", "normal", "uniform"] = "fixed"  # how both vary around these
+    use_case: str  # reasoning, chat, summarization, generation, or the name of user-defined lengths
+    isl: int  # input tokens per request
+    osl: int  # output tokens per request
+    lengths: Literal["fixed", "normal", "uniform"] = "fixed"  # distribution of both lengths
     isl_spread: float = 0.0  # tokens: standard deviation (normal) or half the range (uniform)
     osl_spread: float = 0.0
-    dataset: str | None = None  # requests from a file in trtllm-bench's line format instead
-    # A scheduler computes at most max_batch_size requests at once. With attention_dp each of the tp ranks has its own
-    # scheduler, so that 768 on 4 ranks are 3072 in all; otherwise all ranks share one. Requests beyond that wait.
+    dataset: str | None = None  # read requests from a file in trtllm-bench's line format instead
+    # Requests that a scheduler runs at once. With attention_dp each of the tp ranks has its own scheduler, so 768 on
+    # 4 ranks are 3072 in total; otherwise all ranks share one. Further requests wait.
     max_batch_size: int
-    concurrency: int  # requests in flight, in all
-    max_num_tokens: int  # tokens one engine step may process
-    kv_fraction: float  # of the memory left beside the weights and the largest step
+    concurrency: int  # requests sent and not finished, in total
+    max_num_tokens: int  # token budget of an engine step
+    kv_fraction: float  # KV cache, as a fraction of the memory that weights and the largest step leave
     num_requests: int
-    warmup_requests: int | None = None  # none: as many as are in flight at once, of the same lengths
+    warmup_requests: int | None = None  # none: as many as the concurrency, of the same lengths
     streaming: bool = True
     chunked_prefill: bool = True
-    attention_dp: bool = False  # attention replicated, each rank with its own requests
-    prefix_cache: bool = False  # prompts that begin alike share blocks; off, as benchmarks repeat prompts
-    block_tokens: int = 64  # of the paged cache
-    cuda_graphs: bool = True  # where there is a GPU
-    ignore_eos: bool = True  # every answer has the length asked for
-    temperature: float = 0.0  # 0: always the most likely token
+    attention_dp: bool = False  # attention data parallelism: attention replicated, each rank with its own requests
+    prefix_cache: bool = False  # prompts with a common prefix share blocks; off, as benchmarks repeat prompts
+    block_tokens: int = 64  # block size of the paged KV cache
+    cuda_graphs: bool = True  # no effect on a CPU
+    ignore_eos: bool = True  # generate all osl tokens
+    temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
-    weights: str | None = None  # a folder in Hugging Face's layout; none: random weights
+    weights: str | None = None  # folder in Hugging Face's layout; none: random weights
     seed: int = 1234
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan is expected to take, a step. Null: nobody has measured this machine."""
+    """Predicted time, traffic and memory of one step of a plan. Null: this machine has not been measured."""
 
-    rates: dict[str, Any]  # of the machine, as predict/rates.py names them
+    rates: dict[str, Any]  # of the machine: fields of perfmodel.offload.machine_rates.Rates
     step_s: float | None
-    compute_s: float | None  # of these, in which the device computes
-    inbound_s: float | None  # in which the link carries something from the host to the device
-    outbound_s: float | None
+    compute_s: float | None  # of the step: the device computes
+    inbound_s: float | None  # H2D copies are running
+    outbound_s: float | None  # D2H copies
     inbound_bytes: int
     outbound_bytes: int
-    hardware_flops: float  # executed, with what is computed again
-    home_slots: dict[str, int]  # places that gradients and activations take on the host, by kind
+    hardware_flops: float  # executed, recomputation included
+    host_slots: dict[str, int]  # host buffers for gradients and activations, by kind
     host_bytes: dict[str, int]  # by kind
     device_bytes: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfCore:
-    """Training on one GPU with state and activations in host memory. Null where the plan is to choose."""
+    """Out-of-core training: one GPU, with state and activations in host memory. Null: chosen by the plan."""
 
     kind: Literal["outofcore"] = "outofcore"
     seqlen: int
     host_gib: float
     device_gib: float
-    update: Update = "stochastic"  # how weights take small changes
-    clip: float | None = None  # largest norm of a step's gradients; none: they are taken as they are
-    gbs: int | None = None  # sequences an optimizer step
-    chunk_tokens: int | None = None  # most that are computed at once
-    seqs_per_round: int | None = None  # that go through all layers together
-    resident_params: int | None = None  # units of weights that stay on the device
+    update: Update = "stochastic"  # rounding of weight updates
+    clip: float | None = None  # gradient clipping: largest global norm; none: no clipping
+    gbs: int | None = None  # sequences per optimizer step
+    chunk_tokens: int | None = None  # most tokens computed at once
+    seqs_per_round: int | None = None  # sequences that pass through all layers together
+    resident_params: int | None = None  # weight buckets that stay on the device
     resident_grads: int | None = None
     resident_states: int | None = None
-    activation_slots: int | None = None  # whole (layer, chunk)s that stay on the device
-    full_saves: int | None = None  # of those that wait on the host: everything is kept
-    attention_saves: int | None = None  # input, keys and values, attention; of the others without the attention
+    activation_slots: int | None = None  # (layer, chunk) activations that stay on the device
+    full_saves: int | None = None  # of the offloaded ones: everything is saved
+    attention_saves: int | None = None  # input, K, V and attention output are saved; of the others input, K and V
     steps: int = 7
     window: tuple[int, int] = (3, 7)
-    lr: float = 3e-4  # as in Training, as are all below
+    lr: float = 3e-4  # this and the next fields as in Training
     lr_warmup_steps: int = 10
     lr_decay_steps: int | None = None
     seed: int = 1234
     data: str | None = None
-    pack: bool = False  # documents of a token file do not see one another
+    pack: bool = False  # no attention across documents of a token file
     checkpoint_every: int | None = None
     resume: str | None = None
-    export: str | None = None  # a folder for the trained weights in Hugging Face's layout; none: they are not kept
-    plan: Plan | None = None  # made when the run is resolved
+    export: str | None = None  # write the trained weights to this folder in Hugging Face's layout; none: not written
+    plan: Plan | None = None  # set when the run is resolved
     prediction: Prediction | None = None
 
 
@@ -281,44 +281,44 @@ Workload = Training | Inference | OutOfCore
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What is traced, and when."""
+    """Profiling: what is traced, and in which steps."""
 
     profile: bool = False
-    profiler: Literal["nsight", "torch"] | None = None  # none: Nsight Systems where it is, else torch's own
+    profiler: Literal["nsight", "torch"] | None = None  # none: Nsight Systems where installed, else torch.profiler
     profile_start: int = 45  # first step profiled
     profile_stop: int = 50  # profiling stops before this step
-    profile_ranks: tuple[int, ...] = ()  # none named: all
+    profile_ranks: tuple[int, ...] = ()  # empty: all
     gpu_metrics: bool = False
     nccl_trace: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the run may take, and extra wishes for the scheduler."""
+    """Time limits, and extra sbatch options."""
 
     time_limit_s: int = 1800
-    stall_limit_s: float | None = None  # without progress before a run counts as hung; none: by its own step times
-    slurm_params: tuple[str, ...] = ()  # key=value or a bare flag, as sbatch names them
+    stall_limit_s: float | None = None  # without progress, a run counts as hung after this; none: from its step times
+    slurm_params: tuple[str, ...] = ()  # sbatch options: key=value or a bare flag
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A published result of this very configuration. Null: the source does not print it."""
+    """Published result of exactly this configuration. Null: the source does not print it."""
 
     source: str
     step_time_s: float | None = None
     tokens_per_s: float | None = None
-    output_tokens_per_s: float | None = None  # of serving, by all GPUs together
+    output_tokens_per_s: float | None = None  # serving, all GPUs together
     tflops_per_gpu: float | None = None
     mfu_percent: float | None = None
     days_per_1t_tokens: float | None = None
-    plan: dict[str, Any] | None = None  # a published automatic configuration, by its printed names
+    plan: dict[str, Any] | None = None  # a published automatic configuration, under its printed names
     note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """One departure from the recipe row, and who asked for it."""
+    """A setting that differs from the recipe row, and where it came from."""
 
     field: str
     value: Any
@@ -328,14 +328,14 @@ class Override:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything an engine needs, complete, with the recipe row it came from and every override made to it."""
+    """Complete configuration of a run, with its recipe row and all overrides."""
 
     schema: int = 1
-    name: str  # spells the configuration; also the folder's name
+    name: str  # describes the configuration; also the name of the run folder
     target: str  # the workload's key: pretrain_llama3.1
     size: str  # 8b
     engine: str = "native"
-    proxy: str | None = None  # how the model was altered so that it fits; such a run has no reference
+    proxy: str | None = None  # how the proxy model differs from the real one; a proxy run has no reference
     flops_convention: Literal["causal", "full"] = "causal"
     machine: Machine
     model: Model
@@ -344,7 +344,7 @@ class RunConfig:
     workload: Workload
     profile: Profile = Profile()
     limits: Limits = Limits()
-    environment: dict[str, str] = field(default_factory=dict)  # for the ranks; secrets are masked here
+    environment: dict[str, str] = field(default_factory=dict)  # for the ranks; secrets are masked
     recipe_row: dict[str, Any] = field(default_factory=dict)  # as the recipe prints it
     overrides: tuple[Override, ...] = ()
     reference: Reference | None = None

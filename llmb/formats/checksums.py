@@ -1,7 +1,7 @@
-"""Files of checksums and whether what they say of other files is so: SHA256SUMS, *.sha256 and *.blake3.
+"""Read and verify checksum files: SHA256SUMS, *.sha256 and *.blake3.
 
-A line is `HEX  NAME` as sha256sum and b3sum print it; in FILE.sha256 the hex number alone stands for FILE. BLAKE3 is
-not in Python: where its package is not installed the caller is told, and nothing counts as checked.
+A line is `HEX  NAME` as sha256sum and b3sum print it; in FILE.sha256 the digest alone stands for FILE. BLAKE3 is not in
+Python: without its package `unavailable` says so, and nothing counts as checked.
 """
 
 import hashlib
@@ -15,51 +15,51 @@ from typing import Any
 
 PATTERNS = ("SHA256SUMS", "*.sha256", "*.blake3")
 LINE = re.compile(r"\\?(?P<hex>[0-9a-fA-F]{64})(?:\s+\*?(?P<name>\S.*?))?\s*")
-AT_ONCE = 16 * 2**20  # bytes
+CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Sums:
-    """One file of checksums."""
+class ChecksumFile:
+    """Parsed checksum file."""
 
     path: Path
-    of: dict[str, str]  # a file's name -> its checksum
-    strange: tuple[str, ...]  # lines that are none, or that name a file outside of the folder
+    digests: dict[str, str]  # file name -> hex digest
+    invalid_lines: tuple[str, ...]  # not a checksum, or of a file outside of the folder
 
     @property
     def unavailable(self) -> str | None:
-        """Why these cannot be checked here, or None."""
-        missing = _maker(self.path) is None
-        return f"{self.path.name} ({len(self.of)} files): pip install blake3" if missing else None
+        """Why these checksums cannot be verified here, or None."""
+        missing = _hash_function(self.path) is None
+        return f"{self.path.name} ({len(self.digests)} files): pip install blake3" if missing else None
 
 
-def sums_in(folder: Path) -> list[Sums]:
-    """Every file of checksums in a folder."""
+def checksum_files(folder: Path) -> list[ChecksumFile]:
+    """Return all checksum files of a folder."""
     return [_read(path) for pattern in PATTERNS for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
-def is_same(sums: Sums, name: str, progress: Callable[[int], None]) -> bool:
-    """Whether a file has its checksum; `progress` is told of bytes as they are read."""
-    maker = _maker(sums.path)
-    assert maker is not None, "checksums that are unavailable are not to be checked"
-    made = maker()
-    for piece in _pieces(sums.path.parent / name):
-        made.update(piece)
-        progress(len(piece))
-    return bool(made.hexdigest() == sums.of[name].lower())
+def verify_checksum(checksums: ChecksumFile, name: str, progress: Callable[[int], None]) -> bool:
+    """Whether a file matches its checksum; `progress` is called with the bytes of each chunk read."""
+    hash_function = _hash_function(checksums.path)
+    assert hash_function is not None, "unavailable checksums must not be verified"
+    digest = hash_function()
+    for chunk in _chunks(checksums.path.parent / name):
+        digest.update(chunk)
+        progress(len(chunk))
+    return bool(digest.hexdigest() == checksums.digests[name].lower())
 
 
-def _read(path: Path) -> Sums:
-    found: dict[str, str] = {}
-    strange = []
+def _read(path: Path) -> ChecksumFile:
+    digests: dict[str, str] = {}
+    invalid_lines = []
     for line in _lines(path):
         match = LINE.fullmatch(line)
         name = str(PurePosixPath(match["name"] or path.stem)) if match else ""
         if match is None or name.startswith("/") or ".." in PurePosixPath(name).parts:
-            strange.append(line)
+            invalid_lines.append(line)
         else:
-            found[name] = match["hex"]
-    return Sums(path, found, tuple(strange))
+            digests[name] = match["hex"]
+    return ChecksumFile(path, digests, tuple(invalid_lines))
 
 
 def _lines(path: Path) -> Iterable[str]:
@@ -67,14 +67,14 @@ def _lines(path: Path) -> Iterable[str]:
     return (line for line in text.splitlines() if line.strip() and not line.startswith("#"))
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def _chunks(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while piece := file.read(AT_ONCE):
-            yield piece
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
 
 
-def _maker(path: Path) -> Callable[[], Any] | None:
-    """What makes the checksums of a file of them, where it is installed."""
+def _hash_function(path: Path) -> Callable[[], Any] | None:
+    """Return the hash function of a checksum file, if it is installed."""
     if path.suffix != ".blake3":
         return hashlib.sha256
     return None if find_spec("blake3") is None else import_module("blake3").blake3

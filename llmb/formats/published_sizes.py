@@ -1,8 +1,8 @@
-"""How large the files of a published model are, as its document prints them: weights.yaml beside a recipe.
+"""File sizes of published models: weights.yaml of a recipe.
 
-    listings()["fp4"].sizes()  -> {"model-00001-of-00080.safetensors": 5.0, ...}
+    published_sizes()["fp4"].sizes()  -> {"model-00001-of-00080.safetensors": 5.0, ...}
 
-Shipped as data, so that another model's list is one more file.
+Shipped as data: another model is one more file.
 """
 
 from dataclasses import dataclass
@@ -14,29 +14,29 @@ from llmb.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listing:
-    """One folder of weights. Sizes are in GiB, rounded up as `ls -lh` does."""
+class PublishedSizes:
+    """File sizes of one folder of weights, in GiB, rounded up as by `ls -lh`."""
 
     name: str
-    like: str  # what it is called for short
+    like: str  # short name
     source: str
     total_gib: int
-    file: str  # with a place for the number of the shard
+    file: str  # format string of the shard number
     shards: int
     usual: float
     others: dict[int, float]
 
     def sizes(self) -> dict[str, float]:
-        """Of every shard by its file name."""
+        """Return the size of every shard by file name."""
         return {self.file.format(n): self.others.get(n, self.usual) for n in range(1, self.shards + 1)}
 
 
-def listings(folder: Path | None = None) -> dict[str, Listing]:
-    """Every listing that comes with the recipes of a folder, by its short name."""
-    found: dict[str, Listing] = {}
+def published_sizes(folder: Path | None = None) -> dict[str, PublishedSizes]:
+    """Load the sizes that come with the recipes of a folder, by short name."""
+    listings: dict[str, PublishedSizes] = {}
     for path in sorted((folder or shipped()).glob("*/weights.yaml")):
-        for listing in convert(tuple[Listing, ...], load_yaml(path), str(path)):
-            if listing.like in found:
+        for listing in convert(tuple[PublishedSizes, ...], load_yaml(path), str(path)):
+            if listing.like in listings:
                 raise ConfigError(f"{path}: {listing.like} is listed twice")
-            found[listing.like] = listing
-    return found
+            listings[listing.like] = listing
+    return listings

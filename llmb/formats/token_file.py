@@ -1,10 +1,10 @@
-"""The token file: text as numbers, ready to train on. Written on the desk side, memory-mapped on the device side.
+"""Token file: tokenized text to train on. Written by `llmb-run tokenize`, memory-mapped by engines.
 
-    64 bytes   magic "LLMBTOKS", version, bytes a token (2 or 4), vocabulary, tokens, end-of-text token (-1: none)
-    the rest   the tokens, one after the other
+    64 bytes   magic "LLMBTOKS", version, bytes per token (2 or 4), vocabulary, tokens, end-of-text token (-1: none)
+    then       the tokens
 
-All of it is little-endian. A vocabulary of up to 65,536 takes 2 bytes a token, a larger one 4. Whoever reads the header
-has a whole file: the size is checked against it, and a file gets its name only when its last token is written.
+Everything is little-endian. A vocabulary of up to 65,536 takes 2 bytes per token, a larger one 4. A readable header
+means a complete file: the size is checked against it, and a file gets its name only when its last token is written.
 """
 
 import os
@@ -20,28 +20,28 @@ from llmb.errors import ConfigError, LaunchError
 HEADER = struct.Struct("<8sIIQQq24x")
 MAGIC = b"LLMBTOKS"
 VERSION = 1
-_NO_END = -1
+_NO_END_TOKEN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a token file says of itself."""
+    """Header of a token file."""
 
-    vocab: int  # token numbers are below this
+    vocab: int  # vocabulary size
     tokens: int
-    end: int | None = None  # the token that closes every text; null: texts are not marked
+    end: int | None = None  # end-of-text token; null: texts are not separated
 
     @property
     def token_bytes(self) -> int:
         return 2 if self.vocab <= 1 << 16 else 4
 
     def packed(self) -> bytes:
-        end = _NO_END if self.end is None else self.end
+        end = _NO_END_TOKEN if self.end is None else self.end
         return HEADER.pack(MAGIC, VERSION, self.token_bytes, self.vocab, self.tokens, end)
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a file begins as a token file does."""
+    """Whether a file has the magic number of a token file."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -50,7 +50,7 @@ def is_token_file(path: Path) -> bool:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a token file that is whole, or one line that says what is wrong with it."""
+    """Read the header of a complete token file; raise a one-line error if it is invalid."""
     try:
         with path.open("rb") as file:
             head = file.read(HEADER.size)
@@ -62,17 +62,17 @@ def read_header(path: Path) -> Header:
     _, version, token_bytes, vocab, tokens, end = HEADER.unpack(head)
     if version != VERSION:
         raise ConfigError(f"{path} is a token file of version {version}; this llmb reads version {VERSION}")
-    header = Header(vocab=vocab, tokens=tokens, end=None if end == _NO_END else end)
+    header = Header(vocab=vocab, tokens=tokens, end=None if end == _NO_END_TOKEN else end)
     if token_bytes != header.token_bytes:
-        raise ConfigError(f"{path}: {token_bytes} bytes a token do not go with a vocabulary of {vocab}; make it anew")
+        raise ConfigError(f"{path}: {token_bytes} bytes per token do not match a vocabulary of {vocab}; tokenize again")
     if stored != tokens * token_bytes:
-        short = "is truncated" if stored < tokens * token_bytes else "has something after its end"
-        raise ConfigError(f"{path} {short}: its header says {tokens} tokens, {stored / token_bytes:g} are there")
+        problem = "is truncated" if stored < tokens * token_bytes else "has trailing bytes"
+        raise ConfigError(f"{path} {problem}: its header says {tokens} tokens, {stored / token_bytes:g} are there")
     return header
 
 
 class TokenWriter:
-    """Writes a token file piece by piece.
+    """Incremental writer of a token file.
 
     with TokenWriter(Path("tokens.bin"), vocab=4096, end=0) as file:
         file.add([17, 4, 1000])
@@ -81,12 +81,12 @@ class TokenWriter:
     def __init__(self, path: Path, vocab: int, end: int | None = None):
         self.header = Header(vocab=vocab, tokens=0, end=end)
         self._path = path
-        self._aside = path.with_name(f".{path.name}.{os.getpid()}")
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
         self._code = "H" if self.header.token_bytes == 2 else "I"
 
     def __enter__(self) -> "TokenWriter":
         try:
-            self._file = self._aside.open("wb")
+            self._file = self._temporary.open("wb")
             self._file.write(self.header.packed())
         except OSError as error:
             raise LaunchError(f"cannot write {self._path}: {error.strerror}") from error
@@ -111,9 +111,9 @@ class TokenWriter:
                 self._file.seek(0)
                 self._file.write(self.header.packed())
             if kind is None:
-                os.replace(self._aside, self._path)
+                os.replace(self._temporary, self._path)
         except OSError as failure:
             if error is None:
                 raise LaunchError(f"cannot write {self._path}: {failure.strerror}") from failure
         finally:
-            self._aside.unlink(missing_ok=True)
+            self._temporary.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""What ranks send one another in a step: collectives by kind and group, with their number and bytes.
+"""Communication of a training step: collectives by kind and group, with their count and bytes.
 
-    step_traffic(config)        by closed form, for a rank of the first stage; a rehearsal counts the real ones
+    step_traffic(config)        closed form, for a rank of the first pipeline stage; a dry run counts the real ones
 
-The closed form leaves out exchanges of single numbers and of counts: norms, losses, how many rows travel to experts.
+The closed form leaves out collectives of scalars and counts: norms, losses, tokens per expert.
 """
 
 from collections import Counter
@@ -10,163 +10,166 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmb.config.spec import Model, RunConfig, Training
-from llmb.perfmodel.flops import BYTES
+from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.shards import (
-    Part,
+    StageShape,
     Weight,
     end_weights,
     is_sharded,
     layer_blocks,
     layer_weights,
-    rank_parts,
-    sharers,
+    rank_stages,
+    shard_group_size,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
-    """All exchanges of one kind over one group in a step, as one rank sees them."""
+class CollectiveTraffic:
+    """All collectives of one kind over one group in a step, as one rank sees them."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, send, receive
-    dimension: str  # whom it connects: tp, cp, pp, replicas (dp and cp together), ep, etp, edp, all
+    dimension: str  # of the device mesh: tp, cp, pp, replicas (dp and cp together), ep, etp, edp, all
     ranks: int
     count: int
-    bytes: int  # of the larger side on one rank: what an all-gather gives, what a reduce-scatter takes
+    bytes: int  # of the larger side on one rank: output of an all-gather, input of a reduce-scatter
 
 
-GATHER, REDUCE, EXCHANGE = "all-gather", "reduce-scatter", "all-to-all"
+ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-to-all"
 
 
-class _Tally:
-    """Exchanges added up; those among one rank are none."""
+class _TrafficCounter:
+    """Sums of collectives; groups of one rank are skipped."""
 
     def __init__(self, config: RunConfig):
-        split = config.parallel
-        edp = sharers(Weight((1,), routed=True), split)
-        self._ranks = {name: getattr(split, name) for name in ("tp", "cp", "pp", "ep", "etp")}
-        self._ranks |= {"replicas": split.sharers, "edp": edp}
+        parallel = config.parallel
+        edp = shard_group_size(Weight((1,), routed=True), parallel)
+        self._ranks = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep", "etp")}
+        self._ranks |= {"replicas": parallel.dp_cp_size, "edp": edp}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
 
-    def add(self, kind: str, dimension: str, count: int, each: float) -> None:
+    def add(self, kind: str, dimension: str, count: int, bytes_per_call: float) -> None:
         if self._ranks[dimension] > 1:
             self._counts[kind, dimension] += count
-            self._bytes[kind, dimension] += round(count * each)
+            self._bytes[kind, dimension] += round(count * bytes_per_call)
 
-    def __iter__(self) -> Iterator[Collective]:
+    def __iter__(self) -> Iterator[CollectiveTraffic]:
         for (kind, dimension), count in sorted(self._counts.items()):
-            size = self._bytes[kind, dimension]
-            yield Collective(kind=kind, dimension=dimension, ranks=self._ranks[dimension], count=count, bytes=size)
+            yield CollectiveTraffic(
+                kind=kind,
+                dimension=dimension,
+                ranks=self._ranks[dimension],
+                count=count,
+                bytes=self._bytes[kind, dimension],
+            )
 
 
-def step_traffic(config: RunConfig, rank: int = 0) -> list[Collective]:
-    """What a rank of this pipeline stage sends and receives in a step."""
-    tally = _Tally(config)
-    for part in rank_parts(config, rank):
-        for place, layer in enumerate(part.layers):
-            for number, block in enumerate(layer_blocks(config.model, layer)):
-                again = place < part.recomputed
-                ends = number == len(layer_blocks(config.model, layer)) - 1
-                _add_block(tally, config, block, again, ends)
-        _add_ends(tally, config, part)
-        _add_sharding(tally, config, part)
-    return list(tally)
+def step_traffic(config: RunConfig, rank: int = 0) -> list[CollectiveTraffic]:
+    """Return what a pipeline rank sends and receives in a step."""
+    counter = _TrafficCounter(config)
+    for stage in rank_stages(config, rank):
+        for index, layer in enumerate(stage.layers):
+            blocks = layer_blocks(config.model, layer)
+            for number, block in enumerate(blocks):
+                _add_block(counter, config, block, index < stage.recomputed, is_last=number == len(blocks) - 1)
+        _add_ends(counter, config, stage)
+        _add_sharding(counter, config, stage)
+    return list(counter)
 
 
 def _sizes(config: RunConfig) -> tuple[Training, float, float]:
-    """The work, tokens a rank sees inside a block, and bytes of a value of the stream."""
+    """Return the workload, the tokens of a rank inside a block, and the bytes per value of the residual."""
     work = config.workload
     assert isinstance(work, Training)
-    value = BYTES["fp32" if config.precision.dtype == "fp32" else "bf16"]
-    return work, work.mbs * work.seqlen / config.parallel.cp, value
+    value_bytes = BYTES["fp32" if config.precision.dtype == "fp32" else "bf16"]
+    return work, work.mbs * work.seqlen / config.parallel.cp, value_bytes
 
 
-def _add_block(tally: _Tally, config: RunConfig, block: str, again: bool, ends: bool) -> None:
-    """Activations around one block: gathered before it, summed behind it, and the other way round backward.
+def _add_block(counter: _TrafficCounter, config: RunConfig, block: str, recomputed: bool, is_last: bool) -> None:
+    """Add the collectives of one block: all-gather before and reduce-scatter after it, in backward the reverse.
 
-    Computed again, a layer gathers again; the sum behind its last block is not needed.
+    A recomputed layer all-gathers again; the reduce-scatter after its last block is not needed.
     """
-    work, tokens, value = _sizes(config)
-    model, split = config.model, config.parallel
-    stream = tokens * model.hidden * value
+    work, tokens, value_bytes = _sizes(config)
+    model, parallel = config.model, config.parallel
+    residual = tokens * model.hidden * value_bytes
     widths = [model.hidden]
-    if block == "latent_attention" and model.latent:
-        widths = [model.latent.q_rank, model.latent.kv_rank + model.latent.rope_dim]
+    if block == "mla" and model.mla:
+        widths = [model.mla.q_rank, model.mla.kv_rank + model.mla.rope_dim]
     if block == "experts":
-        _add_experts(tally, config, again)
+        _add_experts(counter, config, recomputed)
         if not (model.experts and model.experts.shared):
             return
     for width in widths:
-        tally.add(GATHER, "tp", work.ga * (1 + again), tokens * width * value)
-        tally.add(REDUCE, "tp", work.ga, tokens * width * value)
-    tally.add(REDUCE, "tp", work.ga * (1 + (again and not ends)), stream)
-    tally.add(GATHER, "tp", work.ga, stream)
-    if block in ("attention", "latent_attention"):
-        size = work.mbs * work.seqlen * _key_and_value(model) / split.tp * value
-        tally.add(GATHER, "cp", work.ga * (1 + again), size)
-        tally.add(REDUCE, "cp", work.ga, size)
+        counter.add(ALL_GATHER, "tp", work.ga * (1 + recomputed), tokens * width * value_bytes)
+        counter.add(REDUCE_SCATTER, "tp", work.ga, tokens * width * value_bytes)
+    counter.add(REDUCE_SCATTER, "tp", work.ga * (1 + (recomputed and not is_last)), residual)
+    counter.add(ALL_GATHER, "tp", work.ga, residual)
+    if block in ("attention", "mla"):
+        size = work.mbs * work.seqlen * _kv_width(model) / parallel.tp * value_bytes
+        counter.add(ALL_GATHER, "cp", work.ga * (1 + recomputed), size)
+        counter.add(REDUCE_SCATTER, "cp", work.ga, size)
 
 
-def _key_and_value(model: Model) -> int:
-    """Channels of all heads that attention reads of a token."""
-    if model.latent:
-        return model.heads * (model.latent.nope_dim + model.latent.rope_dim + model.latent.value_dim)
+def _kv_width(model: Model) -> int:
+    """Return the width of keys and values of one token over all heads."""
+    if model.mla:
+        return model.heads * (model.mla.nope_dim + model.mla.rope_dim + model.mla.value_dim)
     return 2 * model.kv_heads * model.head_dim
 
 
-def _add_experts(tally: _Tally, config: RunConfig, again: bool) -> None:
-    """Each visiting copy of a token travels to its expert and back, forward and backward."""
-    work, tokens, value = _sizes(config)
-    model, split = config.model, config.parallel
+def _add_experts(counter: _TrafficCounter, config: RunConfig, recomputed: bool) -> None:
+    """Add the all-to-alls of routed tokens: dispatch and combine, forward and backward."""
+    work, tokens, value_bytes = _sizes(config)
+    model, parallel = config.model, config.parallel
     assert model.experts is not None
-    rows = tokens / split.tp * model.experts.top_k * model.hidden * value
-    times = work.ga * (4 + 2 * again)
-    tally.add(EXCHANGE, "ep", times, rows)
-    tally.add(EXCHANGE, "etp", times, rows * split.etp)
+    routed = tokens / parallel.tp * model.experts.top_k * model.hidden * value_bytes
+    calls = work.ga * (4 + 2 * recomputed)
+    counter.add(ALL_TO_ALL, "ep", calls, routed)
+    counter.add(ALL_TO_ALL, "etp", calls, routed * parallel.etp)
 
 
-def _add_ends(tally: _Tally, config: RunConfig, part: Part) -> None:
-    """The stream as it leaves the embedding, enters the head, and passes between stages."""
-    work, tokens, value = _sizes(config)
-    stream = tokens * config.model.hidden * value
-    for present in (part.first, part.last):
-        tally.add(REDUCE, "tp", work.ga * present, stream)
-        tally.add(GATHER, "tp", work.ga * present, stream)
-    neighbours = (not part.first) + (not part.last)
+def _add_ends(counter: _TrafficCounter, config: RunConfig, stage: StageShape) -> None:
+    """Add the collectives of the residual after the embedding, before the LM head and between pipeline stages."""
+    work, tokens, value_bytes = _sizes(config)
+    residual = tokens * config.model.hidden * value_bytes
+    for present in (stage.first, stage.last):
+        counter.add(REDUCE_SCATTER, "tp", work.ga * present, residual)
+        counter.add(ALL_GATHER, "tp", work.ga * present, residual)
+    neighbours = (not stage.first) + (not stage.last)
     for kind in ("send", "receive"):
-        tally.add(kind, "pp", work.ga * neighbours, stream / config.parallel.tp)
-        if config.model.tied_embeddings and (part.first != part.last):
-            (matrix, *_) = end_weights(config.model, part)
-            tally.add(kind, "pp", 1, matrix.slice(config.parallel) * BYTES["fp32"])
+        counter.add(kind, "pp", work.ga * neighbours, residual / config.parallel.tp)
+        if config.model.tied_embeddings and (stage.first != stage.last):
+            (matrix, *_) = end_weights(config.model, stage)
+            counter.add(kind, "pp", 1, matrix.optimizer_shard(config.parallel) * BYTES["fp32"])
 
 
-def _add_sharding(tally: _Tally, config: RunConfig, part: Part) -> None:
-    """Weights gathered and gradients reduced over replicas, layer by layer.
+def _add_sharding(counter: _TrafficCounter, config: RunConfig, stage: StageShape) -> None:
+    """Add the all-gathers of weights and reduce-scatters of gradients over data-parallel ranks, layer by layer.
 
-    Sharded weights are gathered for each pass; a sharded optimizer's once a step.
+    FSDP gathers weights for each pass; a sharded optimizer (ZeRO-1) once per step.
     """
-    work, _, value = _sizes(config)
-    split = config.parallel
-    every = split.fsdp
-    units = [(layer_weights(config.model, layer), 2 if every else 1) for layer in part.layers]
-    units += [(end_weights(config.model, part), 1)]
-    times = work.ga if every else 1
-    for weights, gathers in units:
+    work, _, value_bytes = _sizes(config)
+    fsdp = config.parallel.fsdp
+    groups = [(layer_weights(config.model, layer), 2 if fsdp else 1) for layer in stage.layers]
+    groups += [(end_weights(config.model, stage), 1)]
+    passes = work.ga if fsdp else 1
+    for weights, gathers in groups:
         for dimension in ("replicas", "edp"):
-            size = sum(_gathered(one, config) for one in weights if _dimension(one, config) == dimension)
+            size = sum(_gathered(weight, config) for weight in weights if _dimension(weight, config) == dimension)
             if size:
-                tally.add(GATHER, dimension, times * gathers, size * value)
-                tally.add(REDUCE, dimension, times, size * BYTES["fp32"])
+                counter.add(ALL_GATHER, dimension, passes * gathers, size * value_bytes)
+                counter.add(REDUCE_SCATTER, dimension, passes, size * BYTES["fp32"])
 
 
 def _dimension(weight: Weight, config: RunConfig) -> str | None:
-    """Over which group a weight is sharded; none: not at all."""
-    split = config.parallel
-    if not is_sharded(weight, split):
+    """Return the group over which a weight is sharded; None if it is not."""
+    parallel = config.parallel
+    if not is_sharded(weight, parallel):
         return None
-    return "edp" if weight.routed and split.ep * split.etp > 1 else "replicas"
+    return "edp" if weight.routed and parallel.ep * parallel.etp > 1 else "replicas"
 
 
 def _gathered(weight: Weight, config: RunConfig) -> int:
-    """All slices together, with what pads them to equal sizes."""
-    return weight.slice(config.parallel) * sharers(weight, config.parallel)
+    """Return the number of values of all shards together, padding included."""
+    return weight.optimizer_shard(config.parallel) * shard_group_size(weight, config.parallel)

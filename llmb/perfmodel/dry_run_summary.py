@@ -1,26 +1,26 @@
-"""What a rehearsal of a run found: one rank's memory, work and exchanges in a step, at the run's real size.
+"""Result of a dry run: memory, FLOPs and collectives of one rank in a step, at the run's real size.
 
-`llmb/train/dry_run/dry_run.py` makes it, on a machine that needs no GPU; `llmb-run show --memory` prints it.
+`llmb/train/dry_run/dry_run.py` computes it on the meta device, without a GPU; `llmb-run show --memory` prints it.
 """
 
 from dataclasses import dataclass
 
-from llmb.perfmodel.communication import Collective
+from llmb.perfmodel.communication import CollectiveTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
-    """Bytes are those of the moment when most were held, by a rank of the first or last stage, whichever holds more."""
+class DryRunSummary:
+    """Bytes at the memory peak, of a rank of the first or last pipeline stage, whichever needs more."""
 
     rank: int
-    parameters: int  # numbers that this rank's optimizer updates
-    weight_bytes: int  # with those gathered from other ranks
+    parameters: int  # that this rank's optimizer updates
+    weight_bytes: int  # all-gathered ones included
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int  # all the rest
+    activation_bytes: int  # everything else
     peak_bytes: int
     host_bytes: int  # offloaded
-    flops: float  # of matrix products, attention and scans, with what is computed twice
-    bubble: float  # the share of a step that this rank waits for others in the pipeline, if all parts take as long
-    collectives: tuple[Collective, ...]
-    seconds: float  # that the rehearsal took
+    flops: float  # of GEMMs, attention and scans, recomputation included
+    bubble: float  # fraction of a step that this rank waits in the pipeline, if all stages are equally fast
+    collectives: tuple[CollectiveTraffic, ...]
+    seconds: float  # duration of the dry run

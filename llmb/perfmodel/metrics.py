@@ -1,7 +1,7 @@
-"""What a run achieved: tokens/s, TFLOP/s per GPU, MFU, HFU, MBU, time to train, percentiles, latencies.
+"""Metrics of a run: tokens/s, TFLOP/s per GPU, MFU, HFU, MBU, time to train, percentiles, latencies.
 
-Plain numbers in, plain numbers out; the unit is in the name, utilisations are fractions (0.334 is 33.4 %). What cannot
-be known is None: a missing, infinite or not positive input never becomes an infinity, a zero or an exception.
+Plain numbers in, plain numbers out; the unit is in the name, utilizations are fractions (0.334 is 33.4 %). Unknown is
+None: a missing, infinite or non-positive input never becomes an infinity, a zero or an exception.
 Formulas, conventions and worked examples: docs/metrics.md.
 """
 
@@ -19,19 +19,19 @@ from llmb.perfmodel.hardware import TERA
 SECONDS_PER_DAY = 86_400
 LATENCY_PERCENTILES = (50, 90, 95, 99)
 LARGEST = float_info.max
-STEADY_SHARE = 0.1  # of the run; a shorter window stands for nothing
-STEADY_REQUESTS = 2  # that must end within it
-ENERGY_TOLERANCE = 0.05  # between two ways of measuring the same
+STEADY_MIN_FRACTION = 0.1  # of the run; a shorter window is not representative
+STEADY_MIN_REQUESTS = 2  # that must finish within it
+ENERGY_TOLERANCE = 0.05  # between two measurements of the same energy
 
 
-def _quotient(above: Sequence[float | None], below: Sequence[float | None]) -> float | None:
-    """Product of one side over the product of the other; None unless every factor is known, finite and positive."""
+def _quotient(numerator: Sequence[float | None], denominator: Sequence[float | None]) -> float | None:
+    """Return product / product; None unless every factor is known, finite and positive."""
     value = 1.0
-    for factor in above:
+    for factor in numerator:
         if factor is None or not 0 < factor <= LARGEST:
             return None
         value *= factor
-    for divisor in below:  # one by one: their product could underflow to zero
+    for divisor in denominator:  # one by one: their product could underflow to zero
         if divisor is None or not 0 < divisor <= LARGEST:
             return None
         value /= divisor
@@ -42,41 +42,41 @@ def _quotient(above: Sequence[float | None], below: Sequence[float | None]) -> f
 
 
 def tokens_per_s(seqlen: int, gbs: int, step_time_s: float | None) -> float | None:
-    """Tokens of one optimizer step over its time, all GPUs together."""
+    """Return the tokens of one optimizer step over its time, all GPUs together."""
     return _quotient((seqlen, gbs), (step_time_s,))
 
 
 def tokens_per_s_per_gpu(tokens_per_s: float | None, gpus: int | None) -> float | None:
-    """The same, shared out evenly."""
+    """Return tokens/s per GPU."""
     return _quotient((tokens_per_s,), (gpus,))
 
 
 def tflops_per_gpu(flops_per_step: float | None, step_time_s: float | None, gpus: int | None) -> float | None:
-    """TFLOP/s of one GPU; model FLOPs for MFU, hardware FLOPs for HFU."""
+    """Return the TFLOP/s of one GPU; from model FLOPs for MFU, from hardware FLOPs for HFU."""
     return _quotient((flops_per_step,), (step_time_s, gpus, TERA))
 
 
 def mfu(tflops_per_gpu: float | None, peak_flops: float | None) -> float | None:
-    """Model FLOPs utilisation, a fraction of `peak_flops` (FLOP/s of the dtype that the figure is stated against)."""
+    """Return model FLOPs utilization (MFU), a fraction of `peak_flops` (FLOP/s of the dtype it is stated against)."""
     return _quotient((tflops_per_gpu, TERA), (peak_flops,))
 
 
 def mfu_from_model_flops(
     gbs: int | None, model_flops: float | None, step_time_s: float | None, gpus: int | None, peak_flops: float | None
 ) -> float | None:
-    """The same from the FLOPs of one sequence: gbs * model_flops / step time / GPUs / peak."""
+    """Return MFU from the FLOPs of one sequence: gbs * model_flops / step time / GPUs / peak."""
     return _quotient((gbs, model_flops), (step_time_s, gpus, peak_flops))
 
 
 def hfu(
     hardware_flops_per_step: float | None, step_time_s: float | None, gpus: int | None, peak_flops: float | None
 ) -> float | None:
-    """Hardware FLOPs utilisation: as MFU, with what is computed twice counted twice."""
+    """Return hardware FLOPs utilization (HFU): like MFU, recomputation included."""
     return _quotient((hardware_flops_per_step,), (step_time_s, gpus, peak_flops))
 
 
 def days_to_train(tokens: float, tokens_per_s: float | None) -> float | None:
-    """Days for so many tokens at this rate, without interruptions."""
+    """Return the days to train on `tokens` at this rate, without interruptions."""
     return _quotient((tokens,), (tokens_per_s, SECONDS_PER_DAY))
 
 
@@ -85,11 +85,11 @@ def days_to_train(tokens: float, tokens_per_s: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """A summary that keeps what it summarises."""
+    """Summary statistics, with the samples."""
 
     median: float
     mean: float
-    std: float | None  # of a sample (n - 1); null with a single one
+    std: float | None  # sample standard deviation (n - 1); null for one sample
     min: float
     max: float
     n: int
@@ -97,24 +97,24 @@ class Statistics:
 
 
 def percentile(samples: Iterable[float], q: float) -> float | None:
-    """The q-th percentile, 0 to 100, interpolated linearly between ranks as numpy does; None without finite samples."""
+    """Return the q-th percentile, 0 to 100, interpolated linearly as in numpy; None without finite samples."""
     if not 0 <= q <= 100:
         raise ConfigError(f"a percentile is 0 to 100, got {q}")
     ranked = sorted(_finite(samples))
-    return _between_ranks(ranked, q) if ranked else None
+    return _interpolate(ranked, q) if ranked else None
 
 
-def _between_ranks(ranked: Sequence[float], q: float) -> float:
+def _interpolate(ranked: Sequence[float], q: float) -> float:
     rank = (len(ranked) - 1) * q / 100
     low = min(int(rank), len(ranked) - 1)
     high = min(low + 1, len(ranked) - 1)
-    share = rank - low
-    value = ranked[low] * (1 - share) + ranked[high] * share
-    return min(max(value, ranked[low]), ranked[high])  # rounding must not leave the two ranks
+    fraction = rank - low
+    value = ranked[low] * (1 - fraction) + ranked[high] * fraction
+    return min(max(value, ranked[low]), ranked[high])  # rounding must not leave the interval
 
 
-def describe(samples: Iterable[float]) -> Statistics | None:
-    """Median, mean, spread and range; None for no samples, or when one of them is not finite."""
+def summarize(samples: Iterable[float]) -> Statistics | None:
+    """Return median, mean, standard deviation and range; None for no samples, or if one is not finite."""
     values = _finite(samples)
     median = percentile(values, 50)
     if median is None:
@@ -129,21 +129,21 @@ def describe(samples: Iterable[float]) -> Statistics | None:
 
 
 def latency_summary(samples: Iterable[float]) -> dict[str, float] | None:
-    """mean, p50, p90, p95 and p99; None for no samples, or when one of them is not finite."""
+    """Return mean, p50, p90, p95 and p99; None for no samples, or if one is not finite."""
     ranked = sorted(_finite(samples))
     if not ranked:
         return None
-    return {"mean": _mean(ranked)} | {f"p{q}": _between_ranks(ranked, q) for q in LATENCY_PERCENTILES}
+    return {"mean": _mean(ranked)} | {f"p{q}": _interpolate(ranked, q) for q in LATENCY_PERCENTILES}
 
 
 def _finite(samples: Iterable[float]) -> list[float]:
-    """The samples, or none at all when one is not finite: leaving that one out would hide it."""
+    """Return the samples, or none at all if one is not finite: dropping only that one would hide it."""
     values = list(map(float, samples))
     return values if all(map(isfinite, values)) else []
 
 
 def _mean(values: list[float]) -> float:
-    """Never outside the samples, and never overflowing."""
+    """Return the mean, never outside the range of the samples, and without overflow."""
     try:
         mean = fsum(values) / len(values)
     except OverflowError:
@@ -154,8 +154,8 @@ def _mean(values: list[float]) -> float:
 # Serving
 
 
-class Request(Protocol):
-    """What a finished request must tell; times in seconds on one clock."""
+class TimedRequest(Protocol):
+    """Timestamps and token counts of a finished request; times in seconds on one clock."""
 
     @property
     def arrival(self) -> float: ...
@@ -171,156 +171,156 @@ class Request(Protocol):
     def output_tokens(self) -> int: ...
 
 
-def ttft_ms(request: Request) -> float | None:
-    """Time to first token, from arrival; None when the answer was not streamed."""
+def ttft_ms(request: TimedRequest) -> float | None:
+    """Return the time to first token (TTFT), from arrival; None without streaming."""
     return None if request.first_token is None else _elapsed_ms(request.arrival, request.first_token)
 
 
-def e2e_ms(request: Request) -> float | None:
-    """From arrival to the last token."""
+def e2e_ms(request: TimedRequest) -> float | None:
+    """Return the end-to-end latency, from arrival to the last token."""
     return _elapsed_ms(request.arrival, request.end)
 
 
-def tpot_ms(request: Request) -> float | None:
-    """Time per output token after the first: (E2E - TTFT) / (n - 1); None for fewer than two tokens."""
+def tpot_ms(request: TimedRequest) -> float | None:
+    """Return the time per output token (TPOT) after the first: (E2E - TTFT) / (n - 1); None for fewer than 2 tokens."""
     total, first = e2e_ms(request), ttft_ms(request)
     if total is None or first is None or request.output_tokens < 2 or total < first:
         return None
     return (total - first) / (request.output_tokens - 1)
 
 
-def output_speed(request: Request) -> float | None:
-    """Tokens/s one user sees once the answer has begun: (n - 1) / (E2E - TTFT)."""
+def output_speed(request: TimedRequest) -> float | None:
+    """Return tokens/s/user after the first token: (n - 1) / (E2E - TTFT)."""
     return _quotient((1000.0,), (tpot_ms(request),))
 
 
-def user_throughput(request: Request) -> float | None:
-    """Tokens/s one user gets, waiting for the first included: n / E2E."""
+def user_throughput(request: TimedRequest) -> float | None:
+    """Return tokens/s/user, TTFT included: n / E2E."""
     return _quotient((request.output_tokens, 1000.0), (e2e_ms(request),))
 
 
-def itl_ms(request: Request) -> list[float]:
-    """Inter-token latencies: the gaps between successive arrivals of the stream, whatever each one carried."""
+def itl_ms(request: TimedRequest) -> list[float]:
+    """Return the inter-token latencies (ITL): gaps between successive chunks of the stream."""
     gaps = ((b - a) * 1000.0 for a, b in pairwise(_arrivals(request)))
     return [gap for gap in gaps if 0 <= gap <= LARGEST]
 
 
-def _arrivals(request: Request) -> list[float]:
-    """When something of the answer came, the first token included once."""
+def _arrivals(request: TimedRequest) -> list[float]:
+    """Return the arrival times of output chunks, with the first token once."""
     times = list(request.token_times)
     if request.first_token is not None and times and request.first_token < times[0]:
         times.insert(0, request.first_token)
     return times
 
 
-def latencies_ms(requests: Sequence[Request]) -> dict[str, list[float]]:
-    """The samples of each latency; TTFT, TPOT and E2E one a request at most, ITL pooled over all gaps."""
-    one_each = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_ms": e2e_ms}
+def latencies_ms(requests: Sequence[TimedRequest]) -> dict[str, list[float]]:
+    """Return the samples of each latency; TTFT, TPOT and E2E at most one per request, ITL pooled over all gaps."""
+    per_request = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "e2e_ms": e2e_ms}
     samples = {
-        name: [value for value in map(latency, requests) if value is not None] for name, latency in one_each.items()
+        name: [value for value in map(latency, requests) if value is not None] for name, latency in per_request.items()
     }
     return samples | {"itl_ms": [gap for request in requests for gap in itl_ms(request)]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Rates over the whole span, ramp-up and drain included."""
+    """Rates over the whole run, ramp-up and drain included."""
 
     duration_s: float  # last end - first arrival
     request_throughput: float  # requests/s
     output_tokens_per_s: float  # first tokens included
     total_tokens_per_s: float  # input and output
-    mean_in_flight: float  # requests at once on average, by Little's law
+    mean_concurrency: float  # average concurrency, by Little's law
 
 
-def throughput(requests: Sequence[Request]) -> Throughput | None:
-    """Rates of these requests over T = max(end) - min(arrival); None when no time passed or a time is not finite."""
-    spans = [e2e_ms(r) for r in requests]
-    if not spans or any(span is None for span in spans):
+def throughput(requests: Sequence[TimedRequest]) -> Throughput | None:
+    """Return the rates over T = max(end) - min(arrival); None if T is zero or a time is not finite."""
+    latencies = [e2e_ms(r) for r in requests]
+    if not latencies or any(latency is None for latency in latencies):
         return None
     duration = float(max(r.end for r in requests) - min(r.arrival for r in requests))
-    in_flight = _quotient((fsum(span or 0.0 for span in spans),), (duration, 1000))
-    if in_flight is None:
+    concurrency = _quotient((fsum(latency or 0.0 for latency in latencies),), (duration, 1000))
+    if concurrency is None:
         return None
-    output, both = sum(r.output_tokens for r in requests), sum(r.input_tokens + r.output_tokens for r in requests)
+    output, total = sum(r.output_tokens for r in requests), sum(r.input_tokens + r.output_tokens for r in requests)
     return Throughput(
         duration_s=duration,
         request_throughput=len(requests) / duration,
         output_tokens_per_s=output / duration,
-        total_tokens_per_s=both / duration,
-        mean_in_flight=in_flight,
+        total_tokens_per_s=total / duration,
+        mean_concurrency=concurrency,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steady:
-    """The rate while the engine is full."""
+class SteadyState:
+    """Rate while the engine is at full concurrency."""
 
     start_s: float
     end_s: float
     output_tokens_per_s: float
 
 
-def steady(requests: Sequence[Request]) -> Steady | None:
-    """Output tokens/s from when as many answers have begun as ever go on at once until the last one begins.
+def steady_state(requests: Sequence[TimedRequest]) -> SteadyState | None:
+    """Return output tokens/s between ramp-up and drain.
 
-    Before that the first wave is being read, after it the engine drains; in between every request that ends makes room
-    for another. Tokens count at their own arrival. None when answers carry no times, when all requests were one wave,
-    or when the window is too short to stand for anything.
+    The window starts when as many requests have begun decoding as ever do so at once, and ends with the last first
+    token: in between a finished request is replaced by another. Tokens count at their arrival. None if requests have
+    no token times, if all of them were one wave, or if the window is too short to be representative.
     """
     whole = throughput(requests)
-    begun = sorted(r.first_token for r in requests if r.first_token is not None)
-    if whole is None or len(begun) < len(requests) or not all(r.token_times for r in requests):
+    first_tokens = sorted(r.first_token for r in requests if r.first_token is not None)
+    if whole is None or len(first_tokens) < len(requests) or not all(r.token_times for r in requests):
         return None
-    start, end = begun[_most_at_once(requests) - 1], begun[-1]
+    start, end = first_tokens[_max_concurrency(requests) - 1], first_tokens[-1]
     finished = sum(start < r.end <= end for r in requests)
-    if end - start < STEADY_SHARE * whole.duration_s or finished < STEADY_REQUESTS:
+    if end - start < STEADY_MIN_FRACTION * whole.duration_s or finished < STEADY_MIN_REQUESTS:
         return None
     tokens = fsum(_tokens_between(r, start, end) for r in requests)
     rate = _quotient((tokens,), (end - start,))
-    return None if rate is None else Steady(start_s=start, end_s=end, output_tokens_per_s=rate)
+    return None if rate is None else SteadyState(start_s=start, end_s=end, output_tokens_per_s=rate)
 
 
-def _most_at_once(requests: Sequence[Request]) -> int:
-    """The largest number of answers that go on at the same time; an end makes room for a beginning at that moment."""
+def _max_concurrency(requests: Sequence[TimedRequest]) -> int:
+    """Return the largest number of requests in decode at once; at equal times an end counts before a start."""
     changes = [(r.first_token, 1) for r in requests if r.first_token is not None] + [(r.end, -1) for r in requests]
     return max(1, *accumulate(change for _, change in sorted(changes)))
 
 
-def _tokens_between(request: Request, start: float, end: float) -> float:
-    """Output tokens that came after `start` and not after `end`; arrivals that carry several carry equally many."""
+def _tokens_between(request: TimedRequest, start: float, end: float) -> float:
+    """Return the output tokens that arrived in (start, end]; chunks of several tokens count as equally large."""
     times = sorted(_arrivals(request))
     return (bisect_right(times, end) - bisect_right(times, start)) * request.output_tokens / len(times)
 
 
-def issue_rate(requests: Sequence[Request]) -> float | None:
-    """Requests/s at which they were sent: intervals over the time from the first to the last; None for all at once."""
+def issue_rate(requests: Sequence[TimedRequest]) -> float | None:
+    """Return the request rate: intervals over the time from the first to the last arrival; None if all at once."""
     arrivals = [r.arrival for r in requests]
     return _quotient((len(arrivals) - 1,), (max(arrivals) - min(arrivals),)) if arrivals else None
 
 
-def late_share(requests: Sequence[Request], concurrency: int) -> float | None:
-    """How much of the load asked for was missing because requests were sent late: a share of concurrency x T.
+def late_fraction(requests: Sequence[TimedRequest], concurrency: int) -> float | None:
+    """Return the fraction of concurrency x T that was missing because requests were sent late.
 
-    Until the last one is sent, as many as `concurrency` (or all there are) should be in flight.
+    Until the last one is sent, `concurrency` requests (or all there are) should be running.
     """
     whole = throughput(requests)
     if whole is None:
         return None
-    asked = min(concurrency, len(requests))
+    target = min(concurrency, len(requests))
     first, last = min(r.arrival for r in requests), max(r.arrival for r in requests)
-    in_flight_s = fsum(min(r.end, last) - r.arrival for r in requests)
-    return max(0.0, asked * (last - first) - in_flight_s) / (asked * whole.duration_s)
+    running_s = fsum(min(r.end, last) - r.arrival for r in requests)
+    return max(0.0, target * (last - first) - running_s) / (target * whole.duration_s)
 
 
 def energies_agree(counted_joules: float | None, integrated_joules: float | None) -> bool | None:
-    """Whether a device's energy counter and the integral of its sampled power tell the same; None without both."""
+    """Whether the energy counter and the integral of sampled power agree; None without both."""
     ratio = _quotient((counted_joules,), (integrated_joules,))
     return None if ratio is None else abs(ratio - 1) <= ENERGY_TOLERANCE
 
 
 def mbu(bytes_per_step: float | None, step_time_s: float | None, memory_bandwidth: float | None) -> float | None:
-    """Memory-bandwidth utilisation of one GPU while decoding: bytes it must read a step over time and peak bytes/s."""
+    """Return memory-bandwidth utilization (MBU) of one GPU in decode: bytes per step / step time / peak bytes/s."""
     return _quotient((bytes_per_step,), (step_time_s, memory_bandwidth))
 
 

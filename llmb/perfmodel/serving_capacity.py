@@ -1,48 +1,50 @@
-"""How much memory serving needs on a rank, and what would fit: weights, a step's workspace, the cache of requests.
+"""Serving memory of a rank: weights, workspace of a step, KV cache, and which settings would do.
 
-    room(config, free_bytes)      how many tokens and whole requests the cache holds at the run's KV fraction
-    advice(config, free_bytes)    which KV_CACHE_FRACTION, MAX_BATCH_SIZE or MAX_NUM_TOKENS would fit, in one line
+    cache_capacity(config, free_bytes)   tokens and whole requests that the cache holds at the run's KV fraction
+    advice(config, free_bytes)           which KV_CACHE_FRACTION, MAX_BATCH_SIZE or MAX_NUM_TOKENS would do, in a line
 
-`free_bytes` is what a rank has left once its weights are there: measured by the engine, or estimated before the run.
-A step's activations come off first; of what then is left the cache takes kv_fraction. All are the fullest rank's.
+`free_bytes` is the memory left after loading the weights: measured by the engine, or estimated before the run. The
+activations of a step are subtracted first; the cache takes kv_fraction of the rest. All numbers are those of the rank
+that needs most.
 """
 
 import math
 from dataclasses import dataclass
 
 from llmb.config.parallel_layout import stage_layers
-from llmb.config.spec import Inference, Model, RunConfig
+from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
-from llmb.perfmodel.flops import BLOCKS, BYTES, bytes_of, kv_bytes_per_token, stack, state_bytes_per_sequence
+from llmb.perfmodel.block_costs import BLOCK_COSTS, block_stack
 from llmb.perfmodel.hardware import GIB, gpu
-from llmb.perfmodel.shards import Part, Weight, end_weights, layer_blocks, layer_weights
+from llmb.perfmodel.params import BYTES, bytes_per_value, kv_bytes_per_token, state_bytes_per_sequence
+from llmb.perfmodel.shards import StageShape, Weight, end_weights, layer_blocks, layer_weights
 
-FINEST = 0.01  # steps in which a KV fraction is proposed
-MOST = 0.97  # the highest that is proposed: the largest of the published ones
+FRACTION_STEP = 0.01  # granularity of a suggested KV fraction
+MAX_FRACTION = 0.97  # highest suggested KV fraction: the largest published one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
-    """What becomes of the memory that the weights leave."""
+class CacheCapacity:
+    """Use of the memory that the weights leave, in bytes."""
 
-    free: float  # bytes
-    workspace: float  # a step's activations need these; estimated
+    free: float
+    workspace: float  # activations of a step; estimated
     cache: float  # for cached tokens and states: kv_fraction of the rest
-    token: float  # bytes of one cached token
-    request: float  # bytes of one whole request, its state included
-    tokens: int  # that the cache holds beside the states of a full batch
-    requests: int  # whole ones it holds, with their states
+    token: float  # one cached token
+    request: float  # one whole request, its state included
+    tokens: int  # number that the cache holds besides the states of a full batch
+    requests: int  # number of whole ones that it holds, with their states
 
     @property
-    def lacking(self) -> float:
-        """Bytes that a step alone needs beyond what is free."""
+    def missing(self) -> float:
+        """Bytes that a step alone needs beyond the free memory."""
         return max(0.0, self.workspace - self.free)
 
 
 def weight_bytes(config: RunConfig) -> float:
-    """On the rank that has most: matrices in the run's format, all else in bf16 or wider.
+    """Return the weights of the rank with the most: matrices in the run's dtype, everything else in bf16 or wider.
 
-    Left out: scales, and copies of key and value heads where there are fewer of them than ranks.
+    Leaves out scales, and replicated KV heads where there are fewer of them than ranks.
     """
     stages = stage_layers(config.model.layers, config.parallel.pp, None)
     last = len(stages) - 1
@@ -50,99 +52,98 @@ def weight_bytes(config: RunConfig) -> float:
 
 
 def _stage_bytes(config: RunConfig, layers: range, first: bool, last: bool) -> float:
-    """Weights of one pipeline stage on one rank."""
+    """Return the weights of one pipeline stage on one rank."""
     model = config.model
-    narrow = bytes_of(config.precision.dtype)
-    wide = max(narrow, BYTES["bf16"])
-    ends = Part(layers=layers, first=first, last=last, recomputed=0, offloaded=0)
-    # The embedding is whole on every rank, as each looks up its own tokens; the head is cut like a dense layer.
-    embedding, head = model.vocab * model.hidden, model.vocab * model.hidden / _sharing(config)
+    gemm_bytes = bytes_per_value(config.precision.dtype)
+    other_bytes = max(gemm_bytes, BYTES["bf16"])
+    stage = StageShape(layers=layers, first=first, last=last, recomputed=0, offloaded=0)
+    # The embedding is replicated, as each rank looks up its own tokens; the head is split like a dense layer.
+    embedding, head = model.vocab * model.hidden, model.vocab * model.hidden / _tensor_ranks(config)
     matrices = embedding * first + head * (last and not (first and model.tied_embeddings))
-    total = wide * (matrices + sum(w.size for w in end_weights(model, ends) if len(w.shape) == 1))
+    total = other_bytes * (matrices + sum(w.size for w in end_weights(model, stage) if len(w.shape) == 1))
     for layer in layers:
         for weight in layer_weights(model, layer):
-            total += _on_rank(config, weight) * (narrow if _is_product(model, weight) else wide)
+            total += _on_rank(config, weight) * (gemm_bytes if _is_gemm_weight(weight) else other_bytes)
     return total
 
 
-def _is_product(model: Model, weight: Weight) -> bool:
-    """Whether it is multiplied in the run's format: routers, norms and convolutions are not."""
-    return len(weight.shape) > 1 and not weight.whole
+def _is_gemm_weight(weight: Weight) -> bool:
+    """Whether a weight is in the run's dtype: routers, norms and convolutions are not."""
+    return len(weight.shape) > 1 and not weight.replicated
 
 
 def _on_rank(config: RunConfig, weight: Weight) -> float:
-    """Numbers of a weight that one rank holds."""
-    split = config.parallel
-    if weight.routed:  # whole experts over ep, each one's width over the rest
-        return weight.size / split.tp
-    return weight.size if weight.cut is None else weight.size / _sharing(config)
+    """Return the number of values of a weight on one rank."""
+    if weight.routed:  # experts over ep, each one's width over the other ranks
+        return weight.size / config.parallel.tp
+    return weight.size if weight.shard_dim is None else weight.size / _tensor_ranks(config)
 
 
-def _sharing(config: RunConfig) -> int:
-    """Ranks that share each request, and all weights but the routed experts."""
-    return 1 if _work(config).attention_dp else config.parallel.tp
+def _tensor_ranks(config: RunConfig) -> int:
+    """Return the number of ranks that share each request, and split all weights but the routed experts."""
+    return 1 if _inference(config).attention_dp else config.parallel.tp
 
 
 def token_bytes(config: RunConfig) -> float:
-    """Cache of one token on the stage with most. A rank has at least one head; a latent is whole on each."""
-    model, ranks = config.model, _sharing(config)
-    parts = 1 if model.latent else min(ranks, model.kv_heads)
-    return kv_bytes_per_token(model, config.precision.kv_dtype) * _stage_share(config, "kv_values") / parts
+    """Return the KV cache of one token on the stage with the most; MLA latents are replicated."""
+    model, ranks = config.model, _tensor_ranks(config)
+    shards = 1 if model.mla else min(ranks, model.kv_heads)
+    return kv_bytes_per_token(model, config.precision.kv_dtype) * _stage_fraction(config, "kv_values") / shards
 
 
 def state_bytes(config: RunConfig) -> float:
-    """What recurrent blocks keep for a request of any length, in fp32, on the stage with most."""
+    """Return the recurrent state of a request, in fp32, on the stage with the most."""
     total = state_bytes_per_sequence(config.model)
-    return total * _stage_share(config, "state_values") / _sharing(config)
+    return total * _stage_fraction(config, "state_values") / _tensor_ranks(config)
 
 
-def _stage_share(config: RunConfig, values: str) -> float:
-    """Of what all layers keep, the part of the pipeline stage that keeps most."""
+def _stage_fraction(config: RunConfig, values: str) -> float:
+    """Return the fraction of all layers' values that is on the pipeline stage with the most."""
     model = config.model
     stages = stage_layers(model.layers, config.parallel.pp, None)
     if len(stages) == 1:
         return 1.0
-    kept = [
-        sum(getattr(BLOCKS[kind](model), values) for layer in layers for kind in layer_blocks(model, layer))
+    per_stage = [
+        sum(getattr(BLOCK_COSTS[kind](model), values) for layer in layers for kind in layer_blocks(model, layer))
         for layers in stages
     ]
-    return max(kept) / sum(kept) if sum(kept) else 0.0
+    return max(per_stage) / sum(per_stage) if sum(per_stage) else 0.0
 
 
 def workspace_bytes(config: RunConfig) -> float:
-    """A step's activations at max_num_tokens, and the logits of all that sample."""
-    return _work(config).max_num_tokens * _step_bytes_per_token(config) + _logit_bytes(config)
+    """Return the activations of a step at max_num_tokens, and the logits of a full batch."""
+    return _inference(config).max_num_tokens * _step_bytes_per_token(config) + _logit_bytes(config)
 
 
 def _step_bytes_per_token(config: RunConfig) -> float:
-    """The stream and the widest block's values.
+    """Return the bytes of the residual and of the widest block's values.
 
-    With attention data parallelism every rank also has the other ranks' tokens before its experts and the sums behind.
+    With attention data parallelism every rank also has the other ranks' tokens before its experts and their outputs.
     """
     model = config.model
-    widest = max(block.saved_values for _, _, block in stack(model)) / _sharing(config)
-    travelling = 2 * model.hidden * (config.parallel.tp - 1) if _work(config).attention_dp and model.experts else 0
-    return (2 * model.hidden + widest + travelling) * BYTES["bf16"]
+    widest = max(block.saved_values for _, _, block in block_stack(model)) / _tensor_ranks(config)
+    exchanged = 2 * model.hidden * (config.parallel.tp - 1) if _inference(config).attention_dp and model.experts else 0
+    return (2 * model.hidden + widest + exchanged) * BYTES["bf16"]
 
 
 def _logit_bytes(config: RunConfig) -> float:
-    return _work(config).max_batch_size * config.model.vocab * BYTES["fp32"]
+    return _inference(config).max_batch_size * config.model.vocab * BYTES["fp32"]
 
 
 def free_bytes(config: RunConfig) -> float | None:
-    """What the weights leave of the GPU's memory, before the run; null when that is unknown."""
+    """Return the GPU memory that the weights leave, estimated; None when the memory is unknown."""
     memory = gpu(config.machine.gpu).memory_bytes
     return None if memory is None else max(0.0, memory - weight_bytes(config))
 
 
-def room(config: RunConfig, free_bytes: float) -> Room:
-    """What fits into the memory that is left at the run's KV fraction."""
-    work = _work(config)
+def cache_capacity(config: RunConfig, free_bytes: float) -> CacheCapacity:
+    """Return what fits into the free memory at the run's KV fraction."""
+    work = _inference(config)
     token, state, workspace = token_bytes(config), state_bytes(config), workspace_bytes(config)
     request = _whole_tokens(work) * token + state
     cache = work.kv_fraction * max(0.0, free_bytes - workspace)
-    states = (work.max_batch_size + 1) * state  # one more is for padding
-    return Room(
+    states = (work.max_batch_size + 1) * state  # one more for padding
+    return CacheCapacity(
         free=free_bytes,
         workspace=workspace,
         cache=cache,
@@ -153,16 +154,16 @@ def room(config: RunConfig, free_bytes: float) -> Room:
     )
 
 
-def wanted_bytes(config: RunConfig) -> float:
-    """Cache of as many whole requests as one rank may compute at once."""
-    work = _work(config)
+def requested_cache_bytes(config: RunConfig) -> float:
+    """Return the cache of as many whole requests as one rank may run at once."""
+    work = _inference(config)
     schedulers = config.parallel.tp if work.attention_dp else 1
     requests = min(-(-work.concurrency // schedulers), work.max_batch_size)
     return requests * ((work.isl + work.osl) * token_bytes(config) + state_bytes(config))
 
 
 def check_fits(config: RunConfig) -> None:
-    """A ConfigError with the numbers where not even one request would fit on the GPU; other runs are left to try."""
+    """Raise a ConfigError if not even one request would do on the GPU."""
     if config.workload.kind != "inference":
         return
     free = free_bytes(config)
@@ -171,74 +172,77 @@ def check_fits(config: RunConfig) -> None:
     if free == 0:
         raise ConfigError(
             f"the weights of {config.model.name} in {config.precision.dtype} need {_gib(weight_bytes(config))} a GPU, "
-            f"which is more than a {config.machine.gpu} has; take more GPUs (TP, PP, EP) or a smaller dtype"
+            f"which is more than a {config.machine.gpu} has; use more GPUs (TP, PP, EP) or a smaller dtype"
         )
-    here = room(config, free)
-    if here.requests == 0 or _states_crowd_out(config, here):
+    capacity = cache_capacity(config, free)
+    if capacity.requests == 0 or _states_fill_cache(config, capacity):
         raise ConfigError(advice(config, free))
 
 
-def _states_crowd_out(config: RunConfig, here: Room) -> bool:
-    """Whether the states of a full batch leave no room for one request's tokens."""
-    return here.token > 0 and here.tokens < _whole_tokens(_work(config))
+def _states_fill_cache(config: RunConfig, capacity: CacheCapacity) -> bool:
+    """Whether the states of a full batch leave no space for one request's tokens."""
+    return capacity.token > 0 and capacity.tokens < _whole_tokens(_inference(config))
 
 
 def advice(config: RunConfig, free_bytes: float) -> str:
-    """What to change so that the run fits, or that it does; one line with the numbers."""
-    work, here = _work(config), room(config, free_bytes)
+    """Return one line with the numbers: what to change so that the run fits, or that it does."""
+    work, capacity = _inference(config), cache_capacity(config, free_bytes)
     lengths = f"{work.isl}+{work.osl} tokens"
-    if here.requests == 0:
+    if capacity.requests == 0:
         return (
-            f"one request of {lengths} needs {_gib(here.request)} of cache, KV_CACHE_FRACTION={work.kv_fraction:g} of "
-            f"the {_gib(max(0.0, here.free - here.workspace))} beside a step of {work.max_num_tokens} tokens is "
-            f"{_gib(here.cache)}; {_for_one_request(config, here)}"
+            f"one request of {lengths} needs {_gib(capacity.request)} of cache, "
+            f"KV_CACHE_FRACTION={work.kv_fraction:g} of the {_gib(max(0.0, capacity.free - capacity.workspace))} "
+            f"left by a step of {work.max_num_tokens} tokens is {_gib(capacity.cache)}; "
+            f"{_for_one_request(config, capacity)}"
         )
-    if _states_crowd_out(config, here):
+    if _states_fill_cache(config, capacity):
         states = _gib((work.max_batch_size + 1) * state_bytes(config))
-        way_out = f"MAX_BATCH_SIZE={here.requests - 1} would do" if here.requests > 1 else "take more GPUs"
-        return f"the states of a batch of {work.max_batch_size} need {states} of {_gib(here.cache)} of cache; {way_out}"
-    if here.requests < min(work.max_batch_size, work.concurrency):
+        remedy = f"MAX_BATCH_SIZE={capacity.requests - 1} would do" if capacity.requests > 1 else "use more GPUs"
         return (
-            f"the cache holds {here.requests} whole requests of {lengths}, so that of a batch of "
-            f"{work.max_batch_size} some wait; MAX_BATCH_SIZE={here.requests} or more GPUs would do"
+            f"the states of a batch of {work.max_batch_size} need {states} of {_gib(capacity.cache)} of cache; {remedy}"
         )
-    return f"fits: room for {here.requests} whole requests of {lengths} ({here.tokens:,} tokens)"
+    if capacity.requests < min(work.max_batch_size, work.concurrency):
+        return (
+            f"the cache holds {capacity.requests} whole requests of {lengths}, so some of a batch of "
+            f"{work.max_batch_size} wait; MAX_BATCH_SIZE={capacity.requests} or more GPUs would do"
+        )
+    return f"fits: {capacity.requests} whole requests of {lengths} ({capacity.tokens:,} tokens)"
 
 
-def _for_one_request(config: RunConfig, here: Room) -> str:
-    """A larger fraction, a smaller step or batch, or shorter requests: the first that would do."""
-    spare = here.free - here.workspace
-    least = math.ceil(here.request / spare / FINEST) * FINEST if spare > 0 else math.inf
-    if least <= MOST:
-        return f"KV_CACHE_FRACTION={least:.2f} would do"
-    for fraction in (_work(config).kv_fraction, MOST):
-        if smaller := _smaller_step(config, here.free - here.request / fraction):
-            raised = "" if fraction == _work(config).kv_fraction else f"KV_CACHE_FRACTION={fraction:.2f} with "
+def _for_one_request(config: RunConfig, capacity: CacheCapacity) -> str:
+    """Return the first remedy: a larger fraction, a smaller step or batch, or shorter requests."""
+    spare = capacity.free - capacity.workspace
+    fraction_needed = math.ceil(capacity.request / spare / FRACTION_STEP) * FRACTION_STEP if spare > 0 else math.inf
+    if fraction_needed <= MAX_FRACTION:
+        return f"KV_CACHE_FRACTION={fraction_needed:.2f} would do"
+    for fraction in (_inference(config).kv_fraction, MAX_FRACTION):
+        if smaller := _smaller_step(config, capacity.free - capacity.request / fraction):
+            raised = "" if fraction == _inference(config).kv_fraction else f"KV_CACHE_FRACTION={fraction:.2f} with "
             return f"{raised}{smaller} would do"
-    block = here.token * _work(config).block_tokens
-    tokens = int(MOST * spare // block) * _work(config).block_tokens if block else 0
-    shorter = f"requests of at most {tokens} tokens at KV_CACHE_FRACTION={MOST}, " if tokens > 0 else ""
-    return f"take {shorter}more GPUs or a smaller dtype"
+    block = capacity.token * _inference(config).block_tokens
+    tokens = int(MAX_FRACTION * spare // block) * _inference(config).block_tokens if block else 0
+    shorter = f"requests of at most {tokens} tokens at KV_CACHE_FRACTION={MAX_FRACTION}, " if tokens > 0 else ""
+    return f"use {shorter}more GPUs or a smaller dtype"
 
 
-def _smaller_step(config: RunConfig, left: float) -> str | None:
-    """A token budget or a batch with which a step takes no more than so many bytes."""
-    work = _work(config)
+def _smaller_step(config: RunConfig, available: float) -> str | None:
+    """Return a token budget or batch with which a step takes at most `available` bytes."""
+    work = _inference(config)
     fewest = work.max_batch_size if work.chunked_prefill else max(work.max_batch_size, work.isl)
-    tokens = int((left - _logit_bytes(config)) // _step_bytes_per_token(config))
+    tokens = int((available - _logit_bytes(config)) // _step_bytes_per_token(config))
     if fewest <= tokens < work.max_num_tokens:
         return f"MAX_NUM_TOKENS={tokens}"
     row = _logit_bytes(config) / work.max_batch_size
-    batch = int((left - work.max_num_tokens * _step_bytes_per_token(config)) // row)
+    batch = int((available - work.max_num_tokens * _step_bytes_per_token(config)) // row)
     return f"MAX_BATCH_SIZE={batch}" if 1 <= batch < work.max_batch_size else None
 
 
 def _whole_tokens(work: Inference) -> int:
-    """Places in the paged cache that a whole request takes: blocks are not shared."""
+    """Return the cache slots of a whole request: blocks are not shared."""
     return -(-(work.isl + work.osl) // work.block_tokens) * work.block_tokens
 
 
-def _work(config: RunConfig) -> Inference:
+def _inference(config: RunConfig) -> Inference:
     assert isinstance(config.workload, Inference)
     return config.workload
 

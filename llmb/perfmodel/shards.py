@@ -1,11 +1,11 @@
-"""What one rank has of a model and of a step's work, exactly: its layers, weights, slices and FLOPs.
+"""Layers, weights, optimizer shards and FLOPs of one rank, exactly.
 
-    rank_parts(config, rank=0)        the parts of the network that a rank of this pipeline stage computes
-    slices(config, part)              how many numbers of each weight its optimizer updates
-    rank_flops(config, rank=0)        what its matrix products, attention and scans compute in a step
+    rank_stages(config, rank=0)         pipeline stages of a rank
+    rank_parameters(config, rank=0)     number of parameters that its optimizer updates
+    rank_flops(config, rank=0)          FLOPs of its GEMMs, attention and scans in a step
 
-Weights are listed by shape, as `llmb/models` makes them and the passes of `llmb/train` cut them: over tp along one
-dimension or not at all, routed experts over ep and etp, then everything over the replicas, along the first dimension
+Weights are listed by shape, as `llmb/models` creates them and `llmb/train` splits them: over tp along one dimension or
+not at all, routed experts over ep and etp, then all of them over the data-parallel ranks, along the first dimension
 that divides.
 """
 
@@ -15,100 +15,102 @@ from dataclasses import dataclass, replace
 
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, Parallel, RunConfig, Training
-from llmb.perfmodel.flops import BLOCKS, odd_fp8_widths
+from llmb.perfmodel.block_costs import BLOCK_COSTS
+from llmb.perfmodel.params import unaligned_fp8_widths
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One stage of the pipeline, or the whole network."""
+class StageShape:
+    """One pipeline stage, or the whole network."""
 
     layers: range
     first: bool  # has the embedding
-    last: bool  # has the norm and the head
-    recomputed: int  # of its layers, from the first on
-    offloaded: int  # of those after them
+    last: bool  # has the final norm and the LM head
+    recomputed: int  # number of its layers, from the first on
+    offloaded: int  # number of the layers after them
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter: its whole shape and the dimension along which tp (or etp) cuts it."""
+    """One parameter: its full shape, and the dimension that tp (or etp) splits."""
 
     shape: tuple[int, ...]
-    cut: int | None = None
-    routed: bool = False  # of the experts: ep cuts dimension 0
-    whole: bool = False  # used in fp32, so replicas hold it whole
+    shard_dim: int | None = None
+    routed: bool = False  # of the routed experts: ep splits dimension 0
+    replicated: bool = False  # used in fp32: not sharded over data-parallel ranks
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def on_rank(self, split: Parallel) -> "Weight":
-        """What a rank computes with."""
+    def on_rank(self, parallel: Parallel) -> "Weight":
+        """Return the shard that a rank computes with."""
         shape = list(self.shape)
-        if self.routed and split.ep * split.etp > 1:
-            shape[0] //= split.ep
-            shape[self.cut or 0] //= split.etp
-        elif self.cut is not None and not self.routed:
-            shape[self.cut] //= split.tp
+        if self.routed and parallel.ep * parallel.etp > 1:
+            shape[0] //= parallel.ep
+            shape[self.shard_dim or 0] //= parallel.etp
+        elif self.shard_dim is not None and not self.routed:
+            shape[self.shard_dim] //= parallel.tp
         return replace(self, shape=tuple(shape))
 
-    def slice(self, split: Parallel) -> int:
-        """How many of its numbers the optimizer of the first replica updates: no other has more."""
-        here, replicas = self.on_rank(split), sharers(self, split)
-        if replicas == 1 or (self.whole and split.sharers > 1):
-            return here.size
-        if any(length % replicas == 0 for length in here.shape):
-            return here.size // replicas
-        if self.cut == 0 and split.tp > 1:
-            return here.size
-        return -(-here.shape[0] // replicas) * (here.size // here.shape[0])
+    def optimizer_shard(self, parallel: Parallel) -> int:
+        """Return the number of values that the optimizer of the first data-parallel rank updates, the largest shard."""
+        local, ranks = self.on_rank(parallel), shard_group_size(self, parallel)
+        if ranks == 1 or (self.replicated and parallel.dp_cp_size > 1):
+            return local.size
+        if any(length % ranks == 0 for length in local.shape):
+            return local.size // ranks
+        if self.shard_dim == 0 and parallel.tp > 1:
+            return local.size
+        return -(-local.shape[0] // ranks) * (local.size // local.shape[0])
 
 
-def sharers(weight: Weight, split: Parallel) -> int:
-    """Ranks that hold the same part of a weight."""
-    if weight.routed and split.ep * split.etp > 1:
-        return split.expert_sharers
-    return split.sharers
+def shard_group_size(weight: Weight, parallel: Parallel) -> int:
+    """Return the number of ranks that hold the same part of a weight."""
+    if weight.routed and parallel.ep * parallel.etp > 1:
+        return parallel.expert_dp_size
+    return parallel.dp_cp_size
 
 
-def is_sharded(weight: Weight, split: Parallel) -> bool:
-    """Whether replicas share a weight."""
-    return sharers(weight, split) > 1 and weight.slice(split) < weight.on_rank(split).size
+def is_sharded(weight: Weight, parallel: Parallel) -> bool:
+    """Whether a weight is sharded over data-parallel ranks."""
+    sharded = shard_group_size(weight, parallel) > 1
+    return sharded and weight.optimizer_shard(parallel) < weight.on_rank(parallel).size
 
 
-def rank_parts(config: RunConfig, rank: int = 0) -> list[Part]:
-    """The parts of one rank of the pipeline; recompute and offload count its layers from the first part on."""
-    work, split = config.workload, config.parallel
+def rank_stages(config: RunConfig, rank: int = 0) -> list[StageShape]:
+    """Return the stages of a pipeline rank; recompute and offload count its layers from the first stage on."""
+    work, parallel = config.workload, config.parallel
     assert isinstance(work, Training)
-    stages = stage_layers(config.model.layers, split.pp, split.vp)
-    again, away, parts = work.recompute_layers, work.offload_layers, []
-    for number in range(rank, len(stages), split.pp):
-        layers = stages[number]
-        recomputed = min(again, len(layers))
-        offloaded = min(away, len(layers) - recomputed)
-        again, away = again - recomputed, away - offloaded
-        ends = {"first": number == 0, "last": number == len(stages) - 1}
-        parts.append(Part(layers=layers, recomputed=recomputed, offloaded=offloaded, **ends))
-    return parts
+    all_stages = stage_layers(config.model.layers, parallel.pp, parallel.vp)
+    recompute_left, offload_left, stages = work.recompute_layers, work.offload_layers, []
+    for index in range(rank, len(all_stages), parallel.pp):
+        layers = all_stages[index]
+        recomputed = min(recompute_left, len(layers))
+        offloaded = min(offload_left, len(layers) - recomputed)
+        recompute_left, offload_left = recompute_left - recomputed, offload_left - offloaded
+        ends = {"first": index == 0, "last": index == len(all_stages) - 1}
+        stages.append(StageShape(layers=layers, recomputed=recomputed, offloaded=offloaded, **ends))
+    return stages
 
 
 def layer_blocks(model: Model, layer: int) -> tuple[str, ...]:
-    """The blocks of a layer, in order."""
+    """Return the kinds of the blocks of a layer, in order."""
     if model.pattern is not None:
         return ({"M": "mamba", "*": "attention", "-": "mlp"}[model.pattern[layer]],)
-    routed = model.experts is not None and layer >= model.experts.dense_layers
-    return "latent_attention" if model.latent else "attention", "experts" if routed else "mlp"
+    is_moe = model.experts is not None and layer >= model.experts.dense_layers
+    return "mla" if model.mla else "attention", "experts" if is_moe else "mlp"
 
 
 def layer_weights(model: Model, layer: int) -> list[Weight]:
-    """All parameters of a layer, the norms before (and behind) its blocks included."""
+    """Return all parameters of a layer, including the norms before (and after) its blocks."""
     blocks = layer_blocks(model, layer)
     norms = len(blocks) * (2 if model.post_norms else 1)
-    return [Weight((model.hidden,))] * norms + [one for block in blocks for one in block_weights(model, block)]
+    return [Weight((model.hidden,))] * norms + [weight for block in blocks for weight in block_weights(model, block)]
 
 
 def block_weights(model: Model, block: str) -> list[Weight]:
-    """The parameters of one kind of block."""
+    """Return the parameters of one kind of block."""
     hidden, width, kv_width = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     if block == "attention":
         return [*(Weight((n, hidden), 0) for n in (width, kv_width, kv_width)), Weight((hidden, width), 1)]
@@ -117,96 +119,96 @@ def block_weights(model: Model, block: str) -> list[Weight]:
     if block == "experts":
         assert model.experts is not None
         e = model.experts
-        one = _mlp(hidden, e.ffn, 3)
-        routed = [Weight((e.count, *matrix.shape), 1 + (matrix.cut or 0), routed=True) for matrix in one]
+        expert = _mlp(hidden, e.ffn, 3)
+        routed = [Weight((e.count, *matrix.shape), 1 + (matrix.shard_dim or 0), routed=True) for matrix in expert]
         shared = _mlp(hidden, e.shared * e.ffn, 3) if e.shared else []
-        return [Weight((e.count, hidden), whole=True), *routed, *shared]
+        return [Weight((e.count, hidden), replicated=True), *routed, *shared]
     if block == "mamba":
         assert model.mamba is not None
         m = model.mamba
-        inner, both = m.heads * m.head_dim, 2 * m.groups * m.state
-        vectors = [(inner + both, 1, m.conv), (inner + both,), (m.heads,), (m.heads,), (m.heads,), (inner,)]
-        ends = [Weight((2 * inner + both + m.heads, hidden), 0), Weight((hidden, inner), 1)]
-        return [*ends, *(Weight(shape, 0, whole=True) for shape in vectors)]
-    assert model.latent is not None
-    low = model.latent
-    key = low.nope_dim + low.rope_dim
-    down = [Weight((low.q_rank, hidden)), Weight((low.kv_rank + low.rope_dim, hidden))]
-    up = [Weight((model.heads * key, low.q_rank), 0)]
-    up += [Weight((model.heads * (low.nope_dim + low.value_dim), low.kv_rank), 0)]
-    norms = [Weight((low.q_rank,)), Weight((low.kv_rank,))]
-    return [*down, *norms, *up, Weight((hidden, model.heads * low.value_dim), 1)]
+        inner, b_and_c = m.heads * m.head_dim, 2 * m.groups * m.state
+        vectors = [(inner + b_and_c, 1, m.conv), (inner + b_and_c,), (m.heads,), (m.heads,), (m.heads,), (inner,)]
+        projections = [Weight((2 * inner + b_and_c + m.heads, hidden), 0), Weight((hidden, inner), 1)]
+        return [*projections, *(Weight(shape, 0, replicated=True) for shape in vectors)]
+    assert model.mla is not None
+    ranks = model.mla
+    key = ranks.nope_dim + ranks.rope_dim
+    down = [Weight((ranks.q_rank, hidden)), Weight((ranks.kv_rank + ranks.rope_dim, hidden))]
+    up = [Weight((model.heads * key, ranks.q_rank), 0)]
+    up += [Weight((model.heads * (ranks.nope_dim + ranks.value_dim), ranks.kv_rank), 0)]
+    norms = [Weight((ranks.q_rank,)), Weight((ranks.kv_rank,))]
+    return [*down, *norms, *up, Weight((hidden, model.heads * ranks.value_dim), 1)]
 
 
 def _mlp(hidden: int, ffn: int, matrices: int) -> list[Weight]:
     return [Weight((ffn, hidden), 0)] * (matrices - 1) + [Weight((hidden, ffn), 1)]
 
 
-def end_weights(model: Model, part: Part) -> list[Weight]:
-    """Embedding, norm and head, where a part has them."""
+def end_weights(model: Model, stage: StageShape) -> list[Weight]:
+    """Return the embedding, final norm and LM head that a stage has."""
     matrix, tied = Weight((model.vocab, model.hidden), 0), model.tied_embeddings
-    matrices = [matrix] * (part.first or (part.last and tied)) + [matrix] * (part.last and not tied)
-    return matrices + [Weight((model.hidden,))] * part.last
+    matrices = [matrix] * (stage.first or (stage.last and tied)) + [matrix] * (stage.last and not tied)
+    return matrices + [Weight((model.hidden,))] * stage.last
 
 
-def part_weights(model: Model, part: Part) -> Iterator[Weight]:
-    """All parameters of a part."""
-    yield from end_weights(model, part)
-    for layer in part.layers:
+def stage_weights(model: Model, stage: StageShape) -> Iterator[Weight]:
+    """Yield all parameters of a stage."""
+    yield from end_weights(model, stage)
+    for layer in stage.layers:
         yield from layer_weights(model, layer)
 
 
-def is_halved(config: RunConfig) -> bool:
-    """Whether the native engine keeps weights in two halves, of which products take the bf16 one: on one rank."""
+def has_split_weights(config: RunConfig) -> bool:
+    """Whether the native engine splits master weights into a bf16 half, which GEMMs use, and 16 low bits: one rank."""
     native = config.engine == "native" and isinstance(config.workload, Training)
     return native and config.parallel.world_size == 1 and config.precision.dtype in ("bf16", "fp8")
 
 
 def is_fused(config: RunConfig) -> bool:
-    """Whether the native engine computes whole layers by hand: those of a Llama with halved weights, on a GPU."""
+    """Whether the native engine runs fused layers: those of a Llama with split master weights, on a GPU."""
     plain = config.model.architecture == "llama" and config.model.activation == "silu"
-    fits = config.precision.dtype != "fp8" or not odd_fp8_widths(config.model)
-    return is_halved(config) and plain and config.machine.gpu != "cpu" and fits
+    aligned = config.precision.dtype != "fp8" or not unaligned_fp8_widths(config.model)
+    return has_split_weights(config) and plain and config.machine.gpu != "cpu" and aligned
 
 
 def gradient_bytes(config: RunConfig) -> int:
-    """Of a number: two where a weight's gradient is one product, rounded once, or where that was asked for."""
+    """Return the bytes per gradient value: 2 without accumulation, where it is rounded once, or if requested."""
     work = config.workload
     assert isinstance(work, Training)
-    return 2 if is_halved(config) and (work.ga == 1 or work.gradients == "bf16") else 4
+    return 2 if has_split_weights(config) and (work.ga == 1 or work.gradients == "bf16") else 4
 
 
 def rank_parameters(config: RunConfig, rank: int = 0) -> int:
-    """How many numbers the optimizer of a rank of this pipeline stage updates."""
-    weights = (one for part in rank_parts(config, rank) for one in part_weights(config.model, part))
-    return sum(weight.slice(config.parallel) for weight in weights)
+    """Return the number of parameters that the optimizer of a pipeline rank updates."""
+    weights = (weight for stage in rank_stages(config, rank) for weight in stage_weights(config.model, stage))
+    return sum(weight.optimizer_shard(config.parallel) for weight in weights)
 
 
 def rank_flops(config: RunConfig, rank: int = 0) -> float:
-    """FLOPs of a step on one rank: 6 a MAC, and 2 more for what is computed again.
+    """Return the FLOPs of a step on one rank: 6 per MAC, and 2 more for recomputation.
 
-    As `costs.train_flops_per_sequence` counts them, and the routers besides: they are executed.
+    Counted as in `flops.train_flops_per_sequence`, plus the routers, which are executed.
     """
-    work, model, split = config.workload, config.model, config.parallel
+    work, model, parallel = config.workload, config.model, config.parallel
     assert isinstance(work, Training)
     pairs = work.seqlen * work.seqlen / (1 if config.flops_convention == "full" else 2)
     flops = 0.0
-    for part in rank_parts(config, rank):
-        for place, layer in enumerate(part.layers):
+    for stage in rank_stages(config, rank):
+        for index, layer in enumerate(stage.layers):
             macs = sum(_macs(model, block, work.seqlen, pairs) for block in layer_blocks(model, layer))
-            again = work.seqlen * macs_again(model) if is_fused(config) else macs
-            flops += 6 * macs + (2 * again if place < part.recomputed else 0)
-        flops += 6 * work.seqlen * model.hidden * model.vocab * part.last
-    return flops * work.mbs * work.ga / (split.tp * split.cp)
+            recomputed = work.seqlen * recomputed_macs_per_token(model) if is_fused(config) else macs
+            flops += 6 * macs + (2 * recomputed if index < stage.recomputed else 0)
+        flops += 6 * work.seqlen * model.hidden * model.vocab * stage.last
+    return flops * work.mbs * work.ga / (parallel.tp * parallel.cp)
 
 
-def macs_again(model: Model) -> int:
-    """A token's, in a recomputed layer that is computed by hand: queries, what attention gives, gate and up."""
+def recomputed_macs_per_token(model: Model) -> int:
+    """Return the MACs per token that a recomputed fused layer repeats: query, output, gate and up projections."""
     return 2 * model.hidden * (model.heads * model.head_dim + model.ffn)
 
 
 def _macs(model: Model, kind: str, seqlen: int, pairs: float) -> float:
-    """Of one sequence going forward through a block."""
-    block = BLOCKS[kind](model)
+    """Return the forward MACs of one sequence through a block, router included."""
+    block = BLOCK_COSTS[kind](model)
     router = model.hidden * model.experts.count if kind == "experts" and model.experts else 0
     return seqlen * (block.token_macs + block.scan_macs + router) + pairs * block.pair_macs

@@ -1,16 +1,16 @@
-"""What a rank of the native training engine holds at its peak, by closed form.
+"""Peak memory of a rank of the native training engine, in closed form.
 
-    occupancy(config)      bytes of weights, gradients, optimizer and activations at the moment when most are held
+    peak_memory(config)      bytes of weights, gradients, optimizer and activations at the memory peak
 
-A step is walked through in the order of its schedule. A pass of a part leaves what its layers keep, and the backward
-pass takes it away; at each pass the most that it holds on its way is looked at. Optimizer state is there throughout.
+The passes of a step are simulated in schedule order: a forward pass of a stage adds the saved activations of its
+layers, the backward pass frees them, and each pass has a transient maximum. Optimizer state is always there.
 
-Without fsdp a rank that shares its weights with others gathers them in the first forward pass of a step and lets go of
-them in the last backward pass; in between gradients add up whole, in fp32. With fsdp layers are gathered as they are
-needed: in the backward pass four times a layer's bf16 weights are there at once, its own, their gradients, and in fp32
-those of the layer before it, which are being reduced. The embedding's and head's stay gathered.
+Without fsdp a rank all-gathers sharded weights in the first forward pass of a step and frees them in the last backward
+pass; in between full gradients accumulate in fp32. With fsdp layers are gathered when needed: in backward four times
+the bf16 weights of a layer are in memory at once: the weights, their gradients, and in fp32 the gradients of the
+previous layer, which are being reduced. Those of embedding and LM head stay gathered.
 
-In fp8 the routed experts' weights are kept in 8 bits, in two layouts, by ranks that do not gather them.
+In fp8, ranks that do not gather routed experts cache their weights in fp8, in two layouts.
 """
 
 from collections import Counter
@@ -18,193 +18,197 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmb.config.spec import Parallel, RunConfig, Training
-from llmb.perfmodel.activation_memory import Activations
-from llmb.perfmodel.flops import BYTES, FP8_MULTIPLE
-from llmb.perfmodel.pipeline_schedule import SENDS_UNDER_WAY, Pass, rank_order
+from llmb.perfmodel.activation_memory import ActivationSizes
+from llmb.perfmodel.params import BYTES, FP8_ALIGNMENT
+from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, Pass, rank_order
 from llmb.perfmodel.shards import (
-    Part,
+    StageShape,
     Weight,
     end_weights,
     gradient_bytes,
+    has_split_weights,
     is_fused,
-    is_halved,
     is_sharded,
     layer_weights,
-    part_weights,
-    rank_parts,
+    rank_stages,
+    stage_weights,
 )
 
-WEIGHTS, GRADIENTS, OPTIMIZER, REST = "weights", "gradients", "optimizer", "activations"
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 FP32 = BYTES["fp32"]
-ON_THEIR_WAY = 4  # times a layer's weights in bf16, in a backward pass of sharded weights
-
-Held = Counter[str]
+FSDP_BACKWARD_COPIES = 4  # times a layer's bf16 weights, see above
 
 
-def occupancy(config: RunConfig) -> dict[str, float]:
-    """The fuller of the first and the last stage's ranks, at its peak."""
-    walks = [Walk(config, rank) for rank in dict.fromkeys((0, config.parallel.pp - 1))]
-    return max((walk.peak() for walk in walks), key=lambda held: sum(held.values()))
+def peak_memory(config: RunConfig) -> dict[str, float]:
+    """Return the memory of a rank of the first or last stage, whichever needs more, at its peak."""
+    peaks = [StepMemory(config, rank).peak() for rank in dict.fromkeys((0, config.parallel.pp - 1))]
+    return max(peaks, key=lambda memory: sum(memory.values()))
 
 
 def offloaded(config: RunConfig) -> float:
-    """What waits in the memory of the host for one rank of the first stage: of every micro-batch in flight."""
-    sizes, parts, split = Activations(config), rank_parts(config), config.parallel
-    layers = sum(sizes.layer(layer) for part in parts for layer in _offloaded(part))
-    return layers * min(sizes.work.ga, split.pp)
+    """Return the host memory for offloaded activations of a first-stage rank, of all micro-batches in flight."""
+    sizes, stages, parallel = ActivationSizes(config), rank_stages(config), config.parallel
+    layers = sum(sizes.layer(layer) for stage in stages for layer in _offloaded_layers(stage))
+    return layers * min(sizes.work.ga, parallel.pp)
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Weights that are gathered and reduced together, in numbers of one rank."""
+class WeightGroup:
+    """Weights that are gathered and reduced together, in values of one rank."""
 
-    computed: int  # what the rank computes with
-    slices: int  # what it keeps for good
-    gathered: int  # what it must gather for that
+    local: int  # that the rank computes with
+    shards: int  # that it holds permanently
+    gathered: int  # that it must all-gather
 
     @classmethod
-    def of(cls, weights: Iterable[Weight], split: Parallel) -> "Unit":
-        """Added up."""
+    def of(cls, weights: Iterable[Weight], parallel: Parallel) -> "WeightGroup":
+        """Sum over weights."""
         listed = list(weights)
         return cls(
-            sum(one.on_rank(split).size for one in listed),
-            sum(one.slice(split) for one in listed),
-            sum(one.on_rank(split).size for one in listed if is_sharded(one, split)),
+            sum(weight.on_rank(parallel).size for weight in listed),
+            sum(weight.optimizer_shard(parallel) for weight in listed),
+            sum(weight.on_rank(parallel).size for weight in listed if is_sharded(weight, parallel)),
         )
 
 
-class Walk:
-    """One rank's step."""
+class StepMemory:
+    """Memory of one rank over the passes of a step."""
 
     def __init__(self, config: RunConfig, rank: int):
         work = config.workload
         assert isinstance(work, Training)
-        self.work, self.model, self.split, self.rank = work, config.model, config.parallel, rank
-        self.fsdp = self.split.fsdp and self.split.sharers > 1
-        self.halved, self.gradient = is_halved(config), gradient_bytes(config)
-        self.sizes = Activations(config)
-        self.parts = rank_parts(config, rank)
-        self.units = [Unit.of(part_weights(self.model, part), self.split) for part in self.parts]
-        self.layer = [Unit.of(layer_weights(self.model, part.layers[-1]), self.split) for part in self.parts]
-        self.ends = [Unit.of(end_weights(self.model, part), self.split) for part in self.parts]
-        self.kept = [self._kept(part) for part in self.parts]
-        self.held: Held = Counter()
-        self.most: Held = Counter()
+        self.work, self.model, self.parallel, self.rank = work, config.model, config.parallel, rank
+        self.fsdp = self.parallel.fsdp and self.parallel.dp_cp_size > 1
+        self.split_weights, self.grad_bytes = has_split_weights(config), gradient_bytes(config)
+        self.sizes = ActivationSizes(config)
+        self.stages = rank_stages(config, rank)
+        self.all_weights = [WeightGroup.of(stage_weights(self.model, s), self.parallel) for s in self.stages]
+        self.last_layer = [WeightGroup.of(layer_weights(self.model, s.layers[-1]), self.parallel) for s in self.stages]
+        self.ends = [WeightGroup.of(end_weights(self.model, s), self.parallel) for s in self.stages]
+        self.saved = [self._saved(stage) for stage in self.stages]
+        self.current: Counter[str] = Counter()
+        self.maximum: Counter[str] = Counter()
 
     def peak(self) -> dict[str, float]:
-        """What is held when most is."""
-        slices = sum(unit.slices for unit in self.units)
-        self._take(WEIGHTS, BYTES[self.work.masters] * slices + self._in_8_bits())
-        self._take(OPTIMIZER, 2 * BYTES[self.work.moments] * slices)
-        self._take(REST, SENDS_UNDER_WAY * self.sizes.stream * (self.split.pp > 1 and self.split.overlap_send))
-        for one in rank_order(self.split.pp, self.split.vp, self.work.ga, self.rank):
-            (self._forward if one.forward else self._backward)(one)
-        return {name: float(self.most[name]) for name in (WEIGHTS, GRADIENTS, OPTIMIZER, REST)}
+        """Return the memory at the peak of the step."""
+        shards = sum(group.shards for group in self.all_weights)
+        self._allocate(WEIGHTS, BYTES[self.work.master_weights] * shards + self._fp8_cache())
+        self._allocate(OPTIMIZER, 2 * BYTES[self.work.moments] * shards)
+        overlap_send = self.parallel.pp > 1 and self.parallel.overlap_send
+        self._allocate(ACTIVATIONS, MAX_PENDING_SENDS * self.sizes.residual * overlap_send)
+        for action in rank_order(self.parallel.pp, self.parallel.vp, self.work.ga, self.rank):
+            (self._forward if action.forward else self._backward)(action)
+        return {name: float(self.maximum[name]) for name in (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS)}
 
-    def _in_8_bits(self) -> float:
-        """Both forms of matrices that are cast once a step: experts' that stay here, and of layers by hand."""
-        if not self.sizes.in_fp8:
+    def _fp8_cache(self) -> float:
+        """Bytes of weights quantized once per step, in both layouts: local experts, and matrices of fused layers."""
+        if not self.sizes.is_fp8:
             return 0.0
-        weights = [one for part in self.parts for one in part_weights(self.model, part) if len(one.shape) > 1]
+        weights = [w for stage in self.stages for w in stage_weights(self.model, stage) if len(w.shape) > 1]
         if is_fused(self.sizes.config):
-            ends = [one.size for part in self.parts for one in end_weights(self.model, part) if len(one.shape) > 1]
-            return 2 * BYTES["fp8"] * (sum(one.size for one in weights) - sum(ends))
-        routed = [one.on_rank(self.split) for one in weights if one.routed and not is_sharded(one, self.split)]
-        fits = [one for one in routed if all(length % FP8_MULTIPLE == 0 for length in one.shape[1:])]
-        return 2 * BYTES["fp8"] * sum(one.size for one in fits)
+            ends = [w.size for stage in self.stages for w in end_weights(self.model, stage) if len(w.shape) > 1]
+            return 2 * BYTES["fp8"] * (sum(weight.size for weight in weights) - sum(ends))
+        routed = [w.on_rank(self.parallel) for w in weights if w.routed and not is_sharded(w, self.parallel)]
+        aligned = [w for w in routed if all(length % FP8_ALIGNMENT == 0 for length in w.shape[1:])]
+        return 2 * BYTES["fp8"] * sum(weight.size for weight in aligned)
 
-    def _take(self, name: str, size: float) -> None:
-        self.held[name] += size  # type: ignore[assignment]
-        self._look({})
+    def _allocate(self, name: str, size: float) -> None:
+        self.current[name] += size  # type: ignore[assignment]
+        self._update_maximum({})
 
-    def _look(self, more: dict[str, float]) -> None:
-        """Is there ever more than now, with so much on top?"""
-        now = Counter(self.held)
-        now.update(more)
-        if sum(now.values()) > sum(self.most.values()):
-            self.most = now
+    def _update_maximum(self, transient: dict[str, float]) -> None:
+        """Update the peak with the current allocations and transient ones."""
+        total = Counter(self.current)
+        total.update(transient)
+        if sum(total.values()) > sum(self.maximum.values()):
+            self.maximum = total
 
-    def _forward(self, one: Pass) -> None:
-        part, unit, sizes = self.parts[one.part], self.units[one.part], self.sizes
-        if not self.fsdp and one.micro == 0:
-            self._take(WEIGHTS, sizes.value * unit.gathered)
+    def _forward(self, action: Pass) -> None:
+        stage, group, sizes = self.stages[action.stage], self.all_weights[action.stage], self.sizes
+        if not self.fsdp and action.micro == 0:
+            self._allocate(WEIGHTS, sizes.value_bytes * group.gathered)
         if self.fsdp:
-            self._take(WEIGHTS, sizes.value * self.ends[one.part].gathered)
-        self._take(REST, self.kept[one.part])
-        cast = unit.gathered == 0 and not self.halved
-        working = sizes.loss_working(cast) if part.last else self._working(part, forward=True)
-        # Gathered with the next one on its way, in two copies; behind the last layer one copy is left over.
-        on_way = (1 if part.last else 3) * sizes.value * self.layer[one.part].gathered if self.fsdp else 0.0
-        self._look({REST: working, WEIGHTS: on_way})
+            self._allocate(WEIGHTS, sizes.value_bytes * self.ends[action.stage].gathered)
+        self._allocate(ACTIVATIONS, self.saved[action.stage])
+        cast = group.gathered == 0 and not self.split_weights
+        working = sizes.loss_working(cast) if stage.last else self._working(stage, forward=True)
+        # A layer and the prefetched next one, the latter in two copies; after the last layer one copy remains.
+        copies = 1 if stage.last else 3
+        prefetched = copies * sizes.value_bytes * self.last_layer[action.stage].gathered if self.fsdp else 0.0
+        self._update_maximum({ACTIVATIONS: working, WEIGHTS: prefetched})
 
-    def _backward(self, one: Pass) -> None:
-        part, unit, sizes = self.parts[one.part], self.units[one.part], self.sizes
-        again = sizes.layer(part.layers[-1]) if part.recomputed == len(part.layers) else 0.0
-        received = 0.0 if part.last else sizes.stream
-        working = self._working(part, forward=False, later=one.micro > 0)
-        self._look({REST: working + again + received - self._added(one)})
-        if part.last and unit.gathered:  # the head's gradient in both formats, and with fsdp the next layer on its way
-            on_way = sizes.value * self.layer[one.part].gathered if self.fsdp else 0.0
-            self._look({REST: sizes.value * sizes.head, WEIGHTS: on_way})
+    def _backward(self, action: Pass) -> None:
+        stage, group, sizes = self.stages[action.stage], self.all_weights[action.stage], self.sizes
+        recomputed = sizes.layer(stage.layers[-1]) if stage.recomputed == len(stage.layers) else 0.0
+        received = 0.0 if stage.last else sizes.residual
+        working = self._working(stage, forward=False, accumulated=action.micro > 0)
+        self._update_maximum({ACTIVATIONS: working + recomputed + received - self._freed_head_gradient(action)})
+        if stage.last and group.gathered:  # the head's gradient in both dtypes, and with fsdp the prefetched layer
+            prefetched = sizes.value_bytes * self.last_layer[action.stage].gathered if self.fsdp else 0.0
+            self._update_maximum({ACTIVATIONS: sizes.value_bytes * sizes.head, WEIGHTS: prefetched})
         if self.fsdp:
-            self._look_at_gathered_layer(one)
-        self._take(REST, -self.kept[one.part])
-        last = one.micro == self.work.ga - 1
+            self._update_fsdp_maximum(action)
+        self._allocate(ACTIVATIONS, -self.saved[action.stage])
+        last = action.micro == self.work.ga - 1
         if self.fsdp:
-            self._take(WEIGHTS, -sizes.value * self.ends[one.part].gathered)
-            if one.micro == 0:
-                self._take(GRADIENTS, FP32 * unit.slices)
-                kept = FP32 * self.ends[one.part].gathered  # torch holds what was reduced last until the step's end
-                self._take(REST, 0.0 if last else kept)
-        elif one.micro == 0:
-            self._take(GRADIENTS, self.gradient * unit.computed)
-            if part.first and part.last and self.model.tied_embeddings:  # both ends' gradients, and then their sum
-                self._look({REST: 2 * self.gradient * self.model.vocab / self.split.tp * self.model.hidden})
+            self._allocate(WEIGHTS, -sizes.value_bytes * self.ends[action.stage].gathered)
+            if action.micro == 0:
+                self._allocate(GRADIENTS, FP32 * group.shards)
+                reduced = (
+                    FP32 * self.ends[action.stage].gathered
+                )  # torch holds the last reduced one until the step ends
+                self._allocate(ACTIVATIONS, 0.0 if last else reduced)
+        elif action.micro == 0:
+            self._allocate(GRADIENTS, self.grad_bytes * group.local)
+            if stage.first and stage.last and self.model.tied_embeddings:  # gradients of both ends, and their sum
+                matrix = self.model.vocab / self.parallel.tp * self.model.hidden
+                self._update_maximum({ACTIVATIONS: 2 * self.grad_bytes * matrix})
         if last and not self.fsdp:
-            self.held[WEIGHTS] -= sizes.value * unit.gathered  # type: ignore[assignment]
-            self.held[GRADIENTS] -= FP32 * (unit.computed - unit.slices)  # type: ignore[assignment]
+            self.current[WEIGHTS] -= sizes.value_bytes * group.gathered  # type: ignore[assignment]
+            self.current[GRADIENTS] -= FP32 * (group.local - group.shards)  # type: ignore[assignment]
 
-    def _added(self, one: Pass) -> float:
-        """The head's gradient, which the loss kept, once it is part of one that was there: before the layers go back.
+    def _freed_head_gradient(self, action: Pass) -> float:
+        """The head's gradient, which the loss saved, once it is accumulated: before the layers run backward.
 
-        Where the head is the embedding too, and torch adds the gradients up, it waits for the other end's.
+        With tied embeddings, where autograd sums the gradients, it waits for the one of the embedding.
         """
-        part, alone = self.parts[one.part], self.units[one.part].gathered == 0 and self.split.tp == 1
-        waits = part.first and self.model.tied_embeddings and not alone
-        return FP32 * self.sizes.head if part.last and one.micro and not self.fsdp and not waits else 0.0
+        stage = self.stages[action.stage]
+        alone = self.all_weights[action.stage].gathered == 0 and self.parallel.tp == 1
+        waits = stage.first and self.model.tied_embeddings and not alone
+        return FP32 * self.sizes.head if stage.last and action.micro and not self.fsdp and not waits else 0.0
 
-    def _look_at_gathered_layer(self, one: Pass) -> None:
-        """The second layer of the backward pass: the first one's gradients are still being reduced."""
-        part, sizes = self.parts[one.part], self.sizes
-        gone = self._kept_layers(part)[-1]
-        if part.last:  # the head's gradient now waits in the format of the weights
-            gone += (FP32 - sizes.value) * self.model.vocab / self.split.tp * self.model.hidden
-        flying = ON_THEIR_WAY * sizes.value * self.layer[one.part].gathered
-        self._look({REST: self._working(part, forward=False) - gone + flying})
+    def _update_fsdp_maximum(self, action: Pass) -> None:
+        """Consider the second layer in backward: the gradients of the first one are still being reduced."""
+        stage, sizes = self.stages[action.stage], self.sizes
+        freed = self._saved_layers(stage)[-1]
+        if stage.last:  # the head's gradient is now in the dtype of the weights
+            freed += (FP32 - sizes.value_bytes) * self.model.vocab / self.parallel.tp * self.model.hidden
+        copies = FSDP_BACKWARD_COPIES * sizes.value_bytes * self.last_layer[action.stage].gathered
+        self._update_maximum({ACTIVATIONS: self._working(stage, forward=False) - freed + copies})
 
-    def _kept(self, part: Part) -> float:
-        """What a part's forward pass leaves: of layers and the loss. A received input stays if its layer's leaves."""
-        layers = self._kept_layers(part)
-        received = self.sizes.stream * (not part.first and layers[0] == 0)
-        return sum(layers) + received + (self.sizes.loss if part.last else 0.0)
+    def _saved(self, stage: StageShape) -> float:
+        """Bytes saved by a forward pass: layers and loss. A received input stays if its layer is offloaded."""
+        layers = self._saved_layers(stage)
+        received = self.sizes.residual * (not stage.first and layers[0] == 0)
+        return sum(layers) + received + (self.sizes.loss if stage.last else 0.0)
 
-    def _kept_layers(self, part: Part) -> list[float]:
-        """Of each layer: all, its input where it is computed again, nothing where it is offloaded."""
-        away = set(_offloaded(part))
+    def _saved_layers(self, stage: StageShape) -> list[float]:
+        """Bytes saved by each layer: all, its input if recomputed, nothing if offloaded."""
+        on_host = set(_offloaded_layers(stage))
         return [
             self.sizes.recomputed_layer
-            if place < part.recomputed
+            if index < stage.recomputed
             else 0.0
-            if layer in away
+            if layer in on_host
             else self.sizes.layer(layer)
-            for place, layer in enumerate(part.layers)
+            for index, layer in enumerate(stage.layers)
         ]
 
-    def _working(self, part: Part, forward: bool, later: bool = False) -> float:
-        return self.sizes.working(part.layers[-1], forward, later)
+    def _working(self, stage: StageShape, forward: bool, accumulated: bool = False) -> float:
+        return self.sizes.working(stage.layers[-1], forward, accumulated)
 
 
-def _offloaded(part: Part) -> list[int]:
-    """Of the network's last layer nothing is: its backward pass comes next."""
-    chosen = list(part.layers[part.recomputed : part.recomputed + part.offloaded])
-    return [layer for layer in chosen if not (part.last and layer == part.layers[-1])]
+def _offloaded_layers(stage: StageShape) -> list[int]:
+    """Return the offloaded layers; never the last one of the network, whose backward pass comes next."""
+    layers = list(stage.layers[stage.recomputed : stage.recomputed + stage.offloaded])
+    return [layer for layer in layers if not (stage.last and layer == stage.layers[-1])]

@@ -1,4 +1,4 @@
-"""Bulk files: sweeps, the older text form, and mistakes named with their place."""
+"""Bulk files: sweeps, the older text format, and errors with their location."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 
 from llmb.config.bulk_file import read_bulk
 from llmb.config.resolve import resolve
-from llmb.config.run_list import Wanted
+from llmb.config.run_list import RunSelection
 from llmb.errors import ConfigError
 
 SWEEP = """
@@ -37,18 +37,18 @@ inference_deepseek-r1_671b:
 
 @pytest.fixture
 def bulk(tmp_path, recipes):
-    def read(text, name="runs.yaml", **wanted):
+    def read(text, name="runs.yaml", **selection):
         path = tmp_path / name
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return read_bulk(path, recipes, Wanted(gpu="gb200", **wanted))
+        return read_bulk(path, recipes, RunSelection(gpu="gb200", **selection))
 
     return read
 
 
 def test_yaml_sweeps_every_combination(bulk, recipes):
     tasks = bulk(SWEEP)
-    spelled = [(t.request.gpus, t.repeats, resolve(recipes[t.workload], t.request).parallel.tp) for t in tasks]
-    assert sorted(spelled) == [(4, 1, 4), (128, 2, 2), (128, 2, 4), (256, 2, 2), (256, 2, 4), (512, 1, 2)]
+    runs = [(t.request.gpus, t.repeats, resolve(recipes[t.workload], t.request).parallel.tp) for t in tasks]
+    assert sorted(runs) == [(4, 1, 4), (128, 2, 2), (128, 2, 4), (256, 2, 2), (256, 2, 4), (512, 1, 2)]
     profiled = [t for t in tasks if t.request.gpus == 512]
     assert resolve(recipes["pretrain_llama3.1"], profiled[0].request).profile.profile
     assert tasks[0].request.environment == {"NCCL_DEBUG": "INFO"}
@@ -56,7 +56,7 @@ def test_yaml_sweeps_every_combination(bulk, recipes):
     assert (chat.workload.use_case, chat.workload.max_batch_size) == ("chat", 100)
 
 
-def test_the_text_form_takes_hyphens_and_trailing_comments(bulk):
+def test_text_format_accepts_hyphens_and_trailing_comments(bulk):
     tasks = bulk(TEXT, "runs.txt")
     assert [(t.workload, t.request.gpus, t.repeats) for t in tasks] == [
         ("pretrain_llama3.1", 256, 3),
@@ -66,7 +66,7 @@ def test_the_text_form_takes_hyphens_and_trailing_comments(bulk):
     ]
 
 
-def test_flags_apply_to_files_too(bulk):
+def test_command_line_flags_apply_to_files(bulk):
     tasks = bulk(TEXT, "runs.txt", scales=(512,), repeats=7)
     assert [(t.request.gpus, t.repeats) for t in tasks] == [(512, 7)]
 
@@ -77,7 +77,7 @@ def test_add_profile_adds_one_run(bulk):
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "said"),
+    ("text", "name", "message"),
     [
         ("a: [}", "x.yaml", "x.yaml line 1: not valid YAML"),
         ("a:\n  - b\n c: d", "x.yaml", "line 3"),
@@ -93,57 +93,57 @@ def test_add_profile_adds_one_run(bulk):
         ("", "x.txt", "no tasks generated"),
     ],
 )
-def test_a_mistake_is_one_line_with_its_place(bulk, text, name, said):
+def test_invalid_file_gives_a_one_line_error_with_its_location(bulk, text, name, message):
     with pytest.raises(ConfigError) as caught:
         bulk(text, name)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path, recipes):
+def test_missing_file_is_named(tmp_path, recipes):
     for name in ("no.yaml", "no.txt"):
         with pytest.raises(ConfigError, match="cannot read"):
-            read_bulk(tmp_path / name, recipes, Wanted())
+            read_bulk(tmp_path / name, recipes, RunSelection())
 
 
-def mutate(data: bytes, chance: random.Random) -> bytes:
-    """A few random edits of the kinds that happen to files: flips, cuts, repeats, foreign bytes."""
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Apply a few random edits: flipped, deleted, repeated and inserted bytes."""
     data = bytearray(data)
-    for _ in range(chance.randint(1, 6)):
-        at = chance.randrange(len(data) + 1)
-        kind = chance.randrange(5)
+    for _ in range(rng.randint(1, 6)):
+        at = rng.randrange(len(data) + 1)
+        kind = rng.randrange(5)
         if kind == 0 and at < len(data):
-            data[at] = chance.randrange(256)
+            data[at] = rng.randrange(256)
         elif kind == 1:
-            del data[at : at + chance.randint(1, 20)]
+            del data[at : at + rng.randint(1, 20)]
         elif kind == 2:
             data[at:at] = data[at : at + 30]
         elif kind == 3:
-            data[at:at] = bytes(chance.choice(b"\t\r\n:{}[]-'\"&*!|>%@`#,\x00\xff 19"))
+            data[at:at] = bytes(rng.choice(b"\t\r\n:{}[]-'\"&*!|>%@`#,\x00\xff 19"))
         else:
-            data[at:at] = chance.choice([b"null", b"-1", b"1e999", b"!!python/name:os.system", b"*a", b"&a", b"- -"])
+            data[at:at] = rng.choice([b"null", b"-1", b"1e999", b"!!python/name:os.system", b"*a", b"&a", b"- -"])
     return bytes(data)
 
 
 @pytest.mark.slow
-def test_ten_thousand_mutated_files_give_one_line_each(bulk, recipes, tmp_path):
-    """YAML and text bulk files and recipes, mutated: a config or a ConfigError, never another exception."""
+def test_ten_thousand_mutated_files_raise_only_config_errors(bulk, recipes, tmp_path):
+    """Mutated YAML and text bulk files and recipes give a config or a ConfigError, never another exception."""
     from llmb.config.recipe import load, paths, shipped
 
-    chance = random.Random(20261115)
+    rng = random.Random(20261115)
     recipe_files = [path.read_bytes() for path in paths([shipped()])]
     broken = tmp_path / "recipe.yaml"
     outcomes = {"read": 0, "refused": 0}
     for number in range(10_000):
         try:
             if number % 10 == 0:
-                broken.write_bytes(mutate(chance.choice(recipe_files), chance))
+                broken.write_bytes(mutate(rng.choice(recipe_files), rng))
                 recipe = load(broken)
                 tasks = [t for row in recipe.rows[:2] for t in _request(recipe, row)]
                 for request in tasks:
                     resolve(recipe, request)
             else:
-                name, text = chance.choice([("x.yaml", SWEEP), ("x.txt", TEXT)])
-                for task in bulk(mutate(text.encode(), chance), name):
+                name, text = rng.choice([("x.yaml", SWEEP), ("x.txt", TEXT)])
+                for task in bulk(mutate(text.encode(), rng), name):
                     resolve(recipes[task.workload], task.request)
             outcomes["read"] += 1
         except ConfigError as error:

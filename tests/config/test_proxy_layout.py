@@ -1,4 +1,4 @@
-"""Layouts on fewer ranks: all ranks are used, every degree divides the recipe's, what is split stays split."""
+"""Layouts scaled to fewer ranks: all ranks are used, degrees divide the recipe's, split dimensions stay split."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.config.shrunk_layout import shrunk
+from llmb.config.proxy_layout import shrink_layout
 from llmb.config.spec import Parallel
 
 LLAMA_405B_H100 = Parallel(tp=8, pp=8, cp=2, vp=8, dp=8)
@@ -33,8 +33,8 @@ NEMOTRON = Parallel(tp=8, dp=4)
         (Parallel(), 7, Parallel(dp=7)),
     ],
 )
-def test_layouts_of_the_recipes(real, ranks, expected):
-    assert shrunk(real, ranks) == expected
+def test_recipe_layouts_scale_down(real, ranks, expected):
+    assert shrink_layout(real, ranks) == expected
 
 
 degrees = st.sampled_from([1, 2, 4, 8])
@@ -42,7 +42,7 @@ degrees = st.sampled_from([1, 2, 4, 8])
 
 @st.composite
 def layouts(draw):
-    """Layouts as recipes have them: powers of two, experts within a pipeline stage."""
+    """Generate layouts like those of recipes: powers of two, experts within a pipeline stage."""
     dense = Parallel(tp=draw(degrees), pp=draw(degrees), cp=draw(degrees), dp=draw(degrees), fsdp=draw(st.booleans()))
     stage = dense.world_size // dense.pp
     ep = draw(st.sampled_from([d for d in (1, 2, 4, 8) if stage % d == 0]))
@@ -52,7 +52,7 @@ def layouts(draw):
 
 @given(real=layouts(), ranks=st.integers(1, 4096))
 def test_every_rank_is_used_and_every_degree_divides(real, ranks):
-    small = shrunk(real, ranks)
+    small = shrink_layout(real, ranks)
     assert small.world_size == ranks
     assert (ranks // small.pp) % (small.ep * small.etp) == 0
     for degree in ("tp", "pp", "cp", "ep", "etp"):
@@ -63,17 +63,17 @@ def test_every_rank_is_used_and_every_degree_divides(real, ranks):
 
 
 @given(real=layouts(), doublings=st.integers(0, 12))
-def test_what_is_split_stays_split_where_ranks_allow(real, doublings):
-    small = shrunk(real, 2**doublings)
+def test_split_dimensions_stay_split_as_far_as_ranks_allow(real, doublings):
+    small = shrink_layout(real, 2**doublings)
     dense = [d for d in ("tp", "pp", "cp", "dp") if getattr(real, d) > 1]
-    kept = [d for d in dense if getattr(small, d) > 1]
-    assert kept == dense[: min(doublings, len(dense))]
+    split = [d for d in dense if getattr(small, d) > 1]
+    assert split == dense[: min(doublings, len(dense))]
     inside = [d for d in ("ep", "etp") if getattr(real, d) > 1]
     factors = (2**doublings // small.pp).bit_length() - 1  # of the ranks of a stage
     assert [d for d in inside if getattr(small, d) > 1] == inside[: min(factors, len(inside))]
 
 
 @given(real=layouts())
-def test_on_the_recipes_own_ranks_the_dimensions_are_the_recipes_own(real):
-    small = shrunk(real, real.world_size)
+def test_layout_on_the_recipes_ranks_is_unchanged(real):
+    small = shrink_layout(real, real.world_size)
     assert all(getattr(small, d) == getattr(real, d) for d in ("tp", "pp", "cp", "dp", "ep", "etp"))

@@ -1,4 +1,4 @@
-"""From recipe row to RunConfig: every row resolves, overrides are recorded, mistakes are one line."""
+"""Resolving a recipe row to a RunConfig: every row resolves, overrides are recorded, errors are one line."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from llmb.config.overrides import Setting, from_arguments, from_environment
 from llmb.config.parallel_layout import check_model, check_serving
-from llmb.config.recipe import expand_gpus, listed, load_all, per_gpus, shipped
+from llmb.config.recipe import expand_gpus, load_all, per_gpus, selector_values, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.config.spec import Parallel
@@ -23,7 +23,7 @@ ROWS = [
 ]
 
 
-def wish(**fields):
+def overrides(**fields):
     return tuple(Setting(field=k, value=v, source="--set") for k, v in fields.items())
 
 
@@ -32,14 +32,14 @@ def request(size="8b", dtype="fp8", gpus=8, gpu="h100", **more):
 
 
 @pytest.mark.parametrize(("recipe", "row", "dtype", "gpus", "proxy"), ROWS)
-def test_every_row_resolves_to_itself(recipe, row, dtype, gpus, proxy):
-    picks = wish(**{k: row[k] for k in ("mode", "use_case", "seqlen") if k in row})
-    if recipe.kind == "outofcore" and not proxy:  # what is fixed need not be searched for
-        picks += wish(gbs=1, seqs_per_round=1, chunk_tokens=min(row["seqlen"], 32768))
-    stand_in = "small" if proxy else None
-    for gpu in listed(row, "gpu"):
-        asked = Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=gpu, proxy=stand_in, settings=picks)
-        config = resolve(recipe, asked)
+def test_every_recipe_row_resolves_to_its_own_values(recipe, row, dtype, gpus, proxy):
+    picks = overrides(**{k: row[k] for k in ("mode", "use_case", "seqlen") if k in row})
+    if recipe.kind == "outofcore" and not proxy:  # fixed values shorten the search for a plan
+        picks += overrides(gbs=1, seqs_per_round=1, chunk_tokens=min(row["seqlen"], 32768))
+    proxy_kind = "small" if proxy else None
+    for gpu in selector_values(row, "gpu"):
+        row_request = Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=gpu, proxy=proxy_kind, settings=picks)
+        config = resolve(recipe, row_request)
         assert config.recipe_row == row
         assert config.machine.gpu == (gpu or "cpu")
     assert config.machine.gpus == gpus == config.parallel.world_size
@@ -56,92 +56,98 @@ def test_every_row_resolves_to_itself(recipe, row, dtype, gpus, proxy):
         assert config.model.layers == row["layers"]
 
 
-def test_overrides_are_recorded_with_what_they_replaced():
-    config = resolve(ALL["pretrain_llama3.1"], request(settings=wish(mbs="2", tp="2")))
+def test_overrides_record_the_replaced_values():
+    config = resolve(ALL["pretrain_llama3.1"], request(settings=overrides(mbs="2", tp="2")))
     assert (config.parallel.tp, config.parallel.dp, config.workload.ga) == (2, 4, 16)
     assert [(o.field, o.replaced, o.value) for o in config.overrides] == [("mbs", 1, 2), ("tp", 1, 2)]
 
 
-def test_a_scale_above_the_range_continues_the_weak_scaling_and_says_so():
+def test_scale_above_the_range_continues_weak_scaling():
     config = resolve(ALL["pretrain_llama3.1"], request(gpus=256))
     assert config.workload.gbs == 256 * 16
     assert "weak scaling" in config.overrides[0].source
 
 
-def test_a_short_run_measures_its_second_half():
-    config = resolve(ALL["pretrain_llama3.1"], request(settings=wish(steps="10")))
+def test_short_run_measures_its_second_half():
+    config = resolve(ALL["pretrain_llama3.1"], request(settings=overrides(steps="10")))
     assert config.workload.window == (6, 10)
 
 
-def test_a_changed_model_is_a_proxy_without_reference():
+def test_changed_model_is_a_proxy_without_reference():
     config = resolve(ALL["pretrain_nemotronh"], request("56b", "fp8", 256))
     assert config.reference is not None
     assert config.reference.step_time_s == 15.892
-    altered = resolve(ALL["pretrain_llama3.1"], request(settings=wish(**{"model.layers": "2"})))
+    altered = resolve(ALL["pretrain_llama3.1"], request(settings=overrides(**{"model.layers": "2"})))
     assert (altered.model.layers, altered.proxy, altered.reference) == (2, "model.layers=2", None)
 
 
-def test_a_changed_setting_has_no_reference_but_more_steps_do():
+def test_changed_setting_drops_the_reference_but_more_steps_keep_it():
     grok = ALL["pretrain_grok1"]
-    assert resolve(grok, request("314b", "bf16", 256, "gb200", settings=wish(mbs="2"))).reference is None
-    assert resolve(grok, request("314b", "bf16", 256, "gb200", settings=wish(steps="60"))).reference is not None
+    assert resolve(grok, request("314b", "bf16", 256, "gb200", settings=overrides(mbs="2"))).reference is None
+    assert resolve(grok, request("314b", "bf16", 256, "gb200", settings=overrides(steps="60"))).reference is not None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"size": "9b"}, "unknown size 8b 70b"),
         ({"dtype": "int8"}, "unknown dtype fp8 bf16"),
         ({"gpu": "h1000"}, "unknown GPU type h100"),
         ({"gpus": 7}, "scale 7 is not listed 8, 16, 32"),
-        ({"settings": wish(tp="3")}, "tp 3 x pp 1 x cp 1 = 3 does not divide 8 GPUs tp could be 1, 2, 4, 8"),
-        ({"settings": wish(gbs="100")}, "gbs 100 is not a multiple of mbs 1 x dp 8 gbs could be 96 or 104"),
-        ({"settings": wish(paralel="3")}, "unknown field 'paralel'"),
-        ({"settings": wish(ep="2")}, "has no experts"),
-        ({"settings": wish(vp="2")}, "without pipeline parallelism"),
-        ({"settings": wish(mbs="two")}, "mbs: expected a whole number, got 'two'"),
-        ({"settings": wish(mbs="0")}, "mbs (--set): 0 is out of range at least 1"),
-        ({"settings": wish(cp="2", seqlen="8190")}, "seqlen 8190 is not a multiple of 2 x cp 2"),
-        ({"settings": wish(tp="8", seqlen="4100")}, "seqlen 4100 is not a multiple of tp 8 = 8; seqlen could be 4096"),
-        ({"settings": wish(pp="8", gbs="4")}, "pp 8 needs at least 8 micro-batches, a step has 4"),
-        ({"settings": wish(pp="4", vp="2", gbs="18")}, "vp 2 takes micro-batches in rounds of pp 4 has 9"),
-        ({"gpus": 16, "settings": wish(tp="16")}, "tp 16 does not divide the 8 key and value heads 1, 2, 4, 8"),
+        ({"settings": overrides(tp="3")}, "tp 3 x pp 1 x cp 1 = 3 does not divide 8 GPUs tp could be 1, 2, 4, 8"),
+        ({"settings": overrides(gbs="100")}, "gbs 100 is not a multiple of mbs 1 x dp 8 gbs could be 96 or 104"),
+        ({"settings": overrides(paralel="3")}, "unknown field 'paralel'"),
+        ({"settings": overrides(ep="2")}, "has no experts"),
+        ({"settings": overrides(vp="2")}, "without pipeline parallelism"),
+        ({"settings": overrides(mbs="two")}, "mbs: expected a whole number, got 'two'"),
+        ({"settings": overrides(mbs="0")}, "mbs (--set): 0 is out of range at least 1"),
+        ({"settings": overrides(cp="2", seqlen="8190")}, "seqlen 8190 is not a multiple of 2 x cp 2"),
+        (
+            {"settings": overrides(tp="8", seqlen="4100")},
+            "seqlen 4100 is not a multiple of tp 8 = 8; seqlen could be 4096",
+        ),
+        ({"settings": overrides(pp="8", gbs="4")}, "pp 8 needs at least 8 micro-batches, a step has 4"),
+        ({"settings": overrides(pp="4", vp="2", gbs="18")}, "vp 2 takes micro-batches in rounds of pp 4 has 9"),
+        ({"gpus": 16, "settings": overrides(tp="16")}, "tp 16 does not divide the 8 key and value heads 1, 2, 4, 8"),
         ({"gpus": 8, "layout": "h100"}, "--layout has no effect here add --proxy"),
         ({"gpus": 8, "layout": "h200", "proxy": "small"}, "unknown layout of pretrain_llama3.1 8b 'h200' gb200"),
-        ({"settings": wish(recompute_layers="99")}, "more than the 32 layers"),
-        ({"settings": wish(gpu_metrics="true")}, "no effect without profiling"),
-        ({"settings": wish(profile="true", nccl_trace="true")}, "exclude each other"),
-        ({"settings": wish(window="40-60")}, "ends after the last step, 50"),
-        ({"settings": wish(dp="4")}, "dp follows from the other settings"),
-        ({"settings": wish(kv_fraction="0.5")}, "unknown field"),
-        ({"settings": wish(lr="nan")}, "out of range"),
-        ({"settings": wish(**{"model.layerz": "2"})}, "did you mean layers"),
+        ({"settings": overrides(recompute_layers="99")}, "more than the 32 layers"),
+        ({"settings": overrides(gpu_metrics="true")}, "no effect without profiling"),
+        ({"settings": overrides(profile="true", nccl_trace="true")}, "exclude each other"),
+        ({"settings": overrides(window="40-60")}, "ends after the last step, 50"),
+        ({"settings": overrides(dp="4")}, "dp follows from the other settings"),
+        ({"settings": overrides(kv_fraction="0.5")}, "unknown field"),
+        ({"settings": overrides(lr="nan")}, "out of range"),
+        ({"settings": overrides(**{"model.layerz": "2"})}, "did you mean layers"),
+        ({"settings": overrides(masters="bf16")}, "unknown field 'masters' (did you mean master_weights?)"),
+        ({"settings": overrides(fast_sums="true")}, "(did you mean fp8_fast_accum?)"),
+        ({"settings": overrides(keep_inputs="true")}, "(did you mean save_norm_outputs?)"),
+        ({"settings": overrides(**{"model.attention_cap": "30"})}, "(did you mean attn_logit_softcap?)"),
     ],
 )
-def test_a_mistake_is_one_line_with_the_way_out(changes, said):
+def test_invalid_request_gives_a_one_line_error(changes, message):
     with pytest.raises(ConfigError) as caught:
         resolve(ALL["pretrain_llama3.1"], request(**changes))
     text = str(caught.value)
     assert "\n" not in text
-    for part in said.split("  "):
+    for part in message.split("  "):
         assert all(word in text for word in part.split()), text
 
 
-def test_a_layout_must_divide_experts_and_leave_mamba_whole():
-    for workload, size, changes, said in (
+def test_layout_must_divide_experts_and_not_split_mamba_sequences():
+    for workload, size, changes, message in (
         ("pretrain_grok1", "314b", {"ep": "16"}, "ep 16 does not divide 8 experts"),
         ("pretrain_grok1", "314b", {"model.experts": None}, "has no experts"),
         ("pretrain_llama3.1", "8b", {"ep": "3"}, "ep 3 and etp 1 have no effect: .* has no experts"),
-        ("pretrain_nemotronh", "56b", {"cp": "2"}, "cp 2: a Mamba layer reads its sequence in order"),
+        ("pretrain_nemotronh", "56b", {"cp": "2"}, "cp 2: a Mamba layer cannot split its sequence"),
         ("pretrain_nemotronh", "56b", {"tp": "16"}, "tp 16 does not divide the 8 key and value heads"),
     ):
-        asked = request(size, "fp8", 512, settings=wish(**changes))
-        with pytest.raises(ConfigError, match=said):
-            resolve(ALL[workload], asked)
+        with pytest.raises(ConfigError, match=message):
+            resolve(ALL[workload], request(size, "fp8", 512, settings=overrides(**changes)))
 
 
 @pytest.mark.parametrize(
-    ("workload", "split", "change", "said"),
+    ("workload", "split", "change", "message"),
     [
         ("pretrain_grok1", {"etp": 4}, {"experts": {"ffn": 1026}}, "etp 4 does not divide the 1026 channels"),
         ("pretrain_grok1", {"tp": 4}, {"vocab": 1026}, "tp 4 does not divide the 1026 entries of the vocabulary"),
@@ -152,13 +158,13 @@ def test_a_layout_must_divide_experts_and_leave_mamba_whole():
         ("pretrain_grok1", {"pp": 16, "vp": 8}, {}, "pp 16 x vp 8 needs more layers than the 64"),
     ],
 )  # fmt: skip
-def test_a_layout_must_divide_the_model(workload, split, change, said):
+def test_layout_must_divide_the_model(workload, split, change, message):
     recipe = ALL[workload]
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         check_model(Parallel(**split), recipe.model(recipe.default_size, change))
 
 
-def test_the_layout_of_the_gpu_a_stand_in_runs_on_is_its_own():
+def test_proxy_takes_the_layout_of_its_gpu():
     llama = ALL["pretrain_llama3.1"]
     on_h100 = resolve(llama, request("405b", "fp8", 16, "h100", proxy="small"))
     assert (on_h100.machine.gpu, on_h100.parallel.pp) == ("h100", 2)
@@ -166,15 +172,15 @@ def test_the_layout_of_the_gpu_a_stand_in_runs_on_is_its_own():
     assert (on_h200.machine.gpu, on_h200.parallel.pp, on_h200.parallel.fsdp) == ("h200", 1, True)
 
 
-def test_an_environment_variable_without_effect_is_refused():
-    wishes = tuple(from_environment({"MODE": "max_throughput"}))
+def test_environment_variable_without_effect_is_rejected():
+    variables = tuple(from_environment({"MODE": "max_throughput"}))
     with pytest.raises(ConfigError, match="MODE is set but has no effect on pretrain_llama"):
-        resolve(ALL["pretrain_llama3.1"], request(settings=wishes))
+        resolve(ALL["pretrain_llama3.1"], request(settings=variables))
 
 
-def test_use_case_sets_lengths_and_time_limits_read_slurms_form():
-    wishes = tuple(from_environment({"USE_CASE": "chat:64/32", "SBATCH_TIMELIMIT": "1:40:00", "STREAMING": "off"}))
-    config = resolve(ALL["inference_deepseek-r1"], request("671b", "nvfp4", 4, "gb200", settings=wishes))
+def test_use_case_sets_lengths_and_time_limits_accept_slurm_format():
+    variables = tuple(from_environment({"USE_CASE": "chat:64/32", "SBATCH_TIMELIMIT": "1:40:00", "STREAMING": "off"}))
+    config = resolve(ALL["inference_deepseek-r1"], request("671b", "nvfp4", 4, "gb200", settings=variables))
     assert (config.workload.isl, config.workload.osl, config.workload.streaming) == (64, 32, False)
     assert config.limits.time_limit_s == 6000
     for bad in ("chat:64", "chat:a/b", "nap", "nap:0/2", "../nap:1/2"):
@@ -186,7 +192,7 @@ def test_use_case_sets_lengths_and_time_limits_read_slurms_form():
 
 
 def serve(workload="inference_llama3.1", size="8b", dtype="fp8", gpus=1, gpu="h200", environ=None, **more):
-    fields = tuple(from_environment(environ or {})) + wish(**more.pop("settings", {}))
+    fields = tuple(from_environment(environ or {})) + overrides(**more.pop("settings", {}))
     return resolve(ALL[workload], Request(size=size, dtype=dtype, gpus=gpus, gpu=gpu, settings=fields, **more))
 
 
@@ -195,7 +201,7 @@ def r1(environ=None, gpus=4, dtype="nvfp4", gpu="gb200", **more):
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "field", "found"),
+    ("variable", "value", "field", "expected"),
     [
         ("MODE", "min_latency", "mode", "min_latency"),
         ("USE_CASE", "chat", "use_case", "chat"),
@@ -208,17 +214,17 @@ def r1(environ=None, gpus=4, dtype="nvfp4", gpu="gb200", **more):
         ("ENABLE_CHUNKED_PREFILL", "false", "chunked_prefill", False),
     ],
 )
-def test_every_variable_of_the_document_has_its_effect(variable, value, field, found):
-    assert getattr(serve(environ={variable: value}).workload, field) == found
+def test_every_documented_variable_has_its_effect(variable, value, field, expected):
+    assert getattr(serve(environ={variable: value}).workload, field) == expected
 
 
-def test_layout_variables_of_the_document():
+def test_documented_layout_variables():
     config = r1({"TP": "2", "EP": "2", "PP": "2"})
     assert (config.parallel.tp, config.parallel.ep, config.parallel.pp) == (2, 2, 2)
     assert config.name.startswith("DeepSeek-R1_max_throughput_TP2_EP2_PP2_CON")
 
 
-def test_paths_of_requests_and_weights_are_made_absolute(tmp_path, monkeypatch):
+def test_paths_of_dataset_and_weights_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     work = serve(environ={"DATASET": "requests.jsonl", "WEIGHTS": "~/r1"}).workload
     assert work.dataset == str(tmp_path / "requests.jsonl")
@@ -226,7 +232,7 @@ def test_paths_of_requests_and_weights_are_made_absolute(tmp_path, monkeypatch):
     assert work.weights.endswith("/r1")
 
 
-def test_fields_without_a_variable_come_by_set():
+def test_fields_without_a_variable_are_set_with_set():
     config = serve(
         settings={"lengths": "uniform", "isl_spread": "100", "osl_spread": "0", "fp8_scaling": "tensor",
                   "temperature": "0", "top_p": "0.9", "warmup_requests": "0", "block_tokens": "32"}
@@ -236,7 +242,7 @@ def test_fields_without_a_variable_come_by_set():
     assert (config.precision.fp8_scaling, work.temperature, work.warmup_requests) == ("tensor", 0.0, 0)
 
 
-def test_a_use_case_of_ones_own_takes_the_row_with_the_nearest_lengths_and_says_so():
+def test_user_defined_use_case_takes_the_row_with_the_nearest_lengths():
     for text, like in (
         ("long:20000/2000", "summarization"),
         ("write:128/2048", "generation"),
@@ -253,24 +259,24 @@ def test_a_use_case_of_ones_own_takes_the_row_with_the_nearest_lengths_and_says_
         assert config.reference is None
 
 
-def test_a_smaller_batch_takes_concurrency_and_requests_along_where_the_row_does():
+def test_smaller_batch_scales_concurrency_and_requests_as_the_row_does():
     config = r1({"MAX_BATCH_SIZE": "64"})
     assert (config.workload.concurrency, config.workload.num_requests) == (64 * 4, 64 * 4 * 10)
     assert {o.field for o in config.overrides} == {"max_batch_size", "concurrency", "num_requests"}
-    kept = r1({"MAX_BATCH_SIZE": "64", "CONCURRENCY": "100", "NUM_REQUESTS": "7"}).workload
-    assert (kept.concurrency, kept.num_requests) == (100, 7)
+    fixed = r1({"MAX_BATCH_SIZE": "64", "CONCURRENCY": "100", "NUM_REQUESTS": "7"}).workload
+    assert (fixed.concurrency, fixed.num_requests) == (100, 7)
     assert serve(environ={"MAX_BATCH_SIZE": "64"}).workload.concurrency == 3000  # all at once, whatever the batch
 
 
-def test_a_stand_in_has_scaled_lengths_unless_others_are_asked_for():
+def test_proxy_has_reduced_lengths_unless_the_user_sets_them():
     printed = r1({"USE_CASE": "chat:128/128"}, gpus=1, gpu=None, dtype="fp8", proxy="small")
     assert (printed.workload.isl, printed.workload.osl) == (32, 32)
     assert "lengths 32/32 instead of 128/128" in printed.proxy
-    own = r1({"USE_CASE": "chat:48/16"}, gpus=1, gpu=None, dtype="fp8", proxy="small")
-    assert (own.workload.isl, own.workload.osl) == (48, 16)
+    user_defined = r1({"USE_CASE": "chat:48/16"}, gpus=1, gpu=None, dtype="fp8", proxy="small")
+    assert (user_defined.workload.isl, user_defined.workload.osl) == (48, 16)
 
 
-def test_a_stand_in_of_true_width_has_the_real_lengths_and_as_many_layers_as_fit():
+def test_true_width_proxy_has_real_lengths_and_as_many_layers_as_fit():
     config = r1({"USE_CASE": "summarization"}, gpus=1, gpu="h200", dtype="fp8", proxy="true-width")
     assert (config.workload.isl, config.workload.max_num_tokens) == (8000, 8192)
     assert 8 <= config.model.layers <= 14
@@ -279,7 +285,7 @@ def test_a_stand_in_of_true_width_has_the_real_lengths_and_as_many_layers_as_fit
 
 
 @pytest.mark.parametrize(
-    ("environ", "changes", "said"),
+    ("environ", "changes", "message"),
     [
         ({"MODE": "fast"}, {}, "unknown mode (environment MODE) 'fast'"),
         ({"USE_CASE": "long"}, {}, "unknown use_case 'long' NAME:INPUT/OUTPUT"),
@@ -300,45 +306,45 @@ def test_a_stand_in_of_true_width_has_the_real_lengths_and_as_many_layers_as_fit
         ({}, {"settings": {"lengths": "even"}}, "lengths 'even' fixed"),
         ({}, {"settings": {"attention_dp": "true"}}, "attention_dp has no effect on one rank"),
         ({}, {"settings": {"engine": "vllm"}}, "unknown engine 'vllm' native, trtllm"),
-        ({}, {"settings": {"engine": "trtllm"}, "proxy": "small"}, "runs published models, not stand-ins"),
+        ({}, {"settings": {"engine": "trtllm"}, "proxy": "small"}, "runs published models, not proxies"),
         ({}, {"dtype": "bf16", "settings": {"fp8_scaling": "block"}}, "fp8_scaling has no effect with dtype bf16"),
-        ({}, {"gpu": "a100", "proxy": "small"}, "dtype fp8: NVIDIA A100 SXM 80 GB does not compute in 8 bits"),
+        ({}, {"gpu": "a100", "proxy": "small"}, "dtype fp8: NVIDIA A100 SXM 80 GB has no fp8 GEMMs"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_serving_is_one_line_with_the_way_out(environ, changes, said):
+def test_invalid_serving_request_gives_a_one_line_error(environ, changes, message):
     with pytest.raises(ConfigError) as caught:
         serve(environ=environ, **changes)
     text = str(caught.value)
     assert "\n" not in text
-    assert all(word in text for word in said.split()), text
+    assert all(word in text for word in message.split()), text
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"TP": "3", "EP": "1"}, "tp 3 x pp 1 x cp 1 = 3 does not divide 4 GPUs"),
         ({"TP": "2", "PP": "2"}, "ep 4 x etp 1 does not divide the 2 ranks of a pipeline stage; ep could be 1, 2"),
         ({"EP": "3"}, "ep 3 x etp 1 does not divide the 4 ranks"),
-        ({"TP": "2", "EP": "1"}, "tp 2 x pp 1 = 2 ranks serve, 4 GPUs are asked for"),
+        ({"TP": "2", "EP": "1"}, "tp 2 x pp 1 = 2 ranks serve, 4 GPUs are requested"),
     ],
 )
-def test_a_layout_that_cannot_serve_is_refused(environ, said):
+def test_layout_that_cannot_serve_is_rejected(environ, message):
     with pytest.raises(ConfigError) as caught:
         r1(environ)
-    assert all(word in str(caught.value) for word in said.split()), str(caught.value)
+    assert all(word in str(caught.value) for word in message.split()), str(caught.value)
 
 
-def test_scales_of_128_channels_need_widths_of_128():
+def test_block_scaling_needs_widths_that_are_multiples_of_128():
     assert r1(gpus=16, gpu="h100", dtype="fp8", settings={"fp8_scaling": "block"}).precision.fp8_scaling == "block"
-    with pytest.raises(ConfigError, match=r"multiples of 32 only; choose fp8_scaling=channel or tensor"):
+    with pytest.raises(ConfigError, match=r"multiples of 32; choose fp8_scaling=channel or tensor"):
         r1(gpus=1, gpu=None, dtype="fp8", proxy="small", settings={"fp8_scaling": "block"})
     narrow = r1(gpus=1, gpu=None, dtype="fp8", proxy="small")
     assert narrow.precision.fp8_scaling == "channel"  # its model is published in blocks
-    assert narrow.proxy.endswith("scales a channel, not a block")
+    assert narrow.proxy.endswith("per-channel scales, not per-block")
     assert serve(gpu=None, proxy="small").precision.fp8_scaling is None
 
 
-def test_more_ranks_than_heads_of_keys_share_them():
+def test_kv_heads_are_replicated_on_more_ranks_than_heads():
     llama = ALL["inference_llama3.1"].model("70b")
     check_serving(Parallel(tp=16), llama, attention_dp=False)  # 8 heads of keys and values on 16 ranks
     with pytest.raises(ConfigError, match="tp 12 does not divide"):
@@ -349,15 +355,15 @@ def test_more_ranks_than_heads_of_keys_share_them():
         check_serving(Parallel(tp=4, ep=1), deepseek, attention_dp=True)
 
 
-def test_published_throughput_is_that_of_the_newer_engine():
-    found = serve(environ={"USE_CASE": "chat:128/128"}).reference
-    assert (found.output_tokens_per_s, found.source) == (27911, "TensorRT-LLM 1.0 perf-overview")
+def test_reference_throughput_is_that_of_the_newer_engine():
+    reference = serve(environ={"USE_CASE": "chat:128/128"}).reference
+    assert (reference.output_tokens_per_s, reference.source) == (27911, "TensorRT-LLM 1.0 perf-overview")
     assert serve(environ={"STREAMING": "false"}).reference is None
     assert serve(environ={"WEIGHTS": "/w"}).reference is not None
     assert serve(dtype="bf16").reference is None
 
 
-def test_set_takes_sections_and_refuses_nonsense():
+def test_set_accepts_section_prefixes_and_rejects_invalid_arguments():
     assert from_arguments(["parallel.tp=2"])[0].field == "tp"
     assert from_arguments(["model.layers=2"])[0].field == "model.layers"
     with pytest.raises(ConfigError, match="expected field=value"):
@@ -380,15 +386,17 @@ values = st.one_of(
     gpu=st.sampled_from([None, "h100", "gb200", "h200", "cpu", "b200", "tpu"]),
     proxy=st.sampled_from([None, None, "small", "true-width"]),
     force=st.booleans(),
-    wishes=st.lists(st.tuples(field_names, values), max_size=4),
+    pairs=st.lists(st.tuples(field_names, values), max_size=4),
 )
-def test_any_request_gives_a_consistent_config_or_one_line(workload, gpus, dtype, gpu, proxy, force, wishes):
+def test_any_request_gives_a_consistent_config_or_a_one_line_error(workload, gpus, dtype, gpu, proxy, force, pairs):
     recipe = ALL[workload]
-    asked = tuple(Setting(field=f, value=v, source="--set") for f, v in wishes)
+    set_fields = tuple(Setting(field=f, value=v, source="--set") for f, v in pairs)
     try:
         config = resolve(
             recipe,
-            Request(size=recipe.sizes[0], dtype=dtype, gpus=gpus, gpu=gpu, proxy=proxy, force=force, settings=asked),
+            Request(
+                size=recipe.sizes[0], dtype=dtype, gpus=gpus, gpu=gpu, proxy=proxy, force=force, settings=set_fields
+            ),
         )
     except ConfigError as error:
         assert "\n" not in str(error)
@@ -402,12 +410,12 @@ def test_any_request_gives_a_consistent_config_or_one_line(workload, gpus, dtype
 
 
 @given(st.integers(1, 4096), st.integers(0, 12))
-def test_ranges_expand_to_powers_of_two_of_their_start(first, doublings):
+def test_gpu_ranges_expand_by_doubling(first, doublings):
     counts = expand_gpus(f"{first}-{first * 2**doublings}")
     assert counts == [first * 2**i for i in range(doublings + 1)]
 
 
 @pytest.mark.parametrize("cell", ["8-", "-8", "16-8", "a-b", None, True, 1.5, ["8"]])
-def test_a_wrong_range_is_refused(cell):
+def test_invalid_gpu_range_is_rejected(cell):
     with pytest.raises(ConfigError):
         expand_gpus(cell)

@@ -1,18 +1,20 @@
-"""From a command line to the list of runs: targets, lists, bounds, discovery."""
+"""Expanding a command line to the list of runs: targets, lists, bounds, discovery."""
 
 import pytest
 
-from llmb.config.run_list import Wanted, tasks_for
+from llmb.config.run_list import RunSelection, tasks_for
 from llmb.errors import ConfigError
 
 
-def spelled(tasks):
+def runs(tasks):
     return [(t.workload, t.request.size, t.request.dtype, t.request.gpus) for t in tasks]
 
 
 def test_lists_multiply_and_the_largest_scale_comes_first(recipes):
-    wanted = Wanted(targets=("pretrain_grok1",), size="314b", dtypes=("fp8", "bf16"), scales=(128, 256), gpu="gb200")
-    assert spelled(tasks_for(wanted, recipes)) == [
+    selection = RunSelection(
+        targets=("pretrain_grok1",), size="314b", dtypes=("fp8", "bf16"), scales=(128, 256), gpu="gb200"
+    )
+    assert runs(tasks_for(selection, recipes)) == [
         ("pretrain_grok1", "314b", "fp8", 256),
         ("pretrain_grok1", "314b", "bf16", 256),
         ("pretrain_grok1", "314b", "fp8", 128),
@@ -20,9 +22,9 @@ def test_lists_multiply_and_the_largest_scale_comes_first(recipes):
     ]
 
 
-def test_a_target_list_takes_sizes_from_suffixes(recipes):
-    wanted = Wanted(targets=("pretrain_llama3.1_70b", "pretrain_nemotronh"), scales=(64,), gpu="h100")
-    assert {t[:2] for t in spelled(tasks_for(wanted, recipes))} == {
+def test_target_list_takes_sizes_from_suffixes(recipes):
+    selection = RunSelection(targets=("pretrain_llama3.1_70b", "pretrain_nemotronh"), scales=(64,), gpu="h100")
+    assert {t[:2] for t in runs(tasks_for(selection, recipes))} == {
         ("pretrain_llama3.1", "70b"),
         ("pretrain_nemotronh", "56b"),
     }
@@ -38,27 +40,27 @@ def test_a_target_list_takes_sizes_from_suffixes(recipes):
         ({"min_scale": True}, [8]),
     ],
 )
-def test_bounds_cut_and_continue_the_listed_scales(recipes, bounds, scales):
-    wanted = Wanted(targets=("pretrain_llama3.1_8b",), dtypes=("fp8",), gpu="b200", **bounds)
-    assert [t.request.gpus for t in tasks_for(wanted, recipes)] == scales
+def test_bounds_limit_and_continue_the_listed_scales(recipes, bounds, scales):
+    selection = RunSelection(targets=("pretrain_llama3.1_8b",), dtypes=("fp8",), gpu="b200", **bounds)
+    assert [t.request.gpus for t in tasks_for(selection, recipes)] == scales
 
 
 def test_discovery_takes_training_workloads_only(recipes):
-    found = {t.workload for t in tasks_for(Wanted(min_scale=True, gpu="gb200"), recipes)}
-    assert found == {"pretrain_llama3.1", "pretrain_grok1"}
+    workloads = {t.workload for t in tasks_for(RunSelection(min_scale=True, gpu="gb200"), recipes)}
+    assert workloads == {"pretrain_llama3.1", "pretrain_grok1"}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("selection", "message"),
     [
-        (Wanted(targets=("pretrain_lama3.1",)), "did you mean pretrain_llama3.1"),
-        (Wanted(targets=("pretrain_llama3.1_9b",)), "unknown size"),
-        (Wanted(targets=("pretrain_llama3.1_8b",), size="70b"), "give one of them"),
-        (Wanted(targets=("pretrain_llama3.1",), scales=(8,), max_scale=8), "--scale excludes"),
-        (Wanted(targets=("pretrain_llama3.1",), force=True), "--force takes exactly one run"),
-        (Wanted(targets=("pretrain_llama3.1",), repeats=0), "at least 1"),
+        (RunSelection(targets=("pretrain_lama3.1",)), "did you mean pretrain_llama3.1"),
+        (RunSelection(targets=("pretrain_llama3.1_9b",)), "unknown size"),
+        (RunSelection(targets=("pretrain_llama3.1_8b",), size="70b"), "give one of them"),
+        (RunSelection(targets=("pretrain_llama3.1",), scales=(8,), max_scale=8), "--scale excludes"),
+        (RunSelection(targets=("pretrain_llama3.1",), force=True), "--force takes exactly one run"),
+        (RunSelection(targets=("pretrain_llama3.1",), repeats=0), "at least 1"),
     ],
 )
-def test_a_mistake_is_named(recipes, wanted, said):
-    with pytest.raises(ConfigError, match=said):
-        tasks_for(wanted, recipes)
+def test_invalid_selection_is_named(recipes, selection, message):
+    with pytest.raises(ConfigError, match=message):
+        tasks_for(selection, recipes)

@@ -1,4 +1,4 @@
-"""Plain data to dataclasses: wrong names list the right ones, wrong types say where they stand."""
+"""Plain data to dataclasses: unknown names list the valid ones, wrong types are reported with their path."""
 
 import json
 from dataclasses import dataclass
@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.config.serialization import build, read_json, to_json, to_plain, write_whole
+from llmb.config.recipe import load
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import Request
+from llmb.config.serialization import RENAMED_FIELDS, build, read_json, to_json, to_plain, write_atomic
 from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError
+from llmb.events import TYPES, HangReport, RequestDone, RunEnded, read
+from llmb.results.result import Result
+from llmb.runtime.checkpoint_folder import resume_checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +34,12 @@ class Outer:
 
 
 def test_builds_nested_data():
-    made = build(Outer, {"name": "x", "inner": {"width": 3}, "pair": [4, 5], "share": 1})
-    assert made == Outer(name="x", inner=Inner(width=3), pair=(4, 5), share=1.0)
+    outer = build(Outer, {"name": "x", "inner": {"width": 3}, "pair": [4, 5], "share": 1})
+    assert outer == Outer(name="x", inner=Inner(width=3), pair=(4, 5), share=1.0)
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ({"nme": "x"}, "did you mean name"),
         ({}, "'name' is missing"),
@@ -45,10 +51,10 @@ def test_builds_nested_data():
         ([], "expected a mapping"),
     ],
 )
-def test_a_mistake_is_one_line_that_says_where(data, said):
+def test_invalid_data_gives_a_one_line_error_with_its_path(data, message):
     with pytest.raises(ConfigError) as caught:
         build(Outer, data)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -58,7 +64,7 @@ def test_a_mistake_is_one_line_that_says_where(data, said):
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-def test_nothing_a_file_may_hold_escapes_as_another_error(data):
+def test_any_file_content_raises_only_config_errors(data):
     for kind in (Outer, RunConfig, Parallel, Training):
         with pytest.raises(ConfigError):
             build(
@@ -73,15 +79,106 @@ def test_nothing_a_file_may_hold_escapes_as_another_error(data):
 
 def test_json_is_valid_even_for_nan(tmp_path):
     assert json.loads(to_json({"loss": float("nan"), "x": [float("inf"), 1.5]})) == {"loss": None, "x": [None, 1.5]}
-    write_whole(tmp_path / "a.json", to_json({"a": 1}))
+    write_atomic(tmp_path / "a.json", to_json({"a": 1}))
     assert read_json(tmp_path / "a.json") == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_config_survives_the_file(recipes):
-    from llmb.config.resolve import resolve
-    from llmb.config.row_selection import Request
-
+def test_config_round_trips_through_json(recipes):
     config = resolve(recipes["pretrain_grok1"], Request(size="314b", dtype="fp8", gpus=128, gpu="gb200"))
     assert build(RunConfig, json.loads(to_json(config))) == config
     assert to_plain(config)["parallel"]["ep"] == 8
+
+
+def with_old_names(text: str) -> str:
+    """Return JSON as older versions wrote it: every renamed field under its old name."""
+    for names in RENAMED_FIELDS.values():
+        for old, new in names.items():
+            text = text.replace(f'"{new}":', f'"{old}":')
+    return text
+
+
+def test_renamed_fields_exist_under_their_new_names():
+    spec = {cls.__name__: cls for cls in (Training, RunConfig, Result, *TYPES.values())}
+    for cls_name in RENAMED_FIELDS.keys() & spec.keys():
+        assert set(RENAMED_FIELDS[cls_name].values()) <= set(spec[cls_name].__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("workload", "size", "old_names"),
+    [
+        ("pretrain_llama3.1", "8b", ("masters", "keep_inputs", "fast_sums", "latent", "attention_cap")),
+        ("inference_deepseek-r1", "671b", ("latent", "attention_cap")),
+        ("outofcore_llama3", "8b", ("home_slots", "latent", "attention_cap")),
+    ],
+)
+def test_config_json_with_old_names_opens(recipes, tmp_path, workload, size, old_names):
+    dtype = "fp8" if recipes[workload].kind != "outofcore" else "bf16"
+    config = resolve(recipes[workload], Request(size=size, dtype=dtype, gpus=1, gpu=None, proxy="small"))
+    path = tmp_path / "config.json"
+    path.write_text(with_old_names(to_json(config)))
+    assert all(f'"{name}":' in path.read_text() for name in old_names)
+    assert build(RunConfig, read_json(path)) == config
+
+
+def test_result_json_with_old_names_opens(tmp_path):
+    result = Result(name="run", status="failed", failed_rank=3, mean_concurrency=1.5)
+    path = tmp_path / "result.json"
+    path.write_text(with_old_names(to_json(result)))
+    assert '"guilty_rank": 3' in path.read_text()
+    assert build(Result, read_json(path)) == result
+
+
+def test_events_with_old_names_are_read(tmp_path):
+    path = tmp_path / "events.rank0.jsonl"
+    path.write_text(
+        '{"event": "RunEnded", "rank": 1, "status": "failed", "guilty_rank": 2}\n'
+        '{"event": "RequestDone", "request": 0, "arrival": 0.0, "end": 1.0, "input_tokens": 4, "output_tokens": 2, '
+        '"answer_crc": 7}\n'
+        '{"event": "Whereabouts", "time": 1.0, "rank": 0, "collectives": {"tp": 4}, "waiting": true}\n'
+    )
+    assert list(read(path)) == [
+        RunEnded(rank=1, status="failed", failed_rank=2),
+        RequestDone(request=0, arrival=0.0, end=1.0, input_tokens=4, output_tokens=2, output_crc=7),
+        HangReport(time=1.0, rank=0, collectives={"tp": 4}, waiting=True),
+    ]
+
+
+def test_checkpoint_with_old_names_resumes(tmp_path):
+    checkpoint = tmp_path / "old" / "checkpoints" / "step_3"
+    checkpoint.mkdir(parents=True)
+    saved = {"format": 2, "step": 3, "model.latent": None, "model.attention_cap": 30.0, "model.layers": 2}
+    (checkpoint / "checkpoint.json").write_text(json.dumps(saved))
+    work = Training(seqlen=1, mbs=1, gbs=1, ga=1, steps=9, resume=str(tmp_path / "old"))
+    identity = {"model.mla": None, "model.attn_logit_softcap": 30.0, "model.layers": 2}
+    assert resume_checkpoint(work, tmp_path / "new", identity, 2) == checkpoint
+    with pytest.raises(ConfigError, match=r"attn_logit_softcap=30\.0, this run has 20\.0"):
+        resume_checkpoint(work, tmp_path / "new", identity | {"model.attn_logit_softcap": 20.0}, 2)
+
+
+def test_recipe_with_old_names_loads(tmp_path, recipes):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("""
+workload: mine
+kind: training
+title: Mine
+default_gpu: h100
+default_size: tiny
+default_dtype: bf16
+models:
+  tiny: {name: tiny, architecture: llama, layers: 2, hidden: 64, ffn: 128, heads: 4, kv_heads: 4, head_dim: 16,
+         vocab: 256, attention_cap: 30.0}
+defaults: {seqlen: 64, mbs: 1, masters: bf16}
+rows:
+  - {gpu: h100, size: tiny, dtype: bf16, gpus: 1, gbs: 1, keep_inputs: true}
+""")
+    recipe = load(path)
+    config = resolve(recipe, Request(size="tiny", dtype="bf16", gpus=1, gpu="h100"))
+    assert (config.workload.master_weights, config.workload.save_norm_outputs) == ("bf16", True)
+    assert config.model.attn_logit_softcap == 30.0
+    assert recipe.model("tiny", {"latent": None}).mla is None
+
+
+def test_old_name_next_to_the_new_one_is_rejected():
+    with pytest.raises(ConfigError, match="unknown field in Training: 'masters'"):
+        build(Training, {"seqlen": 1, "mbs": 1, "gbs": 1, "ga": 1, "masters": "bf16", "master_weights": "bf16"})

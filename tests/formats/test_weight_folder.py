@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmb.cli.install.llmb_install import main
-from llmb.formats.published_sizes import Listing, listings
-from llmb.formats.safetensors_header import inspect
-from llmb.formats.weight_folder import INDEX, Findings, check_folder
+from llmb.formats.published_sizes import PublishedSizes, published_sizes
+from llmb.formats.safetensors_header import read_shard_header
+from llmb.formats.weight_folder import INDEX, FolderReport, check_folder
 from llmb.perfmodel.hardware import GIB
 
 SHARD = "model-00002-of-00003.safetensors"
@@ -47,8 +47,8 @@ def folder(good, tmp_path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "weights"))
 
 
-def told(findings: Findings) -> list[tuple[str, str]]:
-    return [(problem.kind, problem.file) for problem in findings.problems]
+def problems_of(report: FolderReport) -> list[tuple[str, str]]:
+    return [(problem.kind, problem.file) for problem in report.problems]
 
 
 def verify(capsys, *arguments: object) -> tuple[int, list[str]]:
@@ -56,7 +56,7 @@ def verify(capsys, *arguments: object) -> tuple[int, list[str]]:
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_a_good_folder(folder, capsys):
+def test_valid_folder(folder, capsys):
     code, lines = verify(capsys, folder)
     assert code == 0
     assert lines == [
@@ -100,7 +100,7 @@ DAMAGE: dict[str, tuple[Damage, list[tuple[str, str]], str]] = {
     "extra": (
         lambda f: shutil.copy(f / SHARD, f / "model-00004-of-00003.safetensors"),
         [("extra", "model-00004-of-00003.safetensors")],
-        "belongs to nothing",
+        "is not expected in this folder",
     ),
     "short": (lambda f: cut_off(f / SHARD, -5), [("short", SHARD)], "5 bytes too short for the tensors of its header"),
     "short in the header": (lambda f: cut_off(f / SHARD, 20), [("short", SHARD)], "ends within its header"),
@@ -166,7 +166,7 @@ DAMAGE: dict[str, tuple[Damage, list[tuple[str, str]], str]] = {
         [("corrupted", INDEX)],
         "has no weight_map",
     ),
-    "no index": (lambda f: (f / INDEX).unlink(), [("missing", INDEX)], "is needed where there are several files"),
+    "no index": (lambda f: (f / INDEX).unlink(), [("missing", INDEX)], "is needed for several files"),
     "no index and a number left out": (
         lambda f: ((f / INDEX).unlink(), (f / SHARD).unlink()),
         [("missing", INDEX), ("missing", SHARD)],
@@ -196,25 +196,25 @@ ANY = st.recursive(
 
 @given(header=ANY, data=st.binary(max_size=40))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_header_is_too_strange(header, data, tmp_path):
+def test_any_header_is_handled(header, data, tmp_path):
     path = tmp_path / "model.safetensors"
     for told_header in (header, {"a": header}, {"a": {"dtype": "U8", "shape": header, "data_offsets": [0, 8]}}):
         text = json.dumps(told_header).encode()
         path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-        shard = inspect(path)
+        shard = read_shard_header(path)
         assert all(kind in ("short", "long", "corrupted") for kind, _ in shard.faults)
         assert shard.faults or sum(shard.tensors.values()) == len(data)
 
 
 @given(st.binary(max_size=60))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_file_is_too_strange(tmp_path, data):
+def test_any_file_is_handled(tmp_path, data):
     (tmp_path / "model.safetensors").write_bytes(data)
     (tmp_path / "SHA256SUMS").write_bytes(data)
     check_folder(tmp_path)
 
 
-def test_a_name_of_several_lines_stays_on_one(folder, capsys):
+def test_multi_line_tensor_name_stays_on_one_line(folder, capsys):
     with_header(folder / SHARD, lambda header: header.update({"two\nlines \ud800": header.pop("layers.2.a")}))
     code, lines = verify(capsys, folder)
     assert (code, len(lines)) == (1, 5)
@@ -222,12 +222,12 @@ def test_a_name_of_several_lines_stays_on_one(folder, capsys):
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_each_kind_of_damage_is_named(kind, folder, capsys):
-    damage, problems, said = DAMAGE[kind]
+def test_each_kind_of_damage_is_reported(kind, folder, capsys):
+    damage, problems, message = DAMAGE[kind]
     damage(folder)
-    findings = check_folder(folder)
-    assert told(findings) == problems
-    assert any(said in problem.said for problem in findings.problems)
+    report = check_folder(folder)
+    assert problems_of(report) == problems
+    assert any(message in problem.message for problem in report.problems)
     code, lines = verify(capsys, folder)
     assert code == 1
     assert len(lines) == len(problems) + 3
@@ -236,19 +236,19 @@ def test_each_kind_of_damage_is_named(kind, folder, capsys):
         assert line.startswith(f"{what:<10}  {file}: ")
 
 
-def test_a_total_of_files_instead_of_tensors_is_right_too(folder):
+def test_total_size_of_files_is_accepted(folder):
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     with_index(folder, lambda index: index["metadata"].update(total_size=size))
     assert not check_folder(folder).problems
 
 
-def test_one_file_needs_no_index(good, tmp_path):
+def test_single_file_needs_no_index(good, tmp_path):
     shutil.copy(good / SHARD, tmp_path / "model.safetensors")
-    findings = check_folder(tmp_path)
-    assert (findings.problems, findings.shards) == ([], 1)
+    report = check_folder(tmp_path)
+    assert (report.problems, report.shards) == ([], 1)
 
 
-def test_what_llmb_itself_writes(tmp_path):
+def test_folder_written_by_llmb_is_valid(tmp_path):
     import torch
 
     from llmb.config.spec import Model
@@ -261,24 +261,24 @@ def test_what_llmb_itself_writes(tmp_path):
     network = build_model(small)
     network.init_weights(1)
     save_weights(network, tmp_path / "w", torch.bfloat16, 50_000)
-    findings = check_folder(tmp_path / "w")
-    assert not findings.problems
-    assert findings.shards > 1
+    report = check_folder(tmp_path / "w")
+    assert not report.problems
+    assert report.shards > 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nowhere"], "nowhere is not a folder"),
         (["."], "holds no weights: neither model.safetensors nor"),
         ([".", "--like", "fp5"], "unknown list of sizes 'fp5' (did you mean fp8?); choices are: fp4, fp8, none"),
     ],
 )
-def test_a_wrong_request_is_one_line(arguments, said, tmp_path, monkeypatch, capsys):
+def test_invalid_request_gives_a_one_line_error(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["verify", *arguments]) == 1
     out, err = capsys.readouterr()
-    assert said in err
+    assert message in err
     assert (out, err.count("\n")) == ("", 1)
 
 
@@ -290,7 +290,7 @@ def test_json_before_or_after_the_command(folder, capsys):
         assert found["well"] is False
         assert found["shards"] == 3
         assert found["problems"] == [
-            {"kind": "short", "file": SHARD, "said": "1 bytes too short for the tensors of its header"}
+            {"kind": "short", "file": SHARD, "message": "1 bytes too short for the tensors of its header"}
         ]
 
 
@@ -325,9 +325,9 @@ def test_checksums(style, folder, capsys):
     assert lines[0].startswith(f"corrupted   {SHARD}: has another checksum than ")
 
 
-def test_checksums_of_files_that_are_not_there_or_elsewhere(folder):
+def test_checksums_of_missing_or_outside_files(folder):
     (folder / "SHA256SUMS").write_text(f"{'0' * 64}  tokenizer.json\n{'0' * 64}  ../secret\nnonsense\n# a remark\n\n")
-    assert told(check_folder(folder)) == [
+    assert problems_of(check_folder(folder)) == [
         ("corrupted", "SHA256SUMS"),
         ("corrupted", "SHA256SUMS"),
         ("missing", "tokenizer.json"),
@@ -339,7 +339,7 @@ def write_blake3(folder: Path, digest: Callable[[bytes], str]) -> None:
     (folder / "checksums.blake3").write_text("".join(lines))
 
 
-def test_blake3_that_cannot_be_checked_is_said(folder, capsys, monkeypatch):
+def test_unavailable_blake3_is_reported(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "blake3", None)
     monkeypatch.setattr("llmb.formats.checksums.find_spec", lambda _name: None)
     write_blake3(folder, lambda _data: "0" * 64)
@@ -349,16 +349,16 @@ def test_blake3_that_cannot_be_checked_is_said(folder, capsys, monkeypatch):
     assert not any("checksums of" in line for line in lines)
 
 
-def test_blake3_where_there_is_one(folder, monkeypatch):
+def test_blake3_if_installed(folder, monkeypatch):
     """A module of that name with the interface of the package; the arithmetic itself is not ours."""
     monkeypatch.setitem(sys.modules, "blake3", types.SimpleNamespace(blake3=hashlib.sha256))
     monkeypatch.setattr("llmb.formats.checksums.find_spec", lambda _name: object())
     write_blake3(folder, lambda data: hashlib.sha256(data).hexdigest())
-    findings = check_folder(folder)
-    assert (findings.problems, findings.not_checked) == ([], [])
-    assert findings.checked[-1] == "3 checksums of checksums.blake3"
+    report = check_folder(folder)
+    assert (report.problems, report.not_checked) == ([], [])
+    assert report.checked[-1] == "3 checksums of checksums.blake3"
     write_blake3(folder, lambda _data: "0" * 64)
-    assert told(check_folder(folder)) == [("corrupted", f"model-{n:05}-of-00003.safetensors") for n in (1, 2, 3)]
+    assert problems_of(check_folder(folder)) == [("corrupted", f"model-{n:05}-of-00003.safetensors") for n in (1, 2, 3)]
 
 
 def hollow(path: Path, size: int) -> None:
@@ -368,7 +368,7 @@ def hollow(path: Path, size: int) -> None:
     os.truncate(path, 8 + len(header) + size)
 
 
-def as_listed(folder: Path, listing: Listing) -> None:
+def as_listed(folder: Path, listing: PublishedSizes) -> None:
     """Files of the listed sizes; a little less each, as `ls` rounds up."""
     sizes = listing.sizes()
     less = (sum(sizes.values()) - listing.total_gib + 0.3) / len(sizes)
@@ -380,32 +380,32 @@ def as_listed(folder: Path, listing: Listing) -> None:
 
 
 @pytest.mark.parametrize(("like", "shards"), [("fp4", 80), ("fp8", 163)])
-def test_the_sizes_of_the_document(like, shards, tmp_path):
-    listing = listings()[like]
+def test_published_sizes_are_checked(like, shards, tmp_path):
+    listing = published_sizes()[like]
     assert len(listing.sizes()) == listing.shards == shards
     folder = tmp_path / listing.name
     as_listed(folder, listing)
-    findings = check_folder(folder, listing)
-    assert (findings.problems, findings.shards) == ([], shards)
-    assert findings.checked[-1] == f"sizes of {listing.name}"
+    report = check_folder(folder, listing)
+    assert (report.problems, report.shards) == ([], shards)
+    assert report.checked[-1] == f"sizes of {listing.name}"
     short, gone = list(listing.sizes())[1:3]
     os.truncate(folder / short, 3 * GIB)
     (folder / gone).unlink()
-    assert sorted(told(check_folder(folder, listing))) == [("missing", gone), ("short", short)]
+    assert sorted(problems_of(check_folder(folder, listing))) == [("missing", gone), ("short", short)]
 
 
-def test_a_shard_that_agrees_with_its_header_but_not_with_the_document(tmp_path):
-    listing = listings()["fp4"]
+def test_shard_with_a_valid_header_and_an_unpublished_size(tmp_path):
+    listing = published_sizes()["fp4"]
     folder = tmp_path / "w"
     as_listed(folder, listing)
     name = list(listing.sizes())[4]
     hollow(folder / name, 4 * GIB)
-    findings = check_folder(folder, listing)
-    assert told(findings) == [("short", name)]
-    assert findings.problems[0].said == "has 4.1G, and DeepSeek-R1-FP4 is listed with 5.0G"
+    report = check_folder(folder, listing)
+    assert problems_of(report) == [("short", name)]
+    assert report.problems[0].message == "has 4.1G, and DeepSeek-R1-FP4 is listed with 5.0G"
 
 
-def test_the_list_is_chosen_by_name_or_by_hand(folder, tmp_path, capsys):
+def test_published_sizes_are_chosen_by_name_or_option(folder, tmp_path, capsys):
     named = folder.rename(tmp_path / "nvidia--deepseek-r1-fp4")
     code, lines = verify(capsys, named)
     assert code == 1
@@ -416,24 +416,25 @@ def test_the_list_is_chosen_by_name_or_by_hand(folder, tmp_path, capsys):
     assert (code, sum(line.startswith("missing") for line in lines)) == (1, 163)
 
 
-def test_every_shard_may_be_right_and_the_sum_wrong(tmp_path):
-    listing = listings()["fp8"]
+def test_wrong_total_with_right_shards(tmp_path):
+    listing = published_sizes()["fp8"]
     as_listed(tmp_path / "w", listing)
     for name, printed in listing.sizes().items():
         hollow(tmp_path / "w" / name, round((printed - 0.01) * GIB))
-    findings = check_folder(tmp_path / "w", listing)
-    assert told(findings) == [("long", ".")]
-    assert "is listed with 642G" in findings.problems[0].said
+    report = check_folder(tmp_path / "w", listing)
+    assert problems_of(report) == [("long", ".")]
+    assert "is listed with 642G" in report.problems[0].message
 
 
-def test_the_document_s_table_is_what_is_stored():
-    fp4, fp8 = listings()["fp4"].sizes(), listings()["fp8"].sizes()
+def test_published_sizes_are_the_printed_ones():
+    fp4, fp8 = published_sizes()["fp4"].sizes(), published_sizes()["fp8"].sizes()
     assert sum(fp4.values()) == pytest.approx(395.3)
     assert sum(fp8.values()) == pytest.approx(656.1)
     assert fp4["model-00080-of-00080.safetensors"] == 1.8
     assert fp8["model-00163-of-000163.safetensors"] == 6.2
 
 
-def test_it_starts_without_torch():
-    code = "import sys, llmb.formats.weight_folder; print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
+def test_module_imports_without_torch():
+    heavy = "('torch', 'numpy', 'safetensors')"
+    code = f"import sys, llmb.formats.weight_folder; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

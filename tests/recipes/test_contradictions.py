@@ -1,6 +1,6 @@
-"""Where the source documents contradict themselves: the list is exactly this one, and its arithmetic holds.
+"""Contradictions within the sources of recipes: the list is complete, and its arithmetic holds.
 
-Every derived figure of the documents is computed again from its inputs; those that do not agree must be listed.
+Every derived figure of the sources is recomputed from its inputs; mismatches must be listed.
 """
 
 import ast
@@ -18,20 +18,20 @@ from llmb.perfmodel import hardware
 
 RECIPES = load_all([shipped()])
 PAGE = Path(__file__).parents[2] / "docs" / "references.md"
-_written_by = importlib.util.spec_from_file_location("references", PAGE.with_suffix(".py"))
-assert _written_by is not None
-assert _written_by.loader is not None
-references = importlib.util.module_from_spec(_written_by)
-_written_by.loader.exec_module(references)
+_generator = importlib.util.spec_from_file_location("references", PAGE.with_suffix(".py"))
+assert _generator is not None
+assert _generator.loader is not None
+references = importlib.util.module_from_spec(_generator)
+_generator.loader.exec_module(references)
 LLAMA, NEMOTRONH, GROK1 = "pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1"
 DEEPSEEK, OUTOFCORE = "inference_deepseek-r1", "outofcore_llama3"
 
 SOURCES = {
-    LLAMA: "001_9d78ff1d2494410c.txt",
-    NEMOTRONH: "003_8bce3a9032702087.txt",
-    GROK1: "004_e4d1b25d7aef7166.txt",
-    DEEPSEEK: "000_4a69f2c7ad3e3b53.txt",
-    OUTOFCORE: "002_4c9f302f326e7867.txt",
+    LLAMA: "NVIDIA dgxc-benchmarking, Llama 3.1 recipe",
+    NEMOTRONH: "NVIDIA dgxc-benchmarking, Nemotron-H recipe (NeMo 25.04.01)",
+    GROK1: "NVIDIA dgxc-benchmarking, Grok-1 recipe (NeMo 25.04.00)",
+    DEEPSEEK: "NVIDIA dgxc-benchmarking, DeepSeek-R1 recipe",
+    OUTOFCORE: "als244/ml_dataflow, profile of Llama 3 8B",
 }
 
 NUMBERS = {
@@ -75,7 +75,7 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def value_of(formula: str) -> float:
-    """An arithmetic formula, worked out; anything but numbers and + - * / ** is refused."""
+    """Evaluate an arithmetic formula; anything but numbers and + - * / ** is rejected."""
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp):
@@ -87,28 +87,28 @@ def value_of(formula: str) -> float:
 
 
 def rounded_like(printed: float, value: float) -> float:
-    """`value` with as many decimals as `printed` shows."""
+    """Round `value` to as many decimals as `printed` has."""
     decimals = -min(0, int(Decimal(str(printed)).as_tuple().exponent))
     return round(value, decimals) if decimals else round(value)
 
 
-def test_only_recipes_of_a_document_have_contradictions() -> None:
+def test_only_recipes_with_a_source_have_contradictions() -> None:
     assert {name for name, recipe in RECIPES.items() if references.contradictions(recipe)} == set(SOURCES)
 
 
 @pytest.mark.parametrize("workload", SOURCES)
-def test_the_list_is_exactly_this(workload: str) -> None:
-    found = references.contradictions(RECIPES[workload])
-    assert {c["source"] for c in found} == {SOURCES[workload]}
-    assert [(c["printed"], c["computed"]) for c in found if "computed" in c] == NUMBERS[workload]
-    assert [c["where"] for c in found if "says" in c] == WORDS[workload]
-    assert len(found) == len(NUMBERS[workload]) + len(WORDS[workload])
+def test_list_of_contradictions_is_complete(workload: str) -> None:
+    entries = references.contradictions(RECIPES[workload])
+    assert {c["source"] for c in entries} == {SOURCES[workload]}
+    assert [(c["printed"], c["computed"]) for c in entries if "computed" in c] == NUMBERS[workload]
+    assert [c["where"] for c in entries if "says" in c] == WORDS[workload]
+    assert len(entries) == len(NUMBERS[workload]) + len(WORDS[workload])
 
 
 @pytest.mark.parametrize(
     "entry", [c for r in RECIPES.values() for c in references.contradictions(r)], ids=lambda c: c["where"]
 )
-def test_each_entry_is_whole_and_its_arithmetic_holds(entry: dict[str, Any]) -> None:
+def test_each_entry_is_complete_and_its_arithmetic_holds(entry: dict[str, Any]) -> None:
     if "computed" in entry:
         assert set(entry) == {"source", "where", "printed", "computed", "how"}
         assert rounded_like(entry["computed"], value_of(entry["how"])) == entry["computed"] != entry["printed"]
@@ -116,12 +116,12 @@ def test_each_entry_is_whole_and_its_arithmetic_holds(entry: dict[str, Any]) -> 
         assert set(entry) == {"source", "where", "says", "but"}
 
 
-# The documents' own constants: FLOPs of one sequence. Llama's document prints TFLOP/s instead.
+# Constants of the sources: FLOPs of one sequence. The Llama recipe prints TFLOP/s instead.
 MODEL_FLOPS = {NEMOTRONH: 2.816e15, GROK1: 4.27e15}
 
 
 def derived(workload: str, published: Row) -> dict[str, float]:
-    """The derived figures of a published run, by the formulas and constants its own document gives."""
+    """Recompute the derived figures of a published run by the formulas and constants of its source."""
     gpus = published["gpus"]
     selectors = {k: published[k] for k in ("gpu", "size", "dtype", "gpus")}
     row = RECIPES[workload].matching(**selectors)[0]
@@ -138,15 +138,15 @@ def derived(workload: str, published: Row) -> dict[str, float]:
 
 
 def test_every_derived_figure_agrees_or_is_listed() -> None:
-    misfits = []
+    mismatches = []
     for workload in (LLAMA, NEMOTRONH, GROK1):
         for published in RECIPES[workload].references:
             for figure, value in derived(workload, published).items():
-                again = rounded_like(published[figure], value)
-                if again != published[figure]:
-                    misfits.append((published["gpu"], published["dtype"], published["gpus"], figure))
-                    assert (published[figure], again) in NUMBERS[workload]
-    assert misfits == [
+                recomputed = rounded_like(published[figure], value)
+                if recomputed != published[figure]:
+                    mismatches.append((published["gpu"], published["dtype"], published["gpus"], figure))
+                    assert (published[figure], recomputed) in NUMBERS[workload]
+    assert mismatches == [
         ("gb200", "fp8", 128, "tokens_per_s"),
         ("gb200", "fp8", 128, "days_per_1t_tokens"),
         ("gb200", "bf16", 512, "tokens_per_s"),
@@ -160,13 +160,13 @@ def test_every_derived_figure_agrees_or_is_listed() -> None:
 
 def test_every_inference_cell_follows_the_rules_or_is_listed() -> None:
     """Concurrency is max_batch_size * TP, requests are 10 * concurrency; a latency run has one request at a time."""
-    misfits = []
+    mismatches = []
     for row in RECIPES[DEEPSEEK].rows:
         concurrency = 1 if row["mode"] == "min_latency" else row["max_batch_size"] * row["tp"]
         for cell, expected in (("concurrency", concurrency), ("num_requests", 10 * row["concurrency"])):
             if row[cell] != expected:
-                misfits.append((row["gpu"], row["use_case"], cell, row[cell], expected))
-    assert misfits == [
+                mismatches.append((row["gpu"], row["use_case"], cell, row[cell], expected))
+    assert mismatches == [
         ("gb200", "summarization", "concurrency", 960, 640),
         ("b200", "chat", "concurrency", 4000, 14400),
         ("b200", "summarization", "concurrency", 256, 1024),
@@ -174,10 +174,10 @@ def test_every_inference_cell_follows_the_rules_or_is_listed() -> None:
         ("h100", "chat", "num_requests", 3000, 30720),
         ("h100", "generation", "concurrency", 450, 3600),
     ]
-    assert {(printed, computed) for *_, printed, computed in misfits} == set(NUMBERS[DEEPSEEK])
+    assert {(printed, computed) for *_, printed, computed in mismatches} == set(NUMBERS[DEEPSEEK])
 
 
-# Worked examples of the documents whose arithmetic is right; those that are not are in the list above.
+# Worked examples of the sources whose arithmetic is right; the others are in the list above.
 EXAMPLES = [
     ("8192 * 64 / 5.74", 91339),
     ("1e12 / 91339 / 86400", 126.72),
@@ -205,21 +205,21 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("formula", "printed"), EXAMPLES)
-def test_the_other_worked_examples_are_right(formula: str, printed: float) -> None:
+def test_other_worked_examples_are_right(formula: str, printed: float) -> None:
     assert rounded_like(printed, value_of(formula)) == printed
 
 
-def test_our_flops_are_the_documents_flops() -> None:
-    """Ours differ from the printed MFU by the rounding of the documents' constants only; Llama's TFLOP/s are listed."""
+def test_model_flops_agree_with_the_sources() -> None:
+    """Our MFU differs from the printed one by the rounding of the sources' constants only."""
     for workload in (NEMOTRONH, GROK1):
         for published in RECIPES[workload].references:
             ours = references.recompute(RECIPES[workload], published).mfu_percent
             assert ours == pytest.approx(published["mfu_percent"], rel=2e-3)
     (llama,) = RECIPES[LLAMA].references
-    again = references.recompute(RECIPES[LLAMA], llama).tflops_per_gpu
-    assert again is not None
-    assert (llama["tflops_per_gpu"], round(again, 1)) in NUMBERS[LLAMA]
+    tflops = references.recompute(RECIPES[LLAMA], llama).tflops_per_gpu
+    assert tflops is not None
+    assert (llama["tflops_per_gpu"], round(tflops, 1)) in NUMBERS[LLAMA]
 
 
-def test_the_page_on_disk_is_the_rendering() -> None:
+def test_page_on_disk_is_up_to_date() -> None:
     assert PAGE.read_text() == references.render(), "run: make docs"

@@ -17,20 +17,20 @@ NEEDS_A_SCALE = ["pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1"]
 @pytest.fixture
 def launch(tmp_path: Path):
     """Runs a launch.sh through a link, from another folder, with an llmb-run that prints its arguments."""
-    shown = tmp_path / "bin" / "llmb-run"
-    shown.parent.mkdir()
-    shown.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
-    shown.chmod(0o755)
-    elsewhere = tmp_path / "a folder"
-    elsewhere.mkdir()
+    fake_command = tmp_path / "bin" / "llmb-run"
+    fake_command.parent.mkdir()
+    fake_command.write_text("#!/usr/bin/env bash\nprintf '%s\\n' \"$@\"\n")
+    fake_command.chmod(0o755)
+    other_folder = tmp_path / "a folder"
+    other_folder.mkdir()
 
     def run(workload: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        link = elsewhere / "start here.sh"
+        link = other_folder / "start here.sh"
         link.unlink(missing_ok=True)
         link.symlink_to(shipped() / workload / "launch.sh")
-        environ = {"PATH": f"{shown.parent}{os.pathsep}{os.environ['PATH']}", **variables}
+        environ = {"PATH": f"{fake_command.parent}{os.pathsep}{os.environ['PATH']}", **variables}
         return subprocess.run(
-            [link, *arguments], cwd=elsewhere, env=environ, capture_output=True, text=True, check=False
+            [link, *arguments], cwd=other_folder, env=environ, capture_output=True, text=True, check=False
         )
 
     return run
@@ -41,7 +41,7 @@ def submit(workload: str, size: str, dtype: str, scale: str, *more: str) -> list
 
 
 @pytest.mark.parametrize("workload", RECIPES)
-def test_it_asks_for_the_recipes_defaults(launch, workload: str) -> None:
+def test_launch_script_uses_the_recipe_defaults(launch, workload: str) -> None:
     recipe = RECIPES[workload]
     done = launch(workload, JOB_TOTAL_GPUS="32")
     assert done.returncode == 0, done.stderr
@@ -49,14 +49,14 @@ def test_it_asks_for_the_recipes_defaults(launch, workload: str) -> None:
 
 
 @pytest.mark.parametrize("workload", RECIPES)
-def test_variables_and_arguments_arrive_unbroken(launch, workload: str) -> None:
+def test_variables_and_arguments_are_passed_unchanged(launch, workload: str) -> None:
     done = launch(workload, "--set", "a b=*", "", MODEL_SIZE="7b", DTYPE="bf16", JOB_TOTAL_GPUS="2")
     assert done.stdout.splitlines() == submit(workload, "7b", "bf16", "2", "--set", "a b=*", "")
 
 
 @pytest.mark.parametrize("workload", NEEDS_A_SCALE)
 @pytest.mark.parametrize("variables", [{}, {"JOB_TOTAL_GPUS": ""}])
-def test_a_missing_scale_is_one_line_that_shows_how(launch, workload: str, variables: dict[str, str]) -> None:
+def test_missing_scale_gives_a_one_line_error_with_an_example(launch, workload: str, variables: dict[str, str]) -> None:
     done = launch(workload, **variables)
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
@@ -72,13 +72,13 @@ def test_deepseek_takes_what_the_gpu_can_hold(launch, gpu: str, dtype: str, scal
     assert done.stdout.splitlines() == submit("inference_deepseek-r1", "671b", dtype, scale)
 
 
-def test_out_of_core_is_for_one_gpu(launch) -> None:
+def test_out_of_core_defaults_to_one_gpu(launch) -> None:
     done = launch("outofcore_llama3")
     assert done.stdout.splitlines() == submit("outofcore_llama3", "8b", "bf16", "1")
 
 
 @pytest.mark.parametrize("workload", RECIPES)
-def test_the_readme_names_only_variables_that_exist(workload: str) -> None:
+def test_readme_lists_only_existing_variables(workload: str) -> None:
     readme = (shipped() / workload / "README.md").read_text()
     table = readme.partition("## Variables")[2].partition("##")[0]
     named = set(re.findall(r"`([A-Z_]+)`", table))

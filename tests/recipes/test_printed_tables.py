@@ -104,7 +104,7 @@ FIELDS = {
     "attn_dp_enabled": "attention_dp", "chunked_prefill_enabled": "chunked_prefill",
 }  # fmt: skip
 
-# Cells a table says nothing about because its heading or the text does.
+# Cells that are in a table's heading or in the text.
 BOTH_DTYPES = {"size": "314b", "dtype": ["fp8", "bf16"]}
 THROUGHPUT = {"size": "671b", "mode": "max_throughput"}
 TABLES = [
@@ -120,12 +120,12 @@ TABLES = [
     ("inference_deepseek-r1", R1_THROUGHPUT_H100, {"gpu": "h100", **THROUGHPUT}),
     ("inference_deepseek-r1", R1_LATENCY_GB200, {"gpu": "gb200", "size": "671b", "mode": "min_latency"}),
 ]
-# What a row may carry beyond the printed cells.
+# Cells that a row may have beyond the printed ones.
 EXTRA = {"time_limit_s"}
 
 
 def cell(text: str) -> Any:
-    """One printed cell as the recipe holds it; NA is null."""
+    """Convert a printed cell to the recipe's value; NA is null."""
     words = {"NA": None, "True": True, "False": False, "Yes": True, "No": False, "FP8": "fp8", "NVFP4": "nvfp4"}
     if text in words:
         return words[text]
@@ -136,7 +136,7 @@ def cell(text: str) -> Any:
 
 
 def printed_rows(table: str, heading: dict[str, Any]) -> list[Row]:
-    """A printed table as recipe rows: an expert split of NA is left out, as the recipe leaves it out."""
+    """Convert a printed table to recipe rows; ep and etp of NA are left out, as in the recipe."""
     header, *lines = [[c.strip() for c in line.strip("|").split("|")] for line in table.strip().splitlines()]
     rows = []
     for line in lines:
@@ -149,14 +149,14 @@ PRINTED = [(workload, row) for workload, table, heading in TABLES for row in pri
 
 
 @pytest.mark.parametrize("workload", dict.fromkeys(workload for workload, _ in PRINTED))
-def test_rows_are_the_printed_ones(workload: str) -> None:
-    ours = [r for r in RECIPES[workload].rows if r["gpus"] != 1]  # the single-GPU rows are not in the documents
-    kept = [{k: v for k, v in row.items() if k not in EXTRA} for row in ours]
-    assert at_each_scale(kept) == at_each_scale([row for name, row in PRINTED if name == workload])
+def test_recipe_rows_are_the_printed_ones(workload: str) -> None:
+    multi_gpu = [r for r in RECIPES[workload].rows if r["gpus"] != 1]  # single-GPU rows are not published
+    rows = [{k: v for k, v in row.items() if k not in EXTRA} for row in multi_gpu]
+    assert at_each_scale(rows) == at_each_scale([row for name, row in PRINTED if name == workload])
 
 
 def at_each_scale(rows: list[Row]) -> list[Row]:
-    """Rows with one GPU count each, so that a weak-scaling rule and the rows it stands for can be compared."""
+    """Expand rows to one GPU count each, so that a weak-scaling rule can be compared with printed rows."""
     return [
         row | {"gpus": gpus} | {k: per_gpus(row[k], gpus, k) for k in ("dp", "gbs") if k in row}
         for row in rows
@@ -164,7 +164,7 @@ def at_each_scale(rows: list[Row]) -> list[Row]:
     ]
 
 
-def test_every_table_was_read_whole() -> None:
+def test_every_table_is_parsed_completely() -> None:
     assert [len(printed_rows(table, {})) for _, table, _ in TABLES] == [3, 3, 3, 3, 7, 3, 1, 4, 4, 4, 4]
 
 
@@ -198,7 +198,7 @@ def test_printed_scales() -> None:
     assert llama.values("gpus", gpu="b200", size="8b") == [8, 16, 32, 64, 128]
 
 
-def test_the_out_of_core_plan_adds_up() -> None:
+def test_published_out_of_core_plan_is_consistent() -> None:
     recipe = RECIPES["outofcore_llama3"]
     (published,) = recipe.references
     plan, layers = published["plan"], recipe.model("8b").layers

@@ -3,7 +3,7 @@
 # sequence length, model in billions of parameters. It ends with where profile.html is; what follows the four goes to
 # `llmb-run submit`:
 #   ./do_transformer_profile.sh 178 78 65536 8
-#   ./do_transformer_profile.sh 0.5 1 1024 8 --proxy       # a small stand-in, on any machine
+#   ./do_transformer_profile.sh 0.5 1 1024 8 --proxy       # a small proxy, on any machine
 set -euo pipefail
 usage="usage: do_transformer_profile.sh HOST_GIB DEVICE_GIB SEQLEN MODEL; MODEL is one of 1, 3, 8, 15, 32, 70"
 if (($# < 4)); then
