@@ -1,10 +1,10 @@
-"""The command that starts an engine, the variables it needs, and job.sh, which repeats the run by hand.
+"""The command that starts an engine, its environment variables, and job.sh, which repeats the run by hand.
 
-    engine_command(config, rundir, sys.executable) -> [python, -m, llmb.train, config.json], or another engine's
-    engine_order(config, rundir, sys.executable)   -> the same for a cluster: what each task runs
+    engine_command(config, run_folder, sys.executable) -> [python, -m, llmb.train, config.json], or another engine's
+    build_launch_spec(config, run_folder, sys.executable) -> the same for a cluster: the command of each task
     bash job.sh                                    # the same run again, in a new folder beside the first
 
-The engine works inside its run folder: config.json lies there, and whatever a library drops lands there.
+The working directory of the engine is its run folder, with config.json and whatever files libraries write.
 """
 
 import os
@@ -19,8 +19,8 @@ import llmb
 from llmb.config.spec import NSIGHT_VARIABLE, RunConfig
 from llmb.errors import ConfigError, UnknownName
 from llmb.launch.engines import megatron_bridge, nsys_command, trtllm
-from llmb.launch.engines.launch_spec import EngineOrder
-from llmb.launch.run_folder import CONFIG_FILE, TIMESTAMP, RunDir
+from llmb.launch.engines.launch_spec import LaunchSpec
+from llmb.launch.run_folder import CONFIG_FILE, TIMESTAMP, RunFolder
 from llmb.launch.secrets import is_secret
 
 ENGINES = {"training": "llmb.train", "inference": "llmb.serve", "outofcore": "llmb.offload"}
@@ -29,11 +29,11 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def engine_command(
-    config: RunConfig, rundir: RunDir, python: str, environ: Mapping[str, str] = os.environ
+    config: RunConfig, run_folder: RunFolder, python: str, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """What starts the run's engine on this machine, from inside its run folder."""
+    """Return the command that starts the run's engine on this machine, from inside its run folder."""
     check_engine(config, environ)
-    nsys = [] if not nsys_command.used(config) else nsys_command.wrapped([], config, rundir.job_id)
+    nsys = [] if not nsys_command.is_used(config) else nsys_command.wrap([], config, run_folder.job_id)
     if config.engine == "trtllm":
         return [*nsys, *trtllm.local_command(config)]
     if config.engine == "megatron_bridge":
@@ -43,43 +43,43 @@ def engine_command(
     return _torchrun(config, python, [*nsys, python] if nsys else [], _module(config))
 
 
-def engine_order(
-    config: RunConfig, rundir: RunDir, python: str, environ: Mapping[str, str] = os.environ
-) -> EngineOrder:
-    """What a cluster starts for the run, task by task. `python`: the native engine's; a container has its own."""
+def build_launch_spec(
+    config: RunConfig, run_folder: RunFolder, python: str, environ: Mapping[str, str] = os.environ
+) -> LaunchSpec:
+    """Return the launch spec of the run on a cluster. `python`: of the native engine; a container has its own."""
     if config.engine == "trtllm":
-        order = trtllm.order(config, environ)
+        spec = trtllm.launch_spec(config, environ)
     elif config.engine == "megatron_bridge":
-        order = megatron_bridge.order(config, environ)
+        spec = megatron_bridge.launch_spec(config, environ)
     else:
         source = _checkout()
-        order = EngineOrder(command=(python, *_module(config)), folders=(source,) if source else ())
-    if not nsys_command.used(config):
-        return order
-    return replace(order, command=tuple(nsys_command.wrapped(order.command, config, rundir.job_id)))
+        spec = LaunchSpec(command=(python, *_module(config)), folders=(source,) if source else ())
+    if not nsys_command.is_used(config):
+        return spec
+    return replace(spec, command=tuple(nsys_command.wrap(spec.command, config, run_folder.job_id)))
 
 
-def spelled_command(config: RunConfig, environ: Mapping[str, str] = os.environ) -> str:
-    """The command as a person would type it; another engine's as each rank runs it, trtllm-bench's as a script."""
+def format_engine_command(config: RunConfig, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the command as typed in a shell; another engine's as each rank runs it, trtllm-bench's as a script."""
     if config.engine == "trtllm":
         return trtllm.script(config)
     if config.engine == "megatron_bridge":
         return shlex.join(["python3", *megatron_bridge.script(config, environ)]) + "\n"
-    alone = config.machine.gpus == 1
-    return shlex.join(["python", *_module(config)] if alone else _torchrun(config, "python", [], _module(config)))
+    single = config.machine.gpus == 1
+    return shlex.join(["python", *_module(config)] if single else _torchrun(config, "python", [], _module(config)))
 
 
 def check_engine(
-    config: RunConfig, environ: Mapping[str, str] = os.environ, here: bool = True, in_container: bool = False
+    config: RunConfig, environ: Mapping[str, str] = os.environ, local: bool = True, in_container: bool = False
 ) -> None:
-    """A ConfigError where there is no engine for the run; nothing is made or started.
+    """Raise a ConfigError where the engine cannot run this configuration; nothing is created or started.
 
-    `here`: it is to be started on this machine, so what it needs must be on it; a container is not looked into.
+    `local`: the run starts on this machine, so its requirements must be installed; a container is not checked.
     """
-    if here:
+    if local:
         nsys_command.check(config)
     if config.engine == "trtllm":
-        trtllm.check(config, here)
+        trtllm.check(config, local)
     elif config.engine == "megatron_bridge":
         megatron_bridge.check(config, environ, in_container)
     elif config.engine == "native":
@@ -90,34 +90,34 @@ def check_engine(
 
 def _check_native(config: RunConfig, in_container: bool) -> None:
     kind = config.workload.kind
-    if not _can_be_started(ENGINES[kind]):
-        present = ", ".join(k for k, module in ENGINES.items() if _can_be_started(module)) or "none"
+    if not _is_runnable(ENGINES[kind]):
+        present = ", ".join(k for k, module in ENGINES.items() if _is_runnable(module)) or "none"
         raise ConfigError(f"the native engine for {kind} is not part of this version; there is one for: {present}")
     if not in_container and find_spec("torch") is None:
         raise ConfigError("the native engine needs torch, which is not installed: pip install 'llmb[engine]'")
 
 
-def engine_environment(config: RunConfig, environ: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set on top of `environ`: those the user wants, with their real values, and the engine's own."""
-    _check(wanted)
-    given = {**environ, **wanted}
-    ranks_here = min(config.machine.gpus, config.machine.gpus_per_node)
-    defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // ranks_here))}  # else each rank takes every core
+def engine_environment(config: RunConfig, environ: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to set on top of `environ`: the user's `overrides`, secrets included, and the engine's."""
+    _check_variables(overrides)
+    explicit = {**environ, **overrides}
+    local_ranks = min(config.machine.gpus, config.machine.gpus_per_node)
+    defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // local_ranks))}  # else each rank uses every core
     if config.profile.nccl_trace:
         defaults |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL"}  # every collective call, in the log
-    defaults |= _own_environment(config, given)
-    settings = {**wanted, "PYTHONUNBUFFERED": "1"}
-    settings |= {name: value for name, value in defaults.items() if name not in given}
-    if nsys_command.used(config):
+    defaults |= _engine_variables(config, explicit)
+    settings = {**overrides, "PYTHONUNBUFFERED": "1"}
+    settings |= {name: value for name, value in defaults.items() if name not in explicit}
+    if nsys_command.is_used(config):
         settings[NSIGHT_VARIABLE] = "1"
-    if path := python_path(given.get("PYTHONPATH", ""), defaults.get("PYTHONPATH", "")):
+    if path := python_path(explicit.get("PYTHONPATH", ""), defaults.get("PYTHONPATH", "")):
         settings["PYTHONPATH"] = path
     return settings
 
 
-def python_path(*known: str) -> str:
-    """A PYTHONPATH of those that are known, by which a process finds this checkout wherever it starts."""
-    folders = [folder for one in known for folder in one.split(os.pathsep) if folder]
+def python_path(*python_paths: str) -> str:
+    """Join PYTHONPATHs, and add this checkout so that a process finds it wherever it starts."""
+    folders = [folder for path in python_paths for folder in path.split(os.pathsep) if folder]
     paths = list(dict.fromkeys(map(os.path.abspath, folders)))
     source = _checkout()
     if source and source not in paths:
@@ -125,12 +125,12 @@ def python_path(*known: str) -> str:
     return os.pathsep.join(paths)
 
 
-def job_script(command: Sequence[str], environment: Mapping[str, str], rundir: RunDir) -> str:
-    """The text of job.sh. Secrets are left out: whoever runs it has them in the environment, or not at all."""
-    _check(environment)
+def job_script(command: Sequence[str], environment: Mapping[str, str], run_folder: RunFolder) -> str:
+    """Return the text of job.sh. Secrets are left out: they come from the environment of whoever runs it."""
+    _check_variables(environment)
     secret = [name for name, value in environment.items() if is_secret(name, value)]
     exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items() if name not in secret]
-    name = shlex.quote(rundir.name)
+    name = shlex.quote(run_folder.name)
     folder = f'"$again"/{name}'
     lines = [
         "#!/usr/bin/env bash",
@@ -140,7 +140,7 @@ def job_script(command: Sequence[str], environment: Mapping[str, str], rundir: R
         'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)',
         f'again="${{here%/*/*}}"/{name}_"$(date +{TIMESTAMP})"',
         f'mkdir -- "$again" {folder}',
-        f'cp -- "$here/{rundir.config.name}" {folder}',
+        f'cp -- "$here/{run_folder.config.name}" {folder}',
         f"cd -- {folder}",
         'echo "repeating in $PWD"',
         *exports,
@@ -150,12 +150,12 @@ def job_script(command: Sequence[str], environment: Mapping[str, str], rundir: R
 
 
 def _checkout() -> str | None:
-    """The folder this package lies in, where that is no place in which Python looks by itself."""
+    """Return the folder that contains this package; None where it is installed in site-packages."""
     folder = Path(llmb.__file__).parent.parent
     return None if folder.name in ("site-packages", "dist-packages") else str(folder)
 
 
-def _own_environment(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
+def _engine_variables(config: RunConfig, environ: Mapping[str, str]) -> dict[str, str]:
     if config.engine == "trtllm":
         return trtllm.environment(config)
     return megatron_bridge.environment(config, environ) if config.engine == "megatron_bridge" else {}
@@ -165,17 +165,17 @@ def _module(config: RunConfig) -> list[str]:
     return ["-m", ENGINES[config.workload.kind], CONFIG_FILE]
 
 
-def _torchrun(config: RunConfig, python: str, program: Sequence[str], words: Sequence[str]) -> list[str]:
-    """A process for each GPU; `program`: what runs the words, where that is not Python itself."""
+def _torchrun(config: RunConfig, python: str, program: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Return the torchrun command, one process per GPU; `program`: what runs the arguments, if not Python itself."""
     machine = config.machine
     per_node = str(min(machine.gpus, machine.gpus_per_node))
     nodes = ["--standalone"] if machine.nodes == 1 else ["--nnodes", str(machine.nodes)]
     start = [python, "-m", "torch.distributed.run", *nodes, "--nproc-per-node", per_node]
-    return [*start, "--no-python", *program, *words] if program else [*start, *words]
+    return [*start, "--no-python", *program, *arguments] if program else [*start, *arguments]
 
 
-def _can_be_started(module: str) -> bool:
-    """Whether `python -m module` would find something; nothing is imported to find out, as that would load torch."""
+def _is_runnable(module: str) -> bool:
+    """Return whether `python -m module` works; nothing is imported to find out, as that would load torch."""
     spec = find_spec(module)
     if spec is None:
         return False
@@ -183,14 +183,14 @@ def _can_be_started(module: str) -> bool:
     return folders is None or any(Path(folder, "__main__.py").is_file() for folder in folders)
 
 
-def _check(environment: Mapping[str, str]) -> None:
+def _check_variables(environment: Mapping[str, str]) -> None:
     for name, value in environment.items():
         if not _VARIABLE.fullmatch(name):
             raise ConfigError(f"{name!r} cannot name an environment variable; use letters, digits and '_'")
         if "\0" in value:
-            raise ConfigError(f"environment variable {name} holds a zero byte, which no process can be given")
+            raise ConfigError(f"environment variable {name} holds a zero byte, which no environment variable can hold")
 
 
 def _cores() -> int:
-    """Cores this process may use: fewer than the machine has inside a container or a job."""
+    """Return the cores this process may use: inside a container or a job, fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

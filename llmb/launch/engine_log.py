@@ -1,4 +1,4 @@
-"""The engine's output on its way into the run folder's log: whole lines, without secrets; and the end of a log."""
+"""Log of an engine in the run folder: written in whole lines, without secrets; and its tail."""
 
 import os
 from collections.abc import Sequence
@@ -6,30 +6,30 @@ from pathlib import Path
 
 from llmb.launch.secrets import scrub
 
-LONGEST_LINE = 2**20  # bytes kept back while waiting for the end of a line
-END = 2**18  # bytes searched for why a run ended
+MAX_LINE_BYTES = 2**20  # held back while waiting for the end of a line
+TAIL_BYTES = 2**18  # searched for why a run ended
 
 
-class Log:
-    """Open from the engine's start to its last word."""
+class EngineLog:
+    """Log file, open from the engine's start to the end of its output."""
 
     def __init__(self, path: Path, secrets: Sequence[str]):
         self.path = path
-        self.error: OSError | None = None  # why writing ended; the output is still taken in, or the engine would hang
+        self.error: OSError | None = None  # why writing stopped; output is still read, or the engine would block
         self._secrets = secrets
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._rest = b""
+        self._partial_line = b""
 
-    def take(self, output: int) -> bool:
-        """Move what there is to read; False at its end."""
+    def copy_from(self, output: int) -> bool:
+        """Copy available output of a pipe to the log; False at its end."""
         chunk = os.read(output, 65536)
-        self._rest += chunk
-        end = max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r")) + 1
-        if not end and len(self._rest) > LONGEST_LINE:
-            end = self._rest.rfind(b" ") + 1 or len(self._rest)
+        data = self._partial_line + chunk
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not end and len(data) > MAX_LINE_BYTES:
+            end = data.rfind(b" ") + 1 or len(data)
         if not chunk:
-            end = len(self._rest)
-        lines, self._rest = self._rest[:end], self._rest[end:]
+            end = len(data)
+        lines, self._partial_line = data[:end], data[end:]
         if lines and self.error is None:
             self._write(os.fsencode(scrub(os.fsdecode(lines), self._secrets)))
         return bool(chunk)
@@ -42,11 +42,11 @@ class Log:
             self.error = error
 
 
-def end_of(path: Path) -> str:
-    """The last that was written; nothing where it is not there, or where what kept it from being written still does."""
+def read_log_tail(path: Path) -> str:
+    """Return the end of a log; empty where it is missing or cannot be read."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - END))
-            return file.read(END).decode(errors="replace")
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            return file.read(TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""

@@ -1,8 +1,8 @@
-"""Reads event files while they are being written, and adds the last word where an engine could not.
+"""Reads event files while they are being written, and appends the RunEnded that an engine could not write.
 
-tail = EventTail(rundir.events(0))
-for event in tail.new(): ...        # as often as wished; a half-written line waits for its other half
-for rank, event in EventTails(rundir).new(): ...        # the same for every rank there is by now
+tail = EventTail(run_folder.events(0))
+for event in tail.new(): ...        # repeatedly; a partial line waits until it is complete
+for rank, event in EventTails(run_folder).new(): ...        # the same for every rank that exists by now
 """
 
 import os
@@ -11,72 +11,72 @@ from pathlib import Path
 
 from llmb import events
 from llmb.events import Event, RunEnded
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 
 
 class EventTail:
-    """The events of a file, each given out once, in order."""
+    """Events of a file, each returned once, in order."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.ended: RunEnded | None = None  # the last one seen
+        self.ended: RunEnded | None = None  # the last one read
         self._offset = 0
-        self._half = b""
+        self._partial_line = b""
 
     def new(self, *, finished: bool = False) -> list[Event]:
-        """What was written since the last call. `finished`: nobody writes any more, half a line is all there is."""
+        """Return the events since the last call. `finished`: nobody writes any more, so parse a partial line too."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
-                fresh = file.read()
+                content = file.read()
         except FileNotFoundError:
             return []
-        self._offset += len(fresh)
-        *lines, self._half = (self._half + fresh).split(b"\n")
+        self._offset += len(content)
+        *lines, self._partial_line = (self._partial_line + content).split(b"\n")
         if finished:
-            lines.append(self._half)
-            self._half = b""
-        found = [event for event in map(events.parse, lines) if event is not None]
-        for event in found:
+            lines.append(self._partial_line)
+            self._partial_line = b""
+        new_events = [event for event in map(events.parse, lines) if event is not None]
+        for event in new_events:
             if isinstance(event, RunEnded):
                 self.ended = event
-        return found
+        return new_events
 
 
 class EventTails:
-    """The events of all ranks of a run."""
+    """Events of all ranks of a run."""
 
-    def __init__(self, rundir: RunDir):
-        self._rundir = rundir
+    def __init__(self, run_folder: RunFolder):
+        self._run_folder = run_folder
         self._by_rank: dict[int, EventTail] = {}
 
     def new(self, *, finished: bool = False) -> Iterator[tuple[int, Event]]:
-        """What was written since the last call, with its rank."""
-        for path in self._rundir.all_events():
+        """Yield (rank, event) for the events since the last call."""
+        for path in self._run_folder.all_events():
             rank = int(path.suffixes[0].removeprefix(".rank"))
             tail = self._by_rank.setdefault(rank, EventTail(path))
             yield from ((rank, event) for event in tail.new(finished=finished))
 
     @property
     def ends(self) -> list[RunEnded]:
-        """How each rank says it ended, those that say so."""
+        """RunEnded of each rank that has written one."""
         return [tail.ended for tail in self._by_rank.values() if tail.ended is not None]
 
     @property
     def silent(self) -> list[int]:
-        """Ranks that were there and have not said how they ended."""
+        """Ranks that have started and not written a RunEnded."""
         return sorted(rank for rank, tail in self._by_rank.items() if tail.ended is None)
 
 
-def last_word(path: Path) -> RunEnded | None:
-    """How a rank that writes no more says it ended."""
+def read_run_end(path: Path) -> RunEnded | None:
+    """Return the last RunEnded in the event file of a rank that has exited."""
     tail = EventTail(path)
     tail.new(finished=True)
     return tail.ended
 
 
-def record_end(path: Path, end: RunEnded) -> None:
-    """Append a RunEnded, on a line of its own even where a killed engine left half a line."""
+def append_run_end(path: Path, end: RunEnded) -> None:
+    """Append a RunEnded, on a line of its own even where a killed engine left a partial line."""
     if path.exists():
         with path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)

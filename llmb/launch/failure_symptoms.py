@@ -1,45 +1,45 @@
-"""What a log's lines say about why a run failed: those of Slurm, the kernel, pyxis and enroot, CUDA, NCCL and torch.
+"""Symptoms of failures in a log: lines of Slurm, the kernel, pyxis and enroot, CUDA, NCCL and torch.
 
-    first_symptom(log, HARD) -> Symptom("oom_kill", "slurmstepd: error: Detected 1 oom-kill event(s) ...")
+    find_symptom(log, HARD) -> Symptom("oom_kill", "slurmstepd: error: Detected 1 oom-kill event(s) ...")
 
-The kinds stand in the order in which they can be the cause of one another: a rank that is killed makes the others lose
-their connections, never the other way round. Of one kind the first line counts.
+The kinds are ordered by causality: a rank that is killed makes the others lose their connections, never the other way
+round. Of one kind the first line counts.
 """
 
 import re
 from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple
 
-Kind = Literal[
-    "node_failure",  # Slurm or the silence of all its ranks says that a node is gone
+FailureKind = Literal[
+    "node_failure",  # reported by Slurm, or all ranks of a node went silent
     "preemption",
     "time_limit",
     "cancelled",
-    "oom_kill",  # the kernel or Slurm ended a process for its memory
+    "oom_kill",  # the kernel or Slurm killed a process for its memory
     "gpu_fault",
-    "gpu_oom",  # the engine asked for more memory than its device has (the host, where it computes on CPUs)
+    "gpu_oom",  # the engine exceeded the memory of its device (of the host, on CPUs)
     "container_missing",
     "weights_missing",
     "disk_full",
-    "hung",  # no rank moved any more
+    "hung",  # no rank made progress
     "nccl_timeout",
     "nccl_error",
-    "network",  # ranks did not find or lost one another
-    "killed",  # by SIGKILL; nobody says why
+    "network",  # ranks could not connect, or lost the connection
+    "killed",  # by SIGKILL, for an unknown reason
     "refused",  # the request is wrong
     "program_error",
 ]
 
 
 class Symptom(NamedTuple):
-    """A kind of failure and the line that shows it."""
+    """Kind of failure and the line that shows it."""
 
-    kind: Kind
+    kind: FailureKind
     line: str
 
 
-_NEAR = ".{0,300}"  # bounded, so that no garbage can make a search slow
-_SIGNS: dict[Kind, tuple[str, ...]] = {  # of one kind those that say most in front
+_NEAR = ".{0,300}"  # bounded, so that no input makes a search slow
+_PATTERN_TEXTS: dict[FailureKind, tuple[str, ...]] = {  # of one kind the most specific first
     "oom_kill": (
         rf"slurmstepd\S{{0,80}}: error:{_NEAR}(?:oom[-_]kill|[Ee]xceeded {_NEAR}memory limit)",
         rf"srun: error: {_NEAR}: Out Of Memory",
@@ -83,18 +83,18 @@ _SIGNS: dict[Kind, tuple[str, ...]] = {  # of one kind those that say most in fr
     ),
     "refused": (rf"srun: error: Unable to create step for job {_NEAR}(?:permitted|not available|Invalid)",),
 }
-_PATTERNS = {kind: tuple(map(re.compile, signs)) for kind, signs in _SIGNS.items()}
-HARD: tuple[Kind, ...] = ("oom_kill", "gpu_fault")  # whatever else is said
-SOFT: tuple[Kind, ...] = tuple(kind for kind in _PATTERNS if kind not in HARD)
+_PATTERNS = {kind: tuple(map(re.compile, texts)) for kind, texts in _PATTERN_TEXTS.items()}
+HARD: tuple[FailureKind, ...] = ("oom_kill", "gpu_fault")  # outweigh any other symptom
+SOFT: tuple[FailureKind, ...] = tuple(kind for kind in _PATTERNS if kind not in HARD)
 
-_DUE_TO = re.compile(r"slurmstepd\S*: error: \*\*\* (?:JOB|STEP) .* CANCELLED AT \S+ DUE TO ([A-Z ]+)")
+_CANCELLED_DUE_TO = re.compile(r"slurmstepd\S*: error: \*\*\* (?:JOB|STEP) .* CANCELLED AT \S+ DUE TO ([A-Z ]+)")
 _NODE_FAILED = re.compile(r"srun: error: Node failure on ([\w.,\[\]-]+)")
-_TASKS_ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
-_PASSING = re.compile(  # an image that may be had a minute later
+_TASKS_EXITED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$", re.MULTILINE)
+_TRANSIENT = re.compile(  # the image may be available a minute later
     r"curl: \((?:5|6|7|16|18|28|35|52|55|56|92)\)|Could not resolve host|Temporary failure in name resolution"
     r"|returned error code: (?:408|429|5\d\d)|[Tt]imed? ?out|Connection (?:refused|reset)"
 )
-_SPEAKERS = (
+_NODE_PATTERNS = (
     re.compile(r"^srun: error: ([\w.-]+): tasks? "),
     re.compile(r"^slurmstepd-(\S+): "),
     re.compile(r"(?:^|\s)([\w.-]+):\d+:\d+ \[\d+\] .*NCCL "),
@@ -103,56 +103,56 @@ _SPEAKERS = (
 _RANK_LABEL = re.compile(r"^\[rank(\d+)\]")
 
 
-def first_symptom(text: str, kinds: Collection[Kind]) -> Symptom | None:
-    """Of these kinds the one that can be the cause of the others."""
+def find_symptom(text: str, kinds: Collection[FailureKind]) -> Symptom | None:
+    """Return the symptom of these kinds that can be the cause of the others."""
     for kind, patterns in _PATTERNS.items():
-        if kind in kinds and (found := next(filter(None, (pattern.search(text) for pattern in patterns)), None)):
-            begin, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+        if kind in kinds and (match := next(filter(None, (pattern.search(text) for pattern in patterns)), None)):
+            begin, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.end())
             return Symptom(kind, text[begin : end if end >= 0 else None].strip())
     return None
 
 
-def slurm_ended_it(log: str) -> str | None:
-    """What Slurm wrote into the log when it ended the job: TIME LIMIT, PREEMPTION, NODE FAILURE."""
-    found = _DUE_TO.search(log)
-    return found[1].strip() if found else None
+def slurm_cancel_reason(log: str) -> str | None:
+    """Return why Slurm ended the job, as it wrote into the log: TIME LIMIT, PREEMPTION, NODE FAILURE."""
+    match = _CANCELLED_DUE_TO.search(log)
+    return match[1].strip() if match else None
 
 
-def failed_nodes(log: str) -> tuple[str, ...]:
-    """Nodes that srun lost, as it names them."""
-    return tuple(dict.fromkeys(found[1] for found in _NODE_FAILED.finditer(log)))
+def lost_nodes(log: str) -> tuple[str, ...]:
+    """Return the nodes that srun lost, as hostlists."""
+    return tuple(dict.fromkeys(match[1] for match in _NODE_FAILED.finditer(log)))
 
 
-class TasksEnded(NamedTuple):
-    """A line of srun: some tasks of one node ended badly."""
+class TasksExited(NamedTuple):
+    """Line of srun: some tasks of one node failed."""
 
     node: str
     tasks: tuple[int, ...]
-    how: str  # Killed, Segmentation fault, Exited with exit code 1, Terminated
+    status: str  # Killed, Segmentation fault, Exited with exit code 1, Terminated
 
 
-def tasks_ended(log: str) -> Iterator[TasksEnded]:
-    """Every such line, the first to end in front."""
-    for found in _TASKS_ENDED.finditer(log):
-        yield TasksEnded(found[1], tuple(_counted(found[2])), found[3])
+def tasks_exited(log: str) -> Iterator[TasksExited]:
+    """Yield every such line, in order."""
+    for match in _TASKS_EXITED.finditer(log):
+        yield TasksExited(match[1], tuple(_expand(match[2])), match[3])
 
 
-def speaker(line: str) -> tuple[str | None, int | None]:
-    """Which node, or which rank, a line of the log is about; either may not be known."""
-    node = next((found[1] for pattern in _SPEAKERS if (found := pattern.search(line))), None)
+def line_source(line: str) -> tuple[str | None, int | None]:
+    """Return the node and the rank that a log line is about; either may be unknown."""
+    node = next((match[1] for pattern in _NODE_PATTERNS if (match := pattern.search(line))), None)
     rank = _RANK_LABEL.match(line)
     return node, int(rank[1]) if rank else None
 
 
-def may_pass(log: str) -> bool:
-    """Whether what kept an image from being fetched was the network, or a registry that was busy."""
-    about = "\n".join(line for line in log.splitlines() if "pyxis" in line or "enroot" in line or "[ERROR]" in line)
-    return bool(_PASSING.search(about))
+def is_transient(log: str) -> bool:
+    """Return whether an image could not be fetched because of the network or a busy registry."""
+    lines = [line for line in log.splitlines() if "pyxis" in line or "enroot" in line or "[ERROR]" in line]
+    return bool(_TRANSIENT.search("\n".join(lines)))
 
 
-def _counted(ranges: str) -> Iterator[int]:
-    """The numbers of 0-1,5."""
-    for piece in ranges.split(","):
-        first, _, last = piece.partition("-")
+def _expand(ranges: str) -> Iterator[int]:
+    """Expand 0-1,5."""
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
         if first.isdecimal():
             yield from range(int(first), int(last if last.isdecimal() else first) + 1)

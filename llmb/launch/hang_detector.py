@@ -1,16 +1,15 @@
-"""Notices that a run no longer moves, and finds out whose fault it is.
+"""Detects that a run hangs, and finds the rank that caused it.
 
-    watch = StallWatch(config, engine)  # engine.ask_where(pids): makes those processes write their Whereabouts
-    watch.saw(event)                    # every event of every rank
-    watch.verdict() -> Verdict("failed", "hung: no rank made progress for 30 s after step 4; rank 2 ...", 2) or None
+    detector = HangDetector(config, engine)  # engine.request_hang_reports(pids): they write a HangReport
+    detector.observe(event)                  # every event of every rank
+    detector.verdict() -> Verdict("failed", "hung: no rank made progress for 30 s after step 4; rank 2 ...", 2) or None
 
-A step may take ten times as long as steps do, and never less than half a minute. What is slow by nature gets ten
-minutes: the start, a checkpoint, a trace, the end. But where the work is done on CPUs, processes that use none are not
-slow: after some 40 s the run hangs, whatever it is at. `stall_limit_s` stands in place of the first rule and the last;
-the second never gives less.
+A step may take ten times the median, and at least half a minute. Slow phases get ten minutes: the start, a checkpoint,
+a trace, the end. But where the work is done on CPUs, processes that use no CPU time are not slow: after some 40 s the
+run hangs, whatever its phase. `stall_limit_s` replaces the first rule and the last; the second never gives less.
 
-When the time is up every rank is asked how far it has come, and whoever does not answer, or has entered fewer
-collectives than those who wait for it, is the one.
+When the limit is exceeded every rank is asked for a HangReport. The culprit is the rank that does not respond, or has
+entered fewer collectives than those that wait for it.
 """
 
 import time
@@ -21,107 +20,111 @@ from statistics import median
 from typing import Protocol
 
 from llmb.config.spec import Inference, RunConfig, Training
-from llmb.events import Event, RunStarted, StepDone, Whereabouts
+from llmb.events import Event, HangReport, RunStarted, StepDone
 from llmb.launch.verdict import Verdict
 
-SHORTEST_S = 30.0  # together with the time to answer and to end well below a minute
-PAUSE_S = 600.0
-TIMES = 10  # the median of recent steps
-RECENT = 20  # steps
-IDLE_S = 40.0
-IDLE_SHARE = 0.05  # of one core, for all processes together: torchrun and sleeping threads look about now and then
-SAMPLE_S = 2.0  # between two looks at the CPU time
-ANSWER_S = 3.0
+MIN_LIMIT_S = 30.0  # with the time for reports and shutdown well below a minute
+PAUSE_LIMIT_S = 600.0
+STEP_FACTOR = 10  # times the median of recent steps
+RECENT_STEPS = 20
+IDLE_LIMIT_S = 40.0
+IDLE_CORE_FRACTION = 0.05  # of one core, for all processes together: torchrun and sleeping threads poll now and then
+CPU_SAMPLE_S = 2.0  # between two samples of the CPU time
+REPORT_TIMEOUT_S = 3.0
 
 
-class Engine(Protocol):
-    """What is watched."""
+class WatchedEngine(Protocol):
+    """Engine that a HangDetector watches."""
 
-    def ask_where(self, pids: Collection[int]) -> None:
-        """Ask those of these processes that are the engine's for their Whereabouts."""
+    def request_hang_reports(self, pids: Collection[int]) -> None:
+        """Ask those of these processes that belong to the engine for a HangReport."""
 
-    def worked_s(self) -> float | None:
-        """CPU time of all its processes so far; none: they are on other machines."""
+    def cpu_time_s(self) -> float | None:
+        """Return the CPU time of all its processes so far; None: they are on other machines."""
 
 
-class StallWatch:
-    """One run's progress."""
+class HangDetector:
+    """Progress of one run."""
 
-    def __init__(self, config: RunConfig, engine: Engine, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, config: RunConfig, engine: WatchedEngine, clock: Callable[[], float] = time.monotonic):
         self._config = config
         self._engine = engine
         self._clock = clock
-        self._moved_at = self._worked_at = self._sampled_at = clock()
-        self._worked_s = 0.0
-        self._asked_at: float | None = None
+        self._progress_at = self._busy_at = self._sampled_at = clock()
+        self._cpu_time_s = 0.0
+        self._requested_at: float | None = None
         self._pids: dict[int, int] = {}  # by rank
-        self._answers: dict[int, Whereabouts] = {}
-        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._reports: dict[int, HangReport] = {}
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._step: int | None = None
 
-    def saw(self, event: Event) -> None:
-        """An event has come: unless it is an answer, something still moves."""
-        if isinstance(event, Whereabouts):
-            self._answers[event.rank] = event
+    def observe(self, event: Event) -> None:
+        """Record an event: anything but a HangReport is progress."""
+        if isinstance(event, HangReport):
+            self._reports[event.rank] = event
             return
-        self._moved_at, self._asked_at = self._clock(), None
+        self._progress_at, self._requested_at = self._clock(), None
         if isinstance(event, RunStarted) and event.pid is not None:
             self._pids[event.rank] = event.pid
         elif isinstance(event, StepDone):
             self._step = max(self._step or 0, event.step)
             if event.seconds is not None:
-                self._seconds.append(event.seconds)
+                self._step_seconds.append(event.seconds)
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds that may pass without an event; none: nothing can be said about this kind of run."""
+        """Seconds that may pass without an event; None: no limit for this kind of run."""
         if self._config.engine != "native":  # it writes no events, so their absence means nothing
             return None
-        wanted = self._config.limits.stall_limit_s
+        configured = self._config.limits.stall_limit_s
         if isinstance(self._config.workload, Inference):
-            return wanted
+            return configured
         if self._step is None or pause_follows(self._config, self._step):
-            return max(PAUSE_S, wanted or 0.0)
-        return wanted if wanted is not None else max(SHORTEST_S, TIMES * median(self._seconds or [0.0]))
+            return max(PAUSE_LIMIT_S, configured or 0.0)
+        return (
+            configured
+            if configured is not None
+            else max(MIN_LIMIT_S, STEP_FACTOR * median(self._step_seconds or [0.0]))
+        )
 
     def verdict(self) -> Verdict | None:
-        """Why the run must be ended, if it hangs; the ranks are asked first."""
+        """Return why the run must be stopped, if it hangs; the ranks are asked for reports first."""
         now = self._clock()
-        if not self._stalled(now):
+        if not self._hangs(now):
             return None
-        if self._asked_at is None:
-            self._asked_at, self._answers = now, {}
-            self._engine.ask_where(self._pids.values())
-        if now - self._asked_at < ANSWER_S and self._answers.keys() < self._pids.keys():
+        if self._requested_at is None:
+            self._requested_at, self._reports = now, {}
+            self._engine.request_hang_reports(self._pids.values())
+        if now - self._requested_at < REPORT_TIMEOUT_S and self._reports.keys() < self._pids.keys():
             return None
-        suspicion = suspect(self._answers, self._pids.keys())
-        after = "before the first step ended" if self._step is None else f"after step {self._step}"
-        seconds = self._asked_at - self._moved_at
-        reason = f"hung: no rank made progress for {seconds:.0f} s {after}; {suspicion.evidence}"
-        return Verdict("failed", reason, suspicion.rank)
+        cause = find_hang_cause(self._reports, self._pids.keys())
+        last_step = "before the first step ended" if self._step is None else f"after step {self._step}"
+        seconds = self._requested_at - self._progress_at
+        reason = f"hung: no rank made progress for {seconds:.0f} s {last_step}; {cause.evidence}"
+        return Verdict("failed", reason, cause.rank)
 
-    def _stalled(self, now: float) -> bool:
-        if self._asked_at is not None:  # what the answers cost must not look like work
+    def _hangs(self, now: float) -> bool:
+        if self._requested_at is not None:  # the CPU time of writing reports must not count as work
             return True
         limit = self.limit_s
-        return (limit is not None and now - self._moved_at >= limit) or self._idle(now)
+        return (limit is not None and now - self._progress_at >= limit) or self._is_idle(now)
 
-    def _idle(self, now: float) -> bool:
-        """Whether the engine has done nothing for long; only CPUs show it, a host may sleep while its GPU computes."""
+    def _is_idle(self, now: float) -> bool:
+        """Return whether a CPU run used no CPU time for long; with GPUs the host may sleep while they compute."""
         if self._config.machine.gpu != "cpu" or self._config.limits.stall_limit_s is not None:
             return False
-        if now - self._sampled_at >= SAMPLE_S:
-            worked_s = self._engine.worked_s()
-            if worked_s is None:
+        if now - self._sampled_at >= CPU_SAMPLE_S:
+            cpu_time_s = self._engine.cpu_time_s()
+            if cpu_time_s is None:
                 return False
-            if abs(worked_s - self._worked_s) > IDLE_SHARE * (now - self._sampled_at):
-                self._worked_at = now
-            self._sampled_at, self._worked_s = now, worked_s
-        return now - max(self._worked_at, self._moved_at) >= IDLE_S
+            if abs(cpu_time_s - self._cpu_time_s) > IDLE_CORE_FRACTION * (now - self._sampled_at):
+                self._busy_at = now
+            self._sampled_at, self._cpu_time_s = now, cpu_time_s
+        return now - max(self._busy_at, self._progress_at) >= IDLE_LIMIT_S
 
 
 def pause_follows(config: RunConfig, step: int) -> bool:
-    """Whether more than the next step comes after this one: a checkpoint, a trace, the end."""
+    """Return whether more than the next step follows this one: a checkpoint, a trace, the end."""
     work, profile = config.workload, config.profile
     if isinstance(work, Inference) or step >= work.steps:
         return True
@@ -131,40 +134,40 @@ def pause_follows(config: RunConfig, step: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Suspicion:
-    """Who holds the others up, and how that is known."""
+class HangCause:
+    """Rank that blocks the others, and the evidence."""
 
     rank: int | None
     evidence: str
 
 
-def suspect(answers: Mapping[int, Whereabouts], asked: Collection[int]) -> Suspicion:
-    """The strongest evidence there is against as few ranks as possible."""
-    free = {rank for rank, answer in answers.items() if not answer.waiting}
-    if silent := set(asked) - answers.keys():
-        return _against(silent, "did not answer: stopped, or busy inside a library")
-    if last := last_of_all(answers) & free:
-        return _against(last, "has not entered the collective in which others wait")
-    if free and (len(free) < len(answers) or len(answers) == 1):
-        return _against(free, "does not wait for any other")
-    return Suspicion(None, "all ranks are at the same place" if answers else "no rank could be asked")
+def find_hang_cause(reports: Mapping[int, HangReport], ranks: Collection[int]) -> HangCause:
+    """Return the strongest evidence against as few of the ranks as possible."""
+    not_waiting = {rank for rank, report in reports.items() if not report.waiting}
+    if silent := set(ranks) - reports.keys():
+        return _blame(silent, "did not respond: stopped, or busy inside a library")
+    if behind := ranks_behind(reports) & not_waiting:
+        return _blame(behind, "has not entered the collective in which others wait")
+    if not_waiting and (len(not_waiting) < len(reports) or len(reports) == 1):
+        return _blame(not_waiting, "does not wait for any other")
+    return HangCause(None, "all ranks are at the same place" if reports else "no rank could be asked")
 
 
-def _against(ranks: set[int], what: str) -> Suspicion:
-    first, *others = sorted(ranks)
-    also = f" (as ranks {', '.join(map(str, others))})" if others else ""
-    return Suspicion(first, f"rank {first} {what}{also}")
+def _blame(ranks: set[int], evidence: str) -> HangCause:
+    first, *remaining = sorted(ranks)
+    also = f" (as ranks {', '.join(map(str, remaining))})" if remaining else ""
+    return HangCause(first, f"rank {first} {evidence}{also}")
 
 
-def last_of_all(answers: Mapping[int, Whereabouts]) -> set[int]:
-    """Ranks that others are ahead of in some group, and that are themselves ahead of none that is behind."""
+def ranks_behind(reports: Mapping[int, HangReport]) -> set[int]:
+    """Return the ranks that are behind others in some process group, and ahead of no rank that is itself behind."""
     groups: dict[str, dict[int, int]] = {}
-    for rank, answer in answers.items():
-        for group, entered in answer.collectives.items():
+    for rank, report in reports.items():
+        for group, entered in report.collectives.items():
             groups.setdefault(group, {})[rank] = entered
-    awaited: dict[int, set[int]] = {rank: set() for rank in answers}
+    awaited: dict[int, set[int]] = {rank: set() for rank in reports}
     for counts in groups.values():
         for rank, entered in counts.items():
-            awaited[rank] |= {other for other, count in counts.items() if count < entered}
+            awaited[rank] |= {late for late, count in counts.items() if count < entered}
     behind = set().union(*awaited.values())
     return {rank for rank in behind if not awaited[rank]} or behind

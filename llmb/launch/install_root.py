@@ -1,4 +1,4 @@
-"""Where everything is kept: $LLMB_INSTALL, or ~/.llmb. A file of its own, as every command asks and few need more."""
+"""Root of all stored files: $LLMB_INSTALL, or ~/.llmb. A separate module to keep the start-up of commands fast."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +7,8 @@ from llmb.errors import ConfigError
 
 
 def install_root(environ: Mapping[str, str]) -> Path:
-    """The folder, absolute; it need not exist yet."""
+    """Return the folder, absolute; it need not exist yet."""
     try:
         return Path(environ.get("LLMB_INSTALL") or "~/.llmb").expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no home folder, or the current folder is gone
-        raise ConfigError(f"no folder to work in ({error}); name one: LLMB_INSTALL=/absolute/folder") from error
+        raise ConfigError(f"no install folder ({error}); set LLMB_INSTALL=/absolute/folder") from error

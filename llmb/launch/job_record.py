@@ -1,6 +1,6 @@
-"""The record of one job, llmb-config_<jobid>.yaml: what was asked for, by which version, where. No results, no secrets.
+"""Record of one job, llmb-config_<jobid>.yaml: the request, the version and the cluster. No results, no secrets.
 
-Its sections and keys are those that tools around NVIDIA's recipes already read. What is not known is null.
+Its sections and keys are those that tools around NVIDIA's recipes already read. Unknown values are null.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,18 @@ from llmb.config.spec import RunConfig
 from llmb.launch.secrets import mask
 
 CLUSTER_KEYS = ("cluster_name", "slurm_account", "slurm_gpu_partition", "slurm_cpu_partition")
-MEASURED = ("model", "size", "machine", "parallel", "precision", "workload", "engine")  # what makes two runs comparable
+COMPARED_FIELDS = (
+    "model",
+    "size",
+    "machine",
+    "parallel",
+    "precision",
+    "workload",
+    "engine",
+)  # what makes two runs comparable
 
 
-def record(
+def build_job_record(
     config: RunConfig,
     *,
     job_id: str,
@@ -31,7 +39,7 @@ def record(
     install: Path,
     cluster: Mapping[str, str | None],
 ) -> dict[str, Any]:
-    """The record as plain data."""
+    """Return the record as plain data."""
     return {
         "job_info": {
             "job_id": job_id,
@@ -63,27 +71,27 @@ def record(
             "proxy": config.proxy,
             "strong_scaling": config.environment.get("STRONG_SCALING"),
             "env_overrides": mask(config.environment),
-            "model_overrides": to_plain({change.field: _listed(change.value) for change in config.overrides}),
+            "model_overrides": to_plain({change.field: _list_if_tuple(change.value) for change in config.overrides}),
         },
     }
 
 
-def as_yaml(data: Mapping[str, Any]) -> str:
-    """The text of the file: by libyaml where it is there, as hundreds may be written in one pass."""
+def job_record_yaml(data: Mapping[str, Any]) -> str:
+    """Return the record as YAML: by libyaml where installed, as hundreds may be written at once."""
     try:
         return str(yaml.dump(data, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False))
-    except UnicodeEncodeError:  # a folder whose name is not UTF-8 is beyond libyaml
+    except UnicodeEncodeError:  # libyaml cannot write a folder name that is not UTF-8
         return str(yaml.safe_dump(data, sort_keys=False))
 
 
 def experiment_id(config: RunConfig) -> str:
-    """The same for two runs that measure the same thing with the same version."""
-    measured = {field: value for field, value in to_plain(config).items() if field in MEASURED}
-    measured["workload"].pop("prediction", None)  # what was expected makes no other run
-    return sha256(f"{__version__} {_torch_version()} {to_json(measured)}".encode()).hexdigest()
+    """Return a hash that is equal for two runs that measure the same thing with the same version."""
+    compared = {field: value for field, value in to_plain(config).items() if field in COMPARED_FIELDS}
+    compared["workload"].pop("prediction", None)  # does not change what is measured
+    return sha256(f"{__version__} {_torch_version()} {to_json(compared)}".encode()).hexdigest()
 
 
-def _listed(value: Any) -> Any:
+def _list_if_tuple(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value  # YAML has no tuples
 
 

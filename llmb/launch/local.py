@@ -1,15 +1,15 @@
-"""Runs an engine on this machine, shows its events as they come, and names how it ended, however it ended.
+"""Runs an engine on this machine, delivers its events as they are written, and determines the outcome of the run.
 
-    run_local(config, rundir, command, environment, on_event, timeout_s) -> Outcome("ok", None, 0, 12.3)
+    run_local(config, run_folder, command, environment, on_event, timeout_s) -> RunOutcome("ok", None, 0, 12.3)
 
-A timeout, Ctrl-C, SIGTERM or SIGHUP ends the engine: SIGTERM, a grace time in which it may record its end, SIGKILL. A
-second Ctrl-C kills at once. leash.py sees to it that no process is left behind, even by a kill -9 of this one.
+A timeout, Ctrl-C, SIGTERM or SIGHUP stops the engine: SIGTERM, a grace period in which it may record its end, SIGKILL.
+A second Ctrl-C kills at once. supervisor.py ensures that no process is left behind, even by a kill -9 of this one.
 
 Inside a Slurm job the command is srun, and the ranks it starts are on other machines: see Launcher.
 
-A run that no longer moves is ended too (`hang_detector.py`). The last RunEnded in events.rank0.jsonl is the run's end: where
-the verdict reached here says more than rank 0 did (a timeout which the engine took for an interruption, whose fault a
-failure was), it is appended.
+A run that hangs is stopped too (hang_detector.py). The last RunEnded in events.rank0.jsonl is the outcome of the run:
+where the verdict reached here says more than rank 0 did (a timeout which the engine took for an interruption, which
+rank failed), it is appended.
 """
 
 import json
@@ -18,149 +18,181 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 from llmb.config.spec import RunConfig, Status
 from llmb.errors import LaunchError
-from llmb.events import WHERE_SIGNAL, Event, RunEnded
+from llmb.events import HANG_REPORT_SIGNAL, Event, RunEnded
 from llmb.launch import supervisor
 from llmb.launch.command import engine_environment, job_script
-from llmb.launch.engine_log import end_of
-from llmb.launch.event_tail import EventTails, record_end
-from llmb.launch.hang_detector import StallWatch
-from llmb.launch.interruptions import Interruptions
+from llmb.launch.engine_log import read_log_tail
+from llmb.launch.event_tail import EventTails, append_run_end
+from llmb.launch.hang_detector import HangDetector
 from llmb.launch.procfs import descendants
-from llmb.launch.run_folder import RunDir, mark_alive, shown
-from llmb.launch.verdict import Verdict, exit_codes, finished, last_lines, stopped
+from llmb.launch.run_folder import RunFolder, printable_path, write_pid_file
+from llmb.launch.verdict import Verdict, exit_codes, finished_run_verdict, last_lines, stopped_run_verdict
 
 POLL_S = 0.1
 GRACE_S = 10.0
+INTERRUPT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class InterruptSignals:
+    """Records SIGINT, SIGTERM and SIGHUP, and others on request, while entered. Those ignored by nohup stay ignored."""
+
+    def __init__(self, more: Iterable[int] = ()) -> None:
+        self._numbers = {*INTERRUPT_SIGNALS, *more}
+        self._pending: list[int] = []
+        self._previous_handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "InterruptSignals":
+        if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
+            for number in self._numbers:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous_handlers[number] = signal.signal(number, self._record)
+        return self
+
+    def pop(self) -> int | None:
+        """Return the oldest signal not yet popped."""
+        return self._pending.pop(0) if self._pending else None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self._pending.append(number)
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A command that starts ranks on other machines, passes signals on to them, and kills them when it is ended."""
+    """Command that starts ranks on other machines, forwards signals to them, and kills them when it is terminated."""
 
-    stop_signal: int  # that ranks end by
+    stop_signal: int  # on which ranks exit
     signals: Collection[int]  # by which the scheduler ends this process
-    meaning: Callable[[int], Verdict]  # of one of these, at the moment it has come
+    verdict: Callable[[int], Verdict]  # for one of these, at the moment it arrives
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
+class RunOutcome:
+    """Outcome of a run."""
 
     status: Status
     reason: str | None
     exit_code: int | None  # negative: killed by that signal; of several ranks, that of the first to fail
     seconds: float
-    interrupted: int | None = None  # the signal that asked llmb-run to end: nothing more should be started
-    guilty_rank: int | None = None  # whose fault it was; none: no rank's, or not known
+    interrupted: int | None = None  # the signal that asked llmb-run to exit: nothing more should be started
+    failed_rank: int | None = None  # the culprit; None: no rank, or unknown
 
 
 def run_local(
     config: RunConfig,
-    rundir: RunDir,
+    run_folder: RunFolder,
     command: Sequence[str],
     environment: Mapping[str, str],
     on_event: Callable[[Event], None],
     timeout_s: float,
     grace_s: float = GRACE_S,
     launcher: Launcher | None = None,
-) -> Outcome:
-    """Run `command` in its run folder until it ends. `environment`: what the user adds to this process's own.
+) -> RunOutcome:
+    """Run `command` in its run folder until it ends. `environment`: what the user adds to os.environ.
 
-    `launcher`: what `command` is, where it is not the engine itself; there the job script is somebody else's.
+    `launcher`: set where `command` is not the engine itself; the job script is then written by someone else.
     """
     settings = engine_environment(config, os.environ, environment)
     if launcher is None:
-        rundir.write_job_script(job_script(command, settings, rundir))
-    began = time.monotonic()
-    tails = EventTails(rundir)
+        run_folder.write_job_script(job_script(command, settings, run_folder))
+    start = time.monotonic()
+    tails = EventTails(run_folder)
     stop: Verdict | None = None
-    before_stop: list[RunEnded] = []
+    ends_before_stop: list[RunEnded] = []
     interrupted: int | None = None
     with (
-        Interruptions(launcher.signals if launcher else ()) as interruptions,
-        _Engine(rundir, command, settings, grace_s, launcher) as engine,
+        InterruptSignals(launcher.signals if launcher else ()) as signals,
+        _Engine(run_folder, command, settings, grace_s, launcher) as engine,
     ):
-        mark_alive(rundir, engine.pid)
-        watch = StallWatch(config, engine)
-        while engine.runs(POLL_S):
-            _deliver(tails, on_event, watch)
-            interruption = interruptions.pop()
-            interrupted = interrupted or interruption
+        write_pid_file(run_folder, engine.pid)
+        detector = HangDetector(config, engine)
+        while engine.is_running(POLL_S):
+            _deliver(tails, on_event, detector)
+            number = signals.pop()
+            interrupted = interrupted or number
             if stop is not None:
-                if interruption == signal.SIGINT:
-                    engine.say(supervisor.KILL)
+                if number == signal.SIGINT:
+                    engine.send(supervisor.KILL)
                 continue
-            if interruption is not None:
-                stop = _interrupted(interruption, launcher)
-            elif time.monotonic() - began > timeout_s:
+            if number is not None:
+                stop = _interrupt_verdict(number, launcher)
+            elif time.monotonic() - start > timeout_s:
                 stop = Verdict("timeout", f"stopped after the time limit of {timeout_s:g} s")
             else:
-                stop = watch.verdict()
+                stop = detector.verdict()
             if stop is not None:
-                before_stop = tails.ends
-                engine.say(supervisor.STOP)
-    if (late := interruptions.pop()) is not None:
+                ends_before_stop = tails.ends
+                engine.send(supervisor.STOP)
+    if (late := signals.pop()) is not None:
         interrupted = interrupted or late
         if stop is None and launcher is not None and late in launcher.signals:
-            stop = launcher.meaning(late)  # a scheduler ends the ranks along with this process: they were quicker
-    seconds = time.monotonic() - began
+            stop = launcher.verdict(late)  # the scheduler signals ranks and this process alike: they were faster
+    seconds = time.monotonic() - start
     _deliver(tails, on_event, finished=True)
-    own = next((end for end in tails.ends if end.rank == 0), None)
-    log = end_of(rundir.log)
+    rank0_end = next((end for end in tails.ends if end.rank == 0), None)
+    log = read_log_tail(run_folder.log)
     if engine.error is not None:
         verdict = Verdict("failed", engine.error)
     elif stop is not None:
-        verdict = stopped(stop, before_stop, engine.exit_code, own)
+        verdict = stopped_run_verdict(stop, ends_before_stop, engine.exit_code, rank0_end)
     else:
-        verdict = finished(engine.exit_code, tails.ends, log, tails.silent, alone=config.machine.gpus == 1)
-    lines = [] if verdict.guilty_rank is None else last_lines(verdict.guilty_rank, log)
-    if own is None or lines or verdict != (own.status, own.reason, own.guilty_rank):
-        _record(rundir, RunEnded(time=time.time(), **verdict._asdict(), last_lines=tuple(lines)))
+        single_rank = config.machine.gpus == 1
+        verdict = finished_run_verdict(engine.exit_code, tails.ends, log, tails.silent, single_rank=single_rank)
+    lines = [] if verdict.failed_rank is None else last_lines(verdict.failed_rank, log)
+    if rank0_end is None or lines or verdict != (rank0_end.status, rank0_end.reason, rank0_end.failed_rank):
+        _append_end(run_folder, RunEnded(time=time.time(), **verdict._asdict(), last_lines=tuple(lines)))
         _deliver(tails, on_event, finished=True)
     if engine.error is not None:
         raise LaunchError(engine.error)
-    exit_code = next(iter(exit_codes(log).values()), engine.exit_code)  # torchrun itself says 1, whatever happened
-    return Outcome(verdict.status, verdict.reason, exit_code, seconds, interrupted, verdict.guilty_rank)
+    exit_code = next(iter(exit_codes(log).values()), engine.exit_code)  # torchrun itself exits with 1 in every case
+    return RunOutcome(verdict.status, verdict.reason, exit_code, seconds, interrupted, verdict.failed_rank)
 
 
-def _interrupted(number: int, launcher: Launcher | None) -> Verdict:
+def _interrupt_verdict(number: int, launcher: Launcher | None) -> Verdict:
     if launcher is not None and number in launcher.signals:
-        return launcher.meaning(number)
+        return launcher.verdict(number)
     return Verdict("incomplete", f"interrupted by {signal.Signals(number).name}")
 
 
 class _Engine:
-    """This end of the leash: starts it, speaks to it, and reads its report when all is over."""
+    """Client of the supervisor: starts it, sends it commands, and reads its report at the end."""
 
     exit_code: int | None = None
     error: str | None = None  # what kept the engine from running, or its log from being written
 
     def __init__(
         self,
-        rundir: RunDir,
+        run_folder: RunFolder,
         command: Sequence[str],
         settings: Mapping[str, str],
         grace_s: float,
         launcher: Launcher | None = None,
     ):
-        order = {"command": list(command), "environment": {**os.environ, **settings}, "grace_s": grace_s}
-        self._launches = launcher is not None
+        request = {"command": list(command), "environment": {**os.environ, **settings}, "grace_s": grace_s}
+        self._is_launcher = launcher is not None
         if launcher is not None:
-            order["launcher_signal"] = int(launcher.stop_signal)
-        self._order = json.dumps(order).encode()
+            request["launcher_signal"] = int(launcher.stop_signal)
+        self._request = json.dumps(request).encode()
         self._report = b""
         path = {"PYTHONPATH": settings["PYTHONPATH"]} if "PYTHONPATH" in settings else {}
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", supervisor.__name__, str(rundir.path), str(rundir.restart)],
+                [sys.executable, "-m", supervisor.__name__, str(run_folder.path), str(run_folder.restart)],
                 env={**os.environ, **path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -176,11 +208,11 @@ class _Engine:
         return self._process.pid
 
     def __enter__(self) -> "_Engine":
-        self.say(supervisor.envelope(self._order))
+        self.send(supervisor.frame_request(self._request))
         return self
 
-    def runs(self, wait_s: float) -> bool:
-        """Whether it still does, after a wait that its end cuts short."""
+    def is_running(self, wait_s: float) -> bool:
+        """Return whether it still runs, after a wait that its exit cuts short."""
         output = self._output()
         if not select.select([output], [], [], wait_s)[0]:
             return True
@@ -188,45 +220,45 @@ class _Engine:
         self._report += chunk
         return bool(chunk)
 
-    def say(self, words: bytes) -> None:
-        """To the supervisor, if it still listens."""
+    def send(self, message: bytes) -> None:
+        """Write to the supervisor, if it still reads."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
-            while words:
-                words = words[self._process.stdin.write(words) :]
+            while message:
+                message = message[self._process.stdin.write(message) :]
 
-    def worked_s(self) -> float | None:
-        """CPU time of all its processes so far; none: they are on other machines."""
-        return None if self._launches else sum(process.worked_s for process in descendants(self.pid))
+    def cpu_time_s(self) -> float | None:
+        """Return the CPU time of all its processes so far; None: they are on other machines."""
+        return None if self._is_launcher else sum(process.cpu_time_s for process in descendants(self.pid))
 
-    def ask_where(self, pids: Collection[int]) -> None:
-        """Ask those of these processes that are the engine's for their Whereabouts; a launcher passes it on to all."""
+    def request_hang_reports(self, pids: Collection[int]) -> None:
+        """Ask those of these processes that belong to the engine for a HangReport; a launcher forwards it to all."""
         for process in descendants(self.pid):
-            if process.parent == self.pid if self._launches else process.pid in pids:
+            if process.parent == self.pid if self._is_launcher else process.pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(process.pid, WHERE_SIGNAL)
+                    os.kill(process.pid, HANG_REPORT_SIGNAL)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()  # should this be an error's way out, the leash now ends the engine
-        while self.runs(POLL_S):
+        self._process.stdin.close()  # on an exception the supervisor now stops the engine
+        while self.is_running(POLL_S):
             pass
-        with suppress(ProcessLookupError):  # only had the leash itself been killed would there be anyone left
+        with suppress(ProcessLookupError):  # only if the supervisor itself was killed is anyone left
             os.killpg(self.pid, signal.SIGKILL)
         self._process.stdout.close()
         self._process.wait()
         self._read_report()
 
     def _read_report(self) -> None:
-        last = self._report.decode(errors="replace").strip().rpartition("\n")[2]
+        last_line = self._report.decode(errors="replace").strip().rpartition("\n")[2]
         try:
-            report = json.loads(last or "{}")
+            report = json.loads(last_line or "{}")
             self.exit_code, self.error = report.get("exit_code"), report.get("error")
         except (ValueError, AttributeError):
-            self.error = f"the engine could not be watched: {last}"
+            self.error = f"the supervisor failed: {last_line}"
 
     def _output(self) -> int:
         assert self._process.stdout is not None
@@ -234,19 +266,19 @@ class _Engine:
 
 
 def _deliver(
-    tails: EventTails, on_event: Callable[[Event], None], watch: StallWatch | None = None, finished: bool = False
+    tails: EventTails, on_event: Callable[[Event], None], detector: HangDetector | None = None, finished: bool = False
 ) -> None:
-    """Rank 0's events to whoever wants them, everyone's to the watch."""
+    """Pass rank 0's events to the callback, and every rank's to the hang detector."""
     for rank, event in tails.new(finished=finished):
-        if watch is not None:
-            watch.saw(event)
+        if detector is not None:
+            detector.observe(event)
         if rank == 0:
             on_event(event)
 
 
-def _record(rundir: RunDir, end: RunEnded) -> None:
-    path = rundir.events(0)
+def _append_end(run_folder: RunFolder, end: RunEnded) -> None:
+    path = run_folder.events(0)
     try:
-        record_end(path, end)
+        append_run_end(path, end)
     except OSError as error:
-        raise LaunchError(f"cannot write {shown(path)}: {error.strerror}") from error
+        raise LaunchError(f"cannot write {printable_path(path)}: {error.strerror}") from error

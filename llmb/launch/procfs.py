@@ -1,4 +1,4 @@
-"""A living process, as /proc describes it: its parent, its group, when it began and what it has done."""
+"""Live processes from /proc: parent, process group, start time and CPU time."""
 
 import os
 from dataclasses import dataclass
@@ -8,38 +8,38 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
-class Process:
-    """One living process; a zombie counts as dead."""
+class LiveProcess:
+    """One live process; a zombie counts as dead."""
 
     pid: int
     parent: int
     group: int
     started: int  # clock ticks since boot: tells a process from a later one with the same pid
-    worked_s: float  # CPU time so far, of all its threads
+    cpu_time_s: float  # so far, of all its threads
 
 
-def find(pid: int) -> Process | None:
-    """The living process of this pid, if there is one."""
+def find_process(pid: int) -> LiveProcess | None:
+    """Return the live process with this pid, if there is one."""
     try:
         line = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    state, parent, group, *rest = line[line.rindex(b")") + 2 :].split()  # the name in brackets may hold anything
-    worked_s = (int(rest[8]) + int(rest[9])) / TICKS_PER_S
-    return None if state in (b"Z", b"X") else Process(pid, int(parent), int(group), int(rest[16]), worked_s)
+    state, parent, group, *fields = line[line.rindex(b")") + 2 :].split()  # the name in brackets may hold anything
+    cpu_time_s = (int(fields[8]) + int(fields[9])) / TICKS_PER_S
+    return None if state in (b"Z", b"X") else LiveProcess(pid, int(parent), int(group), int(fields[16]), cpu_time_s)
 
 
-def descendants(pid: int) -> list[Process]:
-    """Every living process that stems from this one."""
-    children: dict[int, list[Process]] = {}
+def descendants(pid: int) -> list[LiveProcess]:
+    """Return every live descendant of a process."""
+    children: dict[int, list[LiveProcess]] = {}
     for entry in os.listdir("/proc"):
-        process = find(int(entry)) if entry.isdigit() else None
+        process = find_process(int(entry)) if entry.isdigit() else None
         if process is not None:
             children.setdefault(process.parent, []).append(process)
-    found: list[Process] = []
-    unseen = [pid]
-    while unseen:
-        young = children.get(unseen.pop(), [])
-        found += young
-        unseen += [process.pid for process in young]
-    return found
+    processes: list[LiveProcess] = []
+    pending = [pid]
+    while pending:
+        spawned = children.get(pending.pop(), [])
+        processes += spawned
+        pending += [process.pid for process in spawned]
+    return processes

@@ -1,17 +1,17 @@
-"""The run folder. One class owns every path in it; nobody else joins paths.
+"""Run folder: one class owns every path in it; nobody else joins paths.
 
-    $LLMB_INSTALL/                                     default ~/.llmb, no set-up needed
+    $LLMB_INSTALL/                                     default ~/.llmb
       .llmb/jobs.sqlite3
       workloads/<target>/experiments/<name>/
         .lock
         <name>_<timestamp>/<name>/
           config.json job.sh pid events.rank0.jsonl log-<name>.out result.json llmb-config_<jobid>.yaml profile/
-          (of serving runs the log is <name>_streaming-<on/off>_<jobid>.out)
+          (the log of serving runs is <name>_streaming-<on/off>_<jobid>.out)
           submission.json slurm-<jobid>.out allocation.json restart-<n>/         of Slurm jobs
 
-A run folder is made once; nothing here reuses or deletes one. Slurm may start a job again under its old id, while
-ranks of the first start still live on a node it lost: so each start but the first works in restart-<n>/, with pid,
-events, log and result of its own, and the newest start is what counts.
+A run folder is created once; nothing here reuses or deletes one. Slurm may requeue a job under its old id while ranks
+of the first start are still alive on a node it lost: so each start but the first works in restart-<n>/, with its own
+pid, events, log and result, and the newest start counts.
 """
 
 import errno
@@ -25,143 +25,145 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
-from llmb.config.serialization import build, read_json, to_json, write_whole
+from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
-from llmb.launch.procfs import find
+from llmb.launch.procfs import find_process
 from llmb.launch.secrets import mask
 
 CONFIG_FILE = "config.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
-RESTART = "restart-"
-LONGEST_NAME = 200  # bytes; file systems allow 255, and a time stamp or a suffix is added to the name
+RESTART_PREFIX = "restart-"
+MAX_NAME_BYTES = 200  # file systems allow 255, and a time stamp or a suffix is added to the name
 
 
 def store_path(install: Path) -> Path:
-    """The job store."""
+    """Return the path of the job store."""
     return install / ".llmb" / "jobs.sqlite3"
 
 
 def experiment_path(install: Path, config: RunConfig) -> Path:
-    """The folder that holds all runs of the same experiment."""
+    """Return the folder that holds all runs of the same experiment."""
     for field in ("target", "name"):
         text = getattr(config, field)
         if not text or text in (".", "..") or "/" in text or not text.isprintable():
             raise ConfigError(f"{field} {text!r} cannot name a folder; use letters, digits, '.', '_' and '-'")
-        if len(os.fsencode(text)) > LONGEST_NAME:
-            raise ConfigError(f"{field} {text[:40]!r}... is too long for a folder: more than {LONGEST_NAME} bytes")
+        if len(os.fsencode(text)) > MAX_NAME_BYTES:
+            raise ConfigError(f"{field} {text[:40]!r}... is too long for a folder: more than {MAX_NAME_BYTES} bytes")
     return install / "workloads" / config.target / "experiments" / config.name
 
 
 def lock_path(experiment: Path) -> Path:
-    """What a local run of this experiment holds while it runs."""
+    """Return the file that a local run of this experiment locks while it runs."""
     return experiment / ".lock"
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, or say in one line what to do about it."""
+    """Create a folder and its parents, or raise an error that says what to do."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise refusal(folder, error) from error
+        raise write_error(folder, error) from error
 
 
-def refusal(path: Path, error: OSError) -> LlmbError:
-    """The error for a path that cannot be written: the system's fault when the disk is full, else a wrong folder."""
-    text = f"cannot write to {shown(path)}: {error.strerror}"
+def write_error(path: Path, error: OSError) -> LlmbError:
+    """Return the error for a path that cannot be written: a LaunchError if the disk is full, else a ConfigError."""
+    text = f"cannot write to {printable_path(path)}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-        return LaunchError(f"{text}; make room, or choose another folder: LLMB_INSTALL=/folder")
+        return LaunchError(f"{text}; free some space, or choose another folder: LLMB_INSTALL=/folder")
     return ConfigError(f"{text}; choose a folder you can write to: LLMB_INSTALL=/folder")
 
 
-def shown(path: Path) -> str:
-    """A path for a message: quoted when a line break or the like in it would spoil the line."""
+def printable_path(path: Path) -> str:
+    """Format a path for a message: quoted if it holds a line break or the like."""
     text = str(path)
     return text if text.isprintable() else repr(text)
 
 
 @dataclass(frozen=True)
-class RunDir:
-    """One run's folder: where each of its files is."""
+class RunFolder:
+    """Folder of one run, with the path of each of its files."""
 
     path: Path
-    restart: int = 0  # how often the job was started again
+    restart: int = 0  # how often the job was requeued
 
     @classmethod
-    def create(cls, install: Path, config: RunConfig, now: datetime) -> "RunDir":
-        """Make a new folder for this run and write its config.json, secrets masked."""
+    def create(cls, install: Path, config: RunConfig, now: datetime) -> "RunFolder":
+        """Create a new folder for this run and write its config.json, secrets masked."""
         experiment = experiment_path(install, config)
         make_folder(experiment)
-        rundir = cls(_take(experiment, f"{config.name}_{now.astimezone():{TIMESTAMP}}") / config.name)
-        make_folder(rundir.path)
-        write_whole(rundir.config, to_json(replace(config, environment=mask(config.environment)), indent=2) + "\n")
-        return rundir
+        run_folder = cls(_claim_folder(experiment, f"{config.name}_{now.astimezone():{TIMESTAMP}}") / config.name)
+        make_folder(run_folder.path)
+        write_atomic(run_folder.config, to_json(replace(config, environment=mask(config.environment)), indent=2) + "\n")
+        return run_folder
 
     @classmethod
-    def open(cls, path: Path) -> "RunDir":
-        """The run folder at `path`."""
-        rundir = cls(path.absolute())
-        if not rundir.config.is_file():
-            raise ConfigError(f"{shown(path)} is not a run folder: it holds no {CONFIG_FILE}")
-        return rundir._newest()
+    def open(cls, path: Path) -> "RunFolder":
+        """Open the run folder at `path`."""
+        run_folder = cls(path.absolute())
+        if not run_folder.config.is_file():
+            raise ConfigError(f"{printable_path(path)} is not a run folder: it holds no {CONFIG_FILE}")
+        return run_folder._newest_start()
 
     @classmethod
-    def find_all(cls, install: Path) -> Iterator["RunDir"]:
-        """Every run folder of an installation, by target, name and time."""
+    def find_all(cls, install: Path) -> Iterator["RunFolder"]:
+        """Yield every run folder of an installation, by target, name and time."""
         for experiment in sorted((install / "workloads").glob("*/experiments/*")):
             yield from cls.of_experiment(experiment)
 
     @classmethod
-    def of_experiment(cls, experiment: Path) -> Iterator["RunDir"]:
-        """Every run folder of one experiment, by time."""
+    def of_experiment(cls, experiment: Path) -> Iterator["RunFolder"]:
+        """Yield every run folder of one experiment, by time."""
         for config in sorted(experiment.glob(f"*/*/{CONFIG_FILE}")):
-            yield cls(config.parent)._newest()
+            yield cls(config.parent)._newest_start()
 
-    def _newest(self) -> "RunDir":
-        """The same folder as its newest start left it."""
-        numbers = (path.name.removeprefix(RESTART) for path in self.path.glob(f"{RESTART}*"))
+    def _newest_start(self) -> "RunFolder":
+        """Return the same folder at its newest start."""
+        numbers = (path.name.removeprefix(RESTART_PREFIX) for path in self.path.glob(f"{RESTART_PREFIX}*"))
         return replace(self, restart=max((int(number) for number in numbers if number.isdigit()), default=0))
 
-    def for_new_start(self) -> "RunDir":
-        """Where a start of the job works: here, or, where it was started before, in a folder of its own."""
+    def for_new_start(self) -> "RunFolder":
+        """Return the folder for a start of the job: this one, or for a requeued job a new restart-<n>/."""
         if not self.allocation.exists():
             return self
-        again = replace(self, restart=self.restart + 1)
+        restarted = replace(self, restart=self.restart + 1)
         try:
-            again.work.mkdir()
-            copyfile(self.config, again.work / CONFIG_FILE)
+            restarted.work.mkdir()
+            copyfile(self.config, restarted.work / CONFIG_FILE)
         except OSError as error:
-            raise refusal(again.work, error) from error
-        return again
+            raise write_error(restarted.work, error) from error
+        return restarted
 
     def read_config(self) -> RunConfig:
-        """The configuration the run was made with."""
+        """Read the configuration of the run."""
         return build(RunConfig, read_json(self.config), where=CONFIG_FILE)
 
     def write_job_script(self, text: str) -> None:
-        """Store job.sh, ready to be run by hand."""
-        write_whole(self.job_script, text)
+        """Write job.sh, executable."""
+        write_atomic(self.job_script, text)
         self.job_script.chmod(0o755)
 
     def write_record(self, config: RunConfig, job_id: str, launcher: str = "local", **cluster: str | None) -> None:
-        """Store llmb-config_<jobid>.yaml; `cluster` may give cluster_name and the slurm_* keys."""
-        from llmb.launch.job_record import (  # only here: slow, and nothing else on the way to a run needs it
-            as_yaml,
-            record,
+        """Write llmb-config_<jobid>.yaml; `cluster` may give cluster_name and the slurm_* keys."""
+        from llmb.launch.job_record import (  # imported here: slow, and not needed to start a run
+            build_job_record,
+            job_record_yaml,
         )
 
         launched = datetime.fromtimestamp(self.created_at)
         install = self.install
-        data = record(config, job_id=job_id, launcher=launcher, launched=launched, install=install, cluster=cluster)
-        write_whole(self.record(job_id), as_yaml(data))
+        data = build_job_record(
+            config, job_id=job_id, launcher=launcher, launched=launched, install=install, cluster=cluster
+        )
+        write_atomic(self.record(job_id), job_record_yaml(data))
 
     def add_to_log(self, text: str) -> None:
-        """End the log with what was found out when the engine was gone."""
+        """Append text to the log after the engine has exited."""
         try:
             with self.log.open("a", encoding="utf-8") as log:
                 log.write(f"\n{text}\n")
         except OSError as error:
-            raise refusal(self.log, error) from error
+            raise write_error(self.log, error) from error
 
     @property
     def name(self) -> str:
@@ -169,7 +171,7 @@ class RunDir:
 
     @property
     def created_at(self) -> float:
-        """Seconds since 1970, by the folder's time stamp; by the age of config.json where someone renamed it."""
+        """Seconds since 1970, by the folder's time stamp; by mtime of config.json where it was renamed."""
         stamp = self.path.parent.name[len(self.name) + 1 :][:15]
         try:
             return datetime.strptime(stamp, TIMESTAMP).timestamp()
@@ -178,19 +180,19 @@ class RunDir:
 
     @property
     def job_id(self) -> str | None:
-        """The id this run's record is filed under."""
+        """Id in the name of this run's record."""
         records = sorted(self.path.glob("llmb-config_*.yaml"))
         return records[0].stem.removeprefix("llmb-config_") if records else None
 
     @property
     def install(self) -> Path:
-        """The installation that the folder belongs to."""
+        """Installation that the folder belongs to."""
         return self.path.parents[5]
 
     @property
     def work(self) -> Path:
-        """The folder that the engine works in."""
-        return self.path / f"{RESTART}{self.restart}" if self.restart else self.path
+        """Working directory of the engine."""
+        return self.path / f"{RESTART_PREFIX}{self.restart}" if self.restart else self.path
 
     @property
     def config(self) -> Path:
@@ -202,7 +204,7 @@ class RunDir:
 
     @property
     def log(self) -> Path:
-        """All that was printed. Serving runs have the name that readers of NVIDIA's inference recipes look for."""
+        """Output of the engine. Serving runs use the file name of NVIDIA's inference recipes."""
         streaming = self._streaming()
         if streaming is None:
             return self.work / f"log-{self.name}.out"
@@ -210,7 +212,7 @@ class RunDir:
         return self.work / f"{self.name}_streaming-{'on' if streaming else 'off'}{job}.out"
 
     def _streaming(self) -> bool | None:
-        """Whether a serving run streams; none: it is another kind of run, or its configuration cannot be read."""
+        """Return whether a serving run streams; None: another kind of run, or its configuration cannot be read."""
         try:
             return read_json(self.config)["workload"].get("streaming")
         except (ConfigError, KeyError, TypeError, AttributeError):
@@ -222,26 +224,26 @@ class RunDir:
 
     @property
     def submission(self) -> Path:
-        """How a Slurm job came to be; written before Slurm knows of it."""
+        """Submission of a Slurm job; written before sbatch is called."""
         return self.path / "submission.json"
 
     @property
     def allocation(self) -> Path:
-        """The nodes that a start of a Slurm job was given: the first that it writes."""
+        """Nodes allocated to a start of a Slurm job: the first file that it writes."""
         return self.work / "allocation.json"
 
     @property
-    def ending(self) -> Path:
-        """What Slurm said of a job that has ended; Slurm itself forgets."""
+    def job_outcome(self) -> Path:
+        """Final state of a Slurm job; Slurm itself purges it."""
         return self.path / "ending.json"
 
     def slurm_output(self, job_id: str) -> Path:
-        """What the job printed outside of the run's own log."""
+        """Return the output of the job outside of the run's own log."""
         return self.path / f"slurm-{job_id}.out"
 
     @property
     def origin(self) -> Path:
-        """Where an imported run comes from; runs made here have none."""
+        """Origin of an imported run; other runs have none."""
         return self.path / "origin.json"
 
     @property
@@ -253,8 +255,8 @@ class RunDir:
         return self.work / "profile"
 
     @property
-    def lanes(self) -> Path:
-        """What an out-of-core run did on its lanes, when it was profiled."""
+    def stream_timeline(self) -> Path:
+        """Recorded CUDA stream timeline of a profiled out-of-core run."""
         return self.profile / "lanes.json"
 
     @property
@@ -265,54 +267,54 @@ class RunDir:
         return self.work / f"events.rank{rank}.jsonl"
 
     def all_events(self) -> list[Path]:
-        """The event files there are, one a rank."""
+        """Return the existing event files, one per rank."""
         return sorted(self.work.glob("events.rank*.jsonl"))
 
     def record(self, job_id: str) -> Path:
         return self.path / f"llmb-config_{job_id}.yaml"
 
 
-def mark_alive(rundir: RunDir, pid: int) -> None:
-    """Note the process that lives as long as the run does, with its start time, as pids are used again."""
-    process = find(pid)
-    marker = {"pid": pid, "started": process.started if process else None, "host": socket.gethostname()}
-    write_whole(rundir.pid_file, json.dumps(marker) + "\n")
+def write_pid_file(run_folder: RunFolder, pid: int) -> None:
+    """Record the process that lives as long as the run, with its start time, as pids are reused."""
+    process = find_process(pid)
+    record = {"pid": pid, "started": process.started if process else None, "host": socket.gethostname()}
+    write_atomic(run_folder.pid_file, json.dumps(record) + "\n")
 
 
-def is_alive(rundir: RunDir) -> bool | None:
-    """Whether the run goes on; None when it was started on another host, which cannot be seen from here."""
-    marker = _marker(rundir)
-    if marker is None:
+def is_alive(run_folder: RunFolder) -> bool | None:
+    """Return whether the run is still running; None: unknown, as it was started on another host."""
+    record = _read_pid_file(run_folder)
+    if record is None:
         return False
-    if marker["host"] != socket.gethostname():
+    if record["host"] != socket.gethostname():
         return None
-    process = find(marker["pid"])
-    return process is not None and process.started == marker["started"]
+    process = find_process(record["pid"])
+    return process is not None and process.started == record["started"]
 
 
-def live_pid(rundir: RunDir) -> int | None:
-    """The process to signal so that a run that goes on here ends; None when there is none."""
-    marker = _marker(rundir)
-    return marker["pid"] if marker and is_alive(rundir) else None
+def live_pid(run_folder: RunFolder) -> int | None:
+    """Return the process to signal to stop a run on this host; None where it is not running."""
+    record = _read_pid_file(run_folder)
+    return record["pid"] if record and is_alive(run_folder) else None
 
 
-def _marker(rundir: RunDir) -> dict[str, Any] | None:
+def _read_pid_file(run_folder: RunFolder) -> dict[str, Any] | None:
     try:
-        marker = read_json(rundir.pid_file)
+        record = read_json(run_folder.pid_file)
     except ConfigError:  # not started yet
         return None
-    return marker if isinstance(marker, dict) and marker.keys() >= {"pid", "started", "host"} else None
+    return record if isinstance(record, dict) and record.keys() >= {"pid", "started", "host"} else None
 
 
-def _take(experiment: Path, stamp: str) -> Path:
-    """The first folder of this time stamp that nobody else has; making it is what claims it."""
+def _claim_folder(experiment: Path, stamp: str) -> Path:
+    """Create the first free folder of this time stamp; mkdir is what claims it."""
     number = 1
     while True:
         folder = experiment / (stamp if number == 1 else f"{stamp}_{number}")
         try:
             folder.mkdir()
             return folder
-        except FileExistsError:  # of hundreds made in one second, those there are need not be tried one by one
+        except FileExistsError:  # of hundreds created in one second, skip the existing ones
             number = max(number, sum(name.startswith(stamp) for name in os.listdir(experiment))) + 1
         except OSError as error:
-            raise refusal(folder, error) from error
+            raise write_error(folder, error) from error

@@ -1,9 +1,9 @@
-"""At most one local run of an experiment at a time: two would share the GPU and measure each other.
+"""Lock of an experiment: two local runs at a time would share the GPU and disturb each other's measurement.
 
-    with running_alone(install, config): ...
+    with exclusive_run_lock(install, config): ...
 
-It is a kernel lock (flock) on the experiment's .lock file, so it goes when its holder dies, however it dies. A run
-whose llmb-run was killed counts as running until its engine has been ended too (see leash.py).
+It is a kernel lock (flock) on the experiment's .lock file, so it is released when its holder dies, however it dies. A
+run whose llmb-run was killed counts as running until its engine has exited too (see supervisor.py).
 """
 
 import errno
@@ -15,31 +15,43 @@ from pathlib import Path
 
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
-from llmb.launch.run_folder import RunDir, experiment_path, live_pid, lock_path, make_folder, refusal, shown
+from llmb.launch.run_folder import (
+    RunFolder,
+    experiment_path,
+    live_pid,
+    lock_path,
+    make_folder,
+    printable_path,
+    write_error,
+)
 
-_NO_LOCKS_HERE = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # Lustre mounted without flock, some network file systems
+_LOCKS_UNSUPPORTED = (
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.ENOLCK,
+)  # Lustre mounted without flock, some network file systems
 
 
 @contextmanager
-def running_alone(install: Path, config: RunConfig) -> Iterator[None]:
-    """Hold the experiment's lock, or say who does."""
+def exclusive_run_lock(install: Path, config: RunConfig) -> Iterator[None]:
+    """Hold the experiment's lock, or raise a ConfigError that names its holder."""
     experiment = experiment_path(install, config)
     make_folder(experiment)
-    with locked(lock_path(experiment)) as free:
-        rival = next((run for run in RunDir.of_experiment(experiment) if live_pid(run) is not None), None)
-        if rival is not None or not free:
-            who = f" (pid {live_pid(rival)}, folder {shown(rival.path)})" if rival else ""
-            raise ConfigError(f"{config.name} is already running{who}; wait for it or stop it")
+    with file_lock(lock_path(experiment)) as acquired:
+        running = next((run for run in RunFolder.of_experiment(experiment) if live_pid(run) is not None), None)
+        if running is not None or not acquired:
+            holder = f" (pid {live_pid(running)}, folder {printable_path(running.path)})" if running else ""
+            raise ConfigError(f"{config.name} is already running{holder}; wait for it or stop it")
         yield
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock that is this file, made where it is missing; False: someone else holds it."""
+def file_lock(path: Path) -> Iterator[bool]:
+    """Hold a lock on this file, created where it is missing; False: another process holds it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise refusal(path, error) from error
+        raise write_error(path, error) from error
     try:
         yield _lock(descriptor, path)
     finally:
@@ -52,6 +64,6 @@ def _lock(descriptor: int, path: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _NO_LOCKS_HERE:
-            raise refusal(path, error) from error
+        if error.errno not in _LOCKS_UNSUPPORTED:
+            raise write_error(path, error) from error
     return True

@@ -1,15 +1,15 @@
-"""How a run ended, in one word and one line, and which rank's fault it was, from what its processes left behind.
+"""Verdict on a run: status, one line of reason, and the failed rank, from what its processes left behind.
 
-Pure: facts in, verdict out. The engine's own last word counts most, but a rank that is killed has none, and whoever
-talked to it fails for want of an answer, perhaps first. So, of several ranks, the cause is the first of these:
+Pure. The RunEnded of a rank counts most, but a rank that is killed writes none, and its peers then fail too, perhaps
+first. So, of several ranks, the cause is the first of these:
 
-    killed by a signal that none of ours sends (SIGKILL, SIGSEGV), by its launcher's word, without a last word
+    killed by a signal that llmb never sends (SIGKILL, SIGSEGV), according to its launcher, without a RunEnded
     the first that failed by itself
-    one that died without a last word, by its launcher's word or because others lost it
-    the first that lost its connection to another
+    one that died without a RunEnded, according to its launcher or because peers lost the connection to it
+    the first that lost the connection to a peer
 
 A run that llmb-run stopped ended for that reason, whatever the engine made of the SIGTERM, unless it had failed by
-itself before or came to its good end all the same.
+itself before or completed all the same.
 """
 
 import re
@@ -20,18 +20,18 @@ from typing import NamedTuple
 from llmb.config.spec import Status
 from llmb.events import RunEnded
 
-FAILURES = ("failed", "oom", "diverged")
+FAILED_STATUSES = ("failed", "oom", "diverged")
 LAST_LINES = 20
-INNERMOST = 12  # lines of a stack, of which the first are the innermost
+STACK_LINES = 12  # of a stack trace, innermost frames first
 
-_CRASHES = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
-_BY_SRUN = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM}
+_CRASH_CODES = {-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE}
+_SRUN_KILL_CODES = {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM}
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError", re.IGNORECASE)
-_LOST_ANOTHER = re.compile(
+_CONNECTION_LOST = re.compile(
     r"Connection (?:closed|reset) by (?:remote )?peer|Connection refused|Broken pipe|Timed out waiting"
     r"|Application timeout caused pair closure|Socket Timeout|remote process (?:has )?exited|ncclRemoteError"
 )
-_LABEL = re.compile(r"^\[rank(\d+)\]: ?", re.MULTILINE)
+_RANK_PREFIX = re.compile(r"^\[rank(\d+)\]: ?", re.MULTILINE)
 _TORCHRUN = re.compile(r"^[WE]\d{4} .*torch/distributed/elastic/multiprocessing/api\.py", re.MULTILINE)
 _RANK_FAILED = re.compile(r"torch/distributed/elastic/.* failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _RANK_LISTED = re.compile(r"^ *rank +: (\d+) .*\n *exitcode +: (-?\d+)", re.MULTILINE)
@@ -39,139 +39,144 @@ _TASKS_FAILED = re.compile(
     r"^srun: error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|([A-Z][\w ]+?))(?: \(core dumped\))?$",
     re.MULTILINE,
 )
-_NAMES = {signal.strsignal(number): -number for number in signal.valid_signals()} | {"Out Of Memory": -signal.SIGKILL}
-_LONGEST_REASON = 500  # characters
+_SIGNAL_CODES = {signal.strsignal(number): -number for number in signal.valid_signals()}
+_SIGNAL_CODES["Out Of Memory"] = -signal.SIGKILL
+_MAX_REASON_CHARS = 500
 
 
 class Verdict(NamedTuple):
-    """A status, why, and whose fault."""
+    """Status, reason and failed rank of a run."""
 
     status: Status
     reason: str | None
-    guilty_rank: int | None = None
+    failed_rank: int | None = None
 
 
-def stopped(stop: Verdict, before: Sequence[RunEnded], exit_code: int | None, last: RunEnded | None) -> Verdict:
-    """A run that llmb-run stopped. `before`: how ranks said they had ended by then; `last`: rank 0 in the end."""
-    causes = [cause for cause in _causes(before) if not _lost_another(cause)]
+def stopped_run_verdict(
+    stop: Verdict, before: Sequence[RunEnded], exit_code: int | None, last: RunEnded | None
+) -> Verdict:
+    """Judge a run that llmb-run stopped. `before`: RunEnded events until then; `last`: the one of rank 0."""
+    causes = [cause for cause in _causes(before) if not _lost_peer(cause)]
     if causes:
-        return _said(causes[0], before)
+        return _reported(causes[0], before)
     if last is not None and last.status == "ok" and exit_code == 0:
         return Verdict("ok", last.reason)
     return stop
 
 
-def finished(
-    exit_code: int | None, ends: Sequence[RunEnded], log: str, silent: Collection[int] = (), alone: bool = False
+def finished_run_verdict(
+    exit_code: int | None, ends: Sequence[RunEnded], log: str, silent: Collection[int] = (), single_rank: bool = False
 ) -> Verdict:
-    """A run that ended by itself.
+    """Judge a run that ended by itself.
 
-    `ends`: the last word of each rank; `silent`: those that were there and have none; `log`: its end, scrubbed;
-    `alone`: there is one rank only.
+    `ends`: RunEnded of each rank; `silent`: ranks that had started and wrote none; `log`: its tail, scrubbed;
+    `single_rank`: there is one rank only.
     """
     codes = exit_codes(log)
     dead = {rank: code for rank, code in codes.items() if rank not in {end.rank for end in ends}}
-    crashed = [rank for rank, code in dead.items() if code in _CRASHES]
+    crashed = [rank for rank, code in dead.items() if code in _CRASH_CODES]
     causes = _causes(ends)
-    only_victims = bool(causes) and _lost_another(causes[0])
+    all_lost_peer = bool(causes) and _lost_peer(causes[0])
     if crashed:
-        return _speechless(crashed[0], dead[crashed[0]], log)
-    if causes and not only_victims:
-        return _said(causes[0], ends)
+        return _unreported(crashed[0], dead[crashed[0]], log)
+    if causes and not all_lost_peer:
+        return _reported(causes[0], ends)
     if dead:
         rank, code = next(iter(dead.items()))
-        return _speechless(rank, code, log)
-    if only_victims:
-        return _lost(sorted(silent), causes[0])
-    own = next((end for end in ends if end.rank == 0), None)
-    if own is None:
-        return _speechless(None, exit_code, log)._replace(guilty_rank=0 if alone else None)
-    if own.status == "ok" and exit_code != 0:
-        return Verdict("failed", f"{_spelled(exit_code)} after the engine had reported ok")
-    return Verdict(own.status, own.reason, own.guilty_rank)
+        return _unreported(rank, code, log)
+    if all_lost_peer:
+        return _lost_rank(sorted(silent), causes[0])
+    rank0_end = next((end for end in ends if end.rank == 0), None)
+    if rank0_end is None:
+        return _unreported(None, exit_code, log)._replace(failed_rank=0 if single_rank else None)
+    if rank0_end.status == "ok" and exit_code != 0:
+        return Verdict("failed", f"{_describe_exit(exit_code)} after the engine had reported ok")
+    return Verdict(rank0_end.status, rank0_end.reason, rank0_end.failed_rank)
 
 
 def exit_codes(log: str) -> dict[int, int]:
-    """Of the ranks that torchrun or srun saw fail, the one it noticed first in front."""
+    """Return the exit codes of the ranks that torchrun or srun saw fail, in the order noticed."""
     if tasks := _tasks_failed(log):
         return tasks
-    first = {int(found[2]): int(found[1]) for found in _RANK_FAILED.finditer(log)}
-    return first | {int(found[1]): int(found[2]) for found in _RANK_LISTED.finditer(log)}
+    first = {int(match[2]): int(match[1]) for match in _RANK_FAILED.finditer(log)}
+    return first | {int(match[1]): int(match[2]) for match in _RANK_LISTED.finditer(log)}
 
 
 def _tasks_failed(log: str) -> dict[int, int]:
-    """By srun's word; those that it ended itself, once one had failed, do not count."""
+    """Parse the lines of srun; tasks that it killed itself, once one had failed, do not count."""
     codes: dict[int, int] = {}
-    for found in _TASKS_FAILED.finditer(log):
-        code = int(found[2]) if found[2] else _NAMES.get(found[3])
-        if code is None or (codes and code in _BY_SRUN):
+    for match in _TASKS_FAILED.finditer(log):
+        code = int(match[2]) if match[2] else _SIGNAL_CODES.get(match[3])
+        if code is None or (codes and code in _SRUN_KILL_CODES):
             continue
-        for part in found[1].split(","):
-            first, _, last = part.partition("-")
+        for item in match[1].split(","):
+            first, _, last = item.partition("-")
             codes |= {rank: code for rank in range(int(first), int(last or first) + 1) if rank not in codes}
     return codes
 
 
 def lines_of(rank: int | None, log: str) -> list[str]:
-    """What a rank printed, without its label; of a log without labels, all that is not torchrun's."""
-    if _LABEL.search(log):
-        label = f"[rank{rank}]: "
-        return [line.removeprefix(label) for line in log.splitlines() if line.startswith(label)]
-    torchrun = _TORCHRUN.search(log)  # it prints pages of its own after what the rank had to say
+    """Return the lines of a rank, without their prefix; of a log without prefixes, all that are not torchrun's."""
+    if _RANK_PREFIX.search(log):
+        prefix = f"[rank{rank}]: "
+        return [line.removeprefix(prefix) for line in log.splitlines() if line.startswith(prefix)]
+    torchrun = _TORCHRUN.search(log)  # it prints pages of its own after the rank's output
     return (log[: torchrun.start()] if torchrun else log).splitlines()
 
 
 def last_lines(rank: int, log: str) -> list[str]:
-    """The end of what a rank printed; where it was asked for its stack, up to the stack's innermost calls."""
+    """Return the last lines of a rank; where it dumped its stack, up to the innermost frames."""
     lines = lines_of(rank, log)
-    stacks = [place for place, line in enumerate(lines) if line.startswith("Stack (most recent call first)")]
-    return lines[: stacks[-1] + INNERMOST if stacks else None][-LAST_LINES:]
+    stacks = [index for index, line in enumerate(lines) if line.startswith("Stack (most recent call first)")]
+    return lines[: stacks[-1] + STACK_LINES if stacks else None][-LAST_LINES:]
 
 
 def _causes(ends: Sequence[RunEnded]) -> list[RunEnded]:
-    """Those that failed, in the order in which they can be the cause."""
-    failed = [end for end in ends if end.status in FAILURES]
-    return sorted(failed, key=lambda end: (_lost_another(end), end.time or float("inf"), end.rank))
+    """Return the failures, the likeliest cause first."""
+    failed = [end for end in ends if end.status in FAILED_STATUSES]
+    return sorted(failed, key=lambda end: (_lost_peer(end), end.time or float("inf"), end.rank))
 
 
-def _lost_another(end: RunEnded) -> bool:
-    return end.status == "failed" and bool(_LOST_ANOTHER.search(end.reason or ""))
+def _lost_peer(end: RunEnded) -> bool:
+    return end.status == "failed" and bool(_CONNECTION_LOST.search(end.reason or ""))
 
 
-def _said(cause: RunEnded, ends: Sequence[RunEnded]) -> Verdict:
-    """What the cause said itself. A mistake that several ranks made alike is no rank's; who diverged, all agreed on."""
-    alone = len(ends) == 1 and cause.rank == 0
-    if alone or cause.status == "diverged":
-        return Verdict(cause.status, cause.reason, cause.guilty_rank)
+def _reported(cause: RunEnded, ends: Sequence[RunEnded]) -> Verdict:
+    """Return the verdict that the cause reported. The same error on several ranks blames none; divergence is global."""
+    only_rank = len(ends) == 1 and cause.rank == 0
+    if only_rank or cause.status == "diverged":
+        return Verdict(cause.status, cause.reason, cause.failed_rank)
     if sum((end.status, end.reason) == (cause.status, cause.reason) for end in ends) > 1:
         return Verdict(cause.status, cause.reason)
     return Verdict(cause.status, f"rank {cause.rank}: {cause.reason}", cause.rank)
 
 
-def _lost(silent: list[int], victim: RunEnded) -> Verdict:
-    """Only ranks that lost another have spoken."""
+def _lost_rank(silent: list[int], victim: RunEnded) -> Verdict:
+    """Judge a run in which every reported failure is a lost connection."""
     if not silent:
         return Verdict("failed", f"rank {victim.rank}: {victim.reason}")
     return Verdict(
-        "failed", _cut(f"rank {silent[0]}: gone without a word; rank {victim.rank}: {victim.reason}"), silent[0]
+        "failed",
+        _truncate(f"rank {silent[0]}: disappeared without an exit status; rank {victim.rank}: {victim.reason}"),
+        silent[0],
     )
 
 
-def _speechless(rank: int | None, exit_code: int | None, log: str) -> Verdict:
-    """A rank, or the only process, did not say how it ended."""
-    who = "" if rank is None else f"rank {rank}: "
+def _unreported(rank: int | None, exit_code: int | None, log: str) -> Verdict:
+    """Judge a rank, or the only process, that wrote no RunEnded."""
+    prefix = "" if rank is None else f"rank {rank}: "
     lines = [line.strip() for line in lines_of(rank, log) if line.strip()]
-    if memory := [line for line in lines if _OUT_OF_MEMORY.search(line)]:
-        return Verdict("oom", _cut(who + memory[-1]), rank)
+    if memory_lines := [line for line in lines if _OUT_OF_MEMORY.search(line)]:
+        return Verdict("oom", _truncate(prefix + memory_lines[-1]), rank)
     if exit_code == 0:
-        return Verdict("failed", "exit code 0, but the engine did not say how it ended", rank)
-    last = f": {lines[-1]}" if lines and exit_code is not None and exit_code > 0 else ""
-    return Verdict("failed", _cut(f"{who}{_spelled(exit_code)}{last}"), rank)
+        return Verdict("failed", "exit code 0, but the engine recorded no end", rank)
+    last_line = f": {lines[-1]}" if lines and exit_code is not None and exit_code > 0 else ""
+    return Verdict("failed", _truncate(f"{prefix}{_describe_exit(exit_code)}{last_line}"), rank)
 
 
-def _spelled(exit_code: int | None) -> str:
+def _describe_exit(exit_code: int | None) -> str:
     if exit_code is None:
-        return "the process that watched the engine was killed"
+        return "the supervisor of the engine was killed"
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -180,5 +185,5 @@ def _spelled(exit_code: int | None) -> str:
         return f"killed by signal {-exit_code}"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 3] + "..."

@@ -1,4 +1,4 @@
-"""A small configuration, and stand-in engines: real processes that write real events."""
+"""A small configuration, and fake engines: real processes that write real events."""
 
 import sys
 import textwrap
@@ -11,8 +11,8 @@ import pytest
 
 from llmb import events
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
-from llmb.launch.local import Outcome, run_local
-from llmb.launch.run_folder import RunDir
+from llmb.launch.local import RunOutcome, run_local
+from llmb.launch.run_folder import RunFolder
 
 ENGINE_PRELUDE = """
 import os, signal, subprocess, sys, time
@@ -22,15 +22,15 @@ from llmb.events import RunEnded, RunStarted, StepDone, append
 def write(event, rank=0):
     append(Path(f"events.rank{rank}.jsonl"), event)
 
-def note_pid():
+def record_pid():
     with open("pids", "a") as file:
         file.write(f"{os.getpid()}\\n")
 
-def end_on_sigterm():
-    def end(*_):
+def exit_on_sigterm():
+    def on_sigterm(*_):
         write(RunEnded(time=time.time(), status="incomplete", reason="interrupted by SIGTERM"))
         os._exit(143)
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, on_sigterm)
 
 """
 
@@ -52,13 +52,13 @@ def config() -> RunConfig:
 
 
 @pytest.fixture
-def rundir(tmp_path: Path, config: RunConfig) -> RunDir:
-    return RunDir.create(tmp_path / "install", config, datetime(2026, 1, 2, 3, 4, 5))
+def run_folder(tmp_path: Path, config: RunConfig) -> RunFolder:
+    return RunFolder.create(tmp_path / "install", config, datetime(2026, 1, 2, 3, 4, 5))
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Callable[[str], list[str]]:
-    """The command that runs a stand-in engine of this source."""
+    """Write a fake engine of this source and return its command."""
 
     def write(source: str) -> list[str]:
         script = tmp_path / "engine.py"
@@ -69,29 +69,31 @@ def engine(tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 @dataclass
-class Ran:
-    """What a run gave back, and what it left behind."""
+class FinishedRun:
+    """Outcome, events and folder of a run."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     streamed: list[events.Event]
-    rundir: RunDir
+    run_folder: RunFolder
 
     @property
     def stored(self) -> list[events.Event]:
-        return list(events.read(self.rundir.events(0)))
+        return list(events.read(self.run_folder.events(0)))
 
     @property
     def log(self) -> str:
-        return self.rundir.log.read_text()
+        return self.run_folder.log.read_text()
 
 
 @pytest.fixture
-def launch(config: RunConfig, rundir: RunDir, engine: Callable[[str], list[str]]) -> Callable[..., Ran]:
-    """Run a stand-in engine to its end."""
+def launch(config: RunConfig, run_folder: RunFolder, engine: Callable[[str], list[str]]) -> Callable[..., FinishedRun]:
+    """Run a fake engine to its end."""
 
-    def run(source: str, environment: dict[str, str] | None = None, timeout_s: float = 20, grace_s: float = 5) -> Ran:
+    def run(
+        source: str, environment: dict[str, str] | None = None, timeout_s: float = 20, grace_s: float = 5
+    ) -> FinishedRun:
         streamed: list[events.Event] = []
-        outcome = run_local(config, rundir, engine(source), environment or {}, streamed.append, timeout_s, grace_s)
-        return Ran(outcome, streamed, rundir)
+        outcome = run_local(config, run_folder, engine(source), environment or {}, streamed.append, timeout_s, grace_s)
+        return FinishedRun(outcome, streamed, run_folder)
 
     return run

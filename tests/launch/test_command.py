@@ -1,4 +1,4 @@
-"""The command of an engine, its environment, and job.sh as text and as a program."""
+"""Command of an engine, its environment, and job.sh as text and as a program."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from llmb import events
 from llmb.config.spec import Inference, Machine, Profile
 from llmb.errors import ConfigError, UnknownName
 from llmb.launch import command
-from llmb.launch.command import engine_command, engine_environment, job_script, spelled_command
-from llmb.launch.run_folder import RunDir
+from llmb.launch.command import engine_command, engine_environment, format_engine_command, job_script
+from llmb.launch.run_folder import RunFolder
 
 GOLDEN = r"""#!/usr/bin/env bash
 # Repeats this run in a new folder beside it.
@@ -38,7 +38,7 @@ exec python -m llmb.train config.json
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Say which modules can be found."""
+    """Set which modules can be found."""
 
     def only(*names: str) -> None:
         def find_spec(name):
@@ -49,16 +49,16 @@ def installed(monkeypatch):
     return only
 
 
-def test_one_process_or_one_for_each_gpu(config, rundir, installed):
+def test_one_process_per_gpu(config, run_folder, installed):
     installed("llmb.train", "torch")
-    assert engine_command(config, rundir, "/py") == ["/py", "-m", "llmb.train", "config.json"]
-    assert spelled_command(config) == "python -m llmb.train config.json"
+    assert engine_command(config, run_folder, "/py") == ["/py", "-m", "llmb.train", "config.json"]
+    assert format_engine_command(config) == "python -m llmb.train config.json"
     eight = replace(config, machine=Machine(gpu="h100", gpus=8, gpus_per_node=8))
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 8"
-    assert engine_command(eight, rundir, "/py") == f"/py {torchrun} -m llmb.train config.json".split()
+    assert engine_command(eight, run_folder, "/py") == f"/py {torchrun} -m llmb.train config.json".split()
 
 
-def test_an_engine_that_is_not_there_is_one_clear_line(config, rundir, installed):
+def test_missing_engine_is_refused(config, run_folder, installed):
     serving = replace(
         config,
         workload=Inference(
@@ -70,24 +70,24 @@ def test_an_engine_that_is_not_there_is_one_clear_line(config, rundir, installed
     with pytest.raises(
         ConfigError, match="for inference is not part of this version; there is one for: training, outofcore"
     ):
-        engine_command(serving, rundir, "/py")
+        engine_command(serving, run_folder, "/py")
     installed("llmb.train")
     with pytest.raises(ConfigError, match=r"torch, which is not installed: pip install 'llmb\[engine\]'"):
-        engine_command(config, rundir, "/py")
+        engine_command(config, run_folder, "/py")
     with pytest.raises(UnknownName, match=r"tensorflow.*native, trtllm, megatron_bridge"):
-        engine_command(replace(config, engine="tensorflow"), rundir, "/py")
+        engine_command(replace(config, engine="tensorflow"), run_folder, "/py")
 
 
-def test_looking_for_an_engine_imports_none():
-    program = "import sys; from llmb.launch.command import _can_be_started as f; f('llmb.train'); f('llmb.no_such')"
+def test_looking_for_an_engine_imports_nothing():
+    program = "import sys; from llmb.launch.command import _is_runnable as f; f('llmb.train'); f('llmb.no_such')"
     program += "; assert not {'torch', 'llmb.train'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(llmb.__file__).parents[1])
 
 
-def test_a_package_without_a_main_cannot_be_started():
-    assert command._can_be_started("llmb.report") is False
-    assert command._can_be_started("llmb.launch.command") is True
-    assert command._can_be_started("llmb.no_such_engine") is False
+def test_package_without_main_is_not_runnable():
+    assert command._is_runnable("llmb.report") is False
+    assert command._is_runnable("llmb.launch.command") is True
+    assert command._is_runnable("llmb.no_such_engine") is False
 
 
 def test_environment(config):
@@ -106,7 +106,7 @@ def test_environment(config):
     assert engine_environment(config, {}, {"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
-def test_a_communication_trace_is_asked_for_but_not_over_the_users_head(config):
+def test_nccl_trace_does_not_override_user_variables(config):
     traced = replace(config, profile=Profile(nccl_trace=True))
     assert "NCCL_DEBUG" not in engine_environment(config, {}, {})
     settings = engine_environment(traced, {}, {})
@@ -115,17 +115,17 @@ def test_a_communication_trace_is_asked_for_but_not_over_the_users_head(config):
     assert (settings.get("NCCL_DEBUG"), settings["NCCL_DEBUG_SUBSYS"]) == (None, "ALL")
 
 
-@pytest.mark.parametrize("wanted", [{"a b": "1"}, {"1A": "1"}, {"": "1"}, {"A;touch x": "1"}, {"A": "nul\0"}])
-def test_a_variable_no_process_can_have_is_refused(config, rundir, wanted):
+@pytest.mark.parametrize("environment", [{"a b": "1"}, {"1A": "1"}, {"": "1"}, {"A;touch x": "1"}, {"A": "nul\0"}])
+def test_invalid_variable_is_refused(config, run_folder, environment):
     with pytest.raises(ConfigError, match="environment variable"):
-        engine_environment(config, {}, wanted)
+        engine_environment(config, {}, environment)
     with pytest.raises(ConfigError, match="environment variable"):
-        job_script(["true"], wanted, rundir)
+        job_script(["true"], environment, run_folder)
 
 
 def test_job_script_as_text(tmp_path):
     environment = {"PLAIN": "two words", "HF_TOKEN": "hf_secret", "LINES": "a\nb"}
-    text = job_script(["python", "-m", "llmb.train", "config.json"], environment, RunDir(tmp_path / "it's $HOME"))
+    text = job_script(["python", "-m", "llmb.train", "config.json"], environment, RunFolder(tmp_path / "it's $HOME"))
     assert text == GOLDEN
 
 
@@ -134,7 +134,7 @@ def test_job_script_as_text(tmp_path):
 )
 def test_job_script_repeats_the_run_in_a_new_folder(tmp_path, config, engine, install):
     config = replace(config, name="it's $(touch pwned) *")
-    run = RunDir.create(tmp_path / install, config, datetime(2020, 1, 1))
+    run = RunFolder.create(tmp_path / install, config, datetime(2020, 1, 1))
     program = engine("""
         import json
         Path("seen.json").write_text(json.dumps([sys.argv[1:], os.environ["ODD"], os.environ["HF_TOKEN"]]))
@@ -145,13 +145,13 @@ def test_job_script_repeats_the_run_in_a_new_folder(tmp_path, config, engine, in
     run.write_job_script(job_script([*program, "config.json", odd], environment, run))
     assert "not for paper" not in run.job_script.read_text()
 
-    own = {**os.environ, "HF_TOKEN": "from the shell", "CDPATH": "/tmp"}
-    done = subprocess.run([run.job_script], cwd=tmp_path, env=own, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    first, again = RunDir.find_all(tmp_path / install)
+    environ = {**os.environ, "HF_TOKEN": "from the shell", "CDPATH": "/tmp"}
+    process = subprocess.run([run.job_script], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    first, repeated = RunFolder.find_all(tmp_path / install)
     assert first == run
     assert not first.events(0).exists()
-    assert again.read_config() == config
-    assert json.loads((again.path / "seen.json").read_text()) == [["config.json", odd], odd, "from the shell"]
-    assert [event.status for event in events.read(again.events(0))] == ["ok"]
+    assert repeated.read_config() == config
+    assert json.loads((repeated.path / "seen.json").read_text()) == [["config.json", odd], odd, "from the shell"]
+    assert [event.status for event in events.read(repeated.events(0))] == ["ok"]
     assert not list(tmp_path.rglob("pwned"))

@@ -1,4 +1,4 @@
-"""Failures named from what they leave behind: lines as Slurm, pyxis, CUDA, NCCL and torch print them."""
+"""Diagnosis of failures from real log lines of Slurm, pyxis, CUDA, NCCL and torch."""
 
 import dataclasses
 import typing
@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmb.events import RunEnded, RunStarted, append
-from llmb.launch.failure import Failure, failure_of, named
-from llmb.launch.failure_symptoms import Kind
+from llmb.launch.failure import Failure, diagnose, diagnose_run
+from llmb.launch.failure_symptoms import FailureKind
 from llmb.launch.nccl_watchdog import collective_timeout
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.nodelist import node_names
 from llmb.launch.slurm.slurm_jobs import JobState
 from llmb.launch.verdict import Verdict
@@ -54,96 +54,98 @@ def job(state="FAILED", **more):
 
 
 def failed(reason, rank=None, status="failed", last_lines=()):
-    return RunEnded(status=status, reason=reason, guilty_rank=rank, last_lines=last_lines)
+    return RunEnded(status=status, reason=reason, failed_rank=rank, last_lines=last_lines)
 
 
 def ranks(silent=(), hosts=("n1", "n1", "n2", "n2")):
-    """Ranks that began on these hosts and said how they ended, but for some."""
+    """Events of ranks that started on these hosts and recorded their end, except the silent ones."""
     started = [RunStarted(time=1.0, rank=rank, host=host) for rank, host in enumerate(hosts)]
     ended = [RunEnded(rank=r, status="incomplete", reason="interrupted") for r in range(len(hosts)) if r not in silent]
     return [*started, *ended]
 
 
 @pytest.mark.parametrize(
-    ("state", "kind", "again", "said"),
+    ("state", "kind", "retryable", "message"),
     [
         ("NODE_FAIL", "node_failure", True, "a node went down (NODE_FAIL), one of n[1-2]"),
         ("BOOT_FAIL", "node_failure", True, "BOOT_FAIL"),
-        ("PREEMPTED", "preemption", True, "took the nodes (PREEMPTED)"),
-        ("TIMEOUT", "time_limit", False, "time limit ran out (TIMEOUT)"),
+        ("PREEMPTED", "preemption", True, "higher priority (PREEMPTED)"),
+        ("TIMEOUT", "time_limit", False, "time limit was reached (TIMEOUT)"),
         ("DEADLINE", "time_limit", False, "DEADLINE"),
-        ("OUT_OF_MEMORY", "oom_kill", False, "want of host memory (OUT_OF_MEMORY)"),
+        ("OUT_OF_MEMORY", "oom_kill", False, "exceeding host memory (OUT_OF_MEMORY)"),
         ("CANCELLED", "cancelled", False, "cancelled (CANCELLED)"),
         ("CANCELLED by 1000", "cancelled", False, "cancelled (CANCELLED)"),
     ],
 )
 @pytest.mark.parametrize("end", [None, failed("interrupted by SIGTERM", status="incomplete"), failed("exit code 143")])
-def test_slurm_knows_who_ended_the_job(state, kind, again, said, end):
-    failure = named(end, job(state))
-    assert (failure.kind, failure.retryable, failure.guilty_nodes) == (kind, again, ())
-    assert said in failure.reason
+def test_slurm_state_determines_the_kind(state, kind, retryable, message, end):
+    failure = diagnose(end, job(state))
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == (kind, retryable, ())
+    assert message in failure.reason
 
 
-def test_what_ended_well_or_goes_on_has_not_failed():
-    assert named(failed(None, status="ok"), job("COMPLETED")) is None
-    assert named(failed(None, status="ok"), job("TIMEOUT")) is None
-    assert named(None, job("RUNNING", phase="running")) is None
-    assert named(None, job("PENDING", phase="pending")) is None
+def test_successful_or_running_run_has_no_failure():
+    assert diagnose(failed(None, status="ok"), job("COMPLETED")) is None
+    assert diagnose(failed(None, status="ok"), job("TIMEOUT")) is None
+    assert diagnose(None, job("RUNNING", phase="running")) is None
+    assert diagnose(None, job("PENDING", phase="pending")) is None
 
 
-def test_a_node_that_went_down_and_who_was_on_it():
-    failure = named(None, job("NODE_FAIL"), NODE_LOST, ranks())
+def test_node_failure_names_the_node_and_its_ranks():
+    failure = diagnose(None, job("NODE_FAIL"), NODE_LOST, ranks())
     reason = "node n2 went down (NODE_FAIL); ranks 2-3 were on it"
     assert failure == Failure("node_failure", reason, True, ("n2",))
-    one = named(None, job("NODE_FAIL"), NODE_LOST, ranks(hosts=("n1", "n2")))
-    assert one.reason == "node n2 went down (NODE_FAIL); rank 1 was on it"
+    single = diagnose(None, job("NODE_FAIL"), NODE_LOST, ranks(hosts=("n1", "n2")))
+    assert single.reason == "node n2 went down (NODE_FAIL); rank 1 was on it"
 
 
-def test_a_node_that_went_down_with_the_log():
-    failure = named(None, job("NODE_FAIL"), "", ranks(silent=(2, 3)))
-    assert failure.guilty_nodes == ("n2",)
-    everybody = named(None, job("NODE_FAIL"), "", ranks(silent=(0, 1, 2, 3)))
-    assert everybody.guilty_nodes == ()
+def test_node_failure_without_a_log():
+    failure = diagnose(None, job("NODE_FAIL"), "", ranks(silent=(2, 3)))
+    assert failure.excluded_nodes == ("n2",)
+    all_silent = diagnose(None, job("NODE_FAIL"), "", ranks(silent=(0, 1, 2, 3)))
+    assert all_silent.excluded_nodes == ()
 
 
-def test_what_slurm_wrote_into_the_log_counts_while_the_job_still_runs():
+def test_cancel_reason_in_the_log_of_a_running_job():
     end = failed("interrupted by SIGTERM", status="incomplete")
     running = job("RUNNING", phase="running")
     due = "slurmstepd: error: *** JOB 21 ON n1 CANCELLED AT 2026-11-15T12:40:18 DUE TO {} ***\n"
-    assert named(end, running, due.format("TIME LIMIT")).kind == "time_limit"
-    assert named(end, None, due.format("PREEMPTION")).kind == "preemption"
-    assert named(end, None, "").kind == "cancelled"
-    told = failed("ended by Slurm with SIGTERM: cancelled or preempted", status="incomplete")
-    assert named(told, job("PREEMPTED")).kind == "preemption"
-    assert named(told, None).kind == "cancelled"
-    assert named(failed("stopped after the time limit of 5 s", status="timeout")).kind == "time_limit"
+    assert diagnose(end, running, due.format("TIME LIMIT")).kind == "time_limit"
+    assert diagnose(end, None, due.format("PREEMPTION")).kind == "preemption"
+    assert diagnose(end, None, "").kind == "cancelled"
+    by_slurm = failed("ended by Slurm with SIGTERM: cancelled or preempted", status="incomplete")
+    assert diagnose(by_slurm, job("PREEMPTED")).kind == "preemption"
+    assert diagnose(by_slurm, None).kind == "cancelled"
+    assert diagnose(failed("stopped after the time limit of 5 s", status="timeout")).kind == "time_limit"
 
 
 @pytest.mark.parametrize(
-    ("said", "status"),
+    ("reason", "status"),
     [
         ("interrupted by SIGUSR1 after step 3", "timeout"),
         ("interrupted by SIGTERM after step 3", "incomplete"),
         ("llmb-run ended before the run did", "incomplete"),
     ],
 )
-def test_ranks_that_were_stopped_because_what_watched_them_was_killed_were_not_out_of_time(said, status):
-    failure = named(failed(said, status=status), job("FAILED", reason="JobLaunchFailure", exit_code=None, signal=9))
+def test_ranks_stopped_after_the_job_runner_was_killed(reason, status):
+    failure = diagnose(
+        failed(reason, status=status), job("FAILED", reason="JobLaunchFailure", exit_code=None, signal=9)
+    )
     assert (failure.kind, failure.retryable) == ("killed", False)
-    assert failure.reason == f"the process that watched the run was killed; its ranks: {said}"
+    assert failure.reason == f"the job runner was killed; its ranks: {reason}"
 
 
-def test_what_ended_an_earlier_run_of_a_requeued_job_does_not_count():
+def test_log_of_an_earlier_start_of_a_requeued_job_does_not_count():
     end = failed("rank 2: ValueError: no such layer", 2)
-    assert named(end, job("FAILED", restarts=1), NODE_LOST).kind == "program_error"
-    assert named(None, job("NODE_FAIL", restarts=1), NODE_LOST).guilty_nodes == ("n2",)
+    assert diagnose(end, job("FAILED", restarts=1), NODE_LOST).kind == "program_error"
+    assert diagnose(None, job("NODE_FAIL", restarts=1), NODE_LOST).excluded_nodes == ("n2",)
 
 
-def test_a_step_that_is_killed_for_its_memory_is_no_mere_failure():
-    """Slurm itself says FAILED 1:0 of the job then."""
-    lost = failed("rank 3: gone without a word; rank 0: RuntimeError: Connection closed by peer", 3)
-    failure = named(lost, job("FAILED"), STEP_OOM, ranks(silent=(3,)))
-    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("oom_kill", False, ())
+def test_oom_kill_of_a_step():
+    """Slurm itself reports FAILED 1:0 for the job."""
+    lost = failed("rank 3: disappeared without an exit status; rank 0: RuntimeError: Connection closed by peer", 3)
+    failure = diagnose(lost, job("FAILED"), STEP_OOM, ranks(silent=(3,)))
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == ("oom_kill", False, ())
     assert "on n2: slurmstepd-n2: error: Detected 1 oom-kill" in failure.reason
 
 
@@ -156,30 +158,30 @@ def test_a_step_that_is_killed_for_its_memory_is_no_mere_failure():
         "kernel: Out of memory: Killed process 4242 (python3) total-vm:9000000kB",
     ],
 )
-def test_every_wording_of_an_oom_kill(line):
-    assert named(failed("exit code 137"), None, f"step 1\n{line}\n").kind == "oom_kill"
+def test_oom_kill_messages(line):
+    assert diagnose(failed("exit code 137"), None, f"step 1\n{line}\n").kind == "oom_kill"
 
 
-def test_a_rank_killed_by_nobody_knows_whom():
-    failure = named(failed("exit code 137: srun: Force Terminated"), job("FAILED"), KILLED, ranks(silent=(3,)))
+def test_rank_killed_for_an_unknown_reason():
+    failure = diagnose(failed("exit code 137: srun: Force Terminated"), job("FAILED"), KILLED, ranks(silent=(3,)))
     assert (failure.kind, failure.retryable) == ("killed", False)
     assert "on n2: srun: error: n2: task 3: Killed" in failure.reason
-    assert named(failed("rank 1: killed by signal 9 (SIGKILL)", 1), None).kind == "killed"
-    assert named(None, job("FAILED", reason="JobLaunchFailure", exit_code=0, signal=9)).kind == "killed"
-    assert named(None, None).kind == "killed"
+    assert diagnose(failed("rank 1: killed by signal 9 (SIGKILL)", 1), None).kind == "killed"
+    assert diagnose(None, job("FAILED", reason="JobLaunchFailure", exit_code=0, signal=9)).kind == "killed"
+    assert diagnose(None, None).kind == "killed"
 
 
-def test_a_node_that_lives_and_tells_of_a_killed_task_is_not_lost():
-    """Its only rank is silent, but srun heard from its node."""
-    failure = named(failed("exit code 137"), job("FAILED"), KILLED, ranks(silent=(1,), hosts=("n1", "n2")))
+def test_killed_task_on_a_live_node_is_not_a_node_failure():
+    """Its only rank is silent, but srun got its exit status from the node."""
+    failure = diagnose(failed("exit code 137"), job("FAILED"), KILLED, ranks(silent=(1,), hosts=("n1", "n2")))
     assert failure.kind == "killed"
 
 
-def test_a_node_that_went_silent():
-    lost = failed("rank 2: gone without a word; rank 0: RuntimeError: Connection reset by peer", 2)
-    failure = named(lost, job("FAILED"), "[rank0]: Connection reset by peer\n", ranks(silent=(2, 3)))
-    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("node_failure", True, ("n2",))
-    assert failure.reason.startswith("node n2 went silent: ranks 2-3 gone without a word")
+def test_silent_node():
+    lost = failed("rank 2: disappeared without an exit status; rank 0: RuntimeError: Connection reset by peer", 2)
+    failure = diagnose(lost, job("FAILED"), "[rank0]: Connection reset by peer\n", ranks(silent=(2, 3)))
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == ("node_failure", True, ("n2",))
+    assert failure.reason.startswith("node n2 went silent: ranks 2-3 disappeared without an exit status")
 
 
 @pytest.mark.parametrize(
@@ -191,72 +193,77 @@ def test_a_node_that_went_silent():
         "Nov 15 12:00:00 n2 kernel: NVRM: Xid (PCI:0000:9b:00): 79, pid=1234, GPU has fallen off the bus.",
     ],
 )
-def test_a_gpu_that_fails_is_its_nodes_fault(line):
+def test_gpu_fault_excludes_its_node(line):
     noise = "[rank0]: ncclRemoteError: A call failed possibly due to a network error\n"
-    failure = named(failed("rank 0: DistBackendError: NCCL error in: x", 0), job("FAILED"), noise + line, ranks())
-    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("gpu_fault", True, ("n2",))
+    failure = diagnose(failed("rank 0: DistBackendError: NCCL error in: x", 0), job("FAILED"), noise + line, ranks())
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == ("gpu_fault", True, ("n2",))
 
 
 WATCHDOG = (
     "[rank{rank}]:[E1206 18:44:12 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog caught collective operation timeout:"
     " WorkNCCL(SeqNum=7753, OpType=_REDUCE_SCATTER_BASE, NumelIn=5, NumelOut=1, Timeout(ms)=600000) ran for 600061 ms\n"
-    "[rank{rank}]:[E1206 18:44:12.8 ProcessGroupNCCL.cpp:1664] [PG ID 1 PG GUID 3(dp) Rank {rank}] Exception (either an"
-    " error or timeout) detected by watchdog at work: 7753, last enqueued NCCL work: {begun}, last completed: 7752.\n"
+    "[rank{rank}]:[E1206 18:44:12.8 ProcessGroupNCCL.cpp:1664] [PG ID 1 PG GUID 3(dp) Rank {rank}] Exception (either"
+    " an error or timeout) detected by watchdog at work: 7753, last enqueued NCCL work: {enqueued}, last completed:"
+    " 7752.\n"
 )
 
 
-def test_a_collective_that_does_not_end_is_the_late_ranks_fault():
-    log = "".join(WATCHDOG.format(rank=rank, begun=7755 if rank != 3 else 7753) for rank in range(4))
-    failure = named(failed("rank 0: exit code -6"), job("FAILED"), log, ranks(silent=(0, 1, 2, 3)))
-    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("nccl_timeout", True, ("n2",))
-    said = "_REDUCE_SCATTER_BASE did not end within 600 s; ranks 0-2 waited; rank 3 had not begun it (on n2)"
-    assert failure.reason == said
+def test_collective_timeout_excludes_the_node_of_the_late_rank():
+    log = "".join(WATCHDOG.format(rank=rank, enqueued=7755 if rank != 3 else 7753) for rank in range(4))
+    failure = diagnose(failed("rank 0: exit code -6"), job("FAILED"), log, ranks(silent=(0, 1, 2, 3)))
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == ("nccl_timeout", True, ("n2",))
+    expected = "_REDUCE_SCATTER_BASE timed out after 600 s; ranks 0-2 waited; rank 3 had not entered it (on n2)"
+    assert failure.reason == expected
 
 
-def test_a_rank_that_never_came_to_the_collective():
-    log = "".join(WATCHDOG.format(rank=rank, begun=7755) for rank in (0, 1, 2))
+def test_silent_rank_is_late_for_the_collective():
+    log = "".join(WATCHDOG.format(rank=rank, enqueued=7755) for rank in (0, 1, 2))
     timeout = collective_timeout(log, silent=(0, 1, 2, 3))
     assert (timeout.waiting, timeout.late) == ((0, 1, 2), (3,))
-    failure = named(failed("exit code 1"), job("FAILED"), log, ranks(silent=(0, 1, 2, 3)))
-    assert failure.guilty_nodes == ("n2",)
+    failure = diagnose(failed("exit code 1"), job("FAILED"), log, ranks(silent=(0, 1, 2, 3)))
+    assert failure.excluded_nodes == ("n2",)
 
 
-def test_a_collective_in_which_all_wait_is_nobodys_fault():
-    log = "".join(WATCHDOG.format(rank=rank, begun=7755) for rank in range(4))
-    failure = named(failed("exit code 1"), job("FAILED"), log, ranks(silent=(0, 1, 2, 3)))
-    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("nccl_timeout", False, ())
+def test_collective_timeout_of_all_ranks_excludes_no_node():
+    log = "".join(WATCHDOG.format(rank=rank, enqueued=7755) for rank in range(4))
+    failure = diagnose(failed("exit code 1"), job("FAILED"), log, ranks(silent=(0, 1, 2, 3)))
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == ("nccl_timeout", False, ())
     assert collective_timeout("step 1\n") is None
 
 
-def test_a_lost_connection_may_be_tried_again_where_a_node_is_to_blame():
+def test_lost_connection_is_retried_if_a_node_is_excluded():
     lost = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:46286"
-    nobody = named(failed(f"rank 0: {lost}"), job("FAILED"), "", ranks())
-    assert (nobody.kind, nobody.retryable) == ("network", False)
-    one = named(failed(f"rank 3: gone without a word; rank 0: {lost}", 3), job("FAILED"), "", ranks(silent=(3,)))
-    assert (one.kind, one.retryable, one.guilty_nodes) == ("network", True, ("n2",))
+    no_culprit = diagnose(failed(f"rank 0: {lost}"), job("FAILED"), "", ranks())
+    assert (no_culprit.kind, no_culprit.retryable) == ("network", False)
+    one_culprit = diagnose(
+        failed(f"rank 3: disappeared without an exit status; rank 0: {lost}", 3), job("FAILED"), "", ranks(silent=(3,))
+    )
+    assert (one_culprit.kind, one_culprit.retryable, one_culprit.excluded_nodes) == ("network", True, ("n2",))
     nccl = (
         "n1:27255:27934 [0] ib_plugin.c:1105 NCCL WARN NET/IB : Got completion from peer 10.0.35.1<49189> with error 4"
     )
-    assert named(failed("exit code 1"), job("FAILED"), nccl, ranks()).kind == "nccl_error"
+    assert diagnose(failed("exit code 1"), job("FAILED"), nccl, ranks()).kind == "nccl_error"
     assert (
-        named(failed("rank 0: torch.distributed.DistNetworkError: The client socket has timed out", 0)).kind
+        diagnose(failed("rank 0: torch.distributed.DistNetworkError: The client socket has timed out", 0)).kind
         == "network"
     )
 
 
-def test_where_a_rank_was_is_known_from_srun_too():
-    """Hosts may call themselves otherwise than Slurm does; with our engine a task is a rank."""
-    hung = failed("hung: rank 3 did not answer", 3)
+def test_node_of_a_rank_from_srun():
+    """Hostnames may differ from Slurm's node names; with our engine a task is a rank."""
+    hung = failed("hung: rank 3 did not respond", 3)
     unknown = ranks(hosts=("localhost",) * 4)
-    assert named(hung, job("FAILED"), KILLED, unknown).guilty_nodes == ("n2",)
-    assert named(hung, job("FAILED"), KILLED, []).guilty_nodes == ()
+    assert diagnose(hung, job("FAILED"), KILLED, unknown).excluded_nodes == ("n2",)
+    assert diagnose(hung, job("FAILED"), KILLED, []).excluded_nodes == ()
 
 
-def test_a_hang():
-    hung = "hung: no rank made progress for 30 s after step 4; rank 2 did not answer: stopped, or busy inside a library"
-    failure = named(failed(hung, 2), job("FAILED"), "", ranks())
+def test_hang():
+    hung = (
+        "hung: no rank made progress for 30 s after step 4; rank 2 did not respond: stopped, or busy inside a library"
+    )
+    failure = diagnose(failed(hung, 2), job("FAILED"), "", ranks())
     assert failure == Failure("hung", hung, True, ("n2",))
-    assert not named(failed("hung: all ranks are at the same place"), job("FAILED"), "", ranks()).retryable
+    assert not diagnose(failed("hung: all ranks are at the same place"), job("FAILED"), "", ranks()).retryable
 
 
 PYXIS = """\
@@ -273,7 +280,7 @@ srun: error: n2: task 0: Exited with exit code 1
 
 
 @pytest.mark.parametrize(
-    ("line", "again"),
+    ("line", "retryable"),
     [
         ("[ERROR] URL https://example.com/v2/nemo/manifests/25.07 returned error code: 401 Unauthorized", False),
         ("[ERROR] URL https://example.com/v2/nemo/manifests/25.07 returned error code: 404 Not Found", False),
@@ -282,37 +289,37 @@ srun: error: n2: task 0: Exited with exit code 1
         ("[ERROR] No such file or directory: /images/nemo.sqsh", False),
     ],
 )
-def test_a_container_that_is_not_there(line, again):
-    failure = named(failed("exit code 1"), job("FAILED"), PYXIS.format(line))
-    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("container_missing", again, ())
+def test_missing_container(line, retryable):
+    failure = diagnose(failed("exit code 1"), job("FAILED"), PYXIS.format(line))
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == ("container_missing", retryable, ())
     assert failure.reason.endswith(line)
 
 
-def test_a_cluster_without_pyxis():
+def test_cluster_without_pyxis():
     log = "srun: unrecognized option '--container-image=x'\nTry \"srun --help\" for more information\n"
-    assert named(failed("exit code 1"), job("FAILED"), log).kind == "container_missing"
+    assert diagnose(failed("exit code 1"), job("FAILED"), log).kind == "container_missing"
 
 
-def test_a_full_disk_under_a_run_or_its_container():
+def test_full_disk_under_a_run_or_its_container():
     full = "rank 0: OSError: [Errno 28] No space left on device: 'checkpoint'"
-    assert named(failed(full, 0), job("FAILED")).kind == "disk_full"
+    assert diagnose(failed(full, 0), job("FAILED")).kind == "disk_full"
     image = PYXIS.format("Write failed because No space left on device")
-    assert named(failed("exit code 1"), job("FAILED"), image).kind == "disk_full"
+    assert diagnose(failed("exit code 1"), job("FAILED"), image).kind == "disk_full"
 
 
-def test_weights_that_are_not_there():
-    said = "/weights/deepseek is not a folder of weights"
-    assert named(failed(said), None, f"llmb.serve: {said}\n").kind == "weights_missing"
-    foreign = "OSError: x/y is not a local folder and is not a valid model identifier listed on a hub\n"
-    assert named(failed("exit code 1"), None, foreign).kind == "weights_missing"
+def test_missing_weights():
+    reason = "/weights/deepseek is not a folder of weights"
+    assert diagnose(failed(reason), None, f"llmb.serve: {reason}\n").kind == "weights_missing"
+    external = "OSError: x/y is not a local folder and is not a valid model identifier listed on a hub\n"
+    assert diagnose(failed("exit code 1"), None, external).kind == "weights_missing"
 
 
-def test_memory_of_the_device():
-    said = "rank 1: out of memory at a peak of 79 GiB; set recompute_layers"
-    failure = named(failed(said, 1, status="oom"), job("FAILED"), "ncclRemoteError\n", ranks())
-    assert failure == Failure("gpu_oom", said, False, ())
-    foreign = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\nncclRemoteError: x\n"
-    assert named(failed("exit code 1"), None, foreign).kind == "gpu_oom"
+def test_out_of_device_memory():
+    reason = "rank 1: out of memory at a peak of 79 GiB; set recompute_layers"
+    failure = diagnose(failed(reason, 1, status="oom"), job("FAILED"), "ncclRemoteError\n", ranks())
+    assert failure == Failure("gpu_oom", reason, False, ())
+    external = "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\nncclRemoteError: x\n"
+    assert diagnose(failed("exit code 1"), None, external).kind == "gpu_oom"
 
 
 @pytest.mark.parametrize(
@@ -336,55 +343,57 @@ def test_memory_of_the_device():
         ("srun: error: n2: tasks 0,2-3: Killed", "killed"),
     ],
 )
-def test_lines_that_speak_for_themselves(line, kind):
-    failure = named(failed("exit code 1"), job("FAILED"), f"step 1\n{line}\nTerminating\n")
+def test_kind_of_log_lines(line, kind):
+    failure = diagnose(failed("exit code 1"), job("FAILED"), f"step 1\n{line}\nTerminating\n")
     assert failure.kind == kind
     assert failure.reason.endswith(f": {line}")
 
 
-def test_an_error_of_the_program_stays_one_however_loud_its_victims_are():
+def test_program_error_outweighs_errors_of_its_peers():
     noise = "[rank0]: ncclRemoteError\n[rank0]: Connection reset by peer\n[rank1]: Watchdog caught collective\n"
-    failure = named(failed("rank 2: ValueError: no such layer", 2), job("FAILED"), noise, ranks())
+    failure = diagnose(failed("rank 2: ValueError: no such layer", 2), job("FAILED"), noise, ranks())
     assert failure == Failure("program_error", "rank 2: ValueError: no such layer", False, ())
-    assert named(failed("loss became nan at step 3", status="diverged"), None, noise).kind == "program_error"
+    assert diagnose(failed("loss became nan at step 3", status="diverged"), None, noise).kind == "program_error"
 
 
-def test_a_request_that_the_engine_refuses():
-    said = "the configuration spreads over 4 ranks but 2 started"
-    assert named(failed(said), job("FAILED"), f"[rank1]: llmb.train: {said}\n").kind == "refused"
+def test_request_refused_by_the_engine():
+    reason = "the configuration needs 4 ranks but 2 started"
+    assert diagnose(failed(reason), job("FAILED"), f"[rank1]: llmb.train: {reason}\n").kind == "refused"
     step = "srun: error: Unable to create step for job 1: More processors requested than permitted\n"
-    assert named(failed("exit code 1"), job("FAILED"), step).kind == "refused"
+    assert diagnose(failed("exit code 1"), job("FAILED"), step).kind == "refused"
 
 
-def test_little_evidence_is_said_as_it_is():
+def test_exit_status_without_symptoms():
     crashed = "srun: error: n2: task 1: Segmentation fault\nsrun: error: n1: task 0: Terminated\n"
-    assert named(None, job("FAILED"), crashed).reason == "task 1 on n2: Segmentation fault"
-    assert named(None, job("FAILED")).reason == "the job ended (FAILED, exit code 1), but the run did not say how"
-    assert named(None, job("COMPLETED", exit_code=0)).kind == "program_error"
-    assert named(Verdict("failed", "exit code 3: bye")) == Failure("program_error", "exit code 3: bye")
+    assert diagnose(None, job("FAILED"), crashed).reason == "task 1 on n2: Segmentation fault"
+    assert diagnose(None, job("FAILED")).reason == "the job ended (FAILED, exit code 1), but the run recorded no end"
+    assert diagnose(None, job("COMPLETED", exit_code=0)).kind == "program_error"
+    assert diagnose(Verdict("failed", "exit code 3: bye")) == Failure("program_error", "exit code 3: bye")
 
 
-def test_a_reason_is_one_line_of_bounded_length():
-    assert "\n" not in named(failed("ValueError: a\n b")).reason
-    assert len(named(failed("ValueError: " + "x" * 9999)).reason) == 400
+def test_reason_is_one_line_of_bounded_length():
+    assert "\n" not in diagnose(failed("ValueError: a\n b")).reason
+    assert len(diagnose(failed("ValueError: " + "x" * 9999)).reason) == 400
 
 
 LINES = st.sampled_from([*STEP_OOM.split("\n"), *NODE_LOST.split("\n"), *KILLED.split("\n")])
 
 
 @given(st.lists(LINES | st.text()), st.text() | st.none(), st.sampled_from(["FAILED", "NODE_FAIL", "", "x"]))
-def test_whatever_the_log_says_there_is_a_name(lines, said, state):
-    failure = named(failed(said), job(state), "\n".join(lines), ranks(silent=(3,)))
-    assert failure.kind in typing.get_args(Kind)
+def test_any_log_has_a_diagnosis(lines, reason, state):
+    failure = diagnose(failed(reason), job(state), "\n".join(lines), ranks(silent=(3,)))
+    assert failure.kind in typing.get_args(FailureKind)
     assert "\n" not in failure.reason
     assert failure.reason
 
 
-def test_a_host_that_slurm_does_not_know_is_not_excluded():
+def test_host_unknown_to_slurm_is_not_excluded():
     """sbatch would refuse its name."""
-    hung = failed("hung: rank 1 did not answer", 1)
-    assert named(hung, job("FAILED"), "", ranks(hosts=("n1.example.com", "n2.example.com"))).guilty_nodes == ("n2",)
-    assert named(hung, job("FAILED"), "", ranks(hosts=("localhost", "localhost"))).guilty_nodes == ()
+    hung = failed("hung: rank 1 did not respond", 1)
+    assert diagnose(hung, job("FAILED"), "", ranks(hosts=("n1.example.com", "n2.example.com"))).excluded_nodes == (
+        "n2",
+    )
+    assert diagnose(hung, job("FAILED"), "", ranks(hosts=("localhost", "localhost"))).excluded_nodes == ()
 
 
 @pytest.mark.parametrize(
@@ -399,16 +408,16 @@ def test_a_host_that_slurm_does_not_know_is_not_excluded():
         (None, ()),
     ],
 )
-def test_lists_of_nodes(text, names):
+def test_node_names(text, names):
     assert node_names(text) == names
 
 
-def test_a_run_folder_says_why_it_failed(tmp_path, config):
-    rundir = RunDir.create(tmp_path, config, datetime(2026, 1, 2, 3, 4, 5))
+def test_diagnose_run(tmp_path, config):
+    run_folder = RunFolder.create(tmp_path, config, datetime(2026, 1, 2, 3, 4, 5))
     for event in ranks(silent=(2, 3)):
-        append(rundir.events(event.rank), event)
-    (rundir.path / "slurm-7.out").write_text(NODE_LOST)
-    failure = failure_of(rundir, job("NODE_FAIL"))
-    assert (failure.kind, failure.guilty_nodes) == ("node_failure", ("n2",))
-    append(rundir.events(0), RunEnded(status="ok"))
-    assert failure_of(rundir, dataclasses.replace(job("COMPLETED"), exit_code=0)) is None
+        append(run_folder.events(event.rank), event)
+    (run_folder.path / "slurm-7.out").write_text(NODE_LOST)
+    failure = diagnose_run(run_folder, job("NODE_FAIL"))
+    assert (failure.kind, failure.excluded_nodes) == ("node_failure", ("n2",))
+    append(run_folder.events(0), RunEnded(status="ok"))
+    assert diagnose_run(run_folder, dataclasses.replace(job("COMPLETED"), exit_code=0)) is None

@@ -1,8 +1,8 @@
-"""Every way in which one rank can ruin a run of several, done for real: four ranks over gloo, started by torchrun.
+"""Faults of one rank in a run of several: four real ranks over gloo, started by torchrun.
 
-A fault is put in from outside, by a program that changes one function of the engine on one rank before it starts, or by
-a signal. Each run must end within a minute of its fault with a named status, the guilty rank and that rank's last
-lines, with all events up to the last step, and with no process left.
+A fault is injected from outside, by a program that patches one function of the engine on one rank before it starts, or
+by a signal. Each run must end within a minute of its fault with a status, the failed rank and that rank's last lines,
+with all events up to the last step, and with no process left.
 """
 
 import json
@@ -24,8 +24,8 @@ from llmb.config.serialization import build, to_json
 from llmb.config.spec import Limits, Machine, Parallel, Precision, RunConfig, Training
 from llmb.events import Event, RunStarted, StepDone, read, read_all
 from llmb.launch import hang_detector
-from llmb.launch.local import Outcome, run_local
-from llmb.launch.run_folder import RunDir
+from llmb.launch.local import RunOutcome, run_local
+from llmb.launch.run_folder import RunFolder
 from llmb.results.derive import derive
 from llmb.results.result import Result
 
@@ -37,60 +37,60 @@ RANKS = 4
 FAULTY_ENGINE = """
 import os, sys, time
 from pathlib import Path
-from llmb.runtime.engine_process import Process, leave
-from llmb.train.__main__ import training
+from llmb.runtime.engine_process import EngineProcess, exit_now
+from llmb.train.__main__ import load_train
 
 RANK = int(os.environ["RANK"])
 
-def happens():
+def mark_fault():
     Path("fault").touch()
 
-def faulty():
+def load_faulty_train():
     import torch
     from llmb.train import loop
-    train_step, ready_parts = loop.train_step, loop.ready_parts
+    train_step, build_model_parts = loop.train_step, loop.build_model_parts
 {fault}
-    return training()
+    return load_train()
 
-leave(Process("llmb.train", faulty).main(sys.argv[1:]))
+exit_now(EngineProcess("llmb.train", load_faulty_train).main(sys.argv[1:]))
 """
 
 
 @dataclass
-class Fault:
-    """How a run with a fault in it ended."""
+class FaultyRun:
+    """Outcome of a run with an injected fault."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     result: Result
-    rundir: RunDir
+    run_folder: RunFolder
     seconds: float  # from the fault to the end
 
     def steps(self, rank: int) -> list[int]:
-        return [event.step for event in read(self.rundir.events(rank)) if isinstance(event, StepDone)]
+        return [event.step for event in read(self.run_folder.events(rank)) if isinstance(event, StepDone)]
 
     @property
     def last_lines(self) -> str:
         return "\n".join(self.result.last_lines)
 
     def check(self, status: str, rank: int | None, steps_before: int) -> None:
-        """What holds for every fault."""
-        assert (self.result.status, self.result.guilty_rank) == (status, rank), self.rundir.log.read_text()
-        assert self.outcome.guilty_rank == rank
+        """Check what holds for every fault."""
+        assert (self.result.status, self.result.failed_rank) == (status, rank), self.run_folder.log.read_text()
+        assert self.outcome.failed_rank == rank
         assert self.seconds < 60
         assert [self.steps(r)[:steps_before] for r in range(RANKS)] == [list(range(1, steps_before + 1))] * RANKS
-        assert living_in(self.rundir.path) == []
+        assert processes_in(self.run_folder.path) == []
 
 
-def living_in(folder: Path) -> list[str]:
-    """Processes that work in a folder, as all of an engine's do: torchrun, ranks, and who labels their lines."""
-    found = []
+def processes_in(folder: Path) -> list[str]:
+    """Return the processes whose working directory is this folder: torchrun, ranks, and their log prefixers."""
+    commands = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "cwd").readlink() == folder:
-                found.append((process / "cmdline").read_text())
+                commands.append((process / "cmdline").read_text())
         except OSError:
-            continue  # gone, or not ours
-    return found
+            continue  # exited, or of another user
+    return commands
 
 
 @pytest.fixture
@@ -106,73 +106,76 @@ def four(config: RunConfig) -> RunConfig:
 
 
 @pytest.fixture
-def run_with(four: RunConfig, rundir: RunDir, tmp_path: Path) -> Callable[..., Fault]:
-    """Run the engine with a fault, to the end that it brings about."""
+def run_with(four: RunConfig, run_folder: RunFolder, tmp_path: Path) -> Callable[..., FaultyRun]:
+    """Run the engine with a fault until it ends."""
 
-    def run(fault: str = "", on_event: Callable[[Event], None] = lambda event: None, config: RunConfig = four) -> Fault:
+    def run(
+        fault: str = "", on_event: Callable[[Event], None] = lambda event: None, config: RunConfig = four
+    ) -> FaultyRun:
         script = tmp_path / "faulty.py"
         script.write_text(FAULTY_ENGINE.replace("{fault}", textwrap.indent(textwrap.dedent(fault), "    ")))
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
         command = [sys.executable, *torchrun, str(script), "config.json"]
-        rundir.config.write_text(to_json(config))
-        outcome = run_local(config, rundir, command, {"OMP_NUM_THREADS": "1"}, on_event, timeout_s=150, grace_s=4)
-        seconds = time.time() - (rundir.path / "fault").stat().st_mtime
-        result = derive(config, read_all(rundir.all_events()))
-        return Fault(outcome, result, rundir, seconds)
+        run_folder.config.write_text(to_json(config))
+        outcome = run_local(config, run_folder, command, {"OMP_NUM_THREADS": "1"}, on_event, timeout_s=150, grace_s=4)
+        seconds = time.time() - (run_folder.path / "fault").stat().st_mtime
+        result = derive(config, read_all(run_folder.all_events()))
+        return FaultyRun(outcome, result, run_folder, seconds)
 
     return run
 
 
-def signal_rank(rundir: RunDir, rank: int, number: signal.Signals) -> None:
-    (pid,) = [event.pid for event in read(rundir.events(rank)) if isinstance(event, RunStarted)]
-    (rundir.path / "fault").touch()
+def signal_rank(run_folder: RunFolder, rank: int, number: signal.Signals) -> None:
+    (pid,) = [event.pid for event in read(run_folder.events(rank)) if isinstance(event, RunStarted)]
+    (run_folder.path / "fault").touch()
     os.kill(pid, number)
 
 
-def test_a_rank_that_is_killed_as_a_user_sees_it() -> None:
-    wish = "submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 4 --proxy --json --set steps=1000000"
-    command = [sys.executable, "-m", "llmb.cli.llmb_run", *wish.split()]
+def test_rank_killed_under_llmb_run_submit() -> None:
+    arguments = "submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 4 --proxy --json --set steps=1000000"
+    command = [sys.executable, "-m", "llmb.cli.llmb_run", *arguments.split()]
     submit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    rundir = wait_for(lambda: next(RunDir.find_all(Path(os.environ["LLMB_INSTALL"])), None))
-    wait_for(lambda: any(isinstance(event, StepDone) for event in read(rundir.events(0))))
-    signal_rank(rundir, 2, signal.SIGKILL)
+    run_folder = wait_for(lambda: next(RunFolder.find_all(Path(os.environ["LLMB_INSTALL"])), None))
+    wait_for(lambda: any(isinstance(event, StepDone) for event in read(run_folder.events(0))))
+    signal_rank(run_folder, 2, signal.SIGKILL)
     killed_at = time.monotonic()
     out, err = submit.communicate(timeout=60)
     assert time.monotonic() - killed_at < 60
     assert submit.returncode == 2
     result = build(Result, json.loads(out.splitlines()[-1]))
-    assert (result.status, result.guilty_rank) == ("failed", 2)
+    assert (result.status, result.failed_rank) == ("failed", 2)
     assert result.reason == "rank 2: killed by signal 9 (SIGKILL)"
     assert result.steps_done is not None
     assert f"failed ({result.reason})" in err
-    assert living_in(rundir.path) == []
+    assert processes_in(run_folder.path) == []
 
 
-def wait_for(found: Callable[[], Any]) -> Any:
+def wait_for(condition: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 60
-    while not (value := found()):
+    while not (value := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return value
 
 
-def test_a_rank_that_is_stopped(run_with, rundir) -> None:
+def test_rank_stopped_by_sigstop(run_with, run_folder) -> None:
     def on_event(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 2:
-            signal_rank(rundir, 3, signal.SIGSTOP)
+            signal_rank(run_folder, 3, signal.SIGSTOP)
 
     fault = run_with(on_event=on_event)
     fault.check("failed", 3, steps_before=2)
     assert fault.result.reason.startswith("hung: no rank made progress for 6 s after step ")
-    assert fault.result.reason.endswith("; rank 3 did not answer: stopped, or busy inside a library")
+    assert fault.result.reason.endswith("; rank 3 did not respond: stopped, or busy inside a library")
 
 
-def test_a_rank_that_never_comes_to_the_collective(run_with) -> None:
+@pytest.mark.nightly
+def test_rank_that_never_enters_the_collective(run_with) -> None:
     fault = run_with("""
         def hang(job, parts, optimizer, step):
             if RANK == 1 and step == 3:
                 print("waiting for a file that nobody writes")
-                happens()
+                mark_fault()
                 while True:
                     time.sleep(1)
             return train_step(job, parts, optimizer, step)
@@ -184,14 +187,15 @@ def test_a_rank_that_never_comes_to_the_collective(run_with) -> None:
     assert "in hang" in fault.last_lines  # the stack, as Python prints it
 
 
-def test_a_rank_that_sleeps_in_the_first_step(run_with, four, monkeypatch) -> None:
-    monkeypatch.setattr(hang_detector, "IDLE_S", 6)  # how long a first step takes nobody knows, but it takes CPU time
+@pytest.mark.nightly
+def test_rank_that_sleeps_in_the_first_step(run_with, four, monkeypatch) -> None:
+    monkeypatch.setattr(hang_detector, "IDLE_LIMIT_S", 6)  # the first step has no time limit, but it uses CPU time
     unlimited = replace(four, limits=Limits())
     fault = run_with(
         """
         def hang(job, parts, optimizer, step):
             if RANK == 3:
-                happens()
+                mark_fault()
                 time.sleep(1000)
             return train_step(job, parts, optimizer, step)
         loop.train_step = hang
@@ -202,11 +206,12 @@ def test_a_rank_that_sleeps_in_the_first_step(run_with, four, monkeypatch) -> No
     assert "before the first step ended; rank 3 has not entered the collective" in fault.result.reason
 
 
-def test_a_rank_that_throws(run_with) -> None:
+@pytest.mark.nightly
+def test_rank_that_raises(run_with) -> None:
     fault = run_with("""
         def throw(job, parts, optimizer, step):
             if RANK == 2 and step == 3:
-                happens()
+                mark_fault()
                 raise ValueError("no such layer, hf_abcdefghijklmnopqrstuvwxyz")
             return train_step(job, parts, optimizer, step)
         loop.train_step = throw
@@ -217,11 +222,12 @@ def test_a_rank_that_throws(run_with) -> None:
     assert "ValueError: no such layer, ***" in fault.last_lines
 
 
-def test_a_rank_that_runs_out_of_memory(run_with) -> None:
+@pytest.mark.nightly
+def test_rank_out_of_memory(run_with) -> None:
     fault = run_with("""
         def exhaust(job, parts, optimizer, step):
             if RANK == 3 and step == 3:
-                happens()
+                mark_fault()
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return train_step(job, parts, optimizer, step)
         loop.train_step = exhaust
@@ -231,13 +237,14 @@ def test_a_rank_that_runs_out_of_memory(run_with) -> None:
     assert "out of memory at a peak of " in fault.last_lines
 
 
-def test_a_rank_that_is_slow_and_another_whose_weights_are_lost(run_with) -> None:
+@pytest.mark.nightly
+def test_slow_rank_and_nan_weights_on_another(run_with) -> None:
     fault = run_with("""
         def lose(job, parts, optimizer, step):
             if RANK == 1:
                 time.sleep(0.3)
             if RANK == 2 and step == 8:
-                happens()
+                mark_fault()
                 with torch.no_grad():
                     weight = next(p for n, p in parts[0].named_parameters() if "layers.1" in n and p.ndim > 1)
                     weight.to_local().view(-1)[:3] = float("nan")
@@ -248,6 +255,6 @@ def test_a_rank_that_is_slow_and_another_whose_weights_are_lost(run_with) -> Non
     assert fault.result.reason.startswith("loss became nan at step 8: nan in the weight layers.1.")
     assert fault.result.reason.endswith(", on rank 2")
     (slow,) = [warning.text for warning in fault.result.warnings if warning.code == "SLOW_RANK"]
-    who, _, more = slow.partition(" holds the others up: ")
-    assert who == f"rank 1 on {os.uname().nodename}"
-    assert float(more.split()[0]) >= 0.3  # s of own work a step; more where the machine has other things to do
+    rank_and_host, _, excess = slow.partition(" holds the others up: ")
+    assert rank_and_host == f"rank 1 on {os.uname().nodename}"
+    assert float(excess.split()[0]) >= 0.3  # s of work per step; more on a busy machine

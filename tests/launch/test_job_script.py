@@ -1,6 +1,6 @@
-"""job.sh as text: golden for every row of every recipe, who asks for what, and values that no line can hold.
+"""job.sh as text: golden for every row of every recipe, precedence of options, and values that need quoting.
 
-After a wanted change:  PYTHONPATH=. python tests/launch/test_slurm_job.py    # writes tests/golden/slurm anew
+After an intended change:  PYTHONPATH=. python tests/launch/test_job_script.py    # rewrites tests/golden/slurm
 """
 
 import shlex
@@ -17,64 +17,71 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.config.spec import Limits, Machine, RunConfig
 from llmb.errors import ConfigError
-from llmb.launch.engines.launch_spec import EngineOrder
-from llmb.launch.run_folder import RunDir
+from llmb.launch.engines.launch_spec import LaunchSpec
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.cluster_config import Cluster, WorkloadSettings
-from llmb.launch.slurm.job_script import SlurmWishes, job_options, placed, sbatch_arguments, segment, slurm_script
+from llmb.launch.slurm.job_script import (
+    SbatchOverrides,
+    job_options,
+    sbatch_arguments,
+    segment,
+    slurm_script,
+    with_gpus_per_node,
+)
 from llmb.launch.slurm.srun import (
-    asked_per_node,
-    check_room,
+    check_allocation_size,
+    gpus_per_node_override,
     in_allocation,
-    ranks_command,
     ranks_per_node,
     rendezvous,
+    srun_command,
 )
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "slurm"
 RECIPES = load_all([shipped()])
 COMMAND = ["/venv/bin/python", "-m", "llmb.cli.job_runner", "/runs/one"]
-RUN = RunDir(Path("/runs/one"))
-REST = "set -euo pipefail\nexport NCCL_DEBUG=WARN\nexec /venv/bin/python -m llmb.cli.job_runner /runs/one\n"
+RUN = RunFolder(Path("/runs/one"))
+SCRIPT_END = "set -euo pipefail\nexport NCCL_DEBUG=WARN\nexec /venv/bin/python -m llmb.cli.job_runner /runs/one\n"
 
 
 def configurations(recipe: Recipe) -> Iterator[RunConfig]:
-    """Every row at every scale it lists, in every format, on every GPU it is for."""
+    """Yield every row at every scale, dtype and GPU that it lists."""
     for row in recipe.rows:
         picks = [Setting(field=name, value=row[name], source="row") for name in ("mode", "use_case") if name in row]
-        if recipe.kind == "outofcore":  # a script does not depend on the plan: what is fixed need not be searched for
+        if recipe.kind == "outofcore":  # a script does not depend on the plan: skip the search
             fixed = {"gbs": 1, "seqs_per_round": 1, "chunk_tokens": min(row["seqlen"], 32768)}
             picks += [Setting(field=name, value=value, source="row") for name, value in fixed.items()]
-        for gpu in _listed(row["gpu"]):
-            for dtype in _listed(row["dtype"]):
+        for gpu in _as_list(row["gpu"]):
+            for dtype in _as_list(row["dtype"]):
                 for gpus in expand_gpus(row["gpus"]):
                     request = Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=gpu, settings=tuple(picks))
                     yield resolve(recipe, request)
 
 
-def _listed(value: object) -> list:
+def _as_list(value: object) -> list:
     return value if isinstance(value, list) else [value]
 
 
 def golden(recipe: Recipe) -> str:
-    """What each row asks of Slurm, a line each; the rest of a script is the same for all."""
+    """Return the sbatch options of each row, one line each; the rest of the script is the same for all."""
     lines = []
     for config in configurations(recipe):
-        text = slurm_script(config, RUN, None, SlurmWishes(), COMMAND, {"NCCL_DEBUG": "WARN"})
-        asked = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
-        assert text.endswith("\n" + REST)
-        lines.append(f"{config.machine.gpu} {' '.join(asked)}")
+        text = slurm_script(config, RUN, None, SbatchOverrides(), COMMAND, {"NCCL_DEBUG": "WARN"})
+        options = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+        assert text.endswith("\n" + SCRIPT_END)
+        lines.append(f"{config.machine.gpu} {' '.join(options)}")
     return "".join(f"{line}\n" for line in dict.fromkeys(lines))
 
 
 @pytest.mark.parametrize("workload", RECIPES)
-def test_every_row_asks_for_what_the_golden_text_says(workload: str) -> None:
+def test_options_of_every_row_match_the_golden_file(workload: str) -> None:
     assert golden(RECIPES[workload]) == (GOLDEN / f"{workload}.txt").read_text()
 
 
 @pytest.mark.parametrize("workload", RECIPES)
-def test_every_row_has_its_ranks_its_nodes_and_time_to_end(workload: str) -> None:
+def test_ranks_nodes_and_time_limit_of_every_row(workload: str) -> None:
     for config in configurations(RECIPES[workload]):
-        options = job_options(config, RUN, None, SlurmWishes())
+        options = job_options(config, RUN, None, SbatchOverrides())
         machine = config.machine
         assert int(options["nodes"]) * machine.gpus_per_node >= machine.gpus == int(options["ntasks"])
         assert int(options["gpus-per-node"]) == int(options["ntasks-per-node"]) <= machine.gpus_per_node
@@ -83,9 +90,9 @@ def test_every_row_has_its_ranks_its_nodes_and_time_to_end(workload: str) -> Non
         assert ("segment" in options) == (machine.gpu in ("gb200", "gb300") and machine.nodes > 1)
 
 
-def test_the_generation_use_case_of_deepseek_asks_for_more_time() -> None:
+def test_generation_use_case_of_deepseek_has_a_longer_time_limit() -> None:
     times = {
-        (config.workload.mode, config.workload.use_case): job_options(config, RUN, None, SlurmWishes())["time"]
+        (config.workload.mode, config.workload.use_case): job_options(config, RUN, None, SbatchOverrides())["time"]
         for config in configurations(RECIPES["inference_deepseek-r1"])
     }
     assert times.pop(("max_throughput", "generation")) == "01:43:00"
@@ -95,7 +102,7 @@ def test_the_generation_use_case_of_deepseek_asks_for_more_time() -> None:
 @pytest.mark.parametrize(
     ("nodes", "size"), [(2, 2), (18, 18), (32, 16), (36, 18), (34, 17), (37, 1), (128, 16), (256, 16)]
 )
-def test_a_segment_is_the_greatest_divisor_within_a_domain(nodes: int, size: int) -> None:
+def test_segment_is_the_largest_divisor_within_an_nvlink_domain(nodes: int, size: int) -> None:
     assert segment(Machine(gpu="gb200", gpus=4 * nodes, gpus_per_node=4)) == size
     assert segment(Machine(gpu="h100", gpus=8 * nodes, gpus_per_node=8)) is None
 
@@ -105,60 +112,66 @@ def h100(config: RunConfig) -> RunConfig:
     return replace(config, machine=Machine(gpu="h100", gpus=16, gpus_per_node=8))
 
 
-def on(sbatch: dict[str, str], **more) -> Cluster:
+def cluster_with(sbatch: dict[str, str], **more) -> Cluster:
     return Cluster(path=Path("cluster_config.yaml"), sbatch=sbatch, **more)
 
 
-def test_the_command_line_is_heard_before_the_cluster_and_that_before_the_run(h100: RunConfig) -> None:
-    cluster = on({"partition": "batch", "account": "us", "gpus-per-node": "h100:8", "mem": "100G", "time": "1"})
-    wishes = SlurmWishes(nice=5, nodelist="n[1-2]", arguments=("partition=fast", "contiguous"))
-    options = job_options(h100, RUN, cluster, wishes)
-    wanted = {"partition": "fast", "account": "us", "gpus-per-node": "h100:8", "mem": "100G", "nice": "5"}
-    assert wanted.items() <= options.items()
+def test_command_line_overrides_cluster_which_overrides_run_defaults(h100: RunConfig) -> None:
+    cluster = cluster_with(
+        {"partition": "batch", "account": "us", "gpus-per-node": "h100:8", "mem": "100G", "time": "1"}
+    )
+    overrides = SbatchOverrides(nice=5, nodelist="n[1-2]", arguments=("partition=fast", "contiguous"))
+    options = job_options(h100, RUN, cluster, overrides)
+    expected = {"partition": "fast", "account": "us", "gpus-per-node": "h100:8", "mem": "100G", "nice": "5"}
+    assert expected.items() <= options.items()
     assert (options["nodelist"], options["contiguous"], options["exclusive"]) == ("n[1-2]", "", "")
     assert options["time"] == "00:33:00"
 
 
-def test_a_workloads_own_settings_and_fewer_gpus_than_a_node_has(h100: RunConfig) -> None:
-    own = {"pretrain_tiny": WorkloadSettings(sbatch={"qos": "high"})}
+def test_workload_settings_and_fewer_gpus_than_a_node_has(h100: RunConfig) -> None:
+    workloads = {"pretrain_tiny": WorkloadSettings(sbatch={"qos": "high"})}
     small = replace(h100, machine=Machine(gpu="h100", gpus=2, gpus_per_node=8))
-    options = job_options(small, RUN, on({"gpus-per-node": "h100:8"}, workloads=own), SlurmWishes())
+    options = job_options(small, RUN, cluster_with({"gpus-per-node": "h100:8"}, workloads=workloads), SbatchOverrides())
     assert (options["gpus-per-node"], options["qos"], options["nodes"]) == ("h100:2", "high", "1")
     assert not {"exclusive", "mem"} & options.keys()
-    assert "gpus-per-node" not in job_options(small, RUN, on({}), SlurmWishes())  # a site whose Slurm counts no GPUs
+    assert "gpus-per-node" not in job_options(
+        small, RUN, cluster_with({}), SbatchOverrides()
+    )  # a site whose Slurm has no GPU GRES
 
 
-def test_ranks_on_cpus_ask_for_no_gpu(config: RunConfig) -> None:
-    spread = placed(replace(config, machine=Machine(gpu="cpu", gpus=4, gpus_per_node=1024)), 2)
-    cluster = on({"gpus-per-node": "8", "partition": "gpu"}, cpu_sbatch={"partition": "cpu", "gpus-per-node": "8"})
-    options = job_options(spread, RUN, cluster, SlurmWishes())
+def test_cpu_ranks_request_no_gpu(config: RunConfig) -> None:
+    spread = with_gpus_per_node(replace(config, machine=Machine(gpu="cpu", gpus=4, gpus_per_node=1024)), 2)
+    cluster = cluster_with(
+        {"gpus-per-node": "8", "partition": "gpu"}, cpu_sbatch={"partition": "cpu", "gpus-per-node": "8"}
+    )
+    options = job_options(spread, RUN, cluster, SbatchOverrides())
     assert (options["nodes"], options["ntasks-per-node"], options["cpus-per-task"]) == ("2", "2", "1")
     assert options["partition"] == "cpu"
     assert not [name for name in options if "gpu" in name]
 
 
 @pytest.mark.parametrize(
-    ("wishes", "extra", "said"),
+    ("overrides", "extra", "message"),
     [
-        (SlurmWishes(nice=1), ("qos=a",), "--nice and ADDITIONAL_SLURM_PARAMS both"),
-        (SlurmWishes(arguments=("qos=b",)), ("qos=a",), "--slurm-arg and ADDITIONAL_SLURM_PARAMS both"),
-        (SlurmWishes(arguments=("--qos=b",)), (), "without dashes before it, got '--qos=b'"),
-        (SlurmWishes(arguments=("qos=b", "qos=c")), (), "--slurm-arg qos is given twice"),
-        (SlurmWishes(arguments=("nodelist=n1",)), (), "--slurm-arg nodelist: has an option of its own, --nodelist"),
-        (SlurmWishes(arguments=("nodes=3",)), (), "--slurm-arg nodes: is set by each run"),
-        (SlurmWishes(arguments=("time=3",)), (), "set that one: --timeout SECONDS"),
-        (SlurmWishes(), ("ntasks=3",), "ntasks is set by each run"),
+        (SbatchOverrides(nice=1), ("qos=a",), "--nice and ADDITIONAL_SLURM_PARAMS both"),
+        (SbatchOverrides(arguments=("qos=b",)), ("qos=a",), "--slurm-arg and ADDITIONAL_SLURM_PARAMS both"),
+        (SbatchOverrides(arguments=("--qos=b",)), (), "without dashes before it, got '--qos=b'"),
+        (SbatchOverrides(arguments=("qos=b", "qos=c")), (), "--slurm-arg qos is given twice"),
+        (SbatchOverrides(arguments=("nodelist=n1",)), (), "--slurm-arg nodelist: has an option of its own, --nodelist"),
+        (SbatchOverrides(arguments=("nodes=3",)), (), "--slurm-arg nodes: is set by each run"),
+        (SbatchOverrides(arguments=("time=3",)), (), "set that one: --timeout SECONDS"),
+        (SbatchOverrides(), ("ntasks=3",), "ntasks is set by each run"),
     ],
 )
-def test_what_is_asked_for_twice_or_is_not_to_be_asked_for(config, wishes, extra, said) -> None:
-    asked = replace(config, limits=Limits(slurm_params=extra))
-    with pytest.raises(ConfigError, match=said):
-        job_options(asked, RUN, None, wishes)
+def test_duplicate_and_reserved_options_are_refused(config, overrides, extra, message) -> None:
+    config = replace(config, limits=Limits(slurm_params=extra))
+    with pytest.raises(ConfigError, match=message):
+        job_options(config, RUN, None, overrides)
 
 
-def test_additional_parameters_reach_sbatch(h100: RunConfig) -> None:
-    asked = replace(h100, limits=Limits(slurm_params=("qos=high", "contiguous", "mem=1G")))
-    options = job_options(asked, RUN, None, SlurmWishes())
+def test_additional_slurm_params_reach_sbatch(h100: RunConfig) -> None:
+    config = replace(h100, limits=Limits(slurm_params=("qos=high", "contiguous", "mem=1G")))
+    options = job_options(config, RUN, None, SbatchOverrides())
     assert (options["qos"], options["contiguous"], options["mem"]) == ("high", "", "1G")
 
 
@@ -178,34 +191,36 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("value", HOSTILE)
-def test_odd_values_reach_the_job_unbroken_and_no_sbatch_line(config: RunConfig, tmp_path: Path, value: str) -> None:
-    run = RunDir(tmp_path / value.replace("/", "_"))
+def test_special_characters_reach_the_job_and_no_sbatch_line(config: RunConfig, tmp_path: Path, value: str) -> None:
+    run = RunFolder(tmp_path / value.replace("/", "_"))
     run.path.mkdir()
-    shown = ["bash", "-c", 'printf "%s|" "$ODD" "$@"; pwd', "x", str(run.path)]
-    wishes = SlurmWishes(reservation=value)
-    text = slurm_script(config, run, None, wishes, shown, {"ODD": value, "HF_TOKEN": "hf_" + "x" * 30})
+    command = ["bash", "-c", 'printf "%s|" "$ODD" "$@"; pwd', "x", str(run.path)]
+    overrides = SbatchOverrides(reservation=value)
+    text = slurm_script(config, run, None, overrides, command, {"ODD": value, "HF_TOKEN": "hf_" + "x" * 30})
     (run.path / "job.sh").write_text(text)
-    done = subprocess.run(["bash", "job.sh"], cwd=run.path, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{value}|{run.path}|{run.path}\n"
+    process = subprocess.run(["bash", "job.sh"], cwd=run.path, capture_output=True, text=True, check=True)
+    assert process.stdout == f"{value}|{run.path}|{run.path}\n"
     assert "hf_" not in text
     assert "# Secret, taken from your environment: HF_TOKEN" in text
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    arguments = sbatch_arguments(config, run, None, wishes)
-    assert len(lines) + len(arguments) == len(job_options(config, run, None, wishes))
+    arguments = sbatch_arguments(config, run, None, overrides)
+    assert len(lines) + len(arguments) == len(job_options(config, run, None, overrides))
     for line in lines:
         assert shlex.split(line, comments=False) == line.split()
         assert "nodes=99" not in line
-    odd = not value.replace("%", "").isalnum() or not value.isascii()
-    assert (f"--reservation={value}" in arguments) == odd
-    assert (f"--chdir={run.path}" in arguments) == odd
+    special = not value.replace("%", "").isalnum() or not value.isascii()
+    assert (f"--reservation={value}" in arguments) == special
+    assert (f"--chdir={run.path}" in arguments) == special
 
 
-def test_slurm_fills_in_the_job_id_and_nothing_else(config: RunConfig) -> None:
-    outputs = [job_options(config, RunDir(Path(name)), None, SlurmWishes())["output"] for name in ("/a%j", "/b\\c")]
+def test_output_expands_only_the_job_id(config: RunConfig) -> None:
+    outputs = [
+        job_options(config, RunFolder(Path(name)), None, SbatchOverrides())["output"] for name in ("/a%j", "/b\\c")
+    ]
     assert outputs == ["/a%%j/slurm-%j.out", "/b\\\\c/slurm.out"]
 
 
-# The ranks, inside of the job.
+# Ranks inside the job
 
 JOB = {"SLURM_JOB_ID": "40123", "SLURM_JOB_NODELIST": "gpu[007-9,12]-ib,x1", "SLURM_JOB_NUM_NODES": "2"}
 
@@ -214,53 +229,53 @@ JOB = {"SLURM_JOB_ID": "40123", "SLURM_JOB_NODELIST": "gpu[007-9,12]-ib,x1", "SL
     ("nodes", "first"),
     [("n1", "n1"), ("n[1-4]", "n1"), ("a,b", "a"), ("gpu[007-9,12]-ib", "gpu007-ib"), ("r[1-2]n[5,7],z", "r1n5")],
 )
-def test_ranks_meet_on_the_first_host(nodes: str, first: str) -> None:
+def test_master_addr_is_the_first_host(nodes: str, first: str) -> None:
     assert rendezvous({**JOB, "SLURM_JOB_NODELIST": nodes})["MASTER_ADDR"] == first
 
 
-def test_two_jobs_meet_at_different_ports() -> None:
-    here = rendezvous(JOB)
-    assert here["MASTER_ADDR"] == "gpu007-ib"
-    assert 20000 <= int(here["MASTER_PORT"]) < 32000
-    assert here["MASTER_PORT"] != rendezvous({**JOB, "SLURM_JOB_ID": "40124"})["MASTER_PORT"]
+def test_two_jobs_have_different_master_ports() -> None:
+    variables = rendezvous(JOB)
+    assert variables["MASTER_ADDR"] == "gpu007-ib"
+    assert 20000 <= int(variables["MASTER_PORT"]) < 32000
+    assert variables["MASTER_PORT"] != rendezvous({**JOB, "SLURM_JOB_ID": "40124"})["MASTER_PORT"]
 
 
-def test_srun_starts_a_rank_for_each_gpu(h100: RunConfig, config: RunConfig) -> None:
-    order = EngineOrder(command=("python", "-m", "llmb.train", "config.json"))
-    command = ranks_command(h100, order, JOB)
+def test_srun_starts_one_rank_per_gpu(h100: RunConfig, config: RunConfig) -> None:
+    spec = LaunchSpec(command=("python", "-m", "llmb.train", "config.json"))
+    command = srun_command(h100, spec, JOB)
     assert command[:4] == ["srun", "--nodes=2", "--ntasks=16", "--ntasks-per-node=8"]
     assert {"--kill-on-bad-exit=1", "--cpu-bind=none", "--mpi=none"} <= set(command)
-    assert command[-4:] == list(order.command)
-    bound = ranks_command(h100, replace(order, tasks="node", mpi="pmix"), {**JOB, "SLURM_CPUS_PER_TASK": "7"})
+    assert command[-4:] == list(spec.command)
+    bound = srun_command(h100, replace(spec, tasks="node", mpi="pmix"), {**JOB, "SLURM_CPUS_PER_TASK": "7"})
     assert bound[1:4] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
     assert {"--cpus-per-task=7", "--mpi=pmix"} <= set(bound)
-    words = ["bash", *ranks_command(config, EngineOrder(command=("env",)), JOB)[-4:]]
-    place = {"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "PATH": "/usr/bin:/bin"}
-    seen = subprocess.run(words[1:] if words[1] == "bash" else words, env=place, capture_output=True, text=True)
-    assert {"RANK=3", "WORLD_SIZE=16", "LOCAL_RANK=1"} <= set(seen.stdout.splitlines())
+    words = ["bash", *srun_command(config, LaunchSpec(command=("env",)), JOB)[-4:]]
+    environ = {"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "PATH": "/usr/bin:/bin"}
+    process = subprocess.run(words[1:] if words[1] == "bash" else words, env=environ, capture_output=True, text=True)
+    assert {"RANK=3", "WORLD_SIZE=16", "LOCAL_RANK=1"} <= set(process.stdout.splitlines())
 
 
-def test_a_shell_of_an_allocation_is_one_and_a_step_is_none() -> None:
+def test_in_allocation() -> None:
     assert in_allocation(JOB)
     assert in_allocation({**JOB, "SLURM_STEP_ID": "4294967290"})
     assert not in_allocation({**JOB, "SLURM_STEP_ID": "0"})
     assert not in_allocation({})
 
 
-def test_ranks_are_spread_over_the_nodes_there_are(h100: RunConfig, config: RunConfig) -> None:
+def test_ranks_per_node_and_allocation_size(h100: RunConfig, config: RunConfig) -> None:
     four = replace(config, machine=Machine(gpu="cpu", gpus=4, gpus_per_node=1024))
-    assert ranks_per_node(four, JOB, known=8) == 2
-    assert ranks_per_node(h100, JOB, known=None) is None
-    assert ranks_per_node(h100, JOB, known=4) == 4
-    assert ranks_per_node(h100, {**JOB, "GPUS_PER_NODE": "2"}, known=4) == 2
+    assert ranks_per_node(four, JOB, cluster_gpus=8) == 2
+    assert ranks_per_node(h100, JOB, cluster_gpus=None) is None
+    assert ranks_per_node(h100, JOB, cluster_gpus=4) == 4
+    assert ranks_per_node(h100, {**JOB, "GPUS_PER_NODE": "2"}, cluster_gpus=4) == 2
     with pytest.raises(ConfigError, match="GPUS_PER_NODE: expected a whole number above 0, got 'x'"):
-        asked_per_node({"GPUS_PER_NODE": "x"})
-    check_room(h100, JOB)
+        gpus_per_node_override({"GPUS_PER_NODE": "x"})
+    check_allocation_size(h100, JOB)
     with pytest.raises(ConfigError, match="2 nodes of 8 ranks are needed, this allocation has 1; sbatch -N 2"):
-        check_room(h100, {**JOB, "SLURM_JOB_NUM_NODES": "1"})
+        check_allocation_size(h100, {**JOB, "SLURM_JOB_NUM_NODES": "1"})
 
 
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
-    for name, each in RECIPES.items():
-        (GOLDEN / f"{name}.txt").write_text(golden(each))
+    for name, recipe in RECIPES.items():
+        (GOLDEN / f"{name}.txt").write_text(golden(recipe))

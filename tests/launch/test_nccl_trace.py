@@ -1,4 +1,4 @@
-"""ENABLE_NCCLTRACE: a short run whose log says what ranks sent one another, and a Result that adds it up."""
+"""ENABLE_NCCLTRACE: a short run whose log lists every collective, and a Result that sums them up."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +14,18 @@ from llmb.config.spec import Profile, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone
 from llmb.report.summary import summary
-from llmb.results.readers.nccl_log import summarise
+from llmb.results.readers.nccl_log import summarize
 
 TRACE = Path(__file__).parent.parent / "golden" / "logs" / "nccl.log"
 
 
 def resolved(recipes, environ: dict[str, str], **fields: str) -> RunConfig:
-    wishes = [*from_environment(environ), *(Setting(field=k, value=v, source="--set") for k, v in fields.items())]
-    request = Request(size="314b", dtype="fp8", gpus=256, gpu="gb200", settings=tuple(wishes))
+    settings = [*from_environment(environ), *(Setting(field=k, value=v, source="--set") for k, v in fields.items())]
+    request = Request(size="314b", dtype="fp8", gpus=256, gpu="gb200", settings=tuple(settings))
     return resolve(recipes["pretrain_grok1"], request)
 
 
-def test_it_is_five_steps_long_unless_another_length_is_asked_for(recipes):
+def test_trace_has_five_steps_by_default(recipes):
     traced = resolved(recipes, {"ENABLE_NCCLTRACE": "true"})
     assert isinstance(traced.workload, Training)
     assert (traced.workload.steps, traced.workload.window) == (5, (3, 5))
@@ -35,12 +35,12 @@ def test_it_is_five_steps_long_unless_another_length_is_asked_for(recipes):
     assert longer.workload.steps == 20
 
 
-def test_a_profile_beside_it_is_refused(recipes):
+def test_trace_and_profile_exclude_each_other(recipes):
     with pytest.raises(ConfigError, match="exclude each other"):
         resolved(recipes, {"ENABLE_NCCLTRACE": "true", "ENABLE_PROFILE": "true"})
 
 
-def test_ranks_to_profile_must_be_there(recipes):
+def test_profiled_ranks_must_exist(recipes):
     config = resolved(recipes, {"ENABLE_PROFILE": "true", "PROFILE_RANKS": "0,255"})
     assert config.profile.profile_ranks == (0, 255)
     with pytest.raises(ConfigError, match="there is no rank 256; the run has ranks 0 to 255"):
@@ -51,16 +51,16 @@ def test_ranks_to_profile_must_be_there(recipes):
         resolved(recipes, {"PROFILE_RANKS": "0"})
 
 
-def test_its_table_is_in_the_result_of_the_native_engine(config, rundir):
-    """The engine tells of its steps by events; NCCL itself writes into the log."""
-    rundir.log.write_bytes(b"step 1\n" + TRACE.read_bytes())
+def test_collectives_are_in_the_result_of_the_native_engine(config, run_folder):
+    """The engine records its steps as events; NCCL itself writes to the log."""
+    run_folder.log.write_bytes(b"step 1\n" + TRACE.read_bytes())
     for step in (1, 2, 3):
-        events.append(rundir.events(0), StepDone(rank=0, step=step, steps=3, seconds=1.0))
-    events.append(rundir.events(0), RunEnded(time=1.0, status="ok"))
-    assert keep_result(rundir, config).collectives == ()  # nobody asked for a trace
-    result = keep_result(rundir, replace(config, profile=Profile(nccl_trace=True)))
-    counted = [(row.operation, row.calls, row.bytes, row.ranks) for row in result.collectives]
-    assert counted == [(seen.operation, seen.calls, seen.bytes, seen.ranks) for seen in summarise(TRACE)]
-    assert counted
+        events.append(run_folder.events(0), StepDone(rank=0, step=step, steps=3, seconds=1.0))
+    events.append(run_folder.events(0), RunEnded(time=1.0, status="ok"))
+    assert keep_result(run_folder, config).collectives == ()  # no trace requested
+    result = keep_result(run_folder, replace(config, profile=Profile(nccl_trace=True)))
+    rows = [(row.operation, row.calls, row.bytes, row.ranks) for row in result.collectives]
+    assert rows == [(row.operation, row.calls, row.bytes, row.ranks) for row in summarize(TRACE)]
+    assert rows
     assert result.status == "ok"
     assert "AllReduce" in summary(result)

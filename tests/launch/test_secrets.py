@@ -1,4 +1,4 @@
-"""Which values never reach a file."""
+"""Secret values never reach a file."""
 
 import pytest
 
@@ -18,12 +18,12 @@ def test_secret_by_name(name):
 @pytest.mark.parametrize(
     "name", ["MAX_NUM_TOKENS", "TOKENIZERS_PARALLELISM", "PATH", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"]
 )
-def test_no_secret_by_name(name):
+def test_not_secret_by_name(name):
     assert mask({name: "anything"}) == {name: "anything"}
 
 
 @pytest.mark.parametrize(
-    ("secret", "kept"),
+    ("secret", "suffix"),
     [
         (HF, ""),
         ("sk-" + "Ab_-9" * 6, ""),
@@ -33,26 +33,26 @@ def test_no_secret_by_name(name):
         ("user:pass", "@"),
     ],
 )
-def test_secret_by_shape(secret, kept):
-    address = f"https://{secret}@host" if kept else secret
+def test_secret_by_pattern(secret, suffix):
+    address = f"https://{secret}@host" if suffix else secret
     assert mask({"PLAIN": address}) == {"PLAIN": "***"}
-    assert secret not in scrub(f"GET {address}, then on")
+    assert secret not in scrub(f"GET {address}, next")
     assert scrub(f"a {address} b").endswith(" b")
 
 
 @pytest.mark.parametrize(
     "text", ["hf_hub_download", "risk-based-learning-rate-schedule-of-the-task", "http://host:80/a@b"]
 )
-def test_ordinary_text_is_left_alone(text):
+def test_ordinary_text_is_not_scrubbed(text):
     assert scrub(text) == text
     assert mask({"PLAIN": text}) == {"PLAIN": text}
 
 
-def test_values_are_scrubbed_line_by_line_and_as_printed():
+def test_values_are_scrubbed_by_line_and_as_quoted():
     values = secret_values({"SSH_KEY": "first line\nsecond\\line", "KEY_ON": "true", "PLAIN": "visible"})
     assert scrub("first line|second\\line|second\\\\line|true|visible", values) == "***|***|***|true|visible"
 
 
-def test_the_longer_of_two_secrets_goes_first():
+def test_longer_secret_is_scrubbed_first():
     values = secret_values({"A_KEY": "abcdef", "B_KEY": "abcdefghi"})
     assert scrub("abcdefghi abcdef", values) == "*** ***"

@@ -1,4 +1,4 @@
-"""Verdicts on runs that torchrun started: what one rank said must not drown in what torchrun prints."""
+"""Verdicts on runs under torchrun: the report of one rank must not drown in torchrun's output."""
 
 import signal
 import sys
@@ -9,13 +9,13 @@ import pytest
 
 from llmb.config.spec import Machine
 from llmb.events import RunEnded, StepDone
-from llmb.launch.local import Outcome, run_local
-from llmb.launch.procfs import find
-from llmb.launch.verdict import exit_codes, finished, last_lines
+from llmb.launch.local import RunOutcome, run_local
+from llmb.launch.procfs import find_process
+from llmb.launch.verdict import exit_codes, finished_run_verdict, last_lines
 
 TORCHRUN = """\
 W1115 03:18:40.814000 61 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 62 closing signal
-rank 0 says goodbye
+rank 0 exits
 E1115 03:18:40.816000 61 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {code}) local_rank: 1
 Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
@@ -25,7 +25,7 @@ INTERRUPTED = RunEnded(status="incomplete", reason="interrupted by SIGTERM")
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "status", "reason"),
+    ("output", "code", "status", "reason"),
     [
         ("ValueError: bad", 1, "failed", "rank 1: exit code 1: ValueError: bad"),
         ("step 3", -11, "failed", "rank 1: killed by signal 11 (SIGSEGV)"),
@@ -33,34 +33,42 @@ INTERRUPTED = RunEnded(status="incomplete", reason="interrupted by SIGTERM")
     ],
 )
 @pytest.mark.parametrize("ends", [[], [INTERRUPTED]])
-def test_a_rank_that_said_nothing(words, code, status, reason, ends):
-    assert finished(1, ends, f"{words}\n{TORCHRUN.format(code=code)}") == (status, reason, 1)
+def test_rank_without_run_ended(output, code, status, reason, ends):
+    assert finished_run_verdict(1, ends, f"{output}\n{TORCHRUN.format(code=code)}") == (status, reason, 1)
 
 
-def test_an_interruption_from_outside_stays_one():
-    assert finished(143, [INTERRUPTED], "step 1\n") == ("incomplete", "interrupted by SIGTERM", None)
+def test_external_interruption():
+    assert finished_run_verdict(143, [INTERRUPTED], "step 1\n") == ("incomplete", "interrupted by SIGTERM", None)
 
 
-def test_the_same_mistake_on_every_rank_is_said_once():
+def test_same_error_on_every_rank_is_reported_once():
     ends = [RunEnded(rank=rank, time=9.0 - rank, status="failed", reason="tp=3 does not fit") for rank in (0, 1)]
-    assert finished(1, ends, "") == ("failed", "tp=3 does not fit", None)
+    assert finished_run_verdict(1, ends, "") == ("failed", "tp=3 does not fit", None)
 
 
-def lost(rank, time=1.0):
+def lost_connection(rank, time=1.0):
     reason = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:46286"
-    return RunEnded(rank=rank, time=time, status="failed", reason=reason, guilty_rank=rank)
+    return RunEnded(rank=rank, time=time, status="failed", reason=reason, failed_rank=rank)
 
 
-def test_who_lost_the_connection_is_not_the_cause():
+def test_rank_that_lost_the_connection_is_not_the_cause():
     killed = TORCHRUN.format(code=-9)
-    assert finished(1, [lost(0), lost(2)], killed) == ("failed", "rank 1: killed by signal 9 (SIGKILL)", 1)
-    thrown = RunEnded(rank=1, time=2.0, status="failed", reason="ValueError: bad", guilty_rank=1)
-    assert finished(1, [lost(0), thrown, lost(2)], "") == ("failed", "rank 1: ValueError: bad", 1)
-    assert finished(1, [lost(0), lost(2)], "", silent=[1]).guilty_rank == 1
-    assert finished(1, [lost(0, 2.0), lost(2, 1.0)], "").guilty_rank is None
+    assert finished_run_verdict(1, [lost_connection(0), lost_connection(2)], killed) == (
+        "failed",
+        "rank 1: killed by signal 9 (SIGKILL)",
+        1,
+    )
+    raised = RunEnded(rank=1, time=2.0, status="failed", reason="ValueError: bad", failed_rank=1)
+    assert finished_run_verdict(1, [lost_connection(0), raised, lost_connection(2)], "") == (
+        "failed",
+        "rank 1: ValueError: bad",
+        1,
+    )
+    assert finished_run_verdict(1, [lost_connection(0), lost_connection(2)], "", silent=[1]).failed_rank == 1
+    assert finished_run_verdict(1, [lost_connection(0, 2.0), lost_connection(2, 1.0)], "").failed_rank is None
 
 
-def test_every_rank_in_torchruns_list_is_seen():
+def test_exit_codes_of_all_ranks_listed_by_torchrun():
     log = (
         TORCHRUN.format(code=2)
         + """\
@@ -72,15 +80,19 @@ def test_every_rank_in_torchruns_list_is_seen():
 """
     )
     assert exit_codes(log) == {1: 2, 2: -9}
-    assert finished(1, [lost(0), lost(1)], log) == ("failed", "rank 2: killed by signal 9 (SIGKILL)", 2)
+    assert finished_run_verdict(1, [lost_connection(0), lost_connection(1)], log) == (
+        "failed",
+        "rank 2: killed by signal 9 (SIGKILL)",
+        2,
+    )
 
 
-def test_all_ranks_agree_on_who_diverged():
-    ends = [RunEnded(rank=r, time=1.0, status="diverged", reason="nan, on rank 2", guilty_rank=2) for r in (0, 1, 3)]
-    assert finished(1, ends, "") == ("diverged", "nan, on rank 2", 2)
+def test_diverged_rank_is_reported_by_all():
+    ends = [RunEnded(rank=r, time=1.0, status="diverged", reason="nan, on rank 2", failed_rank=2) for r in (0, 1, 3)]
+    assert finished_run_verdict(1, ends, "") == ("diverged", "nan, on rank 2", 2)
 
 
-def test_the_last_lines_are_the_ranks_own():
+def test_last_lines_are_of_the_failed_rank():
     log = "[rank0]: step 1\n[rank2]: NCCL WARN\n" + TORCHRUN.format(code=-9) + "[rank2]: CUDA error\n[rank12]: x\n"
     assert last_lines(2, log) == ["NCCL WARN", "CUDA error"]
     assert last_lines(1, log) == []
@@ -88,37 +100,37 @@ def test_the_last_lines_are_the_ranks_own():
     assert len(last_lines(0, "step\n" * 100)) == 20
 
 
-def test_of_a_stack_the_innermost_calls_are_kept():
+def test_last_lines_keep_the_innermost_frames():
     stack = ["Stack (most recent call first):", *(f'  File "x.py", line {n} in f{n}' for n in range(40))]
     lines = last_lines(1, "\n".join(f"[rank1]: {line}" for line in ["loading", *stack, "interrupted"]))
     assert lines == ["loading", *stack[:12]]
 
 
-def test_a_long_last_line_is_cut():
-    assert len(finished(1, [], "x" * 10_000).reason) == 500
+def test_long_reason_is_truncated():
+    assert len(finished_run_verdict(1, [], "x" * 10_000).reason) == 500
 
 
 @pytest.fixture
-def torchrun(config, rundir, engine):
-    """Two ranks of a stand-in engine under the real torchrun."""
+def torchrun(config, run_folder, engine):
+    """Run two ranks of a fake engine under the real torchrun."""
     if find_spec("torch") is None:
         pytest.skip("torch is not installed")
 
-    def run(source: str, grace_s: float, on_event=lambda event: None) -> Outcome:
+    def run(source: str, grace_s: float, on_event=lambda event: None) -> RunOutcome:
         _, script = engine(source)
         two = replace(config, machine=Machine(gpu="cpu", gpus=2, gpus_per_node=2))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-        return run_local(two, rundir, command, {}, on_event, 60, grace_s)
+        return run_local(two, run_folder, command, {}, on_event, 60, grace_s)
 
     return run
 
 
-def test_a_rank_that_crashes_under_a_real_torchrun(torchrun):
+def test_rank_that_crashes_under_torchrun(torchrun):
     outcome = torchrun(
         """
         rank = int(os.environ["RANK"])
-        end_on_sigterm() if rank == 0 else None
-        note_pid()
+        exit_on_sigterm() if rank == 0 else None
+        record_pid()
         while len(Path("pids").read_text().split()) < 2: time.sleep(0.01)
         if rank == 1:
             raise ValueError("no such layer")
@@ -129,11 +141,11 @@ def test_a_rank_that_crashes_under_a_real_torchrun(torchrun):
     assert (outcome.status, outcome.reason) == ("failed", "rank 1: exit code 1: ValueError: no such layer")
 
 
-def test_deaf_ranks_of_a_real_torchrun_do_not_survive_it(torchrun, rundir):
+def test_ranks_that_ignore_sigterm_do_not_survive_torchrun(torchrun, run_folder):
     outcome = torchrun(
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        note_pid()
+        record_pid()
         while len(Path("pids").read_text().split()) < 2: time.sleep(0.01)
         if os.environ["RANK"] == "0":
             write(StepDone(step=1))
@@ -143,4 +155,4 @@ def test_deaf_ranks_of_a_real_torchrun_do_not_survive_it(torchrun, rundir):
         on_event=lambda event: signal.raise_signal(signal.SIGINT) if isinstance(event, StepDone) else None,
     )
     assert (outcome.status, outcome.reason) == ("incomplete", "interrupted by SIGINT")
-    assert [find(int(pid)) for pid in (rundir.path / "pids").read_text().split()] == [None, None]
+    assert [find_process(int(pid)) for pid in (run_folder.path / "pids").read_text().split()] == [None, None]

@@ -1,10 +1,10 @@
-"""The file an archive lies in: one Zstandard frame and a seal, by which every change to the file is noticed.
+"""File format of an archive: one Zstandard frame and a checksum, which detects every change to the file.
 
-    frame of the tar file | magic of a skippable frame, length 32 | SHA-256 of all that is before
+    frame of the tar file | magic of a skippable frame, length 32 | SHA-256 of everything before
 
-`zstd` and `tar` pass over a skippable frame, so the file opens with them. A frame's own checksum is not enough: it does
-not cover the frame's header, nor what is put behind the frame. A seal shows damage, not who made the file: what comes
-out of a sealed file is still somebody else's.
+`zstd` and `tar` ignore a skippable frame, so they can open the file. A frame's own checksum is not enough: it covers
+neither the frame's header nor data appended to the frame. The checksum detects damage, it does not authenticate: the
+content is still untrusted.
 """
 
 import hashlib
@@ -18,18 +18,16 @@ from typing import Any, BinaryIO
 from llmb.errors import ConfigError, LaunchError
 
 LEVEL = 9
-AT_ONCE = 2**20  # bytes
+CHUNK_BYTES = 2**20
 MAGIC = struct.pack("<II", 0x184D2A50, 32)
-SEAL_BYTES = len(MAGIC) + 32
-LARGEST_WINDOW = 2**27  # bytes of memory that a frame may ask for
-LARGEST_GROWTH = (
-    1000  # times; a log that repeats itself shrinks far, but what grows more than this is made to fill disks
-)
-ALWAYS_ALLOWED = 256 * 2**20  # bytes
+CHECKSUM_BYTES = len(MAGIC) + 32
+MAX_WINDOW_BYTES = 2**27  # of memory that a frame may request
+MAX_EXPANSION = 1000  # a repetitive log compresses well, but beyond this it is a decompression bomb
+ALWAYS_ALLOWED_BYTES = 256 * 2**20
 
 
 def zstandard() -> ModuleType:
-    """The package, or the line that says how to get it."""
+    """Import the zstandard package, or raise a LaunchError that says how to install it."""
     try:
         import zstandard
     except ImportError as error:
@@ -38,56 +36,56 @@ def zstandard() -> ModuleType:
 
 
 @contextmanager
-def packing(file: BinaryIO) -> Iterator[BinaryIO]:
-    """Write to what this gives; the frame ends with it. One thread and fixed settings: the same bytes every time."""
-    packer = zstandard().ZstdCompressor(level=LEVEL, threads=0, write_checksum=True)
-    with packer.stream_writer(file, closefd=False) as stream:
+def compressed_writer(file: BinaryIO) -> Iterator[BinaryIO]:
+    """Yield a stream that compresses to one frame. One thread and fixed settings: the same bytes every time."""
+    compressor = zstandard().ZstdCompressor(level=LEVEL, threads=0, write_checksum=True)
+    with compressor.stream_writer(file, closefd=False) as stream:
         yield stream
 
 
-def seal(file: BinaryIO) -> None:
-    """End a packed file, which is open to be read and written."""
+def append_checksum(file: BinaryIO) -> None:
+    """Append the checksum to a file that is open for reading and writing."""
     file.seek(0)
-    made = hashlib.sha256()
-    while piece := file.read(AT_ONCE):
-        made.update(piece)
-    file.write(MAGIC + made.digest())
+    digest = hashlib.sha256()
+    while chunk := file.read(CHUNK_BYTES):
+        digest.update(chunk)
+    file.write(MAGIC + digest.digest())
 
 
-def check_seal(file: BinaryIO, progress: Callable[[int], None]) -> str:
-    """Refuse a file that is not as it was sealed; gives the seal."""
-    left = file.seek(0, 2) - SEAL_BYTES
+def verify_checksum(file: BinaryIO, progress: Callable[[int], None]) -> str:
+    """Return the checksum of a file, or raise a ConfigError where it does not match."""
+    left = file.seek(0, 2) - CHECKSUM_BYTES
     if left <= 0:
         raise ConfigError("it is too short")
     file.seek(0)
-    made = hashlib.sha256()
-    while left and (piece := file.read(min(AT_ONCE, left))):
-        made.update(piece)
-        left -= len(piece)
-        progress(len(piece))
-    if file.read(SEAL_BYTES) != MAGIC + made.digest():
-        raise ConfigError("it was cut off or changed, or is no archive of llmb-run")
-    return made.hexdigest()
+    digest = hashlib.sha256()
+    while left and (chunk := file.read(min(CHUNK_BYTES, left))):
+        digest.update(chunk)
+        left -= len(chunk)
+        progress(len(chunk))
+    if file.read(CHECKSUM_BYTES) != MAGIC + digest.digest():
+        raise ConfigError("it is truncated or modified, or is not an archive of llmb-run")
+    return digest.hexdigest()
 
 
-class Unpacked:
-    """What is in a sealed file, as a stream that ends where it grows too large to be honest."""
+class BoundedDecompressor:
+    """Decompressed content as a stream that refuses a decompression bomb."""
 
     def __init__(self, file: BinaryIO):
-        packed = file.seek(0, 2) - SEAL_BYTES
+        compressed_bytes = file.seek(0, 2) - CHECKSUM_BYTES
         file.seek(0)
-        self._left = max(ALWAYS_ALLOWED, LARGEST_GROWTH * packed)
-        unpacker = zstandard().ZstdDecompressor(max_window_size=LARGEST_WINDOW)
-        self._stream: Any = unpacker.stream_reader(file, read_size=AT_ONCE, closefd=False)
+        self._left = max(ALWAYS_ALLOWED_BYTES, MAX_EXPANSION * compressed_bytes)
+        decompressor = zstandard().ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        self._stream: Any = decompressor.stream_reader(file, read_size=CHUNK_BYTES, closefd=False)
 
     def read(self, size: int) -> bytes:
-        piece: bytes = self._stream.read(size)
-        self._left -= len(piece)
+        chunk: bytes = self._stream.read(size)
+        self._left -= len(chunk)
         if self._left < 0:
-            raise ConfigError("it unpacks to far more than such files hold")
-        return piece
+            raise ConfigError("it expands to far more than an archive holds")
+        return chunk
 
 
-def sealed_name(version: str, stamp: str) -> Path:
-    """What an archive is called unless the user says otherwise."""
+def default_archive_name(version: str, stamp: str) -> Path:
+    """Return the default file name of an archive."""
     return Path(f"llmb-archive_{version}_{stamp}.tar.zst")

@@ -1,10 +1,10 @@
-"""Bring runs of another cluster into this installation, beside its own.
+"""Import runs of another cluster into this installation.
 
-    import_archive(Path("runs.tar.zst"), install) -> Imported(new=[...], known=[...])
+    import_archive(Path("runs.tar.zst"), install) -> ImportResult(new=[...], existing=[...])
 
-An archive is unpacked aside and checked wholly; only then does each run folder, marked with where it comes from, move
-to its place by one rename. A run that is here already is left as it is, so importing twice changes nothing; another run
-of the same name and second gets the next free folder.
+An archive is unpacked to a staging folder and verified; only then is each run folder, marked with its origin, renamed
+to its final path. A run that exists already is left as it is, so importing twice changes nothing; another run of
+the same name and second gets the next free folder.
 """
 
 import os
@@ -19,83 +19,90 @@ from tempfile import mkdtemp
 
 from llmb.errors import ConfigError
 from llmb.launch.archive.manifest import ArchivedRun
-from llmb.launch.archive.run_origin import UNKNOWN_CLUSTER, Origin, fit_for_id, identity_of, keep_origin, origin_of
-from llmb.launch.archive.unpack import Progress, read_archive
-from llmb.launch.run_folder import RunDir, make_folder, refusal, store_path
-from llmb.launch.run_lock import locked
+from llmb.launch.archive.run_origin import (
+    UNKNOWN_CLUSTER,
+    Origin,
+    read_origin,
+    run_identity,
+    sanitize_cluster_name,
+    write_origin,
+)
+from llmb.launch.archive.unpack import ByteProgress, read_archive
+from llmb.launch.run_folder import RunFolder, make_folder, store_path, write_error
+from llmb.launch.run_lock import file_lock
 
-STAGING = "import-"
+STAGING_PREFIX = "import-"
 
 
 @dataclass(frozen=True)
-class Imported:
-    """Run folders that came, and those that were here before."""
+class ImportResult:
+    """Run folders that were imported, and those that existed before."""
 
-    new: list[RunDir] = field(default_factory=list)
-    known: list[RunDir] = field(default_factory=list)
+    new: list[RunFolder] = field(default_factory=list)
+    existing: list[RunFolder] = field(default_factory=list)
 
 
 def import_archive(
-    archive: Path, install: Path, cluster: str | None = None, progress: Progress = lambda count: None
-) -> Imported:
-    """Unpack what is not here yet; `cluster` names the origin of all its runs anew."""
-    if cluster is not None and fit_for_id(cluster) != cluster:
+    archive: Path, install: Path, cluster: str | None = None, progress: ByteProgress = lambda count: None
+) -> ImportResult:
+    """Import the runs that do not exist yet; `cluster` overrides the origin of all its runs."""
+    if cluster is not None and sanitize_cluster_name(cluster) != cluster:
         raise ConfigError(f"--as {cluster!r}: use letters, digits, '.', '_' and '-', at most 60")
-    read_archive(archive, None, progress)  # nothing is made for an archive that is refused
-    with _staging(install) as aside:
-        read = read_archive(archive, aside, progress)
-        taken = {origin.job_id for run in RunDir.find_all(install) if (origin := origin_of(run))}
-        done = Imported()
-        for run in read.manifest.runs:
-            here = _same_run(install, run)
-            if here is not None:
-                done.known.append(here)
+    read_archive(archive, None, progress)  # nothing is created for an archive that is refused
+    with _staging_folder(install) as staging:
+        contents = read_archive(archive, staging, progress)
+        used_ids = {origin.job_id for run in RunFolder.find_all(install) if (origin := read_origin(run))}
+        result = ImportResult()
+        for run in contents.manifest.runs:
+            existing = _find_run(install, run)
+            if existing is not None:
+                result.existing.append(existing)
                 continue
-            keep_origin(RunDir(aside / run.path), _origin(run, cluster, read.seal, taken))
-            done.new.append(_move(aside / run.path, install / run.path))
-        return done
+            write_origin(RunFolder(staging / run.path), _origin(run, cluster, contents.checksum, used_ids))
+            result.new.append(_move(staging / run.path, install / run.path))
+        return result
 
 
 @contextmanager
-def _staging(install: Path) -> Iterator[Path]:
-    """A folder on the same disk that is gone in the end; one import at a time, which also clears after a killed one."""
+def _staging_folder(install: Path) -> Iterator[Path]:
+    """Yield a temporary folder on the same disk; one import at a time, which also cleans up after a killed one."""
     private = store_path(install).parent
     make_folder(private)
-    with locked(private / "import.lock") as alone:
-        if not alone:
-            raise ConfigError("another llmb-run import goes on here; wait for it")
+    with file_lock(private / "import.lock") as acquired:
+        if not acquired:
+            raise ConfigError("another llmb-run import is running; wait for it")
         try:
-            for left in private.glob(f"{STAGING}*/"):
-                shutil.rmtree(left)
-            aside = Path(mkdtemp(prefix=STAGING, dir=private))
+            for leftover in private.glob(f"{STAGING_PREFIX}*/"):
+                shutil.rmtree(leftover)
+            staging = Path(mkdtemp(prefix=STAGING_PREFIX, dir=private))
         except OSError as error:
-            raise refusal(private, error) from error
+            raise write_error(private, error) from error
         try:
-            yield aside
+            yield staging
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
 
 
-def _origin(run: ArchivedRun, cluster: str | None, seal: str, taken: set[str]) -> Origin:
-    name = cluster or (run.cluster and fit_for_id(run.cluster)) or UNKNOWN_CLUSTER
-    job_id = _free_id(f"{_plain(run.job_id) or run.identity[:8]}@{name}", taken)
-    return Origin(cluster=name, job_id=job_id, identity=run.identity, archive=seal)
+def _origin(run: ArchivedRun, cluster: str | None, checksum: str, used_ids: set[str]) -> Origin:
+    name = cluster or (run.cluster and sanitize_cluster_name(run.cluster)) or UNKNOWN_CLUSTER
+    job_id = _unique_id(f"{_valid_id(run.job_id) or run.identity[:8]}@{name}", used_ids)
+    return Origin(cluster=name, job_id=job_id, identity=run.identity, archive=checksum)
 
 
-def _same_run(install: Path, run: ArchivedRun) -> RunDir | None:
-    """This run's folder here, if it is here: at its own place or at one it was given as that was taken."""
+def _find_run(install: Path, run: ArchivedRun) -> RunFolder | None:
+    """Return the folder of this run, if it exists: under its own time stamp, or numbered where that was taken."""
     stamped = (install / run.path).parent
     for folder in _numbered(stamped):
         if not folder.exists():
             return None
-        there = RunDir(folder / stamped.parent.name)
-        if there.config.is_file() and identity_of(there) == run.identity:
-            return RunDir.open(there.path)
+        candidate = RunFolder(folder / stamped.parent.name)
+        if candidate.config.is_file() and run_identity(candidate) == run.identity:
+            return RunFolder.open(candidate.path)
     raise AssertionError("count() never ends")
 
 
-def _move(staged: Path, target: Path) -> RunDir:
-    """Into the first of its folders that nobody has; making it is what claims it."""
+def _move(staged: Path, target: Path) -> RunFolder:
+    """Move a run to the first free folder of its time stamp; mkdir is what claims it."""
     stamped = target.parent
     try:
         stamped.parent.mkdir(parents=True, exist_ok=True)
@@ -105,25 +112,25 @@ def _move(staged: Path, target: Path) -> RunDir:
             except FileExistsError:
                 continue
             os.rename(staged, folder / target.name)
-            return RunDir.open(folder / target.name)
+            return RunFolder.open(folder / target.name)
     except OSError as error:
-        raise refusal(stamped, error) from error
+        raise write_error(stamped, error) from error
     raise AssertionError("count() never ends")
 
 
 def _numbered(stamped: Path) -> Iterator[Path]:
-    """A time stamp's folder and those that runs of the same second get: _2, _3, ..."""
+    """Yield a time stamp's folder and those of other runs of the same second: _2, _3, ..."""
     yield stamped
     yield from (stamped.with_name(f"{stamped.name}_{number}") for number in count(2))
 
 
-def _free_id(job_id: str, taken: set[str]) -> str:
-    wanted = (job_id if number == 1 else f"{job_id}.{number}" for number in count(1))
-    free = next(one for one in wanted if one not in taken)
-    taken.add(free)
-    return free
+def _unique_id(job_id: str, used_ids: set[str]) -> str:
+    candidates = (job_id if number == 1 else f"{job_id}.{number}" for number in count(1))
+    unique_id = next(candidate for candidate in candidates if candidate not in used_ids)
+    used_ids.add(unique_id)
+    return unique_id
 
 
-def _plain(job_id: str | None) -> str | None:
-    """A job id from somebody else's file: it becomes part of ours only if it looks like one."""
+def _valid_id(job_id: str | None) -> str | None:
+    """Return a job id from an untrusted file if it looks like one."""
     return job_id if job_id and re.fullmatch(r"[A-Za-z0-9._@-]{1,120}", job_id) else None

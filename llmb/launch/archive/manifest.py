@@ -1,9 +1,9 @@
-"""What an archive of runs holds: its list of runs and files, which is its last member, and what may stand in it.
+"""Manifest of an archive of runs: the list of its runs and files, which is its last member, and its checks.
 
     llmb-archive/workloads/<target>/experiments/<name>/<name>_<timestamp>/<name>/<file>
     llmb-archive/manifest.json
 
-The list is last because checksums are known only then, so that nothing needs to be packed twice.
+It is last because checksums are known only then, so that nothing is packed twice.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from llmb.errors import ConfigError
 FORMAT = 1
 ROOT = "llmb-archive"
 MANIFEST = "manifest.json"
-LONGEST_PART = 255  # bytes, as file systems allow
+MAX_NAME_BYTES = 255  # of one path component
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,14 @@ class ArchivedRun:
     """One run folder."""
 
     path: str  # below the root, to <name>
-    identity: str  # the same wherever this run lies
+    identity: str  # independent of where the run is stored
     job_id: str | None
-    cluster: str | None  # where it was run; null: nothing says so
+    cluster: str | None  # where it was run; None: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchivedFile:
-    """One file as it was packed, without its secrets."""
+    """One file as packed, without secrets."""
 
     path: str
     bytes: int
@@ -39,7 +39,7 @@ class ArchivedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that is in an archive."""
+    """Content of an archive."""
 
     format: int
     runs: tuple[ArchivedRun, ...]
@@ -50,37 +50,37 @@ class Manifest:
 
 
 def check_name(path: str) -> None:
-    """Refuse a name that could lead out of the run folder it stands in, or that no archive of ours has."""
+    """Refuse a path that could escape its run folder, or that is not in a run folder."""
     parts = path.split("/")
-    sound = all(part not in ("", ".", "..") and len(part.encode(errors="replace")) <= LONGEST_PART for part in parts)
-    if not (sound and path.isprintable() and len(parts) > 6 and _is_run(parts[:6])):
-        raise ConfigError(f"it holds {path[:200]!r}, which is no file of a run folder")
+    valid = all(part not in ("", ".", "..") and len(part.encode(errors="replace")) <= MAX_NAME_BYTES for part in parts)
+    if not (valid and path.isprintable() and len(parts) > 6 and _is_run(parts[:6])):
+        raise ConfigError(f"it holds {path[:200]!r}, which is not a file of a run folder")
 
 
-def check_manifest(manifest: Manifest, found: list[ArchivedFile]) -> None:
-    """Refuse what does not agree with itself or with what was found in the archive."""
+def check_manifest(manifest: Manifest, archived: list[ArchivedFile]) -> None:
+    """Refuse a manifest that is inconsistent, or does not match the files in the archive."""
     if manifest.format != FORMAT:
         raise ConfigError(f"it has format {manifest.format}, this llmb reads {FORMAT}")
-    if list(manifest.files) != found:
-        expected, there = (Counter((f.path, f.bytes, f.sha256) for f in files) for files in (manifest.files, found))
-        wrong = sorted({path for path, _, _ in (expected - there) + (there - expected)})
-        raise ConfigError(f"{', '.join(wrong[:3]) or 'the order of its files'} is not as its list says")
+    if list(manifest.files) != archived:
+        expected, actual = (Counter((f.path, f.bytes, f.sha256) for f in files) for files in (manifest.files, archived))
+        wrong = sorted({path for path, _, _ in (expected - actual) + (actual - expected)})
+        raise ConfigError(f"{', '.join(wrong[:3]) or 'the order of its files'} does not match its manifest")
     runs = {run.path for run in manifest.runs}
-    for file in found:
+    for file in archived:
         if "/".join(file.path.split("/")[:6]) not in runs:
             raise ConfigError(f"{file.path} belongs to none of its runs")
-    names = {file.path for file in found}
+    names = {file.path for file in archived}
     for run in manifest.runs:
         if not _is_run(run.path.split("/")) or f"{run.path}/config.json" not in names:
-            raise ConfigError(f"{run.path[:200]!r} in its list is no run folder")
+            raise ConfigError(f"{run.path[:200]!r} in its manifest is not a run folder")
         if not run.identity.isalnum():
-            raise ConfigError(f"the identity of {run.path} in its list is none")
+            raise ConfigError(f"the identity of {run.path} in its manifest is invalid")
     if len(runs) != len(manifest.runs):
-        raise ConfigError("its list names a run twice")
+        raise ConfigError("its manifest lists a run twice")
 
 
 def is_run_path(path: PurePosixPath) -> bool:
-    """Whether a path below the root is that of a run folder."""
+    """Return whether a path below the root is that of a run folder."""
     return _is_run(list(path.parts))
 
 

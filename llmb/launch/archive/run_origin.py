@@ -1,60 +1,60 @@
-"""Where a run comes from: origin.json, in run folders that were imported from another cluster."""
+"""Origin of a run: origin.json, in run folders that were imported from another cluster."""
 
 import re
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from llmb.config.serialization import build, read_json, to_json, write_whole
+from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.events import RunStarted, read
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 
 UNKNOWN_CLUSTER = "elsewhere"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What an imported run is called here, and which one it is."""
+    """Identity and origin of an imported run."""
 
     cluster: str
     job_id: str  # in this job store: <job>@<cluster>
-    identity: str  # the same wherever this run lies
-    archive: str  # SHA-256 of the file it came in
+    identity: str  # independent of where the run is stored
+    archive: str  # SHA-256 of the archive
 
 
-def origin_of(run: RunDir) -> Origin | None:
-    """Where a run was imported from; none: it was run here."""
+def read_origin(run: RunFolder) -> Origin | None:
+    """Read where a run was imported from; None: it was run here."""
     return build(Origin, read_json(run.origin), "origin.json") if run.origin.exists() else None
 
 
-def keep_origin(run: RunDir, origin: Origin) -> None:
+def write_origin(run: RunFolder, origin: Origin) -> None:
     """Mark a run folder as imported."""
-    write_whole(run.origin, to_json(origin) + "\n")
+    write_atomic(run.origin, to_json(origin) + "\n")
 
 
-def identity_of(run: RunDir) -> str:
-    """Tells a run from any other of the same name and time: by the first event of its first start, or its settings."""
-    origin = origin_of(run)
+def run_identity(run: RunFolder) -> str:
+    """Return a hash that tells a run from others of the same name and time: of its first event, or its settings."""
+    origin = read_origin(run)
     if origin is not None:
         return origin.identity
-    first = _first_line(run)
-    return sha256(run.name.encode() + b"\n" + (first or run.config.read_bytes())).hexdigest()
+    first_line = _first_line(run)
+    return sha256(run.name.encode() + b"\n" + (first_line or run.config.read_bytes())).hexdigest()
 
 
-def cluster_of(run: RunDir) -> str | None:
-    """The cluster a run was run on: by its origin, its record, or the host that its first rank saw; none: unknown."""
-    origin = origin_of(run)
+def run_cluster(run: RunFolder) -> str | None:
+    """Return the cluster of a run: by its origin, its record, or the host of rank 0; None: unknown."""
+    origin = read_origin(run)
     if origin is not None:
         return origin.cluster
     name = _recorded_cluster(run) or _first_host(run)
-    return fit_for_id(name) if name else None
+    return sanitize_cluster_name(name) if name else None
 
 
-def fit_for_id(cluster: str) -> str | None:
-    """A cluster's name as part of a job id: only letters, digits, '.', '_' and '-'."""
+def sanitize_cluster_name(cluster: str) -> str | None:
+    """Make a cluster's name fit for a job id: only letters, digits, '.', '_' and '-'."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", cluster).strip("-.")[:60] or None
 
 
-def _first_line(run: RunDir) -> bytes:
+def _first_line(run: RunFolder) -> bytes:
     try:
         with replace(run, restart=0).events(0).open("rb") as events:
             return events.readline()
@@ -62,17 +62,17 @@ def _first_line(run: RunDir) -> bytes:
         return b""
 
 
-def _first_host(run: RunDir) -> str | None:
+def _first_host(run: RunFolder) -> str | None:
     return next((event.host for event in read(run.events(0)) if isinstance(event, RunStarted)), None)
 
 
-def _recorded_cluster(run: RunDir) -> str | None:
-    import yaml  # slow, and only archives ask
+def _recorded_cluster(run: RunFolder) -> str | None:
+    import yaml  # imported here: slow
 
     for path in run.path.glob("llmb-config_*.yaml"):
         try:
             record = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-        except yaml.YAMLError:  # edited by hand; the run itself is none the worse
+        except yaml.YAMLError:  # edited by hand; the run itself is valid
             continue
         info = record.get("cluster_info") if isinstance(record, dict) else None
         name = info.get("cluster_name") if isinstance(info, dict) else None

@@ -1,9 +1,9 @@
-"""Read an archive of runs as what it is: a file from somewhere else, which may be damaged or made to do harm.
+"""Read an archive of runs as untrusted input, which may be damaged or malicious.
 
-    manifest = read_archive(Path("runs.tar.zst"), into=None)        # only check it
+    manifest = read_archive(Path("runs.tar.zst"), into=None)        # only verify it
 
-Its seal is checked before a byte is unpacked. Then only plain files with the names of run folders are taken, each
-compared with its checksum; links, devices, folders, sparse files and anything that is not in its list are refused.
+Its checksum is verified before a byte is unpacked. Then only regular files with paths in run folders are extracted,
+each compared with its checksum; links, devices, folders, sparse files and anything not in the manifest are refused.
 """
 
 import hashlib
@@ -17,116 +17,116 @@ from typing import BinaryIO
 
 from llmb.config.serialization import build
 from llmb.errors import ConfigError
-from llmb.launch.archive.checksummed_file import AT_ONCE, Unpacked, check_seal, zstandard
+from llmb.launch.archive.checksummed_file import CHUNK_BYTES, BoundedDecompressor, verify_checksum, zstandard
 from llmb.launch.archive.manifest import MANIFEST, ROOT, ArchivedFile, Manifest, check_manifest, check_name
-from llmb.launch.run_folder import refusal, shown
+from llmb.launch.run_folder import printable_path, write_error
 
-LARGEST_LIST = 2**30  # bytes
-LONGEST_HEADER = 2**16  # bytes of what is said of one file, where its name is long
-MOST_FILES = 2_000_000
-LATEST = 2**33  # seconds since 1970
+MAX_MANIFEST_BYTES = 2**30
+MAX_HEADER_BYTES = 2**16  # of the pax header of a long name
+MAX_FILES = 2_000_000
+MAX_MTIME = 2**33  # seconds since 1970
 
-Progress = Callable[[int], None]
+ByteProgress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Read:
-    """What was found in an archive."""
+class ArchiveContents:
+    """Verified contents of an archive."""
 
     manifest: Manifest
-    seal: str
+    checksum: str
 
 
-class PlainFile(tarfile.TarInfo):
-    """A header, refused before anything behind it is read unless it is that of a plain file or of a long name."""
+class RegularFileInfo(tarfile.TarInfo):
+    """Tar header, refused before its data is read unless it is of a regular file or of a long name."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "PlainFile":
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "RegularFileInfo":
         header = super().frombuf(buf, encoding, errors)
-        long_name = header.type == tarfile.XHDTYPE and header.size <= LONGEST_HEADER
+        long_name = header.type == tarfile.XHDTYPE and header.size <= MAX_HEADER_BYTES
         if header.type != tarfile.REGTYPE and not long_name:
-            raise ConfigError(f"it holds {header.name[:200]!r}, which is not a plain file")
+            raise ConfigError(f"it holds {header.name[:200]!r}, which is not a regular file")
         return header
 
 
-def read_archive(path: Path, into: Path | None, progress: Progress = lambda count: None) -> Read:
-    """Check all of an archive; with `into` also unpack it there. A wrong one is refused in one line."""
+def read_archive(path: Path, into: Path | None, progress: ByteProgress = lambda count: None) -> ArchiveContents:
+    """Verify an archive; with `into` also unpack it there. An invalid one raises a ConfigError."""
     try:
         file = path.open("rb")
     except OSError as error:
-        raise ConfigError(f"cannot read {shown(path)}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {printable_path(path)}: {error.strerror}") from error
     with file:
-        broken = (tarfile.TarError, EOFError, ValueError, OverflowError, zstandard().ZstdError, RecursionError)
+        unpack_errors = (tarfile.TarError, EOFError, ValueError, OverflowError, zstandard().ZstdError, RecursionError)
         try:
-            seal = check_seal(file, progress)
-            return Read(_read(file, into, progress), seal)
+            checksum = verify_checksum(file, progress)
+            return ArchiveContents(_read(file, into, progress), checksum)
         except ConfigError as error:
-            raise ConfigError(f"{shown(path)} is refused: {error}") from error
-        except broken as error:
-            raise ConfigError(f"{shown(path)} is refused: it cannot be unpacked ({error})") from error
+            raise ConfigError(f"{printable_path(path)} is refused: {error}") from error
+        except unpack_errors as error:
+            raise ConfigError(f"{printable_path(path)} is refused: it cannot be unpacked ({error})") from error
         except OSError as error:
-            raise refusal(into or path, error) from error
+            raise write_error(into or path, error) from error
 
 
-def _read(file: BinaryIO, into: Path | None, progress: Progress) -> Manifest:
+def _read(file: BinaryIO, into: Path | None, progress: ByteProgress) -> Manifest:
     manifest: Manifest | None = None
-    found: list[ArchivedFile] = []
+    files: list[ArchivedFile] = []
     names: set[str] = set()
-    with tarfile.open(fileobj=Unpacked(file), mode="r|", tarinfo=PlainFile) as tar:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=BoundedDecompressor(file), mode="r|", tarinfo=RegularFileInfo) as tar:  # type: ignore[call-overload]
         while (member := tar.next()) is not None:
             if manifest is not None:
-                raise ConfigError("something stands behind its list of files")
+                raise ConfigError("something follows its manifest")
             name = member.name.removeprefix(f"{ROOT}/")
             if name == MANIFEST:
                 manifest = _manifest(tar, member)
                 continue
             _check(member, name, names)
-            found.append(_take(tar, member, name, into, progress))
-            tar.members = []  # it would remember every header
+            files.append(_extract(tar, member, name, into, progress))
+            tar.members = []  # else it keeps every header
     if manifest is None:
-        raise ConfigError("its list of files is missing")
-    check_manifest(manifest, found)
+        raise ConfigError("its manifest is missing")
+    check_manifest(manifest, files)
     return manifest
 
 
 def _check(member: tarfile.TarInfo, name: str, names: set[str]) -> None:
     if not member.name.startswith(f"{ROOT}/") or not member.isreg() or member.issparse():
-        raise ConfigError(f"it holds {member.name[:200]!r}, which is no file of a run folder")
+        raise ConfigError(f"it holds {member.name[:200]!r}, which is not a file of a run folder")
     check_name(name)
     if name in names or name.split("/")[6:] == ["origin.json"]:
-        raise ConfigError(f"it holds {name} twice or says itself where it comes from")
-    if not 0 <= member.mtime < LATEST:
-        raise ConfigError(f"{name} has an impossible time")
+        raise ConfigError(f"it holds {name} twice, or an origin.json")
+    if not 0 <= member.mtime < MAX_MTIME:
+        raise ConfigError(f"{name} has an invalid time")
     names.add(name)
-    if len(names) > MOST_FILES:
-        raise ConfigError(f"it holds more than {MOST_FILES:,} files")
+    if len(names) > MAX_FILES:
+        raise ConfigError(f"it holds more than {MAX_FILES:,} files")
 
 
 def _manifest(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Manifest:
-    if member.size > LARGEST_LIST:
-        raise ConfigError("its list of files is too large")
+    if member.size > MAX_MANIFEST_BYTES:
+        raise ConfigError("its manifest is too large")
     stream = tar.extractfile(member)
-    assert stream is not None, "it is a plain file"
+    assert stream is not None, "it is a regular file"
     return build(Manifest, json.loads(stream.read()), MANIFEST)
 
 
-def _take(
-    tar: tarfile.TarFile, member: tarfile.TarInfo, name: str, into: Path | None, progress: Progress
+def _extract(
+    tar: tarfile.TarFile, member: tarfile.TarInfo, name: str, into: Path | None, progress: ByteProgress
 ) -> ArchivedFile:
-    """One file's checksum and, where there is a folder, its content, mode and time."""
+    """Return one file's checksum; with `into` also write it, with its mode and time."""
     stream = tar.extractfile(member)
-    assert stream is not None, "it is a plain file"
-    made, size = hashlib.sha256(), 0
+    assert stream is not None, "it is a regular file"
+    digest, size = hashlib.sha256(), 0
     target = into / name if into else None
     if target:
         target.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "xb") if target else open(os.devnull, "wb") as out:
-        while piece := stream.read(AT_ONCE):
-            made.update(piece)
-            out.write(piece)
-            size += len(piece)
-            progress(len(piece))
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+            out.write(chunk)
+            size += len(chunk)
+            progress(len(chunk))
     if target:
         target.chmod(0o755 if member.mode & 0o100 else 0o644)
         os.utime(target, (member.mtime, member.mtime))
-    return ArchivedFile(path=name, bytes=size, sha256=made.hexdigest())
+    return ArchivedFile(path=name, bytes=size, sha256=digest.hexdigest())

@@ -1,37 +1,37 @@
-"""What an engine asks of whoever starts it on a cluster, so that one job script serves every engine.
+"""Launch spec of an engine on a cluster, so that one job script serves every engine.
 
-    order = engine_order(config, rundir, sys.executable, environ)    # command.py; the variables: engine_environment
-    order.lay_out(rundir)                                            # its files, into the run folder
+    spec = build_launch_spec(config, run_folder, sys.executable, environ)    # command.py
+    spec.write_files(run_folder)
     srun ... --mpi=pmix ... trtllm-llmapi-launch bash trtllm.sh
 
-An engine does not know Slurm: it says what one task runs, how many tasks a node gets, and what a container would have
-to show it. Ranks find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment.
+An engine does not know Slurm: its spec names the command of one task, the tasks per node, and the folders that a
+container must mount. Ranks find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from llmb.config.serialization import write_whole
+from llmb.config.serialization import write_atomic
 from llmb.config.spec import Machine
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOrder:
-    """One engine's wishes for one run."""
+class LaunchSpec:
+    """Command, tasks, files and folders of one run."""
 
     command: tuple[str, ...]  # of one task, which is started in the run folder
-    tasks: Literal["gpu", "node"] = "gpu"  # one for each
-    mpi: str | None = None  # of srun's --mpi; none: the cluster's default
-    files: Mapping[str, str] = field(default_factory=dict)  # name where the engine works -> text
-    folders: tuple[str, ...] = ()  # what a container must show besides the run folder, as it is named outside
+    tasks: Literal["gpu", "node"] = "gpu"  # one task per GPU or per node
+    mpi: str | None = None  # --mpi of srun; None: none
+    files: Mapping[str, str] = field(default_factory=dict)  # name in the run folder -> text
+    folders: tuple[str, ...] = ()  # that a container must mount besides the run folder
 
     def tasks_per_node(self, machine: Machine) -> int:
-        """How many tasks each node starts."""
+        """Return the tasks per node."""
         return 1 if self.tasks == "node" else min(machine.gpus, machine.gpus_per_node)
 
-    def lay_out(self, rundir: RunDir) -> None:
+    def write_files(self, run_folder: RunFolder) -> None:
         """Write the files that the command reads."""
         for name, text in self.files.items():
-            write_whole(rundir.work / name, text)
+            write_atomic(run_folder.work / name, text)

@@ -1,8 +1,7 @@
-"""A job as Slurm describes it, read from what its programs print: squeue, sacct and the job completion file.
+"""State of a Slurm job, parsed from the output of squeue, of sacct, or from the job completion file.
 
-Three texts, one noun. squeue speaks of jobs that the controller still holds; the other two of those it has forgotten,
-and are believed only where they say that a job has ended: a controller that crashed leaves jobs in the accounts which
-"run" for ever.
+squeue reports jobs that the controller still holds; the other two those it has purged, and count only where they say
+that a job has ended: a controller that crashed leaves jobs in the accounting database which "run" for ever.
 """
 
 import re
@@ -11,128 +10,128 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Phase = Literal["pending", "running", "ended"]
+JobPhase = Literal["pending", "running", "ended"]
 
-ENDED = {
+ENDED_STATES = {
     "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "CANCELLED", "PREEMPTED", "BOOT_FAIL", "DEADLINE",
     "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
 }  # fmt: skip
-WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-RUN_AGAIN = {"REQUEUED", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "PENDING"}  # how earlier runs of one job id ended
-NOTHING = {"", "(null)", "None", "N/A", "NONE", "Unknown", "None assigned"}
+PENDING_STATES = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+REQUEUED_STATES = {"REQUEUED", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "PENDING"}  # how earlier runs of one job id ended
+NULL_VALUES = {"", "(null)", "None", "N/A", "NONE", "Unknown", "None assigned"}
 
-EVENTS = ("Submit", "Start", "End")
+_TIME_FIELDS = ("Submit", "Start", "End")
 _SQUEUE_FIELDS = "JobID State Reason exit_code NodeList SubmitTime StartTime EndTime RestartCnt Comment"
-SQUEUE = ",".join(f"{field}:|" for field in _SQUEUE_FIELDS.split())  # each as long as it is, and a separator
-SACCT = "JobIDRaw,State,Reason,ExitCode,NodeList,Submit,Start,End,Comment"
+SQUEUE_FORMAT = ",".join(f"{field}:|" for field in _SQUEUE_FIELDS.split())  # unpadded, with a separator
+SACCT_FORMAT = "JobIDRaw,State,Reason,ExitCode,NodeList,Submit,Start,End,Comment"
 _WORK_DIR = re.compile(r" WorkDir=(.*?) ReservationName=")
 
-Times = tuple[float | None, float | None, float | None]  # submitted, started, ended
+JobTimes = tuple[float | None, float | None, float | None]  # submitted, started, ended
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """One job, now. Times are seconds since 1970."""
+    """Current state of one job. Times are seconds since 1970."""
 
     job_id: str
-    phase: Phase
-    state: str  # Slurm's own word
-    reason: str | None = None  # why it waits, or why it failed, as Slurm says it
+    phase: JobPhase
+    state: str  # as Slurm names it
+    reason: str | None = None  # why it is pending, or why it failed, as Slurm says it
     exit_code: int | None = None  # of the batch script; None: not ended, killed by a signal, or never started
-    signal: int | None = None  # what killed the batch script; Slurm counts 125 for want of memory among them
-    nodes: str | None = None  # as Slurm writes lists: n[1-4]
+    signal: int | None = None  # what killed the batch script; Slurm uses 125 for out of memory
+    nodes: str | None = None  # compressed hostlist: n[1-4]
     submitted_at: float | None = None
     started_at: float | None = None
     ended_at: float | None = None
-    restarts: int = 0  # how often Slurm has put it back into the queue
-    comment: str | None = None  # None: not known, or none given
-    folder: str | None = None  # where it was to work: tells jobs apart where no comments are kept. None: not known
+    restarts: int = 0  # how often Slurm has requeued it
+    comment: str | None = None  # None: unknown, or not set
+    folder: str | None = None  # WorkDir: tells jobs apart where no comments are stored. None: unknown
 
 
-def phase_of(word: str) -> Phase:
-    """A word that nobody has heard of belongs to a job worth asking after again."""
-    if word in ENDED:
+def job_phase(state: str) -> JobPhase:
+    """Return the phase of a Slurm state; a job in an unknown state counts as running, and is queried again."""
+    if state in ENDED_STATES:
         return "ended"
-    return "pending" if word in WAITING else "running"
+    return "pending" if state in PENDING_STATES else "running"
 
 
-def read_squeue(text: str) -> dict[str, JobState]:
-    """Output in the format SQUEUE, by job id. A comment may hold newlines and the separator: it comes last."""
-    found = {}
+def parse_squeue(text: str) -> dict[str, JobState]:
+    """Parse output in SQUEUE_FORMAT, by job id. A comment may hold newlines and the separator: it comes last."""
+    jobs = {}
     for line in text.splitlines():
         fields = line.split("|", 9)
         if len(fields) == 10 and fields[0].isdigit():
-            job_id, word, reason, code, nodes, submitted, started, ended, restarts, comment = fields
+            job_id, state, reason, code, nodes, submitted, started, ended, restarts, comment = fields
             times = (_seconds(submitted), _seconds(started), _seconds(ended))
-            state = _state(job_id, word, reason, code, nodes, times, comment.removesuffix("|"))
-            found[job_id] = replace(state, restarts=int(restarts) if restarts.isdigit() else 0)
-    return found
+            job = _job_state(job_id, state, reason, code, nodes, times, comment.removesuffix("|"))
+            jobs[job_id] = replace(job, restarts=int(restarts) if restarts.isdigit() else 0)
+    return jobs
 
 
-def read_sacct(text: str) -> dict[str, JobState]:
-    """Output in the format SACCT with --duplicates: a job that was requeued has a line for each run."""
+def parse_sacct(text: str) -> dict[str, JobState]:
+    """Parse output in SACCT_FORMAT with --duplicates: a job that was requeued has a line for each run."""
     rows = []
     for line in text.splitlines():
         fields = line.split("|", 8)
         if len(fields) == 9 and fields[0].isdigit():
-            job_id, word, reason, code, nodes, submitted, started, ended, comment = fields
+            job_id, state, reason, code, nodes, submitted, started, ended, comment = fields
             times = (_seconds(submitted), _seconds(started), _seconds(ended))
-            rows.append(_state(job_id, word, reason, code, nodes, times, comment))
-    return _last_of_each(rows)
+            rows.append(_job_state(job_id, state, reason, code, nodes, times, comment))
+    return _newest_runs(rows)
 
 
-def read_completions(lines: Iterable[str], wanted: Collection[str]) -> dict[str, JobState]:
-    """Lines that jobcomp/filetxt wrote; its times are local ones."""
+def parse_completions(lines: Iterable[str], job_ids: Collection[str]) -> dict[str, JobState]:
+    """Parse the lines of jobcomp/filetxt that are about these jobs; its times are local ones."""
     rows = []
     for line in lines:
         match = re.match(r"JobId=(\d+) ", line)
-        if match and match[1] in wanted:
-            said = dict(word.split("=", 1) for word in line.split() if "=" in word)
-            word, code, nodes = (said.get(key, "") for key in ("JobState", "ExitCode", "NodeList"))
-            submitted, started, ended = (_local_time(said.get(f"{event}Time", "")) for event in EVENTS)
-            state = _state(match[1], word, "", code, nodes, (submitted, started, ended), "")
+        if match and match[1] in job_ids:
+            fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+            state, code, nodes = (fields.get(key, "") for key in ("JobState", "ExitCode", "NodeList"))
+            submitted, started, ended = (_local_time(fields.get(f"{event}Time", "")) for event in _TIME_FIELDS)
+            job = _job_state(match[1], state, "", code, nodes, (submitted, started, ended), "")
             folder = _WORK_DIR.search(line)
-            rows.append(replace(state, folder=folder[1] if folder else None))
-    return _last_of_each(rows)
+            rows.append(replace(job, folder=folder[1] if folder else None))
+    return _newest_runs(rows)
 
 
-def _last_of_each(rows: Iterable[JobState]) -> dict[str, JobState]:
-    """The newest run of each job, if it has ended."""
+def _newest_runs(rows: Iterable[JobState]) -> dict[str, JobState]:
+    """Return the newest run of each job, if it has ended."""
     runs: dict[str, list[JobState]] = {}
     for row in rows:
         runs.setdefault(row.job_id, []).append(row)
-    found = {}
+    jobs = {}
     for job_id, (*earlier, last) in runs.items():
         if last.phase == "ended":
-            found[job_id] = replace(last, restarts=sum(run.state in RUN_AGAIN for run in earlier))
-    return found
+            jobs[job_id] = replace(last, restarts=sum(run.state in REQUEUED_STATES for run in earlier))
+    return jobs
 
 
-def _state(job_id: str, word: str, reason: str, code: str, nodes: str, times: Times, comment: str) -> JobState:
-    """Slurm also prints when a job might start, by when it must end, and 0 for exit codes there are none of."""
-    word = word.split()[0].rstrip("+") if word.strip() else ""  # "CANCELLED by 0"
-    phase = phase_of(word)
+def _job_state(job_id: str, state: str, reason: str, code: str, nodes: str, times: JobTimes, comment: str) -> JobState:
+    """Build a JobState; Slurm also prints expected start and end times, and 0 where there is no exit code."""
+    state = state.split()[0].rstrip("+") if state.strip() else ""  # "CANCELLED by 0"
+    phase = job_phase(state)
     submitted, started, ended = times
-    exit_code, signal = _ending(code) if phase == "ended" else (None, None)
-    if exit_code == 0 and word != "COMPLETED":
+    exit_code, signal = _exit_status(code) if phase == "ended" else (None, None)
+    if exit_code == 0 and state != "COMPLETED":
         exit_code = None
     return JobState(
         job_id=job_id,
         phase=phase,
-        state=word,
-        reason=_known(reason),
+        state=state,
+        reason=_text_or_none(reason),
         exit_code=exit_code,
         signal=signal,
-        nodes=_known(nodes),
+        nodes=_text_or_none(nodes),
         submitted_at=submitted,
-        started_at=started if phase != "pending" and _known(nodes) else None,
+        started_at=started if phase != "pending" and _text_or_none(nodes) else None,
         ended_at=ended if phase == "ended" else None,
-        comment=_known(comment),
+        comment=_text_or_none(comment),
     )
 
 
-def _ending(code: str) -> tuple[int | None, int | None]:
-    """Exit code and signal, from `3:0` or from the status that wait(2) gives, as squeue of older versions prints it."""
+def _exit_status(code: str) -> tuple[int | None, int | None]:
+    """Parse exit code and signal from `3:0`, or from the wait(2) status that older versions of squeue print."""
     if re.fullmatch(r"\d+:\d+", code):
         exit_code, signal = map(int, code.split(":"))
     elif code.isdigit():
@@ -142,8 +141,8 @@ def _ending(code: str) -> tuple[int | None, int | None]:
     return (None, signal) if signal else (exit_code, None)
 
 
-def _known(text: str) -> str | None:
-    return None if text.strip() in NOTHING else text.strip()
+def _text_or_none(text: str) -> str | None:
+    return None if text.strip() in NULL_VALUES else text.strip()
 
 
 def _seconds(text: str) -> float | None:

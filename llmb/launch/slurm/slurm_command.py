@@ -1,7 +1,7 @@
-"""Runs one of Slurm's programs with a time limit, and tells an answer from a Slurm that is away.
+"""Run a Slurm command with a timeout, and tell an error of the command from a Slurm that is unavailable.
 
-Slurm may be down for a while, or overloaded: every caller must expect SlurmDown and keep what it knows. Questions are
-asked without the user's own settings (SQUEUE_STATES, SCANCEL_INTERACTIVE, ...), and times come as seconds since 1970.
+Slurm may be down for a while, or overloaded: every caller must expect SlurmUnavailable and keep the last known state.
+Queries run without the user's own settings (SQUEUE_STATES, SCANCEL_INTERACTIVE, ...), with times in seconds since 1970.
 """
 
 import os
@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from llmb.errors import LaunchError
 
-QUESTION_S = 30.0  # a busy controller answers late; a dead one is noticed by Slurm's own, shorter limits
-USERS_OWN = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
-AWAY = (
+QUERY_TIMEOUT_S = 30.0  # a busy controller responds late; a dead one is noticed by Slurm's own, shorter timeouts
+USER_SETTINGS = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_")
+UNAVAILABLE_MESSAGES = (
     "unable to contact slurm controller",
     "unable to establish controller",
     "connection refused",
@@ -33,50 +33,53 @@ AWAY = (
 )
 
 
-class SlurmDown(LaunchError):
-    """Slurm does not answer, now. What it last said may still be true."""
+class SlurmUnavailable(LaunchError):
+    """Slurm does not respond at the moment. The last known state may still be true."""
 
 
-class Answer(NamedTuple):
-    """What a program of Slurm's said."""
+class SlurmOutput(NamedTuple):
+    """Output of a Slurm command."""
 
-    code: int
-    out: str
-    error: str  # in one line, without the program's name
+    exit_code: int
+    stdout: str
+    stderr: str  # in one line, without the program's name
 
     @property
     def lines(self) -> list[str]:
-        return self.out.splitlines()
+        return self.stdout.splitlines()
 
 
-def call(command: Sequence[str], environment: Mapping[str, str] | None = None, limit_s: float = QUESTION_S) -> Answer:
-    """Run it; SlurmDown if it is not installed, takes too long, or finds nobody to ask."""
-    settings = _plain_settings() if environment is None else dict(environment)
+def run_slurm(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = QUERY_TIMEOUT_S
+) -> SlurmOutput:
+    """Run a command; SlurmUnavailable if it is not installed, times out, or cannot reach a daemon."""
+    settings = _query_environment() if environment is None else dict(environment)
     program = command[0]
     try:
-        done = subprocess.run(
-            command, env=settings, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, errors="replace"
+        process = subprocess.run(
+            command, env=settings, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, errors="replace"
         )
     except FileNotFoundError as error:
-        raise SlurmDown(f"Slurm is not installed on this machine: no program {program}") from error
+        raise SlurmUnavailable(f"Slurm is not installed on this machine: no program {program}") from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmDown(f"Slurm does not answer: {program} took more than {limit_s:g} s") from error
+        raise SlurmUnavailable(f"Slurm does not respond: {program} took more than {timeout_s:g} s") from error
     except OSError as error:
-        raise SlurmDown(f"cannot run {program}: {error.strerror}") from error
-    answer = Answer(done.returncode, done.stdout, _one_line(program, done.stderr))
-    if answer.code and any(word in answer.error.lower() for word in AWAY):
-        raise SlurmDown(f"Slurm does not answer: {answer.error}")
-    return answer
+        raise SlurmUnavailable(f"cannot run {program}: {error.strerror}") from error
+    output = SlurmOutput(process.returncode, process.stdout, _one_line(program, process.stderr))
+    if output.exit_code and any(message in output.stderr.lower() for message in UNAVAILABLE_MESSAGES):
+        raise SlurmUnavailable(f"Slurm does not respond: {output.stderr}")
+    return output
 
 
-def fail(command: Sequence[str], answer: Answer) -> SlurmDown:
-    """For an answer that is neither what was asked for nor a known refusal."""
-    return SlurmDown(f"Slurm does not answer: {command[0]} exit {answer.code}: {answer.error or answer.out.strip()}")
+def unexpected_output(command: Sequence[str], output: SlurmOutput) -> SlurmUnavailable:
+    """Return the error for output that is neither a valid result nor a known refusal."""
+    message = output.stderr or output.stdout.strip()
+    return SlurmUnavailable(f"Slurm does not respond: {command[0]} exit {output.exit_code}: {message}")
 
 
-def _plain_settings() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(USERS_OWN)}
-    return {**kept, "SLURM_TIME_FORMAT": "%s"}
+def _query_environment() -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(USER_SETTINGS)}
+    return {**environment, "SLURM_TIME_FORMAT": "%s"}
 
 
 def _one_line(program: str, text: str) -> str:

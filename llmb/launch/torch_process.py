@@ -1,0 +1,74 @@
+"""Run what needs torch in a separate process: importing torch takes seconds, and the command line does without it.
+
+run_dry_run(config) -> Rehearsal        one rank of a training run on the meta device
+run_probe("cuda", print) -> dict of rates        copies and matmuls of this machine
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llmb.config.serialization import build, to_json
+from llmb.config.spec import RunConfig
+from llmb.errors import ConfigError, LaunchError
+from llmb.launch.command import engine_environment, python_path
+from llmb.launch.run_folder import CONFIG_FILE
+from llmb.perfmodel.dry_run_summary import DryRunSummary
+
+DRY_RUN_MODULE = "llmb.train.dry_run.dry_run"
+PROBE_MODULE = "llmb.offload.machine_probe"
+PROGRESS_PREFIX = "probe: "  # of each progress line on stderr
+
+
+def run_dry_run(config: RunConfig) -> DryRunSummary:
+    """Return what one rank of the run allocates, computes and sends in a step."""
+    if config.workload.kind != "training":
+        raise ConfigError(f"--memory: only training runs have a dry run, not those of kind {config.workload.kind}")
+    _require_torch("--memory")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, CONFIG_FILE)
+        path.write_text(to_json(config))
+        environment = {**os.environ, **engine_environment(config, os.environ, {}), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", DRY_RUN_MODULE, str(path)]
+        process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    stdout_lines, stderr_lines = process.stdout.splitlines(), process.stderr.strip().splitlines()
+    if process.returncode == ConfigError.exit_code and len(stderr_lines) == 1:
+        raise ConfigError(f"--memory: {stderr_lines[0]}")
+    if process.returncode or not stdout_lines:
+        reason = stderr_lines[-1] if stderr_lines else f"exit {process.returncode}"
+        raise LaunchError(f"the dry run of {config.name} failed: {reason}")
+    return build(DryRunSummary, json.loads(stdout_lines[-1]), "dry run")
+
+
+def run_probe(device: str, on_progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure the rates of a device, `cuda` or `cpu`, and return them by name."""
+    _require_torch("probe")
+    environment = {**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))}
+    command = [sys.executable, "-m", PROBE_MODULE, device]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    last_line = ""
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        try:
+            for line in process.stderr or ():
+                if line.startswith(PROGRESS_PREFIX):
+                    on_progress(line.removeprefix(PROGRESS_PREFIX).strip())
+                last_line = line.strip() or last_line
+            output = process.stdout.read() if process.stdout else ""
+        except BaseException:  # nobody waits for it any more
+            process.kill()
+            raise
+    if process.returncode or not output.strip():
+        raise LaunchError(f"the probe failed: {last_line or f'exit {process.returncode}'}")
+    rates: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return rates
+
+
+def _require_torch(command: str) -> None:
+    if find_spec("torch") is None:
+        raise ConfigError(f"{command} needs torch, which is not installed: pip install 'llmb[engine]'")
