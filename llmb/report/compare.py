@@ -1,4 +1,4 @@
-"""Two runs side by side: what differs in how they were run, then how their speed differs, with an interval.
+"""Comparison of two runs: differing settings first, then the ratio of their speeds with an interval.
 
 The ratio is the Hodges-Lehmann estimate: the median of all pairwise ratios of step times, with the distribution-free
 interval that belongs to it (Mann-Whitney). It needs no normal distribution, and one slow step does not move it.
@@ -32,8 +32,8 @@ FIGURES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """How much faster B is than A; above 1 is faster. The interval is null when samples are too few for one."""
+class SpeedRatio:
+    """Speed of B over A; above 1 is faster. The interval is None with too few samples."""
 
     ratio: float
     low: float | None
@@ -50,8 +50,8 @@ class Verdict:
         return "no difference seen"
 
 
-def speed_ratio(a: list[float], b: list[float]) -> Verdict:
-    """Time of A over time of B from raw samples, with a 95 % interval."""
+def speed_ratio(a: list[float], b: list[float]) -> SpeedRatio:
+    """Return the time of A over the time of B from raw samples, with a 95 % interval."""
     if not a or not b or min(*a, *b) <= 0:
         raise ConfigError("nothing to compare: a run has no measured steps")
     pairs = sorted(x / y for x in a for y in b)
@@ -60,8 +60,8 @@ def speed_ratio(a: list[float], b: list[float]) -> Verdict:
     spread = Z_95 * math.sqrt(len(a) * len(b) * (len(a) + len(b) + 1) / 12)
     outside = math.floor(len(pairs) / 2 - spread)
     if outside < 1:
-        return Verdict(ratio=median, low=None, high=None)
-    return Verdict(ratio=median, low=pairs[outside - 1], high=pairs[len(pairs) - outside])
+        return SpeedRatio(ratio=median, low=None, high=None)
+    return SpeedRatio(ratio=median, low=pairs[outside - 1], high=pairs[len(pairs) - outside])
 
 
 def compare(
@@ -70,7 +70,7 @@ def compare(
     force: bool = False,
     clusters: tuple[str | None, str | None] = (None, None),
 ) -> dict[str, Any]:
-    """Everything `llmb-run compare` says, as plain data; `clusters`: where A and B were imported from."""
+    """Return everything `llmb-run compare` prints, as plain data; `clusters`: where A and B were imported from."""
     (config_a, result_a), (config_b, result_b) = a, b
     for label, result in (("A", result_a), ("B", result_b)):
         if result.step_time_s is None and result.output_tokens_per_s is None:
@@ -97,12 +97,12 @@ def compare(
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         return {prefix: value}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, item in value.items():
         path = f"{prefix}.{key}" if prefix else key
         if path not in IDENTITY:
-            found |= _flat(item, path)
-    return found
+            flat |= _flat(item, path)
+    return flat
 
 
 def _differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
@@ -112,7 +112,7 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, li
 
 
 def _figures(a: Result, b: Result) -> Iterator[dict[str, Any]]:
-    """Each figure both have; the ratio is B over A as it stands, whatever its direction."""
+    """Yield each figure both runs have; the ratio is B over A, whatever its direction."""
     step = [r.step_time_s.median if r.step_time_s else None for r in (a, b)]
     for name, pair in [("step_time_s", step), *((n, [getattr(a, n), getattr(b, n)]) for n in FIGURES)]:
         if pair[0] and pair[1] is not None:
@@ -120,7 +120,7 @@ def _figures(a: Result, b: Result) -> Iterator[dict[str, Any]]:
 
 
 def text(compared: dict[str, Any]) -> str:
-    """For a person: differing fields first, then figures, then the verdict."""
+    """Format a comparison: differing fields first, then figures, then the verdict."""
     from_where = [f" (imported from {cluster})" if cluster else "" for cluster in compared["clusters"]]
     parts = [f"A: {compared['a']}{from_where[0]}\nB: {compared['b']}{from_where[1]}"]
     if compared["differing"]:

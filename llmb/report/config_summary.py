@@ -1,11 +1,11 @@
-"""A RunConfig for a person: what would run, what it needs, and what is expected of it."""
+"""Text of a RunConfig: settings, requirements, published and expected results."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Inference, OutOfCore, RunConfig
-from llmb.perfmodel import flops, hardware
+from llmb.perfmodel import flops, hardware, params
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.report.table import number, render
 
@@ -13,9 +13,9 @@ NOT_SETTINGS = ("kind", "plan", "prediction")
 
 
 def describe(config: RunConfig, command: str) -> str:
-    """The page `llmb-run show` prints."""
+    """Return the page that `llmb-run show` prints."""
     parts = [
-        config.name + (f"\nstand-in: {config.proxy}" if config.proxy else ""),
+        config.name + (f"\nproxy: {config.proxy}" if config.proxy else ""),
         render(("setting", "value"), list(_settings(config))),
         render(("what it needs", "value", "unit"), list(_needs(config))),
     ]
@@ -23,9 +23,9 @@ def describe(config: RunConfig, command: str) -> str:
         rows = [(o.field, o.replaced, o.value, o.source) for o in config.overrides]
         parts.append(render(("changed", "recipe", "here", "by"), rows))
     if config.reference is not None:
-        known = {k: v for k, v in to_plain(config.reference).items() if v is not None}
-        known.pop("plan", None)  # stands beside our own
-        parts.append(render(("published", "value"), list(known.items())))
+        published = {k: v for k, v in to_plain(config.reference).items() if v is not None}
+        published.pop("plan", None)  # shown beside our own plan
+        parts.append(render(("published", "value"), list(published.items())))
     if isinstance(config.workload, OutOfCore):
         from llmb.report.plan_figures import plan_figures
         from llmb.report.plan_text import describe_plan
@@ -47,7 +47,7 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
-    total, active = flops.parameters(config.model), flops.active_parameters(config.model)
+    total, active = params.parameters(config.model), params.active_parameters(config.model)
     yield "parameters", f"{total:,}", ""
     if active != total:
         yield "active parameters", f"{active:,}", ""
@@ -77,7 +77,7 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
 
 
 def dry_table(runs: list[tuple[RunConfig, int]]) -> str:
-    """One line a run; what the recipe did not say stands below."""
+    """Return one line per run, with departures from the recipe below."""
     rows = [
         (c.target, c.size, c.precision.dtype, c.machine.gpus, c.machine.gpu, bool(c.proxy), repeats, c.name)
         for c, repeats in runs

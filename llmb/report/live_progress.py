@@ -1,5 +1,5 @@
-"""The live line while a run goes on. Training: step, tokens/s, TFLOP/s, time left. Serving: requests, tokens/s over the
-last seconds and so far, use of the KV cache, the queue, time left."""
+"""Live progress line of a run. Training: step, tokens/s, TFLOP/s, time left. Serving: requests, tokens/s over the
+last seconds and so far, KV cache usage, the queue, time left."""
 
 from collections import deque
 from typing import TextIO
@@ -14,7 +14,7 @@ RECENT_S = 5.0  # what "now" means for a rate
 
 
 class LiveLine:
-    """Feed it events; it draws."""
+    """Progress line fed with events."""
 
     def __init__(self, config: RunConfig, out: TextIO | None = None):
         self._config = config
@@ -23,7 +23,7 @@ class LiveLine:
         self._samples: deque[ServingSample] = deque()  # of the last seconds and of this phase
 
     def show(self, event: Event) -> None:
-        """Draw what an event tells."""
+        """Draw an event."""
         if isinstance(event, RunStarted) and event.rank == 0:
             self._line.draw(f"started on {event.gpu_name or 'an unknown device'}", force=True)
         elif isinstance(event, StepDone) and event.rank == 0 and event.seconds is not None:
@@ -56,8 +56,8 @@ class LiveLine:
         return " | ".join(parts)
 
     def _serving(self, sample: ServingSample, work: Inference) -> str:
-        asked = sample.requests if sample.requests is not None else work.num_requests
-        parts = [f"{'warm-up: ' if sample.warmup else ''}{sample.done}/{asked} requests"]
+        requested = sample.requests if sample.requests is not None else work.num_requests
+        parts = [f"{'warm-up: ' if sample.warmup else ''}{sample.done}/{requested} requests"]
         recent, so_far = self._recent_rate(sample), _rate(sample.output_tokens, sample.elapsed_s)
         if recent is not None and so_far is not None:
             parts.append(f"{number(recent)} tokens/s now, {number(so_far)} so far")
@@ -66,20 +66,20 @@ class LiveLine:
         if sample.running is not None and sample.waiting is not None:
             parts.append(f"{sample.running} running, {sample.waiting} waiting")
         parts.append(f"{sample.elapsed_s:.0f} s")
-        share = _share_done(sample, asked, work)
-        if share > 0:
-            parts.append(f"{sample.elapsed_s * (1 - share) / share:.0f} s left")
+        fraction = _fraction_done(sample, requested, work)
+        if fraction > 0:
+            parts.append(f"{sample.elapsed_s * (1 - fraction) / fraction:.0f} s left")
         return " | ".join(parts)
 
     def _recent_rate(self, sample: ServingSample) -> float | None:
-        """Output tokens/s over the last seconds of this phase."""
-        kept = self._samples
-        if kept and (kept[-1].warmup != sample.warmup or kept[-1].elapsed_s > sample.elapsed_s):
-            kept.clear()
-        kept.append(sample)
-        while len(kept) > 2 and kept[1].elapsed_s <= sample.elapsed_s - RECENT_S:
-            kept.popleft()
-        first = kept[0]
+        """Return output tokens/s over the last seconds of this phase."""
+        samples = self._samples
+        if samples and (samples[-1].warmup != sample.warmup or samples[-1].elapsed_s > sample.elapsed_s):
+            samples.clear()
+        samples.append(sample)
+        while len(samples) > 2 and samples[1].elapsed_s <= sample.elapsed_s - RECENT_S:
+            samples.popleft()
+        first = samples[0]
         if sample.output_tokens is None or first.output_tokens is None:
             return None
         if first is sample:
@@ -91,9 +91,9 @@ def _rate(tokens: int | None, seconds: float) -> float | None:
     return tokens / seconds if tokens is not None and seconds > 0 else None
 
 
-def _share_done(sample: ServingSample, asked: int, work: Inference) -> float:
-    """By tokens where their number is known beforehand, as the first requests end late; else by requests."""
-    by_requests = sample.done / asked if asked else 0.0
-    if work.dataset is not None or not sample.output_tokens or not asked:
+def _fraction_done(sample: ServingSample, requested: int, work: Inference) -> float:
+    """Return the fraction done, by tokens if their number is known (the first requests end late), else by requests."""
+    by_requests = sample.done / requested if requested else 0.0
+    if work.dataset is not None or not sample.output_tokens or not requested:
         return by_requests
-    return min(1.0, max(by_requests, sample.output_tokens / (asked * work.osl)))
+    return min(1.0, max(by_requests, sample.output_tokens / (requested * work.osl)))

@@ -1,7 +1,7 @@
-"""Everything a plan of an out-of-core run says, in figures: what `llmb-run plan` prints, and its JSON.
+"""Figures of an out-of-core plan: what `llmb-run plan` prints, and its JSON.
 
-The names of the first group are those under which recipes keep published plans, so that the two can be laid side by
-side. Null: not known, as the times on a machine that nobody has measured.
+The names of the first group are those of published plans in recipes, so that the two can be compared. Null: not known,
+as the times on a machine that was not measured.
 """
 
 from dataclasses import asdict, dataclass
@@ -11,15 +11,16 @@ from llmb.config.offload_plan import ATTENTION, FULL, INPUT, Plan
 from llmb.config.spec import OutOfCore, Prediction, RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel import flops, hardware, metrics
-from llmb.perfmodel.offload.buffers import Units, piece_bytes
-from llmb.perfmodel.offload.plan_memory import homes_of
+from llmb.perfmodel.offload.buffers import ParamBuckets, buffer_bytes
+from llmb.perfmodel.offload.plan_memory import host_slot_counts
 
-BUSY = 0.97  # of the time, from which on a lane is said to bound the others
+BUSY = 0.97  # fraction of the time, from which on a stream bounds the others
+JSON_NAMES = {"host_slots": "at_home", "buffer_bytes": "piece_bytes"}  # fields that the JSON calls otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How a step is cut, and what the device and the host hold of it."""
+class StepLayout:
+    """Division of a step, and what the device and the host hold of it."""
 
     chunk_size: int  # tokens
     chunks_per_round: int
@@ -29,28 +30,28 @@ class Cut:
     global_batch_tokens: int
     param_blocks: int  # on the device, residents included
     grad_blocks: int
-    activation_slots: int  # whole (layer, chunk)s that are there when a round turns back
-    light_slots: int  # of which input, context and attention are
-    host_activations: int  # (layer, chunk)s of a round that wait on the host then
+    activation_slots: int  # fully saved (layer, chunk)s that are there when backward begins
+    light_slots: int  # with input, context and attention saved
+    host_activations: int  # (layer, chunk)s of a round that are on the host then
     host_fully_saved: int
     host_inp_context_attn: int
     host_inp_context: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one kind of piece rests."""
+class BufferPlacement:
+    """Where buffers of one kind are."""
 
     kind: str
-    resident: int | None  # on the device for good; null: no piece of this kind is
-    passing: int  # buffers on the device for the others
-    at_home: int  # places on the host
-    piece_bytes: int
+    resident: int | None  # permanently on the device; null: not applicable to this kind
+    passing: int  # device buffers for the others
+    host_slots: int
+    buffer_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFigures:
-    """All of it."""
+    """All figures of a plan."""
 
     name: str
     model: str
@@ -60,10 +61,10 @@ class PlanFigures:
     seqlen: int
     host_gib: float
     device_gib: float
-    cut: Cut
+    layout: StepLayout
     last_chunk_tokens: int  # of a sequence or group; fewer than a chunk has where it does not divide
-    units: int  # that weights are cut into: the layers and parts of the vocabulary
-    places: tuple[Place, ...]
+    param_buckets: int  # layers and vocabulary shards
+    placements: tuple[BufferPlacement, ...]
     step_s: float | None
     tokens_per_s: float | None
     tflops: float | None
@@ -79,23 +80,23 @@ class PlanFigures:
     device_bytes: dict[str, int]  # by kind
     host_bytes: dict[str, int]
     rates: dict[str, Any]
-    published: dict[str, Any] | None  # another's plan of the same configuration, by the names of Cut
+    published: dict[str, Any] | None  # another's plan of the same configuration, by the names of StepLayout
 
 
 def plan_figures(config: RunConfig) -> PlanFigures:
-    """Of a resolved out-of-core run."""
+    """Return the figures of a resolved out-of-core run."""
     work = config.workload
     if not isinstance(work, OutOfCore):
         raise ConfigError(f"plans are made for out-of-core runs; {config.target} is of kind {work.kind}")
-    plan, expected = work.plan, work.prediction
-    if plan is None or expected is None:
+    plan, prediction = work.plan, work.prediction
+    if plan is None or prediction is None:
         raise ConfigError(f"{config.name} has no plan: it is made when a run is resolved")
     useful = plan.gbs * flops.train_flops_per_sequence(config.model, plan.seqlen, config.flops_convention)
     once = plan.gbs * flops.hardware_flops_per_sequence(config.model, plan.seqlen, "causal", 0)  # as the plan counts
     peak = hardware.peak_flops(config.machine.gpu, plan.dtype)
-    tflops = metrics.tflops_per_gpu(useful, expected.step_s, 1)
-    executed = metrics.tflops_per_gpu(expected.hardware_flops, expected.step_s, 1)
-    recomputed = max(0.0, 1 - once / expected.hardware_flops)
+    tflops = metrics.tflops_per_gpu(useful, prediction.step_s, 1)
+    executed = metrics.tflops_per_gpu(prediction.hardware_flops, prediction.step_s, 1)
+    recomputed = max(0.0, 1 - once / prediction.hardware_flops)
     return PlanFigures(
         name=config.name,
         model=config.model.name,
@@ -105,35 +106,35 @@ def plan_figures(config: RunConfig) -> PlanFigures:
         seqlen=plan.seqlen,
         host_gib=work.host_gib,
         device_gib=work.device_gib,
-        cut=cut_of(plan, expected),
+        layout=step_layout(plan, prediction),
         last_chunk_tokens=plan.group_tokens - (plan.chunks_per_group - 1) * plan.chunk_tokens,
-        units=Units(config.model).count,
-        places=_places(config, plan, expected),
-        step_s=expected.step_s,
-        tokens_per_s=metrics.tokens_per_s(plan.seqlen, plan.gbs, expected.step_s),
+        param_buckets=ParamBuckets(config.model).count,
+        placements=_placements(config, plan, prediction),
+        step_s=prediction.step_s,
+        tokens_per_s=metrics.tokens_per_s(plan.seqlen, plan.gbs, prediction.step_s),
         tflops=tflops,
         mfu=metrics.mfu(tflops, peak),
         hfu=metrics.mfu(executed, peak),
         recompute_share=recomputed,
-        compute_share=_share(expected.compute_s, expected.step_s),
-        inbound_share=_share(expected.inbound_s, expected.step_s),
-        outbound_share=_share(expected.outbound_s, expected.step_s),
-        inbound_gb=expected.inbound_bytes / hardware.GB,
-        outbound_gb=expected.outbound_bytes / hardware.GB,
-        bound=_bound(expected, recomputed),
-        device_bytes=expected.device_bytes,
-        host_bytes=expected.host_bytes,
-        rates=expected.rates,
+        compute_share=_fraction(prediction.compute_s, prediction.step_s),
+        inbound_share=_fraction(prediction.inbound_s, prediction.step_s),
+        outbound_share=_fraction(prediction.outbound_s, prediction.step_s),
+        inbound_gb=prediction.inbound_bytes / hardware.GB,
+        outbound_gb=prediction.outbound_bytes / hardware.GB,
+        bound=_bound(prediction, recomputed),
+        device_bytes=prediction.device_bytes,
+        host_bytes=prediction.host_bytes,
+        rates=prediction.rates,
         published=config.reference.plan if config.reference else None,
     )
 
 
-def cut_of(plan: Plan, expected: Prediction) -> Cut:
-    """The figures that other plans of this kind have, too."""
+def step_layout(plan: Plan, prediction: Prediction) -> StepLayout:
+    """Return the figures that published plans have, too."""
     full, attention, least = (plan.levels.count(level) for level in (FULL, ATTENTION, INPUT))
-    full_at_home = expected.home_slots.get("rest", 0)
-    light_at_home = min(attention, max(0, expected.home_slots.get("attn", 0) - full_at_home))
-    return Cut(
+    full_on_host = prediction.host_slots.get("rest", 0)
+    light_on_host = min(attention, max(0, prediction.host_slots.get("attn", 0) - full_on_host))
+    return StepLayout(
         chunk_size=min(plan.chunk_tokens, plan.group_tokens),
         chunks_per_round=plan.chunks_per_round,
         seqs_per_round=plan.groups_per_round * plan.seqs_per_group,
@@ -142,17 +143,18 @@ def cut_of(plan: Plan, expected: Prediction) -> Cut:
         global_batch_tokens=plan.step_tokens,
         param_blocks=plan.resident_params + plan.param_blocks,
         grad_blocks=plan.resident_grads + plan.grad_blocks,
-        activation_slots=full - full_at_home,
-        light_slots=attention - light_at_home,
-        host_activations=full_at_home + light_at_home + least,
-        host_fully_saved=full_at_home,
-        host_inp_context_attn=light_at_home,
+        activation_slots=full - full_on_host,
+        light_slots=attention - light_on_host,
+        host_activations=full_on_host + light_on_host + least,
+        host_fully_saved=full_on_host,
+        host_inp_context_attn=light_on_host,
         host_inp_context=least,
     )
 
 
-def _places(config: RunConfig, plan: Plan, expected: Prediction) -> tuple[Place, ...]:
-    sizes, homes = piece_bytes(config.model, plan), homes_of(config.model, plan, expected.home_slots)
+def _placements(config: RunConfig, plan: Plan, prediction: Prediction) -> tuple[BufferPlacement, ...]:
+    sizes = buffer_bytes(config.model, plan)
+    host_slots = host_slot_counts(config.model, plan, prediction.host_slots)
     kinds = (
         ("param", plan.resident_params, plan.param_blocks),
         ("grad", plan.resident_grads, plan.grad_blocks),
@@ -163,30 +165,35 @@ def _places(config: RunConfig, plan: Plan, expected: Prediction) -> tuple[Place,
         ("rest", None, plan.rest_slots),
     )
     return tuple(
-        Place(kind=kind, resident=stay, passing=passing, at_home=homes[kind], piece_bytes=sizes[kind])
-        for kind, stay, passing in kinds
+        BufferPlacement(
+            kind=kind, resident=resident, passing=passing, host_slots=host_slots[kind], buffer_bytes=sizes[kind]
+        )
+        for kind, resident, passing in kinds
     )
 
 
-def _share(part: float | None, whole: float | None) -> float | None:
+def _fraction(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def _bound(expected: Prediction, recomputed: float) -> str | None:
-    """What a faster part would have to be for the step to be faster."""
-    computing = _share(expected.compute_s, expected.step_s)
-    inbound, outbound = _share(expected.inbound_s, expected.step_s), _share(expected.outbound_s, expected.step_s)
-    if computing is None or inbound is None or outbound is None:
+def _bound(prediction: Prediction, recomputed: float) -> str | None:
+    """Return what limits the step time, in a sentence."""
+    compute = _fraction(prediction.compute_s, prediction.step_s)
+    inbound, outbound = (
+        _fraction(prediction.inbound_s, prediction.step_s),
+        _fraction(prediction.outbound_s, prediction.step_s),
+    )
+    if compute is None or inbound is None or outbound is None:
         return None
-    again = f", {_percent(recomputed)} of it on what was not kept" if recomputed >= 0.005 else ""
-    link = f"the link carries something {_percent(inbound)} of it inward and {_percent(outbound)} outward"
-    if computing >= BUSY:
-        return f"computation bounds it: the device computes {_percent(computing)} of the time{again}; {link}"
-    waits = f"the device waits {_percent(1 - computing)} of the time"
+    recompute = f", {_percent(recomputed)} of it to recompute activations" if recomputed >= 0.005 else ""
+    link = f"the link is busy {_percent(inbound)} of it inbound and {_percent(outbound)} outbound"
+    if compute >= BUSY:
+        return f"compute-bound: the device computes {_percent(compute)} of the time{recompute}; {link}"
+    waits = f"the device waits {_percent(1 - compute)} of the time"
     if max(inbound, outbound) >= BUSY:
-        way, share = ("to", inbound) if inbound >= outbound else ("from", outbound)
-        return f"the link bounds it: {waits}, while copies {way} the device take {_percent(share)} of it"
-    return f"order bounds it: {waits} for copies that cannot begin sooner, though {link}"
+        direction, fraction = ("to", inbound) if inbound >= outbound else ("from", outbound)
+        return f"link-bound: {waits}, while copies {direction} the device take {_percent(fraction)} of it"
+    return f"latency-bound: {waits} for copies that cannot begin sooner, though {link}"
 
 
 def _percent(share: float) -> str:
@@ -194,6 +201,11 @@ def _percent(share: float) -> str:
 
 
 def as_data(figures: PlanFigures) -> dict[str, Any]:
-    """For JSON: flat where the published names are."""
+    """Return plain data for JSON: flat where the published names are."""
     plain = asdict(figures)
-    return {**plain.pop("cut"), **plain}
+    plain["units"] = plain.pop("param_buckets")
+    plain["places"] = [
+        {JSON_NAMES.get(name, name): value for name, value in placement.items()}
+        for placement in plain.pop("placements")
+    ]
+    return {**plain.pop("layout"), **plain}

@@ -1,4 +1,4 @@
-"""A plan of an out-of-core run for a person: how a step is cut, where everything rests, what is expected of it."""
+"""Text of an out-of-core plan: division of a step, placement of buffers, memory, prediction."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,39 +9,39 @@ from llmb.report.plan_figures import PlanFigures
 from llmb.report.table import number, render
 
 MIB = 2**20
-CUT = {
+LAYOUT = {
     "chunk_size": ("chunk size", "tokens computed at once"),
     "chunks_per_round": ("chunks per round", ""),
     "seqs_per_round": ("seqs per round", "sequences that go through all layers together"),
     "rounds_per_step": ("rounds per step", ""),
     "seqs_per_step": ("seqs per step", "the global batch, in sequences"),
     "global_batch_tokens": ("global batch", "in tokens"),
-    "param_blocks": ("device: param blocks", "weights on the device at once, in units"),
-    "grad_blocks": ("device: grad blocks", "gradients, the same way"),
-    "activation_slots": ("device: activation slots", "whole (chunk, layer)s"),
-    "light_slots": ("device: light slots", "(chunk, layer)s of which only inp+context+attn are kept"),
-    "host_activations": ("host activations", "(chunk, layer)s of a round that wait on the host"),
-    "host_fully_saved": ("host: fully saved", "nothing of them is computed again"),
-    "host_inp_context_attn": ("host: only inp+context+attn", "queries, output and MLP products are computed again"),
-    "host_inp_context": ("host: only inp+context", "these and the attention are computed again"),
+    "param_blocks": ("device: param blocks", "weights on the device at once, in parameter buckets"),
+    "grad_blocks": ("device: grad blocks", "gradients, likewise"),
+    "activation_slots": ("device: activation slots", "fully saved (chunk, layer)s"),
+    "light_slots": ("device: light slots", "(chunk, layer)s of which only inp+context+attn are saved"),
+    "host_activations": ("host activations", "(chunk, layer)s of a round that are on the host"),
+    "host_fully_saved": ("host: fully saved", "nothing of them is recomputed"),
+    "host_inp_context_attn": ("host: only inp+context+attn", "queries, output and MLP gemms are recomputed"),
+    "host_inp_context": ("host: only inp+context", "these and the attention are recomputed"),
 }
 KINDS = {
     "param": "weights",
     "grad": "gradients",
     "state": "optimizer state",
-    "inp": "block inputs",
+    "inp": "layer inputs",
     "kv": "keys and values (context)",
     "attn": "attention outputs",
-    "rest": "rest of a whole activation",
-    "dstream": "gradient stream",
+    "rest": "other saved activations",
+    "dstream": "residual gradients",
     "dkv": "gradients of keys and values",
     "workspace": "workspace",
-    "inputs": "tokens and rotations",
-    "context": "the driver's own",
+    "inputs": "tokens and RoPE table",
+    "context": "CUDA context",
 }
 RATES = {
-    "matmul_tflops": ("matrix products", "TFLOP/s"),
-    "fp8_tflops": ("matrix products in fp8", "TFLOP/s"),
+    "matmul_tflops": ("gemms", "TFLOP/s"),
+    "fp8_tflops": ("gemms in fp8", "TFLOP/s"),
     "attention_forward_tflops": ("attention to own keys, forward", "TFLOP/s"),
     "attention_backward_tflops": ("attention to own keys, backward", "TFLOP/s"),
     "square_tokens": ("attention to own keys, sequences of", "tokens"),
@@ -50,64 +50,68 @@ RATES = {
     "memory_gbs": ("device memory, read and written", "GB/s"),
     "link_in_gbs": ("link, host to device", "GB/s"),
     "link_out_gbs": ("link, device to host", "GB/s"),
-    "link_both_gbs": ("link, each way when both are busy", "GB/s"),
+    "link_both_gbs": ("link, per direction when both are busy", "GB/s"),
 }
 
 
 def describe_plan(figures: PlanFigures) -> str:
-    """The page `llmb-run plan` prints."""
+    """Return the text that `llmb-run plan` prints."""
     gpu = hardware.gpu(figures.gpu)
     budgets = f"{figures.host_gib:g} GiB of host and {figures.device_gib:g} GiB of device memory"
     title = f"{figures.model} in {figures.dtype}, sequences of {figures.seqlen:,} tokens, on {gpu.title} with {budgets}"
-    parts = [title, _cut(figures), _places(figures), _memory(figures), _expected(figures)]
+    parts = [title, _layout(figures), _placements(figures), _memory(figures), _prediction(figures)]
     if figures.bound is not None:
         parts.append(figures.bound[0].upper() + figures.bound[1:] + ".")
     return "\n\n".join([*parts, describe_rates(figures.rates)])
 
 
 def describe_rates(rates: dict[str, Any]) -> str:
-    """What the machine sustains, and who says so."""
+    """Return the table of sustained rates, with their source."""
     rows = [(RATES[name][0], value, RATES[name][1]) for name, value in rates.items() if name in RATES]
     return render(("rates", "value", "unit"), rows) + f"\n({rates['source']})"
 
 
 def expectations(figures: PlanFigures) -> list[tuple[str, str]]:
-    """A few figures of a plan with their units in one text each, for the head of a page."""
-    cut = figures.cut
-    found = [
+    """Return a few figures of a plan as text with units, for the head of a page."""
+    layout = figures.layout
+    lines = [
         ("budgets", f"{figures.host_gib:g} GiB of host, {figures.device_gib:g} GiB of device memory"),
-        ("global batch", f"{cut.seqs_per_step} sequences, {cut.global_batch_tokens:,} tokens"),
-        ("chunks", f"{cut.chunks_per_round} of {cut.chunk_size:,} tokens a round, {cut.rounds_per_step} rounds a step"),
+        ("global batch", f"{layout.seqs_per_step} sequences, {layout.global_batch_tokens:,} tokens"),
+        ("chunks", f"{layout.chunks_per_round} of {layout.chunk_size:,} tokens per round"),
+        ("rounds", f"{layout.rounds_per_step} per step"),
         ("recomputed", f"{100 * figures.recompute_share:.1f} % of the FLOPs"),
     ]
-    found += [("predicted", f"{number(figures.step_s)} s a step")] if figures.step_s is not None else []
-    return [*found, ("rates", str(figures.rates["source"]))]
+    lines += [("predicted", f"{number(figures.step_s)} s per step")] if figures.step_s is not None else []
+    return [*lines, ("rates", str(figures.rates["source"]))]
 
 
-def _cut(figures: PlanFigures) -> str:
-    ours, theirs = asdict(figures.cut), figures.published
-    notes = {name: said for name, (_, said) in CUT.items()}
-    if figures.last_chunk_tokens != figures.cut.chunk_size:
+def _layout(figures: PlanFigures) -> str:
+    layout, published = asdict(figures.layout), figures.published
+    notes = {name: note for name, (_, note) in LAYOUT.items()}
+    if figures.last_chunk_tokens != figures.layout.chunk_size:
         notes["chunk_size"] += f"; the last of a sequence has {figures.last_chunk_tokens:,}"
-    notes["param_blocks"] += f", of {figures.units}"
-    header = ("plan", "here", *(("published",) if theirs else ()), "what it says")
+    notes["param_blocks"] += f", of {figures.param_buckets}"
+    header = ("plan", "here", *(("published",) if published else ()), "meaning")
     rows = [
-        (CUT[name][0], value, *((theirs.get(name),) if theirs else ()), notes[name]) for name, value in ours.items()
+        (LAYOUT[name][0], value, *((published.get(name),) if published else ()), notes[name])
+        for name, value in layout.items()
     ]
     return render(header, rows)
 
 
-def _places(figures: PlanFigures) -> str:
-    header = ("where it rests", "always on device", "passing buffers", "places at home", "MiB each")
-    rows = [(KINDS[p.kind], p.resident, p.passing, p.at_home, number(p.piece_bytes / MIB)) for p in figures.places]
+def _placements(figures: PlanFigures) -> str:
+    header = ("buffers", "resident on device", "other device buffers", "host slots", "MiB each")
+    rows = [
+        (KINDS[p.kind], p.resident, p.passing, p.host_slots, number(p.buffer_bytes / MIB)) for p in figures.placements
+    ]
     return render(header, rows)
 
 
 def _memory(figures: PlanFigures) -> str:
     device, host = figures.device_bytes, figures.host_bytes
     rows: list[tuple[str, Any, Any]] = [
-        (said, _gib(device.get(kind)), _gib(host.get(kind)))
-        for kind, said in KINDS.items()
+        (label, _gib(device.get(kind)), _gib(host.get(kind)))
+        for kind, label in KINDS.items()
         if device.get(kind) or host.get(kind)
     ]
     rows.append(("peak", _gib(sum(device.values())), _gib(sum(host.values()))))
@@ -119,30 +123,30 @@ def _gib(size: int | None) -> str | None:
     return number(size / hardware.GIB) if size else None
 
 
-def _expected(figures: PlanFigures) -> str:
-    return render(("expected of a step", "value", "unit", "what it says"), list(_expected_rows(figures)))
+def _prediction(figures: PlanFigures) -> str:
+    return render(("prediction of a step", "value", "unit", "meaning"), list(_prediction_rows(figures)))
 
 
-def _expected_rows(figures: PlanFigures) -> Iterator[tuple[str, str | None, str, str]]:
+def _prediction_rows(figures: PlanFigures) -> Iterator[tuple[str, str | None, str, str]]:
     unknown = "not known: `llmb-run probe` measures this machine" if figures.step_s is None else ""
     yield "step time", _number(figures.step_s), "s", unknown or "predicted"
     yield "throughput", _number(figures.tokens_per_s), "tokens/s", ""
-    yield "compute", _number(figures.tflops), "TFLOP/s", "model FLOPs, each counted once"
-    yield "MFU", _percent(figures.mfu), "%", "the same against the GPU's peak"
-    yield "HFU", _percent(figures.hfu), "%", "with what is computed again"
+    yield "compute", _number(figures.tflops), "TFLOP/s", "model FLOPs, without recomputation"
+    yield "MFU", _percent(figures.mfu), "%", "the same relative to the GPU's peak"
+    yield "HFU", _percent(figures.hfu), "%", "with recomputation"
     yield "recomputed", _percent(figures.recompute_share), "%", "of the FLOPs executed"
-    yield "device computes", _percent(figures.compute_share), "%", "of the time"
-    for way, size, share in (
+    yield "device busy", _percent(figures.compute_share), "%", "of the time"
+    for direction, size, fraction in (
         ("link, host to device", figures.inbound_gb, figures.inbound_share),
         ("link, device to host", figures.outbound_gb, figures.outbound_share),
     ):
-        busy = "a step" if share is None else f"a step; busy {100 * share:.1f} % of the time"
-        yield way, number(size), "GB", busy
+        busy = "per step" if fraction is None else f"per step; busy {100 * fraction:.1f} % of the time"
+        yield direction, number(size), "GB", busy
 
 
 def _number(value: float | None) -> str | None:
     return None if value is None else number(value)
 
 
-def _percent(share: float | None) -> str | None:
-    return None if share is None else f"{100 * share:.2f}"
+def _percent(fraction: float | None) -> str | None:
+    return None if fraction is None else f"{100 * fraction:.2f}"

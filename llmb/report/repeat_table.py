@@ -1,4 +1,4 @@
-"""Repeats of one configuration for a person: each main figure with its mean, interval and spread."""
+"""Table of repeated runs of one configuration: mean, interval and spread of each main figure."""
 
 from collections.abc import Sequence
 
@@ -8,17 +8,17 @@ from llmb.results.result import Result
 
 
 def repeats(results: Sequence[Result]) -> str:
-    """The table that follows the last of several runs; empty when fewer than two ended well."""
-    found = intervals(results)
-    if not found:
+    """Return the table printed after several runs; empty when fewer than two succeeded."""
+    estimates = intervals(results)
+    if not estimates:
         return ""
     rows = [
         (i.metric, number(i.mean), f"{number(i.low)} to {number(i.high)}", _percent(i.error), _percent(i.spread))
-        for i in found
+        for i in estimates
     ]
-    header = (f"over {found[0].n} of {len(results)} runs", "mean", "95 % interval", "+-", "largest - smallest")
+    header = (f"over {estimates[0].n} of {len(results)} runs", "mean", "95 % interval", "+-", "largest - smallest")
     return f"{results[0].name}: repeats\n\n{render(header, rows)}"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}%"

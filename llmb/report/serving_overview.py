@@ -1,11 +1,11 @@
-"""The report of an inference run in the layout of trtllm-bench, so that whoever reads its logs can read ours.
+"""Report of an inference run in the layout of trtllm-bench, readable by tools that parse its logs.
 
     print(overview(result, config))
 
-Same labels, columns and order, and by the same formulas; `llmb/results/readers/trtllm_log.py` reads the figures back. Two are right
-where the original is not: the issue rate is requests over seconds, and percentiles interpolate. What is not known is
-left out, as are the lines on streaming without it. What the original does not tell follows in a block of its own. A
-run that did not end well has no report: somebody would take its figures for good.
+Same labels, columns, order and formulas; `llmb/results/readers/trtllm_log.py` reads the figures back. Two differ: the
+issue rate is requests over seconds, and percentiles interpolate. Unknown figures are left out, as are the streaming
+lines without streaming. What the original does not print follows in a block of its own. A failed run has no report:
+its figures could be mistaken for good ones.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ Line = tuple[str, float | str | None]
 
 
 def overview(result: Result, config: RunConfig) -> str:
-    """The whole report; empty where there is none."""
+    """Return the whole report, or an empty string."""
     if not isinstance(config.workload, Inference) or result.status != "ok" or not result.request_throughput:
         return ""
     streamed = _streamed(result) if config.workload.streaming else []
@@ -33,18 +33,18 @@ def overview(result: Result, config: RunConfig) -> str:
         _block("PERFORMANCE OVERVIEW", [*_totals(result), *streamed], LABEL),
         *_breakdowns(result, config.workload.streaming),
         "",
-        _block("STEADY STATE, LENGTHS, MEMORY, ENERGY", _own(result, config.workload), LABEL),
+        _block("STEADY STATE, LENGTHS, MEMORY, ENERGY", _extra_lines(result, config.workload), LABEL),
     ]
     return "\n".join([*parts, RULE])
 
 
 def _block(title: str, lines: Iterable[Line], column: int) -> str:
-    shown = (f"{label + ':':<{column - 1}} {_value(value)}" for label, value in lines if value is not None)
-    return "\n".join([RULE, f"= {title}", RULE, *shown])
+    rows = (f"{label + ':':<{column - 1}} {_value(value)}" for label, value in lines if value is not None)
+    return "\n".join([RULE, f"= {title}", RULE, *rows])
 
 
 def _value(value: float | str) -> str:
-    """Four decimals as the original; six digits where those would say less than the reader needs."""
+    """Format with four decimals as the original, or six digits where four decimals lose precision."""
     if isinstance(value, str | int):
         return str(value)
     four = f"{value:.4f}"
@@ -54,7 +54,7 @@ def _value(value: float | str) -> str:
 def _details(result: Result) -> list[Line]:
     return [
         ("Number of requests", result.requests),
-        ("Number of concurrent requests", result.mean_in_flight),
+        ("Number of concurrent requests", result.mean_concurrency),
         ("Average Input Length (tokens)", _each(result.input_tokens, result.requests)),
         ("Average Output Length (tokens)", _each(result.output_tokens, result.requests)),
     ]
@@ -65,7 +65,7 @@ def _each(total: int | None, requests: int | None) -> float | None:
 
 
 def _settings(result: Result, config: RunConfig, work: Inference) -> list[Line]:
-    at_once = "all at once" if work.concurrency >= work.num_requests else None
+    arrivals = "all at once" if work.concurrency >= work.num_requests else None
     rate = result.issue_rate_requests_per_s
     return [
         ("TP Size", config.parallel.tp),
@@ -74,7 +74,7 @@ def _settings(result: Result, config: RunConfig, work: Inference) -> list[Line]:
         ("Max Runtime Batch Size", work.max_batch_size),
         ("Max Runtime Tokens", work.max_num_tokens),
         ("KV Memory Percentage", f"{100 * work.kv_fraction:.2f}%"),
-        ("Issue Rate (req/sec)", at_once if rate is None else rate),
+        ("Issue Rate (req/sec)", arrivals if rate is None else rate),
     ]
 
 
@@ -104,7 +104,7 @@ def _mean(summary: dict[str, float] | None) -> float | None:
 
 
 def _breakdowns(result: Result, streaming: bool) -> list[str]:
-    """Percentiles, as the original prints them; ITL, which it does not have, in the same form."""
+    """Return percentiles as the original prints them, and ITL, which it lacks, in the same form."""
     speed = result.output_speed_summary_tokens_per_s
     streamed = [
         ("Per-Request Time-per-Output-Token [TPOT] Breakdown (ms)", "TPOT", result.tpot_ms),
@@ -123,13 +123,13 @@ def _breakdowns(result: Result, streaming: bool) -> list[str]:
     return lines
 
 
-def _own(result: Result, work: Inference) -> list[Line]:
-    """The labels share no words with those above, so that no reader takes one for the other."""
+def _extra_lines(result: Result, work: Inference) -> list[Line]:
+    """Return our additional lines, whose labels share no words with those above, so that no parser confuses them."""
     return [
         ("Whole Run (s)", result.duration_s),
         ("Steady Window (s)", _window(result, work)),
         ("Steady Window Generation (tokens/sec)", result.steady_output_tokens_per_s),
-        ("Answers as Long as Asked", _lengths(result)),
+        ("Outputs of Requested Length", _lengths(result)),
         ("Failed Requests", result.requests_failed or None),
         ("Warm-up Requests, Left Out", result.warmup_requests),
         ("KV Cache per GPU (GiB)", result.kv_cache_gib),
@@ -148,8 +148,8 @@ def _window(result: Result, work: Inference) -> str | None:
     if result.steady_window_s is None:
         return "none: the engine was not full for long enough" if work.streaming else None
     start, end = result.steady_window_s
-    share = "" if not result.duration_s else f", {100 * (end - start) / result.duration_s:.0f}% of the run"
-    return f"{start:.3f} to {end:.3f}{share}"
+    fraction = "" if not result.duration_s else f", {100 * (end - start) / result.duration_s:.0f}% of the run"
+    return f"{start:.3f} to {end:.3f}{fraction}"
 
 
 def _lengths(result: Result) -> str | None:
@@ -161,5 +161,5 @@ def _lengths(result: Result) -> str | None:
 def _validity(result: Result) -> str | None:
     if result.energy_joules is None:
         return result.energy_note
-    said = {True: "agrees with sampled power", False: "DISAGREES with sampled power", None: "not checked"}
-    return said[result.energy_valid]
+    verdicts = {True: "agrees with sampled power", False: "DISAGREES with sampled power", None: "not checked"}
+    return verdicts[result.energy_valid]

@@ -1,5 +1,4 @@
-"""One line on how far long work is. On a terminal it redraws itself; in a file it is printed now and then, so that logs
-stay readable."""
+"""One-line progress of long work: redrawn on a terminal, printed now and then into a file."""
 
 import sys
 import time
@@ -9,7 +8,7 @@ QUIET_S = 10.0  # between lines where nothing can be redrawn
 
 
 class StatusLine:
-    """Draw as often as you like; `close` ends the line, so that what follows starts on a new one."""
+    """Status line that may be drawn at any rate; `close` ends it."""
 
     def __init__(self, out: TextIO | None = None):
         self._out = out if out is not None else sys.stderr

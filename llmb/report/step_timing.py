@@ -1,10 +1,10 @@
-"""The step-time tables that readers of NVIDIA's recipes know: parse_train_timing.sh and parse_train_timing_mbridge.sh.
+"""Step-time tables of NVIDIA's recipes: parse_train_timing.sh and parse_train_timing_mbridge.sh.
 
     llmb-run timing --style megatron_bridge --format=csv experiments
 
 One row for each log: mean and sample standard deviation of step time and TFLOP/s over a window of iterations, numbered
 as the log numbers them (NeMo from 0, Megatron-Bridge from 1). A log that does not reach the window's end is Failed, one
-whose loss or gradient norm is not a number is Invalid; none is left out because of what it lacks.
+whose loss or gradient norm is NaN or infinite is Invalid; no log is left out.
 """
 
 import csv
@@ -28,7 +28,7 @@ DEFAULT_WINDOW = (35, 44)  # Nemotron-H and Grok-1 are measured over 11-44
 
 @dataclass(frozen=True)
 class Style:
-    """What differs between the two tables."""
+    """Differences between the two tables."""
 
     reader: str
     files: str  # which logs are taken
@@ -63,7 +63,7 @@ STYLES = {
     ),
 }
 
-# Logs of other steps of a job; and names whose logs are no experiment unless they hold timings.
+# Logs of other steps of a job, and prefixes of logs that are no experiment unless they contain timings.
 _OTHER_LOGS = ("nccltrace", "prepare_squad_dataset_exp", "import_ckpt_exp", "nsys_analysis")
 _OTHER_STARTS = ("sbatch_", "vboost")
 _EXPERIMENT_WORDS = re.compile("iteration|training|model|experiment")
@@ -71,8 +71,8 @@ _ACCOUNT = re.compile(r"^.*?\.(?=[A-Za-z])(?!out$)")  # log-<account>-<experimen
 
 
 @dataclass(frozen=True)
-class Row:
-    """One experiment."""
+class TimingRow:
+    """Row of one experiment."""
 
     name: str
     status: Literal["Success", "Failed", "Invalid"]
@@ -96,7 +96,7 @@ def timing_report(
     full_names: bool = False,
     window: tuple[int, int] = DEFAULT_WINDOW,
 ) -> tuple[str, bool]:
-    """The report on every log below a folder, and whether any experiment succeeded."""
+    """Return the report on every log below a folder, and whether any experiment succeeded."""
     if style not in STYLES:
         raise UnknownName("style", style, STYLES)
     if format not in FORMATS:
@@ -105,17 +105,17 @@ def timing_report(
         raise ConfigError(f"the window {window[0]}-{window[1]} is empty: its first iteration comes after its last")
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
-    chosen = STYLES[style]
-    logs = [path for path in sorted(folder.rglob(chosen.files)) if path.is_file() and not _is_other(path)]
+    table_style = STYLES[style]
+    logs = [path for path in sorted(folder.rglob(table_style.files)) if path.is_file() and not _is_other(path)]
     if not logs:
-        raise ConfigError(f"no {chosen.files} files below {folder}")
-    found = (_row(path, path.name if full_names else short_name(path.name), chosen, window) for path in logs)
-    rows = [row for row in found if row is not None]
-    return FORMATS[format](rows, chosen, window, folder), any(row.status == "Success" for row in rows)
+        raise ConfigError(f"no {table_style.files} files below {folder}")
+    candidates = (_row(path, path.name if full_names else short_name(path.name), table_style, window) for path in logs)
+    rows = [row for row in candidates if row is not None]
+    return FORMATS[format](rows, table_style, window, folder), any(row.status == "Success" for row in rows)
 
 
 def short_name(file_name: str) -> str:
-    """An experiment's name out of its log's: without the account in front and the task number behind."""
+    """Return the experiment of a log file: its name without account prefix and task number."""
     return _ACCOUNT.sub("", file_name).removesuffix(".out").removesuffix("_0")
 
 
@@ -123,24 +123,24 @@ def _is_other(path: Path) -> bool:
     return any(word in path.name for word in _OTHER_LOGS)
 
 
-def _row(path: Path, name: str, style: Style, window: tuple[int, int]) -> Row | None:
-    """A log's row; none where it is not the log of an experiment."""
+def _row(path: Path, name: str, style: Style, window: tuple[int, int]) -> TimingRow | None:
+    """Return the row of a log, or None if it is not the log of an experiment."""
     steps: dict[int, StepDone] = {}  # by the log's own number; where ranks print alike, the first counts
     for event in READERS[style.reader].events(path):
         if isinstance(event, StepDone):
             iteration = event.step - 1 + style.first
             if reason := _not_a_number(event):
-                return Row(name, "Invalid", reason=reason, invalid_iteration=iteration)
+                return TimingRow(name, "Invalid", reason=reason, invalid_iteration=iteration)
             steps.setdefault(iteration, event)
     if not steps:
-        return Row(name, "Failed") if _is_experiment(path) else None
+        return TimingRow(name, "Failed") if _is_experiment(path) else None
     measured = {n: step for n, step in steps.items() if window[0] <= n <= window[1]}
     if max(measured, default=None) != window[1]:
-        return Row(name, "Failed", max_iteration=max(measured or steps))
+        return TimingRow(name, "Failed", max_iteration=max(measured or steps))
     seconds = [step.seconds for step in measured.values() if step.seconds is not None]
     tflops = [s.reported_tflops_per_gpu for s in measured.values() if s.reported_tflops_per_gpu is not None]
     times = _mean_and_deviation([value * style.scale for value in seconds])
-    return Row(name, "Success", *times, *_mean_and_deviation(tflops))
+    return TimingRow(name, "Success", *times, *_mean_and_deviation(tflops))
 
 
 def _not_a_number(step: StepDone) -> str | None:
@@ -158,11 +158,11 @@ def _is_experiment(path: Path) -> bool:
 
 
 def _mean_and_deviation(values: list[float]) -> tuple[float | None, float | None]:
-    """Mean and sample standard deviation; one value has no deviation."""
+    """Return mean and sample standard deviation; a single value has no deviation."""
     return fmean(values) if values else None, stdev(values) if len(values) > 1 else None
 
 
-def _table(rows: list[Row], style: Style, window: tuple[int, int], folder: Path) -> str:
+def _table(rows: list[TimingRow], style: Style, window: tuple[int, int], folder: Path) -> str:
     columns = ("Experiment", "Status", *style.headings)
     widths = [max(w, len(c)) for w, c in zip((90, 8, 13, 12, 19, 18), columns, strict=True)]
 
@@ -187,7 +187,7 @@ def _table(rows: list[Row], style: Style, window: tuple[int, int], folder: Path)
     return "\n".join(lines)
 
 
-def _csv(rows: list[Row], style: Style, window: tuple[int, int], folder: Path) -> str:
+def _csv(rows: list[TimingRow], style: Style, window: tuple[int, int], folder: Path) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
@@ -201,7 +201,7 @@ def _csv(rows: list[Row], style: Style, window: tuple[int, int], folder: Path) -
     return text.getvalue()
 
 
-def _json(rows: list[Row], style: Style, window: tuple[int, int], folder: Path) -> str:
+def _json(rows: list[TimingRow], style: Style, window: tuple[int, int], folder: Path) -> str:
     results = []
     for row in rows:
         rounded = (None if v is None else round(v, d) for v, d in zip(row.figures, (3, 3, 2, 2), strict=True))
@@ -232,18 +232,18 @@ def _json(rows: list[Row], style: Style, window: tuple[int, int], folder: Path) 
     )
 
 
-FORMATS: dict[str, Callable[[list[Row], Style, tuple[int, int], Path], str]] = {
+FORMATS: dict[str, Callable[[list[TimingRow], Style, tuple[int, int], Path], str]] = {
     "table": _table,
     "csv": _csv,
     "json": _json,
 }
 
 
-def _texts(row: Row, missing: str) -> list[str]:
+def _texts(row: TimingRow, missing: str) -> list[str]:
     return [missing if v is None else f"{v:.{d}f}" for v, d in zip(row.figures, (3, 3, 2, 2), strict=True)]
 
 
-def _counts(rows: list[Row]) -> tuple[int, int, int]:
-    """How many succeeded, how many did not, and how many of those are invalid."""
+def _counts(rows: list[TimingRow]) -> tuple[int, int, int]:
+    """Return the numbers of successful, unsuccessful and (of those) invalid experiments."""
     success = sum(row.status == "Success" for row in rows)
     return success, len(rows) - success, sum(row.status == "Invalid" for row in rows)

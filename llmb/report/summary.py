@@ -1,4 +1,4 @@
-"""A Result for a person: each figure with its unit and a few words on what it means."""
+"""Text of a Result: each figure with its unit and a short explanation."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,10 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
 
 def summary(result: Result) -> str:
-    """The table that ends `llmb-run submit`, and the warnings below it."""
+    """Return the tables that end `llmb-run submit`, and the warnings below."""
     lines = [f"{result.name}: {result.status}" + (f" ({result.reason})" if result.reason else "")]
     if result.last_lines:
-        lines += ["", f"last lines of rank {result.guilty_rank}:", *(f"  {line}" for line in result.last_lines)]
+        lines += ["", f"last lines of rank {result.failed_rank}:", *(f"  {line}" for line in result.last_lines)]
     rows = list(_rows(result))
     if rows:
         lines += ["", render(("figure", "value", "unit", "what it says"), rows)]
@@ -32,15 +32,17 @@ def _rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     yield from _serving_rows(result)
     predicted = result.predicted
     if predicted is not None:
-        said = f"of the speed predicted, {number(predicted.value)} s a step ({predicted.source}); above 1 is faster"
-        yield "against prediction", f"{predicted.ratio:.3f}", "x", said
+        explanation = (
+            f"of the speed predicted, {number(predicted.value)} s a step ({predicted.source}); above 1 is faster"
+        )
+        yield "against prediction", f"{predicted.ratio:.3f}", "x", explanation
     reference = result.reference
     if reference is not None:
         value = f"{reference.ratio:.3f}"
-        said = f"of the published {reference.metric} {number(reference.value)} ({reference.source})"
-        yield "against reference", value, "x", f"{said}; above 1 is faster"
+        explanation = f"of the published {reference.metric} {number(reference.value)} ({reference.source})"
+        yield "against reference", value, "x", f"{explanation}; above 1 is faster"
     elif result.proxy and result.steps_done:
-        yield "against reference", "-", "", f"none: a stand-in ({result.proxy})"
+        yield "against reference", "-", "", f"none: a proxy ({result.proxy})"
 
 
 def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
@@ -55,8 +57,13 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     if result.tokens_per_s_per_gpu is not None and (result.gpus or 0) != 1:
         yield "throughput per GPU", number(result.tokens_per_s_per_gpu), "tokens/s", "the same for one GPU"
     if result.tflops_per_gpu is not None:
-        counted = f", attention counted {result.mfu_convention}" if result.mfu_convention else ""
-        yield "compute", number(result.tflops_per_gpu), "TFLOP/s", f"per device, from {result.tflops_source}{counted}"
+        convention = f", attention counted {result.mfu_convention}" if result.mfu_convention else ""
+        yield (
+            "compute",
+            number(result.tflops_per_gpu),
+            "TFLOP/s",
+            f"per device, from {result.tflops_source}{convention}",
+        )
     if result.mfu is not None:
         peak = f"{number(result.mfu_peak_tflops or 0)} TFLOP/s {result.mfu_peak_dtype} peak"
         yield "MFU", f"{100 * result.mfu:.2f}", "%", f"useful compute against the {peak}"
@@ -69,8 +76,8 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
         yield "peak memory", number(result.peak_memory_gib), "GiB", f"highest {where} memory in use"
     for slow in result.slow_ranks:
         where = f" on {slow.host}" if slow.host else ""
-        said = f"{number(slow.own_s)} s of own work a step, the median of the others {number(slow.usual_s)}"
-        yield f"slow rank {slow.rank}{where}", f"{slow.ratio:.2f}", "x", said
+        explanation = f"{number(slow.own_s)} s of own work a step, the median of the others {number(slow.usual_s)}"
+        yield f"slow rank {slow.rank}{where}", f"{slow.ratio:.2f}", "x", explanation
     if result.loss_first is not None and result.loss_last is not None:
         yield "loss", number(result.loss_last), "", f"at step {result.steps_done}, from {number(result.loss_first)}"
 
@@ -82,35 +89,35 @@ def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
         ("output, whole run", result.output_tokens_per_s, "tokens/s", "generated, all GPUs together"),
         ("output, steady", result.steady_output_tokens_per_s, "tokens/s", f"while the engine was full, {steady}"),
         ("output per GPU", result.output_tokens_per_s_per_gpu, "tokens/s", "of the whole run, for one GPU"),
-        ("output per user", result.output_tokens_per_s_per_user, "tokens/s", "of one answer, waiting included; mean"),
+        ("tokens/s/user", result.output_tokens_per_s_per_user, "tokens/s", "of one request, waiting included; mean"),
         ("input and output", result.total_tokens_per_s, "tokens/s", "read and generated, over the whole run"),
-        ("in flight", result.mean_in_flight, "requests", "at once, on average"),
+        ("concurrency", result.mean_concurrency, "requests", "in progress at once, on average"),
     )
-    for name, value, unit, said in rates:
+    for name, value, unit, explanation in rates:
         if value is not None:
-            yield name, number(value), unit, said
+            yield name, number(value), unit, explanation
     yield from _resource_rows(result)
 
 
 def _distributions(result: Result) -> Iterator[tuple[str | None, ...]]:
-    """A row for each figure that every request, or every gap, has one of."""
+    """Yield a row for each figure with a distribution over requests or tokens."""
     speed = result.output_speed_tokens_per_s
     speeds = result.output_speed_summary_tokens_per_s or (None if speed is None else {"mean": speed})
-    found = (
+    distributions = (
         ("TTFT", result.ttft_ms, "ms", "from arrival to the first token"),
         ("TPOT", result.tpot_ms, "ms", "per output token after the first"),
         ("ITL", result.itl_ms, "ms", "between two tokens as they arrive"),
         ("end to end", result.e2e_ms, "ms", "from arrival to the last token"),
-        ("output speed", speeds, "tokens/s", "of one answer, once it has begun"),
+        ("output speed", speeds, "tokens/s", "of one request, after its first token"),
     )
-    for name, values, unit, said in found:
+    for name, values, unit, explanation in distributions:
         if values:
-            shown = (number(values[s]) if s in values else None for s in STATISTICS)
-            yield name, *shown, unit, said
+            cells = (number(values[s]) if s in values else None for s in STATISTICS)
+            yield name, *cells, unit, explanation
 
 
 def _resource_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
-    """What serving took: cache and energy."""
+    """Yield rows of KV cache and energy."""
     if result.kv_cache_gib is not None:
         used = "" if result.kv_peak_use is None else f", {100 * result.kv_peak_use:.0f} % of it used at most"
         yield "KV cache", number(result.kv_cache_gib), "GiB", f"of one GPU{used}"

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def render(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table with a header line; null cells show a dash."""
+    """Return a table with a header line; None is shown as a dash."""
     body = [[_cell(value) for value in row] for row in rows]
     right = [
         bool(body) and all(_is_number(row[i]) or row[i] == "-" for row in body) and any(_is_number(r[i]) for r in body)
@@ -36,7 +36,7 @@ def _is_number(text: str) -> bool:
 
 
 def number(value: float) -> str:
-    """Four significant digits, thousands separated: 5.741, 91,339, 0.03345."""
+    """Format with four significant digits, thousands separated: 5.741, 91,339, 0.03345."""
     if value != value or value in (float("inf"), float("-inf")):
         return str(value)
     if abs(value) >= 1000:

@@ -1,9 +1,9 @@
-"""Events and a configuration to a Result: the one place where figures are derived and warm-up is left out.
+"""Derivation of a Result from events and a configuration; the only place that leaves warm-up out.
 
     result = derive(config, read_all(run.all_events()))
 
-Figures of training are rank 0's, the other ranks say who was slow; requests are every rank's.
-A foreign log has no configuration: what cannot be known without one stays null.
+Training figures come from rank 0, the other ranks show which was slow; requests come from all ranks.
+The log of another engine has no configuration: what cannot be known without one stays null.
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from llmb.events import (
     TimeSpent,
 )
 from llmb.perfmodel import flops, hardware, metrics
-from llmb.perfmodel.shards import is_fused, macs_again
+from llmb.perfmodel.shards import is_fused, recomputed_macs_per_token
 from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeShare
 from llmb.results.serving_figures import serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
@@ -33,33 +33,38 @@ DEFAULT_WINDOW = (35, 44)  # what readers of NVIDIA's recipes expect of a 50-ste
 def derive(
     config: RunConfig | None, events: Iterable[Event], name: str = "", window: tuple[int, int] | None = None
 ) -> Result:
-    """The Result of one run."""
-    seen = list(events)
-    steps = _steps(seen)
-    status, reason = _status(seen, steps, config)
-    fields: dict = {"name": config.name if config else name, "status": status, "reason": reason, **_blame(seen)}
-    fields |= _identity(config, seen)
+    """Derive the Result of one run."""
+    recorded = list(events)
+    steps = _steps(recorded)
+    status, reason = _status(recorded, steps, config)
+    fields: dict = {
+        "name": config.name if config else name,
+        "status": status,
+        "reason": reason,
+        **_failure_fields(recorded),
+    }
+    fields |= _identity(config, recorded)
     if steps:
         chosen = _window(steps, config, window)
         fields |= _training_fields(config, steps, chosen)
-        fields["slow_ranks"] = _slow_ranks(config, seen, fields)
-    fields |= serving_fields(seen, config)
-    for event in seen:
+        fields["slow_ranks"] = _slow_ranks(config, recorded, fields)
+    fields |= serving_fields(recorded, config)
+    for event in recorded:
         if isinstance(event, ServingSummary):
             fields |= summary_fields(event)
-    fields["time_spent"] = tuple(TimeShare(**asdict(e)) for e in seen if isinstance(e, TimeSpent))
-    fields["collectives"] = tuple(Collective(**asdict(e)) for e in seen if isinstance(e, CollectiveSeen))
-    for event in seen:
+    fields["time_spent"] = tuple(TimeShare(**asdict(e)) for e in recorded if isinstance(e, TimeSpent))
+    fields["collectives"] = tuple(Collective(**asdict(e)) for e in recorded if isinstance(e, CollectiveSeen))
+    for event in recorded:
         if isinstance(event, LogProblem):
             problems = fields.setdefault("log_problems", {})
             problems[event.problem] = problems.get(event.problem, 0) + event.count
     fields["reference"] = _compare_with_reference(config, fields)
     fields["predicted"] = _compare_with_prediction(config, fields)
-    return Result(**fields, warnings=cautions(config, fields, seen))
+    return Result(**fields, warnings=cautions(config, fields, recorded))
 
 
 def _steps(events: list[Event]) -> list[StepDone]:
-    """The steps of the lowest rank that has some (a foreign log may be printed by the last); a repeated one's last."""
+    """Return the steps of the lowest rank that has any (some engines log on the last); repeated ones once."""
     done = [e for e in events if isinstance(e, StepDone)]
     lowest = min((e.rank for e in done), default=0)
     by_step = {e.step: e for e in done if e.rank == lowest}
@@ -67,50 +72,50 @@ def _steps(events: list[Event]) -> list[StepDone]:
 
 
 def _status(events: list[Event], steps: list[StepDone], config: RunConfig | None) -> tuple[Status, str | None]:
-    """The last RunEnded wins; without one the run was cut off. Success without what was asked for is not success."""
+    """Return status and reason of the last RunEnded; fewer steps or requests than configured are incomplete."""
     end = _end(events)
     if end is None:
         return "incomplete", "no end was recorded: the run was killed or is still going"
     status, reason = end.status, end.reason
-    asked = _steps_asked(steps, config)
-    if status == "ok" and asked and (not steps or steps[-1].step < asked):
-        return "incomplete", f"{steps[-1].step if steps else 0} of {asked} steps are recorded"
+    requested = _requested_steps(steps, config)
+    if status == "ok" and requested and (not steps or steps[-1].step < requested):
+        return "incomplete", f"{steps[-1].step if steps else 0} of {requested} steps are recorded"
     fault = serving_fault(events, config) if status == "ok" else None
     return fault or (status, reason)
 
 
 def _end(events: list[Event]) -> RunEnded | None:
-    """The run's end: the last word in rank 0's file, where llmb-run has it; other ranks speak for themselves."""
+    """Return the last RunEnded of rank 0, to which llmb-run appends its verdict."""
     return next((e for e in reversed(events) if isinstance(e, RunEnded) and e.rank == 0), None)
 
 
-def _blame(events: list[Event]) -> dict:
+def _failure_fields(events: list[Event]) -> dict:
     end = _end(events)
-    return {} if end is None else {"guilty_rank": end.guilty_rank, "last_lines": end.last_lines}
+    return {} if end is None else {"failed_rank": end.failed_rank, "last_lines": end.last_lines}
 
 
-def _steps_asked(steps: list[StepDone], config: RunConfig | None) -> int | None:
+def _requested_steps(steps: list[StepDone], config: RunConfig | None) -> int | None:
     if config is not None:
         return None if isinstance(config.workload, Inference) else config.workload.steps
     return next((s.steps for s in steps if s.steps), None)
 
 
 def _identity(config: RunConfig | None, events: list[Event]) -> dict:
-    """What produced the figures."""
-    found: dict = {}
+    """Fields that say what produced the figures."""
+    fields: dict = {}
     start = next((e for e in events if isinstance(e, RunStarted) and e.rank == 0), None)
     if start is not None:
-        found |= {"started": start.time, "gpu_name": start.gpu_name, "host": start.host}
-        found |= {"commit": start.commit, "versions": start.versions}
+        fields |= {"started": start.time, "gpu_name": start.gpu_name, "host": start.host}
+        fields |= {"commit": start.commit, "versions": start.versions}
     if config is not None:
-        found |= {"target": config.target, "size": config.size, "dtype": config.precision.dtype}
-        found |= {"gpu": config.machine.gpu, "gpus": config.machine.gpus, "engine": config.engine}
-        found |= {"proxy": config.proxy, "overrides": tuple(asdict(o) for o in config.overrides)}
-    return found
+        fields |= {"target": config.target, "size": config.size, "dtype": config.precision.dtype}
+        fields |= {"gpu": config.machine.gpu, "gpus": config.machine.gpus, "engine": config.engine}
+        fields |= {"proxy": config.proxy, "overrides": tuple(asdict(o) for o in config.overrides)}
+    return fields
 
 
 def _window(steps: list[StepDone], config: RunConfig | None, window: tuple[int, int] | None) -> tuple[int, int]:
-    """First and last step that count; a shorter foreign log is measured over its second half."""
+    """Return the first and last measured step; a short log of another engine is measured over its second half."""
     if window is not None:
         return window
     if config is not None and not isinstance(config.workload, Inference):
@@ -121,14 +126,14 @@ def _window(steps: list[StepDone], config: RunConfig | None, window: tuple[int, 
 
 def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tuple[int, int]) -> dict:
     measured = [s for s in steps if window[0] <= s.step <= window[1] and not s.warmup]
-    statistics = metrics.describe([s.seconds for s in measured if s.seconds is not None])
+    statistics = metrics.summarize([s.seconds for s in measured if s.seconds is not None])
     losses = [s.loss for s in steps if s.loss is not None]
     memory = [s.memory_bytes for s in steps if s.memory_bytes is not None]
     fields: dict = {
         "step_time_s": statistics,
         "window": window,
         "steps_done": steps[-1].step,
-        "steps_asked": _steps_asked(steps, config),
+        "steps_asked": _requested_steps(steps, config),
         "peak_memory_gib": max(memory) / hardware.GIB if memory else None,
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
@@ -138,10 +143,10 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
         fields["tokens_per_s"] = min(tokens) / statistics.median
         if config is None or not config.proxy:
             fields["days_per_1t_tokens"] = metrics.days_to_train(1e12, fields["tokens_per_s"])
-    reported = metrics.describe([s.reported_tflops_per_gpu for s in measured if s.reported_tflops_per_gpu is not None])
+    reported = metrics.summarize([s.reported_tflops_per_gpu for s in measured if s.reported_tflops_per_gpu is not None])
     if reported is not None:
         fields |= {"tflops_per_gpu": reported.median, "tflops_source": "reported by the engine"}
-    rate = metrics.describe(
+    rate = metrics.summarize(
         [s.reported_tokens_per_s_per_gpu for s in measured if s.reported_tokens_per_s_per_gpu is not None]
     )
     if rate is not None:
@@ -153,7 +158,7 @@ def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tu
 
 
 def _slow_ranks(config: RunConfig | None, events: list[Event], fields: dict) -> tuple[SlowRank, ...]:
-    """Who held the others up; without a configuration nobody knows which ranks have the same work."""
+    """Return the ranks others waited for; without a configuration it is unknown which ranks have equal work."""
     statistics = fields["step_time_s"]
     if config is None or statistics is None:
         return ()
@@ -170,24 +175,24 @@ def _utilisation(config: RunConfig, step_time_s: float, tokens: int) -> dict:
     sequence_flops = flops.train_flops_per_sequence(config.model, work.seqlen, config.flops_convention)
     tflops = metrics.tflops_per_gpu(sequence_flops * sequences, step_time_s, gpus)
     peak = hardware.peak_flops(config.machine.gpu, dtype)
-    found: dict = {"tflops_per_gpu": tflops, "tflops_source": "model FLOPs", "mfu": metrics.mfu(tflops, peak)}
-    found["mfu_convention"] = config.flops_convention
+    fields: dict = {"tflops_per_gpu": tflops, "tflops_source": "model FLOPs", "mfu": metrics.mfu(tflops, peak)}
+    fields["mfu_convention"] = config.flops_convention
     if peak is not None:
-        found |= {"mfu_peak_tflops": peak / hardware.TERA, "mfu_peak_dtype": dtype}
-        worked = metrics.tflops_per_gpu(_hardware_flops(config, sequences), step_time_s, gpus)
-        found["hfu"] = metrics.mfu(worked, peak)
-    return found
+        fields |= {"mfu_peak_tflops": peak / hardware.TERA, "mfu_peak_dtype": dtype}
+        hardware_tflops = metrics.tflops_per_gpu(_hardware_flops(config, sequences), step_time_s, gpus)
+        fields["hfu"] = metrics.mfu(hardware_tflops, peak)
+    return fields
 
 
 def _hardware_flops(config: RunConfig, sequences: float) -> float | None:
-    """What is executed, with what is computed again: by the number of layers, or by an out-of-core run's plan."""
+    """Return the executed FLOPs, recomputation included: from recomputed layers, or from an out-of-core plan."""
     work = config.workload
     if isinstance(work, Training):
         model, convention = config.model, config.flops_convention
         recomputed = min(model.layers, work.recompute_layers * config.parallel.pp)
         if is_fused(config):
-            again = 2.0 * recomputed * work.seqlen * macs_again(model)
-            return sequences * (flops.hardware_flops_per_sequence(model, work.seqlen, convention, 0) + again)
+            recomputed_flops = 2.0 * recomputed * work.seqlen * recomputed_macs_per_token(model)
+            return sequences * (flops.hardware_flops_per_sequence(model, work.seqlen, convention, 0) + recomputed_flops)
         return sequences * flops.hardware_flops_per_sequence(model, work.seqlen, convention, recomputed)
     if isinstance(work, OutOfCore) and work.plan is not None and work.prediction is not None:
         return work.prediction.hardware_flops * sequences / work.plan.gbs
@@ -195,7 +200,7 @@ def _hardware_flops(config: RunConfig, sequences: float) -> float | None:
 
 
 def _compare_with_reference(config: RunConfig | None, fields: dict) -> Comparison | None:
-    """Measured against published: the step time where it is printed, the rate otherwise. Never for a stand-in."""
+    """Compare with the published step time, or rate where no step time is printed. Never for a proxy."""
     if config is None or config.reference is None or config.proxy or fields["status"] != "ok":
         return None
     ref, step = config.reference, fields.get("step_time_s")
@@ -213,7 +218,7 @@ def _compare_with_reference(config: RunConfig | None, fields: dict) -> Compariso
 
 
 def _compare_with_prediction(config: RunConfig | None, fields: dict) -> Comparison | None:
-    """Measured against the step time that the run's plan expected; for stand-ins too, whose plans are their own."""
+    """Compare with the step time that the out-of-core plan predicted; proxies have plans of their own."""
     step = fields.get("step_time_s")
     if config is None or not isinstance(config.workload, OutOfCore) or step is None or fields["status"] != "ok":
         return None

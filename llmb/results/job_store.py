@@ -1,15 +1,15 @@
-"""The job store: one SQLite file under $LLMB_INSTALL that remembers every run. Run folders stay the truth.
+"""Job store: one SQLite file under $LLMB_INSTALL with a row per run. Run folders remain the source of truth.
 
     with Store(path) as store: job = store.add(config, run_dir); store.finish(job, result)
 
-A Slurm job is in it before Slurm knows of it, under an id made of its run folder, so that a submitter killed half-way
-leaves a trace:
+A Slurm job is stored before it is submitted, under an id derived from its run folder, so that a submitter killed
+half-way leaves a trace:
 
     temporary = store.add(config, run_dir, launcher="slurm", status="submitting")
-    job = store.submitted(temporary, "4711")        # what sbatch said; or store.refused(temporary, reason)
+    job = store.submitted(temporary, "4711")        # the id that sbatch printed; or store.refused(temporary, reason)
 
-Many llmb-run processes may write at once: every change is one short transaction, and SQLite waits its turn. The default
-journal is kept because a write-ahead log does not work on the network file systems that clusters share.
+Many llmb-run processes may write at once: every change is one short transaction and waits for locks. The default
+rollback journal is used because a write-ahead log does not work on the network file systems that clusters share.
 """
 
 import sqlite3
@@ -28,12 +28,12 @@ from llmb.results.result import Result
 
 SCHEMA_VERSION = 2
 WAIT_S = 30.0
-GOING = ("submitting", "pending", "running")  # has not ended, as far as is known
+GOING = ("submitting", "pending", "running")  # not ended, as far as is known
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One row: what was asked, where it lies, how it went."""
+    """One row: what was requested, its run folder, and the outcome."""
 
     job_id: str
     launcher: str
@@ -48,7 +48,7 @@ class Job:
     run_dir: str
     created_at: float
     updated_at: float
-    status: str  # submitting, pending, running, lost (nobody knows how it ended), or a status of a Result
+    status: str  # submitting, pending, running, lost (unknown outcome), or a status of a Result
     reason: str | None = None
     step_time_s: float | None = None
     tokens_per_s_per_gpu: float | None = None
@@ -56,19 +56,19 @@ class Job:
     mfu: float | None = None
     output_tokens_per_s: float | None = None
     reference_ratio: float | None = None
-    slurm_state: str | None = None  # Slurm's own word: PENDING, NODE_FAIL, ...
+    slurm_state: str | None = None  # Slurm's state: PENDING, NODE_FAIL, ...
     nodes: str | None = None
     submitted_at: float | None = None  # this and the next three: seconds since 1970
     started_at: float | None = None
     ended_at: float | None = None
-    refreshed_at: float | None = None  # when Slurm last said something of it
+    refreshed_at: float | None = None  # when Slurm last reported it
     retry_of: str | None = None  # the job whose configuration this one runs again
     attempt: int = 1
-    retries: int = 0  # how often a failure that is no fault of the run may be tried again
+    retries: int = 0  # how often an infrastructure failure may be retried
 
     @property
     def slurm_id(self) -> str | None:
-        """What Slurm calls it; none: a local run, or not submitted yet."""
+        """Slurm's job id, or None for a local run or one not submitted yet."""
         named = self.launcher == "slurm" and self.job_id[0].isdigit()
         return self.job_id.partition("-")[0] if named else None
 
@@ -83,7 +83,7 @@ FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "output_tokens_per_s
 
 
 class Store:
-    """Opens (and makes) the store; use as a context manager."""
+    """The store, created if missing; use as a context manager."""
 
     def __init__(self, path: Path):
         try:
@@ -101,12 +101,12 @@ class Store:
             ) from error
 
     def _version(self) -> int | None:
-        made = self._db.execute("SELECT name FROM sqlite_master WHERE name = 'metadata'").fetchone()
-        row = self._db.execute("SELECT schema_version FROM metadata").fetchone() if made else None
+        has_table = self._db.execute("SELECT name FROM sqlite_master WHERE name = 'metadata'").fetchone()
+        row = self._db.execute("SELECT schema_version FROM metadata").fetchone() if has_table else None
         return row[0] if row else None
 
     def _make_tables(self) -> None:
-        """All in one transaction, so that of many that open an old store one brings it up to date."""
+        """Create or migrate the tables in one transaction, so that only one of many openers migrates."""
         with self._transaction():
             version = self._version()
             if version is not None and version > SCHEMA_VERSION:
@@ -132,7 +132,7 @@ class Store:
 
     @contextmanager
     def many(self) -> Iterator[None]:
-        """All changes made inside are one transaction: quick for hundreds. Others wait, so do nothing slow in it."""
+        """Group all changes inside into one transaction: fast for hundreds. Others wait, so do nothing slow in it."""
         with self._transaction():
             yield
 
@@ -169,88 +169,88 @@ class Store:
         created_at: float | None = None,
         **columns: Any,
     ) -> str:
-        """Remember a run that starts now; gives its job id: L1, L2, ... or, for Slurm, a temporary one.
+        """Add a run that starts now and return its job id: L1, L2, ... or, for Slurm, a temporary one.
 
         `columns`: more of the row, such as retry_of, attempt, retries.
         """
         with self._transaction():
             if job_id is None:
                 job_id = temporary_id(run_dir) if launcher == "slurm" else self._next_local()
-            self._put(described(config, run_dir, launcher, job_id, created_at or time.time(), status=status, **columns))
+            self._put(job_row(config, run_dir, launcher, job_id, created_at or time.time(), status=status, **columns))
         return job_id
 
     def submitted(self, temporary: str, job_id: str) -> str:
-        """Slurm took it; gives the row's id: Slurm's own, or 17-2 where an older job of another Slurm was 17 too."""
+        """Record that Slurm accepted the job; return the row's id: Slurm's, or 17-2 where 17 is taken."""
         now = time.time()
         with self._transaction():
-            found = [job.job_id for job in self._called(job_id) if temporary_id(Path(job.run_dir)) == temporary]
-            if found:  # someone who looked for jobs that were never named was quicker
-                return found[0]
+            rows = [job.job_id for job in self._with_slurm_id(job_id) if temporary_id(Path(job.run_dir)) == temporary]
+            if rows:  # another process recovered this submission first
+                return rows[0]
             final = self.free_id(job_id)
             times = {"submitted_at": now, "updated_at": now}
             self._set(temporary, {"job_id": final, "status": "pending", "slurm_state": "PENDING", **times})
         return final
 
     def refused(self, temporary: str, reason: str) -> None:
-        """Slurm did not take it."""
+        """Record that Slurm rejected the job."""
         self.note(temporary, status="failed", reason=reason)
 
     def free_id(self, job_id: str) -> str:
-        """This id, or one made from it that no row has."""
-        taken = {job.job_id for job in self._called(job_id)}
+        """Return this id, or one derived from it that no row has."""
+        taken = {job.job_id for job in self._with_slurm_id(job_id)}
         names = (f"{job_id}-{number}" if number > 1 else job_id for number in count(1))
         return next(name for name in names if name not in taken)
 
-    def _called(self, slurm_id: str) -> list[Job]:
-        """Jobs of this id: several, where Slurm began to count anew or there is more than one Slurm."""
-        begins_so = "job_id > ? AND job_id < ?"  # as LIKE, which would look at every row
-        return self._select(f" WHERE job_id = ? OR ({begins_so})", (slurm_id, f"{slurm_id}-", f"{slurm_id}."))
+    def _with_slurm_id(self, slurm_id: str) -> list[Job]:
+        """Return jobs with this Slurm id: several where ids were reset or clusters share the store."""
+        id_prefix = "job_id > ? AND job_id < ?"  # as LIKE, which would look at every row
+        return self._select(f" WHERE job_id = ? OR ({id_prefix})", (slurm_id, f"{slurm_id}-", f"{slurm_id}."))
 
     def note(self, job_id: str, /, **columns: Any) -> None:
-        """Keep what was found out about a job."""
+        """Update columns of a job."""
         with self._transaction():
             self._set(job_id, {"updated_at": time.time(), **columns})
 
     def move_on(self, job: Job, **columns: Any) -> None:
-        """Keep what was found out about a job, unless its status has changed since it was read: that is newer."""
+        """Update columns of a job, unless its status has changed since it was read."""
         with self._transaction():
             now = self.now(job)
             if now.status == job.status:
                 self._set(now.job_id, {"updated_at": time.time(), **columns})
 
     def now(self, job: Job) -> Job:
-        """The same job as it is in the store by now, where another process may have renamed it, or taken it out."""
-        at_home = self._select(" WHERE job_id = ? AND run_dir = ?", (job.job_id, job.run_dir))
-        found = at_home or self._select(" WHERE run_dir = ?", (job.run_dir,))
-        return found[0] if found else job
+        """Return the job as stored now; another process may have renamed or removed it."""
+        same_id = self._select(" WHERE job_id = ? AND run_dir = ?", (job.job_id, job.run_dir))
+        rows = same_id or self._select(" WHERE run_dir = ?", (job.run_dir,))
+        return rows[0] if rows else job
 
     def finish(self, job_id: str, result: Result, **columns: Any) -> None:
-        """Keep how a run went; `columns`: what else is known of its end."""
+        """Store the outcome of a run; `columns`: more of the row."""
         self.note(job_id, **figures(result), **columns)
 
-    def replace_all(self, jobs: Iterable[Job], known: Set[str]) -> None:
-        """Only these jobs, as found in run folders; `known`: the run folders of rows before these were looked for.
+    def replace_all(self, jobs: Iterable[Job], known_run_dirs: Set[str]) -> None:
+        """Replace all rows by these, as read from run folders; `known_run_dirs`: those with a row before the scan.
 
-        Rows made meanwhile are newer and stay. No clock tells which these are: another process that makes the store
-        anew enters them again with the time of their folder, which is told in whole seconds.
+        Rows added during the scan are newer and stay. They are told apart by folder, not by time: another rebuild
+        may have entered them with their folder's time, in whole seconds.
         """
         with self._transaction():
             rows = self._select("", ())
-            old = [(job.job_id,) for job in rows if job.run_dir in known]
+            old = [(job.job_id,) for job in rows if job.run_dir in known_run_dirs]
             self._db.executemany("DELETE FROM jobs WHERE job_id = ?", old)
-            newer = {job.run_dir for job in rows} - known
+            newer = {job.run_dir for job in rows} - known_run_dirs
             for job in jobs:
                 if job.run_dir not in newer:
                     job_id = self.free_id(job.job_id) if job.job_id else self._next_local()
                     self._put(replace(job, job_id=job_id))
 
-    def to_be_tried_again(self) -> list[Job]:
-        """Those that ended and have retries left: whoever settled them left none to those that are not worth one."""
+    def jobs_to_retry(self) -> list[Job]:
+        """Return ended jobs with retries left; settling a job sets its retries to 0 where a retry is pointless."""
         marks = ", ".join("?" * len(GOING))
         return self._select(f" WHERE retries > 0 AND status NOT IN ('ok', 'lost', {marks}) ORDER BY created_at", GOING)
 
     def take_retries(self, job_id: str) -> int:
-        """The retries a job has left, for whoever asks first: of several that watch it one tries it again."""
+        """Take the retries a job has left, so that of several watchers only one retries it."""
         with self._transaction():
             left = self.job(job_id).retries
             self._set(job_id, {"retries": 0})
@@ -265,11 +265,11 @@ class Store:
         launcher: str | None = None,
         since: float | None = None,
     ) -> list[Job]:
-        """All jobs that match, oldest first; with a limit the newest ones."""
+        """Return all matching jobs, oldest first; with a limit the newest ones."""
         tests: list[tuple[str, Sequence[Any]]] = []
-        for column, wanted in (("status", statuses), ("workload", workloads)):
-            if wanted:
-                tests.append((f"{column} IN ({', '.join('?' * len(wanted))})", wanted))
+        for column, values in (("status", statuses), ("workload", workloads)):
+            if values:
+                tests.append((f"{column} IN ({', '.join('?' * len(values))})", values))
         if launcher:
             tests.append(("launcher = ?", [launcher]))
         if since is not None:
@@ -281,20 +281,20 @@ class Store:
         )[::-1]
 
     def job(self, job_id: str) -> Job:
-        """One job by its id, or a line with the newest ids there are."""
-        found = self._select(" WHERE job_id = ?", (job_id,))
-        if not found:
+        """Return one job by its id, or raise with the newest ids."""
+        rows = self._select(" WHERE job_id = ?", (job_id,))
+        if not rows:
             newest = ", ".join(j.job_id for j in self.jobs(limit=5)) or "none yet"
             raise ConfigError(f"no job {job_id!r}; the newest are: {newest}")
-        return found[0]
+        return rows[0]
 
     def retries_of(self, job_id: str) -> list[Job]:
-        """Those that run this job's configuration again."""
+        """Return the retries of a job."""
         return self._select(" WHERE retry_of = ? ORDER BY created_at", (job_id,))
 
-    def _select(self, rest: str, values: Sequence[Any]) -> list[Job]:
+    def _select(self, clause: str, values: Sequence[Any]) -> list[Job]:
         try:
-            rows = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM jobs{rest}", tuple(values)).fetchall()
+            rows = self._db.execute(f"SELECT {', '.join(COLUMNS)} FROM jobs{clause}", tuple(values)).fetchall()
         except sqlite3.OperationalError as error:
             raise LaunchError(f"the job store cannot be read: {error}") from error
         return [Job(**dict(zip(COLUMNS, row, strict=True))) for row in rows]
@@ -317,12 +317,12 @@ class Store:
 
 
 def temporary_id(run_dir: Path) -> str:
-    """What a Slurm job is called before Slurm has named it: the same whenever it is made from the same folder."""
+    """Return the id of a Slurm job before submission, derived from its run folder."""
     return f"S{sha256(str(run_dir).encode(errors='surrogateescape')).hexdigest()[:10]}"
 
 
-def described(config: RunConfig, run_dir: Path, launcher: str, job_id: str, created_at: float, **columns: Any) -> Job:
-    """The row of a run with this configuration; `columns`: its status and what else is known."""
+def job_row(config: RunConfig, run_dir: Path, launcher: str, job_id: str, created_at: float, **columns: Any) -> Job:
+    """Return the row of a run; `columns`: its status and more."""
     return Job(
         job_id=job_id, launcher=launcher, workload=config.target, size=config.size, dtype=config.precision.dtype,
         scale=config.machine.gpus, gpu=config.machine.gpu, proxy=config.proxy, profile=config.profile.profile,
@@ -331,7 +331,7 @@ def described(config: RunConfig, run_dir: Path, launcher: str, job_id: str, crea
 
 
 def figures(result: Result) -> dict[str, Any]:
-    """What a row keeps of a Result."""
+    """Return the columns of a row that come from a Result."""
     return {
         "status": result.status,
         "reason": result.reason,

@@ -1,7 +1,7 @@
-"""How well a figure is known when the same configuration ran several times: mean and 95 % interval over the runs.
+"""Mean and 95 % confidence interval of each figure over repeated runs of one configuration.
 
-Runs vary more than the steps or requests within one (clocks, placement, what else the machine did), so only repeats say
-how far two configurations must lie apart to differ. The interval is Student's: mean +- t x s / sqrt(n).
+Runs vary more than the steps or requests within one (clocks, placement, other load), so only repeats show how far apart
+two configurations must be to differ. The interval is Student's: mean +- t x s / sqrt(n).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,24 +33,26 @@ class Interval:
 
 
 def student_t(freedom: int) -> float:
-    """The quantile for so many degrees of freedom, from 1."""
-    return T_95[max(known for known in T_95 if known <= freedom)]
+    """Return the 95 % quantile for at least one degree of freedom."""
+    return T_95[max(key for key in T_95 if key <= freedom)]
 
 
 def interval(metric: str, samples: Sequence[float]) -> Interval | None:
-    """None for fewer than two samples, or when one of them is not finite."""
-    found = metrics.describe(samples)
-    if found is None or found.std is None or not found.mean:
+    """Return the interval, or None for fewer than two samples or when one is not finite."""
+    statistics = metrics.summarize(samples)
+    if statistics is None or statistics.std is None or not statistics.mean:
         return None
-    half = student_t(found.n - 1) * found.std / sqrt(found.n)
+    half = student_t(statistics.n - 1) * statistics.std / sqrt(statistics.n)
     return Interval(
         metric=metric,
-        n=found.n,
-        mean=found.mean,
-        low=found.mean - half if found.min < 0 else max(0.0, found.mean - half),  # no rate or time is below zero
-        high=found.mean + half,
-        error=half / abs(found.mean),
-        spread=(found.max - found.min) / abs(found.mean),
+        n=statistics.n,
+        mean=statistics.mean,
+        low=statistics.mean - half
+        if statistics.min < 0
+        else max(0.0, statistics.mean - half),  # no rate or time is below zero
+        high=statistics.mean + half,
+        error=half / abs(statistics.mean),
+        spread=(statistics.max - statistics.min) / abs(statistics.mean),
     )
 
 
@@ -78,12 +80,12 @@ FIGURES: dict[str, Callable[[Result], float | None]] = {
 
 
 def intervals(results: Sequence[Result]) -> list[Interval]:
-    """Every figure that all runs which ended well have; nothing for fewer than two of these."""
+    """Return an interval for every figure that all successful runs have; nothing for fewer than two runs."""
     good = [result for result in results if result.status == "ok"]
-    found = []
+    estimates = []
     for metric, figure in FIGURES.items():
         samples = [value for value in map(figure, good) if value is not None]
-        known = interval(metric, samples) if len(samples) == len(good) else None
-        if known is not None:
-            found.append(known)
-    return found
+        estimate = interval(metric, samples) if len(samples) == len(good) else None
+        if estimate is not None:
+            estimates.append(estimate)
+    return estimates

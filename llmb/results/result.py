@@ -1,4 +1,4 @@
-"""The Result: what one run achieved. Derived from config and events, stored as result.json, printed as it is stored.
+"""Result of one run: derived from config and events, stored as result.json, printed as stored.
 
 Every field carries its unit in its name. Null means not known or not applicable, never zero.
 """
@@ -42,7 +42,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeShare:
-    """What one kind of work took of a profiled step."""
+    """Time of one kind of work in a profiled step."""
 
     kind: str
     seconds_per_step: float
@@ -51,11 +51,11 @@ class TimeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """A rank that held the others up, over the measured window."""
+    """A rank that the others waited for, over the measured window."""
 
     rank: int
     host: str | None
-    own_s: float  # work of its own in a step, waiting left out; median
+    own_s: float  # busy time of a step, waiting excluded; median
     usual_s: float  # the same of the median of the others
     ratio: float  # of these two; above 1 is slower
 
@@ -75,7 +75,7 @@ class Result:
     proxy: str | None = None
     status: Status
     reason: str | None = None
-    guilty_rank: int | None = None  # whose fault it was; null: no rank's, or not known
+    failed_rank: int | None = None  # the rank that caused the failure; null: none, or unknown
     last_lines: tuple[str, ...] = ()  # of that rank's output
 
     step_time_s: Statistics | None = None  # over the measured window
@@ -86,7 +86,7 @@ class Result:
     tokens_per_s_per_gpu: float | None = None
     tflops_per_gpu: float | None = None
     tflops_source: Literal["model FLOPs", "reported by the engine"] | None = None
-    mfu: float | None = None  # share of the peak, 0 to 1
+    mfu: float | None = None  # fraction of the peak, 0 to 1
     mfu_peak_tflops: float | None = None
     mfu_peak_dtype: str | None = None
     mfu_convention: str | None = None
@@ -101,7 +101,7 @@ class Result:
     requests_failed: int | None = None
     warmup_requests: int | None = None  # before them, left out everywhere
     warmup_s: float | None = None
-    lengths_wrong: int | None = None  # answers of another length than asked for; null where EOS may end them
+    lengths_wrong: int | None = None  # outputs of another length than requested; null where EOS may end them
     input_tokens: int | None = None
     output_tokens: int | None = None
     duration_s: float | None = None  # the whole run: last end - first arrival
@@ -114,16 +114,16 @@ class Result:
     total_tokens_per_s: float | None = None  # input and output
     steady_output_tokens_per_s: float | None = None  # over the window in which the engine is full
     steady_window_s: tuple[float, float] | None = None  # its start and end, since the benchmark began
-    mean_in_flight: float | None = None  # requests
+    mean_concurrency: float | None = None  # requests
     issue_rate_requests_per_s: float | None = None  # null when all came at once
     ttft_ms: dict[str, float] | None = None  # mean, p50, p90, p95, p99
     tpot_ms: dict[str, float] | None = None
     itl_ms: dict[str, float] | None = None
     e2e_ms: dict[str, float] | None = None
     kv_cache_gib: float | None = None  # of one GPU
-    kv_peak_use: float | None = None  # share of its blocks, 0 to 1
+    kv_peak_use: float | None = None  # fraction of its blocks, 0 to 1
     weights_gib: float | None = None  # of one GPU
-    weights_note: str | None = None  # how they are held, where that is not as asked for
+    weights_note: str | None = None  # how they are held, if not as requested
     energy_joules: float | None = None  # of all GPUs over the measured span
     energy_valid: bool | None = None  # counters and sampled power agree; null: only one of them is known
     energy_note: str | None = None  # why there is none

@@ -1,11 +1,11 @@
-"""The closed list of warnings a Result may carry, each with what to do next."""
+"""Warnings that a Result may carry: a closed list, each with what to do next."""
 
 from collections.abc import Iterable, Sequence
 
 from llmb.config.spec import Inference, RunConfig
 from llmb.events import Event, RunStarted
 from llmb.perfmodel import metrics
-from llmb.perfmodel.hardware import recognise
+from llmb.perfmodel.hardware import identify_gpu
 from llmb.results.result import Caution, SlowRank
 from llmb.results.serving_figures import engine_facts, measured_requests
 
@@ -16,13 +16,13 @@ LATE_LIMIT = 0.05  # of the load asked for, that may be missing
 
 
 def cautions(config: RunConfig | None, fields: dict, events: Sequence[Event]) -> tuple[Caution, ...]:
-    """Every warning that applies, in a fixed order."""
-    found = [*_about_samples(fields), *_about_ranks(fields.get("slow_ranks", ()))]
-    found += [*_about_serving(config, fields, events), *_about_config(config, fields)]
+    """Return every warning that applies, in a fixed order."""
+    warnings = [*_about_samples(fields), *_about_ranks(fields.get("slow_ranks", ()))]
+    warnings += [*_about_serving(config, fields, events), *_about_config(config, fields)]
     start = next((e for e in events if isinstance(e, RunStarted)), None)
     if config is not None and start is not None:
-        found += _about_machine(config, start)
-    return tuple(Caution(code=code, text=text) for code, text in found)
+        warnings += _about_machine(config, start)
+    return tuple(Caution(code=code, text=text) for code, text in warnings)
 
 
 def _about_samples(fields: dict) -> Iterable[tuple[str, str]]:
@@ -32,41 +32,44 @@ def _about_samples(fields: dict) -> Iterable[tuple[str, str]]:
     if steps.n < FEW_SAMPLES:
         yield "FEW_SAMPLES", f"only {steps.n} steps were measured; run more steps (--set steps=50)"
     elif steps.std is not None and steps.median and steps.std / steps.median > NOISE_LIMIT:
-        share = 100 * steps.std / steps.median
-        yield "NOISY_STEPS", f"step times vary by {share:.0f} %; look for other work on the machine, or run more steps"
+        percent = 100 * steps.std / steps.median
+        yield (
+            "NOISY_STEPS",
+            f"step times vary by {percent:.0f} %; look for other work on the machine, or run more steps",
+        )
 
 
 def _about_ranks(slow: Iterable[SlowRank]) -> Iterable[tuple[str, str]]:
-    """Ranks that the others wait for: one warning a host, as it may be the node that is slow."""
-    places: dict[str | int, list[SlowRank]] = {}
-    for one in slow:
-        places.setdefault(one.host if one.host is not None else one.rank, []).append(one)
-    for ranks in places.values():
-        worst = max(ranks, key=lambda one: one.ratio)
-        names = ", ".join(str(one.rank) for one in ranks)
-        who = f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
+    """Warn of ranks that the others wait for, once per host, as the node may be the slow part."""
+    by_host: dict[str | int, list[SlowRank]] = {}
+    for rank in slow:
+        by_host.setdefault(rank.host if rank.host is not None else rank.rank, []).append(rank)
+    for ranks in by_host.values():
+        worst = max(ranks, key=lambda rank: rank.ratio)
+        names = ", ".join(str(rank.rank) for rank in ranks)
+        subject = f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
         where = f" on {worst.host}" if worst.host else ""
         more = f"{worst.own_s:.3g} s of own work a step, {100 * (worst.ratio - 1):.0f} % more than the median rank"
         holds = "holds" if len(ranks) == 1 else "hold"
-        yield "SLOW_RANK", f"{who}{where} {holds} the others up: {more}; look at what else runs there"
+        yield "SLOW_RANK", f"{subject}{where} {holds} the others up: {more}; look at what else runs there"
 
 
 def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Event]) -> Iterable[tuple[str, str]]:
-    """What keeps the figures of a benchmark's requests from standing for the engine."""
+    """Warn of what keeps a serving benchmark's figures from representing the engine."""
     measured = measured_requests(events)
     if config is None or not isinstance(config.workload, Inference) or not measured:
         return
     work, failed = config.workload, [r for r in measured if r.error is not None]
     if failed:
-        told = f"the first: request {failed[0].request}: {failed[0].error}"
-        yield "FAILED_REQUESTS", f"{len(failed)} of {len(measured)} requests failed and are left out; {told}"
+        example = f"the first: request {failed[0].request}: {failed[0].error}"
+        yield "FAILED_REQUESTS", f"{len(failed)} of {len(measured)} requests failed and are left out; {example}"
     full = min(work.concurrency, work.max_batch_size * _replicas(config))
     if len(measured) < FULL_TIMES * full:
-        wish = f"--set num_requests={FULL_TIMES * full}"
-        yield "FEW_REQUESTS", f"{len(measured)} requests for {full} at a time: filling and draining weigh much; {wish}"
+        hint = f"--set num_requests={FULL_TIMES * full}"
+        yield "FEW_REQUESTS", f"{len(measured)} requests for {full} at a time: filling and draining weigh much; {hint}"
     if fields.get("steady_output_tokens_per_s") is None and work.streaming:  # else nobody saw when tokens came
         yield "NOT_STEADY", "the engine was never full for long: no steady window is given; run more requests"
-    late = metrics.late_share(measured, work.concurrency)
+    late = metrics.late_fraction(measured, work.concurrency)
     if late is not None and late > LATE_LIMIT:
         yield "CLIENT_BOUND", f"{100 * late:.0f} % of the load was missing: requests were sent late, not served slowly"
     if work.prefix_cache:
@@ -74,21 +77,21 @@ def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Even
     if config.model.experts is not None and work.weights is None:
         yield "RANDOM_ROUTING", "random weights choose other experts than trained ones; set weights=FOLDER to be sure"
     if any(facts.dequantised for facts in engine_facts(events).values()):
-        note = fields.get("weights_note") or f"{config.precision.dtype} weights are computed in a wider format"
-        yield "DEQUANTISED", f"{note}: this GPU has no products in {config.precision.dtype}, its speed is not that"
+        note = fields.get("weights_note") or f"{config.precision.dtype} weights are dequantized for the computation"
+        yield "DEQUANTISED", f"{note}: this GPU has no {config.precision.dtype} matmul, so this is not its speed"
 
 
 def _replicas(config: RunConfig) -> int:
-    """Copies of the attention, each with its own batch."""
-    own = isinstance(config.workload, Inference) and config.workload.attention_dp
-    return config.parallel.dp * (config.parallel.tp if own else 1)
+    """Return the number of attention replicas, each with a batch of its own."""
+    per_rank = isinstance(config.workload, Inference) and config.workload.attention_dp
+    return config.parallel.dp * (config.parallel.tp if per_rank else 1)
 
 
 def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str, str]]:
     if config is None:
         return
     if config.proxy:
-        yield "PROXY", "a stand-in for the model; do not compare it with published results or scale it up"
+        yield "PROXY", "a proxy of the model; do not compare it with published results or scale it up"
     if config.profile.profile or config.profile.nccl_trace:
         yield "PROFILER_ON", "tracing slows a run; take the figures from a run without it"
     if fields.get("tflops_per_gpu") is not None and fields.get("mfu") is None:
@@ -98,9 +101,9 @@ def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str,
 def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, str]]:
     if config.machine.gpu == "cpu" or start.gpu_name is None:
         return
-    if recognise(start.gpu_name) != config.machine.gpu:
-        asked = config.machine.gpu
+    if identify_gpu(start.gpu_name) != config.machine.gpu:
+        expected = config.machine.gpu
         yield (
             "OTHER_GPU",
-            f"ran on {start.gpu_name}, not on {asked}: MFU and references are for {asked}; fix --gpu-type",
+            f"ran on {start.gpu_name}, not on {expected}: MFU and references are for {expected}; fix --gpu-type",
         )

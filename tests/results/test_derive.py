@@ -48,7 +48,7 @@ def test_the_published_nemotron_row_comes_out(nemotron):
     assert (result.mfu_peak_tflops, result.mfu_peak_dtype, result.mfu_convention) == (1979, "fp8", "full")
     assert round(result.days_per_1t_tokens, 2) == 29.24
     assert result.reference.ratio == pytest.approx(1.0)
-    assert result.reference.source == "003_8bce3a9032702087.txt"
+    assert result.reference.source == "NVIDIA dgxc-benchmarking, Nemotron-H recipe (NeMo 25.04.01)"
 
 
 def test_warm_up_is_left_out_and_a_slow_run_falls_behind_its_reference(nemotron):
@@ -58,7 +58,7 @@ def test_warm_up_is_left_out_and_a_slow_run_falls_behind_its_reference(nemotron)
 
 
 @pytest.mark.parametrize(
-    ("events", "status", "said"),
+    ("events", "status", "reason_text"),
     [
         ([], "incomplete", "no end was recorded"),
         (steps(20), "incomplete", "no end was recorded"),
@@ -67,22 +67,22 @@ def test_warm_up_is_left_out_and_a_slow_run_falls_behind_its_reference(nemotron)
         ([*steps(3), RunEnded(status="incomplete"), RunEnded(status="timeout", reason="5 s")], "timeout", "5 s"),
     ],
 )
-def test_every_end_has_a_name_and_keeps_what_is_there(nemotron, events, status, said):
+def test_every_end_has_a_name_and_keeps_what_is_there(nemotron, events, status, reason_text):
     result = derive(nemotron, events)
     assert result.status == status
-    assert said in result.reason
+    assert reason_text in result.reason
     assert result.reference is None
     assert result.steps_done == (len([e for e in events if isinstance(e, StepDone)]) or None)
 
 
 def test_the_guilty_rank_and_its_last_lines_are_those_of_the_runs_end(nemotron):
-    end = RunEnded(status="failed", reason="rank 3: bad", guilty_rank=3, last_lines=("Traceback", "bad"))
-    others = [RunEnded(rank=rank, status="incomplete", reason="interrupted") for rank in (1, 2)]
-    result = derive(nemotron, [*steps(3), OK, end, *others])
-    assert (result.status, result.reason, result.guilty_rank) == ("failed", "rank 3: bad", 3)
+    end = RunEnded(status="failed", reason="rank 3: bad", failed_rank=3, last_lines=("Traceback", "bad"))
+    remaining = [RunEnded(rank=rank, status="incomplete", reason="interrupted") for rank in (1, 2)]
+    result = derive(nemotron, [*steps(3), OK, end, *remaining])
+    assert (result.status, result.reason, result.failed_rank) == ("failed", "rank 3: bad", 3)
     assert result.last_lines == ("Traceback", "bad")
     assert "last lines of rank 3:\n  Traceback\n  bad\n" in summary(result)
-    assert derive(nemotron, [*steps(), OK]).guilty_rank is None
+    assert derive(nemotron, [*steps(), OK]).failed_rank is None
 
 
 def busy(rank, busy_s):
@@ -92,13 +92,15 @@ def busy(rank, busy_s):
 def slow_ranks(config, *seconds):
     """What is said about slow ranks when each rank has this much work of its own in a step of a second."""
     started = [RunStarted(time=1.0, rank=rank, host=f"node{rank // 2}") for rank in range(len(seconds))]
-    done = [event for rank, own in enumerate(seconds) for event in busy(rank, own)]
+    done = [event for rank, local in enumerate(seconds) for event in busy(rank, local)]
     return [warning.text for warning in derive(config, [*started, *done, OK]).warnings if warning.code == "SLOW_RANK"]
 
 
 def test_a_slow_rank_is_named_with_its_host(nemotron):
-    (said,) = slow_ranks(nemotron, 0.4, 0.4, 0.4, 0.9)
-    assert said.startswith("rank 3 on node1 holds the others up: 0.9 s of own work a step, 125 % more than the median")
+    (reason_text,) = slow_ranks(nemotron, 0.4, 0.4, 0.4, 0.9)
+    assert reason_text.startswith(
+        "rank 3 on node1 holds the others up: 0.9 s of own work a step, 125 % more than the median"
+    )
 
 
 def test_ranks_that_hardly_differ_or_hold_nobody_up_are_not(nemotron):
@@ -110,8 +112,8 @@ def test_ranks_that_hardly_differ_or_hold_nobody_up_are_not(nemotron):
 def test_stages_of_a_pipeline_are_not_compared(nemotron):
     stages = replace(nemotron, machine=replace(nemotron.machine, gpus=4), parallel=Parallel(pp=2, dp=2))
     assert slow_ranks(stages, 0.4, 0.4, 0.9, 0.9) == []
-    (said,) = slow_ranks(stages, 0.1, 0.5, 0.9, 0.9)
-    assert said.startswith("rank 1 on node0 ")
+    (reason_text,) = slow_ranks(stages, 0.1, 0.5, 0.9, 0.9)
+    assert reason_text.startswith("rank 1 on node0 ")
 
 
 def test_a_result_survives_the_file(nemotron):
@@ -120,9 +122,9 @@ def test_a_result_survives_the_file(nemotron):
 
 
 def test_warnings_say_what_to_do(recipes, nemotron):
-    other = derive(nemotron, [RunStarted(time=1.0, gpu_name="NVIDIA H200"), *steps(), OK])
-    assert "OTHER_GPU" in {w.code for w in other.warnings}
-    assert "NOISY_STEPS" in {w.code for w in other.warnings}
+    second = derive(nemotron, [RunStarted(time=1.0, gpu_name="NVIDIA H200"), *steps(), OK])
+    assert "OTHER_GPU" in {w.code for w in second.warnings}
+    assert "NOISY_STEPS" in {w.code for w in second.warnings}
     proxy = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
     result = derive(proxy, [*steps(proxy.workload.steps, seconds=0.5, tokens=1024), OK])
     assert {"PROXY", "NO_PEAK"} <= {w.code for w in result.warnings}

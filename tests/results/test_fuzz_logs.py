@@ -45,16 +45,16 @@ def shuffle(log: bytearray, chance: random.Random) -> None:
 
 
 def mix(log: bytearray, chance: random.Random) -> None:
-    other = chance.choice(GOLDEN)
+    second = chance.choice(GOLDEN)
     place = chance.randrange(len(log))
-    log[place:place] = other[: chance.randrange(len(other))]
+    log[place:place] = second[: chance.randrange(len(second))]
 
 
 def replace_number(log: bytearray, chance: random.Random) -> None:
     numbers = list(re.finditer(rb"[\d.]+", log))
     if numbers:
-        found = chance.choice(numbers)
-        log[found.start() : found.end()] = chance.choice(
+        actual = chance.choice(numbers)
+        log[actual.start() : actual.end()] = chance.choice(
             [b"0", b"-1", b"1e400", b"inf", b"NaN", b"1" * 5000, b"1,2,3", b"."]
         )
 
@@ -100,7 +100,7 @@ def test_a_few_hundred_damaged_logs(tmp_path, seed):
         check(damaged(chance), tmp_path, chance)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(10))
 def test_ten_thousand_damaged_logs(tmp_path, seed):
     chance = random.Random(1000 + seed)

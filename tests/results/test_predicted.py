@@ -15,9 +15,9 @@ from llmb.results.derive import derive
 @pytest.fixture
 def config(recipes):
     """A stand-in whose plan was made for 2 s a step."""
-    found = resolve(recipes["outofcore_llama3"], Request(size="8b", dtype="bf16", gpus=1, proxy="small"))
-    expected = replace(found.workload.prediction, step_s=2.0)
-    return replace(found, workload=replace(found.workload, prediction=expected))
+    actual = resolve(recipes["outofcore_llama3"], Request(size="8b", dtype="bf16", gpus=1, proxy="small"))
+    expected = replace(actual.workload.prediction, step_s=2.0)
+    return replace(actual, workload=replace(actual.workload, prediction=expected))
 
 
 def events(seconds=2.5, tokens=2048, status="ok"):

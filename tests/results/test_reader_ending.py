@@ -160,10 +160,10 @@ def test_a_log_cut_at_any_byte_keeps_what_was_complete(tmp_path, name):
         path.write_bytes(whole[:length])
         events = list(read_log(path, FORMATS[name]))
         assert isinstance(events[-1], RunEnded)
-        kept = steps_of(events)
-        assert [step.step for step in kept] == [step.step for step in full[: len(kept)]]
-        assert all(step.seconds == other.seconds for step, other in zip(kept, full, strict=False))
-        assert len(kept) >= counted  # a longer log never holds fewer steps
-        counted = len(kept)
+        saved = steps_of(events)
+        assert [step.step for step in saved] == [step.step for step in full[: len(saved)]]
+        assert all(step.seconds == second.seconds for step, second in zip(saved, full, strict=False))
+        assert len(saved) >= counted  # a longer log never holds fewer steps
+        counted = len(saved)
         detect(path)
     assert counted == len(full)

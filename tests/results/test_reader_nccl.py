@@ -119,5 +119,5 @@ def test_a_log_of_ever_new_sizes_does_not_fill_the_memory(tmp_path, monkeypatch)
     monkeypatch.setattr(nccl_log, "MANY_KINDS", 100)
     path = tmp_path / "trace.log"
     path.write_text("".join(EXAMPLE.replace("count 1 ", f"count {n} ") + "\n" for n in range(5000)))
-    (seen,) = nccl_log.summarise(path)
+    (seen,) = nccl_log.summarize(path)
     assert (seen.calls, seen.bytes) == (5000, sum(range(5000)))

@@ -5,7 +5,7 @@ from statistics import stdev
 
 import pytest
 
-from llmb.perfmodel.metrics import describe
+from llmb.perfmodel.metrics import summarize
 from llmb.report.repeat_table import repeats
 from llmb.results.repeats import T_95, interval, intervals, student_t
 from llmb.results.result import Result
@@ -17,18 +17,18 @@ def served(rate, status="ok", **more):
 
 def test_a_worked_example():
     """10, 12, 14: mean 12, s = 2, t(2) = 4.303, so 12 +- 4.303 x 2 / sqrt(3) = 12 +- 4.969."""
-    found = interval("tokens/s", [10.0, 12.0, 14.0])
-    assert (found.n, found.mean) == (3, 12.0)
-    assert found.low == pytest.approx(12 - 4.9687, abs=1e-3)
-    assert found.high == pytest.approx(12 + 4.9687, abs=1e-3)
-    assert found.error == pytest.approx(4.9687 / 12, abs=1e-4)
-    assert found.spread == pytest.approx(4 / 12)
+    actual = interval("tokens/s", [10.0, 12.0, 14.0])
+    assert (actual.n, actual.mean) == (3, 12.0)
+    assert actual.low == pytest.approx(12 - 4.9687, abs=1e-3)
+    assert actual.high == pytest.approx(12 + 4.9687, abs=1e-3)
+    assert actual.error == pytest.approx(4.9687 / 12, abs=1e-4)
+    assert actual.spread == pytest.approx(4 / 12)
 
 
 def test_an_interval_ends_where_rates_do():
-    found = interval("tokens/s", [10.0, 20.0])
-    assert (found.low, found.mean) == (0.0, 15.0)
-    assert found.high == pytest.approx(15 + 12.706 * 5)  # s / sqrt(2) = 5
+    actual = interval("tokens/s", [10.0, 20.0])
+    assert (actual.low, actual.mean) == (0.0, 15.0)
+    assert actual.high == pytest.approx(15 + 12.706 * 5)  # s / sqrt(2) = 5
 
 
 def test_between_two_rows_of_the_table_the_wider_quantile_is_taken():
@@ -41,7 +41,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     chance = random.Random(1)
     for runs in (2, 3, 5):
         samples = [[chance.gauss(100, 5) for _ in range(runs)] for _ in range(2000)]
-        held = sum(found.low <= 100 <= found.high for found in (interval("x", drawn) for drawn in samples))
+        held = sum(actual.low <= 100 <= actual.high for actual in (interval("x", drawn) for drawn in samples))
         assert 0.93 < held / 2000 < 0.97
 
 
@@ -60,7 +60,7 @@ def test_only_figures_that_every_good_run_has():
 
 
 def test_training_and_serving_each_have_their_figures():
-    trained = [Result(name="t", status="ok", tokens_per_s=v, step_time_s=describe([1 / v])) for v in (100.0, 110.0)]
+    trained = [Result(name="t", status="ok", tokens_per_s=v, step_time_s=summarize([1 / v])) for v in (100.0, 110.0)]
     assert [i.metric for i in intervals(trained)] == ["step time (s, median)", "tokens/s"]
     text = repeats([served(v, ttft_ms={"mean": v}, request_throughput=v) for v in (99.0, 100.0, 101.0)])
     assert "over 3 of 3 runs" in text

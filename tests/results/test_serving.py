@@ -22,15 +22,15 @@ OK = RunEnded(status="ok")
 @pytest.fixture(scope="module")
 def config(recipes):
     """Four requests, two at a time, one after the other."""
-    found = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
-    return replace(found, workload=replace(found.workload, num_requests=4, concurrency=2, max_batch_size=2))
+    actual = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
+    return replace(actual, workload=replace(actual.workload, num_requests=4, concurrency=2, max_batch_size=2))
 
 
 def with_work(config, **changes):
     return replace(config, workload=replace(config.workload, **changes))
 
 
-def request(number, arrival, first, gap, tokens=5, asked=None, **more):
+def request(number, arrival, first, gap, tokens=5, requested=None, **more):
     """An answer whose first token comes at `first` and whose others follow every `gap` seconds."""
     times = tuple(first + gap * i for i in range(tokens))
     return RequestDone(
@@ -41,7 +41,7 @@ def request(number, arrival, first, gap, tokens=5, asked=None, **more):
         end=times[-1],
         input_tokens=10,
         output_tokens=tokens,
-        requested_tokens=tokens if asked is None else asked,
+        requested_tokens=tokens if requested is None else requested,
         **more,
     )
 
@@ -63,7 +63,7 @@ def test_a_worked_example(config):
     assert result.request_throughput == 0.4
     assert result.output_tokens_per_s == 2.0
     assert result.total_tokens_per_s == 6.0
-    assert result.mean_in_flight == 2.0
+    assert result.mean_concurrency == 2.0
     assert result.output_tokens_per_s_per_user == 1.0  # five tokens in five seconds, for each
     assert result.issue_rate_requests_per_s == pytest.approx(3 / 5)
     assert result.ttft_ms["p99"] == 1000
@@ -145,7 +145,7 @@ def test_figures_equal_the_plain_formulas(config, drawn):
     assert result.output_tokens_per_s == pytest.approx(sum(n for *_, n, _ in rows) / span)
     assert result.total_tokens_per_s == pytest.approx(sum(n + m for *_, n, m in rows) / span)
     assert result.output_tokens_per_s_per_gpu == pytest.approx(result.output_tokens_per_s)
-    assert result.mean_in_flight == pytest.approx(sum(e - s for s, _, e, *_ in rows) / span)
+    assert result.mean_concurrency == pytest.approx(sum(e - s for s, _, e, *_ in rows) / span)
     assert result.e2e_ms["mean"] == pytest.approx(1000 * mean(e - s for s, _, e, *_ in rows))
     assert result.ttft_ms["mean"] == pytest.approx(1000 * mean(f - s for s, f, *_ in rows))
     assert result.output_tokens_per_s_per_user == pytest.approx(mean(n / (e - s) for s, _, e, n, _ in rows))
@@ -171,24 +171,24 @@ def test_requests_of_every_rank_count_and_warm_up_does_not(config):
 
 def test_without_streaming_nothing_is_said_of_first_tokens(config):
     silent = with_work(config, streaming=False)
-    told = derive(silent, [*PAIRS, OK])
+    message = derive(silent, [*PAIRS, OK])
     untold = derive(silent, [*(replace(r, first_token=None, token_times=()) for r in PAIRS), OK])
-    for result in (told, untold):
+    for result in (message, untold):
         assert result.ttft_ms is result.tpot_ms is result.itl_ms is None
         assert result.output_speed_tokens_per_s is result.output_speed_summary_tokens_per_s is None
         assert result.e2e_ms["mean"] == 5000
         assert result.output_tokens_per_s == 2.0
         assert "NOT_STEADY" not in codes(result)
         assert not any(word in summary(result) for word in ("TTFT", "TPOT", "ITL", "output speed"))
-    assert told.steady_window_s == (1, 6)
+    assert message.steady_window_s == (1, 6)
     assert untold.steady_window_s is None
 
 
 def test_an_answer_of_the_wrong_length_fails_the_run(config):
-    short = [*PAIRS[:2], request(2, 5, 6, 1, tokens=3, asked=5), PAIRS[3]]
+    short = [*PAIRS[:2], request(2, 5, 6, 1, tokens=3, requested=5), PAIRS[3]]
     result = derive(config, [*short, OK])
     assert (result.status, result.lengths_wrong) == ("failed", 1)
-    assert result.reason == "1 of 4 answers are not as long as asked for: request 2 has 3 of 5 tokens"
+    assert result.reason == "1 of 4 outputs do not have the requested length: request 2 has 3 of 5 tokens"
     assert result.output_tokens_per_s is not None  # what was measured is kept
     may_stop = derive(with_work(config, ignore_eos=False), [*short, OK])
     assert (may_stop.status, may_stop.lengths_wrong) == ("ok", None)
@@ -207,9 +207,9 @@ def test_requests_that_are_missing_or_all_failed(config):
     assert (result.status, result.requests, result.requests_failed) == ("failed", 0, 4)
     assert result.reason == "no request succeeded; the first ended with: no blocks"
     assert result.e2e_ms is result.output_tokens_per_s is None
-    one = derive(config, [broken[0], *PAIRS[1:], OK])
-    assert (one.status, one.requests, one.requests_failed) == ("ok", 3, 1)
-    assert "FAILED_REQUESTS" in codes(one)
+    item = derive(config, [broken[0], *PAIRS[1:], OK])
+    assert (item.status, item.requests, item.requests_failed) == ("ok", 3, 1)
+    assert "FAILED_REQUESTS" in codes(item)
 
 
 def test_a_worse_end_is_not_hidden_by_a_check(config):
@@ -272,8 +272,8 @@ def test_warnings_of_a_load(config):
 def test_a_late_client_is_named(config):
     """Of two at a time one is missing for 5 of 15 s: a sixth of the load."""
     late = [*PAIRS[:3], request(3, 10, 11, 1)]
-    (said,) = [w.text for w in derive(config, [*late, OK]).warnings if w.code == "CLIENT_BOUND"]
-    assert said.startswith("17 % of the load was missing")
+    (output,) = [w.text for w in derive(config, [*late, OK]).warnings if w.code == "CLIENT_BOUND"]
+    assert output.startswith("17 % of the load was missing")
     at_once = with_work(config, concurrency=4)
     assert "CLIENT_BOUND" in codes(derive(at_once, [*PAIRS, OK]))
     assert "CLIENT_BOUND" not in codes(derive(at_once, [*(replace(r, arrival=0.0) for r in PAIRS), OK]))

@@ -16,7 +16,7 @@ from llmb.config.serialization import to_json
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, RunStarted, StepDone, read_all
 from llmb.launch.local import run_local
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 from llmb.report.summary import summary
 from llmb.results.derive import derive
 from llmb.results.slow_ranks import _median_without, slow_ranks
@@ -41,13 +41,14 @@ def config(gpus: int, steps: int = STEPS) -> RunConfig:
 
 def events(work, ranks_per_host=2):
     """What ranks record whose own work in step n is work[rank](n) seconds; the slowest makes the step."""
-    found = [RunStarted(time=1.0, rank=rank, host=f"n{rank // ranks_per_host}") for rank in range(len(work))]
+    actual = [RunStarted(time=1.0, rank=rank, host=f"n{rank // ranks_per_host}") for rank in range(len(work))]
     for step in range(1, STEPS + 1):
-        own = [seconds(step) for seconds in work]
-        found += [
-            StepDone(step=step, rank=rank, seconds=max(own), busy_s=busy, tokens=16) for rank, busy in enumerate(own)
+        private = [seconds(step) for seconds in work]
+        actual += [
+            StepDone(step=step, rank=rank, seconds=max(private), busy_s=busy, tokens=16)
+            for rank, busy in enumerate(private)
         ]
-    return found
+    return actual
 
 
 def steady(seconds):
@@ -59,18 +60,18 @@ def slow(work, **options):
 
 
 def test_a_slow_rank_its_host_and_how_much():
-    (found,) = slow([steady(1.0)] * 5 + [steady(1.5)] + [steady(1.0)] * 2)
-    assert (found.rank, found.host, found.own_s, found.usual_s, found.ratio) == (5, "n2", 1.5, 1.0, 1.5)
+    (actual,) = slow([steady(1.0)] * 5 + [steady(1.5)] + [steady(1.0)] * 2)
+    assert (actual.rank, actual.host, actual.own_s, actual.usual_s, actual.ratio) == (5, "n2", 1.5, 1.0, 1.5)
 
 
 def test_of_two_ranks_one_can_be_slow():
-    (found,) = slow([steady(0.5), steady(1.0)])
-    assert (found.rank, found.ratio) == (1, 2.0)
+    (actual,) = slow([steady(0.5), steady(1.0)])
+    assert (actual.rank, actual.ratio) == (1, 2.0)
 
 
 def test_a_slow_node_is_all_its_ranks_and_one_warning():
-    found = slow([steady(1.0)] * 2 + [steady(1.4), steady(1.5)])
-    assert [one.rank for one in found] == [2, 3]
+    actual = slow([steady(1.0)] * 2 + [steady(1.4), steady(1.5)])
+    assert [item.rank for item in actual] == [2, 3]
     ended = RunEnded(status="ok")
     result = derive(config(4), [*events([steady(1.0)] * 2 + [steady(1.4), steady(1.5)]), ended])
     (warning,) = [w.text for w in result.warnings if w.code == "SLOW_RANK"]
@@ -88,8 +89,8 @@ def test_a_rank_that_is_slow_now_and_then_is_not_slow():
 
 
 def test_a_hiccup_does_not_hide_a_slow_rank():
-    (found,) = slow([steady(1.0)] * 3 + [lambda step: 0.9 if step == 7 else 2.0])
-    assert found.rank == 3
+    (actual,) = slow([steady(1.0)] * 3 + [lambda step: 0.9 if step == 7 else 2.0])
+    assert actual.rank == 3
 
 
 def test_what_cannot_be_known_is_not_said():
@@ -104,20 +105,20 @@ def test_what_cannot_be_known_is_not_said():
 def test_a_pipeline_stage_is_compared_with_itself():
     work = [steady(1.0), steady(1.0), steady(2.0), steady(2.0)]
     assert slow(work, stage_ranks=2) == ()
-    assert [one.rank for one in slow([steady(1.0), steady(1.6), *work[2:]], stage_ranks=2)] == [1]
+    assert [item.rank for item in slow([steady(1.0), steady(1.6), *work[2:]], stage_ranks=2)] == [1]
 
 
 @given(st.lists(st.floats(0, 10, allow_nan=False), min_size=2, max_size=9), st.data())
 def test_the_median_of_the_others(values, data):
     chosen = data.draw(st.integers(0, len(values) - 1))
-    others = values[:chosen] + values[chosen + 1 :]
-    assert _median_without(sorted(values), values[chosen]) == pytest.approx(median(others))
+    remaining = values[:chosen] + values[chosen + 1 :]
+    assert _median_without(sorted(values), values[chosen]) == pytest.approx(median(remaining))
 
 
 ENGINE = """
 import os, sys, time
-from llmb.runtime.engine_process import Process, leave
-from llmb.train.__main__ import training
+from llmb.runtime.engine_process import EngineProcess, exit_now
+from llmb.train.__main__ import load_train
 
 def slowed():
     from llmb.train import loop
@@ -127,9 +128,9 @@ def slowed():
             time.sleep(0.25)
         return train_step(*arguments)
     loop.train_step = step
-    return training()
+    return load_train()
 
-leave(Process("llmb.train", slowed).main(sys.argv[1:]))
+exit_now(EngineProcess("llmb.train", slowed).main(sys.argv[1:]))
 """
 
 
@@ -137,16 +138,16 @@ leave(Process("llmb.train", slowed).main(sys.argv[1:]))
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_a_real_run_with_a_slow_rank(tmp_path: Path) -> None:
     two = config(2, steps=9)
-    rundir = RunDir.create(tmp_path, two, datetime(2026, 1, 2, 3, 4, 5))
+    run_folder = RunFolder.create(tmp_path, two, datetime(2026, 1, 2, 3, 4, 5))
     script = tmp_path / "slowed.py"
     script.write_text(ENGINE)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *torchrun, str(script), "config.json"]
-    rundir.config.write_text(to_json(two))
-    outcome = run_local(two, rundir, command, {"OMP_NUM_THREADS": "1"}, lambda event: None, timeout_s=150)
-    assert outcome.status == "ok", rundir.log.read_text()
-    result = derive(two, read_all(rundir.all_events()))
-    (found,) = result.slow_ranks
-    assert (found.rank, found.host) == (1, os.uname().nodename)
-    assert found.own_s >= 0.25
-    assert found.ratio > 1.2
+    run_folder.config.write_text(to_json(two))
+    outcome = run_local(two, run_folder, command, {"OMP_NUM_THREADS": "1"}, lambda event: None, timeout_s=150)
+    assert outcome.status == "ok", run_folder.log.read_text()
+    result = derive(two, read_all(run_folder.all_events()))
+    (actual,) = result.slow_ranks
+    assert (actual.rank, actual.host) == (1, os.uname().nodename)
+    assert actual.own_s >= 0.25
+    assert actual.ratio > 1.2

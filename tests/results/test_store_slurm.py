@@ -72,11 +72,11 @@ def test_a_refused_job_says_why(store, config):
 
 def test_retries_go_to_the_first_who_takes_them(store, config):
     submit(store, config, "/a", "1", retries=2)
-    assert store.to_be_tried_again() == []
+    assert store.jobs_to_retry() == []
     store.note("1", status="failed")
-    assert [job.job_id for job in store.to_be_tried_again()] == ["1"]
+    assert [job.job_id for job in store.jobs_to_retry()] == ["1"]
     assert [store.take_retries("1"), store.take_retries("1")] == [2, 0]
-    assert store.to_be_tried_again() == []
+    assert store.jobs_to_retry() == []
 
 
 def test_many_changes_are_all_kept_or_none(store, config):
@@ -110,11 +110,11 @@ def test_filters(store, config):
 
 def test_made_anew_with_what_came_meanwhile(store, config):
     store.add(config, Path("/gone"))
-    found = store.jobs()
-    store.add(config, Path("/new"), created_at=found[0].created_at - 1)  # as another that makes it anew enters it
-    unnamed = replace(found[0], job_id="", run_dir="/unnamed")
-    kept, known = replace(found[0], run_dir="/kept"), replace(found[0], job_id="L2", run_dir="/new")
-    store.replace_all([kept, known, unnamed], known={"/gone"})
+    actual = store.jobs()
+    store.add(config, Path("/new"), created_at=actual[0].created_at - 1)  # as another that makes it anew enters it
+    unnamed = replace(actual[0], job_id="", run_dir="/unnamed")
+    saved, new_row = replace(actual[0], run_dir="/kept"), replace(actual[0], job_id="L2", run_dir="/new")
+    store.replace_all([saved, new_row, unnamed], known_run_dirs={"/gone"})
     assert sorted((j.job_id, j.run_dir) for j in store.jobs()) == [("L1", "/kept"), ("L2", "/new"), ("L3", "/unnamed")]
 
 

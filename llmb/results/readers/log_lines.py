@@ -1,10 +1,10 @@
-"""Log files as clean lines: whatever a terminal, a pipe or a crash did to them.
+"""Clean lines of log files, whatever a terminal, a pipe or a crash did to them.
 
-A carriage return ends a line as a newline does (progress bars), colours and control characters are taken out,
-undecodable bytes are replaced, a line without end is cut, and the rank that a launcher wrote in front (`[rank3]:`,
+A carriage return ends a line as a newline does (progress bars), colours and control characters are removed,
+undecodable bytes are replaced, an endless line is cut, and the rank prefix of a launcher (`[rank3]:`,
 `3: `, `[7] `) is read off. Everything streams: memory does not grow with the file.
 
-Lines of an NCCL trace, of which a training log may hold millions, are passed over: `nccl_log.py` reads those by itself.
+Lines of an NCCL trace, of which a training log may hold millions, are skipped: `nccl_log.py` reads those.
 
     for line in clean(file_lines(path)): print(line.rank, line.text)
 """
@@ -29,14 +29,14 @@ _WORD_ENDS = b" \t|=:"
 
 
 class Line(NamedTuple):
-    """One line as it was meant, and the rank that wrote it: 0 where none is named."""
+    """One clean line and the rank that wrote it; 0 if none is named."""
 
     rank: int
     text: str
 
 
-def opened(path: Path, buffering: int = -1) -> BinaryIO:
-    """A log, open for reading; one clear line where that cannot be."""
+def open_log(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a log for reading, or raise one clear line."""
     try:
         return path.open("rb", buffering=buffering)
     except OSError as error:
@@ -44,39 +44,39 @@ def opened(path: Path, buffering: int = -1) -> BinaryIO:
 
 
 def file_lines(path: Path) -> Iterator[bytes]:
-    """The raw lines of a file. Of an unfinished last line the last word goes: a number cut in two is another number."""
-    with opened(path) as log:
+    """Yield the raw lines of a file, without the last word of an unfinished line: half a number is another number."""
+    with open_log(path) as log:
         yield from _split(log)
 
 
 def tail_lines(path: Path) -> Iterator[bytes]:
-    """The raw lines of a file's end."""
-    with opened(path) as log:
+    """Yield the raw lines of the end of a file."""
+    with open_log(path) as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
         yield from _split(log)
 
 
 def _split(log: BinaryIO) -> Iterator[bytes]:
-    rest, overlong = b"", False
+    remainder, overlong = b"", False
     while block := log.read(BLOCK_BYTES):
-        lines = (rest + block).replace(b"\r", b"\n").split(b"\n")
-        if overlong and len(lines) > 1:  # its end has come at last
+        lines = (remainder + block).replace(b"\r", b"\n").split(b"\n")
+        if overlong and len(lines) > 1:  # the end of the long line
             del lines[0]
             overlong = False
-        rest = lines.pop()
+        remainder = lines.pop()
         for line in lines:
             if _TRACE not in line or _BAR in line:
                 yield line[:LINE_BYTES]
-        if len(rest) > LINE_BYTES or overlong:
+        if len(remainder) > LINE_BYTES or overlong:
             if not overlong:
-                yield rest[:LINE_BYTES]
-            rest, overlong = b"", True
-    if rest:
-        yield rest[: max(map(rest.rfind, _WORD_ENDS)) + 1]
+                yield remainder[:LINE_BYTES]
+            remainder, overlong = b"", True
+    if remainder:
+        yield remainder[: max(map(remainder.rfind, _WORD_ENDS)) + 1]
 
 
 def clean(lines: Iterable[bytes | str]) -> Iterator[Line]:
-    """Lines as text without terminal codes, each with its rank; blank ones are left out."""
+    """Yield lines as text without terminal codes, each with its rank; skip blank ones."""
     for raw in lines:
         text = raw if isinstance(raw, str) else raw.decode("utf-8", "replace")
         for part in text.split("\r") if "\r" in text else (text,):
@@ -91,7 +91,7 @@ def clean(lines: Iterable[bytes | str]) -> Iterator[Line]:
 def _without_rank(text: str) -> Line:
     rank: int | None = None
     for _ in range(2):  # a launcher's label may stand before the engine's own; the first names the process
-        if found := _RANK.match(text):
-            rank = int(found[found.lastindex or 0]) if rank is None else rank
-            text = text[found.end() :]
+        if match := _RANK.match(text):
+            rank = int(match[match.lastindex or 0]) if rank is None else rank
+            text = text[match.end() :]
     return Line(rank or 0, text)

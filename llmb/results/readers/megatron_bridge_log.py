@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from llmb.events import Event, StepDone
-from llmb.results.readers.log_ending import Ending
+from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import NUMBER, field, measure, number
 from llmb.results.readers.log_lines import Line, clean
 
-SIGN = rb"elapsed time per iteration \(ms\)"
+SIGNATURE = rb"elapsed time per iteration \(ms\)"
 
 _ITERATION = re.compile(r"iteration\s+(\d{1,9})\s*/\s*(\d{1,9})")
 _MILLISECONDS = field(r"elapsed time per iteration \(ms\)")
@@ -32,37 +32,37 @@ _MEMORY = (  # the unit in the header of each form: 10^9 bytes, 2^20 bytes
 
 
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
-    """The steps of a Megatron-Bridge log, then how it ended."""
-    ending = Ending()
+    """Yield the steps of a Megatron-Bridge log, then the outcome."""
+    outcome = LogOutcome()
     tflops: dict[int, float | None] = {}  # rank -> from its latest TFLOP/s line, until a step takes it
-    held: StepDone | None = None  # the latest step waits for the memory line that may follow it
+    pending: StepDone | None = None  # the latest step waits for the memory line that may follow it
     for line in clean(lines):
-        ending.hear(line)
+        outcome.scan(line)
         if "elapsed time per iteration" in line.text:
             step = _step(line, tflops.pop(line.rank, None))
             if step is None:
-                ending.unreadable += 1
-            elif ending.accept(step):
-                if held is not None:
-                    yield held
-                held = step
+                outcome.unreadable += 1
+            elif outcome.accept(step):
+                if pending is not None:
+                    yield pending
+                pending = step
         elif "TFLOP/s/GPU" in line.text:
             tflops[line.rank] = _tflops(line.text)
-        elif held is not None and held.memory_bytes is None and (memory := _memory(line.text)) is not None:
-            held = replace(held, memory_bytes=memory)
-    if held is not None:
-        yield held
-    yield from ending.events()
+        elif pending is not None and pending.memory_bytes is None and (memory := _memory(line.text)) is not None:
+            pending = replace(pending, memory_bytes=memory)
+    if pending is not None:
+        yield pending
+    yield from outcome.events()
 
 
 def _step(line: Line, tflops: float | None) -> StepDone | None:
-    found, milliseconds = _ITERATION.search(line.text), measure(_MILLISECONDS, line.text)
-    if found is None or milliseconds is None or not int(found[1]):
+    match, milliseconds = _ITERATION.search(line.text), measure(_MILLISECONDS, line.text)
+    if match is None or milliseconds is None or not int(match[1]):
         return None
     return StepDone(
         rank=line.rank,
-        step=int(found[1]),
-        steps=int(found[2]),
+        step=int(match[1]),
+        steps=int(match[2]),
         seconds=milliseconds / 1000,
         loss=number(_LOSS, line.text),
         grad_norm=number(_GRAD_NORM, line.text),

@@ -1,4 +1,4 @@
-"""NCCL traces (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=COLL): how often which collective moved how many bytes.
+"""NCCL traces (NCCL_DEBUG=INFO, NCCL_DEBUG_SUBSYS=COLL): calls and bytes of each collective.
 
     [7] NCCL INFO AllReduce: opCount 2 sendbuff 0x7f... recvbuff 0x7f... count 1 datatype 1 op 0 root 0
         comm 0x55556b100660 [nranks=128] stream 0x5555630c58b0                                  (one line in the log)
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llmb.events import CollectiveSeen, Event, LogProblem
-from llmb.results.readers.log_ending import Ending
-from llmb.results.readers.log_lines import LINE_BYTES, clean, opened, tail_lines
+from llmb.results.readers.log_ending import LogOutcome
+from llmb.results.readers.log_lines import LINE_BYTES, clean, open_log, tail_lines
 
-SIGN = rb"NCCL INFO \w+: opCount"
+SIGNATURE = rb"NCCL INFO \w+: opCount"
 
 # ncclDataType_t: the number in the log -> its name and its bytes
 DATATYPES = {
@@ -78,27 +78,27 @@ _TAIL = re.compile(rb"t " + _REST + rb"\]")
 
 @dataclass
 class Tally:
-    """How many calls of which kind, and how many lines began like a call and did not end like one."""
+    """Number of calls of each kind, and of lines that begin like a call and end otherwise."""
 
     calls: Counter[Call] = field(default_factory=Counter)
     torn: int = 0
 
-    def add(self, other: "Tally") -> None:
-        self.calls.update(other.calls)
-        self.torn += other.torn
+    def add(self, tally_part: "Tally") -> None:
+        self.calls.update(tally_part.calls)
+        self.torn += tally_part.torn
 
     def add_line(self, line: bytes | bytearray) -> None:
-        """Count the calls of one line; where two were written into one another, each is looked at by itself."""
+        """Count the calls of one line, each by itself where two were interleaved."""
         _, *parts = _HEAD.split(line)
-        for operation, rest in zip(parts[::2], parts[1::2], strict=True):
-            if found := _TAIL.search(rest):
-                count, datatype, ranks = map(int, found.groups())
+        for operation, remainder in zip(parts[::2], parts[1::2], strict=True):
+            if match := _TAIL.search(remainder):
+                count, datatype, ranks = map(int, match.groups())
                 self.calls[operation.decode(), count, datatype, ranks] += 1
             else:
                 self.torn += 1
 
-    def seen(self) -> list[CollectiveSeen]:
-        """One event for each operation, datatype and size of communicator, the most bytes first."""
+    def collectives(self) -> list[CollectiveSeen]:
+        """Return an event for each operation, datatype and communicator size, most bytes first."""
         calls: Counter[tuple[str, int, int]] = Counter()
         elements: Counter[tuple[str, int, int]] = Counter()
         for (operation, count, datatype, ranks), times in self.calls.items():
@@ -112,39 +112,39 @@ class Tally:
         return sorted(events, key=lambda e: (-(e.bytes or 0), e.operation, e.datatype, e.ranks))
 
     def events(self) -> Iterator[CollectiveSeen | LogProblem]:
-        """What was seen, and what could not be read."""
-        yield from self.seen()
+        """Yield the collectives, and what could not be read."""
+        yield from self.collectives()
         if self.torn:
             yield LogProblem(problem="torn line of a collective", count=self.torn)
 
 
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
-    """The collectives of a trace given line by line, then how the run ended."""
-    counted, ending = Tally(), Ending("no collective lines")
+    """Yield the collectives of a trace given line by line, then the outcome of the run."""
+    tallied, outcome = Tally(), LogOutcome("no collective lines")
     for line in clean(lines):
-        counted.add_line(line.text.encode())
-        ending.hear(line)
-    yield from counted.events()
-    yield from ending.events(finished=bool(counted.calls))
+        tallied.add_line(line.text.encode())
+        outcome.scan(line)
+    yield from tallied.events()
+    yield from outcome.events(finished=bool(tallied.calls))
 
 
 def read_file(path: Path) -> Iterator[Event]:
-    """The collectives of a trace of any size. How the run ended is looked for in the file's last lines only."""
-    counted, ending = tally(path), Ending("no collective lines")
+    """Yield the collectives of a trace of any size, then the outcome as the last lines of the file tell it."""
+    tallied, outcome = tally(path), LogOutcome("no collective lines")
     for line in clean(tail_lines(path)):
-        ending.hear(line)
-    yield from counted.events()
-    yield from ending.events(finished=bool(counted.calls))
+        outcome.scan(line)
+    yield from tallied.events()
+    yield from outcome.events(finished=bool(tallied.calls))
 
 
-def summarise(path: Path) -> list[CollectiveSeen]:
-    """All collectives of a trace, counted exactly."""
-    return tally(path).seen()
+def summarize(path: Path) -> list[CollectiveSeen]:
+    """Return all collectives of a trace, counted exactly."""
+    return tally(path).collectives()
 
 
 def tally(path: Path) -> Tally:
-    """Every call in a file, counted by several processes where it is large."""
-    with opened(path) as log:
+    """Count every call in a file, in several processes if it is large."""
+    with open_log(path) as log:
         size = os.fstat(log.fileno()).st_size
         workers = min(WORKERS, _cores())
         if size < PARALLEL_BYTES or workers == 1:
@@ -157,73 +157,73 @@ def tally(path: Path) -> Tally:
 
     total = Tally()
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        for counted in pool.map(_tally_range, [path] * parts, cuts[:-1], cuts[1:]):
-            total.add(counted)
+        for tallied in pool.map(_tally_range, [path] * parts, cuts[:-1], cuts[1:]):
+            total.add(tallied)
     return total
 
 
 def _cores() -> int:
-    """The cores this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _next_line(log: BinaryIO, offset: int) -> int:
-    """Where the first line after an offset begins."""
+    """Return the start of the first line after an offset."""
     log.seek(offset)
     log.readline(LINE_BYTES)
     return log.tell()
 
 
 def _tally_range(path: Path, start: int, stop: int) -> Tally:
-    counted, kinds = Tally(), Counter[bytes]()
+    tallied, kinds = Tally(), Counter[bytes]()
     for buffer, length in _blocks(path, start, stop):
-        known = len(kinds)
-        found = _FAST.findall(buffer, 0, length)
-        kinds.update(found)
-        new = list(islice(reversed(kinds), len(kinds) - known))
+        before = len(kinds)
+        captures = _FAST.findall(buffer, 0, length)
+        kinds.update(captures)
+        new = list(islice(reversed(kinds), len(kinds) - before))
         if not all(map(_call, new)) or buffer[length - 1] != NEWLINE:
-            kinds.subtract(found)
+            kinds.subtract(captures)
             for kind in new:
                 del kinds[kind]
             for line in buffer[:length].split(b"\n"):
-                counted.add_line(line)
+                tallied.add_line(line)
         if len(kinds) > MANY_KINDS:
-            _fold(kinds, counted)
-    _fold(kinds, counted)
-    return counted
+            _fold(kinds, tallied)
+    _fold(kinds, tallied)
+    return tallied
 
 
 def _blocks(path: Path, start: int, stop: int) -> Iterator[tuple[bytearray, int]]:
-    """A range of a file as blocks of whole lines, all in one buffer: each is good until the next is asked for."""
+    """Yield blocks of whole lines of a range of a file, all in one buffer: each is valid until the next."""
     buffer = bytearray(BLOCK_BYTES)
     view = memoryview(buffer)
-    held = 0
-    with opened(path, buffering=0) as log:
+    pending = 0
+    with open_log(path, buffering=0) as log:
         log.seek(start)
-        while got := log.readinto(view[held : held + stop - start]):  # type: ignore[attr-defined]
-            start += got
-            end = held + got
+        while count_read := log.readinto(view[pending : pending + stop - start]):  # type: ignore[attr-defined]
+            start += count_read
+            end = pending + count_read
             whole = buffer.rfind(b"\n", 0, end) + 1 or end
             yield buffer, whole
-            held = end - whole
-            view[:held] = view[whole:end]
-    if held:
-        yield buffer, held
+            pending = end - whole
+            view[:pending] = view[whole:end]
+    if pending:
+        yield buffer, pending
 
 
-def _fold(kinds: Counter[bytes], counted: Tally) -> None:
-    """Add up what was captured, and start afresh."""
+def _fold(kinds: Counter[bytes], tallied: Tally) -> None:
+    """Add up the captures and clear them."""
     for kind, times in kinds.items():
         call = _call(kind)
         assert call is not None, "only valid captures are kept"
-        counted.calls[call] += times
+        tallied.calls[call] += times
     kinds.clear()
 
 
 @lru_cache(MANY_KINDS)
 def _call(captured: bytes) -> Call | None:
-    """The call that was captured; none where the line was damaged."""
-    if found := _KIND.fullmatch(captured):
-        begin, count, datatype, ranks = found.groups()
+    """Parse a capture; None if the line is damaged."""
+    if match := _KIND.fullmatch(captured):
+        begin, count, datatype, ranks = match.groups()
         return _OPERATIONS[begin], int(count), int(datatype), int(ranks)
     return None

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable, Iterator
 
 from llmb.events import Event, StepDone
-from llmb.results.readers.log_ending import Ending
+from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import field, measure, number
 from llmb.results.readers.log_lines import Line, clean
 
-SIGN = rb"train_step_timing in s"
+SIGNATURE = rb"train_step_timing in s"
 
 _ITERATION = re.compile(r"iteration\s+(\d{1,9})\s*/\s*(\d{1,9})")
 _BAR = re.compile(r"\b\d{1,9}/(\d{1,9}) \[.{0,400}?\bglobal_step=(\d{1,9})\b")
@@ -24,26 +24,26 @@ _MEMORY = field(r"peak_memory_usage")
 
 
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
-    """The steps of a NeMo log, then how it ended."""
-    ending = Ending()
+    """Yield the steps of a NeMo log, then the outcome."""
+    outcome = LogOutcome()
     for line in clean(lines):
-        ending.hear(line)
+        outcome.scan(line)
         step = _step(line)
         if step is None:
-            ending.unreadable += "train_step_timing" in line.text
-        elif ending.accept(step):
+            outcome.unreadable += "train_step_timing" in line.text
+        elif outcome.accept(step):
             yield step
-    yield from ending.events()
+    yield from outcome.events()
 
 
 def _step(line: Line) -> StepDone | None:
     seconds = measure(_SECONDS, line.text)
     if seconds is None:
         return None
-    if found := _ITERATION.search(line.text):
-        step, steps = int(found[1]) + 1, int(found[2]) + 1
-    elif found := _BAR.search(line.text):
-        step, steps = int(found[2]) + 1, int(found[1])
+    if match := _ITERATION.search(line.text):
+        step, steps = int(match[1]) + 1, int(match[2]) + 1
+    elif match := _BAR.search(line.text):
+        step, steps = int(match[2]) + 1, int(match[1])
     else:
         return None
     memory = measure(_MEMORY, line.text)

@@ -1,4 +1,4 @@
-"""The readers of foreign logs by name, and which one a log needs.
+"""Registry of log readers, and detection of the one that a log needs.
 
     for event in read_log(Path("log-pretrain.out")): ...
 
@@ -16,17 +16,17 @@ from typing import BinaryIO
 from llmb.errors import UnknownName
 from llmb.events import Event
 from llmb.results.readers import megatron_bridge_log, nccl_log, nemo_log, torchtitan_log, trtllm_log, vllm_log
-from llmb.results.readers.log_ending import Ending
-from llmb.results.readers.log_lines import BLOCK_BYTES, clean, file_lines, opened
+from llmb.results.readers.log_ending import LogOutcome
+from llmb.results.readers.log_lines import BLOCK_BYTES, clean, file_lines, open_log
 
-LOOK_BYTES = 1 << 20  # at each end of a file, before all of it is looked through
+SCAN_BYTES = 1 << 20  # at each end of a file, before all of it is scanned
 
 
 @dataclass(frozen=True)
 class Reader:
-    """One format: how its logs are known, and how they are read."""
+    """One log format: its signature and its reader."""
 
-    sign: bytes
+    signature: bytes
     read: Callable[[Iterable[bytes | str]], Iterator[Event]]
     read_file: Callable[[Path], Iterator[Event]] | None = None
 
@@ -34,49 +34,49 @@ class Reader:
         return self.read_file(path) if self.read_file else self.read(file_lines(path))
 
 
-# The order decides where a log holds several. A training log may trace its collectives too: those are then added.
+# The order decides where a log contains several. NCCL traces inside a training log are added to it.
 READERS: dict[str, Reader] = {
-    "nemo": Reader(nemo_log.SIGN, nemo_log.read),
-    "megatron_bridge": Reader(megatron_bridge_log.SIGN, megatron_bridge_log.read),
-    "torchtitan": Reader(torchtitan_log.SIGN, torchtitan_log.read),
-    "trtllm": Reader(trtllm_log.SIGN, trtllm_log.read),
-    "vllm": Reader(vllm_log.SIGN, vllm_log.read),
-    "nccl": Reader(nccl_log.SIGN, nccl_log.read, nccl_log.read_file),
+    "nemo": Reader(nemo_log.SIGNATURE, nemo_log.read),
+    "megatron_bridge": Reader(megatron_bridge_log.SIGNATURE, megatron_bridge_log.read),
+    "torchtitan": Reader(torchtitan_log.SIGNATURE, torchtitan_log.read),
+    "trtllm": Reader(trtllm_log.SIGNATURE, trtllm_log.read),
+    "vllm": Reader(vllm_log.SIGNATURE, vllm_log.read),
+    "nccl": Reader(nccl_log.SIGNATURE, nccl_log.read, nccl_log.read_file),
 }
-_SIGNS = {name: re.compile(reader.sign) for name, reader in READERS.items()}
-_SIGN_BYTES = 256  # no sign is longer, so blocks overlap by this much
+_SIGNATURES = {name: re.compile(reader.signature) for name, reader in READERS.items()}
+_SIGNATURE_BYTES = 256  # no sign is longer, so blocks overlap by this much
 
 
 def detect(path: Path) -> str | None:
-    """Which reader a log needs, told from its content; none where no sign of any is found."""
+    """Return the reader that a log needs by its content, or None."""
     return next(iter(_formats(path)), None)
 
 
 def _formats(path: Path) -> list[str]:
-    """The formats found at a file's ends, or else anywhere in it, in the order of the table."""
-    with opened(path) as log:
+    """Return the formats found at the ends of a file, or else anywhere in it, in the order of READERS."""
+    with open_log(path) as log:
         size = os.fstat(log.fileno()).st_size
-        ends = [(0, min(LOOK_BYTES, size)), (max(LOOK_BYTES, size - LOOK_BYTES), size)]
-        for ranges in (ends, [(LOOK_BYTES, size - LOOK_BYTES)]):
-            found = {name for start, stop in ranges for name in _signs(log, start, stop)}
-            if found:
-                return [name for name in READERS if name in found]
+        ends = [(0, min(SCAN_BYTES, size)), (max(SCAN_BYTES, size - SCAN_BYTES), size)]
+        for ranges in (ends, [(SCAN_BYTES, size - SCAN_BYTES)]):
+            formats = {name for start, stop in ranges for name in _signatures(log, start, stop)}
+            if formats:
+                return [name for name in READERS if name in formats]
     return []
 
 
-def _signs(log: BinaryIO, start: int, stop: int) -> Iterator[str]:
-    """The signs within a range of a file."""
+def _signatures(log: BinaryIO, start: int, stop: int) -> Iterator[str]:
+    """Yield the formats whose signature occurs in a range of a file."""
     log.seek(start)
     last = b""
     while start < stop and (block := log.read(min(BLOCK_BYTES, stop - start))):
         start += len(block)
         block = last + block
-        yield from (name for name, sign in _SIGNS.items() if sign.search(block))
-        last = block[-_SIGN_BYTES:]
+        yield from (name for name, signature in _SIGNATURES.items() if signature.search(block))
+        last = block[-_SIGNATURE_BYTES:]
 
 
 def read_log(path: Path, reader: str | None = None) -> Iterator[Event]:
-    """Every event of a foreign log. Where no format is recognised, what it says of a failure is still read."""
+    """Yield every event of a log of another engine; of an unknown format only failures."""
     if reader is not None and reader not in READERS:
         raise UnknownName("reader", reader, READERS)
     return _events(path, [reader] if reader else _formats(path))
@@ -89,7 +89,7 @@ def _events(path: Path, formats: list[str]) -> Iterator[Event]:
 
 
 def _failure(path: Path) -> Iterator[Event]:
-    ending = Ending()
+    outcome = LogOutcome()
     for line in clean(file_lines(path)):
-        ending.hear(line)
-    yield from ending.events(finished=False)
+        outcome.scan(line)
+    yield from outcome.events(finished=False)

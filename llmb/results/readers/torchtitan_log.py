@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterable, Iterator
 
 from llmb.events import Event, StepDone
-from llmb.results.readers.log_ending import Ending
+from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import field, measure, number
 from llmb.results.readers.log_lines import Line, clean
 
-SIGN = rb"step:[^\n]{1,30}loss:[^\n]{1,160}tps:"  # colours may stand between
+SIGNATURE = rb"step:[^\n]{1,30}loss:[^\n]{1,160}tps:"  # colours may stand between
 
 GIB = 1 << 30
 
@@ -32,33 +32,33 @@ _MESH = re.compile(r"device mesh with \[[^\]]*\], \[((?:\d{1,6}(?:, )?){1,9})\]"
 
 
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
-    """The logged steps, then how the run ended."""
-    ending, facts, completed = Ending(), dict[str, int](), False
+    """Yield the logged steps, then the outcome."""
+    outcome, facts, completed = LogOutcome(), dict[str, int](), False
     for line in clean(lines):
-        ending.hear(line)
+        outcome.scan(line)
         if "tps:" in line.text:
             step = _step(line, facts)
             if step is None:
-                ending.unreadable += 1
-            elif ending.accept(step):
+                outcome.unreadable += 1
+            elif outcome.accept(step):
                 yield step
             continue
         completed = completed or "Training completed" in line.text
-        facts |= {name: int(found[1]) for name, pattern in _FACTS.items() if (found := pattern.search(line.text))}
-        if found := _MESH.search(line.text):
-            facts["gpus"] = math.prod(map(int, found[1].split(",")))
-    yield from ending.events(finished=True if completed and ending.last else None)
+        facts |= {name: int(match[1]) for name, pattern in _FACTS.items() if (match := pattern.search(line.text))}
+        if match := _MESH.search(line.text):
+            facts["gpus"] = math.prod(map(int, match[1].split(",")))
+    yield from outcome.events(finished=True if completed and outcome.last else None)
 
 
 def _step(line: Line, facts: dict[str, int]) -> StepDone | None:
-    found, rate = _STEP.search(line.text), measure(_TPS, line.text)
-    if found is None or rate is None or not int(found[1]):
+    match, rate = _STEP.search(line.text), measure(_TPS, line.text)
+    if match is None or rate is None or not int(match[1]):
         return None
     tokens, gpus = facts.get("batch", 0) * facts.get("seqlen", 0) or None, facts.get("gpus")
     memory = _MEMORY.search(line.text)
     return StepDone(
         rank=line.rank,
-        step=int(found[1]),
+        step=int(match[1]),
         steps=facts.get("steps"),
         seconds=tokens / (rate * gpus) if tokens and gpus else None,
         tokens=tokens,

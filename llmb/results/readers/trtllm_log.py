@@ -1,7 +1,7 @@
 """The report of trtllm-bench: the lines under `= PERFORMANCE OVERVIEW`, and the `= REQUEST DETAILS` before it.
 
 Without streaming the lines on first token, time per token and output speed are missing, and stay null. Of several
-reports in one log the last is the result. "Number of concurrent requests" is the mean number in flight and not the
+reports in one log the last counts. "Number of concurrent requests" is the mean concurrency and not the
 limit that was set, so it is not taken for the concurrency.
 """
 
@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable, Iterator
 
 from llmb.events import Event, LogProblem, ServingSummary
-from llmb.results.readers.log_ending import Ending
+from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import NUMBER, as_number, labelled
 from llmb.results.readers.log_lines import clean
 
-SIGN = rb"PERFORMANCE OVERVIEW"
+SIGNATURE = rb"PERFORMANCE OVERVIEW"
 
-_HEADER = SIGN.decode()
+_HEADER = SIGNATURE.decode()
 _OVERVIEW = {
     "request throughput": "request_throughput",
     "total output throughput": "output_tokens_per_s",
@@ -38,21 +38,21 @@ _BREAKDOWN = {"ttft": "ttft_ms", "tpot": "tpot_ms", "latency": "e2e_ms"}
 
 
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
-    """The totals of the last report, then how the benchmark ended."""
-    ending, reports = Ending("no performance overview"), 0
+    """Yield the totals of the last report, then the outcome."""
+    outcome, reports = LogOutcome("no performance overview"), 0
     details: dict[str, float | None] = {}
     values: dict[str, float | None] = {}
     for line in clean(lines):
-        ending.hear(line)
+        outcome.scan(line)
         if _HEADER in line.text:
             reports += 1
             values, details = _requested(details), {}
-        elif found := _DETAILS_LINE.search(line.text):
-            details[_DETAILS[found[1].lower()]] = _sane(found[2])
-        elif reports and (found := _OVERVIEW_LINE.search(line.text)):
-            values[_OVERVIEW[found[1].lower()]] = _sane(found[2])
-        elif reports and (found := _BREAKDOWN_LINE.search(line.text)):
-            values[f"{_BREAKDOWN[found[1].lower()]}.{found[2].lower()}"] = _sane(found[3])
+        elif match := _DETAILS_LINE.search(line.text):
+            details[_DETAILS[match[1].lower()]] = _sane(match[2])
+        elif reports and (match := _OVERVIEW_LINE.search(line.text)):
+            values[_OVERVIEW[match[1].lower()]] = _sane(match[2])
+        elif reports and (match := _BREAKDOWN_LINE.search(line.text)):
+            values[f"{_BREAKDOWN[match[1].lower()]}.{match[2].lower()}"] = _sane(match[3])
     latency = values.get("total_latency_ms")
     if latency is not None:
         values["duration_s"] = latency / 1000
@@ -61,7 +61,7 @@ def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
     if reports > 1:
         yield LogProblem(problem="earlier report left out as a warm-up", count=reports - 1)
     finished = all(values.get(name) is not None for name in _ALWAYS)
-    yield from ending.events(finished, unfinished="the last report is cut off" if reports else None)
+    yield from outcome.events(finished, unfinished="the last report is cut off" if reports else None)
 
 
 def _requested(details: dict[str, float | None]) -> dict[str, float | None]:
@@ -69,12 +69,12 @@ def _requested(details: dict[str, float | None]) -> dict[str, float | None]:
     requests = details.get("requests")
     if requests is None:
         return {}
-    found: dict[str, float | None] = {"requests": requests}
+    totals: dict[str, float | None] = {"requests": requests}
     for name in ("input", "output"):
         mean = details.get(name)
         if mean is not None:
-            found[f"{name}_tokens"] = float(round(mean * requests))
-    return found
+            totals[f"{name}_tokens"] = float(round(mean * requests))
+    return totals
 
 
 def _sane(text: str) -> float | None:

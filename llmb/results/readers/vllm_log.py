@@ -13,13 +13,13 @@ import math
 from collections.abc import Iterable, Iterator
 
 from llmb.events import Event, LogProblem, RunEnded, ServingSummary
-from llmb.results.readers.log_ending import Ending
+from llmb.results.readers.log_ending import LogOutcome
 from llmb.results.readers.log_fields import as_number, labelled
 from llmb.results.readers.log_lines import clean
 
-SIGN = rb"Serving Benchmark Result"
+SIGNATURE = rb"Serving Benchmark Result"
 
-_HEADER = SIGN.decode()
+_HEADER = SIGNATURE.decode()
 _TOTALS = {
     "successful requests": "requests",
     "failed requests": "requests_failed",
@@ -43,18 +43,18 @@ _LINE = labelled(_KEYS)
 
 
 def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
-    """The totals of the last block, then how the benchmark ended."""
-    ending, blocks, inside, closed = Ending("no result block"), 0, False, False
+    """Yield the totals of the last block, then the outcome."""
+    outcome, blocks, inside, closed = LogOutcome("no result block"), 0, False, False
     values: dict[str, float | None] = {}
     for line in clean(lines):
-        ending.hear(line)
+        outcome.scan(line)
         if _HEADER in line.text:
             blocks, inside, closed, values = blocks + 1, True, False, {}
         elif inside and not line.text.strip().strip("="):
             inside, closed = False, True
-        elif inside and (found := _LINE.match(line.text)):
-            value = as_number(found[2])
-            values[_KEYS[found[1].lower()]] = value if 0 <= value < math.inf else None
+        elif inside and (match := _LINE.match(line.text)):
+            value = as_number(match[2])
+            values[_KEYS[match[1].lower()]] = value if 0 <= value < math.inf else None
     if values:
         yield ServingSummary(values=values)
     if blocks > 1:
@@ -62,6 +62,6 @@ def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
     if closed and values.get("requests") == 0:
         yield RunEnded(status="failed", reason="no request succeeded")
     elif blocks and not closed:
-        yield from ending.events(finished=False, unfinished="the last result block is cut off")
+        yield from outcome.events(finished=False, unfinished="the last result block is cut off")
     else:
-        yield from ending.events(finished=closed and values.get("request_throughput") is not None)
+        yield from outcome.events(finished=closed and values.get("request_throughput") is not None)
