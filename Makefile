@@ -1,34 +1,47 @@
 # Two commands do everything on a fresh Debian with Python 3.11:
-#   make run     trains the Llama stand-in on this machine and explains the result
-#   make test    formats, lints, types and tests all that this machine can run
-# Beyond these: `make test-all` also proves every parallel layout of the recipes.
+#   make run       trains a proxy of Llama 3.1 8B on this machine and explains the result
+#   make test      checks, then tests all that this machine can run (8 minutes on 2 cores)
+# While working:
+#   make check     format, lint, types (30 s)
+#   make test-fast tests that take seconds, without daemons (2 minutes)
+#   make test-gpu  tests that need a GPU (5 minutes on an H200)
+#   make test-all  make test, then every parallel layout, long fuzz and fault campaigns (nightly)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest
 
-.PHONY: run test test-all check docs bench clean
+.PHONY: run check test test-fast test-gpu test-all docs bench clean
 
 run: $(VENV)/engine
 	$(BIN)/llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy
-
-# Every worker and every engine that a test starts would otherwise compile the same files again.
-test test-all: export PYTHONDONTWRITEBYTECODE =
-test: export OMP_NUM_THREADS = 1
-# Stealing leaves tests of a file, which share what was computed, together; files that wait for Slurm or for time limits
-# go to a worker each, in the order of tests/conftest.py.
-test: check $(VENV)/slurm
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not matrix and not gpu and not slurm"
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "(slow or slurm) and not matrix and not gpu"
-
-# The same, and every parallel layout, every row of the recipes and what takes longest.
-test-all: test
-	$(BIN)/python -m pytest -m "matrix and not gpu"
 
 check: $(VENV)/test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Without this, every worker and every engine that a test starts would compile the same files again.
+test test-fast test-all: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-all: export OMP_NUM_THREADS = 1
+
+# Work stealing keeps the tests of a file together, which share fixtures; tests that wait for Slurm or time limits go to a
+# worker a file, more workers than cores, in the order of tests/conftest.py.
+test-fast: $(VENV)/test
+	$(PYTEST) -n auto --dist worksteal -m "not slow and not slurm and not nightly and not gpu"
+
+test: check test-fast $(VENV)/slurm
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m "(slow or slurm) and not nightly and not gpu"
+
+test-all: test
+	$(PYTEST) -m "nightly and not gpu"
+
+# Compiling kernels takes the CPU longer than running them takes the GPU: several workers share it. Tests that measure time
+# or take most of its memory run alone.
+test-gpu: $(VENV)/test
+	$(PYTEST) -n 6 --dist loadfile -m "not exclusive and not nightly" tests/gpu tests/ops
+	$(PYTEST) -m "exclusive and not nightly" tests/gpu
 
 docs: $(VENV)/engine
 	$(BIN)/python docs/references.py > docs/references.md
@@ -51,7 +64,7 @@ $(VENV)/python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The daemons that cluster tests start; where they cannot be had, those tests are skipped and say why.
+# The daemons that cluster tests start; where they cannot be installed, those tests are skipped and say why.
 DAEMONS := slurmctld slurmd munged slurmdbd mariadbd
 PACKAGES := slurm-wlm slurm-wlm-basic-plugins munge slurmdbd mariadb-server
 $(VENV)/slurm: $(VENV)/python

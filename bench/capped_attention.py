@@ -23,16 +23,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from llmb.ops.attention import softcap_attention_triton as kernels
-from llmb.ops.attention.softcap_attention_triton import CappedAttention, Tiles
+from llmb.ops.attention.softcap_attention_triton import SoftcapAttention, Tiles
 from llmb.perfmodel.hardware import TERA
 
 HEADS, KV_HEADS, WIDTH, CAP = 48, 8, 128, 30.0
 SCALE = WIDTH**-0.5
 THERE, BACK = 2, 5  # products of a query and a key
 TILES = {
-    "attend": ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 32, 4, 3), (128, 64, 8, 3)),
-    "back_to_queries": ((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 4)),
-    "back_to_keys": ((32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 4), (64, 64, 4, 2), (64, 64, 4, 3)),
+    "softcap_forward": ((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 32, 4, 3), (128, 64, 8, 3)),
+    "softcap_backward_dq": ((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 4)),
+    "softcap_backward_dkv": ((32, 64, 4, 3), (32, 64, 4, 2), (32, 64, 4, 4), (64, 64, 4, 2), (64, 64, 4, 3)),
 }
 
 
@@ -57,7 +57,7 @@ def ways(tokens: int, device: torch.device) -> dict[str, Callable[..., Tensor]]:
 
     return {
         "cuDNN, no squeeze": without_squeeze,
-        "ours": lambda q, k, v: CappedAttention.apply(q, k, v, SCALE, CAP),
+        "ours": lambda q, k, v: SoftcapAttention.apply(q, k, v, SCALE, CAP),
         "flex_attention": lambda q, k, v: flex(q, k, v, squeeze, seen, SCALE, enable_gqa=True),
     }
 
@@ -75,14 +75,14 @@ def timed(attend: Callable[..., Tensor], given: tuple[Tensor, ...], seconds: flo
 def tiled(found: Findings, given: tuple[Tensor, ...], flops: float, seconds: float) -> None:
     """Each of our kernels with its tiles."""
     q, k, v, slope = given
-    y, sums = kernels.attend(q, k, v, SCALE, CAP)
-    _, dot = kernels.back_to_queries(slope, y, sums, q, k, v, SCALE, CAP)
+    y, sums = kernels.softcap_forward(q, k, v, SCALE, CAP)
+    _, dot = kernels.softcap_backward_dq(slope, y, sums, q, k, v, SCALE, CAP)
     operands = {
-        "attend": (q, k, v),
-        "back_to_queries": (slope, y, sums, q, k, v),
-        "back_to_keys": (slope, sums, dot, q, k, v),
+        "softcap_forward": (q, k, v),
+        "softcap_backward_dq": (slope, y, sums, q, k, v),
+        "softcap_backward_dkv": (slope, sums, dot, q, k, v),
     }
-    products = {"attend": THERE, "back_to_queries": 3, "back_to_keys": 4}  # that it computes
+    products = {"softcap_forward": THERE, "softcap_backward_dq": 3, "softcap_backward_dkv": 4}  # that it computes
     for name, choices in TILES.items():
         rows: list[tuple[Any, ...]] = []
         for choice in choices:

@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
 from desk import say
-from slurm_lab import SlurmLab, missing
+from slurm_lab import SlurmLab, unavailable_reason
 
 BIN = Path(sys.executable).parent
 REPEATS = 5
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10_000)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if why := missing():
+    if why := unavailable_reason():
         sys.exit(f"no Slurm here: {why}")
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         folder = Path(name)

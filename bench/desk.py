@@ -81,8 +81,8 @@ def communication_log(folder: Path, gib: float) -> dict:
     took, peak_mb = [], []
     for _ in range(3):
         code = (
-            "import re, sys, time, resource\nfrom pathlib import Path\nfrom llmb.results.readers.nccl_log import summarise\n"
-            "t = time.perf_counter(); table = summarise(Path(sys.argv[1])); took = time.perf_counter() - t\n"
+            "import re, sys, time, resource\nfrom pathlib import Path\nfrom llmb.results.readers.nccl_log import summarize\n"
+            "t = time.perf_counter(); table = summarize(Path(sys.argv[1])); took = time.perf_counter() - t\n"
             # VmHWM is this program's own peak; getrusage's would hold that of the process which started it.
             "own = int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
             "peak = own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"

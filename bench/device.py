@@ -20,7 +20,7 @@ def gpu_of(device: torch.device) -> str:
     """A key of hardware.GPUS."""
     if device.type == "cpu":
         return "cpu"
-    found = hardware.recognise(torch.cuda.get_device_name(device))
+    found = hardware.identify_gpu(torch.cuda.get_device_name(device))
     if found is None:
         raise LaunchError(f"{machine_of(device)}: a GPU of which no peak is known; see llmb/perfmodel/hardware.py")
     return found

@@ -32,7 +32,7 @@ from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Tra
 from llmb.events import RunEnded, StepDone, read
 from llmb.formats.token_file import read_header
 from llmb.launch.local_machine import gpu_names
-from llmb.perfmodel.hardware import recognise
+from llmb.perfmodel.hardware import identify_gpu
 
 ROOT = Path(__file__).parent.parent
 LAST = 20  # steps whose mean loss is compared
@@ -40,7 +40,7 @@ WAYS = {  # format, and what else is set; the first is what the others are compa
     "bf16": ("bf16", {}),
     "fp8": ("fp8", {}),
     "bf16, narrow": ("bf16", NARROW),
-    "fp8, narrow, fast sums": ("fp8", {**NARROW, "fast_sums": True}),
+    "fp8, narrow, fast sums": ("fp8", {**NARROW, "fp8_fast_accum": True}),
 }
 Losses = dict[str, list[list[float]]]  # of each way, of each seed, of each step
 
@@ -87,7 +87,7 @@ def configuration(options: argparse.Namespace, data: Path | None) -> RunConfig:
         name="fp8_convergence",
         target="fp8_convergence",
         size=model.name,
-        machine=Machine(gpu=(recognise(names[0]) or "h100") if names else "cpu", gpus=1, gpus_per_node=1),
+        machine=Machine(gpu=(identify_gpu(names[0]) or "h100") if names else "cpu", gpus=1, gpus_per_node=1),
         model=model,
         parallel=Parallel(),
         precision=Precision(dtype="bf16"),

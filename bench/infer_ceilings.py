@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmb.config.spec import Model, Precision
-from llmb.perfmodel.flops import BYTES, Block, bytes_of, stack
+from llmb.perfmodel.block_costs import BlockCost, block_stack
+from llmb.perfmodel.params import BYTES, bytes_per_value
 
 PRODUCTS, EXPERTS = "matrix products", "routed experts"
 DECODE, PREFILL = "attention, decode", "attention, prefill"
@@ -86,16 +87,16 @@ def prompt_step(tokens: int) -> Step:
 def terms(model: Model, precision: Precision, step: Step) -> list[Term]:
     """All that a step must do."""
     found = []
-    for kind, count, block in stack(model):
+    for kind, count, block in block_stack(model):
         found += _block_terms(model, precision, step, kind, count, block)
     head = model.hidden * model.vocab
     return [*found, Term("head", PRODUCTS, BYTES["bf16"] * head, 2 * step.samples * head, "head")]
 
 
-def _block_terms(model: Model, precision: Precision, step: Step, kind: str, count: int, block: Block) -> list[Term]:
-    tokens, each = step.tokens, bytes_of(precision.dtype)
+def _block_terms(model: Model, precision: Precision, step: Step, kind: str, count: int, block: BlockCost) -> list[Term]:
+    tokens, each = step.tokens, bytes_per_value(precision.dtype)
     plain = _kept_plain(model, kind)
-    matrices = count * (block.matrices - plain)
+    matrices = count * (block.dense_weights - plain)
     found = [Term(f"{kind} weights", PRODUCTS, each * matrices, 2 * tokens * matrices, "products")]
     if plain:
         found.append(Term("kv_up", PRODUCTS, BYTES["bf16"] * count * plain, 2 * tokens * count * plain, "bf16"))
@@ -105,19 +106,19 @@ def _block_terms(model: Model, precision: Precision, step: Step, kind: str, coun
             Term("cache", DECODE, cached * cached_bytes(model, precision), 2 * cached * block.decode_pair_macs, "bf16")
         )
         found.append(Term("prompts", PREFILL, 0.0, 2 * step.prompt_pairs * count * block.pair_macs, "bf16"))
-    if block.routed:
+    if block.routed_weights:
         found += _expert_terms(model, step, count, block, each)
     return found
 
 
-def _expert_terms(model: Model, step: Step, count: int, block: Block, each: float) -> list[Term]:
+def _expert_terms(model: Model, step: Step, count: int, block: BlockCost, each: float) -> list[Term]:
     assert model.experts is not None
     experts = model.experts
     visited = distinct_experts(experts.count, experts.top_k, step.tokens) if step.experts is None else step.experts
-    read = each * count * visited * block.routed / experts.count
+    read = each * count * visited * block.routed_weights / experts.count
     router = count * model.hidden * experts.count
     return [
-        Term("experts", EXPERTS, read, 2 * step.tokens * count * block.visited, "products"),
+        Term("experts", EXPERTS, read, 2 * step.tokens * count * block.active_routed_weights, "products"),
         Term("router", PRODUCTS, BYTES["bf16"] * router, 2 * step.tokens * router, "bf16"),
     ]
 
@@ -146,16 +147,16 @@ def exchange_seconds(gpus: int, model: Model, tokens: float, link: float) -> flo
 
 def _kept_plain(model: Model, kind: str) -> int:
     """Weights of a block that stay in bf16 whatever the format: what latent attention absorbs (kv_up)."""
-    if kind != "latent_attention" or model.latent is None:
+    if kind != "mla" or model.mla is None:
         return 0
-    return model.latent.kv_rank * model.heads * (model.latent.nope_dim + model.latent.value_dim)
+    return model.mla.kv_rank * model.heads * (model.mla.nope_dim + model.mla.value_dim)
 
 
 def cached_bytes(model: Model, precision: Precision) -> float:
     """Of one token in one attention block; latents may be in fp8, their rotated keys stay in bf16."""
-    each = bytes_of(precision.kv_dtype or "bf16")
-    if model.latent is not None:
-        return model.latent.kv_rank * each + model.latent.rope_dim * BYTES["bf16"]
+    each = bytes_per_value(precision.kv_dtype or "bf16")
+    if model.mla is not None:
+        return model.mla.kv_rank * each + model.mla.rope_dim * BYTES["bf16"]
     return 2 * model.kv_heads * model.head_dim * each
 
 
@@ -179,9 +180,9 @@ def small_bytes(model: Model, precision: Precision) -> float | None:
     additions with norm (two inputs, the sum and the normed copy each), rotation (q, k, v in; q and the cache out),
     rounding of the mixed values, the gate (gate and up in, one width out).
     """
-    if model.latent is not None or model.experts is not None or model.pattern is not None:
+    if model.mla is not None or model.experts is not None or model.pattern is not None:
         return None
-    wide, rounded = BYTES["bf16"], bytes_of(precision.dtype)
+    wide, rounded = BYTES["bf16"], bytes_per_value(precision.dtype)
     width, kv_width = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
     norms = 2 * model.hidden * (3 * wide + rounded)
     rotation = wide * (2 * width + kv_width) + cached_bytes(model, precision)
@@ -191,7 +192,7 @@ def small_bytes(model: Model, precision: Precision) -> float | None:
 
 def product_shapes(model: Model) -> list[tuple[int, int]]:
     """(outputs, inputs) of one dense layer's products, as the engine joins them."""
-    hidden, latent = model.hidden, model.latent
+    hidden, latent = model.hidden, model.mla
     mlp = [(2 * model.ffn, hidden), (hidden, model.ffn)]
     if latent is None:
         width = model.heads * model.head_dim

@@ -108,7 +108,9 @@ def _profile(bench: Bench, engine: Engine, row: Row, rates: Rates, visited: floa
     """The largest batch, with the experts that were counted for it."""
     model, prompt = bench.deepseek, row.isl - 16
     submit(engine, model, [(prompt, row.osl)] * row.batch)
-    while engine.scheduler.waiting or any(one.computed < prompt for one in engine.scheduler.running.values()):
+    while engine.scheduler.waiting or any(
+        sequence.num_computed_tokens < prompt for sequence in engine.scheduler.running.values()
+    ):
         engine.step()
     found = profiled(engine, 4 if bench.tiny else 10, bench.device)
     title = f"5. Where a step goes: {model.name} as above, decode, batch {row.batch}"

@@ -86,12 +86,12 @@ def tiny_models() -> tuple[Model, Model]:
     """The same structure, very small."""
     dense, moe = models()
     assert moe.experts is not None
-    assert moe.latent is not None
+    assert moe.mla is not None
     experts = replace(moe.experts, count=8, top_k=2, ffn=128, groups=2, top_groups=1)
-    latent = replace(moe.latent, q_rank=128, kv_rank=128, nope_dim=32, rope_dim=16, value_dim=32)
+    latent = replace(moe.mla, q_rank=128, kv_rank=128, nope_dim=32, rope_dim=16, value_dim=32)
     dense = replace(dense, layers=2, hidden=128, ffn=256, heads=4, kv_heads=2, head_dim=32, vocab=512)
     moe = replace(moe, layers=2, hidden=128, ffn=256, heads=4, kv_heads=4, head_dim=32, vocab=512)
-    return dense, replace(moe, experts=experts, latent=latent)
+    return dense, replace(moe, experts=experts, mla=latent)
 
 
 def tiny_row(row: Row) -> Row:

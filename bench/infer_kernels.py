@@ -21,21 +21,24 @@ from torch.profiler import ProfilerActivity, profile
 
 from llmb.config.spec import Model
 from llmb.serve.engine import Engine
-from llmb.serve.step_batch import Plan
-from llmb.train.kernel_intervals import Work, by_precedence
+from llmb.serve.step_batch import StepBatch
+from llmb.train.kernel_intervals import KernelInterval, resolve_overlaps
 
 COPIES, OTHER = "copies", "other"
 # By the names of kernels, ours and others'; the first line that fits decides.
 NAMES = (
     (COPIES, r"^memcpy|^memset|^aten::(copy_|_to_copy|fill_|zero_)$"),
-    (DECODE, r"^_(decode|together|thin_attention|attend_kernel|combine_kernel)\b"),
-    (PREFILL, r"^_(chunk|prompt_kernel)\b|flash|fmha|sdpa|scaled_dot_product|cudnn.*attention"),
-    (EXPERTS, r"^_(product|wide|gate|sum|count|deal)_kernel\b"),
-    (SMALL, r"^_(add_norm|gated|round|rotate_and_cache|write_kernel|route_kernel)\b|rms_?norm|cos_kernel|sin_kernel"),
-    (SAMPLING, r"^_(chunk_)?winners\b|arg_?max|sort|softmax|cumsum|scan"),
+    (DECODE, r"^_(paged_decode|combine_splits|decode_attention|mla_attention|mla_combine_splits)\b"),
+    (PREFILL, r"^_(paged|mla)_prefill\b|flash|fmha|sdpa|scaled_dot_product|cudnn.*attention"),
+    (EXPERTS, r"^_moe_\w+_kernel\b"),
+    (
+        SMALL,
+        r"^_(gated_activation|quantize_rows|(mla_)?rope_and_cache|route_kernel)\b|rms_?norm|cos_kernel|sin_kernel",
+    ),
+    (SAMPLING, r"arg_?max|sort|softmax|cumsum|scan"),
     (
         PRODUCTS,
-        r"^_(tile|add_parts|thin)\b|gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k|^aten::(mm|addmm|bmm|linear|mv)$",
+        r"^_block_scaled_mm\b|gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k|^aten::(mm|addmm|bmm|linear|mv)$",
     ),
 )
 CLASSES = (PRODUCTS, EXPERTS, DECODE, PREFILL, SMALL, SAMPLING, COPIES, OTHER)
@@ -74,8 +77,8 @@ def as_if_steady(engine: Engine, model: Model, row: Row, more: int = 256) -> Non
     stages = [place * row.osl // row.batch for place in range(row.batch)]
     submit(engine, model, [(row.isl + stage, row.osl - stage) for stage in reversed(stages)])
     scheduler.limits = replace(limits, max_num_tokens=row.batch * (row.isl + row.osl))
-    plan = scheduler.plan()
-    scheduler.took(plan, [0] * len(plan.sampling))
+    plan = scheduler.schedule()
+    scheduler.update_from_output(plan, [0] * len(plan.sampling_chunks))
     scheduler.limits = limits
     submit(engine, model, [(row.isl, row.osl)] * more, first=row.batch)
 
@@ -95,7 +98,7 @@ def profiled(engine: Engine, steps: int, device: torch.device) -> Profiled:
         for _ in range(steps):
             engine.step()
         _synchronize(device)
-    pieces = list(by_precedence(_work(trace, device), CLASSES))
+    pieces = list(resolve_overlaps(_work(trace, device), CLASSES))
     kinds, others = Counter[str](), Counter[str]()
     for piece in pieces:
         kinds[piece.kind] += (piece.end - piece.start) / steps
@@ -123,7 +126,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def _watched(engine: Engine) -> Iterator[tuple[dict[str, float], list[Plan]]]:
+def _watched(engine: Engine) -> Iterator[tuple[dict[str, float], list[StepBatch]]]:
     """Seconds of the host in each of an engine step's three calls, and the plans that were launched."""
     host, plans = {"planning": 0.0, "launching": 0.0, "taking tokens in": 0.0}, []
 
@@ -138,7 +141,7 @@ def _watched(engine: Engine) -> Iterator[tuple[dict[str, float], list[Plan]]]:
 
         return replacement
 
-    calls = ((engine.scheduler, "plan"), (engine.runner, "launch"), (engine.scheduler, "took"))
+    calls = ((engine.scheduler, "schedule"), (engine.runner, "launch"), (engine.scheduler, "update_from_output"))
     for (owner, method), name in zip(calls, list(host), strict=True):
         setattr(owner, method, timed(getattr(owner, method), name))
     try:
@@ -148,7 +151,7 @@ def _watched(engine: Engine) -> Iterator[tuple[dict[str, float], list[Plan]]]:
             delattr(owner, method)
 
 
-def _work(trace: Any, device: torch.device) -> Iterator[Work]:
+def _work(trace: Any, device: torch.device) -> Iterator[KernelInterval]:
     """What ran, in seconds. A CPU's operations enclose one another: each is as long as its own time."""
     for event in trace.events():
         start, end = event.time_range.start, event.time_range.end
@@ -156,19 +159,19 @@ def _work(trace: Any, device: torch.device) -> Iterator[Work]:
             end = start + event.self_cpu_time_total
         elif event.device_type != DeviceType.CUDA:
             continue
-        yield Work(start / 1e6, end / 1e6, kind_of(event.name), event.name)
+        yield KernelInterval(start / 1e6, end / 1e6, kind_of(event.name), event.name)
 
 
-def _mean_step(plans: list[Plan]) -> Step:
+def _mean_step(plans: list[StepBatch]) -> Step:
     """What the plans compute, on average."""
     decodes = contexts = prompt_tokens = pairs = samples = 0.0
     for plan in plans:
-        first = plan.decodes
+        first = plan.num_decodes
         decodes += first
-        contexts += sum(part.end for part in plan.parts[:first])
-        prompt_tokens += sum(part.count for part in plan.parts[first:])
-        pairs += sum(part.count * part.start + part.count**2 / 2 for part in plan.parts[first:])
-        samples += len(plan.sampling)
+        contexts += sum(part.end for part in plan.chunks[:first])
+        prompt_tokens += sum(part.num_tokens for part in plan.chunks[first:])
+        pairs += sum(part.num_tokens * part.start + part.num_tokens**2 / 2 for part in plan.chunks[first:])
+        samples += len(plan.sampling_chunks)
     steps = len(plans)
     return Step(
         decodes=decodes / steps,

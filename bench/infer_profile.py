@@ -7,7 +7,7 @@ from infer_ceilings import SAMPLING, SMALL, Rates, Step, Term, by_kind, small_by
 from infer_kernels import CLASSES, Profiled
 
 from llmb.config.spec import Model, Precision
-from llmb.perfmodel.flops import BYTES
+from llmb.perfmodel.params import BYTES
 
 
 def small_floors(model: Model, precision: Precision, step: Step, read: float) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The engine as the benchmark drives it: a configuration, one measured phase, steps that are timed by themselves.
 
-Throughput goes through `llmb.serve.benchmark.serving_benchmark.Bench` and the events it records, and from there through `llmb.perfmodel.metrics`,
-as in `llmb-run submit`: there is no second way to a figure.
+Throughput goes through `llmb.serve.benchmark.serving_benchmark.ServingBenchmark` and the events it records, and from
+there through `llmb.perfmodel.metrics`, as in `llmb-run submit`: there is no second way to a figure.
 """
 
 import sys
@@ -19,17 +19,17 @@ from torch import Tensor
 
 from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
 from llmb.events import RequestDone, read
-from llmb.perfmodel.metrics import steady, throughput
-from llmb.runtime.rank_info import Place
-from llmb.runtime.recorder import Record
-from llmb.serve.benchmark.arrivals import Seat, load_of, warmup_load
+from llmb.perfmodel.metrics import steady_state, throughput
+from llmb.runtime.rank_info import RankInfo
+from llmb.runtime.recorder import EventRecorder
+from llmb.serve.benchmark.arrivals import DataParallelShard, make_load, warmup_load
 from llmb.serve.benchmark.energy import Energy
-from llmb.serve.benchmark.prompts import Draw, measured_prompts, terms_of
-from llmb.serve.benchmark.serving_benchmark import Bench
+from llmb.serve.benchmark.prompts import PromptSampler, measured_prompts, model_info
+from llmb.serve.benchmark.serving_benchmark import ServingBenchmark
 from llmb.serve.engine import Engine
-from llmb.serve.engine_builder import open_engine
-from llmb.serve.layers.served_moe import ServedExperts
-from llmb.serve.model_runner import TorchRunner
+from llmb.serve.engine_builder import build_engine
+from llmb.serve.layers.served_moe import ServedMoe
+from llmb.serve.model_runner import TorchModelRunner
 from llmb.serve.request import Request
 from llmb.serve.scheduler import Scheduler
 
@@ -91,7 +91,7 @@ def config_of(model: Model, row: Row, device: torch.device) -> RunConfig:
 def opened(config: RunConfig, device: torch.device, longest: int) -> Engine:
     """The engine of a configuration; what earlier ones held is let go of first."""
     let_go(device)
-    return open_engine(config, Place(0, 1, device), longest=longest)
+    return build_engine(config, RankInfo(0, 1, device), max_seq_len=longest)
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,14 @@ def measure(engine: Engine, config: RunConfig, device: torch.device) -> Measured
     """Warm up, send everything, and derive the rates from what was recorded."""
     work = config.workload
     assert isinstance(work, Inference)
-    wanted = terms_of(config.model, None)
-    draw = Draw(work.seed, wanted)
-    load = load_of(measured_prompts(work, wanted, draw), work.concurrency)
-    warmup = warmup_load(work, load, 1, engine.load.blocks * work.block_tokens, draw)
+    wanted = model_info(config.model, None)
+    draw = PromptSampler(work.seed, wanted)
+    load = make_load(measured_prompts(work, wanted, draw), work.concurrency)
+    warmup = warmup_load(work, load, 1, engine.stats.blocks * work.block_tokens, draw)
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # progress is no part of the tables
-        record = Record(Path(folder), 0)
-        bench = Bench(work, frozenset(), engine, Place(0, 1, device), Seat(0, 1, records=True), record)
+        record = EventRecorder(Path(folder), 0)
+        shard = DataParallelShard(0, 1, records=True)
+        bench = ServingBenchmark(work, frozenset(), engine, RankInfo(0, 1, device), shard, record)
         bench.warm_up(warmup)
         energy = bench.measure(load, None)
         done = [event for event in read(record.path) if isinstance(event, RequestDone) and not event.warmup]
@@ -127,14 +128,14 @@ def _derived(done: list[RequestDone], work: Inference, energy: Energy) -> Measur
     wrong = sum(one.output_tokens != one.requested_tokens for one in done)
     if wrong or len(done) != work.num_requests:
         raise RuntimeError(f"{len(done)} of {work.num_requests} requests ended, {wrong} of them with a wrong length")
-    whole, window = throughput(done), steady(done)
+    whole, window = throughput(done), steady_state(done)
     if whole is None:
         raise RuntimeError("the recorded requests have no times")
     return Measured(
         seconds=whole.duration_s,
         whole=whole.output_tokens_per_s,
         steady=window and window.output_tokens_per_s,
-        in_flight=whole.mean_in_flight,
+        in_flight=whole.mean_concurrency,
         most_at_once=_most_at_once(done),
         energy=energy,
     )
@@ -159,7 +160,7 @@ def submit(engine: Engine, model: Model, lengths: Sequence[tuple[int, int]], fir
     random = np.random.default_rng(first)
     for number, (inputs, outputs) in enumerate(lengths, start=first):
         prompt = random.integers(model.vocab, size=inputs, dtype=np.int32).tolist()
-        engine.submit(Request(number=number, prompt=prompt, max_tokens=outputs, ignore_eos=True))
+        engine.submit(Request(request_id=number, prompt=prompt, max_tokens=outputs, ignore_eos=True))
 
 
 def cancel_all(engine: Engine) -> None:
@@ -187,7 +188,7 @@ def decode(
         -batch * context // engine.scheduler.limits.max_num_tokens
     )  # steps, in which the first generate already
     submit(engine, model, [(prompt, reading + settle + steps + 8)] * batch)
-    while engine.scheduler.waiting or any(len(one.tokens) <= prompt for one in engine.scheduler.running.values()):
+    while engine.scheduler.waiting or any(len(one.token_ids) <= prompt for one in engine.scheduler.running.values()):
         engine.step()
     for _ in range(settle):
         engine.step()
@@ -207,7 +208,7 @@ def decode(
 
 def _mean_length(engine: Engine) -> float:
     running = engine.scheduler.running.values()
-    return sum(sequence.length for sequence in running) / len(running)
+    return sum(sequence.num_tokens for sequence in running) / len(running)
 
 
 def prefill(engine: Engine, model: Model, tokens: int, repeats: int, device: torch.device) -> float:
@@ -235,15 +236,15 @@ class _Listening:
     def __init__(self, router: object):
         self._router, self.chosen_NK = router, torch.empty(0)
 
-    def __call__(self, x_NC: Tensor, places_N: Tensor | None) -> tuple[Tensor, Tensor]:
-        weights_NK, self.chosen_NK = self._router(x_NC, places_N)  # type: ignore[operator]
+    def __call__(self, x_NC: Tensor, slot_mapping_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        weights_NK, self.chosen_NK = self._router(x_NC, slot_mapping_N)  # type: ignore[operator]
         return weights_NK, self.chosen_NK
 
 
 def visited_experts(engine: Engine) -> float:
     """Compute one more step without a graph, and count the experts of each layer that some token visits."""
     runner = engine.runner
-    layers = [mixer for mixer in runner.stack.mixers() if isinstance(mixer, ServedExperts)]  # type: ignore[attr-defined]
+    layers = [mixer for mixer in runner.model.mixers() if isinstance(mixer, ServedMoe)]  # type: ignore[attr-defined]
     graphs, routers = runner.graphs, [layer.router for layer in layers]  # type: ignore[attr-defined]
     ears = [_Listening(router) for router in routers]
     runner.graphs = _NoGraphs()  # type: ignore[attr-defined]
@@ -260,7 +261,7 @@ def visited_experts(engine: Engine) -> float:
 def for_longer(engine: Engine, longest: int) -> Engine:
     """A second engine for longer sequences on the layers and the cache of one that is idle; it has no graphs."""
     scheduler, runner = engine.scheduler, engine.runner
-    assert isinstance(runner, TorchRunner)
-    limits, pool = replace(scheduler.limits, max_length=longest), scheduler.pool
-    longer = TorchRunner(runner.stack, limits.max_batch_size, longest, pool.block_tokens, limits.max_num_tokens)
+    assert isinstance(runner, TorchModelRunner)
+    limits, pool = replace(scheduler.limits, max_seq_len=longest), scheduler.pool
+    longer = TorchModelRunner(runner.model, limits.max_batch_size, longest, pool.block_tokens, limits.max_num_tokens)
     return Engine(Scheduler(pool, limits), longer)

@@ -22,7 +22,7 @@ from llmb.config.serialization import to_json
 from llmb.config.spec import RunConfig
 from llmb.events import StepDone, read
 from llmb.launch.command import engine_environment
-from llmb.launch.dry_run_process import rehearse
+from llmb.launch.torch_process import run_dry_run
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.report.table import render
@@ -73,7 +73,7 @@ def main() -> None:
         if options.only not in workload:
             continue
         config = configuration(workload, size, dtype, proxy, settings, options.gpu_type)
-        rehearsed, formed, real = rehearse(config).peak_bytes, memory_estimate(config).total, measured(config)
+        rehearsed, formed, real = run_dry_run(config).peak_bytes, memory_estimate(config).total, measured(config)
         ratios = (None, None) if real is None else (rehearsed / real, formed / real)
         real_gib = None if real is None else real / GIB
         lines.append((config.name, real_gib, rehearsed / GIB, ratios[0], formed / GIB, ratios[1]))

@@ -10,7 +10,7 @@ from findings import Findings
 from outofcore_rows import Row
 
 from llmb.config.spec import Model
-from llmb.models.llama_layer.linear_gemms import Products
+from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.offload import machine_probe
 from llmb.offload.pinned_memory import HostSlab
 from llmb.perfmodel import hardware
@@ -74,7 +74,7 @@ def measured_rates(gpu: str, device: torch.device, tiny: bool) -> Rates:
     link = {name: rate / hardware.GB for name, rate in machine_probe.link_rates(device, sizes).items()}
     return Rates(
         gpu=gpu,
-        matmul_tflops=machine_probe.products_rate(Products(), device, sizes) / hardware.TERA,
+        matmul_tflops=machine_probe.gemm_rate(LinearGemms(), device, sizes) / hardware.TERA,
         **attention,
         square_tokens=sizes.square_tokens,
         memory_gbs=machine_probe.memory_rate(device, sizes) / hardware.GB,

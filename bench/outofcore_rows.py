@@ -14,12 +14,12 @@ from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import convert
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
-from llmb.perfmodel.offload.buffers import Units
+from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import Rates
-from llmb.perfmodel.offload.plan_candidate import Planned, Wishes
+from llmb.perfmodel.offload.plan_candidate import PlanConstraints, PlanResult
 from llmb.perfmodel.offload.plan_search import best_plan
-from llmb.perfmodel.offload.step_tasks import chunks_of
-from llmb.perfmodel.offload.task_durations import Cost, Durations
+from llmb.perfmodel.offload.step_tasks import round_chunks
+from llmb.perfmodel.offload.task_durations import TaskCost, TaskDurations
 
 MIB = 1 / 1024  # GiB
 
@@ -96,16 +96,16 @@ def tiny_row(row: Row) -> Row:
     )  # fmt: skip
 
 
-def planned(model: Model, row: Row, rates: Rates) -> Planned:
+def planned(model: Model, row: Row, rates: Rates) -> PlanResult:
     """The row's plan."""
-    wishes = Wishes(
+    wishes = PlanConstraints(
         dtype="bf16", seqlen=row.seqlen, host_gib=row.host_gib, device_gib=row.device_gib, gbs=row.gbs,
         chunk_tokens=row.chunk_tokens,
     )  # fmt: skip
     return best_plan(model, wishes, rates)
 
 
-def plans_of(rows: Iterable[Row], sized: dict[str, Model], rates: Rates) -> dict[Row, Planned | str]:
+def plans_of(rows: Iterable[Row], sized: dict[str, Model], rates: Rates) -> dict[Row, PlanResult | str]:
     """All at once; of a row that does not fit, why."""
     workers = min(8, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
@@ -113,7 +113,7 @@ def plans_of(rows: Iterable[Row], sized: dict[str, Model], rates: Rates) -> dict
     return {row: _made(plan) for row, plan in making.items()}
 
 
-def _made(plan: Future[Planned]) -> Planned | str:
+def _made(plan: Future[PlanResult]) -> PlanResult | str:
     try:
         return plan.result()
     except ConfigError as error:
@@ -122,21 +122,21 @@ def _made(plan: Future[Planned]) -> Planned | str:
 
 def ceiling_s(model: Model, plan: Plan, rates: Rates) -> float:
     """Seconds of a step's matrix products and attention alone: nothing computed again, nothing waited for."""
-    durations = Durations(model, plan, rates)
+    durations = TaskDurations(model, plan, rates)
 
-    def bare(cost: Cost) -> float:
-        return durations.seconds_of(replace(cost, passed=0.0))
+    def bare(cost: TaskCost) -> float:
+        return durations.seconds_of(replace(cost, memory_bytes=0.0))
 
-    chunks = [chunk for round_ in range(plan.rounds) for chunk in chunks_of(plan, round_)]
+    chunks = [chunk for round_ in range(plan.rounds) for chunk in round_chunks(plan, round_)]
     return sum(
         model.layers * (bare(durations.forward(chunk)) + bare(durations.backward(chunk))) + bare(durations.head(chunk))
         for chunk in chunks
     )
 
 
-def plan_line(model: Model, made: Planned) -> str:
+def plan_line(model: Model, made: PlanResult) -> str:
     """What the plan comes to."""
-    plan, expected, units = made.plan, made.simulated, Units(model).count
+    plan, expected, units = made.plan, made.simulation, ParamBuckets(model).count
     levels = ", ".join(f"{plan.levels.count(level)} {level}" for level in (FULL, ATTENTION, INPUT))
     return (
         f"{plan.gbs} sequences a step, chunks of {plan.chunk_tokens} tokens, {plan.chunks_per_round} a round, "

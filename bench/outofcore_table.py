@@ -20,9 +20,9 @@ from llmb.offload.pinned_memory import HostSlab
 from llmb.perfmodel import flops, metrics
 from llmb.perfmodel.hardware import GIB, TERA
 from llmb.perfmodel.offload.machine_rates import Rates
-from llmb.perfmodel.offload.plan_candidate import Planned
+from llmb.perfmodel.offload.plan_candidate import PlanResult
 from llmb.perfmodel.offload.simulator import simulate
-from llmb.perfmodel.offload.stream_timeline import Lanes, write_lanes
+from llmb.perfmodel.offload.stream_timeline import StreamTimeline, write_timeline
 from llmb.report.table import number
 from llmb.report.timeline.profile_page import write_profile
 
@@ -60,7 +60,7 @@ def table(bench: Bench, rates: Rates, with_rows: bool, with_batch: bool) -> None
     began = time.perf_counter()
     made = plans_of(dict.fromkeys((*rows, *pair)), bench.models, rates)
     bench.head(f"{len(made)} plans made in {time.perf_counter() - began:.1f} s")
-    fitting = {row: plan for row, plan in made.items() if isinstance(plan, Planned)}
+    fitting = {row: plan for row, plan in made.items() if isinstance(plan, PlanResult)}
     for row, why in made.items():
         if isinstance(why, str):
             _failed(bench, row, why)
@@ -77,7 +77,7 @@ def table(bench: Bench, rates: Rates, with_rows: bool, with_batch: bool) -> None
         _say_batch(bench, *(done[row] for row in pair))
 
 
-def _measured(bench: Bench, row: Row, made: Planned, rates: Rates, slab: HostSlab) -> Outcome | None:
+def _measured(bench: Bench, row: Row, made: PlanResult, rates: Rates, slab: HostSlab) -> Outcome | None:
     bench.head(f"{row.title}, {row.gbs} sequences a step")
     print(f"  plan: {plan_line(bench.models[row.size], made)}", flush=True)
     try:
@@ -99,20 +99,20 @@ def _measured(bench: Bench, row: Row, made: Planned, rates: Rates, slab: HostSla
     return outcome
 
 
-def _order(bench: Bench, row: Row, made: Planned, rates: Rates) -> Order:
+def _order(bench: Bench, row: Row, made: PlanResult, rates: Rates) -> Order:
     # The first step compiles kernels to its very end, so Python is not ahead when the second begins.
     is_first = not any("losses" in earlier for earlier in bench.results.get("rows", []))
     return Order(
         budgets=Budgets(host_gib=row.host_gib, device_gib=row.device_gib),
         warm_up=row.warm_up + is_first,
-        steps=max(1, min(bench.steps, int(MEASURED_S / made.simulated.step_s))),
+        steps=max(1, min(bench.steps, int(MEASURED_S / made.simulation.step_s))),
         watch_all=bench.profile is not None,
         link_gbs=(rates.link_in_gbs, rates.link_out_gbs),
         peak_tflops=None if bench.peak is None else bench.peak / TERA,
     )
 
 
-def _outcome(bench: Bench, row: Row, made: Planned, trained: Trained, rates: Rates) -> Outcome:
+def _outcome(bench: Bench, row: Row, made: PlanResult, trained: Trained, rates: Rates) -> Outcome:
     model, step_s, tokens = bench.models[row.size], trained.step_s, made.plan.step_tokens
     useful = row.gbs * flops.train_flops_per_sequence(model, row.seqlen, "causal")
     return Outcome(
@@ -120,13 +120,13 @@ def _outcome(bench: Bench, row: Row, made: Planned, trained: Trained, rates: Rat
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         mfu=metrics.mfu(metrics.tflops_per_gpu(useful, step_s, 1), bench.peak),
-        hfu=metrics.hfu(made.simulated.hardware_flops, step_s, 1, bench.peak),
+        hfu=metrics.hfu(made.simulation.hardware_flops, step_s, 1, bench.peak),
         ceiling=tokens / ceiling_s(model, made.plan, rates),
-        predicted=tokens / made.simulated.step_s,
+        predicted=tokens / made.simulation.step_s,
     )
 
 
-def _say_row(outcome: Outcome, made: Planned, trained: Trained) -> None:
+def _say_row(outcome: Outcome, made: PlanResult, trained: Trained) -> None:
     row = outcome.row
     warm = "none" if trained.warm_up_s is None else f"{trained.warm_up_s:.4g} s"
     used = {"host": (trained.host_bytes, row.host_gib), "device": (trained.device_bytes, row.device_gib)}
@@ -180,12 +180,12 @@ def _say_batch(bench: Bench, small: Outcome, large: Outcome) -> None:
     bench.keep("batch", {"row": small.row.title, "tokens_per_s": speeds, "slower": slower, "aim": LARGE_BATCH_LOSS})
 
 
-def _record(outcome: Outcome, made: Planned, trained: Trained) -> dict[str, Any]:
+def _record(outcome: Outcome, made: PlanResult, trained: Trained) -> dict[str, Any]:
     """For the file; what lanes did is in the profile."""
-    seen = {name: value for name, value in vars(trained).items() if name != "lanes"}
+    seen = {name: value for name, value in vars(trained).items() if name != "streams"}
     seen["losses"] = [loss if math.isfinite(loss) else None for loss in trained.losses]  # JSON has no NaN
     found = {name: value for name, value in vars(outcome).items() if name != "row"}
-    expected = {name: value for name, value in vars(made.simulated).items() if name != "stretches"}
+    expected = {name: value for name, value in vars(made.simulation).items() if name != "events"}
     return {
         "title": outcome.row.title, "row": asdict(outcome.row), **found, "ratios": outcome.ratios, **seen,
         "plan": asdict(made.plan), "expected": expected, "expected_waits": _waits(made),
@@ -197,31 +197,31 @@ def _failed(bench: Bench, row: Row, why: str) -> None:
     bench.keep("rows", {"title": row.title, "row": asdict(row), "error": why})
 
 
-def _profile(folder: Path, bench: Bench, outcome: Outcome, made: Planned, trained: Trained, rates: Rates) -> None:
+def _profile(folder: Path, bench: Bench, outcome: Outcome, made: PlanResult, trained: Trained, rates: Rates) -> None:
     """What the lanes did beside what the plan expected, as `llmb-run submit -p` leaves it."""
     model = bench.models[outcome.row.size]
-    expected = Lanes(
+    expected = StreamTimeline(
         source="predicted",
-        stretches=simulate(model, made.plan, rates, shown=True).stretches,
-        link_gbs=trained.lanes.link_gbs,
-        peak_tflops=trained.lanes.peak_tflops,
+        events=simulate(model, made.plan, rates, with_events=True).events,
+        link_gbs=trained.streams.link_gbs,
+        peak_tflops=trained.streams.peak_tflops,
     )
     figures = [
         ("measured", f"{number(outcome.tokens_per_s)} tokens/s, {number(outcome.step_s)} s a step"),
-        ("predicted", f"{number(made.simulated.step_s)} s a step"),
+        ("predicted", f"{number(made.simulation.step_s)} s a step"),
         ("machine", bench.machine),
     ]
     try:
-        page = write_profile(folder, trained.lanes, expected, f"{model.name}, {outcome.row.title}", figures)
-        write_lanes(folder / "lanes.json", trained.lanes)
+        page = write_profile(folder, trained.streams, expected, f"{model.name}, {outcome.row.title}", figures)
+        write_timeline(folder / "lanes.json", trained.streams)
     except (LaunchError, OSError) as error:
         print(f"  no profile: {error}", file=sys.stderr)
         return
     print(f"  profile: {page}", flush=True)
 
 
-def _waits(made: Planned) -> float:
-    return 1 - made.simulated.compute_s / made.simulated.step_s
+def _waits(made: PlanResult) -> float:
+    return 1 - made.simulation.compute_s / made.simulation.step_s
 
 
 def _percent(share: float | None) -> str:

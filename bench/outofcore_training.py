@@ -13,12 +13,12 @@ import torch
 
 from llmb.config.spec import Model
 from llmb.offload.arena import Budgets
-from llmb.offload.chunked_batches import Batches
+from llmb.offload.chunked_batches import ChunkedBatches
+from llmb.offload.offload_profiler import StreamRecorder
 from llmb.offload.pinned_memory import HostSlab
-from llmb.offload.stream_recorder import LaneRecord
-from llmb.offload.trainer import Settings, Trainer
-from llmb.perfmodel.offload.plan_candidate import Planned
-from llmb.perfmodel.offload.stream_timeline import Lane, Lanes
+from llmb.offload.trainer import Trainer, TrainerSettings
+from llmb.perfmodel.offload.plan_candidate import PlanResult
+from llmb.perfmodel.offload.stream_timeline import StreamName, StreamTimeline
 
 SEED = 1234
 LR = 3e-6  # ten times as much makes the loss of 8b jump in its third step: all weights of 32 layers go one way at first
@@ -39,7 +39,7 @@ class Trained:
     host_bytes: int
     device_bytes: int  # the most that torch held
     driver_bytes: int | None  # all that was taken of the device, the driver's own included; none: a CPU
-    lanes: Lanes  # of the steps watched
+    streams: StreamTimeline  # of the steps watched
 
     @property
     def step_s(self) -> float:
@@ -58,48 +58,48 @@ class Order:
     peak_tflops: float | None
 
 
-def train(model: Model, made: Planned, order: Order, device: torch.device, slab: HostSlab) -> Trained:
+def train(model: Model, made: PlanResult, order: Order, device: torch.device, slab: HostSlab) -> Trained:
     """Open, step, and say; all memory but the slab is the caller's to let go of."""
     began = time.perf_counter()
     trainer = _opened(model, made, order.budgets, device, slab)
     opening_s = time.perf_counter() - began
     total = order.steps + order.warm_up
-    start = trainer.lanes.moment("compute")
-    record = LaneRecord(model, made.plan, start)
+    start = trainer.streams.record_event("compute")
+    record = StreamRecorder(model, made.plan, start)
     watched = range(order.warm_up + 1 if order.watch_all else total, total + 1)
-    issued = [trainer.step(n, watch=record.watch(n) if n in watched else None) for n in range(1, total + 1)]
-    trainer.lanes.wait()
-    ends = [start, *(one.ended for one in issued)]
-    seconds = [before.seconds_until(end) for before, end in pairwise(ends)]
+    issued = [trainer.step(n, observer=record.observer(n) if n in watched else None) for n in range(1, total + 1)]
+    trainer.streams.wait()
+    ends = [start, *(one.done for one in issued)]
+    seconds = [before.elapsed_s(end) for before, end in pairwise(ends)]
     losses = [one.loss for one in issued]
     arena = trainer.arena
-    lanes = record.lanes(arena.device_bytes, arena.host_bytes, order.peak_tflops, order.link_gbs)
+    streams = record.timeline(arena.device_bytes, arena.host_bytes, order.peak_tflops, order.link_gbs)
     return Trained(
         opening_s=opening_s,
         warm_up_s=seconds[0] if order.warm_up else None,
         seconds=seconds[order.warm_up :],
         losses=losses,
         sound=_sound(losses, model.vocab),
-        waited=1 - _busy(lanes, "compute", total) / seconds[-1],
-        link={lane: _busy(lanes, lane, total) / seconds[-1] for lane in ("inbound", "outbound")},
+        waited=1 - _busy(streams, "compute", total) / seconds[-1],
+        link={stream: _busy(streams, stream, total) / seconds[-1] for stream in ("inbound", "outbound")},
         host_bytes=arena.host_bytes,
         device_bytes=arena.device_bytes,
         driver_bytes=_taken(device),
-        lanes=lanes,
+        streams=streams,
     )
 
 
-def _opened(model: Model, made: Planned, budgets: Budgets, device: torch.device, slab: HostSlab) -> Trainer:
-    batches = Batches(model, made.plan, SEED, None, False, device)
-    settings = Settings(seed=SEED, budgets=budgets, home_slots=made.simulated.home_slots)
+def _opened(model: Model, made: PlanResult, budgets: Budgets, device: torch.device, slab: HostSlab) -> Trainer:
+    batches = ChunkedBatches(model, made.plan, SEED, None, False, device)
+    settings = TrainerSettings(seed=SEED, budgets=budgets, host_slots=made.simulation.host_slots)
     trainer = Trainer(model, made.plan, device, settings, batches, lambda _: LR, slab)
     trainer.initialise()
-    trainer.lanes.wait()
+    trainer.streams.wait()
     return trainer
 
 
-def _busy(lanes: Lanes, lane: Lane, step: int) -> float:
-    return sum(one.end - one.start for one in lanes.stretches if one.lane == lane and one.step == step)
+def _busy(streams: StreamTimeline, stream: StreamName, step: int) -> float:
+    return sum(one.end - one.start for one in streams.events if one.stream == stream and one.step == step)
 
 
 def _taken(device: torch.device) -> int | None:

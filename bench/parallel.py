@@ -26,24 +26,24 @@ import torch
 from torch import Tensor, nn
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Experts, Machine, Model, Parallel, Precision, Profile, RunConfig, Training
+from llmb.config.spec import Machine, Model, MoEConfig, Parallel, Precision, Profile, RunConfig, Training
 from llmb.events import StepDone, read
 from llmb.models.architectures import Network, build_model
 from llmb.report.table import render
 from llmb.train.optimizer import Optimizer
-from llmb.train.parallel.context_parallel import split_context
-from llmb.train.parallel.expert_parallel import split_experts
-from llmb.train.parallel.fsdp import shard
+from llmb.train.parallel.context_parallel import apply_context_parallel
+from llmb.train.parallel.expert_parallel import apply_expert_parallel
+from llmb.train.parallel.fsdp import apply_fsdp
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallel.pipeline import own_parts
-from llmb.train.parallel.tensor_parallel import split_tensors
-from llmb.train.parallelize import prepare
+from llmb.train.parallel.pipeline import build_stages
+from llmb.train.parallel.tensor_parallel import apply_tensor_parallel
+from llmb.train.parallelize import apply_passes
 
 SIZES = {"layers": 4, "hidden": 256, "ffn": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 4096}
 LLAMA = Model(name="llama", architecture="llama", **SIZES)
 GROK = replace(
     LLAMA, name="grok1", architecture="grok1", post_norms=True, activation="gelu",
-    experts=Experts(count=4, top_k=2, ffn=512, renormalise=False),
+    experts=MoEConfig(count=4, top_k=2, ffn=512, renormalise=False),
 )  # fmt: skip
 WORK = Training(seqlen=256, mbs=1, gbs=8, ga=8, steps=12, window=(4, 12), lr=1e-3)
 TRACED = range(9, 12)
@@ -161,12 +161,12 @@ def overhead_rows() -> list[dict[str, Any]]:
     config = configuration(GROK, {})
     passes: dict[str, Callable[[Network, Mesh], object]] = {
         "none, the engine's optimizer": lambda network, mesh: None,
-        "pipeline": own_parts,
-        "context": split_context,
-        "experts": split_experts,
-        "tensors": split_tensors,
-        "sharding": lambda network, mesh: shard(network, mesh, "fp32"),
-        "all": lambda network, mesh: prepare(network, config, replace(WORK, ga=1), mesh),
+        "pipeline": build_stages,
+        "context": apply_context_parallel,
+        "experts": apply_expert_parallel,
+        "tensors": apply_tensor_parallel,
+        "sharding": lambda network, mesh: apply_fsdp(network, mesh, "fp32"),
+        "all": lambda network, mesh: apply_passes(network, config, replace(WORK, ga=1), mesh),
     }
     rows = [{"pass": "the plain model, against itself", **ratio(plain_step(GROK), plain_step(GROK))}]
     return rows + [{"pass": name, **ratio(plain_step(GROK), passed_step(GROK, one))} for name, one in passes.items()]

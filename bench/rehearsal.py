@@ -18,9 +18,9 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig
-from llmb.launch.dry_run_process import rehearse
+from llmb.launch.torch_process import run_dry_run
 from llmb.perfmodel.communication import step_traffic
-from llmb.perfmodel.dry_run_summary import Rehearsal
+from llmb.perfmodel.dry_run_summary import DryRunSummary
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.shards import rank_flops, rank_parameters
@@ -41,12 +41,12 @@ def rows(only: str, all_scales: bool) -> Iterator[RunConfig]:
                     yield resolve(recipe, Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=row["gpu"]))
 
 
-def stage(config: RunConfig, found: Rehearsal) -> int:
+def stage(config: RunConfig, found: DryRunSummary) -> int:
     """Where in the pipeline the rehearsed rank stands."""
     return found.rank * config.parallel.pp // config.parallel.world_size
 
 
-def worst_traffic(config: RunConfig, found: Rehearsal) -> float | None:
+def worst_traffic(config: RunConfig, found: DryRunSummary) -> float | None:
     """Of all exchanges, bytes by closed form over bytes counted, the farthest from 1; null where there are none."""
     formed = {(one.kind, one.dimension): one.bytes for one in step_traffic(config, stage(config, found))}
     large = [one for one in found.collectives if one.bytes >= SMALL * one.count and one.kind != "all-reduce"]
@@ -63,7 +63,7 @@ def main() -> None:
     lines, results = [], []
     for config in rows(options.only, options.all_scales):
         began = time.perf_counter()
-        found = rehearse(config)
+        found = run_dry_run(config)
         seconds, estimate, place = time.perf_counter() - began, memory_estimate(config), stage(config, found)
         fits = None if estimate.device_budget is None else found.peak_bytes <= estimate.device_budget
         line = (

@@ -9,8 +9,8 @@ activations and the optimizer are left out, and so is what is computed again.
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from llmb.config.spec import Latent, Mamba, Model, RunConfig, Training
-from llmb.perfmodel.flops import BYTES
+from llmb.config.spec import MambaConfig, MlaConfig, Model, RunConfig, Training
+from llmb.perfmodel.params import BYTES
 
 Way = Literal["forward", "input gradient", "weight gradient"]
 WAYS: tuple[Way, ...] = ("forward", "input gradient", "weight gradient")
@@ -115,8 +115,8 @@ def _products(model: Model, kind: str, tokens: int) -> list[tuple[int, int, int]
     match kind:
         case "attention":
             return [(tokens, width + 2 * kv_width, hidden), (tokens, hidden, width)]
-        case "latent_attention":
-            return [(tokens, *shape) for shape in _latent_shapes(model, _given(model.latent))]
+        case "mla":
+            return [(tokens, *shape) for shape in _latent_shapes(model, _given(model.mla))]
         case "mlp":
             return _mlp(tokens, hidden, model.ffn, 2 if model.gated else 1)
         case "experts":
@@ -135,7 +135,7 @@ def _mlp(rows: int, hidden: int, ffn: int, inward: int) -> list[tuple[int, int, 
     return [(rows, inward * ffn, hidden), (rows, hidden, ffn)]
 
 
-def _latent_shapes(model: Model, latent: Latent) -> list[tuple[int, int]]:
+def _latent_shapes(model: Model, latent: MlaConfig) -> list[tuple[int, int]]:
     key = latent.nope_dim + latent.rope_dim
     return [
         (latent.q_rank + latent.kv_rank + latent.rope_dim, model.hidden),
@@ -149,8 +149,8 @@ def _mixing(model: Model, kind: str, work: Training) -> list[Call]:
     """What mixes tokens in a block, there and back."""
     if kind == "attention":
         widths = (model.heads, model.kv_heads, model.head_dim, model.head_dim)
-    elif kind == "latent_attention":
-        latent = _given(model.latent)
+    elif kind == "mla":
+        latent = _given(model.mla)
         widths = (model.heads, model.heads, latent.nope_dim + latent.rope_dim, latent.value_dim)
     elif kind == "mamba":
         return [_scan(_given(model.mamba), work.mbs * work.seqlen, backward) for backward in (False, True)]
@@ -159,7 +159,7 @@ def _mixing(model: Model, kind: str, work: Training) -> list[Call]:
     return [Attended(backward, work.mbs, work.seqlen, *widths) for backward in (False, True)]
 
 
-def _scan(mamba: Mamba, tokens: int, backward: bool) -> Moved:
+def _scan(mamba: MambaConfig, tokens: int, backward: bool) -> Moved:
     """Values, B, C and time steps are read and the output written; back, all these and its slope, and four slopes."""
     inner = mamba.heads * mamba.head_dim
     taken = (inner + 2 * mamba.groups * mamba.state) * BYTES["bf16"] + mamba.heads * BYTES["fp32"]

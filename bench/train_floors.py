@@ -22,10 +22,10 @@ from train_trace import (
 )
 
 from llmb.config.spec import Model, RunConfig, Training
-from llmb.perfmodel import flops
+from llmb.perfmodel import block_costs, params
 from llmb.perfmodel.memory_estimate import memory_estimate
 
-VALUE = flops.BYTES["bf16"]
+VALUE = params.BYTES["bf16"]
 
 
 def floors(config: RunConfig, seconds: dict[Call, float], memory: float) -> dict[str, float]:
@@ -80,7 +80,8 @@ def _moved(config: RunConfig, tokens: int) -> dict[str, float]:
     }
     found |= {kind: tokens * values * VALUE for kind, values in ((ROUTING, routing), (SCAN, scan)) if values}
     if config.precision.dtype == "fp8":
-        weights = sum(count * (block.matrices + block.routed) for _, count, block in flops.stack(model))
+        blocks = block_costs.block_stack(model)
+        weights = sum(count * (block.dense_weights + block.routed_weights) for _, count, block in blocks)
         found[QUANTISING] = 2.0 * weights + 2 * tokens * attention * VALUE
     return found
 
@@ -89,8 +90,8 @@ def _small(model: Model, kind: str) -> float:
     """Values that norms inside, rotations and activations of a block move for a token, there and back."""
     if kind == "attention":
         return 4.0 * (model.heads + model.kv_heads) * model.head_dim if model.rope is not None else 0.0
-    if kind == "latent_attention" and model.latent is not None:
-        latent = model.latent
+    if kind == "mla" and model.mla is not None:
+        latent = model.mla
         return 5.0 * (latent.q_rank + latent.kv_rank) + 4.0 * (model.heads + 1) * latent.rope_dim
     if kind == "mlp":
         return (8.0 if model.gated else 5.0) * model.ffn

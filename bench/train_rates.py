@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_calls import Attended, Call, Moved, Product, Timed
 
-from llmb.ops.gemm.algorithm_trial import in_turn
-from llmb.ops.gemm.matmul import multiply
+from llmb.ops.gemm.algorithm_trial import time_interleaved
+from llmb.ops.gemm.matmul import matmul
 from llmb.ops.quant.activation_quant import E4M3
 
 Making = Callable[[], object]
@@ -75,11 +75,11 @@ def _bf16_way(call: Product, operands: Operands) -> Making:
     x_NK, w_MK, dy_NM = operands.x.matrix(n, k), operands.w.matrix(m, k), operands.dy.matrix(n, m)
     match call.way:
         case "forward":
-            return lambda: multiply(x_NK, w_MK.T)
+            return lambda: matmul(x_NK, w_MK.T)
         case "input gradient":
-            return lambda: multiply(dy_NM, w_MK)
+            return lambda: matmul(dy_NM, w_MK)
         case "weight gradient":
-            return lambda: multiply(dy_NM.T, x_NK)
+            return lambda: matmul(dy_NM.T, x_NK)
 
 
 def _fp8_way(call: Product, operands: Operands) -> Making:
@@ -93,7 +93,7 @@ def _fp8_way(call: Product, operands: Operands) -> Making:
         case "weight gradient":
             left, right = operands.dy8.matrix(m, n), operands.x8.matrix(k, n)
     one = torch.ones((), device=operands.device)
-    return lambda: multiply(left, right.T, dtype=torch.bfloat16, scales=(one, one), fast=True)
+    return lambda: matmul(left, right.T, dtype=torch.bfloat16, scales=(one, one), fast=True)
 
 
 def _attention_ways(call: Attended, device: torch.device) -> list[Making]:
@@ -165,7 +165,7 @@ def _round(best: dict[Timed, Making], device: torch.device) -> dict[Timed, float
     """Seconds of each call, once."""
     if device.type != "cuda":
         return {call: _timed(make, device) for call, make in best.items()}
-    return {call: spent / 1000 for call, spent in zip(best, in_turn(list(best.values())), strict=True)}
+    return {call: spent / 1000 for call, spent in zip(best, time_interleaved(list(best.values())), strict=True)}
 
 
 def _timed(make: Making, device: torch.device) -> float:

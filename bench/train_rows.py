@@ -47,10 +47,10 @@ class Row:
 FEWEST = 3  # steps of a row
 SEQUENCES = 6  # a step of Llama 8b at 8,192 tokens in bf16, also within less memory
 
-NARROW = {"masters": "bf16", "gradients": "bf16", "moments": "bf16"}  # weights and moments rounded at random
+NARROW = {"master_weights": "bf16", "gradients": "bf16", "moments": "bf16"}  # weights and moments rounded at random
 _NARROW = (*(f"{field}={dtype}" for field, dtype in NARROW.items()), "lr=3e-6")
-_FP8 = ("fast_sums=true",)  # also on the way back, as torchao's scales of rows have it; `fp8_convergence.py` learns so
-_8B = ("mbs=2", "keep_inputs=true", "cuda_graphs=true", *_NARROW)
+_FP8 = ("fp8_fast_accum=true",)  # also on the way back, as torchao's scales of rows have it; `fp8_convergence.py` learns so
+_8B = ("mbs=2", "save_norm_outputs=true", "cuda_graphs=true", *_NARROW)
 _PROXY = ("balanced_experts=true", *_NARROW)
 ROWS = (
     Row(name="llama 8b 8k", workload=LLAMA, size="8b", dtype="bf16", settings=(f"gbs={SEQUENCES}", *_8B),

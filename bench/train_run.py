@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.events import StepDone
 from llmb.offload.offload_loop import train as train_out_of_core
-from llmb.runtime.recorder import Fact, Record
+from llmb.runtime.recorder import EventRecorder, RecordedEvent
 from llmb.train.cuda_graphs import MicroBatchGraph
 from llmb.train.loop import train
 
@@ -58,7 +58,7 @@ class Enough(Exception):
     """Ends a run that has measured what it was asked for."""
 
 
-class Watch(Record):
+class Watch(EventRecorder):
     """Counts the steps, opens and closes the profiler between two of them, and ends the run."""
 
     def __init__(self, folder: Path, order: Order, device: torch.device):
@@ -74,7 +74,7 @@ class Watch(Record):
         self._profiled = 0
         self.events: list[dict[str, Any]] = []
 
-    def add(self, event: Fact) -> None:
+    def add(self, event: RecordedEvent) -> None:
         """A step is done: what it means for the next."""
         super().add(event)
         if not isinstance(event, StepDone):
@@ -97,7 +97,7 @@ class Watch(Record):
         return counted >= order.steps or (since_first >= order.seconds and counted >= order.fewest)
 
     def _start_profile(self) -> None:
-        self.graph.retire()
+        self.graph.disable()
         on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
         self._trace = profile(
             activities=[ProfilerActivity.CPU, *on_gpu], record_shapes=True,

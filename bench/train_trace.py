@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from llmb.train.kernel_intervals import Work, by_nesting, by_precedence
+from llmb.train.kernel_intervals import KernelInterval, resolve_nesting, resolve_overlaps
 
 PRODUCTS, ATTENTION, SCAN = "matrix products", "attention", "scan and convolution"
 SMALL, QUANTISING, LOSS = "normalisation and activation", "quantising and transposing", "loss"
@@ -28,15 +28,14 @@ NAMES = (
     (PRODUCTS, r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k"
                r"|aten::(mm|addmm_?|bmm|_(scaled_)?(grouped_)?mm)$"),
     (LOSS, r"cross_?entropy|logsumexp|log_?softmax|nll|aten::(exp_|sub_|div_|gather|scatter_add_?)$"),
-    (SCAN, r"\b_?(scan|states|scores|score_slopes|input_slopes|key_slopes)_kernel|causal_?conv|softplus|_ssd"),
-    (SMALL, r"rms_?norm|normed|norm_?beside|gated_?norm|inverse_size|sum_of_parts|swiglu|silu|gelu|relu|activated|rotat"
-            r"|rope|put_together|take_apart"),
-    (QUANTISING, r"cast_(tile|both)|^_(cast|largest)$|fp8|float8|quant|amax|vector_norm|NormTwoOps|transpose"
+    (SCAN, r"\b_?(scan|states|scores|score_grads|input_grads|key_grads)_kernel|causal_?conv|softplus|_ssd"),
+    (SMALL, r"rms_?norm|gated_?norm|inverse_rms|sum_partials|swiglu|silu|gelu|relu|activation|rope"),
+    (QUANTISING, r"fp8|float8|quant|amax|vector_norm|NormTwoOps|transpose"
                  r"|aten::(max|amax|abs)$"),
-    (ROUTING, r"rout|sort|topk|searchsorted|one_hot|bincount|radix|deal|visits|cumsum|aten::index_select$"),
+    (ROUTING, r"rout|sort|topk|searchsorted|one_hot|bincount|radix|permute|cumsum|aten::index_select$"),
     (SMALL, r"norm|gated|sigmoid|tanh|threshold|aten::(mul_?|add|pow|square|neg|cat)$"),
     (ADDING, r"accumulate_?grad|aten::add_$"),
-    (COPIES, r"memcpy|memset|copy|fill|zero|embedding|gather|^_add$|aten::(to|clone|contiguous)$"),
+    (COPIES, r"memcpy|memset|copy|fill|zero|embedding|gather|aten::(to|clone|contiguous)$"),
 )  # fmt: skip
 LONGEST = 8  # names listed of a class
 
@@ -128,7 +127,7 @@ def taken_apart(events: Iterable[dict[str, Any]], on_gpu: bool, steps: int) -> T
     return TakenApart(span * 1e-6 / steps, dict(kinds), each, longest, _gaps(pieces, known, steps))
 
 
-def _gaps(pieces: list[Work], known: dict[str, Launched], steps: int) -> list[tuple[str, float]]:
+def _gaps(pieces: list[KernelInterval], known: dict[str, Launched], steps: int) -> list[tuple[str, float]]:
     """In which nothing ran, by what came then."""
     waits, until = Counter[str](), pieces[0].start
     for piece in pieces:
@@ -139,7 +138,7 @@ def _gaps(pieces: list[Work], known: dict[str, Launched], steps: int) -> list[tu
     return waits.most_common(LONGEST)
 
 
-def _gpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iterator[Work]:
+def _gpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iterator[KernelInterval]:
     operations = {_external(event): event for event in timed if event.get("cat") == "cpu_op"}
     work = []
     for number, event in enumerate(timed):
@@ -147,18 +146,18 @@ def _gpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iter
             by = operations.get(_external(event)) if _external(event) is not None else None
             known[str(number)] = _launched(event["name"], by, number)
             kind = class_of(known[str(number)])
-            work.append(Work(event["ts"], event["ts"] + event["dur"], kind, str(number)))
-    return by_precedence(work, CLASSES)
+            work.append(KernelInterval(event["ts"], event["ts"] + event["dur"], kind, str(number)))
+    return resolve_overlaps(work, CLASSES)
 
 
-def _cpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iterator[Work]:
+def _cpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iterator[KernelInterval]:
     """Operations enclose one another: what an inner one is decides, unless nobody knows it."""
     work = []
     for number, event in enumerate(timed):
         if event.get("cat") == "cpu_op":
             known[str(number)] = _launched("", event, number)
-            work.append(Work(event["ts"], event["ts"] + event["dur"], class_of(known[str(number)]), str(number), False))
-    return by_nesting(work)
+            work.append(KernelInterval(event["ts"], event["ts"] + event["dur"], class_of(known[str(number)]), str(number), False))
+    return resolve_nesting(work)
 
 
 def _external(event: dict[str, Any]) -> Any:

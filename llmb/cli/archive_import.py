@@ -1,4 +1,4 @@
-"""`llmb-run archive` and `import`: runs as one file for others to read, and theirs beside one's own."""
+"""`llmb-run archive` and `import`: pack runs into one file, and add the runs of such a file."""
 
 import argparse
 import os
@@ -27,26 +27,26 @@ def add_commands(commands: Any) -> None:
     archive.add_argument("--anonymous", action="store_true", help="without user names and home folders in paths")
     archive.add_argument("--json", action="store_true", help="what was written, as JSON")
 
-    bring = command(
+    importing = command(
         commands, "import", run_import, "bring in the runs of an archive from another cluster",
         "llmb-run import llmb-archive_0.1.0_20260131-120000.tar.zst", "llmb-run import runs.tar.zst --as eos",
     )  # fmt: skip
-    bring.add_argument("file", type=Path, help="what llmb-run archive wrote")
-    bring.add_argument("--as", dest="cluster", metavar="NAME", help="name of the cluster; default: as the runs say")
+    importing.add_argument("file", type=Path, help="what llmb-run archive wrote")
+    importing.add_argument("--as", dest="cluster", metavar="NAME", help="name of the cluster; default: as the runs say")
 
 
 def run_archive(options: argparse.Namespace) -> int:
-    """Pack, read back, say what was left out."""
+    """Pack runs, verify the file, print what was left out."""
     from datetime import UTC, datetime
 
     from llmb import __version__
     from llmb.config.serialization import to_plain
-    from llmb.launch.archive.checksummed_file import sealed_name
+    from llmb.launch.archive.checksummed_file import default_archive_name
     from llmb.launch.archive.pack import write_archive
 
-    runs, unfinished = _chosen(options)
-    output = options.output or sealed_name(__version__, f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
-    with _LongWork(f"archiving {len(runs)} runs") as progress:
+    runs, unfinished = _select_runs(options)
+    output = options.output or default_archive_name(__version__, f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+    with _InterruptibleProgress(f"archiving {len(runs)} runs") as progress:
         done = write_archive(runs, output, os.environ, anonymous=options.anonymous, progress=progress)
     if options.json:
         import json
@@ -55,30 +55,30 @@ def run_archive(options: argparse.Namespace) -> int:
         return 0
     size = f"{_size(output.stat().st_size)} ({_size(done.bytes)} unpacked)"
     print(f"{output}: {done.runs} runs, {done.files} files, {size}")
-    print(f"seal {done.seal}")
+    print(f"checksum {done.checksum}")
     if unfinished:
         print(f"left out: {unfinished} runs that have not ended", file=sys.stderr)
     if done.left_out:
-        print(f"left out, as secrets in them cannot be seen: {_few(done.left_out)}", file=sys.stderr)
+        print(f"left out, as secrets in them cannot be seen: {_abbreviate(done.left_out)}", file=sys.stderr)
     return 0
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Unpack beside one's own runs and into the store."""
+    """Unpack runs beside the existing ones and add them to the store."""
     from llmb.cli.jobs.imported_rows import add_imported
     from llmb.cli.jobs.jobs import open_store
     from llmb.errors import LlmbError
     from llmb.launch.archive.import_runs import import_archive
-    from llmb.launch.archive.run_origin import origin_of
+    from llmb.launch.archive.run_origin import read_origin
     from llmb.launch.install_root import install_root
 
-    with _LongWork(f"importing {options.file.name}") as progress:
+    with _InterruptibleProgress(f"importing {options.file.name}") as progress:
         done = import_archive(options.file, install_root(os.environ), options.cluster, progress)
     with open_store() as store:
         unreadable = 0
         stored = {job.run_dir for job in store.jobs()}
-        for run in (*done.new, *done.known):  # a known one may lack its row, where an import was killed
-            origin = origin_of(run)
+        for run in (*done.new, *done.existing):  # a known one may lack its row, where an import was killed
+            origin = read_origin(run)
             if origin is None or str(run.path) in stored:
                 continue
             try:
@@ -86,79 +86,82 @@ def run_import(options: argparse.Namespace) -> int:
             except LlmbError as error:
                 print(f"ERROR: {origin.job_id}: {error}", file=sys.stderr)
                 unreadable += 1
-    came = ", ".join(sorted({origin.cluster for run in done.new if (origin := origin_of(run))}))
-    print(f"{len(done.new)} runs imported{f' from {came}' if came else ''}, {len(done.known)} were here already")
+    clusters = ", ".join(sorted({origin.cluster for run in done.new if (origin := read_origin(run))}))
+    source = f" from {clusters}" if clusters else ""
+    print(f"{len(done.new)} runs imported{source}, {len(done.existing)} were here already")
     return 2 if unreadable else 0
 
 
-def _chosen(options: argparse.Namespace) -> tuple[list[Any], int]:
-    """The runs to pack, and how many were passed over as they have not ended; a named one that has not is a mistake."""
-    from llmb.cli.jobs.job_table import moment
+def _select_runs(options: argparse.Namespace) -> tuple[list[Any], int]:
+    """Return the runs to pack and the number of unfinished ones left out; naming an unfinished run is an error."""
+    from llmb.cli.jobs.job_table import parse_since
     from llmb.errors import ConfigError
     from llmb.launch.install_root import install_root
-    from llmb.launch.run_folder import RunDir
+    from llmb.launch.run_folder import RunFolder
 
-    is_over = _endings()
+    is_ended = _ended_check()
     if options.jobs:
-        runs = [_named(name) for name in options.jobs]
-        going = [name for name, run in zip(options.jobs, runs, strict=True) if not is_over(run)]
-        if going:
-            raise ConfigError(f"not ended yet: {', '.join(going)}; wait, or end it: llmb-run jobs cancel {going[0]}")
+        runs = [_open_run(name) for name in options.jobs]
+        running = [name for name, run in zip(options.jobs, runs, strict=True) if not is_ended(run)]
+        if running:
+            raise ConfigError(
+                f"not ended yet: {', '.join(running)}; wait, or end it: llmb-run jobs cancel {running[0]}"
+            )
     else:
-        runs = list(RunDir.find_all(install_root(os.environ)))
+        runs = list(RunFolder.find_all(install_root(os.environ)))
     if options.since:
-        since = moment(options.since)
+        since = parse_since(options.since)
         runs = [run for run in runs if run.created_at >= since]
-    over = [run for run in runs if is_over(run)]
-    return over, len(runs) - len(over)
+    ended = [run for run in runs if is_ended(run)]
+    return ended, len(runs) - len(ended)
 
 
-def _endings() -> Callable[[Any], bool]:
-    """Tells runs that are over. Of a job that Slurm will start again only the store knows that it is not."""
+def _ended_check() -> Callable[[Any], bool]:
+    """Return a check whether a run has ended; only the store knows of jobs that Slurm will restart."""
     from llmb.cli.jobs.jobs import open_store
-    from llmb.launch.archive.pack import is_over
+    from llmb.launch.archive.pack import has_ended
     from llmb.results.job_store import GOING
 
     with open_store() as store:
-        going = {job.run_dir for job in store.jobs(statuses=GOING, launcher="slurm")}
-    return lambda run: str(run.path) not in going and is_over(run)
+        running = {job.run_dir for job in store.jobs(statuses=GOING, launcher="slurm")}
+    return lambda run: str(run.path) not in running and has_ended(run)
 
 
-def _named(name: str) -> Any:
+def _open_run(name: str) -> Any:
     from llmb.cli.jobs.jobs import open_store
-    from llmb.launch.run_folder import RunDir
+    from llmb.launch.run_folder import RunFolder
 
     if Path(name).is_dir():
-        return RunDir.open(Path(name))
+        return RunFolder.open(Path(name))
     with open_store() as store:
-        return RunDir.open(Path(store.job(name).run_dir))
+        return RunFolder.open(Path(store.job(name).run_dir))
 
 
-class _LongWork:
-    """A line with how much was worked through; SIGTERM and SIGHUP are as Ctrl-C, so that nothing half-done is left."""
+class _InterruptibleProgress:
+    """Progress line; SIGTERM and SIGHUP act as Ctrl-C, so that nothing half-done is left."""
 
-    def __init__(self, doing: str):
+    def __init__(self, label: str):
         from llmb.report.status_line import StatusLine
 
-        self._doing, self._line = doing, StatusLine()
-        self._done = self._shown = 0
-        self._former: dict[int, Any] = {}
+        self._label, self._line = label, StatusLine()
+        self._done = self._drawn = 0
+        self._previous_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> "_LongWork":
+    def __enter__(self) -> "_InterruptibleProgress":
         if threading.current_thread() is threading.main_thread():  # no other thread may ask for signals
             for number in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    self._former[number] = signal.signal(number, signal.default_int_handler)
+                    self._previous_handlers[number] = signal.signal(number, signal.default_int_handler)
         return self
 
     def __call__(self, count: int) -> None:
         self._done += count
-        if self._done - self._shown >= 64 * 2**20:
-            self._shown = self._done
-            self._line.draw(f"{self._doing}: {_size(self._done)} worked through")
+        if self._done - self._drawn >= 64 * 2**20:
+            self._drawn = self._done
+            self._line.draw(f"{self._label}: {_size(self._done)} processed")
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._line.close()
 
@@ -171,5 +174,5 @@ def _size(count: float) -> str:
     return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
 
 
-def _few(names: tuple[str, ...]) -> str:
+def _abbreviate(names: tuple[str, ...]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,4 +1,4 @@
-"""`llmb-run compare`, `read` and `timing`: figures of runs that are over, ours or other people's."""
+"""`llmb-run compare`, `read` and `timing`: figures of finished runs, ours or of other engines."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     compare.add_argument("a", help="a job id or a run folder")
     compare.add_argument("b", help="a job id or a run folder")
-    compare.add_argument("--force", action="store_true", help="compare different workloads all the same")
+    compare.add_argument("--force", action="store_true", help="compare different workloads anyway")
     compare.add_argument("--json", action="store_true", help="as JSON")
 
     read = command(
@@ -49,39 +49,39 @@ def _window(text: str) -> tuple[int, int]:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Differing fields, ratios with an interval, a verdict."""
+    """Print differing fields, ratios with an interval, and a verdict."""
     from llmb.cli.stored_runs import load_run
     from llmb.config.serialization import to_json
     from llmb.report.compare import compare, text
 
-    a, b = _find(options.a), _find(options.b)
+    a, b = _open_run(options.a), _open_run(options.b)
     compared = compare(load_run(a), load_run(b), options.force, clusters=(_cluster(a), _cluster(b)))
     print(to_json(compared) if options.json else text(compared))
     return 0
 
 
-def _find(name: str) -> Any:
-    """The run folder behind a job id or a path."""
+def _open_run(name: str) -> Any:
+    """Open the run folder of a job id or a path."""
     from llmb.launch.install_root import install_root
-    from llmb.launch.run_folder import RunDir, store_path
+    from llmb.launch.run_folder import RunFolder, store_path
     from llmb.results.job_store import Store
 
     if Path(name).is_dir():
-        return RunDir.open(Path(name))
+        return RunFolder.open(Path(name))
     with Store(store_path(install_root(os.environ))) as store:
-        return RunDir.open(Path(store.job(name).run_dir))
+        return RunFolder.open(Path(store.job(name).run_dir))
 
 
 def _cluster(run: Any) -> str | None:
-    """The cluster an imported run comes from; none: it was run here."""
-    from llmb.launch.archive.run_origin import origin_of
+    """Return the cluster of an imported run, or None for a run of this installation."""
+    from llmb.launch.archive.run_origin import read_origin
 
-    origin = origin_of(run)
+    origin = read_origin(run)
     return origin.cluster if origin else None
 
 
 def run_read(options: argparse.Namespace) -> int:
-    """A foreign log as a Result."""
+    """Print the Result of another engine's log."""
     from llmb.config.serialization import to_json
     from llmb.report.summary import summary
     from llmb.results.derive import derive
@@ -94,7 +94,7 @@ def run_read(options: argparse.Namespace) -> int:
 
 
 def run_timing(options: argparse.Namespace) -> int:
-    """The table of parse_train_timing.sh and parse_train_timing_mbridge.sh."""
+    """Print the table of parse_train_timing.sh and parse_train_timing_mbridge.sh."""
     from llmb.errors import ConfigError
     from llmb.report.step_timing import timing_report
 

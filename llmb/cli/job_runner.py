@@ -1,12 +1,10 @@
-"""The steward of a Slurm job: job.sh becomes this process, which runs the ranks and leaves a result, as a local run is
-run.
+"""Job runner of a Slurm job: job.sh becomes this process, which runs the ranks and leaves a result, like a local run.
 
     python -m llmb.cli.job_runner RUNDIR [FLAG FOR SRUN...]        on the first node of the allocation, never by hand
 
-So a job's folder is complete though nobody watches. A job that Slurm starts again under its old id works in
-RUNDIR/restart-<n>; one that somebody made of an old job.sh by hand has another id, and gets a run folder of its own.
-One that is over by what llmb-run has told its user does not run again: a controller that crashed may have forgotten
-its end.
+So a job's folder is complete without llmb-run watching. A requeued job works in RUNDIR/restart-<n>; an old job.sh
+submitted again by hand has another id and gets a run folder of its own. A job that llmb-run has already reported as
+ended does not run again: a controller that crashed may have forgotten its end.
 """
 
 import os
@@ -18,59 +16,65 @@ from pathlib import Path
 
 from llmb.cli.llmb_run import guarded
 from llmb.cli.stored_runs import keep_result, load_run
-from llmb.config.serialization import to_json, write_whole
+from llmb.config.serialization import to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import LlmbError
 from llmb.events import Event, RunEnded
-from llmb.launch.command import engine_order
-from llmb.launch.event_tail import last_word, record_end
-from llmb.launch.interruptions import Interruptions
-from llmb.launch.local import Outcome, run_local
-from llmb.launch.run_folder import RunDir
-from llmb.launch.slurm.srun import END, WARNING, check_room, ranks_command, rendezvous, srun
+from llmb.launch.command import build_launch_spec
+from llmb.launch.event_tail import append_run_end, read_run_end
+from llmb.launch.local import InterruptSignals, RunOutcome, run_local
+from llmb.launch.run_folder import RunFolder
+from llmb.launch.slurm.srun import (
+    END_SIGNAL,
+    TIME_LIMIT_SIGNAL,
+    check_allocation_size,
+    rendezvous,
+    srun_command,
+    srun_launcher,
+)
 from llmb.launch.slurm.submission import read_submission
 from llmb.report.serving_overview import overview
 from llmb.report.summary import summary
 from llmb.results.result import Result
 
-RESERVE_S = 60.0  # of an allocation's time, for ending and the result
+RESERVE_S = 60.0  # of an allocation's time, for shutdown and the result
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One job, from its folder to its result; the exit code is what Slurm will call it."""
-    return guarded(lambda: attend(RunDir.open(Path(arguments[0])), arguments[1:], os.environ), verbose=False)
+    """Run one job from its folder to its result; the exit code becomes Slurm's."""
+    return guarded(lambda: run_job(RunFolder.open(Path(arguments[0])), arguments[1:], os.environ), verbose=False)
 
 
-def attend(run: RunDir, container: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the ranks of this folder's configuration, whatever comes, and write down how it went."""
-    if is_over(run, environ):
+def run_job(run: RunFolder, container: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run the ranks of this folder's configuration and record the outcome, whatever happens."""
+    if has_ended_before(run, environ):
         return _refuse(run, environ)
     config = run.read_config()
-    with Interruptions((WARNING, END)):  # none may cut the result off; while ranks run, run_local has them
-        run = own_folder(run, config, environ)
+    with InterruptSignals(
+        (TIME_LIMIT_SIGNAL, END_SIGNAL)
+    ):  # none may cut the result off; while ranks run, run_local has them
+        run = job_folder(run, config, environ)
         try:
-            run_in_allocation(config, run, {}, _nobody, container, environ)
+            run_in_allocation(config, run, {}, _ignore_event, container, environ)
         except LlmbError as error:
             _record_failure(run, str(error))
             print(f"ERROR: {error}", file=sys.stderr)
         result = keep_result(run, config)
-        _say(run, config, result)
+        _print_result(run, config, result)
     return _exit_code(result)
 
 
-def is_over(run: RunDir, environ: Mapping[str, str]) -> bool:
-    """Whether somebody has seen this job end, or found that there was none."""
-    return run.ending.exists() and run.job_id in (None, environ["SLURM_JOB_ID"])
+def has_ended_before(run: RunFolder, environ: Mapping[str, str]) -> bool:
+    """Return whether this job was already recorded as ended or never submitted."""
+    return run.job_outcome.exists() and run.job_id in (None, environ["SLURM_JOB_ID"])
 
 
-def _refuse(run: RunDir, environ: Mapping[str, str]) -> int:
-    """As it ended before, so that Slurm's word on it stays the same."""
+def _refuse(run: RunFolder, environ: Mapping[str, str]) -> int:
+    """Exit as the job ended before, so that Slurm's state stays the same."""
     submission = read_submission(run)
     name = (submission.name if submission else None) or environ["SLURM_JOB_ID"]
     _, result = load_run(run)
-    print(
-        f"ERROR: job {name} is over: {result.status}; to have it run again: llmb-run jobs retry {name}", file=sys.stderr
-    )
+    print(f"ERROR: job {name} has ended: {result.status}; to run it again: llmb-run jobs retry {name}", file=sys.stderr)
     return _exit_code(result)
 
 
@@ -80,30 +84,30 @@ def _exit_code(result: Result) -> int:
 
 def run_in_allocation(
     config: RunConfig,
-    run: RunDir,
+    run: RunFolder,
     environment: Mapping[str, str],
     on_event: Callable[[Event], None],
     container: Sequence[str],
     environ: Mapping[str, str],
-) -> Outcome:
-    """As run_local, with ranks on all nodes of the allocation that this process is in."""
-    _note_allocation(run, environ)
-    check_room(config, environ)
-    python = "python3" if container else sys.executable  # a container has its own, with its own torch
-    order = engine_order(config, run, python, environ)
-    order.lay_out(run)
+) -> RunOutcome:
+    """Run as run_local does, with ranks on all nodes of this process's allocation."""
+    _write_allocation(run, environ)
+    check_allocation_size(config, environ)
+    python = "python3" if container else sys.executable  # a container has its own Python and torch
+    spec = build_launch_spec(config, run, python, environ)
+    spec.write_files(run)
     flags = [*container, f"--container-workdir={run.work}"] if container else []  # of this start, not of the first
-    command = ranks_command(config, order, environ, flags)
+    command = srun_command(config, spec, environ, flags)
     settings = {**environment, **_threads(environ), **rendezvous(environ)}
-    launcher = srun(run.slurm_output(environ["SLURM_JOB_ID"]))
+    launcher = srun_launcher(run.slurm_output(environ["SLURM_JOB_ID"]))
     return run_local(config, run, command, settings, on_event, _time_limit(config, environ), launcher=launcher)
 
 
-def own_folder(run: RunDir, config: RunConfig, environ: Mapping[str, str]) -> RunDir:
-    """Where this start of this job works. Its record is written here if its submitter was killed before he could."""
-    job_id, known = environ["SLURM_JOB_ID"], run.job_id
-    if known is not None and known != job_id:
-        run = RunDir.create(run.install, config, datetime.now())
+def job_folder(run: RunFolder, config: RunConfig, environ: Mapping[str, str]) -> RunFolder:
+    """Return the folder of this start of the job; write its record if the submitter was killed before it could."""
+    job_id, recorded_id = environ["SLURM_JOB_ID"], run.job_id
+    if recorded_id is not None and recorded_id != job_id:
+        run = RunFolder.create(run.install, config, datetime.now())
     if not run.record(job_id).exists():
         run.write_record(config, job_id, "slurm", **_cluster(environ))
     return run.for_new_start()
@@ -117,7 +121,7 @@ def _cluster(environ: Mapping[str, str]) -> dict[str, str | None]:
     }
 
 
-def _note_allocation(run: RunDir, environ: Mapping[str, str]) -> None:
+def _write_allocation(run: RunFolder, environ: Mapping[str, str]) -> None:
     restarts = environ.get("SLURM_RESTART_COUNT", "")
     facts = {
         "job_id": environ.get("SLURM_JOB_ID"),
@@ -127,37 +131,37 @@ def _note_allocation(run: RunDir, environ: Mapping[str, str]) -> None:
         "started_at": time.time(),
         "restarts": int(restarts) if restarts.isdigit() else 0,
     }
-    write_whole(run.allocation, to_json(facts) + "\n")
+    write_atomic(run.allocation, to_json(facts) + "\n")
 
 
 def _threads(environ: Mapping[str, str]) -> dict[str, str]:
-    """As many as a rank has cores, where the job says."""
+    """Return one OpenMP thread per core of a rank, if the job states its cores."""
     cores = environ.get("SLURM_CPUS_PER_TASK")
     return {"OMP_NUM_THREADS": cores} if cores and "OMP_NUM_THREADS" not in environ else {}
 
 
 def _time_limit(config: RunConfig, environ: Mapping[str, str]) -> float:
-    """The run's own; less where the allocation, which may be a user's, ends before."""
+    """Return the run's time limit, or less if the allocation ends before."""
     limit, end = float(config.limits.time_limit_s), environ.get("SLURM_JOB_END_TIME", "")
     return min(limit, max(1.0, float(end) - time.time() - RESERVE_S)) if end.isdigit() else limit
 
 
-def _record_failure(run: RunDir, reason: str) -> None:
-    """What kept the run from beginning, unless the run itself has said how it ended."""
+def _record_failure(run: RunFolder, reason: str) -> None:
+    """Record why the run could not start, unless it recorded its own end."""
     path = run.events(0)
-    if last_word(path) is None:
-        record_end(path, RunEnded(time=time.time(), status="failed", reason=reason))
+    if read_run_end(path) is None:
+        append_run_end(path, RunEnded(time=time.time(), status="failed", reason=reason))
 
 
-def _say(run: RunDir, config: RunConfig, result: Result) -> None:
+def _print_result(run: RunFolder, config: RunConfig, result: Result) -> None:
     block = overview(result, config)
     if block and config.engine == "native":  # another engine has printed its own
         run.add_to_log(block)
     print(f"{summary(result)}\n\nrun folder: {run.path}")
 
 
-def _nobody(event: Event) -> None:
-    """Events are in their files; nobody looks on."""
+def _ignore_event(event: Event) -> None:
+    """Ignore an event; it is in its file."""
 
 
 if __name__ == "__main__":

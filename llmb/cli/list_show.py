@@ -1,7 +1,8 @@
-"""`llmb-run list` and `llmb-run show`: what can be run, and one run in full before it is run."""
+"""`llmb-run list` and `llmb-run show`: available workloads, and one run in full before it runs."""
 
 import argparse
 import json
+import os
 import sys
 from typing import Any
 
@@ -22,10 +23,12 @@ def add_commands(commands: Any) -> None:
 
     show = command(commands, "show", run_show, "one run in full: settings, FLOPs, memory, command", *examples("show"))
     add_run_options(show)
-    rehearsed = "one rank at full size, without a GPU: memory, FLOPs and exchanges of a step (training; needs torch)"
-    show.add_argument("--memory", action="store_true", help=rehearsed)
+    memory_help = (
+        "one rank at full size, without a GPU: memory, FLOPs and collectives of a step (training; needs torch)"
+    )
+    show.add_argument("--memory", action="store_true", help=memory_help)
     show.add_argument(
-        "--json", action="store_true", help="as JSON: the resolved configuration, or what --memory counted"
+        "--json", action="store_true", help="as JSON: the resolved configuration, or the dry run of --memory"
     )
 
     source = 'eval "$(llmb-run completion bash)"'
@@ -34,7 +37,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run_list(options: argparse.Namespace) -> int:
-    """All workloads in a line each, or one in detail."""
+    """List all workloads, or one in detail."""
     from llmb.report.table import render
 
     recipes = load_recipes()
@@ -60,7 +63,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def _list_one(options: argparse.Namespace, recipes: dict[str, Any]) -> int:
-    """Rows, stand-ins and published results of one workload."""
+    """Print rows, proxies and published results of one workload."""
     from llmb.config.row_selection import SCALED_DOWN
     from llmb.config.run_list import split_target
     from llmb.report.table import render
@@ -76,7 +79,7 @@ def _list_one(options: argparse.Namespace, recipes: dict[str, Any]) -> int:
     print(render(header, [[_text(row.get(cell)) for cell in header] for row in rows]))
     sizes = ", ".join(recipe.values("size", True, size=size))
     scale = "; any --scale, with a layout above scaled down" if recipe.kind in SCALED_DOWN else ""
-    print(f"\nstand-ins (--proxy): {sizes}{scale}; `llmb-run show ... --proxy` says what one leaves out")
+    print(f"\nproxies (--proxy): {sizes}{scale}; `llmb-run show ... --proxy` says what one leaves out")
     if recipe.references:
         cells = [k for k in dict.fromkeys(k for r in recipe.references for k in r) if k not in ("note", "plan")]
         print("\npublished results\n" + render(cells, [[_text(r.get(c)) for c in cells] for r in recipe.references]))
@@ -88,38 +91,42 @@ def _text(value: Any) -> Any:
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """The resolved configuration of one run, or of several one after the other."""
+    """Print the resolved configuration of each selected run."""
     from llmb.cli import run_options
+    from llmb.config.resolve import resolve_all
     from llmb.config.run_list import tasks_for
     from llmb.config.serialization import to_json
-    from llmb.launch.command import spelled_command
+    from llmb.launch.command import format_engine_command
+    from llmb.launch.install_root import install_root
     from llmb.report.config_summary import describe
 
     recipes = run_options.load_recipes()
-    resolved, bad = run_options.resolve_all(tasks_for(run_options.wanted(options), recipes), recipes)
+    resolved, bad = resolve_all(
+        tasks_for(run_options.run_selection(options), recipes), recipes, install_root(os.environ)
+    )
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
     if options.memory:
         _show_memory([config for _, config in resolved], options.json)
     else:
         for _, config in resolved:
-            print(to_json(config, indent=2) if options.json else describe(config, spelled_command(config)) + "\n")
+            print(to_json(config, indent=2) if options.json else describe(config, format_engine_command(config)) + "\n")
     return 1 if bad else 0
 
 
 def _show_memory(configs: list[Any], as_json: bool) -> None:
-    """What one rank of each run would hold, compute and send."""
+    """Print memory, FLOPs and collectives of one rank of each run."""
     from llmb.config.serialization import to_json
-    from llmb.launch.dry_run_process import rehearse
-    from llmb.report.dry_run_text import describe_rehearsal
+    from llmb.launch.torch_process import run_dry_run
+    from llmb.report.dry_run_text import describe_dry_run
 
     for config in configs:
-        found = rehearse(config)
-        print(to_json(found) if as_json else describe_rehearsal(config, found) + "\n", flush=True)
+        dry_run = run_dry_run(config)
+        print(to_json(dry_run) if as_json else describe_dry_run(config, dry_run) + "\n", flush=True)
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    """The script to source; needs nothing but argcomplete, which llmb brings along."""
+    """Print the shell completion script."""
     import argcomplete
 
     print(argcomplete.shellcode(["llmb-run", "llmb-install"], shell=options.shell))

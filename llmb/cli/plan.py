@@ -1,6 +1,7 @@
-"""`llmb-run plan`: what an out-of-core run will do and how fast, before it is run."""
+"""`llmb-run plan`: the plan and predicted speed of an out-of-core run."""
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -19,31 +20,33 @@ EXAMPLES = (
 
 def add_commands(commands: Any) -> None:
     """Register plan."""
-    said = "the plan of an out-of-core run: chunks, rounds, memory, and the time predicted"
-    parser = command(commands, "plan", run, said, *EXAMPLES)
+    summary = "the plan of an out-of-core run: chunks, rounds, memory, and the time predicted"
+    parser = command(commands, "plan", run, summary, *EXAMPLES)
     add_run_options(parser)
     parser.add_argument("--json", action="store_true", help="as JSON, one object a plan")
 
 
 def run(options: argparse.Namespace) -> int:
-    """The plan of each run that is named."""
+    """Print the plan of each selected run."""
     from llmb.cli import run_options
     from llmb.cli.memory_budgets import beyond_this_machine
+    from llmb.config.resolve import resolve_all
     from llmb.config.run_list import split_target, tasks_for
     from llmb.config.serialization import to_json
     from llmb.errors import ConfigError
+    from llmb.launch.install_root import install_root
     from llmb.report.plan_figures import as_data, plan_figures
     from llmb.report.plan_text import describe_plan
 
     recipes = run_options.load_recipes()
     planned = ", ".join(key for key, recipe in recipes.items() if recipe.kind == "outofcore")
-    wanted = run_options.wanted(options)
-    if not wanted.targets:
+    run_selection = run_options.run_selection(options)
+    if not run_selection.targets:
         raise ConfigError(f"plan: name the run with -w; plans are made for out-of-core runs: {planned}")
-    for target in wanted.targets:
+    for target in run_selection.targets:
         if split_target(target, recipes)[0].kind != "outofcore":
             raise ConfigError(f"plans are made for out-of-core runs ({planned}), not for {target}; see llmb-run show")
-    resolved, bad = run_options.resolve_all(tasks_for(wanted, recipes), recipes)
+    resolved, bad = resolve_all(tasks_for(run_selection, recipes), recipes, install_root(os.environ))
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
     for _, config in resolved:

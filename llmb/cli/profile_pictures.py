@@ -1,6 +1,6 @@
-"""The page of pictures of an out-of-core run that was profiled: what its lanes did, beside what its plan expected.
+"""Profile page of an out-of-core run: its measured stream timeline beside the predicted one.
 
-What draws and simulates is imported only where there is something to draw: every command that ends a run comes by here.
+Drawing and simulation are imported only for a profiled run, as every command that ends a run calls this module.
 """
 
 import sys
@@ -8,13 +8,13 @@ import sys
 from llmb.config.serialization import build
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import LlmbError
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 from llmb.perfmodel import hardware
-from llmb.perfmodel.offload.stream_timeline import Lanes, read_lanes
+from llmb.perfmodel.offload.stream_timeline import StreamTimeline, read_timeline
 
 
-def draw_profile(run: RunDir, config: RunConfig) -> None:
-    """Write profile.html beside lanes.json. A run whose pictures cannot be drawn has its result all the same."""
+def draw_profile(run: RunFolder, config: RunConfig) -> None:
+    """Write profile.html beside lanes.json; a failure to draw does not affect the result."""
     from llmb.report.plan_figures import plan_figures
     from llmb.report.plan_text import expectations
     from llmb.report.timeline.profile_page import write_profile
@@ -24,13 +24,15 @@ def draw_profile(run: RunDir, config: RunConfig) -> None:
         return
     try:
         figures = expectations(plan_figures(config))
-        write_profile(run.profile, read_lanes(run.lanes), _expected(config, work), config.name, figures)
+        write_profile(
+            run.profile, read_timeline(run.stream_timeline), _predicted_timeline(config, work), config.name, figures
+        )
     except LlmbError as error:
         print(f"warning: no profile.html: {error}", file=sys.stderr)
 
 
-def _expected(config: RunConfig, work: OutOfCore) -> Lanes | None:
-    """The same lanes as the plan's simulation has them; none where nobody has measured the machine."""
+def _predicted_timeline(config: RunConfig, work: OutOfCore) -> StreamTimeline | None:
+    """Return the timeline of the plan's simulation, or None if the machine's rates are unknown."""
     from llmb.perfmodel.offload.machine_rates import Rates
     from llmb.perfmodel.offload.simulator import simulate
 
@@ -38,9 +40,9 @@ def _expected(config: RunConfig, work: OutOfCore) -> Lanes | None:
         return None
     rates = build(Rates, work.prediction.rates, "rates of the plan")
     peak = hardware.peak_flops(config.machine.gpu, work.plan.dtype)
-    return Lanes(
+    return StreamTimeline(
         source="predicted",
-        stretches=simulate(config.model, work.plan, rates, shown=True).stretches,
+        events=simulate(config.model, work.plan, rates, with_events=True).events,
         link_gbs=(rates.link_in_gbs, rates.link_out_gbs),
         peak_tflops=None if peak is None else peak / hardware.TERA,
     )

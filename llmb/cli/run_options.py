@@ -1,4 +1,4 @@
-"""The options that name runs, shared by `submit` and `show`, and what they mean as tasks."""
+"""Options that select runs, shared by `submit`, `show` and `plan`, and their meaning as tasks."""
 
 import argparse
 import os
@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-FITS = "llmb-run show -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 512 --memory    # what would one rank hold?"
+FITS = (
+    "llmb-run show -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 512 --memory    # dry run: what does one rank need?"
+)
 REFUSED = "settings may also come from the environment (MAX_BATCH_SIZE, TP, ...); what has no effect is refused"
 
 
 def examples(verb: str, extra: str = "") -> list[str]:
-    """Command lines that end the help of a command which names runs."""
+    """Return example command lines for the help of a command that selects runs."""
     lines = (
         "-w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16",
         "-w pretrain_llama3.1_70b,pretrain_grok1 --max-scale 512",
@@ -23,7 +25,7 @@ def examples(verb: str, extra: str = "") -> list[str]:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """-w -s --dtype --scale and the rest of what names a run."""
+    """Add -w -s --dtype --scale and the other options that select runs."""
     add = parser.add_argument
     workload = add("-w", "--workload", metavar="W[,W...]", help="workload, or targets such as pretrain_llama3.1_70b")
     complete_with(workload, load_recipes)
@@ -35,12 +37,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--exact-scales", action="store_true", help="with --max-scale: no powers of two beyond the list")
     gpu = add("--gpu-type", metavar="GPU", help="GPU the recipe row is for; default: what this machine has")
     complete_with(gpu, _gpu_types)
-    stand_in = "a stand-in for the model: small, or true-width, its real layers, as many as fit"
-    add("--proxy", nargs="?", const="small", choices=("small", "true-width"), help=stand_in)
-    whose = (
+    proxy_help = "a proxy of the model: small, or true-width (its real layers, as many as fit)"
+    add("--proxy", nargs="?", const="small", choices=("small", "true-width"), help=proxy_help)
+    layout_help = (
         "with --proxy: the GPU type whose row's layout is scaled down; default: --gpu-type's, or the recipe's choice"
     )
-    layout = add("--layout", metavar="GPU", help=whose)
+    layout = add("--layout", metavar="GPU", help=layout_help)
     complete_with(layout, _gpu_types)
     add("--engine", metavar="E", help="native (the default), or one that is installed: trtllm, megatron_bridge")
     add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
@@ -53,16 +55,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--seqlen", metavar="TOKENS", help="the same as --set seqlen=TOKENS")
     add("--host-gb", metavar="GIB", help="out-of-core: host memory to use")
-    add("--device-gb", metavar="GIB", help="device memory to use: out-of-core, or a stand-in of true width")
+    add("--device-gb", metavar="GIB", help="device memory to use: out-of-core, or a true-width proxy")
     add("--force", action="store_true", help="accept a dtype or scale the recipe does not list (one run only)")
 
 
 def add_place_options(parser: argparse.ArgumentParser) -> None:
-    """--on, and what Slurm is asked for."""
+    """Add --on and the sbatch options."""
     add = parser.add_argument
     where = "default: slurm where there is a cluster_config.yaml, else local; inside an allocation the run goes into it"
     add("--on", choices=("local", "slurm", "dry"), help=f"where to run; dry: print the job script. {where}")
-    add("--retries", type=int, default=0, metavar="N", help="Slurm: try again after failures not its own")
+    add("--retries", type=int, default=0, metavar="N", help="Slurm: retry after infrastructure failures")
     add("--nice", type=int, metavar="N", help="Slurm: lower priority")
     add("--nodelist", metavar="NODES", help="Slurm: these nodes")
     add("--exclude", metavar="NODES", help="Slurm: any but these nodes")
@@ -73,18 +75,18 @@ def add_place_options(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_here() -> Any:
-    """The cluster whose file is in this folder or in $LLMB_INSTALL; none: there is no such file."""
+    """Return the cluster configured in this folder or in $LLMB_INSTALL, or None."""
     from llmb.launch.install_root import install_root
-    from llmb.launch.slurm.cluster_config import FILE, find_cluster
+    from llmb.launch.slurm.cluster_config import CLUSTER_FILE, find_cluster
 
     folder, install = Path.cwd(), install_root(os.environ)
-    if not (folder / FILE).exists() and not (install / FILE).exists():
-        return None  # the usual case need not wait for YAML
+    if not (folder / CLUSTER_FILE).exists() and not (install / CLUSTER_FILE).exists():
+        return None  # the usual case skips importing YAML
     return find_cluster(folder, install)
 
 
 def complete_with(argument: argparse.Action, names: Callable[[], Iterable[str]]) -> None:
-    """What the shell offers for an argument; asked for only while completing."""
+    """Set the shell completions of an argument, computed only while completing."""
     argument.completer = lambda **_: list(names())  # type: ignore[attr-defined]
 
 
@@ -95,17 +97,17 @@ def _gpu_types() -> Iterable[str]:
 
 
 def load_recipes() -> dict[str, Any]:
-    """The recipes that come with llmb and the user's own under $LLMB_INSTALL/recipes."""
+    """Load the shipped recipes and the user's own under $LLMB_INSTALL/recipes."""
     from llmb.config.recipe import load_all, shipped
     from llmb.launch.install_root import install_root
 
     return load_all([shipped(), install_root(os.environ) / "recipes"])
 
 
-def wanted(options: argparse.Namespace) -> Any:
-    """The command line and the environment as one Wanted; a contradiction between them is an error."""
-    from llmb.config.overrides import Setting, from_arguments, from_environment, typed
-    from llmb.config.run_list import Wanted
+def run_selection(options: argparse.Namespace) -> Any:
+    """Combine command line and environment into a RunSelection; a contradiction is an error."""
+    from llmb.config.overrides import Setting, from_arguments, from_environment, parse_value
+    from llmb.config.run_list import RunSelection
 
     settings = from_environment(os.environ)
     settings += [Setting(field="profile", value=True, source="-p")] if options.profile else []
@@ -119,10 +121,10 @@ def wanted(options: argparse.Namespace) -> Any:
     settings += [Setting(field=f, value=v, source=flag) for f, v, flag in shortcuts if v is not None]
     settings += [Setting(field="engine", value=options.engine, source="--engine")] if options.engine else []
     settings += from_arguments(options.set)
-    size = _one(options.size, "MODEL_SIZE", "-s")
-    dtypes = _one(options.dtype, "DTYPE", "--dtype")
-    scales = _one(options.scale, "JOB_TOTAL_GPUS", "--scale")
-    return Wanted(
+    size = _flag_or_variable(options.size, "MODEL_SIZE", "-s")
+    dtypes = _flag_or_variable(options.dtype, "DTYPE", "--dtype")
+    scales = _flag_or_variable(options.scale, "JOB_TOTAL_GPUS", "--scale")
+    return RunSelection(
         targets=_list(options.workload) or (),
         size=size,
         dtypes=_list(dtypes),
@@ -130,39 +132,39 @@ def wanted(options: argparse.Namespace) -> Any:
         max_scale=options.max_scale,
         min_scale=options.min_scale,
         exact_scales=options.exact_scales,
-        gpu=known_gpu(options),
+        gpu=selected_gpu(options),
         proxy=options.proxy,
         layout=options.layout.lower() if options.layout else None,
-        memory_gib=typed(float, options.device_gb, "--device-gb") if fills else None,
+        memory_gib=parse_value(float, options.device_gb, "--device-gb") if fills else None,
         force=options.force,
         repeats=getattr(options, "repeats", 1),
         settings=tuple(settings),
     )
 
 
-def known_gpu(options: argparse.Namespace) -> str | None:
-    """--gpu-type, GPU_TYPE, the cluster's GPU type, or the GPU of this machine; null when there is none of these."""
+def selected_gpu(options: argparse.Namespace) -> str | None:
+    """Return --gpu-type, GPU_TYPE, the cluster's GPU type or this machine's GPU, or None."""
     from llmb.errors import UnknownName
     from llmb.launch.local_machine import gpu_names
     from llmb.perfmodel import hardware
 
-    asked = _one(options.gpu_type, "GPU_TYPE", "--gpu-type")
-    if asked is not None:
-        return hardware.gpu(asked.lower()).key
+    requested = _flag_or_variable(options.gpu_type, "GPU_TYPE", "--gpu-type")
+    if requested is not None:
+        return hardware.gpu(requested.lower()).key
     cluster = None if getattr(options, "on", None) == "local" else cluster_here()
     if cluster is not None and cluster.gpu_type is not None:
         return hardware.gpu(cluster.gpu_type).key
     names = gpu_names()
     if not names:
         return None
-    key = hardware.recognise(names[0])
+    key = hardware.identify_gpu(names[0])
     if key is None:
         raise UnknownName("GPU of this machine", names[0], [f"--gpu-type {k}" for k in hardware.GPUS])
     return key
 
 
-def _one(flag: str | None, variable: str, option: str) -> str | None:
-    """A flag and the environment variable of the same meaning must not disagree."""
+def _flag_or_variable(flag: str | None, variable: str, option: str) -> str | None:
+    """Return a flag or its environment variable, which must not disagree."""
     from llmb.errors import ConfigError
 
     text = os.environ.get(variable) or None
@@ -184,21 +186,3 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
     if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
         raise ConfigError(f"--scale: expected GPU counts such as 8 or 8,16, got {text!r}")
     return tuple(int(part) for part in parts)
-
-
-def resolve_all(tasks: list[Any], recipes: dict[str, Any]) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Each task with its RunConfig, and one line for each that makes no sense: it does not stop the others."""
-    from llmb.config.resolve import resolve
-    from llmb.errors import ConfigError
-    from llmb.launch.install_root import install_root
-
-    install = install_root(os.environ)
-    good, bad = [], []
-    for task in tasks:
-        try:
-            good.append((task, resolve(recipes[task.workload], task.request, install)))
-        except ConfigError as error:
-            bad.append(str(error))
-    if bad and not good:
-        raise ConfigError(bad[0])
-    return good, list(dict.fromkeys(bad))

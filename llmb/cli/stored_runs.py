@@ -1,46 +1,46 @@
-"""What several commands do with run folders: load one, keep its result."""
+"""Loading of run folders and storing of results, shared by several commands."""
 
 from llmb.cli.profile_pictures import draw_profile
-from llmb.config.serialization import build, read_json, to_json, write_whole
+from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.events import Event, RunEnded, read_all
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 from llmb.results.derive import derive
 from llmb.results.readers.nccl_log import tally
 from llmb.results.readers.reader_choice import read_log
 from llmb.results.result import Result
 
 
-def load_run(run: RunDir) -> tuple[RunConfig, Result]:
-    """The configuration and result of a run folder; a run that was cut off is derived from its events."""
+def load_run(run: RunFolder) -> tuple[RunConfig, Result]:
+    """Return configuration and result of a run folder; the result of an interrupted run is derived from its events."""
     config = build(RunConfig, read_json(run.config), "config.json")
     if run.result.exists():
         return config, build(Result, read_json(run.result), "result.json")
     return config, derive(config, _events(run, config))
 
 
-def keep_result(run: RunDir, config: RunConfig) -> Result:
-    """Derive the result of a run that is over and write it beside its events."""
+def keep_result(run: RunFolder, config: RunConfig) -> Result:
+    """Derive the result of a finished run and write it beside its events."""
     result = derive(config, _events(run, config))
-    write_whole(run.result, to_json(result) + "\n")
-    if run.lanes.exists():
+    write_atomic(run.result, to_json(result) + "\n")
+    if run.stream_timeline.exists():
         draw_profile(run, config)
     return result
 
 
-def _events(run: RunDir, config: RunConfig) -> list[Event]:
-    """What a run told of itself. Another engine writes no events: its log does, and llmb-run's word on its end.
+def _events(run: RunFolder, config: RunConfig) -> list[Event]:
+    """Return the events of a run; those of another engine come from its log and from llmb-run's record of its end.
 
-    Of the two ends the log's counts, unless llmb-run stopped the run or the log does not say.
+    Of the two ends the log's counts, unless llmb-run stopped the run or the log has none.
     """
-    ours = list(read_all(run.all_events()))
+    own_events = list(read_all(run.all_events()))
     if not run.log.exists():
-        return ours
+        return own_events
     if config.profile.nccl_trace:
-        ours = [*tally(run.log).events(), *ours]  # NCCL writes its trace into the log, whatever the engine
+        own_events = [*tally(run.log).events(), *own_events]  # NCCL writes its trace into the log of any engine
     if config.engine == "native":
-        return ours
-    theirs = list(read_log(run.log, config.engine))
-    stopped = any(isinstance(event, RunEnded) and event.status in ("timeout", "incomplete") for event in ours)
-    unsaid = any(isinstance(event, RunEnded) and event.status == "incomplete" for event in theirs)
-    return [*theirs, *ours] if stopped or unsaid else [*ours, *theirs]
+        return own_events
+    log_events = list(read_log(run.log, config.engine))
+    stopped = any(isinstance(event, RunEnded) and event.status in ("timeout", "incomplete") for event in own_events)
+    unknown_end = any(isinstance(event, RunEnded) and event.status == "incomplete" for event in log_events)
+    return [*log_events, *own_events] if stopped or unknown_end else [*own_events, *log_events]

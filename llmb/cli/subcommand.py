@@ -1,4 +1,4 @@
-"""How every command is declared: a one-line mistake, examples in the help, the function that runs it."""
+"""Declaration of subcommands: one-line errors, examples in the help, the function to run."""
 
 import argparse
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a mistake in one line and exits 1, as every wrong request does; takes no half-written option."""
+    """Argument parser that reports a mistake in one line, exits with 1 and accepts no abbreviated options."""
 
     def __init__(self, **options: Any):
         formatter = argparse.RawDescriptionHelpFormatter
@@ -17,10 +17,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], said: str, *examples: str
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, *examples: str
 ) -> argparse.ArgumentParser:
     """Declare a command; `examples` end its help."""
     epilog = "examples:\n" + "".join(f"  {line}\n" for line in examples) if examples else None
-    parser = commands.add_parser(name, help=said, description=said, epilog=epilog)
+    parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
     parser.set_defaults(run=run)
     return parser

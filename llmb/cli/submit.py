@@ -1,6 +1,6 @@
-"""`llmb-run submit` (older name: `single`): resolve, make the run folder, launch, wait, build the result, print it.
+"""`llmb-run submit` (older name: `single`): resolve, create the run folder, launch, wait, derive the result, print it.
 
-On a cluster it hands all runs to Slurm and ends; inside an allocation, as in `sbatch -N 2 ./launch.sh`, it runs there.
+On a cluster it submits all runs to Slurm and exits; inside an allocation (`sbatch -N 2 ./launch.sh`) it runs there.
 """
 
 import argparse
@@ -13,13 +13,13 @@ from typing import Any
 from llmb.cli.run_options import add_place_options, add_run_options, examples
 from llmb.cli.subcommand import command
 
-RANK_GIB = 0.25  # measured: what a process with torch has for itself before it holds a model
+RANK_GIB = 0.25  # measured: memory of a process with torch and no model
 
 
 def add_commands(commands: Any) -> None:
     """Register submit and single."""
-    for name, said in (("submit", "run benchmarks"), ("single", "older name of submit")):
-        parser = command(commands, name, run, said, *examples(name, " --dry-run"))
+    for name, output in (("submit", "run benchmarks"), ("single", "older name of submit")):
+        parser = command(commands, name, run, output, *examples(name, " --dry-run"))
         add_run_options(parser)
         add_place_options(parser)
         add = parser.add_argument
@@ -32,81 +32,83 @@ def add_commands(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """All tasks of a command line, largest first: one after the other here, all at once to Slurm."""
+    """Run all tasks of a command line, largest first: one after the other here, all at once on Slurm."""
     from dataclasses import replace
 
     from llmb.cli import run_options, submit_slurm
+    from llmb.config.resolve import resolve_all
+    from llmb.launch.install_root import install_root
     from llmb.launch.secrets import mask
 
     recipes = run_options.load_recipes()
-    resolved, bad = run_options.resolve_all(_tasks(options, recipes), recipes)
+    resolved, bad = resolve_all(_tasks(options, recipes), recipes, install_root(os.environ))
     resolved = [(task, replace(config, environment=mask(config.environment))) for task, config in resolved]
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
-    place = submit_slurm.place(options, os.environ)
+    location = submit_slurm.run_location(options, os.environ)
     if options.dry_run or options.on == "dry":
         _print_dry(resolved, options.json)
-        if (place == "slurm" or options.on == "dry") and not options.json:
-            submit_slurm.print_scripts(resolved, options)
+        if (location == "slurm" or options.on == "dry") and not options.json:
+            submit_slurm.print_job_scripts(resolved, options)
         return 1 if bad else 0
-    if place == "slurm":
-        return max(submit_slurm.send(resolved, options), 1 if bad else 0)
-    submit_slurm.refuse_wishes(options)
-    if place == "local":
+    if location == "slurm":
+        return max(submit_slurm.submit_all(resolved, options), 1 if bad else 0)
+    submit_slurm.refuse_sbatch_options(options)
+    if location == "local":
         for _, config in resolved:
             _check_runs_here(config)
             _warn_of_budgets(config)
     else:
-        resolved = [(task, submit_slurm.in_room(config, os.environ)) for task, config in resolved]
-    asked, codes = sum(task.repeats for task, _ in resolved), []
+        resolved = [(task, submit_slurm.fit_allocation(config, os.environ)) for task, config in resolved]
+    requested, codes = sum(task.repeats for task, _ in resolved), []
     for task, config in resolved:
-        done, interrupted = _run_repeatedly(config, task.request.environment, task.repeats, options.json, place)
+        done, interrupted = _run_repeatedly(config, task.request.environment, task.repeats, options.json, location)
         codes += done
         if interrupted:  # Ctrl-C means the whole command
             break
-    failed = sum(code != 0 for code in codes) + asked - len(codes)
+    failed = sum(code != 0 for code in codes) + requested - len(codes)
     if failed:
-        print(f"ERROR: {failed} of {asked} runs did not end well", file=sys.stderr)
+        print(f"ERROR: {failed} of {requested} runs failed", file=sys.stderr)
     return max([*codes, 1 if bad else 0])
 
 
 def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
-    """From flags or from a file; an `--env` that names a setting is one, any other reaches the ranks."""
+    """Return the tasks of the flags or the bulk file; an `--env` that names a setting becomes one."""
     from llmb.cli import run_options
     from llmb.config.bulk_file import read_bulk
     from llmb.config.overrides import VARIABLES, Setting
-    from llmb.config.run_list import largest_first, tasks_for, with_wishes
+    from llmb.config.run_list import largest_first, tasks_for, with_settings
     from llmb.errors import ConfigError
 
     if options.file and (options.workload or options.size):
         raise ConfigError("-f names the workloads; leave out -w and -s")
     environment = _environment(options.env)
-    wishes = [
+    settings = [
         Setting(field=VARIABLES[k], value=v, source=f"--env {k}") for k, v in environment.items() if k in VARIABLES
     ]
     if options.timeout is not None:
-        wishes.append(Setting(field="time_limit_s", value=options.timeout, source="--timeout"))
+        settings.append(Setting(field="time_limit_s", value=options.timeout, source="--timeout"))
     for_ranks = {k: v for k, v in environment.items() if k not in VARIABLES}
-    wanted = run_options.wanted(options)
-    tasks = read_bulk(options.file, recipes, wanted) if options.file else tasks_for(wanted, recipes)
-    return largest_first([with_wishes(task, wishes, for_ranks) for task in tasks])
+    run_selection = run_options.run_selection(options)
+    tasks = read_bulk(options.file, recipes, run_selection) if options.file else tasks_for(run_selection, recipes)
+    return largest_first([with_settings(task, settings, for_ranks) for task in tasks])
 
 
 def _environment(pairs: list[str]) -> dict[str, str]:
     from llmb.errors import ConfigError
 
-    found = {}
+    variables = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise ConfigError(f"--env: expected NAME=VALUE, got {pair!r}")
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
 def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
     from llmb.config.serialization import to_json
-    from llmb.launch.command import spelled_command
+    from llmb.launch.command import format_engine_command
     from llmb.report.config_summary import dry_table
 
     if as_json:
@@ -116,11 +118,11 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
         print(dry_table([(config, task.repeats) for task, config in resolved]))
         for _, config in resolved:
             if config.engine != "native":
-                print(f"\n{config.name}: {spelled_command(config)}", end="")
+                print(f"\n{config.name}: {format_engine_command(config)}", end="")
 
 
 def _check_runs_here(config: Any) -> None:
-    """A run this machine cannot hold is refused before anything is made."""
+    """Refuse a run that this machine cannot hold, before anything is created."""
     from llmb.errors import ConfigError
     from llmb.launch.command import check_engine
     from llmb.launch.local_machine import gpu_names
@@ -133,23 +135,23 @@ def _check_runs_here(config: Any) -> None:
     if config.machine.gpu == "cpu":
         _check_ranks_here(config)
         return
-    here, asked = len(gpu_names()), config.machine.gpus
+    here, requested = len(gpu_names()), config.machine.gpus
     if here == 0:
         gpu = config.machine.gpu
-        stands_in = "gpu" not in config.recipe_row  # only stand-ins are for any machine
-        on_cpu = f"leave out --gpu-type ({gpu}'s layout: --layout {gpu})" if stands_in else "add --proxy"
+        uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
+        on_cpu = f"leave out --gpu-type ({gpu}'s layout: --layout {gpu})" if uses_proxy else "add --proxy"
         raise ConfigError(
-            f"{asked} x {gpu} asked for, this machine has no GPU; "
-            f"{on_cpu} for a small stand-in on the CPU, or --dry-run to see the run"
+            f"{requested} x {gpu} requested, this machine has no GPU; "
+            f"{on_cpu} for a small proxy on the CPU, or --dry-run to see the run"
         )
-    if asked > here:
+    if requested > here:
         raise ConfigError(
-            f"{asked} GPUs asked for, this machine has {here}; choose --scale {here} or less, or --dry-run"
+            f"{requested} GPUs requested, this machine has {here}; choose --scale {here} or less, or --dry-run"
         )
 
 
 def _warn_of_budgets(config: Any) -> None:
-    """Before a run that would fill memory which is not there."""
+    """Warn of budgets that exceed this machine's memory."""
     from llmb.cli.memory_budgets import beyond_this_machine
 
     for line in beyond_this_machine(config):
@@ -157,7 +159,7 @@ def _warn_of_budgets(config: Any) -> None:
 
 
 def _check_ranks_here(config: Any) -> None:
-    """Ranks on a CPU share its memory; one alone is left to try."""
+    """Refuse more CPU ranks than the memory holds; a single rank may try."""
     from llmb.errors import ConfigError
     from llmb.launch.local_machine import host_memory_bytes
     from llmb.perfmodel.hardware import GIB
@@ -173,84 +175,84 @@ def _check_ranks_here(config: Any) -> None:
 
 
 def _run_repeatedly(
-    config: Any, environment: dict[str, str], repeats: int, as_json: bool, place: str
+    config: Any, environment: dict[str, str], repeats: int, as_json: bool, location: str
 ) -> tuple[list[int], bool]:
-    """The same run again and again: exit codes, and whether it was interrupted. Then how well its figures are known."""
+    """Repeat a run and print intervals of its figures; return exit codes and whether it was interrupted."""
     from llmb.report import repeat_table as report
 
     codes: list[int] = []
     results: list[Any] = []
     interrupted = False
     while len(codes) < repeats and not interrupted:
-        code, interrupted, result = _run_one(config, environment, as_json, place)
+        code, interrupted, result = _run_one(config, environment, as_json, location)
         codes.append(code)
         results.append(result)
-    known = report.repeats(results)
-    if known:
-        print(f"\n{known}", file=sys.stderr if as_json else sys.stdout)
+    table = report.repeats(results)
+    if table:
+        print(f"\n{table}", file=sys.stderr if as_json else sys.stdout)
     return codes, interrupted
 
 
 def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: int) -> int:
-    """A run of this configuration, here and now, that is linked to the one it tries again."""
+    """Retry a run here, linked to the original job."""
     _check_runs_here(config)
     return _run_one(config, environment, False, "local", retry_of=retry_of, attempt=attempt)[0]
 
 
 def _run_one(
-    config: Any, environment: dict[str, str], as_json: bool, place: str, **lineage: Any
+    config: Any, environment: dict[str, str], as_json: bool, location: str, **lineage: Any
 ) -> tuple[int, bool, Any]:
-    """One run from folder to result: exit code, whether it was interrupted, and the result.
+    """Run once, from folder to result; return exit code, whether it was interrupted, and the result.
 
-    Each step leaves what can be read if the next one fails. `lineage`: retry_of and attempt of a run that is one.
+    Each step leaves a readable folder if the next one fails. `lineage`: retry_of and attempt of a retry.
     """
     from contextlib import nullcontext
 
     from llmb.cli.stored_runs import keep_result
     from llmb.launch.install_root import install_root
-    from llmb.launch.run_folder import RunDir, store_path
-    from llmb.launch.run_lock import running_alone
+    from llmb.launch.run_folder import RunFolder, store_path
+    from llmb.launch.run_lock import exclusive_run_lock
     from llmb.report.live_progress import LiveLine
     from llmb.report.serving_overview import overview
     from llmb.report.summary import summary
     from llmb.results.job_store import Store
 
-    said = sys.stderr if as_json else sys.stdout
+    output = sys.stderr if as_json else sys.stdout
     root = install_root(os.environ)
-    alone = running_alone(root, config) if place == "local" else nullcontext()
-    with alone, Store(store_path(root)) as store:
-        run_dir = RunDir.create(root, config, datetime.now())
-        job = _enter(store, config, run_dir, place, **lineage)
-        print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=said, flush=True)
+    lock = exclusive_run_lock(root, config) if location == "local" else nullcontext()
+    with lock, Store(store_path(root)) as store:
+        run_dir = RunFolder.create(root, config, datetime.now())
+        job = _add_job(store, config, run_dir, location, **lineage)
+        print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=output, flush=True)
         live = LiveLine(config)
         try:
-            outcome = _launch(config, run_dir, environment, live.show, place)
+            outcome = _launch(config, run_dir, environment, live.show, location)
         finally:
             live.close()
             result = keep_result(run_dir, config)
             store.finish(job, result)
     block = overview(result, config)
     if block:
-        print(f"\n{block}", file=said)
-        if config.engine == "native":  # another engine has printed its own
+        print(f"\n{block}", file=output)
+        if config.engine == "native":  # other engines print their own
             run_dir.add_to_log(block)
-    print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=said)
+    print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=output)
     if run_dir.profile_page.exists():
-        print(f"profile: {run_dir.profile_page}", file=said)
+        print(f"profile: {run_dir.profile_page}", file=output)
     if as_json:
         print(run_dir.result.read_text(), end="")
-    refused = outcome.exit_code == 1 and config.engine == "native"  # it found the configuration wrong
+    refused = outcome.exit_code == 1 and config.engine == "native"  # the engine refused the configuration
     code = 0 if result.status == "ok" else 1 if refused else 2
     return code, outcome.interrupted is not None, result
 
 
-def _enter(store: Any, config: Any, run_dir: Any, place: str, **lineage: Any) -> str:
-    """The run into the store and its record into its folder; several runs in one allocation share Slurm's id."""
-    from llmb.launch.slurm.submission import Submission, keep_submission
+def _add_job(store: Any, config: Any, run_dir: Any, location: str, **lineage: Any) -> str:
+    """Add the run to the store and its record to its folder; runs in one allocation share Slurm's id."""
+    from llmb.launch.slurm.submission import Submission, write_submission
 
-    if place == "local":
+    if location == "local":
         if lineage:
-            keep_submission(run_dir, Submission(token=None, **lineage))
+            write_submission(run_dir, Submission(token=None, **lineage))
         job: str = store.add(config, run_dir.path, **lineage)
         run_dir.write_record(config, job)
         return job
@@ -259,12 +261,12 @@ def _enter(store: Any, config: Any, run_dir: Any, place: str, **lineage: Any) ->
     return store.add(config, run_dir.path, "slurm", store.free_id(slurm_id), nodes=os.environ.get("SLURM_JOB_NODELIST"))
 
 
-def _launch(config: Any, run_dir: Any, environment: dict[str, str], on_event: Any, place: str) -> Any:
+def _launch(config: Any, run_dir: Any, environment: dict[str, str], on_event: Any, location: str) -> Any:
     from llmb.cli.run_options import cluster_here
     from llmb.launch.command import engine_command
     from llmb.launch.local import run_local
 
-    if place == "local":
+    if location == "local":
         command = engine_command(config, run_dir, sys.executable)
         return run_local(config, run_dir, command, environment, on_event, config.limits.time_limit_s)
     from llmb.cli.job_runner import run_in_allocation

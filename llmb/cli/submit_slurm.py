@@ -1,4 +1,4 @@
-"""The cluster's side of `llmb-run submit`: where runs go, what Slurm is asked for, and the pass that sends them."""
+"""Cluster side of `llmb-run submit`: where runs go, sbatch options, submission of all runs."""
 
 import argparse
 import os
@@ -9,8 +9,8 @@ from typing import Any
 from llmb.cli.run_options import cluster_here
 
 
-def place(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
-    """Where runs go: local, slurm, or the allocation that this process is in."""
+def run_location(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    """Return where runs go: local, slurm, or allocation (the one this process is in)."""
     from llmb.launch.slurm.srun import in_allocation
 
     if options.on in (None, "slurm") and in_allocation(environ):
@@ -20,10 +20,10 @@ def place(options: argparse.Namespace, environ: Mapping[str, str]) -> str:
     return "slurm" if cluster_here() else "local"
 
 
-def wishes(options: argparse.Namespace) -> Any:
-    """What a command line asks of Slurm; of the environment, SBATCH_SEGMENT_SIZE."""
+def sbatch_options(options: argparse.Namespace) -> Any:
+    """Return the sbatch options of a command line and of SBATCH_SEGMENT_SIZE."""
     from llmb.errors import ConfigError
-    from llmb.launch.slurm.job_script import SlurmWishes
+    from llmb.launch.slurm.job_script import SbatchOverrides
 
     segment, variable = options.segment, os.environ.get("SBATCH_SEGMENT_SIZE", "")
     if segment is None and variable:
@@ -32,7 +32,7 @@ def wishes(options: argparse.Namespace) -> Any:
         raise ConfigError("--segment: expected a number of nodes, 1 or more")
     if options.retries < 0:
         raise ConfigError("--retries: expected a number, 0 or more")
-    return SlurmWishes(
+    return SbatchOverrides(
         nice=options.nice,
         nodelist=options.nodelist,
         exclude=options.exclude,
@@ -42,41 +42,41 @@ def wishes(options: argparse.Namespace) -> Any:
     )
 
 
-def refuse_wishes(options: argparse.Namespace) -> None:
-    """Nothing is asked of Slurm by a run that is not submitted."""
+def refuse_sbatch_options(options: argparse.Namespace) -> None:
+    """Refuse sbatch options of a run that is not submitted."""
     from llmb.errors import ConfigError
-    from llmb.launch.slurm.job_script import FIRST_CLASS
+    from llmb.launch.slurm.job_script import OPTIONS_WITH_FLAGS
 
-    named = [name for name in FIRST_CLASS if getattr(options, name) is not None]
+    named = [name for name in OPTIONS_WITH_FLAGS if getattr(options, name) is not None]
     named += ["slurm-arg"] * bool(options.slurm_arg) + ["retries"] * bool(options.retries)
     if named:
         raise ConfigError(f"--{named[0]} has no effect on a run that is not submitted; leave it out, or add --on slurm")
 
 
-def in_room(config: Any, environ: Mapping[str, str]) -> Any:
-    """The run as it fits the allocation that this process is in, or why it does not."""
+def fit_allocation(config: Any, environ: Mapping[str, str]) -> Any:
+    """Fit a run to the allocation of this process, or raise why it does not fit."""
     from llmb.launch.command import check_engine
-    from llmb.launch.slurm.job_script import placed
-    from llmb.launch.slurm.srun import check_room, ranks_per_node
+    from llmb.launch.slurm.job_script import with_gpus_per_node
+    from llmb.launch.slurm.srun import check_allocation_size, ranks_per_node
     from llmb.perfmodel.serving_capacity import check_fits
 
-    check_engine(config, environ, here=False)
+    check_engine(config, environ, local=False)
     check_fits(config)
     cluster = cluster_here()
-    config = placed(config, ranks_per_node(config, environ, cluster.gpus_per_node if cluster else None))
-    check_room(config, environ)
+    config = with_gpus_per_node(config, ranks_per_node(config, environ, cluster.gpus_per_node if cluster else None))
+    check_allocation_size(config, environ)
     return config
 
 
-def send(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> int:
-    """All to Slurm; each is named as soon as Slurm has it."""
+def submit_all(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> int:
+    """Submit all runs; print each as soon as Slurm has accepted it."""
     from llmb.cli.submit_batch import Sent, submit_jobs
     from llmb.config.serialization import to_json
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import store_path
     from llmb.results.job_store import Store
 
-    def say(sent: Sent) -> None:
+    def print_submitted(sent: Sent) -> None:
         if sent.error is not None:
             print(f"ERROR: {sent.request.config.name}: {sent.error}", file=sys.stderr)
         elif options.json:
@@ -87,8 +87,8 @@ def send(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> int:
     requests = [request for request, repeats in _requests(resolved, options) for _ in range(repeats)]
     root = install_root(os.environ)
     with Store(store_path(root)) as store:
-        sent = submit_jobs(requests, cluster_here(), root, store, say)
-    errors = [one.error for one in sent if one.error is not None]
+        sent = submit_jobs(requests, cluster_here(), root, store, print_submitted)
+    errors = [job.error for job in sent if job.error is not None]
     if errors:
         print(f"ERROR: {len(errors)} of {len(sent)} jobs were not submitted", file=sys.stderr)
     elif not options.json:
@@ -96,33 +96,33 @@ def send(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> int:
     return max((error.exit_code for error in errors), default=0)
 
 
-def print_scripts(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> None:
-    """The job scripts, as they would lie in their run folders."""
+def print_job_scripts(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> None:
+    """Print the job scripts as the run folders would contain them."""
     from llmb.cli.submit_batch import script_for
     from llmb.launch.install_root import install_root
-    from llmb.launch.run_folder import RunDir, experiment_path
+    from llmb.launch.run_folder import RunFolder, experiment_path
 
     root, cluster = install_root(os.environ), cluster_here()
     for request, _ in _requests(resolved, options):
         config = request.config
-        run = RunDir(experiment_path(root, config) / f"{config.name}_TIME" / config.name)
+        run = RunFolder(experiment_path(root, config) / f"{config.name}_TIME" / config.name)
         print(f"\n{script_for(request, run, cluster)}", end="")
 
 
 def _requests(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> list[tuple[Any, int]]:
-    """Each with how often it is to be run; what the cluster cannot run is refused before anything is made."""
+    """Return job requests with their repeats; refuse what the cluster cannot run before anything is created."""
     from llmb.cli.submit_batch import JobRequest, for_cluster
     from llmb.perfmodel.serving_capacity import check_fits
 
-    cluster, asked = cluster_here(), wishes(options)
-    found = []
+    cluster, requested = cluster_here(), sbatch_options(options)
+    requests = []
     for task, config in resolved:
         check_fits(config)
         request = JobRequest(
             config=for_cluster(config, cluster),
             environment=task.request.environment,
-            wishes=asked,
+            sbatch_overrides=requested,
             retries=options.retries,
         )
-        found.append((request, task.repeats))
-    return found
+        requests.append((request, task.repeats))
+    return requests

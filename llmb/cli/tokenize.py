@@ -1,7 +1,7 @@
-"""`llmb-run tokenize`: text to a token file, with any tokenizer file of the library `tokenizers`.
+"""`llmb-run tokenize`: encode text into a token file, with any tokenizer file of the library `tokenizers`.
 
-Text is read piece by piece, so memory does not grow with it. A piece ends with a line, where the tokenizers of language
-models begin anew anyway; a million characters without such a place are cut before a space.
+Text is read in chunks, so memory does not grow with it. A chunk ends with a line, where tokenizers of language models
+split anyway; a million characters without a line end are cut before a space.
 """
 
 import argparse
@@ -13,10 +13,10 @@ from typing import Any, TextIO
 
 from llmb.cli.subcommand import command
 
-PIECE = 1 << 16  # characters read at once; also about the size of a piece
-LONGEST = 1 << 20  # characters to wait for a line end
-BATCH = 32  # pieces that the library encodes at once, on all cores
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # looked for in this order where --end is not given
+CHUNK = 1 << 16  # characters read at once; also about the size of a chunk
+MAX_CHUNK = 1 << 20  # characters to wait for a line end
+BATCH = 32  # chunks that the library encodes at once, on all cores
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # looked for in this order where --end is not given
 
 
 def add_commands(commands: Any) -> None:
@@ -31,7 +31,11 @@ def add_commands(commands: Any) -> None:
     add("texts", nargs="+", metavar="TEXT", help="UTF-8 text files; - is standard input")
     add("-o", "--output", type=Path, required=True, metavar="FILE", help="the token file to write")
     add("--tokenizer", type=Path, required=True, metavar="FILE", help="a tokenizer.json in Hugging Face's format")
-    add("--end", metavar="TOKEN", help=f"put after each text; default: the first the tokenizer has of {' '.join(ENDS)}")
+    add(
+        "--end",
+        metavar="TOKEN",
+        help=f"put after each text; default: the first the tokenizer has of {' '.join(END_TOKENS)}",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             for batch in _batches(name):
                 for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                     file.add(encoding.ids)
-                progress.add(sum(len(piece.encode()) for piece in batch))
+                progress.add(sum(len(chunk.encode()) for chunk in batch))
             _refuse_empty(name, file.header.tokens - before)
             if end is not None:
                 file.add([end])
@@ -58,48 +62,48 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def pieces(file: TextIO) -> Iterator[str]:
-    """The text of a file in parts that may be encoded one by one."""
-    kept = ""
-    while read := file.read(PIECE):
-        kept += read
-        cut = _cut(kept)
+def text_chunks(file: TextIO) -> Iterator[str]:
+    """Yield the text of a file in chunks that can be encoded independently."""
+    buffer = ""
+    while read := file.read(CHUNK):
+        buffer += read
+        cut = _cut_position(buffer)
         if cut:
-            yield kept[:cut]
-            kept = kept[cut:]
-    if kept:
-        yield kept
+            yield buffer[:cut]
+            buffer = buffer[cut:]
+    if buffer:
+        yield buffer
 
 
-def _cut(text: str) -> int:
-    """How much of a text is a piece; 0: more must be read to know."""
-    newline = _last_alone(text, "\n")
-    if newline > 0 or len(text) < LONGEST:
+def _cut_position(text: str) -> int:
+    """Return where to cut a text, or 0 if more must be read."""
+    newline = _last_isolated(text, "\n")
+    if newline > 0 or len(text) < MAX_CHUNK:
         return newline + 1
-    space = _last_alone(text, " ")
+    space = _last_isolated(text, " ")
     return space if space > 0 else len(text)
 
 
-def _last_alone(text: str, mark: str) -> int:
-    """The last place of a mark without white space on either side, or -1.
+def _last_isolated(text: str, character: str) -> int:
+    """Return the last index of a character without white space on either side, or -1.
 
-    Beside other white space it is no safe place: tokenizers see a run of it otherwise where the text ends.
+    Beside other white space a cut is not safe: tokenizers treat a run of it differently at the end of a text.
     """
-    place = text.rfind(mark, 1, -1)
-    while place >= 0 and (text[place - 1].isspace() or text[place + 1].isspace()):
-        place = text.rfind(mark, 1, place)
-    return place
+    index = text.rfind(character, 1, -1)
+    while index >= 0 and (text[index - 1].isspace() or text[index + 1].isspace()):
+        index = text.rfind(character, 1, index)
+    return index
 
 
 def _batches(name: str) -> Iterator[list[str]]:
-    """Lists of pieces of one text; says so where it is not text."""
+    """Yield lists of chunks of one text; refuse what is not text."""
     from llmb.errors import ConfigError
 
     batch: list[str] = []
     try:
         with open(0 if name == "-" else name, encoding="utf-8", newline="", closefd=name != "-") as file:
-            for piece in pieces(file):
-                batch.append(piece)
+            for chunk in text_chunks(file):
+                batch.append(chunk)
                 if len(batch) == BATCH:
                     yield batch
                     batch = []
@@ -112,7 +116,7 @@ def _batches(name: str) -> Iterator[list[str]]:
 
 
 def _check_paths(texts: list[str], output: Path) -> None:
-    """What can be wrong with the files is said before the first one is read."""
+    """Check all paths before the first file is read."""
     from llmb.errors import ConfigError
     from llmb.formats.token_file import is_token_file
 
@@ -140,14 +144,14 @@ def _load_tokenizer(path: Path) -> Any:
         raise ConfigError(f"{path} is not a tokenizer file: {error}") from error
 
 
-def _end_token(tokenizer: Any, wanted: str | None) -> int | None:
+def _end_token(tokenizer: Any, requested: str | None) -> int | None:
     from llmb.errors import ConfigError
 
-    if wanted is not None and tokenizer.token_to_id(wanted) is None:
-        known = [token for token in ENDS if tokenizer.token_to_id(token) is not None]
-        raise ConfigError(f"--end: the tokenizer has no token {wanted!r}; usual ones it has: {known or 'none'}")
-    found = [tokenizer.token_to_id(token) for token in ((wanted,) if wanted else ENDS)]
-    return next((number for number in found if number is not None), None)
+    if requested is not None and tokenizer.token_to_id(requested) is None:
+        available = [token for token in END_TOKENS if tokenizer.token_to_id(token) is not None]
+        raise ConfigError(f"--end: the tokenizer has no token {requested!r}; usual ones it has: {available or 'none'}")
+    candidates = [tokenizer.token_to_id(token) for token in ((requested,) if requested else END_TOKENS)]
+    return next((number for number in candidates if number is not None), None)
 
 
 def _refuse_empty(name: str, tokens: int) -> None:
@@ -158,7 +162,7 @@ def _refuse_empty(name: str, tokens: int) -> None:
 
 
 class Progress:
-    """How far long work is, on stderr; short work says nothing."""
+    """Progress of long work on stderr; silent for short work."""
 
     def __init__(self, texts: list[str]):
         from llmb.report.status_line import StatusLine
@@ -170,7 +174,7 @@ class Progress:
         self._line = StatusLine()
 
     def add(self, done: int) -> None:
-        """So many bytes more."""
+        """Advance by a number of bytes."""
         self.done += done
         now = time.monotonic()
         if now < self._next:

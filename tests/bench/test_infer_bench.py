@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import llmb.ops
-from llmb.config.spec import Experts, Latent, Model, Precision
-from llmb.perfmodel import flops
-from llmb.serve.layers.served_model import build_stack
-from llmb.serve.rank_groups import Ranks
-from llmb.serve.served_dtypes import how_of
+from llmb.config.spec import MlaConfig, Model, MoEConfig, Precision
+from llmb.perfmodel import block_costs, flops, params
+from llmb.serve.engine_builder import serving_dtypes
+from llmb.serve.layers.served_model import build_served_model
+from llmb.serve.rank_groups import RankGroups
 from llmb.serve.weights.weight_source import RandomWeights
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -29,8 +29,8 @@ SMALL = Model(
 )  # attention 2 * 8 * (8 + 4) = 192 weights a layer, MLP 3 * 8 * 16 = 384, head 80
 MOE = Model(
     name="moe", architecture="deepseek", layers=3, hidden=8, ffn=16, heads=2, kv_heads=2, head_dim=4, vocab=10,
-    experts=Experts(count=4, top_k=1, ffn=4, shared=1, dense_layers=1),
-    latent=Latent(q_rank=4, kv_rank=6, nope_dim=4, rope_dim=2, value_dim=4),
+    experts=MoEConfig(count=4, top_k=1, ffn=4, shared=1, dense_layers=1),
+    mla=MlaConfig(q_rank=4, kv_rank=6, nope_dim=4, rope_dim=2, value_dim=4),
 )  # fmt: skip
 RATES = ceilings.Rates(read=100.0, products=1000.0, head=100.0, bf16=50.0)
 
@@ -47,8 +47,8 @@ def test_an_average_step_has_its_share_of_prompts():
 
 
 def test_each_term_is_bytes_and_flops_by_hand():
-    found = by_name(SMALL, FP8, ceilings.steady_step(isl=4, osl=4, batch=8))
-    assert {name: (term.bytes, term.flops) for name, term in found.items()} == {
+    actual = by_name(SMALL, FP8, ceilings.steady_step(isl=4, osl=4, batch=8))
+    assert {name: (term.bytes, term.flops) for name, term in actual.items()} == {
         "attention weights": (384, 2 * 14 * 384),
         "cache": (6 * 6 * 2 * 8, 2 * 6 * 6 * 2 * 16),
         "prompts": (0, 2 * 16 * 2 * 16),
@@ -58,44 +58,44 @@ def test_each_term_is_bytes_and_flops_by_hand():
 
 
 def test_the_ceiling_adds_the_longer_of_both_for_each_term():
-    found = ceilings.terms(SMALL, FP8, ceilings.steady_step(isl=4, osl=4, batch=8))
+    actual = ceilings.terms(SMALL, FP8, ceilings.steady_step(isl=4, osl=4, batch=8))
     seconds = {"attention weights": 10.752, "cache": 46.08, "prompts": 20.48, "mlp weights": 21.504, "head": 12.8}
-    assert {term.name: term.seconds(RATES) for term in found} == pytest.approx(seconds)
-    assert ceilings.ceiling(found, RATES) == pytest.approx(sum(seconds.values()))
-    assert ceilings.by_kind(found, RATES) == pytest.approx(
+    assert {term.name: term.seconds(RATES) for term in actual} == pytest.approx(seconds)
+    assert ceilings.ceiling(actual, RATES) == pytest.approx(sum(seconds.values()))
+    assert ceilings.by_kind(actual, RATES) == pytest.approx(
         {ceilings.PRODUCTS: 45.056, ceilings.DECODE: 46.08, ceilings.PREFILL: 20.48}
     )
 
 
 def test_memory_bounds_a_step_of_one_request():
-    found = ceilings.terms(SMALL, BF16, ceilings.decode_step(1, context=10))
+    actual = ceilings.terms(SMALL, BF16, ceilings.decode_step(1, context=10))
     fast = ceilings.Rates(read=100.0, products=1e9, head=1e9, bf16=1e9)
     # 1152 weights and the head's 80 in 2 bytes, 10 tokens of 2 layers with 8 values of 2 bytes.
-    assert ceilings.ceiling(found, fast) == pytest.approx((2 * 1152 + 160 + 10 * 2 * 16) / 100)
+    assert ceilings.ceiling(actual, fast) == pytest.approx((2 * 1152 + 160 + 10 * 2 * 16) / 100)
 
 
 @pytest.mark.parametrize("precision", [FP8, BF16])
 def test_sums_equal_those_of_costs(precision):
     decode = ceilings.terms(SMALL, precision, ceilings.decode_step(5, context=7))
-    assert sum(term.bytes for term in decode) == pytest.approx(flops.decode_bytes(SMALL, precision, 5, 7))
+    assert sum(term.bytes for term in decode) == pytest.approx(params.decode_bytes(SMALL, precision, 5, 7))
     assert sum(term.flops for term in decode) == pytest.approx(5 * flops.decode_flops(SMALL, 7))
     prompt = ceilings.terms(SMALL, precision, ceilings.prompt_step(9))
     assert sum(term.flops for term in prompt) == pytest.approx(flops.prefill_flops(SMALL, 9, "causal"))
 
 
 def test_latent_attention_and_experts_by_hand():
-    found = by_name(MOE, FP8, ceilings.decode_step(3, context=10, experts=2.5))
+    actual = by_name(MOE, FP8, ceilings.decode_step(3, context=10, experts=2.5))
     # kv_up: 6 * 2 * (4 + 4) = 96 weights in bf16; the other matrices of attention:
     matrices = 8 * (4 + 6 + 2) + 4 * 2 * (4 + 2) + 2 * 4 * 8
-    assert found["latent_attention weights"].bytes == 3 * matrices
-    assert found["kv_up"].bytes == 3 * 2 * 96
-    assert found["cache"].bytes == 3 * 10 * 3 * (6 + 2 * 2)
-    assert found["cache"].flops == 2 * 3 * 10 * 3 * 2 * (2 * 6 + 2)
-    one = 3 * 8 * 4
-    assert found["experts"].bytes == 2 * 2.5 * one
-    assert found["experts"].flops == 2 * 3 * 2 * one
-    assert found["experts weights"].bytes == 2 * one  # the shared ones
-    assert found["router"].bytes == 2 * 2 * 8 * 4
+    assert actual["mla weights"].bytes == 3 * matrices
+    assert actual["kv_up"].bytes == 3 * 2 * 96
+    assert actual["cache"].bytes == 3 * 10 * 3 * (6 + 2 * 2)
+    assert actual["cache"].flops == 2 * 3 * 10 * 3 * 2 * (2 * 6 + 2)
+    item = 3 * 8 * 4
+    assert actual["experts"].bytes == 2 * 2.5 * item
+    assert actual["experts"].flops == 2 * 3 * 2 * item
+    assert actual["experts weights"].bytes == 2 * item  # the shared ones
+    assert actual["router"].bytes == 2 * 2 * 8 * 4
 
 
 def test_expected_experts():
@@ -136,9 +136,9 @@ def test_activations_by_hand():
 def test_product_shapes_are_all_of_a_dense_layer():
     llama, deepseek = program.models()
     kv_up = 512 * 128 * (128 + 128)
-    for model, attention, absorbed in ((llama, flops.attention, 0), (deepseek, flops.latent_attention, kv_up)):
+    for model, attention, absorbed in ((llama, block_costs.attention, 0), (deepseek, block_costs.mla, kv_up)):
         weights = sum(outputs * inputs for outputs, inputs in ceilings.product_shapes(model))
-        assert weights == attention(model).matrices - absorbed + flops.mlp(model).matrices
+        assert weights == attention(model).dense_weights - absorbed + block_costs.mlp(model).dense_weights
 
 
 @pytest.mark.parametrize("precision", [FP8, BF16])
@@ -147,15 +147,18 @@ def test_the_engine_holds_the_cache_that_ceilings_count(which, precision):
     model = program.tiny_models()[which]
     row = program.Row(dtype=precision.dtype, isl=8, osl=8, batch=1, budget=8, requests=1)
     device = torch.device("cpu")
-    how = how_of(import_module("infer_serving").config_of(model, row, device))
-    stack = build_stack(model, RandomWeights(model, 1, how.dtype, device), how, Ranks(device=device))
+    how = serving_dtypes(import_module("infer_serving").config_of(model, row, device))
+    stack = build_served_model(model, RandomWeights(model, 1, how.dtype, device), how, RankGroups(device=device))
     held = sum(mixer.bytes_per_token for mixer in stack.mixers())
     assert held == model.layers * ceilings.cached_bytes(model, precision)
 
 
 def test_a_class_for_every_kernel_that_serving_launches():
-    served = ("add_norm", "argmax", "dealt", "forms", "fp8_block", "gated", "latent_attention", "paged_attention",
-              "paged_write", "routed", "router", "thin", "thin_attention")  # fmt: skip
+    served = (
+        "activation/gated_act", "attention/decode_attention", "attention/kv_cache_write", "attention/mla_attention",
+        "attention/paged_attention", "gemm/block_scaled_gemm", "gemm/skinny_gemm", "moe/align", "moe/fused_moe",
+        "moe/router", "norm/add_rms_norm", "quant/activation_quant", "sampling/argmax",
+    )  # fmt: skip
     for module in served:
         text = (Path(llmb.ops.__file__).parent / f"{module}_triton.py").read_text()
         for name in re.findall(r"^ *(_\w+)\[", text, re.MULTILINE):
@@ -166,17 +169,17 @@ def test_a_class_for_every_kernel_that_serving_launches():
     ("name", "kind"),
     [
         ("nvjet_qqtst_128x256_128x6_2x1_v_bz_TNN", ceilings.PRODUCTS),
-        ("_thin", ceilings.PRODUCTS),
-        ("_thin_attention", ceilings.DECODE),
-        ("_decode", ceilings.DECODE),
-        ("_chunk", ceilings.PREFILL),
-        ("_chunk_winners", ceilings.SAMPLING),
+        ("_skinny_gemm", ceilings.PRODUCTS),
+        ("_decode_attention", ceilings.DECODE),
+        ("_paged_decode", ceilings.DECODE),
+        ("_paged_prefill", ceilings.PREFILL),
+        ("_chunk_argmax", ceilings.SAMPLING),
         (
             "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps>>",
             ceilings.SAMPLING,
         ),
-        ("_gate_kernel", ceilings.EXPERTS),
-        ("_gated", ceilings.SMALL),
+        ("_moe_gated_act_kernel", ceilings.EXPERTS),
+        ("_gated_activation", ceilings.SMALL),
         ("Memcpy HtoD (Pinned -> Device)", kernels.COPIES),
         ("void at::native::vectorized_elementwise_kernel<4, FillFunctor>", kernels.OTHER),
     ],

@@ -47,7 +47,7 @@ def test_every_row_has_a_tiny_one_and_every_peer_a_row():
 
 def test_the_ceiling_is_every_flop_once():
     """At one rate for everything it is the FLOPs over that rate, whatever the plan computes again."""
-    one = Rates(
+    item = Rates(
         gpu="cpu", matmul_tflops=1, attention_forward_tflops=1, attention_backward_tflops=1, square_tokens=1,
         past_attention_forward_tflops=1, past_attention_backward_tflops=1, memory_gbs=1e-9, link_in_gbs=1,
         link_out_gbs=1, link_both_gbs=1, source="by hand",
@@ -56,8 +56,8 @@ def test_the_ceiling_is_every_flop_once():
         model = rows.tiny_models()[row.size]
         plan = rows.planned(model, row, NOMINAL_CPU).plan
         once = row.gbs * flops.hardware_flops_per_sequence(model, row.seqlen, "causal", 0)
-        assert rows.ceiling_s(model, plan, one) == pytest.approx(once / 1e12)
-        assert rows.ceiling_s(model, replace(plan, levels="I" * len(plan.levels)), one) == pytest.approx(once / 1e12)
+        assert rows.ceiling_s(model, plan, item) == pytest.approx(once / 1e12)
+        assert rows.ceiling_s(model, replace(plan, levels="I" * len(plan.levels)), item) == pytest.approx(once / 1e12)
 
 
 def test_the_ceiling_of_8_192_tokens_by_hand():
@@ -103,40 +103,40 @@ def test_a_row_that_fails_is_named_and_the_next_one_goes_on(tmp_path, capsys):
 
 
 def test_unknown_names_are_one_line():
-    for given, said in (("--only=speed", "parts are: rates, rows"), ("--row=9000/1/1", "rows are: 8192/75/78")):
+    for inputs, output in (("--only=speed", "parts are: rates, rows"), ("--row=9000/1/1", "rows are: 8192/75/78")):
         done = subprocess.run(
-            [sys.executable, BENCH / "outofcore_gpu.py", "--tiny", given], capture_output=True, text=True,
+            [sys.executable, BENCH / "outofcore_gpu.py", "--tiny", inputs], capture_output=True, text=True,
             env=ENVIRONMENT,
         )  # fmt: skip
         assert done.returncode == 2
-        assert said in done.stderr.splitlines()[-1]
+        assert output in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_program_runs_to_its_end_on_any_machine(tmp_path):
     done = subprocess.run(
         [sys.executable, BENCH / "outofcore_gpu.py", "--tiny", "--json", tmp_path / "found.json", "--profile"],
         capture_output=True, text=True, cwd=BENCH.parent, env=ENVIRONMENT | {"OUT": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for said in ("Rates of this machine", "plans made in", "locked in", "tokens/s of whole steps", "a small global",
+    for output in ("Rates of this machine", "plans made in", "locked in", "tokens/s of whole steps", "a small global",
                  "Peers, in the device memory", "seconds in all"):  # fmt: skip
-        assert said in done.stdout
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["title"] for row in found["rows"]] == [
+        assert output in done.stdout
+    actual = json.loads((tmp_path / "found.json").read_text())
+    assert [row["title"] for row in actual["rows"]] == [
         *(f"tiny {title}" for title in rows.TINY), f"tiny {rows.BATCH_ROW.title}",
     ]  # fmt: skip
-    for row in found["rows"]:
+    for row in actual["rows"]:
         assert row["expected"]["inbound_bytes"] > 0  # it streams
         assert row["sound"]
         assert math.isfinite(sum(row["losses"]))
         assert row["device_bytes"] <= row["row"]["device_gib"] * GIB
         assert row["host_bytes"] <= row["row"]["host_gib"] * GIB
         assert 0 <= row["waited"] < 1
-    longest = found["rows"][len(rows.TINY) - 1]
+    longest = actual["rows"][len(rows.TINY) - 1]
     assert longest["warm_up_s"] is None
-    assert found["batch"][0]["tokens_per_s"].keys() == {"4", "17"}
-    (peer,) = found["peer"]
+    assert actual["batch"][0]["tokens_per_s"].keys() == {"4", "17"}
+    (peer,) = actual["peer"]
     assert "skipped" in peer or peer["tokens_per_s"] > 0
     assert (tmp_path / "profile" / "lanes.json").stat().st_size > 1000
     assert "predicted" in (tmp_path / "profile" / "profile.html").read_text()

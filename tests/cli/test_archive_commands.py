@@ -1,4 +1,4 @@
-"""`llmb-run archive` and `import` from outside: runs of one cluster compared with those of another."""
+"""`llmb-run archive` and `import`: runs of one cluster compared with those of another."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from llmb.cli.stored_runs import keep_result
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.events import RunEnded, RunStarted, StepDone, append
-from llmb.launch.run_folder import RunDir, store_path
+from llmb.launch.run_folder import RunFolder, store_path
 from llmb.results.job_store import Store
 
 pytest.importorskip("zstandard")
@@ -26,10 +26,10 @@ def config(recipes):
 
 @pytest.fixture
 def make_run(config):
-    """A run that was made on some cluster, with steps of so many seconds; gives its job id and folder."""
+    """Return a function that creates a run of a cluster with a step time; it returns job id and folder."""
 
-    def make(install: Path, seconds: float, cluster: str | None = None, ended: bool = True) -> tuple[str, RunDir]:
-        run = RunDir.create(install, config, datetime(2026, 1, 2, 3, 4, 5))
+    def make(install: Path, seconds: float, cluster: str | None = None, ended: bool = True) -> tuple[str, RunFolder]:
+        run = RunFolder.create(install, config, datetime(2026, 1, 2, 3, 4, 5))
         append(run.events(0), RunStarted(time=1000.0 + seconds, host="node1"))
         for step in range(1, config.workload.steps + 1):
             append(run.events(0), StepDone(step=step, seconds=seconds * (1 + step % 7 / 1000), tokens=1000))
@@ -57,8 +57,8 @@ def test_runs_of_two_clusters_are_compared(llmb_run, make_run, here, tmp_path, m
     make_run(tmp_path / "eos", 1.0, cluster="eos")
     make_run(here, 2.0)
     file = tmp_path / "eos.tar.zst"
-    with monkeypatch.context() as there:
-        there.setenv("LLMB_INSTALL", str(tmp_path / "eos"))
+    with monkeypatch.context() as on_cluster:
+        on_cluster.setenv("LLMB_INSTALL", str(tmp_path / "eos"))
         code, out, err = llmb_run("archive", "--output", file)
     assert (code, err) == (0, "")
     assert f"{file}: 1 runs, " in out
@@ -85,7 +85,7 @@ def test_runs_of_two_clusters_are_compared(llmb_run, make_run, here, tmp_path, m
     assert [row for row in rows(llmb_run) if row["launcher"] == "imported"] == imported
 
 
-def test_a_row_that_a_killed_import_did_not_write_is_written_by_the_next(llmb_run, make_run, tmp_path, here):
+def test_import_writes_the_row_that_a_killed_import_did_not(llmb_run, make_run, tmp_path, here):
     _, run = make_run(tmp_path / "there", 1.0)
     file = tmp_path / "a.tar.zst"
     llmb_run("archive", run.path, "-o", file)
@@ -97,15 +97,15 @@ def test_a_row_that_a_killed_import_did_not_write_is_written_by_the_next(llmb_ru
     assert [row["job_id"] for row in before] == ["L1@other"]
 
 
-def test_only_what_was_asked_for_and_has_ended(llmb_run, make_run, here, tmp_path):
-    done, _ = make_run(here, 1.0)
-    going, run = make_run(here, 1.0, ended=False)
+def test_archive_holds_only_selected_runs_that_have_ended(llmb_run, make_run, here, tmp_path):
+    ended_id, _ = make_run(here, 1.0)
+    active_id, run = make_run(here, 1.0, ended=False)
     (run.pid_file).write_text(json.dumps({"pid": 1, "started": 1, "host": "another"}))
     code, out, err = llmb_run("archive", "-o", tmp_path / "all.tar.zst")
     assert (code, err) == (0, "left out: 1 runs that have not ended\n")
-    code, _, err = llmb_run("archive", going, "-o", tmp_path / "b.tar.zst")
-    assert (code, err) == (1, f"ERROR: not ended yet: {going}; wait, or end it: llmb-run jobs cancel {going}\n")
-    code, out, _ = llmb_run("archive", done, "--json", "-o", tmp_path / "c.tar.zst")
+    code, _, err = llmb_run("archive", active_id, "-o", tmp_path / "b.tar.zst")
+    assert (code, err) == (1, f"ERROR: not ended yet: {active_id}; wait, or end it: llmb-run jobs cancel {active_id}\n")
+    code, out, _ = llmb_run("archive", ended_id, "--json", "-o", tmp_path / "c.tar.zst")
     assert (code, json.loads(out)["runs"]) == (0, 1)
     assert (tmp_path / "c.tar.zst").read_bytes() == (tmp_path / "all.tar.zst").read_bytes()
     code, _, err = llmb_run("archive", "--since", "2026-06-01", "-o", tmp_path / "d.tar.zst")
@@ -113,7 +113,7 @@ def test_only_what_was_asked_for_and_has_ended(llmb_run, make_run, here, tmp_pat
     assert not (tmp_path / "d.tar.zst").exists()
 
 
-def test_secrets_of_this_shell_stay_here(llmb_run, make_run, here, tmp_path, monkeypatch):
+def test_archive_masks_secrets_of_the_environment(llmb_run, make_run, here, tmp_path, monkeypatch):
     import zstandard
 
     _, run = make_run(here, 1.0)
@@ -121,31 +121,31 @@ def test_secrets_of_this_shell_stay_here(llmb_run, make_run, here, tmp_path, mon
     monkeypatch.setenv("VAULT_PASSWORD", "correct horse")
     assert llmb_run("archive", "-o", tmp_path / "a.tar.zst")[0] == 0
     with (tmp_path / "a.tar.zst").open("rb") as file:
-        whole = zstandard.ZstdDecompressor().stream_reader(file).read()
-    assert b"my word is ***" in whole
-    assert b"correct horse" not in whole
+        content = zstandard.ZstdDecompressor().stream_reader(file).read()
+    assert b"my word is ***" in content
+    assert b"correct horse" not in content
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["archive", "L9"], "ERROR: no job 'L9'"),
-        (["archive", "--since", "yesterday"], "ERROR: --since 'yesterday' is no time"),
+        (["archive", "--since", "yesterday"], "ERROR: --since 'yesterday' is not a time"),
         (["archive", "-o", "/nowhere/a.tar.zst", "RUN"], "ERROR: cannot write /nowhere/a.tar.zst"),
         (["import", "missing.tar.zst"], "ERROR: cannot read missing.tar.zst"),
-        (["import", "config.json"], "ERROR: config.json is refused: it was cut off or changed"),
+        (["import", "config.json"], "ERROR: config.json is refused: it is truncated or modified"),
         (["import", "config.json", "--as", "a/b"], "ERROR: --as 'a/b': use letters"),
     ],
 )
-def test_a_mistake_is_one_line(llmb_run, make_run, here, monkeypatch, arguments, said):
+def test_invalid_archive_request_is_one_line(llmb_run, make_run, here, monkeypatch, arguments, message):
     _, run = make_run(here, 1.0)
     monkeypatch.chdir(run.path)
     code, out, err = llmb_run(*(str(run.path) if word == "RUN" else word for word in arguments))
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith(said)
+    assert err.startswith(message)
 
 
-def test_without_the_package_one_line_says_what_to_install(make_run, here, tmp_path):
+def test_without_zstandard_the_error_says_what_to_install(make_run, here, tmp_path):
     _, run = make_run(here, 1.0)
     code = (
         "import sys; sys.modules['zstandard'] = None; from llmb.cli.llmb_run import main; sys.exit(main(sys.argv[1:]))"
@@ -153,6 +153,6 @@ def test_without_the_package_one_line_says_what_to_install(make_run, here, tmp_p
     command = [sys.executable, "-c", code, "archive", str(run.path), "-o", "a.tar.zst"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
-    said = "ERROR: archives need the zstandard package: pip install zstandard\n"
-    assert (done.returncode, done.stderr) == (2, said)
+    message = "ERROR: archives need the zstandard package: pip install zstandard\n"
+    assert (done.returncode, done.stderr) == (2, message)
     assert not list(tmp_path.glob("*a.tar.zst*"))

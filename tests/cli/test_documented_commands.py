@@ -1,4 +1,4 @@
-"""Every command line the documents print runs as printed (with --dry-run) and resolves to the row they print."""
+"""Every documented command line runs as printed (with --dry-run) and resolves to the documented row."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from llmb.config.recipe import shipped
 
 LLAMA, NEMOTRON, GROK, R1 = "pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1", "inference_deepseek-r1"
 SUBMIT_R1 = "llmb-run submit -w inference_deepseek-r1 -s 671b"
-# What is printed -> cells of the row it must resolve to.
+# Printed command line -> cells of the row it must resolve to.
 LLMB_RUN = {
     "llmb-run single -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 128": dict(gpu="gb200", tp=2, fsdp=True, dp=64, gbs=64, offload_layers=80),
     "llmb-run single -w pretrain_llama3.1 -s 70b --dtype fp8 --scale 64": dict(gpu="gb200", fsdp=True, dp=64, mbs=2, gbs=128, ga=1, offload_layers=40),
@@ -74,7 +74,7 @@ LAUNCH_SH = {
 
 
 def split(line):
-    """A printed shell line as its variables and its arguments."""
+    """Split a shell line into its variables and its arguments."""
     words = shlex.split(line)
     first = next(
         i for i, word in enumerate(words) if not word.split("=")[0].isupper() and "=" not in word.split("-")[0]
@@ -83,18 +83,18 @@ def split(line):
 
 
 def cells(config):
-    """The resolved configuration as one flat mapping."""
+    """Return the resolved configuration as one flat mapping."""
     flat = {"size": config["size"], **config["machine"], **config["parallel"], **config["precision"]}
     return {**flat, **config["workload"], **config["profile"], **config["limits"]}
 
 
 def assert_cells(config, expected):
-    found = cells(config)
-    assert {k: found[k] for k in expected} == expected
+    actual = cells(config)
+    assert {k: actual[k] for k in expected} == expected
 
 
 @pytest.mark.parametrize("line", LLMB_RUN, ids=range(len(LLMB_RUN)))
-def test_a_printed_llmb_run_line_resolves_to_the_printed_row(line, llmb_run, monkeypatch):
+def test_documented_llmb_run_line_resolves_to_its_row(line, llmb_run, monkeypatch):
     variables, words = split(line)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -104,7 +104,7 @@ def test_a_printed_llmb_run_line_resolves_to_the_printed_row(line, llmb_run, mon
 
 
 @pytest.mark.parametrize(("workload", "line"), LAUNCH_SH, ids=range(len(LAUNCH_SH)))
-def test_a_printed_launch_script_line_resolves_to_the_printed_row(workload, line):
+def test_documented_launch_script_line_resolves_to_its_row(workload, line):
     variables, words = split(line)
     done = subprocess.run(
         [*words, "--dry-run", "--json"],
@@ -114,7 +114,7 @@ def test_a_printed_launch_script_line_resolves_to_the_printed_row(workload, line
     assert_cells(json.loads(done.stdout), LAUNCH_SH[workload, line])
 
 
-def test_the_out_of_core_line_of_the_design_resolves(llmb_run):
+def test_documented_out_of_core_line_resolves(llmb_run):
     line = "submit -w outofcore_llama3 -s 8b --seqlen 65536 --host-gb 178 --device-gb 78 --dry-run --json"
     code, out, err = llmb_run(*line.split())
     assert code == 0, err
@@ -128,7 +128,7 @@ def test_the_out_of_core_line_of_the_design_resolves(llmb_run):
 @pytest.mark.parametrize(
     ("workload", "size"), [(R1, "671b"), ("inference_llama3.1", "8b"), ("inference_llama3.1", "70b")]
 )
-def test_every_use_case_runs_as_a_stand_in_with_scaled_lengths(workload, size, case, mode, llmb_run, monkeypatch):
+def test_every_use_case_runs_as_a_proxy_with_scaled_lengths(workload, size, case, mode, llmb_run, monkeypatch):
     monkeypatch.setenv("MODE", mode)
     monkeypatch.setenv("USE_CASE", case)
     line = f"submit -w {workload} -s {size} --dtype fp8 --scale 1 --proxy --dry-run --json"
@@ -144,12 +144,12 @@ def test_every_use_case_runs_as_a_stand_in_with_scaled_lengths(workload, size, c
     assert config["name"].endswith(f"_{mode}_TP1_EP1_PP1_CON{concurrency}_{name}_proxy")
 
 
-def test_the_printed_folder_name(llmb_run):
+def test_documented_folder_name(llmb_run):
     _, out, _ = llmb_run(*f"{SUBMIT_R1} --dtype nvfp4 --scale 4 --dry-run --json".split()[1:])
     assert json.loads(out)["name"] == "DeepSeek-R1_max_throughput_TP4_EP4_PP1_CON3072_reasoning"
 
 
-def test_another_engine_is_composed_and_without_it_refused(llmb_run, monkeypatch):
+def test_external_engine_command_is_printed_and_refused_if_not_installed(llmb_run, monkeypatch):
     line = f"{SUBMIT_R1} --dtype nvfp4 --scale 4 --engine trtllm".split()[1:]
     monkeypatch.setenv("USE_CASE", "chat:128/128")
     code, out, err = llmb_run(*line, "--dry-run")
@@ -165,7 +165,7 @@ def test_another_engine_is_composed_and_without_it_refused(llmb_run, monkeypatch
     assert len(err.splitlines()) == 1
 
 
-def test_a_run_whose_single_request_cannot_fit_is_refused_with_what_would(llmb_run):
+def test_run_whose_single_request_does_not_fit_is_refused_with_a_fraction_that_does(llmb_run):
     line = "submit -w inference_llama3.1 -s 8b --dtype fp8 --scale 1 --gpu-type h200 --set kv_fraction=0.01"
     code, out, err = llmb_run(*line.split(), "--set", "use_case=long:100000/2000")
     assert (code, out) == (1, "")

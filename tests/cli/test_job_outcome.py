@@ -1,4 +1,4 @@
-"""What becomes of a Slurm job's row when Slurm's word and the run folder do not say the same."""
+"""Row of a Slurm job when Slurm's state and the run folder disagree."""
 
 import os
 from datetime import datetime
@@ -6,17 +6,17 @@ from datetime import datetime
 import pytest
 
 from llmb.cli.jobs import polling, rebuild
+from llmb.cli.jobs.job_outcome import record_outcome
 from llmb.cli.jobs.polling import Poller
-from llmb.cli.jobs.slurm_ending import settle
 from llmb.cli.stored_runs import keep_result
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.config.serialization import read_json
 from llmb.events import RunEnded, RunStarted, StepDone, append
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunDir, store_path
+from llmb.launch.run_folder import RunFolder, store_path
 from llmb.launch.slurm.slurm_jobs import JobState
-from llmb.launch.slurm.submission import Submission, keep_submission
+from llmb.launch.slurm.submission import Submission, write_submission
 from llmb.results.job_store import Store
 
 
@@ -27,8 +27,8 @@ def config(recipes):
 
 @pytest.fixture
 def run(config):
-    run = RunDir.create(install_root(os.environ), config, datetime.now())
-    keep_submission(run, Submission(token="llmb:mine"))
+    run = RunFolder.create(install_root(os.environ), config, datetime.now())
+    write_submission(run, Submission(token="llmb:mine"))
     return run
 
 
@@ -43,56 +43,56 @@ def job(store, config, run):
     return store.job(store.submitted(store.add(config, run.path, "slurm", status="submitting"), "17"))
 
 
-def ended(**said):
-    return JobState(job_id="17", phase="ended", **said)
+def ended(**fields):
+    return JobState(job_id="17", phase="ended", **fields)
 
 
-def test_ranks_that_outlived_what_watched_them_have_the_last_word(run, config, job):
+def test_ranks_that_outlive_their_supervisor_decide_the_status(run, config, job):
     append(run.events(0), RunStarted(time=1.0, host="n1", world_size=1))
     append(run.events(0), RunEnded(time=2.0, status="failed", reason="the process that watched the engine was killed"))
     keep_result(run, config)
     for step in range(1, config.workload.steps + 1):
         append(run.events(0), StepDone(step=step, seconds=2.0, tokens=1000))
     append(run.events(0), RunEnded(time=3.0, status="ok"))
-    columns = settle(run, job, ended(state="FAILED", exit_code=2))
+    columns = record_outcome(run, job, ended(state="FAILED", exit_code=2))
     assert (columns["status"], columns["step_time_s"], columns["slurm_state"]) == ("ok", 2.0, "FAILED")
     assert read_json(run.result)["status"] == "ok"
 
 
-def test_a_run_that_was_stopped_because_its_steward_was_killed_has_failed(run, job):
+def test_run_whose_job_runner_was_killed_has_failed(run, job):
     append(run.events(0), RunEnded(time=2.0, status="timeout", reason="interrupted by SIGUSR1 after step 3"))
-    columns = settle(run, job, ended(state="FAILED", signal=9))
+    columns = record_outcome(run, job, ended(state="FAILED", signal=9))
     assert columns["status"] == "failed"
     assert "was killed" in columns["reason"]
 
 
-@pytest.mark.parametrize("stranger", [{"comment": "llmb:another"}, {"folder": "/w/experiments/x/x_20200101-000000/x"}])
-def test_a_number_that_is_anothers_by_now_is_known_to_be_at_once(stranger, monkeypatch, store, job):
-    monkeypatch.setattr(polling, "states", lambda ids: {"17": ended(state="COMPLETED", exit_code=0, **stranger)})
+@pytest.mark.parametrize("reused", [{"comment": "llmb:another"}, {"folder": "/w/experiments/x/x_20200101-000000/x"}])
+def test_job_whose_id_was_reused_is_lost_at_once(reused, monkeypatch, store, job):
+    monkeypatch.setattr(polling, "states", lambda ids: {"17": ended(state="COMPLETED", exit_code=0, **reused)})
     (row,) = Poller(store).refresh([job])
     assert (row.status, row.job_id) == ("lost", "17")
 
 
-@pytest.mark.parametrize("known", [{"comment": "llmb:mine"}, {}])
-def test_its_own_number_is_believed(known, monkeypatch, store, job, run):
-    said = ended(state="FAILED", exit_code=3, folder=f"/elsewhere/{run.path.parent.name}/{run.name}", **known)
-    monkeypatch.setattr(polling, "states", lambda ids: {"17": said})
+@pytest.mark.parametrize("comment", [{"comment": "llmb:mine"}, {}])
+def test_state_of_the_same_job_is_accepted(comment, monkeypatch, store, job, run):
+    state = ended(state="FAILED", exit_code=3, folder=f"/elsewhere/{run.path.parent.name}/{run.name}", **comment)
+    monkeypatch.setattr(polling, "states", lambda ids: {"17": state})
     (row,) = Poller(store).refresh([job])
     assert (row.status, row.slurm_state) == ("failed", "FAILED")
 
 
-def test_a_row_made_anew_while_its_job_is_settled_is_old_or_new_and_never_both(run, config, job, monkeypatch):
+def test_row_rebuilt_while_its_outcome_is_recorded_is_old_or_new_never_mixed(run, config, job, monkeypatch):
     run.write_record(config, "17", "slurm")
     load = rebuild.load_run
 
-    def load_and_be_late(folder):
-        found = load(folder)
-        settle(folder, job, ended(state="CANCELLED"))  # another process, between two looks at the folder
-        return found
+    def load_then_record(folder):
+        loaded = load(folder)
+        record_outcome(folder, job, ended(state="CANCELLED"))  # by another process, between two reads of the folder
+        return loaded
 
-    monkeypatch.setattr(rebuild, "load_run", load_and_be_late)
-    late = rebuild.row_of(run)
+    monkeypatch.setattr(rebuild, "load_run", load_then_record)
+    late = rebuild.row_from_folder(run)
     assert (late.status, late.reason, late.slurm_state) == ("pending", None, None)
-    row = rebuild.row_of(run)
+    row = rebuild.row_from_folder(run)
     assert (row.status, row.slurm_state) == ("incomplete", "CANCELLED")
     assert "cancelled" in row.reason

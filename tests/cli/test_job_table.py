@@ -1,4 +1,4 @@
-"""The table of jobs: columns, narrow terminals, filters, JSON, times."""
+"""Table of jobs: columns, narrow terminals, filters, JSON, times."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.jobs.job_table import elapsed_s, span, table, waited_s
+from llmb.cli.jobs.job_table import elapsed_s, format_duration, table, waited_s
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.events import RunEnded, StepDone
@@ -17,7 +17,7 @@ from llmb.results.job_store import Store
 
 @pytest.fixture
 def store(tmp_path, recipes):
-    """One local run that went well, one Slurm job that failed; none goes on."""
+    """Store with one successful local run and one failed Slurm job, none active."""
     config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
     steps = [StepDone(step=n, seconds=2.0, tokens=1000) for n in range(1, config.workload.steps + 1)]
     with Store(tmp_path / "llmb" / ".llmb" / "jobs.sqlite3") as store:
@@ -30,7 +30,7 @@ def store(tmp_path, recipes):
         yield store
 
 
-def test_every_column_that_has_something_to_say(store):
+def test_table_has_every_column_that_applies(store):
     lines = table(store.jobs()).splitlines()
     assert lines[0].split("  ")[0] == "job"
     for title in ("Slurm state", "nodes", "waited", "elapsed", "tokens/s/gpu", "MFU %", "vs ref", "proxy"):
@@ -42,7 +42,7 @@ def test_every_column_that_has_something_to_say(store):
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
-def test_a_narrow_terminal_loses_columns_not_lines(store, width):
+def test_narrow_terminal_drops_columns_not_lines(store, width):
     lines = table(store.jobs(), width).splitlines()
     assert len(lines) == 4
     assert max(map(len, lines)) <= width
@@ -60,7 +60,7 @@ def test_filters_and_json(llmb_run, store):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["jobs", "--status", "runing"], "did you mean running?"),
         (["jobs", "--since", "yesterday"], "write 90m, 2h, 3d"),
@@ -71,30 +71,31 @@ def test_filters_and_json(llmb_run, store):
         (["jobs", "retry", "L9"], "no job 'L9'"),
     ],
 )
-def test_a_wrong_request_is_one_line(llmb_run, store, arguments, said):
+def test_invalid_jobs_request_is_one_line(llmb_run, store, arguments, message):
     code, _, err = llmb_run(*arguments)
     assert code == 1
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
-def test_what_has_ended_is_not_cancelled(llmb_run, store):
+def test_ended_jobs_are_not_cancelled(llmb_run, store):
     code, out, err = llmb_run("jobs", "cancel", "L1", "4711")
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["4711: has ended already", "L1: has ended already"]
 
 
-def test_watch_ends_when_nothing_runs(llmb_run, store):
+def test_watch_ends_when_no_job_is_active(llmb_run, store):
     code, out, _ = llmb_run("jobs", "--watch")
     assert code == 0
     assert "4711 other 8b fp32 x1: failed (node n2 failed)" in out
     assert "Slurm state" in out
 
 
-def test_times(store):
+def test_waited_and_elapsed_times(store):
     job, now = store.job("4711"), time.time()
     assert (waited_s(job, now), elapsed_s(job, now)) == (60.0, 3723.0)
-    waiting = replace(job, status="pending", started_at=None, ended_at=None)
-    assert (waited_s(waiting, 1090.0), elapsed_s(waiting, 1090.0)) == (90.0, None)
+    pending = replace(job, status="pending", started_at=None, ended_at=None)
+    assert (waited_s(pending, 1090.0), elapsed_s(pending, 1090.0)) == (90.0, None)
     assert elapsed_s(replace(job, status="running", ended_at=None), 1070.0) == 10.0
-    assert [span(s) for s in (None, 7.9, 65, 3600, 200000)] == [None, "0:07", "1:05", "1:00:00", "2-07:33:20"]
+    durations = [format_duration(s) for s in (None, 7.9, 65, 3600, 200000)]
+    assert durations == [None, "0:07", "1:05", "1:00:00", "2-07:33:20"]

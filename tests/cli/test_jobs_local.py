@@ -1,4 +1,4 @@
-"""Local runs through `llmb-run jobs`: cancelled, tried again, watched on a terminal, and Slurm away."""
+"""Local runs in `llmb-run jobs`: cancel, retry, watch on a terminal, and Slurm unavailable."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from llmb.cli.jobs.polling import Poller
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunDir, mark_alive, store_path
+from llmb.launch.run_folder import RunFolder, store_path, write_pid_file
 from llmb.results.job_store import Store
 
 SHAPE = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
@@ -32,7 +32,7 @@ def store():
         yield store
 
 
-def test_slurm_away_is_said_once(store, recipes, monkeypatch, capsys):
+def test_slurm_unavailable_is_reported_once(store, recipes, monkeypatch, capsys):
     config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
     for number in (1, 2):
         temporary = store.add(config, Path(f"/{number}"), "slurm", status="submitting")
@@ -41,17 +41,17 @@ def test_slurm_away_is_said_once(store, recipes, monkeypatch, capsys):
     poller = Poller(store)
     for _ in range(2):
         assert [job.status for job in poller.refresh(store.jobs())] == ["pending", "pending"]
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "Slurm is not installed on this machine" in said
-    assert "shown is what was known at submission" in said
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert "Slurm is not installed on this machine" in errors
+    assert "showing the state of submission" in errors
 
 
-def test_watch_draws_in_place_on_a_terminal(store, recipes):
+def test_watch_redraws_in_place_on_a_terminal(store, recipes):
     config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
     sleeper = subprocess.Popen(["sleep", "100"])
-    run = RunDir.create(install_root(os.environ), config, datetime.now())
-    mark_alive(run, sleeper.pid)
+    run = RunFolder.create(install_root(os.environ), config, datetime.now())
+    write_pid_file(run, sleeper.pid)
     store.add(config, run.path)
     screen, terminal = pty.openpty()
     environment = {**os.environ, "COLUMNS": "70", "LINES": "20"}
@@ -62,19 +62,19 @@ def test_watch_draws_in_place_on_a_terminal(store, recipes):
     os.close(terminal)
     text = ""
     with suppress(OSError):  # the other end is closed
-        while piece := os.read(screen, 65536).decode():
-            text += piece
+        while chunk := os.read(screen, 65536).decode():
+            text += chunk
             if "1 running" in text and sleeper.poll() is None:
                 sleeper.kill()
                 sleeper.wait()
     assert watch.wait() == 0
     assert "1 incomplete" in text
-    assert "\x1b[5A" in text  # up over what was drawn before
+    assert "\x1b[5A" in text  # cursor up over the previous table
     assert max(len(line.rstrip("\r")) for line in text.splitlines()) <= 80
 
 
 @pytest.mark.slow
-def test_a_local_run_is_cancelled(llmb_run, store):
+def test_cancel_ends_a_local_run(llmb_run, store):
     running = subprocess.Popen(
         [sys.executable, "-m", "llmb.cli.llmb_run", *RUN, "--set", "steps=100000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -92,13 +92,13 @@ def test_a_local_run_is_cancelled(llmb_run, store):
 
 
 @pytest.mark.slow
-def test_a_local_run_is_tried_again(llmb_run, store):
+def test_retry_of_a_local_run(llmb_run, store):
     assert llmb_run(*RUN, "--set", "steps=4")[0] == 0
     code, _, err = llmb_run("jobs", "retry", "L1")
     assert code == 0, err
-    first, again = store.jobs()
-    assert (again.job_id, again.retry_of, again.attempt, again.name) == ("L2", "L1", 2, first.name)
-    assert "attempt 2, again after L1" in llmb_run("jobs", "show", "L2")[1]
+    first, retry = store.jobs()
+    assert (retry.job_id, retry.retry_of, retry.attempt, retry.name) == ("L2", "L1", 2, first.name)
+    assert "attempt 2, retry of L1" in llmb_run("jobs", "show", "L2")[1]
     before = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
     store_path(install_root(os.environ)).unlink()
     llmb_run("jobs", "rebuild")

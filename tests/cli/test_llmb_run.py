@@ -1,4 +1,4 @@
-"""The command line from outside: lists, plans, wrong input, real runs, jobs, comparisons."""
+"""Command line end to end: list, show, invalid input, real runs, jobs, comparisons."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SMALL = [*PROXY, *TINY, "--seqlen", "32", "--set", "steps=4"]
 
 
 def shell(*arguments, **environment):
-    """The installed command in a process of its own."""
+    """Run the installed command in a separate process."""
     command = [str(Path(sys.executable).parent / "llmb-run"), *arguments]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
 
@@ -38,7 +38,7 @@ def test_list_names_every_workload(llmb_run):
         assert word in out
     code, out, _ = llmb_run("list", "-w", "pretrain_grok1")
     assert code == 0
-    assert all(word in out for word in ("gb200", "h100", "128-512", "GPUs*2", "13.43", "stand-ins"))
+    assert all(word in out for word in ("gb200", "h100", "128-512", "GPUs*2", "13.43", "proxies"))
     code, out, _ = llmb_run("list", "-w", "pretrain_grok1", "--json")
     assert len(json.loads(out)["references"]) == 8
 
@@ -54,7 +54,7 @@ def test_show_gives_flops_parameters_memory_and_the_command(llmb_run):
     assert json.loads(out)["reference"]["step_time_s"] == 7.325
 
 
-def test_show_leaves_out_what_makes_no_sense_and_says_so_beside_the_data(llmb_run):
+def test_show_skips_invalid_scales_and_reports_them_on_stderr(llmb_run):
     code, out, err = llmb_run("show", *EIGHT_B[1:], "-d", "fp8", "--scale", "16,12", "--json")
     assert (code, json.loads(out)["machine"]["gpus"]) == (1, 16)
     assert err.startswith("ERROR: skipped: scale 12 is not listed")
@@ -90,12 +90,12 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=range(len(WRONG)))
-def test_a_wrong_request_is_one_line_and_exit_1(llmb_run, monkeypatch, tmp_path, arguments, said):
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=range(len(WRONG)))
+def test_invalid_request_is_one_line_and_exit_1(llmb_run, monkeypatch, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     code, out, err = llmb_run(*arguments)
     assert code == 1
-    assert said in err
+    assert message in err
     assert err.startswith("ERROR: ")
     assert err.count("\n") == 1
     assert "Traceback" not in err + out
@@ -112,13 +112,13 @@ def test_contradicting_environment_and_flags_are_refused(llmb_run, monkeypatch):
     assert (code, "USE_CASE is set but has no effect on pretrain_llama3.1" in err) == (1, True)
 
 
-def test_slurm_wishes_have_no_effect_here_and_are_refused(llmb_run, monkeypatch):
+def test_additional_slurm_params_are_refused_for_a_local_run(llmb_run, monkeypatch):
     monkeypatch.setenv("ADDITIONAL_SLURM_PARAMS", "exclusive")
     code, _, err = llmb_run(*PROXY)
     assert (code, "no effect on a local run" in err) == (1, True)
 
 
-def test_one_bad_task_does_not_stop_the_others(llmb_run):
+def test_one_invalid_task_does_not_stop_the_others(llmb_run):
     code, out, err = llmb_run(
         "submit", "-w", "pretrain_grok1", "-d", "fp8,bf16", "--scale", "128,130", "--gpu-type", "gb200", "--dry-run"
     )
@@ -127,7 +127,7 @@ def test_one_bad_task_does_not_stop_the_others(llmb_run):
     assert "skipped: scale 130" in err
 
 
-def test_a_real_run_ends_with_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_path):
+def test_real_run_writes_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_path):
     code, out, err = llmb_run(
         *SMALL, "--json", "-r", "2", "--env", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", "--env", "NOTE=seen"
     )
@@ -174,11 +174,11 @@ def test_a_real_run_ends_with_a_result_that_jobs_and_compare_can_read(llmb_run, 
     log = next(runs[0].glob("log-*.out"))
     read = json.loads(llmb_run("read", str(log), "--json")[1])
     assert (read["status"], read["steps_done"]) == ("ok", 4)
-    of_that_run = json.loads((runs[0] / "result.json").read_text())["step_time_s"]
-    assert read["step_time_s"]["samples"] == pytest.approx(of_that_run["samples"], abs=1e-4)  # the log has 0.1 ms
+    recorded = json.loads((runs[0] / "result.json").read_text())["step_time_s"]
+    assert read["step_time_s"]["samples"] == pytest.approx(recorded["samples"], abs=1e-4)  # the log has 0.1 ms
 
 
-def test_an_engine_that_refuses_is_exit_1_and_one_that_fails_exit_2(llmb_run):
+def test_engine_that_refuses_exits_1_and_one_that_fails_exits_2(llmb_run):
     code, out, _ = llmb_run(
         "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy", *TINY,
         "--set", "cuda_graphs=true",
@@ -190,7 +190,7 @@ def test_an_engine_that_refuses_is_exit_1_and_one_that_fails_exit_2(llmb_run):
     assert "diverged" in out
 
 
-def test_ctrl_c_leaves_a_readable_run_with_a_name(tmp_path):
+def test_ctrl_c_leaves_a_readable_incomplete_run(tmp_path):
     command = [str(Path(sys.executable).parent / "llmb-run"), *PROXY, *TINY, "--seqlen", "32", "--set", "steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -204,7 +204,7 @@ def test_ctrl_c_leaves_a_readable_run_with_a_name(tmp_path):
     assert "incomplete" in shell("jobs").stdout
 
 
-def test_a_timeout_is_named(llmb_run):
+def test_timeout_is_reported(llmb_run):
     code, out, _ = llmb_run(*PROXY, *TINY, "--seqlen", "32", "--set", "steps=100000", "--timeout", "6")
     assert code == 2
     assert "timeout" in out
@@ -234,26 +234,26 @@ def test_help_has_examples_and_completion_prints_a_script(llmb_run):
     ("words", "offered"), [("llmb-run sub", "submit"), ("llmb-run show -w pretrain_g", "pretrain_grok1")]
 )
 def test_completion_offers_commands_and_workloads(tmp_path, words, offered):
-    answer = tmp_path / "answer"
-    where = {"COMP_LINE": words, "COMP_POINT": str(len(words)), "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-    shell(_ARGCOMPLETE="1", _ARGCOMPLETE_IFS="|", _ARGCOMPLETE_SUPPRESS_SPACE="1", **where)
-    assert answer.read_text() == offered
+    completions = tmp_path / "completions"
+    variables = {"COMP_LINE": words, "COMP_POINT": str(len(words)), "_ARGCOMPLETE_STDOUT_FILENAME": str(completions)}
+    shell(_ARGCOMPLETE="1", _ARGCOMPLETE_IFS="|", _ARGCOMPLETE_SUPPRESS_SPACE="1", **variables)
+    assert completions.read_text() == offered
 
 
-def test_a_closed_pipe_is_no_error():
+def test_closed_pipe_is_not_an_error():
     done = subprocess.run(
         ["bash", "-c", "set -o pipefail; llmb-run list -w pretrain_llama3.1 | head -1"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_install_says_what_is_here(tmp_path):
+def test_install_prints_the_install_folder(tmp_path):
     done = subprocess.run(["llmb-install", "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["folder"] == str(tmp_path / "llmb")
 
 
-def test_an_unwritable_folder_is_one_line(tmp_path):
+def test_unwritable_folder_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     done = shell(*SMALL, LLMB_INSTALL=str(tmp_path / "file" / "below"))
     assert done.returncode == 1
@@ -262,7 +262,7 @@ def test_an_unwritable_folder_is_one_line(tmp_path):
 
 
 def test_ctrl_c_inside_an_import_is_an_interruption_too(capsys):
-    """There Python gives it as the cause of an error of its own."""
+    """Python then raises another error with the KeyboardInterrupt as its cause."""
 
     def action():
         raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()

@@ -1,4 +1,4 @@
-"""Budgets beside what this machine has: said for runs that are meant for it, and only for those."""
+"""Warnings about budgets that exceed this machine's memory, only for runs planned for it."""
 
 from dataclasses import replace
 
@@ -13,9 +13,9 @@ from llmb.perfmodel.hardware import GIB
 
 @pytest.fixture
 def config(recipes):
-    """A stand-in on an H200, with budgets of its own."""
-    found = resolve(recipes["outofcore_llama3"], Request(size="3b", dtype="bf16", gpus=1, proxy="small"))
-    return replace(found, machine=Machine(gpu="h200", gpus=1, gpus_per_node=8))
+    """Proxy on an H200 with its own budgets."""
+    config = resolve(recipes["outofcore_llama3"], Request(size="3b", dtype="bf16", gpus=1, proxy="small"))
+    return replace(config, machine=Machine(gpu="h200", gpus=1, gpus_per_node=8))
 
 
 def with_budgets(config, host_gib, device_gib):
@@ -30,7 +30,7 @@ def h200_here(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("host", "device", "said"),
+    ("host", "device", "expected"),
     [
         (110.0, 130.0, []),
         (178.0, 78.0, ["178 GiB of host memory, this machine has 125.0; the run will fail unless --host-gb is lower"]),
@@ -38,18 +38,18 @@ def h200_here(monkeypatch):
         (178.0, 140.0, ["of host memory", "of device memory"]),
     ],
 )
-def test_each_budget_that_is_not_there_has_a_line(h200_here, config, host, device, said):
+def test_each_budget_beyond_this_machine_has_a_warning(h200_here, config, host, device, expected):
     lines = list(memory_budgets.beyond_this_machine(with_budgets(config, host, device)))
-    assert len(lines) == len(said)
-    assert all(part in line for part, line in zip(said, lines, strict=True))
+    assert len(lines) == len(expected)
+    assert all(part in line for part, line in zip(expected, lines, strict=True))
 
 
-def test_a_plan_for_another_machine_is_not_held_against_this_one(h200_here, config):
+def test_plan_for_another_gpu_type_is_not_compared_with_this_machine(h200_here, config):
     elsewhere = replace(with_budgets(config, 1000.0, 1000.0), machine=Machine(gpu="h100", gpus=1, gpus_per_node=8))
     assert not list(memory_budgets.beyond_this_machine(elsewhere))
 
 
-def test_on_a_cpu_both_budgets_are_of_one_memory(monkeypatch, config):
+def test_on_a_cpu_both_budgets_share_the_host_memory(monkeypatch, config):
     monkeypatch.setattr(memory_budgets, "gpu_names", lambda: [])
     monkeypatch.setattr(memory_budgets, "host_memory_bytes", lambda: 8 * GIB)
     on_cpu = replace(with_budgets(config, 5.0, 4.0), machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1024))
@@ -57,6 +57,6 @@ def test_on_a_cpu_both_budgets_are_of_one_memory(monkeypatch, config):
     assert "9 GiB of host memory, this machine has 8.0" in line
 
 
-def test_other_runs_have_no_budgets(h200_here, recipes):
-    other = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
-    assert not list(memory_budgets.beyond_this_machine(other))
+def test_training_runs_have_no_budgets(h200_here, recipes):
+    training = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    assert not list(memory_budgets.beyond_this_machine(training))

@@ -1,4 +1,4 @@
-"""An out-of-core stand-in from the command line to its result, its prediction and its pictures."""
+"""Out-of-core proxy from the command line to its result, prediction and profile page."""
 
 import json
 
@@ -6,7 +6,7 @@ from llmb.config.serialization import to_json
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU, rates_path
 
 
-def test_a_profiled_stand_in_says_what_was_predicted_and_where_its_pictures_are(llmb_run, tmp_path):
+def test_profiled_proxy_reports_its_prediction_and_profile_page(llmb_run, tmp_path):
     path = rates_path(tmp_path / "llmb", "cpu")
     path.parent.mkdir(parents=True)
     path.write_text(to_json(NOMINAL_CPU).replace("nominal", "measured on Monday"))

@@ -1,4 +1,4 @@
-"""`llmb-run probe`: a real measurement of this CPU, kept where plans look for it; what is not here is refused."""
+"""`llmb-run probe`: a real measurement of this CPU, stored for plans; GPUs that are not present are refused."""
 
 import json
 from dataclasses import asdict
@@ -11,7 +11,7 @@ CPU = ["probe", "--gpu-type", "cpu"]
 PLAN = ["plan", "-w", "outofcore_llama3", "-s", "8b", "--gpu-type", "h200", "--host-gb", "60", "--device-gb", "24"]
 
 
-def test_it_measures_keeps_and_prints_what_plans_then_go_by(llmb_run, tmp_path):
+def test_probe_measures_stores_and_prints_the_rates_of_plans(llmb_run, tmp_path):
     code, out, err = llmb_run(*CPU)
     assert code == 0, err
     path = rates_path(tmp_path / "llmb", "cpu")
@@ -23,26 +23,26 @@ def test_it_measures_keeps_and_prints_what_plans_then_go_by(llmb_run, tmp_path):
         assert name in ("gpu", "fp8_tflops", "source") or rate > 0
     assert rates.source.startswith("measured on ")
     assert rates.source in out
-    told = [line.split(":")[0].strip() for line in err.splitlines()]
-    assert told[1:] == [
+    progress = [line.split(":")[0].strip() for line in err.splitlines()]
+    assert progress[1:] == [
         "matmul", "attention forward", "past attention forward", "attention backward", "past attention backward",
         "memory", "link in", "link out", "link both",
     ]  # fmt: skip
 
 
-def test_json_is_what_is_stored(llmb_run, monkeypatch, tmp_path):
+def test_json_output_equals_the_stored_file(llmb_run, monkeypatch, tmp_path):
     measured = {
         "matmul_tflops": 1.0, "fp8_tflops": None, "attention_forward_tflops": 1.0, "attention_backward_tflops": 1.0,
         "square_tokens": 1, "past_attention_forward_tflops": 1.0, "past_attention_backward_tflops": 1.0,
         "memory_gbs": 1.0, "link_in_gbs": 1.0, "link_out_gbs": 1.0, "link_both_gbs": 1.0,
     }  # fmt: skip
-    monkeypatch.setattr("llmb.launch.probe_process.probe", lambda device, on_progress: measured)
+    monkeypatch.setattr("llmb.launch.torch_process.run_probe", lambda device, on_progress: measured)
     code, out, _ = llmb_run(*CPU, "--json")
     assert code == 0
     assert json.loads(out) == json.loads(rates_path(tmp_path / "llmb", "cpu").read_text())
 
 
-def test_a_plan_by_rates_of_an_older_version_asks_for_a_new_probe(llmb_run, tmp_path):
+def test_plan_with_rates_of_an_older_version_asks_for_a_new_probe(llmb_run, tmp_path):
     path = rates_path(tmp_path / "llmb", "h200")
     path.parent.mkdir(parents=True)
     older = {name: rate for name, rate in asdict(H200).items() if name != "square_tokens" and "past" not in name}
@@ -54,7 +54,7 @@ def test_a_plan_by_rates_of_an_older_version_asks_for_a_new_probe(llmb_run, tmp_
 
 
 @pytest.mark.parametrize(
-    ("names", "asked", "said"),
+    ("names", "gpu_type", "message"),
     [
         ([], "h200", "this machine has no GPU, so no h200 can be measured"),
         ([], "v100", "unknown GPU type 'v100'"),
@@ -62,23 +62,23 @@ def test_a_plan_by_rates_of_an_older_version_asks_for_a_new_probe(llmb_run, tmp_
         (["NVIDIA Strange"], None, "unknown GPU of this machine 'NVIDIA Strange'; choices are: --gpu-type gb300"),
     ],
 )
-def test_what_is_not_here_cannot_be_measured(llmb_run, monkeypatch, names, asked, said):
+def test_gpu_that_is_not_present_cannot_be_measured(llmb_run, monkeypatch, names, gpu_type, message):
     monkeypatch.setattr("llmb.launch.local_machine.gpu_names", lambda: names)
-    code, out, err = llmb_run("probe", *(["--gpu-type", asked] if asked else []))
+    code, out, err = llmb_run("probe", *(["--gpu-type", gpu_type] if gpu_type else []))
     assert (code, out) == (1, "")
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
-def test_without_torch_it_says_what_to_install(llmb_run, monkeypatch):
-    monkeypatch.setattr("llmb.launch.probe_process.find_spec", lambda name: None)
+def test_probe_without_torch_says_what_to_install(llmb_run, monkeypatch):
+    monkeypatch.setattr("llmb.launch.torch_process.find_spec", lambda name: None)
     code, _, err = llmb_run(*CPU)
     assert code == 1
     assert err.splitlines()[-1] == "ERROR: probe needs torch, which is not installed: pip install 'llmb[engine]'"
 
 
-def test_a_probe_that_fails_is_one_line(llmb_run, monkeypatch, tmp_path):
-    monkeypatch.setattr("llmb.launch.probe_process.MODULE", "llmb.nothing_of_this_name")
+def test_failed_probe_is_one_line(llmb_run, monkeypatch, tmp_path):
+    monkeypatch.setattr("llmb.launch.torch_process.PROBE_MODULE", "llmb.nothing_of_this_name")
     code, _, err = llmb_run(*CPU)
     assert code == 2
     assert err.splitlines()[-1].startswith("ERROR: the probe failed: ")
@@ -86,7 +86,7 @@ def test_a_probe_that_fails_is_one_line(llmb_run, monkeypatch, tmp_path):
     assert not rates_path(tmp_path / "llmb", "cpu").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_found_out_first(llmb_run, monkeypatch, tmp_path):
+def test_unwritable_folder_is_refused_before_measuring(llmb_run, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LLMB_INSTALL", str(tmp_path / "file"))
     code, _, err = llmb_run(*CPU)

@@ -1,4 +1,4 @@
-"""A profiled out-of-core run gets its page of pictures when its result is kept, and a broken record costs no result."""
+"""Profile page of an out-of-core run, drawn with its result; a damaged timeline does not cost the result."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -8,29 +8,29 @@ import pytest
 from llmb.cli.stored_runs import keep_result
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
-from llmb.perfmodel.offload.stream_timeline import Lanes, write_lanes
+from llmb.perfmodel.offload.stream_timeline import StreamTimeline, write_timeline
 
 
 @pytest.fixture
 def config(recipes):
-    found = resolve(recipes["outofcore_llama3"], Request(size="3b", dtype="bf16", gpus=1, proxy="small"))
-    expected = replace(found.workload.prediction, step_s=1.0)
-    return replace(found, workload=replace(found.workload, prediction=expected))
+    config = resolve(recipes["outofcore_llama3"], Request(size="3b", dtype="bf16", gpus=1, proxy="small"))
+    expected = replace(config.workload.prediction, step_s=1.0)
+    return replace(config, workload=replace(config.workload, prediction=expected))
 
 
 @pytest.fixture
 def run(config, tmp_path):
-    made = RunDir.create(tmp_path / "llmb", config, datetime.now())
-    made.profile.mkdir()
-    return made
+    run = RunFolder.create(tmp_path / "llmb", config, datetime.now())
+    run.profile.mkdir()
+    return run
 
 
-def test_measured_and_predicted_lanes_come_onto_one_page(config, run):
-    stretches = simulate(config.model, config.workload.plan, NOMINAL_CPU, shown=True).stretches
-    write_lanes(run.lanes, Lanes(source="measured", stretches=stretches))
+def test_measured_and_predicted_streams_are_on_one_page(config, run):
+    events = simulate(config.model, config.workload.plan, NOMINAL_CPU, with_events=True).events
+    write_timeline(run.stream_timeline, StreamTimeline(source="measured", events=events))
     keep_result(run, config)
     page = run.profile_page.read_text()
     assert config.name in page
@@ -38,14 +38,14 @@ def test_measured_and_predicted_lanes_come_onto_one_page(config, run):
     assert "2 sequences, 2,048 tokens" in page
 
 
-def test_a_damaged_record_is_a_warning(config, run, capsys):
-    run.lanes.write_text("{}")
+def test_damaged_timeline_is_a_warning(config, run, capsys):
+    run.stream_timeline.write_text("{}")
     keep_result(run, config)
     assert run.result.exists()
     assert not run.profile_page.exists()
     assert capsys.readouterr().err.startswith("warning: no profile.html: ")
 
 
-def test_a_run_that_was_not_profiled_has_none(config, run):
+def test_run_without_profile_has_no_page(config, run):
     keep_result(run, config)
     assert not run.profile_page.exists()

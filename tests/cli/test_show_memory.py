@@ -1,4 +1,4 @@
-"""`llmb-run show --memory`: a rank of a run at its real size, without its hardware."""
+"""`llmb-run show --memory`: one rank of a run at full size, without its hardware."""
 
 import json
 
@@ -20,25 +20,25 @@ ROW = [
 ]
 
 
-def test_a_table_for_people_and_the_data_for_programs(capsys) -> None:
+def test_memory_as_a_table_and_as_json(capsys) -> None:
     assert main([*ROW, "--set", "gbs=4"]) == 0
     text = capsys.readouterr().out
     assert "activations at the peak" in text
     assert "fits" in text
     assert main([*ROW, "--set", "gbs=4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] == 1_235_814_400
-    assert found["peak_bytes"] > 16 * found["parameters"]
+    dry_run = json.loads(capsys.readouterr().out)
+    assert dry_run["parameters"] == 1_235_814_400
+    assert dry_run["peak_bytes"] > 16 * dry_run["parameters"]
 
 
-def test_without_torch_it_says_what_to_install(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("llmb.launch.dry_run_process.find_spec", lambda name: None)
+def test_show_memory_without_torch_says_what_to_install(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("llmb.launch.torch_process.find_spec", lambda name: None)
     assert main(ROW) == 1
-    said = "--memory needs torch, which is not installed: pip install 'llmb[engine]'"
-    assert capsys.readouterr().err == f"ERROR: {said}\n"
+    message = "--memory needs torch, which is not installed: pip install 'llmb[engine]'"
+    assert capsys.readouterr().err == f"ERROR: {message}\n"
 
 
-def test_only_training_can_be_rehearsed(capsys) -> None:
-    named = ["-w", "inference_deepseek-r1", "-s", "671b", "--dtype", "nvfp4", "--scale", "4", "--gpu-type", "gb200"]
-    assert main(["show", *named, "--memory"]) == 1
-    assert "--memory: runs of kind training can be rehearsed, not those of kind inference" in capsys.readouterr().err
+def test_only_training_has_a_dry_run(capsys) -> None:
+    target = ["-w", "inference_deepseek-r1", "-s", "671b", "--dtype", "nvfp4", "--scale", "4", "--gpu-type", "gb200"]
+    assert main(["show", *target, "--memory"]) == 1
+    assert "--memory: only training runs have a dry run, not those of kind inference" in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""What `llmb-run submit` makes of an engine's requests: the report on the screen and in the log, repeats, failures.
+"""`llmb-run submit` of a serving run: the report on the screen and in the log, repeats, failures.
 
-The engine is a script that writes events as a real one does; everything around it is real.
+The engine is a script that writes the events of a real one; everything around it is real.
 """
 
 import json
@@ -31,7 +31,7 @@ append(path, RunEnded(time=1.0, status="ok"))
 
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
-    """Puts the script in the engine's place; the argument says how many tokens each answer lacks."""
+    """Return a function that replaces the engine by the script; `missing`: tokens that each output lacks."""
     from llmb.launch import command
 
     script = tmp_path / "engine.py"
@@ -47,7 +47,7 @@ def logs(tmp_path):
     return sorted((tmp_path / "llmb").glob("workloads/*/experiments/*/*/*/*.out"))
 
 
-def test_the_report_is_printed_and_ends_the_log(llmb_run, engine, tmp_path):
+def test_report_is_printed_and_ends_the_log(llmb_run, engine, tmp_path):
     engine()
     code, out, err = llmb_run(*SERVE, *LOAD)
     assert code == 0, err
@@ -56,10 +56,10 @@ def test_the_report_is_printed_and_ends_the_log(llmb_run, engine, tmp_path):
     block = out[out.index("===") : out.rindex("===") + 3]
     assert log.read_text().endswith(f"\n{block}\n")
     code, out, _ = llmb_run("read", str(log), "--json")
-    read, kept = json.loads(out), json.loads((log.parent / "result.json").read_text())
+    read, stored = json.loads(out), json.loads((log.parent / "result.json").read_text())
     assert code == 0
     for figure in ("requests", "output_tokens", "request_throughput", "output_tokens_per_s", "ttft_ms", "e2e_ms"):
-        assert read[figure] == pytest.approx(kept[figure], rel=1e-4)
+        assert read[figure] == pytest.approx(stored[figure], rel=1e-4)
 
 
 def test_repeats_end_with_an_interval_and_json_stays_last(llmb_run, engine, tmp_path):
@@ -76,7 +76,7 @@ def test_repeats_end_with_an_interval_and_json_stays_last(llmb_run, engine, tmp_
     assert "interval" not in out  # of one run
 
 
-def test_wrong_lengths_end_badly_and_without_a_report(llmb_run, engine, tmp_path):
+def test_wrong_output_lengths_fail_the_run_without_a_report(llmb_run, engine, tmp_path):
     engine(missing=2)
     code, out, err = llmb_run(*SERVE, *LOAD)
     assert code == 2

@@ -1,4 +1,4 @@
-"""Where `llmb-run submit` sends a run, seen from outside, without any Slurm."""
+"""Where `llmb-run submit` runs a job, and its job script, without Slurm."""
 
 from pathlib import Path
 
@@ -22,37 +22,37 @@ def cluster(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def lines(out: str) -> list[str]:
+def sbatch_options(out: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in out.splitlines() if line.startswith("#SBATCH")]
 
 
 def test_on_dry_prints_the_job_script_without_any_file(llmb_run):
     code, out, _ = llmb_run(*H100, "--on", "dry", "--nice", "7", "--env", "ODD=a b")
     assert code == 0
-    assert {"--nodes=2", "--ntasks=16", "--gpus-per-node=8", "--nice=7", "--time=00:33:00"} <= set(lines(out))
+    assert {"--nodes=2", "--ntasks=16", "--gpus-per-node=8", "--nice=7", "--time=00:33:00"} <= set(sbatch_options(out))
     assert "export ODD='a b'" in out
     assert "-m llmb.cli.job_runner" in out
 
 
-def test_a_dry_run_prints_it_where_the_run_would_go_to_slurm(llmb_run, cluster):
+def test_dry_run_prints_the_job_script_where_a_cluster_is_configured(llmb_run, cluster):
     code, out, _ = llmb_run(*H100[:-2], "--dry-run")
     assert code == 0
-    assert {"--partition=batch", "--account=us", "--gpus-per-node=8"} <= set(lines(out))
+    assert {"--partition=batch", "--account=us", "--gpus-per-node=8"} <= set(sbatch_options(out))
     assert "export NCCL_NET=IB" in out
     assert "hf_abc" not in out
     assert "# Secret, taken from your environment: HF_TOKEN" in out
     code, out, _ = llmb_run(*H100[:-2], "--dry-run", "--on", "local", "--gpu-type", "h100")
-    assert (code, lines(out)) == (0, [])
+    assert (code, sbatch_options(out)) == (0, [])
 
 
-def test_ranks_on_the_clusters_cpus_are_spread_as_on_its_gpus(llmb_run, cluster):
+def test_cpu_ranks_are_spread_over_nodes_like_gpu_ranks(llmb_run, cluster):
     code, out, _ = llmb_run(*PROXY[:7], "--scale", "16", "--proxy", "--gpu-type", "cpu", "--dry-run")
     assert code == 0
-    assert {"--nodes=2", "--ntasks-per-node=8", "--partition=cpu", "--cpus-per-task=1"} <= set(lines(out))
+    assert {"--nodes=2", "--ntasks-per-node=8", "--partition=cpu", "--cpus-per-task=1"} <= set(sbatch_options(out))
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("options", "message"),
     [
         (["--nice", "3"], "--nice has no effect on a run that is not submitted"),
         (["--slurm-arg", "qos=x"], "--slurm-arg has no effect on a run that is not submitted"),
@@ -63,21 +63,21 @@ def test_ranks_on_the_clusters_cpus_are_spread_as_on_its_gpus(llmb_run, cluster)
         (["--on", "moon"], "invalid choice: 'moon'"),
     ],
 )
-def test_a_wrong_wish_is_one_line(llmb_run, wrong, said):
-    code, _, err = llmb_run(*PROXY, *wrong)
+def test_invalid_sbatch_option_is_one_line(llmb_run, options, message):
+    code, _, err = llmb_run(*PROXY, *options)
     assert code == 1
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 
-def test_a_variable_gives_the_segment_too(llmb_run, monkeypatch):
+def test_segment_from_the_environment(llmb_run, monkeypatch):
     monkeypatch.setenv("SBATCH_SEGMENT_SIZE", "4")
     gb200 = [*H100[:-1], "gb200"]
-    assert "--segment=4" in lines(llmb_run(*gb200, "--on", "dry")[1])
-    assert "--segment=2" in lines(llmb_run(*gb200, "--on", "dry", "--segment", "2")[1])
+    assert "--segment=4" in sbatch_options(llmb_run(*gb200, "--on", "dry")[1])
+    assert "--segment=2" in sbatch_options(llmb_run(*gb200, "--on", "dry", "--segment", "2")[1])
 
 
-def test_an_allocation_that_is_too_small_is_refused(llmb_run, monkeypatch):
+def test_allocation_that_is_too_small_is_refused(llmb_run, monkeypatch):
     for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}.items():
         monkeypatch.setenv(name, value)
     code, _, err = llmb_run(*H100)

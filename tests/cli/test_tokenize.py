@@ -1,4 +1,4 @@
-"""llmb-run tokenize: the tokens that the library gives for the whole text, in flat memory; mistakes in one line."""
+"""llmb-run tokenize: the same tokens as the library for the whole text, in constant memory; errors in one line."""
 
 import io
 import random
@@ -29,22 +29,22 @@ def encode():
     return lambda text: library.encode(text, add_special_tokens=False).ids
 
 
-def test_the_shipped_text_as_the_library_encodes_it_whole(llmb_run, tmp_path, encode):
+def test_shipped_text_is_encoded_as_by_the_library(llmb_run, tmp_path, encode):
     path = tmp_path / "kjv.bin"
     code, out, err = llmb_run("tokenize", DATA / "kjv.txt", "--tokenizer", TOKENIZER, "-o", path)
     assert code == 0, err  # a slow machine shows progress
     text = (DATA / "kjv.txt").read_text()
     assert tokens_in(path) == [*encode(text), 0]
     count = read_header(path).tokens
-    said = (
+    expected = (
         f"{path}: {count:,} tokens, {len(text) / count:.2f} bytes of text each; vocabulary 4,096, end-of-text token 0"
     )
-    assert out == said + "\n"
+    assert out == expected + "\n"
     assert tokenizers.Tokenizer.from_file(str(TOKENIZER)).decode(tokens_in(path)) == text
     assert [p.name for p in tmp_path.iterdir()] == ["kjv.bin"]
 
 
-def test_several_texts_each_with_its_end(llmb_run, tmp_path, encode):
+def test_each_of_several_texts_ends_with_the_end_token(llmb_run, tmp_path, encode):
     texts = {"a.txt": "In the beginning", "b.txt": "caf\u00e9\r\n\r\n  \u4e16\u754c \U0001f600\n", "c d.txt": " \n"}
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text.encode())
@@ -55,7 +55,7 @@ def test_several_texts_each_with_its_end(llmb_run, tmp_path, encode):
     assert read_header(path) == Header(vocab=4096, tokens=len(tokens_in(path)), end=0)
 
 
-def test_standard_input_and_another_end(tmp_path, encode):
+def test_stdin_and_another_end_token(tmp_path, encode):
     path = tmp_path / "tokens.bin"
     command = [
         sys.executable,
@@ -77,11 +77,11 @@ def test_standard_input_and_another_end(tmp_path, encode):
     assert read_header(path).end == z[0]
 
 
-def test_a_tokenizer_without_an_end(llmb_run, tmp_path):
+def test_tokenizer_without_an_end_token(llmb_run, tmp_path):
     words = {"one": 0, "two": 1, "?": 70_000}  # numbers with a gap, as in published vocabularies
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "words.json"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
     (tmp_path / "a.txt").write_text("two one three")
     path = tmp_path / "tokens.bin"
     code, out, _ = llmb_run("tokenize", tmp_path / "a.txt", "--tokenizer", tmp_path / "words.json", "-o", path)
@@ -104,17 +104,17 @@ def test_a_tokenizer_without_an_end(llmb_run, tmp_path):
     ],
     ids=["empty", "short", "lines", "newlines", "words", "one word", "wide"],
 )
-def test_pieces_join_to_the_text_and_end_where_a_tokenizer_begins_anew(text):
-    parts = list(tokenize.pieces(io.StringIO(text, newline="")))
+def test_chunks_join_to_the_text_and_end_where_no_token_crosses(text):
+    parts = list(tokenize.text_chunks(io.StringIO(text, newline="")))
     assert "".join(parts) == text
     assert all(parts)
-    assert max(map(len, parts), default=0) <= tokenize.LONGEST + tokenize.PIECE
+    assert max(map(len, parts), default=0) <= tokenize.MAX_CHUNK + tokenize.CHUNK
     for before, after in pairwise(parts):
         at_line = before.endswith("\n") and not before[-2].isspace() and not after[0].isspace()
-        assert at_line or len(before) > tokenize.LONGEST - tokenize.PIECE
+        assert at_line or len(before) > tokenize.MAX_CHUNK - tokenize.CHUNK
 
 
-PATTERNS = {  # how the text is split before pairs are merged: GPT-2's own, and that of Llama 3
+PATTERNS = {  # pre-tokenization of GPT-2 and of Llama 3
     "gpt2": None,
     "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -124,26 +124,26 @@ SCRAPS = ["word", "a", "12", "1234", "...", "it's", " ", "  ", "\n", "\n\n", "\n
 
 @pytest.mark.parametrize("cut_at", ["lines", "spaces"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_pieces_give_the_tokens_of_the_whole(pattern, cut_at, monkeypatch):
-    """Many small pieces of text full of white space, runs of which are among the merges."""
-    monkeypatch.setattr(tokenize, "PIECE", 50)
-    monkeypatch.setattr(tokenize, "LONGEST", 2_000)
+def test_chunks_give_the_tokens_of_the_whole_text(pattern, cut_at, monkeypatch):
+    """Many small chunks of text full of white space, runs of which are among the merges."""
+    monkeypatch.setattr(tokenize, "CHUNK", 50)
+    monkeypatch.setattr(tokenize, "MAX_CHUNK", 2_000)
     scraps = SCRAPS if cut_at == "lines" else [scrap for scrap in SCRAPS if scrap != "\n"]
     text = "".join(random.Random(1).choices(scraps, k=60_000))
     split = PATTERNS[pattern]
     parts = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = (
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = (
         pre_tokenizers.Sequence([pre_tokenizers.Split(tokenizers.Regex(split), "isolated"), parts]) if split else parts
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([text], trainer)
-    pieces = list(tokenize.pieces(io.StringIO(text, newline="")))
-    assert len(pieces) > 50
-    ends = [before[-1] == "\n" if cut_at == "lines" else after[0] == " " for before, after in pairwise(pieces)]
+    tokenizer.train_from_iterator([text], trainer)
+    text_chunks = list(tokenize.text_chunks(io.StringIO(text, newline="")))
+    assert len(text_chunks) > 50
+    ends = [before[-1] == "\n" if cut_at == "lines" else after[0] == " " for before, after in pairwise(text_chunks)]
     assert all(ends), "none was cut where it had to be"
-    assert [token for piece in pieces for token in made.encode(piece).ids] == made.encode(text).ids
+    assert [token for chunk in text_chunks for token in tokenizer.encode(chunk).ids] == tokenizer.encode(text).ids
 
 
 WRONG = [
@@ -160,8 +160,8 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("texts", "changes", "said"), WRONG, ids=range(len(WRONG)))
-def test_a_mistake_is_one_line_and_leaves_nothing_behind(llmb_run, tmp_path, monkeypatch, texts, changes, said):
+@pytest.mark.parametrize(("texts", "changes", "message"), WRONG, ids=range(len(WRONG)))
+def test_invalid_request_is_one_line_and_leaves_no_file(llmb_run, tmp_path, monkeypatch, texts, changes, message):
     monkeypatch.chdir(tmp_path)
     Path("good.txt").write_text("good\n")
     Path("empty.txt").write_text("")
@@ -169,8 +169,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(llmb_run, tmp_path, mon
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     options = {"--tokenizer": str(TOKENIZER), "-o": "tokens.bin", **changes}
     code, _, err = llmb_run("tokenize", *texts, *(word for pair in options.items() for word in pair))
-    assert code == (2 if "cannot write" in said else 1)
-    assert said in err
+    assert code == (2 if "cannot write" in message else 1)
+    assert message in err
     assert err.count("\n") == 1
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 

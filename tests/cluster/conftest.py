@@ -9,26 +9,26 @@ import os
 from pathlib import Path
 
 import pytest
-from runs_on_slurm import CLUSTER, HOSTILE
-from slurm_lab import SlurmLab, missing
+from slurm_test_runs import CLUSTER, HOSTILE
+from slurm_lab import SlurmLab, unavailable_reason
 
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 
 LABS = ("slurm", "slurm_with_accounting")
 
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory):
-    if why := missing():
-        pytest.skip(why)
+    if reason := unavailable_reason():
+        pytest.skip(reason)
     with SlurmLab(tmp_path_factory.mktemp("slurm")) as lab:
         yield lab
 
 
 @pytest.fixture(scope="session")
 def slurm_with_accounting(tmp_path_factory):
-    if why := missing(accounting=True):
-        pytest.skip(why)
+    if reason := unavailable_reason(accounting=True):
+        pytest.skip(reason)
     with SlurmLab(tmp_path_factory.mktemp("accounting"), accounting=True) as lab:
         yield lab
 
@@ -63,10 +63,10 @@ def install(slurm, tmp_path, monkeypatch) -> Path:
 def submit(install, llmb_run):
     """Sends one run to Slurm; gives its job and its folder."""
 
-    def call(*arguments: str) -> tuple[str, RunDir]:
+    def call(*arguments: str) -> tuple[str, RunFolder]:
         code, out, err = llmb_run("submit", *arguments, "--json")
         assert code == 0, err
         sent = json.loads(out)
-        return sent["job_id"], RunDir.open(Path(sent["run_dir"]))
+        return sent["job_id"], RunFolder.open(Path(sent["run_dir"]))
 
     return call

@@ -22,7 +22,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from lab_processes import daemons, kill, lives, of_lab, parent_of, wait_gone
+from lab_processes import daemons, kill, is_alive, lab_processes_of, parent_pid, wait_gone
 from slurm_lab import SlurmLab
 from small_disk import SmallDisk
 
@@ -62,7 +62,7 @@ class Command:
 
 
 @dataclass
-class Chaos:
+class FaultInjector:
     """One rage."""
 
     lab: SlurmLab
@@ -80,10 +80,10 @@ class Chaos:
     _ask_nodes_at: float | None = None
     _started: int = 0
 
-    def rage(self, runs: int, limit_s: float) -> None:
-        """Until so many runs have begun and every fault was put in; then mend all."""
+    def rage(self, runs: int, rounds: int, limit_s: float) -> None:
+        """Inject every fault `rounds` times while `runs` runs begin; then repair everything."""
         often = [self.rank, self.steward, self.scancel, self.slurmd, self.node, self.controller]
-        faults = 3 * often + 2 * [self.rank, self.leash] + (3 * [self.full_disk] if self.disk.mounted else [])
+        faults = rounds * [*often, self.rank, self.leash] + (rounds * [self.full_disk] if self.disk.mounted else [])
         self.random.shuffle(faults)
         points = sorted(self.random.uniform(0, runs - 1) for _ in faults)  # how many runs have begun by then
         next_fault, end = time.monotonic(), time.monotonic() + limit_s
@@ -206,16 +206,16 @@ class Chaos:
 
     def _processes(self, part: str | None = None) -> Iterator[Process]:
         modules = {"llmb.cli.job_runner": "steward", "llmb.launch.supervisor": "leash", "llmb.train": "rank"}
-        for pid, environ in of_lab(self.lab.folder):
+        for pid, environ in lab_processes_of(self.lab.folder):
             command = _command_line(pid).decode(errors="replace").split("\0")
             try:
                 work = Path(os.readlink(f"/proc/{pid}/cwd"))
             except OSError:
                 continue
             found = modules.get(command[2]) if command[1:2] == ["-m"] else None
-            if found is None or part not in (None, found) or not lives(pid):
+            if found is None or part not in (None, found) or not is_alive(pid):
                 continue
-            if b"-m\0llmb.train" in _command_line(parent_of(pid)):  # a fork that labels what the rank prints
+            if b"-m\0llmb.train" in _command_line(parent_pid(pid)):  # a fork that labels what the rank prints
                 continue
             said = dict(word.partition(b"=")[::2] for word in environ)
             node, number = said.get(b"SLURMD_NODENAME", b"").decode(), int(said.get(b"RANK", b"0") or 0)

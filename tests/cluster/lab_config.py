@@ -4,7 +4,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from lab_register import PORTS_EACH
+from lab_registry import PORTS_EACH
 
 CONTROLLER_PORT = 1  # offsets into the lab's range
 ACCOUNTING_PORT = 2

@@ -10,7 +10,7 @@ from pathlib import Path
 DAEMONS = ("slurmctld", "slurmd-*", "slurmdbd", "mariadb", "munged")  # in the order they stop fastest
 
 
-def put_down(folder: Path) -> None:
+def stop_lab(folder: Path) -> None:
     """End every process of the lab in this folder."""
     for daemon in DAEMONS:
         pids = daemons(folder, daemon)
@@ -32,8 +32,8 @@ def kill_tasks(folder: Path, node: str | None = None) -> None:
     Repeated until none is left, as a task may have been born meanwhile.
     """
     mark = f"SLURMD_NODENAME={node}".encode()
-    while tasks := [pid for pid, environ in of_lab(folder) if node is None or mark in environ]:
-        steps = {parent for parent in map(parent_of, tasks) if runs(parent, "slurmstepd")}
+    while tasks := [pid for pid, environ in lab_processes_of(folder) if node is None or mark in environ]:
+        steps = {parent for parent in map(parent_pid, tasks) if runs(parent, "slurmstepd")}
         for pid in (*steps, *tasks):
             kill(pid, signal.SIGKILL)
         wait_gone([*steps, *tasks], 5.0)
@@ -45,12 +45,12 @@ def daemons(folder: Path, daemon: str) -> list[int]:
     for file in (folder / "run").glob(f"{daemon}.pid"):
         with suppress(ValueError, OSError):
             pid = int(file.read_text())
-            if lives(pid) and runs(pid, daemon.split("-")[0]):
+            if is_alive(pid) and runs(pid, daemon.split("-")[0]):
                 pids.append(pid)
     return pids
 
 
-def of_lab(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
+def lab_processes_of(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
     """Processes whose environment names this lab's Slurm, except this one and those it was started by."""
     mark = f"SLURM_CONF={folder}/etc/slurm.conf".encode()
     for entry in Path("/proc").iterdir():
@@ -62,7 +62,7 @@ def of_lab(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
                 yield int(entry.name), environ
 
 
-def parent_of(pid: int) -> int:
+def parent_pid(pid: int) -> int:
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("PPid:"):
@@ -78,7 +78,7 @@ def runs(pid: int, program: str) -> bool:
         return False
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -92,7 +92,7 @@ def kill(pid: int, sig: signal.Signals) -> None:
 
 def wait_gone(pids: list[int], seconds: float) -> None:
     end = time.monotonic() + seconds
-    while any(lives(pid) for pid in pids) and time.monotonic() < end:
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.02)
 
 

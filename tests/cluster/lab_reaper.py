@@ -3,11 +3,11 @@
 import subprocess
 import sys
 
-import lab_register
-from lab_processes import put_down
+import lab_registry
+from lab_processes import stop_lab
 
 
-class Watchman:
+class LabReaper:
     """A process in a session of its own, so that no Ctrl-C reaches it."""
 
     def __init__(self, port: int):
@@ -26,5 +26,5 @@ class Watchman:
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()  # ends with the process that holds the other end
-    lab_register.wait_for_end(int(sys.argv[1]))
-    lab_register.sweep(put_down)
+    lab_registry.wait_for_end(int(sys.argv[1]))
+    lab_registry.sweep(stop_lab)

@@ -36,10 +36,10 @@ class Claim:
             _write_hosts()
 
 
-def claim(folder: Path, nodes: int, put_down: Callable[[Path], None], port: int | None = None) -> Claim:
+def claim(folder: Path, nodes: int, stop_lab: Callable[[Path], None], port: int | None = None) -> Claim:
     """The range that begins at `port`, or any free one; what a dead owner left behind is put down first."""
     with _register():
-        _sweep(put_down)
+        _sweep(stop_lab)
         for first in FIRST_PORTS if port is None else [port]:
             descriptor = os.open(REGISTER / str(first), os.O_RDWR | os.O_CREAT, 0o600)
             if _locked(descriptor) and _unused(first):
@@ -50,10 +50,10 @@ def claim(folder: Path, nodes: int, put_down: Callable[[Path], None], port: int 
     raise RuntimeError("no free range of ports for a Slurm lab" if port is None else f"port {port} is taken")
 
 
-def sweep(put_down: Callable[[Path], None]) -> None:
+def sweep(stop_lab: Callable[[Path], None]) -> None:
     """Put down every lab whose owner is gone."""
     with _register():
-        _sweep(put_down)
+        _sweep(stop_lab)
         _write_hosts()
 
 
@@ -87,11 +87,11 @@ def _register() -> Iterator[None]:
         yield
 
 
-def _sweep(put_down: Callable[[Path], None]) -> None:
+def _sweep(stop_lab: Callable[[Path], None]) -> None:
     for entry in _entries():
         with open(entry, "r+") as file:
             if (text := file.read()) and _locked(file.fileno()):
-                put_down(Path(json.loads(text)["folder"]))
+                stop_lab(Path(json.loads(text)["folder"]))
                 file.truncate(0)
 
 

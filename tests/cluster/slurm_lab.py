@@ -19,10 +19,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-import lab_register
-import lab_settings
-from lab_processes import daemons, kill, kill_tasks, of_lab, put_down, runs, wait_gone
-from lab_watchman import Watchman
+import lab_registry
+import lab_config
+from lab_processes import daemons, kill, kill_tasks, lab_processes_of, stop_lab, runs, wait_gone
+from lab_reaper import LabReaper
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 ACCOUNTING_PROGRAMS = ("slurmdbd", "sacct", "mariadbd", "mariadb-install-db", "mariadb-admin")
@@ -31,7 +31,7 @@ START_S = 120.0
 CALL_S = 60.0
 
 
-def missing(accounting: bool = False, cgroup: bool = False) -> str | None:
+def unavailable_reason(accounting: bool = False, cgroup: bool = False) -> str | None:
     """Why no lab can be started here; None: one can."""
     if os.geteuid() != 0:
         return "a Slurm lab needs root"
@@ -93,13 +93,13 @@ class SlurmLab:
         """Up, with every node idle."""
         with ExitStack() as undo:
             if self._cgroup:
-                undo.enter_context(lab_register.alone("cgroup", wait_s=600))  # their names carry no lab
-            claim = lab_register.claim(self.folder, len(self.nodes), put_down, self._port)
+                undo.enter_context(lab_registry.alone("cgroup", wait_s=600))  # their names carry no lab
+            claim = lab_registry.claim(self.folder, len(self.nodes), stop_lab, self._port)
             undo.callback(claim.release)
-            undo.callback(put_down, self.folder)
+            undo.callback(stop_lab, self.folder)
             self._first_port = claim.port
             self._write(claim.port)
-            undo.enter_context(Watchman(claim.port))
+            undo.enter_context(LabReaper(claim.port))
             self._start_munge()
             if self._accounting:
                 self._start_accounting()
@@ -116,7 +116,7 @@ class SlurmLab:
     def start_controller(self, forget: bool = False) -> None:
         """`forget`: without the jobs of before, whose ids it does not give out again."""
         if forget:
-            self._change(FirstJobId=lab_settings.first_job_id(self._first_port, self._memories))
+            self._change(FirstJobId=lab_config.first_job_id(self._first_port, self._memories))
             self._memories += 1
         self._daemon("slurmctld", *(["-i", "-c"] if forget else []))
         self._wait(lambda: "is UP" in self.call("scontrol", "ping", check=False), "the controller to answer")
@@ -160,7 +160,7 @@ class SlurmLab:
 
     def submitting(self) -> bool:
         """Whether an sbatch is under way: it outlives the program that called it, if that is killed."""
-        return any(runs(pid, "sbatch") for pid, _ in of_lab(self.folder))
+        return any(runs(pid, "sbatch") for pid, _ in lab_processes_of(self.folder))
 
     def wait_for_submissions(self) -> None:
         self._wait(lambda: not self.submitting(), "the end of each sbatch")
@@ -235,9 +235,9 @@ class SlurmLab:
                 (folder / f"dev/gpu{i}").symlink_to("/dev/null")  # Slurm wants a device file for each
         size = {"nodes": len(self.nodes), "gpus": self.gpus}
         etc = folder / "etc"
-        (etc / "gres.conf").write_text(lab_settings.gres_conf(folder, **size))
+        (etc / "gres.conf").write_text(lab_config.gres_conf(folder, **size))
         (etc / "slurm.conf").write_text(
-            lab_settings.slurm_conf(
+            lab_config.slurm_conf(
                 folder,
                 port,
                 **size,
@@ -249,9 +249,9 @@ class SlurmLab:
             )
         )
         if self._cgroup:
-            (etc / "cgroup.conf").write_text(lab_settings.CGROUP)
+            (etc / "cgroup.conf").write_text(lab_config.CGROUP)
         if self._accounting:
-            (etc / "slurmdbd.conf").write_text(lab_settings.slurmdbd_conf(folder, port))
+            (etc / "slurmdbd.conf").write_text(lab_config.slurmdbd_conf(folder, port))
             (etc / "slurmdbd.conf").chmod(0o600)
 
     def _change(self, **settings: object) -> None:
@@ -274,7 +274,7 @@ class SlurmLab:
             "--force",  # the folder's parents are not as strict as munge likes
             "--num-threads=4",
             f"--key-file={munge}/munge.key",
-            f"--socket={lab_settings.munge_socket(self.folder)}",
+            f"--socket={lab_config.munge_socket(self.folder)}",
             f"--seed-file={munge}/munge.seed",
             f"--pid-file={self.folder}/run/munged.pid",
             f"--log-file={self.folder}/log/munged.log",

@@ -7,8 +7,8 @@ import time
 
 from llmb.config.serialization import read_json
 from llmb.events import RequestDone, StepDone, read
-from llmb.launch.run_folder import RunDir
-from llmb.launch.slurm.job_states import ENDED
+from llmb.launch.run_folder import RunFolder
+from llmb.launch.slurm.job_states import ENDED_STATES
 
 HOSTILE = 'it\'s "a" $HOME `b` %j 100%\nline'
 CLUSTER = """
@@ -35,40 +35,40 @@ def wait_for(condition, seconds: float = 240, what: str = "what was waited for")
     return found
 
 
-def ended(slurm, job: str, run: RunDir) -> dict:
+def ended(slurm, job: str, run: RunFolder) -> dict:
     """The result of a job that is over."""
 
     def over() -> bool:
         return (
-            said_of(slurm, job)["JobState"] in ENDED
+            job_fields(slurm, job)["JobState"] in ENDED_STATES
         )  # there are many ways not to be: SIGNALING while a warning goes out
 
     wait_for(over, what=f"the end of job {job}")
-    run = RunDir.open(run.path)
+    run = RunFolder.open(run.path)
     assert run.result.exists(), run.slurm_output(job).read_text()
     return read_json(run.result)
 
 
-def said_of(slurm, job: str) -> dict[str, str]:
+def job_fields(slurm, job: str) -> dict[str, str]:
     """What Slurm says of a job."""
     return dict(word.partition("=")[::2] for word in slurm.call("scontrol", "show", "job", job, "-o").split())
 
 
-def given(slurm, job: str) -> tuple[int, str]:
+def allocated_nodes(slurm, job: str) -> tuple[int, str]:
     """How many nodes, and which, by Slurm's own word."""
-    words = said_of(slurm, job)
+    words = job_fields(slurm, job)
     return int(words["NumNodes"]), words["NodeList"]
 
 
-def steps(run: RunDir, rank: int = 0) -> list[StepDone]:
+def steps(run: RunFolder, rank: int = 0) -> list[StepDone]:
     return [event for event in read(run.events(rank)) if isinstance(event, StepDone)]
 
 
-def stepping(run: RunDir) -> None:
+def wait_for_steps(run: RunFolder) -> None:
     wait_for(lambda: len(steps(run)) >= 2 and steps(run, 1), what="the second step")
 
 
-def facts(run: RunDir, ranks: int) -> list:
+def facts(run: RunFolder, ranks: int) -> list:
     """What must not depend on where ranks run: losses and norms of a training, answers of a served model."""
     found = []
     for rank in range(ranks):
@@ -76,5 +76,5 @@ def facts(run: RunDir, ranks: int) -> list:
             if isinstance(event, StepDone):
                 found.append((rank, event.step, event.tokens, event.loss, event.grad_norm))
             elif isinstance(event, RequestDone):
-                found.append((rank, event.request, event.output_tokens, event.answer_crc, event.warmup, event.error))
+                found.append((rank, event.request, event.output_tokens, event.output_crc, event.warmup, event.error))
     return sorted(found)

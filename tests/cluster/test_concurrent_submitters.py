@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from chaos import LLMB_RUN, RUN
+from fault_injector import LLMB_RUN, RUN
 
 from llmb.cli.jobs import lost_submissions, polling
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.slurm.submission import read_submission
 
 pytestmark = pytest.mark.slurm
@@ -37,9 +37,9 @@ setattr(owner, name, staticmethod(die) if name == "create" else die)
 main(arguments)
 """
 STEPS = [
-    "llmb.launch.run_folder:RunDir.create", "llmb.launch.run_folder:RunDir.write_job_script",
-    "llmb.cli.submit_batch:keep_submission", "llmb.results.job_store:Store.add", "llmb.cli.submit_batch:_enter",
-    "llmb.launch.slurm.slurm_jobs:submit", "llmb.launch.run_folder:RunDir.write_record", "llmb.results.job_store:Store.submitted",
+    "llmb.launch.run_folder:RunFolder.create", "llmb.launch.run_folder:RunFolder.write_job_script",
+    "llmb.cli.submit_batch:write_submission", "llmb.results.job_store:Store.add", "llmb.cli.submit_batch:_add_to_store",
+    "llmb.launch.slurm.slurm_jobs:submit", "llmb.launch.run_folder:RunFolder.write_record", "llmb.results.job_store:Store.submitted",
 ]  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def table(llmb_run):
 
 def jobs_of(slurm, install):
     """By run folder, what Slurm holds for it: id and state."""
-    folders = {read_submission(run).token: str(run.path) for run in RunDir.find_all(install) if read_submission(run)}
+    folders = {read_submission(run).token: str(run.path) for run in RunFolder.find_all(install) if read_submission(run)}
     lines = slurm.call("squeue", "-h", "--states=all", "-o", "%i %T %k").splitlines()
     held = {comment: (job_id, state) for job_id, state, comment in (line.split(" ", 2) for line in lines)}
     return {folder: held[token] for token, folder in folders.items() if token in held}
@@ -74,7 +74,7 @@ def test_a_submitter_that_is_killed_at_any_step(slurm, llmb_run, monkeypatch):
             killed = [sys.executable, "-c", KILLED_AT, step, when, *SUBMIT, "-r", "2"]
             assert subprocess.run(killed, timeout=PATIENCE_S, capture_output=True).returncode == -9
     slurm.wait_for_submissions()
-    monkeypatch.setattr(lost_submissions, "ON_ITS_WAY_S", 0.0)
+    monkeypatch.setattr(lost_submissions, "REQUEST_TIMEOUT_S", 0.0)
     before, held = table(llmb_run), jobs_of(slurm, install_root(os.environ))
     assert len(held) >= 4  # of those that died after they had called sbatch
     assert held.keys() <= before.keys()
@@ -86,7 +86,7 @@ def test_a_submitter_that_is_killed_at_any_step(slurm, llmb_run, monkeypatch):
     assert llmb_run("jobs", "rebuild")[0] == 0
     assert table(llmb_run) == before
     assert llmb_run("jobs", "cancel", "--all")[0] == 0
-    monkeypatch.setattr(polling, "SETTLING_S", 0.0)
+    monkeypatch.setattr(polling, "FILE_SYNC_S", 0.0)
     cancelled = table(llmb_run)
     assert {row["status"] for folder, row in cancelled.items() if folder in held} == {"incomplete"}
     assert llmb_run("jobs", "rebuild")[0] == 0
@@ -108,6 +108,7 @@ def test_a_job_whose_number_slurm_gave_away_is_not_taken_for_the_other(slurm, ll
     assert llmb_run("jobs", "cancel", second["job_id"])[1] == f"{second['job_id']}: cancelled\n"
 
 
+@pytest.mark.nightly
 def test_ten_at_once_submit_list_rebuild_and_cancel(slurm, llmb_run, monkeypatch):
     work = [[*SUBMIT, "-r", "3"]] * 5 + [["jobs", "--json"]] * 2 + [["jobs", "rebuild"]] * 2
     work += [["jobs", "cancel", "--all", "--status", "pending"]]
@@ -118,7 +119,7 @@ def test_ten_at_once_submit_list_rebuild_and_cancel(slurm, llmb_run, monkeypatch
     assert [(process.returncode, err) for process, (_, err) in zip(processes, outputs, strict=True)] == [(0, "")] * 10
     told = [json.loads(line) for out, _ in outputs[:5] for line in out.splitlines()]
     assert len(told) == 45
-    monkeypatch.setattr(polling, "SETTLING_S", 0.0)
+    monkeypatch.setattr(polling, "FILE_SYNC_S", 0.0)
     before, held = table(llmb_run), jobs_of(slurm, install_root(os.environ))
     assert {one["run_dir"]: one["job_id"] for one in told} == {folder: row["job_id"] for folder, row in before.items()}
     for folder, row in before.items():

@@ -182,6 +182,7 @@ def test_a_failure_of_the_engine_has_its_name(slurm, program, weights, finished,
     assert result["output_tokens_per_s"] is None
 
 
+@pytest.mark.nightly
 def test_the_native_engine_runs_by_the_containers_own_python(slurm, program, finished, tmp_path, monkeypatch):
     image = tmp_path / "torch.sqsh"
     image.touch()
@@ -201,5 +202,5 @@ def test_a_missing_image_is_named_before_anything_is_submitted(slurm, weights, l
     monkeypatch.setenv("RUN_CONF_IMAGE", str(tmp_path / "no.sqsh"))
     code, _, err = llmb_run("submit", *R1, "--scale", "16", "--on", "slurm")
     assert code == 1
-    assert f"container image {tmp_path / 'no.sqsh'} is not there" in err
+    assert f"container image {tmp_path / 'no.sqsh'} is missing" in err
     assert not (tmp_path / "llmb" / "workloads").exists()

@@ -10,20 +10,19 @@ from contextlib import closing, redirect_stderr, redirect_stdout
 from io import StringIO
 
 import pytest
-from chaos import Chaos
-from slurm_lab import SlurmLab, missing
+from fault_injector import FaultInjector
+from slurm_lab import SlurmLab, unavailable_reason
 from small_disk import SmallDisk
 
 from llmb.cli.jobs import lost_submissions, polling
 from llmb.cli.llmb_run import main
 from llmb.config.serialization import read_json
 from llmb.events import LogProblem, RunEnded, StepDone, read
-from llmb.launch.run_folder import RunDir, store_path
+from llmb.launch.run_folder import RunFolder, store_path
 from llmb.launch.slurm.submission import read_submission
 from llmb.results.job_store import GOING
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-RUNS = 40
 LIMIT_S = 900.0  # about a hundred on two cores that have nothing else to do
 CLUSTER = """
 schema_version: 2
@@ -41,8 +40,8 @@ OF_LOST_JOBS = ("slurm_state", "nodes", "submitted_at", "started_at")  # Slurm's
 @pytest.fixture
 def lab(tmp_path):
     """As many nodes as this machine can run ranks, each for one rank: Slurm itself sees to it that not more run."""
-    if why := missing():
-        pytest.skip(why)
+    if reason := unavailable_reason():
+        pytest.skip(reason)
     with SlurmLab(tmp_path / "lab", nodes=3, cpus=1, gpus=1, settings=SETTINGS) as lab:
         yield lab
 
@@ -60,25 +59,26 @@ def disk(tmp_path, monkeypatch):
 
 @pytest.fixture
 def seed():
-    given = os.environ.get("LLMB_CHAOS_SEED")
-    return int(given) if given else random.SystemRandom().randrange(2**32)
+    allocated_nodes = os.environ.get("LLMB_CHAOS_SEED")
+    return int(allocated_nodes) if allocated_nodes else random.SystemRandom().randrange(2**32)
 
 
-def test_faults_at_random_points(lab, disk, seed, monkeypatch):
+@pytest.mark.parametrize(("runs", "rounds"), [(6, 1), pytest.param(40, 3, marks=pytest.mark.nightly)])
+def test_faults_at_random_points(lab, disk, seed, monkeypatch, runs, rounds):
     print(f"LLMB_CHAOS_SEED={seed}")
-    chaos = Chaos(lab, disk, random.Random(seed))
-    chaos.rage(RUNS, LIMIT_S)
-    print(dict(chaos.put), *chaos.diary, *chaos.said, sep="\n")
-    assert chaos.begun() >= RUNS
-    assert not [words for words in chaos.said if "internal error" in words or "Traceback" in words]
+    fault_injector = FaultInjector(lab, disk, random.Random(seed))
+    fault_injector.rage(runs, rounds, LIMIT_S)
+    print(dict(fault_injector.put), *fault_injector.diary, *fault_injector.said, sep="\n")
+    assert fault_injector.begun() >= runs
+    assert not [words for words in fault_injector.said if "internal error" in words or "Traceback" in words]
     for name, value in lab.environment.items():
         monkeypatch.setenv(name, value)
     be_certain(monkeypatch)
     before = settled_table()
-    runs = {str(run.path): run for run in RunDir.find_all(disk.folder)}
-    check_accounts(lab, chaos, before, runs)
+    runs = {str(run.path): run for run in RunFolder.find_all(disk.folder)}
+    check_accounts(lab, fault_injector, before, runs)
     for row in before:
-        check_run(row, runs[row["run_dir"]], chaos)
+        check_run(row, runs[row["run_dir"]], fault_injector)
     llmb_run("jobs", "rebuild")
     assert differences(steady(before), steady(settled_table())) == []
     with closing(sqlite3.connect(store_path(disk.folder))) as store:
@@ -89,9 +89,9 @@ def test_faults_at_random_points(lab, disk, seed, monkeypatch):
 
 def be_certain(monkeypatch):
     """All is over: what is not there now will not come."""
-    monkeypatch.setattr(polling, "FORGETTING_S", 0.0)
-    monkeypatch.setattr(polling, "SETTLING_S", 0.0)
-    monkeypatch.setattr(lost_submissions, "ON_ITS_WAY_S", 0.0)
+    monkeypatch.setattr(polling, "UNKNOWN_JOB_GRACE_S", 0.0)
+    monkeypatch.setattr(polling, "FILE_SYNC_S", 0.0)
+    monkeypatch.setattr(lost_submissions, "REQUEST_TIMEOUT_S", 0.0)
 
 
 def llmb_run(*arguments):
@@ -122,7 +122,7 @@ def differences(before, after):
     return [(o["job_id"], name, o.get(name), n.get(name)) for o, n, name in pairs if o.get(name) != n.get(name)]
 
 
-def check_accounts(lab, chaos, rows, runs):
+def check_accounts(lab, fault_injector, rows, runs):
     """Folders, rows, Slurm's own records and what users were told are about the same jobs."""
     by_folder = {row["run_dir"]: row for row in rows}
     assert len(by_folder) == len(rows)
@@ -131,7 +131,7 @@ def check_accounts(lab, chaos, rows, runs):
     for path in runs.keys() - by_folder.keys():  # a submitter was killed when it had made the folder and nothing else
         left = {part.name for part in runs[path].path.iterdir() if not part.name.startswith(".")}
         assert left <= {"config.json", "pid", "job.sh", "submission.json"}, path
-    for told in chaos.told:
+    for told in fault_injector.told:
         assert by_folder[told["run_dir"]]["job_id"].partition("-")[0] == told["job_id"].partition("-")[0]
     completed = (lab.folder / "log/jobcomp.txt").read_text()
     assert set(re.findall(r" WorkDir=(\S+) ", completed)) <= by_folder.keys()
@@ -142,7 +142,7 @@ def check_accounts(lab, chaos, rows, runs):
         assert (row["job_id"].partition("-")[0], row["status"] == "lost") == (slurm_id, False), row
 
 
-def check_run(row, run, chaos):
+def check_run(row, run, fault_injector):
     """Its status is what its events say, and they have every step."""
     events = [list(read(path)) for path in run.all_events()]
     for of_rank in events:
@@ -152,7 +152,7 @@ def check_run(row, run, chaos):
     ends = [event.status for event in events[0] if isinstance(event, RunEnded)] if events else []
     complete = len(events) == row["scale"] and all(last_step(of_rank) == 20 for of_rank in events)
     assert (row["status"] == "ok") == (complete and ends[-1:] == ["ok"]), row
-    if run.work in chaos.killed:
+    if run.work in fault_injector.killed:
         assert row["status"] != "ok", row
     if row["status"] == "lost":
         assert not ends, row

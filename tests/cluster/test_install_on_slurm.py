@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmb.launch.slurm.cluster_config import FILE, find_cluster, read_cluster
+from llmb.launch.slurm.cluster_config import CLUSTER_FILE, find_cluster, read_cluster
 
 pytestmark = pytest.mark.slurm
 
@@ -84,7 +84,7 @@ def test_what_slurm_tells_and_what_it_does_not(slurm, root):
     told = install()  # this lab's administrator gave his GPUs no type
     assert (told.returncode, told.stderr.count("\n")) == (1, 1)
     assert "--gpu-type NAME, one of: " in told.stderr
-    assert not (root / FILE).exists()
+    assert not (root / CLUSTER_FILE).exists()
     found = cluster_of(install("--gpu-type", "h100", "--json"))
     assert found | {"file": None} == {
         "file": None,
@@ -105,7 +105,7 @@ def test_what_slurm_tells_and_what_it_does_not(slurm, root):
 
 def test_slurm_takes_the_options_of_the_file(slurm, root):
     assert install("--gpu-type", "h100").returncode == 0
-    options = read_cluster(root / FILE).sbatch
+    options = read_cluster(root / CLUSTER_FILE).sbatch
     spelled = [f"--{name}={value}" for name, value in options.items()]
     job = slurm.call("sbatch", "--parsable", "--output=/dev/null", "--mem=1", *spelled, "--wrap", "true").strip()
     shown = slurm.call("scontrol", "show", "job", job, "-o")
@@ -118,10 +118,10 @@ def test_a_second_time_keeps_the_file_and_a_dry_run_makes_none(slurm, root):
     assert "partition: main" in dry.stdout
     assert not root.exists()
     assert cluster_of(install("--gpu-type", "h100", "--json"))["state"] == "written"
-    edited = "# mine\n" + (root / FILE).read_text()
-    (root / FILE).write_text(edited)
+    edited = "# mine\n" + (root / CLUSTER_FILE).read_text()
+    (root / CLUSTER_FILE).write_text(edited)
     assert cluster_of(install("--json"))["state"] == "kept"
-    assert (root / FILE).read_text() == edited
+    assert (root / CLUSTER_FILE).read_text() == edited
 
 
 def test_recorded_answers_are_played_elsewhere(slurm, root, tmp_path, monkeypatch):
@@ -134,7 +134,7 @@ def test_recorded_answers_are_played_elsewhere(slurm, root, tmp_path, monkeypatc
     told = install("--play", "answers.yaml")
     assert told.returncode == 0, told.stderr
     assert "export LLMB_INSTALL=" in told.stdout
-    first, second = read_cluster(root / FILE), read_cluster(elsewhere / FILE)
+    first, second = read_cluster(root / CLUSTER_FILE), read_cluster(elsewhere / CLUSTER_FILE)
     assert second.gpu_type == "gb200"
     assert (first.sbatch, first.cpu_sbatch, first.architecture) == (
         second.sbatch,
@@ -155,14 +155,14 @@ def test_a_set_up_that_is_killed_goes_on_where_it_was(slurm, root, two_partition
     first.wait_for("--gpu-type")
     first.process.kill()
     first.close()
-    assert not (root / FILE).exists()
+    assert not (root / CLUSTER_FILE).exists()
     second = Terminal()
     second.wait_for("--gpu-type")
     assert "--partition" not in second.seen
     second.type("h200\n")
     second.wait_for("next: ")
     assert second.close() == 0
-    cluster = read_cluster(root / FILE)
+    cluster = read_cluster(root / CLUSTER_FILE)
     assert (cluster.sbatch["partition"], cluster.gpu_type) == ("extra", "h200")
     assert not (root / ".llmb" / "answers.json").exists()
 
@@ -173,8 +173,8 @@ def test_the_default_account_is_found(slurm_with_accounting, root):
     assert found["account"] == "research"
     changed = cluster_of(install("--account", "students", "--json"))
     assert (changed["state"], changed["account"]) == ("written", "students")
-    assert read_cluster(root / FILE).sbatch["account"] == "students"
-    assert read_cluster(root / f"{FILE}.1").sbatch["account"] == "research"
+    assert read_cluster(root / CLUSTER_FILE).sbatch["account"] == "students"
+    assert read_cluster(root / f"{CLUSTER_FILE}.1").sbatch["account"] == "research"
 
 
 def test_a_kill_at_any_moment_leaves_whole_files(slurm, root):
@@ -185,21 +185,21 @@ def test_a_kill_at_any_moment_leaves_whole_files(slurm, root):
             process.wait(0.04 * number + 0.1)  # it takes some 0.3 s
         process.kill()
         process.wait()
-        kept = [path for path in root.iterdir() if path.name.startswith(FILE)]
+        kept = [path for path in root.iterdir() if path.name.startswith(CLUSTER_FILE)]
         counts = {read_cluster(path).gpus_per_node for path in kept}
         assert counts <= {slurm.gpus, *range(1, number + 1)}
         assert slurm.gpus in counts  # the first file is still there, under one of its names
     assert cluster_of(install("--gpus-per-node", "3", "--json"))["gpus_per_node"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slurm_goes_away(slurm, root):
     assert install("--gpu-type", "h100").returncode == 0
-    before = (root / FILE).read_text()
+    before = (root / CLUSTER_FILE).read_text()
     slurm.kill_controller()
     told = install("--partition", "main")
     assert (told.returncode, told.stderr.count("\n")) == (2, 1)
     told = install()
     assert told.returncode == 0
     assert "does not answer now" in told.stdout
-    assert (root / FILE).read_text() == before
+    assert (root / CLUSTER_FILE).read_text() == before

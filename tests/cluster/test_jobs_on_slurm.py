@@ -13,14 +13,14 @@ import pytest
 from llmb.cli.jobs import lost_submissions, polling
 from llmb.cli.jobs.auto_retry import retry_failed
 from llmb.cli.jobs.polling import Poller
-from llmb.cli.jobs.slurm_ending import read_ending
+from llmb.cli.jobs.job_outcome import read_job_outcome
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.events import RunEnded, RunStarted, StepDone, append
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunDir, store_path
+from llmb.launch.run_folder import RunFolder, store_path
 from llmb.launch.slurm import slurm_jobs as programs
-from llmb.launch.slurm.submission import Submission, keep_submission, new_token, read_submission
+from llmb.launch.slurm.submission import Submission, new_token, read_submission, write_submission
 from llmb.results.job_store import Store
 
 pytestmark = pytest.mark.slurm
@@ -42,7 +42,7 @@ def store():
 @pytest.fixture(autouse=True)
 def one_host(monkeypatch):
     """What a node writes is seen at once."""
-    monkeypatch.setattr(polling, "SETTLING_S", 0.5)
+    monkeypatch.setattr(polling, "FILE_SYNC_S", 0.5)
 
 
 class Jobs:
@@ -52,8 +52,8 @@ class Jobs:
         self.store, self.config = store, config
 
     def folder(self, **lineage):
-        run = RunDir.create(install_root(os.environ), self.config, datetime.now())
-        keep_submission(run, Submission(token=new_token(), **lineage))
+        run = RunFolder.create(install_root(os.environ), self.config, datetime.now())
+        write_submission(run, Submission(token=new_token(), **lineage))
         return run
 
     def send(self, run, script, *arguments):
@@ -61,9 +61,9 @@ class Jobs:
         comment = f"--comment={read_submission(run).token}"
         return programs.submit(run.job_script, [f"--chdir={run.path}", "--output=slurm-%j.out", comment, *arguments])
 
-    def submit(self, script, *arguments, wishes=None, **lineage):
+    def submit(self, script, *arguments, sbatch_overrides=None, **lineage):
         """A job with its row and its record; gives its id and its folder, with what its script may copy."""
-        run = self.folder(wishes=wishes or {}, **lineage)
+        run = self.folder(sbatch_overrides=sbatch_overrides or {}, **lineage)
         events_of_a_good_run(run, self.config)
         temporary = self.store.add(self.config, run.path, "slurm", status="submitting", **lineage)
         slurm_id = self.send(run, script, *arguments)
@@ -123,7 +123,7 @@ def test_from_pending_to_a_result(jobs, store, llmb_run):
     assert job.submitted_at <= job.started_at <= job.ended_at - 2
     assert job.ended_at <= time.time()
     assert json.loads(run.result.read_text())["status"] == "ok"
-    assert read_ending(run).nodes == job.nodes
+    assert read_job_outcome(run).nodes == job.nodes
     out = llmb_run("jobs", "--on", "slurm")[1]
     assert "COMPLETED" in out
     assert "JobHeldUser" in llmb_run("jobs", "refresh", held)[1]
@@ -149,7 +149,7 @@ def test_a_job_that_dies_without_a_word_is_named_from_what_slurm_says(jobs, stor
     assert json.loads(run.result.read_text())["reason"] == job.reason
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slurm_away_is_said_and_nothing_is_forgotten(jobs, slurm, store, capsys):
     job_id, run = jobs.submit(f"{UNTIL_TOLD}; cp prepared events.rank0.jsonl")
     until((run.path / "began").exists)
@@ -159,7 +159,7 @@ def test_slurm_away_is_said_and_nothing_is_forgotten(jobs, slurm, store, capsys)
     assert job.status == "running"
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert said.startswith("ERROR: Slurm does not answer")
+    assert said.startswith("ERROR: Slurm does not respond")
     assert "s ago" in said
     slurm.start_controller()
     (run.path / "go").touch()
@@ -172,7 +172,7 @@ def test_a_forgotten_job_is_lost_until_its_folder_speaks(jobs, store, config):
     job_id = store.submitted(temporary, "999999")
     store.note(job_id, status="running")
     assert Poller(store).refresh([store.job(job_id)])[0].status == "running"  # it was seen a moment ago
-    long_ago = time.time() - 2 * polling.FORGETTING_S
+    long_ago = time.time() - 2 * polling.UNKNOWN_JOB_GRACE_S
     store.note(job_id, created_at=long_ago, submitted_at=long_ago)
     (job,) = Poller(store).refresh([store.job(job_id)])
     assert job.status == "lost"
@@ -188,7 +188,7 @@ def test_a_number_that_belongs_to_another_job_by_now(jobs, store):
     stranger, _ = jobs.submit("sleep 60")
     run = jobs.folder()
     store.note(stranger, job_id=f"{stranger}-2")
-    long_ago = time.time() - 2 * polling.FORGETTING_S
+    long_ago = time.time() - 2 * polling.UNKNOWN_JOB_GRACE_S
     store.add(jobs.config, run.path, "slurm", stranger, status="running", created_at=long_ago)
     (job,) = Poller(store).refresh([store.job(stranger)])
     assert job.status == "lost"
@@ -200,7 +200,7 @@ def test_a_job_whose_submitter_was_killed_is_found_by_its_comment_or_its_output(
     for run in (by_comment, by_output):
         store.add(config, run.path, "slurm", status="submitting")
     until(by_output.slurm_output(ids[1]).exists)
-    keep_submission(by_output, Submission(token=new_token()))  # so that the comment cannot be what finds it
+    write_submission(by_output, Submission(token=new_token()))  # so that the comment cannot be what finds it
     found = Poller(store).refresh(store.jobs())
     assert [job.job_id for job in found] == ids
     assert found[0].status == "pending"
@@ -210,7 +210,7 @@ def test_a_job_that_was_never_submitted_fails_once_that_is_certain(jobs, store, 
     run = jobs.folder()
     temporary = store.add(config, run.path, "slurm", status="submitting")
     assert Poller(store).refresh(store.jobs())[0].status == "submitting"
-    store.note(temporary, created_at=time.time() - 2 * lost_submissions.ON_ITS_WAY_S)
+    store.note(temporary, created_at=time.time() - 2 * lost_submissions.REQUEST_TIMEOUT_S)
     (job,) = Poller(store).refresh(store.jobs())
     assert (job.status, job.reason) == ("failed", lost_submissions.NEVER_SUBMITTED)
     before = rows(llmb_run)
@@ -252,20 +252,20 @@ def test_cancel(jobs, store, llmb_run):
 
 
 def test_a_lost_node_is_left_out_when_the_job_is_tried_again(jobs, slurm, store, llmb_run, capsys):
-    wishes = {"arguments": ["hold"], "exclude": "n4"}
-    job_id, run = jobs.submit("sleep 100", "--nodelist=n2", "--no-requeue", retries=2, wishes=wishes)
+    sbatch_overrides = {"arguments": ["hold"], "exclude": "n4"}
+    job_id, run = jobs.submit("sleep 100", "--nodelist=n2", "--no-requeue", retries=2, sbatch_overrides=sbatch_overrides)
     wait(store, job_id, "running")
     slurm.down("n2")
     job = wait(store, job_id, "failed")
-    assert (job.slurm_state, read_ending(run).failure) == ("NODE_FAIL", "node_failure")
+    assert (job.slurm_state, read_job_outcome(run).failure) == ("NODE_FAIL", "node_failure")
     assert "to try again" in llmb_run("jobs")[2]
     (again,) = retry_failed(store)
     assert retry_failed(store) == []
     new = store.job(again)
     assert (new.retry_of, new.attempt, new.retries, new.workload) == (job_id, 2, 1, job.workload)
     assert new.run_dir != job.run_dir
-    submission = read_submission(RunDir.open(Path(new.run_dir)))
-    assert submission.wishes["exclude"] == "n4,n2"
+    submission = read_submission(RunFolder.open(Path(new.run_dir)))
+    assert submission.sbatch_overrides["exclude"] == "n4,n2"
     assert wait(store, again, "pending")
     shown = llmb_run("jobs", "show", job_id)[1]
     assert f"tried again as {again}" in shown
@@ -273,8 +273,8 @@ def test_a_lost_node_is_left_out_when_the_job_is_tried_again(jobs, slurm, store,
 
 
 def test_retry_by_hand(jobs, slurm, store, llmb_run):
-    wishes = {"arguments": ["hold"]}
-    job_id, _ = jobs.submit("exit 1", "--hold", wishes=wishes)
+    sbatch_overrides = {"arguments": ["hold"]}
+    job_id, _ = jobs.submit("exit 1", "--hold", sbatch_overrides=sbatch_overrides)
     code, _, err = llmb_run("jobs", "retry", job_id)
     assert code == 1
     assert "cancel it first" in err
@@ -388,12 +388,12 @@ def test_a_submitter_killed_at_any_moment_loses_nothing(slurm, store, llmb_run, 
     submitter.kill()
     submitter.communicate()
     slurm.wait_for_submissions()
-    monkeypatch.setattr(lost_submissions, "ON_ITS_WAY_S", 0.0)
+    monkeypatch.setattr(lost_submissions, "REQUEST_TIMEOUT_S", 0.0)
     Poller(store).refresh(store.jobs())
     jobs = store.jobs()
     assert {job.status for job in jobs} <= {"pending", "failed"}
     assert {job.reason for job in jobs if job.status == "failed"} <= {lost_submissions.NEVER_SUBMITTED}
-    tokens = {read_submission(RunDir.open(Path(job.run_dir))).token: job for job in jobs}
+    tokens = {read_submission(RunFolder.open(Path(job.run_dir))).token: job for job in jobs}
     queued = [line.split() for line in slurm.call("squeue", "-h", "-t", "PD", "-O", "JobID:20,Comment:60").splitlines()]
     ours = {job_id for job_id, token in queued if token in tokens}
     assert ours == {job.job_id for job in jobs if job.status == "pending"}

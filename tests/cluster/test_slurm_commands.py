@@ -4,11 +4,11 @@ import subprocess
 import time
 
 import pytest
-from slurm_lab import SlurmLab, missing
+from slurm_lab import SlurmLab, unavailable_reason
 
 from llmb.errors import ConfigError
 from llmb.launch.slurm import slurm_jobs as jobs
-from llmb.launch.slurm.cluster_facts import accounts, cluster_name, gpus, node_facts, partitions
+from llmb.launch.slurm.cluster_facts import accounts, cluster_name, node_facts, parse_gpus, partitions
 
 pytestmark = pytest.mark.slurm
 
@@ -28,8 +28,8 @@ def script(tmp_path):
 @pytest.fixture
 def forgetful(tmp_path, monkeypatch):
     """A Slurm of the test's own, whose controller may lose its memory; questions give up soon."""
-    if why := missing():
-        pytest.skip(why)
+    if reason := unavailable_reason():
+        pytest.skip(reason)
     with SlurmLab(tmp_path / "lab", nodes=2, settings={"MessageTimeout": "3"}) as lab:
         for name, value in lab.environment.items():
             monkeypatch.setenv(name, value)
@@ -159,10 +159,10 @@ def test_the_users_own_settings_do_not_change_the_answers(slurm, script, monkeyp
 
 def test_a_job_is_found_by_its_whole_comment(slurm, script):
     job_id = jobs.submit(script("true"), ["--comment=llmb:0123 4|5"])
-    assert jobs.find("llmb:0123 4|5") == job_id
-    assert jobs.find("llmb:0123 4") is None
+    assert jobs.find_by_comment("llmb:0123 4|5") == job_id
+    assert jobs.find_by_comment("llmb:0123 4") is None
     newer = jobs.submit(script("true"), ["--comment=llmb:0123 4|5"])
-    assert jobs.find("llmb:0123 4|5") == newer
+    assert jobs.find_by_comment("llmb:0123 4|5") == newer
 
 
 def test_without_accounts_a_forgotten_job_is_in_the_completion_file(forgetful, script):
@@ -189,7 +189,7 @@ def test_with_accounts_a_forgotten_job_is_in_them(slurm_with_accounting, script)
     remembered = jobs.states([job_id, runs_on])
     assert (remembered[job_id].state, remembered[job_id].signal) == ("FAILED", 9)
     assert remembered.keys() == {job_id} or remembered[runs_on].phase == "ended", "it does not run any more"
-    until(lambda: jobs.find("llmb:accounted") == job_id)  # a search lags some seconds behind
+    until(lambda: jobs.find_by_comment("llmb:accounted") == job_id)  # a search lags some seconds behind
 
 
 def test_an_account_that_does_not_exist_is_refused(slurm_with_accounting, script):
@@ -203,13 +203,13 @@ def test_while_the_controller_is_away_everything_says_so_in_one_line(forgetful, 
     forgetful.kill_controller()
     for question in (
         lambda: jobs.states([job_id]),
-        lambda: jobs.find("llmb:away"),
+        lambda: jobs.find_by_comment("llmb:away"),
         lambda: jobs.cancel([job_id]),
         lambda: jobs.submit(script("true"), []),
         partitions,
         node_facts,
     ):
-        with pytest.raises(jobs.SlurmDown, match=r"^Slurm does not answer: .*$") as down:
+        with pytest.raises(jobs.SlurmUnavailable, match=r"^Slurm does not respond: .*$") as down:
             question()
         assert "\n" not in str(down.value)
     forgetful.start_controller()
@@ -218,31 +218,31 @@ def test_while_the_controller_is_away_everything_says_so_in_one_line(forgetful, 
 
 def test_a_job_that_slurm_took_without_saying_so_is_found(forgetful, script):
     forgetful.freeze_controller()
-    with pytest.raises(jobs.SlurmDown):
+    with pytest.raises(jobs.SlurmUnavailable):
         jobs.submit(script("true"), ["--comment=llmb:unanswered"])
     forgetful.thaw_controller()
-    until(lambda: jobs.find("llmb:unanswered"))
+    until(lambda: jobs.find_by_comment("llmb:unanswered"))
 
 
 def test_a_machine_without_slurm_says_that(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(jobs.SlurmDown, match="not installed on this machine: no program squeue"):
+    with pytest.raises(jobs.SlurmUnavailable, match="not installed on this machine: no program squeue"):
         jobs.states(["1"])
 
 
 def test_a_question_has_a_time_limit(monkeypatch, tmp_path):
-    from llmb.launch.slurm.slurm_command import call
+    from llmb.launch.slurm.slurm_command import run_slurm
 
     (tmp_path / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "squeue").chmod(0o755)
-    with pytest.raises(jobs.SlurmDown, match=r"squeue took more than 0\.2 s"):
-        call([str(tmp_path / "squeue")], limit_s=0.2)
+    with pytest.raises(jobs.SlurmUnavailable, match=r"squeue took more than 0\.2 s"):
+        run_slurm([str(tmp_path / "squeue")], timeout_s=0.2)
 
 
 def test_a_cluster_describes_itself(slurm):
     (main,) = partitions()
     assert (main.name, main.default, main.up, main.nodes, main.max_time_s) == ("main", True, True, 4, None)
-    assert gpus(main.gres).count == slurm.gpus
+    assert parse_gpus(main.gres).count == slurm.gpus
     nodes = node_facts("main")
     machine = subprocess.check_output(["uname", "-m"], text=True).strip()
     assert (nodes.architecture, nodes.cpus, nodes.memory_mib) == (machine, 32, 16000)

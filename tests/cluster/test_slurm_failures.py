@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_lab import SlurmLab, missing
+from slurm_lab import SlurmLab, unavailable_reason
 
-from llmb.launch.failure import Failure, named
+from llmb.launch.failure import Failure, diagnose
 from llmb.launch.slurm.slurm_jobs import JobState, states
 
 pytestmark = pytest.mark.slurm
@@ -41,7 +41,7 @@ class Jobs:
     def failure(self, job_id: str) -> Failure:
         """Why a job failed, once it has."""
         state = eventually(lambda: self.state(job_id))
-        failure = named(None, state, (self.folder / f"slurm-{job_id}.out").read_text())
+        failure = diagnose(None, state, (self.folder / f"slurm-{job_id}.out").read_text())
         assert failure is not None, state
         return failure
 
@@ -73,16 +73,16 @@ def test_the_node_of_the_batch_script_is_lost(jobs):
     jobs.lab.down(node)
     failure = jobs.failure(job)
     assert (failure.kind, failure.retryable) == ("node_failure", True)
-    assert failure.guilty_nodes in ((), (node,))  # its log may be lost with it
+    assert failure.excluded_nodes in ((), (node,))  # its log may be lost with it
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_crashes(jobs):
     job = jobs.submit("sleep 120")
     node = jobs.node_of(1)
     jobs.lab.crash_node(node)
     failure = jobs.failure(job)
-    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("node_failure", True, (node,))
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == ("node_failure", True, (node,))
 
 
 def test_a_job_is_cancelled(jobs):
@@ -96,7 +96,7 @@ def test_a_job_that_waits_is_cancelled(jobs):
     job = jobs.submit(":", "--begin=now+1hour")
     jobs.lab.call("scancel", job)
     state = eventually(lambda: jobs.state(job))
-    assert named(None, state).kind == "cancelled"
+    assert diagnose(None, state).kind == "cancelled"
 
 
 def test_a_rank_is_killed(jobs):
@@ -122,8 +122,8 @@ def test_more_tasks_than_the_job_has_room_for(jobs):
 @pytest.fixture(scope="module")
 def strict_lab(tmp_path_factory):
     """A Slurm that enforces memory limits and lets urgent jobs push others aside."""
-    if why := missing(cgroup=True):
-        pytest.skip(why)
+    if reason := unavailable_reason(cgroup=True):
+        pytest.skip(reason)
     settings = {"PreemptType": "preempt/partition_prio", "PreemptMode": "CANCEL"}
     with SlurmLab(tmp_path_factory.mktemp("strict"), nodes=2, cgroup=True, settings=settings) as lab:
         lab.call("scontrol", "create", "PartitionName=urgent", "Nodes=ALL", "PriorityTier=9", "PreemptMode=off")
@@ -144,7 +144,7 @@ def test_a_rank_is_killed_for_its_memory(strict_jobs):
     """Of the job, whose batch step did nothing wrong, Slurm itself says no more than FAILED."""
     job = strict_jobs.submit(GREEDY.format(1), "--mem=100")
     failure = strict_jobs.failure(job)
-    assert (failure.kind, failure.retryable, failure.guilty_nodes) == ("oom_kill", False, ())
+    assert (failure.kind, failure.retryable, failure.excluded_nodes) == ("oom_kill", False, ())
     assert f" on {strict_jobs.node_of(1)}: " in failure.reason
 
 
@@ -153,7 +153,7 @@ def test_a_job_is_pushed_aside(strict_jobs):
     strict_jobs.node_of(1)
     strict_jobs.lab.call("sbatch", "--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap", "true")
     failure = strict_jobs.failure(job)
-    assert failure == Failure("preemption", "a job of higher priority took the nodes (PREEMPTED)", True, ())
+    assert failure == Failure("preemption", "preempted by a job of higher priority (PREEMPTED)", True, ())
 
 
 def test_the_time_runs_out(jobs):
@@ -161,4 +161,4 @@ def test_the_time_runs_out(jobs):
     job = jobs.submit(":", "--time=5")
     jobs.node_of(1)
     jobs.lab.call("scontrol", "update", f"jobid={job}", "EndTime=now+1seconds")
-    assert jobs.failure(job) == Failure("time_limit", "the job's time limit ran out (TIMEOUT)", False, ())
+    assert jobs.failure(job) == Failure("time_limit", "the job's time limit was reached (TIMEOUT)", False, ())

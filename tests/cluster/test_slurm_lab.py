@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import lab_processes
-import lab_register
+import lab_registry
 import pytest
 import slurm_lab
 from slurm_lab import SlurmLab
 
-from llmb.launch.slurm.job_states import ENDED
+from llmb.launch.slurm.job_states import ENDED_STATES
 
 pytestmark = pytest.mark.slurm
 
@@ -32,7 +32,7 @@ def state(lab, job):
 
 def ended(lab, job):
     word = state(lab, job)
-    return word if word in ENDED else None
+    return word if word in ENDED_STATES else None
 
 
 def submitted(lab, tmp_path, command, *arguments):
@@ -49,7 +49,7 @@ def test_a_crashed_node_takes_its_tasks_along(slurm, tmp_path):
     job = submitted(slurm, tmp_path, f"touch {tmp_path}/began; sleep 311", "--no-requeue", "--nodelist=n3")
     until((tmp_path / "began").exists)
     slurm.crash_node("n3")
-    assert not [pid for pid, said in lab_processes.of_lab(slurm.folder) if b"SLURMD_NODENAME=n3" in said]
+    assert not [pid for pid, said in lab_processes.lab_processes_of(slurm.folder) if b"SLURMD_NODENAME=n3" in said]
     slurm.down("n3")  # Slurm itself would need half a minute to see it
     assert until(lambda: ended(slurm, job)) == "NODE_FAIL"
 
@@ -75,8 +75,8 @@ def test_jobs_survive_the_controller(slurm, tmp_path):
 
 
 def test_a_killed_owner_leaves_no_process_and_no_host_name(tmp_path):
-    if why := slurm_lab.missing():
-        pytest.skip(why)
+    if reason := slurm_lab.unavailable_reason():
+        pytest.skip(reason)
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)],
         cwd=Path(__file__).parent,
@@ -84,20 +84,20 @@ def test_a_killed_owner_leaves_no_process_and_no_host_name(tmp_path):
         text=True,
     )
     assert owner.stdout.readline() == "up\n"
-    assert "127.0.0.1 n9 " in lab_register.HOSTS.read_text()
+    assert "127.0.0.1 n9 " in lab_registry.HOSTS.read_text()
     pids = [int(file.read_text()) for file in (tmp_path / "run").glob("*.pid")]
     assert len(pids) == 11
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
-    until(lambda: not any(lab_processes.lives(pid) for pid in pids))
-    until(lambda: "127.0.0.1 n9 " not in lab_register.HOSTS.read_text())
+    until(lambda: not any(lab_processes.is_alive(pid) for pid in pids))
+    until(lambda: "127.0.0.1 n9 " not in lab_registry.HOSTS.read_text())
 
 
 OWNER = """
 import sys, time, pathlib
 from slurm_lab import SlurmLab
 
-from llmb.launch.slurm.job_states import ENDED
+from llmb.launch.slurm.job_states import ENDED_STATES
 SlurmLab(pathlib.Path(sys.argv[1]), nodes=9).start()
 print("up", flush=True)
 time.sleep(100)
@@ -112,8 +112,8 @@ def test_two_labs_stand_side_by_side(slurm, tmp_path):
 
 
 def test_memory_is_enforced_with_cgroups(tmp_path):
-    if why := slurm_lab.missing(cgroup=True):
-        pytest.skip(why)
+    if reason := slurm_lab.unavailable_reason(cgroup=True):
+        pytest.skip(reason)
     with SlurmLab(tmp_path, nodes=1, cgroup=True) as lab:
         greedy = f"{sys.executable} -c 'bytearray(300 << 20)'"
         job = submitted(lab, tmp_path, greedy, "--mem=50M")

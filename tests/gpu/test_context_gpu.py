@@ -24,7 +24,7 @@ def queries_keys_values(kv_heads: int, widths: tuple[int, int]) -> list[torch.Te
 
 @pytest.mark.parametrize(
     ("kv_heads", "widths", "options"),
-    [(2, (128, 128), {}), (8, (192, 128), {"scale": 0.1}), (2, (128, 128), {"cap": 30.0})],
+    [(2, (128, 128), {}), (8, (192, 128), {"scale": 0.1}), (2, (128, 128), {"softcap": 30.0})],
     ids=["grouped queries", "latent", "capped"],
 )
 def test_the_last_queries_attend_as_among_all_without_logits_in_memory(

@@ -11,14 +11,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Experts, Latent, Machine, Model, Parallel, Precision, Rope, RunConfig, Training
+from llmb.config.spec import Machine, MlaConfig, Model, MoEConfig, Parallel, Precision, RopeConfig, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.blocks import causal_attention
-from llmb.models.moe import ExpertMlp, Router
-from llmb.ops.attention.softcap_attention import capped_attention, capped_attention_reference
-from llmb.ops.moe.grouped_gemm import grouped_product, grouped_product_reference
-from llmb.runtime.recorder import Record
+from llmb.models.moe import MoE, Router
+from llmb.ops.attention.softcap_attention import softcap_attention
+from llmb.ops.moe.grouped_gemm import grouped_gemm, grouped_gemm_reference
+from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import run
 from llmb.train.precision import compute_in_bf16
@@ -39,11 +39,11 @@ GROK = Model(
     activation="gelu",
     tied_embeddings=True,
     post_norms=True,
-    rope=Rope(theta=10_000.0),
-    attention_cap=30.0,
+    rope=RopeConfig(theta=10_000.0),
+    attn_logit_softcap=30.0,
     embedding_scale=16.0,
     logit_scale=0.5773502691896257,
-    experts=Experts(count=8, top_k=2, ffn=512, renormalise=False),
+    experts=MoEConfig(count=8, top_k=2, ffn=512, renormalise=False),
 )
 DEEPSEEK = Model(
     name="small deepseek",
@@ -55,11 +55,11 @@ DEEPSEEK = Model(
     kv_heads=4,
     head_dim=64,
     vocab=1000,
-    rope=Rope(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
-    experts=Experts(
+    rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
+    experts=MoEConfig(
         count=16, top_k=4, ffn=128, shared=1, dense_layers=1, groups=4, top_groups=2, score="sigmoid", scale=2.5
     ),
-    latent=Latent(q_rank=96, kv_rank=64, nope_dim=64, rope_dim=32, value_dim=64),
+    mla=MlaConfig(q_rank=96, kv_rank=64, nope_dim=64, rope_dim=32, value_dim=64),
 )
 GROK_LAYER = replace(
     GROK,
@@ -84,7 +84,7 @@ DEEPSEEK_LAYERS = replace(
     kv_heads=128,
     vocab=32064,
     experts=replace(DEEPSEEK.experts, count=64, top_k=8, ffn=2048, groups=8, top_groups=4),
-    latent=Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    mla=MlaConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
 )
 GROUPS = {
     "uneven": [300, 1, 77, 2048, 513],
@@ -110,12 +110,12 @@ def test_the_grouped_product_in_one_kernel(sizes: list[int]) -> None:
     slope = torch.randn(sum(sizes), 264, device=GPU, generator=generator).bfloat16()
     ends = ends_of(sizes)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        y = grouped_product(x, weight, ends)
+        y = grouped_gemm(x, weight, ends)
         found = (y, *torch.autograd.grad(y, (x, weight), slope))
     calls = {event.key: event.count for event in profile.key_averages()}
     assert calls["aten::_grouped_mm"] == 3
     exact = x.detach().float().requires_grad_()
-    wanted = grouped_product_reference(exact, weight, ends)
+    wanted = grouped_gemm_reference(exact, weight, ends)
     wanted = (wanted, *torch.autograd.grad(wanted, (exact, weight), slope.float()))
     for what, ours, theirs in zip(("y", "grad x", "grad weight"), found, wanted, strict=True):
         assert_close(ours, theirs, what, 0.005)
@@ -125,7 +125,7 @@ def test_the_grouped_product_in_one_kernel(sizes: list[int]) -> None:
 
 def test_experts_never_wait_for_the_device() -> None:
     with GPU:
-        block = ExpertMlp(replace(GROK, experts=replace(GROK.experts, aux_loss=0.01, shared=1)))
+        block = MoE(replace(GROK, experts=replace(GROK.experts, aux_loss=0.01, shared=1)))
     for parameter in block.parameters():
         parameter.data.normal_(0.0, 0.02)
     x = torch.randn(2, 300, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
@@ -146,7 +146,7 @@ def test_experts_never_wait_for_the_device() -> None:
     ("queries", "keys", "heads", "kv_heads", "head_dim"),
     [(2048, 2048, 48, 8, 128), (333, 333, 4, 4, 64), (100, 777, 6, 1, 128), (1, 50, 4, 2, 32)],
 )
-def test_capped_attention(
+def test_softcap_attention(
     dtype: torch.dtype, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     generator = torch.Generator(GPU).manual_seed(2)
@@ -158,7 +158,7 @@ def test_capped_attention(
     for x in given:
         x.requires_grad_()
     scale, cap = head_dim**-0.5, 30.0
-    ours, plain = capped_attention(*given, scale, cap), capped_attention_reference(*exact, scale, cap)
+    ours, plain = softcap_attention(*given, scale, cap), softcap_attention.reference(*exact, scale, cap)
     slope = torch.randn(ours.shape, device=GPU, generator=generator).to(dtype)
     found = (ours, *torch.autograd.grad(ours, given, slope))
     wanted = (plain, *torch.autograd.grad(plain, exact, slope.float()))
@@ -167,17 +167,17 @@ def test_capped_attention(
         assert_close(one, other, what, bound)
 
 
-def test_capped_attention_can_be_computed_again() -> None:
+def test_softcap_attention_can_be_recomputed() -> None:
     given = tuple(
         torch.randn(1, heads, 256, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)
     )
-    again = checkpoint(capped_attention, *given, 0.1, 30.0, use_reentrant=False, preserve_rng_state=False)
-    plain = capped_attention(*given, 0.1, 30.0)
+    again = checkpoint(softcap_attention, *given, 0.1, 30.0, use_reentrant=False, preserve_rng_state=False)
+    plain = softcap_attention(*given, 0.1, 30.0)
     for ours, theirs in zip(*(torch.autograd.grad(y.sum(), given) for y in (again, plain)), strict=True):
         assert_close(ours, theirs, "gradient", 1e-3)
 
 
-def test_latent_attention_takes_a_fused_kernel() -> None:
+def test_mla_takes_a_fused_kernel() -> None:
     generator = torch.Generator(GPU).manual_seed(3)
     q, k, v = (
         torch.randn(1, 512, 16, width, device=GPU, generator=generator).bfloat16().transpose(1, 2).requires_grad_()
@@ -197,7 +197,7 @@ def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu(model: Model) -> None:
     exact.init_weights(4)
     for module in exact.modules():
         if isinstance(module, Router):
-            module.forced_balance = True  # a choice that flips by rounding is no error
+            module.force_load_balance = True  # a choice that flips by rounding is no error
     same, rounded = copy.deepcopy(exact).to(GPU), copy.deepcopy(exact).to(GPU)
     compute_in_bf16(rounded)
     tokens = synthetic_tokens(1, 0, (2, 257), model.vocab, CPU)
@@ -237,7 +237,7 @@ def test_layers_of_true_width_train(tmp_path: Path, model: Model, dtype: str, re
     (tmp_path / "config.json").write_text(json.dumps(to_plain(config)))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    run(tmp_path / "config.json", Record(tmp_path, 0))
+    run(tmp_path / "config.json", EventRecorder(tmp_path, 0))
     *events, ended = read(tmp_path / "events.rank0.jsonl")
     assert isinstance(ended, RunEnded)
     assert (ended.status, ended.reason) == ("ok", None)

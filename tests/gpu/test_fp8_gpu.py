@@ -13,8 +13,10 @@ from torch import Tensor
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
-from llmb.ops.gemm.fp8_linear import E4M3, E5M2, cast, fp8_linear, fp8_linear_reference, scale_of
-from llmb.runtime.recorder import Record
+from llmb.ops.gemm.fp8_linear import fp8_linear, fp8_linear_reference
+from llmb.ops.quant.activation_quant import E4M3
+from llmb.ops.quant.fp8_quant import E5M2, cast_to_fp8, tensor_scale
+from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
 
 pytestmark = [
@@ -67,14 +69,14 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 def test_the_cast_gives_the_bits_of_the_cpu(dtype: torch.dtype, source: torch.dtype, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(3)
     x = (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp() ** 4).to(source)
-    here = cast(x, scale_of(x, dtype), dtype, rows=True, columns=True)
+    here = cast_to_fp8(x, tensor_scale(x, dtype), dtype, rows=True, columns=True)
     moved = x.to(GPU)
-    there = cast(moved, scale_of(moved, dtype), dtype, rows=True, columns=True)
+    there = cast_to_fp8(moved, tensor_scale(moved, dtype), dtype, rows=True, columns=True)
     assert here.scale == there.scale.cpu()
     assert torch.equal(here.rows.view(torch.uint8), there.rows.view(torch.uint8).cpu())
     assert torch.equal(here.columns.view(torch.uint8), there.columns.view(torch.uint8).cpu())
     for layout in ("rows", "columns"):
-        alone = cast(moved, there.scale, dtype, **{layout: True})
+        alone = cast_to_fp8(moved, there.scale, dtype, **{layout: True})
         assert torch.equal(getattr(alone, layout).view(torch.uint8), getattr(there, layout).view(torch.uint8))
 
 
@@ -100,7 +102,7 @@ def test_all_three_products_are_the_hardware_s() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         results(x, weight, grad)
     calls = Counter({event.key: event.count for event in profile.key_averages()})
-    assert calls["llmb::multiply"] == 3
+    assert calls["llmb::matmul"] == 3
     assert calls["aten::mm"] == calls["aten::linear"] == 0
 
 
@@ -117,7 +119,7 @@ def test_what_is_not_a_number_is_never_clipped(lost: float, where: str) -> None:
 def steps_of(config: RunConfig, folder: Path) -> list[StepDone]:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
-    run(folder / "config.json", Record(folder, 0))
+    run(folder / "config.json", EventRecorder(folder, 0))
     events = list(read(folder / "events.rank0.jsonl"))
     assert isinstance(events[-1], RunEnded)
     assert (events[-1].status, events[-1].reason) == ("ok", None)

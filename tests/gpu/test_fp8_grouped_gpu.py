@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Experts, Model
-from llmb.models.moe import ExpertMlp
-from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_product, fp8_grouped_product_reference
+from llmb.config.spec import Model, MoEConfig
+from llmb.models.moe import MoE
+from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_gemm, fp8_grouped_gemm_reference
 from llmb.ops.quant.group_quant import (
-    GroupForms,
-    WeightForms,
-    cast_groups_reference,
-    groups_of,
-    in_groups,
-    matrices_of,
-    weight_in_groups,
+    Fp8WeightCache,
+    GroupedFp8,
+    group_offsets,
+    quantize_expert_weights,
+    quantize_groups,
+    quantize_groups_,
+    weight_group_offsets,
 )
 from llmb.train.precision import Fp8GroupedLinear
 
@@ -51,7 +51,7 @@ MODEL = Model(
     head_dim=16,
     vocab=128,
     activation="gelu",
-    experts=Experts(count=8, top_k=2, ffn=128, renormalise=False),
+    experts=MoEConfig(count=8, top_k=2, ffn=128, renormalise=False),
 )
 WIDTHS = {"small": (512, 256), "narrow": (48, 80), "of DeepSeek-V3": (7168, 2048), "and back": (2048, 7168)}
 
@@ -74,7 +74,7 @@ def operands(sizes: list[int], inputs: int, outputs: int) -> tuple[Tensor, Tenso
 
 
 def results(x: Tensor, weight: Tensor, ends: Tensor, grad: Tensor, **more) -> tuple[Tensor, Tensor, Tensor]:
-    out = fp8_grouped_product(x, weight, ends, **more)
+    out = fp8_grouped_gemm(x, weight, ends, **more)
     return out, *torch.autograd.grad(out, (x, weight), grad)
 
 
@@ -82,7 +82,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
-def assert_same_bits(found: GroupForms, wanted: GroupForms, places: int | None = None) -> None:
+def assert_same_bits(found: GroupedFp8, wanted: GroupedFp8, places: int | None = None) -> None:
     for name, ours, theirs in zip(wanted._fields, found, wanted, strict=True):
         if theirs.dtype != torch.float32:
             ours, theirs = (one[..., :places].contiguous().view(torch.uint8) for one in (ours, theirs))
@@ -94,19 +94,19 @@ def assert_same_bits(found: GroupForms, wanted: GroupForms, places: int | None =
 def test_the_casts_give_the_bits_of_plain_torch(sizes: list[int], source: torch.dtype) -> None:
     for width in (48, 512, 2048):
         x = operands(sizes, width, 16)[0].detach().to(source)
-        groups = groups_of(ends_of(sizes), len(x))
-        made = in_groups(x, groups, rows=True, columns=True)
-        wanted = GroupForms(*(torch.empty_like(one) for one in made))
-        cast_groups_reference(x, groups, wanted)
-        assert_same_bits(made, wanted, groups.places_E[-1].item())
+        groups = group_offsets(ends_of(sizes), len(x))
+        made = quantize_groups(x, groups, rows=True, columns=True)
+        wanted = GroupedFp8(*(torch.empty_like(one) for one in made))
+        quantize_groups_.reference(x, groups, wanted)
+        assert_same_bits(made, wanted, groups.padded_ends_E[-1].item())
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
 def test_a_weight_s_matrices_in_both_forms(source: torch.dtype) -> None:
     weight = operands([1, 1, 1], 1040, 336)[1].detach().to(source)
-    made = weight_in_groups(weight, rows=True, columns=True)
-    wanted = GroupForms(*(torch.empty_like(one) for one in made))
-    cast_groups_reference(weight.flatten(0, 1), matrices_of(weight), wanted)
+    made = quantize_expert_weights(weight, rows=True, columns=True)
+    wanted = GroupedFp8(*(torch.empty_like(one) for one in made))
+    quantize_groups_.reference(weight.flatten(0, 1), weight_group_offsets(weight), wanted)
     assert_same_bits(made, wanted)
 
 
@@ -117,7 +117,7 @@ def test_the_products_equal_their_reference(sizes: list[int], inputs: int, outpu
         inputs, outputs = inputs // 8, outputs // 8
     x, weight, grad = operands(sizes, inputs, outputs)
     found = results(x, weight, ends_of(sizes), grad)
-    wanted = fp8_grouped_product_reference(x.detach(), weight.detach(), ends_of(sizes), grad)
+    wanted = fp8_grouped_gemm_reference(x.detach(), weight.detach(), ends_of(sizes), grad)
     # The forward product adds with fewer bits.
     for name, ours, theirs, near in zip(
         ("out", "grad of x", "grad of weight"), found, wanted, (0.02, 0.006, 0.006), strict=True
@@ -130,7 +130,7 @@ def test_fast_sums_of_the_way_back_lose_little() -> None:
     """Over 4,096 rows of an expert: less than the operands lose by their 8 bits, which is 0.03 and more."""
     sizes = [4096, 1024]
     x, weight, grad = operands(sizes, 1024, 2048)
-    exact, fast = (results(x, weight, ends_of(sizes), grad, fast_sums=fast) for fast in (False, True))
+    exact, fast = (results(x, weight, ends_of(sizes), grad, fp8_fast_accum=fast) for fast in (False, True))
     assert torch.equal(exact[0], fast[0])
     for ours, theirs in zip(fast[1:], exact[1:], strict=True):
         assert 0 < relative_error(ours, theirs) < 0.02
@@ -186,10 +186,10 @@ def never_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("keeps", [True, False])
 def test_experts_never_wait_for_the_device(keeps: bool) -> None:
     with GPU:
-        block = ExpertMlp(MODEL)
+        block = MoE(MODEL)
     for layer in (block.gate, block.up, block.down):
         layer.__class__ = Fp8GroupedLinear
-        layer.forms = WeightForms() if keeps else None
+        layer.fp8_cache = Fp8WeightCache() if keeps else None
     for parameter in block.parameters():
         parameter.data.normal_(0.0, 0.02)
     x = torch.randn(2, 300, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
@@ -203,16 +203,16 @@ def test_experts_never_wait_for_the_device(keeps: bool) -> None:
 
 def test_a_replayed_graph_sees_other_rows_other_groups_and_other_weights() -> None:
     x, weight, grad = operands([300, 0, 212], 512, 256)
-    ends, kept = ends_of([300, 0, 212]), WeightForms()
-    results(x, weight, ends, grad, kept=kept)
+    ends, kept = ends_of([300, 0, 212]), Fp8WeightCache()
+    results(x, weight, ends, grad, weight_cache=kept)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        results(x, weight, ends, grad, kept=kept)
+        results(x, weight, ends, grad, weight_cache=kept)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        found = results(x, weight, ends, grad, kept=kept)
+        found = results(x, weight, ends, grad, weight_cache=kept)
     with torch.no_grad():
         x.copy_(x.flip(0))
         ends.copy_(ends_of([17, 400, 95]))

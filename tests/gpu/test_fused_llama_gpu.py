@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmb.config.serialization import to_json
-from llmb.config.spec import Machine, Model, Parallel, Precision, Rope, RunConfig, Training
+from llmb.config.spec import Machine, Model, Parallel, Precision, RopeConfig, RunConfig, Training
 from llmb.events import StepDone, read
 from llmb.models.architectures import Network
 from llmb.ops.attention import segment_attention
@@ -18,14 +18,14 @@ from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import main
 from llmb.train.fused_llama import FusedLayer, begin_step
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallelize import optimizer_of, ready_parts
+from llmb.train.parallelize import build_model_parts, build_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 GPU = torch.device("cuda", 0)
 MODEL = Model(
     name="4 layers of 8b", architecture="llama", layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128,
-    vocab=16384, rope=Rope(theta=500000.0),
+    vocab=16384, rope=RopeConfig(theta=500000.0),
 )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def config_of(gpu: str, dtype: str = "bf16", **changes: object) -> RunConfig:
 
 def part_of(config: RunConfig) -> Network:
     assert isinstance(config.workload, Training)
-    (part,) = ready_parts(config, config.workload, Mesh(0, 1, GPU))
+    (part,) = build_model_parts(config, config.workload, Mesh(0, 1, GPU))
     assert all(isinstance(layer, FusedLayer) == (config.machine.gpu != "cpu") for layer in part.layers)
     begin_step(part)
     return part
@@ -105,7 +105,7 @@ def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         config = config_of("h200", dtype)
         part = part_of(config)
-        optimizer = optimizer_of([part], config.workload, Mesh(0, 1, GPU))  # type: ignore[arg-type]
+        optimizer = build_optimizer([part], config.workload, Mesh(0, 1, GPU))  # type: ignore[arg-type]
         losses = []
         for _step in range(3):
             begin_step(part)
@@ -122,8 +122,8 @@ def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch
         {"ga": 1, "gbs": 2},
         {"recompute_layers": 3},
         {"moments": "bf16"},
-        {"gradients": "bf16", "masters": "bf16"},
-        {"keep_inputs": True},
+        {"gradients": "bf16", "master_weights": "bf16"},
+        {"save_norm_outputs": True},
     ],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

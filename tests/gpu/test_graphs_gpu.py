@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Experts, Machine, Mamba, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, MambaConfig, Model, MoEConfig, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
-from llmb.runtime.recorder import Record
+from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
 from llmb.train.cuda_graphs import WARMUP_CALLS
 
@@ -28,8 +28,8 @@ MODELS = {
         **SIZES,
         activation="gelu",
         post_norms=True,
-        attention_cap=30.0,
-        experts=Experts(count=8, top_k=2, ffn=256),
+        attn_logit_softcap=30.0,
+        experts=MoEConfig(count=8, top_k=2, ffn=256),
     ),
     "nemotron_h": Model(
         name="nemotron_h",
@@ -40,7 +40,7 @@ MODELS = {
         activation="squared_relu",
         rope=None,
         pattern="M-M*",
-        mamba=Mamba(heads=8, head_dim=64, groups=2, state=64, chunk=64),
+        mamba=MambaConfig(heads=8, head_dim=64, groups=2, state=64, chunk=64),
     ),
 }
 LARGER = Model(
@@ -65,7 +65,7 @@ def outcome(folder: Path, config: RunConfig) -> tuple[list[StepDone], RunEnded]:
     gc.collect()  # of the run before
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    run(folder / "config.json", Record(folder, 0))
+    run(folder / "config.json", EventRecorder(folder, 0))
     events = list(read(folder / "events.rank0.jsonl"))
     assert isinstance(events[-1], RunEnded)
     return [event for event in events if isinstance(event, StepDone)], events[-1]

@@ -9,27 +9,27 @@ from torch import Tensor
 
 from llmb.config.spec import Model
 from llmb.models.blocks import rope_table
-from llmb.models.llama_layer.fp8_layer_weights import Fp8Layer, Fp8Weights, Way
+from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, Fp8ModelWeights, PassName
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
-from llmb.models.llama_layer.layer import Block
-from llmb.models.llama_layer.layer_tensors import Attn, BlockWeights, KeyValues, Rest
-from llmb.models.llama_layer.linear_gemms import Products
+from llmb.models.llama_layer.layer import LlamaLayer
+from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
+from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.models.llama_layer.linears import PlainLinears
-from llmb.offload.buffer_views import block_weights
+from llmb.offload.buffer_views import layer_weights_view
 from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionKernel
 from llmb.ops.attention.segment_attention import (
-    KEYS_AT_ONCE,
-    Span,
-    attend,
-    attend_backward,
+    KEY_BLOCK,
+    Segment,
+    chunk_rows,
+    chunk_segments,
     kernel_for,
-    rows_of,
-    spans_of,
+    segment_attention_backward,
+    segment_attention_forward,
 )
-from llmb.perfmodel.offload.buffers import Units
+from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.workspace import (
-    backward_numbers,
-    forward_numbers,
+    backward_elements,
+    forward_elements,
     fp8_backward_bytes,
     fp8_forward_bytes,
 )
@@ -43,10 +43,10 @@ HOPPER = pytest.mark.skipif(
     reason="cuDNN's attention is not taken",
 )
 SPANS = {
-    "a whole sequence": [Span(0, 1024, 0, 0)],
-    "a later part of one": [Span(0, 512, 0, 1024)],
-    "four of one length": [Span(first, first + 256, first, first) for first in range(0, 1024, 256)],
-    "packed": spans_of([0, 700, 800, 803], 512, 1536),
+    "a whole sequence": [Segment(0, 1024, 0, 0)],
+    "a later part of one": [Segment(0, 512, 0, 1024)],
+    "four of one length": [Segment(first, first + 256, first, first) for first in range(0, 1024, 256)],
+    "packed": chunk_segments([0, 700, 800, 803], 512, 1536),
 }
 WIDE = Model(
     name="wide", architecture="llama", layers=1, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=512
@@ -57,28 +57,28 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Te
     return torch.randn(shape, device=GPU, generator=torch.Generator(GPU).manual_seed(seed)).to(dtype)
 
 
-def inputs(spans: list[Span]) -> tuple[Tensor, ...]:
-    rows, context = spans[-1].end, rows_of(spans).stop
+def inputs(spans: list[Segment]) -> tuple[Tensor, ...]:
+    rows, context = spans[-1].end, chunk_rows(spans).stop
     q, dout = (drawn(rows, HEADS, WIDTH, seed=seed) for seed in (1, 2))
     return q, *(drawn(context, GROUPS, WIDTH, seed=seed) for seed in (3, 4)), dout
 
 
-def there_and_back(spans: list[Span], tensors: tuple[Tensor, ...], keys_at_once: int) -> list[Tensor]:
+def there_and_back(spans: list[Segment], tensors: tuple[Tensor, ...], key_block: int) -> list[Tensor]:
     q, k, v, dout = tensors
     out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q), device=GPU), torch.empty_like(q)
     dk, dv = (torch.full(k.shape, torch.nan, device=GPU) for _ in range(2))
-    attend(q, k, v, spans, SCALE, keys_at_once, into=(out, lse))
-    attend_backward(dout, q, k, v, out, lse, spans, dq, dk, dv, True, SCALE, keys_at_once)
+    segment_attention_forward(q, k, v, spans, SCALE, key_block, out=(out, lse))
+    segment_attention_backward(dout, q, k, v, out, lse, spans, dq, dk, dv, False, SCALE, key_block)
     return [out, lse, dq, dk, dv]
 
 
-@pytest.mark.parametrize("keys_at_once", [256, KEYS_AT_ONCE])
+@pytest.mark.parametrize("key_block", [256, KEY_BLOCK])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_the_chosen_kernel_equals_the_plain_one(spans, keys_at_once):
+def test_the_chosen_kernel_equals_the_plain_one(spans, key_block):
     tensors = inputs(spans)
     assert kernel_for(tensors[0], spans) is not PLAIN
-    found = there_and_back(spans, tensors, keys_at_once)
-    wanted = there_and_back(spans, tuple(x.float() for x in tensors), keys_at_once)
+    found = there_and_back(spans, tensors, key_block)
+    wanted = there_and_back(spans, tuple(x.float() for x in tensors), key_block)
     for name, one, exact in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
         error = float((one.float() - exact).norm() / exact.norm())
         assert error < 0.01, f"{name} is {error:.4f} away"
@@ -87,7 +87,7 @@ def test_the_chosen_kernel_equals_the_plain_one(spans, keys_at_once):
 @pytest.mark.parametrize("kernel", [pytest.param(CUDNN, marks=HOPPER), FLASH], ids=["cudnn", "flash"])
 def test_log_sum_exps_are_natural_and_plans_survive_other_strides(kernel: AttentionKernel):
     """The same sizes twice, the second time as rows of a longer chunk, whose log-sum-exps lie further apart."""
-    q, k, v, dout = inputs([Span(0, 256, 0, 0)])
+    q, k, v, dout = inputs([Segment(0, 256, 0, 0)])
     for rows in (256, 1024):
         lse = torch.empty(HEADS, rows, device=GPU)
         out, lse[:, :256] = kernel.forward(q, k, v, (256,), True, SCALE)
@@ -120,11 +120,11 @@ def test_a_small_llama_in_chunks_is_as_near_to_autograd_as_on_a_cpu(dtype):
 
 def test_products_of_bf16_are_added_to_fp32_without_more_memory():
     dy, x, into = drawn(4096, 1024), drawn(4096, 4096, seed=1), torch.zeros(1024, 4096, device=GPU)
-    Products().weight_gradient(dy, x, into, fresh=True)
+    LinearGemms().weight_gradient(dy, x, into, accumulate=False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    Products().weight_gradient(dy, x, into, fresh=False)
+    LinearGemms().weight_gradient(dy, x, into, accumulate=True)
     assert torch.cuda.max_memory_allocated() == before
     torch.testing.assert_close(into, 2 * (dy.float().T @ x.float()), rtol=1e-3, atol=0.05)
 
@@ -134,18 +134,18 @@ class OneLayer:
 
     def __init__(self, tokens: int, past: int, fp8: bool = False):
         m, n = WIDE, tokens
-        self.block = Block(m, Fp8Linears if fp8 else PlainLinears)
-        self.fp8_weights = Fp8Weights(m, GPU) if fp8 else None
-        self.weights = block_weights(drawn(Units(m).block_numbers) * 0.02, m)
+        self.block = LlamaLayer(m, Fp8Linears if fp8 else PlainLinears)
+        self.fp8_weights = Fp8ModelWeights(m, GPU) if fp8 else None
+        self.weights = layer_weights_view(drawn(ParamBuckets(m).bucket_numel) * 0.02, m)
         for norm in (self.weights.norm1_C, self.weights.norm2_C):
             norm.fill_(1)
-        self.grads = block_weights(torch.zeros(Units(m).block_numbers, device=GPU), m)
+        self.grads = layer_weights_view(torch.zeros(ParamBuckets(m).bucket_numel, device=GPU), m)
         self.inp, self.out, self.stream = drawn(n, m.hidden, seed=1), drawn(n, m.hidden), drawn(n, m.hidden, seed=2)
         self.kv = KeyValues(drawn(past + n, 1024, seed=3), drawn(past + n, 1024, seed=4))
         self.dkv = KeyValues(*(torch.zeros(past + n, 1024, device=GPU) for _ in range(2)))
-        self.attn = Attn(drawn(n, 4096), torch.zeros(32, n, device=GPU))
-        self.rest = Rest(drawn(n, 4096), drawn(n, m.hidden), drawn(n, 2 * m.ffn))
-        self.spans = [Span(0, n, 0, past)]
+        self.attn = AttentionOutput(drawn(n, 4096), torch.zeros(32, n, device=GPU))
+        self.rest = SavedActivations(drawn(n, 4096), drawn(n, m.hidden), drawn(n, 2 * m.ffn))
+        self.spans = [Segment(0, n, 0, past)]
         self.tables = rope_table(m.rope, m.head_dim, torch.arange(past, past + n, device=GPU))
 
     def forward(self, kept: bool = True) -> None:
@@ -155,12 +155,12 @@ class OneLayer:
 
     def backward(self) -> None:
         self.block.backward(
-            self.weights_for("backward"), self.grads, False, self.inp, self.kv, self.attn, self.rest, self.dkv, False,
+            self.weights_for("backward"), self.grads, True, self.inp, self.kv, self.attn, self.rest, self.dkv, True,
             self.spans, *self.tables, self.stream,
         )  # fmt: skip
 
-    def weights_for(self, way: Way) -> BlockWeights | Fp8Layer:
-        return self.weights if self.fp8_weights is None else self.fp8_weights.of(0, way, self.weights)
+    def weights_for(self, way: PassName) -> LayerWeights | Fp8LayerWeights:
+        return self.weights if self.fp8_weights is None else self.fp8_weights.layer(0, way, self.weights)
 
 
 def allocated_at_most(call) -> int:
@@ -179,11 +179,11 @@ def test_a_chunk_allocates_no_more_than_is_counted(past):
     for call in (layer.forward, layer.backward):
         call()  # plans, compilations
     slack = 16 << 20  # what allocators round up, and the partial sums of the norms' gradients
-    keys = max(min(past, KEYS_AT_ONCE), tokens) / tokens
+    keys = max(min(past, KEY_BLOCK), tokens) / tokens
     found = {
-        "kept": (allocated_at_most(layer.forward), forward_numbers(WIDE, True)),
-        "not kept": (allocated_at_most(lambda: layer.forward(kept=False)), forward_numbers(WIDE, False)),
-        "back": (allocated_at_most(layer.backward), backward_numbers(WIDE, keys)),
+        "kept": (allocated_at_most(layer.forward), forward_elements(WIDE, True)),
+        "not kept": (allocated_at_most(lambda: layer.forward(kept=False)), forward_elements(WIDE, False)),
+        "back": (allocated_at_most(layer.backward), backward_elements(WIDE, keys)),
     }
     print({name: round(size / tokens / 2) for name, (size, _) in found.items()}, {n: c for n, (_, c) in found.items()})
     for name, (size, counted) in found.items():
@@ -197,11 +197,11 @@ def test_a_chunk_in_fp8_allocates_no_more_than_is_counted():
         call()
     slack = 16 << 20
     found = {
-        "kept": (layer.forward, 2 * forward_numbers(WIDE, True), fp8_forward_bytes(WIDE, True)),
+        "kept": (layer.forward, 2 * forward_elements(WIDE, True), fp8_forward_bytes(WIDE, True)),
         "not kept": (
-            lambda: layer.forward(kept=False), 2 * forward_numbers(WIDE, False), fp8_forward_bytes(WIDE, False),
+            lambda: layer.forward(kept=False), 2 * forward_elements(WIDE, False), fp8_forward_bytes(WIDE, False),
         ),
-        "back": (layer.backward, 2 * backward_numbers(WIDE, 1.0), fp8_backward_bytes(WIDE)),
+        "back": (layer.backward, 2 * backward_elements(WIDE, 1.0), fp8_backward_bytes(WIDE)),
     }  # fmt: skip
     for name, (call, plain, fp8) in found.items():
         size = allocated_at_most(call)
@@ -215,7 +215,7 @@ def test_a_layer_in_fp8_is_close_to_one_in_bf16(tokens):
     plain, fp8 = OneLayer(tokens, 0), OneLayer(tokens, 0, fp8=True)
     for _step in range(2):  # with scales of its own, and with those of the step before
         assert fp8.fp8_weights is not None
-        fp8.fp8_weights.scales.roll()
+        fp8.fp8_weights.scales.update()
         for layer in (plain, fp8):
             layer.stream.copy_(drawn(tokens, WIDE.hidden, seed=2))
             for grad in layer.grads:
@@ -223,7 +223,7 @@ def test_a_layer_in_fp8_is_close_to_one_in_bf16(tokens):
             layer.forward()
             layer.backward()
         pairs = {"out": (fp8.out - fp8.inp, plain.out - plain.inp), "stream": (fp8.stream, plain.stream)}
-        pairs |= dict(zip(BlockWeights._fields, zip(fp8.grads, plain.grads, strict=True), strict=True))
+        pairs |= dict(zip(LayerWeights._fields, zip(fp8.grads, plain.grads, strict=True), strict=True))
         for name, (found, wanted) in pairs.items():
             error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
             print(name, error)
@@ -239,7 +239,7 @@ def test_the_host_never_waits(fp8):
     torch.cuda.set_sync_debug_mode("error")
     try:
         if layer.fp8_weights is not None:
-            layer.fp8_weights.scales.roll()
+            layer.fp8_weights.scales.update()
         layer.forward()
         layer.forward(kept=False)
         layer.backward()

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.config.spec import Mamba, Model
+from llmb.config.spec import MambaConfig, Model
 from llmb.models.mamba2 import MambaMixer
-from llmb.ops.mamba.selective_state_update import MambaState, MambaWeights, Rows, mamba_step, mamba_step_reference
-from llmb.ops.mamba.ssd import ssd_chunked, ssd_from
-from llmb.serve.layers.served_mamba import StatefulMamba
-from llmb.serve.rank_groups import Group
-from llmb.serve.step_batch import Inputs
+from llmb.ops.mamba.selective_state_update import MambaState, MambaWeights, StateRows, selective_state_update
+from llmb.ops.mamba.ssd import ssd, ssd_with_state
+from llmb.serve.layers.served_mamba import ServedMamba
+from llmb.serve.rank_groups import RankGroup
+from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.weight_source import RandomWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -38,7 +38,7 @@ MODEL = Model(
     vocab=1000,
     rope=None,
     pattern="M",
-    mamba=Mamba(heads=128, head_dim=64, groups=8, state=128, chunk=128),
+    mamba=MambaConfig(heads=128, head_dim=64, groups=8, state=128, chunk=128),
 )
 HEADS, WIDTH, GROUPS, STATE, CHANNELS = 128, 64, 8, 128, 10240
 SLOTS = 70
@@ -64,13 +64,13 @@ def drawn(dtype: torch.dtype) -> tuple[MambaWeights, MambaState]:
     return weights, MambaState(normal(SLOTS, 3, CHANNELS).to(dtype), normal(SLOTS, HEADS, WIDTH, STATE))
 
 
-def rows_of_a_batch() -> Rows:
+def rows_of_a_batch() -> StateRows:
     """64, in slots that are not in order; one begins and three are of no sequence, with slots that are not there."""
     positions, lengths = [100 + row for row in range(64)], [101 + row for row in range(64)]
     positions[5], lengths[5] = 0, 1
     lengths[61:] = [0, 0, 0]
     slots = [(row * 37) % SLOTS for row in range(61)] + [-1, SLOTS, 10**9]
-    return Rows(whole(slots), whole(positions), whole(lengths, torch.int32))
+    return StateRows(whole(slots), whole(positions), whole(lengths, torch.int32))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)])
@@ -79,15 +79,15 @@ def test_compiled_kernels_give_what_torch_gives(dtype: torch.dtype, tolerance: f
     there = MambaState(*(one.clone() for one in state))
     mixed = normal(64, GROUPS, 2320).to(dtype)[..., 1024:]  # a slice, as beside the gate
     rows = rows_of_a_batch()
-    wanted = mamba_step_reference(mixed, weights, state, rows)
-    ours = mamba_step(mixed, weights, there, rows)
+    wanted = selective_state_update.reference(mixed, weights, state, rows)
+    ours = selective_state_update(mixed, weights, there, rows)
     assert ours.dtype == dtype
     assert not ours[61:].any()
     assert error(ours, wanted) < tolerance
-    assert torch.equal(there.inputs_SKC, state.inputs_SKC)
-    assert error(there.state_SHPN, state.state_SHPN) < tolerance
-    unused = sorted(set(range(SLOTS)) - set(rows.slots_R[:61].tolist()))
-    assert torch.equal(there.state_SHPN[unused], drawn(dtype)[1].state_SHPN[unused])
+    assert torch.equal(there.conv_state_SKC, state.conv_state_SKC)
+    assert error(there.ssm_state_SHPN, state.ssm_state_SHPN) < tolerance
+    unused = sorted(set(range(SLOTS)) - set(rows.state_indices_R[:61].tolist()))
+    assert torch.equal(there.ssm_state_SHPN[unused], drawn(dtype)[1].ssm_state_SHPN[unused])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 1e-2)])
@@ -96,39 +96,39 @@ def test_pieces_of_a_scan_give_what_it_gives_whole(dtype: torch.dtype, tolerance
     x, b, c = normal(1500, HEADS, WIDTH), normal(1500, GROUPS, STATE) / 4, normal(1500, GROUPS, STATE, seed=1) / 4
     dt = F.softplus(normal(1500, HEADS) - 4)
     x, b, c = (one.to(dtype) for one in (x, b, c))
-    exact = ssd_chunked(
+    exact = ssd.reference(
         x[None].double(), dt[None].double(), weights.a_H.double(), b[None].double(), c[None].double(),
         weights.d_H.double(), 64,
     )[0]  # fmt: skip
     state, pieces = torch.zeros(HEADS, WIDTH, STATE, device=GPU), []
     for part in (slice(0, 700), slice(700, 703), slice(703, 1500)):
-        y, state = ssd_from(state, x[part], dt[part], weights.a_H, b[part], c[part], weights.d_H, 128)
+        y, state = ssd_with_state(state, x[part], dt[part], weights.a_H, b[part], c[part], weights.d_H, 128)
         pieces.append(y)
     assert error(torch.cat(pieces), exact) < tolerance
 
 
-def inputs_of(slots: list[int], starts: list[int], counts: list[int], decodes: int, padding: int = 0) -> Inputs:
+def inputs_of(slots: list[int], starts: list[int], counts: list[int], decodes: int, padding: int = 0) -> StepInputs:
     """As far as this mixer reads them; padding comes after the decodes, which then is all there is."""
     positions = [at for start, count in zip(starts, counts, strict=True) for at in range(start, start + count)]
     none = torch.empty(0, device=GPU)
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-    return Inputs(
+    return StepInputs(
         positions_N=whole(positions + [0] * padding),
-        places_N=none,
+        slot_mapping_N=none,
         slots_P=whole(slots + [0] * padding),
-        starts_P1=none,
-        lengths_P=whole(lengths + [0] * padding, torch.int32),
-        table_PM=none,
-        decodes=decodes + padding,
-        longest_part=max(counts),
-        longest=max(lengths),
-        parts=tuple(zip(starts[decodes:], counts[decodes:], strict=True)),
+        cu_seqlens_P1=none,
+        seq_lens_P=whole(lengths + [0] * padding, torch.int32),
+        block_table_PM=none,
+        num_decodes=decodes + padding,
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        prefill_chunks=tuple(zip(starts[decodes:], counts[decodes:], strict=True)),
     )
 
 
-def mixer_of(dtype: torch.dtype) -> StatefulMamba:
+def mixer_of(dtype: torch.dtype) -> ServedMamba:
     weights = RandomWeights(MODEL, 4, torch.float32, GPU)
-    mixer = StatefulMamba(weights, "layers.0.mixer", MODEL, "plain", dtype, Group())
+    mixer = ServedMamba(weights, "layers.0.mixer", MODEL, "plain", dtype, RankGroup())
     mixer.allocate(0, 16, SLOTS, GPU)
     return mixer
 
@@ -140,7 +140,7 @@ def of_training(x_TC: Tensor) -> Tensor:
         with GPU:
             network = MambaMixer(MODEL)
         for name, parameter in network.named_parameters():
-            parameter.copy_(weights.take(f"layers.0.mixer.{name}"))
+            parameter.copy_(weights.load(f"layers.0.mixer.{name}"))
         return network(x_TC[None])[0]
 
 
@@ -197,8 +197,8 @@ def test_a_captured_decode_begins_goes_on_and_pads_as_its_inputs_say() -> None:
         ]
     ):
         x_NC.copy_(normal(4, 4096, seed=step))
-        live = replace(held, slots_P=whole(slots), positions_N=whole(positions), lengths_P=whole(lengths, torch.int32))
-        for name in ("slots_P", "positions_N", "lengths_P"):
+        live = replace(held, slots_P=whole(slots), positions_N=whole(positions), seq_lens_P=whole(lengths, torch.int32))
+        for name in ("slots_P", "positions_N", "seq_lens_P"):
             getattr(held, name).copy_(getattr(live, name))
         graph.replay()
         assert error(out_NC, free(x_NC, live)) < 5e-3
@@ -224,8 +224,8 @@ def test_the_kernels_are_faster_than_plain_torch() -> None:
     """64 sequences; the states alone are read and written at the rate that is printed."""
     weights, state = drawn(torch.bfloat16)
     mixed, rows = normal(64, GROUPS, 1296).bfloat16(), rows_of_a_batch()
-    fast = seconds_of(lambda: mamba_step(mixed, weights, state, rows))
-    plain = seconds_of(lambda: mamba_step_reference(mixed, weights, state, rows))
-    rate = 2 * 61 * state.state_SHPN[0].nbytes / fast
+    fast = seconds_of(lambda: selective_state_update(mixed, weights, state, rows))
+    plain = seconds_of(lambda: selective_state_update.reference(mixed, weights, state, rows))
+    rate = 2 * 61 * state.ssm_state_SHPN[0].nbytes / fast
     print(f"Mamba step of 64: kernels {fast:.6f} s ({rate / 1e12:.2f} TB/s of state), plain torch {plain:.6f} s")
     assert fast < plain / 2

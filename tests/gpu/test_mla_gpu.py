@@ -7,22 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.config.spec import Experts, Latent, Model, Rope
+from llmb.config.spec import MlaConfig, Model, MoEConfig, RopeConfig
 from llmb.models.blocks import rope_table
-from llmb.ops.attention.attention_metadata import Spans
+from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.mla_attention import (
-    LatentCache,
-    expanded_attention,
-    expanded_attention_reference,
-    latent_attention,
-    latent_attention_reference,
-    rotate_and_cache_latents,
-    rotate_and_cache_latents_reference,
+    MlaCache,
+    mla_attention,
+    mla_prefill_attention,
+    mla_rope_and_cache,
 )
-from llmb.ops.quant.activation_quant import E4M3, in_form
-from llmb.serve.layers.served_mla import LatentPaged
-from llmb.serve.rank_groups import Group
-from llmb.serve.step_batch import Inputs
+from llmb.ops.quant.activation_quant import E4M3, quantize_activation
+from llmb.serve.layers.served_mla import PagedMla
+from llmb.serve.rank_groups import RankGroup
+from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.weight_source import RandomWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -39,9 +36,9 @@ MODEL = Model(
     kv_heads=128,
     head_dim=128,
     vocab=1024,
-    latent=Latent(q_rank=1536, kv_rank=RANK, nope_dim=128, rope_dim=TURNED, value_dim=128),
-    rope=Rope(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
-    experts=Experts(count=8, top_k=3, ffn=128, shared=1, dense_layers=1),
+    mla=MlaConfig(q_rank=1536, kv_rank=RANK, nope_dim=128, rope_dim=TURNED, value_dim=128),
+    rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
+    experts=MoEConfig(count=8, top_k=3, ffn=128, shared=1, dense_layers=1),
 )
 
 
@@ -57,23 +54,23 @@ def whole(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=GPU)
 
 
-def spans_of(parts: list[tuple[int, int]], longest: int | None = None) -> Spans:
+def spans_of(parts: list[tuple[int, int]], longest: int | None = None) -> AttentionMetadata:
     """Parts of (count, length); padding has a token and no length."""
     most = max(-(-length // BLOCK) for _, length in parts)
     table = torch.randperm(len(parts) * most, generator=torch.Generator(GPU).manual_seed(1), device=GPU)
-    return Spans(
-        starts_P1=whole(0, *(count for count, _ in parts)).cumsum(0, dtype=torch.int32),
-        lengths_P=whole(*(length for _, length in parts)),
-        table_PM=table.view(len(parts), most).int(),
-        decodes=0,
-        longest_part=max(count for count, _ in parts),
-        longest=longest or max(length for _, length in parts),
+    return AttentionMetadata(
+        cu_seqlens_P1=whole(0, *(count for count, _ in parts)).cumsum(0, dtype=torch.int32),
+        seq_lens_P=whole(*(length for _, length in parts)),
+        block_table_PM=table.view(len(parts), most).int(),
+        num_decodes=0,
+        max_query_len=max(count for count, _ in parts),
+        max_seq_len=longest or max(length for _, length in parts),
     )
 
 
-def cache_of(spans: Spans, dtype: torch.dtype) -> LatentCache:
-    blocks = spans.table_PM.numel()
-    return LatentCache(normal(blocks, BLOCK, RANK).to(dtype), normal(blocks, BLOCK, TURNED))
+def cache_of(spans: AttentionMetadata, dtype: torch.dtype) -> MlaCache:
+    blocks = spans.block_table_PM.numel()
+    return MlaCache(normal(blocks, BLOCK, RANK).to(dtype), normal(blocks, BLOCK, TURNED))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
@@ -92,17 +89,17 @@ def test_kernels_give_what_torch_gives(
     dtype: torch.dtype, heads: int, parts: list[tuple[int, int]], longest: int | None
 ) -> None:
     spans = spans_of(parts, longest)
-    cache, tokens = cache_of(spans, dtype), int(spans.starts_P1[-1])
-    q_latent, q_turned = normal(heads, tokens, RANK).transpose(0, 1), normal(tokens, heads, 192)[..., 128:]
-    wanted = latent_attention_reference(q_latent.float(), q_turned.float(), cache, spans, SCALE)
-    assert error(latent_attention(q_latent, q_turned, cache, spans, SCALE), wanted) < 0.01
+    cache, tokens = cache_of(spans, dtype), int(spans.cu_seqlens_P1[-1])
+    q_latent, q_rope = normal(heads, tokens, RANK).transpose(0, 1), normal(tokens, heads, 192)[..., 128:]
+    wanted = mla_attention.reference(q_latent.float(), q_rope.float(), cache, spans, SCALE)
+    assert error(mla_attention(q_latent, q_rope, cache, spans, SCALE), wanted) < 0.01
 
 
 @pytest.mark.parametrize(("count", "length"), [(256, 300), (1000, 5000), (77, 8192)])
 def test_the_last_of_expanded_tokens_see_all_before_them(count: int, length: int) -> None:
     q, kv, keys = normal(count, 16, 192), normal(length, 16, 256), normal(length, 64)
-    wanted = expanded_attention_reference(q.float(), kv.float(), keys.float(), SCALE)
-    assert error(expanded_attention(q, kv, keys, SCALE), wanted) < 0.01
+    wanted = mla_prefill_attention.reference(q.float(), kv.float(), keys.float(), SCALE)
+    assert error(mla_prefill_attention(q, kv, keys, SCALE), wanted) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3])
@@ -114,8 +111,8 @@ def test_latents_are_normed_and_rounded_as_torch_does(dtype: torch.dtype) -> Non
     places = torch.randperm(3 * BLOCK, device=GPU)[:tokens]
     places[5] = -1
     made = []
-    for write in (rotate_and_cache_latents, rotate_and_cache_latents_reference):
-        cache = LatentCache(
+    for write in (mla_rope_and_cache, mla_rope_and_cache.reference):
+        cache = MlaCache(
             torch.zeros(3, BLOCK, RANK, dtype=dtype, device=GPU),
             torch.zeros(3, BLOCK, TURNED, dtype=torch.bfloat16, device=GPU),
         )
@@ -128,33 +125,33 @@ def test_latents_are_normed_and_rounded_as_torch_does(dtype: torch.dtype) -> Non
         assert ours.float().any(-1).equal(wanted.float().any(-1)), "the places written to"
 
 
-def mixer_of(format: str, kv_dtype: torch.dtype) -> LatentPaged:
+def mixer_of(format: str, kv_dtype: torch.dtype) -> PagedMla:
     weights = RandomWeights(MODEL, 1, torch.bfloat16, GPU)
-    return LatentPaged(weights, "layers.0.attention", MODEL, format, torch.bfloat16, kv_dtype, Group())
+    return PagedMla(weights, "layers.0.attention", MODEL, format, torch.bfloat16, kv_dtype, RankGroup())
 
 
-def step(mixer: LatentPaged, x_NC: Tensor, start: int, decode: bool = False) -> Tensor:
+def step(mixer: PagedMla, x_NC: Tensor, start: int, decode: bool = False) -> Tensor:
     """The next tokens of one sequence, whose blocks lie in reverse."""
     assert mixer.cache is not None
     count, blocks = len(x_NC), mixer.cache.latents_BLR.shape[0]
     positions_N = torch.arange(start, start + count, device=GPU)
-    table_PM = torch.arange(blocks - 1, -1, -1, device=GPU, dtype=torch.int32)[None]
+    block_table_PM = torch.arange(blocks - 1, -1, -1, device=GPU, dtype=torch.int32)[None]
     cos_ND, sin_ND = rope_table(MODEL.rope, TURNED, positions_N)
-    inputs = Inputs(
+    inputs = StepInputs(
         positions_N=positions_N,
-        places_N=table_PM[0, positions_N // BLOCK].long() * BLOCK + positions_N % BLOCK,
+        slot_mapping_N=block_table_PM[0, positions_N // BLOCK].long() * BLOCK + positions_N % BLOCK,
         slots_P=torch.zeros(1, dtype=torch.int64, device=GPU),
-        starts_P1=whole(0, count),
-        lengths_P=whole(start + count),
-        table_PM=table_PM,
-        decodes=int(decode),
-        longest_part=count,
-        longest=start + count,
-        parts=() if decode else ((start, count),),
+        cu_seqlens_P1=whole(0, count),
+        seq_lens_P=whole(start + count),
+        block_table_PM=block_table_PM,
+        num_decodes=int(decode),
+        max_query_len=count,
+        max_seq_len=start + count,
+        prefill_chunks=() if decode else ((start, count),),
         cos_ND=cos_ND,
         sin_ND=sin_ND,
     )
-    return mixer(in_form(x_NC, mixer.form), inputs)
+    return mixer(quantize_activation(x_NC, mixer.input_format), inputs)
 
 
 @pytest.mark.parametrize(("format", "kv_dtype"), [("plain", torch.bfloat16), ("plain", E4M3), ("fp8_block", E4M3)])
@@ -174,15 +171,15 @@ def test_every_way_to_compute_a_chunk_gives_the_same(format: str, kv_dtype: torc
 def test_a_graph_replayed_with_other_lengths_gives_what_torch_gives() -> None:
     spans, heads = spans_of([(1, 500)] * 8, longest=4096), 128
     cache = cache_of(spans, torch.bfloat16)
-    q_latent, q_turned = normal(8, heads, RANK), normal(8, heads, TURNED)
+    q_latent, q_rope = normal(8, heads, RANK), normal(8, heads, TURNED)
     for _ in range(2):
-        latent_attention(q_latent, q_turned, cache, spans, SCALE)
+        mla_attention(q_latent, q_rope, cache, spans, SCALE)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = latent_attention(q_latent, q_turned, cache, spans, SCALE)
+        out = mla_attention(q_latent, q_rope, cache, spans, SCALE)
     for lengths in ((512, 1, 64, 65, 300, 0, 0, 0), (1, 2, 3, 4, 5, 6, 7, 500)):
-        spans.lengths_P.copy_(whole(*lengths))
+        spans.seq_lens_P.copy_(whole(*lengths))
         graph.replay()
-        wanted = latent_attention_reference(q_latent.float(), q_turned.float(), cache, spans, SCALE)
+        wanted = mla_attention.reference(q_latent.float(), q_rope.float(), cache, spans, SCALE)
         assert error(out, wanted) < 0.01

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Mamba, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, MambaConfig, Model, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
-from llmb.ops.mamba.causal_conv1d import causal_conv, causal_conv_reference
-from llmb.ops.mamba.ssd import ssd, ssd_chunked, ssd_reference
-from llmb.ops.norm.gated_norm import gated_norm, gated_norm_reference
-from llmb.runtime.recorder import Record
+from llmb.ops.mamba.causal_conv1d import causal_conv1d
+from llmb.ops.mamba.ssd import ssd, ssd_sequential
+from llmb.ops.norm.gated_norm import gated_norm
+from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import run
 from llmb.train.precision import compute_in_bf16
@@ -46,7 +46,7 @@ SMALL = Model(
     vocab=1000,
     rope=None,
     pattern="M-M*-M",
-    mamba=Mamba(heads=8, head_dim=64, groups=2, state=64, chunk=64),
+    mamba=MambaConfig(heads=8, head_dim=64, groups=2, state=64, chunk=64),
 )
 LAYERS_OF_8B = replace(
     SMALL,
@@ -59,7 +59,7 @@ LAYERS_OF_8B = replace(
     head_dim=128,
     vocab=131072,
     pattern="M-M*",
-    mamba=Mamba(heads=128, head_dim=64, groups=8, state=128, chunk=128),
+    mamba=MambaConfig(heads=128, head_dim=64, groups=8, state=128, chunk=128),
 )
 CONFIG = RunConfig(
     name="gpu",
@@ -120,7 +120,7 @@ def errors(ours: list[Tensor], exact: list[Tensor]) -> list[float]:
 )
 def test_compiled_kernels_give_what_the_recurrence_gives(shape: tuple[int, ...], chunk: int) -> None:
     tensors = inputs(*shape)
-    exact = with_gradients(ssd_reference, [one.double() for one in tensors])
+    exact = with_gradients(ssd_sequential, [one.double() for one in tensors])
     for name, error in zip(NAMES, errors(with_gradients(ssd, tensors, chunk), exact), strict=True):
         assert error < 5e-5, f"{name}: {error:.1e}"
 
@@ -129,7 +129,7 @@ def test_compiled_kernels_give_what_the_recurrence_gives(shape: tuple[int, ...],
 def test_kernels_in_bf16_at_the_sizes_in_use(heads: int, state: int, chunk: int) -> None:
     x, dt, a, b, c, d = inputs(1, 2048 + 100, heads, 64, 8, state)
     tensors = [x.bfloat16(), dt, a, b.bfloat16(), c.bfloat16(), d]
-    exact = with_gradients(ssd_chunked, [one.double() for one in tensors], 64)
+    exact = with_gradients(ssd.reference, [one.double() for one in tensors], 64)
     for name, error in zip(NAMES, errors(with_gradients(ssd, tensors, chunk), exact), strict=True):
         assert error < 1e-2, f"{name}: {error:.1e}"
 
@@ -140,11 +140,11 @@ def test_convolution_and_norm_in_bf16_at_the_sizes_in_use() -> None:
     wide = torch.randn(2, 1000, 8, 2320, generator=generator, device=GPU).bfloat16()
     weight, bias = (torch.randn(*size, generator=generator, device=GPU) for size in ((10240, 1, 4), (10240,)))
     tensors = [wide[..., 1024:2304], weight, bias]
-    exact = with_gradients(causal_conv_reference, [one.double() for one in tensors], sections)
-    assert max(errors(with_gradients(causal_conv, tensors, sections), exact)) < 4e-3
+    exact = with_gradients(causal_conv1d.reference, [one.double() for one in tensors], sections)
+    assert max(errors(with_gradients(causal_conv1d, tensors, sections), exact)) < 4e-3
     scale = torch.rand(8192, generator=generator, device=GPU)
     tensors = [wide[..., 1024:2048].flatten(2), wide[..., :1024], scale]
-    exact = with_gradients(gated_norm_reference, [one.double() for one in tensors], 1e-5)
+    exact = with_gradients(gated_norm.reference, [one.double() for one in tensors], 1e-5)
     assert max(errors(with_gradients(gated_norm, tensors, 1e-5), exact)) < 4e-3
 
 
@@ -189,7 +189,7 @@ def steps_and_end(config: RunConfig, folder: Path) -> tuple[list[StepDone], RunE
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    run(folder / "config.json", Record(folder, 0))
+    run(folder / "config.json", EventRecorder(folder, 0))
     events = list(read(folder / "events.rank0.jsonl"))
     assert isinstance(events[-1], RunEnded)
     return [e for e in events if isinstance(e, StepDone)], events[-1]
@@ -232,7 +232,7 @@ def test_the_kernels_are_faster_than_plain_torch() -> None:
     x, dt, a, b, c, d = inputs(1, 8192, 128, 64, 8, 128)
     tensors = [x.bfloat16(), dt, a, b.bfloat16(), c.bfloat16(), d]
     seconds = []
-    for form in (ssd, ssd_chunked):
+    for form in (ssd, ssd.reference):
         for _ in range(2):
             with_gradients(form, tensors, 128)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

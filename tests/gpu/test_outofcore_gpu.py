@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from ordinary_training import LEAST, SEED, SMOOTH, UNTIED, lr, ordinary, trained, trainer_of, weights_in
+from reference_training import LEAST, SEED, SMOOTH, UNTIED, lr, train_reference, trained, trainer_of, weights_in
 
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Model, OutOfCore, Parallel, Precision, Profile, Rope, RunConfig
+from llmb.config.spec import Machine, Model, OutOfCore, Parallel, Precision, Profile, RopeConfig, RunConfig
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.llama import Llama
 from llmb.offload.__main__ import run
-from llmb.offload.cuda_streams import EVENTS, CudaLanes
+from llmb.offload.cuda_streams import EVENTS, CudaStreams
 from llmb.offload.pinned_memory import HostSlab
 from llmb.perfmodel.hardware import GIB
-from llmb.perfmodel.offload.buffers import Units
+from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.machine_rates import H200
-from llmb.perfmodel.offload.plan_candidate import Wishes
+from llmb.perfmodel.offload.plan_candidate import PlanConstraints
 from llmb.perfmodel.offload.plan_search import best_plan
-from llmb.perfmodel.offload.stream_timeline import read_lanes
-from llmb.runtime.recorder import Record
+from llmb.perfmodel.offload.stream_timeline import read_timeline
+from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GPU = torch.device("cuda", 0)
 ONE_B = Model(
     name="1b", architecture="llama", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256,
-    tied_embeddings=True, rope=Rope(scaling="llama3", factor=32.0),
+    tied_embeddings=True, rope=RopeConfig(scaling="llama3", factor=32.0),
 )  # fmt: skip
 PLANS = {
     "everything moves": replace(LEAST, chunk_tokens=4, levels="FAIAIFIFA"),
@@ -60,7 +60,7 @@ def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("smooth_updates")
 @pytest.mark.parametrize("plan", PLANS)
 def test_small_models_train_as_on_the_cpu(plan: str) -> None:
-    losses, norms, network = ordinary(UNTIED, PLANS[plan], 4, None)
+    losses, norms, network = train_reference(UNTIED, PLANS[plan], 4, None)
     trainer = trainer_of(UNTIED, PLANS[plan], device=GPU)
     found_losses, found_norms = trained(trainer, 4)
     assert found_losses == pytest.approx(losses, rel=1e-5)
@@ -72,7 +72,7 @@ def test_small_models_train_as_on_the_cpu(plan: str) -> None:
 
 def plan_of_1b(update: str, dtype: str) -> Plan:
     """Two groups of three chunks, the last one short; half of everything moves, at all levels."""
-    parts = Units(ONE_B).parts
+    parts = ParamBuckets(ONE_B).vocab_shards
     return Plan(
         dtype=dtype, seqlen=1280, gbs=2, chunk_tokens=512, seqs_per_group=1, groups_per_round=2, loss_tokens=256,
         update=update, update_at="forward", resident_params=8, resident_grads=4, resident_states=4,
@@ -86,7 +86,7 @@ def test_1b_trains_as_under_autograd() -> None:
     """fp32 on both sides: losses, norms and all weights, from those that a run begins with."""
     plan = plan_of_1b("master", "fp32")
     trainer = trainer_of(ONE_B, plan, clip=1.0, device=GPU, initial=True)
-    trainer.lanes.wait()
+    trainer.streams.wait()
     network = Llama(ONE_B).to(GPU)
     with torch.no_grad():
         for name, weight in weights_in(trainer).items():
@@ -127,50 +127,50 @@ def test_bf16_of_1b_follows_fp32(update: str) -> None:
 def test_python_never_waits_for_the_device_within_a_step() -> None:
     trainer = trainer_of(ONE_B, plan_of_1b("stochastic", "bf16"), device=GPU, initial=True)
     trainer.step(1)  # kernels are compiled, and the first pinned memory is taken
-    trainer.lanes.wait()
+    trainer.streams.wait()
     torch.cuda.set_sync_debug_mode("error")
     try:
         issued = [trainer.step(step) for step in (2, 3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    trainer.lanes.wait()
-    assert all(torch.isfinite(one.figures).all() for one in issued)
+    trainer.streams.wait()
+    assert all(torch.isfinite(one.stats).all() for one in issued)
 
 
-def test_lanes_keep_their_order_over_more_entries_than_events() -> None:
-    """A counter that each lane sets in turn: wrong as soon as one does not wait."""
-    lanes, counter = CudaLanes(GPU), torch.zeros((), dtype=torch.int64, device=GPU)
+def test_streams_keep_their_order_over_more_entries_than_events() -> None:
+    """A counter that each stream sets in turn: wrong as soon as one does not wait."""
+    streams, counter = CudaStreams(GPU), torch.zeros((), dtype=torch.int64, device=GPU)
     seen = torch.empty(EVENTS + 50, 3, dtype=torch.int64, device=GPU)
-    lanes.begin()
+    streams.begin()
     for number in range(len(seen)):
-        lanes.enter("inbound", lambda: counter.add_(1), {"outbound": number - 1})
-        lanes.enter("compute", lambda n=number: (seen[n, 0].copy_(counter), counter.add_(1)), {"inbound": number})
-        lanes.enter("outbound", lambda n=number: (seen[n, 1].copy_(counter), counter.add_(1)), {"compute": number})
-    lanes.wait()
+        streams.enter("inbound", lambda: counter.add_(1), {"outbound": number - 1})
+        streams.enter("compute", lambda n=number: (seen[n, 0].copy_(counter), counter.add_(1)), {"inbound": number})
+        streams.enter("outbound", lambda n=number: (seen[n, 1].copy_(counter), counter.add_(1)), {"compute": number})
+    streams.wait()
     rounds = torch.arange(len(seen), device=GPU) * 3
     assert torch.equal(seen[:, 0], rounds + 1)
     assert torch.equal(seen[:, 1], rounds + 2)
 
 
-def test_a_host_slab_is_locked() -> None:
+def test_host_slab_is_pinned() -> None:
     slab = HostSlab(1 << 28, GPU)
     assert slab.memory.is_pinned()
     assert slab.memory[12345].is_pinned()
 
 
 def test_a_run_keeps_its_budgets_and_overlaps_its_lanes(tmp_path: Path) -> None:
-    wishes = Wishes(dtype="bf16", seqlen=8192, host_gib=16, device_gib=10, update="stochastic", gbs=8)
-    planned = best_plan(ONE_B, wishes, H200)
+    constraints = PlanConstraints(dtype="bf16", seqlen=8192, host_gib=16, device_gib=10, update="stochastic", gbs=8)
+    result = best_plan(ONE_B, constraints, H200)
     config = RunConfig(
         name="1b", target="outofcore_llama3", size="1b", machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
         model=ONE_B, parallel=Parallel(), precision=Precision(dtype="bf16"),
         workload=OutOfCore(
-            seqlen=8192, host_gib=16, device_gib=10, gbs=8, steps=4, window=(3, 4), plan=planned.plan, lr=1e-5
+            seqlen=8192, host_gib=16, device_gib=10, gbs=8, steps=4, window=(3, 4), plan=result.plan, lr=1e-5
         ),
         profile=Profile(profile=True, profile_start=3, profile_stop=4),
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(to_plain(config)))
-    assert run(tmp_path / "config.json", Record(tmp_path, 0)) == 0
+    assert run(tmp_path / "config.json", EventRecorder(tmp_path, 0)) == 0
     events = list(read(tmp_path / "events.rank0.jsonl"))
     steps = [event for event in events if isinstance(event, StepDone)]
     assert isinstance(events[-1], RunEnded)
@@ -178,7 +178,10 @@ def test_a_run_keeps_its_budgets_and_overlaps_its_lanes(tmp_path: Path) -> None:
     assert len(steps) == 4
     assert all(event.memory_bytes <= 10 * GIB for event in steps)
     assert steps[-1].loss < steps[0].loss
-    lanes = read_lanes(tmp_path / "profile" / "lanes.json")
-    busy = {lane: sum(s.end - s.start for s in lanes.stretches if s.lane == lane) for lane in ("compute", "inbound")}
-    wall = max(s.end for s in lanes.stretches) - min(s.start for s in lanes.stretches)
+    streams = read_timeline(tmp_path / "profile" / "lanes.json")
+    busy = {
+        stream: sum(event.end - event.start for event in streams.events if event.stream == stream)
+        for stream in ("compute", "inbound")
+    }
+    wall = max(s.end for s in streams.events) - min(s.start for s in streams.events)
     assert wall < busy["compute"] + busy["inbound"]

@@ -11,9 +11,9 @@ import torch
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, Model, Parallel, Precision, Profile, RunConfig, Training
 from llmb.events import RunEnded, StepDone, TimeSpent, read
-from llmb.runtime.recorder import Record
+from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
-from llmb.train.step_profiler import ATTENTION, COMMUNICATION, IDLE, KINDS, MEMORY, OPTIMIZER, PRODUCTS
+from llmb.train.step_profiler import ATTENTION, COMMUNICATION, IDLE, KINDS, MATMUL, MEMORY, OPTIMIZER
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +47,7 @@ CONFIG = RunConfig(
 def events_of(config: RunConfig, folder: Path) -> list:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
-    assert run(folder / "config.json", Record(folder, 0)) == 0
+    assert run(folder / "config.json", EventRecorder(folder, 0)) == 0
     events = list(read(folder / "events.rank0.jsonl"))
     assert isinstance(events[-1], RunEnded)
     return events
@@ -63,8 +63,8 @@ def test_kernels_add_up_to_the_step(tmp_path: Path) -> None:
     share = {event.kind: event.share for event in events if isinstance(event, TimeSpent)}
     assert tuple(share) == KINDS
     assert sum(share.values()) == pytest.approx(1)
-    assert all(share[kind] > 0.005 for kind in (PRODUCTS, ATTENTION, OPTIMIZER, MEMORY))
-    assert share[PRODUCTS] > 0.2  # most of the FLOPs of a step of more than a billion parameter uses
+    assert all(share[kind] > 0.005 for kind in (MATMUL, ATTENTION, OPTIMIZER, MEMORY))
+    assert share[MATMUL] > 0.2  # most of the FLOPs of a step of more than a billion parameter uses
     assert share[COMMUNICATION] == 0
     assert 0 <= share[IDLE] < 0.7
     time = json.loads((tmp_path / "run" / "profile" / "time.json").read_text())

@@ -8,24 +8,22 @@ import torch
 from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import save_weights
-from llmb.ops.activation.gated_act import gated, gated_reference
-from llmb.ops.attention.attention_metadata import Spans
+from llmb.ops.activation.gated_act import gated_activation
+from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.paged_attention import (
     KvCache,
     paged_attention,
-    paged_attention_reference,
-    rotate_and_cache,
-    rotate_and_cache_reference,
+    rope_and_cache,
 )
-from llmb.ops.norm.add_rms_norm import add_norm, add_norm_reference
-from llmb.ops.quant.activation_quant import Rows8, in_form, in_form_reference
-from llmb.runtime.rank_info import Place
-from llmb.serve.engine_builder import open_engine
+from llmb.ops.norm.add_rms_norm import add_rms_norm
+from llmb.ops.quant.activation_quant import PerTokenFp8, quantize_activation
+from llmb.runtime.rank_info import RankInfo
+from llmb.serve.engine_builder import build_engine
 from llmb.serve.request import Request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 GPU = torch.device("cuda", 0)
-FORMS = ("plain", "rows8", "groups8")
+FORMS = ("plain", "per_token", "1x128")
 
 
 def same_numbers(made, expected) -> None:
@@ -43,14 +41,13 @@ def test_rows(form, width, tokens):
     torch.manual_seed(width)
     added, stream = (torch.randn(tokens, width, device=GPU, dtype=torch.bfloat16) for _ in range(2))
     weight = torch.rand(width, device=GPU, dtype=torch.bfloat16)
-    expected, total = add_norm_reference(added, stream, weight, 1e-5, form)
-    made, made_total = add_norm(added, stream.clone(), weight, 1e-5, form)
+    expected, total = add_rms_norm.reference(added, stream, weight, 1e-5, form)
+    made, made_total = add_rms_norm(added, stream.clone(), weight, 1e-5, form)
     same_numbers(made, expected)
     torch.testing.assert_close(made_total, total, rtol=0, atol=0)
-    same_numbers(
-        gated(torch.cat((added, stream), 1), "silu", form), gated_reference(torch.cat((added, stream), 1), "silu", form)
-    )
-    same_numbers(in_form(added, form), in_form_reference(added, form))
+    gate_up = torch.cat((added, stream), 1)
+    same_numbers(gated_activation(gate_up, "silu", form), gated_activation.reference(gate_up, "silu", form))
+    same_numbers(quantize_activation(added, form), quantize_activation.reference(added, form))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -70,14 +67,14 @@ def test_paged_attention(dtype, parts):
         starts.append(starts[-1] + count)
     decodes = sum(count == 1 for _, count in parts)
     lengths = [first + count for first, count in parts]
-    spans = Spans(
-        starts_P1=torch.tensor(starts, dtype=torch.int32, device=GPU),
-        lengths_P=torch.tensor(lengths, dtype=torch.int32, device=GPU),
-        table_PM=table.to(GPU),
-        decodes=decodes,
-        longest_part=max(count for _, count in parts),
-        longest=max(lengths),
-        parts=tuple(parts[decodes:]),
+    spans = AttentionMetadata(
+        cu_seqlens_P1=torch.tensor(starts, dtype=torch.int32, device=GPU),
+        seq_lens_P=torch.tensor(lengths, dtype=torch.int32, device=GPU),
+        block_table_PM=table.to(GPU),
+        num_decodes=decodes,
+        max_query_len=max(count for _, count in parts),
+        max_seq_len=max(lengths),
+        prefill_chunks=tuple(parts[decodes:]),
     )
     total = sum(blocks) + 3
     keys = torch.randn(total, kv_heads, tokens, width, device=GPU).to(dtype)
@@ -86,9 +83,9 @@ def test_paged_attention(dtype, parts):
     angles = torch.rand(starts[-1], width // 2, device=GPU) * 6
     caches = [KvCache(keys.clone(), values.clone()) for _ in range(2)]
     where = torch.tensor(places, device=GPU)
-    q, _, _ = rotate_and_cache_reference(qkv.float(), angles.cos(), angles.sin(), caches[0], where)
-    expected = paged_attention_reference(q, caches[0], spans, width**-0.5)
-    views = rotate_and_cache(qkv.clone(), angles.cos(), angles.sin(), caches[1], where)
+    q, k, v = rope_and_cache.reference(qkv.float(), angles.cos(), angles.sin(), caches[0], where)
+    expected = paged_attention.reference(q, k, v, caches[0], spans, width**-0.5)
+    views = rope_and_cache(qkv.clone(), angles.cos(), angles.sin(), caches[1], where)
     made = paged_attention(*views, caches[1], spans, width**-0.5)
     difference = (made - expected).norm() / expected.norm()
     assert difference < (0.01 if dtype == torch.bfloat16 else 0.05), difference
@@ -128,14 +125,14 @@ CONFIG = RunConfig(
 
 def answers(config: RunConfig, device: torch.device = GPU, **changes) -> dict[int, tuple[int, ...]]:
     config = replace(config, workload=replace(WORK, **changes))
-    engine = open_engine(config, Place(0, 1, device), longest=160)
+    engine = build_engine(config, RankInfo(0, 1, device), max_seq_len=160)
     found: dict[int, tuple[int, ...]] = {}
     for number in range(30):
         prompt = torch.randint(0, 1000, (3 + 3 * number,), generator=torch.Generator().manual_seed(number)).tolist()
-        ended = lambda answer: found.update({answer.number: answer.tokens})  # noqa: E731
-        engine.submit(Request(number=number, prompt=prompt, max_tokens=40, on_end=ended))
+        ended = lambda answer: found.update({answer.request_id: answer.token_ids})  # noqa: E731
+        engine.submit(Request(request_id=number, prompt=prompt, max_tokens=40, on_end=ended))
     engine.drain()
-    assert engine.load.blocks_used == 0
+    assert engine.stats.blocks_used == 0
     return found
 
 
@@ -164,6 +161,6 @@ def test_fp32_on_a_gpu_answers_as_on_a_cpu(tmp_path):
 
 
 def test_rows8_is_what_a_product_takes():
-    x = in_form(torch.randn(3, 512, device=GPU, dtype=torch.bfloat16), "rows8")
-    assert isinstance(x, Rows8)
+    x = quantize_activation(torch.randn(3, 512, device=GPU, dtype=torch.bfloat16), "per_token")
+    assert isinstance(x, PerTokenFp8)
     assert x.scales.shape == (3, 1)

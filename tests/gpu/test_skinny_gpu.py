@@ -5,16 +5,16 @@ import torch
 from torch import Tensor
 
 from llmb.config.spec import Model
-from llmb.ops.attention.decode_attention import thin_attention, thin_attention_reference
+from llmb.ops.attention.decode_attention import decode_attention
 from llmb.ops.attention.paged_attention import KvCache
-from llmb.ops.gemm.skinny_gemm import Norm, ThinWeight, thin_product, thin_product_reference
-from llmb.ops.quant.activation_quant import Rows8, as_plain, in_form
+from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm
+from llmb.ops.quant.activation_quant import PerTokenFp8, dequantize, quantize_activation
 from llmb.ops.sampling.argmax import argmax
 from llmb.serve.layers.served_linear import Format
-from llmb.serve.layers.served_model import How, Stack, build_stack
-from llmb.serve.rank_groups import Ranks
-from llmb.serve.step_batch import Inputs
-from llmb.serve.weights.weight_source import Cut, RandomWeights, Weights
+from llmb.serve.layers.served_model import ServedModel, ServingDtypes, build_served_model
+from llmb.serve.rank_groups import RankGroups
+from llmb.serve.step_batch import StepInputs
+from llmb.serve.weights.weight_source import RandomWeights, WeightShard, WeightSource
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,32 +48,32 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 def test_products_with_all_around_them(layer: str, eight_bits: bool, tokens: int) -> None:
     outputs, inputs = SHAPES[layer]
     x, values = drawn(tokens, inputs).to(BF16), drawn(outputs, inputs, seed=1) * inputs**-0.5
-    rounded = in_form(values, "rows8")
-    assert isinstance(rounded, Rows8)
-    weight = ThinWeight(rounded.values, rounded.scales[:, 0]) if eight_bits else ThinWeight(values.to(BF16))
-    norm = Norm(drawn(inputs, seed=2).to(BF16), 1e-5) if layer in ("qkv", "both") else None
+    rounded = quantize_activation(values, "per_token")
+    assert isinstance(rounded, PerTokenFp8)
+    weight = SkinnyGemmWeight(rounded.values, rounded.scales[:, 0]) if eight_bits else SkinnyGemmWeight(values.to(BF16))
+    norm = InputNorm(drawn(inputs, seed=2).to(BF16), 1e-5) if layer in ("qkv", "both") else None
     activation = "silu" if layer == "both" else None
     onto = drawn(tokens, outputs, seed=3).to(BF16) if layer in ("o", "down") else None
-    wanted = thin_product_reference(x, weight, torch.float32, norm, activation, onto)
-    found = thin_product(x, weight, BF16, norm, activation, onto)
+    wanted = skinny_gemm.reference(x, weight, torch.float32, norm, activation, onto)
+    found = skinny_gemm(x, weight, BF16, norm, activation, onto)
     assert relative_error(found, wanted) < 0.003  # of rounding to bf16 once
 
 
-def decodes(lengths: list[int], longest: int) -> Inputs:
+def decodes(lengths: list[int], longest: int) -> StepInputs:
     """One token each, of sequences whose blocks lie scattered; a length of 0 is padding."""
     n, most = len(lengths), -(-longest // LENGTH)
     table = torch.randperm(BLOCKS, generator=torch.Generator().manual_seed(1))[: n * most].view(n, most).int()
     places = [int(table[i, (m - 1) // LENGTH]) * LENGTH + (m - 1) % LENGTH if m else -1 for i, m in enumerate(lengths)]
-    return Inputs(
+    return StepInputs(
         positions_N=torch.tensor(lengths, device=GPU).sub(1).clamp(min=0),
-        places_N=torch.tensor(places, device=GPU),
+        slot_mapping_N=torch.tensor(places, device=GPU),
         slots_P=torch.arange(n, device=GPU),
-        starts_P1=torch.arange(n + 1, dtype=torch.int32, device=GPU),
-        lengths_P=torch.tensor(lengths, dtype=torch.int32, device=GPU),
-        table_PM=table.to(GPU),
-        decodes=n,
-        longest_part=1,
-        longest=longest,
+        cu_seqlens_P1=torch.arange(n + 1, dtype=torch.int32, device=GPU),
+        seq_lens_P=torch.tensor(lengths, dtype=torch.int32, device=GPU),
+        block_table_PM=table.to(GPU),
+        num_decodes=n,
+        max_query_len=1,
+        max_seq_len=longest,
     )
 
 
@@ -89,12 +89,14 @@ def test_attention_again_and_again(lengths: list[int], longest: int, dtype: torc
     shapes = ((BLOCKS, 8, LENGTH, 128), (BLOCKS, 8, 128, LENGTH))
     ours, theirs = (KvCache(*(drawn(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))) for _ in range(2))
     angles = drawn(len(lengths), 64, seed=5)
-    there = inputs.lengths_P > 0
+    there = inputs.seq_lens_P > 0
     for seed in range(20):
         qkv = drawn(len(lengths), 48 * 128, seed=10 + seed).to(BF16)
         around = (angles.cos(), angles.sin())
-        wanted = thin_attention_reference(qkv.clone(), *around, theirs, inputs.places_N, inputs, 128**-0.5, None)
-        found = thin_attention(qkv, *around, ours, inputs.places_N, inputs, 128**-0.5, None)
+        wanted = decode_attention.reference(
+            qkv.clone(), *around, theirs, inputs.slot_mapping_N, inputs, 128**-0.5, None
+        )
+        found = decode_attention(qkv, *around, ours, inputs.slot_mapping_N, inputs, 128**-0.5, None)
         # The reference turns in bf16, and sees its own token rounded to the cache's 8 bits.
         assert relative_error(found[there], wanted[there]) < (0.01 if dtype is BF16 else 0.04)
     for mine, its in ((ours.keys_BGLD, theirs.keys_BGLD), (ours.values_BGDL, theirs.values_BGDL)):
@@ -104,15 +106,15 @@ def test_attention_again_and_again(lengths: list[int], longest: int, dtype: torc
 class Rounded(RandomWeights):
     """The numbers that weights in 8 bits stand for: of linear layers a scale for each output."""
 
-    def take(self, name: str, cut: Cut | None = None) -> Tensor:
-        values = super().take(name, cut)
+    def load(self, name: str, shard: WeightShard | None = None) -> Tensor:
+        values = super().load(name, shard)
         if not name.startswith("layers.") or values.dim() == 1:
             return values
-        return as_plain(in_form(values, "rows8"), torch.float32)
+        return dequantize(quantize_activation(values, "per_token"), torch.float32)
 
 
-def small(weights: Weights, dtype: torch.dtype, format: Format, kv_dtype: torch.dtype) -> Stack:
-    stack = build_stack(LLAMA, weights, How(dtype, format, kv_dtype), Ranks(GPU))
+def small(weights: WeightSource, dtype: torch.dtype, format: Format, kv_dtype: torch.dtype) -> ServedModel:
+    stack = build_served_model(LLAMA, weights, ServingDtypes(dtype, format, kv_dtype), RankGroups(GPU))
     for mixer in stack.mixers():
         mixer.allocate(BLOCKS, LENGTH, 8, GPU)
         if mixer.bytes_per_token:
@@ -126,7 +128,7 @@ def small(weights: Weights, dtype: torch.dtype, format: Format, kv_dtype: torch.
 def usual(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Every step goes the usual way until this is undone."""
     for module in ("served_model", "served_linear"):
-        monkeypatch.setattr(f"llmb.serve.layers.{module}.is_thin", lambda _: False)
+        monkeypatch.setattr(f"llmb.serve.layers.{module}.takes_skinny_gemm", lambda _: False)
     return monkeypatch
 
 
@@ -142,10 +144,10 @@ def test_a_llama_of_true_width(
     stack = small(RandomWeights(LLAMA, 3, BF16, GPU), BF16, format, kv_dtype)
     inputs = decodes(lengths, 2048)
     tokens, rows = torch.arange(len(lengths), device=GPU) + 5, torch.arange(len(lengths), device=GPU)
-    there = inputs.lengths_P > 0
+    there = inputs.seq_lens_P > 0
 
-    def logits(of: Stack = stack) -> Tensor:
-        return of.logits(of.through(of.embed(tokens), inputs), rows)
+    def logits(of: ServedModel = stack) -> Tensor:
+        return of.logits(of.forward(of.embed(tokens), inputs), rows)
 
     wanted, usually = logits(exact), logits()
     usual.undo()

@@ -21,19 +21,20 @@ from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.blocks import attention_backends, causal_attention
 from llmb.models.chunked_loss import chunked_cross_entropy
-from llmb.ops.activation.activation_autograd import ACTIVATIONS, activated
+from llmb.ops.activation.activation import ACTIVATIONS
+from llmb.ops.activation.activation_autograd import fused_activation
 from llmb.ops.activation.gated_mlp_autograd import gated_mlp
 from llmb.ops.gemm.linear_autograd import linear
-from llmb.ops.norm.rms_norm_autograd import norm_beside
-from llmb.ops.rope.rope import rotate
-from llmb.ops.rope.rope_autograd import rotated
-from llmb.runtime.recorder import Record
+from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
+from llmb.ops.rope.rope import apply_rope
+from llmb.ops.rope.rope_autograd import fused_rope
+from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import run
-from llmb.train.loop import Job, train_step
+from llmb.train.loop import TrainJob, train_step
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallelize import ready_parts
+from llmb.train.parallelize import build_model_parts
 from llmb.train.precision import compute_in_bf16
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -70,7 +71,7 @@ def steps_and_end(config: RunConfig, folder: Path) -> tuple[list[StepDone], RunE
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    run(folder / "config.json", Record(folder, 0))
+    run(folder / "config.json", EventRecorder(folder, 0))
     events = list(read(folder / "events.rank0.jsonl"))
     assert isinstance(events[-1], RunEnded)
     return [e for e in events if isinstance(e, StepDone)], events[-1]
@@ -154,7 +155,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def test_a_norm_and_the_stream_around_its_block() -> None:
     def fused(x: Tensor, weight: Tensor) -> Tensor:
-        normed, stream = norm_beside(x, weight, 1e-5)
+        normed, stream = rms_norm_with_residual(x, weight, 1e-5)
         return stream + normed
 
     x, weight, slope = numbers(2, 333, 4096), numbers(4096, dtype=torch.float32), numbers(2, 333, 4096)
@@ -165,7 +166,7 @@ def test_a_rotation_of_heads_before_tokens() -> None:
     angle = numbers(333, 64, dtype=torch.float32) * 100
     x, slope = numbers(2, 8, 333, 128).transpose(1, 2), numbers(2, 333, 8, 128)
     tables = angle.cos(), angle.sin()
-    assert_near(lambda x: rotated(x, *tables), lambda x: rotate(x, *tables), slope, x)
+    assert_near(lambda x: fused_rope(x, *tables), lambda x: apply_rope(x, *tables), slope, x)
 
 
 def test_a_gated_mlp() -> None:
@@ -181,8 +182,8 @@ def test_a_gated_mlp() -> None:
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_an_activation_gated_and_not(kind: str) -> None:
     x, up, slope = numbers(333, 1000), numbers(1, 333, 1000)[0], numbers(333, 1000)
-    assert_near(lambda x: activated(x, kind), ACTIVATIONS[kind], slope, x)
-    assert_near(lambda x, up: activated(x, kind, up), lambda x, up: ACTIVATIONS[kind](x) * up, slope, x, up)
+    assert_near(lambda x: fused_activation(x, kind), ACTIVATIONS[kind], slope, x)
+    assert_near(lambda x, up: fused_activation(x, kind, up), lambda x, up: ACTIVATIONS[kind](x) * up, slope, x, up)
 
 
 def test_the_loss_in_chunks_with_slopes_over_the_logits() -> None:
@@ -246,8 +247,8 @@ def test_running_out_of_memory_has_a_name(tmp_path: Path) -> None:
 def test_a_step_waits_for_the_device_once() -> None:
     work = replace(CONFIG.workload, seqlen=256)
     config = replace(CONFIG, model=SMALL, workload=work)
-    job = Job(config, work, Mesh(0, 1, GPU))
-    parts = ready_parts(config, work, job.mesh)
+    job = TrainJob(config, work, Mesh(0, 1, GPU))
+    parts = build_model_parts(config, work, job.mesh)
     optimizer = Optimizer(parts[0].named_parameters(), job.mesh, work.lr, set())
     train_step(job, parts, optimizer, 1)
     torch.cuda.set_sync_debug_mode("warn")

@@ -5,14 +5,13 @@ import torch
 from torch import Tensor
 
 from llmb.ops.moe.permute import (
-    copied,
-    copied_beside,
-    copied_reference,
-    mixed,
-    mixed_backward_reference,
-    mixed_reference,
-    sorted_by_expert,
-    sorted_by_expert_reference,
+    permute,
+    permute_tokens,
+    permute_tokens_with_input,
+    sort_by_expert,
+    unpermute,
+    unpermute_backward,
+    unpermute_tokens,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -47,7 +46,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 def test_visits_are_sorted_as_by_torch(tokens: int, visits: int, experts: int) -> None:
     chosen = chosen_of(tokens, visits, experts)
     for found, wanted in zip(
-        sorted_by_expert(chosen, experts), sorted_by_expert_reference(chosen, experts), strict=True
+        sort_by_expert(chosen, experts), sort_by_expert.reference(chosen, experts), strict=True
     ):
         assert found.dtype == torch.int32
         assert torch.equal(found, wanted)
@@ -57,15 +56,15 @@ def test_visits_are_sorted_as_by_torch(tokens: int, visits: int, experts: int) -
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_copies_there_and_back(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     tokens, visits, experts, channels = sizes
-    places, _ = sorted_by_expert(chosen_of(tokens, visits, experts), experts)
+    places, _ = sort_by_expert(chosen_of(tokens, visits, experts), experts)
     x = drawn(tokens, channels, dtype=dtype).requires_grad_()
     drows = drawn(tokens * visits, channels, seed=1, dtype=dtype)
     dstream = drawn(tokens, channels, seed=2, dtype=dtype)
-    rows, stream = copied_beside(x, places)
-    assert torch.equal(rows, copied_reference(x.detach(), places))
+    rows, stream = permute_tokens_with_input(x, places)
+    assert torch.equal(rows, permute.reference(x.detach(), places))
     (alone,) = torch.autograd.grad(rows, x, drows, retain_graph=True)
     (both,) = torch.autograd.grad((rows, stream), x, (drows, dstream))
-    exact = mixed_reference(drows.double(), places, None, None)
+    exact = unpermute.reference(drows.double(), places, None, None)
     assert relative_error(alone, exact) < ROUNDED[dtype]
     assert relative_error(both, exact + dstream) < ROUNDED[dtype]
 
@@ -74,20 +73,20 @@ def test_copies_there_and_back(sizes: tuple[int, ...], dtype: torch.dtype) -> No
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_weighted_sums_there_and_back(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     tokens, visits, experts, channels = sizes
-    places, _ = sorted_by_expert(chosen_of(tokens, visits, experts), experts)
+    places, _ = sort_by_expert(chosen_of(tokens, visits, experts), experts)
     rows = drawn(tokens * visits, channels, dtype=dtype).requires_grad_()
     weights = drawn(tokens, visits, seed=1, dtype=FP32).requires_grad_()
     beside, dout = (drawn(tokens, channels, seed=seed, dtype=dtype) for seed in (2, 3))
     beside.requires_grad_()
     results = []
     for _ in range(2):
-        out = mixed(rows, places, weights, beside)
+        out = unpermute_tokens(rows, places, weights, beside)
         results.append((out, *torch.autograd.grad(out, (rows, weights, beside), dout)))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     out, drows, dweights, dbeside = results[0]
     doubles = [one.detach().double() for one in (rows, weights, beside, dout)]
-    exact_drows, exact_dweights = mixed_backward_reference(doubles[3], doubles[0], places, doubles[1])
-    assert relative_error(out, mixed_reference(doubles[0], places, *doubles[1:3])) < ROUNDED[dtype]
+    exact_drows, exact_dweights = unpermute_backward.reference(doubles[3], doubles[0], places, doubles[1])
+    assert relative_error(out, unpermute.reference(doubles[0], places, *doubles[1:3])) < ROUNDED[dtype]
     assert relative_error(drows, exact_drows) < ROUNDED[dtype]
     assert relative_error(dweights, exact_dweights) < 1e-5
     assert torch.equal(dbeside, dout)
@@ -95,14 +94,14 @@ def test_weighted_sums_there_and_back(sizes: tuple[int, ...], dtype: torch.dtype
 
 def test_nothing_of_all_visits_is_made_besides_the_slope_of_their_rows() -> None:
     tokens, visits, experts, channels = SIZES["deepseek"]
-    places, _ = sorted_by_expert(chosen_of(tokens, visits, experts), experts)
+    places, _ = sort_by_expert(chosen_of(tokens, visits, experts), experts)
     x = drawn(tokens, channels).requires_grad_()
     weights = drawn(tokens, visits, dtype=FP32).requires_grad_()
     dout = drawn(tokens, channels, seed=1)
-    rows = copied(x, places)
+    rows = permute_tokens(x, places)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    mixed(rows, places, weights).backward(dout)
+    unpermute_tokens(rows, places, weights).backward(dout)
     taken = torch.cuda.max_memory_allocated() - before
     assert taken < (tokens * visits + 4 * tokens) * channels * BF16.itemsize

@@ -1,8 +1,8 @@
-"""What `llmb-install` must know about a cluster, and the files that hold such answers.
+"""Answers to the questions of `llmb-install` about a cluster, and the files that store them.
 
---record FILE     the answers, to be given again: no secrets
---play FILE       answers instead of questions; keys as in NVIDIA's installer
-$LLMB_INSTALL/.llmb/answers.json    what was answered so far, until the set-up is complete
+--record FILE     write the answers to a file, without secrets
+--play FILE       read the answers from a file; keys as in NVIDIA's installer
+$LLMB_INSTALL/.llmb/answers.json    answers so far, until the setup is complete
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from typing import Any
 
 from llmb.errors import ConfigError, LaunchError, UnknownName
 
-PLAYED = (
+ANSWER_FILE_KEYS = (
     "install_path", "slurm", "gpu_type", "node_architecture", "environment_vars", "selected_workloads",
     "venv_type", "install_method",
 )  # fmt: skip
-WITHOUT_EFFECT = ("venv_type", "install_method")  # of another installer: this one makes no environment of its own
-PLAYED_SLURM = {  # key of such a file: field
+IGNORED_KEYS = ("venv_type", "install_method")  # of NVIDIA's installer: this one creates no Python environment
+SLURM_KEYS = {  # key of an answer file: field of Answers
     "account": "account",
     "gpu_partition": "gpu_partition",
     "cpu_partition": "cpu_partition",
@@ -28,7 +28,7 @@ PLAYED_SLURM = {  # key of such a file: field
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Null is not known, or not there."""
+    """Description of a cluster. Null: unknown, or the cluster has none."""
 
     account: str | None = None
     gpu_partition: str | None = None
@@ -38,19 +38,20 @@ class Answers:
     gpu_type: str | None = None
     architecture: str | None = None
 
-    def over(self, others: "Answers") -> "Answers":
-        """These answers, and where there is none, those of the others."""
-        return replace(others, **self.given())
+    def with_defaults(self, defaults: "Answers") -> "Answers":
+        """Return these answers, with null fields taken from `defaults`."""
+        return replace(defaults, **self.non_null())
 
-    def given(self) -> dict[str, Any]:
+    def non_null(self) -> dict[str, Any]:
+        """Return the fields that are not null."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
-    """What a file for --play holds."""
+class AnswerFile:
+    """Contents of a file for --play."""
 
-    answers: Answers = Answers()  # frozen, so one will do
+    answers: Answers = Answers()
     install_path: Path | None = None
     environment: dict[str, str] | None = None
     workloads: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class Played:
 
 
 def check(answers: Answers) -> Answers:
-    """The same, spelled as the tables have them; a GPU type that does not exist is refused."""
+    """Return the answers in canonical spelling; refuse an unknown GPU type."""
     from llmb.perfmodel.hardware import GPUS
 
     kind = answers.gpu_type.lower() if answers.gpu_type else None
@@ -71,46 +72,50 @@ def check(answers: Answers) -> Answers:
     return replace(answers, gpu_type=kind, architecture=architecture)
 
 
-def read_played(path: Path) -> Played:
-    """The answers in a file that --record, NVIDIA's installer or a person wrote."""
+def read_answer_file(path: Path) -> AnswerFile:
+    """Read a file that --record, NVIDIA's installer or a person wrote."""
     from llmb.launch.secrets import is_secret
-    from llmb.launch.slurm.cluster_file import check_keys, read_text, section
+    from llmb.launch.slurm.cluster_file import check_keys, load_yaml_as_text, section
 
-    data = section(read_text(path), str(path))
-    check_keys(data, PLAYED, path)
+    data = section(load_yaml_as_text(path), str(path))
+    check_keys(data, ANSWER_FILE_KEYS, path)
     slurm = section(data.get("slurm"), f"{path}: slurm")
-    check_keys(slurm, tuple(PLAYED_SLURM), f"{path}: slurm")
-    told: dict[str, Any] = {field: _one(slurm.get(key), f"{path}: slurm.{key}") for key, field in PLAYED_SLURM.items()}
+    check_keys(slurm, tuple(SLURM_KEYS), f"{path}: slurm")
+    fields: dict[str, Any] = {
+        field: _scalar(slurm.get(key), f"{path}: slurm.{key}") for key, field in SLURM_KEYS.items()
+    }
     for count in ("gpus_per_node", "cpu_gpus_per_node"):
-        told[count] = _whole(told[count], f"{path}: slurm")
-    kind, architecture = (_one(data.get(key), f"{path}: {key}") for key in ("gpu_type", "node_architecture"))
+        fields[count] = _count(fields[count], f"{path}: slurm")
+    kind, architecture = (_scalar(data.get(key), f"{path}: {key}") for key in ("gpu_type", "node_architecture"))
     variables = section(data.get("environment_vars"), f"{path}: environment_vars")
-    texts = {name: _one(value, f"{path}: environment_vars.{name}") or "" for name, value in variables.items()}
+    texts = {name: _scalar(value, f"{path}: environment_vars.{name}") or "" for name, value in variables.items()}
     secret = [name for name, value in texts.items() if is_secret(name, value)]
-    notes = [f"{key} in {path} has no effect here" for key in WITHOUT_EFFECT if data.get(key) is not None]
-    notes += [f"{name} is a secret and is not written; export it where you submit" for name in secret]
-    chosen = data.get("selected_workloads")
-    if chosen is not None and not isinstance(chosen, list):
-        raise ConfigError(f"{path}: selected_workloads: expected a list, got {chosen!r}")
-    folder = _one(data.get("install_path"), f"{path}: install_path")
-    return Played(
-        answers=check(Answers(**told, gpu_type=kind, architecture=architecture)),
+    notes = [f"{key} in {path} has no effect here" for key in IGNORED_KEYS if data.get(key) is not None]
+    notes += [f"{name} is a secret and is not written; export it where you submit jobs" for name in secret]
+    workloads = data.get("selected_workloads")
+    if workloads is not None and not isinstance(workloads, list):
+        raise ConfigError(f"{path}: selected_workloads: expected a list, got {workloads!r}")
+    folder = _scalar(data.get("install_path"), f"{path}: install_path")
+    return AnswerFile(
+        answers=check(Answers(**fields, gpu_type=kind, architecture=architecture)),
         install_path=Path(folder).expanduser() if folder else None,
         environment={name: value for name, value in texts.items() if name not in secret},
-        workloads=tuple(str(name) for name in chosen or ()),
+        workloads=tuple(str(name) for name in workloads or ()),
         notes=tuple(notes),
     )
 
 
-def recorded(answers: Answers, install: Path, environment: Mapping[str, str], workloads: tuple[str, ...]) -> str:
-    """The text of a file for --play that gives the same answers; secrets are left out."""
+def answer_file_text(
+    answers: Answers, install: Path, environment: Mapping[str, str], workloads: tuple[str, ...]
+) -> str:
+    """Return the text of a file for --play with these answers, without secrets."""
     from llmb.launch.secrets import is_secret
     from llmb.launch.slurm.cluster_config import as_yaml
 
     return as_yaml(
         {
             "install_path": str(install),
-            "slurm": {key: getattr(answers, field) for key, field in PLAYED_SLURM.items()},
+            "slurm": {key: getattr(answers, field) for key, field in SLURM_KEYS.items()},
             "gpu_type": answers.gpu_type,
             "node_architecture": answers.architecture,
             "selected_workloads": list(workloads),
@@ -119,11 +124,11 @@ def recorded(answers: Answers, install: Path, environment: Mapping[str, str], wo
     )
 
 
-class Notebook:
-    """Answers that were typed, kept at once: a set-up that is killed goes on where it was."""
+class SavedAnswers:
+    """File of typed answers, each saved at once, so that a killed setup resumes where it was."""
 
     def __init__(self, path: Path | None):
-        self._path = path  # none: a dry run
+        self._path = path  # None: a dry run
 
     def read(self) -> Answers:
         from llmb.config.serialization import build, read_json
@@ -132,48 +137,48 @@ class Notebook:
             return Answers()
         try:
             return check(build(Answers, read_json(self._path)))
-        except ConfigError:  # not worth more than asking again
+        except ConfigError:  # ask again
             return Answers()
 
     def add(self, field: str, value: str) -> None:
-        from llmb.config.serialization import to_json, write_whole
+        from llmb.config.serialization import to_json, write_atomic
         from llmb.launch.run_folder import make_folder
 
         if self._path is not None:
             make_folder(self._path.parent)
-            write_whole(self._path, to_json({**self.read().given(), field: value}) + "\n")
+            write_atomic(self._path, to_json({**self.read().non_null(), field: value}) + "\n")
 
-    def close(self) -> None:
-        """The set-up is complete."""
+    def delete(self) -> None:
+        """Delete the file: the setup is complete."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
 
-def write_new(path: Path, text: str) -> None:
-    """A file that must not exist yet, whole or not at all."""
-    from llmb.config.serialization import write_whole
+def write_new_file(path: Path, text: str) -> None:
+    """Write a file that must not exist yet, atomically."""
+    from llmb.config.serialization import write_atomic
 
-    check_new(path)
-    write_whole(path, text)
+    check_new_file(path)
+    write_atomic(path, text)
 
 
-def check_new(path: Path) -> None:
-    """Said before anything is asked: a file of the user's is never written over."""
+def check_new_file(path: Path) -> None:
+    """Refuse to overwrite a file; called before any question is asked."""
     if path.exists():
         raise ConfigError(f"{path} exists already; record into another file, or move this one away")
     if not path.absolute().parent.is_dir():
         raise LaunchError(f"cannot write {path}: its folder does not exist")
 
 
-def _one(value: Any, where: str) -> str | None:
+def _scalar(value: Any, where: str) -> str | None:
     if isinstance(value, (dict, list)):
         raise ConfigError(f"{where}: expected one value, got {value!r}")
     return None if value is None else str(value)
 
 
-def _whole(text: str | None, where: str) -> int | None:
-    from llmb.launch.slurm.sbatch_options import whole
+def _count(text: str | None, where: str) -> int | None:
+    from llmb.launch.slurm.sbatch_options import parse_count
 
-    if text is not None and whole(text) is None:
+    if text is not None and parse_count(text) is None:
         raise ConfigError(f"{where}: GPUs of a node: expected a whole number, got {text!r}")
-    return None if text is None else whole(text)
+    return None if text is None else parse_count(text)

@@ -1,6 +1,6 @@
-"""Which account, partition and GPU type: chosen from what Slurm tells, and only what it leaves open is asked.
+"""Choice of account, partition and GPU type from what Slurm reports; only what remains open is asked.
 
-complete(known, look(), asker(sys.stdin.readline, at_terminal=True)) -> Answers
+complete_answers(answers, query_cluster(), terminal_prompt(sys.stdin.readline, at_terminal=True)) -> Answers
 """
 
 import sys
@@ -18,35 +18,35 @@ OPTION = {"gpu_partition": "--partition", "gpu_type": "--gpu-type"}
 
 
 class Ask(Protocol):
-    """Gets one answer from the user."""
+    """Prompt for one answer of the user."""
 
     def __call__(self, field: str, question: str, choices: Sequence[str]) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What Slurm tells."""
+class ClusterFacts:
+    """Facts that Slurm reports about the cluster."""
 
     cluster: str | None
-    accounts: tuple[str, ...]  # the user's, his default first; none where Slurm keeps no accounts
+    accounts: tuple[str, ...]  # of the user, the default first; empty without accounting
     partitions: tuple["Partition", ...]
-    architecture: Callable[[str], str | None]  # of a partition's nodes; asked for once it is chosen
+    architecture: Callable[[str], str | None]  # of a partition's nodes; queried once it is chosen
 
     def partition(self, names: str) -> "Partition":
-        """One of them by its name; of several joined by commas, the first."""
+        """Return a partition by name; of several joined by commas, the first."""
         name = names.split(",")[0]
         return next(partition for partition in self.partitions if partition.name == name)
 
 
-def look() -> Facts:
-    """Ask Slurm; SlurmDown if it does not answer."""
+def query_cluster() -> ClusterFacts:
+    """Query Slurm; raise SlurmUnavailable if it does not respond."""
     from llmb.launch.slurm import cluster_facts
 
     def architecture(partition: str) -> str | None:
         nodes = cluster_facts.node_facts(partition)
         return nodes.architecture if nodes else None
 
-    return Facts(
+    return ClusterFacts(
         cluster=cluster_facts.cluster_name(),
         accounts=tuple(cluster_facts.accounts()),
         partitions=tuple(cluster_facts.partitions()),
@@ -54,80 +54,82 @@ def look() -> Facts:
     )
 
 
-def check_partitions(wanted: Answers, facts: Facts) -> None:
-    """A partition that was named must exist; several may be joined by commas."""
+def check_partitions(requested: Answers, facts: ClusterFacts) -> None:
+    """Refuse partitions that do not exist; several may be joined by commas."""
     names = [partition.name for partition in facts.partitions]
-    for listed in (wanted.gpu_partition, wanted.cpu_partition):
-        for name in listed.split(",") if listed is not None else ():
+    for value in (requested.gpu_partition, requested.cpu_partition):
+        for name in value.split(",") if value is not None else ():
             if name not in names:
                 raise UnknownName("partition", name, names)
 
 
-def complete(known: Answers, facts: Facts, ask: Ask) -> Answers:
-    """All answers: those known, else what Slurm says, else what the user says."""
-    name = known.gpu_partition or _gpu_partition(facts, ask)
-    found = of_partition(name, facts)
-    gpus = known.gpus_per_node if known.gpus_per_node is not None else found.gpus_per_node
-    kind = known.gpu_type or (found.gpu_type if gpus else "cpu")
+def complete_answers(answers: Answers, facts: ClusterFacts, ask: Ask) -> Answers:
+    """Return the answers with null fields filled in from Slurm, or else by asking the user."""
+    name = answers.gpu_partition or _gpu_partition(facts, ask)
+    from_slurm = partition_answers(name, facts)
+    gpus = answers.gpus_per_node if answers.gpus_per_node is not None else from_slurm.gpus_per_node
+    kind = answers.gpu_type or (from_slurm.gpu_type if gpus else "cpu")
     return replace(
-        known,
-        account=known.account or next(iter(facts.accounts), None),
+        answers,
+        account=answers.account or next(iter(facts.accounts), None),
         gpu_partition=name,
-        cpu_partition=known.cpu_partition or _cpu_partition(facts) or name,
+        cpu_partition=answers.cpu_partition or _cpu_partition(facts) or name,
         gpus_per_node=gpus,
-        gpu_type=kind or _asked_gpu_type(name, ask),
-        architecture=known.architecture or facts.architecture(name.split(",")[0]),
+        gpu_type=kind or _ask_gpu_type(name, ask),
+        architecture=answers.architecture or facts.architecture(name.split(",")[0]),
     )
 
 
-def of_partition(name: str, facts: Facts) -> Answers:
-    """What its nodes have. A GPU that the table does not know is null."""
-    from llmb.launch.slurm.cluster_facts import gpus
-    from llmb.perfmodel.hardware import recognise
+def partition_answers(name: str, facts: ClusterFacts) -> Answers:
+    """Return the GPUs of a partition's nodes; the type is null if it is not in the table of GPUs."""
+    from llmb.launch.slurm.cluster_facts import parse_gpus
+    from llmb.perfmodel.hardware import identify_gpu
 
-    there = gpus(facts.partition(name).gres)
-    if there is None:
+    gpus = parse_gpus(facts.partition(name).gres)
+    if gpus is None:
         return Answers(gpus_per_node=0, gpu_type="cpu")
-    kind = recognise(there.type.replace("_", " ")) if there.type else None
-    return Answers(gpus_per_node=there.count, gpu_type=kind)
+    kind = identify_gpu(gpus.type.replace("_", " ")) if gpus.type else None
+    return Answers(gpus_per_node=gpus.count, gpu_type=kind)
 
 
-def _gpu_partition(facts: Facts, ask: Ask) -> str:
-    """The one with GPUs, among several Slurm's default; where none has GPUs, the same of all."""
+def _gpu_partition(facts: ClusterFacts, ask: Ask) -> str:
+    """Return the partition with GPUs, of several Slurm's default; if none has GPUs, choose among all."""
     up = [partition for partition in facts.partitions if partition.up]
-    able = [partition for partition in up if _has_gpus(partition)] or up
-    if not able:
+    candidates = [partition for partition in up if _has_gpus(partition)] or up
+    if not candidates:
         raise ConfigError("Slurm shows no partition that is up; ask its administrator for one")
-    default = [partition for partition in able if partition.default]
-    if len(able) == 1 or default:
-        return (default or able)[0].name
-    return ask("gpu_partition", "Which partition do benchmarks run in?", [partition.name for partition in able])
+    default = [partition for partition in candidates if partition.default]
+    if len(candidates) == 1 or default:
+        return (default or candidates)[0].name
+    return ask("gpu_partition", "Which partition do benchmarks run in?", [partition.name for partition in candidates])
 
 
-def _cpu_partition(facts: Facts) -> str | None:
-    """One without GPUs, the default before the largest."""
+def _cpu_partition(facts: ClusterFacts) -> str | None:
+    """Return a partition without GPUs: the default, or else the largest."""
     without = [partition for partition in facts.partitions if partition.up and not _has_gpus(partition)]
     best = max(without, key=lambda partition: (partition.default, partition.nodes), default=None)
     return best.name if best else None
 
 
 def _has_gpus(partition: "Partition") -> bool:
-    from llmb.launch.slurm.cluster_facts import gpus
+    from llmb.launch.slurm.cluster_facts import parse_gpus
 
-    return gpus(partition.gres) is not None
+    return parse_gpus(partition.gres) is not None
 
 
-def _asked_gpu_type(partition: str, ask: Ask) -> str:
+def _ask_gpu_type(partition: str, ask: Ask) -> str:
     from llmb.perfmodel.hardware import GPUS
 
     return ask("gpu_type", f"Which GPUs does partition {partition} have?", [key for key in GPUS if key != "cpu"])
 
 
-def asker(read: Callable[[], str], at_terminal: bool) -> Ask:
-    """Asks until the answer is one of the choices; where nobody can be asked, names the option that is missing."""
+def terminal_prompt(read: Callable[[], str], at_terminal: bool) -> Ask:
+    """Return a prompt that asks until the answer is a choice; without a terminal it names the missing option."""
 
     def ask(field: str, question: str, choices: Sequence[str]) -> str:
-        missing = ConfigError(f"{question} Slurm does not tell; add {OPTION[field]} NAME, one of: {', '.join(choices)}")
+        missing = ConfigError(
+            f"{question} Slurm does not report it; add {OPTION[field]} NAME, one of: {', '.join(choices)}"
+        )
         if not at_terminal:
             raise missing
         numbered = {str(number): name for number, name in enumerate(choices, 1)}

@@ -1,9 +1,9 @@
-"""The part of `llmb-install` that makes cluster_config.yaml, or changes it.
+"""Creates or changes cluster_config.yaml for `llmb-install`.
 
-    set_up(wishes, played, root, facts, ask, notebook, dry=False) -> Setup
+    set_up_cluster(from_options, answer_file, root, facts, ask, saved_answers, dry=False) -> Setup
 
-An answer comes from an option, else from --play, else from an interrupted set-up, else from Slurm, else from whoever
-sits at the terminal. A file that exists is the user's own: nothing is asked, and only options and --play change it.
+An answer comes from an option, else from --play, else from an interrupted setup, else from Slurm, else from the user at
+the terminal. An existing file belongs to the user: nothing is asked, and only options and --play change it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmb.cli.install.cluster_answers import Answers, Notebook, Played
-from llmb.cli.install.cluster_choice import Ask, Facts, check_partitions, complete, of_partition
+from llmb.cli.install.cluster_answers import AnswerFile, Answers, SavedAnswers
+from llmb.cli.install.cluster_choice import Ask, ClusterFacts, check_partitions, complete_answers, partition_answers
 from llmb.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:
@@ -21,46 +21,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What became of the cluster's file."""
+    """State of the cluster's file after a setup."""
 
     path: Path
     state: str  # written, kept, or would be written
     answers: Answers
-    text: str  # what the file holds
+    text: str  # of the file
     notes: tuple[str, ...] = ()
 
 
-def set_up(wishes: Answers, played: Played, root: Path, facts: Facts, ask: Ask, notebook: Notebook, dry: bool) -> Setup:
-    """Make or change the file in `root`, or with `dry` say what would stand in it."""
-    from llmb.launch.slurm.cluster_config import FILE, as_yaml, write_cluster
-    from llmb.launch.slurm.cluster_file import as_current, read_text
+def set_up_cluster(
+    from_options: Answers,
+    answer_file: AnswerFile,
+    root: Path,
+    facts: ClusterFacts,
+    ask: Ask,
+    saved_answers: SavedAnswers,
+    dry: bool,
+) -> Setup:
+    """Create or change the file in `root`; with `dry`, only return what it would contain."""
+    from llmb.launch.slurm.cluster_config import CLUSTER_FILE, as_yaml, write_cluster
+    from llmb.launch.slurm.cluster_file import load_yaml_as_text, to_current_schema
 
-    path = root / FILE
-    wanted = wishes.over(played.answers)
-    check_partitions(wanted, facts)
-    notes = list(played.notes)
+    path = root / CLUSTER_FILE
+    requested = from_options.with_defaults(answer_file.answers)
+    check_partitions(requested, facts)
+    notes = list(answer_file.notes)
     if path.exists():
-        before = as_current(read_text(path), path)
-        answers, data = _changed(before, wanted, played, facts, path)
-        notes += _said_about(path, before)
+        before = to_current_schema(load_yaml_as_text(path), path)
+        answers, data = _apply(before, requested, answer_file, facts, path)
+        notes += _secret_notes(path, before)
         if data == before:
             text = path.read_text(encoding="utf-8", errors="replace")
             return Setup(path=path, state="kept", answers=answers, text=text, notes=tuple(notes))
     else:
-        answers = complete(wanted.over(_answered(notebook, facts)), facts, _noting(ask, notebook))
-        data = with_played(fresh(answers, facts.cluster, root), played)
-    text = as_yaml(unnested(data))
+        answers = complete_answers(
+            requested.with_defaults(_read_saved(saved_answers, facts)), facts, _saving_prompt(ask, saved_answers)
+        )
+        data = with_answer_file(new_cluster_data(answers, facts.cluster, root), answer_file)
+    text = as_yaml(flatten_common(data))
     if dry:
         return Setup(path=path, state="would be written", answers=answers, text=text, notes=tuple(notes))
-    kept = write_cluster(path, unnested(data))
-    if kept:
-        notes.append(f"the file as it was: {kept}")
-    notebook.close()
+    backup = write_cluster(path, flatten_common(data))
+    if backup:
+        notes.append(f"backup of the previous file: {backup}")
+    saved_answers.delete()
     return Setup(path=path, state="written", answers=answers, text=text, notes=tuple(notes))
 
 
-def fresh(answers: Answers, name: str | None, root: Path) -> dict[str, Any]:
-    """The data of a new file."""
+def new_cluster_data(answers: Answers, name: str | None, root: Path) -> dict[str, Any]:
+    """Return the data of a new file."""
     return {
         "schema_version": 2,
         "llmb_install": str(root),
@@ -77,38 +87,39 @@ def fresh(answers: Answers, name: str | None, root: Path) -> dict[str, Any]:
     }
 
 
-def with_played(data: Mapping[str, Any], played: Played) -> dict[str, Any]:
-    """The variables and workloads of a played file besides those that are there."""
+def with_answer_file(data: Mapping[str, Any], answer_file: AnswerFile) -> dict[str, Any]:
+    """Return the data with the variables and workloads of an answer file added."""
     workloads = dict(data.get("workloads") or {})
     installed = list(workloads.get("installed") or [])
-    workloads["installed"] = installed + [name for name in played.workloads if name not in installed]
+    workloads["installed"] = installed + [name for name in answer_file.workloads if name not in installed]
     changed = dict(data)
-    if played.workloads:
+    if answer_file.workloads:
         changed["workloads"] = workloads
-    if played.environment:
-        changed["environment"] = {**(data.get("environment") or {}), **played.environment}
+    if answer_file.environment:
+        changed["environment"] = {**(data.get("environment") or {}), **answer_file.environment}
     return changed
 
 
-def unnested(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What is common to all jobs directly under `slurm`, where other readers of the file look for it."""
+def flatten_common(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data with options common to all jobs directly under `slurm`, where NVIDIA's tools look for them."""
     blocks = dict(data["slurm"])
     return {**data, "slurm": {**blocks.pop("common", {}), **blocks}}
 
 
-def _changed(
-    before: Mapping[str, Any], wanted: Answers, played: Played, facts: Facts, path: Path
+def _apply(
+    before: Mapping[str, Any], requested: Answers, answer_file: AnswerFile, facts: ClusterFacts, path: Path
 ) -> tuple[Answers, dict[str, Any]]:
-    """An existing file's answers and data with what is wanted on top."""
+    """Return answers and data of an existing file with the requested changes applied."""
     from llmb.launch.slurm.cluster_config import parse_cluster
 
-    now = _answers_of(parse_cluster(before, path))
-    if wanted.gpu_partition and wanted.gpu_partition != now.gpu_partition:
-        wanted = wanted.over(of_partition(wanted.gpu_partition, facts))  # the old one's GPUs say nothing about its own
-    answers = wanted.over(now)
-    data = with_played(_with_answers(before, now, answers), played)
+    current = _answers_of(parse_cluster(before, path))
+    if requested.gpu_partition and requested.gpu_partition != current.gpu_partition:
+        # the GPUs of the old partition do not apply to the new one
+        requested = requested.with_defaults(partition_answers(requested.gpu_partition, facts))
+    answers = requested.with_defaults(current)
+    data = with_answer_file(_with_answers(before, current, answers), answer_file)
     effective = _answers_of(parse_cluster(data, path))
-    for field, value in wanted.given().items():
+    for field, value in requested.non_null().items():
         if (getattr(effective, field) or None) != (value or None):
             raise ConfigError(
                 f"{path}: a narrower setting there (environment, SBATCH_*) keeps {field} "
@@ -117,8 +128,8 @@ def _changed(
     return effective, data
 
 
-def _with_answers(before: Mapping[str, Any], now: Answers, answers: Answers) -> dict[str, Any]:
-    """The data with each answer that differs put where a new file would have it."""
+def _with_answers(before: Mapping[str, Any], current: Answers, answers: Answers) -> dict[str, Any]:
+    """Return the data with each changed answer where a new file would have it."""
     slurm = {name: dict(block) for name, block in before["slurm"].items()}
     data = {**before, "slurm": slurm}
     for field, block, option in (
@@ -128,24 +139,24 @@ def _with_answers(before: Mapping[str, Any], now: Answers, answers: Answers) -> 
         ("cpu_partition", "cpu", "partition"),
         ("cpu_gpus_per_node", "cpu", "gres"),
     ):
-        value = getattr(answers, field) or None  # no GPUs: nothing to ask Slurm for
-        if value != getattr(now, field):
-            _put(slurm, block, option, value)
-    if answers.gpu_type != now.gpu_type:
+        value = getattr(answers, field) or None  # without GPUs none are requested from Slurm
+        if value != getattr(current, field):
+            _set_option(slurm, block, option, value)
+    if answers.gpu_type != current.gpu_type:
         data["gpu_type"] = answers.gpu_type
-    if answers.architecture != now.architecture:
+    if answers.architecture != current.architecture:
         data["install"] = {**(before.get("install") or {}), "node_architecture": answers.architecture}
     return data
 
 
-def _put(slurm: dict[str, dict[str, Any]], block: str, option: str, value: Any) -> None:
-    """Set an option in its block, in place of however it was spelled there; for all jobs, in place of each block's."""
+def _set_option(slurm: dict[str, dict[str, Any]], block: str, option: str, value: Any) -> None:
+    """Set an option in its block, replacing any spelling of it there; in `common`, replacing it in every block."""
     from llmb.launch.slurm.sbatch_options import option_name
 
-    meant = {option, "gpus-per-node"} if option == "gres" else {option}
+    names = {option, "gpus-per-node"} if option == "gres" else {option}
     for name in list(slurm) if block == "common" else [block]:
         slurm[name] = {
-            key: held for key, held in slurm.get(name, {}).items() if option_name(key, f"slurm.{name}") not in meant
+            key: entry for key, entry in slurm.get(name, {}).items() if option_name(key, f"slurm.{name}") not in names
         }
     slurm.setdefault(block, {})[option] = value
 
@@ -164,27 +175,27 @@ def _answers_of(cluster: "Cluster") -> Answers:
     )
 
 
-def _said_about(path: Path, data: Mapping[str, Any]) -> list[str]:
+def _secret_notes(path: Path, data: Mapping[str, Any]) -> list[str]:
     from llmb.launch.secrets import is_secret
 
-    held = [name for name, value in (data.get("environment") or {}).items() if is_secret(name, str(value))]
-    return [f"{path} holds {name}: take it out, and export it where you submit" for name in held]
+    secrets = [name for name, value in (data.get("environment") or {}).items() if is_secret(name, str(value))]
+    return [f"{path} contains the secret {name}: remove it, and export it where you submit jobs" for name in secrets]
 
 
-def _answered(notebook: Notebook, facts: Facts) -> Answers:
-    """What an interrupted set-up was told, as far as it can still be true."""
-    before = notebook.read()
+def _read_saved(saved_answers: SavedAnswers, facts: ClusterFacts) -> Answers:
+    """Return the answers of an interrupted setup, unless a partition no longer exists."""
+    answers = saved_answers.read()
     try:
-        check_partitions(before, facts)
+        check_partitions(answers, facts)
     except UnknownName:
         return Answers()
-    return before
+    return answers
 
 
-def _noting(ask: Ask, notebook: Notebook) -> Ask:
-    def asked(field: str, question: str, choices: Sequence[str]) -> str:
+def _saving_prompt(ask: Ask, saved_answers: SavedAnswers) -> Ask:
+    def ask_and_save(field: str, question: str, choices: Sequence[str]) -> str:
         answer = ask(field, question, choices)
-        notebook.add(field, answer)
+        saved_answers.add(field, answer)
         return answer
 
-    return asked
+    return ask_and_save

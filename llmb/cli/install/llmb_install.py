@@ -1,7 +1,7 @@
-"""llmb-install: makes $LLMB_INSTALL, describes the cluster there if there is one, and says what this machine can run.
+"""llmb-install: creates $LLMB_INSTALL, describes the cluster if there is one, and prints what this machine can run.
 
-llmb-install                     make the folder, and cluster_config.yaml where there is Slurm
-llmb-install --json              the same, told as JSON
+llmb-install                     create the folder, and cluster_config.yaml where there is Slurm
+llmb-install --json              the same, printed as JSON
 llmb-install verify FOLDER       missing, short, extra or corrupted files of downloaded weights
 """
 
@@ -19,33 +19,33 @@ from typing import Any
 from llmb import __version__
 from llmb.cli.install import verify
 from llmb.cli.install.cluster_answers import (
+    AnswerFile,
     Answers,
-    Notebook,
-    Played,
+    SavedAnswers,
+    answer_file_text,
     check,
-    check_new,
-    read_played,
-    recorded,
-    write_new,
+    check_new_file,
+    read_answer_file,
+    write_new_file,
 )
-from llmb.cli.install.cluster_choice import asker, look
-from llmb.cli.install.cluster_setup import Setup, set_up
+from llmb.cli.install.cluster_choice import query_cluster, terminal_prompt
+from llmb.cli.install.cluster_setup import Setup, set_up_cluster
 from llmb.cli.llmb_run import guarded
 from llmb.cli.subcommand import Parser
 from llmb.errors import ConfigError
 
 EXAMPLES = """examples:
-  llmb-install                                         make the folder; describe the cluster, asking what is open
-  llmb-install --dry-run                               say what would be made, and make nothing
-  llmb-install --partition batch --gpu-type h100       answers instead of questions; also changes a file made before
-  llmb-install --record answers.yaml                   keep the answers (no secrets) ...
-  llmb-install --play answers.yaml                     ... and give them again, with nobody at the terminal
+  llmb-install                                         create the folder; describe the cluster, asking what is open
+  llmb-install --dry-run                               print what would be created, and create nothing
+  llmb-install --partition batch --gpu-type h100       answers instead of questions; also changes an existing file
+  llmb-install --record answers.yaml                   write the answers to a file (no secrets) ...
+  llmb-install --play answers.yaml                     ... and use them again, without a terminal
   LLMB_INSTALL=/shared/llmb llmb-install --json        for programs
   llmb-install verify DeepSeek-R1-FP4                  what is wrong with a folder of weights
 
-the file: $LLMB_INSTALL/cluster_config.yaml, yours to edit; one in the current folder goes before it
+the file: $LLMB_INSTALL/cluster_config.yaml, yours to edit; one in the current folder takes precedence
 """
-SHOWN = {  # field of Answers: what the table calls it
+TABLE_ROWS = {  # field of Answers: its name in the table
     "account": "account",
     "gpu_partition": "partition",
     "gpus_per_node": "GPUs of a node",
@@ -56,9 +56,9 @@ SHOWN = {  # field of Answers: what the table calls it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the folder and print the findings, or do what a command asks for."""
-    said = "Make the folder for runs, describe the cluster, and say what this machine can run."
-    top = Parser(prog="llmb-install", description=said, epilog=EXAMPLES)
+    """Create the folder and print the findings, or run a subcommand."""
+    description = "Create the folder for runs, describe the cluster, and print what this machine can run."
+    top = Parser(prog="llmb-install", description=description, epilog=EXAMPLES)
     top.add_argument("--version", action="version", version=f"llmb {__version__}")
     top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     top.add_argument("--json", action="store_true", help="as JSON")
@@ -71,15 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_set_up(top: argparse.ArgumentParser) -> None:
     add = top.add_argument_group("where there is Slurm").add_argument
-    add("--account", metavar="NAME", help="account of the jobs (default: yours in Slurm)")
+    add("--account", metavar="NAME", help="account of jobs (default: yours in Slurm)")
     add("--partition", metavar="NAME", help="partition of GPU jobs (default: the one with GPUs)")
     add("--cpu-partition", metavar="NAME", help="partition of jobs without GPUs")
-    add("--gpus-per-node", metavar="N", type=int, help="GPUs of a node; 0: jobs ask for none")
+    add("--gpus-per-node", metavar="N", type=int, help="GPUs of a node; 0: jobs request none")
     add("--gpu-type", metavar="TYPE", help="h100, gb200, ...; cpu where there are none")
     add("--architecture", metavar="A", help="of the nodes: x86_64 or aarch64")
-    add("--record", metavar="FILE", type=Path, help="keep the answers in a new file, without secrets")
-    add("--play", metavar="FILE", type=Path, help="take the answers from a file, and ask nothing")
-    add("--dry-run", action="store_true", help="say what would be made, and make nothing")
+    add("--record", metavar="FILE", type=Path, help="write the answers to a new file, without secrets")
+    add("--play", metavar="FILE", type=Path, help="read the answers from a file, and ask nothing")
+    add("--dry-run", action="store_true", help="print what would be created, and create nothing")
 
 
 def _install(options: argparse.Namespace) -> int:
@@ -88,19 +88,19 @@ def _install(options: argparse.Namespace) -> int:
     from llmb.report.table import render
     from llmb.results.job_store import Store
 
-    played = read_played(options.play) if options.play else Played()
+    answer_file = read_answer_file(options.play) if options.play else AnswerFile()
     if options.record:
-        check_new(options.record)
-    root = _root(played)
+        check_new_file(options.record)
+    root = _root(answer_file)
     if not options.dry_run:
         with Store(store_path(root)):
             pass
-    setup, slurm, notes = _cluster(options, played, root)
-    found = {"folder": str(root), **_findings(), "Slurm": slurm}
+    setup, slurm, notes = _cluster(options, answer_file, root)
+    findings = {"folder": str(root), **_findings(), "Slurm": slurm}
     if options.json:
-        print(to_json({**found, "cluster": _plain(setup) if setup else None, "notes": notes}))
+        print(to_json({**findings, "cluster": _plain(setup) if setup else None, "notes": notes}))
         return 0
-    print(render(("what", "found"), [*found.items(), *_rows(setup)]))
+    print(render(("what", "found"), [*findings.items(), *_rows(setup)]))
     for note in notes:
         print(f"note: {note}")
     if options.dry_run and setup:
@@ -109,52 +109,54 @@ def _install(options: argparse.Namespace) -> int:
     return 0
 
 
-def _root(played: Played) -> Path:
-    """$LLMB_INSTALL, or the folder that the played file names; they may not contradict one another."""
+def _root(answer_file: AnswerFile) -> Path:
+    """Return $LLMB_INSTALL, or the folder in the answer file; they must not disagree."""
     from llmb.launch.install_root import install_root
 
-    named, set_to = played.install_path, os.environ.get("LLMB_INSTALL")
-    if named is None:
+    folder, variable = answer_file.install_path, os.environ.get("LLMB_INSTALL")
+    if folder is None:
         return install_root(os.environ)
-    if set_to and install_root(os.environ) != named.absolute():
-        raise ConfigError(f"install_path is {named}, LLMB_INSTALL is {set_to}; unset one, or make them agree")
-    return named.absolute()
+    if variable and install_root(os.environ) != folder.absolute():
+        raise ConfigError(f"install_path is {folder}, LLMB_INSTALL is {variable}; unset one, or make them agree")
+    return folder.absolute()
 
 
-def _cluster(options: argparse.Namespace, played: Played, root: Path) -> tuple[Setup | None, str, list[str]]:
-    """The set-up, and what is to be said of Slurm and besides. Without Slurm there is nothing to set up."""
-    from llmb.launch.slurm.slurm_command import SlurmDown
+def _cluster(options: argparse.Namespace, answer_file: AnswerFile, root: Path) -> tuple[Setup | None, str, list[str]]:
+    """Set up the cluster; return its Setup (None without Slurm), the state of Slurm in words, and notes."""
+    from llmb.launch.slurm.slurm_command import SlurmUnavailable
 
-    wishes = check(_wishes(options))
-    asked_for = bool(wishes.given() or options.play or options.record)
+    from_options = check(_options_as_answers(options))
+    requires_slurm = bool(from_options.non_null() or options.play or options.record)
     if not shutil.which("sbatch"):
-        if asked_for:
+        if requires_slurm:
             raise ConfigError(
                 "no Slurm on this machine (sbatch not found); set up the cluster where jobs are submitted"
             )
         return None, "not found: runs are local", []
     try:
-        facts = look()
-    except SlurmDown as error:
-        if asked_for:
+        facts = query_cluster()
+    except SlurmUnavailable as error:
+        if requires_slurm:
             raise
-        return None, "does not answer now", [str(error)]
+        return None, "does not respond", [str(error)]
     at_terminal = not options.play and sys.stdin.isatty() and sys.stderr.isatty()
-    notebook = Notebook(None if options.dry_run else root / ".llmb" / "answers.json")
-    ask = asker(sys.stdin.readline, at_terminal)
-    setup = set_up(wishes, played, root, facts, ask, notebook, options.dry_run)
+    saved_answers = SavedAnswers(None if options.dry_run else root / ".llmb" / "answers.json")
+    ask = terminal_prompt(sys.stdin.readline, at_terminal)
+    setup = set_up_cluster(from_options, answer_file, root, facts, ask, saved_answers, options.dry_run)
     if options.record and not options.dry_run:
-        write_new(options.record, recorded(setup.answers, root, played.environment or {}, played.workloads))
+        write_new_file(
+            options.record, answer_file_text(setup.answers, root, answer_file.environment or {}, answer_file.workloads)
+        )
     return setup, f"cluster {facts.cluster}", [*setup.notes, *_hidden(setup.path)]
 
 
 def _hidden(path: Path) -> list[str]:
-    """A file in the current folder goes before the one that was set up."""
-    own = Path(path.name).absolute()
-    return [f"{own} goes before it in this folder"] if own.exists() and own != path else []
+    """Return a note if a file in the current folder takes precedence over the one that was set up."""
+    local = Path(path.name).absolute()
+    return [f"{local} takes precedence in this folder"] if local.exists() and local != path else []
 
 
-def _wishes(options: argparse.Namespace) -> Answers:
+def _options_as_answers(options: argparse.Namespace) -> Answers:
     return Answers(
         account=options.account,
         gpu_partition=options.partition,
@@ -168,8 +170,11 @@ def _wishes(options: argparse.Namespace) -> Answers:
 def _rows(setup: Setup | None) -> list[tuple[str, Any]]:
     if setup is None:
         return []
-    told = asdict(setup.answers)
-    return [("cluster's file", f"{setup.path}: {setup.state}"), *((name, told[key]) for key, name in SHOWN.items())]
+    answers = asdict(setup.answers)
+    return [
+        ("cluster's file", f"{setup.path}: {setup.state}"),
+        *((name, answers[key]) for key, name in TABLE_ROWS.items()),
+    ]
 
 
 def _plain(setup: Setup) -> dict[str, Any]:
@@ -177,7 +182,7 @@ def _plain(setup: Setup) -> dict[str, Any]:
 
 
 def _next(root: Path, setup: Setup | None) -> str:
-    """The command to try now."""
+    """Return the command to try next."""
     from shlex import quote
 
     from llmb.launch.install_root import install_root
@@ -188,7 +193,7 @@ def _next(root: Path, setup: Setup | None) -> str:
 
 
 def _findings() -> dict[str, Any]:
-    """Facts only; nothing here is needed for a dry run."""
+    """Return facts about this machine; none is needed for a dry run."""
     from llmb.launch.local_machine import gpu_names
     from llmb.perfmodel import hardware
 
@@ -198,7 +203,7 @@ def _findings() -> dict[str, Any]:
         "python": platform.python_version(),
         "engine": "torch is installed" if torch else "not installed: pip install 'llmb[engine]'",
         "GPUs": f"{len(names)} x {names[0]}" if names else "none: use --proxy",
-        "GPU type": hardware.recognise(names[0]) if names else None,
+        "GPU type": hardware.identify_gpu(names[0]) if names else None,
         "free disk GiB": round(shutil.disk_usage(os.path.expanduser("~")).free / hardware.GIB, 1),
     }
 

@@ -1,4 +1,4 @@
-"""`llmb-install verify`: which files of a folder of weights are missing, short, extra or corrupted."""
+"""`llmb-install verify`: missing, short, extra or corrupted files of a folder of weights."""
 
 import argparse
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from llmb.cli.subcommand import command
 
 if TYPE_CHECKING:
-    from llmb.formats.published_sizes import Listing
+    from llmb.formats.published_sizes import PublishedSizes
 
 
 def add_command(commands: Any) -> None:
     """Register verify."""
     verify = command(
-        commands, "verify", _run, "Say which files of a folder of weights are missing, short, extra or corrupted.",
+        commands, "verify", _run, "List missing, short, extra or corrupted files of a folder of weights.",
         "llmb-install verify $LLMB_INSTALL/workloads/inference_deepseek-r1/DeepSeek-R1-FP4",
         "llmb-install verify weights --like fp8 --json",
     )  # fmt: skip
@@ -30,36 +30,36 @@ def _run(options: argparse.Namespace) -> int:
 
     line = StatusLine()
     try:
-        found = check_folder(options.folder, _listing(options.folder, options.like), line.draw)
+        report = check_folder(options.folder, _listing(options.folder, options.like), line.draw)
     finally:
         line.close()
     if options.json:
-        print(to_json({"well": not found.problems, **to_plain(found)}))
-        return 1 if found.problems else 0
-    for problem in found.problems:
-        print(_printable(f"{problem.kind:<10}  {problem.file}: {problem.said}"))
-    print(f"{found.folder}: {found.shards} files of weights, {found.bytes / GIB:.1f} GiB")
-    print(f"checked: {', '.join(found.checked)}")
-    for left in found.not_checked:
-        print(f"not checked: {left}")
-    print(f"problems: {len(found.problems) or 'none'}")
-    return 1 if found.problems else 0
+        print(to_json({"well": not report.problems, **to_plain(report)}))
+        return 1 if report.problems else 0
+    for problem in report.problems:
+        print(_printable(f"{problem.kind:<10}  {problem.file}: {problem.message}"))
+    print(f"{report.folder}: {report.shards} files of weights, {report.bytes / GIB:.1f} GiB")
+    print(f"checked: {', '.join(report.checked)}")
+    for reason in report.not_checked:
+        print(f"not checked: {reason}")
+    print(f"problems: {len(report.problems) or 'none'}")
+    return 1 if report.problems else 0
 
 
 def _printable(text: str) -> str:
-    """On one line whatever a file calls its tensors."""
+    """Escape control characters, which names of tensors may contain."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _listing(folder: Path, like: str | None) -> "Listing | None":
-    """The list of sizes that was asked for, or that of the model which the folder is named after."""
+def _listing(folder: Path, like: str | None) -> "PublishedSizes | None":
+    """Return the published sizes named by --like, or those of the model in the folder's name."""
     from llmb.errors import UnknownName
-    from llmb.formats.published_sizes import listings
+    from llmb.formats.published_sizes import published_sizes
 
-    known = listings()
+    listings = published_sizes()
     if like is None:
         name = folder.resolve().name.lower()
-        return next((listing for listing in known.values() if listing.name.lower() in name), None)
-    if like != "none" and like not in known:
-        raise UnknownName("list of sizes", like, [*known, "none"])
-    return known.get(like)
+        return next((listing for listing in listings.values() if listing.name.lower() in name), None)
+    if like != "none" and like not in listings:
+        raise UnknownName("list of sizes", like, [*listings, "none"])
+    return listings.get(like)

@@ -1,50 +1,50 @@
-"""Tries again what failed through no fault of its own, as often as `submit --retries N` allows, without guilty nodes.
+"""Resubmits jobs that failed for reasons outside themselves, up to `submit --retries N` times, excluding failed nodes.
 
-No daemon does it: whoever watches or refreshes jobs does. The retries that are left move from the job that failed to
-the one that tries it again, in one transaction, so that two who watch do not both submit it.
+There is no daemon: whoever watches or refreshes jobs does it. The remaining retries move from the failed job to the one
+that retries it, in one transaction, so that two watchers do not both submit it.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
-from llmb.cli.jobs.polling import say_aside
+from llmb.cli.jobs.job_outcome import read_job_outcome
+from llmb.cli.jobs.polling import print_to_stderr
 from llmb.cli.jobs.retry import resubmit
-from llmb.cli.jobs.slurm_ending import read_ending
 from llmb.errors import LlmbError
-from llmb.launch.run_folder import RunDir
-from llmb.launch.slurm.slurm_jobs import SlurmDown, states
+from llmb.launch.run_folder import RunFolder
+from llmb.launch.slurm.slurm_jobs import SlurmUnavailable, states
 from llmb.results.job_store import Job, Store
 
 
-def retry_failed(store: Store, say: Callable[[str], None] = say_aside) -> list[str]:
-    """Submit those that are worth it; gives the new jobs' ids."""
-    jobs = store.to_be_tried_again()
-    if not jobs or not _answers(jobs):
+def retry_failed(store: Store, log: Callable[[str], None] = print_to_stderr) -> list[str]:
+    """Resubmit the jobs that are to be retried; return the ids of the new jobs."""
+    jobs = store.jobs_to_retry()
+    if not jobs or not _slurm_responds(jobs):
         return []
-    tried = (_try_again(store, job, say) for job in jobs)
-    return [job_id for job_id in tried if job_id is not None]
+    new_ids = (_retry(store, job, log) for job in jobs)
+    return [job_id for job_id in new_ids if job_id is not None]
 
 
-def _answers(jobs: list[Job]) -> bool:
-    """Whether Slurm does; where not, whoever refreshed has said so."""
+def _slurm_responds(jobs: list[Job]) -> bool:
+    """Return whether Slurm responds; if not, the refresh has already reported it."""
     try:
         states([job.slurm_id or "" for job in jobs])
-    except SlurmDown:
+    except SlurmUnavailable:
         return False
     return True
 
 
-def _try_again(store: Store, job: Job, say: Callable[[str], None]) -> str | None:
-    left = store.take_retries(job.job_id)
-    if left == 0:  # another was quicker
+def _retry(store: Store, job: Job, log: Callable[[str], None]) -> str | None:
+    retries = store.take_retries(job.job_id)
+    if retries == 0:  # another watcher took them first
         return None
     try:
-        ending = read_ending(RunDir.open(Path(job.run_dir)))
-        without = ending.guilty_nodes if ending else ()
-        again = resubmit(store, job, exclude=without, retries=left - 1)
-    except LlmbError as error:  # Slurm has no node left for it, or its folder is gone: once more would be no better
-        say(f"ERROR: {job.job_id}: cannot be tried again: {error}")
+        outcome = read_job_outcome(RunFolder.open(Path(job.run_dir)))
+        excluded = outcome.excluded_nodes if outcome else ()
+        new_id = resubmit(store, job, exclude=excluded, retries=retries - 1)
+    except LlmbError as error:  # no node left, or the run folder is gone: another attempt would fail as well
+        log(f"ERROR: {job.job_id}: cannot be retried: {error}")
         return None
-    said = f"{job.job_id}: {job.reason or job.status}; again as {again}"
-    say(f"{said}, without {','.join(without)}" if without else said)
-    return again
+    message = f"{job.job_id}: {job.reason or job.status}; retried as {new_id}"
+    log(f"{message}, excluding {','.join(excluded)}" if excluded else message)
+    return new_id

@@ -1,30 +1,30 @@
-"""Rows of the job store for runs that other clusters made."""
+"""Rows of the job store for runs imported from other clusters."""
 
 from typing import Any
 
 from llmb.cli.stored_runs import load_run
 from llmb.config.spec import RunConfig
 from llmb.launch.archive.run_origin import Origin
-from llmb.launch.run_folder import RunDir
-from llmb.results.job_store import Job, Store, described, figures
+from llmb.launch.run_folder import RunFolder
+from llmb.results.job_store import Job, Store, figures, job_row
 
 LAUNCHER = "imported"
 
 
-def imported_row(run: RunDir, origin: Origin) -> Job:
-    """What the store holds of an imported run."""
+def imported_row(run: RunFolder, origin: Origin) -> Job:
+    """Return the row of an imported run."""
     config, columns = _read(run)
-    return described(config, run.path, LAUNCHER, origin.job_id, run.created_at, **columns)
+    return job_row(config, run.path, LAUNCHER, origin.job_id, run.created_at, **columns)
 
 
-def add_imported(store: Store, run: RunDir, origin: Origin) -> None:
-    """Remember an imported run."""
+def add_imported(store: Store, run: RunFolder, origin: Origin) -> None:
+    """Add an imported run to the store."""
     config, columns = _read(run)
     store.add(config, run.path, LAUNCHER, origin.job_id, created_at=run.created_at, **columns)
 
 
-def _read(run: RunDir) -> tuple[RunConfig, dict[str, Any]]:
-    """Nothing is written to the folder, not even a result that is missing: it stays as it came."""
+def _read(run: RunFolder) -> tuple[RunConfig, dict[str, Any]]:
+    """Read the run without writing to its folder, not even a missing result: it stays as imported."""
     config, result = load_run(run)
-    told = run.result if run.result.exists() else run.config
-    return config, {**figures(result), "updated_at": told.stat().st_mtime}
+    source = run.result if run.result.exists() else run.config
+    return config, {**figures(result), "updated_at": source.stat().st_mtime}

@@ -1,4 +1,4 @@
-"""The table of jobs: which ones, which columns, and what is left out where the terminal is narrow."""
+"""Table of jobs: the filters, the columns, and which columns a narrow terminal drops."""
 
 import argparse
 import re
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-# Title, what stands in it, and how soon it goes when there is no room: 0 stays.
+# Title, value, and drop order where the terminal is too narrow: the highest first, 0 never.
 COLUMNS: tuple[tuple[str, Callable[[Any, float], Any], int], ...] = (
     ("job", lambda job, now: job.job_id, 0),
     ("workload", lambda job, now: job.workload, 0),
@@ -21,8 +21,8 @@ COLUMNS: tuple[tuple[str, Callable[[Any, float], Any], int], ...] = (
     ("status", lambda job, now: job.status, 0),
     ("Slurm state", lambda job, now: job.slurm_state, 7),
     ("nodes", lambda job, now: job.nodes, 10),
-    ("waited", lambda job, now: span(waited_s(job, now)), 8),
-    ("elapsed", lambda job, now: span(elapsed_s(job, now)), 6),
+    ("waited", lambda job, now: format_duration(waited_s(job, now)), 8),
+    ("elapsed", lambda job, now: format_duration(elapsed_s(job, now)), 6),
     ("s/step", lambda job, now: job.step_time_s, 1),
     ("tokens/s/gpu", lambda job, now: job.tokens_per_s_per_gpu, 3),
     ("TFLOP/s/gpu", lambda job, now: job.tflops_per_gpu, 11),
@@ -34,65 +34,65 @@ UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
-    """--status --workload --since --on."""
+    """Add --status, --workload, --since and --on."""
     add = parser.add_argument
     add("--status", metavar="S[,S...]", help="only these: submitting, pending, running, lost, ok, failed, ...")
     add("-w", "--workload", metavar="W[,W...]", help="only these workloads")
-    add("--since", metavar="WHEN", help="only those made since: 2h, 3d, 2026-01-31, '2026-01-31 14:00'")
-    add("--on", choices=("local", "slurm", "imported"), help="only local ones, only Slurm's, or other clusters'")
+    add("--since", metavar="WHEN", help="only those created since: 2h, 3d, 2026-01-31, '2026-01-31 14:00'")
+    add("--on", choices=("local", "slurm", "imported"), help="only local runs, Slurm jobs, or imported runs")
 
 
 def is_filtered(options: argparse.Namespace) -> bool:
-    """Whether any filter was given."""
+    """Return whether any filter is set."""
     return any((options.status, options.workload, options.since, options.on))
 
 
 def filters(options: argparse.Namespace) -> dict[str, Any]:
-    """The filters as Store.jobs takes them."""
+    """Return the filters as arguments of Store.jobs."""
     from llmb.config.spec import STATUSES
     from llmb.errors import UnknownName
     from llmb.results.job_store import GOING
 
-    statuses = _listed(options.status)
-    known = (*GOING, "lost", *STATUSES)
+    statuses = _split(options.status)
+    valid = (*GOING, "lost", *STATUSES)
     for status in statuses:
-        if status not in known:
-            raise UnknownName("status", status, known)
+        if status not in valid:
+            raise UnknownName("status", status, valid)
     return {
         "statuses": statuses,
-        "workloads": _listed(options.workload),
+        "workloads": _split(options.workload),
         "launcher": options.on,
-        "since": moment(options.since) if options.since else None,
+        "since": parse_since(options.since) if options.since else None,
     }
 
 
 def table(jobs: Sequence[Any], width: int | None = None) -> str:
-    """One line a job. `width`: room for a line; the least needed columns go until it is enough."""
+    """Return one line per job. `width`: of the terminal; the least needed columns are dropped until a line fits."""
     from llmb.report.table import render
 
     if not jobs:
         return "no runs yet; start one: llmb-run submit --help"
     now = time.time()
-    shown = [column for column in COLUMNS if column[0] not in ONLY_SLURM or any(j.launcher == "slurm" for j in jobs)]
-    cells = {title: [of(job, now) for job in jobs] for title, of, _ in shown}
-    titles = [title for title, _, _ in shown]
+    columns = [column for column in COLUMNS if column[0] not in ONLY_SLURM or any(j.launcher == "slurm" for j in jobs)]
+    cells = {title: [value(job, now) for job in jobs] for title, value, _ in columns}
+    titles = [title for title, _, _ in columns]
     while True:
         text = render(titles, list(zip(*(cells[title] for title in titles), strict=True)))
-        least = max((rank, title) for title, _, rank in shown if title in titles)
-        if width is None or least[0] == 0 or max(map(len, text.splitlines())) <= width:
+        drop_order, title = max((order, title) for title, _, order in columns if title in titles)
+        if width is None or drop_order == 0 or max(map(len, text.splitlines())) <= width:
             return text
-        titles.remove(least[1])
+        titles.remove(title)
 
 
-def room() -> int | None:
-    """How wide a line may be; none: nobody looks at it on a screen."""
+def terminal_width() -> int | None:
+    """Return the width of the terminal; None: stdout is not one."""
     from shutil import get_terminal_size  # slow to import, and every command declares its options here
 
     return get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def waited_s(job: Any, now: float) -> float | None:
-    """Seconds in Slurm's queue."""
+    """Return the seconds a job waited in Slurm's queue."""
     if job.submitted_at is None:
         return None
     until = job.started_at or job.ended_at or (now if job.status == "pending" else None)
@@ -100,7 +100,7 @@ def waited_s(job: Any, now: float) -> float | None:
 
 
 def elapsed_s(job: Any, now: float) -> float | None:
-    """Seconds since it started, until its end; of a local run the row says both."""
+    """Return the seconds from start to end, or until now; the row of a local run has both times."""
     if job.launcher == "local":
         return (now if job.going else job.updated_at) - job.created_at
     if job.started_at is None:
@@ -109,24 +109,24 @@ def elapsed_s(job: Any, now: float) -> float | None:
     return None if until is None else max(0.0, until - job.started_at)
 
 
-def span(seconds: float | None) -> str | None:
-    """A duration as 0:07, 1:02:03 or 2-03:04:05, as Slurm writes it."""
+def format_duration(seconds: float | None) -> str | None:
+    """Format a duration as Slurm does: 0:07, 1:02:03 or 2-03:04:05."""
     if seconds is None:
         return None
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, whole_seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
-        return f"{days}-{hours:02}:{minutes:02}:{rest:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        return f"{days}-{hours:02}:{minutes:02}:{whole_seconds:02}"
+    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
-def _listed(text: str | None) -> list[str]:
+def _split(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def moment(text: str) -> float:
-    """Seconds since 1970 of a date, or of so long ago."""
+def parse_since(text: str) -> float:
+    """Return the Unix time of a date, or of a duration before now."""
     from llmb.errors import ConfigError
 
     ago = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text)
@@ -136,5 +136,5 @@ def moment(text: str) -> float:
         return datetime.fromisoformat(text).timestamp()
     except ValueError as error:
         raise ConfigError(
-            f"--since {text!r} is no time; write 90m, 2h, 3d, 2026-01-31 or '2026-01-31 14:00'"
+            f"--since {text!r} is not a time; write 90m, 2h, 3d, 2026-01-31 or '2026-01-31 14:00'"
         ) from error

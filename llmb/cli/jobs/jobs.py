@@ -1,4 +1,4 @@
-"""`llmb-run jobs`: what was run and how it went, from the store and the run folders. Larger verbs are in job_*.py."""
+"""`llmb-run jobs`: past and active runs from the job store and the run folders. Larger verbs have their own modules."""
 
 import argparse
 import os
@@ -22,30 +22,30 @@ def add_commands(commands: Any) -> None:
     verbs = jobs.add_subparsers(metavar="VERB", parser_class=type(jobs))
     for listing in (jobs, command(verbs, "list", run_list, "the table of runs (the default)")):
         listing.add_argument("-n", "--limit", type=int, metavar="N", help="only the newest N")
-        listing.add_argument("--json", action="store_true", help="as JSON, one job a line")
-        listing.add_argument("--watch", action="store_true", help="show changes until nothing runs any more")
+        listing.add_argument("--json", action="store_true", help="as JSON, one job per line")
+        listing.add_argument("--watch", action="store_true", help="show changes until no job is active")
         add_filters(listing)
     show = command(verbs, "show", run_show, "one run with its figures")
     show.add_argument("job_id")
     show.add_argument("--json", action="store_true", help="the stored Result")
     _add_log(verbs)
-    cancel = command(verbs, "cancel", run_cancel, "end runs that go on")
+    cancel = command(verbs, "cancel", run_cancel, "end active runs")
     cancel.add_argument("job_ids", nargs="*", metavar="job_id")
-    cancel.add_argument("--all", action="store_true", help="all that go on, or those of them that the filters leave")
+    cancel.add_argument("--all", action="store_true", help="all active runs, or those that match the filters")
     add_filters(cancel)
     retry = command(verbs, "retry", run_retry, "run the same configuration again, in a new folder")
     retry.add_argument("job_ids", nargs="+", metavar="job_id")
     retry.add_argument("--exclude-node", action="append", default=[], metavar="NODE", help="not on this node (Slurm)")
-    refresh = command(verbs, "refresh", run_refresh, "look again at runs that seem to be going")
-    refresh.add_argument("job_ids", nargs="*", metavar="job_id", help="all that go on when left out")
-    command(verbs, "rebuild", run_rebuild, "make the store anew from the run folders")
+    refresh = command(verbs, "refresh", run_refresh, "update the status of active runs")
+    refresh.add_argument("job_ids", nargs="*", metavar="job_id", help="default: all active runs")
+    command(verbs, "rebuild", run_rebuild, "rebuild the job store from the run folders")
 
 
 def _add_log(verbs: Any) -> None:
     log = command(verbs, "log", run_log, "the log of a run")
     log.add_argument("job_id")
     log.add_argument("--tail", type=int, default=200, metavar="N", help="last N lines (200)")
-    log.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
+    log.add_argument("-f", "--follow", action="store_true", help="follow the log until the run ends")
     where = log.add_mutually_exclusive_group()
     where.add_argument("--path", action="store_true", help="print the log's path instead")
     where.add_argument("--dir", action="store_true", help="print the run folder instead")
@@ -53,7 +53,7 @@ def _add_log(verbs: Any) -> None:
 
 
 def open_store() -> Any:
-    """The store of this $LLMB_INSTALL."""
+    """Open the job store of this $LLMB_INSTALL."""
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import store_path
     from llmb.results.job_store import Store
@@ -62,12 +62,12 @@ def open_store() -> Any:
 
 
 def run_list(options: argparse.Namespace) -> int:
-    """One line a run; those said to be going are looked at first."""
-    from llmb.cli.jobs.job_table import filters, room, table
+    """Print one line per run, after refreshing the active ones."""
+    from llmb.cli.jobs.job_table import filters, table, terminal_width
     from llmb.config.serialization import to_json
     from llmb.errors import ConfigError
 
-    chosen = filters(options)
+    selected = filters(options)
     if options.watch and options.json:
         raise ConfigError("--watch shows a table; leave out --json, or call: llmb-run jobs --json")
     with open_store() as store:
@@ -75,53 +75,57 @@ def run_list(options: argparse.Namespace) -> int:
             from llmb.cli.jobs.watch import watch
 
             return watch(store, options)
-        _refresh(store, _unsettled(store))
-        jobs = store.jobs(options.limit, **chosen)
-        again = [job.job_id for job in store.to_be_tried_again()]
+        _refresh(store, _unfinished(store))
+        jobs = store.jobs(options.limit, **selected)
+        to_retry = [job.job_id for job in store.jobs_to_retry()]
     if options.json:
         for job in jobs:
             print(to_json(job))
         return 0
-    print(table(jobs, room()))
-    if again:
-        print(f"to try again {', '.join(again)}: llmb-run jobs --watch", file=sys.stderr)
+    print(table(jobs, terminal_width()))
+    if to_retry:
+        print(f"to retry {', '.join(to_retry)}: llmb-run jobs --watch", file=sys.stderr)
     return 0
 
 
 def run_show(options: argparse.Namespace) -> int:
-    """A run's figures and where it lies."""
+    """Print the figures and the folder of a run."""
     from llmb.cli.stored_runs import load_run
     from llmb.config.serialization import to_json
-    from llmb.launch.run_folder import RunDir
+    from llmb.launch.run_folder import RunFolder
     from llmb.report.summary import summary
 
     with open_store() as store:
         (job,) = _refresh(store, [store.job(options.job_id)])
-        again = [other.job_id for other in store.retries_of(job.job_id)]
-    _, result = load_run(RunDir.open(Path(job.run_dir)))
+        retries = [retry.job_id for retry in store.retries_of(job.job_id)]
+    _, result = load_run(RunFolder.open(Path(job.run_dir)))
     if options.json:
         print(to_json(result))
         return 0
-    print("\n".join(_about(job, again)))
+    print("\n".join(_describe(job, retries)))
     if job.status not in ("submitting", "pending"):  # which have no figures
         print(f"\n{summary(result)}")
     print(f"\nrun folder: {job.run_dir}")
     return 0
 
 
-def _about(job: Any, again: list[str]) -> list[str]:
-    """What the store knows of a job besides its result."""
-    from llmb.cli.jobs.job_table import elapsed_s, span, waited_s
+def _describe(job: Any, retries: list[str]) -> list[str]:
+    """Describe a job beyond its result."""
+    from llmb.cli.jobs.job_table import elapsed_s, format_duration, waited_s
 
     now = time.time()
     lines = [f"job {job.job_id}, {job.status}" + (f" ({job.reason})" if job.reason and job.status != "ok" else "")]
     if job.slurm_state:
-        parts = {"on": job.nodes, "waited": span(waited_s(job, now)), "ran": span(elapsed_s(job, now))}
-        lines.append(f"Slurm: {job.slurm_state}" + "".join(f", {k} {v}" for k, v in parts.items() if v is not None))
+        facts = {
+            "on": job.nodes,
+            "waited": format_duration(waited_s(job, now)),
+            "ran": format_duration(elapsed_s(job, now)),
+        }
+        lines.append(f"Slurm: {job.slurm_state}" + "".join(f", {k} {v}" for k, v in facts.items() if v is not None))
     if job.retry_of:
-        lines.append(f"attempt {job.attempt}, again after {job.retry_of}")
-    if again:
-        lines.append(f"tried again as {', '.join(again)}")
+        lines.append(f"attempt {job.attempt}, retry of {job.retry_of}")
+    if retries:
+        lines.append(f"retried as {', '.join(retries)}")
     return lines
 
 
@@ -150,19 +154,19 @@ def run_rebuild(options: argparse.Namespace) -> int:
 
 
 def run_refresh(options: argparse.Namespace) -> int:
-    """Status of the named runs, looked at anew; those that may be tried again are."""
+    """Refresh and print the status of the named runs, then retry those that failed and have retries left."""
     from llmb.cli.jobs.auto_retry import retry_failed
 
     with open_store() as store:
-        named = [store.job(job_id) for job_id in options.job_ids] or _unsettled(store)
-        for job in _refresh(store, named):
+        jobs = [store.job(job_id) for job_id in options.job_ids] or _unfinished(store)
+        for job in _refresh(store, jobs):
             print(f"{job.job_id}: {job.status}" + (f" ({job.reason})" if job.reason else ""))
         retry_failed(store)
     return 0
 
 
-def _unsettled(store: Any) -> list[Any]:
-    """Those whose end is not known; nothing more is read where there is none."""
+def _unfinished(store: Any) -> list[Any]:
+    """Return the jobs whose outcome is not known yet."""
     from llmb.results.job_store import GOING
 
     return store.jobs(statuses=(*GOING, "lost"))

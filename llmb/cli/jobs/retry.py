@@ -1,4 +1,4 @@
-"""`llmb-run jobs retry`: the same configuration once more, in a new folder, linked to the job it tries again."""
+"""`llmb-run jobs retry`: runs the same configuration again, in a new folder, linked to the original job."""
 
 import argparse
 import os
@@ -15,26 +15,26 @@ from llmb.cli.submit_batch import JobRequest, submit_jobs
 from llmb.config.serialization import build
 from llmb.errors import ConfigError, LlmbError
 from llmb.launch.install_root import install_root
-from llmb.launch.run_folder import RunDir
+from llmb.launch.run_folder import RunFolder
 from llmb.launch.secrets import MASK
-from llmb.launch.slurm.job_script import SlurmWishes
+from llmb.launch.slurm.job_script import SbatchOverrides
 from llmb.launch.slurm.submission import read_submission
 from llmb.results.job_store import Job, Store
 
 
 def run(options: argparse.Namespace) -> int:
-    """Each that is named: Slurm's are submitted, local ones run here and now."""
+    """Retry each named job: Slurm jobs are submitted, local ones run here and now."""
     codes = [0]
     with open_store() as store:
-        jobs = [_ended(job) for job in Poller(store).refresh([store.job(job_id) for job_id in options.job_ids])]
+        jobs = [_check_ended(job) for job in Poller(store).refresh([store.job(job_id) for job_id in options.job_ids])]
         for job in jobs:
             try:
                 if job.launcher == "slurm":
-                    left = store.take_retries(job.job_id)
-                    again = resubmit(store, job, exclude=options.exclude_node, retries=left)
-                    print(f"{job.job_id}: again as {again}", flush=True)
+                    retries = store.take_retries(job.job_id)
+                    new_id = resubmit(store, job, exclude=options.exclude_node, retries=retries)
+                    print(f"{job.job_id}: retried as {new_id}", flush=True)
                 else:
-                    codes.append(_run_here(job, options.exclude_node))
+                    codes.append(_run_locally(job, options.exclude_node))
             except LlmbError as error:
                 print(f"ERROR: {job.job_id}: {error}", file=sys.stderr)
                 codes.append(error.exit_code)
@@ -42,15 +42,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def resubmit(store: Store, job: Job, exclude: Sequence[str] = (), retries: int = 0) -> str:
-    """Submit a Slurm job once more, not on these nodes; gives the new job's id."""
-    run = RunDir.open(Path(job.run_dir))
+    """Submit a Slurm job again, excluding these nodes; return the id of the new job."""
+    run = RunFolder.open(Path(job.run_dir))
     config, submission = run.read_config(), read_submission(run)
-    wishes = build(SlurmWishes, submission.wishes, "submission.json") if submission else SlurmWishes()
-    avoided = [node for node in (wishes.exclude, *exclude) if node]
+    sbatch_overrides = (
+        build(SbatchOverrides, submission.sbatch_overrides, "submission.json") if submission else SbatchOverrides()
+    )
+    excluded = [node for node in (sbatch_overrides.exclude, *exclude) if node]
     request = JobRequest(
         config=config,
         environment=_with_secrets(config.environment),
-        wishes=replace(wishes, exclude=",".join(dict.fromkeys(avoided)) or None),
+        sbatch_overrides=replace(sbatch_overrides, exclude=",".join(dict.fromkeys(excluded)) or None),
         retry_of=job.job_id,
         attempt=job.attempt + 1,
         retries=retries,
@@ -61,23 +63,24 @@ def resubmit(store: Store, job: Job, exclude: Sequence[str] = (), retries: int =
     return sent.job_id
 
 
-def _run_here(job: Job, exclude: Sequence[str]) -> int:
+def _run_locally(job: Job, exclude: Sequence[str]) -> int:
     if exclude:
         raise ConfigError("--exclude-node has no effect on a local run; leave it out")
-    config = RunDir.open(Path(job.run_dir)).read_config()
+    config = RunFolder.open(Path(job.run_dir)).read_config()
     return run_again(config, _with_secrets(config.environment), retry_of=job.job_id, attempt=job.attempt + 1)
 
 
-def _ended(job: Job) -> Job:
+def _check_ended(job: Job) -> Job:
+    """Return the job if it has ended; it is an error to retry an active or imported one."""
     if job.going:
         raise ConfigError(f"job {job.job_id} is {job.status}; cancel it first: llmb-run jobs cancel {job.job_id}")
     if job.launcher not in ("local", "slurm"):
-        raise ConfigError(f"job {job.job_id} was run elsewhere; submit it anew: llmb-run submit --help")
+        raise ConfigError(f"job {job.job_id} was run on another cluster; submit it here: llmb-run submit --help")
     return job
 
 
 def _with_secrets(environment: dict[str, str]) -> dict[str, str]:
-    """Run folders hold no secrets: those come from the environment of whoever tries again."""
+    """Return the environment with its secrets, which no run folder stores, taken from this process's environment."""
     missing = [name for name, value in environment.items() if value == MASK and name not in os.environ]
     if missing:
         raise ConfigError(f"the run had {missing[0]} set, which no file holds; set it again: export {missing[0]}=...")
