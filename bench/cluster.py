@@ -1,4 +1,4 @@
-"""How quickly hundreds of Slurm jobs are submitted and thousands of runs listed, against a Slurm started for it.
+"""Speed of submitting hundreds of Slurm jobs and of listing thousands of runs, with a Slurm started for it.
 
     python bench/cluster.py [--jobs 200] [--runs 10000] [--json FILE]        as root, with Slurm's packages installed
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
-from desk import say
+from desk import print_figures
 from slurm_lab import SlurmLab, unavailable_reason
 
 BIN = Path(sys.executable).parent
@@ -56,17 +56,17 @@ def submit_rate(folder: Path, lab: SlurmLab, count: int) -> dict[str, float]:
     script.write_text("#!/bin/bash\n" + "# as long as a real job script\n" * 60 + "true\n")
     loop = f"for i in $(seq {count}); do sbatch --parsable {' '.join(SBATCH)} {script} || exit; done"
     submit = [str(BIN / "llmb-run"), "submit", "-f", "jobs.yaml", "--on", "slurm"]
-    bare, ours = [], []
+    bare, llmb_run = [], []
     for number in range(3):
         bare.append(seconds(["bash", "-c", loop], folder))
         _empty(lab)
-        ours.append(seconds(submit, folder, LLMB_INSTALL=str(install / str(number))))
+        llmb_run.append(seconds(submit, folder, LLMB_INSTALL=str(install / str(number))))
         _count(lab, count)
         _empty(lab)
-    found = {"sbatch in a loop, jobs/s": count / statistics.median(bare)}
-    found["llmb-run submit, jobs/s"] = count / statistics.median(ours)
-    found["llmb-run submit, x of sbatch"] = statistics.median(bare) / statistics.median(ours)
-    return found
+    figures = {"sbatch in a loop, jobs/s": count / statistics.median(bare)}
+    figures["llmb-run submit, jobs/s"] = count / statistics.median(llmb_run)
+    figures["llmb-run submit, x of sbatch"] = statistics.median(bare) / statistics.median(llmb_run)
+    return figures
 
 
 def _count(lab: SlurmLab, count: int) -> None:
@@ -95,7 +95,7 @@ def listing(folder: Path, count: int) -> dict[str, float]:
     config = resolve(recipe, Request(size=SIZE, dtype="fp32", gpus=1, proxy="small"))
     steps = [StepDone(step=n, seconds=1.0, tokens=1000) for n in range(1, config.workload.steps + 1)]
     result = derive(config, [*steps, RunEnded(status="ok")])
-    found = {}
+    figures = {}
     for runs in (0, count):
         root = folder / f"listed{runs}"
         with Store(store_path(root)) as store, store.many():
@@ -105,9 +105,9 @@ def listing(folder: Path, count: int) -> dict[str, float]:
                 store.finish(job, result, **({"slurm_state": "COMPLETED", "nodes": "n[1-4]"} if on_slurm else {}))
         command = [str(BIN / "llmb-run"), "jobs"]
         took = [seconds(command, folder, LLMB_INSTALL=str(root)) for _ in range(REPEATS + 1)]
-        found[f"jobs over {runs} runs, s"] = statistics.median(took[1:])
-    found["beyond start-up, s"] = found[f"jobs over {count} runs, s"] - found["jobs over 0 runs, s"]
-    return found
+        figures[f"jobs over {runs} runs, s"] = statistics.median(took[1:])
+    figures["beyond start-up, s"] = figures[f"jobs over {count} runs, s"] - figures["jobs over 0 runs, s"]
+    return figures
 
 
 def main() -> None:
@@ -122,8 +122,8 @@ def main() -> None:
         folder = Path(name)
         with SlurmLab(folder / "slurm") as lab:
             os.environ.update(lab.environment)
-            found = {"submitting": submit_rate(folder, lab, options.jobs), "job list": listing(folder, options.runs)}
-    say(found, options.json)
+            figures = {"submitting": submit_rate(folder, lab, options.jobs), "job list": listing(folder, options.runs)}
+    print_figures(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How quick the desk side is, each figure as a ratio to something measured in the same run.
+"""Speed of the command line, each figure as a ratio to a baseline of the same run.
 
     python bench/desk.py [--log-gib 1.0] [--json FILE]
 
@@ -37,12 +37,12 @@ def seconds(command: list[str], repeats: int = REPEATS, **environment: str) -> f
 
 def start_up(install: str) -> dict:
     bare = seconds([sys.executable, "-c", "pass"])
-    found = {"python -c pass, ms": 1e3 * bare}
+    results = {"python -c pass, ms": 1e3 * bare}
     for arguments in (["--help"], ["list"], ["submit", "--help"]):
         took = seconds([str(BIN / "llmb-run"), *arguments], LLMB_INSTALL=install)
-        found[f"llmb-run {' '.join(arguments)}, ms"] = 1e3 * took
-        found[f"llmb-run {' '.join(arguments)}, x of pass"] = took / bare
-    return found
+        results[f"llmb-run {' '.join(arguments)}, ms"] = 1e3 * took
+        results[f"llmb-run {' '.join(arguments)}, x of pass"] = took / bare
+    return results
 
 
 def write_log(path: Path, size: int) -> None:
@@ -81,7 +81,8 @@ def communication_log(folder: Path, gib: float) -> dict:
     took, peak_mb = [], []
     for _ in range(3):
         code = (
-            "import re, sys, time, resource\nfrom pathlib import Path\nfrom llmb.results.readers.nccl_log import summarize\n"
+            "import re, sys, time, resource\nfrom pathlib import Path\n"
+            "from llmb.results.readers.nccl_log import summarize\n"
             "t = time.perf_counter(); table = summarize(Path(sys.argv[1])); took = time.perf_counter() - t\n"
             # VmHWM is this program's own peak; getrusage's would hold that of the process which started it.
             "own = int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
@@ -112,15 +113,15 @@ def job_lists(folder: Path) -> dict:
     config = resolve(recipe, Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
     steps = [StepDone(step=n, seconds=1.0, tokens=1000) for n in range(1, config.workload.steps + 1)]
     result = derive(config, [*steps, RunEnded(status="ok")])
-    found = {}
+    results = {}
     for count in (10, 1000):
         root = folder / f"install{count}"
         with Store(store_path(root)) as store:
             for number in range(count):
                 store.finish(store.add(config, root / str(number)), result)
-        found[f"jobs over {count} runs, s"] = seconds([str(BIN / "llmb-run"), "jobs"], LLMB_INSTALL=str(root))
-    found["1,000 runs, x of 10 runs"] = found["jobs over 1000 runs, s"] / found["jobs over 10 runs, s"]
-    return found
+        results[f"jobs over {count} runs, s"] = seconds([str(BIN / "llmb-run"), "jobs"], LLMB_INSTALL=str(root))
+    results["1,000 runs, x of 10 runs"] = results["jobs over 1000 runs, s"] / results["jobs over 10 runs, s"]
+    return results
 
 
 def main() -> None:
@@ -130,22 +131,22 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         folder = Path(name)
-        found = {
+        results = {
             "start-up": start_up(str(folder)),
             "communication log": communication_log(folder, options.log_gib),
             "job list": job_lists(folder),
         }
-    say(found, options.json)
+    print_figures(results, options.json)
 
 
-def say(found: dict[str, dict[str, float]], file: Path | None) -> None:
-    """Print the figures of each part, and keep them in a file where one is named."""
-    for title, figures in found.items():
+def print_figures(results: dict[str, dict[str, float]], file: Path | None) -> None:
+    """Print the figures of each part, and write them to a file if one is given."""
+    for title, figures in results.items():
         print(title)
         for figure, value in figures.items():
             print(f"  {figure:32} {value:12.4g}")
     if file:
-        file.write_text(json.dumps(found, indent=2))
+        file.write_text(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

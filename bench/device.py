@@ -1,4 +1,4 @@
-"""The device a benchmark runs on: what it is, and how it is handed from one measurement to the next."""
+"""The device of a benchmark: its name, synchronization, and release of memory between measurements."""
 
 import gc
 import sys
@@ -10,33 +10,35 @@ from llmb.errors import LaunchError
 from llmb.perfmodel import hardware
 
 
-def machine_of(device: torch.device) -> str:
-    """One line for a reader."""
+def describe_machine(device: torch.device) -> str:
+    """Return GPU, torch and Python versions in one line."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}"
 
 
-def gpu_of(device: torch.device) -> str:
-    """A key of hardware.GPUS."""
+def gpu_name(device: torch.device) -> str:
+    """Return the key of this device in hardware.GPUS."""
     if device.type == "cpu":
         return "cpu"
-    found = hardware.identify_gpu(torch.cuda.get_device_name(device))
-    if found is None:
-        raise LaunchError(f"{machine_of(device)}: a GPU of which no peak is known; see llmb/perfmodel/hardware.py")
-    return found
+    gpu = hardware.identify_gpu(torch.cuda.get_device_name(device))
+    if gpu is None:
+        raise LaunchError(
+            f"{describe_machine(device)}: the peak of this GPU is unknown; see llmb/perfmodel/hardware.py"
+        )
+    return gpu
 
 
-def finish(device: torch.device) -> None:
-    """Wait until it has done all that it was given."""
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def let_go(device: torch.device) -> None:
-    """Give memory back that nothing needs any more, and torch the whole device."""
+def release_memory(device: torch.device) -> None:
+    """Release unused memory, and lift torch's memory limit."""
     gc.collect()
     if device.type == "cuda":
-        with suppress(RuntimeError):  # a device that has failed says so again when it is next used
+        with suppress(RuntimeError):  # a failed device raises again when it is next used
             torch.cuda.synchronize(device)
             torch._C._cuda_clearCublasWorkspaces()  # a few MiB, but perhaps of a segment that holds GiB
             torch.cuda.empty_cache()

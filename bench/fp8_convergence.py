@@ -3,8 +3,8 @@
     python bench/fp8_convergence.py [--data tokens.bin] [--steps 300] [--seeds 6] [--json FILE] [--plot FILE.png]
     python bench/fp8_convergence.py --layers 2 --hidden 128 --steps 60 --seeds 1 --at-once 1     # minutes on a CPU
 
-Each way of training goes from several first weights: even two runs that differ by rounding alone are 0.6 % apart after
-300 steps, so that one run of each would show chance. Prints the mean loss of the last 20 steps, its standard error over
+Each setup is trained from several seeds: even two runs that differ by rounding alone are 0.6 % apart after 300 steps,
+so one run of each would be noise. Prints the mean loss of the last 20 steps, its standard error over
 the seeds, and its ratio to bf16's, aim within 1 % of 1. `narrow` are weights, gradients and moments in bf16, as the
 rows of `train_gpu.py` have them.
 
@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
-from findings import Findings
+from bench_report import BenchReport
 from train_rows import NARROW
 
 from llmb.config.serialization import to_plain
@@ -36,24 +36,24 @@ from llmb.perfmodel.hardware import identify_gpu
 
 ROOT = Path(__file__).parent.parent
 LAST = 20  # steps whose mean loss is compared
-WAYS = {  # format, and what else is set; the first is what the others are compared with
+SETUPS = {  # dtype and other settings; the first is the baseline
     "bf16": ("bf16", {}),
     "fp8": ("fp8", {}),
     "bf16, narrow": ("bf16", NARROW),
-    "fp8, narrow, fast sums": ("fp8", {**NARROW, "fp8_fast_accum": True}),
+    "fp8, narrow, fast accumulation": ("fp8", {**NARROW, "fp8_fast_accum": True}),
 }
-Losses = dict[str, list[list[float]]]  # of each way, of each seed, of each step
+Losses = dict[str, list[list[float]]]  # by setup, seed and step
 
 
 def shipped_text(folder: Path) -> Path | None:
-    """The shipped text as a token file, or none, with a note that says why."""
+    """Return the shipped text as a token file, or None after printing why not."""
     target = folder / "kjv.bin"
     command = [sys.executable, "-m", "llmb.cli.llmb_run", "tokenize", str(ROOT / "data/kjv.txt")]
     command += ["--tokenizer", str(ROOT / "data/tokenizer.json"), "-o", str(target)]
-    made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    if made.returncode == 0:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode == 0:
         return target
-    print(f"note: synthetic tokens, since the shipped text could not be tokenized: {made.stderr.strip()}")
+    print(f"note: synthetic tokens, since the shipped text could not be tokenized: {done.stderr.strip()}")
     return None
 
 
@@ -96,7 +96,7 @@ def configuration(options: argparse.Namespace, data: Path | None) -> RunConfig:
 
 
 def losses_of(config: RunConfig, folder: Path) -> list[float]:
-    """Every step's loss."""
+    """Return the loss of every step."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
     with (folder / "log.out").open("w") as log:
@@ -104,26 +104,26 @@ def losses_of(config: RunConfig, folder: Path) -> list[float]:
     events = list(read(folder / "events.rank0.jsonl"))
     ended = events[-1]
     if not isinstance(ended, RunEnded) or ended.status != "ok":
-        sys.exit(f"{folder.name} did not end well: {getattr(ended, 'reason', None)}")
+        sys.exit(f"{folder.name} failed: {getattr(ended, 'reason', None)}")
     return [event.loss for event in events if isinstance(event, StepDone) and event.loss is not None]
 
 
-def trained(config: RunConfig, seeds: int, at_once: int, folder: Path) -> Losses:
-    """All ways from all seeds."""
+def train_all(config: RunConfig, seeds: int, at_once: int, folder: Path) -> Losses:
+    """Train all setups from all seeds."""
 
-    def one(run: tuple[str, int]) -> list[float]:
-        way, seed = run
-        dtype, fields = WAYS[way]
+    def train_run(run: tuple[str, int]) -> list[float]:
+        setup, seed = run
+        dtype, fields = SETUPS[setup]
         work = replace(config.workload, seed=seed, **fields)
-        return losses_of(replace(config, precision=Precision(dtype=dtype), workload=work), folder / f"{way} {seed}")
+        return losses_of(replace(config, precision=Precision(dtype=dtype), workload=work), folder / f"{setup} {seed}")
 
-    runs = list(product(WAYS, range(1, seeds + 1)))
-    found: Losses = {way: [] for way in WAYS}
+    runs = list(product(SETUPS, range(1, seeds + 1)))
+    all_losses: Losses = {setup: [] for setup in SETUPS}
     with ThreadPoolExecutor(at_once) as pool:
-        for (way, seed), losses in zip(runs, pool.map(one, runs), strict=True):
-            print(f"  {way}, seed {seed}: {statistics.fmean(losses[-LAST:]):.4f}", flush=True)
-            found[way].append(losses)
-    return found
+        for (setup, seed), losses in zip(runs, pool.map(train_run, runs), strict=True):
+            print(f"  {setup}, seed {seed}: {statistics.fmean(losses[-LAST:]):.4f}", flush=True)
+            all_losses[setup].append(losses)
+    return all_losses
 
 
 def plot(losses: Losses, title: str, path: Path) -> None:
@@ -135,18 +135,18 @@ def plot(losses: Losses, title: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    means = {way: [statistics.fmean(step) for step in zip(*runs, strict=True)] for way, runs in losses.items()}
-    base, *others = means
+    means = {setup: [statistics.fmean(step) for step in zip(*runs, strict=True)] for setup, runs in losses.items()}
+    base, *compared = means
     figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2))
-    colours = {way: f"C{number}" for number, way in enumerate(means)}
-    for way, values in means.items():
-        upper.plot(range(1, len(values) + 1), values, label=way, color=colours[way], linewidth=1)
+    colours = {setup: f"C{number}" for number, setup in enumerate(means)}
+    for setup, values in means.items():
+        upper.plot(range(1, len(values) + 1), values, label=setup, color=colours[setup], linewidth=1)
     upper.set_ylabel("loss")
     upper.legend()
     upper.set_title(title)
-    for way in others:
-        apart = [mine / its - 1 for mine, its in zip(means[way], means[base], strict=True)]
-        lower.plot(range(1, len(apart) + 1), apart, color=colours[way], linewidth=1)
+    for setup in compared:
+        difference = [loss / base_loss - 1 for loss, base_loss in zip(means[setup], means[base], strict=True)]
+        lower.plot(range(1, len(difference) + 1), difference, color=colours[setup], linewidth=1)
     lower.axhline(0, color="grey", linewidth=0.5)
     lower.set_ylabel(f"over {base} - 1")
     lower.set_xlabel("step")
@@ -158,8 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a token file; default: the shipped text")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=6, help="runs of each way")
-    parser.add_argument("--at-once", type=int, default=8, help="runs beside one another")
+    parser.add_argument("--seeds", type=int, default=6, help="runs of each setup")
+    parser.add_argument("--at-once", type=int, default=8, help="concurrent runs")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512, help="a multiple of 64")
     parser.add_argument("--seqlen", type=int, default=512)
@@ -168,24 +168,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    found = Findings(json=options.json)
+    report = BenchReport(json=options.json)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = configuration(options, options.data.resolve() if options.data else shipped_text(folder))
         title = f"{config.model.name}, {options.steps} steps of {options.batch} x {options.seqlen} tokens"
-        found.head(f"{title}, {options.seeds} seeds")
-        found.keep("config", to_plain(config))
-        losses = trained(config, options.seeds, options.at_once, folder)
-    found.keep("losses", losses)
+        report.print_heading(f"{title}, {options.seeds} seeds")
+        report.record("config", to_plain(config))
+        losses = train_all(config, options.seeds, options.at_once, folder)
+    report.record("losses", losses)
     rows, base = [], None
-    for way, runs in losses.items():
+    for setup, runs in losses.items():
         ends = [statistics.fmean(run[-LAST:]) for run in runs]
         mean, spread = statistics.fmean(ends), statistics.stdev(ends) if len(ends) > 1 else None
         base = base or mean
         error = spread / len(ends) ** 0.5 if spread is not None else None
-        rows.append((way, *(None if x is None else f"{x:.4f}" for x in (mean, spread, error, mean / base))))
-        found.keep("ends", {"way": way, "mean": mean, "spread": spread, "error": error, "ratio": mean / base})
-    found.say(f"mean loss of the last {LAST} steps", ("way", "loss", "spread", "error", "of the first"), rows)
+        rows.append((setup, *(None if x is None else f"{x:.4f}" for x in (mean, spread, error, mean / base))))
+        report.record("ends", {"setup": setup, "mean": mean, "spread": spread, "error": error, "ratio": mean / base})
+    report.print_table(f"mean loss of the last {LAST} steps", ("setup", "loss", "spread", "error", "x of bf16"), rows)
     if options.plot:
         plot(losses, f"{title}, mean of {options.seeds} seeds", options.plot)
 

@@ -13,14 +13,14 @@ import time
 from dataclasses import replace
 
 import torch
-from device import machine_of
+from device import describe_machine
 from infer_bench import Bench
 from infer_deepseek import PROMPT, deepseek
 from infer_llama import llama
 from infer_peer import alone
 from infer_rates import bandwidths
 from infer_serving import Row
-from options import asked, parsed, parser_of
+from options import build_parser, parse_options, select_rows
 
 from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import convert
@@ -56,7 +56,7 @@ def ceilings(bench: Bench) -> None:
     bench.rate("fp8", bench.deepseek, tokens)
     gc.collect()
     how = {"copy": "copy, bytes read and bytes written", "sum": "sum", "dot": "dot product"}
-    bench.say(
+    bench.print_table(
         "1. Ceilings of this device, measured",
         ("what", "rate"),
         [
@@ -64,12 +64,12 @@ def ceilings(bench: Bench) -> None:
                 (f"{how[way]}, {size / 2**30:g} GiB", f"{rate / 1e12:.3f} TB/s")
                 for way, rate in bench.bandwidth.items()
             ),
-            *((what, f"{rate / 1e12:.1f} TFLOP/s") for what, rate in bench.rates.items()),
+            *((name, f"{rate / 1e12:.1f} TFLOP/s") for name, rate in bench.rates.items()),
         ],
         "read bandwidth below: the best of the three",
         "a layer's products: its matrices one after the other, random data; fp8 by torch._scaled_mm, a scale a row",
     )
-    bench.keep("ceilings", {"bandwidth": bench.bandwidth, "rates": bench.rates})
+    bench.record("ceilings", {"bandwidth": bench.bandwidth, "rates": bench.rates})
 
 
 def models() -> tuple[Model, Model]:
@@ -83,7 +83,7 @@ def models() -> tuple[Model, Model]:
 
 
 def tiny_models() -> tuple[Model, Model]:
-    """The same structure, very small."""
+    """Return models of the same structure, very small."""
     dense, moe = models()
     assert moe.experts is not None
     assert moe.mla is not None
@@ -99,14 +99,14 @@ def tiny_row(row: Row) -> Row:
 
 
 def run(options: argparse.Namespace) -> None:
-    """All parts that were asked for; ceilings always, as all others need them."""
+    """Run the requested parts; ceilings always, as all others need them."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     parts, tiny = options.parts, options.tiny
-    rows = tuple(tiny_row(row) if tiny else row for row in asked(ROWS, options.row))
+    rows = tuple(tiny_row(row) if tiny else row for row in select_rows(ROWS, options.row))
     bench = Bench(device, *(tiny_models() if tiny else models()), rows, parts, tiny, json=options.json)
     # The peer comes first: this process holds nothing of the GPU yet.
     peer = alone(tiny) if "peer" in parts and any("peer" in row.parts for row in rows) else None
-    print(machine_of(device), flush=True)
+    print(describe_machine(device), flush=True)
     ceilings(bench)
     llama(bench, peer)
     if "deepseek" in parts:
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = parsed(parser_of(__doc__, PARTS), PARTS, ROWS)
+    options = parse_options(build_parser(__doc__, PARTS), PARTS, ROWS)
     began = time.perf_counter()
     run(options)
     print(f"\n{time.perf_counter() - began:.0f} seconds in all")

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: kernels of some profiled steps by class, idle time, and what the host did meanwhile.
+"""Breakdown of a serving step: kernels of some profiled steps by class, idle time, and host time.
 
 Kernels may overlap (a small one starts while the one before ends), so the moments are dealt out: where several run the
 class named first owns the moment. What no name fits is "other", and its longest kernels are listed, so that nothing
@@ -46,20 +46,20 @@ LONGEST = 6  # kernels of no class that are listed
 
 
 def kind_of(name: str) -> str:
-    """The class of a kernel or operation of this name."""
+    """Return the class of a kernel or operation."""
     return next((kind for kind, pattern in NAMES if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """An average step. Seconds."""
+    """Times of an average step in seconds."""
 
     step: Step  # what it computed
     wall: float  # of the same steps without a profiler
     span: float  # from the first kernel's start to the last one's end, with it
     kinds: dict[str, float]
-    others: list[tuple[str, float]]
-    host: dict[str, float]  # without a profiler: planning, launching, taking the tokens in, waiting for the device
+    unclassified: list[tuple[str, float]]
+    host: dict[str, float]  # without a profiler: scheduling, launching, processing outputs, waiting for the device
 
     @property
     def idle(self) -> float:
@@ -67,14 +67,14 @@ class Profiled:
         return max(0.0, self.span - sum(self.kinds.values()))
 
 
-def as_if_steady(engine: Engine, model: Model, row: Row, more: int = 256) -> None:
-    """Bring the engine to where the row's long run would be: requests at every stage of their answers, others waiting.
+def fill_to_steady_state(engine: Engine, model: Model, row: Row, more: int = 256) -> None:
+    """Bring the engine to the steady state of a long run: requests at every stage of their outputs, more waiting.
 
     Plans are taken as computed without computing them: blocks and positions are those of a long run, and what the
     cache holds does not change how long reading it takes.
     """
     scheduler, limits = engine.scheduler, engine.scheduler.limits
-    stages = [place * row.osl // row.batch for place in range(row.batch)]
+    stages = [index * row.osl // row.batch for index in range(row.batch)]
     submit(engine, model, [(row.isl + stage, row.osl - stage) for stage in reversed(stages)])
     scheduler.limits = replace(limits, max_num_tokens=row.batch * (row.isl + row.osl))
     plan = scheduler.schedule()
@@ -84,7 +84,7 @@ def as_if_steady(engine: Engine, model: Model, row: Row, more: int = 256) -> Non
 
 
 def profiled(engine: Engine, steps: int, device: torch.device) -> Profiled:
-    """Go on for twice as many steps, the second half under the profiler."""
+    """Run twice as many steps, the second half under the profiler."""
     _settle(engine, device)
     began = time.perf_counter()
     with _watched(engine) as (host, _):
@@ -98,19 +98,19 @@ def profiled(engine: Engine, steps: int, device: torch.device) -> Profiled:
         for _ in range(steps):
             engine.step()
         _synchronize(device)
-    pieces = list(resolve_overlaps(_work(trace, device), CLASSES))
-    kinds, others = Counter[str](), Counter[str]()
-    for piece in pieces:
-        kinds[piece.kind] += (piece.end - piece.start) / steps
-        if piece.kind == OTHER:
-            others[piece.name] += (piece.end - piece.start) / steps
-    span = (max(piece.end for piece in pieces) - min(piece.start for piece in pieces)) / steps
+    intervals = list(resolve_overlaps(_work(trace, device), CLASSES))
+    kinds, unclassified = Counter[str](), Counter[str]()
+    for interval in intervals:
+        kinds[interval.kind] += (interval.end - interval.start) / steps
+        if interval.kind == OTHER:
+            unclassified[interval.name] += (interval.end - interval.start) / steps
+    span = (max(interval.end for interval in intervals) - min(interval.start for interval in intervals)) / steps
     each = {name: seconds / steps for name, seconds in host.items()}
-    return Profiled(_mean_step(plans), wall / steps, span, dict(kinds), others.most_common(LONGEST), each)
+    return Profiled(_mean_step(plans), wall / steps, span, dict(kinds), unclassified.most_common(LONGEST), each)
 
 
 def _settle(engine: Engine, device: torch.device) -> None:
-    """Past what only happens once: the first steps, and the profiler's own beginning."""
+    """Run what happens only once: the first steps, and the start of the profiler."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     for _ in range(5):
         engine.step()
@@ -127,15 +127,15 @@ def _synchronize(device: torch.device) -> None:
 
 @contextmanager
 def _watched(engine: Engine) -> Iterator[tuple[dict[str, float], list[StepBatch]]]:
-    """Seconds of the host in each of an engine step's three calls, and the plans that were launched."""
-    host, plans = {"planning": 0.0, "launching": 0.0, "taking tokens in": 0.0}, []
+    """Record host seconds in the three calls of an engine step, and the launched batches."""
+    host, plans = {"scheduling": 0.0, "launching": 0.0, "processing outputs": 0.0}, []
 
-    def timed(call: Any, name: str) -> Any:
+    def timed_call(call: Any, name: str) -> Any:
         def replacement(*arguments: Any) -> Any:
             began = time.perf_counter()
             result = call(*arguments)
             host[name] += time.perf_counter() - began
-            if name == "planning":
+            if name == "scheduling":
                 plans.append(result)
             return result
 
@@ -143,7 +143,7 @@ def _watched(engine: Engine) -> Iterator[tuple[dict[str, float], list[StepBatch]
 
     calls = ((engine.scheduler, "schedule"), (engine.runner, "launch"), (engine.scheduler, "update_from_output"))
     for (owner, method), name in zip(calls, list(host), strict=True):
-        setattr(owner, method, timed(getattr(owner, method), name))
+        setattr(owner, method, timed_call(getattr(owner, method), name))
     try:
         yield host, plans
     finally:
@@ -152,7 +152,7 @@ def _watched(engine: Engine) -> Iterator[tuple[dict[str, float], list[StepBatch]
 
 
 def _work(trace: Any, device: torch.device) -> Iterator[KernelInterval]:
-    """What ran, in seconds. A CPU's operations enclose one another: each is as long as its own time."""
+    """Yield kernels in seconds; on a CPU operations with their self time, as they nest."""
     for event in trace.events():
         start, end = event.time_range.start, event.time_range.end
         if device.type != "cuda":
@@ -163,7 +163,7 @@ def _work(trace: Any, device: torch.device) -> Iterator[KernelInterval]:
 
 
 def _mean_step(plans: list[StepBatch]) -> Step:
-    """What the plans compute, on average."""
+    """Return the average work of these batches."""
     decodes = contexts = prompt_tokens = pairs = samples = 0.0
     for plan in plans:
         first = plan.num_decodes

@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from peer_process import found_by
+from peer_process import run_peer
 
 LIMIT_S, START_S = 40.0, 45.0  # of its generation; of its imports, weights and warm-up
 TINY_START_S = 260.0  # a CPU's whole memory becomes its cache
@@ -28,24 +28,24 @@ def peer_load(tiny: bool) -> tuple[int, int, int]:
 
 
 def alone(tiny: bool) -> dict[str, Any]:
-    """What the peer's process printed, or why it printed nothing. To be called before anything else uses the GPU."""
+    """Return the result of the peer's process, or why there is none. Call it before anything else uses the GPU."""
     isl, osl, requests = peer_load(tiny)
     arguments = ["--isl", str(isl), "--osl", str(osl), "--requests", str(requests), "--limit", str(LIMIT_S)]
     start_s = TINY_START_S if tiny else START_S
-    return found_by(Path(__file__).name, arguments + ["--tiny"] * tiny, LIMIT_S + start_s)
+    return run_peer(Path(__file__).name, arguments + ["--tiny"] * tiny, LIMIT_S + start_s)
 
 
 def peer(requests: int, isl: int, osl: int, limit: float, tiny: bool) -> dict[str, Any]:
-    """All requests at once, after a few that warm it up: with this attention it has no warm-up of its own."""
+    """Run all requests at once after a few warm-up requests: with this attention it has no warm-up of its own."""
     import torch
     from transformers import ContinuousBatchingConfig, GenerationConfig, __version__
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _model(tiny).to(device=device, dtype=torch.bfloat16).eval()
     generation = GenerationConfig(max_new_tokens=osl, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    wanted = {"allow_block_sharing": False, "auto_switch_to_flash": False}  # prompts differ; flash comes from the net
-    known = {field.name for field in fields(ContinuousBatchingConfig)}
-    batching = ContinuousBatchingConfig(**{name: value for name, value in wanted.items() if name in known})
+    settings = {"allow_block_sharing": False, "auto_switch_to_flash": False}  # prompts differ; flash comes from the net
+    supported = {field.name for field in fields(ContinuousBatchingConfig)}
+    batching = ContinuousBatchingConfig(**{name: value for name, value in settings.items() if name in supported})
     draw = random.Random(1)
     prompts = [[draw.randrange(model.config.vocab_size) for _ in range(isl)] for _ in range(requests)]
     with model.continuous_batching_context_manager(
@@ -60,7 +60,7 @@ def peer(requests: int, isl: int, osl: int, limit: float, tiny: bool) -> dict[st
 
 
 def _generate(manager: Any, prompts: list[list[int]], osl: int, limit: float) -> int:
-    """Output tokens. A request that has not ended tells none of its own, so there is no count before all have ended."""
+    """Return the output tokens, which are known only when all requests have ended."""
     ended = tokens = 0
     began = time.perf_counter()
     manager.add_requests(inputs=prompts, max_new_tokens=osl)
@@ -99,10 +99,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a very small model, to see that it runs")
     options = parser.parse_args()
     try:
-        found = peer(options.requests, options.isl, options.osl, options.limit, options.tiny)
+        outcome = peer(options.requests, options.isl, options.osl, options.limit, options.tiny)
     except Exception as error:  # the error is the result
-        found = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(found), flush=True)
+        outcome = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":

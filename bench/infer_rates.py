@@ -1,4 +1,4 @@
-"""What the device can do, measured in the process that measures the engine: bandwidth, and rates of matrix products.
+"""Rates of the device, measured in the process that measures the engine: bandwidth, and FLOP/s of GEMMs.
 
 Each is kept up for about a second on random data, as clocks fall under load and zeros would save power. A product is
 that of one layer after the other, so that weights come from memory and not from a cache.
@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from device_timer import copy_bandwidth, time_sustained
 from infer_ceilings import product_shapes
-from stopwatch import copy_rate, sustained
 from torch import Tensor
 
 from llmb.config.spec import Model
@@ -18,13 +18,13 @@ from llmb.ops.quant.activation_quant import E4M3
 
 def bandwidths(device: torch.device, size: int, seconds: float) -> dict[str, float]:
     """bytes/s of a copy (read and written bytes counted), of a sum and of a dot product over fp32 numbers."""
-    copied = copy_rate(device, size, seconds)
+    copied = copy_bandwidth(device, size, seconds)
     values = torch.randn(size // 4, device=device)
     first, second = values.chunk(2)
     return {
         "copy": copied,
-        "sum": values.nbytes / sustained(values.sum, device, seconds),
-        "dot": values.nbytes / sustained(lambda: torch.dot(first, second), device, seconds),
+        "sum": values.nbytes / time_sustained(values.sum, device, seconds),
+        "dot": values.nbytes / time_sustained(lambda: torch.dot(first, second), device, seconds),
     }
 
 
@@ -46,14 +46,14 @@ def _rate(shapes: list[tuple[int, int]], tokens: int, dtype: str, device: torch.
             product()
 
     flops = 2.0 * tokens * sum(outputs * inputs for outputs, inputs in shapes)
-    return flops / sustained(layer, device, seconds)
+    return flops / time_sustained(layer, device, seconds)
 
 
 def _operands(tokens: int, outputs: int, inputs: int, dtype: str, device: torch.device) -> Callable[[], Tensor]:
     """A product of random matrices, ready to be computed."""
     x_NK = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
     w_OK = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
-    if dtype != "fp8" or device.type != "cuda":  # a CPU has no products of fp8: a smoke run takes bf16 for them
+    if dtype != "fp8" or device.type != "cuda":  # a CPU has no fp8 GEMM: a smoke run uses bf16
         return lambda: F.linear(x_NK, w_OK)
     x8_NK, w8_OK = x_NK.to(E4M3), w_OK.to(E4M3)
     scales_N1 = torch.rand(tokens, 1, device=device) + 0.5

@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from device import let_go
-from stopwatch import Stopwatch
+from device import release_memory
+from device_timer import DeviceTimer
 from torch import Tensor
 
 from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
@@ -64,7 +64,7 @@ class Row:
 
 
 def config_of(model: Model, row: Row, device: torch.device) -> RunConfig:
-    """All requests at once, streamed, EOS ignored, random weights."""
+    """Return a configuration with all requests at once, streamed, EOS ignored, random weights."""
     return RunConfig(
         name=row.title,
         target="bench",
@@ -88,9 +88,9 @@ def config_of(model: Model, row: Row, device: torch.device) -> RunConfig:
     )
 
 
-def opened(config: RunConfig, device: torch.device, longest: int) -> Engine:
+def open_engine(config: RunConfig, device: torch.device, longest: int) -> Engine:
     """The engine of a configuration; what earlier ones held is let go of first."""
-    let_go(device)
+    release_memory(device)
     return build_engine(config, RankInfo(0, 1, device), max_seq_len=longest)
 
 
@@ -110,9 +110,9 @@ def measure(engine: Engine, config: RunConfig, device: torch.device) -> Measured
     """Warm up, send everything, and derive the rates from what was recorded."""
     work = config.workload
     assert isinstance(work, Inference)
-    wanted = model_info(config.model, None)
-    draw = PromptSampler(work.seed, wanted)
-    load = make_load(measured_prompts(work, wanted, draw), work.concurrency)
+    info = model_info(config.model, None)
+    draw = PromptSampler(work.seed, info)
+    load = make_load(measured_prompts(work, info, draw), work.concurrency)
     warmup = warmup_load(work, load, 1, engine.stats.blocks * work.block_tokens, draw)
     with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):  # progress is no part of the tables
         record = EventRecorder(Path(folder), 0)
@@ -125,7 +125,7 @@ def measure(engine: Engine, config: RunConfig, device: torch.device) -> Measured
 
 
 def _derived(done: list[RequestDone], work: Inference, energy: Energy) -> Measured:
-    wrong = sum(one.output_tokens != one.requested_tokens for one in done)
+    wrong = sum(request.output_tokens != request.requested_tokens for request in done)
     if wrong or len(done) != work.num_requests:
         raise RuntimeError(f"{len(done)} of {work.num_requests} requests ended, {wrong} of them with a wrong length")
     whole, window = throughput(done), steady_state(done)
@@ -142,8 +142,8 @@ def _derived(done: list[RequestDone], work: Inference, energy: Energy) -> Measur
 
 
 def _most_at_once(done: list[RequestDone]) -> int:
-    """How many answers went on at the same time, at most."""
-    changes = sorted([(one.first_token or 0.0, 1) for one in done] + [(one.end, -1) for one in done])
+    """Return the highest number of running requests."""
+    changes = sorted([(request.first_token or 0.0, 1) for request in done] + [(request.end, -1) for request in done])
     return int(max(np.cumsum([change for _, change in changes])))
 
 
@@ -188,11 +188,13 @@ def decode(
         -batch * context // engine.scheduler.limits.max_num_tokens
     )  # steps, in which the first generate already
     submit(engine, model, [(prompt, reading + settle + steps + 8)] * batch)
-    while engine.scheduler.waiting or any(len(one.token_ids) <= prompt for one in engine.scheduler.running.values()):
+    while engine.scheduler.waiting or any(
+        len(request.token_ids) <= prompt for request in engine.scheduler.running.values()
+    ):
         engine.step()
     for _ in range(settle):
         engine.step()
-    watch = Stopwatch(device)
+    watch = DeviceTimer(device)
     before = _mean_length(engine)
     watch.start()
     for _ in range(steps):
@@ -201,7 +203,7 @@ def decode(
     if len(engine.scheduler.running) != batch:
         raise RuntimeError(f"{len(engine.scheduler.running)} of {batch} requests were computed at once")
     after = _mean_length(engine)
-    visited = visited_experts(engine) if model.experts is not None else None
+    visited = count_active_experts(engine) if model.experts is not None else None
     cancel_all(engine)
     return Decoded(seconds, (before + after) / 2, visited)
 
@@ -213,7 +215,7 @@ def _mean_length(engine: Engine) -> float:
 
 def prefill(engine: Engine, model: Model, tokens: int, repeats: int, device: torch.device) -> float:
     """Seconds of a step that reads a whole prompt; the median of some."""
-    watch, seconds = Stopwatch(device), []
+    watch, seconds = DeviceTimer(device), []
     for repeat in range(repeats + 1):
         submit(engine, model, [(tokens, 1)], first=repeat)
         watch.start()
@@ -241,8 +243,8 @@ class _Listening:
         return weights_NK, self.chosen_NK
 
 
-def visited_experts(engine: Engine) -> float:
-    """Compute one more step without a graph, and count the experts of each layer that some token visits."""
+def count_active_experts(engine: Engine) -> float:
+    """Run one more step without a graph, and count the active experts of each layer."""
     runner = engine.runner
     layers = [mixer for mixer in runner.model.mixers() if isinstance(mixer, ServedMoe)]  # type: ignore[attr-defined]
     graphs, routers = runner.graphs, [layer.router for layer in layers]  # type: ignore[attr-defined]
@@ -251,14 +253,16 @@ def visited_experts(engine: Engine) -> float:
     for layer, ear in zip(layers, ears, strict=True):
         layer.router = ear  # type: ignore[assignment]
     engine.step()
-    counts = [len(ear.chosen_NK.unique()) for ear in ears]  # no step without a graph has padding, which visits nobody
+    counts = [
+        len(ear.chosen_NK.unique()) for ear in ears
+    ]  # a step without a graph has no padding, which selects no expert
     runner.graphs = graphs  # type: ignore[attr-defined]
     for layer, router in zip(layers, routers, strict=True):
         layer.router = router
     return sum(counts) / len(counts)
 
 
-def for_longer(engine: Engine, longest: int) -> Engine:
+def with_longer_sequences(engine: Engine, longest: int) -> Engine:
     """A second engine for longer sequences on the layers and the cache of one that is idle; it has no graphs."""
     scheduler, runner = engine.scheduler, engine.runner
     assert isinstance(runner, TorchModelRunner)

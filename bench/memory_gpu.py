@@ -3,7 +3,7 @@
     python bench/memory_gpu.py [--json FILE] [--only llama]
 
 Each run takes 3 steps through `python -m llmb.train` in a process of its own; measured is its
-torch.cuda.max_memory_allocated, predicted are the rehearsal's peak and the closed form's. Aim: within 5 %.
+torch.cuda.max_memory_allocated, predicted are the peaks of the dry run and of the closed form. Aim: within 5 %.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.report.table import render
 
-# workload, size, dtype, stand-in, settings: gradients accumulate over 2 micro-batches, as in the recipes
+# workload, size, dtype, proxy, settings: gradients accumulate over 2 micro-batches, as in the recipes
 RUNS = [
     ("pretrain_llama3.1", "1b", "bf16", None, ["gbs=4"]),
     ("pretrain_llama3.1", "8b", "bf16", None, ["gbs=2"]),
@@ -37,13 +37,13 @@ RUNS = [
     ("pretrain_deepseek-v3", "671b", "bf16", "true-width", ["gbs=2"]),
 ]
 STEPS = 3
-HEADER = ("run", "measured GiB", "rehearsed GiB", "ratio", "closed form GiB", "ratio")
+HEADER = ("run", "measured GiB", "dry run GiB", "ratio", "closed form GiB", "ratio")
 
 
 def configuration(workload: str, size: str, dtype: str, proxy: str | None, settings: list[str], gpu: str) -> RunConfig:
     """One of the runs for this GPU."""
-    wishes = tuple(from_arguments([*settings, f"steps={STEPS}"]))
-    request = Request(size=size, dtype=dtype, gpus=1, gpu=gpu, proxy=proxy, settings=wishes)
+    overrides = tuple(from_arguments([*settings, f"steps={STEPS}"]))
+    request = Request(size=size, dtype=dtype, gpus=1, gpu=gpu, proxy=proxy, settings=overrides)
     return resolve(load_all([shipped()])[workload], request)
 
 
@@ -73,14 +73,18 @@ def main() -> None:
         if options.only not in workload:
             continue
         config = configuration(workload, size, dtype, proxy, settings, options.gpu_type)
-        rehearsed, formed, real = run_dry_run(config).peak_bytes, memory_estimate(config).total, measured(config)
-        ratios = (None, None) if real is None else (rehearsed / real, formed / real)
+        dry_run_bytes, estimate_bytes, real = (
+            run_dry_run(config).peak_bytes,
+            memory_estimate(config).total,
+            measured(config),
+        )
+        ratios = (None, None) if real is None else (dry_run_bytes / real, estimate_bytes / real)
         real_gib = None if real is None else real / GIB
-        lines.append((config.name, real_gib, rehearsed / GIB, ratios[0], formed / GIB, ratios[1]))
+        lines.append((config.name, real_gib, dry_run_bytes / GIB, ratios[0], estimate_bytes / GIB, ratios[1]))
         print(render(HEADER, lines[-1:]), flush=True)
     print("\n" + render(HEADER, lines))
     if options.json:
-        options.json.write_text(json.dumps([dict(zip(("run", "measured_gib", "rehearsed_gib", "rehearsed_ratio",
+        options.json.write_text(json.dumps([dict(zip(("run", "measured_gib", "dry_run_gib", "dry_run_ratio",
                                            "closed_form_gib", "closed_form_ratio"), line, strict=True))
                                             for line in lines]))  # fmt: skip
 

@@ -2,7 +2,7 @@
 
     python bench/models_gpu.py [--json FILE] [--steps 30] [--only llama]
 
-Prints a line a run: what it was, whether it ended well, first and last loss (which must fall), tokens/s, TFLOP/s, MFU
+Prints a line a run: what it was, its status, first and last loss (which must fall), tokens/s, TFLOP/s, MFU
 and memory. It shows that they train; how fast they could be is another question.
 """
 
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 HEADER = ("workload", "size", "dtype", "status", "loss fell", "first", "last", "s/step", "tokens/s", "TFLOP/s", "MFU %",
-          "GiB", "stand-in")  # fmt: skip
+          "GiB", "proxy")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the programs that measure a GPU are asked on the command line: parts, rows, and models so small that all run.
+"""Command line of the programs that measure a GPU: parts, rows, and tiny models.
 
 parser = parser_of(__doc__, PARTS)
 parser.add_argument("--steps", type=int)
@@ -22,8 +22,8 @@ class Titled(Protocol):
 Row = TypeVar("Row", bound=Titled)
 
 
-def parser_of(doc: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
-    """For what all of them take."""
+def build_parser(doc: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """Return a parser with the options of all programs."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(parts), help=f"parts, of {','.join(parts)}")
     parser.add_argument("--row", default="", help="only rows, and peers of rows, with one of these in their title")
@@ -32,13 +32,13 @@ def parser_of(doc: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def parsed(parser: argparse.ArgumentParser, parts: Sequence[str], rows: Sequence[Titled]) -> argparse.Namespace:
-    """What was given, or one line that says what is wrong with it."""
+def parse_options(parser: argparse.ArgumentParser, parts: Sequence[str], rows: Sequence[Titled]) -> argparse.Namespace:
+    """Parse the command line, or exit with one line that names the mistake."""
     options = parser.parse_args()
     options.parts = frozenset(options.only.split(","))
     if unknown := options.parts - set(parts):
         parser.error(f"no part is called {', '.join(sorted(unknown))}; parts are: {', '.join(parts)}")
-    if not asked(rows, options.row):
+    if not select_rows(rows, options.row):
         parser.error(f"no row is called {options.row}; rows are: {', '.join(row.title for row in rows)}")
     if not options.tiny:
         import torch  # here: processes that only plan have no use for it
@@ -48,6 +48,6 @@ def parsed(parser: argparse.ArgumentParser, parts: Sequence[str], rows: Sequence
     return options
 
 
-def asked(rows: Sequence[Row], names: str) -> tuple[Row, ...]:
-    """Rows with one of these in their title."""
+def select_rows(rows: Sequence[Row], names: str) -> tuple[Row, ...]:
+    """Return the rows with one of these names in their title."""
     return tuple(row for row in rows if any(name in row.title for name in names.split(",")))

@@ -1,12 +1,12 @@
-"""What all parts of `outofcore_gpu.py` share: the device, rates, the host slab."""
+"""Shared state of the parts of `outofcore_gpu.py`: device, rates, host slab."""
 
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from device import gpu_of, let_go, machine_of
-from findings import Findings
+from bench_report import BenchReport
+from device import describe_machine, gpu_name, release_memory
 from outofcore_rows import Row
 
 from llmb.config.spec import Model
@@ -21,7 +21,7 @@ PROBE_S = 4.0  # of the longest measurement of a rate
 
 
 @dataclass(kw_only=True)
-class Bench(Findings):
+class Bench(BenchReport):
     """One run of the program."""
 
     device: torch.device
@@ -33,12 +33,12 @@ class Bench(Findings):
 
     @property
     def machine(self) -> str:
-        return machine_of(self.device)
+        return describe_machine(self.device)
 
     @property
     def gpu(self) -> str:
         """A key of hardware.GPUS."""
-        return gpu_of(self.device)
+        return gpu_name(self.device)
 
     @property
     def peak(self) -> float | None:
@@ -46,27 +46,27 @@ class Bench(Findings):
         return hardware.peak_flops(self.gpu, "bf16")
 
     def rates(self) -> Rates:
-        """What the device sustains, measured as `llmb-run probe` does, for a shorter time."""
-        found = measured_rates(self.gpu, self.device, self.tiny)
-        let_go(self.device)
-        self.head("Rates of this machine, measured")
-        print(describe_rates(asdict(found)), flush=True)
-        self.keep("rates", asdict(found))
-        return found
+        """Measure the sustained rates of the device as `llmb-run probe` does, for a shorter time."""
+        measured = measured_rates(self.gpu, self.device, self.tiny)
+        release_memory(self.device)
+        self.print_heading("Rates of this machine, measured")
+        print(describe_rates(asdict(measured)), flush=True)
+        self.record("rates", asdict(measured))
+        return measured
 
     def slab(self, size: int) -> HostSlab:
-        """Host memory for all rows, locked once."""
+        """Pin host memory for all rows, once."""
         began = time.perf_counter()
         slab = HostSlab(size, self.device)
         seconds = time.perf_counter() - began
-        self.head(f"{size / hardware.GIB:.4g} GiB of host memory taken and locked in {seconds:.1f} s")
-        self.keep("slab", {"bytes": size, "seconds": seconds})
+        self.print_heading(f"{size / hardware.GIB:.4g} GiB of host memory allocated and pinned in {seconds:.1f} s")
+        self.record("slab", {"bytes": size, "seconds": seconds})
         return slab
 
 
 @torch.no_grad()
 def measured_rates(gpu: str, device: torch.device, tiny: bool) -> Rates:
-    """All that a plan in bf16 goes by."""
+    """Return the rates that a plan in bf16 needs."""
     torch.manual_seed(0)
     usual = machine_probe.ON_GPU if device.type == "cuda" else machine_probe.ON_CPU
     sizes = replace(usual, seconds=0.06 if tiny else PROBE_S)

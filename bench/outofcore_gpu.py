@@ -20,20 +20,20 @@ import os
 import time
 from pathlib import Path
 
-from options import asked, parsed, parser_of
+from options import build_parser, parse_options, select_rows
 from outofcore_rows import ROWS, models, tiny_models, tiny_row
 
 PARTS = ("rates", "rows", "batch", "peer")
 
 
 def run(options: argparse.Namespace) -> None:
-    """All parts that were asked for. Imported here: processes that only plan have no use for torch."""
+    """Run the requested parts. Imports torch here: processes that only plan do not need it."""
     import torch
     from outofcore_bench import Bench
     from outofcore_peers import peers
     from outofcore_table import table
 
-    parts, rows = options.parts, asked(ROWS, options.row)
+    parts, rows = options.parts, select_rows(ROWS, options.row)
     bench = Bench(
         device=torch.device("cpu") if options.tiny else torch.device("cuda", 0),
         models=tiny_models() if options.tiny else models(),
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
         profile=None if options.profile is None else Path(options.profile) / "profile",
     )
     print(bench.machine, flush=True)
-    bench.keep("machine", bench.machine)
+    bench.record("machine", bench.machine)
     if parts - {"peer"}:
         rates = bench.rates()
         if parts & {"rows", "batch"}:
@@ -55,13 +55,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, PARTS)
+    parser = build_parser(__doc__, PARTS)
     parser.add_argument("--steps", type=int, default=2, help="steps of a row that count, at most")
     parser.add_argument(
         "--profile", type=Path, nargs="?", const=os.environ.get("OUT", ""), metavar="FOLDER",
         help="profile the first row; the pictures go to FOLDER/profile, without FOLDER to $OUT/profile",
     )  # fmt: skip
-    options = parsed(parser, PARTS, ROWS)
+    options = parse_options(parser, PARTS, ROWS)
     if options.profile == "":
         parser.error("--profile needs a FOLDER where OUT is not set in the environment")
     if options.steps < 1:

@@ -15,7 +15,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from peer_process import tell
+from peer_process import print_result
 
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.plan_memory import CONTEXT_BYTES
@@ -24,7 +24,7 @@ from llmb.perfmodel.offload.plan_memory import CONTEXT_BYTES
 def peer(options: argparse.Namespace) -> dict[str, Any]:
     """Build it, take a small and a whole step, time the second."""
     import torch
-    from device import finish
+    from device import synchronize
     from transformers import __version__
 
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
@@ -38,10 +38,10 @@ def peer(options: argparse.Namespace) -> dict[str, Any]:
     losses, seconds = [], 0.0
     for sequences in (options.at_once, options.gbs):
         tokens = torch.randint(vocab, (sequences, options.seqlen + 1), device=device)
-        finish(device)
+        synchronize(device)
         began = time.perf_counter()
         losses.append(_step(network, optimizer, tokens, options))
-        finish(device)
+        synchronize(device)
         seconds = time.perf_counter() - began
     return {
         "version": f"transformers {__version__}",
@@ -113,7 +113,7 @@ def main() -> None:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, to see that it runs")
     options = parser.parse_args()
-    tell(peer, options)
+    print_result(peer, options)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from device import let_go
+from device import release_memory
 from outofcore_bench import Bench
-from peer_process import found_by
+from peer_process import run_peer
 
 ATTEMPTS = 2
 
@@ -33,9 +33,9 @@ class Peer:
     @property
     def title(self) -> str:
         state = ["FSDP2 with CPU offload"] if self.fsdp else []
-        kept = ["gradient checkpointing"] if self.checkpointing else []
-        kept += ["save_on_cpu"] if self.offload else []
-        return " + ".join(["transformers", *state, *kept])
+        activations = ["gradient checkpointing"] if self.checkpointing else []
+        activations += ["save_on_cpu"] if self.offload else []
+        return " + ".join(["transformers", *state, *activations])
 
 
 PEERS = (
@@ -49,56 +49,58 @@ PEERS = (
 
 
 def peers(bench: Bench, rows: set[str]) -> None:
-    """Those of these rows, one after the other, then all in a table beside ours. Tiny: the one that does everything."""
-    ours = _ours(bench)
-    let_go(bench.device)
-    said = []
+    """Run the peers of these rows one by one, then print a table. Tiny: only the one with all features."""
+    our_speeds = _our_speeds(bench)
+    release_memory(bench.device)
+    lines = []
     for peer in (peer for peer in (PEERS[-1:] if bench.tiny else PEERS) if peer.row in rows):
-        bench.head(f"Peer of {peer.row}: {peer.title}")
-        found = _run(peer, bench.tiny)
-        speed, mine = found.get("tokens_per_s"), ours.get(peer.row)
-        ratio = mine / speed if mine and speed else None
-        print(f"  {json.dumps(found)}", flush=True)
-        bench.keep("peer", asdict(peer) | {"title": peer.title} | found | {"ours": mine, "ratio": ratio})
-        memory, how = found.get("memory_gib"), found.get("error") or _how(found)
-        said.append((peer.row, peer.title, speed, mine, ratio, memory, how))
-    if said:
-        bench.say(
+        bench.print_heading(f"Peer of {peer.row}: {peer.title}")
+        result = _run(peer, bench.tiny)
+        speed, ours_tokens_per_s = result.get("tokens_per_s"), our_speeds.get(peer.row)
+        ratio = ours_tokens_per_s / speed if ours_tokens_per_s and speed else None
+        print(f"  {json.dumps(result)}", flush=True)
+        bench.record(
+            "peer", asdict(peer) | {"title": peer.title} | result | {"ours": ours_tokens_per_s, "ratio": ratio}
+        )
+        memory, how = result.get("memory_gib"), result.get("error") or _how(result)
+        lines.append((peer.row, peer.title, speed, ours_tokens_per_s, ratio, memory, how))
+    if lines:
+        bench.print_table(
             "Peers, in the device memory of the row, tokens/s",
             ("row", "what", "theirs", "ours", "ratio", "GiB", ""),
-            said,
+            lines,
             "bf16 weights and AdamW state, 8 bytes a weight as ours; a pass and an update to warm up, then one step",
         )
 
 
-def _ours(bench: Bench) -> dict[str, float]:
+def _our_speeds(bench: Bench) -> dict[str, float]:
     """The rows' speeds in this run, by title; of two batches of a row the first one's, which is the row's own."""
     done = [row for row in bench.results.get("rows", []) if "error" not in row]
     return {row["title"]: row["tokens_per_s"] for row in reversed(done)}
 
 
-def _how(found: dict[str, Any]) -> str:
-    if "skipped" in found:
-        return f"skipped: {found['skipped']}"
-    return f"{found['version']}, {found['kernels']}, {found['gbs']} sequences a step, {found['at_once']} at once"
+def _how(result: dict[str, Any]) -> str:
+    if "skipped" in result:
+        return f"skipped: {result['skipped']}"
+    return f"{result['version']}, {result['kernels']}, {result['gbs']} sequences a step, {result['at_once']} at once"
 
 
 def _run(peer: Peer, tiny: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     at_once = peer.at_once
     for _ in range(ATTEMPTS):
-        found = _attempt(peer, at_once, tiny)
-        if "out of memory" not in found.get("error", "").lower() or at_once == 1:
+        result = _attempt(peer, at_once, tiny)
+        if "out of memory" not in result.get("error", "").lower() or at_once == 1:
             break
         at_once //= 2
-    return found
+    return result
 
 
 def _attempt(peer: Peer, at_once: int, tiny: bool) -> dict[str, Any]:
-    """What its process printed, or why it printed nothing."""
+    """Return the result of its process, or why there is none."""
     seqlen, gbs = (32, min(peer.gbs, 4)) if tiny else (peer.seqlen, peer.gbs)
     arguments = ["--seqlen", str(seqlen), "--gbs", str(gbs), "--at-once", str(min(at_once, gbs))]
     arguments += ["--device-gib", str(peer.device_gib)]
     flags = {"--fsdp": peer.fsdp, "--checkpointing": peer.checkpointing, "--offload": peer.offload, "--tiny": tiny}
-    arguments += [flag for flag, given in flags.items() if given]
-    return found_by("outofcore_peer.py", arguments, peer.limit_s)
+    arguments += [flag for flag, enabled in flags.items() if enabled]
+    return run_peer("outofcore_peer.py", arguments, peer.limit_s)

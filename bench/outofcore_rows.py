@@ -77,12 +77,12 @@ TINY = {
 
 def models() -> dict[str, Model]:
     """By size."""
-    found = load_all([shipped()])["outofcore_llama3"].models
-    return {size: convert(Model, found[size], size) for size in ("8b", "15b")}
+    shipped_models = load_all([shipped()])["outofcore_llama3"].models
+    return {size: convert(Model, shipped_models[size], size) for size in ("8b", "15b")}
 
 
 def tiny_models() -> dict[str, Model]:
-    """The same structure, very small; the larger one still has twice the layers."""
+    """Return models of the same structure, very small; the larger one still has twice the layers."""
     shape = {"hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
     return {size: replace(model, layers=model.layers // 8, **shape) for size, model in models().items()}
 
@@ -98,22 +98,22 @@ def tiny_row(row: Row) -> Row:
 
 def planned(model: Model, row: Row, rates: Rates) -> PlanResult:
     """The row's plan."""
-    wishes = PlanConstraints(
+    overrides = PlanConstraints(
         dtype="bf16", seqlen=row.seqlen, host_gib=row.host_gib, device_gib=row.device_gib, gbs=row.gbs,
         chunk_tokens=row.chunk_tokens,
     )  # fmt: skip
-    return best_plan(model, wishes, rates)
+    return best_plan(model, overrides, rates)
 
 
 def plans_of(rows: Iterable[Row], sized: dict[str, Model], rates: Rates) -> dict[Row, PlanResult | str]:
-    """All at once; of a row that does not fit, why."""
+    """Plan all rows concurrently; a row that does not fit gets a message."""
     workers = min(8, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         making = {row: pool.submit(planned, sized[row.size], row, rates) for row in rows}
-    return {row: _made(plan) for row, plan in making.items()}
+    return {row: _result_or_error(plan) for row, plan in making.items()}
 
 
-def _made(plan: Future[PlanResult]) -> PlanResult | str:
+def _result_or_error(plan: Future[PlanResult]) -> PlanResult | str:
     try:
         return plan.result()
     except ConfigError as error:
@@ -134,9 +134,9 @@ def ceiling_s(model: Model, plan: Plan, rates: Rates) -> float:
     )
 
 
-def plan_line(model: Model, made: PlanResult) -> str:
-    """What the plan comes to."""
-    plan, expected, units = made.plan, made.simulation, ParamBuckets(model).count
+def plan_line(model: Model, result: PlanResult) -> str:
+    """Describe a plan in one line."""
+    plan, expected, units = result.plan, result.simulation, ParamBuckets(model).count
     levels = ", ".join(f"{plan.levels.count(level)} {level}" for level in (FULL, ATTENTION, INPUT))
     return (
         f"{plan.gbs} sequences a step, chunks of {plan.chunk_tokens} tokens, {plan.chunks_per_round} a round, "

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from device import let_go
+from device import release_memory
 from outofcore_bench import Bench
 from outofcore_rows import BATCH_ROW, LARGE_BATCH, Row, ceiling_s, plan_line, plans_of, tiny_row
 from outofcore_training import Order, Trained, train
@@ -44,11 +44,11 @@ class Outcome:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Of the speed to each; the names of published runs are their host and device GiB."""
+        """Ratios of the speed to its references; published runs are named by host and device GiB."""
         row = self.row
-        others: dict[str, float | None] = {f"published {where}": speed for where, speed in row.published.items()}
-        others |= {"aim": row.aim, "floor": row.floor, "ceiling": self.ceiling, "predicted": self.predicted}
-        return {name: self.tokens_per_s / other for name, other in others.items() if other is not None}
+        references: dict[str, float | None] = {f"published {where}": speed for where, speed in row.published.items()}
+        references |= {"aim": row.aim, "floor": row.floor, "ceiling": self.ceiling, "predicted": self.predicted}
+        return {name: self.tokens_per_s / speed for name, speed in references.items() if speed is not None}
 
 
 def table(bench: Bench, rates: Rates, with_rows: bool, with_batch: bool) -> None:
@@ -58,10 +58,10 @@ def table(bench: Bench, rates: Rates, with_rows: bool, with_batch: bool) -> None
     large = replace(small, gbs=LARGE_BATCH * small.gbs // BATCH_ROW.gbs)
     pair = (small, large) if with_batch else ()
     began = time.perf_counter()
-    made = plans_of(dict.fromkeys((*rows, *pair)), bench.models, rates)
-    bench.head(f"{len(made)} plans made in {time.perf_counter() - began:.1f} s")
-    fitting = {row: plan for row, plan in made.items() if isinstance(plan, PlanResult)}
-    for row, why in made.items():
+    result = plans_of(dict.fromkeys((*rows, *pair)), bench.models, rates)
+    bench.print_heading(f"{len(result)} plans made in {time.perf_counter() - began:.1f} s")
+    fitting = {row: plan for row, plan in result.items() if isinstance(plan, PlanResult)}
+    for row, why in result.items():
         if isinstance(why, str):
             _failed(bench, row, why)
     if not fitting:
@@ -69,64 +69,64 @@ def table(bench: Bench, rates: Rates, with_rows: bool, with_batch: bool) -> None
     slab = bench.slab(max(sum(plan.host_bytes.values()) for plan in fitting.values()))
     done: dict[Row, Outcome] = {}
     for row, plan in fitting.items():
-        found = _measured(bench, row, plan, rates, slab)
-        if found is not None:
-            done[row] = found
+        outcome = _measured(bench, row, plan, rates, slab)
+        if outcome is not None:
+            done[row] = outcome
     _say_rows(bench, [outcome for row, outcome in done.items() if row in rows])
     if with_batch and all(row in done for row in pair):
         _say_batch(bench, *(done[row] for row in pair))
 
 
-def _measured(bench: Bench, row: Row, made: PlanResult, rates: Rates, slab: HostSlab) -> Outcome | None:
-    bench.head(f"{row.title}, {row.gbs} sequences a step")
-    print(f"  plan: {plan_line(bench.models[row.size], made)}", flush=True)
+def _measured(bench: Bench, row: Row, result: PlanResult, rates: Rates, slab: HostSlab) -> Outcome | None:
+    bench.print_heading(f"{row.title}, {row.gbs} sequences a step")
+    print(f"  plan: {plan_line(bench.models[row.size], result)}", flush=True)
     try:
-        trained = train(bench.models[row.size], made, _order(bench, row, made, rates), bench.device, slab)
+        trained = train(bench.models[row.size], result, _order(bench, row, result, rates), bench.device, slab)
     except Exception as error:  # out of memory, a kernel that fails: the other rows do not depend on it
         traceback.print_exc()
         _failed(bench, row, f"{type(error).__name__}: {error}".splitlines()[0])
         trained = None
     finally:
-        let_go(bench.device)
+        release_memory(bench.device)
     if trained is None:
         return None
-    outcome = _outcome(bench, row, made, trained, rates)
-    _say_row(outcome, made, trained)
-    bench.keep("rows", _record(outcome, made, trained))
+    outcome = _outcome(bench, row, result, trained, rates)
+    _say_row(outcome, result, trained)
+    bench.record("rows", _record(outcome, result, trained))
     if bench.profile is not None:
-        _profile(bench.profile, bench, outcome, made, trained, rates)
+        _profile(bench.profile, bench, outcome, result, trained, rates)
         bench.profile = None
     return outcome
 
 
-def _order(bench: Bench, row: Row, made: PlanResult, rates: Rates) -> Order:
+def _order(bench: Bench, row: Row, result: PlanResult, rates: Rates) -> Order:
     # The first step compiles kernels to its very end, so Python is not ahead when the second begins.
     is_first = not any("losses" in earlier for earlier in bench.results.get("rows", []))
     return Order(
         budgets=Budgets(host_gib=row.host_gib, device_gib=row.device_gib),
         warm_up=row.warm_up + is_first,
-        steps=max(1, min(bench.steps, int(MEASURED_S / made.simulation.step_s))),
+        steps=max(1, min(bench.steps, int(MEASURED_S / result.simulation.step_s))),
         watch_all=bench.profile is not None,
         link_gbs=(rates.link_in_gbs, rates.link_out_gbs),
         peak_tflops=None if bench.peak is None else bench.peak / TERA,
     )
 
 
-def _outcome(bench: Bench, row: Row, made: PlanResult, trained: Trained, rates: Rates) -> Outcome:
-    model, step_s, tokens = bench.models[row.size], trained.step_s, made.plan.step_tokens
+def _outcome(bench: Bench, row: Row, result: PlanResult, trained: Trained, rates: Rates) -> Outcome:
+    model, step_s, tokens = bench.models[row.size], trained.step_s, result.plan.step_tokens
     useful = row.gbs * flops.train_flops_per_sequence(model, row.seqlen, "causal")
     return Outcome(
         row=row,
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         mfu=metrics.mfu(metrics.tflops_per_gpu(useful, step_s, 1), bench.peak),
-        hfu=metrics.hfu(made.simulation.hardware_flops, step_s, 1, bench.peak),
-        ceiling=tokens / ceiling_s(model, made.plan, rates),
-        predicted=tokens / made.simulation.step_s,
+        hfu=metrics.hfu(result.simulation.hardware_flops, step_s, 1, bench.peak),
+        ceiling=tokens / ceiling_s(model, result.plan, rates),
+        predicted=tokens / result.simulation.step_s,
     )
 
 
-def _say_row(outcome: Outcome, made: PlanResult, trained: Trained) -> None:
+def _say_row(outcome: Outcome, result: PlanResult, trained: Trained) -> None:
     row = outcome.row
     warm = "none" if trained.warm_up_s is None else f"{trained.warm_up_s:.4g} s"
     used = {"host": (trained.host_bytes, row.host_gib), "device": (trained.device_bytes, row.device_gib)}
@@ -138,7 +138,7 @@ def _say_row(outcome: Outcome, made: PlanResult, trained: Trained) -> None:
         f"HFU {_percent(outcome.hfu)}\n"
         f"  ratios: {', '.join(f'{name} {ratio:.3f}' for name, ratio in outcome.ratios.items())}\n"
         f"  steps: {_listed(trained.seconds)} s, warm-up {warm}, opening {trained.opening_s:.4g} s\n"
-        f"  computation waited {_percent(trained.waited)} of the last step, expected {_percent(_waits(made))}; "
+        f"  computation waited {_percent(trained.waited)} of the last step, expected {_percent(_waits(result))}; "
         f"copies in {_percent(trained.link['inbound'])}, out {_percent(trained.link['outbound'])}\n"
         f"  memory: {memory}\n"
         f"  losses: {_listed(trained.losses)}{'' if trained.sound else '  NOT what training gives'}",
@@ -148,17 +148,17 @@ def _say_row(outcome: Outcome, made: PlanResult, trained: Trained) -> None:
 
 def _say_rows(bench: Bench, done: list[Outcome]) -> None:
     rows = []
-    for one in done:
-        row, ratios = one.row, one.ratios
+    for outcome in done:
+        row, ratios = outcome.row, outcome.ratios
         published = [f"{speed:,.0f} ({where})" for where, speed in row.published.items()]
         compared = [f"{ratios[f'published {where}']:.3f}" for where in row.published]
         goals = (row.aim and float(row.aim), ratios.get("aim"), row.floor and float(row.floor))
-        speeds = (*goals, one.ceiling, ratios["ceiling"], one.predicted)
-        shares = (_percent(one.mfu), _percent(one.hfu))
-        rows.append((row.title, row.gbs, one.tokens_per_s, one.step_s, *shares, ", ".join(published) or None,
+        speeds = (*goals, outcome.ceiling, ratios["ceiling"], outcome.predicted)
+        shares = (_percent(outcome.mfu), _percent(outcome.hfu))
+        rows.append((row.title, row.gbs, outcome.tokens_per_s, outcome.step_s, *shares, ", ".join(published) or None,
                      ", ".join(compared) or None, *speeds, ratios["predicted"]))  # fmt: skip
     if rows:
-        bench.say(
+        bench.print_table(
             "Out-of-core training, tokens/s of whole steps",
             ("sequence/host/device", "gbs", "tokens/s", "s", "MFU", "HFU", "published", "ratio", "aim", "ratio",
              "floor", "ceiling", "ratio", "predicted", "ratio"),
@@ -170,45 +170,45 @@ def _say_rows(bench: Bench, done: list[Outcome]) -> None:
 
 def _say_batch(bench: Bench, small: Outcome, large: Outcome) -> None:
     slower = 1 - small.tokens_per_s / large.tokens_per_s
-    bench.say(
+    bench.print_table(
         f"{small.row.title}: a small global batch",
         ("sequences a step", "tokens/s"),
-        [(one.row.gbs, one.tokens_per_s) for one in (small, large)],
+        [(outcome.row.gbs, outcome.tokens_per_s) for outcome in (small, large)],
         f"slower by {_percent(slower)}; at most {_percent(LARGE_BATCH_LOSS)} is the aim",
     )
-    speeds = {str(one.row.gbs): one.tokens_per_s for one in (small, large)}
-    bench.keep("batch", {"row": small.row.title, "tokens_per_s": speeds, "slower": slower, "aim": LARGE_BATCH_LOSS})
+    speeds = {str(outcome.row.gbs): outcome.tokens_per_s for outcome in (small, large)}
+    bench.record("batch", {"row": small.row.title, "tokens_per_s": speeds, "slower": slower, "aim": LARGE_BATCH_LOSS})
 
 
-def _record(outcome: Outcome, made: PlanResult, trained: Trained) -> dict[str, Any]:
-    """For the file; what lanes did is in the profile."""
+def _record(outcome: Outcome, result: PlanResult, trained: Trained) -> dict[str, Any]:
+    """Return the record of a row; its streams are in the profile."""
     seen = {name: value for name, value in vars(trained).items() if name != "streams"}
     seen["losses"] = [loss if math.isfinite(loss) else None for loss in trained.losses]  # JSON has no NaN
-    found = {name: value for name, value in vars(outcome).items() if name != "row"}
-    expected = {name: value for name, value in vars(made.simulation).items() if name != "events"}
+    figures = {name: value for name, value in vars(outcome).items() if name != "row"}
+    expected = {name: value for name, value in vars(result.simulation).items() if name != "events"}
     return {
-        "title": outcome.row.title, "row": asdict(outcome.row), **found, "ratios": outcome.ratios, **seen,
-        "plan": asdict(made.plan), "expected": expected, "expected_waits": _waits(made),
+        "title": outcome.row.title, "row": asdict(outcome.row), **figures, "ratios": outcome.ratios, **seen,
+        "plan": asdict(result.plan), "expected": expected, "expected_waits": _waits(result),
     }  # fmt: skip
 
 
 def _failed(bench: Bench, row: Row, why: str) -> None:
     print(f"  {row.title}, {row.gbs} sequences a step: FAILED: {why}", file=sys.stderr, flush=True)
-    bench.keep("rows", {"title": row.title, "row": asdict(row), "error": why})
+    bench.record("rows", {"title": row.title, "row": asdict(row), "error": why})
 
 
-def _profile(folder: Path, bench: Bench, outcome: Outcome, made: PlanResult, trained: Trained, rates: Rates) -> None:
-    """What the lanes did beside what the plan expected, as `llmb-run submit -p` leaves it."""
+def _profile(folder: Path, bench: Bench, outcome: Outcome, result: PlanResult, trained: Trained, rates: Rates) -> None:
+    """Write measured and predicted streams as `llmb-run submit -p` does."""
     model = bench.models[outcome.row.size]
     expected = StreamTimeline(
         source="predicted",
-        events=simulate(model, made.plan, rates, with_events=True).events,
+        events=simulate(model, result.plan, rates, with_events=True).events,
         link_gbs=trained.streams.link_gbs,
         peak_tflops=trained.streams.peak_tflops,
     )
     figures = [
         ("measured", f"{number(outcome.tokens_per_s)} tokens/s, {number(outcome.step_s)} s a step"),
-        ("predicted", f"{number(made.simulation.step_s)} s a step"),
+        ("predicted", f"{number(result.simulation.step_s)} s a step"),
         ("machine", bench.machine),
     ]
     try:
@@ -220,8 +220,8 @@ def _profile(folder: Path, bench: Bench, outcome: Outcome, made: PlanResult, tra
     print(f"  profile: {page}", flush=True)
 
 
-def _waits(made: PlanResult) -> float:
-    return 1 - made.simulation.compute_s / made.simulation.step_s
+def _waits(result: PlanResult) -> float:
+    return 1 - result.simulation.compute_s / result.simulation.step_s
 
 
 def _percent(share: float | None) -> str:

@@ -1,7 +1,7 @@
 """One row of `outofcore_gpu.py`: a trainer on synthetic tokens, some steps, and what they took.
 
 Steps are issued one behind the other, as in a long run; the device's own events say when each ended. Entries of all
-lanes are watched in the last step: two events each, which cost nothing that shows.
+streams are recorded in the last step: two events each, at no measurable cost.
 """
 
 import math
@@ -27,7 +27,7 @@ NEAR = 1.0  # of ln(vocabulary), where a loss of random weights is
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a row's steps came to."""
+    """Measurements of a row's steps."""
 
     opening_s: float  # memory, weights
     warm_up_s: float | None  # of the step that does not count; none: the first one counts
@@ -48,7 +48,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """How a row is to be measured."""
+    """Settings of the measurement of a row."""
 
     budgets: Budgets
     warm_up: int  # steps that do not count
@@ -58,20 +58,20 @@ class Order:
     peak_tflops: float | None
 
 
-def train(model: Model, made: PlanResult, order: Order, device: torch.device, slab: HostSlab) -> Trained:
-    """Open, step, and say; all memory but the slab is the caller's to let go of."""
+def train(model: Model, result: PlanResult, order: Order, device: torch.device, slab: HostSlab) -> Trained:
+    """Open a trainer, run its steps, return the measurements; the caller releases all memory but the slab."""
     began = time.perf_counter()
-    trainer = _opened(model, made, order.budgets, device, slab)
+    trainer = _opened(model, result, order.budgets, device, slab)
     opening_s = time.perf_counter() - began
     total = order.steps + order.warm_up
     start = trainer.streams.record_event("compute")
-    record = StreamRecorder(model, made.plan, start)
+    record = StreamRecorder(model, result.plan, start)
     watched = range(order.warm_up + 1 if order.watch_all else total, total + 1)
     issued = [trainer.step(n, observer=record.observer(n) if n in watched else None) for n in range(1, total + 1)]
     trainer.streams.wait()
-    ends = [start, *(one.done for one in issued)]
+    ends = [start, *(entry.done for entry in issued)]
     seconds = [before.elapsed_s(end) for before, end in pairwise(ends)]
-    losses = [one.loss for one in issued]
+    losses = [entry.loss for entry in issued]
     arena = trainer.arena
     streams = record.timeline(arena.device_bytes, arena.host_bytes, order.peak_tflops, order.link_gbs)
     return Trained(
@@ -89,17 +89,17 @@ def train(model: Model, made: PlanResult, order: Order, device: torch.device, sl
     )
 
 
-def _opened(model: Model, made: PlanResult, budgets: Budgets, device: torch.device, slab: HostSlab) -> Trainer:
-    batches = ChunkedBatches(model, made.plan, SEED, None, False, device)
-    settings = TrainerSettings(seed=SEED, budgets=budgets, host_slots=made.simulation.host_slots)
-    trainer = Trainer(model, made.plan, device, settings, batches, lambda _: LR, slab)
+def _opened(model: Model, result: PlanResult, budgets: Budgets, device: torch.device, slab: HostSlab) -> Trainer:
+    batches = ChunkedBatches(model, result.plan, SEED, None, False, device)
+    settings = TrainerSettings(seed=SEED, budgets=budgets, host_slots=result.simulation.host_slots)
+    trainer = Trainer(model, result.plan, device, settings, batches, lambda _: LR, slab)
     trainer.initialise()
     trainer.streams.wait()
     return trainer
 
 
 def _busy(streams: StreamTimeline, stream: StreamName, step: int) -> float:
-    return sum(one.end - one.start for one in streams.events if one.stream == stream and one.step == step)
+    return sum(entry.end - entry.start for entry in streams.events if entry.stream == stream and entry.step == step)
 
 
 def _taken(device: torch.device) -> int | None:

@@ -1,4 +1,4 @@
-"""What parallelism costs on this machine: every kind of layout over 1, 2 and 4 gloo ranks, and every pass at size 1.
+"""Cost of parallelism on this machine: every kind of layout over 1, 2 and 4 gloo ranks, and every pass at size 1.
 
     python bench/parallel.py [--json FILE] [--only overhead]
 
@@ -88,14 +88,14 @@ def layout_row(model: Model, layout: dict[str, Any]) -> dict[str, Any]:
         if len(steps) < WORK.steps:
             sys.exit(f"{model.name} {layout}: {done.stderr.strip()[-500:]}")
         untraced = [e.seconds for e in steps if not e.warmup and e.step not in TRACED]
-        shares = collective_shares(folder / "profile" / "trace.rank0.json.gz")
+        fractions = collective_shares(folder / "profile" / "trace.rank0.json.gz")
     spelled = " ".join(f"{key}{value}" for key, value in layout.items()) or "one process"
     speed = WORK.gbs * WORK.seqlen / statistics.median(untraced)
-    return {"model": model.name, "ranks": ranks, "layout": spelled, "tokens/s": speed, "under way": shares}
+    return {"model": model.name, "ranks": ranks, "layout": spelled, "tokens/s": speed, "under way": fractions}
 
 
 def collective_shares(path: Path) -> dict[str, float]:
-    """The share of the traced steps in which each kind of collective ran; side by side with work or not."""
+    """Return the fraction of the traced steps in which each kind of collective ran, overlapped or not."""
     with gzip.open(path) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] in {f"step {n}" for n in TRACED}]
@@ -104,15 +104,15 @@ def collective_shares(path: Path) -> dict[str, float]:
     for event in events:
         if event["name"].startswith("gloo:"):
             kinds.setdefault(event["name"].removeprefix("gloo:"), []).append((event["ts"], event["ts"] + event["dur"]))
-    return {kind: covered(spans, steps) / wall for kind, spans in sorted(kinds.items())}
+    return {kind: covered(intervals, steps) / wall for kind, intervals in sorted(kinds.items())}
 
 
-def covered(spans: list[tuple[float, float]], within: list[tuple[float, float]]) -> float:
-    """How much of the second spans the first ones cover, counted once where they overlap."""
+def covered(intervals: list[tuple[float, float]], within: list[tuple[float, float]]) -> float:
+    """Return how much of `within` the intervals cover, counted once where they overlap."""
     total = 0.0
     for start, end in within:
         reached = start
-        for a, b in sorted(spans):
+        for a, b in sorted(intervals):
             a, b = max(a, reached), min(b, end)
             if b > a:
                 total, reached = total + b - a, b
@@ -157,7 +157,7 @@ def batch(model: Model) -> tuple[Tensor, Tensor]:
 
 
 def overhead_rows() -> list[dict[str, Any]]:
-    """Each pass alone and all together, against the plain model in turns."""
+    """Time each pass alone and all together, alternating with the plain model."""
     config = configuration(GROK, {})
     passes: dict[str, Callable[[Network, Mesh], object]] = {
         "none, the engine's optimizer": lambda network, mesh: None,
@@ -169,23 +169,25 @@ def overhead_rows() -> list[dict[str, Any]]:
         "all": lambda network, mesh: apply_passes(network, config, replace(WORK, ga=1), mesh),
     }
     rows = [{"pass": "the plain model, against itself", **ratio(plain_step(GROK), plain_step(GROK))}]
-    return rows + [{"pass": name, **ratio(plain_step(GROK), passed_step(GROK, one))} for name, one in passes.items()]
+    return rows + [
+        {"pass": name, **ratio(plain_step(GROK), passed_step(GROK, apply))} for name, apply in passes.items()
+    ]
 
 
-def ratio(plain: Callable[[], None], other: Callable[[], None]) -> dict[str, float]:
+def ratio(plain: Callable[[], None], candidate: Callable[[], None]) -> dict[str, float]:
     """Median of the ratios of neighbouring steps, and the middle half of them."""
     for _ in range(5):
-        plain(), other()
-    found = []
+        plain(), candidate()
+    ratios = []
     for number in range(OVERHEAD_ROUNDS):
-        first, second = (plain, other) if number % 2 else (other, plain)
+        first, second = (plain, candidate) if number % 2 else (candidate, plain)
         times = {}
-        for one in (first, second):
+        for step in (first, second):
             start = time.perf_counter()
-            one()
-            times[one] = time.perf_counter() - start
-        found.append(times[other] / times[plain])
-    low, middle, high = statistics.quantiles(found, n=4)
+            step()
+            times[step] = time.perf_counter() - start
+        ratios.append(times[candidate] / times[plain])
+    low, middle, high = statistics.quantiles(ratios, n=4)
     return {"x of plain": middle, "low": low, "high": high}
 
 
@@ -195,22 +197,26 @@ def main() -> None:
     parser.add_argument("--only", choices=("layouts", "overhead"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if options.only != "layouts":
-        found["overhead"] = overhead_rows()
-        cells = [[r["pass"], f"{r['x of plain']:.4f}", f"{r['low']:.4f} .. {r['high']:.4f}"] for r in found["overhead"]]
+        results["overhead"] = overhead_rows()
+        cells = [
+            [r["pass"], f"{r['x of plain']:.4f}", f"{r['low']:.4f} .. {r['high']:.4f}"] for r in results["overhead"]
+        ]
         print(render(["pass at size 1", "x of plain", "middle half"], cells))
     if options.only != "overhead":
-        found["layouts"] = []
+        results["layouts"] = []
         for model, layout in LAYOUTS:
             row = layout_row(model, layout)
-            found["layouts"].append(row)
-            shares = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in row["under way"].items()) or "none"
+            results["layouts"].append(row)
+            listed = (
+                ", ".join(f"{kind} {100 * fraction:.0f} %" for kind, fraction in row["under way"].items()) or "none"
+            )
             print(
-                f"{row['model']:6} {row['ranks']} ranks  {row['layout']:45} {row['tokens/s']:8.0f} tokens/s   {shares}"
+                f"{row['model']:6} {row['ranks']} ranks  {row['layout']:45} {row['tokens/s']:8.0f} tokens/s   {listed}"
             )
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """transformers' Llama as a peer trains it: random weights in bf16, with its loss, and with Liger-Kernel's kernels.
 
-Liger-Kernel brings norm, rotation, SwiGLU and a loss fused with the head; without it the loss is transformers' own, of
+Liger-Kernel brings RMSNorm, RoPE, SwiGLU and a loss fused with the head; without it the loss is transformers' own, of
 all logits at once, or one in chunks of 2,048 tokens. Attention is torch's choice of scaled-dot-product kernels.
 """
 

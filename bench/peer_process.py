@@ -16,15 +16,15 @@ from subprocess import PIPE
 from typing import Any
 
 
-class Started:
-    """A program beside this file, which is under way, or waits on its standard input for the word to begin."""
+class PeerProcess:
+    """A program in this folder that runs, or waits on its standard input for a line to begin."""
 
     def __init__(self, program: str, arguments: Sequence[str]):
         command = [sys.executable, str(Path(__file__).with_name(program)), *arguments]
         self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
 
-    def found(self, limit_s: float) -> dict[str, Any]:
-        """What it printed as its last line, which is JSON; or why it printed nothing."""
+    def result(self, limit_s: float) -> dict[str, Any]:
+        """Return the JSON of its last line, or why there is none."""
         try:
             out, err = self._process.communicate("begin\n", timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -37,18 +37,18 @@ class Started:
             return {"error": f"it ended with {self._process.returncode}: {err.strip()[-300:]}"}
 
 
-def found_by(program: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """Of a program that begins at once."""
-    return Started(program, arguments).found(limit_s)
+def run_peer(program: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """Run a program and return its result."""
+    return PeerProcess(program, arguments).result(limit_s)
 
 
-def tell(
+def print_result(
     peer: Callable[[argparse.Namespace], dict[str, Any]],
     options: argparse.Namespace,
     imports: Sequence[str] = (),
     wait: bool = False,
 ) -> None:
-    """The other side of it: print what a peer found, what it lacks, or its error. It should import torch only now.
+    """In the peer's process: print its result, what is not installed, or its error. Import torch only now.
 
     `imports`: modules that take long. One that waits begins when a line comes, and ends with whoever started it.
     """
@@ -58,9 +58,9 @@ def tell(
             import_module(name)
         if wait and not sys.stdin.readline():
             return
-        found = peer(options)
+        result = peer(options)
     except ImportError as error:
-        found = {"skipped": str(error)}
+        result = {"skipped": str(error)}
     except Exception as error:  # the error is the result
-        found = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    print(json.dumps(found), flush=True)
+        result = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    print(json.dumps(result), flush=True)

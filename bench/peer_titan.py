@@ -34,7 +34,7 @@ class _Empty(ModuleType):
 
 class _Unused(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        unused = any(name == one or name.startswith(f"{one}.") for one in UNUSED)
+        unused = any(name == package or name.startswith(f"{package}.") for package in UNUSED)
         return ModuleSpec(name, self, is_package=True) if unused else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -86,7 +86,7 @@ def titan_version() -> str:
 
 
 def _in_float8(network: nn.Module, emulate: bool) -> None:
-    """All linear layers of the blocks, one scale a tensor, which is torchtitan's default; the head stays in bf16."""
+    """Convert all linear layers of the blocks, with per-tensor scales as torchtitan does; the head stays in bf16."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(emulate=emulate)

@@ -1,12 +1,12 @@
-"""What all parts of `train_gpu.py` share: the device, the rows' configurations, rates once they are measured."""
+"""Shared state of the parts of `train_gpu.py`: device, configurations of the rows, measured rates."""
 
 from dataclasses import dataclass, field
 
 import torch
-from device import gpu_of, let_go, machine_of
-from findings import Findings
-from stopwatch import copy_rate
-from train_calls import Call, Moved, Timed, calls_of, step_seconds
+from bench_report import BenchReport
+from device import describe_machine, gpu_name, release_memory
+from device_timer import copy_bandwidth
+from train_calls import Call, MemoryCall, TimedCall, calls_of, step_seconds
 from train_rates import measured
 from train_rows import FEWEST, Row, configuration, tiny_configuration
 from train_run import Order
@@ -21,7 +21,7 @@ COPIED = 4 << 30  # bytes
 
 
 @dataclass(kw_only=True)
-class Bench(Findings):
+class Bench(BenchReport):
     """One run of the program."""
 
     device: torch.device
@@ -35,25 +35,25 @@ class Bench(Findings):
 
     @property
     def machine(self) -> str:
-        return machine_of(self.device)
+        return describe_machine(self.device)
 
     @property
     def gpu(self) -> str:
         """A key of hardware.GPUS."""
-        return gpu_of(self.device)
+        return gpu_name(self.device)
 
     def peak(self, dtype: str) -> float | None:
         """FLOP/s."""
         return hardware.peak_flops(self.gpu, dtype)
 
     def configuration(self, row: Row) -> RunConfig:
-        """What the engine runs for a row."""
+        """Return the configuration of a row."""
         if self.tiny:
             return tiny_configuration(row, self.settings)
         return configuration(row, self.gpu, self.settings)
 
     def order(self, row: Row, profile: bool) -> Order:
-        """How long a row is trained."""
+        """Return the settings of the measurement of a row."""
         steps = row.steps if self.steps is None else self.steps
         if self.tiny:
             return Order(settling_s=0.0, steps=min(steps, 2), fewest=1, seconds=1.0, profile=profile)
@@ -63,7 +63,7 @@ class Bench(Findings):
 
     def clear(self) -> None:
         """Give the device back what nothing needs any more, and say what that leaves: the next one does not have it."""
-        let_go(self.device)
+        release_memory(self.device)
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             held = torch.cuda.memory_reserved(self.device)
@@ -76,17 +76,17 @@ class Bench(Findings):
         """Bytes a second within the device; measured when it is first asked for."""
         if self._memory is None:
             size, seconds = (1 << 22, 0.01) if self.tiny else (COPIED, TURNS_S / 2)
-            self._memory = copy_rate(self.device, size, seconds)
+            self._memory = copy_bandwidth(self.device, size, seconds)
             self.clear()
         return self._memory
 
-    def measure(self, config: RunConfig) -> list[Timed]:
+    def measure(self, config: RunConfig) -> list[TimedCall]:
         """Have the times of all its calls; those that are new and have a clock's, which are timed together."""
         new = {call: count for call, count in calls_of(config).items() if call not in self.seconds}
         if new:
             self.seconds |= measured(new, self.memory, self.device, 0.02 if self.tiny else TURNS_S)
             self.clear()
-        return [call for call in new if not isinstance(call, Moved)]
+        return [call for call in new if not isinstance(call, MemoryCall)]
 
     def ceiling(self, config: RunConfig) -> float:
         """Tokens/s when a step is its library calls and nothing else."""

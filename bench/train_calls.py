@@ -1,9 +1,9 @@
-"""The library calls that one micro-batch cannot do without: matrix products, attention, the bytes of a scan.
+"""Library calls that one micro-batch needs: GEMMs, attention, the bytes of a scan.
 
 Their best times, added up, are a row's ceiling; everything else a step does is above it. Products that take the same
-input are one call (q, k and v; gate and up). Routed experts are one product of all visits with one expert's weights,
-which is as fast as balanced experts can be. A Mamba scan is the bytes that it must move. Embedding, router, norms,
-activations and the optimizer are left out, and so is what is computed again.
+input are one call (q, k and v; gate and up). Routed experts are one GEMM of all routed tokens with the weights of
+one expert, which is as fast as balanced experts can be. A Mamba scan is the bytes that it must move. Embedding, router,
+norms, activations and the optimizer are left out, and so is recomputation.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ HEAD_ROWS = 8192  # of the logits that exist at once
 
 
 @dataclass(frozen=True)
-class Product:
+class GemmCall:
     """x [rows, inputs] times the transpose of a weight [outputs, inputs], or one of its two gradients."""
 
     way: Way
@@ -42,7 +42,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionCall:
     """Causal attention of whole sequences, there or back."""
 
     backward: bool
@@ -66,22 +66,22 @@ class Attended:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MemoryCall:
     """Bytes read and written."""
 
-    what: str
+    name: str
     bytes: float
 
     def __str__(self) -> str:
-        return f"{self.what}, {self.bytes / 1e6:.0f} MB moved"
+        return f"{self.name}, {self.bytes / 1e6:.0f} MB moved"
 
 
-Timed = Product | Attended  # by a clock; the rest by its bytes
-Call = Timed | Moved
+TimedCall = GemmCall | AttentionCall  # by a clock; the rest by its bytes
+Call = TimedCall | MemoryCall
 
 
 def calls_of(config: RunConfig) -> dict[Call, int]:
-    """How often each is made in a micro-batch."""
+    """Return how often each call occurs in a micro-batch."""
     model, work = config.model, config.workload
     assert isinstance(work, Training)
     tokens = work.mbs * work.seqlen
@@ -93,42 +93,42 @@ def calls_of(config: RunConfig) -> dict[Call, int]:
     for kind, count in model.blocks.items():
         for rows, outputs, inputs in _products(model, kind, tokens) if count else ():
             for way in WAYS:
-                add(Product(way, config.precision.dtype, rows, outputs, inputs), count)
+                add(GemmCall(way, config.precision.dtype, rows, outputs, inputs), count)
         for call in _mixing(model, kind, work) if count else ():
             add(call, count)
     rows = min(tokens, HEAD_ROWS)
     for way in WAYS:
-        add(Product(way, "bf16", rows, model.vocab, model.hidden), tokens // rows)
+        add(GemmCall(way, "bf16", rows, model.vocab, model.hidden), tokens // rows)
     return calls
 
 
 def step_seconds(config: RunConfig, seconds: dict[Call, float]) -> float:
-    """Of all calls of a whole step; the row's ceiling."""
+    """Return the seconds of all calls of a step, which is the row's ceiling."""
     work = config.workload
     assert isinstance(work, Training)
     return work.ga * sum(count * seconds[call] for call, count in calls_of(config).items())
 
 
 def _products(model: Model, kind: str, tokens: int) -> list[tuple[int, int, int]]:
-    """Rows, outputs and inputs of a block's products."""
+    """Return rows, outputs and inputs of the GEMMs of a block."""
     hidden, width, kv_width = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     match kind:
         case "attention":
             return [(tokens, width + 2 * kv_width, hidden), (tokens, hidden, width)]
         case "mla":
-            return [(tokens, *shape) for shape in _latent_shapes(model, _given(model.mla))]
+            return [(tokens, *shape) for shape in _latent_shapes(model, _present(model.mla))]
         case "mlp":
             return _mlp(tokens, hidden, model.ffn, 2 if model.gated else 1)
         case "experts":
-            experts = _given(model.experts)
+            experts = _present(model.experts)
             routed = _mlp(tokens * experts.top_k, hidden, experts.ffn, 2)
             return routed + (_mlp(tokens, hidden, experts.shared * experts.ffn, 2) if experts.shared else [])
         case "mamba":
-            mamba = _given(model.mamba)
+            mamba = _present(model.mamba)
             inner = mamba.heads * mamba.head_dim
             inward = 2 * inner + 2 * mamba.groups * mamba.state + mamba.heads
             return [(tokens, inward, hidden), (tokens, hidden, inner)]
-    raise AssertionError(f"no products are known of a block of kind {kind}")
+    raise AssertionError(f"no GEMMs are known for a block of kind {kind}")
 
 
 def _mlp(rows: int, hidden: int, ffn: int, inward: int) -> list[tuple[int, int, int]]:
@@ -146,27 +146,29 @@ def _latent_shapes(model: Model, latent: MlaConfig) -> list[tuple[int, int]]:
 
 
 def _mixing(model: Model, kind: str, work: Training) -> list[Call]:
-    """What mixes tokens in a block, there and back."""
+    """Return attention or scan of a block, forward and backward."""
     if kind == "attention":
         widths = (model.heads, model.kv_heads, model.head_dim, model.head_dim)
     elif kind == "mla":
-        latent = _given(model.mla)
+        latent = _present(model.mla)
         widths = (model.heads, model.heads, latent.nope_dim + latent.rope_dim, latent.value_dim)
     elif kind == "mamba":
-        return [_scan(_given(model.mamba), work.mbs * work.seqlen, backward) for backward in (False, True)]
+        return [_scan(_present(model.mamba), work.mbs * work.seqlen, backward) for backward in (False, True)]
     else:
         return []
-    return [Attended(backward, work.mbs, work.seqlen, *widths) for backward in (False, True)]
+    return [AttentionCall(backward, work.mbs, work.seqlen, *widths) for backward in (False, True)]
 
 
-def _scan(mamba: MambaConfig, tokens: int, backward: bool) -> Moved:
-    """Values, B, C and time steps are read and the output written; back, all these and its slope, and four slopes."""
+def _scan(mamba: MambaConfig, tokens: int, backward: bool) -> MemoryCall:
+    """The forward pass reads x, B, C and dt and writes y; the backward pass also reads dy and writes four gradients."""
     inner = mamba.heads * mamba.head_dim
-    taken = (inner + 2 * mamba.groups * mamba.state) * BYTES["bf16"] + mamba.heads * BYTES["fp32"]
-    made = inner * BYTES["bf16"]
-    return Moved(f"scan {'backward' if backward else 'forward'}", tokens * (taken * (2 if backward else 1) + made))
+    read = (inner + 2 * mamba.groups * mamba.state) * BYTES["bf16"] + mamba.heads * BYTES["fp32"]
+    written = inner * BYTES["bf16"]
+    return MemoryCall(
+        f"scan {'backward' if backward else 'forward'}", tokens * (read * (2 if backward else 1) + written)
+    )
 
 
-def _given(part: T | None) -> T:
+def _present(part: T | None) -> T:
     assert part is not None
     return part

@@ -5,10 +5,11 @@
     python bench/train_gpu.py --tiny        # very small models on the CPU of any machine: shows only that it runs
 
 Random weights, synthetic tokens, whole optimizer steps of the engine itself (llmb/train), in this process. A ceiling is
-the sum of the best library time of each matrix product and attention call of the step and nothing else; of a Mamba scan
-the bytes it must move, of experts one product of all visits (`train_calls.py`). Steps count that end two seconds after
-the first: twenty of Llama 8b at 8,192 tokens, fewer of the others, as many as their seconds hold. The JSON file is
-written after each. Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are tried if PYTHONPATH has them.
+the sum of the best library time of each GEMM and attention call of the step and nothing else; of a Mamba scan
+the bytes it must move, of experts one GEMM of all routed tokens (`train_calls.py`). Steps count that end two seconds
+after the first: twenty of Llama 8b at 8,192 tokens, fewer of the others, as many as their time limit allows. The JSON
+file is written after each. Peers need transformers; Liger-Kernel, torchtitan 0.2 and torchao are used if PYTHONPATH has
+them.
 
 Seconds on an H200: 410 in all. Rates 61; rows of Llama 8b 106 and 51, part `kernels` included, at 32k 18, Nemotron-H
 19, Grok-1 16 and 12, DeepSeek 13 and 12, Llama 1b 10; memory 26; peers 12, 13, 18 and 23. In parts:
@@ -19,7 +20,7 @@ import argparse
 import sys
 import time
 
-from options import asked, parsed, parser_of
+from options import build_parser, parse_options, select_rows
 from train_rows import ROWS, without_aims
 
 from llmb.errors import LlmbError
@@ -28,16 +29,16 @@ PARTS = ("rates", "rows", "kernels", "memory", "peers")
 
 
 def run(options: argparse.Namespace) -> None:
-    """All parts that were asked for."""
+    """Run the requested parts."""
     import torch
     from train_bench import Bench
-    from train_peers import peers, peers_in_waiting
+    from train_peers import peers, start_peers
     from train_table import memory, rates, rows
 
     parts = options.parts
     bench = Bench(
         device=torch.device("cpu") if options.tiny else torch.device("cuda", 0),
-        rows=tuple(without_aims(row) if options.tiny else row for row in asked(ROWS, options.row)),
+        rows=tuple(without_aims(row) if options.tiny else row for row in select_rows(ROWS, options.row)),
         parts=parts,
         steps=options.steps,
         settings=tuple(options.set),
@@ -45,10 +46,10 @@ def run(options: argparse.Namespace) -> None:
         json=options.json,
     )
     print(bench.machine, flush=True)
-    bench.keep("machine", bench.machine)
+    bench.record("machine", bench.machine)
     if "rates" in parts:
         rates(bench)
-    waiting = peers_in_waiting(bench) if "peers" in parts else []
+    waiting = start_peers(bench) if "peers" in parts else []
     if parts & {"rows", "kernels"}:
         rows(bench)
     if "memory" in parts and "memory" not in bench.results:  # its row was not asked for
@@ -59,10 +60,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, PARTS)
+    parser = build_parser(__doc__, PARTS)
     parser.add_argument("--steps", type=int, help="steps of each row that count, at most")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the engine, for all rows")
-    options = parsed(parser, PARTS, ROWS)
+    options = parse_options(parser, PARTS, ROWS)
     if options.steps is not None and options.steps < 1:
         parser.error(f"--steps must be 1 or more, got {options.steps}")
     try:

@@ -1,14 +1,14 @@
-"""Part `kernels` of `train_gpu.py`: one step taken apart, each class of kernels beside its floor, and what is idle."""
+"""Part `kernels` of `train_gpu.py`: time of a step by class of kernels, against lower bounds, and idle time."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from train_bench import Bench
 from train_calls import step_seconds
-from train_floors import floors, product_floor
+from train_lower_bounds import gemm_lower_bound, lower_bounds
 from train_rows import Row
 from train_run import PROFILED, Trained
-from train_trace import CLASSES, COPIES, IDLE, OTHER, TakenApart, taken_apart
+from train_trace import CLASSES, COPIES, IDLE, OTHER, StepBreakdown, split_trace
 
 from llmb.config.spec import RunConfig
 from llmb.perfmodel.hardware import TERA
@@ -18,72 +18,76 @@ NAMED = (COPIES, OTHER)  # classes whose longest kernels are named, so that noth
 
 
 def kernels(bench: Bench, row: Row, config: RunConfig, trained: Trained) -> None:
-    """Two tables: classes, and matrix products by size."""
-    found = taken_apart(trained.trace, bench.device.type == "cuda", PROFILED)
-    least = floors(config, bench.seconds, bench.memory)
+    """Print two tables: classes of kernels, and GEMMs by size."""
+    breakdown = split_trace(trained.trace, bench.device.type == "cuda", PROFILED)
+    bounds = lower_bounds(config, bench.seconds, bench.memory)
     lines = [
-        (kind, *_beside(found.kinds.get(kind), least.get(kind)), found.kinds.get(kind, 0.0) / found.span)
+        (
+            kind,
+            *_with_excess(breakdown.kinds.get(kind), bounds.get(kind)),
+            breakdown.kinds.get(kind, 0.0) / breakdown.span,
+        )
         for kind in CLASSES
-        if kind in found.kinds or least.get(kind)
+        if kind in breakdown.kinds or bounds.get(kind)
     ]
     ceiling = step_seconds(config, bench.seconds)
-    idle, rest = found.idle / found.span, _rest(found, trained)
-    lines.append((IDLE, *_beside(found.idle, 0.0), idle))
-    lines.append(("step, under the profiler", *_beside(found.span, ceiling), 1.0))
-    lines.append(("step, without it", *_beside(trained.step_s, ceiling), None))
-    bench.say(
-        f"{row.title}: where a step goes",
-        ("class", "ms", "floor ms", "excess ms", "share"),
+    idle, untraced_idle = breakdown.idle / breakdown.span, _untraced_idle(breakdown, trained)
+    lines.append((IDLE, *_with_excess(breakdown.idle, 0.0), idle))
+    lines.append(("step, under the profiler", *_with_excess(breakdown.span, ceiling), 1.0))
+    lines.append(("step, without it", *_with_excess(trained.step_s, ceiling), None))
+    bench.print_table(
+        f"{row.title}: time of a step",
+        ("class", "ms", "lower bound ms", "excess ms", "fraction"),
         lines,
-        f"idle {idle:.2%} of the timeline, aim less than {IDLE_AIM:.0%}; of the step without the profiler {rest:.2%}",
-        "what is computed again, and products that are cut smaller than the libraries' best, are excess",
-        *(f"{kind}: {1e3 * s:.2f} ms {name[:100]}" for kind in NAMED for name, s in found.longest.get(kind, [])),
-        *(f"{IDLE}: {1e3 * s:.2f} ms before {name[:100]}" for name, s in found.gaps),
+        f"idle {idle:.2%} of the timeline, aim less than {IDLE_AIM:.0%}; of the untraced step {untraced_idle:.2%}",
+        "recomputation, and GEMMs cut smaller than the libraries' best, are excess",
+        *(f"{kind}: {1e3 * s:.2f} ms {name[:100]}" for kind in NAMED for name, s in breakdown.longest.get(kind, [])),
+        *(f"{IDLE}: {1e3 * s:.2f} ms before {name[:100]}" for name, s in breakdown.gaps),
     )
-    _say_products(bench, row, found)
-    bench.keep("kernels", _record(row, found, least, trained))
+    _print_gemms(bench, row, breakdown)
+    bench.record("kernels", _record(row, breakdown, bounds, trained))
 
 
-def _say_products(bench: Bench, row: Row, found: TakenApart) -> None:
+def _print_gemms(bench: Bench, row: Row, breakdown: StepBreakdown) -> None:
     lines = []
-    for size, (calls, seconds) in sorted(found.products.items(), key=lambda item: -item[1][1]):
+    for size, (calls, seconds) in sorted(breakdown.products.items(), key=lambda item: -item[1][1]):
         rate = size.flops * calls / seconds / TERA if size.flops else None
-        lines.append((str(size), calls, *_beside(seconds, product_floor(size, calls, bench.seconds)), rate))
-    bench.say(
-        f"{row.title}: matrix products of a step, by size",
-        ("product", "calls", "ms", "floor ms", "excess ms", "TFLOP/s"),
+        lines.append((str(size), calls, *_with_excess(seconds, gemm_lower_bound(size, calls, bench.seconds)), rate))
+    bench.print_table(
+        f"{row.title}: GEMMs of a step, by size",
+        ("GEMM", "calls", "ms", "lower bound ms", "excess ms", "TFLOP/s"),
         lines,
-        "floor: the library's best time of this size, else the mean rate of the format",
+        "lower bound: the library's best time of this size, else the mean rate of the dtype",
     )
 
 
-def _rest(found: TakenApart, trained: Trained) -> float:
-    """What kernels leave of a step that nobody traces, which the host reaches sooner."""
-    return max(0.0, 1 - (found.span - found.idle) / trained.step_s)
+def _untraced_idle(breakdown: StepBreakdown, trained: Trained) -> float:
+    """Return the idle fraction of a step without the profiler, which delays the host."""
+    return max(0.0, 1 - (breakdown.span - breakdown.idle) / trained.step_s)
 
 
-def _beside(spent: float | None, floor: float | None) -> tuple[float | None, ...]:
-    """Both and their difference, in milliseconds."""
+def _with_excess(spent: float | None, floor: float | None) -> tuple[float | None, ...]:
+    """Return both and their difference, in milliseconds."""
     excess = None if spent is None or floor is None else spent - floor
     return tuple(None if seconds is None else 1e3 * seconds for seconds in (spent, floor, excess))
 
 
-def _record(row: Row, found: TakenApart, least: dict[str, float], trained: Trained) -> dict[str, Any]:
+def _record(row: Row, breakdown: StepBreakdown, bounds: dict[str, float], trained: Trained) -> dict[str, Any]:
     return {
         "title": row.title,
-        "span_s": found.span,
+        "span_s": breakdown.span,
         "step_s": trained.step_s,
-        "idle_s": found.idle,
-        "idle_share": found.idle / found.span,
-        "idle_share_untraced": _rest(found, trained),
-        "kinds_s": found.kinds,
-        "floors_s": least,
+        "idle_s": breakdown.idle,
+        "idle_share": breakdown.idle / breakdown.span,
+        "idle_share_untraced": _untraced_idle(breakdown, trained),
+        "kinds_s": breakdown.kinds,
+        "floors_s": bounds,
         "products": [
             {"product": str(size), "calls": calls, "seconds": seconds}
-            for size, (calls, seconds) in found.products.items()
+            for size, (calls, seconds) in breakdown.products.items()
         ],
-        "longest": {kind: _named(names) for kind, names in found.longest.items()},
-        "gaps": _named(found.gaps),
+        "longest": {kind: _named(names) for kind, names in breakdown.longest.items()},
+        "gaps": _named(breakdown.gaps),
     }
 
 

@@ -3,7 +3,7 @@
     python bench/train_peer.py --kind transformers --dtype bf16 --seqlen 8192 --mbs 1 --gbs 4 --steps 2
 
     transformers   LlamaForCausalLM as it is, its own loss of all logits
-    liger          the same with Liger-Kernel's norm, rotation, SwiGLU and fused loss (`peer_llama.py`)
+    liger          the same with Liger-Kernel's RMSNorm, RoPE, SwiGLU and fused loss (`peer_llama.py`)
     torchtitan     its Llama 3, blocks and loss compiled, cuDNN attention; fp8 by torchao (`peer_titan.py`)
 
 Random weights in bf16, torch's fused AdamW with state in bf16, random tokens, gradients of micro-batches added up. A
@@ -17,49 +17,49 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from peer_process import tell
+from peer_process import print_result
 
 
 def peer(options: argparse.Namespace) -> dict[str, Any]:
     """Build it, step, time; with fewer sequences at once where those asked for do not fit."""
     import torch
-    from device import let_go
+    from device import release_memory
 
     device = torch.device("cpu") if options.tiny else torch.device("cuda", 0)
-    network, vocab, said = BUILDERS[options.kind](options, device)
+    network, vocab, facts = BUILDERS[options.kind](options, device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-6, fused=True)
     mbs = options.mbs
     while True:
         try:
-            return said | {"mbs": mbs} | _stepped(network, optimizer, vocab, mbs, options, device)
+            return facts | {"mbs": mbs} | _stepped(network, optimizer, vocab, mbs, options, device)
         except torch.OutOfMemoryError:
             if mbs == 1:
                 raise
         mbs //= 2
         optimizer.zero_grad()
-        let_go(device)
+        release_memory(device)
 
 
 def _stepped(
     network: Any, optimizer: Any, vocab: int, mbs: int, options: argparse.Namespace, device: Any
 ) -> dict[str, Any]:
     import torch
-    from device import finish
+    from device import synchronize
 
     losses, seconds = [], []
     for sequences in (2 * mbs, *options.steps * [options.gbs]):  # the first only to warm up
         tokens_BT = torch.randint(vocab, (sequences, options.seqlen + 1), device=device)
-        finish(device)
+        synchronize(device)
         began = time.perf_counter()
         loss = torch.zeros((), device=device)
-        for part_BT in tokens_BT.split(mbs):
-            share = network(part_BT[:, :-1], part_BT[:, 1:]) * (len(part_BT) / sequences)
-            share.backward()
-            loss += share.detach()
+        for micro_batch_BT in tokens_BT.split(mbs):
+            scaled_loss = network(micro_batch_BT[:, :-1], micro_batch_BT[:, 1:]) * (len(micro_batch_BT) / sequences)
+            scaled_loss.backward()
+            loss += scaled_loss.detach()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss))
-        finish(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - began)
     return {
         "seconds": seconds[1:],
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a very small model on the CPU, to see that it runs")
     parser.add_argument("--wait", action="store_true", help="import everything, then begin when a line is typed")
     options = parser.parse_args()
-    tell(peer, options, IMPORTS[options.kind], options.wait)
+    print_result(peer, options, IMPORTS[options.kind], options.wait)
 
 
 if __name__ == "__main__":

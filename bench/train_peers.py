@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peer_process import Started
+from peer_process import PeerProcess
 from train_bench import Bench
 from train_rows import ROWS, Dtype, Row, work_of
 
@@ -39,61 +39,63 @@ PEERS = (
 )
 
 
-def peers_in_waiting(bench: Bench) -> list[tuple[Peer, Started]]:
-    """Those of the rows asked for."""
+def start_peers(bench: Bench) -> list[tuple[Peer, PeerProcess]]:
+    """Start the peers of the requested rows."""
     titles = {row.title: row for row in bench.rows}
     return [(peer, _started(bench, peer, titles[peer.row])) for peer in PEERS if peer.row in titles]
 
 
-def _started(bench: Bench, peer: Peer, row: Row) -> Started:
+def _started(bench: Bench, peer: Peer, row: Row) -> PeerProcess:
     work = work_of(bench.configuration(row))
     arguments = ["--kind", peer.kind, "--dtype", peer.dtype, "--seqlen", str(work.seqlen), "--gbs", str(work.gbs)]
     steps = 1 if bench.tiny else -(-COUNTED // work.gbs)
     arguments += ["--mbs", str(work.mbs), "--steps", str(steps), "--wait"]
-    return Started("train_peer.py", [*arguments, *(["--tiny"] if bench.tiny else [])])
+    return PeerProcess("train_peer.py", [*arguments, *(["--tiny"] if bench.tiny else [])])
 
 
-def peers(bench: Bench, waiting: Sequence[tuple[Peer, Started]]) -> None:
+def peers(bench: Bench, waiting: Sequence[tuple[Peer, PeerProcess]]) -> None:
     """One after the other, then all in a table beside ours."""
     bench.clear()
-    said = []
+    results = []
     for peer, started in waiting:
-        bench.head(f"Peer of {peer.row}: {peer.kind}")
-        found = started.found(peer.limit_s)
-        print(f"  {json.dumps(found)}", flush=True)
-        bench.keep("peers", {"kind": peer.kind, "dtype": peer.dtype, "row": peer.row} | found)
-        said.append((peer, found))
+        bench.print_heading(f"Peer of {peer.row}: {peer.kind}")
+        result = started.result(peer.limit_s)
+        print(f"  {json.dumps(result)}", flush=True)
+        bench.record("peers", {"kind": peer.kind, "dtype": peer.dtype, "row": peer.row} | result)
+        results.append((peer, result))
     for dtype in AIMS:
-        _say(bench, dtype, [(peer, found) for peer, found in said if peer.dtype == dtype])
+        _print_table(bench, dtype, [(peer, result) for peer, result in results if peer.dtype == dtype])
 
 
-def _say(bench: Bench, dtype: str, said: list[tuple[Peer, dict[str, Any]]]) -> None:
-    if not said:
+def _print_table(bench: Bench, dtype: str, results: list[tuple[Peer, dict[str, Any]]]) -> None:
+    if not results:
         return
-    ours: dict[str, Any] = next((row for row in bench.results.get("rows", []) if row["title"] == said[0][0].row), {})
-    speed = ours.get("tokens_per_s")
-    best = max((found["tokens_per_s"] for _, found in said if "tokens_per_s" in found), default=None)
+    our_row: dict[str, Any] = next(
+        (row for row in bench.results.get("rows", []) if row["title"] == results[0][0].row), {}
+    )
+    speed = our_row.get("tokens_per_s")
+    best = max((result["tokens_per_s"] for _, result in results if "tokens_per_s" in result), default=None)
     ratio = speed / best if speed and best else None
     lines = [
-        (peer.kind, found.get("tokens_per_s"), _over(speed, found), found.get("memory_gib"), _what(found))
-        for peer, found in said
+        (peer.kind, result.get("tokens_per_s"), _over(speed, result), result.get("memory_gib"), _describe(result))
+        for peer, result in results
     ]
-    lines.append(("ours", speed, None, ours["memory_bytes"] / 2**30 if "memory_bytes" in ours else None, "llmb"))
-    bench.say(
+    lines.append(("ours", speed, None, our_row["memory_bytes"] / 2**30 if "memory_bytes" in our_row else None, "llmb"))
+    bench.print_table(
         f"Peers in {dtype}, tokens/s",
         ("what", "tokens/s", "ours over it", "GiB", ""),
         lines,
         f"ours over the best: {'unknown' if ratio is None else f'{ratio:.3f}'}, aim {AIMS[dtype]}",
         "theirs: bf16 weights and AdamW state, no gradient clipping; same shapes and tokens, random weights",
     )
-    bench.keep("ratios", {"dtype": dtype, "ours": speed, "best_peer": best, "ratio": ratio, "aim": AIMS[dtype]})
+    bench.record("ratios", {"dtype": dtype, "ours": speed, "best_peer": best, "ratio": ratio, "aim": AIMS[dtype]})
 
 
-def _over(speed: float | None, found: dict[str, Any]) -> float | None:
-    return speed / found["tokens_per_s"] if speed and found.get("tokens_per_s") else None
+def _over(speed: float | None, result: dict[str, Any]) -> float | None:
+    return speed / result["tokens_per_s"] if speed and result.get("tokens_per_s") else None
 
 
-def _what(found: dict[str, Any]) -> str:
-    if "skipped" in found:
-        return f"not here: {found['skipped']}"
-    return found.get("error") or f"{found['version']}, {found['how']}, {found['mbs']} at once"
+def _describe(result: dict[str, Any]) -> str:
+    if "skipped" in result:
+        return f"not here: {result['skipped']}"
+    return result.get("error") or f"{result['version']}, {result['how']}, {result['mbs']} at once"

@@ -1,4 +1,4 @@
-"""Part `rates` of `train_gpu.py`: what the libraries and the memory sustain, measured in the process that then trains.
+"""Part `rates` of `train_gpu.py`: sustained rates of libraries and memory, measured in the process that then trains.
 
 All calls of a row take turns for some seconds, on random numbers, each as often as in a step: a chip that runs out of
 power slows down, and what one call sees depends on the others. Each is timed by its own events, and its median counts.
@@ -13,22 +13,22 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from stopwatch import Stopwatch, sustained
+from device_timer import DeviceTimer, time_sustained
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from train_calls import Attended, Call, Moved, Product, Timed
+from train_calls import AttentionCall, Call, GemmCall, MemoryCall, TimedCall
 
 from llmb.ops.gemm.algorithm_trial import time_interleaved
 from llmb.ops.gemm.matmul import matmul
 from llmb.ops.quant.activation_quant import E4M3
 
-Making = Callable[[], object]
+Candidate = Callable[[], object]
 SETTLING = 1 / 3  # of a row's turns, which do not count
 FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 E5M2 = torch.float8_e5m2
 
 
-class Numbers:
+class RandomPool:
     """Random numbers of one format, from which operands of any shape are cut: random because zeros would save power."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
@@ -37,40 +37,40 @@ class Numbers:
 
     def matrix(self, rows: int, columns: int) -> Tensor:
         if self._flat.numel() < rows * columns:
-            drawn = torch.randn(rows * columns, device=self._device, dtype=torch.bfloat16)
-            self._flat = drawn.to(self._dtype)
+            values = torch.randn(rows * columns, device=self._device, dtype=torch.bfloat16)
+            self._flat = values.to(self._dtype)
         return self._flat[: rows * columns].view(rows, columns)
 
 
 class Operands:
-    """Inputs, weights and slopes; each kind lies elsewhere, as no call would find all it reads in the cache."""
+    """Inputs, weights and gradients in separate memory, so that no call finds all of its operands in the cache."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.x, self.w, self.dy = (Numbers(torch.bfloat16, device) for _ in range(3))
-        self.x8, self.w8 = (Numbers(E4M3, device) for _ in range(2))
-        self.dy8 = Numbers(E5M2, device)
+        self.x, self.w, self.dy = (RandomPool(torch.bfloat16, device) for _ in range(3))
+        self.x8, self.w8 = (RandomPool(E4M3, device) for _ in range(2))
+        self.dy8 = RandomPool(E5M2, device)
 
 
 def measured(calls: Mapping[Call, int], memory: float, device: torch.device, seconds: float) -> dict[Call, float]:
-    """Seconds of each call, made as often as is said; what only moves bytes is bytes over bandwidth."""
+    """Return the seconds of each call, interleaved in these proportions; memory calls by bytes over bandwidth."""
     operands = Operands(device)
     torch.manual_seed(0)
-    found: dict[Call, float] = {call: call.bytes / memory for call in calls if isinstance(call, Moved)}
-    best = {call: best_way(call, operands) for call in calls if not isinstance(call, Moved)}
-    return found | _in_turns(best, calls, device, seconds)
+    seconds_by_call: dict[Call, float] = {call: call.bytes / memory for call in calls if isinstance(call, MemoryCall)}
+    best = {call: fastest_call(call, operands) for call in calls if not isinstance(call, MemoryCall)}
+    return seconds_by_call | _time_interleaved_calls(best, calls, device, seconds)
 
 
-def best_way(call: Timed, operands: Operands) -> Making:
-    """Of all that might be the fastest."""
-    if isinstance(call, Attended):
+def fastest_call(call: TimedCall, operands: Operands) -> Candidate:
+    """Return the fastest candidate for a call."""
+    if isinstance(call, AttentionCall):
         return _fastest(_attention_ways(call, operands.device), operands.device)
     if call.dtype == "fp8" and operands.device.type == "cuda":
         return _fp8_way(call, operands)
-    return _bf16_way(call, operands)  # a CPU has no products of fp8: a smoke run takes bf16 for them
+    return _bf16_way(call, operands)  # a CPU has no fp8 GEMM: a smoke run uses bf16
 
 
-def _bf16_way(call: Product, operands: Operands) -> Making:
+def _bf16_way(call: GemmCall, operands: Operands) -> Candidate:
     n, m, k = call.rows, call.outputs, call.inputs
     x_NK, w_MK, dy_NM = operands.x.matrix(n, k), operands.w.matrix(m, k), operands.dy.matrix(n, m)
     match call.way:
@@ -82,7 +82,7 @@ def _bf16_way(call: Product, operands: Operands) -> Making:
             return lambda: matmul(dy_NM.T, x_NK)
 
 
-def _fp8_way(call: Product, operands: Operands) -> Making:
+def _fp8_way(call: GemmCall, operands: Operands) -> Candidate:
     """One scale a tensor, with fast accumulation. The hardware wants both operands as rows of summands."""
     n, m, k = call.rows, call.outputs, call.inputs
     match call.way:
@@ -92,12 +92,12 @@ def _fp8_way(call: Product, operands: Operands) -> Making:
             left, right = operands.dy8.matrix(n, m), operands.w8.matrix(k, m)
         case "weight gradient":
             left, right = operands.dy8.matrix(m, n), operands.x8.matrix(k, n)
-    one = torch.ones((), device=operands.device)
-    return lambda: matmul(left, right.T, dtype=torch.bfloat16, scales=(one, one), fast=True)
+    scale = torch.ones((), device=operands.device)
+    return lambda: matmul(left, right.T, dtype=torch.bfloat16, scales=(scale, scale), fast=True)
 
 
-def _attention_ways(call: Attended, device: torch.device) -> list[Making]:
-    """Of torch's fused kernels those that take the call; tokens lie before heads, as projections leave them."""
+def _attention_ways(call: AttentionCall, device: torch.device) -> list[Candidate]:
+    """Return torch's fused kernels that support the call; tokens before heads in memory, as projections write them."""
     heads = {"q": (call.heads, call.key), "k": (call.kv_heads, call.key), "v": (call.kv_heads, call.value)}
     q, k, v = (
         torch.randn(call.sequences, call.seqlen, *shape, device=device, dtype=torch.bfloat16)
@@ -105,22 +105,22 @@ def _attention_ways(call: Attended, device: torch.device) -> list[Making]:
         .requires_grad_()
         for shape in heads.values()
     )
-    made = []
+    candidates = []
     for backend in FUSED if device.type == "cuda" else (None,):
         with nullcontext() if backend is None else sdpa_kernel(backend):
             try:
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=call.heads != call.kv_heads)
-                slope = torch.randn_like(out)
-                torch.autograd.grad(out, (q, k, v), slope, retain_graph=True)
+                dy = torch.randn_like(out)
+                torch.autograd.grad(out, (q, k, v), dy, retain_graph=True)
             except RuntimeError:  # it does not take these sizes
                 continue
-        made.append(_back(out, (q, k, v), slope) if call.backward else _there(call, (q, k, v), backend))
-    if not made:
+        candidates.append(_backward(out, (q, k, v), dy) if call.backward else _forward(call, (q, k, v), backend))
+    if not candidates:
         raise RuntimeError(f"no fused kernel takes {call}")
-    return made
+    return candidates
 
 
-def _there(call: Attended, inputs: tuple[Tensor, Tensor, Tensor], backend: SDPBackend | None) -> Making:
+def _forward(call: AttentionCall, inputs: tuple[Tensor, Tensor, Tensor], backend: SDPBackend | None) -> Candidate:
     grouped = call.heads != call.kv_heads
 
     def attend() -> None:
@@ -130,46 +130,46 @@ def _there(call: Attended, inputs: tuple[Tensor, Tensor, Tensor], backend: SDPBa
     return attend
 
 
-def _back(out: Tensor, inputs: tuple[Tensor, ...], slope: Tensor) -> Making:
-    return lambda: torch.autograd.grad(out, inputs, slope, retain_graph=True)
+def _backward(out: Tensor, inputs: tuple[Tensor, ...], dy: Tensor) -> Candidate:
+    return lambda: torch.autograd.grad(out, inputs, dy, retain_graph=True)
 
 
-def _fastest(candidates: list[Making], device: torch.device) -> Making:
-    def seconds(candidate: Making) -> float:
+def _fastest(candidates: list[Candidate], device: torch.device) -> Candidate:
+    def seconds(candidate: Candidate) -> float:
         try:
-            return sustained(candidate, device, 0.0)
+            return time_sustained(candidate, device, 0.0)
         except RuntimeError:  # it does not take these formats
             return inf
 
     return candidates[0] if len(candidates) == 1 else min(candidates, key=seconds)
 
 
-def _in_turns(
-    best: dict[Timed, Making], often: Mapping[Call, int], device: torch.device, seconds: float
+def _time_interleaved_calls(
+    best: dict[TimedCall, Candidate], often: Mapping[Call, int], device: torch.device, seconds: float
 ) -> dict[Call, float]:
     """The median of each when all follow one another for so long, as often as in a step."""
     most = max((often[call] for call in best), default=1)
     every = {call: max(1, round(most / often[call])) for call in best}
-    times: dict[Timed, list[float]] = {call: [] for call in best}
+    times: dict[TimedCall, list[float]] = {call: [] for call in best}
     began, number = time.perf_counter(), 0
     while not all(times.values()) or time.perf_counter() - began < seconds:
         settled = time.perf_counter() - began >= SETTLING * seconds
-        found = _round({call: make for call, make in best.items() if number % every[call] == 0}, device)
+        seconds_by_call = _round({call: make for call, make in best.items() if number % every[call] == 0}, device)
         number += 1
-        for call, spent in found.items() if settled else ():
+        for call, spent in seconds_by_call.items() if settled else ():
             times[call].append(spent)
-    return {call: median(found) for call, found in times.items()}
+    return {call: median(seconds_by_call) for call, seconds_by_call in times.items()}
 
 
-def _round(best: dict[Timed, Making], device: torch.device) -> dict[Timed, float]:
+def _round(best: dict[TimedCall, Candidate], device: torch.device) -> dict[TimedCall, float]:
     """Seconds of each call, once."""
     if device.type != "cuda":
         return {call: _timed(make, device) for call, make in best.items()}
     return {call: spent / 1000 for call, spent in zip(best, time_interleaved(list(best.values())), strict=True)}
 
 
-def _timed(make: Making, device: torch.device) -> float:
-    watch = Stopwatch(device)
+def _timed(make: Candidate, device: torch.device) -> float:
+    watch = DeviceTimer(device)
     watch.start()
     make()
     return watch.stop()

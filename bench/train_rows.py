@@ -30,7 +30,7 @@ class Row:
     size: str
     dtype: Dtype
     settings: tuple[str, ...]
-    true_width: bool = False  # a stand-in of fewer layers
+    true_width: bool = False  # a proxy of fewer layers
     aim: float | None = None  # tokens/s
     floor: float | None = None
     aim_share: float | None = None  # of the ceiling
@@ -49,7 +49,9 @@ SEQUENCES = 6  # a step of Llama 8b at 8,192 tokens in bf16, also within less me
 
 NARROW = {"master_weights": "bf16", "gradients": "bf16", "moments": "bf16"}  # weights and moments rounded at random
 _NARROW = (*(f"{field}={dtype}" for field, dtype in NARROW.items()), "lr=3e-6")
-_FP8 = ("fp8_fast_accum=true",)  # also on the way back, as torchao's scales of rows have it; `fp8_convergence.py` learns so
+_FP8 = (
+    "fp8_fast_accum=true",
+)  # also in the backward pass, as torchao with row scales; `fp8_convergence.py` shows that it trains
 _8B = ("mbs=2", "save_norm_outputs=true", "cuda_graphs=true", *_NARROW)
 _PROXY = ("balanced_experts=true", *_NARROW)
 ROWS = (
@@ -81,25 +83,25 @@ HOST_GIB = 24  # of the host, for what a smaller device does not hold
 
 
 def without_aims(row: Row) -> Row:
-    """For a tiny model, which is compared with nothing."""
+    """Return the row without aims, for a tiny model."""
     return replace(row, aim=None, floor=None, aim_share=None, floor_share=None)
 
 
 def configuration(row: Row, gpu: str, settings: Sequence[str]) -> RunConfig:
-    """What the engine runs, on the recipe's row for this GPU; settings of the caller come last and win."""
-    wishes = tuple(from_arguments([*row.settings, *settings, *ENDLESS]))
+    """Return the configuration of a row on this GPU; the caller's settings override the recipe."""
+    overrides = tuple(from_arguments([*row.settings, *settings, *ENDLESS]))
     request = Request(
         size=row.size, dtype=row.dtype, gpus=1, gpu=gpu, proxy="true-width" if row.true_width else None,
-        settings=wishes,
+        settings=overrides,
     )  # fmt: skip
     return resolve(load_all([shipped()])[row.workload], request)
 
 
 def tiny_configuration(row: Row, settings: Sequence[str]) -> RunConfig:
-    """The same structure, very small, on a CPU: shows only that it runs."""
+    """Return the same structure, very small, on a CPU: shows only that it runs."""
     experts = ["balanced_experts=true"] if row.true_width else []
-    wishes = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *experts, *settings, *ENDLESS]))
-    request = Request(size=row.size, dtype=row.dtype, gpus=1, gpu="cpu", proxy="small", settings=wishes)
+    overrides = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *experts, *settings, *ENDLESS]))
+    request = Request(size=row.size, dtype=row.dtype, gpus=1, gpu="cpu", proxy="small", settings=overrides)
     config = resolve(load_all([shipped()])[row.workload], request)
     return replace(config, model=replace(config.model, vocab=512))
 
@@ -110,11 +112,11 @@ def within_memory(gib: float, gpu: str, tiny: bool) -> RunConfig:
     if tiny:
         endless = tuple(from_arguments(ENDLESS))
         return resolve(recipe, Request(size="8b", dtype="bf16", gpus=1, gpu="cpu", proxy="small", settings=endless))
-    wishes = (f"gbs={SEQUENCES}", "lr=3e-6", "seqlen=8192", f"host_gib={HOST_GIB}", f"device_gib={gib:g}", *ENDLESS)
-    return resolve(recipe, Request(size="8b", dtype="bf16", gpus=1, gpu=gpu, settings=tuple(from_arguments(wishes))))
+    overrides = (f"gbs={SEQUENCES}", "lr=3e-6", "seqlen=8192", f"host_gib={HOST_GIB}", f"device_gib={gib:g}", *ENDLESS)
+    return resolve(recipe, Request(size="8b", dtype="bf16", gpus=1, gpu=gpu, settings=tuple(from_arguments(overrides))))
 
 
 def work_of(config: RunConfig) -> Training:
-    """Of a row, which always trains."""
+    """Return the workload of a row, which is always Training."""
     assert isinstance(config.workload, Training)
     return config.workload

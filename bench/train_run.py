@@ -30,7 +30,7 @@ PROFILED = 1  # steps, after one in which the tracing library gets used to its w
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """How long a row is trained."""
+    """Settings of the measurement of a row."""
 
     settling_s: float  # after the first step, in which none that counts may end
     steps: int  # that count, at most
@@ -41,7 +41,7 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a row's steps came to."""
+    """Measurements of the steps of a row."""
 
     first_s: float  # of the first step, from the beginning: weights, kernels
     seconds: list[float]  # of each step that counts

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from train_bench import Bench
-from train_calls import Product, calls_of
+from train_calls import GemmCall, calls_of
 from train_kernels import kernels
 from train_rows import MEMORY_ROW, Row, within_memory, work_of
 from train_run import Order, Trained, trained
@@ -39,24 +39,24 @@ class Outcome:
 
     @property
     def share(self) -> float:
-        """Of the ceiling."""
+        """Fraction of the ceiling."""
         return self.tokens_per_s / self.ceiling
 
     @property
     def verdict(self) -> str | None:
-        """What was reached of the aims and floors that are given, each time all of them; none: none are given."""
+        """The level that is reached in full, "aim" or "floor", else "short"; None if the row has no aims."""
         row = self.row
         if row.aim is row.aim_share is None:
             return None
         aims = ((row.aim, self.tokens_per_s), (row.aim_share, self.share))
         floors = ((row.floor, self.tokens_per_s), (row.floor_share, self.share))
-        if all(got >= wanted for wanted, got in aims if wanted is not None):
+        if all(reached >= goal for goal, reached in aims if goal is not None):
             return "aim"
-        return "floor" if all(got >= wanted for wanted, got in floors if wanted is not None) else "short"
+        return "floor" if all(reached >= goal for goal, reached in floors if goal is not None) else "short"
 
 
 def rates(bench: Bench) -> None:
-    """All calls of all rows; the other parts ask for what is measured here."""
+    """Measure all calls of all rows, for the following parts."""
     for row in bench.rows:
         config = bench.configuration(row)
         try:
@@ -68,17 +68,22 @@ def rates(bench: Bench) -> None:
         for call in new:
             seconds = bench.seconds[call]
             lines.append((str(call), 1e6 * seconds, call.flops / seconds / TERA))
-            found = {"call": str(call), "product": isinstance(call, Product), "seconds": seconds, "flops": call.flops}
-            bench.keep("rates", {"row": row.title} | found)
+            timing = {
+                "call": str(call),
+                "product": isinstance(call, GemmCall),
+                "seconds": seconds,
+                "flops": call.flops,
+            }
+            bench.record("rates", {"row": row.title} | timing)
         ceiling = bench.ceiling(config)
-        bench.say(
+        bench.print_table(
             f"Rates of {row.title}: {len(lines)} calls not timed before",
             ("call", "us", "TFLOP/s"),
             lines,
             f"ceiling {ceiling:,.0f} tokens/s: the best library time of each of its {len(calls_of(config))} calls",
         )
     print(f"  bandwidth of a copy, bytes read and written: {bench.memory / 1e12:.3f} TB/s", flush=True)
-    bench.keep("rates", {"bytes_per_s": bench.memory})
+    bench.record("rates", {"bytes_per_s": bench.memory})
 
 
 def rows(bench: Bench) -> None:
@@ -91,26 +96,30 @@ def rows(bench: Bench) -> None:
         apart = "kernels" in bench.parts and (row.kernels or len(bench.rows) == 1)
         if "rows" not in bench.parts and not apart:
             continue
-        found = measured(bench, row, bench.configuration(row), bench.order(row, profile=apart))
-        if found is None:
+        outcome = measured(bench, row, bench.configuration(row), bench.order(row, profile=apart))
+        if outcome is None:
             continue
         if apart:
-            kernels(bench, row, found.config, found.trained)
-        done.append(replace(found, trained=replace(found.trained, trace=[])))  # a trace is large
+            kernels(bench, row, outcome.config, outcome.trained)
+        done.append(replace(outcome, trained=replace(outcome.trained, trace=[])))  # a trace is large
         if row.title == MEMORY_ROW.title and "memory" in bench.parts:
             memory(bench)
     if done and "rows" in bench.parts:
-        _say(bench, done)
+        _print_table(bench, done)
 
 
 def memory(bench: Bench) -> None:
-    """The same training within the memory of a smaller GPU, by a plan that llmb makes: what it keeps where."""
+    """Train within the memory of a smaller GPU, by an out-of-core plan."""
     row = MEMORY_ROW
-    whole: dict[str, Any] = next((found for found in bench.results.get("rows", []) if found["title"] == row.title), {})
+    whole: dict[str, Any] = next(
+        (outcome for outcome in bench.results.get("rows", []) if outcome["title"] == row.title), {}
+    )
     config = within_memory(SMALL_GIB, bench.gpu, bench.tiny)
     work = config.workload
     assert isinstance(work, OutOfCore)
-    bench.head(f"{row.title} within {work.device_gib:g} GiB of the device and {work.host_gib:g} GiB of the host")
+    bench.print_heading(
+        f"{row.title} within {work.device_gib:g} GiB of the device and {work.host_gib:g} GiB of the host"
+    )
     order = replace(bench.order(row, profile=False), steps=3, seconds=15.0)
     try:
         done = trained(config, order, bench.device)
@@ -122,9 +131,9 @@ def memory(bench: Bench) -> None:
     assert work.plan is not None
     speed, before = work.plan.gbs * work.seqlen / done.step_s, whole.get("tokens_per_s")
     lost = 1 - speed / before if before else None
-    bench.keep("memory", {"title": row.title, "work": asdict(work), "tokens_per_s": speed, "seconds": done.seconds,
+    bench.record("memory", {"title": row.title, "work": asdict(work), "tokens_per_s": speed, "seconds": done.seconds,
                           "memory_bytes": done.memory_bytes, "lost": lost})  # fmt: skip
-    bench.say(
+    bench.print_table(
         f"{row.title} within {SMALL_GIB:g} GiB",
         ("tokens/s", "with all memory", "lost", "aim", "GiB"),
         [(speed, before, lost, MEMORY_LOSS, done.memory_bytes / GIB)],
@@ -135,7 +144,7 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
     """One row trained and kept, or named with what went wrong."""
     work = work_of(config)
     altered = f"; {config.proxy}" if config.proxy else ""
-    bench.head(f"{row.title}: {work.gbs} x {work.seqlen} tokens a step, {work.mbs} at once{altered}")
+    bench.print_heading(f"{row.title}: {work.gbs} x {work.seqlen} tokens a step, {work.mbs} at once{altered}")
     try:
         ceiling = bench.ceiling(config)
         done = trained(config, order, bench.device)
@@ -150,44 +159,45 @@ def measured(bench: Bench, row: Row, config: RunConfig, order: Order) -> Outcome
         return None
     step_flops = work.gbs * flops.train_flops_per_sequence(config.model, work.seqlen, "causal")
     tflops = metrics.tflops_per_gpu(step_flops, done.step_s, 1)
-    found = Outcome(
+    outcome = Outcome(
         row=row, config=config, trained=done, tokens_per_s=work.gbs * work.seqlen / done.step_s, tflops=tflops,
         mfu=metrics.mfu(tflops, bench.peak(row.dtype)), ceiling=ceiling,
     )  # fmt: skip
     steps = f"median of {len(done.seconds)} steps, {min(done.seconds):.3f} to {max(done.seconds):.3f} s"
-    print(f"  {found.tokens_per_s:,.0f} tokens/s, {found.share:.3f} of the ceiling; {steps}", flush=True)
-    bench.keep("rows", _record(found))
-    return found
+    print(f"  {outcome.tokens_per_s:,.0f} tokens/s, {outcome.share:.3f} of the ceiling; {steps}", flush=True)
+    bench.record("rows", _record(outcome))
+    return outcome
 
 
 def _failed(bench: Bench, part: str, row: Row, error: Exception) -> None:
     why = f"{type(error).__name__}: {error}".splitlines()[0]
     print(f"{row.title} FAILED: {why}", file=sys.stderr, flush=True)
-    bench.keep(part, {"title": row.title, "error": why})
+    bench.record(part, {"title": row.title, "error": why})
 
 
-def _say(bench: Bench, done: list[Outcome]) -> None:
-    bench.say(
+def _print_table(bench: Bench, done: list[Outcome]) -> None:
+    bench.print_table(
         "Rows, whole optimizer steps",
         HEADER,
         [
             (
-                one.row.title, one.tokens_per_s, one.row.aim, one.row.floor, one.ceiling, one.share,
-                one.row.aim_share, one.row.floor_share, one.tflops, None if one.mfu is None else 100 * one.mfu,
-                one.trained.memory_bytes / GIB, len(one.trained.seconds), one.verdict,
+                o.row.title, o.tokens_per_s, o.row.aim, o.row.floor, o.ceiling, o.share,
+                o.row.aim_share, o.row.floor_share, o.tflops, None if o.mfu is None else 100 * o.mfu,
+                o.trained.memory_bytes / GIB, len(o.trained.seconds), o.verdict,
             )
-            for one in done
+            for o in done
         ],
-        "ratio: of the ceiling, the best library time of each matrix product and attention call of the step",
+        "ratio: of the ceiling, the best library time of each GEMM and attention call of the step",
         "MFU: of the published peak of the format; FLOPs of causal attention, whatever the model",
     )  # fmt: skip
 
 
-def _record(found: Outcome) -> dict[str, Any]:
-    work, done = work_of(found.config), found.trained
+def _record(outcome: Outcome) -> dict[str, Any]:
+    work, done = work_of(outcome.config), outcome.trained
     return {
-        "title": found.row.title, "row": asdict(found.row), "proxy": found.config.proxy,
-        "work": asdict(work), "tokens_per_s": found.tokens_per_s, "step_s": done.step_s, "seconds": done.seconds,
-        "first_step_s": done.first_s, "losses": done.losses, "tflops": found.tflops, "mfu": found.mfu,
-        "memory_bytes": done.memory_bytes, "ceiling": found.ceiling, "ratio": found.share, "verdict": found.verdict,
+        "title": outcome.row.title, "row": asdict(outcome.row), "proxy": outcome.config.proxy,
+        "work": asdict(work), "tokens_per_s": outcome.tokens_per_s, "step_s": done.step_s, "seconds": done.seconds,
+        "first_step_s": done.first_s, "losses": done.losses, "tflops": outcome.tflops, "mfu": outcome.mfu,
+        "memory_bytes": done.memory_bytes, "ceiling": outcome.ceiling, "ratio": outcome.share,
+        "verdict": outcome.verdict,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whose each moment of a traced step is: kernels by class, matrix products by their sizes, and what is idle.
+"""Breakdown of a traced step: kernels by class, GEMMs by size, and idle time.
 
 A kernel is known by its own name and by the torch operation that launched it, which also has the sizes; one that a CUDA
 graph launched has a name only. Where several run at once the class named first owns the moment. On a CPU the times are
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from llmb.train.kernel_intervals import KernelInterval, resolve_nesting, resolve_overlaps
 
-PRODUCTS, ATTENTION, SCAN = "matrix products", "attention", "scan and convolution"
-SMALL, QUANTISING, LOSS = "normalisation and activation", "quantising and transposing", "loss"
-ROUTING, ADDING, OPTIMIZER = "routing", "adding gradients up", "optimizer"
+PRODUCTS, ATTENTION, SCAN = "GEMM", "attention", "scan and convolution"
+SMALL, QUANTISING, LOSS = "normalisation and activation", "quantization and transposition", "loss"
+ROUTING, ADDING, OPTIMIZER = "routing", "gradient accumulation", "optimizer"
 COPIES, OTHER, IDLE = "copies and casts", "other", "idle"
 CLASSES = (
     PRODUCTS, ATTENTION, SCAN, SMALL, QUANTISING, LOSS, ROUTING, ADDING, OPTIMIZER, COPIES, OTHER,
@@ -34,14 +34,14 @@ NAMES = (
                  r"|aten::(max|amax|abs)$"),
     (ROUTING, r"rout|sort|topk|searchsorted|one_hot|bincount|radix|permute|cumsum|aten::index_select$"),
     (SMALL, r"norm|gated|sigmoid|tanh|threshold|aten::(mul_?|add|pow|square|neg|cat)$"),
-    (ADDING, r"accumulate_?grad|aten::add_$"),
+    (ADDING, r"accumulate_?grad|scaled_add|aten::add_$"),
     (COPIES, r"memcpy|memset|copy|fill|zero|embedding|gather|aten::(to|clone|contiguous)$"),
 )  # fmt: skip
 LONGEST = 8  # names listed of a class
 
 
 class Launched(NamedTuple):
-    """What is known of one piece of work besides its time."""
+    """Kernel, operation and operands of one interval."""
 
     kernel: str
     operation: str  # that launched it; empty: nobody knows
@@ -90,7 +90,7 @@ def size_of(launched: Launched) -> Size:
 
 
 @dataclass(frozen=True)
-class TakenApart:
+class StepBreakdown:
     """An average step. Seconds."""
 
     span: float  # from the first kernel's start to the last one's end
@@ -105,58 +105,62 @@ class TakenApart:
         return max(0.0, self.span - sum(self.kinds.values()))
 
 
-def taken_apart(events: Iterable[dict[str, Any]], on_gpu: bool, steps: int) -> TakenApart:
+def split_trace(events: Iterable[dict[str, Any]], on_gpu: bool, steps: int) -> StepBreakdown:
     """From the events of a Chrome trace of so many steps."""
     timed = [event for event in events if event.get("ph") == "X"]
-    known: dict[str, Launched] = {}
-    pieces = list(_gpu_pieces(timed, known) if on_gpu else _cpu_pieces(timed, known))
+    launches: dict[str, Launched] = {}
+    intervals = list(_gpu_intervals(timed, launches) if on_gpu else _cpu_intervals(timed, launches))
     kinds, names = Counter[str](), {kind: Counter[str]() for kind in CLASSES}
     calls: dict[Size, set[Any]] = {}
     products: dict[Size, float] = {}
-    for piece in pieces:
-        seconds, launched = (piece.end - piece.start) * 1e-6 / steps, known[piece.name]
-        kinds[piece.kind] += seconds
-        names[piece.kind][f"{launched.operation} {launched.kernel}".strip()] += seconds
-        if piece.kind == PRODUCTS:
+    for interval in intervals:
+        seconds, launched = (interval.end - interval.start) * 1e-6 / steps, launches[interval.name]
+        kinds[interval.kind] += seconds
+        names[interval.kind][f"{launched.operation} {launched.kernel}".strip()] += seconds
+        if interval.kind == PRODUCTS:
             size = size_of(launched)
             products[size] = products.get(size, 0.0) + seconds
             calls.setdefault(size, set()).add(launched.call)
-    span = max(piece.end for piece in pieces) - min(piece.start for piece in pieces)
+    span = max(interval.end for interval in intervals) - min(interval.start for interval in intervals)
     each = {size: (round(len(calls[size]) / steps), seconds) for size, seconds in products.items()}
-    longest = {kind: found.most_common(LONGEST) for kind, found in names.items() if found}
-    return TakenApart(span * 1e-6 / steps, dict(kinds), each, longest, _gaps(pieces, known, steps))
+    longest = {kind: counts.most_common(LONGEST) for kind, counts in names.items() if counts}
+    return StepBreakdown(span * 1e-6 / steps, dict(kinds), each, longest, _gaps(intervals, launches, steps))
 
 
-def _gaps(pieces: list[KernelInterval], known: dict[str, Launched], steps: int) -> list[tuple[str, float]]:
+def _gaps(intervals: list[KernelInterval], launches: dict[str, Launched], steps: int) -> list[tuple[str, float]]:
     """In which nothing ran, by what came then."""
-    waits, until = Counter[str](), pieces[0].start
-    for piece in pieces:
-        if piece.start > until:
-            launched = known[piece.name]
-            waits[f"{launched.operation} {launched.kernel}".strip()] += (piece.start - until) * 1e-6 / steps
-        until = max(until, piece.end)
+    waits, until = Counter[str](), intervals[0].start
+    for interval in intervals:
+        if interval.start > until:
+            launched = launches[interval.name]
+            waits[f"{launched.operation} {launched.kernel}".strip()] += (interval.start - until) * 1e-6 / steps
+        until = max(until, interval.end)
     return waits.most_common(LONGEST)
 
 
-def _gpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iterator[KernelInterval]:
+def _gpu_intervals(timed: list[dict[str, Any]], launches: dict[str, Launched]) -> Iterator[KernelInterval]:
     operations = {_external(event): event for event in timed if event.get("cat") == "cpu_op"}
     work = []
     for number, event in enumerate(timed):
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             by = operations.get(_external(event)) if _external(event) is not None else None
-            known[str(number)] = _launched(event["name"], by, number)
-            kind = class_of(known[str(number)])
+            launches[str(number)] = _launched(event["name"], by, number)
+            kind = class_of(launches[str(number)])
             work.append(KernelInterval(event["ts"], event["ts"] + event["dur"], kind, str(number)))
     return resolve_overlaps(work, CLASSES)
 
 
-def _cpu_pieces(timed: list[dict[str, Any]], known: dict[str, Launched]) -> Iterator[KernelInterval]:
+def _cpu_intervals(timed: list[dict[str, Any]], launches: dict[str, Launched]) -> Iterator[KernelInterval]:
     """Operations enclose one another: what an inner one is decides, unless nobody knows it."""
     work = []
     for number, event in enumerate(timed):
         if event.get("cat") == "cpu_op":
-            known[str(number)] = _launched("", event, number)
-            work.append(KernelInterval(event["ts"], event["ts"] + event["dur"], class_of(known[str(number)]), str(number), False))
+            launches[str(number)] = _launched("", event, number)
+            work.append(
+                KernelInterval(
+                    event["ts"], event["ts"] + event["dur"], class_of(launches[str(number)]), str(number), False
+                )
+            )
     return resolve_nesting(work)
 
 

@@ -115,19 +115,19 @@ class InChunks:
         return losses
 
     def named_grads(self) -> dict[str, Tensor]:
-        m, found = self.model, {}
+        m, actual = self.model, {}
         width, kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
         for layer, grads in enumerate(self.grads):
             q, k, v = grads.wqkv_XC.split((width, kv_width, kv_width))
             gate, up = grads.w13_2FC.chunk(2)
-            own = {"attention.q": q, "attention.k": k, "attention.v": v, "attention.o": grads.wo_CA}
-            own |= {"mlp.gate": gate, "mlp.up": up, "mlp.down": grads.w2_CF}
-            own |= {"attention_norm": grads.norm1_C, "mlp_norm": grads.norm2_C}
-            found |= {f"layers.{layer}.{name}.weight": grad for name, grad in own.items()}
-        found |= {"norm.weight": self.dnorm, "embedding.weight": torch.cat(self.dembedding)}
-        return found if m.tied_embeddings else found | {"head.weight": torch.cat(self.dhead)}
+            local = {"attention.q": q, "attention.k": k, "attention.v": v, "attention.o": grads.wo_CA}
+            local |= {"mlp.gate": gate, "mlp.up": up, "mlp.down": grads.w2_CF}
+            local |= {"attention_norm": grads.norm1_C, "mlp_norm": grads.norm2_C}
+            actual |= {f"layers.{layer}.{name}.weight": grad for name, grad in local.items()}
+        actual |= {"norm.weight": self.dnorm, "embedding.weight": torch.cat(self.dembedding)}
+        return actual if m.tied_embeddings else actual | {"head.weight": torch.cat(self.dhead)}
 
-    def _group(self, documents, tokens, labels, chunk, scale, fresh) -> Tensor:
+    def _group(self, documents, tokens, labels, chunk, scale, new) -> Tensor:
         m, n = self.model, len(tokens)
         tokens, labels = tokens.to(self.device), labels.to(self.device)
         chunks = [(first, min(first + chunk, n)) for first in range(0, n, chunk)]
@@ -137,22 +137,22 @@ class InChunks:
         tables = [rope_table(m.rope, m.head_dim, places[slice(*rows)].to(self.device)) for rows in chunks]
         inp = [[self._stream(rows) for rows in chunks] for _ in range(m.layers + 1)]
         kv = [self._kv(n, self.dtype) for _ in range(m.layers)]
-        kept = {}
+        stored = {}
         for c, rows in enumerate(chunks):
             embed(tokens[slice(*rows)], self.embedding, inp[0][c])
         for layer in range(m.layers):
             for c, rows in enumerate(chunks):
-                level, (attn, rest) = self.level(layer, c), self._kept(rows)
-                attn, rest = attn if level in "FA" else None, rest if level == "F" else None
+                level, (attn, remaining) = self.level(layer, c), self._saved(rows)
+                attn, remaining = attn if level in "FA" else None, remaining if level == "F" else None
                 self.block.forward(
                     self._weights(layer, "forward"), inp[layer][c], kv[layer], spans[c], *tables[c], inp[layer + 1][c],
-                    attn, rest,
+                    attn, remaining,
                 )  # fmt: skip
-                kept[layer, c] = attn, rest
+                stored[layer, c] = attn, remaining
         losses = torch.empty(n, device=self.device)
         stream = [self._stream(rows) for rows in chunks]
         for c, rows in reversed(list(enumerate(chunks))):
-            some, first = slice(*rows), fresh and c == len(chunks) - 1
+            some, first = slice(*rows), new and c == len(chunks) - 1
             head_loss(
                 inp[-1][c], self.norm, m.norm_eps, self.head, labels[some], scale, stream[c], self.dhead, self.dnorm,
                 not first, losses[some], self.loss_tokens,
@@ -161,20 +161,20 @@ class InChunks:
             dkv = self._kv(n, torch.float32) if len(chunks) > 1 else None
             for c, rows in reversed(list(enumerate(chunks))):
                 last = c == len(chunks) - 1
-                (attn, rest), room = kept[layer, c], self._kept(rows)
-                if rest is None:
+                (attn, remaining), room = stored[layer, c], self._saved(rows)
+                if remaining is None:
                     saved = attn is not None
-                    attn, rest = attn if saved else room[0], room[1]
+                    attn, remaining = attn if saved else room[0], room[1]
                     self.block.recompute(
-                        self._weights(layer, "backward"), inp[layer][c], kv[layer], spans[c], *tables[c], attn, rest,
+                        self._weights(layer, "backward"), inp[layer][c], kv[layer], spans[c], *tables[c], attn, remaining,
                         saved,
                     )  # fmt: skip
                 self.block.backward(
-                    self._weights(layer, "backward"), self.grads[layer], not (fresh and last), inp[layer][c], kv[layer],
-                    attn, rest, dkv, not last, spans[c], *tables[c], stream[c],
+                    self._weights(layer, "backward"), self.grads[layer], not (new and last), inp[layer][c], kv[layer],
+                    attn, remaining, dkv, not last, spans[c], *tables[c], stream[c],
                 )  # fmt: skip
         for c, rows in reversed(list(enumerate(chunks))):
-            first = fresh and c == len(chunks) - 1 and not m.tied_embeddings
+            first = new and c == len(chunks) - 1 and not m.tied_embeddings
             embed_backward(stream[c], tokens[slice(*rows)], self.dembedding, not first)
         return losses
 
@@ -204,7 +204,7 @@ class InChunks:
         size = 2 * tokens * self.model.kv_heads * self.model.head_dim * dtype.itemsize
         return kv_view(self._bytes(size), self.model, tokens, dtype)
 
-    def _kept(self, rows: tuple[int, int]):
+    def _saved(self, rows: tuple[int, int]):
         m, n = self.model, rows[1] - rows[0]
         width, each = m.heads * m.head_dim, self.dtype.itemsize
         attn = attn_view(self._bytes(n * (width * each + m.heads * 4)), m, n, self.dtype)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_there_are_three_walks():
 def test_a_file_before_leads_to_each_file(title):
     """By an import, with at most one file between, or by starting a process."""
     steps, reached = WALKS[title], set()
-    for (name, text), (following, _) in zip(steps, steps[1:], strict=False):
+    for (name, text), (following, _) in pairwise(steps):
         path = ROOT / name
         if started := STARTED.search(text):
             module = started[1]

@@ -31,8 +31,8 @@ def test_a_login_node_needs_no_torch(tmp_path):
     missing = subprocess.run([python, "-c", "import torch"], capture_output=True)
     assert missing.returncode != 0
     assert "pretrain_grok1" in llmb("list").stdout
-    shown = llmb("show", "-w", "pretrain_llama3.1", "-s", "405b", "--dtype", "fp8", "--scale", "128")
-    assert "405,853,388,800" in shown.stdout, shown.stderr
+    printed = llmb("show", "-w", "pretrain_llama3.1", "-s", "405b", "--dtype", "fp8", "--scale", "128")
+    assert "405,853,388,800" in printed.stdout, printed.stderr
     scripts = python.parent.parent / "lib" / f"python3.{sys.version_info.minor}" / "site-packages/llmb/recipes"
     assert (scripts / "pretrain_grok1" / "launch.sh").exists()
     refused = llmb("submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy")

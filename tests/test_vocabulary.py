@@ -10,20 +10,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # Words that once stood for something the field has a name for, and that name.
 REPLACED = {
-    "slope": "grad", "slopes": "grads", "dstream": "d_residual", "gauge": "scale and amax", "gauges": "scales and amaxes",
+    "slope": "grad", "slopes": "grads", "dstream": "d_residual", "gauge": "scale and amax", "gauges": "scale and amax",
     "rows8": "per_token", "groups8": "1x128", "blocks8": "128x128", "visits": "routed tokens", "dealt": "permuted",
     "squeezed": "softcap", "capped": "softcap", "halved": "split master weights", "rehearsal": "dry run",
     "rehearse": "dry run", "rehearsed": "dry run", "leash": "supervisor", "steward": "job runner",
     "whereabouts": "hang report", "thirst": "power-limited slowdown", "guilty": "failed", "wishes": "overrides",
-    "wish": "override", "standin": "proxy", "standins": "proxies", "lane": "stream or track", "lanes": "streams or tracks",
+    "wish": "override", "standin": "proxy", "standins": "proxies", "lane": "stream or track", "lanes": "streams",
     "stretch": "interval", "stretches": "intervals", "outlook": "admission", "journal": "recorder",
     "travelling": "pending transfer", "seat": "data-parallel shard", "seal": "checksum", "sealed": "checksummed",
     "turned": "rotated (RoPE)",
 }  # fmt: skip
 # Participles and function words that say nothing of what a name holds.
 EMPTY = {
-    "found", "made", "wanted", "kept", "said", "told", "asked", "given", "shown", "known", "one", "other", "others", "own",
-    "there", "rest", "fresh", "onto", "ours", "theirs", "what", "who", "both", "again",
+    "found", "made", "wanted", "kept", "said", "told", "asked", "given", "shown", "known", "one",
+    "own", "there", "rest", "fresh", "onto", "ours", "theirs", "what", "who", "again",
 }  # fmt: skip
 FILES = [path for folder in ("llmb", "tests", "bench") for path in sorted((ROOT / folder).rglob("*.py"))]
 

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from llmb.cli.llmb_run import guarded
-from llmb.cli.stored_runs import keep_result, load_run
+from llmb.cli.stored_runs import load_run, write_result
 from llmb.config.serialization import to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import LlmbError
@@ -59,7 +59,7 @@ def run_job(run: RunFolder, container: Sequence[str], environ: Mapping[str, str]
         except LlmbError as error:
             _record_failure(run, str(error))
             print(f"ERROR: {error}", file=sys.stderr)
-        result = keep_result(run, config)
+        result = write_result(run, config)
         _print_result(run, config, result)
     return _exit_code(result)
 

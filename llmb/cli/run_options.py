@@ -59,7 +59,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--force", action="store_true", help="accept a dtype or scale the recipe does not list (one run only)")
 
 
-def add_place_options(parser: argparse.ArgumentParser) -> None:
+def add_location_options(parser: argparse.ArgumentParser) -> None:
     """Add --on and the sbatch options."""
     add = parser.add_argument
     where = "default: slurm where there is a cluster_config.yaml, else local; inside an allocation the run goes into it"

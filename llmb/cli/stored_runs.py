@@ -19,7 +19,7 @@ def load_run(run: RunFolder) -> tuple[RunConfig, Result]:
     return config, derive(config, _events(run, config))
 
 
-def keep_result(run: RunFolder, config: RunConfig) -> Result:
+def write_result(run: RunFolder, config: RunConfig) -> Result:
     """Derive the result of a finished run and write it beside its events."""
     result = derive(config, _events(run, config))
     write_atomic(run.result, to_json(result) + "\n")

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from llmb.cli.run_options import add_place_options, add_run_options, examples
+from llmb.cli.run_options import add_location_options, add_run_options, examples
 from llmb.cli.subcommand import command
 
 RANK_GIB = 0.25  # measured: memory of a process with torch and no model
@@ -21,7 +21,7 @@ def add_commands(commands: Any) -> None:
     for name, output in (("submit", "run benchmarks"), ("single", "older name of submit")):
         parser = command(commands, name, run, output, *examples(name, " --dry-run"))
         add_run_options(parser)
-        add_place_options(parser)
+        add_location_options(parser)
         add = parser.add_argument
         add("-f", "--file", type=Path, help="bulk file: .yaml with sweeps, or the older text form")
         add("-r", "--repeats", type=int, default=1, metavar="N", help="run each configuration N times")
@@ -208,7 +208,7 @@ def _run_one(
     """
     from contextlib import nullcontext
 
-    from llmb.cli.stored_runs import keep_result
+    from llmb.cli.stored_runs import write_result
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder, store_path
     from llmb.launch.run_lock import exclusive_run_lock
@@ -229,7 +229,7 @@ def _run_one(
             outcome = _launch(config, run_dir, environment, live.show, location)
         finally:
             live.close()
-            result = keep_result(run_dir, config)
+            result = write_result(run_dir, config)
             store.finish(job, result)
     block = overview(result, config)
     if block:

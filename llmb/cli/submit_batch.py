@@ -115,7 +115,7 @@ def container_flags(
 
 
 def _matching_cluster(config: RunConfig, cluster: Cluster | None) -> Cluster | None:
-    """The cluster as this run's workload sees it."""
+    """Return the cluster with the settings of this run's workload applied."""
     return cluster.for_target(f"{config.target}_{config.size}") if cluster else None
 
 

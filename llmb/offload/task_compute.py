@@ -194,7 +194,7 @@ class TaskRunner:
         """Update matrices in one pass with the padding between them, norms, which do not decay, in another."""
         bucket = operation.task.layer
         param, grad, state = (self._bytes(operation, BufferKey(kind, bucket)) for kind in ("param", "grad", "state"))
-        if operation.task.fresh:
+        if operation.task.first_update:
             state.zero_()
         weights, grads, optimizer = self.dtypes.weights(param), self.dtypes.grads(grad), self.dtypes.state(state)
         factor = self.stats.factor if self.plan.update_at == "forward" else self.stats.provisional_factor()

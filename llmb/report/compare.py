@@ -33,7 +33,7 @@ FIGURES = (
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedRatio:
-    """Speed of B over A; above 1 is faster. The interval is None with too few samples."""
+    """Ratio of the speeds of B and A; above 1 B is faster. The interval is None with too few samples."""
 
     ratio: float
     low: float | None
@@ -80,17 +80,17 @@ def compare(
             f"different workloads: {result_a.target} and {result_b.target}; add --force to compare them all the same"
         )
     differing = dict(_differences(_flat(to_plain(config_a)), _flat(to_plain(config_b))))
-    verdict = None
+    speed = None
     if result_a.step_time_s and result_b.step_time_s:
-        verdict = speed_ratio(list(result_a.step_time_s.samples), list(result_b.step_time_s.samples))
+        speed = speed_ratio(list(result_a.step_time_s.samples), list(result_b.step_time_s.samples))
     return {
         "a": result_a.name,
         "b": result_b.name,
         "clusters": list(clusters),
         "differing": differing,
         "figures": list(_figures(result_a, result_b)),
-        "speed": to_plain(verdict),
-        "verdict": verdict.words if verdict else "only single figures, no samples: no verdict",
+        "speed": to_plain(speed),
+        "verdict": speed.words if speed else "only single figures, no samples: no verdict",
     }
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic behind bench/infer_gpu.py: ceilings by hand, against `llmb.perfmodel.flops`, against what the engine holds."""
+"""Arithmetic of bench/infer_gpu.py: ceilings by hand, against `llmb.perfmodel.flops`, and against the engine."""
 
 import re
 import subprocess
@@ -39,7 +39,7 @@ def by_name(model, precision, step):
     return {term.name: term for term in ceilings.terms(model, precision, step)}
 
 
-def test_an_average_step_has_its_share_of_prompts():
+def test_average_step_has_its_fraction_of_prompts():
     step = ceilings.steady_step(isl=4, osl=4, batch=8)
     # Of 8 requests in flight 6 generate, at 4 + 4 / 2 tokens; 2 prompts of 4 tokens are read, 8 pairs each.
     assert step == ceilings.Step(decodes=6, context=6, prompt_tokens=8, prompt_pairs=16, samples=8)
@@ -57,7 +57,7 @@ def test_each_term_is_bytes_and_flops_by_hand():
     }
 
 
-def test_the_ceiling_adds_the_longer_of_both_for_each_term():
+def test_ceiling_adds_the_longer_of_bytes_and_flops():
     actual = ceilings.terms(SMALL, FP8, ceilings.steady_step(isl=4, osl=4, batch=8))
     seconds = {"attention weights": 10.752, "cache": 46.08, "prompts": 20.48, "mlp weights": 21.504, "head": 12.8}
     assert {term.name: term.seconds(RATES) for term in actual} == pytest.approx(seconds)
@@ -83,7 +83,7 @@ def test_sums_equal_those_of_costs(precision):
     assert sum(term.flops for term in prompt) == pytest.approx(flops.prefill_flops(SMALL, 9, "causal"))
 
 
-def test_latent_attention_and_experts_by_hand():
+def test_mla_and_moe_by_hand():
     actual = by_name(MOE, FP8, ceilings.decode_step(3, context=10, experts=2.5))
     # kv_up: 6 * 2 * (4 + 4) = 96 weights in bf16; the other matrices of attention:
     matrices = 8 * (4 + 6 + 2) + 4 * 2 * (4 + 2) + 2 * 4 * 8
@@ -105,14 +105,14 @@ def test_expected_experts():
     assert by_name(MOE, FP8, ceilings.decode_step(2, context=1))["experts"].bytes == pytest.approx(2 * 1.75 * 96)
 
 
-def test_a_gpu_of_several_reads_its_share_of_the_experts():
-    step = ceilings.on_one_of(2, MOE, ceilings.decode_step(1, context=1))
+def test_one_gpu_of_expert_parallelism_reads_its_experts():
+    step = ceilings.step_of_one_gpu(2, MOE, ceilings.decode_step(1, context=1))
     assert step.experts == pytest.approx(1.75 / 2)  # two tokens visit 1.75 of 4 experts
     # Three GPUs, 5 tokens each, 2 layers of experts: 2 x 5 tokens of 8 x 2 bytes arrive, and as many leave.
-    assert ceilings.exchange_seconds(3, MOE, tokens=5, link=10.0) == pytest.approx(2 * 2 * 160 / 10)
+    assert ceilings.collective_seconds(3, MOE, tokens=5, link=10.0) == pytest.approx(2 * 2 * 160 / 10)
 
 
-def test_worked_examples_of_the_page():
+def test_worked_examples_of_the_documentation():
     llama, few = program.models()
     rates = ceilings.Rates(read=4.3e12, products=1.2e15, head=0.7e15, bf16=0.7e15)
     needed = ceilings.terms(llama, FP8, ceilings.steady_step(1000, 1000, 960))
@@ -122,9 +122,9 @@ def test_worked_examples_of_the_page():
     assert 960 / ceilings.ceiling(needed, rates) == pytest.approx(20_848, abs=1)
 
     whole = replace(few, layers=61, experts=replace(few.experts, dense_layers=3))
-    step = ceilings.on_one_of(8, whole, ceilings.steady_step(1000, 1000, 256))
+    step = ceilings.step_of_one_gpu(8, whole, ceilings.steady_step(1000, 1000, 256))
     assert 1e3 * ceilings.ceiling(ceilings.terms(whole, FP8, step), rates) == pytest.approx(43.62, abs=0.005)
-    assert 1e3 * ceilings.exchange_seconds(8, whole, step.tokens, 450e9) == pytest.approx(13.24, abs=0.005)
+    assert 1e3 * ceilings.collective_seconds(8, whole, step.tokens, 450e9) == pytest.approx(13.24, abs=0.005)
 
 
 def test_activations_by_hand():
@@ -133,7 +133,7 @@ def test_activations_by_hand():
     assert ceilings.small_bytes(MOE, FP8) is None
 
 
-def test_product_shapes_are_all_of_a_dense_layer():
+def test_gemm_shapes_are_all_of_a_dense_layer():
     llama, deepseek = program.models()
     kv_up = 512 * 128 * (128 + 128)
     for model, attention, absorbed in ((llama, block_costs.attention, 0), (deepseek, block_costs.mla, kv_up)):
@@ -143,7 +143,7 @@ def test_product_shapes_are_all_of_a_dense_layer():
 
 @pytest.mark.parametrize("precision", [FP8, BF16])
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_engine_holds_the_cache_that_ceilings_count(which, precision):
+def test_ceilings_count_the_cache_of_the_engine(which, precision):
     model = program.tiny_models()[which]
     row = program.Row(dtype=precision.dtype, isl=8, osl=8, batch=1, budget=8, requests=1)
     device = torch.device("cpu")
@@ -153,10 +153,11 @@ def test_the_engine_holds_the_cache_that_ceilings_count(which, precision):
     assert held == model.layers * ceilings.cached_bytes(model, precision)
 
 
-def test_a_class_for_every_kernel_that_serving_launches():
+def test_every_serving_kernel_has_a_class():
     served = (
         "activation/gated_act", "attention/decode_attention", "attention/kv_cache_write", "attention/mla_attention",
         "attention/paged_attention", "gemm/block_scaled_gemm", "gemm/skinny_gemm", "moe/align", "moe/fused_moe",
+        "moe/fused_moe_fp8", "moe/fused_moe_nvfp4",
         "moe/router", "norm/add_rms_norm", "quant/activation_quant", "sampling/argmax",
     )  # fmt: skip
     for module in served:
@@ -189,14 +190,14 @@ def test_kernels_by_name(name, kind):
 
 
 @pytest.mark.slow
-def test_the_program_runs_to_its_end_on_any_machine(tmp_path):
-    command = [sys.executable, BENCH / "infer_gpu.py", "--tiny", "--json", tmp_path / "found.json"]
+def test_infer_program_runs_on_any_machine(tmp_path):
+    command = [sys.executable, BENCH / "infer_gpu.py", "--tiny", "--json", tmp_path / "results.json"]
     done = subprocess.run(
         [*command, "--row", "1000/1000", "--only", "throughput,latency,profile,deepseek"],
         capture_output=True, text=True, cwd=BENCH.parent, env={"PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for title in ("1. Ceilings", "2. Offline throughput", "3. One request", "4. DeepSeek-R1", "5. Where a step goes"):
+    for title in ("1. Ceilings", "2. Offline throughput", "3. One request", "4. DeepSeek-R1", "5. Time of a step"):
         assert title in done.stdout
     assert "seconds in all" in done.stdout
-    assert (tmp_path / "found.json").stat().st_size > 1000
+    assert (tmp_path / "results.json").stat().st_size > 1000

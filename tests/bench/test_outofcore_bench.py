@@ -31,7 +31,7 @@ ENVIRONMENT = {"PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
 def bench(tmp_path: Path, *some) -> object:
     return bench_of.Bench(
         device=torch.device("cpu"), models=rows.tiny_models(), rows=some, steps=1, tiny=True,
-        json=tmp_path / "found.json", profile=None,
+        json=tmp_path / "results.json", profile=None,
     )  # fmt: skip
 
 
@@ -82,13 +82,13 @@ def test_ratios():
     )
 
 
-def test_a_plan_that_does_not_fit_is_a_sentence():
+def test_plan_that_does_not_fit_gives_a_message():
     making: Future = Future()
     making.set_exception(ConfigError("does not fit"))
-    assert rows._made(making) == "does not fit"
+    assert rows._result_or_error(making) == "does not fit"
 
 
-def test_a_row_that_fails_is_named_and_the_next_one_goes_on(tmp_path, capsys):
+def test_failed_row_is_named_and_the_next_one_runs(tmp_path, capsys):
     row = rows.tiny_row(rows.BATCH_ROW)
     plan = rows.planned(rows.tiny_models()[row.size], row, NOMINAL_CPU)
     slab = HostSlab(sum(plan.host_bytes.values()), torch.device("cpu"))
@@ -96,7 +96,7 @@ def test_a_row_that_fails_is_named_and_the_next_one_goes_on(tmp_path, capsys):
     assert table._measured(running, replace(row, device_gib=row.device_gib / 4), plan, NOMINAL_CPU, slab) is None
     assert "FAILED: ConfigError: the plan needs" in capsys.readouterr().err
     assert table._measured(running, row, plan, NOMINAL_CPU, slab).tokens_per_s > 0
-    failed, done = json.loads((tmp_path / "found.json").read_text())["rows"]
+    failed, done = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert "more than device_gib" in failed["error"]
     assert done["host_bytes"] == slab.size
     assert done["device_bytes"] < row.device_gib * GIB
@@ -113,16 +113,16 @@ def test_unknown_names_are_one_line():
 
 
 @pytest.mark.nightly
-def test_the_program_runs_to_its_end_on_any_machine(tmp_path):
+def test_outofcore_program_runs_on_any_machine(tmp_path):
     done = subprocess.run(
-        [sys.executable, BENCH / "outofcore_gpu.py", "--tiny", "--json", tmp_path / "found.json", "--profile"],
+        [sys.executable, BENCH / "outofcore_gpu.py", "--tiny", "--json", tmp_path / "results.json", "--profile"],
         capture_output=True, text=True, cwd=BENCH.parent, env=ENVIRONMENT | {"OUT": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for output in ("Rates of this machine", "plans made in", "locked in", "tokens/s of whole steps", "a small global",
                  "Peers, in the device memory", "seconds in all"):  # fmt: skip
         assert output in done.stdout
-    actual = json.loads((tmp_path / "found.json").read_text())
+    actual = json.loads((tmp_path / "results.json").read_text())
     assert [row["title"] for row in actual["rows"]] == [
         *(f"tiny {title}" for title in rows.TINY), f"tiny {rows.BATCH_ROW.title}",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""bench/train_gpu.py: ceilings and floors by hand, a trace taken apart, rows that fail, and the program, tiny."""
+"""bench/train_gpu.py: ceilings and lower bounds by hand, trace breakdown, rows that fail, the program with --tiny."""
 
 import json
 import subprocess
@@ -14,8 +14,8 @@ from llmb.perfmodel import block_costs, flops
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
-rows, calls, floors, trace, table, bench_of, peers = (
-    import_module(f"train_{name}") for name in ("rows", "calls", "floors", "trace", "table", "bench", "peers")
+rows, calls, bounds, trace, table, bench_of, peers = (
+    import_module(f"train_{name}") for name in ("rows", "calls", "lower_bounds", "trace", "table", "bench", "peers")
 )
 ENVIRONMENT = {"PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
 LLAMA = rows.ROWS[0]
@@ -24,7 +24,7 @@ LLAMA = rows.ROWS[0]
 def bench(tmp_path: Path, *some, parts=("rows",)):
     return bench_of.Bench(
         device=torch.device("cpu"), rows=some, parts=frozenset(parts), steps=1, settings=(), tiny=True,
-        json=tmp_path / "found.json",
+        json=tmp_path / "results.json",
     )  # fmt: skip
 
 
@@ -51,21 +51,21 @@ def test_the_calls_of_llama_8b_by_hand():
         assert {(c.rows, c.outputs, c.inputs) for c in actual if getattr(c, "way", None) == way} == {
             *layer, (8192, 128256, 4096),
         }  # fmt: skip
-    assert actual[calls.Product("forward", "bf16", 8192, 6144, 4096)] == 32
-    assert actual[calls.Product("forward", "bf16", 8192, 128256, 4096)] == 1
-    assert actual[calls.Attended(True, 1, 8192, 32, 8, 128, 128)] == 32
+    assert actual[calls.GemmCall("forward", "bf16", 8192, 6144, 4096)] == 32
+    assert actual[calls.GemmCall("forward", "bf16", 8192, 128256, 4096)] == 1
+    assert actual[calls.AttentionCall(True, 1, 8192, 32, 8, 128, 128)] == 32
 
 
 def test_only_the_stack_is_in_fp8():
     config = rows.configuration(rows.ROWS[1], "h200", ["mbs=1"])
-    products = [call for call in calls.calls_of(config) if isinstance(call, calls.Product)]
+    products = [call for call in calls.calls_of(config) if isinstance(call, calls.GemmCall)]
     assert {call.dtype for call in products if call.outputs == 128256} == {"bf16"}
     assert {call.dtype for call in products if call.outputs != 128256} == {"fp8"}
 
 
-def test_floors_by_hand():
+def test_lower_bounds_by_hand():
     config = rows.configuration(LLAMA, "h200", ["mbs=1"])
-    actual = floors.floors(config, at_one_rate(config), memory=1e12)
+    actual = bounds.lower_bounds(config, at_one_rate(config), memory=1e12)
     tokens = config.workload.gbs * 8192
     norms, rotations, activations = 6 * 65 * 4096, 32 * 4 * 40 * 128, 32 * 8 * 14336
     assert actual[trace.SMALL] == pytest.approx(2 * tokens * (norms + rotations + activations) / 1e12)
@@ -75,12 +75,12 @@ def test_floors_by_hand():
     assert pair == pytest.approx(calls.step_seconds(config, at_one_rate(config)))
 
 
-def test_a_product_without_its_own_rate_has_that_of_its_format():
-    seconds = {calls.Product("forward", "bf16", 8, 4, 2): 1.0, calls.Product("input gradient", "bf16", 8, 4, 2): 3.0}
-    assert floors.product_floor(trace.Size("bf16", (2, 4, 8)), 5, seconds) == 5.0
-    assert floors.product_floor(trace.Size("bf16", (2, 8, 8)), 1, seconds) == pytest.approx(256 / (256 / 4))
-    assert floors.product_floor(trace.Size("fp8", (2, 4, 8)), 1, seconds) is None
-    assert floors.product_floor(trace.Size("bf16", ()), 1, seconds) is None
+def test_gemm_without_a_measured_rate_has_the_mean_of_its_dtype():
+    seconds = {calls.GemmCall("forward", "bf16", 8, 4, 2): 1.0, calls.GemmCall("input gradient", "bf16", 8, 4, 2): 3.0}
+    assert bounds.gemm_lower_bound(trace.Size("bf16", (2, 4, 8)), 5, seconds) == 5.0
+    assert bounds.gemm_lower_bound(trace.Size("bf16", (2, 8, 8)), 1, seconds) == pytest.approx(256 / (256 / 4))
+    assert bounds.gemm_lower_bound(trace.Size("fp8", (2, 4, 8)), 1, seconds) is None
+    assert bounds.gemm_lower_bound(trace.Size("bf16", ()), 1, seconds) is None
 
 
 def kernel(name: str, start: float, length: float, by: int | None = None) -> dict:
@@ -93,7 +93,7 @@ def operation(number: int, name: str, dims=(), types=()) -> dict:
     return {"ph": "X", "cat": "cpu_op", "name": name, "ts": 0.0, "dur": 1.0, "args": arguments}
 
 
-def test_a_trace_is_taken_apart():
+def test_breakdown_of_a_trace():
     """Two steps of a GPU: overlaps are counted once, gaps are idle, parts of one product are one call."""
     two = ("c10::BFloat16", "c10::BFloat16")
     events = [
@@ -109,7 +109,7 @@ def test_a_trace_is_taken_apart():
         kernel("_adam_update", 95.0, 3.0),
         kernel("nvjet_tst", 98.0, 2.0, by=4),
     ]
-    actual = trace.taken_apart(events, on_gpu=True, steps=2)
+    actual = trace.split_trace(events, on_gpu=True, steps=2)
     assert actual.span == pytest.approx(50e-6)
     assert actual.idle == pytest.approx(5e-6)
     assert actual.gaps == [("aten::_scaled_mm nvjet_qqtst", pytest.approx(5e-6))]
@@ -161,7 +161,7 @@ def test_verdicts():
     assert replace(outcome, row=rows.without_aims(LLAMA)).verdict is None
 
 
-def test_a_row_that_fails_is_named_and_the_next_one_goes_on(tmp_path, capsys):
+def test_failed_row_is_named_and_the_next_one_runs(tmp_path, capsys):
     running = bench(tmp_path, LLAMA)
     config = running.configuration(LLAMA)
     wrong = replace(config, workload=replace(config.workload, recompute_layers=99))
@@ -169,7 +169,7 @@ def test_a_row_that_fails_is_named_and_the_next_one_goes_on(tmp_path, capsys):
     assert table.measured(running, LLAMA, wrong, order) is None
     assert "FAILED: ConfigError: recompute_layers=99" in capsys.readouterr().err
     assert table.measured(running, LLAMA, config, order).tokens_per_s > 0
-    failed, done = json.loads((tmp_path / "found.json").read_text())["rows"]
+    failed, done = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert "recompute_layers=99" in failed["error"]
     assert done["ratio"] == pytest.approx(done["tokens_per_s"] / done["ceiling"])
 
@@ -198,10 +198,10 @@ def test_unknown_names_are_one_line():
 
 
 def test_a_part_of_the_program_runs_on_any_machine(tmp_path):
-    file = tmp_path / "found.json"
+    file = tmp_path / "results.json"
     done = program("--only=rates,rows,kernels,memory", "--row=llama 8b 8k bf16", "--steps=1", f"--json={file}")
     assert done.returncode == 0, done.stderr
-    for output in ("Rates of llama", "Rows, whole optimizer steps", "where a step goes", "by size", "within 78 GiB"):
+    for output in ("Rates of llama", "Rows, whole optimizer steps", "time of a step", "by size", "within 78 GiB"):
         assert output in done.stdout
     actual = json.loads(file.read_text())
     (row,), (apart,), (small,) = actual["rows"], actual["kernels"], actual["memory"]
@@ -212,7 +212,7 @@ def test_a_part_of_the_program_runs_on_any_machine(tmp_path):
 
 @pytest.mark.nightly
 def test_the_whole_program_runs_on_any_machine(tmp_path):
-    file = tmp_path / "found.json"
+    file = tmp_path / "results.json"
     done = program(f"--json={file}")
     assert done.returncode == 0, done.stderr
     actual = json.loads(file.read_text())

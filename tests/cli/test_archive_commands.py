@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.stored_runs import keep_result
+from llmb.cli.stored_runs import write_result
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.events import RunEnded, RunStarted, StepDone, append
@@ -38,7 +38,7 @@ def make_run(config):
             run.write_record(config, job_id, cluster_name=cluster)
             if ended:
                 append(run.events(0), RunEnded(time=2000.0, status="ok"))
-                store.finish(job_id, keep_result(run, config))
+                store.finish(job_id, write_result(run, config))
         return job_id, run
 
     return make

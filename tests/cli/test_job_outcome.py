@@ -8,7 +8,7 @@ import pytest
 from llmb.cli.jobs import polling, rebuild
 from llmb.cli.jobs.job_outcome import record_outcome
 from llmb.cli.jobs.polling import Poller
-from llmb.cli.stored_runs import keep_result
+from llmb.cli.stored_runs import write_result
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.config.serialization import read_json
@@ -50,7 +50,7 @@ def ended(**fields):
 def test_ranks_that_outlive_their_supervisor_decide_the_status(run, config, job):
     append(run.events(0), RunStarted(time=1.0, host="n1", world_size=1))
     append(run.events(0), RunEnded(time=2.0, status="failed", reason="the process that watched the engine was killed"))
-    keep_result(run, config)
+    write_result(run, config)
     for step in range(1, config.workload.steps + 1):
         append(run.events(0), StepDone(step=step, seconds=2.0, tokens=1000))
     append(run.events(0), RunEnded(time=3.0, status="ok"))

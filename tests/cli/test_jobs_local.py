@@ -44,7 +44,7 @@ def test_slurm_unavailable_is_reported_once(store, recipes, monkeypatch, capsys)
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     assert "Slurm is not installed on this machine" in errors
-    assert "showing the state of submission" in errors
+    assert "last known state, at submission, is shown" in errors
 
 
 def test_watch_redraws_in_place_on_a_terminal(store, recipes):

@@ -116,7 +116,7 @@ def test_budget_beyond_this_machine_is_a_warning(llmb_run):
     code, _, err = llmb_run(*PROXY, "--host-gb", "1000000")
     assert code == 0
     assert err.count("\n") == 1
-    assert err.startswith("warning: the plan wants 1e+06 GiB of host memory, this machine has ")
+    assert err.startswith("warning: the plan needs 1e+06 GiB of host memory, this machine has ")
 
 
 NOTHING_RESIDENT = [w for kind in ("params", "grads", "states") for w in ("--set", f"resident_{kind}=0")]

@@ -5,7 +5,7 @@ from datetime import datetime
 
 import pytest
 
-from llmb.cli.stored_runs import keep_result
+from llmb.cli.stored_runs import write_result
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.launch.run_folder import RunFolder
@@ -31,7 +31,7 @@ def run(config, tmp_path):
 def test_measured_and_predicted_streams_are_on_one_page(config, run):
     events = simulate(config.model, config.workload.plan, NOMINAL_CPU, with_events=True).events
     write_timeline(run.stream_timeline, StreamTimeline(source="measured", events=events))
-    keep_result(run, config)
+    write_result(run, config)
     page = run.profile_page.read_text()
     assert config.name in page
     assert "predicted" in page
@@ -40,12 +40,12 @@ def test_measured_and_predicted_streams_are_on_one_page(config, run):
 
 def test_damaged_timeline_is_a_warning(config, run, capsys):
     run.stream_timeline.write_text("{}")
-    keep_result(run, config)
+    write_result(run, config)
     assert run.result.exists()
     assert not run.profile_page.exists()
     assert capsys.readouterr().err.startswith("warning: no profile.html: ")
 
 
 def test_run_without_profile_has_no_page(config, run):
-    keep_result(run, config)
+    write_result(run, config)
     assert not run.profile_page.exists()

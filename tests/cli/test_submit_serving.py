@@ -80,6 +80,6 @@ def test_wrong_output_lengths_fail_the_run_without_a_report(llmb_run, engine, tm
     engine(missing=2)
     code, out, err = llmb_run(*SERVE, *LOAD)
     assert code == 2
-    assert "4 of 4 answers are not as long as asked for: request 0 has 3 of 5 tokens" in out
-    assert "1 of 1 runs did not end well" in err
+    assert "4 of 4 outputs do not have the requested length: request 0 has 3 of 5 tokens" in out
+    assert "1 of 1 runs failed" in err
     assert "PERFORMANCE OVERVIEW" not in out + logs(tmp_path)[0].read_text()

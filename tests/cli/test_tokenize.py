@@ -185,7 +185,7 @@ sys.exit(code)
 """
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_text(tmp_path):
     text, peaks = (DATA / "kjv.txt").read_text(), []
     for repeats in (6, 60):

@@ -1,7 +1,7 @@
-"""Slurm labs for the tests of this folder: a test that asks for one finds it in its environment, and whole.
+"""Slurm labs for the tests of this folder: a test that requests one finds it in its environment, in working order.
 
-`slurm` is plain, as on a cluster without accounting; `slurm_with_accounting` also answers sacct and sacctmgr. Each is
-started once per test process, so job numbers go on counting and jobs of earlier tests, all over, may still be listed.
+`slurm` has no accounting; `slurm_with_accounting` also serves sacct and sacctmgr. Each is started once per test
+process, so job ids keep counting, and ended jobs of earlier tests may still be listed.
 """
 
 import json
@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 import pytest
-from slurm_test_runs import CLUSTER, HOSTILE
 from slurm_lab import SlurmLab, unavailable_reason
+from slurm_test_runs import CLUSTER, HOSTILE
 
 from llmb.launch.run_folder import RunFolder
 
@@ -35,7 +35,7 @@ def slurm_with_accounting(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def slurm_environment(request, monkeypatch, clean_environment):
-    """Slurm's programs reach the lab that the test asks for; afterwards all is mended, and no job is left."""
+    """Point Slurm's programs at the lab that the test requests; afterwards repair it and cancel all jobs."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_"))]:
         monkeypatch.delenv(name)
     labs = [request.getfixturevalue(name) for name in LABS if name in request.fixturenames]
@@ -50,7 +50,7 @@ def slurm_environment(request, monkeypatch, clean_environment):
 
 @pytest.fixture
 def install(slurm, tmp_path, monkeypatch) -> Path:
-    """An installation whose runs go to the lab, one rank a node."""
+    """Install folder whose runs go to the lab, one rank per node."""
     folder = tmp_path / HOSTILE
     folder.mkdir()
     (folder / "cluster_config.yaml").write_text(CLUSTER)
@@ -61,12 +61,12 @@ def install(slurm, tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def submit(install, llmb_run):
-    """Sends one run to Slurm; gives its job and its folder."""
+    """Return a function that submits one run to Slurm and returns its job id and folder."""
 
     def call(*arguments: str) -> tuple[str, RunFolder]:
         code, out, err = llmb_run("submit", *arguments, "--json")
         assert code == 0, err
-        sent = json.loads(out)
-        return sent["job_id"], RunFolder.open(Path(sent["run_dir"]))
+        submitted = json.loads(out)
+        return submitted["job_id"], RunFolder.open(Path(submitted["run_dir"]))
 
     return call

@@ -1,4 +1,4 @@
-"""The configuration files of a Slurm lab: many nodes on one host, as the daemons of Debian's Slurm accept them."""
+"""Configuration files of a Slurm lab: many nodes on one host, as the daemons of Debian's Slurm accept them."""
 
 import socket
 from collections.abc import Mapping
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from lab_registry import PORTS_EACH
 
-CONTROLLER_PORT = 1  # offsets into the lab's range
+CONTROLLER_PORT = 1  # offsets into the lab's port range
 ACCOUNTING_PORT = 2
 NODE_PORT = 10
-RENDEZVOUS_PORTS = 12000  # ranks meet at a port that follows from their job's id, modulo this
-JOBS_EACH = 1000  # ids that no other lab nearby gives out
+RENDEZVOUS_PORTS = 12000  # the rendezvous port of a job follows from its id, modulo this
+JOBS_EACH = 1000  # ids that labs on neighbouring ports do not assign
 
 CGROUP = """\
 CgroupPlugin=cgroup/v1
@@ -31,7 +31,7 @@ def slurm_conf(
     cgroup: bool,
     settings: Mapping[str, str],
 ) -> str:
-    """slurm.conf; `settings` replace or add to what stands here."""
+    """Return slurm.conf; `settings` replace or extend the defaults."""
     host = socket.gethostname().split(".")[0]
     keys = {
         "ClusterName": "lab",
@@ -49,7 +49,7 @@ def slurm_conf(
         "SlurmdPidFile": folder / "run/slurmd-%n.pid",
         "SlurmctldLogFile": folder / "log/slurmctld.log",
         "SlurmdLogFile": folder / "log/slurmd-%n.log",
-        "SlurmdParameters": "config_overrides",  # this host has fewer cores than its nodes claim
+        "SlurmdParameters": "config_overrides",  # this host has fewer cores than its nodes declare
         "ProctrackType": "proctrack/cgroup" if cgroup else "proctrack/linuxproc",
         "TaskPlugin": "task/cgroup" if cgroup else "task/none",
         "JobAcctGatherType": "jobacct_gather/linux",
@@ -61,9 +61,9 @@ def slurm_conf(
         "SchedulerParameters": "sched_min_interval=100000,bf_interval=1,batch_sched_delay=0,sched_interval=5",
         "GresTypes": "gpu",
         "MpiDefault": "none",
-        "ReturnToService": 1,  # 2 would bring back at once a node that a test set down
+        "ReturnToService": 1,  # 2 would return a node that a test set down to service at once
         "SlurmctldTimeout": 10,
-        "SlurmdTimeout": 15,  # less, and a node that is busy passes for dead
+        "SlurmdTimeout": 15,  # with less a busy node counts as dead
         "InactiveLimit": 0,
         "KillWait": 2,
         "MinJobAge": 300,
@@ -73,7 +73,7 @@ def slurm_conf(
         "TCPTimeout": 2,
         "UnkillableStepTimeout": 10,
         "JobRequeue": 1,
-        "EnforcePartLimits": "ALL",  # refuse what can never run
+        "EnforcePartLimits": "ALL",  # refuse jobs that can never run
         "JobCompType": "jobcomp/filetxt",
         "JobCompLoc": folder / "log/jobcomp.txt",
         "AccountingStorageType": "accounting_storage/none",
@@ -98,9 +98,9 @@ def slurm_conf(
     return "\n".join(lines) + "\n"
 
 
-def first_job_id(port: int, memories: int = 0) -> int:
-    """Ids of labs side by side differ, for their ranks all meet on this host. `memories`: those a controller lost."""
-    return 1 + port // PORTS_EACH * JOBS_EACH % RENDEZVOUS_PORTS + RENDEZVOUS_PORTS * 10 * memories
+def first_job_id(port: int, resets: int = 0) -> int:
+    """Return the first job id, different for each lab, as all ranks are on this host. `resets`: of slurmctld."""
+    return 1 + port // PORTS_EACH * JOBS_EACH % RENDEZVOUS_PORTS + RENDEZVOUS_PORTS * 10 * resets
 
 
 def slurmdbd_conf(folder: Path, port: int) -> str:

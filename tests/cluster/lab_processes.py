@@ -1,4 +1,4 @@
-"""The processes of a Slurm lab, found by its pid files and by the Slurm that their environment names."""
+"""Processes of a Slurm lab, found by its pid files and by SLURM_CONF in their environment."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-DAEMONS = ("slurmctld", "slurmd-*", "slurmdbd", "mariadb", "munged")  # in the order they stop fastest
+DAEMONS = ("slurmctld", "slurmd-*", "slurmdbd", "mariadb", "munged")  # in the order in which they stop fastest
 
 
 def stop_lab(folder: Path) -> None:
@@ -27,31 +27,31 @@ def stop_lab(folder: Path) -> None:
 
 
 def kill_tasks(folder: Path, node: str | None = None) -> None:
-    """The steps of a node, before they can report anything, with their tasks; of no node: of all, and all else.
+    """Kill the steps of a node, before they can report anything, with their tasks; without a node, everything.
 
-    Repeated until none is left, as a task may have been born meanwhile.
+    Repeated until none is left, as a task may have started meanwhile.
     """
     mark = f"SLURMD_NODENAME={node}".encode()
     while tasks := [pid for pid, environ in lab_processes_of(folder) if node is None or mark in environ]:
-        steps = {parent for parent in map(parent_pid, tasks) if runs(parent, "slurmstepd")}
+        steps = {parent for parent in map(parent_pid, tasks) if runs_program(parent, "slurmstepd")}
         for pid in (*steps, *tasks):
             kill(pid, signal.SIGKILL)
         wait_gone([*steps, *tasks], 5.0)
 
 
 def daemons(folder: Path, daemon: str) -> list[int]:
-    """Living processes of those pid files, unless the number is by now another's."""
+    """Return the live processes of these pid files; a reused pid does not count."""
     pids = []
     for file in (folder / "run").glob(f"{daemon}.pid"):
         with suppress(ValueError, OSError):
             pid = int(file.read_text())
-            if is_alive(pid) and runs(pid, daemon.split("-")[0]):
+            if is_alive(pid) and runs_program(pid, daemon.split("-")[0]):
                 pids.append(pid)
     return pids
 
 
 def lab_processes_of(folder: Path) -> Iterator[tuple[int, list[bytes]]]:
-    """Processes whose environment names this lab's Slurm, except this one and those it was started by."""
+    """Yield processes with this lab's SLURM_CONF, except this one and its parent."""
     mark = f"SLURM_CONF={folder}/etc/slurm.conf".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in (os.getpid(), os.getppid()):
@@ -70,8 +70,8 @@ def parent_pid(pid: int) -> int:
     return 0
 
 
-def runs(pid: int, program: str) -> bool:
-    """Whether the process runs this program, by name: a slurmstepd overwrites its environment with its title."""
+def runs_program(pid: int, program: str) -> bool:
+    """Return whether the process runs this program, by name: slurmstepd overwrites its environment with its title."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().startswith(program)
     except OSError:

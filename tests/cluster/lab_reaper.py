@@ -1,4 +1,4 @@
-"""Waits beside the owner of a Slurm lab for its end, however that comes, and then puts down what it left."""
+"""Waits for the owner of a Slurm lab to exit, in whatever way, and then stops the lab."""
 
 import subprocess
 import sys
@@ -8,13 +8,13 @@ from lab_processes import stop_lab
 
 
 class LabReaper:
-    """A process in a session of its own, so that no Ctrl-C reaches it."""
+    """Process in a separate session, so that Ctrl-C does not reach it."""
 
     def __init__(self, port: int):
         command = [sys.executable, __file__, str(port)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
-    def __enter__(self) -> "Watchman":
+    def __enter__(self) -> "LabReaper":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -25,6 +25,6 @@ class LabReaper:
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()  # ends with the process that holds the other end
+    sys.stdin.buffer.read()  # returns when the process at the other end exits
     lab_registry.wait_for_end(int(sys.argv[1]))
     lab_registry.sweep(stop_lab)

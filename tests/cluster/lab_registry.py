@@ -1,8 +1,8 @@
-"""Which Slurm labs live on this machine: shares out port ranges and host names, and finds labs whose owner died.
+"""Registry of the Slurm labs of this machine: assigns port ranges and host names, and finds labs whose owner died.
 
-One file per port range; a living lab holds its file's lock, which the kernel takes back however the owner ends. So a
-range whose lock is free is unclaimed, or its lab was left behind: `sweep` puts that down. The names n1, n2, ... are
-in /etc/hosts as long as some living lab wants them.
+One file per port range; a running lab holds the lock of its file, which the kernel releases however the owner ends. So
+a range whose lock is free is unclaimed, or its lab was left behind: `sweep` stops that. The names n1, n2, ... are in
+/etc/hosts as long as a running lab needs them.
 """
 
 import fcntl
@@ -15,33 +15,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-REGISTER = Path(tempfile.gettempdir()) / "llmb-slurm-labs"
+REGISTRY = Path(tempfile.gettempdir()) / "llmb-slurm-labs"
 PORTS_EACH = 100
-FIRST_PORTS = range(17000, 32000, PORTS_EACH)  # below those the kernel hands out by itself
+FIRST_PORTS = range(17000, 32000, PORTS_EACH)  # below the ephemeral ports of the kernel
 HOSTS = Path("/etc/hosts")
 MARK = "# slurm lab"
 
 
 class Claim:
-    """A port range that is ours until `release`."""
+    """Port range reserved until `release`."""
 
     def __init__(self, port: int, descriptor: int):
         self.port = port
         self._descriptor = descriptor
 
     def release(self) -> None:
-        with _register():
+        with _registry_lock():
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             _write_hosts()
 
 
 def claim(folder: Path, nodes: int, stop_lab: Callable[[Path], None], port: int | None = None) -> Claim:
-    """The range that begins at `port`, or any free one; what a dead owner left behind is put down first."""
-    with _register():
+    """Claim the range that begins at `port`, or any free one, after stopping labs whose owner died."""
+    with _registry_lock():
         _sweep(stop_lab)
         for first in FIRST_PORTS if port is None else [port]:
-            descriptor = os.open(REGISTER / str(first), os.O_RDWR | os.O_CREAT, 0o600)
+            descriptor = os.open(REGISTRY / str(first), os.O_RDWR | os.O_CREAT, 0o600)
             if _locked(descriptor) and _unused(first):
                 os.write(descriptor, json.dumps({"folder": str(folder), "nodes": nodes}).encode())
                 _write_hosts()
@@ -51,28 +51,28 @@ def claim(folder: Path, nodes: int, stop_lab: Callable[[Path], None], port: int 
 
 
 def sweep(stop_lab: Callable[[Path], None]) -> None:
-    """Put down every lab whose owner is gone."""
-    with _register():
+    """Stop every lab whose owner is gone."""
+    with _registry_lock():
         _sweep(stop_lab)
         _write_hosts()
 
 
 def wait_for_end(port: int) -> None:
-    """Until the owner of that range, by now dying, has lost its lock."""
-    with open(REGISTER / str(port)) as file:
+    """Wait until the owner of that range has exited and released its lock."""
+    with open(REGISTRY / str(port)) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @contextmanager
-def alone(what: str, wait_s: float) -> Iterator[None]:
-    """Holds the only `what` of this machine, which one lab at a time can use."""
-    REGISTER.mkdir(exist_ok=True)
-    descriptor = os.open(REGISTER / f"only-{what}", os.O_RDWR | os.O_CREAT, 0o600)
+def exclusive(resource: str, wait_s: float) -> Iterator[None]:
+    """Hold a resource of this machine that one lab at a time can use."""
+    REGISTRY.mkdir(exist_ok=True)
+    descriptor = os.open(REGISTRY / f"only-{resource}", os.O_RDWR | os.O_CREAT, 0o600)
     end = time.monotonic() + wait_s
     try:
         while not _locked(descriptor):
             if time.monotonic() > end:
-                raise TimeoutError(f"another lab kept the {what} for {wait_s:g} s")
+                raise TimeoutError(f"another lab held the {resource} for {wait_s:g} s")
             time.sleep(0.1)
         yield
     finally:
@@ -80,9 +80,9 @@ def alone(what: str, wait_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def _register() -> Iterator[None]:
-    REGISTER.mkdir(exist_ok=True)
-    with open(REGISTER / "lock", "w") as lock:
+def _registry_lock() -> Iterator[None]:
+    REGISTRY.mkdir(exist_ok=True)
+    with open(REGISTRY / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -96,18 +96,18 @@ def _sweep(stop_lab: Callable[[Path], None]) -> None:
 
 
 def _entries() -> list[Path]:
-    return [entry for entry in REGISTER.iterdir() if entry.name.isdigit()]
+    return [entry for entry in REGISTRY.iterdir() if entry.name.isdigit()]
 
 
 def _write_hosts() -> None:
-    """In place: in a container the file is often a mount of its own, which cannot be replaced."""
+    """Rewrite /etc/hosts in place: in a container it is often a mount, which cannot be replaced."""
     texts = [text for entry in _entries() if (text := entry.read_text())]
     nodes = max((json.loads(text)["nodes"] for text in texts), default=0)
     before = HOSTS.read_text()
-    kept = [line for line in before.splitlines() if not line.endswith(MARK)]
-    after = "\n".join([*kept, *(f"127.0.0.1 n{i} {MARK}" for i in range(1, nodes + 1))]) + "\n"
+    other_lines = [line for line in before.splitlines() if not line.endswith(MARK)]
+    after = "\n".join([*other_lines, *(f"127.0.0.1 n{i} {MARK}" for i in range(1, nodes + 1))]) + "\n"
     if after != before:
-        with HOSTS.open("r+") as file:  # never empty: ranks of other labs look names up meanwhile
+        with HOSTS.open("r+") as file:  # never empty: ranks of other labs resolve names meanwhile
             file.write(after)
             file.truncate()
 
@@ -121,7 +121,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def _unused(first: int) -> bool:
-    """Whether nobody outside the register listens there either."""
+    """Return whether no process outside the registry listens there either."""
     for port in (first + 1, first + 2, first + 11):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

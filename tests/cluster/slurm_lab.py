@@ -1,11 +1,11 @@
-"""A private Slurm for tests: a controller, several nodes with false GPUs on this one host, on request with accounting.
+"""Private Slurm for tests: a controller and several nodes with fake GPUs on this one host, optionally with accounting.
 
     with SlurmLab(folder, nodes=4, gpus=8) as lab:
         subprocess.run(["sinfo"], env={**os.environ, **lab.environment})
         lab.crash_node("n2")
 
 Real daemons, started as root without systemd; all their files are in `folder`. They do not outlive the process that
-started them: a watchman waits for its end and puts the lab down, and should he be killed too, the next lab does it.
+started them: a LabReaper waits for its exit and stops the lab, and if it is killed too, the next lab does.
 """
 
 import os
@@ -19,25 +19,25 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-import lab_registry
 import lab_config
-from lab_processes import daemons, kill, kill_tasks, lab_processes_of, stop_lab, runs, wait_gone
+import lab_registry
+from lab_processes import daemons, kill, kill_tasks, lab_processes_of, runs_program, stop_lab, wait_gone
 from lab_reaper import LabReaper
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 ACCOUNTING_PROGRAMS = ("slurmdbd", "sacct", "mariadbd", "mariadb-install-db", "mariadb-admin")
-# How long a machine with much else to do may take; nobody waits longer than it takes.
+# Upper limits, for a busy machine.
 START_S = 120.0
 CALL_S = 60.0
 
 
 def unavailable_reason(accounting: bool = False, cgroup: bool = False) -> str | None:
-    """Why no lab can be started here; None: one can."""
+    """Return why no lab can be started here; None: one can."""
     if os.geteuid() != 0:
         return "a Slurm lab needs root"
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    wanted = PROGRAMS + (ACCOUNTING_PROGRAMS if accounting else ())
-    if absent := [program for program in wanted if shutil.which(program, path=path) is None]:
+    programs = PROGRAMS + (ACCOUNTING_PROGRAMS if accounting else ())
+    if absent := [program for program in programs if shutil.which(program, path=path) is None]:
         return f"not installed: {', '.join(absent)}"
     if cgroup and not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK):
         return "no writable memory cgroup (version 1)"
@@ -45,7 +45,7 @@ def unavailable_reason(accounting: bool = False, cgroup: bool = False) -> str | 
 
 
 class SlurmLab:
-    """A Slurm of its own. `settings` replace or add lines of slurm.conf."""
+    """Separate Slurm cluster. `settings` replace or add lines of slurm.conf."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class SlurmLab:
         self._port = port
         self._settings = dict(settings or {})
         self._undo = ExitStack()
-        self._first_port = 0  # of the range that it has while it is up
-        self._memories = 0  # how often the controller began without one
+        self._first_port = 0  # of its port range while it is up
+        self._resets = 0  # how often the controller started without its state
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The nodes' names, which this host resolves."""
+        """Names of the nodes, which this host resolves."""
         return self.nodes
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process adds to its environment to speak to this Slurm."""
+        """Environment variables with which a process reaches this Slurm."""
         return {"SLURM_CONF": str(self.folder / "etc/slurm.conf"), "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"}
 
     def __enter__(self) -> "SlurmLab":
@@ -90,15 +90,15 @@ class SlurmLab:
         self.stop()
 
     def start(self) -> None:
-        """Up, with every node idle."""
+        """Start all daemons and wait until every node is idle."""
         with ExitStack() as undo:
             if self._cgroup:
-                undo.enter_context(lab_registry.alone("cgroup", wait_s=600))  # their names carry no lab
+                undo.enter_context(lab_registry.exclusive("cgroup", wait_s=600))  # cgroup names do not tell labs apart
             claim = lab_registry.claim(self.folder, len(self.nodes), stop_lab, self._port)
             undo.callback(claim.release)
             undo.callback(stop_lab, self.folder)
             self._first_port = claim.port
-            self._write(claim.port)
+            self._write_config(claim.port)
             undo.enter_context(LabReaper(claim.port))
             self._start_munge()
             if self._accounting:
@@ -110,28 +110,28 @@ class SlurmLab:
             self._undo = undo.pop_all()
 
     def stop(self) -> None:
-        """Everything ended, jobs and their processes too; the folder with the logs stays."""
+        """Stop everything, jobs and their processes too; the folder with the logs stays."""
         self._undo.close()
 
     def start_controller(self, forget: bool = False) -> None:
-        """`forget`: without the jobs of before, whose ids it does not give out again."""
+        """Start slurmctld. `forget`: without its earlier jobs, whose ids it does not assign again."""
         if forget:
-            self._change(FirstJobId=lab_config.first_job_id(self._first_port, self._memories))
-            self._memories += 1
+            self._change_config(FirstJobId=lab_config.first_job_id(self._first_port, self._resets))
+            self._resets += 1
         self._daemon("slurmctld", *(["-i", "-c"] if forget else []))
-        self._wait(lambda: "is UP" in self.call("scontrol", "ping", check=False), "the controller to answer")
+        self._wait(lambda: "is UP" in self.call("scontrol", "ping", check=False), "the controller to respond")
 
     def kill_controller(self) -> None:
-        """As kill -9 does it: what it had not saved yet, a few seconds of submissions, it will not remember."""
+        """Kill slurmctld with SIGKILL: it loses what it has not saved yet, a few seconds of submissions."""
         self._kill("slurmctld")
 
     def stop_controller(self) -> None:
-        """As for an update: it saves all it knows first."""
+        """Shut slurmctld down as for an update: it saves its state first."""
         self.call("scontrol", "shutdown", "slurmctld")
         self._wait(lambda: not self._alive("slurmctld"), "the controller to end")
 
     def freeze_controller(self) -> None:
-        """It still takes calls, and answers none of them before `thaw_controller`."""
+        """Stop slurmctld: it accepts connections but responds to none before `thaw_controller`."""
         for pid in daemons(self.folder, "slurmctld"):
             kill(pid, signal.SIGSTOP)
 
@@ -140,27 +140,27 @@ class SlurmLab:
             kill(pid, signal.SIGCONT)
 
     def wait_until_saved(self, job: str) -> None:
-        """Until the controller would remember this job after a kill, as it is now.
+        """Wait until the controller has saved the current state of this job.
 
-        The job gets a mark: what was saved with it was saved after whatever had happened to the job before.
+        The job gets a mark: a saved state with the mark is newer than everything that happened to the job before.
         """
         mark = uuid4().hex
         self.call("scontrol", "update", f"jobid={job}", f"admincomment={mark}")
-        self._wait(lambda: mark.encode() in self._saved(), "the controller to save its jobs")
+        self._wait(lambda: mark.encode() in self._saved_state(), "the controller to save its jobs")
 
     @contextmanager
     def unable_to_save(self) -> Iterator[None]:
-        """Whatever the controller hears meanwhile about jobs it does not save, and will not remember after a kill."""
-        obstacle = self.folder / "state/job_state.new"  # where it writes before it renames
-        self._wait(lambda: _made(obstacle), "the controller to have saved its jobs")
+        """Prevent the controller from saving jobs: changes meanwhile are lost when it is killed."""
+        obstacle = self.folder / "state/job_state.new"  # written before it is renamed
+        self._wait(lambda: _try_mkdir(obstacle), "the controller to have saved its jobs")
         try:
             yield
         finally:
             obstacle.rmdir()
 
     def submitting(self) -> bool:
-        """Whether an sbatch is under way: it outlives the program that called it, if that is killed."""
-        return any(runs(pid, "sbatch") for pid, _ in lab_processes_of(self.folder))
+        """Return whether an sbatch is running: it outlives a caller that is killed."""
+        return any(runs_program(pid, "sbatch") for pid, _ in lab_processes_of(self.folder))
 
     def wait_for_submissions(self) -> None:
         self._wait(lambda: not self.submitting(), "the end of each sbatch")
@@ -172,34 +172,34 @@ class SlurmLab:
         self._daemon("slurmd", "-N", node)
 
     def kill_slurmd(self, node: str) -> None:
-        """The daemon alone: its steps and their tasks live on."""
+        """Kill only the daemon: its steps and their tasks continue."""
         self._kill(f"slurmd-{node}")
 
     def crash_node(self, node: str) -> None:
-        """All at once, as when the power fails: slurmd, steps (before they can report anything) and tasks."""
+        """Kill slurmd, steps (before they can report anything) and tasks at once, as in a power failure."""
         self.kill_slurmd(node)
         kill_tasks(self.folder, node)
 
     def down(self, node: str, reason: str = "test") -> None:
-        """Slurm takes the node for failed: its jobs end with NODE_FAIL within a second."""
+        """Set a node down: its jobs end with NODE_FAIL within a second."""
         self.call("scontrol", "update", f"nodename={node}", "state=down", f"reason={reason}")
 
     def resume(self, node: str) -> None:
         self.call("scontrol", "update", f"nodename={node}", "state=resume")
 
     def heal(self) -> None:
-        """Start the daemons that are dead and bring back the nodes that are down, as after a test that broke them."""
+        """Restart dead daemons and resume nodes that are down, after a test that broke them."""
         self.thaw_controller()
         if not self._alive("slurmctld"):
             self.start_controller()
-        dead = [node for node in self.nodes if not self._alive(f"slurmd-{node}")]
-        for node in dead:
+        dead_nodes = [node for node in self.nodes if not self._alive(f"slurmd-{node}")]
+        for node in dead_nodes:
             self.start_slurmd(node)
-        if dead or self._fallen():
+        if dead_nodes or self._down_nodes():
             self._wait(self._all_up, "all nodes up")
 
     def give_accounts(self, *accounts: str) -> None:
-        """To root, who may have some of them already; the first becomes the default."""
+        """Add accounts to root, who may have some of them already; the first becomes the default."""
         for account in accounts:
             if not self.call("sacctmgr", "-n", "show", "account", account).strip():
                 self.call("sacctmgr", "-i", "add", "account", account, "description=d", "organization=o")
@@ -208,7 +208,7 @@ class SlurmLab:
         self.call("sacctmgr", "-i", "modify", "user", "root", "set", f"defaultaccount={accounts[0]}")
 
     def call(self, *command: str, check: bool = True) -> str:
-        """Output of one of Slurm's programs."""
+        """Run one of Slurm's programs and return its output."""
         try:
             done = subprocess.run(
                 command,
@@ -226,13 +226,13 @@ class SlurmLab:
             raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}: {done.stdout}{done.stderr}".strip())
         return done.stdout
 
-    def _write(self, port: int) -> None:
+    def _write_config(self, port: int) -> None:
         folder = self.folder
         for name in ("etc", "run", "log", "state", "munge", "dev", *(f"spool/{node}" for node in self.nodes)):
             (folder / name).mkdir(parents=True, exist_ok=True)
         for i in range(self.gpus):
             with suppress(FileExistsError):
-                (folder / f"dev/gpu{i}").symlink_to("/dev/null")  # Slurm wants a device file for each
+                (folder / f"dev/gpu{i}").symlink_to("/dev/null")  # Slurm needs a device file for each
         size = {"nodes": len(self.nodes), "gpus": self.gpus}
         etc = folder / "etc"
         (etc / "gres.conf").write_text(lab_config.gres_conf(folder, **size))
@@ -254,15 +254,15 @@ class SlurmLab:
             (etc / "slurmdbd.conf").write_text(lab_config.slurmdbd_conf(folder, port))
             (etc / "slurmdbd.conf").chmod(0o600)
 
-    def _change(self, **settings: object) -> None:
-        """Settings that are in slurm.conf already."""
+    def _change_config(self, **settings: object) -> None:
+        """Change settings that are in slurm.conf already."""
         path = self.folder / "etc/slurm.conf"
         text = path.read_text()
         for name, value in settings.items():
             text = re.sub(rf"^{name}=.*$", f"{name}={value}", text, flags=re.MULTILINE)
-        aside = path.with_suffix(".new")
-        aside.write_text(text)
-        aside.replace(path)
+        temporary = path.with_suffix(".new")
+        temporary.write_text(text)
+        temporary.replace(path)
 
     def _start_munge(self) -> None:
         munge = self.folder / "munge"
@@ -271,7 +271,7 @@ class SlurmLab:
         (munge / "munge.key").chmod(0o400)
         self._daemon(
             "munged",
-            "--force",  # the folder's parents are not as strict as munge likes
+            "--force",  # permissions of the parent folders are not as strict as munge requires
             "--num-threads=4",
             f"--key-file={munge}/munge.key",
             f"--socket={lab_config.munge_socket(self.folder)}",
@@ -307,12 +307,12 @@ class SlurmLab:
         ping = ["mariadb-admin", "--no-defaults", f"--socket={socket}", "ping"]
         self._wait(lambda: database.poll() is None and "alive" in self.call(*ping, check=False), "the database")
         self._daemon("slurmdbd", MYSQL_UNIX_PORT=str(socket))
-        self._wait(lambda: self._answers("sacctmgr", "-n", "show", "cluster"), "the accounting daemon")
+        self._wait(lambda: self._succeeds("sacctmgr", "-n", "show", "cluster"), "the accounting daemon")
         if not self.call("sacctmgr", "-n", "show", "cluster", "lab").strip():
             self.call("sacctmgr", "-i", "add", "cluster", "lab")
 
     def _daemon(self, *command: str, **environment: str) -> None:
-        """Run what goes into the background by itself. To a file: a pipe would wait for the daemon's own end."""
+        """Run a command that goes into the background. Output to a file: a pipe would wait for the daemon's end."""
         with open(self.folder / "log/start.log", "a+") as log:
             done = subprocess.run(
                 command,
@@ -326,22 +326,22 @@ class SlurmLab:
                 log.seek(0)
                 raise RuntimeError(f"{command[0]} did not start: {log.read()[-500:]}")
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], event: str) -> None:
         end = time.monotonic() + START_S
         while not condition():
             if time.monotonic() > end:
-                raise TimeoutError(f"the Slurm lab in {self.folder} waited {START_S:g} s for {what}")
+                raise TimeoutError(f"the Slurm lab in {self.folder} waited {START_S:g} s for {event}")
             time.sleep(0.05)
 
-    def _answers(self, *command: str) -> bool:
+    def _succeeds(self, *command: str) -> bool:
         try:
             self.call(*command)
         except (RuntimeError, subprocess.TimeoutExpired):
             return False
         return True
 
-    def _saved(self) -> bytes:
-        """What the controller would remember now."""
+    def _saved_state(self) -> bytes:
+        """Return the job state that the controller has saved."""
         try:
             return (self.folder / "state/job_state").read_bytes()
         except FileNotFoundError:  # none yet, or it is just being replaced
@@ -355,11 +355,11 @@ class SlurmLab:
         states = self._states()
         return len(states) == len(self.nodes) and all(state == "idle" for _, state in states)
 
-    def _fallen(self) -> list[str]:
+    def _down_nodes(self) -> list[str]:
         return [node for node, state in self._states() if state.rstrip("*") in ("down", "drain", "drng", "fail", "unk")]
 
     def _all_up(self) -> bool:
-        for node in self._fallen():
+        for node in self._down_nodes():
             self.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
         states = self._states()
         up = ("idle", "mix", "alloc", "comp", "plnd")
@@ -374,7 +374,7 @@ class SlurmLab:
             wait_gone([pid], START_S)
 
 
-def _made(folder: Path) -> bool:
+def _try_mkdir(folder: Path) -> bool:
     try:
         folder.mkdir()
     except FileExistsError:

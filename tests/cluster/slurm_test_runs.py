@@ -1,6 +1,6 @@
-"""Real runs that tests send to a lab, and what they look at: small stand-ins of every architecture.
+"""Real runs that tests submit to a lab, small proxies of every architecture, and helpers to inspect them.
 
-The fixtures `install` and `submit` of conftest.py send them.
+The fixtures `install` and `submit` of conftest.py submit them.
 """
 
 import time
@@ -27,37 +27,36 @@ DEEPSEEK = ["-w", "inference_deepseek-r1", "-s", "671b", "--dtype", "bf16", "--p
 LONG = [*LLAMA, "--scale", "2", "--set", "steps=100000"]
 
 
-def wait_for(condition, seconds: float = 240, what: str = "what was waited for"):
+def wait_for(condition, seconds: float = 240, event: str = "the condition"):
     deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{event} did not happen in {seconds} s"
         time.sleep(0.1)
-    return found
+    return value
 
 
-def ended(slurm, job: str, run: RunFolder) -> dict:
-    """The result of a job that is over."""
+def wait_for_result(slurm, job: str, run: RunFolder) -> dict:
+    """Wait for the end of a job and return its result."""
 
-    def over() -> bool:
-        return (
-            job_fields(slurm, job)["JobState"] in ENDED_STATES
-        )  # there are many ways not to be: SIGNALING while a warning goes out
+    def has_ended() -> bool:
+        state = job_fields(slurm, job)["JobState"]
+        return state in ENDED_STATES  # there are many other states: SIGNALING while a warning is sent
 
-    wait_for(over, what=f"the end of job {job}")
+    wait_for(has_ended, event=f"the end of job {job}")
     run = RunFolder.open(run.path)
     assert run.result.exists(), run.slurm_output(job).read_text()
     return read_json(run.result)
 
 
 def job_fields(slurm, job: str) -> dict[str, str]:
-    """What Slurm says of a job."""
+    """Return the fields of `scontrol show job`."""
     return dict(word.partition("=")[::2] for word in slurm.call("scontrol", "show", "job", job, "-o").split())
 
 
 def allocated_nodes(slurm, job: str) -> tuple[int, str]:
-    """How many nodes, and which, by Slurm's own word."""
-    words = job_fields(slurm, job)
-    return int(words["NumNodes"]), words["NodeList"]
+    """Return the number of nodes of a job and their names."""
+    fields = job_fields(slurm, job)
+    return int(fields["NumNodes"]), fields["NodeList"]
 
 
 def steps(run: RunFolder, rank: int = 0) -> list[StepDone]:
@@ -65,16 +64,17 @@ def steps(run: RunFolder, rank: int = 0) -> list[StepDone]:
 
 
 def wait_for_steps(run: RunFolder) -> None:
-    wait_for(lambda: len(steps(run)) >= 2 and steps(run, 1), what="the second step")
+    """Wait for the second step of rank 0 and the first of rank 1."""
+    wait_for(lambda: len(steps(run)) >= 2 and steps(run, 1), event="the second step")
 
 
-def facts(run: RunFolder, ranks: int) -> list:
-    """What must not depend on where ranks run: losses and norms of a training, answers of a served model."""
-    found = []
+def computed_values(run: RunFolder, ranks: int) -> list:
+    """Return values that must not depend on where ranks run: losses and gradient norms, or served outputs."""
+    values = []
     for rank in range(ranks):
         for event in read(run.events(rank)):
             if isinstance(event, StepDone):
-                found.append((rank, event.step, event.tokens, event.loss, event.grad_norm))
+                values.append((rank, event.step, event.tokens, event.loss, event.grad_norm))
             elif isinstance(event, RequestDone):
-                found.append((rank, event.request, event.output_tokens, event.output_crc, event.warmup, event.error))
-    return sorted(found)
+                values.append((rank, event.request, event.output_tokens, event.output_crc, event.warmup, event.error))
+    return sorted(values)

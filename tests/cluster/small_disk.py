@@ -1,16 +1,16 @@
-"""A file system of a few MiB that can be full, and is gone with whoever asked for it, be it by kill -9."""
+"""File system of a few MiB that can be filled up, unmounted when its owner exits, even by kill -9."""
 
 import os
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-# The shell outlives its owner, whose end closes the pipe that it reads from.
+# The shell outlives its owner, whose exit closes the pipe that it reads from.
 HOLD = 'mount -t tmpfs -o size="$2" tmpfs "$1" || exit 1; echo mounted; read -r _; umount --lazy "$1"'
 
 
 class SmallDisk:
-    """Mounted at `folder` while it is entered; `mounted` says whether this machine lets it."""
+    """Context manager that mounts at `folder`; `mounted`: whether this machine permits it."""
 
     def __init__(self, folder: Path, size: str = "48m"):
         self.folder = folder
@@ -31,7 +31,7 @@ class SmallDisk:
         self.mounted = False
 
     def fill(self) -> None:
-        """To the last byte."""
+        """Fill the disk to the last byte."""
         with suppress(OSError), self._filler.open("ab", buffering=0) as filler:
             while filler.write(bytes(65536)):
                 pass

@@ -1,5 +1,5 @@
-"""Other people's engines on a real Slurm: their programs are small stand-ins that note how they are called and print a
-sample log, everything between the command line and the Result is real.
+"""External engines on a real Slurm: their programs are fakes that record their calls and print a sample log, everything
+between the command line and the Result is real.
 """
 
 import json
@@ -16,7 +16,7 @@ import llmb
 pytestmark = pytest.mark.slurm
 
 LOGS = Path(__file__).parent.parent / "golden" / "logs"
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 REAL_SRUN = "/usr/bin/srun"
 NSYS = """
 while [[ $1 == profile || $1 == --* ]]; do
@@ -25,7 +25,7 @@ while [[ $1 == profile || $1 == --* ]]; do
 done
 exec "$@"
 """
-# As the real one: the first task runs what it is given, its words taken apart and without Slurm's variables.
+# Like the real one: the first task runs its arguments, split into words and without Slurm's variables.
 LLMAPI_LAUNCH = """
 touch "task.$SLURM_PROCID"
 [[ $SLURM_PROCID == 0 ]] || exit 0
@@ -37,7 +37,7 @@ BENCH = """
 printf '%s\\n' "$*" >> calls
 [[ $* == *prepare-dataset* ]] && exit 0
 """
-# Without pyxis srun does not know of containers: what it would be told is noted and taken out.
+# Without pyxis srun has no container options: they are recorded and removed.
 SRUN_WITH_PYXIS = f"""
 printf '%s\\n' "$@" > "$LLMB_INSTALL/srun.words"
 words=()
@@ -46,8 +46,8 @@ exec {REAL_SRUN} "${{words[@]}}"
 """
 PERFORMANCE_SCRIPT = f"""
 import os, sys
-told = {{name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}}
-open(f"calls.{{os.environ['RANK']}}", "w").write(repr((sys.argv[1:], told)))
+variables = {{name: os.environ.get(name) for name in ("HF_HUB_OFFLINE", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}}
+open(f"calls.{{os.environ['RANK']}}", "w").write(repr((sys.argv[1:], variables)))
 if os.environ["RANK"] == "0":
     print(open({str(LOGS / "megatron_bridge.out")!r}).read())
     if os.environ.get("NCCL_DEBUG") == "INFO":
@@ -57,18 +57,18 @@ if os.environ["RANK"] == "0":
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch):
-    """Puts a program in front of the PATH, of this process and so of the job."""
+    """Return a function that puts a program first on the PATH of this process, and so of the job."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
-    def put(name: str, text: str) -> None:
+    def write(name: str, text: str) -> None:
         path = folder / name
         path.write_text(f"#!/usr/bin/env bash\n{text}")
         path.chmod(0o755)
 
-    put("python3", f'exec {shlex.quote(sys.executable)} "$@"\n')  # a link would lose its virtual environment
-    return put
+    write("python3", f'exec {shlex.quote(sys.executable)} "$@"\n')  # a link would lose its virtual environment
+    return write
 
 
 @pytest.fixture
@@ -91,17 +91,17 @@ def weights(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def finished(llmb_run, tmp_path: Path):
-    """Submits a run and waits for its result: the run folder, and what the result says."""
+def run_to_end(llmb_run, tmp_path: Path):
+    """Return a function that submits a run, waits for its result, and returns run folder and result."""
 
     def run(*arguments: str) -> tuple[Path, dict]:
         code, out, err = llmb_run("submit", *arguments, "--on", "slurm")
         assert (code, err) == (0, ""), out
-        end = time.monotonic() + PATIENCE_S
-        while not (found := list((tmp_path / "llmb").glob("workloads/*/experiments/*/*/*/result.json"))):
-            assert time.monotonic() < end, "no result came"
+        end = time.monotonic() + TIMEOUT_S
+        while not (results := list((tmp_path / "llmb").glob("workloads/*/experiments/*/*/*/result.json"))):
+            assert time.monotonic() < end, "no result"
             time.sleep(0.2)
-        return found[0].parent, json.loads(found[0].read_text())
+        return results[0].parent, json.loads(results[0].read_text())
 
     return run
 
@@ -115,38 +115,38 @@ def job_id(run: Path) -> str:
     return record.stem.removeprefix("llmb-config_")
 
 
-def test_megatron_bridge_runs_on_two_nodes_and_nsight_watches_each_rank(slurm, program, megatron, finished):
+def test_megatron_bridge_on_two_nodes_with_nsight_on_each_rank(slurm, program, megatron, run_to_end):
     program("nsys", NSYS)
-    run, result = finished(*LLAMA, "--scale", "16", "-p")
+    run, result = run_to_end(*LLAMA, "--scale", "16", "-p")
     assert (result["status"], result["reason"], result["engine"]) == ("ok", None, "megatron_bridge")
     assert result["step_time_s"]["n"] == 10
     assert result["tflops_source"] == "reported by the engine"
-    told = [literal_eval((run / f"calls.{rank}").read_text()) for rank in range(16)]
-    assert all(arguments == told[0][0] for arguments, _ in told)
-    flags = told[0][0]
+    calls = [literal_eval((run / f"calls.{rank}").read_text()) for rank in range(16)]
+    assert all(arguments == calls[0][0] for arguments, _ in calls)
+    flags = calls[0][0]
     assert flags[flags.index("--num_gpus") + 1] == "16"
     assert "profiling.use_nsys_profiler=true" in flags
-    first = told[0][1]["MASTER_ADDR"]
-    for rank, (_, variables) in enumerate(told):
+    first = calls[0][1]["MASTER_ADDR"]
+    for rank, (_, variables) in enumerate(calls):
         local = str(rank % 8)
-        wanted = {"HF_HUB_OFFLINE": "1", "WORLD_SIZE": "16", "LOCAL_RANK": local, "MASTER_ADDR": first}
-        assert variables == wanted
+        expected = {"HF_HUB_OFFLINE": "1", "WORLD_SIZE": "16", "LOCAL_RANK": local, "MASTER_ADDR": first}
+        assert variables == expected
     names = {f"profile_{job_id(run)}_{node}_{local}.nsys-rep" for node in (0, 1) for local in range(8)}
     assert {path.name for path in (run / "nsys_profile").iterdir()} == names
 
 
-def test_a_communication_trace_ends_in_the_result_and_in_jobs_show(slurm, program, megatron, finished, llmb_run):
-    run, result = finished(*LLAMA, "--scale", "8", "--set", "nccl_trace=true", "--set", "steps=50")
+def test_nccl_trace_is_in_the_result_and_in_jobs_show(slurm, program, megatron, run_to_end, llmb_run):
+    run, result = run_to_end(*LLAMA, "--scale", "8", "--set", "nccl_trace=true", "--set", "steps=50")
     assert result["status"] == "ok"
-    seen = {(row["operation"], row["datatype"]): row["calls"] for row in result["collectives"]}
-    assert sum(seen.values()) > 0
-    assert {"AllReduce", "AllGather"} <= {operation for operation, _ in seen}
+    calls = {(row["operation"], row["datatype"]): row["calls"] for row in result["collectives"]}
+    assert sum(calls.values()) > 0
+    assert {"AllReduce", "AllGather"} <= {operation for operation, _ in calls}
     code, out, _ = llmb_run("jobs", "show", job_id(run))
     assert code == 0
     assert "AllReduce" in out
 
 
-def test_trtllm_runs_on_two_nodes_in_a_container(slurm, program, weights, finished, tmp_path, monkeypatch):
+def test_trtllm_on_two_nodes_in_a_container(slurm, program, weights, run_to_end, tmp_path, monkeypatch):
     image = tmp_path / "nvidia+trtllm+1.1.sqsh"
     image.touch()
     monkeypatch.setenv("RUN_CONF_IMAGE", str(image))
@@ -155,7 +155,7 @@ def test_trtllm_runs_on_two_nodes_in_a_container(slurm, program, weights, finish
     program("trtllm-llmapi-launch", LLMAPI_LAUNCH)
     program("trtllm-bench", f"{BENCH}cat {shlex.quote(str(LOGS / 'trtllm.out'))}\n")
     monkeypatch.setenv("USE_CASE", "reasoning:1000/1000")
-    run, result = finished(*R1, "--scale", "16")
+    run, result = run_to_end(*R1, "--scale", "16")
     assert (result["status"], result["reason"], result["engine"]) == ("ok", None, "trtllm")
     assert (result["output_tokens_per_s"], result["requests"]) == (29431.2, 30720)
     assert {path.name for path in run.glob("task.*")} == {f"task.{rank}" for rank in range(16)}
@@ -172,24 +172,24 @@ def test_trtllm_runs_on_two_nodes_in_a_container(slurm, program, weights, finish
     assert f"--container-workdir={run}" in words
 
 
-def test_a_failure_of_the_engine_has_its_name(slurm, program, weights, finished, monkeypatch):
+def test_engine_failure_is_diagnosed(slurm, program, weights, run_to_end, monkeypatch):
     monkeypatch.setenv("SLURM_MPI_TYPE", "pmi2")
     program("trtllm-llmapi-launch", LLMAPI_LAUNCH)
     program("trtllm-bench", f"{BENCH}echo 'torch.OutOfMemoryError: CUDA out of memory. Tried'; exit 1\n")
-    _, result = finished(*R1, "--scale", "16")
+    _, result = run_to_end(*R1, "--scale", "16")
     assert result["status"] == "oom"
     assert "CUDA out of memory" in result["reason"]
     assert result["output_tokens_per_s"] is None
 
 
 @pytest.mark.nightly
-def test_the_native_engine_runs_by_the_containers_own_python(slurm, program, finished, tmp_path, monkeypatch):
+def test_native_engine_runs_with_the_python_of_its_container(slurm, program, run_to_end, tmp_path, monkeypatch):
     image = tmp_path / "torch.sqsh"
     image.touch()
     monkeypatch.setenv("RUN_CONF_IMAGE", str(image))
     program("srun", SRUN_WITH_PYXIS)
     line = ("-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "bf16", "--scale", "1", "--proxy")
-    _, result = finished(*line, "--set", "steps=3")
+    _, result = run_to_end(*line, "--set", "steps=3")
     assert (result["status"], result["reason"], result["engine"]) == ("ok", None, "native")
     words = (tmp_path / "llmb" / "srun.words").read_text().splitlines()
     assert words[-4:] == ["python3", "-m", "llmb.train", "config.json"]
@@ -198,7 +198,7 @@ def test_the_native_engine_runs_by_the_containers_own_python(slurm, program, fin
     assert f"{source}:{source}" in mounts
 
 
-def test_a_missing_image_is_named_before_anything_is_submitted(slurm, weights, llmb_run, monkeypatch, tmp_path):
+def test_missing_image_is_reported_before_submission(slurm, weights, llmb_run, monkeypatch, tmp_path):
     monkeypatch.setenv("RUN_CONF_IMAGE", str(tmp_path / "no.sqsh"))
     code, _, err = llmb_run("submit", *R1, "--scale", "16", "--on", "slurm")
     assert code == 1

@@ -1,4 +1,4 @@
-"""llmb-install beside real Slurm daemons: what it finds, what it asks at a terminal, and that a kill loses nothing."""
+"""llmb-install with real Slurm daemons: facts, questions at a terminal, and kills that lose nothing."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def root(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def two_partitions(slurm):
-    """Both have GPUs, and Slurm prefers neither."""
+    """Two partitions with GPUs, none of them the default."""
     slurm.call("scontrol", "update", "PartitionName=main", "Default=NO")
     slurm.call("scontrol", "create", "PartitionName=extra", "Nodes=n[1-2]")
     yield
@@ -45,34 +45,34 @@ def install(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def cluster_of(told: subprocess.CompletedProcess[str]) -> dict:
-    assert told.returncode == 0, told.stderr
-    return json.loads(told.stdout)["cluster"]
+def cluster_of(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["cluster"]
 
 
 class Terminal:
-    """llmb-install with somebody in front of it."""
+    """llmb-install on a pseudo-terminal."""
 
     def __init__(self, *arguments: str):
-        self._ours, theirs = pty.openpty()
-        self.process = subprocess.Popen([*PROGRAM, *arguments], stdin=theirs, stdout=theirs, stderr=theirs)
-        os.close(theirs)
-        self.seen = ""
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen([*PROGRAM, *arguments], stdin=slave, stdout=slave, stderr=slave)
+        os.close(slave)
+        self.output = ""
 
     def wait_for(self, text: str) -> None:
         end = time.monotonic() + LIMIT_S
-        while text not in self.seen:
-            assert time.monotonic() < end, self.seen
-            if select.select([self._ours], [], [], 0.1)[0]:
-                self.seen += os.read(self._ours, 4096).decode()
+        while text not in self.output:
+            assert time.monotonic() < end, self.output
+            if select.select([self._master], [], [], 0.1)[0]:
+                self.output += os.read(self._master, 4096).decode()
 
     def type(self, text: str) -> None:
-        self.seen = ""
-        os.write(self._ours, text.encode())
+        self.output = ""
+        os.write(self._master, text.encode())
 
     def close(self) -> int:
         code = self.process.wait(LIMIT_S)
-        os.close(self._ours)
+        os.close(self._master)
         return code
 
 
@@ -80,13 +80,13 @@ def everything_in(folder: Path) -> str:
     return "".join(path.read_bytes().decode(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
-def test_what_slurm_tells_and_what_it_does_not(slurm, root):
-    told = install()  # this lab's administrator gave his GPUs no type
-    assert (told.returncode, told.stderr.count("\n")) == (1, 1)
-    assert "--gpu-type NAME, one of: " in told.stderr
+def test_facts_from_slurm_and_the_gpu_type_that_it_does_not_report(slurm, root):
+    done = install()  # the GPUs of this lab have no type
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "--gpu-type NAME, one of: " in done.stderr
     assert not (root / CLUSTER_FILE).exists()
-    found = cluster_of(install("--gpu-type", "h100", "--json"))
-    assert found | {"file": None} == {
+    answers = cluster_of(install("--gpu-type", "h100", "--json"))
+    assert answers | {"file": None} == {
         "file": None,
         "state": "written",
         "account": None,
@@ -103,17 +103,17 @@ def test_what_slurm_tells_and_what_it_does_not(slurm, root):
     assert TOKEN not in everything_in(root)
 
 
-def test_slurm_takes_the_options_of_the_file(slurm, root):
+def test_slurm_accepts_the_options_of_the_file(slurm, root):
     assert install("--gpu-type", "h100").returncode == 0
     options = read_cluster(root / CLUSTER_FILE).sbatch
-    spelled = [f"--{name}={value}" for name, value in options.items()]
-    job = slurm.call("sbatch", "--parsable", "--output=/dev/null", "--mem=1", *spelled, "--wrap", "true").strip()
-    shown = slurm.call("scontrol", "show", "job", job, "-o")
-    assert "Partition=main" in shown
-    assert f"gpu:{slurm.gpus}" in shown
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    job = slurm.call("sbatch", "--parsable", "--output=/dev/null", "--mem=1", *arguments, "--wrap", "true").strip()
+    fields = slurm.call("scontrol", "show", "job", job, "-o")
+    assert "Partition=main" in fields
+    assert f"gpu:{slurm.gpus}" in fields
 
 
-def test_a_second_time_keeps_the_file_and_a_dry_run_makes_none(slurm, root):
+def test_second_setup_keeps_the_file_and_a_dry_run_writes_none(slurm, root):
     dry = install("--gpu-type", "h100", "--dry-run")
     assert "partition: main" in dry.stdout
     assert not root.exists()
@@ -124,16 +124,16 @@ def test_a_second_time_keeps_the_file_and_a_dry_run_makes_none(slurm, root):
     assert (root / CLUSTER_FILE).read_text() == edited
 
 
-def test_recorded_answers_are_played_elsewhere(slurm, root, tmp_path, monkeypatch):
+def test_recorded_answers_are_played_in_another_folder(slurm, root, tmp_path, monkeypatch):
     assert install("--gpu-type", "gb200", "--gpus-per-node", "4", "--record", "answers.yaml").returncode == 0
     text = (tmp_path / "answers.yaml").read_text()
     assert TOKEN not in text
     elsewhere = tmp_path / "it's elsewhere"
     (tmp_path / "answers.yaml").write_text(text.replace(str(root), str(elsewhere)))
     monkeypatch.delenv("LLMB_INSTALL")
-    told = install("--play", "answers.yaml")
-    assert told.returncode == 0, told.stderr
-    assert "export LLMB_INSTALL=" in told.stdout
+    done = install("--play", "answers.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "export LLMB_INSTALL=" in done.stdout
     first, second = read_cluster(root / CLUSTER_FILE), read_cluster(elsewhere / CLUSTER_FILE)
     assert second.gpu_type == "gb200"
     assert (first.sbatch, first.cpu_sbatch, first.architecture) == (
@@ -146,7 +146,7 @@ def test_recorded_answers_are_played_elsewhere(slurm, root, tmp_path, monkeypatc
     assert "choices are: main" in wrong.stderr
 
 
-def test_a_set_up_that_is_killed_goes_on_where_it_was(slurm, root, two_partitions):
+def test_killed_setup_resumes_where_it_was(slurm, root, two_partitions):
     first = Terminal()
     first.wait_for("--partition")
     first.type("nonsense\n")
@@ -158,7 +158,7 @@ def test_a_set_up_that_is_killed_goes_on_where_it_was(slurm, root, two_partition
     assert not (root / CLUSTER_FILE).exists()
     second = Terminal()
     second.wait_for("--gpu-type")
-    assert "--partition" not in second.seen
+    assert "--partition" not in second.output
     second.type("h200\n")
     second.wait_for("next: ")
     assert second.close() == 0
@@ -167,17 +167,17 @@ def test_a_set_up_that_is_killed_goes_on_where_it_was(slurm, root, two_partition
     assert not (root / ".llmb" / "answers.json").exists()
 
 
-def test_the_default_account_is_found(slurm_with_accounting, root):
+def test_default_account(slurm_with_accounting, root):
     slurm_with_accounting.give_accounts("research", "students")
-    found = cluster_of(install("--gpu-type", "h100", "--json"))
-    assert found["account"] == "research"
+    answers = cluster_of(install("--gpu-type", "h100", "--json"))
+    assert answers["account"] == "research"
     changed = cluster_of(install("--account", "students", "--json"))
     assert (changed["state"], changed["account"]) == ("written", "students")
     assert read_cluster(root / CLUSTER_FILE).sbatch["account"] == "students"
     assert read_cluster(root / f"{CLUSTER_FILE}.1").sbatch["account"] == "research"
 
 
-def test_a_kill_at_any_moment_leaves_whole_files(slurm, root):
+def test_kill_at_any_time_leaves_complete_files(slurm, root):
     assert install("--gpu-type", "h100").returncode == 0
     for number in range(1, 9):
         process = subprocess.Popen([*PROGRAM, "--gpus-per-node", str(number)], stdout=subprocess.DEVNULL)
@@ -185,21 +185,21 @@ def test_a_kill_at_any_moment_leaves_whole_files(slurm, root):
             process.wait(0.04 * number + 0.1)  # it takes some 0.3 s
         process.kill()
         process.wait()
-        kept = [path for path in root.iterdir() if path.name.startswith(CLUSTER_FILE)]
-        counts = {read_cluster(path).gpus_per_node for path in kept}
+        files = [path for path in root.iterdir() if path.name.startswith(CLUSTER_FILE)]
+        counts = {read_cluster(path).gpus_per_node for path in files}
         assert counts <= {slurm.gpus, *range(1, number + 1)}
-        assert slurm.gpus in counts  # the first file is still there, under one of its names
+        assert slurm.gpus in counts  # the first file or its backup still exists
     assert cluster_of(install("--gpus-per-node", "3", "--json"))["gpus_per_node"] == 3
 
 
 @pytest.mark.nightly
-def test_slurm_goes_away(slurm, root):
+def test_slurm_unavailable(slurm, root):
     assert install("--gpu-type", "h100").returncode == 0
     before = (root / CLUSTER_FILE).read_text()
     slurm.kill_controller()
-    told = install("--partition", "main")
-    assert (told.returncode, told.stderr.count("\n")) == (2, 1)
-    told = install()
-    assert told.returncode == 0
-    assert "does not answer now" in told.stdout
+    done = install("--partition", "main")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    done = install()
+    assert done.returncode == 0
+    assert "does not respond" in done.stdout
     assert (root / CLUSTER_FILE).read_text() == before

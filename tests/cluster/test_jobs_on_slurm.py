@@ -1,4 +1,4 @@
-"""`llmb-run jobs` against real Slurm daemons: states, ends, outages, lost and stranded jobs, cancel, retry, rebuild."""
+"""`llmb-run jobs` with real Slurm daemons: states, outcomes, outages, lost jobs, cancel, retry, rebuild."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import pytest
 
 from llmb.cli.jobs import lost_submissions, polling
 from llmb.cli.jobs.auto_retry import retry_failed
-from llmb.cli.jobs.polling import Poller
 from llmb.cli.jobs.job_outcome import read_job_outcome
+from llmb.cli.jobs.polling import Poller
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
 from llmb.events import RunEnded, RunStarted, StepDone, append
@@ -24,8 +24,8 @@ from llmb.launch.slurm.submission import Submission, new_token, read_submission,
 from llmb.results.job_store import Store
 
 pytestmark = pytest.mark.slurm
-PATIENCE_S = 180.0
-UNTIL_TOLD = "touch began; until [ -e go ]; do sleep 0.1; done"
+TIMEOUT_S = 180.0
+WAIT_FOR_GO = "touch began; until [ -e go ]; do sleep 0.1; done"
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def store():
 
 
 @pytest.fixture(autouse=True)
-def one_host(monkeypatch):
-    """What a node writes is seen at once."""
+def shared_file_system(monkeypatch):
+    """Writes of a node are visible at once."""
     monkeypatch.setattr(polling, "FILE_SYNC_S", 0.5)
 
 
 class Jobs:
-    """Makes run folders and sends small scripts to Slurm in their name, as submitting does with real runs."""
+    """Creates run folders and submits small scripts for them, as `submit` does with real runs."""
 
     def __init__(self, store, config):
         self.store, self.config = store, config
@@ -56,17 +56,17 @@ class Jobs:
         write_submission(run, Submission(token=new_token(), **lineage))
         return run
 
-    def send(self, run, script, *arguments):
+    def sbatch(self, run, script, *arguments):
         run.write_job_script(f"#!/bin/bash\n{script}\n")
         comment = f"--comment={read_submission(run).token}"
         return programs.submit(run.job_script, [f"--chdir={run.path}", "--output=slurm-%j.out", comment, *arguments])
 
     def submit(self, script, *arguments, sbatch_overrides=None, **lineage):
-        """A job with its row and its record; gives its id and its folder, with what its script may copy."""
+        """Submit a job with its row and record; return its id and folder, which holds events for the script to copy."""
         run = self.folder(sbatch_overrides=sbatch_overrides or {}, **lineage)
-        events_of_a_good_run(run, self.config)
+        prepare_events(run, self.config)
         temporary = self.store.add(self.config, run.path, "slurm", status="submitting", **lineage)
-        slurm_id = self.send(run, script, *arguments)
+        slurm_id = self.sbatch(run, script, *arguments)
         run.write_record(self.config, slurm_id, "slurm")
         return self.store.submitted(temporary, slurm_id), run
 
@@ -76,8 +76,8 @@ def jobs(slurm, store, config):
     return Jobs(store, config)
 
 
-def events_of_a_good_run(run, config):
-    """What a rank would have written; the script of a job copies it to its place."""
+def prepare_events(run, config):
+    """Write the events of a successful rank to a file that the script of a job copies."""
     path = run.path / "prepared"
     append(path, RunStarted(time=1.0, host="n1", world_size=1))
     for step in range(1, config.workload.steps + 1):
@@ -86,14 +86,14 @@ def events_of_a_good_run(run, config):
 
 
 def until(condition):
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < end, "never came"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.1)
 
 
 def wait(store, job_id, *statuses):
-    poller, end = Poller(store), time.monotonic() + PATIENCE_S
+    poller, end = Poller(store), time.monotonic() + TIMEOUT_S
     while time.monotonic() < end:
         (job,) = poller.refresh([store.job(job_id)])
         if job.status in statuses:
@@ -103,17 +103,19 @@ def wait(store, job_id, *statuses):
 
 
 def rows(llmb_run):
-    """What `jobs --json` prints, without when it was looked at."""
-    listed = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
-    unsteady = ("created_at", "updated_at", "refreshed_at")
-    return sorted(({k: v for k, v in row.items() if k not in unsteady} for row in listed), key=lambda r: r["job_id"])
+    """Return the rows of `jobs --json` without their timestamps."""
+    all_rows = [json.loads(line) for line in llmb_run("jobs", "--json")[1].splitlines()]
+    timestamps = ("created_at", "updated_at", "refreshed_at")
+    return sorted(
+        ({k: v for k, v in row.items() if k not in timestamps} for row in all_rows), key=lambda r: r["job_id"]
+    )
 
 
-def test_from_pending_to_a_result(jobs, store, llmb_run):
+def test_job_from_pending_to_its_result(jobs, store, llmb_run):
     held, _ = jobs.submit("true", "--hold")
-    job_id, run = jobs.submit(f"{UNTIL_TOLD}; sleep 2; cp prepared events.rank0.jsonl", "--hold")
-    waiting = wait(store, job_id, "pending")
-    assert (waiting.slurm_state, waiting.reason, waiting.started_at) == ("PENDING", "JobHeldUser", None)
+    job_id, run = jobs.submit(f"{WAIT_FOR_GO}; sleep 2; cp prepared events.rank0.jsonl", "--hold")
+    pending = wait(store, job_id, "pending")
+    assert (pending.slurm_state, pending.reason, pending.started_at) == ("PENDING", "JobHeldUser", None)
     subprocess.run(["scontrol", "release", job_id], check=True)
     running = wait(store, job_id, "running")
     assert running.nodes.startswith("n")
@@ -129,19 +131,19 @@ def test_from_pending_to_a_result(jobs, store, llmb_run):
     assert "JobHeldUser" in llmb_run("jobs", "refresh", held)[1]
 
 
-def test_many_jobs_are_one_question(jobs, store, tmp_path, monkeypatch):
+def test_many_jobs_are_one_query(jobs, store, tmp_path, monkeypatch):
     ids = [jobs.submit("true", "--hold")[0] for _ in range(5)]
-    counted = tmp_path / "bin"
-    counted.mkdir()
+    wrappers = tmp_path / "bin"
+    wrappers.mkdir()
     real = subprocess.check_output(["which", "squeue"], text=True).strip()
-    (counted / "squeue").write_text(f'#!/bin/bash\necho >> {tmp_path}/asked\nexec {real} "$@"\n')
-    (counted / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{counted}:{os.environ['PATH']}")
+    (wrappers / "squeue").write_text(f'#!/bin/bash\necho >> {tmp_path}/calls\nexec {real} "$@"\n')
+    (wrappers / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrappers}:{os.environ['PATH']}")
     Poller(store).refresh([store.job(job_id) for job_id in ids])
-    assert (tmp_path / "asked").read_text() == "\n"
+    assert (tmp_path / "calls").read_text() == "\n"
 
 
-def test_a_job_that_dies_without_a_word_is_named_from_what_slurm_says(jobs, store):
+def test_job_without_events_is_diagnosed_from_its_slurm_state(jobs, store):
     job_id, run = jobs.submit("exit 3")
     job = wait(store, job_id, "failed", "incomplete")
     assert (job.status, job.slurm_state) == ("failed", "FAILED")
@@ -150,63 +152,63 @@ def test_a_job_that_dies_without_a_word_is_named_from_what_slurm_says(jobs, stor
 
 
 @pytest.mark.nightly
-def test_slurm_away_is_said_and_nothing_is_forgotten(jobs, slurm, store, capsys):
-    job_id, run = jobs.submit(f"{UNTIL_TOLD}; cp prepared events.rank0.jsonl")
+def test_slurm_unavailable_keeps_the_rows(jobs, slurm, store, capsys):
+    job_id, run = jobs.submit(f"{WAIT_FOR_GO}; cp prepared events.rank0.jsonl")
     until((run.path / "began").exists)
     wait(store, job_id, "running")
     slurm.stop_controller()
     (job,) = Poller(store).refresh([store.job(job_id)])
     assert job.status == "running"
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith("ERROR: Slurm does not respond")
-    assert "s ago" in said
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert errors.startswith("ERROR: Slurm does not respond")
+    assert "s ago" in errors
     slurm.start_controller()
     (run.path / "go").touch()
     assert wait(store, job_id, "ok").step_time_s == 2.0
 
 
-def test_a_forgotten_job_is_lost_until_its_folder_speaks(jobs, store, config):
+def test_forgotten_job_is_lost_until_its_folder_has_events(jobs, store, config):
     run = jobs.folder()
     temporary = store.add(config, run.path, "slurm", status="submitting")
     job_id = store.submitted(temporary, "999999")
     store.note(job_id, status="running")
-    assert Poller(store).refresh([store.job(job_id)])[0].status == "running"  # it was seen a moment ago
+    assert Poller(store).refresh([store.job(job_id)])[0].status == "running"  # it was just seen
     long_ago = time.time() - 2 * polling.UNKNOWN_JOB_GRACE_S
     store.note(job_id, created_at=long_ago, submitted_at=long_ago)
     (job,) = Poller(store).refresh([store.job(job_id)])
     assert job.status == "lost"
-    assert "does not know it any more" in job.reason
-    events_of_a_good_run(run, config)
+    assert "no longer knows it" in job.reason
+    prepare_events(run, config)
     (run.path / "prepared").rename(run.events(0))
     (job,) = Poller(store).refresh([job])
     assert (job.status, job.step_time_s, job.slurm_state) == ("ok", 2.0, None)
 
 
-def test_a_number_that_belongs_to_another_job_by_now(jobs, store):
-    """As after a controller that lost its newest jobs and counts on from an older number."""
-    stranger, _ = jobs.submit("sleep 60")
+def test_job_whose_id_was_reused_is_lost(jobs, store):
+    """A controller that lost its newest jobs assigns their ids again."""
+    reused_id, _ = jobs.submit("sleep 60")
     run = jobs.folder()
-    store.note(stranger, job_id=f"{stranger}-2")
+    store.note(reused_id, job_id=f"{reused_id}-2")
     long_ago = time.time() - 2 * polling.UNKNOWN_JOB_GRACE_S
-    store.add(jobs.config, run.path, "slurm", stranger, status="running", created_at=long_ago)
-    (job,) = Poller(store).refresh([store.job(stranger)])
+    store.add(jobs.config, run.path, "slurm", reused_id, status="running", created_at=long_ago)
+    (job,) = Poller(store).refresh([store.job(reused_id)])
     assert job.status == "lost"
 
 
-def test_a_job_whose_submitter_was_killed_is_found_by_its_comment_or_its_output(jobs, store, config):
+def test_job_of_a_killed_submitter_is_found_by_its_comment_or_its_output(jobs, store, config):
     by_comment, by_output = jobs.folder(), jobs.folder()
-    ids = [jobs.send(by_comment, "true", "--hold"), jobs.send(by_output, "sleep 30")]
+    ids = [jobs.sbatch(by_comment, "true", "--hold"), jobs.sbatch(by_output, "sleep 30")]
     for run in (by_comment, by_output):
         store.add(config, run.path, "slurm", status="submitting")
     until(by_output.slurm_output(ids[1]).exists)
-    write_submission(by_output, Submission(token=new_token()))  # so that the comment cannot be what finds it
-    found = Poller(store).refresh(store.jobs())
-    assert [job.job_id for job in found] == ids
-    assert found[0].status == "pending"
+    write_submission(by_output, Submission(token=new_token()))  # so that it cannot be found by its comment
+    recovered = Poller(store).refresh(store.jobs())
+    assert [job.job_id for job in recovered] == ids
+    assert recovered[0].status == "pending"
 
 
-def test_a_job_that_was_never_submitted_fails_once_that_is_certain(jobs, store, config, llmb_run):
+def test_job_that_was_never_submitted_fails_after_the_request_timeout(jobs, store, config, llmb_run):
     run = jobs.folder()
     temporary = store.add(config, run.path, "slurm", status="submitting")
     assert Poller(store).refresh(store.jobs())[0].status == "submitting"
@@ -218,9 +220,9 @@ def test_a_job_that_was_never_submitted_fails_once_that_is_certain(jobs, store, 
     assert rows(llmb_run) == before
 
 
-def test_a_job_that_slurm_refuses_says_why_and_stays(slurm, llmb_run, monkeypatch, tmp_path):
-    (tmp_path / "desk").mkdir()
-    monkeypatch.chdir(tmp_path / "desk")
+def test_refused_job_keeps_its_reason(slurm, llmb_run, monkeypatch, tmp_path):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
     code, _, err = llmb_run(
         "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy", "--on", "slurm",
         "--slurm-arg", "partition=nowhere",
@@ -234,9 +236,9 @@ def test_a_job_that_slurm_refuses_says_why_and_stays(slurm, llmb_run, monkeypatc
     assert rows(llmb_run) == [row]
 
 
-def test_cancel(jobs, store, llmb_run):
+def test_cancel_named_and_filtered_jobs(jobs, store, llmb_run):
     ids = [jobs.submit("sleep 60", "--hold")[0], jobs.submit("sleep 60")[0]]
-    kept, _ = jobs.submit("sleep 60", "--hold")
+    pending, _ = jobs.submit("sleep 60", "--hold")
     wait(store, ids[1], "running")
     code, out, err = llmb_run("jobs", "cancel", *ids)
     assert (code, err) == (0, "")
@@ -245,34 +247,36 @@ def test_cancel(jobs, store, llmb_run):
         job = wait(store, job_id, "incomplete")
         assert job.slurm_state == "CANCELLED"
         assert "cancelled" in job.reason
-    assert wait(store, kept, "pending")
+    assert wait(store, pending, "pending")
     code, out, _ = llmb_run("jobs", "cancel", "--all", "--status", "pending", "--on", "slurm")
-    assert out == f"{kept}: cancelled\n"
-    assert wait(store, kept, "incomplete")
+    assert out == f"{pending}: cancelled\n"
+    assert wait(store, pending, "incomplete")
 
 
-def test_a_lost_node_is_left_out_when_the_job_is_tried_again(jobs, slurm, store, llmb_run, capsys):
+def test_retry_excludes_the_failed_node(jobs, slurm, store, llmb_run, capsys):
     sbatch_overrides = {"arguments": ["hold"], "exclude": "n4"}
-    job_id, run = jobs.submit("sleep 100", "--nodelist=n2", "--no-requeue", retries=2, sbatch_overrides=sbatch_overrides)
+    job_id, run = jobs.submit(
+        "sleep 100", "--nodelist=n2", "--no-requeue", retries=2, sbatch_overrides=sbatch_overrides
+    )
     wait(store, job_id, "running")
     slurm.down("n2")
     job = wait(store, job_id, "failed")
     assert (job.slurm_state, read_job_outcome(run).failure) == ("NODE_FAIL", "node_failure")
-    assert "to try again" in llmb_run("jobs")[2]
-    (again,) = retry_failed(store)
+    assert "to retry" in llmb_run("jobs")[2]
+    (new_id,) = retry_failed(store)
     assert retry_failed(store) == []
-    new = store.job(again)
+    new = store.job(new_id)
     assert (new.retry_of, new.attempt, new.retries, new.workload) == (job_id, 2, 1, job.workload)
     assert new.run_dir != job.run_dir
     submission = read_submission(RunFolder.open(Path(new.run_dir)))
     assert submission.sbatch_overrides["exclude"] == "n4,n2"
-    assert wait(store, again, "pending")
-    shown = llmb_run("jobs", "show", job_id)[1]
-    assert f"tried again as {again}" in shown
-    assert "Slurm: NODE_FAIL, on n2, waited 0:0" in shown
+    assert wait(store, new_id, "pending")
+    output = llmb_run("jobs", "show", job_id)[1]
+    assert f"retried as {new_id}" in output
+    assert "Slurm: NODE_FAIL, on n2, waited 0:0" in output
 
 
-def test_retry_by_hand(jobs, slurm, store, llmb_run):
+def test_retry_command(jobs, slurm, store, llmb_run):
     sbatch_overrides = {"arguments": ["hold"]}
     job_id, _ = jobs.submit("exit 1", "--hold", sbatch_overrides=sbatch_overrides)
     code, _, err = llmb_run("jobs", "retry", job_id)
@@ -282,19 +286,19 @@ def test_retry_by_hand(jobs, slurm, store, llmb_run):
     wait(store, job_id, "failed")
     code, out, err = llmb_run("jobs", "retry", job_id, "--exclude-node", "n3")
     assert (code, err) == (0, "")
-    again = out.split()[-1]
-    assert (store.job(again).retry_of, store.job(again).attempt) == (job_id, 2)
-    assert "n3" in subprocess.check_output(["scontrol", "show", "job", again], text=True)
+    new_id = out.split()[-1]
+    assert (store.job(new_id).retry_of, store.job(new_id).attempt) == (job_id, 2)
+    assert "n3" in subprocess.check_output(["scontrol", "show", "job", new_id], text=True)
 
 
 def test_rebuild_gives_the_same_table(jobs, store, llmb_run):
     good, _ = jobs.submit("cp prepared events.rank0.jsonl; sleep 1", retries=1)
     bad, _ = jobs.submit("exit 1", retries=1)
     held, _ = jobs.submit("true", "--hold", retries=3)
-    again, _ = jobs.submit("true", "--hold", retry_of=bad, attempt=2)
+    retry, _ = jobs.submit("true", "--hold", retry_of=bad, attempt=2)
     wait(store, good, "ok")
     wait(store, bad, "failed")
-    for job_id in (held, again):
+    for job_id in (held, retry):
         wait(store, job_id, "pending")
     before = rows(llmb_run)
     assert len(before) == 4
@@ -304,21 +308,21 @@ def test_rebuild_gives_the_same_table(jobs, store, llmb_run):
 
 
 def test_watch_prints_changes_and_ends(jobs, tmp_path):
-    _, run = jobs.submit(f"{UNTIL_TOLD}; cp prepared events.rank0.jsonl")
+    _, run = jobs.submit(f"{WAIT_FOR_GO}; cp prepared events.rank0.jsonl")
     out, err = tmp_path / "out", tmp_path / "err"
     with out.open("w") as to_out, err.open("w") as to_err:
         command = [sys.executable, "-m", "llmb.cli.llmb_run", "jobs", "--watch"]
         watch = subprocess.Popen(command, stdout=to_out, stderr=to_err)
     until(lambda: "x1: running" in out.read_text() or watch.poll() is not None)
     (run.path / "go").touch()
-    assert (watch.wait(PATIENCE_S), err.read_text()) == (0, "")
+    assert (watch.wait(TIMEOUT_S), err.read_text()) == (0, "")
     *_, before, last = [line for line in out.read_text().splitlines() if "x1: " in line]
     assert "x1: running" in before
     assert "x1: ok 500 tokens/s/gpu" in last
     assert "COMPLETED" in out.read_text()
 
 
-def test_a_log_is_followed_until_slurm_says_that_the_job_has_ended(jobs, slurm):
+def test_log_is_followed_until_the_job_has_ended(jobs, slurm):
     job_id, run = jobs.submit(
         "cp prepared events.rank0.jsonl; echo before; sleep 1; for i in 1 2 3; do echo line $i >> log; sleep 0.5; done",
         "--hold",
@@ -327,35 +331,35 @@ def test_a_log_is_followed_until_slurm_says_that_the_job_has_ended(jobs, slurm):
     slurm.call("scontrol", "release", job_id)
     follow = subprocess.run(
         [sys.executable, "-m", "llmb.cli.llmb_run", "jobs", "log", job_id, "-f"],
-        capture_output=True, text=True, timeout=PATIENCE_S,
+        capture_output=True, text=True, timeout=TIMEOUT_S,
     )  # fmt: skip
     assert follow.returncode == 0, follow.stderr
     assert follow.stdout.splitlines()[-3:] == ["line 1", "line 2", "line 3"]
 
 
 @pytest.mark.slow
-def test_ten_at_once_lose_nothing(slurm, store, tmp_path):
+def test_ten_concurrent_submitters_lose_no_job(slurm, store, tmp_path):
     command = [
         sys.executable, "-m", "llmb.cli.llmb_run", "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32",
         "--scale", "1", "--proxy", "--on", "slurm", "--slurm-arg", "hold", "-r", "3",
     ]  # fmt: skip
-    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    desk = tmp_path / "desk"
-    desk.mkdir()
-    submitters = [subprocess.Popen(command, cwd=desk, **quiet) for _ in range(10)]
-    outputs = [submitter.communicate(timeout=10 * PATIENCE_S) for submitter in submitters]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    folder = tmp_path / "work"
+    folder.mkdir()
+    submitters = [subprocess.Popen(command, cwd=folder, **pipes) for _ in range(10)]
+    outputs = [submitter.communicate(timeout=10 * TIMEOUT_S) for submitter in submitters]
     assert [submitter.returncode for submitter in submitters] == [0] * 10, outputs
     queued = slurm.call("squeue", "-h", "-o", "%i", "--states=pending").split()
-    held = store.jobs()
-    assert len(held) == len({job.run_dir for job in held}) == 30
-    assert {job.job_id for job in held} <= set(queued)
+    jobs = store.jobs()
+    assert len(jobs) == len({job.run_dir for job in jobs}) == 30
+    assert {job.job_id for job in jobs} <= set(queued)
 
 
 @pytest.mark.slow
-def test_a_real_run_from_submit_to_the_table(slurm, llmb_run, monkeypatch, tmp_path):
-    desk = tmp_path / "desk"
-    desk.mkdir()
-    monkeypatch.chdir(desk)
+def test_real_run_from_submit_to_the_table(slurm, llmb_run, monkeypatch, tmp_path):
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     shape = {"layers": 1, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 512}
     code, out, err = llmb_run(
         "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "2", "--proxy", "--seqlen", "32",
@@ -376,13 +380,13 @@ def test_a_real_run_from_submit_to_the_table(slurm, llmb_run, monkeypatch, tmp_p
     assert rows(llmb_run) == [row]
 
 
-def test_a_submitter_killed_at_any_moment_loses_nothing(slurm, store, llmb_run, monkeypatch, tmp_path):
-    (tmp_path / "desk").mkdir()
+def test_submitter_killed_at_any_time_loses_no_job(slurm, store, llmb_run, monkeypatch, tmp_path):
+    (tmp_path / "work").mkdir()
     command = [
         sys.executable, "-m", "llmb.cli.llmb_run", "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32",
         "--scale", "1", "--proxy", "--on", "slurm", "--slurm-arg", "hold", "-r", "100",
     ]  # fmt: skip
-    submitter = subprocess.Popen(command, cwd=tmp_path / "desk", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    submitter = subprocess.Popen(command, cwd=tmp_path / "work", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while len(store.jobs()) < 40:
         assert submitter.poll() is None
     submitter.kill()
@@ -395,8 +399,8 @@ def test_a_submitter_killed_at_any_moment_loses_nothing(slurm, store, llmb_run, 
     assert {job.reason for job in jobs if job.status == "failed"} <= {lost_submissions.NEVER_SUBMITTED}
     tokens = {read_submission(RunFolder.open(Path(job.run_dir))).token: job for job in jobs}
     queued = [line.split() for line in slurm.call("squeue", "-h", "-t", "PD", "-O", "JobID:20,Comment:60").splitlines()]
-    ours = {job_id for job_id, token in queued if token in tokens}
-    assert ours == {job.job_id for job in jobs if job.status == "pending"}
+    in_queue = {job_id for job_id, token in queued if token in tokens}
+    assert in_queue == {job.job_id for job in jobs if job.status == "pending"}
     assert not [job_id for job_id, token in queued if token not in tokens]
     before = rows(llmb_run)
     assert llmb_run("jobs", "rebuild")[0] == 0

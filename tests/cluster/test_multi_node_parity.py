@@ -1,9 +1,9 @@
-"""Ranks on several nodes of a real Slurm compute what they compute here, for every architecture."""
+"""Ranks on several nodes of a real Slurm compute the same as a local run, for every architecture."""
 
 import json
 
 import pytest
-from slurm_test_runs import DEEPSEEK, GROK, LLAMA, NEMOTRON, ended, facts, allocated_nodes
+from slurm_test_runs import DEEPSEEK, GROK, LLAMA, NEMOTRON, allocated_nodes, computed_values, wait_for_result
 
 from llmb.config.serialization import read_json
 from llmb.events import RunStarted, read
@@ -25,19 +25,20 @@ pytestmark = pytest.mark.slurm
     ],
     ids=["llama-2", "llama-4", "grok-2", "grok-4", "nemotron-2", "nemotron-4", "deepseek-2"],
 )
-def test_ranks_on_several_nodes_compute_what_they_compute_here(slurm, submit, llmb_run, run, ranks):
-    asked = [*run, "--scale", str(ranks)]
-    job, there = submit(*asked, "--env", "ODD=a 'b' $c\n`d`")
-    result = ended(slurm, job, there)
+def test_multi_node_run_equals_the_local_run(slurm, submit, llmb_run, run, ranks):
+    arguments = [*run, "--scale", str(ranks)]
+    job, slurm_run = submit(*arguments, "--env", "ODD=a 'b' $c\n`d`")
+    result = wait_for_result(slurm, job, slurm_run)
     assert result["status"] == "ok", result
-    code, out, err = llmb_run("submit", *asked, "--on", "local", "--json")
+    code, out, err = llmb_run("submit", *arguments, "--on", "local", "--json")
     assert code == 0, err
-    [here] = [found for found in RunFolder.find_all(there.install) if found.job_id == "L1"]
-    assert facts(there, ranks) == facts(here, ranks) != []
-    hosts = {event.host for rank in range(ranks) for event in read(there.events(rank)) if isinstance(event, RunStarted)}
+    [local_run] = [folder for folder in RunFolder.find_all(slurm_run.install) if folder.job_id == "L1"]
+    assert computed_values(slurm_run, ranks) == computed_values(local_run, ranks) != []
+    events = [event for rank in range(ranks) for event in read(slurm_run.events(rank))]
+    hosts = {event.host for event in events if isinstance(event, RunStarted)}
     assert None not in hosts
-    allocation = read_json(there.allocation)
+    allocation = read_json(slurm_run.allocation)
     assert (allocation["job_id"], allocation["restarts"]) == (job, 0)
     assert allocated_nodes(slurm, job) == (ranks, allocation["nodes"])
-    assert there.record(job).exists()
+    assert slurm_run.record(job).exists()
     assert json.loads(out)["status"] == "ok"

@@ -47,6 +47,7 @@ def test_experts_are_reduced_last(recipes):
     assert true_width_proxy(real, lambda m: m.experts.count <= 64).experts.count == 64
 
 
+@pytest.mark.slow
 def test_more_ranks_fit_more_layers_with_one_per_stage(recipes):
     real = recipes["pretrain_llama3.1"].model("405b")
 

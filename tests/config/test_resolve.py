@@ -13,8 +13,9 @@ from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 
 ALL = load_all([shipped()])
+SEARCHED = pytest.mark.nightly  # rows of out-of-core training search a plan, for seconds each
 ROWS = [
-    (recipe, row, dtype, gpus, proxy)
+    pytest.param(recipe, row, dtype, gpus, proxy, marks=[SEARCHED] if recipe.kind == "outofcore" and not proxy else [])
     for recipe in ALL.values()
     for proxy, rows in ((False, recipe.rows), (True, recipe.proxies))
     for row in rows
@@ -378,6 +379,7 @@ values = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     workload=st.sampled_from(sorted(ALL)),

@@ -58,6 +58,7 @@ def test_invalid_data_gives_a_one_line_error_with_its_path(data, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -34,7 +34,7 @@ def good(tmp_path_factory) -> Path:
     places, total = {}, 0
     for number in (1, 2, 3):
         name = f"model-{number:05}-of-00003.safetensors"
-        tensors = {f"layers.{number}.{one}": torch.full((8, number), number).bfloat16() for one in "abc"}
+        tensors = {f"layers.{number}.{item}": torch.full((8, number), number).bfloat16() for item in "abc"}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -194,6 +194,7 @@ ANY = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(header=ANY, data=st.binary(max_size=40))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_header_is_handled(header, data, tmp_path):
@@ -232,8 +233,8 @@ def test_each_kind_of_damage_is_reported(kind, folder, capsys):
     assert code == 1
     assert len(lines) == len(problems) + 3
     assert lines[-1] == f"problems: {len(problems)}"
-    for line, (what, file) in zip(lines, problems, strict=False):
-        assert line.startswith(f"{what:<10}  {file}: ")
+    for line, (subject, file) in zip(lines, problems, strict=False):
+        assert line.startswith(f"{subject:<10}  {file}: ")
 
 
 def test_total_size_of_files_is_accepted(folder):
@@ -286,10 +287,10 @@ def test_json_before_or_after_the_command(folder, capsys):
     cut_off(folder / SHARD, -1)
     for arguments in (["verify", str(folder), "--json"], ["--json", "verify", str(folder)]):
         assert main(arguments) == 1
-        found = json.loads(capsys.readouterr().out)
-        assert found["well"] is False
-        assert found["shards"] == 3
-        assert found["problems"] == [
+        actual = json.loads(capsys.readouterr().out)
+        assert actual["well"] is False
+        assert actual["shards"] == 3
+        assert actual["problems"] == [
             {"kind": "short", "file": SHARD, "message": "1 bytes too short for the tensors of its header"}
         ]
 

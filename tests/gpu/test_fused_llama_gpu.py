@@ -1,4 +1,4 @@
-"""On a GPU: layers of a Llama by hand against the same block by block, and what they hold at the peak."""
+"""Fused Llama layers on a GPU: gradients against those of unfused layers, and peak memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,36 +37,36 @@ def config_of(gpu: str, dtype: str = "bf16", **changes: object) -> RunConfig:
     )  # fmt: skip
 
 
-def part_of(config: RunConfig) -> Network:
+def build(config: RunConfig) -> Network:
     assert isinstance(config.workload, Training)
-    (part,) = build_model_parts(config, config.workload, Mesh(0, 1, GPU))
-    assert all(isinstance(layer, FusedLayer) == (config.machine.gpu != "cpu") for layer in part.layers)
-    begin_step(part)
-    return part
+    (model,) = build_model_parts(config, config.workload, Mesh(0, 1, GPU))
+    assert all(isinstance(layer, FusedLayer) == (config.machine.gpu != "cpu") for layer in model.layers)
+    begin_step(model)
+    return model
 
 
-def add_gradients(part: Network, micro_batches: int = 2) -> list[float]:
+def add_gradients(model: Network, micro_batches: int = 2) -> list[float]:
     losses = []
     for micro in range(micro_batches):
         tokens = synthetic_tokens(7, 10 * micro, (2, 1025), MODEL.vocab, GPU)
-        loss = part(tokens[:, :-1], tokens[:, 1:])
+        loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         losses.append(loss.item())
     return losses
 
 
-def error(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-Found = tuple[list[float], dict[str, Tensor]]  # losses, and gradients by their names
+LossesAndGradients = tuple[list[float], dict[str, Tensor]]  # gradients by parameter name, on the GPU
 
 
-def gradients_of(config: RunConfig) -> Found:
-    """Of two micro-batches."""
-    part = part_of(config)
-    losses = add_gradients(part)
-    return losses, {name: _grad(one).cpu() for name, one in part.named_parameters()}
+def losses_and_gradients(config: RunConfig) -> LossesAndGradients:
+    """Return losses and gradients of two micro-batches."""
+    model = build(config)
+    losses = add_gradients(model)
+    return losses, {name: _grad(parameter).clone() for name, parameter in model.named_parameters()}
 
 
 def _grad(parameter: Tensor) -> Tensor:
@@ -75,44 +75,49 @@ def _grad(parameter: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def exact() -> Found:
-    """Block by block in fp32."""
-    return gradients_of(config_of("cpu", "fp32"))
+def exact() -> LossesAndGradients:
+    """Unfused in fp32."""
+    return losses_and_gradients(config_of("cpu", "fp32"))
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp8"])
-def plain(request: pytest.FixtureRequest) -> tuple[str, Found]:
-    """Block by block in a format, and its name."""
-    return request.param, gradients_of(config_of("cpu", request.param))
+def unfused_run(request: pytest.FixtureRequest) -> tuple[str, LossesAndGradients]:
+    """A dtype, and the unfused run in it."""
+    return request.param, losses_and_gradients(config_of("cpu", request.param))
 
 
-@pytest.mark.parametrize("recomputed", [0, 4])
-def test_by_hand_is_as_near_to_fp32_as_block_by_block(recomputed: int, plain: tuple[str, Found], exact: Found) -> None:
-    """Random numbers are the worst that 8 bits can be given: a third is lost either way."""
-    dtype, (_, theirs) = plain
-    losses, ours = gradients_of(config_of("h200", dtype, recompute_layers=recomputed))
+@pytest.mark.parametrize("recompute_layers", [0, 4])
+def test_fused_gradients_are_as_close_to_fp32_as_unfused_ones(
+    recompute_layers: int, unfused_run: tuple[str, LossesAndGradients], exact: LossesAndGradients
+) -> None:
+    """Random numbers are the worst case of fp8: a third is lost either way."""
+    dtype, (_, unfused) = unfused_run
+    losses, fused = losses_and_gradients(config_of("h200", dtype, recompute_layers=recompute_layers))
     assert losses == pytest.approx(exact[0], rel={"bf16": 1e-3, "fp8": 0.01}[dtype])
-    away = {name: (error(ours[name], one), error(theirs[name], one)) for name, one in exact[1].items()}
-    worse = {name: found for name, found in away.items() if found[0] > 1.05 * found[1] + 1e-3}
-    assert not worse, f"further away than block by block: {worse}"
+    errors = {
+        name: (relative_error(fused[name], grad), relative_error(unfused[name], grad))
+        for name, grad in exact[1].items()
+    }
+    worse = {name: pair for name, pair in errors.items() if pair[0] > 1.05 * pair[1] + 1e-3}
+    assert not worse, f"larger errors than unfused layers: {worse}"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but cuDNN's attention, which on its way back adds up the queries' slopes in whatever order they come."""
-    monkeypatch.setattr(segment_attention, "kernel_for", lambda _q, _spans: PLAIN)
-    found = []
+    """Except cuDNN's attention, whose backward pass adds up d_q in any order."""
+    monkeypatch.setattr(segment_attention, "kernel_for", lambda _q, _segments: PLAIN)
+    runs = []
     for _ in range(2):
         config = config_of("h200", dtype)
-        part = part_of(config)
-        optimizer = build_optimizer([part], config.workload, Mesh(0, 1, GPU))  # type: ignore[arg-type]
+        model = build(config)
+        optimizer = build_optimizer([model], config.workload, Mesh(0, 1, GPU))  # type: ignore[arg-type]
         losses = []
         for _step in range(3):
-            begin_step(part)
-            losses += add_gradients(part)
+            begin_step(model)
+            losses += add_gradients(model)
             optimizer.update(1e-3)
-        found.append(losses)
-    assert found[0] == found[1]
+        runs.append(losses)
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,7 @@ def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch
     ],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_the_peak_is_the_one_foretold(tmp_path: Path, dtype: str, settings: dict) -> None:
+def test_peak_memory_is_the_estimate(tmp_path: Path, dtype: str, settings: dict) -> None:
     config = config_of("h200", dtype, seqlen=8192, **settings)
     (tmp_path / "config.json").write_text(to_json(config))
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Layers by hand on a real GPU: attention's kernels against the plain one, whole chunks, memory, and no waiting."""
+"""Llama layers with explicit backward on a GPU: attention kernels, whole chunks, memory, no synchronization."""
 
 from dataclasses import replace
 
@@ -40,12 +40,12 @@ GPU = torch.device("cuda", 0)
 HEADS, GROUPS, WIDTH, SCALE = 8, 2, 128, 128**-0.5
 HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
-    reason="cuDNN's attention is not taken",
+    reason="cuDNN's attention is not used",
 )
-SPANS = {
+SEGMENTS = {
     "a whole sequence": [Segment(0, 1024, 0, 0)],
-    "a later part of one": [Segment(0, 512, 0, 1024)],
-    "four of one length": [Segment(first, first + 256, first, first) for first in range(0, 1024, 256)],
+    "a later chunk": [Segment(0, 512, 0, 1024)],
+    "four of equal length": [Segment(first, first + 256, first, first) for first in range(0, 1024, 256)],
     "packed": chunk_segments([0, 700, 800, 803], 512, 1536),
 }
 WIDE = Model(
@@ -53,73 +53,73 @@ WIDE = Model(
 )
 
 
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device=GPU, generator=torch.Generator(GPU).manual_seed(seed)).to(dtype)
 
 
-def inputs(spans: list[Segment]) -> tuple[Tensor, ...]:
-    rows, context = spans[-1].end, chunk_rows(spans).stop
-    q, dout = (drawn(rows, HEADS, WIDTH, seed=seed) for seed in (1, 2))
-    return q, *(drawn(context, GROUPS, WIDTH, seed=seed) for seed in (3, 4)), dout
+def random_inputs(segments: list[Segment]) -> tuple[Tensor, ...]:
+    rows, context = segments[-1].end, chunk_rows(segments).stop
+    q, dout = (randn(rows, HEADS, WIDTH, seed=seed) for seed in (1, 2))
+    return q, *(randn(context, GROUPS, WIDTH, seed=seed) for seed in (3, 4)), dout
 
 
-def there_and_back(spans: list[Segment], tensors: tuple[Tensor, ...], key_block: int) -> list[Tensor]:
+def forward_and_backward(segments: list[Segment], tensors: tuple[Tensor, ...], key_block: int) -> list[Tensor]:
     q, k, v, dout = tensors
     out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q), device=GPU), torch.empty_like(q)
     dk, dv = (torch.full(k.shape, torch.nan, device=GPU) for _ in range(2))
-    segment_attention_forward(q, k, v, spans, SCALE, key_block, out=(out, lse))
-    segment_attention_backward(dout, q, k, v, out, lse, spans, dq, dk, dv, False, SCALE, key_block)
+    segment_attention_forward(q, k, v, segments, SCALE, key_block, out=(out, lse))
+    segment_attention_backward(dout, q, k, v, out, lse, segments, dq, dk, dv, False, SCALE, key_block)
     return [out, lse, dq, dk, dv]
 
 
 @pytest.mark.parametrize("key_block", [256, KEY_BLOCK])
-@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_the_chosen_kernel_equals_the_plain_one(spans, key_block):
-    tensors = inputs(spans)
-    assert kernel_for(tensors[0], spans) is not PLAIN
-    found = there_and_back(spans, tensors, key_block)
-    wanted = there_and_back(spans, tuple(x.float() for x in tensors), key_block)
-    for name, one, exact in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
-        error = float((one.float() - exact).norm() / exact.norm())
-        assert error < 0.01, f"{name} is {error:.4f} away"
+@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
+def test_selected_kernel_matches_the_plain_one(segments, key_block):
+    tensors = random_inputs(segments)
+    assert kernel_for(tensors[0], segments) is not PLAIN
+    actual = forward_and_backward(segments, tensors, key_block)
+    expected = forward_and_backward(segments, tuple(x.float() for x in tensors), key_block)
+    for name, x, exact in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        error = float((x.float() - exact).norm() / exact.norm())
+        assert error < 0.01, f"{name}: relative error {error:.4f}"
 
 
 @pytest.mark.parametrize("kernel", [pytest.param(CUDNN, marks=HOPPER), FLASH], ids=["cudnn", "flash"])
-def test_log_sum_exps_are_natural_and_plans_survive_other_strides(kernel: AttentionKernel):
-    """The same sizes twice, the second time as rows of a longer chunk, whose log-sum-exps lie further apart."""
-    q, k, v, dout = inputs([Segment(0, 256, 0, 0)])
+def test_lse_is_natural_and_plans_take_other_strides(kernel: AttentionKernel):
+    """The same sizes twice, the second time as rows of a longer chunk, with a larger stride of the lse."""
+    q, k, v, dout = random_inputs([Segment(0, 256, 0, 0)])
     for rows in (256, 1024):
         lse = torch.empty(HEADS, rows, device=GPU)
         out, lse[:, :256] = kernel.forward(q, k, v, (256,), True, SCALE)
         wide = PLAIN.forward(q.float(), k.float(), v.float(), (256,), True, SCALE)
         torch.testing.assert_close(lse[:, :256], wide[1], rtol=1e-3, atol=1e-3)
-        found = kernel.backward(dout, q, k, v, out, lse[:, :256], (256,), True, SCALE)
+        actual = kernel.backward(dout, q, k, v, out, lse[:, :256], (256,), True, SCALE)
         exact = PLAIN.backward(dout.float(), q.float(), k.float(), v.float(), wide[0], wide[1], (256,), True, SCALE)
-        for one, wanted in zip(found, exact, strict=True):
-            assert float((one.float() - wanted).norm() / wanted.norm()) < 0.01
+        for a, b in zip(actual, exact, strict=True):
+            assert float((a.float() - b).norm() / b.norm()) < 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_small_llama_in_chunks_is_as_near_to_autograd_as_on_a_cpu(dtype):
+def test_chunked_llama_is_as_close_to_autograd_as_on_cpu(dtype):
     model = replace(MODEL, hidden=64, head_dim=16, ffn=96)
     groups = [[90, 40, 70], [64]]
-    _, wanted = by_autograd(model, groups, 0.05)
+    _, expected = by_autograd(model, groups, 0.05)
 
-    def away(device: torch.device) -> dict[str, float]:
+    def errors_on(device: torch.device) -> dict[str, float]:
         run = InChunks(
             model, dtype, level=lambda layer, chunk: "FAI"[(layer + chunk) % 3], loss_tokens=64, device=device
         )
         run.run(groups, 80, 0.05)
         grads = run.named_grads()
-        return {name: float((grads[name].float().cpu() - grad).norm() / grad.norm()) for name, grad in wanted.items()}
+        return {name: float((grads[name].float().cpu() - grad).norm() / grad.norm()) for name, grad in expected.items()}
 
-    on_cpu = away(torch.device("cpu"))
-    for name, error in away(GPU).items():
-        assert error < 1.25 * on_cpu[name] + 1e-3, f"{name} is {error:.4f} away, on a CPU {on_cpu[name]:.4f}"
+    on_cpu = errors_on(torch.device("cpu"))
+    for name, error in errors_on(GPU).items():
+        assert error < 1.25 * on_cpu[name] + 1e-3, f"{name}: relative error {error:.4f}, on a CPU {on_cpu[name]:.4f}"
 
 
-def test_products_of_bf16_are_added_to_fp32_without_more_memory():
-    dy, x, into = drawn(4096, 1024), drawn(4096, 4096, seed=1), torch.zeros(1024, 4096, device=GPU)
+def test_weight_gradient_accumulates_without_more_memory():
+    dy, x, into = randn(4096, 1024), randn(4096, 4096, seed=1), torch.zeros(1024, 4096, device=GPU)
     LinearGemms().weight_gradient(dy, x, into, accumulate=False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -130,40 +130,40 @@ def test_products_of_bf16_are_added_to_fp32_without_more_memory():
 
 
 class OneLayer:
-    """A chunk of a layer as wide as an 8B model's, and its neighbours in a longer sequence."""
+    """A chunk of one layer of an 8B model, after `past` tokens of its sequence."""
 
     def __init__(self, tokens: int, past: int, fp8: bool = False):
         m, n = WIDE, tokens
         self.block = LlamaLayer(m, Fp8Linears if fp8 else PlainLinears)
         self.fp8_weights = Fp8ModelWeights(m, GPU) if fp8 else None
-        self.weights = layer_weights_view(drawn(ParamBuckets(m).bucket_numel) * 0.02, m)
+        self.weights = layer_weights_view(randn(ParamBuckets(m).bucket_numel) * 0.02, m)
         for norm in (self.weights.norm1_C, self.weights.norm2_C):
             norm.fill_(1)
         self.grads = layer_weights_view(torch.zeros(ParamBuckets(m).bucket_numel, device=GPU), m)
-        self.inp, self.out, self.stream = drawn(n, m.hidden, seed=1), drawn(n, m.hidden), drawn(n, m.hidden, seed=2)
-        self.kv = KeyValues(drawn(past + n, 1024, seed=3), drawn(past + n, 1024, seed=4))
+        self.inp, self.out, self.d_residual = randn(n, m.hidden, seed=1), randn(n, m.hidden), randn(n, m.hidden, seed=2)
+        self.kv = KeyValues(randn(past + n, 1024, seed=3), randn(past + n, 1024, seed=4))
         self.dkv = KeyValues(*(torch.zeros(past + n, 1024, device=GPU) for _ in range(2)))
-        self.attn = AttentionOutput(drawn(n, 4096), torch.zeros(32, n, device=GPU))
-        self.rest = SavedActivations(drawn(n, 4096), drawn(n, m.hidden), drawn(n, 2 * m.ffn))
-        self.spans = [Segment(0, n, 0, past)]
+        self.attn = AttentionOutput(randn(n, 4096), torch.zeros(32, n, device=GPU))
+        self.saved = SavedActivations(randn(n, 4096), randn(n, m.hidden), randn(n, 2 * m.ffn))
+        self.segments = [Segment(0, n, 0, past)]
         self.tables = rope_table(m.rope, m.head_dim, torch.arange(past, past + n, device=GPU))
 
-    def forward(self, kept: bool = True) -> None:
-        extra = (self.attn, self.rest) if kept else ()
+    def forward(self, save: bool = True) -> None:
+        extra = (self.attn, self.saved) if save else ()
         weights = self.weights_for("forward")
-        self.block.forward(weights, self.inp, self.kv, self.spans, *self.tables, self.out, *extra)
+        self.block.forward(weights, self.inp, self.kv, self.segments, *self.tables, self.out, *extra)
 
     def backward(self) -> None:
         self.block.backward(
-            self.weights_for("backward"), self.grads, True, self.inp, self.kv, self.attn, self.rest, self.dkv, True,
-            self.spans, *self.tables, self.stream,
+            self.weights_for("backward"), self.grads, True, self.inp, self.kv, self.attn, self.saved, self.dkv, True,
+            self.segments, *self.tables, self.d_residual,
         )  # fmt: skip
 
-    def weights_for(self, way: PassName) -> LayerWeights | Fp8LayerWeights:
-        return self.weights if self.fp8_weights is None else self.fp8_weights.layer(0, way, self.weights)
+    def weights_for(self, pass_name: PassName) -> LayerWeights | Fp8LayerWeights:
+        return self.weights if self.fp8_weights is None else self.fp8_weights.layer(0, pass_name, self.weights)
 
 
-def allocated_at_most(call) -> int:
+def peak_allocated(call) -> int:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -174,64 +174,66 @@ def allocated_at_most(call) -> int:
 
 @HOPPER
 @pytest.mark.parametrize("past", [0, 4096, 16384])
-def test_a_chunk_allocates_no_more_than_is_counted(past):
+def test_peak_workspace_of_a_chunk_is_within_the_estimate(past):
     tokens, layer = 4096, OneLayer(4096, past)
     for call in (layer.forward, layer.backward):
         call()  # plans, compilations
-    slack = 16 << 20  # what allocators round up, and the partial sums of the norms' gradients
+    slack = 16 << 20  # rounding by the allocator, and partial sums of the norms' gradients
     keys = max(min(past, KEY_BLOCK), tokens) / tokens
-    found = {
-        "kept": (allocated_at_most(layer.forward), forward_elements(WIDE, True)),
-        "not kept": (allocated_at_most(lambda: layer.forward(kept=False)), forward_elements(WIDE, False)),
-        "back": (allocated_at_most(layer.backward), backward_elements(WIDE, keys)),
+    actual = {
+        "saved": (peak_allocated(layer.forward), forward_elements(WIDE, True)),
+        "not saved": (peak_allocated(lambda: layer.forward(save=False)), forward_elements(WIDE, False)),
+        "backward": (peak_allocated(layer.backward), backward_elements(WIDE, keys)),
     }
-    print({name: round(size / tokens / 2) for name, (size, _) in found.items()}, {n: c for n, (_, c) in found.items()})
-    for name, (size, counted) in found.items():
+    print(
+        {name: round(size / tokens / 2) for name, (size, _) in actual.items()}, {n: c for n, (_, c) in actual.items()}
+    )
+    for name, (size, counted) in actual.items():
         assert size <= counted * tokens * 2 + slack, name
 
 
 @HOPPER
-def test_a_chunk_in_fp8_allocates_no_more_than_is_counted():
+def test_peak_workspace_of_an_fp8_chunk_is_within_the_estimate():
     tokens, layer = 4096, OneLayer(4096, 0, fp8=True)
     for call in (layer.forward, layer.backward):
         call()
     slack = 16 << 20
-    found = {
-        "kept": (layer.forward, 2 * forward_elements(WIDE, True), fp8_forward_bytes(WIDE, True)),
-        "not kept": (
-            lambda: layer.forward(kept=False), 2 * forward_elements(WIDE, False), fp8_forward_bytes(WIDE, False),
+    actual = {
+        "saved": (layer.forward, 2 * forward_elements(WIDE, True), fp8_forward_bytes(WIDE, True)),
+        "not saved": (
+            lambda: layer.forward(save=False), 2 * forward_elements(WIDE, False), fp8_forward_bytes(WIDE, False),
         ),
-        "back": (layer.backward, 2 * backward_elements(WIDE, 1.0), fp8_backward_bytes(WIDE)),
+        "backward": (layer.backward, 2 * backward_elements(WIDE, 1.0), fp8_backward_bytes(WIDE)),
     }  # fmt: skip
-    for name, (call, plain, fp8) in found.items():
-        size = allocated_at_most(call)
+    for name, (call, plain, fp8) in actual.items():
+        size = peak_allocated(call)
         print(name, size / tokens, plain, fp8)
         assert size <= tokens * max(plain, fp8) + slack, name
 
 
 @HOPPER
 @pytest.mark.parametrize("tokens", [1024, 1000])
-def test_a_layer_in_fp8_is_close_to_one_in_bf16(tokens):
+def test_fp8_layer_is_close_to_bf16(tokens):
     plain, fp8 = OneLayer(tokens, 0), OneLayer(tokens, 0, fp8=True)
-    for _step in range(2):  # with scales of its own, and with those of the step before
+    for _step in range(2):  # with measured scales, then with delayed ones
         assert fp8.fp8_weights is not None
         fp8.fp8_weights.scales.update()
         for layer in (plain, fp8):
-            layer.stream.copy_(drawn(tokens, WIDE.hidden, seed=2))
+            layer.d_residual.copy_(randn(tokens, WIDE.hidden, seed=2))
             for grad in layer.grads:
                 grad.zero_()
             layer.forward()
             layer.backward()
-        pairs = {"out": (fp8.out - fp8.inp, plain.out - plain.inp), "stream": (fp8.stream, plain.stream)}
+        pairs = {"out": (fp8.out - fp8.inp, plain.out - plain.inp), "d_residual": (fp8.d_residual, plain.d_residual)}
         pairs |= dict(zip(LayerWeights._fields, zip(fp8.grads, plain.grads, strict=True), strict=True))
-        for name, (found, wanted) in pairs.items():
-            error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+        for name, (actual, expected) in pairs.items():
+            error = float((actual.float() - expected.float()).norm() / expected.float().norm())
             print(name, error)
-            assert 1e-4 < error < 0.25, f"{name} is {error:.4f} away"
+            assert 1e-4 < error < 0.25, f"{name}: relative error {error:.4f}"
 
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=HOPPER)])
-def test_the_host_never_waits(fp8):
+def test_layer_never_synchronizes(fp8):
     layer = OneLayer(1024, 1024, fp8)
     for call in (layer.forward, layer.backward):
         call()
@@ -241,7 +243,7 @@ def test_the_host_never_waits(fp8):
         if layer.fp8_weights is not None:
             layer.fp8_weights.scales.update()
         layer.forward()
-        layer.forward(kept=False)
+        layer.forward(save=False)
         layer.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -211,6 +211,7 @@ assignments = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(secret=token, before=anything, after=anything)
 @some
 def test_token_is_never_packed(run, before, secret, after):
@@ -224,6 +225,7 @@ def test_token_is_never_packed(run, before, secret, after):
             assert line.encode() not in packed
 
 
+@pytest.mark.slow
 @given(name=names, secret=secret_word, assignment=assignments, before=anything, after=anything)
 @some
 def test_secret_after_its_name_is_never_packed(run, name, secret, assignment, before, after):
@@ -236,6 +238,7 @@ def test_secret_after_its_name_is_never_packed(run, name, secret, assignment, be
     assert secret.encode() not in notes.replace(before.encode(), b"").replace(after.encode(), b"")
 
 
+@pytest.mark.slow
 @given(secret=st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), min_size=6, max_size=30), at=st.data())
 @some
 def test_secret_of_the_environment_is_never_packed(run, secret, at):
@@ -280,6 +283,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(json_values, st.sampled_from([None, 2]))
 @settings(max_examples=300, deadline=None)
 def test_scrubbed_json_is_valid_and_scrubbing_is_idempotent(value, indent):
@@ -335,6 +339,7 @@ def test_user_names_are_scrubbed_only_with_anonymous(run, tmp_path, monkeypatch)
 # Importing
 
 
+@pytest.mark.slow
 @given(count=st.integers(1, 3), text=anything, executable=st.booleans())
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_archive_import_archive_roundtrip(make_run, count, text, executable):
@@ -402,6 +407,7 @@ def test_invalid_cluster_name_or_missing_archive(run, tmp_path):
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_corruption_is_refused_and_leaves_no_files(run, data):

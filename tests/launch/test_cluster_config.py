@@ -230,6 +230,7 @@ NAMES = st.from_regex(r"[A-Z]{1,8}_X", fullmatch=True)
 ONE_LINE = WORDS.filter(lambda text: text.isprintable() and not text.isdigit())
 
 
+@pytest.mark.slow
 @given(environment=st.dictionaries(NAMES, WORDS), comment=ONE_LINE, image=ONE_LINE.filter(bool))
 @example(environment={"A_X": "None", "B_X": "null", "C_X": "0123", "D_X": "1:30:00"}, comment="true", image="~")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
@@ -259,6 +260,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(data=ANYTHING)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
 def test_any_yaml_is_read_or_refused(tmp_path, data):

@@ -73,7 +73,9 @@ def golden(recipe: Recipe) -> str:
     return "".join(f"{line}\n" for line in dict.fromkeys(lines))
 
 
-@pytest.mark.parametrize("workload", RECIPES)
+@pytest.mark.parametrize(
+    "workload", [name if "outofcore" not in name else pytest.param(name, marks=pytest.mark.nightly) for name in RECIPES]
+)
 def test_options_of_every_row_match_the_golden_file(workload: str) -> None:
     assert golden(RECIPES[workload]) == (GOLDEN / f"{workload}.txt").read_text()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.stored_runs import keep_result
+from llmb.cli.stored_runs import write_result
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Row, load_all, shipped
 from llmb.config.resolve import resolve
@@ -182,6 +182,7 @@ class UnwatchedEngine:
         return 0.0
 
 
+@pytest.mark.slow
 def test_log_becomes_the_result(checkout: Path, tmp_path: Path, monkeypatch) -> None:
     """Started by a real torchrun: two ranks with the arguments of eight."""
     python = tmp_path / "bin" / "python3"
@@ -196,7 +197,7 @@ def test_log_becomes_the_result(checkout: Path, tmp_path: Path, monkeypatch) -> 
     run_folder = RunFolder.create(tmp_path / "install", config, datetime(2026, 1, 2, 3, 4, 5))
     command = engine_command(config, run_folder, "python")
     run_local(config, run_folder, command, {}, lambda event: None, 60)
-    result = keep_result(run_folder, config)
+    result = write_result(run_folder, config)
     assert (result.status, result.reason, result.engine) == ("ok", None, "megatron_bridge")
     assert result.step_time_s is not None
     assert result.tflops_source == "reported by the engine"

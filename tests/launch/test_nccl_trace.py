@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmb import events
-from llmb.cli.stored_runs import keep_result
+from llmb.cli.stored_runs import write_result
 from llmb.config.overrides import Setting, from_environment
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import Request
@@ -57,8 +57,8 @@ def test_collectives_are_in_the_result_of_the_native_engine(config, run_folder):
     for step in (1, 2, 3):
         events.append(run_folder.events(0), StepDone(rank=0, step=step, steps=3, seconds=1.0))
     events.append(run_folder.events(0), RunEnded(time=1.0, status="ok"))
-    assert keep_result(run_folder, config).collectives == ()  # no trace requested
-    result = keep_result(run_folder, replace(config, profile=Profile(nccl_trace=True)))
+    assert write_result(run_folder, config).collectives == ()  # no trace requested
+    result = write_result(run_folder, replace(config, profile=Profile(nccl_trace=True)))
     rows = [(row.operation, row.calls, row.bytes, row.ranks) for row in result.collectives]
     assert rows == [(row.operation, row.calls, row.bytes, row.ranks) for row in summarize(TRACE)]
     assert rows

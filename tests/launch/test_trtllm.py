@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmb.cli.stored_runs import keep_result
+from llmb.cli.stored_runs import write_result
 from llmb.config.overrides import Setting, parse_duration
 from llmb.config.recipe import Row, load_all, shipped
 from llmb.config.resolve import resolve
@@ -168,7 +168,7 @@ def run_bench(tmp_path: Path, timeout_s: float = 20) -> tuple[RunOutcome, Result
     run_folder.write_record(config, "L7")
     command = engine_command(config, run_folder, "python")
     outcome = run_local(config, run_folder, command, {}, lambda event: None, timeout_s, grace_s=1)
-    return outcome, keep_result(run_folder, config), run_folder
+    return outcome, write_result(run_folder, config), run_folder
 
 
 def test_report_becomes_the_result(tmp_path: Path, bench) -> None:
@@ -208,6 +208,6 @@ def test_published_reference_of_trtllm(tmp_path: Path) -> None:
     config = resolve(llama, Request(size="8b", dtype="fp8", gpus=1, gpu="h200", settings=settings))
     run_folder = RunFolder.create(tmp_path, config, datetime(2026, 1, 2, 3, 4, 5))
     run_folder.log.write_text((GOLDEN / "logs" / "trtllm.out").read_text())
-    reference = keep_result(run_folder, replace(config)).reference
+    reference = write_result(run_folder, replace(config)).reference
     assert reference is not None
     assert (reference.metric, reference.value, reference.measured) == ("output_tokens_per_s", 17744, 29431.2)

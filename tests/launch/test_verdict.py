@@ -125,6 +125,7 @@ def torchrun(config, run_folder, engine):
     return run
 
 
+@pytest.mark.slow
 def test_rank_that_crashes_under_torchrun(torchrun):
     outcome = torchrun(
         """
@@ -141,6 +142,7 @@ def test_rank_that_crashes_under_torchrun(torchrun):
     assert (outcome.status, outcome.reason) == ("failed", "rank 1: exit code 1: ValueError: no such layer")
 
 
+@pytest.mark.slow
 def test_ranks_that_ignore_sigterm_do_not_survive_torchrun(torchrun, run_folder):
     outcome = torchrun(
         """

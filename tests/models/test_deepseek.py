@@ -116,64 +116,64 @@ def hf_tensors(network: DeepseekV3ForCausalLM, values: dict[str, torch.Tensor]) 
     return tensors
 
 
-def copy_of(theirs: DeepseekV3ForCausalLM, model: Model) -> DeepSeek:
-    ours = build_model(model)
-    assert isinstance(ours, DeepSeek)
-    values = dict(theirs.named_parameters())
-    values |= {name: buffer for name, buffer in theirs.named_buffers() if name.endswith("correction_bias")}
-    values = hf_tensors(theirs, values)
+def copy_of(hf_output: DeepseekV3ForCausalLM, model: Model) -> DeepSeek:
+    actual = build_model(model)
+    assert isinstance(actual, DeepSeek)
+    values = dict(hf_output.named_parameters())
+    values |= {name: buffer for name, buffer in hf_output.named_buffers() if name.endswith("correction_bias")}
+    values = hf_tensors(hf_output, values)
     names = DeepSeek.hf_names(model)
-    assert names.keys() == ours.state_dict().keys(), "every tensor of ours has a Hugging Face name"
+    assert names.keys() == actual.state_dict().keys(), "every tensor of ours has a Hugging Face name"
     with torch.no_grad():
-        for name, tensor in ours.state_dict().items():
+        for name, tensor in actual.state_dict().items():
             tensor.copy_(values.pop(names[name]))
     assert not values, "every tensor of the reference has its place"
-    return ours
+    return actual
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_logits_loss_and_gradients_match(model: Model) -> None:
-    theirs = reference(model)
-    ours = copy_of(theirs, model)
+    hf_output = reference(model)
+    actual = copy_of(hf_output, model)
     tokens = torch.randint(model.vocab, (3, 131), generator=torch.Generator().manual_seed(1))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
 
-    their_logits = theirs(inputs, use_cache=False).logits
-    assert_near(ours(inputs), their_logits, "logits", TOLERANCE)
+    their_logits = hf_output(inputs, use_cache=False).logits
+    assert_near(actual(inputs), their_logits, "logits", TOLERANCE)
     their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
-    our_loss = ours(inputs, labels)
+    our_loss = actual(inputs, labels)
     assert_near(our_loss, their_loss, "loss", TOLERANCE)
 
     their_loss.backward()
     our_loss.backward()
-    grads = hf_tensors(theirs, {name: parameter.grad for name, parameter in theirs.named_parameters()})
+    grads = hf_tensors(hf_output, {name: parameter.grad for name, parameter in hf_output.named_parameters()})
     names = DeepSeek.hf_names(model)
-    for name, parameter in ours.named_parameters():
+    for name, parameter in actual.named_parameters():
         assert_near(parameter.grad, grads[names[name]], name, TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_greedy_decoding_matches(model: Model) -> None:
-    theirs = reference(model)
-    ours = copy_of(theirs, model)
+    hf_output = reference(model)
+    actual = copy_of(hf_output, model)
     prompt = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
-    expected = theirs.generate(
+    expected = hf_output.generate(
         prompt, max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    assert greedy_decode(ours, prompt) == expected.tolist()
+    assert greedy_decode(actual, prompt) == expected.tolist()
 
 
 @pytest.mark.parametrize("change", [{"factor": 20.0}, {"mscale_all_dim": 0.5}, {"beta_fast": 2.0}, {"beta_slow": 0.2}])
 def test_every_yarn_field_changes_the_logits(change: dict) -> None:
     model = MODELS[0]
-    ours = build_model(model)
-    ours.init_weights(1)
-    for parameter in ours.parameters():
+    actual = build_model(model)
+    actual.init_weights(1)
+    for parameter in actual.parameters():
         parameter.data.mul_(10)
     changed = build_model(replace(model, rope=replace(model.rope, **change)))
-    changed.load_state_dict(ours.state_dict())
+    changed.load_state_dict(actual.state_dict())
     tokens = torch.arange(97)[None]
-    assert (ours(tokens) - changed(tokens)).abs().max() > 1e-4
+    assert (actual(tokens) - changed(tokens)).abs().max() > 1e-4
 
 
 def test_router_bias_affects_the_selection_only() -> None:
@@ -225,6 +225,7 @@ def losses_of(folder: Path, dtype: str, **work: int) -> list[float]:
     return [event.loss for event in events if isinstance(event, StepDone)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_training_engine_runs(tmp_path: Path, dtype: str) -> None:
     losses = losses_of(tmp_path / "run", dtype, steps=30)

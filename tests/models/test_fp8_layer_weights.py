@@ -113,16 +113,16 @@ def test_fp8_linears_are_as_close_to_plain_ones_as_their_rounding_allows(tokens:
     results: dict[str, list[Tensor]] = {}
     for name, linears in (("plain", PlainLinears(m, weights)), ("fp8", Fp8Linears(m, fp8))):
         qkv = [torch.empty(tokens, width, dtype=BF16) for width in (32, 16, 16)]
-        residual, both, out = (torch.empty(tokens, width, dtype=BF16) for width in (32, 96, 32))
+        residual, pair, out = (torch.empty(tokens, width, dtype=BF16) for width in (32, 96, 32))
         linears.qkv_proj(x, qkv)
         linears.o_proj(attn, x, residual)
-        linears.gate_up_proj(attn, both)
-        linears.gate_up_proj(attn, again := torch.empty_like(both))  # with a known scale
-        assert torch.equal(both, again)
+        linears.gate_up_proj(attn, pair)
+        linears.gate_up_proj(attn, repeated := torch.empty_like(pair))  # with a known scale
+        assert torch.equal(pair, repeated)
         linears.down_proj(gate_up.clone(), x, out, save=False)
         in_place = x.clone()
         linears.down_proj(gate_up.clone(), in_place, in_place, save=True)
         assert torch.equal(out, in_place)
-        results[name] = [*qkv, residual - x, both, out - x]
+        results[name] = [*qkv, residual - x, pair, out - x]
     for fp8_out, plain in zip(results["fp8"], results["plain"], strict=True):
         assert 0.003 < relative_error(fp8_out, plain) < 0.06

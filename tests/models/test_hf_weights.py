@@ -120,10 +120,10 @@ def network_of(model: Model) -> Any:
     return network
 
 
-def assert_same_logits(ours: Any, theirs: Any) -> None:
+def assert_same_logits(result: Any, hf_output: Any) -> None:
     tokens = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        actual, expected = ours(tokens), theirs(tokens, use_cache=False).logits
+        actual, expected = result(tokens), hf_output(tokens, use_cache=False).logits
     assert expected.abs().max() > 0.1
     assert (actual - expected).abs().max() / expected.abs().max() < TOLERANCE
 
@@ -136,27 +136,27 @@ def test_every_architecture_is_tested() -> None:
 @pytest.mark.parametrize("shard", ["1GB", "20KB"])
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_load_weights_saved_by_transformers(model: Model, shard: str, tmp_path: Path) -> None:
-    theirs, folder = reference(model), tmp_path / model.name
-    theirs.save_pretrained(folder, max_shard_size=shard)
+    hf_output, folder = reference(model), tmp_path / model.name
+    hf_output.save_pretrained(folder, max_shard_size=shard)
     assert (folder / "model.safetensors.index.json").exists() == (shard == "20KB")
     assert load_hf_config(folder) == model
-    ours = build_model(load_hf_config(folder))
-    load_weights(ours, folder)
-    assert_same_logits(ours, theirs)
+    result = build_model(load_hf_config(folder))
+    load_weights(result, folder)
+    assert_same_logits(result, hf_output)
 
 
 @pytest.mark.parametrize("shard", [5e9, 20_000])
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_transformers_loads_saved_weights(model: Model, shard: float, tmp_path: Path) -> None:
-    ours = network_of(model)
-    save_weights(ours, tmp_path / "out", torch.float32, shard)
+    result = network_of(model)
+    save_weights(result, tmp_path / "out", torch.float32, shard)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (shard == 20_000)
-    theirs, loading_info = AutoModelForCausalLM.from_pretrained(
+    hf_output, loading_info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", output_loading_info=True
     )
     assert not any(loading_info.values()), loading_info
-    assert theirs.dtype == torch.float32
-    assert_same_logits(ours, theirs)
+    assert hf_output.dtype == torch.float32
+    assert_same_logits(result, hf_output)
 
 
 @pytest.mark.parametrize("model", [*MODELS, GROK], ids=lambda m: m.name)
@@ -335,6 +335,7 @@ print(rise(lambda again=False: save(4_000_000, again)), rise(load), rise(lambda 
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_near_one_shard_and_one_tensor(tmp_path: Path) -> None:
     """A model of 340 MB (168 MB as bf16) in 48 shards of 4 MB, its largest tensor 2 MB."""
     command = [sys.executable, "-c", MEMORY, tmp_path]

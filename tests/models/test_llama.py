@@ -61,56 +61,57 @@ def reference(model: Model) -> LlamaForCausalLM:
     return network
 
 
-def copy_of(theirs: LlamaForCausalLM, model: Model) -> Llama:
-    ours = build_model(model)
-    assert isinstance(ours, Llama)
-    weights, names = dict(theirs.named_parameters()), Llama.hf_names(model)
+def copy_of(hf_output: LlamaForCausalLM, model: Model) -> Llama:
+    actual = build_model(model)
+    assert isinstance(actual, Llama)
+    weights, names = dict(hf_output.named_parameters()), Llama.hf_names(model)
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
+        for name, parameter in actual.named_parameters():
             parameter.copy_(weights.pop(names.pop(name)))
     assert not names, "every name is of a weight of ours"
     assert not weights, "every weight of the reference has its place"
-    return ours
+    return actual
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_logits_loss_and_gradients_match(model: Model) -> None:
-    theirs = reference(model)
-    ours = copy_of(theirs, model)
+    hf_output = reference(model)
+    actual = copy_of(hf_output, model)
     tokens = torch.randint(model.vocab, (3, 131), generator=torch.Generator().manual_seed(1))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
 
-    their_logits = theirs(inputs, use_cache=False).logits
-    assert_near(ours(inputs), their_logits, "logits", TOLERANCE)
+    their_logits = hf_output(inputs, use_cache=False).logits
+    assert_near(actual(inputs), their_logits, "logits", TOLERANCE)
     their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
-    our_loss = ours(inputs, labels)
+    our_loss = actual(inputs, labels)
     assert_near(our_loss, their_loss, "loss", TOLERANCE)
 
     their_loss.backward()
     our_loss.backward()
-    weights, names = dict(theirs.named_parameters()), Llama.hf_names(model)
-    for name, parameter in ours.named_parameters():
+    weights, names = dict(hf_output.named_parameters()), Llama.hf_names(model)
+    for name, parameter in actual.named_parameters():
         assert_near(parameter.grad, weights[names[name]].grad, name, TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_greedy_decoding_matches(model: Model) -> None:
-    theirs = reference(model)
-    ours = copy_of(theirs, model)
+    hf_output = reference(model)
+    actual = copy_of(hf_output, model)
     prompt = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
-    expected = theirs.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert greedy_decode(ours, prompt) == expected.tolist()
+    expected = hf_output.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert greedy_decode(actual, prompt) == expected.tolist()
 
 
 def test_rope_scaling_changes_the_logits() -> None:
     plain, scaled = MODELS[1], MODELS[3]
-    ours = copy_of(reference(scaled), scaled)
+    actual = copy_of(reference(scaled), scaled)
     unscaled = build_model(plain)
-    unscaled.load_state_dict(ours.state_dict())
+    unscaled.load_state_dict(actual.state_dict())
     tokens = torch.arange(97)[None]
-    assert (ours(tokens) - unscaled(tokens)).abs().max() > 1e-2
+    assert (actual(tokens) - unscaled(tokens)).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_parameter_count_matches_the_cost_model(recipes) -> None:
     published = [recipe.model(size) for recipe in recipes.values() for size in recipe.sizes]
     llamas = [model for model in published if model.architecture == "llama"]

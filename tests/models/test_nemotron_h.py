@@ -89,58 +89,58 @@ def to_grouped_layout(name: str, tensor: Tensor, model: Model) -> Tensor:
     if name.endswith("inward.weight"):
         sections = [sections[0], *sections, heads]
     starts = [shape.groups * sum(sections[:number]) for number in range(len(sections))]
-    ours = [
-        theirs
+    actual = [
+        expected
         for group in range(shape.groups)
         for start, width in zip(starts, sections, strict=True)
-        for theirs in range(start + group * width, start + (group + 1) * width)
+        for expected in range(start + group * width, start + (group + 1) * width)
     ]
-    return tensor[ours]
+    return tensor[actual]
 
 
-def copy_of(theirs: NemotronHForCausalLM, model: Model) -> NemotronH:
-    ours = build_model(model)
-    assert isinstance(ours, NemotronH)
-    names = ours.hf_names(model)
-    weights = dict(theirs.named_parameters())
+def copy_of(expected: NemotronHForCausalLM, model: Model) -> NemotronH:
+    actual = build_model(model)
+    assert isinstance(actual, NemotronH)
+    names = actual.hf_names(model)
+    weights = dict(expected.named_parameters())
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
+        for name, parameter in actual.named_parameters():
             weight = weights.pop(names.pop(name))
             assert parameter.shape == weight.shape
             parameter.copy_(to_grouped_layout(name, weight, model))
     assert not weights, "every weight of the reference has its place"
     assert not names, "every name is that of a weight"
-    return ours
+    return actual
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_logits_loss_and_gradients_match(model: Model) -> None:
-    theirs = reference(model)
-    ours = copy_of(theirs, model)
+    expected = reference(model)
+    actual = copy_of(expected, model)
     tokens = torch.randint(model.vocab, (3, 72), generator=torch.Generator().manual_seed(1))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
 
-    their_logits = theirs(inputs, use_cache=False).logits
-    assert_near(ours(inputs), their_logits, "logits", TOLERANCE)
+    their_logits = expected(inputs, use_cache=False).logits
+    assert_near(actual(inputs), their_logits, "logits", TOLERANCE)
     their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
-    our_loss = ours(inputs, labels)
+    our_loss = actual(inputs, labels)
     assert_near(our_loss, their_loss, "loss", TOLERANCE)
 
     their_loss.backward()
     our_loss.backward()
-    weights, names = dict(theirs.named_parameters()), ours.hf_names(model)
-    for name, parameter in ours.named_parameters():
+    weights, names = dict(expected.named_parameters()), actual.hf_names(model)
+    for name, parameter in actual.named_parameters():
         assert parameter.grad is not None, name
         assert_near(parameter.grad, to_grouped_layout(name, weights[names[name]].grad, model), name, TOLERANCE)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_greedy_decoding_matches(model: Model) -> None:
-    theirs = reference(model)
-    ours = copy_of(theirs, model)
+    expected = reference(model)
+    actual = copy_of(expected, model)
     prompt = torch.randint(model.vocab, (2, 9), generator=torch.Generator().manual_seed(2))
-    sequences = greedy_decode(ours, prompt)
-    assert sequences == greedy_decode(lambda tokens: theirs(tokens, use_cache=False).logits, prompt)
+    sequences = greedy_decode(actual, prompt)
+    assert sequences == greedy_decode(lambda tokens: expected(tokens, use_cache=False).logits, prompt)
     assert len({token for text in sequences for token in text[9:]}) > 2, (
         "the reference repeats itself, nothing is compared"
     )

@@ -79,7 +79,7 @@ def step_of(buckets: list[dict[str, Tensor]], step: int, update: str) -> None:
 
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, bytes]]:
-    return {name: (one.dtype, one.view(torch.uint8).numpy().tobytes()) for name, one in tensors.items()}
+    return {name: (item.dtype, item.view(torch.uint8).numpy().tobytes()) for name, item in tensors.items()}
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -94,10 +94,10 @@ def test_training_resumes_bit_for_bit(tmp_path: Path, update: str) -> None:
     path = resume_checkpoint(replace(WORK, resume=str(tmp_path)), tmp_path / "next", FACTS)
     assert path == tmp_path / "checkpoints" / "step_3"
     resumed = [load(path, bucket) for bucket in range(3)]
-    assert [bits(one) for one in resumed] == [bits(one) for one in stopped]
+    assert [bits(item) for item in resumed] == [bits(item) for item in stopped]
     for step in range(checkpoint_step(path) + 1, 7):
         step_of(resumed, step, update)
-    assert [bits(one) for one in resumed] == [bits(one) for one in straight]
+    assert [bits(item) for item in resumed] == [bits(item) for item in straight]
 
 
 def test_every_bit_pattern_survives(tmp_path: Path) -> None:
@@ -122,6 +122,7 @@ def test_two_checkpoints_are_retained_and_partial_ones_ignored(tmp_path: Path) -
     ]
 
 
+@pytest.mark.slow
 def test_complete_checkpoint_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
     moments = random.Random(5)
     folder, step = tmp_path / "checkpoints", 0
@@ -167,9 +168,9 @@ def test_incompatible_checkpoint_is_refused_in_one_line(tmp_path: Path, changes:
             file.add([1] * tokens)
         return TokenFile(tmp_path / f"tokens{tokens}")
 
-    made: dict[str, Any] = {"model": MODEL, "plan": PLAN, "workload": WORK, "data": data(200), "pack": False}
-    save(tmp_path, 2, [(0, unit_of("master", 0))], checkpoint_identity(**made))
-    now = made | changes | ({"data": data(changes["data"])} if "data" in changes else {})
+    created: dict[str, Any] = {"model": MODEL, "plan": PLAN, "workload": WORK, "data": data(200), "pack": False}
+    save(tmp_path, 2, [(0, unit_of("master", 0))], checkpoint_identity(**created))
+    now = created | changes | ({"data": data(changes["data"])} if "data" in changes else {})
     with pytest.raises(ConfigError) as error:
         resume_checkpoint(replace(now["workload"], resume=str(tmp_path)), tmp_path / "next", checkpoint_identity(**now))
     assert message in str(error.value)
@@ -178,9 +179,9 @@ def test_incompatible_checkpoint_is_refused_in_one_line(tmp_path: Path, changes:
 
 def test_run_resumes_with_another_plan_and_learning_rate(tmp_path: Path) -> None:
     save(tmp_path, 2, [(0, unit_of("master", 0))], FACTS)
-    other = replace(PLAN, chunk_tokens=32, groups_per_round=4, resident_params=3, levels="I" * 8, update_at="backward")
+    second = replace(PLAN, chunk_tokens=32, groups_per_round=4, resident_params=3, levels="I" * 8, update_at="backward")
     work = replace(WORK, lr=1e-4, lr_warmup_steps=5, resume=str(tmp_path))
-    assert resume_checkpoint(work, tmp_path, checkpoint_identity(MODEL, other, work, None, False)) == latest_checkpoint(
+    assert resume_checkpoint(work, tmp_path, checkpoint_identity(MODEL, second, work, None, False)) == latest_checkpoint(
         tmp_path
     )
     with pytest.raises(ConfigError, match=r"step_2 already exists; resume=.* continues from it"):

@@ -55,8 +55,8 @@ def visible(groups: list[GroupBatch], plan: Plan) -> torch.Tensor:
             for span in segments:
                 rows = first + span.causal_start + torch.arange(span.end - span.start)
                 sees[rows, first + span.context_start : first + span.causal_start] = True
-                own = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
-                sees[rows[:, None], rows[None]] = own
+                local = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+                sees[rows[:, None], rows[None]] = local
     return sees
 
 
@@ -89,15 +89,15 @@ def test_packed_documents_by_hand(tmp_path: Path) -> None:
     text = [1, 2, 3, END, 4, END, END, 5, 6, 8, 9, 10, 11]  # its last text is not closed
     plan = plan_of(seqlen=8, gbs=2, chunk=5)
     data = token_file(tmp_path / "tokens", text)
-    one, two = ChunkedBatches(MODEL, plan, 1, data, True, CPU).step(1)
-    assert one.tokens_T.tolist() == text[:8]
-    assert one.labels_T.tolist() == [2, 3, END, IGNORED, END, IGNORED, IGNORED, 6]
-    assert one.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
-    assert one.segments == (((0, 4, 0, 0), (4, 5, 4, 4)), ((0, 1, 4, 5), (1, 2, 6, 6), (2, 3, 7, 7)))
+    item, two = ChunkedBatches(MODEL, plan, 1, data, True, CPU).step(1)
+    assert item.tokens_T.tolist() == text[:8]
+    assert item.labels_T.tolist() == [2, 3, END, IGNORED, END, IGNORED, IGNORED, 6]
+    assert item.positions_T.tolist() == [0, 1, 2, 3, 0, 1, 0, 0]
+    assert item.segments == (((0, 4, 0, 0), (4, 5, 4, 4)), ((0, 1, 4, 5), (1, 2, 6, 6), (2, 3, 7, 7)))
     assert two.tokens_T.tolist() == [6, 8, 9, 10, 11, 1, 2, 3]  # cut by the border, then the file begins again
     assert two.labels_T.tolist() == [8, 9, 10, 11, IGNORED, 2, 3, END]
     assert two.positions_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert one.num_labels == two.num_labels == 12
+    assert item.num_labels == two.num_labels == 12
 
 
 @settings(max_examples=40, deadline=None)
@@ -142,7 +142,7 @@ def test_a_step_does_not_depend_on_the_plan(tmp_path: Path) -> None:
     for name in ("tokens_T", "labels_T", "positions_T"):
         assert all(torch.equal(whole(step, name), whole(steps[0], name)) for step in steps)
     seen = [visible(step, plan) for step, plan in zip(steps, plans, strict=True)]
-    assert all(torch.equal(one, seen[0]) for one in seen)
+    assert all(torch.equal(item, seen[0]) for item in seen)
 
 
 @pytest.mark.parametrize("pack", [False, True])

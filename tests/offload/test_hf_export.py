@@ -68,16 +68,16 @@ def test_transformers_loads_the_export_and_computes_the_same(tmp_path: Path, mod
     assert ((tmp_path / "out" / "model.safetensors.index.json").is_file()) == (shard_bytes == 30_000)
     assert replace(load_hf_config(tmp_path / "out"), name=model.name, rope=model.rope) == model
 
-    ours = build_model(model)
-    load_weights(ours, tmp_path / "out")
+    result = build_model(model)
+    load_weights(result, tmp_path / "out")
     for name, tensor in network.state_dict().items():
-        assert torch.equal(tensor, ours.state_dict()[name]), name
+        assert torch.equal(tensor, result.state_dict()[name]), name
 
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
-    assert isinstance(theirs, LlamaForCausalLM)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    assert isinstance(reference, LlamaForCausalLM)
     tokens = torch.randint(model.vocab, (2, 80), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected, actual = network(tokens), theirs(tokens).logits
+        expected, actual = network(tokens), reference(tokens).logits
     assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -89,9 +89,9 @@ def test_export_keeps_the_dtype_and_omits_a_tied_head(tmp_path: Path) -> None:
         assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
     assert "lm_head.weight" not in names
     assert len(names) == 3 * 9 + 2
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert theirs.dtype == torch.bfloat16
-    assert torch.equal(theirs.lm_head.weight, network.embedding.weight.bfloat16())
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert reference.dtype == torch.bfloat16
+    assert torch.equal(reference.lm_head.weight, network.embedding.weight.bfloat16())
 
 
 def test_a_checkpoint_can_be_exported(tmp_path: Path) -> None:
@@ -100,9 +100,9 @@ def test_a_checkpoint_can_be_exported(tmp_path: Path) -> None:
     save(tmp_path, 5, units_of(network, torch.float32), {})
     path = latest_checkpoint(tmp_path)
     export(tmp_path / "out", model, ((bucket, load(path, bucket)) for bucket in range(ParamBuckets(model).count)))
-    ours = build_model(model)
-    load_weights(ours, tmp_path / "out")
-    assert all(torch.equal(ours.get_parameter(name), one) for name, one in network.named_parameters())
+    result = build_model(model)
+    load_weights(result, tmp_path / "out")
+    assert all(torch.equal(result.get_parameter(name), item) for name, item in network.named_parameters())
 
 
 def test_non_empty_folder_is_refused(tmp_path: Path) -> None:
@@ -137,6 +137,7 @@ print(rise(Model(name="deep", layers=24, **shape), Path(sys.argv[1]) / "deep"))
 """
 
 
+@pytest.mark.slow
 def test_the_host_holds_no_second_copy(tmp_path: Path) -> None:
     """A model of 143 MB as bf16 in one shard, its embedding 8 MB in two parts, as its head."""
     command = [sys.executable, "-c", MEMORY, tmp_path]

@@ -83,6 +83,7 @@ def test_profiled_run_writes_its_timeline(tmp_path: Path) -> None:
     assert all(event.flops > 0 for event in streams.events if event.name in ("forward", "backward", "head"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "update_at"), [("bf16", "forward"), ("bf16", "backward"), ("fp8", "forward")])
 def test_resumed_run_continues_exactly_with_another_plan(tmp_path: Path, dtype: Any, update_at: str) -> None:
     clip = 1.0 if update_at == "forward" else None
@@ -102,17 +103,18 @@ def test_resumed_run_continues_exactly_with_another_plan(tmp_path: Path, dtype: 
     assert all(parameter.isfinite().all() for parameter in network.parameters())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_scales_is_named_in_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = with_work(plan=replace(PLAN, dtype="fp8"), checkpoint_every=2)
     config = replace(work, precision=Precision(dtype="fp8"))
     run_in(tmp_path, replace(config, workload=replace(config.workload, steps=2)))
-    made = tmp_path / "checkpoints" / "step_2"
-    (made / SCALES).unlink()
+    created = tmp_path / "checkpoints" / "step_2"
+    (created / SCALES).unlink()
     capsys.readouterr()
     resumed = replace(config, workload=replace(config.workload, resume=str(tmp_path)))
     _, code = run_in(tmp_path / "second", resumed)
     assert code == 0
-    assert f"scales: none in {made}, measured anew\n" in capsys.readouterr().out
+    assert f"scales: none in {created}, measured anew\n" in capsys.readouterr().out
 
 
 def test_diverged_run_names_the_step(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def documents(text: TokenFile, plan: Plan, step: int) -> list[tuple[list[int], l
     return actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_documents_do_not_attend_to_one_another(text: TokenFile, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)  # as in the proof without packing
@@ -72,8 +73,8 @@ def test_documents_do_not_attend_to_one_another(text: TokenFile, plan: str, monk
         optimizer.step()
 
     batches = ChunkedBatches(UNTIED, PLANS[plan], SEED, text, pack=True, device=CPU)
-    told = TrainerSettings(seed=SEED, host_slots=simulate(UNTIED, PLANS[plan], NOMINAL_CPU).host_slots)
-    trainer = Trainer(UNTIED, PLANS[plan], CPU, told, batches, lr)
+    message = TrainerSettings(seed=SEED, host_slots=simulate(UNTIED, PLANS[plan], NOMINAL_CPU).host_slots)
+    trainer = Trainer(UNTIED, PLANS[plan], CPU, message, batches, lr)
     set_weights(trainer, network_of(UNTIED))
     actual = trained(trainer, STEPS)
     assert actual[0] == pytest.approx(losses, rel=2e-6)

@@ -40,7 +40,7 @@ class StepTask:
 def units_of(trainer: Trainer) -> Iterator[tuple[int, dict[str, Tensor]]]:
     for bucket in trainer.buckets:
         state = trainer.dtypes.state(trainer.bucket_bytes(BufferKey("state", bucket)))._asdict()
-        yield bucket, {"param": trainer.weights_of(bucket)} | {n: one for n, one in state.items() if one is not None}
+        yield bucket, {"param": trainer.weights_of(bucket)} | {n: item for n, item in state.items() if item is not None}
 
 
 def stopped(plan: Plan, folder: Path) -> list[float]:
@@ -59,20 +59,30 @@ def resumed(plan: Plan, folder: Path) -> tuple[list[float], Trainer]:
     trainer = trainer_of(UNTIED, plan)
     trainer.resume(checkpoint_step(path), load_scales(path))
     for bucket, tensors in units_of(trainer):
-        kept = load(path, bucket)
-        assert kept.keys() == tensors.keys()
+        saved = load(path, bucket)
+        assert saved.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            tensor.copy_(kept[name])
+            tensor.copy_(saved[name])
     issued = [
         trainer.step(step, "step" if step < STEPS else "flush") for step in range(checkpoint_step(path) + 1, STEPS + 1)
     ]
     trainer.flush_updates("nothing")
-    return [one.loss for one in issued], trainer
+    return [item.loss for item in issued], trainer
 
 
-FORMATS = [("fp32", "master"), *((dtype, update) for dtype in ("bf16", "fp8") for update in UPDATES)]
+KEPT_FORMATS = [("fp32", "master"), ("bf16", "stochastic"), ("fp8", "master")]
+FORMATS = [
+    *KEPT_FORMATS,
+    *(
+        pytest.param(dtype, update, marks=pytest.mark.nightly)
+        for dtype in ("bf16", "fp8")
+        for update in UPDATES
+        if (dtype, update) not in KEPT_FORMATS
+    ),
+]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_at", ["forward", "backward"])
 @pytest.mark.parametrize(("dtype", "update"), FORMATS)
 def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, update: str, update_at: str) -> None:
@@ -80,23 +90,25 @@ def test_resuming_changes_no_bit(tmp_path: Path, dtype: str, update: str, update
     straight = trainer_of(UNTIED, plan)
     losses, _ = trained(straight, STEPS)
     assert stopped(plan, tmp_path) == losses[:STOPPED]
-    rest, trainer = resumed(plan, tmp_path)
-    assert rest == losses[STOPPED:]
+    remaining, trainer = resumed(plan, tmp_path)
+    assert remaining == losses[STOPPED:]
     expected = weights_in(straight)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights_in(trainer).items())
 
 
+@pytest.mark.slow
 def test_missing_scales_are_measured_anew(tmp_path: Path) -> None:
     """As of a run that kept none: not the same bits, but close."""
     plan = replace(PLAN, dtype="fp8")
     losses, _ = trained(trainer_of(UNTIED, plan), STEPS)
     stopped(plan, tmp_path)
     (latest_checkpoint(tmp_path) / SCALES).unlink()
-    rest, _ = resumed(plan, tmp_path)
-    assert rest != losses[STOPPED:]
-    assert rest == pytest.approx(losses[STOPPED:], rel=0.02)
+    remaining, _ = resumed(plan, tmp_path)
+    assert remaining != losses[STOPPED:]
+    assert remaining == pytest.approx(losses[STOPPED:], rel=0.02)
 
 
+@pytest.mark.slow
 def test_training_resumes_with_another_plan(tmp_path: Path) -> None:
     losses, _ = trained(trainer_of(UNTIED, PLAN), STEPS)
     stopped(PLAN, tmp_path)

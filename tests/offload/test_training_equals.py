@@ -89,6 +89,7 @@ def test_gradients_are_clipped_to_a_norm(clip: float) -> None:
     assert_equal_training(UNTIED, replace(LEAST, update_at="forward", gbs=3), clip, ShuffledStreams(7))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_plan_matches_ordinary_training(data: st.DataObject) -> None:
@@ -125,6 +126,7 @@ def test_bf16_follows_fp32(update: str) -> None:
     assert actual[1] == pytest.approx(norms, rel=0.05)
 
 
+@pytest.mark.slow
 def test_fp8_gemms_follow_fp32() -> None:
     plan = replace(LEAST, seqlen=32, chunk_tokens=16, levels="FAIFAI")
     losses, _, _ = train_reference(UNTIED, plan, STEPS, None)

@@ -148,8 +148,8 @@ def test_results_depend_on_the_seed_and_not_on_the_block_size(
     first = step_with("triton", tensors, rounding)
     other_seed = step_with("triton", tensors, rounding, seed=12)
     monkeypatch.setattr("llmb.ops.optim.adam_triton.BLOCK", 256)
-    again = step_with("triton", tensors, rounding)
-    assert all(same_bits(first[index], again[index]) for index in (0, 2, 3))
+    repeated = step_with("triton", tensors, rounding)
+    assert all(same_bits(first[index], repeated[index]) for index in (0, 2, 3))
     assert not any(same_bits(first[index], other_seed[index]) for index in (0, 2, 3))
 
 

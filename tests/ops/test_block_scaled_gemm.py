@@ -54,9 +54,9 @@ def test_each_block_has_its_own_scale(outputs: int, groups: int, seed: int) -> N
 @settings(max_examples=25, deadline=None)
 def test_quantization_is_idempotent(outputs: int, groups: int, seed: int) -> None:
     once = quantize_blocks(randn(outputs, 128 * groups, seed=seed))
-    again = quantize_blocks(dequantize_blocks(once, outputs))
-    assert torch.equal(once.values.view(torch.uint8), again.values.view(torch.uint8))
-    assert torch.allclose(once.scales, again.scales, rtol=1e-6)
+    twice = quantize_blocks(dequantize_blocks(once, outputs))
+    assert torch.equal(once.values.view(torch.uint8), twice.values.view(torch.uint8))
+    assert torch.allclose(once.scales, twice.scales, rtol=1e-6)
 
 
 def test_stacked_weights_are_quantized_independently() -> None:

@@ -21,23 +21,23 @@ E4M3 = torch.float8_e4m3fn
 MAX_TOKENS = 4
 
 
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def randn(device: torch.device, *shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 HEADS, KV_HEADS, WIDTH, BLOCK_TOKENS = 6, 2, 16, 16  # the last: tokens of a block
 MAX_SEQ_LEN = 150
 
 
-def caches(dtype: torch.dtype, scales: tuple[float, float], seed: int) -> tuple[KvCache, KvCache]:
+def caches(device: torch.device, dtype: torch.dtype, scales: tuple[float, float], seed: int) -> tuple[KvCache, KvCache]:
     """Return two equal caches, full of older tokens."""
     shapes = ((48, KV_HEADS, BLOCK_TOKENS, WIDTH), (48, KV_HEADS, WIDTH, BLOCK_TOKENS))
-    contents = [randn(*shape, seed=seed + index).to(dtype) for index, shape in enumerate(shapes)]
+    contents = [randn(device, *shape, seed=seed + index).to(dtype) for index, shape in enumerate(shapes)]
     first, second = (KvCache(*(x.clone() for x in contents), *scales) for _ in range(2))
     return first, second
 
 
-def decode_metadata(lengths: list[int]) -> tuple[AttentionMetadata, Tensor]:
+def decode_metadata(lengths: list[int], device: torch.device) -> tuple[AttentionMetadata, Tensor]:
     """Return metadata and slots of decodes; sequence i has blocks from 10 i, one of length 0 (padding) none."""
     n, max_blocks = len(lengths), -(-MAX_SEQ_LEN // BLOCK_TOKENS)
     table = torch.arange(max_blocks, dtype=torch.int32) + 10 * torch.arange(n, dtype=torch.int32)[:, None]
@@ -47,14 +47,14 @@ def decode_metadata(lengths: list[int]) -> tuple[AttentionMetadata, Tensor]:
     ]
     table[[m == 0 for m in lengths]] = 10**6
     metadata = AttentionMetadata(
-        cu_seqlens_P1=torch.arange(n + 1, dtype=torch.int32),
-        seq_lens_P=torch.tensor(lengths, dtype=torch.int32),
-        block_table_PM=table,
+        cu_seqlens_P1=torch.arange(n + 1, dtype=torch.int32, device=device),
+        seq_lens_P=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_table_PM=table.to(device),
         num_decodes=n,
         max_query_len=1,
         max_seq_len=MAX_SEQ_LEN,
     )
-    return metadata, torch.tensor(slots)
+    return metadata, torch.tensor(slots, device=device)
 
 
 @given(
@@ -73,19 +73,22 @@ def test_rope_cache_and_attention(
     splits: int,
     scales: tuple[float, float],
     seed: int,
+    device: torch.device,
 ) -> None:
-    metadata, slots = decode_metadata(lengths)
-    qkv = randn(len(lengths), (HEADS + 2 * KV_HEADS) * WIDTH, seed=seed)
-    angles = randn(len(lengths), WIDTH // 2, seed=seed + 1)
+    metadata, slots = decode_metadata(lengths, device)
+    qkv = randn(device, len(lengths), (HEADS + 2 * KV_HEADS) * WIDTH, seed=seed)
+    angles = randn(device, len(lengths), WIDTH // 2, seed=seed + 1)
     table = (angles.cos(), angles.sin()) if has_rope else (None, None)
-    reference_cache, cache = caches(torch.float32, scales, seed + 2)
+    reference_cache, cache = caches(device, torch.float32, scales, seed + 2)
     before = qkv.clone()
     expected = decode_attention.reference(qkv.clone(), *table, reference_cache, slots, metadata, 0.25, softcap)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("llmb.ops.attention.decode_attention_triton.num_kv_splits", lambda *_: splits)
         actual = decode_attention.triton(qkv, *table, cache, slots, metadata, 0.25, softcap)
     valid = metadata.seq_lens_P > 0
-    torch.testing.assert_close(actual[valid], expected[valid], rtol=1e-4, atol=1e-5)
+    # A compiled kernel multiplies queries and keys in tf32: rounding both changed these outputs by 1.4e-3 at most.
+    rtol, atol = (0.0, 5e-3) if device.type == "cuda" else (1e-4, 1e-5)
+    torch.testing.assert_close(actual[valid], expected[valid], rtol=rtol, atol=atol)
     torch.testing.assert_close(
         (cache.keys_BGLD, cache.values_BGDL), (reference_cache.keys_BGLD, reference_cache.values_BGDL)
     )
@@ -93,11 +96,11 @@ def test_rope_cache_and_attention(
     assert not _arrival_counters(qkv.device, len(lengths) * KV_HEADS).any(), "ready for the next kernel"
 
 
-def test_fp8_cache_quantizes_older_tokens_only() -> None:
-    metadata, slots = decode_metadata([40, 1])
-    qkv = randn(2, (HEADS + 2 * KV_HEADS) * WIDTH, seed=1)
-    reference_cache, cache = caches(E4M3, (0.5, 0.25), seed=2)
-    exact, _ = caches(torch.float32, (1.0, 1.0), seed=2)
+def test_fp8_cache_quantizes_older_tokens_only(device: torch.device) -> None:
+    metadata, slots = decode_metadata([40, 1], device)
+    qkv = randn(device, 2, (HEADS + 2 * KV_HEADS) * WIDTH, seed=1)
+    reference_cache, cache = caches(device, E4M3, (0.5, 0.25), seed=2)
+    exact, _ = caches(device, torch.float32, (1.0, 1.0), seed=2)
     exact.keys_BGLD.copy_(reference_cache.keys_BGLD.float() * 0.5)
     exact.values_BGDL.copy_(reference_cache.values_BGDL.float() * 0.25)
     expected = decode_attention.reference(qkv.clone(), None, None, exact, slots, metadata, 0.25, None)

@@ -1,4 +1,4 @@
-"""fp8 linear layers: the emulation has the bits of the plain reference, and the error is that of the dtypes."""
+"""fp8 linear layers: the emulation has the numbers of the plain reference, and the error is that of the dtypes."""
 
 import math
 
@@ -39,7 +39,8 @@ def test_emulation_equals_the_reference(shape: tuple[int, int, int], dtype: torc
     actual, expected = results(x, weight, grad), fp8_linear_reference(x.detach(), weight.detach(), grad)
     assert [x.dtype for x in actual] == [dtype, dtype, torch.float32]
     for name, a, b in zip(("out", "grad of x", "grad of weight"), actual, expected, strict=True):
-        assert torch.equal(a, b), f"{name}: {relative_error(a, b):.1e}"
+        # Operands in another layout may be summed in another order, which BLAS chooses by machine and threads.
+        assert torch.equal(a, b) or (a.dtype == torch.float32 and relative_error(a, b) < 1e-7), name
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)

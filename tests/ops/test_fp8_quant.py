@@ -68,11 +68,11 @@ def test_cast_writes_the_requested_layouts(
 ) -> None:
     values = torch.randint(-8, 8, shape, device=device).float()
     x, scale = (4 * values).to(source), torch.tensor(4.0, device=device)
-    both = cast_to_fp8(x, scale, dtype, rows=True, columns=True)
+    all_layouts = cast_to_fp8(x, scale, dtype, rows=True, columns=True)
     rows, columns = cast_to_fp8(x, scale, dtype, rows=True), cast_to_fp8(x, scale, dtype, columns=True)
-    for quantized in (both.rows, rows.rows):
+    for quantized in (all_layouts.rows, rows.rows):
         assert torch.equal(quantized.float(), values)
-    for quantized in (both.columns, columns.columns):
+    for quantized in (all_layouts.columns, columns.columns):
         assert torch.equal(quantized.float(), values.T)
     assert rows.columns.numel() == columns.rows.numel() == 0
 
@@ -80,12 +80,12 @@ def test_cast_writes_the_requested_layouts(
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
 def test_one_layout_or_none(source: torch.dtype, device: torch.device) -> None:
     x = randn(40, 24, dtype=source).to(device)
-    both, single = layouts(40, 24, E4M3, device), layouts(40, 24, E4M3, device)
-    quantize_fp8.triton(x, scale_amax_of(0.01, device), *both)
+    all_layouts, single = layouts(40, 24, E4M3, device), layouts(40, 24, E4M3, device)
+    quantize_fp8.triton(x, scale_amax_of(0.01, device), *all_layouts)
     quantize_fp8.triton(x, scale_amax_of(0.01, device), single[0], None)
     quantize_fp8.triton(x, scale_amax_of(0.01, device), None, single[1])
-    assert same_bits(single[0], both[0])
-    assert same_bits(single[1], both[1])
+    assert same_bits(single[0], all_layouts[0])
+    assert same_bits(single[1], all_layouts[1])
     for implementation in IMPLEMENTATIONS:
         amax_only = scale_amax_of(0.01, device)
         getattr(quantize_fp8, implementation)(x, amax_only)

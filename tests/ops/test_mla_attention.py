@@ -65,25 +65,25 @@ def moved(device: torch.device, cache: MlaCache, metadata: AttentionMetadata, *t
     )
 
 
-def assert_near(ours: Tensor, expected: Tensor) -> None:
-    assert (ours.cpu() - expected).abs().max() <= 2e-5 * expected.abs().max()
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    assert (actual.cpu() - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-def has_lost_carry(ours: Tensor, expected: Tensor) -> Tensor:
+def has_lost_carry(actual: Tensor, expected: Tensor) -> Tensor:
     """Find where Triton's interpreter loses the carry as e4m3 rounds up to a power of two; GPUs do not (tests/gpu)."""
-    return (expected.abs().frexp().mantissa == 0.5) & (ours == expected / 2)
+    return (expected.abs().frexp().mantissa == 0.5) & (actual == expected / 2)
 
 
 def test_latent_is_key_and_value_of_every_head() -> None:
     metadata, cache = metadata_of([(3, 21)]), cache_of(2, scale=0.5)
     q_latent, q_rope = queries(metadata, heads=2)
-    ours = mla_attention.reference(q_latent, q_rope, cache, metadata, SCALE)
+    actual = mla_attention.reference(q_latent, q_rope, cache, metadata, SCALE)
     blocks = metadata.block_table_PM[0].long()
     latents_TR = cache.latents_BLR[blocks].flatten(0, 1)[:21] * 0.5
     k_TD = torch.cat((latents_TR, cache.keys_BLK[blocks].flatten(0, 1)[:21]), dim=-1)
     for query, seen in enumerate((19, 20, 21)):
         q_HD = torch.cat((q_latent[query], q_rope[query]), dim=-1)
-        assert_near(ours[query], ((q_HD @ k_TD[:seen].T) * SCALE).softmax(-1) @ latents_TR[:seen])
+        assert_near(actual[query], ((q_HD @ k_TD[:seen].T) * SCALE).softmax(-1) @ latents_TR[:seen])
 
 
 @settings(
@@ -102,8 +102,8 @@ def test_kernels_equal_the_reference(
     cache = cache_of(metadata.block_table_PM.numel())
     q_latent, q_rope = queries(metadata, heads)
     expected = mla_attention.reference(q_latent, q_rope, cache, metadata, SCALE)
-    ours = mla_attention.triton(*moved(device, cache, metadata, q_latent, q_rope), SCALE, splits)
-    assert_near(ours, expected)
+    actual = mla_attention.triton(*moved(device, cache, metadata, q_latent, q_rope), SCALE, splits)
+    assert_near(actual, expected)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -117,9 +117,9 @@ def test_decodes_equal_the_reference_whatever_max_seq_len_is(
     cache = cache_of(metadata.block_table_PM.numel())
     q_latent, q_rope = queries(metadata, heads=24)
     expected = mla_attention.reference(q_latent, q_rope, cache, metadata, SCALE)
-    ours = mla_attention.triton(*moved(device, cache, metadata, q_latent, q_rope), SCALE, splits)
-    assert_near(ours, expected)
-    assert ours[2].eq(0).all(), "padding"
+    actual = mla_attention.triton(*moved(device, cache, metadata, q_latent, q_rope), SCALE, splits)
+    assert_near(actual, expected)
+    assert actual[2].eq(0).all(), "padding"
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -128,8 +128,8 @@ def test_kernels_scale_fp8_latents(device: torch.device, splits: int) -> None:
     cache = cache_of(metadata.block_table_PM.numel(), E4M3, scale=0.25, block=48)
     q_latent, q_rope = queries(metadata, heads=4)
     expected = mla_attention.reference(q_latent, q_rope, cache, metadata, SCALE)
-    ours = mla_attention.triton(*moved(device, cache, metadata, q_latent, q_rope), SCALE, splits)
-    assert_near(ours, expected)
+    actual = mla_attention.triton(*moved(device, cache, metadata, q_latent, q_rope), SCALE, splits)
+    assert_near(actual, expected)
 
 
 def test_kernels_never_read_beyond_a_sequence(device: torch.device) -> None:
@@ -140,8 +140,8 @@ def test_kernels_never_read_beyond_a_sequence(device: torch.device) -> None:
     q_latent, q_rope = queries(metadata, heads=4)
     expected = mla_attention.reference(q_latent, q_rope, cache, metadata, SCALE)
     assert expected.isfinite().all()
-    ours = mla_attention.triton(*moved(device, cache, metadata, q_latent, q_rope), SCALE, 2)
-    assert_near(ours, expected)
+    actual = mla_attention.triton(*moved(device, cache, metadata, q_latent, q_rope), SCALE, 2)
+    assert_near(actual, expected)
 
 
 @pytest.mark.parametrize("write", [mla_rope_and_cache.reference, mla_rope_and_cache.triton])
@@ -156,16 +156,16 @@ def test_rope_norm_and_cache_write(device: torch.device, write, dtype: torch.dty
     before = cache.latents_BLR.float().clone(), cache.keys_BLK.clone()
     _, latent, key = down.to(device).split((3, RANK, ROPE), dim=-1)
     moved_cache = replace(cache, latents_BLR=cache.latents_BLR.to(device), keys_BLK=cache.keys_BLK.to(device))
-    ours = q.clone().to(device)
+    actual = q.clone().to(device)
     operands = (norm.to(device), eps, angles.cos().to(device), angles.sin().to(device), moved_cache, slots.to(device))
-    write(ours, latent, key, *operands)
+    write(actual, latent, key, *operands)
 
     def rope(pairs: Tensor, angle: Tensor) -> Tensor:
         rotated = torch.view_as_complex(pairs.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones(()), angle)
         return torch.cat((rotated.real, rotated.imag), dim=-1)
 
-    assert_near(ours[..., nope:], rope(q[..., nope:], angles[:, None]))
-    assert ours[..., :nope].cpu().equal(q[..., :nope])
+    assert_near(actual[..., nope:], rope(q[..., nope:], angles[:, None]))
+    assert actual[..., :nope].cpu().equal(q[..., :nope])
     latents, keys = (x.flatten(0, 1).cpu() for x in (moved_cache.latents_BLR.float(), moved_cache.keys_BLK))
     normed = F.rms_norm(latent.cpu(), (RANK,), norm, eps) / scale
     quantized = normed.clamp(-448, 448).to(dtype).float() if dtype == E4M3 else normed

@@ -54,10 +54,10 @@ def test_ties_go_to_even(x: float, sign: int) -> None:
 @settings(max_examples=40, deadline=None)
 def test_quantizing_again_changes_no_bit(shape: tuple[int, int], seed: int, spread: float) -> None:
     once = quantize_nvfp4(randn(shape, seed, spread))
-    again = quantize_nvfp4(dequantize_nvfp4(once))
-    assert torch.equal(once.packed, again.packed)
-    assert torch.equal(once.scales.float(), again.scales.float())
-    assert torch.isclose(once.scale, again.scale, rtol=1e-6)
+    twice = quantize_nvfp4(dequantize_nvfp4(once))
+    assert torch.equal(once.packed, twice.packed)
+    assert torch.equal(once.scales.float(), twice.scales.float())
+    assert torch.isclose(once.scale, twice.scale, rtol=1e-6)
 
 
 def test_order_within_a_byte() -> None:

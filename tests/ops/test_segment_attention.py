@@ -129,11 +129,11 @@ def test_segments_that_do_not_tile_their_chunk_are_refused():
 def test_merge_kernel_takes_strided_tensors(rows, heads, width, dtype, device):
     padded = randn(rows + 2, heads + 1, width, seed=1, dtype=dtype).to(device)
     padded_lse = randn(heads, rows + 5, seed=2).to(device) * 3
-    other = randn(rows, heads, width, seed=3, dtype=dtype).to(device)
-    other_lse = randn(heads, rows, seed=4).to(device) * 3
+    second = randn(rows, heads, width, seed=3, dtype=dtype).to(device)
+    second_lse = randn(heads, rows, seed=4).to(device) * 3
     actual, expected = (padded.clone(), padded_lse.clone()), (padded.clone(), padded_lse.clone())
     for merge, (out, lse) in ((merge_attn_states.triton, actual), (merge_attn_states.reference, expected)):
-        merge(out[1:-1, :heads], lse[:, 2:-3], other, other_lse)
+        merge(out[1:-1, :heads], lse[:, 2:-3], second, second_lse)
     torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
 
 

@@ -9,23 +9,26 @@ from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm
 from llmb.ops.gemm.skinny_gemm_triton import step_of, tile_of
 
 
-def randn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def randn(device: torch.device, *shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def test_output_has_the_requested_dtype() -> None:
-    x, weight = randn(2, 64, seed=1).bfloat16(), SkinnyGemmWeight(randn(32, 64, seed=2).bfloat16())
-    actual = skinny_gemm.triton(x, weight, torch.bfloat16, InputNorm(torch.ones(64).bfloat16(), 1e-5), "silu")
+def test_output_has_the_requested_dtype(device: torch.device) -> None:
+    x, weight = randn(device, 2, 64, seed=1).bfloat16(), SkinnyGemmWeight(randn(device, 32, 64, seed=2).bfloat16())
+    norm = InputNorm(torch.ones(64, device=device).bfloat16(), 1e-5)
+    actual = skinny_gemm.triton(x, weight, torch.bfloat16, norm, "silu")
     assert actual.dtype is torch.bfloat16
     assert actual.shape == (2, 16)
 
 
-def test_programs_take_several_groups_and_long_rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_take_several_groups_and_long_rows_in_chunks(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     monkeypatch.setattr(skinny_gemm_triton, "MULTIPROCESSORS", 1)
     monkeypatch.setattr(skinny_gemm_triton, "MAX_INPUTS", 2)
     for inputs, activation in ((256, None), (256, "silu"), (1300, None), (1300, "gelu")):
-        x, weight = randn(2, inputs, seed=1), SkinnyGemmWeight(randn(60, inputs, seed=2) * inputs**-0.5)
-        norm = InputNorm(randn(inputs, seed=3), 1e-5)
+        x, weight = randn(device, 2, inputs, seed=1), SkinnyGemmWeight(randn(device, 60, inputs, seed=2) * inputs**-0.5)
+        norm = InputNorm(randn(device, inputs, seed=3), 1e-5)
         expected = skinny_gemm.reference(x, weight, torch.float32, norm, activation)
         actual = skinny_gemm.triton(x, weight, torch.float32, norm, activation)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -25,8 +25,8 @@ def with_gradients(result: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> li
     return [result, *torch.autograd.grad(result, inputs, dy)]
 
 
-def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    for x, reference in zip(ours, theirs, strict=True):
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for x, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, reference, rtol=1e-4, atol=1e-5)
 
 
@@ -112,8 +112,8 @@ def test_kernels_with_the_last_queries(small_tiles, queries: int, tokens: int) -
 def test_kernels_with_zeros_and_with_logits_at_the_maximum_softcap(small_tiles, size: float) -> None:
     inputs = tuple((size * x.detach()).requires_grad_() for x in qkv(48))
     exact = softcap_attention.reference(*inputs, SCALE, 60.0)
-    ours = with_gradients(attend(*inputs, SCALE, 60.0), inputs)
-    for x, reference in zip(ours, with_gradients(exact, inputs), strict=True):
+    actual = with_gradients(attend(*inputs, SCALE, 60.0), inputs)
+    for x, reference in zip(actual, with_gradients(exact, inputs), strict=True):
         assert x.isfinite().all()
         atol = 1e-4 * max(1.0, reference.detach().abs().max().item())
         torch.testing.assert_close(x, reference, rtol=1e-3, atol=atol)
@@ -126,9 +126,9 @@ def test_kernels_take_strided_tensors(small_tiles) -> None:
     strided = tuple(x.detach().mT.contiguous().mT.requires_grad_() for x in inputs)
     plain = with_gradients(softcap_attention.reference(*inputs, SCALE, 5.0), inputs)
     for some in (inputs, strided):
-        ours = attend(*some, SCALE, 5.0)
-        assert ours.transpose(1, 2).is_contiguous()
-        assert_equal(with_gradients(ours, some), plain)
+        actual = attend(*some, SCALE, 5.0)
+        assert actual.transpose(1, 2).is_contiguous()
+        assert_equal(with_gradients(actual, some), plain)
 
 
 @interpreted
@@ -136,9 +136,9 @@ def test_kernels_in_bf16_with_their_own_tiles() -> None:
     inputs = tuple(x.detach().bfloat16().requires_grad_() for x in qkv(150))
     exact = tuple(x.detach().float().requires_grad_() for x in inputs)
     plain = softcap_attention.reference(*exact, SCALE, 30.0)
-    ours = attend(*inputs, SCALE, 30.0)
+    fused = attend(*inputs, SCALE, 30.0)
     dy = torch.randn(plain.shape, generator=torch.Generator().manual_seed(5))
-    actual = [ours, *torch.autograd.grad(ours, inputs, dy.bfloat16())]
+    actual = [fused, *torch.autograd.grad(fused, inputs, dy.bfloat16())]
     for x, reference in zip(actual, [plain, *torch.autograd.grad(plain, exact, dy)], strict=True):
         assert x.dtype == torch.bfloat16
         assert (x.float() - reference).norm() / reference.norm() < 0.02

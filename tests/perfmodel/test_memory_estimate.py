@@ -67,29 +67,29 @@ def test_experts_that_stay_are_kept_in_8_bits_twice() -> None:
     """Where replicas share them they are gathered, and cast each time."""
     one_layer = replace(GROK, layers=1)
     routed = 3 * 8 * 6144 * 32768
-    for gpus, layout, kept in ((1, {}, routed), (8, {"dp": 8, "ep": 8}, routed / 8), (8, {"dp": 8, "ep": 4}, 0)):
+    for gpus, layout, saved in ((1, {}, routed), (8, {"dp": 8, "ep": 8}, routed / 8), (8, {"dp": 8, "ep": 4}, 0)):
         bf16, fp8 = (estimate(one_layer, "h200", gpus, train(), dtype=dtype, **layout) for dtype in ("bf16", "fp8"))
-        assert fp8.weights - bf16.weights == 2 * kept, layout
+        assert fp8.weights - bf16.weights == 2 * saved, layout
 
 
 def test_every_degree_of_parallelism_helps_where_it_should() -> None:
-    one = estimate(LLAMA_70B, "h100", 1, train(ga=8), dtype="fp32")
+    item = estimate(LLAMA_70B, "h100", 1, train(ga=8), dtype="fp32")
     tp = estimate(LLAMA_70B, "h100", 8, train(ga=8), dtype="fp32", tp=8)
-    assert tp.optimizer == pytest.approx(one.optimizer / 8, rel=1e-3)  # norms are on every rank
-    assert one.activations / 8 < tp.activations < one.activations / 4  # inside a block each has all tokens
+    assert tp.optimizer == pytest.approx(item.optimizer / 8, rel=1e-3)  # norms are on every rank
+    assert item.activations / 8 < tp.activations < item.activations / 4  # inside a block each has all tokens
     cp = estimate(LLAMA_70B, "h100", 8, train(ga=8), dtype="fp32", cp=8)
-    assert cp.optimizer == pytest.approx(one.optimizer / 8)
-    assert cp.activations < one.activations / 4
+    assert cp.optimizer == pytest.approx(item.optimizer / 8)
+    assert cp.activations < item.activations / 4
     pp = estimate(LLAMA_70B, "h100", 8, train(ga=8), dtype="fp32", pp=8)
-    assert pp.optimizer < one.optimizer / 7
+    assert pp.optimizer < item.optimizer / 7
     interleaved = estimate(LLAMA_70B, "h100", 8, train(ga=64), dtype="fp32", pp=8, vp=5)
     assert pp.activations < interleaved.activations
     dp = estimate(LLAMA_70B, "h100", 8, train(ga=2), dtype="fp32", dp=8)
-    assert dp.optimizer == pytest.approx(one.optimizer / 8)
-    assert dp.gradients == one.gradients
+    assert dp.optimizer == pytest.approx(item.optimizer / 8)
+    assert dp.gradients == item.gradients
     fsdp = estimate(LLAMA_70B, "h100", 8, train(ga=2), dtype="fp32", dp=8, fsdp=True)
-    assert fsdp.gradients == pytest.approx(one.gradients / 8)
-    assert one.weights / 8 < fsdp.weights < one.weights / 5
+    assert fsdp.gradients == pytest.approx(item.gradients / 8)
+    assert item.weights / 8 < fsdp.weights < item.weights / 5
 
 
 def test_experts_are_split_by_their_own_degrees() -> None:
@@ -98,8 +98,8 @@ def test_experts_are_split_by_their_own_degrees() -> None:
     layout = estimate(GROK, "gb200", 32, train(ga=2), dp=8, tp=4, ep=8, etp=4)
     routed = params.parameter_breakdown(GROK)["experts"]
     assert whole.gradients - ep.gradients == pytest.approx(4 * routed * 7 / 8)
-    rest = params.parameters(GROK) - routed
-    assert layout.gradients == pytest.approx(4 * (routed / 32 + rest / 4), rel=1e-3)  # norms and routers are whole
+    remaining = params.parameters(GROK) - routed
+    assert layout.gradients == pytest.approx(4 * (routed / 32 + remaining / 4), rel=1e-3)  # norms and routers are whole
 
 
 def test_recompute_and_offload_trade_activations() -> None:

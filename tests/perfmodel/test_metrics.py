@@ -225,6 +225,7 @@ def test_summarize_equals_numpy(samples: list[float]) -> None:
     assert statistics.min <= statistics.mean <= statistics.max
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the machine may be shared
 @given(st.lists(st.floats()))
 def test_summarize_never_leaks_an_infinity(samples: list[float]) -> None:
@@ -296,8 +297,8 @@ def test_unknown_latencies_are_none() -> None:
 
 
 def test_pooled_latencies() -> None:
-    other = request(0.0, 0.1, (0.1, 0.2), 0.2, 2)
-    samples = metrics.latencies_ms([STREAMED, other, request(0.0, None, (), 2.0, 10)])
+    second = request(0.0, 0.1, (0.1, 0.2), 0.2, 2)
+    samples = metrics.latencies_ms([STREAMED, second, request(0.0, None, (), 2.0, 10)])
     assert samples["ttft_ms"] == pytest.approx([500, 100])
     assert samples["tpot_ms"] == pytest.approx([1000 / 3, 100])
     assert samples["e2e_ms"] == pytest.approx([1500, 200, 2000])

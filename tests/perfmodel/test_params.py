@@ -110,8 +110,8 @@ def test_decode_bytes() -> None:
     assert dense == 2 * (6_979_321_856 + 525_336_576) + 1000 * 131_072
     assert params.decode_bytes(LLAMA_8B, bf16, 8, 1000) == dense + 7 * 1000 * 131_072
     experts = params.parameter_breakdown(DEEPSEEK)["experts"]
-    one, many = (params.decode_bytes(DEEPSEEK, bf16, batch, 1) for batch in (1, 10_000))
-    assert one < 2 * params.active_parameters(DEEPSEEK)
-    assert many - 9_999 * params.kv_bytes_per_token(DEEPSEEK, None) - one == pytest.approx(2 * experts * 248 / 257)
+    item, many = (params.decode_bytes(DEEPSEEK, bf16, batch, 1) for batch in (1, 10_000))
+    assert item < 2 * params.active_parameters(DEEPSEEK)
+    assert many - 9_999 * params.kv_bytes_per_token(DEEPSEEK, None) - item == pytest.approx(2 * experts * 248 / 257)
     state = params.state_bytes_per_sequence(NEMOTRON)
     assert params.decode_bytes(NEMOTRON, bf16, 2, 1) - params.decode_bytes(NEMOTRON, bf16, 1, 1) == 2 * state + 40_960

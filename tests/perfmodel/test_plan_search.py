@@ -18,6 +18,7 @@ LESS = replace(CONSTRAINTS, host_gib=24, device_gib=10)  # for the short one
 MIB = 1 / 1024
 
 
+@pytest.mark.slow
 def test_8b_in_24_gib_beats_the_published_speed():
     """9,478 tokens/s on an H100, whose plan computes nearly every attention again."""
     result = best_plan(LLAMA_8B, CONSTRAINTS, H200)
@@ -25,6 +26,7 @@ def test_8b_in_24_gib_beats_the_published_speed():
     assert result.plan.levels.count("I") < len(result.plan.levels) / 4
 
 
+@pytest.mark.slow
 def test_nothing_moves_or_is_recomputed_where_all_fits():
     result = best_plan(SHORT, replace(CONSTRAINTS, device_gib=100), H200)
     assert set(result.plan.levels) == {"F"}
@@ -32,6 +34,7 @@ def test_nothing_moves_or_is_recomputed_where_all_fits():
     assert sum(result.host_bytes.values()) == 0
 
 
+@pytest.mark.slow
 def test_global_batch_is_the_users():
     assert best_plan(SHORT, replace(LESS, gbs=7), H200).plan.gbs == 7
     free = best_plan(SHORT, LESS, H200)
@@ -49,17 +52,20 @@ def test_fixed_choices_are_respected():
     assert (plan.levels[-4:], plan.levels[:-4].count("F"), plan.levels.count("A")) == ("FFFF", 3, 5)
 
 
+@pytest.mark.slow
 def test_clipping_waits_for_all_gradients():
     assert best_plan(SHORT, replace(LESS, clip=1.0), H200).plan.update_at == "forward"
     assert best_plan(SHORT, LESS, H200).plan.update_at == "backward"
 
 
+@pytest.mark.slow
 def test_a_prime_length_has_a_shorter_last_chunk():
     plan = best_plan(SHORT, replace(LESS, seqlen=65_537, host_gib=50, device_gib=20), H200).plan
     assert plan.chunks_per_group > 1
     assert (plan.chunks_per_group - 1) * plan.chunk_tokens < 65_537 <= plan.chunks_per_group * plan.chunk_tokens
 
 
+@pytest.mark.slow
 def test_too_small_budget_is_one_line_with_the_minimum():
     with pytest.raises(ConfigError) as error:
         best_plan(SHORT, replace(LESS, host_gib=5), H200)
@@ -85,6 +91,7 @@ def test_bad_constraints_are_refused_in_one_line(changed, words):
         best_plan(LLAMA_8B, replace(CONSTRAINTS, **changed), H200)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     seqlen=st.integers(5, 200), host=st.floats(0.3, 4), device=st.floats(0.2, 3), gbs=st.integers(1, 5),
@@ -111,6 +118,7 @@ def test_a_plan_is_within_its_budgets(seqlen, host, device, gbs, chunk, update):
     assert result.plan.gbs == gbs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h100", "a100", "b200"])
 def test_other_gpus_have_plans_too(gpu):
     result = best_plan(SHORT, LESS, known_rates(gpu))

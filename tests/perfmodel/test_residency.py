@@ -31,7 +31,11 @@ class Replay:
         self.content: dict[Slot, tuple[BufferKey, int]] = {}
         self.writer: dict[Slot, tuple[int, int]] = {}  # stream and entry
         self.readers: dict[Slot, list[tuple[int, int]]] = defaultdict(list)
-        self.known: list[list[tuple[int, int, int]]] = [[], [], []]  # per entry: how many of each lane are done before
+        self.progress: list[list[tuple[int, int, int]]] = [
+            [],
+            [],
+            [],
+        ]  # per entry: operations of each stream done before
         self.base = [0, 0, 0]
         for bucket in range(ParamBuckets(model).count):
             key = BufferKey("param", bucket)
@@ -40,7 +44,7 @@ class Replay:
             self.content[place[0], "param", place[1][key]] = key, 0
 
     def run(self, program: Program) -> None:
-        self.base = [len(entries) for entries in self.known]
+        self.base = [len(entries) for entries in self.progress]
         for copy in program.first_copies_out:
             self.send(copy)
         for operation in program.operations:
@@ -52,28 +56,28 @@ class Replay:
 
     def enter(self, stream: int, waits: dict[int, int]) -> None:
         """One more entry of a stream, which knows what the one before it knew, and all it waits for."""
-        seen = list(self.known[stream][-1]) if self.known[stream] else [0, 0, 0]
-        for other, entry in waits.items():
-            at = self.base[other] + entry
-            assert at < len(self.known[other]), "waits for something that is not issued yet"
+        seen = list(self.progress[stream][-1]) if self.progress[stream] else [0, 0, 0]
+        for alternative, entry in waits.items():
+            at = self.base[alternative] + entry
+            assert at < len(self.progress[alternative]), "waits for something that is not issued yet"
             if at >= 0:
-                seen = [max(pair) for pair in zip(seen, self.known[other][at], strict=True)]
-        seen[stream] = len(self.known[stream]) + 1
-        self.known[stream].append(tuple(seen))
+                seen = [max(pair) for pair in zip(seen, self.progress[alternative][at], strict=True)]
+        seen[stream] = len(self.progress[stream]) + 1
+        self.progress[stream].append(tuple(seen))
 
     def ordered(self, stream: int, earlier: tuple[int, int]) -> bool:
-        other, entry = earlier
-        return self.known[stream][-1][other] > entry
+        alternative, entry = earlier
+        return self.progress[stream][-1][alternative] > entry
 
     def read(self, stream: int, place: Slot, key: BufferKey) -> None:
         assert self.content.get(place) == (key, self.version[key])
         assert place not in self.writer or self.ordered(stream, self.writer[place]), f"{key} is read before it is there"
-        self.readers[place].append((stream, len(self.known[stream]) - 1))
+        self.readers[place].append((stream, len(self.progress[stream]) - 1))
 
     def write(self, stream: int, place: Slot, key: BufferKey) -> None:
         before = [*self.readers.pop(place, ()), *([self.writer[place]] if place in self.writer else [])]
-        assert all(self.ordered(stream, one) for one in before), f"{key} is written over something still in use"
-        self.writer[place] = stream, len(self.known[stream]) - 1
+        assert all(self.ordered(stream, item) for item in before), f"{key} is written over something still in use"
+        self.writer[place] = stream, len(self.progress[stream]) - 1
         self.content[place] = key, self.version[key]
 
     def bring(self, copy: Copy) -> None:
@@ -101,13 +105,14 @@ class Replay:
 def steps_of(model: Model, plan: Plan) -> list[list]:
     """Some steps, the third without what waited before it, as behind a checkpoint; and what is left at the end."""
     actual = [step_start(plan, step) for step in range(STEPS)]
-    tasks = [step_tasks(model, plan, one) for one in actual[:2]]
+    tasks = [step_tasks(model, plan, item) for item in actual[:2]]
     tasks.append(pending_updates(model, plan, step_start(plan, 2)))
     tasks.append(step_tasks(model, plan, StepStart(2, pending=False)))
-    tasks += [step_tasks(model, plan, one) for one in actual[3:]]
+    tasks += [step_tasks(model, plan, item) for item in actual[3:]]
     return [*tasks, pending_updates(model, plan, step_start(plan, STEPS))]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_every_task_has_its_buffers_in_any_interleaving(data: st.DataObject) -> None:

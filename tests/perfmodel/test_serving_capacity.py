@@ -51,10 +51,10 @@ def test_weights_of_one_rank_are_the_model() -> None:
 
 
 def test_tensor_parallelism_splits_all_but_embedding_and_norms() -> None:
-    one, two = llama("bf16", 2, "70b"), replace(llama("bf16", 2, "70b"))
-    one = replace(one, parallel=replace(one.parallel, tp=1))
+    item, two = llama("bf16", 2, "70b"), replace(llama("bf16", 2, "70b"))
+    item = replace(item, parallel=replace(item.parallel, tp=1))
     whole = 2 * (128256 * 8192 + (2 * 80 + 1) * 8192)  # bytes of the embedding and the norms
-    assert serving_capacity.weight_bytes(two) - whole == (serving_capacity.weight_bytes(one) - whole) / 2
+    assert serving_capacity.weight_bytes(two) - whole == (serving_capacity.weight_bytes(item) - whole) / 2
 
 
 def test_experts_are_split_with_attention_data_parallelism() -> None:

@@ -63,5 +63,7 @@ def test_replicas_and_experts_are_sharded() -> None:
     whole, shared = run(GROK), run(GROK, **split)
     routed = params.parameter_breakdown(GROK)["experts"]
     router = params.parameter_breakdown(GROK)["router"]
-    others = rank_parameters(whole) - routed - router
-    assert rank_parameters(shared) == pytest.approx(routed / 32 + router + others / 32, rel=1e-4)  # norms over dp only
+    remaining = rank_parameters(whole) - routed - router
+    assert rank_parameters(shared) == pytest.approx(
+        routed / 32 + router + remaining / 32, rel=1e-4
+    )  # norms over dp only

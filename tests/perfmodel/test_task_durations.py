@@ -44,16 +44,16 @@ def test_own_keys_and_earlier_ones_by_hand():
     durations, chunks = TaskDurations(TINY, long, H200), round_chunks(long, 0)
     pairs = [(8, 0), (8, 4 * 4), (2, 2 * 8)]
     assert [durations.attention(chunk) for chunk in chunks] == [
-        (4 * width * own, 4 * width * rectangle) for own, rectangle in pairs
+        (4 * width * local, 4 * width * rectangle) for local, rectangle in pairs
     ]
-    for chunk, (own, rectangle) in zip(chunks, pairs, strict=True):
-        there, recompute, behind = durations.forward(chunk), durations.recompute(chunk, "I"), durations.backward(chunk)
+    for chunk, (local, rectangle) in zip(chunks, pairs, strict=True):
+        remote, recompute, behind = durations.forward(chunk), durations.recompute(chunk, "I"), durations.backward(chunk)
         assert (
-            (there.causal, there.rectangle)
+            (remote.causal, remote.rectangle)
             == (recompute.causal, recompute.rectangle)
-            == (4 * width * own, 4 * width * rectangle)
+            == (4 * width * local, 4 * width * rectangle)
         )
-        assert (behind.backward_causal, behind.backward_rectangle) == (back * there.causal, back * there.rectangle)
+        assert (behind.backward_causal, behind.backward_rectangle) == (back * remote.causal, back * remote.rectangle)
 
 
 def test_causal_and_past_attention_have_separate_rates():
@@ -123,7 +123,7 @@ def test_fp8_reads_and_writes_by_hand():
         333_824,
         270_336,
     )
-    recompute = sum(FP8_FORWARD[one] for one in ("two norms", "attention cast")) + 3 * 4096 * 2 + 2 * 4096 * 2
+    recompute = sum(FP8_FORWARD[item] for item in ("two norms", "attention cast")) + 3 * 4096 * 2 + 2 * 4096 * 2
     assert durations.recompute(chunk, "A").memory_bytes == 16384 * recompute
 
 

@@ -213,8 +213,8 @@ def test_model_flops_agree_with_the_sources() -> None:
     """Our MFU differs from the printed one by the rounding of the sources' constants only."""
     for workload in (NEMOTRONH, GROK1):
         for published in RECIPES[workload].references:
-            ours = references.recompute(RECIPES[workload], published).mfu_percent
-            assert ours == pytest.approx(published["mfu_percent"], rel=2e-3)
+            actual = references.recompute(RECIPES[workload], published).mfu_percent
+            assert actual == pytest.approx(published["mfu_percent"], rel=2e-3)
     (llama,) = RECIPES[LLAMA].references
     tflops = references.recompute(RECIPES[LLAMA], llama).tflops_per_gpu
     assert tflops is not None

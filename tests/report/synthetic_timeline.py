@@ -12,7 +12,7 @@ class Engine:
     layers: int = 8
     chunks: int = 2
     rounds: int = 2
-    kept: int = 3  # layers whose weights and activations stay on the device
+    resident: int = 3  # layers whose weights and activations stay on the device
     recomputed: int = 2  # layers, the first ones, of which not everything is saved
     forward_s: float = 0.010  # of one chunk, times 1 + growth x chunk
     growth: float = 0.0
@@ -63,7 +63,7 @@ class Engine:
         self.work("compute", "embedding", self.forward_s / 20, 0.0, "embedding", **here)
         for layer in range(self.layers):
             begin = self.free["compute"]
-            ahead = layer + self.kept
+            ahead = layer + self.resident
             if ahead < self.layers:
                 self.ready["param", ahead] = self.copy(
                     "inbound", "param", self.weight_bytes, begin, "forward", layer=ahead, **here
@@ -72,7 +72,7 @@ class Engine:
                 seconds = self.forward_s * (1 + self.growth * chunk)
                 place = {"layer": layer, "chunk": chunk, "group": 0, **here}
                 done = self.work("compute", "forward", seconds, self.ready.get(("param", layer), 0), "forward", **place)
-                if layer < self.layers - self.kept:
+                if layer < self.layers - self.resident:
                     part = self.saved_bytes // (3 if layer < self.recomputed else 1)
                     name = "attn" if layer < self.recomputed else "rest"
                     self.saved += part
@@ -85,7 +85,7 @@ class Engine:
 
     def backward(self, layer: int, here: dict) -> None:
         begin = self.free["compute"]
-        lower = layer - self.kept
+        lower = layer - self.resident
         if lower >= 0:
             weights = self.copy("inbound", "param", self.weight_bytes, begin, "backward", layer=lower, **here)
             self.ready["param", lower] = weights
@@ -121,7 +121,7 @@ def small(source: str = "measured", **more) -> StreamTimeline:
 def long_sequences(source: str = "measured", speed: float = 1.0) -> StreamTimeline:
     """As 8B at 64k: 5 rounds of 32 layers of 4 chunks that grow with their context."""
     engine = Engine(
-        layers=32, chunks=4, rounds=5, kept=9, recomputed=8, growth=0.5, forward_s=0.0148 / speed,
+        layers=32, chunks=4, rounds=5, resident=9, recomputed=8, growth=0.5, forward_s=0.0148 / speed,
         weight_bytes=436_000_000, saved_bytes=1_500_000_000, link_gbs=52.0,
     )  # fmt: skip
     return engine.streams(3, source)
@@ -130,7 +130,7 @@ def long_sequences(source: str = "measured", speed: float = 1.0) -> StreamTimeli
 def many_rounds(source: str = "measured") -> StreamTimeline:
     """As 8B at 8k: 34 rounds of 32 layers of one chunk each, the link under pressure."""
     engine = Engine(
-        layers=32, chunks=1, rounds=34, kept=4, recomputed=28, forward_s=0.0136,
+        layers=32, chunks=1, rounds=34, resident=4, recomputed=28, forward_s=0.0136,
         weight_bytes=436_000_000, saved_bytes=1_000_000_000, link_gbs=50.0,
     )  # fmt: skip
     return engine.streams(3, source)

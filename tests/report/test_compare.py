@@ -54,9 +54,9 @@ def test_swapping_the_runs_inverts_the_ratio(a, b):
 @pytest.fixture
 def run(recipes):
     def make(seconds, **changes):
-        wishes = tuple(Setting(field=k, value=v, source="--set") for k, v in changes.items())
+        overrides = tuple(Setting(field=k, value=v, source="--set") for k, v in changes.items())
         config = resolve(
-            recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small", settings=wishes)
+            recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small", settings=overrides)
         )
         tokens = config.workload.gbs * config.workload.seqlen
         events = [

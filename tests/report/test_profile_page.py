@@ -76,8 +76,8 @@ def test_titles_and_figures_are_escaped(tmp_path):
 
 
 def test_same_timelines_give_the_same_files(tmp_path):
-    one, other = (write_profile(tmp_path / n, small(), small("predicted"), "A run", FIGURES).parent for n in "ab")
-    assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in other.iterdir()}
+    item, second = (write_profile(tmp_path / n, small(), small("predicted"), "A run", FIGURES).parent for n in "ab")
+    assert {p.name: p.read_bytes() for p in item.iterdir()} == {p.name: p.read_bytes() for p in second.iterdir()}
 
 
 def test_the_table_gives_counts_times_and_rates_of_a_step():
@@ -105,7 +105,7 @@ def test_table_has_the_prediction():
 def test_table_extrapolates_three_predicted_rounds_but_not_two():
     measured = Timeline.of(small(rounds=5))
     three, two = (Timeline.of(small("predicted", rounds=rounds)) for rounds in (3, 2))
-    full, empty = ({(r.stream, r.name): r.cells for r in rows(measured, other)} for other in (three, two))
+    full, empty = ({(r.stream, r.name): r.cells for r in rows(measured, second)} for second in (three, two))
     assert full["compute", "forward"][4:] == ("800 ms", "600 TFLOP/s", "0.0 %")  # 5 x 8 x 2 x 10 ms
     assert empty["compute", "forward"][4:] == ("\u2013",) * 3
 

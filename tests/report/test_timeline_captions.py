@@ -99,12 +99,12 @@ def test_bound_is_named():
 
 def test_prediction_of_fewer_rounds_is_extrapolated():
     measured, predicted = Timeline.of(small(rounds=6)), Timeline.of(small("predicted", rounds=3))
-    for view, other in zip(views(measured)[:2], views(predicted)[:2], strict=True):
-        compared = compare(measured, view, predicted, other)
+    for view, second in zip(views(measured)[:2], views(predicted)[:2], strict=True):
+        compared = compare(measured, view, predicted, second)
         assert compared.shown_rounds == 3
         assert compared.predicted == pytest.approx(compared.measured, rel=1e-6)
         assert all(was == pytest.approx(should, abs=2e-3) for _, was, should in compared.rows)
-        assert "(from 3 of its 6 rounds), measured" in captions(measured, view, (predicted, other))[-1]
+        assert "(from 3 of its 6 rounds), measured" in captions(measured, view, (predicted, second))[-1]
     fewer = Timeline.of(small("predicted", rounds=2))
     assert "not compared" in captions(measured, views(measured)[1], (fewer, views(fewer)[1]))[-1]
 

@@ -24,8 +24,8 @@ BAR = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)(?:v([\d.]+)|V([\d.]+))h-([\d.]+)z
 def drawn(streams, predicted=None):
     """Every picture of some lanes, as trees."""
     timeline = Timeline.of(streams)
-    other = None if predicted is None else Timeline.of(predicted)
-    foreseen = {view.name: (other, view) for view in views(other)} if other else {}
+    second = None if predicted is None else Timeline.of(predicted)
+    foreseen = {view.name: (second, view) for view in views(second)} if second else {}
     return {
         v.name: ElementTree.fromstring(picture(timeline, v, foreseen.get(v.name)).on_page()) for v in views(timeline)
     }
@@ -67,8 +67,8 @@ def test_no_two_labels_of_a_line_overlap():
             lines.setdefault(text.get("y"), []).append((left, left + width, text.text))
         for labels in lines.values():
             labels.sort()
-            for (_, end, one), (start, _, other) in pairwise(labels):
-                assert end <= start, (name, one, other)
+            for (_, end, item), (start, _, second) in pairwise(labels):
+                assert end <= start, (name, item, second)
 
 
 def test_time_marks_rise_from_the_left():
@@ -103,9 +103,10 @@ def test_each_event_is_drawn_at_its_time():
     assert actual["k-forward"].find(f"{SVG}title").text == "forward, layer 3: 1.00 s, 600 TFLOP/s"
 
 
+@pytest.mark.slow
 def test_run_of_many_events_stays_a_small_picture():
-    few = Engine(layers=32, rounds=2, kept=4).streams(1)
-    many = Engine(layers=32, rounds=24, kept=4).streams(1)
+    few = Engine(layers=32, rounds=2, resident=4).streams(1)
+    many = Engine(layers=32, rounds=24, resident=4).streams(1)
     assert len(many.events) > 5_000
     timeline = Timeline.of(many)
     overview = picture(timeline, views(timeline)[0]).alone()
@@ -115,9 +116,9 @@ def test_run_of_many_events_stays_a_small_picture():
 
 
 def test_same_timeline_gives_the_same_picture():
-    one, other = Timeline.of(small()), Timeline.of(small())
-    for view, again in zip(views(one), views(other), strict=True):
-        assert picture(one, view).alone() == picture(other, again).alone()
+    item, second = Timeline.of(small()), Timeline.of(small())
+    for view, repeated in zip(views(item), views(second), strict=True):
+        assert picture(item, view).alone() == picture(second, repeated).alone()
 
 
 def test_a_file_of_its_own_has_the_style_and_every_texture_it_names():

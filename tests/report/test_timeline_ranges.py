@@ -11,7 +11,7 @@ from llmb.report.timeline.tracks import Timeline
 from llmb.report.timeline.views import views
 
 
-def one(name, start, end, step=0, **more):
+def timeline_event(name, start, end, step=0, **more):
     phase = "backward" if name == "recompute" else name
     return TimelineEvent(stream="compute", name=name, start=start, end=end, step=step, phase=phase, **more)
 
@@ -41,17 +41,17 @@ def test_the_synthetic_run_has_the_ranges_it_was_made_with():
 
 
 def test_chunks_are_named_with_their_group():
-    chunk = ranges([one("forward", 0, 1, round=0, layer=2, group=5, chunk=1)], "chunk")[0]
+    chunk = ranges([timeline_event("forward", 0, 1, round=0, layer=2, group=5, chunk=1)], "chunk")[0]
     assert chunk.labels == ("Group 5, chunk 1", "G5 C1", "C1", "1")
-    assert ranges([one("head", 0, 1, chunk=1)], "chunk")[0].labels[0] == "Chunk 1"
+    assert ranges([timeline_event("head", 0, 1, chunk=1)], "chunk")[0].labels[0] == "Chunk 1"
 
 
 def test_update_between_backward_layers_does_not_split_backward():
     compute = [
-        one("backward", 0, 1, round=0, layer=2, chunk=0),
-        one("update", 1, 2, layer=2),
-        one("backward", 2, 3, round=0, layer=1, chunk=0),
-        one("update", 3, 4, layer=1),
+        timeline_event("backward", 0, 1, round=0, layer=2, chunk=0),
+        timeline_event("update", 1, 2, layer=2),
+        timeline_event("backward", 2, 3, round=0, layer=1, chunk=0),
+        timeline_event("update", 3, 4, layer=1),
     ]
     assert [(r.start, r.end) for r in ranges(compute, "round")] == [(0, 3)]
     assert [(r.of.phase, r.start, r.end) for r in ranges(compute, "phase")] == [("backward", 0, 3), ("update", 3, 4)]
@@ -62,10 +62,10 @@ def test_update_between_backward_layers_does_not_split_backward():
 
 def test_update_in_the_next_forward_does_not_split_the_step():
     compute = [
-        one("backward", 0, 1, step=0, round=0, layer=0),
-        one("forward", 1, 2, step=1, round=0, layer=0),
-        one("update", 2, 3, step=0, layer=1),
-        one("forward", 3, 4, step=1, round=0, layer=1),
+        timeline_event("backward", 0, 1, step=0, round=0, layer=0),
+        timeline_event("forward", 1, 2, step=1, round=0, layer=0),
+        timeline_event("update", 2, 3, step=0, layer=1),
+        timeline_event("forward", 3, 4, step=1, round=0, layer=1),
     ]
     assert [(r.of.step, r.start, r.end) for r in ranges(compute, "step")] == [(0, 0, 1), (1, 1, 4)]
 
@@ -87,5 +87,5 @@ def test_the_six_views_lie_in_the_run_each_within_the_wider_one():
 
 
 def test_a_view_that_the_run_does_not_have_is_left_out():
-    streams = StreamTimeline(source="measured", events=(one("forward", 0, 1),))
+    streams = StreamTimeline(source="measured", events=(timeline_event("forward", 0, 1),))
     assert [view.name for view in views(Timeline.of(streams))] == ["training_overview", "step_overview"]

@@ -4,6 +4,7 @@ import gzip
 import json
 from itertools import pairwise
 
+import pytest
 from synthetic_timeline import small
 
 from llmb.report.timeline.chrome_trace import RANGES_THREAD, trace_bytes
@@ -11,7 +12,7 @@ from llmb.report.timeline.tracks import Timeline
 
 
 def events(*streams):
-    return json.loads(gzip.decompress(trace_bytes([Timeline.of(one) for one in streams])))["traceEvents"]
+    return json.loads(gzip.decompress(trace_bytes([Timeline.of(item) for item in streams])))["traceEvents"]
 
 
 def test_every_event_is_a_slice_on_its_thread():
@@ -40,6 +41,7 @@ def test_ranges_nest():
     assert max(depths) == 5  # step > round > phase > layer > chunk
 
 
+@pytest.mark.slow
 def test_slices_of_a_thread_do_not_overlap():
     for thread in (2, 3, 4):
         slices = sorted((e["ts"], e["dur"]) for e in events(small()) if e["ph"] == "X" and e["tid"] == thread)
@@ -57,8 +59,8 @@ def test_counters_give_rates_and_memory():
 
 
 def test_measured_and_predicted_are_two_processes():
-    both = events(small(), small("predicted"))
-    names = {e["pid"]: e["args"]["name"] for e in both if e["name"] == "process_name"}
+    pair = events(small(), small("predicted"))
+    names = {e["pid"]: e["args"]["name"] for e in pair if e["name"] == "process_name"}
     assert names == {1: "measured", 2: "predicted"}
 
 

@@ -75,7 +75,7 @@ def test_every_end_has_a_name_and_keeps_what_is_there(nemotron, events, status, 
     assert result.steps_done == (len([e for e in events if isinstance(e, StepDone)]) or None)
 
 
-def test_the_guilty_rank_and_its_last_lines_are_those_of_the_runs_end(nemotron):
+def test_failed_rank_and_its_last_lines_come_from_the_run_end(nemotron):
     end = RunEnded(status="failed", reason="rank 3: bad", failed_rank=3, last_lines=("Traceback", "bad"))
     remaining = [RunEnded(rank=rank, status="incomplete", reason="interrupted") for rank in (1, 2)]
     result = derive(nemotron, [*steps(3), OK, end, *remaining])
@@ -176,8 +176,8 @@ def test_totals_collectives_and_problems_are_kept():
 
 
 def test_an_unknown_setting_keeps_a_reference_away(recipes):
-    wish = (Setting(field="mbs", value="2", source="--set"),)
+    override = (Setting(field="mbs", value="2", source="--set"),)
     config = resolve(
-        recipes["pretrain_nemotronh"], Request(size="56b", dtype="fp8", gpus=256, gpu="h100", settings=wish)
+        recipes["pretrain_nemotronh"], Request(size="56b", dtype="fp8", gpus=256, gpu="h100", settings=override)
     )
     assert derive(config, [*steps(), OK]).reference is None

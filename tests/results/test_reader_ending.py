@@ -150,6 +150,7 @@ def test_a_repeated_step_is_kept_once_for_each_rank_and_counted(tmp_path):
     assert LogProblem(problem="step seen again", count=4) in events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["megatron_bridge_oom.out", "nemo_progress_bar.out", "torchtitan.log", "vllm.log"])
 def test_a_log_cut_at_any_byte_keeps_what_was_complete(tmp_path, name):
     whole = (LOGS / name).read_bytes()

@@ -58,6 +58,7 @@ def test_an_endless_line_may_begin_and_end_anywhere(tmp_path):
         assert [len(texts[0]), *texts[1:]] == [LINE_BYTES, "after"]
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(tmp_path):
     path = tmp_path / "log"
     with path.open("wb") as log:

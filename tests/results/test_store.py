@@ -40,6 +40,7 @@ def test_ids_count_up_and_figures_are_kept(tmp_path, config):
             store.job("L9")
 
 
+@pytest.mark.slow
 def test_many_processes_lose_nothing(tmp_path, config):
     path = tmp_path / "jobs.sqlite3"
     spawn = multiprocessing.get_context("spawn")

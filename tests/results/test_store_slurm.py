@@ -144,6 +144,7 @@ def open_and_add(path, config, number):
         store.add(config, Path(f"/{number}"))
 
 
+@pytest.mark.slow
 def test_many_that_open_an_old_store_at_once(tmp_path, config):
     old_store(tmp_path / "jobs.sqlite3")
     spawn = multiprocessing.get_context("spawn")

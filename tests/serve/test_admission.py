@@ -61,11 +61,11 @@ def peak(lengths: list[tuple[int, int]]) -> int:
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=2, max_size=8), st.integers(1, 300))
 def test_admission_equals_simulated_peak_usage(lengths, blocks):
     """With blocks of one token nothing is rounded, so the estimate is exact."""
-    outlook = AdmissionCheck([sequence(*lengths[0])], blocks, block_tokens=1)
+    admission = AdmissionCheck([sequence(*lengths[0])], blocks, block_tokens=1)
     admitted = lengths[:1]
     for candidate in lengths[1:]:
         fits = peak([*admitted, candidate]) <= blocks
-        assert outlook.try_admit(sequence(*candidate)) == fits
+        assert admission.try_admit(sequence(*candidate)) == fits
         if fits:
             admitted.append(candidate)
 

@@ -126,6 +126,7 @@ def scenarios(draw):
     return setting, arrivals, cancels
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios())
 def test_outputs_equal_those_of_a_request_alone(scenario):
@@ -136,6 +137,7 @@ def test_outputs_equal_those_of_a_request_alone(scenario):
     event(f"preempted: {bool(preempted)}")
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios())
 def test_outputs_do_not_depend_on_admission_check(scenario):
@@ -160,6 +162,7 @@ def count_preemptions(engine: Engine) -> list[int]:
     return numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_thousand_requests_with_random_cancels(prefix_cache, async_scheduling):

@@ -191,12 +191,12 @@ def test_quantizing_again_gives_the_stored_values(form: str, tmp_path: Path) -> 
     write_weights(LLAMA, tmp_path / "w")
     rounded_in_file(tmp_path / "w", form)
     weights, name = weights_of(LLAMA, tmp_path / "w"), "model.layers.0.mlp.up_proj.weight"
-    again, _ = STORED[form](weights.load("layers.0.mlp.up.weight"))
+    repeated, _ = STORED[form](weights.load("layers.0.mlp.up.weight"))
     with safe_open(tmp_path / "w" / "model.safetensors", framework="pt") as file:
-        stored = {part: file.get_tensor(name.removesuffix("weight") + part) for part in again}
-    assert torch.equal(again["weight"].view(torch.uint8), stored["weight"].view(torch.uint8))
-    for part in again.keys() - {"weight"}:
-        assert torch.allclose(again[part].float(), stored[part].float(), rtol=1e-6), part
+        stored = {part: file.get_tensor(name.removesuffix("weight") + part) for part in repeated}
+    assert torch.equal(repeated["weight"].view(torch.uint8), stored["weight"].view(torch.uint8))
+    for part in repeated.keys() - {"weight"}:
+        assert torch.allclose(repeated[part].float(), stored[part].float(), rtol=1e-6), part
 
 
 def test_quantized_experts_are_stacked(tmp_path: Path) -> None:

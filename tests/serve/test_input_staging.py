@@ -65,6 +65,7 @@ def assert_same(actual: StepInputs, expected: StepInputs) -> None:
         assert getattr(actual, name) == getattr(expected, name), name
 
 
+@pytest.mark.slow
 @given(st.lists(batches(), min_size=1, max_size=NUM_HOST_BUFFERS + 2))
 def test_staged_inputs_equal_hand_built_inputs(batches: list[StepBatch]) -> None:
     staging = InputStaging(SLOTS, BLOCKS, LENGTH, SLOTS * BLOCKS * LENGTH, CPU)

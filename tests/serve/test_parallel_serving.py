@@ -78,7 +78,7 @@ SLOW = [("deepseek", layout) for layout in (TP8_EP8_PP2, TP8_EP8_PP2_DP, TP4_EP4
 
 
 def marks(case: tuple[str, dict[str, Any]]) -> list[pytest.MarkDecorator]:
-    return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.matrix]
+    return [] if case in QUICK else [pytest.mark.slow if case in SLOW else pytest.mark.nightly]
 
 
 def layout_id(layout: dict[str, Any]) -> str:
@@ -140,6 +140,7 @@ def test_single_process_equals_network_by_a_margin(case_of, name: str) -> None:
     assert case.outcome.preempted[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [pytest.param(*case, id=f"{case[0]} {layout_id(case[1])}", marks=marks(case)) for case in LAYOUTS],
@@ -152,6 +153,7 @@ def test_parallel_outputs_equal_single_process(case_of, name: str, layout: dict[
     assert (sum(actual.preempted) > 0) == (schedulers < len(case.requests))  # a single request has the whole cache
 
 
+@pytest.mark.slow
 def test_sampled_outputs_equal_single_process(case_of) -> None:
     case = case_of("llama")
     sampled = [
@@ -163,6 +165,7 @@ def test_sampled_outputs_equal_single_process(case_of) -> None:
     assert replace(case, requests=sampled).served(TP2_PP2).outputs == single_process.outputs
 
 
+@pytest.mark.slow
 def test_prefix_cache_on_every_rank(case_of) -> None:
     case, begin = case_of("llama"), list(range(20, 33))
     requests = [Request(request_id=number, prompt=[*begin, number], max_tokens=6) for number in range(6)]
@@ -251,6 +254,7 @@ def test_dispatch_and_combine_of_data_parallel_experts(counts: list[int]) -> Non
 # -- the benchmark
 
 
+@pytest.mark.slow
 def test_results_add_up_the_requests_of_all_ranks(tmp_path: Path) -> None:
     model = replace(MODELS["deepseek"], layers=2)
     path = write_config(tmp_path / "run", model=model, gpus=4, **TP4_EP4_DP, num_requests=10, concurrency=6)
@@ -273,6 +277,7 @@ def run_rank(rank: int, path: Path) -> int:
     return run(path, EventRecorder(path.parent, rank))
 
 
+@pytest.mark.slow
 def test_failing_rank_ends_the_others(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(forked_ranks, "LINGER_S", 0.1)  # failed ranks exit soon
     path = write_config(tmp_path / "run", vocab=96, gpus=4, **TP2_PP2, num_requests=1000)
@@ -286,8 +291,8 @@ def test_failing_rank_ends_the_others(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_killed_rank_is_reported_to_the_user() -> None:
-    wish = "submit -w inference_deepseek-r1 -s 671b --dtype fp8 --scale 4 --proxy --json --set num_requests=5000"
-    command = [sys.executable, "-m", "llmb.cli.llmb_run", *wish.split()]
+    override = "submit -w inference_deepseek-r1 -s 671b --dtype fp8 --scale 4 --proxy --json --set num_requests=5000"
+    command = [sys.executable, "-m", "llmb.cli.llmb_run", *override.split()]
     submit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run_folder = wait_for(lambda: next(RunFolder.find_all(Path(os.environ["LLMB_INSTALL"])), None))
     wait_for(lambda: any(isinstance(event, RequestDone) for event in read(run_folder.events(0))))

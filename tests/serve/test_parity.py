@@ -67,6 +67,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(config, served_model_for(config), reference_outputs(model, folder))
 
 
+@pytest.mark.slow
 def test_reference_has_a_clear_margin(case: Case) -> None:
     assert case.pool.margin > CLEAR
     outputs = set(case.pool.outputs)
@@ -83,6 +84,7 @@ def test_built_engine_equals_transformers(case: Case) -> None:
 # -- random scenarios
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(scenario=scenarios(), expanded_from=st.sampled_from([2, served_mla.MIN_EXPANDED_CHUNK]))
 def test_parity_for_any_batching_chunking_and_preemption(case: Case, scenario: Scenario, expanded_from: int) -> None:
@@ -121,8 +123,8 @@ def test_prefix_cache_unless_model_has_state(case: Case) -> None:
     engine = engine_for(case.served_model, block_tokens=4, prefix_cache=True)
     first = serve(engine, [case.request(0, 0)])
     with mock.patch.object(engine.runner, "launch", wraps=engine.runner.launch) as launched:
-        others = serve(engine, [case.request(number, number) for number in (1, 2, 3, 4, 5)])
-    assert first.tokens() + others.tokens() == case.pool.outputs[:6]
+        remaining = serve(engine, [case.request(number, number) for number in (1, 2, 3, 4, 5)])
+    assert first.tokens() + remaining.tokens() == case.pool.outputs[:6]
     computed = sum(call.args[0].num_tokens for call in launched.call_args_list)
     needed = sum(len(case.pool.prompts[number]) + MAX_OUTPUT - 1 for number in (1, 2, 3, 4, 5))
     # Four share a prefix of 17 tokens, of which 16 are cached; the fourth shares 8.
@@ -149,6 +151,9 @@ def triton_everywhere(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("triton_everywhere")
+@pytest.mark.parametrize(
+    "case", [MODELS[0], *(pytest.param(model, marks=pytest.mark.nightly) for model in MODELS[1:])], indirect=True
+)
 def test_triton_kernels_in_padded_steps(case: Case) -> None:
     engine = engine_for(case.served_model, max_num_tokens=12)
     replays = EagerReplays.of(engine, size=4)
@@ -161,6 +166,7 @@ def test_triton_kernels_in_padded_steps(case: Case) -> None:
 # -- load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_thousand_requests_with_random_cancels(prefix_cache: bool) -> None:
     draw = random.Random(5)

@@ -63,10 +63,10 @@ def test_length_distributions(lengths: str, isl: tuple, osl: tuple) -> None:
 )
 def test_prompts_are_valid_and_reproducible(isl, spread, kind, seed, eos) -> None:
     info = ModelInfo(100, eos=eos)
-    first, again = (
+    first, repeated = (
         sampled_prompts(info, isl=isl, lengths=kind, isl_spread=spread, osl_spread=spread, seed=seed) for _ in range(2)
     )
-    assert first == again
+    assert first == repeated
     for prompt in first:
         assert prompt.tokens
         assert prompt.output_tokens >= 1

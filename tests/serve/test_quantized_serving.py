@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import inputs, settings
 from small_served import (
     CPU,
     DEEPSEEK,
@@ -171,6 +171,7 @@ def test_engine_generates_full_outputs(case: Case, precision: dict[str, str]) ->
 SHORT = 3  # tokens; too few longer outputs have a clear margin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [CACHE, FP8 | {"kv_dtype": "fp8"}, {"dtype": "nvfp4"}], ids=precision_id)
 def test_outputs_with_clear_margin_do_not_depend_on_batching(case: Case, precision: dict[str, str]) -> None:
     if case.model.mla and precision != CACHE:
@@ -180,7 +181,7 @@ def test_outputs_with_clear_margin_do_not_depend_on_batching(case: Case, precisi
     assert len(pool) >= 3
 
     @settings(max_examples=8, deadline=None)
-    @given(scenario=scenarios())
+    @inputs(scenario=scenarios())
     def check(scenario: Scenario) -> None:
         scenario = replace(scenario, cancels={}, max_tokens=[min(SHORT, most) for most in scenario.max_tokens])
         chosen = [pool[place % len(pool)] for place in scenario.prompts]
@@ -219,7 +220,7 @@ def quantize_linear(layer: nn.Linear, rounded: Callable[[Tensor], Tensor], form:
     """Quantize a layer as the engine does, where it may be fused with others."""
     layer.weight.data = rounded(layer.weight.data)
     layer.register_forward_pre_hook(
-        lambda _, given: dequantize(quantize_activation(given[0][0], form), torch.float32)[None]
+        lambda _, inputs: dequantize(quantize_activation(inputs[0][0], form), torch.float32)[None]
     )
 
 

@@ -143,6 +143,7 @@ def alone(served_model: ServedModel) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.slow
 def test_outputs_depend_on_seed(served_model: ServedModel, alone: list[tuple[int, ...]]) -> None:
     prompt = prompts_for(LLAMA.vocab)[1]
     outputs = serve(
@@ -154,6 +155,7 @@ def test_outputs_depend_on_seed(served_model: ServedModel, alone: list[tuple[int
     assert len({outputs[number] for number in range(20) if number % 3 == 0}) == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(scenario=scenarios())
 def test_sampled_outputs_do_not_depend_on_batching(

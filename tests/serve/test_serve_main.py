@@ -20,6 +20,7 @@ def start(config, *interpreter: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, "incomplete"), (signal.SIGUSR1, "timeout")])
 def test_interrupted_run_records_the_signal(tmp_path, number: signal.Signals, status: str) -> None:
     config = write_config(tmp_path / "run", num_requests=10**5)

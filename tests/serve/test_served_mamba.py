@@ -128,6 +128,7 @@ def test_any_chunking_of_a_prompt(
         start += count
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     steps=st.lists(st.tuples(*[st.sampled_from((0, 1, 1, 3, 8, 13))] * (SLOTS + 1)), max_size=20),

@@ -121,6 +121,7 @@ def steps_of_parts() -> st.SearchStrategy[Steps]:
 ONE_BY_ONE = Steps(8, [(4, 0, 2), (1, 3, 6), (5, 8, 7)], [[1] * TEXTS] * LENGTH)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(steps=steps_of_parts(), expanded_from=st.sampled_from([2, 5, 256]))
 def test_any_chunking_and_blocks_equal_the_network(steps: Steps, expanded_from: int) -> None:

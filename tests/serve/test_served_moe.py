@@ -161,9 +161,9 @@ ROUNDED: dict[Format, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tenso
 def test_formats_quantize_weights_and_activations(format: Format) -> None:
     block, x_NC = block_of(WIDE), some(5, WIDE)
     weight, read = ROUNDED[format]
-    visits = zip(*block.router(x_NC), strict=True)
+    routed = zip(*block.router(x_NC), strict=True)
     expected_NC = torch.zeros_like(x_NC)
-    for token, (weights_K, chosen_K) in enumerate(visits):
+    for token, (weights_K, chosen_K) in enumerate(routed):
         for factor, e in zip(weights_K, chosen_K.tolist(), strict=True):
             gate, up = (read(x_NC[token, None]) @ weight(matrix.weight[e]).T for matrix in (block.gate, block.up))
             hidden = read(ACTIVATIONS["silu"](gate) * up)

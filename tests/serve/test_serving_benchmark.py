@@ -53,6 +53,7 @@ def peak_concurrency(requests: list) -> int:
     return max(sum(r.arrival <= at.arrival < r.end for r in requests) for at in requests)
 
 
+@pytest.mark.slow
 def test_unlimited_and_limited_concurrency(serve) -> None:
     at_once = serve(concurrency=100).requests()
     assert {r.arrival for r in at_once} == {0.0}
@@ -63,18 +64,21 @@ def test_unlimited_and_limited_concurrency(serve) -> None:
     assert peak_concurrency(closed) == 2
 
 
+@pytest.mark.slow
 def test_without_streaming_only_the_end_is_recorded(serve) -> None:
     for r in serve(streaming=False).requests():
         assert (r.first_token, r.token_times, r.output_tokens) == (None, (), 6)
         assert r.end > r.arrival
 
 
+@pytest.mark.slow
 def test_length_distribution_of_requests_and_outputs(serve) -> None:
     requests = serve(lengths="uniform", isl_spread=6.0, osl_spread=4.0, num_requests=20).requests()
     assert all(6 <= r.input_tokens <= 18 and 2 <= r.output_tokens == r.requested_tokens <= 10 for r in requests)
     assert len({r.input_tokens for r in requests}) > 3
 
 
+@pytest.mark.slow
 def test_warmup_requests_and_output_lengths(serve) -> None:
     none = serve(warmup_requests=0)
     assert none.requests(warmup=True) == []
@@ -84,6 +88,7 @@ def test_warmup_requests_and_output_lengths(serve) -> None:
     assert [r.output_tokens for r in long.requests()] == [60, 60]
 
 
+@pytest.mark.slow
 def test_dataset_lengths_are_served(serve, tmp_path, capsys) -> None:
     lengths = [(3, 5), (40, 1), (17, 9)]
     data = tmp_path / "data.jsonl"
@@ -144,6 +149,7 @@ def test_unexpected_error_keeps_its_traceback(serve, monkeypatch, capsys) -> Non
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_profile_writes_trace(serve, capsys) -> None:
     done = serve(profile=True, profile_start=1, profile_stop=3)
     assert done.code == 0

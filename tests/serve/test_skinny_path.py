@@ -69,6 +69,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:  # no
     monkeypatch.setattr("llmb.ops.attention.decode_attention_triton.num_kv_splits", lambda *_: 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "padding"), [(1, 0), (3, 1)])
 @pytest.mark.parametrize("kernels", [True, False])
 def test_skinny_path_equals_the_usual_path(count, padding, kernels, request):

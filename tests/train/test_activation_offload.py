@@ -66,6 +66,7 @@ def test_every_architecture_has_a_small_model() -> None:
     assert SMALL_MODELS.keys() == ARCHITECTURES.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_offload_is_bit_exact(name: str, dtype: str, copies: list) -> None:

@@ -90,6 +90,7 @@ def test_causal_work_is_balanced(cp: int) -> None:
     assert len(set(work)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "grok1", "deepseek"])
 def test_training_equals_one_process(tmp_path: Path, architecture: str) -> None:
     """GQA, logit softcap with an auxiliary loss, and MLA, on ranks with two sequences each."""

@@ -48,11 +48,12 @@ def check(config: RunConfig, summary: DryRunSummary) -> None:
     assert not estimated, "the closed form has collectives that are not called"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key",
     [
         ("pretrain_llama3.1", "1b", "bf16", 1, "h200"),
-        ("pretrain_llama3.1", "405b", "fp8", 1024, "h100"),  # tp, pp, cp, vp
+        pytest.param(("pretrain_llama3.1", "405b", "fp8", 1024, "h100"), marks=pytest.mark.nightly),  # tp, pp, cp, vp
         ("pretrain_grok1", "314b", "bf16", 512, "h100"),  # also ep
     ],
     ids=lambda key: "-".join(map(str, key[1:])),
@@ -62,6 +63,7 @@ def test_recipe_row_agrees_with_estimates(key: tuple) -> None:
     check(config, run_dry_run(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_proxy_layer_at_full_width(dtype: str) -> None:
     """The gradient of a single weight is a large part of the peak, as are cached fp8 weights."""
@@ -74,7 +76,7 @@ def test_proxy_layer_at_full_width(dtype: str) -> None:
     check(config, run_dry_run(config))
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 def test_recomputed_and_offloaded_layers_agree_with_estimates() -> None:
     config = row("pretrain_llama3.1", "8b", "fp8", 8, "h100")
     model = replace(config.model, layers=6)
@@ -86,7 +88,7 @@ def test_recomputed_and_offloaded_layers_agree_with_estimates() -> None:
         assert summary.host_bytes == pytest.approx(memory_estimate(changed).host, rel=CLOSE)
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("config", every_row(), ids=lambda config: f"{config.machine.gpu}-{config.name}")
 def test_every_recipe_row_agrees_with_estimates(config: RunConfig) -> None:
     check(config, run_dry_run(config))

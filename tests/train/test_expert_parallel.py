@@ -160,6 +160,7 @@ def test_routing_cases() -> None:
     assert len(experts_used["all"]) > 5
 
 
+@pytest.mark.slow
 def test_recomputed_dispatch_equals_one_process() -> None:
     weights = weights_for("all")
     recomputed = run_on_ranks({"dp": 4, "ep": 2, "etp": 2}, weights, "recomputed")
@@ -241,17 +242,20 @@ def test_dry_run_split_sizes_are_balanced(monkeypatch: pytest.MonkeyPatch, sent:
         assert max(row) - min(row) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "degrees", "more", "tolerance"),
     [
         ("grok1", {"dp": 2, "ep": 2}, {}, 1e-5),
-        ("grok1", {"dp": 2, "etp": 2}, {"fsdp": True, "recompute_layers": 2}, 1e-5),
+        pytest.param(
+            "grok1", {"dp": 2, "etp": 2}, {"fsdp": True, "recompute_layers": 2}, 1e-5, marks=pytest.mark.nightly
+        ),
         ("grok1", {"tp": 2, "cp": 2, "ep": 2, "etp": 2}, {"balanced_experts": True}, 1e-5),
         ("deepseek", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, {}, 1e-5),
-        ("deepseek", {"dp": 2, "ep": 2}, {"dtype": "bf16"}, 2e-2),
+        pytest.param("deepseek", {"dp": 2, "ep": 2}, {"dtype": "bf16"}, 2e-2, marks=pytest.mark.nightly),
         ("grok1", {"dp": 2, "ep": 2}, {"dtype": "fp8", "balanced_experts": True}, 6e-2),
         ("grok1", {"dp": 2}, {"dtype": "fp8", "balanced_experts": True, "fsdp": True}, 6e-2),
-        ("grok1", {"dp": 2}, {"dtype": "fp8", "balanced_experts": True}, 6e-2),
+        pytest.param("grok1", {"dp": 2}, {"dtype": "fp8", "balanced_experts": True}, 6e-2, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -55,49 +55,53 @@ def assert_like_one_process(name: str, dtype: str = "fp32", mbs: int = 2, **layo
     assert outcome(name, dtype=dtype, mbs=mbs, **layout).max_distance(reference) < CLOSE[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [True, False])
 @pytest.mark.parametrize(
     ("name", "dp", "mbs"),
     [
         ("llama", 2, 2),
-        ("llama", 4, 3),
+        pytest.param("llama", 4, 3, marks=pytest.mark.nightly),
         ("grok1", 2, 2),
-        ("nemotron_h", 2, 2),
+        pytest.param("nemotron_h", 2, 2, marks=pytest.mark.nightly),
         ("uneven", 3, 1),
-        pytest.param("deepseek", 2, 2, marks=pytest.mark.matrix),
-        pytest.param("llama", 2, 6, marks=pytest.mark.matrix),
-        pytest.param("grok1", 4, 1, marks=pytest.mark.matrix),
-        pytest.param("grok1", 4, 3, marks=pytest.mark.matrix),
-        pytest.param("nemotron_h", 4, 1, marks=pytest.mark.matrix),
-        pytest.param("uneven", 4, 3, marks=pytest.mark.matrix),
+        pytest.param("deepseek", 2, 2, marks=pytest.mark.nightly),
+        pytest.param("llama", 2, 6, marks=pytest.mark.nightly),
+        pytest.param("grok1", 4, 1, marks=pytest.mark.nightly),
+        pytest.param("grok1", 4, 3, marks=pytest.mark.nightly),
+        pytest.param("nemotron_h", 4, 1, marks=pytest.mark.nightly),
+        pytest.param("uneven", 4, 3, marks=pytest.mark.nightly),
     ],
 )
 def test_dp_equals_one_process(name: str, dp: int, mbs: int, fsdp: bool) -> None:
     assert_like_one_process(name, dp=dp, fsdp=fsdp, mbs=mbs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize(
-    ("name", "fsdp"), [("grok1", True), ("nemotron_h", False), pytest.param("llama", True, marks=pytest.mark.matrix)]
+    ("name", "fsdp"), [("grok1", True), ("nemotron_h", False), pytest.param("llama", True, marks=pytest.mark.nightly)]
 )
 def test_weights_are_gathered_in_bf16(name: str, fsdp: bool, dtype: str) -> None:
     assert_like_one_process(name, dtype, dp=2, fsdp=fsdp)
 
 
-@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("name", ["uneven", pytest.param("deepseek", marks=pytest.mark.matrix)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["uneven", pytest.param("deepseek", marks=pytest.mark.nightly)])
 def test_dp_with_tp_equals_one_process(name: str, fsdp: bool) -> None:
     assert_like_one_process(name, dp=3, tp=2, fsdp=fsdp)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         ("grok1", {"dp": 4, "ep": 2, "fsdp": True, "mbs": 1}),
-        pytest.param("grok1", {"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.matrix),
-        pytest.param("deepseek", {"tp": 4, "ep": 2}, marks=pytest.mark.matrix),  # only the experts have replicas
+        pytest.param("grok1", {"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.nightly),
+        pytest.param("deepseek", {"tp": 4, "ep": 2}, marks=pytest.mark.nightly),  # only the experts have replicas
         pytest.param(
-            "deepseek", {"dp": 4, "ep": 2, "fsdp": True, "recompute_layers": 3, "mbs": 1}, marks=pytest.mark.matrix
+            "deepseek", {"dp": 4, "ep": 2, "fsdp": True, "recompute_layers": 3, "mbs": 1}, marks=pytest.mark.nightly
         ),
     ],
 )
@@ -105,12 +109,14 @@ def test_dp_with_ep_equals_one_process(name: str, layout: dict) -> None:
     assert_like_one_process(name, **layout)
 
 
+@pytest.mark.slow
 def test_fsdp_with_recomputation_and_offload(monkeypatch) -> None:
     monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
     assert_like_one_process("grok1", dp=2, fsdp=True, recompute_layers=2, offload_layers=1)
 
 
-@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_communication_overlap_is_bit_exact(fsdp: bool) -> None:
     overlapped = outcome("grok1", dtype="fp32", mbs=2, dp=2, fsdp=fsdp)
     reference = outcome("grok1", dtype="fp32", mbs=2, dp=2, fsdp=fsdp, overlap_gather=False, overlap_reduce=False)
@@ -118,6 +124,7 @@ def test_communication_overlap_is_bit_exact(fsdp: bool) -> None:
     assert all(torch.equal(overlapped.tensors[name], reference.tensors[name]) for name in overlapped.tensors)
 
 
+@pytest.mark.slow
 def test_fsdp_is_deterministic(tmp_path: Path) -> None:
     layout: dict[str, Any] = {"dtype": "fp32", "mbs": 3, "dp": 4, "fsdp": True}
     first, second = outcome("llama", **layout), trained_in(config_of_layout("llama", **layout), tmp_path)
@@ -143,6 +150,7 @@ def initial_weights(_rank: int, config: RunConfig) -> dict[str, Tensor]:
     return {name: full(parameter.detach()) for name, parameter in model_part.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -171,6 +179,7 @@ def count_elements(_rank: int, config: RunConfig) -> tuple[int, int, int]:
     return sum(p.numel() for p in optimizer.shards.values()), routers, gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [True, False])
 def test_each_rank_holds_its_shard(fsdp: bool) -> None:
     config = config_of_layout("grok1", dp=4, fsdp=fsdp)
@@ -201,6 +210,7 @@ def collectives(_rank: int, config: RunConfig) -> Counter[str]:
     return counted.counts
 
 
+@pytest.mark.slow
 def test_number_of_collectives_per_step() -> None:
     """Four layers and the root are five FSDP groups; there are three micro-batches."""
     for fsdp, gathers, reductions in ((False, 5, 5), (True, 3 * (5 + 4), 3 * 5)):
@@ -222,6 +232,7 @@ def staging_is_isolated(_rank: int, config: RunConfig, folder: Path) -> bool:
     return all(torch.equal(before[n], full(copies[n])) and not torch.equal(before[n], now[n]) for n in now)
 
 
+@pytest.mark.slow
 def test_staged_checkpoint_is_not_modified_by_training(tmp_path: Path) -> None:
     assert on_ranks(2, staging_is_isolated, config_of_layout("llama", dp=2, fsdp=True), tmp_path) == [True, True]
 

@@ -120,6 +120,7 @@ def test_save_norm_outputs_needs_fused_layers(trained) -> None:
     assert "does not run save_norm_outputs=true with llama in fp32 on 1 ranks of cpu" in refused.ended().reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_fused_and_plain_layers_learn_the_same(dtype: str) -> None:
     losses = []

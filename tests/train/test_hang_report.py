@@ -17,6 +17,7 @@ from llmb.runtime.recorder import EventRecorder
 from llmb.train import loop
 
 
+@pytest.mark.slow
 def test_running_process_writes_hang_report_and_continues(start) -> None:
     outcome, process = start(steps=10**6)
 
@@ -45,6 +46,7 @@ def count_after_training(rank: int, layout: dict, folder: Path) -> dict[str, int
     return collectives_entered()
 
 
+@pytest.mark.slow
 def test_ranks_of_a_group_count_the_same_collectives(tmp_path) -> None:
     counts = on_ranks(4, count_after_training, {"tp": 2, "pp": 2, "mbs": 2, "ga": 2}, tmp_path)
     groups = {group for count in counts for group in count}
@@ -80,6 +82,7 @@ def one_hangs(rank: int, layout: dict, folder: Path) -> tuple[HangReport, list[f
     return answers[0], [step.busy_s for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"dp": 2, "gbs": 8}, {"tp": 2}, {"pp": 2, "mbs": 2, "ga": 2}], ids=str)
 def test_waiting_rank_is_ahead_of_hanging_rank(layout, tmp_path) -> None:
     (waits, idle), (hangs, busy) = on_ranks(2, one_hangs, layout, tmp_path)

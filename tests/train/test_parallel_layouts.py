@@ -175,7 +175,7 @@ def _offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
-    return [] if str(case) in QUICK else [pytest.mark.matrix]
+    return [] if str(case) in QUICK else [pytest.mark.nightly]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=_marks(case)) for case in CASES])
@@ -186,7 +186,7 @@ def test_layout_trains_as_one_process(case: Case) -> None:
     assert weights < TOLERANCE[case.dtype][2]
 
 
-@pytest.mark.matrix
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", [case for case in RECIPES if case.parallel.world_size == MOST_RANKS], ids=str)
 def test_layout_is_deterministic(case: Case) -> None:
     first, second = _run(case), _trained(case)

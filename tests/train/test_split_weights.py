@@ -125,6 +125,7 @@ def test_non_finite_split_update_changes_nothing(moments: torch.dtype, exact: bo
     assert all(torch.equal(weight, before[name]) for name, weight in fp32_weights(network).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["moments", "master_weights"])
 def test_bf16_state_learns_as_fp32(trained, state: str) -> None:
     settings = {"dtype": "bf16", "steps": 40, "lr": 3e-3, "gbs": 4, "mbs": 4}

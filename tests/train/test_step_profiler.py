@@ -166,6 +166,7 @@ def test_resolved_intervals_are_disjoint() -> None:
     assert [(p.start, p.end) for p in clip([KernelInterval(0, 10, "x", "n")], [(1, 2), (9, 12)])] == [(1, 2), (9, 10)]
 
 
+@pytest.mark.slow
 def test_profiled_run_reports_time_spent(trained, capsys) -> None:
     plain = trained(steps=6)
     capsys.readouterr()

@@ -51,12 +51,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SMALL_MODELS, "tied llama"])
 def test_tp2_equals_one_process(run: Callable[..., Trained], name: str) -> None:
     assert run(name, tp=2).max_distance(run(name, tp=1)) < TOLERANCE["fp32"]
 
 
-@pytest.mark.parametrize("name", ["four kv heads", pytest.param("deepseek", marks=pytest.mark.matrix)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["four kv heads", pytest.param("deepseek", marks=pytest.mark.nightly)])
 def test_tp4_equals_one_process(run: Callable[..., Trained], name: str) -> None:
     assert run(name, tp=4).max_distance(run(name, tp=1)) < TOLERANCE["fp32"]
 
@@ -68,7 +70,7 @@ def test_tp_recomputation_is_bit_exact(run: Callable[..., Trained], name: str) -
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize(
-    "name", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "grok1", "deepseek"))]
+    "name", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "grok1", "deepseek"))]
 )
 def test_tp_in_low_precision_stays_close(run: Callable[..., Trained], name: str, dtype: str) -> None:
     assert run(name, tp=2, dtype=dtype).max_distance(run(name, tp=1, dtype=dtype)) < TOLERANCE[dtype]

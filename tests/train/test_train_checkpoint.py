@@ -143,8 +143,8 @@ def in_layout(name: str, model: Model, **changes: Any) -> RunConfig:
     [
         ("llama", ["fsdp 4", "one process", "dp 3"]),
         ("grok1", ["tp 2 pp 2", "fsdp 4", "one process"]),  # its embedding is on two stages
-        pytest.param("nemotron_h", ["fsdp 2 tp 2", "tp 2 pp 2", "fsdp 4"], marks=pytest.mark.matrix),
-        pytest.param("deepseek", ["one process", "fsdp 2 tp 2", "tp 2 pp 2"], marks=pytest.mark.matrix),
+        pytest.param("nemotron_h", ["fsdp 2 tp 2", "tp 2 pp 2", "fsdp 4"], marks=pytest.mark.nightly),
+        pytest.param("deepseek", ["one process", "fsdp 2 tp 2", "tp 2 pp 2"], marks=pytest.mark.nightly),
     ],
 )
 def test_resume_with_another_layout(tmp_path, model: str, route: list[str]) -> None:
@@ -165,12 +165,15 @@ def test_resume_with_another_layout(tmp_path, model: str, route: list[str]) -> N
 
 
 @pytest.mark.slow
-def test_resume_after_kill_at_thirty_times(folder_of, trained) -> None:
+@pytest.mark.parametrize(("kills", "partial"), [(8, 1), pytest.param(32, 5, marks=pytest.mark.nightly)])
+def test_resume_after_kills_at_random_times(folder_of, trained, kills: int, partial: int) -> None:
     """Each run is killed at a random time; the next resumes from the latest complete checkpoint."""
     moments = random.Random(7)
     losses: dict[int, float] = {}
     resume, last, cut_short, killed = None, 0, 0, 0
-    while killed < 32 or last <= 32 or cut_short < 5:  # until there was progress and some partial checkpoints
+    while (
+        killed < kills or last <= kills or cut_short < partial
+    ):  # until there was progress and some partial checkpoints
         assert killed < 150
         killed += 1
         folder = folder_of(steps=10**6, checkpoint_every=1, resume=resume)

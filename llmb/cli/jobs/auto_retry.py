@@ -1,6 +1,6 @@
 """Resubmits jobs that failed for reasons outside themselves, up to `submit --retries N` times, excluding failed nodes.
 
-There is no daemon: whoever watches or refreshes jobs does it. The remaining retries move from the failed job to the one
+There is no daemon: `jobs --watch` and `jobs refresh` do it. The remaining retries move from the failed job to the one
 that retries it, in one transaction, so that two watchers do not both submit it.
 """
 

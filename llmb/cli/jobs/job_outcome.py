@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmb.cli.stored_runs import keep_result, load_run
+from llmb.cli.stored_runs import load_run, write_result
 from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig, Status
 from llmb.events import RunEnded
@@ -62,7 +62,7 @@ def record_outcome(run: RunFolder, job: Job, state: JobState | None) -> dict[str
     """
     config, result = load_run(run)
     if run.all_events():  # ranks may have outlived their supervisor, and written more since the result was derived
-        result = keep_result(run, config)
+        result = write_result(run, config)
     failure = diagnose_run(run, state)
     final = _with_failure(result, failure)
     if final != result or not run.result.exists():
@@ -84,7 +84,7 @@ def record_outcome(run: RunFolder, job: Job, state: JobState | None) -> dict[str
 def record_unsubmitted(run: RunFolder, config: RunConfig, reason: str) -> None:
     """Record in its folder that a job was never submitted."""
     append_run_end(run.events(0), RunEnded(time=time.time(), status="failed", reason=reason))
-    keep_result(run, config)
+    write_result(run, config)
     _write(run, JobOutcome(failure="refused"))
 
 

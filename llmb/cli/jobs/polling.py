@@ -14,7 +14,7 @@ from typing import Any
 
 from llmb.cli.jobs.job_outcome import has_end, record_outcome
 from llmb.cli.jobs.lost_submissions import recover_submission
-from llmb.cli.stored_runs import keep_result, load_run
+from llmb.cli.stored_runs import load_run, write_result
 from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.launch.run_folder import RunFolder, is_alive
 from llmb.launch.slurm.slurm_jobs import JobState, SlurmUnavailable, states
@@ -111,8 +111,8 @@ class Poller:
         if was_down:
             return
         refreshed_at = [job.refreshed_at for job in jobs if job.refreshed_at]
-        age = f"{time.time() - min(refreshed_at):.0f} s ago" if refreshed_at else "submission"
-        self._log(f"ERROR: {down}; showing the state of {age}")
+        age = f"{time.time() - min(refreshed_at):.0f} s ago" if refreshed_at else "at submission"
+        self._log(f"ERROR: {down}; last known state, {age}, is shown")
 
     def _report_once(self, text: str) -> None:
         if text not in self._reported:
@@ -128,7 +128,7 @@ def refresh_local(store: Store, job: Job) -> Job:
     config, _ = load_run(run)
     if run.job_id is None:  # llmb-run was killed before it could write it
         run.write_record(config, job.job_id)
-    store.finish(job.job_id, keep_result(run, config))
+    store.finish(job.job_id, write_result(run, config))
     return store.job(job.job_id)
 
 

@@ -14,7 +14,7 @@ from llmb.cli.jobs.job_outcome import read_job_outcome
 from llmb.cli.jobs.jobs import open_store
 from llmb.cli.jobs.lost_submissions import find_slurm_id, may_still_appear
 from llmb.cli.jobs.polling import Poller
-from llmb.cli.stored_runs import keep_result, load_run
+from llmb.cli.stored_runs import load_run, write_result
 from llmb.config.serialization import read_json
 from llmb.errors import LlmbError
 from llmb.launch.archive.run_origin import read_origin
@@ -79,7 +79,7 @@ def _local_row(run: RunFolder) -> Job:
     columns: dict[str, Any] = {"status": "running"}
     if ended:
         if not run.result.exists():
-            result = keep_result(run, config)
+            result = write_result(run, config)
         columns = {**figures(result), "updated_at": run.result.stat().st_mtime}
     return job_row(config, run.path, "local", run.job_id or "", run.created_at, **columns)
 

@@ -74,7 +74,8 @@ class DelayedScaling(Generic[Name]):
         for name, tensor in (("scale", self._scales_T), ("amax", self._amax_T), ("history", self._history_HT)):
             tensor.copy_(state[name])
         self._next = 0
-        self._measured = {name for name, known in zip(self._index, state["known"].tolist(), strict=True) if known}
+        measured = state["known"].tolist()
+        self._measured = {name for name, seen in zip(self._index, measured, strict=True) if seen}
 
     def _set_scales(self, some: slice, amax_T: Tensor) -> None:
         """A tensor of zeros tells nothing about the next steps: its scale is 1."""

@@ -69,10 +69,17 @@ class StreamClocks:
         ready = max(self._done("inbound", operation.wait_inbound), self._done("outbound", operation.wait_outbound))
         start, end = self._take("compute", ready, self.durations.seconds_of(cost))
         if task.kind == "backward" and task.level != FULL and task.chunk is not None:
-            again = self.durations.recompute(task.chunk, task.level)
-            split = start + self.durations.seconds_of(again)
+            recompute_cost = self.durations.recompute(task.chunk, task.level)
+            split = start + self.durations.seconds_of(recompute_cost)
             yield timeline_event(
-                "compute", "recompute", start, split, task, step, self.durations.model.layers, flops=again.flops
+                "compute",
+                "recompute",
+                start,
+                split,
+                task,
+                step,
+                self.durations.model.layers,
+                flops=recompute_cost.flops,
             )
             yield timeline_event(
                 "compute",
@@ -82,7 +89,7 @@ class StreamClocks:
                 task,
                 step,
                 self.durations.model.layers,
-                flops=cost.flops - again.flops,
+                flops=cost.flops - recompute_cost.flops,
             )
         else:
             yield timeline_event(

@@ -43,7 +43,7 @@ class StepTask(NamedTuple):
     ends: tuple[BufferKey, ...]  # those of all these that no later task needs
     level: str = FULL  # save level of its layer and chunk
     last: bool = False  # the gradients that it makes or changes are complete for the step
-    fresh: bool = False  # update: the very first, before which there is no optimizer state
+    first_update: bool = False  # update: the very first, before which there is no optimizer state
 
 
 class StepStart(NamedTuple):
@@ -113,7 +113,7 @@ class _Step:
         if level in (FULL, ATTENTION):
             makes.append(_attn(layer, chunk))
         if level == FULL:
-            makes.append(_rest(layer, chunk))
+            makes.append(_saved_activations(layer, chunk))
         if chunk.number == 0:
             makes.append(kv)
         changes = () if chunk.number == 0 else (kv,)
@@ -151,7 +151,7 @@ class _Step:
         if level in (FULL, ATTENTION):
             saved.append(_attn(layer, chunk))
         if level == FULL:
-            saved.append(_rest(layer, chunk))
+            saved.append(_saved_activations(layer, chunk))
         kv, dkv = _kv(layer, chunk), BufferKey("dkv", -1, chunk.group)
         makes, changes = self.grads(range(layer, layer + 1))
         is_last_chunk = self.is_last_of_group(chunk)  # first in backward
@@ -195,10 +195,10 @@ class _Step:
     def update(self, round_: int, bucket: int) -> StepTask:
         self.updated.add(bucket)
         param, grad, state = BufferKey("param", bucket), BufferKey("grad", bucket), BufferKey("state", bucket)
-        fresh = self.start.updates == 0
-        changes = (param,) if fresh else (param, state)
-        makes = (state,) if fresh else ()
-        return StepTask("update", round_, bucket, None, (grad,), makes, changes, (grad,), fresh=fresh)
+        first_update = self.start.updates == 0
+        changes = (param,) if first_update else (param, state)
+        makes = (state,) if first_update else ()
+        return StepTask("update", round_, bucket, None, (grad,), makes, changes, (grad,), first_update=first_update)
 
     def level(self, layer: int, chunk: Chunk) -> str:
         return self.plan.levels[layer * self.plan.chunks_per_round + chunk.place]
@@ -216,7 +216,7 @@ def _attn(layer: int, chunk: Chunk) -> BufferKey:
     return BufferKey("attn", layer, chunk.group, chunk.number)
 
 
-def _rest(layer: int, chunk: Chunk) -> BufferKey:
+def _saved_activations(layer: int, chunk: Chunk) -> BufferKey:
     return BufferKey("rest", layer, chunk.group, chunk.number)
 
 

@@ -43,6 +43,6 @@ def _borders(timeline: Timeline) -> list[Interval]:
 
     What follows the last recorded step is left out where there is another: what would have hidden it is not recorded.
     """
-    others = [s for s in timeline.by_stream["compute"] if s.phase != "update"]
-    between = [(a.end, b.start) for a, b in pairwise(others) if a.step != b.step]
-    return between or [(others[-1].end if others else timeline.start, timeline.end)]
+    non_updates = [s for s in timeline.by_stream["compute"] if s.phase != "update"]
+    between = [(a.end, b.start) for a, b in pairwise(non_updates) if a.step != b.step]
+    return between or [(non_updates[-1].end if non_updates else timeline.start, timeline.end)]

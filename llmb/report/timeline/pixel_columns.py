@@ -57,8 +57,8 @@ def levels(samples: Sequence[tuple[float, float]], columns: Columns) -> list[flo
         until = times[i + 1] if i + 1 < len(times) else columns.end
         a, b = columns.x(time) - columns.left, columns.x(until) - columns.left
         for column in range(min(int(a), columns.count - 1), min(math.ceil(b), columns.count)):
-            known = values[column]
-            values[column] = value if known is None else max(known, value)
+            current = values[column]
+            values[column] = value if current is None else max(current, value)
     return values
 
 

@@ -9,7 +9,7 @@ _SMALLEST, _LARGEST = 1e-12, 1e18
 
 
 def field(label: str) -> re.Pattern[str]:
-    """Return the pattern of one `label: number` field; the label is a regular expression, fastest with letters first."""
+    """Return the pattern of one `label: number` field; the label is a regular expression, best begun with letters."""
     return re.compile(rf"{label}\s*[:=]\s*{NUMBER}(?![\w.])")
 
 

@@ -8,10 +8,12 @@ from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm
 from llmb.ops.quant.activation_quant import PerTokenFp8, quantize_activation
 from op_cases import Arguments, cases, randn
 
+# Hopper's fp8 tensor cores align the products of a sum to its largest and keep 14 bits: 2e-4 here. Interpreter: fp32.
+FP8_MMA = 1e-3 if torch.cuda.is_available() else 1e-5
 SHAPES = [(1, 64, 1), (1, 128, 9), (3, 200, 4), (16, 1, 2), (17, 130, 3), (64, 256, 2), (70, 96, 5)]
 
 
-@cases(block_scaled_mm, *SHAPES, tolerance=1e-5)
+@cases(block_scaled_mm, *SHAPES, tolerance=FP8_MMA)
 @cases(block_scaled_mm, *((*shape, bfloat16) for shape in SHAPES), tolerance=2**-7)  # the interpreter truncates
 def block_scaled(g: Generator, d: device, n: int, o: int, groups: int, out_dtype: dtype = float32) -> Arguments:
     block_scales = torch.randn(groups, generator=g).exp().repeat_interleave(128).to(d)

@@ -1,4 +1,4 @@
-"""The training engine on a real GPU: the same numbers as on the CPU, the fast attention, the ends that need a GPU."""
+"""Training on a GPU: the numbers of the CPU, fused attention, memory, out of memory, synchronization."""
 
 import copy
 import json
@@ -77,7 +77,7 @@ def steps_and_end(config: RunConfig, folder: Path) -> tuple[list[StepDone], RunE
     return [e for e in events if isinstance(e, StepDone)], events[-1]
 
 
-def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu() -> None:
+def test_llama_in_bf16_matches_fp32_on_the_cpu() -> None:
     exact = build_model(SMALL)
     exact.init_weights(4)
     rounded = copy.deepcopy(exact).to(GPU)
@@ -85,8 +85,8 @@ def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu() -> None:
     tokens = synthetic_tokens(1, 0, (2, 257), SMALL.vocab, CPU)
     losses = []
     for network, device in ((exact, CPU), (rounded, GPU)):
-        here = tokens.to(device)
-        loss = network(here[:, :-1], here[:, 1:])
+        on_cpu = tokens.to(device)
+        loss = network(on_cpu[:, :-1], on_cpu[:, 1:])
         loss.backward()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
@@ -96,25 +96,25 @@ def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu() -> None:
         assert error < 0.03, f"{name}: {error:.3f}"
 
 
-def test_fp32_on_the_gpu_agrees_with_the_cpu_closely() -> None:
-    here = build_model(SMALL)
-    here.init_weights(4)
-    there = copy.deepcopy(here).to(GPU)
+def test_llama_in_fp32_matches_the_cpu() -> None:
+    on_cpu = build_model(SMALL)
+    on_cpu.init_weights(4)
+    on_gpu = copy.deepcopy(on_cpu).to(GPU)
     tokens = synthetic_tokens(1, 0, (2, 257), SMALL.vocab, CPU)
-    loss_here = here(tokens[:, :-1], tokens[:, 1:])
+    loss_here = on_cpu(tokens[:, :-1], tokens[:, 1:])
     tokens = tokens.to(GPU)
-    assert there(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(loss_here.item(), rel=1e-5)
+    assert on_gpu(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(loss_here.item(), rel=1e-5)
 
 
-def test_tokens_are_the_same_on_both() -> None:
-    here, there = (synthetic_tokens(1234, 99, (4, 8193), 128256, device) for device in (CPU, GPU))
-    assert torch.equal(here, there.cpu())
+def test_synthetic_tokens_are_the_same_on_cpu_and_gpu() -> None:
+    on_cpu, on_gpu = (synthetic_tokens(1234, 99, (4, 8193), 128256, device) for device in (CPU, GPU))
+    assert torch.equal(on_cpu, on_gpu.cpu())
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="older than Hopper"
 )
-def test_cudnn_takes_grouped_attention_forward_and_backward() -> None:
+def test_gqa_uses_cudnn_forward_and_backward() -> None:
     assert attention_backends(GPU)[0] is SDPBackend.CUDNN_ATTENTION
     generator = torch.Generator(GPU).manual_seed(5)
     q, k, v = (
@@ -123,106 +123,106 @@ def test_cudnn_takes_grouped_attention_forward_and_backward() -> None:
     )
     with sdpa_kernel(SDPBackend.MATH):
         exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    wanted = torch.autograd.grad(exact.square().sum(), (q, k, v))
+    expected = torch.autograd.grad(exact.square().sum(), (q, k, v))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         fast = causal_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
-        given = torch.autograd.grad(fast.float().square().sum(), (q, k, v))
+        grads = torch.autograd.grad(fast.float().square().sum(), (q, k, v))
     names = {event.key for event in profile.key_averages()}
     assert "aten::_scaled_dot_product_cudnn_attention" in names
-    for ours, theirs in zip((fast, *given), (exact, *wanted), strict=True):
-        assert (ours.float() - theirs).norm() / theirs.norm() < 0.02
+    for a, b in zip((fast, *grads), (exact, *expected), strict=True):
+        assert (a.float() - b).norm() / b.norm() < 0.02
 
 
-def slopes(function: Callable[..., Tensor], slope: Tensor, *inputs: Tensor) -> list[Tensor]:
-    """The value, and the slope of each input."""
-    watched = [one.detach().requires_grad_() for one in inputs]
-    value = function(*watched)
-    return [value.detach(), *torch.autograd.grad(value, watched, slope)]
+def with_gradients(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """Return the output, and the gradient of each input."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    output = function(*leaves)
+    return [output.detach(), *torch.autograd.grad(output, leaves, dy)]
 
 
-def assert_near(fused: Callable[..., Tensor], plain: Callable[..., Tensor], slope: Tensor, *inputs: Tensor) -> None:
-    """The fused form in the formats given, against the plain one in double precision."""
-    found = slopes(fused, slope, *inputs)
-    wanted = slopes(plain, slope.double(), *(one.double() for one in inputs))
-    for ours, exact, given in zip(found, wanted, (slope, *inputs), strict=True):
-        assert ours.dtype == given.dtype
-        assert (ours.double() - exact).norm() < 0.01 * exact.norm()
+def assert_near(fused: Callable[..., Tensor], plain: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> None:
+    """Compare a fused function with the plain one in double precision."""
+    actual = with_gradients(fused, dy, *inputs)
+    expected = with_gradients(plain, dy.double(), *(x.double() for x in inputs))
+    for a, exact, like in zip(actual, expected, (dy, *inputs), strict=True):
+        assert a.dtype == like.dtype
+        assert (a.double() - exact).norm() < 0.01 * exact.norm()
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(GPU, dtype)
 
 
-def test_a_norm_and_the_stream_around_its_block() -> None:
+def test_rms_norm_with_residual_on_gpu() -> None:
     def fused(x: Tensor, weight: Tensor) -> Tensor:
-        normed, stream = rms_norm_with_residual(x, weight, 1e-5)
-        return stream + normed
+        normed, residual = rms_norm_with_residual(x, weight, 1e-5)
+        return residual + normed
 
-    x, weight, slope = numbers(2, 333, 4096), numbers(4096, dtype=torch.float32), numbers(2, 333, 4096)
-    assert_near(fused, lambda x, weight: x + F.rms_norm(x, (4096,), weight, 1e-5), slope, x, weight)
+    x, weight, dy = randn(2, 333, 4096), randn(4096, dtype=torch.float32), randn(2, 333, 4096)
+    assert_near(fused, lambda x, weight: x + F.rms_norm(x, (4096,), weight, 1e-5), dy, x, weight)
 
 
-def test_a_rotation_of_heads_before_tokens() -> None:
-    angle = numbers(333, 64, dtype=torch.float32) * 100
-    x, slope = numbers(2, 8, 333, 128).transpose(1, 2), numbers(2, 333, 8, 128)
+def test_rope_with_heads_before_tokens() -> None:
+    angle = randn(333, 64, dtype=torch.float32) * 100
+    x, dy = randn(2, 8, 333, 128).transpose(1, 2), randn(2, 333, 8, 128)
     tables = angle.cos(), angle.sin()
-    assert_near(lambda x: fused_rope(x, *tables), lambda x: apply_rope(x, *tables), slope, x)
+    assert_near(lambda x: fused_rope(x, *tables), lambda x: apply_rope(x, *tables), dy, x)
 
 
-def test_a_gated_mlp() -> None:
-    x, slope = numbers(2, 333, 512), numbers(2, 333, 512)
-    weights = [numbers(*shape, dtype=torch.float32) / 16 for shape in ((1536, 512), (1536, 512), (512, 1536))]
+def test_gated_mlp_on_gpu() -> None:
+    x, dy = randn(2, 333, 512), randn(2, 333, 512)
+    weights = [randn(*shape, dtype=torch.float32) / 16 for shape in ((1536, 512), (1536, 512), (512, 1536))]
 
     def plain(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
 
-    assert_near(gated_mlp, plain, slope, x, *weights)
+    assert_near(gated_mlp, plain, dy, x, *weights)
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_an_activation_gated_and_not(kind: str) -> None:
-    x, up, slope = numbers(333, 1000), numbers(1, 333, 1000)[0], numbers(333, 1000)
-    assert_near(lambda x: fused_activation(x, kind), ACTIVATIONS[kind], slope, x)
-    assert_near(lambda x, up: fused_activation(x, kind, up), lambda x, up: ACTIVATIONS[kind](x) * up, slope, x, up)
+def test_activation_gated_and_not(kind: str) -> None:
+    x, up, dy = randn(333, 1000), randn(1, 333, 1000)[0], randn(333, 1000)
+    assert_near(lambda x: fused_activation(x, kind), ACTIVATIONS[kind], dy, x)
+    assert_near(lambda x, up: fused_activation(x, kind, up), lambda x, up: ACTIVATIONS[kind](x) * up, dy, x, up)
 
 
-def test_the_loss_in_chunks_with_slopes_over_the_logits() -> None:
-    hidden, head = numbers(5000, 256), numbers(20000, 256, dtype=torch.float32) / 16
+def test_chunked_cross_entropy_on_gpu() -> None:
+    hidden, head = randn(5000, 256), randn(20000, 256, dtype=torch.float32) / 16
     labels = torch.arange(5000, device=GPU) * 3
     hidden.requires_grad_()
     head.requires_grad_()
-    exact = [one.detach().double().requires_grad_() for one in (hidden, head)]
-    loss, wanted = chunked_cross_entropy(hidden, head, labels), F.cross_entropy(exact[0] @ exact[1].T, labels)
-    assert loss.item() == pytest.approx(wanted.item(), rel=1e-3)
-    pairs = zip(torch.autograd.grad(loss, (hidden, head)), torch.autograd.grad(wanted, exact), strict=True)
-    for ours, theirs in pairs:
-        assert (ours.double() - theirs).norm() < 0.02 * theirs.norm()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
+    loss, expected = chunked_cross_entropy(hidden, head, labels), F.cross_entropy(exact[0] @ exact[1].T, labels)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3)
+    pairs = zip(torch.autograd.grad(loss, (hidden, head)), torch.autograd.grad(expected, exact), strict=True)
+    for a, b in pairs:
+        assert (a.double() - b).norm() < 0.02 * b.norm()
 
 
-def test_gradients_of_micro_batches_add_up_in_fp32_and_in_their_own_memory() -> None:
-    weight = nn.Parameter(numbers(512, 256, dtype=torch.float32))
-    x, slope = numbers(1024, 256), numbers(1024, 512)
-    exact = slope.double().T @ x.double()
-    places = set()
+def test_gradients_of_micro_batches_accumulate_in_fp32_in_place() -> None:
+    weight = nn.Parameter(randn(512, 256, dtype=torch.float32))
+    x, dy = randn(1024, 256), randn(1024, 512)
+    exact = dy.double().T @ x.double()
+    addresses = set()
     for micro in range(1, 5):
-        linear(x, weight).backward(slope)
-        places.add(weight.grad.data_ptr())
+        linear(x, weight).backward(dy)
+        addresses.add(weight.grad.data_ptr())
         assert (weight.grad.double() - micro * exact).norm() < 1e-5 * micro * exact.norm()
-    assert len(places) == 1
+    assert len(addresses) == 1
 
 
 def test_layers_of_8b_train(tmp_path: Path) -> None:
     steps, ended = steps_and_end(CONFIG, tmp_path)
     assert (ended.status, ended.reason) == ("ok", None)
     assert len(steps) == 4
-    # Logits start as random numbers of variance 4096 * 0.02^2, which costs half of that above chance.
+    # Initial logits are random with variance 4096 * 0.02^2, which adds half of that to the loss of chance.
     assert steps[0].loss == pytest.approx(math.log(128256) + 4096 * 0.02**2 / 2, rel=0.01)
     assert steps[-1].loss < steps[0].loss
     parameters = sum(p.numel() for p in _on_meta(TWO_LAYERS_OF_8B).parameters())
     assert 16 * parameters < steps[-1].memory_bytes < 16 * parameters + 20 * 2**30
 
 
-def test_recomputation_saves_memory_and_keeps_the_loss(tmp_path: Path) -> None:
+def test_recompute_saves_memory_and_keeps_the_loss(tmp_path: Path) -> None:
     peaks, losses = [], []
     for layers in (0, 2):
         folder = tmp_path / str(layers)
@@ -236,7 +236,8 @@ def test_recomputation_saves_memory_and_keeps_the_loss(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-def test_running_out_of_memory_has_a_name(tmp_path: Path) -> None:
+@pytest.mark.exclusive  # fills the memory
+def test_out_of_memory_names_a_smaller_batch(tmp_path: Path) -> None:
     work = replace(CONFIG.workload, mbs=256, gbs=256, ga=1)
     steps, ended = steps_and_end(replace(CONFIG, workload=work), tmp_path)
     assert not steps
@@ -244,7 +245,7 @@ def test_running_out_of_memory_has_a_name(tmp_path: Path) -> None:
     assert re.search(r"GiB of \d+\.\d GiB: lower mbs from 256 to \d+ \(frees about \d+\.\d GiB\)", ended.reason)
 
 
-def test_a_step_waits_for_the_device_once() -> None:
+def test_step_synchronizes_once() -> None:
     work = replace(CONFIG.workload, seqlen=256)
     config = replace(CONFIG, model=SMALL, workload=work)
     job = TrainJob(config, work, Mesh(0, 1, GPU))

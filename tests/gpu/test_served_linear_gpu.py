@@ -1,4 +1,4 @@
-"""Served linear layers on a real GPU: each format's product against the plain one of the same rounded numbers."""
+"""Served linear layers on a GPU: the GEMM of each format against the plain one of the same rounded numbers."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-        reason="no GPU with 8-bit products",
+        reason="no GPU with fp8 GEMM",
     ),
 ]
 
@@ -29,7 +29,7 @@ DEEPSEEK = [(7168, 2112), (1536, 24576), (16384, 7168), (7168, 36864), (18432, 7
 FORMATS: list[Format] = ["plain", "fp8_tensor", "fp8_channel", "fp8_block", "nvfp4"]
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def randn(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator(GPU).manual_seed(seed)
     return (
         torch.randn(shape, device=GPU, generator=generator)
@@ -37,69 +37,69 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     )
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def operands(tokens: int, inputs: int, outputs: int) -> tuple[GroupFp8, BlockScaledWeight]:
-    x = quantize_activation(drawn(tokens, inputs).bfloat16(), "1x128")
+    x = quantize_activation(randn(tokens, inputs).bfloat16(), "1x128")
     assert isinstance(x, GroupFp8)
-    return x, quantize_blocks(drawn(outputs, inputs, seed=1))
+    return x, quantize_blocks(randn(outputs, inputs, seed=1))
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 65, 128, 1000])
 @pytest.mark.parametrize(("inputs", "outputs"), DEEPSEEK, ids=str)
-def test_block_products_of_deepseek(tokens: int, inputs: int, outputs: int) -> None:
+def test_block_scaled_gemms_of_deepseek(tokens: int, inputs: int, outputs: int) -> None:
     x, weight = operands(tokens, inputs, outputs)
-    found = block_scaled_gemm(x, weight, outputs, torch.bfloat16)
-    wanted = block_scaled_mm.reference(x, weight, outputs, torch.float32)
-    assert found.shape == (tokens, outputs)
-    assert found.is_contiguous()
-    # bf16 rounds by 2**-9 at most; the hardware adds each 128 with some bits fewer than fp32.
-    assert relative_error(found, wanted) < 0.004
+    actual = block_scaled_gemm(x, weight, outputs, torch.bfloat16)
+    expected = block_scaled_mm.reference(x, weight, outputs, torch.float32)
+    assert actual.shape == (tokens, outputs)
+    assert actual.is_contiguous()
+    # bf16 rounds by 2**-9 at most; fp8 tensor cores accumulate each 128 with fewer bits than fp32.
+    assert relative_error(actual, expected) < 0.004
 
 
 @pytest.mark.parametrize("tokens", [66, 129, 4096])
-def test_both_ways_agree(tokens: int) -> None:
+def test_triton_and_cublas_agree(tokens: int) -> None:
     if not cublas_supports_block_scaling(GPU):
         pytest.skip("cuBLAS has no block scales on this GPU")
     x, weight = operands(tokens, 1024, 576)
-    ours, theirs = (way(x, weight, 576, torch.bfloat16) for way in (block_scaled_mm.triton, cublas_block_scaled_gemm))
-    assert relative_error(ours, theirs) < 0.004
+    a, b = (gemm(x, weight, 576, torch.bfloat16) for gemm in (block_scaled_mm.triton, cublas_block_scaled_gemm))
+    assert relative_error(a, b) < 0.004
 
 
 @pytest.mark.parametrize("tokens", [1, MAX_SKINNY_TOKENS, MAX_SKINNY_TOKENS + 4])
-def test_a_block_product_in_a_graph_is_the_same_bits(tokens: int) -> None:
+def test_block_scaled_gemm_in_a_graph_has_the_same_bits(tokens: int) -> None:
     x, weight = operands(tokens, 2048, 7168)
     eager = block_scaled_gemm(x, weight, 7168, torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        held = block_scaled_gemm(x, weight, 7168, torch.bfloat16)
+        graphed = block_scaled_gemm(x, weight, 7168, torch.bfloat16)
     graph.replay()
-    assert torch.equal(held, eager)
+    assert torch.equal(graphed, eager)
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 512])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_layer_gives_on_the_gpu_what_it_gives_on_the_cpu(format: Format, tokens: int) -> None:
-    x, weight = drawn(tokens, 1024).bfloat16(), drawn(768, 1024, seed=1)
-    there, here = (
+def test_layer_on_gpu_matches_cpu(format: Format, tokens: int) -> None:
+    x, weight = randn(tokens, 1024).bfloat16(), randn(768, 1024, seed=1)
+    on_gpu, on_cpu = (
         build_linear(weight, format=format, dtype=torch.bfloat16),
         build_linear(weight.cpu(), format=format, dtype=torch.bfloat16),
     )
-    assert there.bytes == here.bytes
-    found, wanted = (
-        there(quantize_activation(x, there.input_format)),
-        here(quantize_activation(x.cpu(), here.input_format)),
+    assert on_gpu.bytes == on_cpu.bytes
+    actual, expected = (
+        on_gpu(quantize_activation(x, on_gpu.input_format)),
+        on_cpu(quantize_activation(x.cpu(), on_cpu.input_format)),
     )
-    # 8-bit products add with fewer bits: `use_fast_accum`.
-    assert relative_error(found.cpu(), wanted) < (0.02 if format in ("fp8_tensor", "fp8_channel") else 0.005)
+    # fp8 GEMMs use fast accumulation.
+    assert relative_error(actual.cpu(), expected) < (0.02 if format in ("fp8_tensor", "fp8_channel") else 0.005)
 
 
-def test_a_known_scale_of_the_input() -> None:
-    x, weight = drawn(16, 256).bfloat16(), drawn(64, 256, seed=1)
+def test_static_input_scale() -> None:
+    x, weight = randn(16, 256).bfloat16(), randn(64, 256, seed=1)
     scale = torch.tensor(0.05)
-    there, here = (
+    on_gpu, on_cpu = (
         build_linear(w, format="fp8_tensor", dtype=torch.bfloat16, input_scale=scale) for w in (weight, weight.cpu())
     )
-    assert relative_error(there(x).cpu(), here(x.cpu())) < 0.02
+    assert relative_error(on_gpu(x).cpu(), on_cpu(x.cpu())) < 0.02

@@ -1,4 +1,4 @@
-"""Seconds of the device, for one call and for calls that are kept up: clocks fall under load."""
+"""Device time of one call, and of calls repeated for a while, as clocks fall under load."""
 
 import time
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 
 
-class Stopwatch:
-    """Seconds of the device between `start` and `stop`: by its own events on a GPU, by the host's clock on a CPU."""
+class DeviceTimer:
+    """Seconds between `start` and `stop`: by CUDA events on a GPU, by the host's clock on a CPU."""
 
     def __init__(self, device: torch.device):
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
@@ -27,9 +27,9 @@ class Stopwatch:
         return self._events[0].elapsed_time(self._events[1]) / 1000
 
 
-def sustained(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Seconds of one call, when it is repeated for so long."""
-    watch = Stopwatch(device)
+def time_sustained(call: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Return the seconds of one call, when it is repeated for so long."""
+    watch = DeviceTimer(device)
     call()
     watch.start()
     call()
@@ -40,8 +40,8 @@ def sustained(call: Callable[[], object], device: torch.device, seconds: float) 
     return watch.stop() / count
 
 
-def copy_rate(device: torch.device, size: int, seconds: float) -> float:
-    """Bytes a second of a copy within the device, of random numbers; read and written bytes counted."""
+def copy_bandwidth(device: torch.device, size: int, seconds: float) -> float:
+    """Return the bytes/s of a device-to-device copy of random numbers; read and written bytes count."""
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / sustained(lambda: target.copy_(source), device, seconds)
+    return 2 * source.nbytes / time_sustained(lambda: target.copy_(source), device, seconds)

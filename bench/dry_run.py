@@ -1,9 +1,9 @@
-"""Every row of every training recipe rehearsed without its hardware, against the closed forms.
+"""Dry run of every row of every training recipe without its hardware, against the closed forms.
 
-    python bench/rehearsal.py [--only llama] [--all-scales] [--json FILE]
+    python bench/dry_run.py [--only llama] [--all-scales] [--json FILE]
 
-A line a row, at its smallest and largest scale: seconds of the rehearsal with the start of its process (aim: 20), the
-peak of one rank, whether that fits its GPU, and the closed forms as a share of what the rehearsal counted: peak memory
+A line a row, at its smallest and largest scale: seconds of the dry run with the start of its process (aim: 20), the
+peak of one rank, whether that fits its GPU, and the closed forms as a fraction of what the dry run counted: peak memory
 and traffic (aim: within 2 %), parameters and FLOPs (exactly 1).
 """
 
@@ -27,7 +27,7 @@ from llmb.perfmodel.shards import rank_flops, rank_parameters
 from llmb.report.table import render
 
 HEADER = ("run", "gpu", "s", "peak GiB", "fits", "closed form", "parameters", "FLOPs", "traffic")
-SMALL = 2**20  # bytes a call: exchanges of numbers and counts are no traffic worth a formula
+SMALL = 2**20  # bytes per call: collectives of scalars and counts have no formula
 
 
 def rows(only: str, all_scales: bool) -> Iterator[RunConfig]:
@@ -41,17 +41,24 @@ def rows(only: str, all_scales: bool) -> Iterator[RunConfig]:
                     yield resolve(recipe, Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=row["gpu"]))
 
 
-def stage(config: RunConfig, found: DryRunSummary) -> int:
-    """Where in the pipeline the rehearsed rank stands."""
-    return found.rank * config.parallel.pp // config.parallel.world_size
+def stage(config: RunConfig, summary: DryRunSummary) -> int:
+    """Return the pipeline stage of the rank of the dry run."""
+    return summary.rank * config.parallel.pp // config.parallel.world_size
 
 
-def worst_traffic(config: RunConfig, found: DryRunSummary) -> float | None:
-    """Of all exchanges, bytes by closed form over bytes counted, the farthest from 1; null where there are none."""
-    formed = {(one.kind, one.dimension): one.bytes for one in step_traffic(config, stage(config, found))}
-    large = [one for one in found.collectives if one.bytes >= SMALL * one.count and one.kind != "all-reduce"]
-    shares = [formed.get((one.kind, one.dimension), 0) / one.bytes for one in large]
-    return max(shares, key=lambda share: abs(share - 1), default=None)
+def worst_traffic(config: RunConfig, summary: DryRunSummary) -> float | None:
+    """Return the worst ratio of bytes by closed form to bytes counted, over all collectives; None without any."""
+    expected_bytes = {
+        (collective.kind, collective.dimension): collective.bytes
+        for collective in step_traffic(config, stage(config, summary))
+    }
+    large = [
+        collective
+        for collective in summary.collectives
+        if collective.bytes >= SMALL * collective.count and collective.kind != "all-reduce"
+    ]
+    ratios = [expected_bytes.get((collective.kind, collective.dimension), 0) / collective.bytes for collective in large]
+    return max(ratios, key=lambda ratio: abs(ratio - 1), default=None)
 
 
 def main() -> None:
@@ -63,16 +70,17 @@ def main() -> None:
     lines, results = [], []
     for config in rows(options.only, options.all_scales):
         began = time.perf_counter()
-        found = run_dry_run(config)
-        seconds, estimate, place = time.perf_counter() - began, memory_estimate(config), stage(config, found)
-        fits = None if estimate.device_budget is None else found.peak_bytes <= estimate.device_budget
+        summary = run_dry_run(config)
+        seconds, estimate, pp_stage = time.perf_counter() - began, memory_estimate(config), stage(config, summary)
+        fits = None if estimate.device_budget is None else summary.peak_bytes <= estimate.device_budget
         line = (
-            config.name, config.machine.gpu, seconds, found.peak_bytes / GIB, fits, estimate.total / found.peak_bytes,
-            rank_parameters(config, place) / found.parameters, rank_flops(config, place) / found.flops,
-            worst_traffic(config, found),
+            config.name, config.machine.gpu, seconds, summary.peak_bytes / GIB, fits,
+            estimate.total / summary.peak_bytes,
+            rank_parameters(config, pp_stage) / summary.parameters, rank_flops(config, pp_stage) / summary.flops,
+            worst_traffic(config, summary),
         )  # fmt: skip
         lines.append(line)
-        results.append({**dict(zip(HEADER, line, strict=True)), "rehearsal": to_plain(found)})
+        results.append({**dict(zip(HEADER, line, strict=True)), "dry_run": to_plain(summary)})
         print(render(HEADER, [line]).splitlines()[-1], flush=True)
     print("\n" + render(HEADER, lines))
     farthest = max(lines, key=lambda line: abs(line[5] - 1))

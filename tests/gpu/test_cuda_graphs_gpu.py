@@ -1,4 +1,4 @@
-"""CUDA graphs and offloading on a real GPU: the losses of a plain run, with fewer launches or less memory."""
+"""CUDA graphs and activation offloading on a GPU: the losses of a plain run, fewer launches or less memory."""
 
 import gc
 import json
@@ -59,10 +59,10 @@ CONFIG = RunConfig(
 )
 
 
-def outcome(folder: Path, config: RunConfig) -> tuple[list[StepDone], RunEnded]:
+def run_training(folder: Path, config: RunConfig) -> tuple[list[StepDone], RunEnded]:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
-    gc.collect()  # of the run before
+    gc.collect()  # the previous run
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     run(folder / "config.json", EventRecorder(folder, 0))
@@ -71,21 +71,23 @@ def outcome(folder: Path, config: RunConfig) -> tuple[list[StepDone], RunEnded]:
     return [event for event in events if isinstance(event, StepDone)], events[-1]
 
 
-def assert_same_course(
-    ours: list[StepDone], theirs: list[StepDone], again: list[StepDone], rounding: float = 0.0
+def assert_same_losses(
+    actual: list[StepDone], expected: list[StepDone], repeated: list[StepDone], rounding: float = 0.0
 ) -> None:
-    """Equal but for what the order of atomic additions changes in attention's backward pass and the embedding's.
+    """Compare two runs up to the order of atomic additions in the backward passes of attention and embedding.
 
-    How much that is, a second run of `theirs` tells: fp8 rounds its differences up to whole steps of 8 bits. Where the
-    two round the stream at different places the first loss may differ by so much.
+    `repeated`, a second run of `expected`, measures how much that is: fp8 amplifies differences to whole rounding
+    steps. `rounding` is the allowed difference of the first loss where the two round the residual at different points.
     """
-    assert theirs[0].loss == again[0].loss
-    assert ours[0].loss == pytest.approx(theirs[0].loss, rel=rounding, abs=0)
-    for figure, least in (("loss", 1e-3), ("grad_norm", 0.02)):
-        mine, first, second = ([getattr(step, figure) for step in steps] for steps in (ours, theirs, again))
+    assert expected[0].loss == repeated[0].loss
+    assert actual[0].loss == pytest.approx(expected[0].loss, rel=rounding, abs=0)
+    for figure, minimum in (("loss", 1e-3), ("grad_norm", 0.02)):
+        figures, first, second = ([getattr(step, figure) for step in steps] for steps in (actual, expected, repeated))
         noise = max(abs(a - b) / b for a, b in zip(first, second, strict=True))
-        assert mine == pytest.approx(first, rel=max(least, 4 * noise)), f"{figure}: two equal runs differ by {noise}"
-    assert ours[-1].loss < ours[0].loss
+        assert figures == pytest.approx(first, rel=max(minimum, 4 * noise)), (
+            f"{figure}: two equal runs differ by {noise}"
+        )
+    assert actual[-1].loss < actual[0].loss
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def assert_same_course(
     ],
     ids=str,
 )
-def test_a_replayed_graph_equals_eager(
+def test_replayed_graph_equals_eager(
     tmp_path: Path, monkeypatch, model: str, dtype: str, changes: dict[str, Any]
 ) -> None:
     replays = []
@@ -111,45 +113,45 @@ def test_a_replayed_graph_equals_eager(
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph))[1])
     config = replace(CONFIG, model=MODELS[model], precision=Precision(dtype=dtype))
     config = replace(config, workload=replace(CONFIG.workload, **changes))
-    plain, ended = outcome(tmp_path / "plain", config)
-    again, _ = outcome(tmp_path / "again", config)
+    plain, ended = run_training(tmp_path / "plain", config)
+    repeated, _ = run_training(tmp_path / "repeated", config)
     assert (ended.status, len(replays)) == ("ok", 0)
     work = replace(config.workload, cuda_graphs=True)
-    graphed, ended = outcome(tmp_path / "graphed", replace(config, workload=work))
+    graphed, ended = run_training(tmp_path / "graphed", replace(config, workload=work))
     assert (ended.status, ended.reason) == ("ok", None)
-    warm_steps = -(-WARMUP_CALLS // work.ga)  # a graph begins with a step
+    warm_steps = -(-WARMUP_CALLS // work.ga)  # graphs are captured at the start of a step
     assert len(replays) == (work.steps - warm_steps) * work.ga
     assert len(set(replays)) == min(work.ga, 2)
-    assert_same_course(graphed, plain, again)
+    assert_same_losses(graphed, plain, repeated)
 
 
-def test_a_graph_that_diverges_still_names_the_tensor(tmp_path: Path) -> None:
+def test_divergence_in_a_graph_names_the_tensor(tmp_path: Path) -> None:
     work = replace(CONFIG.workload, cuda_graphs=True, lr=1e30, lr_warmup_steps=0)
-    steps, ended = outcome(tmp_path / "lost", replace(CONFIG, workload=work))
+    steps, ended = run_training(tmp_path / "lost", replace(CONFIG, workload=work))
     assert ended.status == "diverged"
     assert steps[-1].step < work.steps
     assert " first in the " in ended.reason
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_offloading_keeps_the_loss_and_saves_memory(tmp_path: Path, dtype: str) -> None:
-    """Layers that are offloaded are plain ones: the stream is rounded before the MLP is added, in fused ones after.
+def test_activation_offload_keeps_the_loss_and_saves_memory(tmp_path: Path, dtype: str) -> None:
+    """Offloaded layers are unfused: they round the residual before the MLP is added, fused ones after.
 
-    At a higher rate the loss goes up and down, and takes any rounding with it.
+    At a higher learning rate the loss oscillates and amplifies any rounding.
     """
     work = replace(CONFIG.workload, seqlen=2048, mbs=4, gbs=8, steps=4, lr=3e-5)
     config = replace(CONFIG, model=LARGER, precision=Precision(dtype=dtype), workload=work)
-    plain, _ = outcome(tmp_path / "plain", config)
-    again, _ = outcome(tmp_path / "again", config)
-    offloaded, ended = outcome(tmp_path / "offloaded", replace(config, workload=replace(work, offload_layers=4)))
+    plain, _ = run_training(tmp_path / "plain", config)
+    repeated, _ = run_training(tmp_path / "repeated", config)
+    offloaded, ended = run_training(tmp_path / "offloaded", replace(config, workload=replace(work, offload_layers=4)))
     assert (ended.status, ended.reason) == ("ok", None)
-    assert_same_course(offloaded, plain, again, rounding=5e-5)
-    # A layer saves some 40 KiB a token in bf16 and 30 in fp8; of the four offloaded two may be here at once.
+    assert_same_losses(offloaded, plain, repeated, rounding=5e-5)
+    # A layer saves about 40 KiB per token in bf16, 30 in fp8; two of the four offloaded layers may be resident at once.
     saved = 2 * 25 * 2**10 * 8192
     assert offloaded[-1].memory_bytes < plain[-1].memory_bytes - saved
-    both, ended = outcome(
-        tmp_path / "both", replace(config, workload=replace(work, recompute_layers=2, offload_layers=3))
+    combined, ended = run_training(
+        tmp_path / "combined", replace(config, workload=replace(work, recompute_layers=2, offload_layers=3))
     )
     assert (ended.status, ended.reason) == ("ok", None)
-    assert_same_course(both, plain, again, rounding=5e-5)
-    assert both[-1].memory_bytes < plain[-1].memory_bytes - saved
+    assert_same_losses(combined, plain, repeated, rounding=5e-5)
+    assert combined[-1].memory_bytes < plain[-1].memory_bytes - saved

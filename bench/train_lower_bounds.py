@@ -1,12 +1,12 @@
-"""The least seconds that the classes of `train_trace.py` can take in a step: library times, and bytes over bandwidth.
+"""Lower bounds of the classes of `train_trace.py` in a step: library times, and bytes over bandwidth.
 
-Bytes are those of work fused as far as it can be, in bf16: a norm is read and written once, on its way back with the
-slope that goes around it; an activation is read and written once each way; in fp8 a producer writes its two 8-bit
-layouts instead of one of bf16, so that only weights, attention's output and its slopes need a pass of their own;
-gradients and the stream add up in the products' own epilogues. Nothing is computed again.
+Bytes assume perfect fusion in bf16: a norm is read and written once, in the backward pass with d_residual; an
+activation is read and written once each way; in fp8 a producer writes two fp8 layouts instead of one of bf16, so that
+only weights, attention's output and its gradients need a pass of their own; gradients and the residual are accumulated
+in epilogues of GEMMs. Nothing is recomputed.
 """
 
-from train_calls import Attended, Call, Moved, Product, calls_of
+from train_calls import AttentionCall, Call, GemmCall, MemoryCall, calls_of
 from train_trace import (
     ADDING,
     ATTENTION,
@@ -28,25 +28,25 @@ from llmb.perfmodel.memory_estimate import memory_estimate
 VALUE = params.BYTES["bf16"]
 
 
-def floors(config: RunConfig, seconds: dict[Call, float], memory: float) -> dict[str, float]:
-    """Seconds of each class that has a floor."""
+def lower_bounds(config: RunConfig, seconds: dict[Call, float], memory: float) -> dict[str, float]:
+    """Return the lower bound of each class in seconds."""
     work = config.workload
     assert isinstance(work, Training)
-    kinds = {Product: PRODUCTS, Attended: ATTENTION, Moved: SCAN}
-    found: dict[str, float] = {}
+    kinds = {GemmCall: PRODUCTS, AttentionCall: ATTENTION, MemoryCall: SCAN}
+    bounds: dict[str, float] = {}
     for call, count in calls_of(config).items():
         kind = kinds[type(call)]
-        found[kind] = found.get(kind, 0.0) + work.ga * count * seconds[call]
+        bounds[kind] = bounds.get(kind, 0.0) + work.ga * count * seconds[call]
     for kind, moved in _moved(config, work.gbs * work.seqlen).items():
-        found[kind] = found.get(kind, 0.0) + moved / memory
-    return found
+        bounds[kind] = bounds.get(kind, 0.0) + moved / memory
+    return bounds
 
 
-def product_floor(size: Size, calls: int, seconds: dict[Call, float]) -> float | None:
-    """Of products of one size: at the rate measured for it, else at the mean rate of the format."""
+def gemm_lower_bound(size: Size, calls: int, seconds: dict[Call, float]) -> float | None:
+    """Return the lower bound of GEMMs of one size: at its measured rate, else at the mean rate of the dtype."""
     if size.flops is None:
         return None
-    alike = [(call, s) for call, s in seconds.items() if isinstance(call, Product) and call.dtype == size.dtype]
+    alike = [(call, s) for call, s in seconds.items() if isinstance(call, GemmCall) and call.dtype == size.dtype]
     same = [(call, s) for call, s in alike if call.sizes == size.sizes]
     if not alike:
         return None
@@ -56,10 +56,10 @@ def product_floor(size: Size, calls: int, seconds: dict[Call, float]) -> float |
 
 
 def _moved(config: RunConfig, tokens: int) -> dict[str, float]:
-    """Bytes of a step, by class."""
+    """Return the bytes of a step by class."""
     model = config.model
     norms = 1 + sum(model.blocks.values()) * (2 if model.post_norms else 1)
-    small = 6.0 * norms * model.hidden  # values a token, there and back
+    small = 6.0 * norms * model.hidden  # values per token, forward and backward
     routing = scan = attention = 0.0
     for kind, count in model.blocks.items():
         small += count * _small(model, kind)
@@ -71,28 +71,28 @@ def _moved(config: RunConfig, tokens: int) -> dict[str, float]:
         if kind == "attention":
             attention += count * 2 * (model.heads + model.kv_heads) * model.head_dim
     held = memory_estimate(config)
-    found = {
+    bounds = {
         SMALL: tokens * small * VALUE,
         LOSS: 2.0 * tokens * model.vocab * VALUE,
         OPTIMIZER: 2 * (held.weights + held.optimizer) + held.gradients,
-        COPIES: 4.0 * tokens * model.hidden * VALUE,  # the embedding's rows, there and back
+        COPIES: 4.0 * tokens * model.hidden * VALUE,  # rows of the embedding, forward and backward
         ADDING: 0.0,
     }
-    found |= {kind: tokens * values * VALUE for kind, values in ((ROUTING, routing), (SCAN, scan)) if values}
+    bounds |= {kind: tokens * values * VALUE for kind, values in ((ROUTING, routing), (SCAN, scan)) if values}
     if config.precision.dtype == "fp8":
         blocks = block_costs.block_stack(model)
         weights = sum(count * (block.dense_weights + block.routed_weights) for _, count, block in blocks)
-        found[QUANTISING] = 2.0 * weights + 2 * tokens * attention * VALUE
-    return found
+        bounds[QUANTISING] = 2.0 * weights + 2 * tokens * attention * VALUE
+    return bounds
 
 
 def _small(model: Model, kind: str) -> float:
-    """Values that norms inside, rotations and activations of a block move for a token, there and back."""
+    """Return the values that norms, RoPE and activations of a block move for a token, forward and backward."""
     if kind == "attention":
         return 4.0 * (model.heads + model.kv_heads) * model.head_dim if model.rope is not None else 0.0
     if kind == "mla" and model.mla is not None:
-        latent = model.mla
-        return 5.0 * (latent.q_rank + latent.kv_rank) + 4.0 * (model.heads + 1) * latent.rope_dim
+        mla = model.mla
+        return 5.0 * (mla.q_rank + mla.kv_rank) + 4.0 * (model.heads + 1) * mla.rope_dim
     if kind == "mlp":
         return (8.0 if model.gated else 5.0) * model.ffn
     if kind == "experts" and model.experts is not None:

@@ -1,4 +1,4 @@
-"""On a real GPU: kernels are sorted and add up to the step, and a resumed run begins where the other ended."""
+"""Step profiler on a GPU: kernels are classified and add up to the step; a run resumes where it ended."""
 
 import gzip
 import json
@@ -43,6 +43,9 @@ CONFIG = RunConfig(
     workload=Training(seqlen=4096, mbs=1, gbs=2, ga=2, steps=8, window=(3, 8)),
 )
 
+# A checkpoint of CONFIG's model takes longer than all its steps.
+SMALL = replace(CONFIG.model, hidden=512, ffn=2048, heads=4, kv_heads=2)
+
 
 def events_of(config: RunConfig, folder: Path) -> list:
     folder.mkdir()
@@ -57,16 +60,17 @@ def steps_of(events: list) -> list[StepDone]:
     return [event for event in events if isinstance(event, StepDone)]
 
 
+@pytest.mark.exclusive  # measures time
 def test_kernels_add_up_to_the_step(tmp_path: Path) -> None:
     profiled = replace(CONFIG, profile=Profile(profile=True, profile_start=5, profile_stop=8))
     events = events_of(profiled, tmp_path / "run")
-    share = {event.kind: event.share for event in events if isinstance(event, TimeSpent)}
-    assert tuple(share) == KINDS
-    assert sum(share.values()) == pytest.approx(1)
-    assert all(share[kind] > 0.005 for kind in (MATMUL, ATTENTION, OPTIMIZER, MEMORY))
-    assert share[MATMUL] > 0.2  # most of the FLOPs of a step of more than a billion parameter uses
-    assert share[COMMUNICATION] == 0
-    assert 0 <= share[IDLE] < 0.7
+    fractions = {event.kind: event.share for event in events if isinstance(event, TimeSpent)}
+    assert tuple(fractions) == KINDS
+    assert sum(fractions.values()) == pytest.approx(1)
+    assert all(fractions[kind] > 0.005 for kind in (MATMUL, ATTENTION, OPTIMIZER, MEMORY))
+    assert fractions[MATMUL] > 0.2  # most of the FLOPs of a step of more than a billion parameter uses
+    assert fractions[COMMUNICATION] == 0
+    assert 0 <= fractions[IDLE] < 0.7
     time = json.loads((tmp_path / "run" / "profile" / "time.json").read_text())
     assert time["steps"] == [5, 6, 7]
     assert time["source"] == "GPU kernels"
@@ -78,7 +82,8 @@ def test_kernels_add_up_to_the_step(tmp_path: Path) -> None:
     assert len(kernels) > 10
 
 
-def test_profiling_does_not_slow_the_steps_around_it(tmp_path: Path) -> None:
+@pytest.mark.exclusive  # measures time
+def test_profiling_does_not_slow_other_steps(tmp_path: Path) -> None:
     plain = steps_of(events_of(CONFIG, tmp_path / "plain"))
     profile = Profile(profile=True, profile_start=4, profile_stop=5)
     profiled = steps_of(events_of(replace(CONFIG, profile=profile), tmp_path / "profiled"))
@@ -86,16 +91,17 @@ def test_profiling_does_not_slow_the_steps_around_it(tmp_path: Path) -> None:
     assert fastest[1] < 1.3 * fastest[0]
 
 
-def test_a_resumed_run_begins_where_the_other_ended(tmp_path: Path) -> None:
-    straight = steps_of(events_of(CONFIG, tmp_path / "straight"))
-    half = replace(CONFIG, workload=replace(CONFIG.workload, steps=4, checkpoint_every=2))
+def test_resumed_run_continues_where_the_first_ended(tmp_path: Path) -> None:
+    config = replace(CONFIG, model=SMALL)
+    straight = steps_of(events_of(config, tmp_path / "straight"))
+    half = replace(config, workload=replace(config.workload, steps=4, checkpoint_every=2))
     first = steps_of(events_of(half, tmp_path / "first"))
-    on = replace(CONFIG, workload=replace(CONFIG.workload, resume=str(tmp_path / "first")))
-    rest = steps_of(events_of(on, tmp_path / "rest"))
-    assert [step.step for step in rest] == [5, 6, 7, 8]
-    # A run repeats itself up to the order of atomic additions in the backward pass of attention.
-    losses, wanted = ([s.loss for s in steps] for steps in (first + rest, straight))
-    assert losses == pytest.approx(wanted, rel=2e-3)
-    # What was saved is what was loaded, to the bit: the first loss depends on nothing else.
-    again = replace(on, workload=replace(on.workload, steps=5))
-    assert steps_of(events_of(again, tmp_path / "again"))[0].loss == rest[0].loss
+    resumed = replace(config, workload=replace(config.workload, resume=str(tmp_path / "first")))
+    resumed_steps = steps_of(events_of(resumed, tmp_path / "resumed"))
+    assert [step.step for step in resumed_steps] == [5, 6, 7, 8]
+    # Equal runs differ by the order of atomic additions in the backward pass of attention.
+    losses, expected = ([s.loss for s in steps] for steps in (first + resumed_steps, straight))
+    assert losses == pytest.approx(expected, rel=2e-3)
+    # A checkpoint is loaded to the bit: the first loss depends on nothing else.
+    repeated = replace(resumed, workload=replace(resumed.workload, steps=5))
+    assert steps_of(events_of(repeated, tmp_path / "repeated"))[0].loss == resumed_steps[0].loss

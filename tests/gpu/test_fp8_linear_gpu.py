@@ -1,4 +1,4 @@
-"""8-bit linear layers on a real GPU: the bits of the CPU's cast, the hardware's products within what 8 bits allow."""
+"""fp8 linear layers on a GPU: the cast has the bits of the CPU, the GEMMs the error of fp8 operands."""
 
 import json
 import math
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-        reason="no GPU with 8-bit products",
+        reason="no GPU with fp8 GEMM",
     ),
 ]
 
@@ -59,44 +59,44 @@ def results(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Te
     return out, *torch.autograd.grad(out, (x, weight), grad)
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(16, 16), (1000, 4096), (4096, 1040)], ids=str)
-def test_the_cast_gives_the_bits_of_the_cpu(dtype: torch.dtype, source: torch.dtype, shape: tuple[int, int]) -> None:
+def test_cast_has_the_bits_of_the_cpu(dtype: torch.dtype, source: torch.dtype, shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(3)
     x = (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp() ** 4).to(source)
-    here = cast_to_fp8(x, tensor_scale(x, dtype), dtype, rows=True, columns=True)
+    on_cpu = cast_to_fp8(x, tensor_scale(x, dtype), dtype, rows=True, columns=True)
     moved = x.to(GPU)
-    there = cast_to_fp8(moved, tensor_scale(moved, dtype), dtype, rows=True, columns=True)
-    assert here.scale == there.scale.cpu()
-    assert torch.equal(here.rows.view(torch.uint8), there.rows.view(torch.uint8).cpu())
-    assert torch.equal(here.columns.view(torch.uint8), there.columns.view(torch.uint8).cpu())
+    on_gpu = cast_to_fp8(moved, tensor_scale(moved, dtype), dtype, rows=True, columns=True)
+    assert on_cpu.scale == on_gpu.scale.cpu()
+    assert torch.equal(on_cpu.rows.view(torch.uint8), on_gpu.rows.view(torch.uint8).cpu())
+    assert torch.equal(on_cpu.columns.view(torch.uint8), on_gpu.columns.view(torch.uint8).cpu())
     for layout in ("rows", "columns"):
-        alone = cast_to_fp8(moved, there.scale, dtype, **{layout: True})
-        assert torch.equal(getattr(alone, layout).view(torch.uint8), getattr(there, layout).view(torch.uint8))
+        single = cast_to_fp8(moved, on_gpu.scale, dtype, **{layout: True})
+        assert torch.equal(getattr(single, layout).view(torch.uint8), getattr(on_gpu, layout).view(torch.uint8))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), LAYERS_OF_8B, ids=str)
-def test_the_products_of_8b(inputs: int, outputs: int) -> None:
+def test_gemms_of_8b(inputs: int, outputs: int) -> None:
     x, weight, grad = operands(TOKENS, inputs, outputs)
-    found = results(x, weight, grad)
+    actual = results(x, weight, grad)
     exact = (x.float() @ weight.T, grad.float() @ weight, grad.float().T @ x.float())
     same = fp8_linear_reference(x.detach(), weight.detach(), grad)
     forward, backward = (math.hypot(2.0**-bits, 2.0**-4) / math.sqrt(3) for bits in (4, 3))
-    # The forward product adds with fewer bits, which shows against the reference, much less against the truth.
-    for name, ours, truth, reference, bound, near in zip(
-        ("out", "grad of x", "grad of weight"), found, exact, same,
+    # Fast accumulation in the forward pass shows against the reference, much less against exact numbers.
+    for name, a, truth, reference, bound, near in zip(
+        ("out", "grad of x", "grad of weight"), actual, exact, same,
         (forward, backward, backward), (0.02, 0.005, 0.005), strict=True,
     ):  # fmt: skip
-        assert relative_error(ours, reference) < near, name
-        assert 0.005 < relative_error(ours, truth) < bound, name
+        assert relative_error(a, reference) < near, name
+        assert 0.005 < relative_error(a, truth) < bound, name
 
 
-def test_all_three_products_are_the_hardware_s() -> None:
+def test_all_three_gemms_use_fp8_kernels() -> None:
     x, weight, grad = operands(2048, 2048, 3072)
     results(x, weight, grad)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -106,11 +106,11 @@ def test_all_three_products_are_the_hardware_s() -> None:
     assert calls["aten::mm"] == calls["aten::linear"] == 0
 
 
-@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["x", "weight", "grad"])
-def test_what_is_not_a_number_is_never_clipped(lost: float, where: str) -> None:
+def test_nonfinite_values_become_nan(value: float, where: str) -> None:
     named = dict(zip(("x", "weight", "grad"), operands(64, 128, 64), strict=True))
-    named[where].data[3, 5] = lost
+    named[where].data[3, 5] = value
     out, grad_x, grad_weight = results(**named)
     touched = {"x": (out, grad_weight), "weight": (out, grad_x), "grad": (grad_x, grad_weight)}[where]
     assert all(t.isnan().all() for t in touched)
@@ -126,7 +126,7 @@ def steps_of(config: RunConfig, folder: Path) -> list[StepDone]:
     return [event for event in events if isinstance(event, StepDone)]
 
 
-def test_a_small_llama_learns_in_fp8_what_it_learns_in_bf16(tmp_path: Path) -> None:
+def test_a_small_llama_trains_in_fp8_as_in_bf16(tmp_path: Path) -> None:
     losses = {}
     for dtype in ("bf16", "fp8"):
         steps = steps_of(replace(CONFIG, precision=Precision(dtype=dtype)), tmp_path / dtype)

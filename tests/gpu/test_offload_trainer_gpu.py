@@ -1,9 +1,10 @@
-"""Out-of-core training on a real GPU: lanes that are streams, locked memory, kernels; the same training as ordinary."""
+"""Out-of-core training on a GPU: CUDA streams, pinned memory, kernels; the same training as in memory."""
 
 import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,14 +37,14 @@ ONE_B = Model(
 )  # fmt: skip
 PLANS = {
     "everything moves": replace(LEAST, chunk_tokens=4, levels="FAIAIFIFA"),
-    "rounds of several groups": replace(LEAST, update_at="forward", gbs=5, groups_per_round=2, levels="FAIIAF"),
-    "sequences share a chunk": replace(LEAST, gbs=5, seqs_per_group=2, chunk_tokens=20, levels="FAI"),
+    "several groups per round": replace(LEAST, update_at="forward", gbs=5, groups_per_round=2, levels="FAIIAF"),
+    "several sequences per chunk": replace(LEAST, gbs=5, seqs_per_group=2, chunk_tokens=20, levels="FAI"),
 }
 
 
 @pytest.fixture(autouse=True)
-def whole_gpu() -> Iterator[None]:
-    """A run holds torch to its budget, which the next test has not, and wants all of it for itself."""
+def unlimited_allocator() -> Iterator[None]:
+    """A run limits torch's allocator to its budget; lift the limit for the next test."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -53,37 +54,37 @@ def whole_gpu() -> Iterator[None]:
 
 @pytest.fixture
 def smooth_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in tests/outofcore/test_training_equals.py: so weights can be compared as closely as gradients."""
+    """A larger epsilon of Adam, so that weights can be compared as closely as gradients."""
     monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)
 
 
 @pytest.mark.usefixtures("smooth_updates")
 @pytest.mark.parametrize("plan", PLANS)
-def test_small_models_train_as_on_the_cpu(plan: str) -> None:
+def test_small_models_train_as_on_cpu(plan: str) -> None:
     losses, norms, network = train_reference(UNTIED, PLANS[plan], 4, None)
     trainer = trainer_of(UNTIED, PLANS[plan], device=GPU)
-    found_losses, found_norms = trained(trainer, 4)
-    assert found_losses == pytest.approx(losses, rel=1e-5)
-    assert found_norms == pytest.approx(norms, rel=1e-4)
+    actual_losses, actual_norms = trained(trainer, 4)
+    assert actual_losses == pytest.approx(losses, rel=1e-5)
+    assert actual_norms == pytest.approx(norms, rel=1e-4)
     weights = weights_in(trainer)
     for name, parameter in network.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
 
 
 def plan_of_1b(update: str, dtype: str) -> Plan:
-    """Two groups of three chunks, the last one short; half of everything moves, at all levels."""
-    parts = ParamBuckets(ONE_B).vocab_shards
+    """Two groups of three chunks, the last one short; half of everything is offloaded, at all save levels."""
+    shards = ParamBuckets(ONE_B).vocab_shards
     return Plan(
         dtype=dtype, seqlen=1280, gbs=2, chunk_tokens=512, seqs_per_group=1, groups_per_round=2, loss_tokens=256,
         update=update, update_at="forward", resident_params=8, resident_grads=4, resident_states=4,
-        param_blocks=parts + 1, grad_blocks=parts + 1, state_blocks=2, inp_slots=8, kv_slots=4, attn_slots=6,
+        param_blocks=shards + 1, grad_blocks=shards + 1, state_blocks=2, inp_slots=8, kv_slots=4, attn_slots=6,
         rest_slots=4, levels="FAI" * 32,
     )  # fmt: skip
 
 
 @pytest.mark.usefixtures("smooth_updates")
 def test_1b_trains_as_under_autograd() -> None:
-    """fp32 on both sides: losses, norms and all weights, from those that a run begins with."""
+    """Compare losses, norms and all weights in fp32, from the initial weights of a run."""
     plan = plan_of_1b("master", "fp32")
     trainer = trainer_of(ONE_B, plan, clip=1.0, device=GPU, initial=True)
     trainer.streams.wait()
@@ -91,10 +92,10 @@ def test_1b_trains_as_under_autograd() -> None:
     with torch.no_grad():
         for name, weight in weights_in(trainer).items():
             network.get_parameter(name).copy_(weight)
-    wide, narrow = ([p for p in network.parameters() if (p.ndim > 1) is many] for many in (True, False))
-    groups = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
+    matrices, vectors = ([p for p in network.parameters() if (p.ndim > 1) is many] for many in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=SMOOTH, fused=True)
-    found_losses, found_norms = trained(trainer, 2)
+    actual_losses, actual_norms = trained(trainer, 2)
     for step in (1, 2):
         tokens = synthetic_tokens(SEED, (step - 1) * 2, (2, 1281), ONE_B.vocab, GPU)
         loss = network(tokens[:, :-1], tokens[:, 1:])
@@ -104,29 +105,30 @@ def test_1b_trains_as_under_autograd() -> None:
         for group in adamw.param_groups:
             group["lr"] = lr(step)
         adamw.step()
-        assert found_losses[step - 1] == pytest.approx(loss.item(), rel=2e-5)
-        assert found_norms[step - 1] == pytest.approx(norm.item(), rel=2e-4)
+        assert actual_losses[step - 1] == pytest.approx(loss.item(), rel=2e-5)
+        assert actual_norms[step - 1] == pytest.approx(norm.item(), rel=2e-4)
     for name, weight in weights_in(trainer).items():
-        apart = (weight - network.get_parameter(name).detach().cpu()).abs()
-        assert apart.max() < 1e-4, name
-        assert apart.mean() < 1e-6, name
+        difference = (weight - network.get_parameter(name).detach().cpu()).abs()
+        assert difference.max() < 1e-4, name
+        assert difference.mean() < 1e-6, name
+
+
+@cache
+def losses_of_1b(update: str, dtype: str) -> list[float]:
+    torch.cuda.empty_cache()
+    plan = plan_of_1b(update, dtype)
+    return trained(trainer_of(ONE_B, plan, clip=1.0, device=GPU, initial=True, rate=lambda _: 1e-4), 3)[0]
 
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_bf16_of_1b_follows_fp32(update: str) -> None:
-    """At a rate that a model of this size bears: where the loss jumps, no two roundings follow one another."""
-
-    def losses(update: str, dtype: str) -> list[float]:
-        torch.cuda.empty_cache()
-        plan = plan_of_1b(update, dtype)
-        return trained(trainer_of(ONE_B, plan, clip=1.0, device=GPU, initial=True, rate=lambda _: 1e-4), 3)[0]
-
-    assert losses(update, "bf16") == pytest.approx(losses("master", "fp32"), rel=0.02)
+    """At a learning rate at which this model is stable: rounding must not be amplified."""
+    assert losses_of_1b(update, "bf16") == pytest.approx(losses_of_1b("master", "fp32"), rel=0.02)
 
 
-def test_python_never_waits_for_the_device_within_a_step() -> None:
+def test_steps_never_synchronize() -> None:
     trainer = trainer_of(ONE_B, plan_of_1b("stochastic", "bf16"), device=GPU, initial=True)
-    trainer.step(1)  # kernels are compiled, and the first pinned memory is taken
+    trainer.step(1)  # compiles kernels and allocates pinned memory
     trainer.streams.wait()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -134,11 +136,11 @@ def test_python_never_waits_for_the_device_within_a_step() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     trainer.streams.wait()
-    assert all(torch.isfinite(one.stats).all() for one in issued)
+    assert all(torch.isfinite(output.stats).all() for output in issued)
 
 
 def test_streams_keep_their_order_over_more_entries_than_events() -> None:
-    """A counter that each stream sets in turn: wrong as soon as one does not wait."""
+    """Each stream increments a counter in turn: wrong as soon as one does not wait."""
     streams, counter = CudaStreams(GPU), torch.zeros((), dtype=torch.int64, device=GPU)
     seen = torch.empty(EVENTS + 50, 3, dtype=torch.int64, device=GPU)
     streams.begin()
@@ -158,7 +160,8 @@ def test_host_slab_is_pinned() -> None:
     assert slab.memory[12345].is_pinned()
 
 
-def test_a_run_keeps_its_budgets_and_overlaps_its_lanes(tmp_path: Path) -> None:
+@pytest.mark.exclusive  # the host and device budgets, and overlap in time
+def test_run_keeps_its_budgets_and_overlaps_its_streams(tmp_path: Path) -> None:
     constraints = PlanConstraints(dtype="bf16", seqlen=8192, host_gib=16, device_gib=10, update="stochastic", gbs=8)
     result = best_plan(ONE_B, constraints, H200)
     config = RunConfig(

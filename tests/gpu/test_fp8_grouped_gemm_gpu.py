@@ -1,0 +1,225 @@
+"""Grouped fp8 GEMM on a GPU: quantization has the bits of the reference, one kernel per GEMM, no synchronization."""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmb.config.spec import Model, MoEConfig
+from llmb.models.moe import MoE
+from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_gemm, fp8_grouped_gemm_reference
+from llmb.ops.quant.group_quant import (
+    Fp8WeightCache,
+    GroupedFp8,
+    group_offsets,
+    quantize_expert_weights,
+    quantize_groups,
+    quantize_groups_,
+    weight_group_offsets,
+)
+from llmb.train.precision import Fp8GroupedLinear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="torch's grouped fp8 GEMM needs Hopper",
+    ),
+]
+
+GPU = torch.device("cuda", 0)
+SIZES = {
+    "even": [512, 512],
+    "any": [1, 0, 700, 323],
+    "empty first and last": [0, 130, 0, 0, 71, 0],
+    "64 small groups": [n % 37 for n in range(64)],
+    "mostly empty": [3, 0, 0, 0, 0, 0, 0, 2],
+}
+MODEL = Model(
+    name="small grok",
+    architecture="grok1",
+    layers=1,
+    hidden=64,
+    ffn=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    vocab=128,
+    activation="gelu",
+    experts=MoEConfig(count=8, top_k=2, ffn=128, renormalise=False),
+)
+WIDTHS = {"small": (512, 256), "narrow": (48, 80), "DeepSeek-V3 up": (7168, 2048), "DeepSeek-V3 down": (2048, 7168)}
+
+
+def group_ends(sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes, device=GPU).cumsum(0).int()
+
+
+def operands(sizes: list[int], inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(GPU).manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=GPU, generator=generator)
+
+    rows = sum(sizes)
+    x = (normal(rows, inputs) * normal(rows, 1).exp()).bfloat16().requires_grad_()
+    weight = (normal(len(sizes), outputs, inputs) * 0.02).requires_grad_()
+    grad = (normal(rows, outputs) * normal(rows, 1).exp() * 1e-6).bfloat16()
+    return x, weight, grad
+
+
+def results(x: Tensor, weight: Tensor, ends: Tensor, grad: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
+    out = fp8_grouped_gemm(x, weight, ends, **options)
+    return out, *torch.autograd.grad(out, (x, weight), grad)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def assert_same_bits(actual: GroupedFp8, expected: GroupedFp8, width: int | None = None) -> None:
+    for name, a, b in zip(expected._fields, actual, expected, strict=True):
+        if b.dtype != torch.float32:
+            a, b = (x[..., :width].contiguous().view(torch.uint8) for x in (a, b))
+        assert torch.equal(a.cpu(), b.cpu()), name
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+def test_quantized_groups_have_the_bits_of_the_reference(sizes: list[int], source: torch.dtype) -> None:
+    for width in (48, 512, 2048):
+        x = operands(sizes, width, 16)[0].detach().to(source)
+        groups = group_offsets(group_ends(sizes), len(x))
+        quantized = quantize_groups(x, groups, rows=True, columns=True)
+        expected = GroupedFp8(*(torch.empty_like(x) for x in quantized))
+        quantize_groups_.reference(x, groups, expected)
+        assert_same_bits(quantized, expected, groups.padded_ends_E[-1].item())
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
+def test_expert_weights_are_quantized_by_rows_and_columns(source: torch.dtype) -> None:
+    weight = operands([1, 1, 1], 1040, 336)[1].detach().to(source)
+    quantized = quantize_expert_weights(weight, rows=True, columns=True)
+    expected = GroupedFp8(*(torch.empty_like(x) for x in quantized))
+    quantize_groups_.reference(weight.flatten(0, 1), weight_group_offsets(weight), expected)
+    assert_same_bits(quantized, expected)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("inputs", "outputs"), WIDTHS.values(), ids=WIDTHS)
+def test_gemms_match_the_reference(sizes: list[int], inputs: int, outputs: int) -> None:
+    if len(sizes) == 64 and inputs > 512:
+        inputs, outputs = inputs // 8, outputs // 8
+    x, weight, grad = operands(sizes, inputs, outputs)
+    actual = results(x, weight, group_ends(sizes), grad)
+    expected = fp8_grouped_gemm_reference(x.detach(), weight.detach(), group_ends(sizes), grad)
+    # The forward pass uses fast accumulation.
+    for name, a, b, near in zip(
+        ("out", "grad of x", "grad of weight"), actual, expected, (0.02, 0.006, 0.006), strict=True
+    ):
+        assert relative_error(a, b) < near, name
+    assert [(x == 0).all().item() for x in actual[2]] == [size == 0 for size in sizes]
+
+
+def test_fast_accumulation_in_the_backward_pass_loses_little() -> None:
+    """Over 4,096 rows of an expert, less than rounding the operands to fp8 loses (0.03 and more)."""
+    sizes = [4096, 1024]
+    x, weight, grad = operands(sizes, 1024, 2048)
+    exact, fast = (results(x, weight, group_ends(sizes), grad, fp8_fast_accum=fast) for fast in (False, True))
+    assert torch.equal(exact[0], fast[0])
+    for a, b in zip(fast[1:], exact[1:], strict=True):
+        assert 0 < relative_error(a, b) < 0.02
+
+
+def test_error_is_that_of_rounded_operands_grouped() -> None:
+    sizes = [2048, 2048]
+    x, weight, grad = operands(sizes, 6144, 4096)
+    groups = (slice(2048), slice(2048, None))
+    exact, dy, matrices = x.detach().float(), grad.float(), weight.detach()
+    truth = (
+        torch.cat([exact[rows] @ matrix.T for rows, matrix in zip(groups, matrices, strict=True)]),
+        torch.cat([dy[rows] @ matrix for rows, matrix in zip(groups, matrices, strict=True)]),
+        torch.stack([dy[rows].T @ exact[rows] for rows in groups]),
+    )
+    for a, b in zip(results(x, weight, group_ends(sizes), grad), truth, strict=True):
+        assert 0.005 < relative_error(a, b) < math.sqrt(2 / 3) * 2.0**-4
+
+
+def test_each_gemm_is_one_kernel() -> None:
+    x, weight, grad = operands([100, 0, 156], 512, 256)
+    results(x, weight, group_ends([100, 0, 156]), grad)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        results(x, weight, group_ends([100, 0, 156]), grad)
+    calls = Counter({event.key: event.count for event in profile.key_averages()})
+    assert calls["aten::_scaled_grouped_mm"] == 3
+    assert calls["aten::mm"] == calls["aten::_scaled_mm"] == calls["aten::_grouped_mm"] == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nonfinite_values_reach_their_row_and_column_only(value: float) -> None:
+    x, weight, grad = operands([20, 44], 128, 64)
+    x.data[3, 5] = value
+    out, _, grad_weight = results(x, weight, group_ends([20, 44]), grad)
+    assert out[3].isnan().all()
+    assert out.isnan().sum() == 64
+    assert grad_weight[0, :, 5].isnan().all()
+    assert grad_weight.isnan().sum() == 64
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not [str(x.message) for x in caught if "synchronizing" in str(x.message)]
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_fp8_experts_never_synchronize(has_cache: bool) -> None:
+    with GPU:
+        block = MoE(MODEL)
+    for layer in (block.gate, block.up, block.down):
+        layer.__class__ = Fp8GroupedLinear
+        layer.fp8_cache = Fp8WeightCache() if has_cache else None
+    for parameter in block.parameters():
+        parameter.data.normal_(0.0, 0.02)
+    x = torch.randn(2, 300, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    block(x).sum().backward()
+    with no_synchronization():
+        for _ in range(2):
+            block(x).sum().backward()
+            with torch.no_grad():
+                torch._foreach_mul_([block.gate.weight, block.up.weight, block.down.weight], 1.5)
+
+
+def test_a_replayed_graph_reads_new_rows_groups_and_weights() -> None:
+    x, weight, grad = operands([300, 0, 212], 512, 256)
+    ends, cache = group_ends([300, 0, 212]), Fp8WeightCache()
+    results(x, weight, ends, grad, weight_cache=cache)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results(x, weight, ends, grad, weight_cache=cache)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        actual = results(x, weight, ends, grad, weight_cache=cache)
+    with torch.no_grad():
+        x.copy_(x.flip(0))
+        ends.copy_(group_ends([17, 400, 95]))
+        weight.mul_(-3.0)
+    graph.replay()
+    replayed = [x.clone() for x in actual]
+    for name, a, b in zip(
+        ("out", "grad of x", "grad of weight"), replayed, results(x, weight, ends.clone(), grad), strict=True
+    ):
+        assert torch.equal(a, b), name
