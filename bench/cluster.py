@@ -85,14 +85,14 @@ def listing(folder: Path, count: int) -> dict[str, float]:
     """Runs that have ended, half of them Slurm's."""
     from llmb.config.recipe import load_all, shipped
     from llmb.config.resolve import resolve
-    from llmb.config.row_selection import Request
+    from llmb.config.row_selection import RunRequest
     from llmb.events import RunEnded, StepDone
     from llmb.launch.run_folder import store_path
     from llmb.results.derive import derive
     from llmb.results.job_store import Store
 
     recipe = load_all([shipped()])[WORKLOAD]
-    config = resolve(recipe, Request(size=SIZE, dtype="fp32", gpus=1, proxy="small"))
+    config = resolve(recipe, RunRequest(size=SIZE, dtype="fp32", gpus=1, proxy="small"))
     steps = [StepDone(step=n, seconds=1.0, tokens=1000) for n in range(1, config.workload.steps + 1)]
     result = derive(config, [*steps, RunEnded(status="ok")])
     figures = {}

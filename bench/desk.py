@@ -103,14 +103,14 @@ def job_lists(folder: Path) -> dict:
     """Stores of 10 and 1,000 finished runs, listed by the command."""
     from llmb.config.recipe import load_all, shipped
     from llmb.config.resolve import resolve
-    from llmb.config.row_selection import Request
+    from llmb.config.row_selection import RunRequest
     from llmb.events import RunEnded, StepDone
     from llmb.launch.run_folder import store_path
     from llmb.results.derive import derive
     from llmb.results.job_store import Store
 
     recipe = load_all([shipped()])["pretrain_llama3.1"]
-    config = resolve(recipe, Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    config = resolve(recipe, RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     steps = [StepDone(step=n, seconds=1.0, tokens=1000) for n in range(1, config.workload.steps + 1)]
     result = derive(config, [*steps, RunEnded(status="ok")])
     results = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llmb.config.recipe import expand_gpus, load_all, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig
 from llmb.launch.torch_process import run_dry_run
@@ -38,7 +38,7 @@ def rows(only: str, all_scales: bool) -> Iterator[RunConfig]:
             dtypes = row["dtype"] if isinstance(row["dtype"], list) else [row["dtype"]]
             for dtype in dtypes:
                 for gpus in scales if all_scales else dict.fromkeys((scales[0], scales[-1])):
-                    yield resolve(recipe, Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=row["gpu"]))
+                    yield resolve(recipe, RunRequest(size=row["size"], dtype=dtype, gpus=gpus, gpu=row["gpu"]))
 
 
 def stage(config: RunConfig, summary: DryRunSummary) -> int:

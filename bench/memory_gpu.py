@@ -17,7 +17,7 @@ from pathlib import Path
 from llmb.config.overrides import from_arguments
 from llmb.config.recipe import load_all, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import to_json
 from llmb.config.spec import RunConfig
 from llmb.events import StepDone, read
@@ -43,7 +43,7 @@ HEADER = ("run", "measured GiB", "dry run GiB", "ratio", "closed form GiB", "rat
 def configuration(workload: str, size: str, dtype: str, proxy: str | None, settings: list[str], gpu: str) -> RunConfig:
     """One of the runs for this GPU."""
     overrides = tuple(from_arguments([*settings, f"steps={STEPS}"]))
-    request = Request(size=size, dtype=dtype, gpus=1, gpu=gpu, proxy=proxy, settings=overrides)
+    request = RunRequest(size=size, dtype=dtype, gpus=1, gpu=gpu, proxy=proxy, settings=overrides)
     return resolve(load_all([shipped()])[workload], request)
 
 

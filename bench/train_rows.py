@@ -11,7 +11,7 @@ from typing import Literal
 from llmb.config.overrides import from_arguments
 from llmb.config.recipe import load_all, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
 
 Dtype = Literal["bf16", "fp8"]
@@ -90,7 +90,7 @@ def without_aims(row: Row) -> Row:
 def configuration(row: Row, gpu: str, settings: Sequence[str]) -> RunConfig:
     """Return the configuration of a row on this GPU; the caller's settings override the recipe."""
     overrides = tuple(from_arguments([*row.settings, *settings, *ENDLESS]))
-    request = Request(
+    request = RunRequest(
         size=row.size, dtype=row.dtype, gpus=1, gpu=gpu, proxy="true-width" if row.true_width else None,
         settings=overrides,
     )  # fmt: skip
@@ -101,7 +101,7 @@ def tiny_configuration(row: Row, settings: Sequence[str]) -> RunConfig:
     """Return the same structure, very small, on a CPU: shows only that it runs."""
     experts = ["balanced_experts=true"] if row.true_width else []
     overrides = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *experts, *settings, *ENDLESS]))
-    request = Request(size=row.size, dtype=row.dtype, gpus=1, gpu="cpu", proxy="small", settings=overrides)
+    request = RunRequest(size=row.size, dtype=row.dtype, gpus=1, gpu="cpu", proxy="small", settings=overrides)
     config = resolve(load_all([shipped()])[row.workload], request)
     return replace(config, model=replace(config.model, vocab=512))
 
@@ -111,9 +111,10 @@ def within_memory(gib: float, gpu: str, tiny: bool) -> RunConfig:
     recipe = load_all([shipped()])["outofcore_llama3"]
     if tiny:
         endless = tuple(from_arguments(ENDLESS))
-        return resolve(recipe, Request(size="8b", dtype="bf16", gpus=1, gpu="cpu", proxy="small", settings=endless))
+        return resolve(recipe, RunRequest(size="8b", dtype="bf16", gpus=1, gpu="cpu", proxy="small", settings=endless))
     overrides = (f"gbs={SEQUENCES}", "lr=3e-6", "seqlen=8192", f"host_gib={HOST_GIB}", f"device_gib={gib:g}", *ENDLESS)
-    return resolve(recipe, Request(size="8b", dtype="bf16", gpus=1, gpu=gpu, settings=tuple(from_arguments(overrides))))
+    settings = tuple(from_arguments(overrides))
+    return resolve(recipe, RunRequest(size="8b", dtype="bf16", gpus=1, gpu=gpu, settings=settings))
 
 
 def work_of(config: RunConfig) -> Training:

@@ -166,8 +166,8 @@ class InChunks:
                     saved = attn is not None
                     attn, remaining = attn if saved else room[0], room[1]
                     self.block.recompute(
-                        self._weights(layer, "backward"), inp[layer][c], kv[layer], spans[c], *tables[c], attn, remaining,
-                        saved,
+                        self._weights(layer, "backward"), inp[layer][c], kv[layer], spans[c], *tables[c], attn,
+                        remaining, saved,
                     )  # fmt: skip
                 self.block.backward(
                     self._weights(layer, "backward"), self.grads[layer], not (new and last), inp[layer][c], kv[layer],

@@ -1,1 +1,1 @@
-"""What to run: the RunConfig, recipes, overrides, and how a request becomes a complete configuration."""
+"""Configuration of a run: the RunConfig, recipes, overrides, and how a request becomes a complete configuration."""

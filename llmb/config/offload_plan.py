@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients are kept for a later round or step; otherwise each is consumed when complete."""
+        """Return whether gradients are kept for a later round or step; otherwise each is consumed when complete."""
         return self.rounds > 1 or self.update_at == "forward"
 
     @property

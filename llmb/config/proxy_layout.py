@@ -16,7 +16,7 @@ from dataclasses import replace
 from llmb.config.parallel_layout import check_ranks, format_layout
 from llmb.config.proxy import ALIGNMENT
 from llmb.config.recipe import Recipe, Row, expand_gpus
-from llmb.config.row_selection import SCALED_DOWN, Request, choose_layout, gpu_of
+from llmb.config.row_selection import SCALED_DOWN, RunRequest, choose_layout, gpu_of
 from llmb.config.serialization import build, field_types
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
@@ -28,7 +28,7 @@ VIRTUAL_STAGES = 2  # they need layers, of which a small model has few, but no r
 LAYOUT = ("fsdp", "tp", "pp", "cp", "ep", "etp", "vp")
 
 
-def scale_down(settings: Row, recipe: Recipe, request: Request, selectors: dict[str, str]) -> str | None:
+def scale_down(settings: Row, recipe: Recipe, request: RunRequest, selectors: dict[str, str]) -> str | None:
     """Put the scaled-down layout of a real row into the settings of a multi-rank proxy; return its description."""
     if request.layout is not None and not (request.uses_proxy and recipe.kind in SCALED_DOWN):
         raise ConfigError("--layout has no effect here: it chooses the layout that a proxy scales down; add --proxy")

@@ -26,7 +26,7 @@ from llmb.config.parallel_layout import (
 from llmb.config.proxy import describe_change, small_proxy, true_width_proxy
 from llmb.config.proxy_layout import fit_to_ranks, scale_down
 from llmb.config.recipe import Recipe, Row, per_gpus
-from llmb.config.row_selection import Request, choose_row, gpu_of, inference_selectors
+from llmb.config.row_selection import RunRequest, choose_row, gpu_of, inference_selectors
 from llmb.config.run_list import Task
 from llmb.config.serialization import RENAMED_FIELDS, build, convert, field_types, to_plain
 from llmb.config.serving_settings import check_settings, drop_printed_lengths, proxy_fp8_scaling, update_dependent
@@ -92,7 +92,7 @@ def resolve_all(
     return resolved, list(dict.fromkeys(errors))
 
 
-def resolve(recipe: Recipe, request: Request, install: Path | None = None) -> RunConfig:
+def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) -> RunConfig:
     """Return the RunConfig for a request; raise a one-line error that says what is wrong and what would be valid.
 
     `install`: folder with the measured rates of this machine; none: plans use the known rates of its GPU.
@@ -179,7 +179,7 @@ def resolve(recipe: Recipe, request: Request, install: Path | None = None) -> Ru
     return _at_true_width(config, request.memory_gib) if request.proxy == "true-width" else config
 
 
-def _refuse_true_width(recipe: Recipe, request: Request) -> None:
+def _refuse_true_width(recipe: Recipe, request: RunRequest) -> None:
     if recipe.kind == "outofcore" and request.proxy == "true-width":
         raise ConfigError(
             f"{recipe.workload} needs no true-width proxy: it runs models that do not fit; leave out --proxy, or "
@@ -187,7 +187,7 @@ def _refuse_true_width(recipe: Recipe, request: Request) -> None:
         )
 
 
-def _engine(recipe: Recipe, request: Request, altered: bool) -> str:
+def _engine(recipe: Recipe, request: RunRequest, altered: bool) -> str:
     """Return the engine: the native one unless another is requested, which cannot run proxies."""
     setting = next((s for s in reversed(request.settings) if s.field == "engine"), None)
     if setting is None or setting.value == "native":
@@ -293,7 +293,9 @@ def _refuse_unknown(setting: Setting, types: dict[str, Any], recipe: Recipe) -> 
     raise UnknownName(f"field ({setting.source}) for {recipe.workload}:", setting.field, choices, renamed)
 
 
-def _base_model(recipe: Recipe, request: Request, row: Row, parallel: Parallel, values: Row) -> tuple[Model, list[str]]:
+def _base_model(
+    recipe: Recipe, request: RunRequest, row: Row, parallel: Parallel, values: Row
+) -> tuple[Model, list[str]]:
     """Return the model or its small proxy, with notes on the difference; a proxy row may define its own model."""
     real = recipe.model(request.size)
     if not request.uses_proxy or request.proxy == "true-width":
@@ -308,7 +310,7 @@ def _base_model(recipe: Recipe, request: Request, row: Row, parallel: Parallel, 
     return proxy, [", ".join(words)]
 
 
-def _changed_model(model: Model, request: Request) -> tuple[Model, list[Override]]:
+def _changed_model(model: Model, request: RunRequest) -> tuple[Model, list[Override]]:
     """Apply `--set model.layers=2`; a changed model is always a proxy."""
     records = []
     for setting in request.settings:
@@ -376,7 +378,7 @@ def _refuse_without_effect(values: Row, overrides: list[Override], ranks: int) -
         raise ConfigError(f"profile_start {values['profile_start']} is after profile_stop {values['profile_stop']}")
 
 
-def _name(recipe: Recipe, request: Request, parallel: Parallel, model: str, workload: Any, proxy: bool) -> str:
+def _name(recipe: Recipe, request: RunRequest, parallel: Parallel, model: str, workload: Any, proxy: bool) -> str:
     """Return the name of the run, which describes its configuration like the names in NVIDIA's recipes."""
     p = parallel
     if recipe.kind == "inference":
@@ -392,7 +394,7 @@ def _name(recipe: Recipe, request: Request, parallel: Parallel, model: str, work
 
 
 def _reference(
-    recipe: Recipe, request: Request, gpu: str, values: Row, changed: tuple[Override, ...]
+    recipe: Recipe, request: RunRequest, gpu: str, values: Row, changed: tuple[Override, ...]
 ) -> Reference | None:
     """Return the published result of exactly this configuration, if there is one."""
     comparable = COMPARABLE | PLAN_FIELDS if recipe.kind == "outofcore" else COMPARABLE

@@ -22,12 +22,12 @@ SCALED_DOWN = ("training", "inference")  # kinds whose proxies run on any number
 
 
 def uses_proxy(proxy: str | None, gpu: str | None) -> bool:
-    """Whether a proxy runs instead of the model: if requested, and always on a CPU."""
+    """Return whether a proxy runs instead of the model: if requested, and always on a CPU."""
     return proxy is not None or gpu == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RunRequest:
     """Run requested by the user, not validated yet."""
 
     size: str
@@ -70,7 +70,7 @@ def _lengths(settings: Sequence[Setting]) -> tuple[int, int] | None:
     return (positive["isl"], positive["osl"]) if positive.keys() >= {"isl", "osl"} else None
 
 
-def choose_row(recipe: Recipe, request: Request, selectors: dict[str, str]) -> tuple[Row, list[Override]]:
+def choose_row(recipe: Recipe, request: RunRequest, selectors: dict[str, str]) -> tuple[Row, list[Override]]:
     """Return the matching row; size, GPU, dtype, use case and scale are checked in turn to name the first mismatch."""
     matched: dict[str, Any] = {}
     proxy = request.uses_proxy
@@ -98,13 +98,13 @@ def choose_row(recipe: Recipe, request: Request, selectors: dict[str, str]) -> t
     return row, overrides
 
 
-def _nearest_use_case(rows: list[Row], request: Request) -> str:
+def _nearest_use_case(rows: list[Row], request: RunRequest) -> str:
     """Return the use case whose lengths differ from the requested ones by the smallest factors."""
     isl, osl = _lengths(request.settings) or (inf, inf)
     return min(rows, key=lambda row: abs(log(row["isl"] / isl)) + abs(log(row["osl"] / osl)))["use_case"]
 
 
-def choose_layout(recipe: Recipe, request: Request, selectors: dict[str, str]) -> Row | None:
+def choose_layout(recipe: Recipe, request: RunRequest, selectors: dict[str, str]) -> Row | None:
     """Return the multi-GPU row from which a proxy takes its layout; None if the recipe has none."""
     listed: dict[str, Any] = {name: value for name, value in selectors.items() if value in recipe.values(name)}
     rows = [row for row in recipe.matching(size=request.size, **listed) if expand_gpus(row.get("gpus", 1))[-1] > 1]
@@ -126,7 +126,7 @@ def gpu_of(row: Row, recipe: Recipe) -> str:
     return recipe.default_gpu if recipe.default_gpu in selector_values(row, "gpu") else selector_values(row, "gpu")[0]
 
 
-def _best_match(rows: list[Row], recipe: Recipe, request: Request) -> Row:
+def _best_match(rows: list[Row], recipe: Recipe, request: RunRequest) -> Row:
     """Return the row for the recipe's default GPU that agrees with most of the settings."""
     requested = {(s.field, str(s.value)) for s in request.settings}
     return max(
@@ -138,7 +138,7 @@ def _best_match(rows: list[Row], recipe: Recipe, request: Request) -> Row:
     )
 
 
-def _extrapolate(recipe: Recipe, request: Request, matched: dict[str, Any]) -> tuple[Row, list[Override]]:
+def _extrapolate(recipe: Recipe, request: RunRequest, matched: dict[str, Any]) -> tuple[Row, list[Override]]:
     """Return a row for an unlisted GPU count: above a weak-scaling range by its rule, elsewhere only with force."""
     proxy = request.uses_proxy
     rows = recipe.matching(proxy, **matched)

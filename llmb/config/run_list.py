@@ -12,7 +12,7 @@ from typing import Literal
 
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe
-from llmb.config.row_selection import Request, uses_proxy
+from llmb.config.row_selection import RunRequest, uses_proxy
 from llmb.errors import ConfigError, UnknownName
 
 
@@ -21,7 +21,7 @@ class Task:
     """One configuration, run `repeats` times."""
 
     workload: str
-    request: Request
+    request: RunRequest
     repeats: int = 1
 
 
@@ -105,7 +105,7 @@ def _expand_target(target: str, selection: RunSelection, recipes: dict[str, Reci
     for model_size in [requested] if requested else recipe.sizes:
         for dtype in selection.dtypes or recipe.values("dtype", proxy, size=model_size, gpu=gpu):
             for gpus in _scales(recipe, model_size, dtype, gpu, proxy, selection):
-                request = Request(
+                request = RunRequest(
                     size=model_size, dtype=dtype, gpus=gpus, gpu=selection.gpu, proxy=selection.proxy,
                     force=selection.force, layout=selection.layout, memory_gib=selection.memory_gib,
                     settings=selection.settings,

@@ -57,7 +57,7 @@ def _override(settings: Row, field: str, value: int, source: str) -> Override:
 
 
 def block_scales_fit(model: Model) -> bool:
-    """Whether the K dimension of every GEMM of the model is a multiple of 128."""
+    """Return whether the K dimension of every GEMM of the model is a multiple of 128."""
     return _common_width(model, 1) % BLOCK == 0
 
 

@@ -39,7 +39,7 @@ def checksum_files(folder: Path) -> list[ChecksumFile]:
 
 
 def verify_checksum(checksums: ChecksumFile, name: str, progress: Callable[[int], None]) -> bool:
-    """Whether a file matches its checksum; `progress` is called with the bytes of each chunk read."""
+    """Return whether a file matches its checksum; `progress` is called with the bytes of each chunk read."""
     hash_function = _hash_function(checksums.path)
     assert hash_function is not None, "unavailable checksums must not be verified"
     digest = hash_function()

@@ -26,7 +26,7 @@ class ShardHeader:
 
     @property
     def readable(self) -> bool:
-        """Whether the header could be parsed, whatever else is wrong."""
+        """Return whether the header could be parsed, whatever else is wrong."""
         return bool(self.tensors) or not self.faults
 
 

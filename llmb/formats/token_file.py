@@ -41,7 +41,7 @@ class Header:
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a file has the magic number of a token file."""
+    """Return whether a file has the magic number of a token file."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC

@@ -61,5 +61,5 @@ def _sizes(model: Model, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _is_last(model: Model, param: ParamSlice) -> bool:
-    """Whether the parameter is complete with these rows."""
+    """Return whether the parameter is complete with these rows."""
     return param.source.stop in (None, model.vocab)

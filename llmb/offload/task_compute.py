@@ -215,7 +215,7 @@ class TaskRunner:
         return ranges if end > border else ranges[:1]
 
     def _accumulates(self, operation: Operation, buckets: range) -> bool:
-        """Whether these gradients already exist; all of them do, or none."""
+        """Return whether these gradients already exist; all of them do, or none."""
         return BufferKey("grad", buckets[0]) not in operation.task.makes
 
     def _bytes(self, operation: Operation, key: BufferKey) -> Tensor:

@@ -41,7 +41,7 @@ class ActivationSizes:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the GEMMs of the layers are fp8."""
+        """Return whether the GEMMs of the layers are fp8."""
         return self.config.precision.dtype == "fp8"
 
     @cached_property

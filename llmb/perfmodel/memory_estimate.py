@@ -49,7 +49,7 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the estimate is within the budgets; null when the GPU's memory is unknown."""
+        """Return whether the estimate is within the budgets; null when the GPU's memory is unknown."""
         if self.device_budget is None:
             return None
         return self.total <= self.device_budget and (self.host_budget is None or self.host <= self.host_budget)

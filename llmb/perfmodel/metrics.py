@@ -314,7 +314,7 @@ def late_fraction(requests: Sequence[TimedRequest], concurrency: int) -> float |
 
 
 def energies_agree(counted_joules: float | None, integrated_joules: float | None) -> bool | None:
-    """Whether the energy counter and the integral of sampled power agree; None without both."""
+    """Return whether the energy counter and the integral of sampled power agree; None without both."""
     ratio = _quotient((counted_joules,), (integrated_joules,))
     return None if ratio is None else abs(ratio - 1) <= ENERGY_TOLERANCE
 

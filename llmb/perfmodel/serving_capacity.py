@@ -68,7 +68,7 @@ def _stage_bytes(config: RunConfig, layers: range, first: bool, last: bool) -> f
 
 
 def _is_gemm_weight(weight: Weight) -> bool:
-    """Whether a weight is in the run's dtype: routers, norms and convolutions are not."""
+    """Return whether a weight is in the run's dtype: routers, norms and convolutions are not."""
     return len(weight.shape) > 1 and not weight.replicated
 
 
@@ -180,7 +180,7 @@ def check_fits(config: RunConfig) -> None:
 
 
 def _states_fill_cache(config: RunConfig, capacity: CacheCapacity) -> bool:
-    """Whether the states of a full batch leave no space for one request's tokens."""
+    """Return whether the states of a full batch leave no space for one request's tokens."""
     return capacity.token > 0 and capacity.tokens < _whole_tokens(_inference(config))
 
 

@@ -73,7 +73,7 @@ def shard_group_size(weight: Weight, parallel: Parallel) -> int:
 
 
 def is_sharded(weight: Weight, parallel: Parallel) -> bool:
-    """Whether a weight is sharded over data-parallel ranks."""
+    """Return whether a weight is sharded over data-parallel ranks."""
     sharded = shard_group_size(weight, parallel) > 1
     return sharded and weight.optimizer_shard(parallel) < weight.on_rank(parallel).size
 
@@ -165,7 +165,7 @@ def has_split_weights(config: RunConfig) -> bool:
 
 
 def is_fused(config: RunConfig) -> bool:
-    """Whether the native engine runs fused layers: those of a Llama with split master weights, on a GPU."""
+    """Return whether the native engine runs fused layers: those of a Llama with split master weights, on a GPU."""
     plain = config.model.architecture == "llama" and config.model.activation == "silu"
     aligned = config.precision.dtype != "fp8" or not unaligned_fp8_widths(config.model)
     return has_split_weights(config) and plain and config.machine.gpu != "cpu" and aligned

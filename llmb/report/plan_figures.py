@@ -40,7 +40,7 @@ class StepLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferPlacement:
-    """Where buffers of one kind are."""
+    """Placement of the buffers of one kind."""
 
     kind: str
     resident: int | None  # permanently on the device; null: not applicable to this kind

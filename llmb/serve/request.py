@@ -14,7 +14,7 @@ FinishReason = Literal["length", "stop", "cancelled"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen. Equal seeds give equal outputs, whatever else is in the batch."""
+    """Choice of the next token. Equal seeds give equal outputs, whatever else is in the batch."""
 
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # sample among the k most likely tokens; 0: all

@@ -46,7 +46,7 @@ class StepBatch:
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether every chunk is one token that samples the next."""
+        """Return whether every chunk is one token that samples the next."""
         return all(chunk.samples and chunk.num_tokens == 1 for chunk in self.chunks)
 
     @property

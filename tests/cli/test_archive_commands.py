@@ -11,7 +11,7 @@ import pytest
 
 from llmb.cli.stored_runs import write_result
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.events import RunEnded, RunStarted, StepDone, append
 from llmb.launch.run_folder import RunFolder, store_path
 from llmb.results.job_store import Store
@@ -21,7 +21,7 @@ pytest.importorskip("zstandard")
 
 @pytest.fixture
 def config(recipes):
-    return resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    return resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
 
 
 @pytest.fixture

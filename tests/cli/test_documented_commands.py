@@ -114,6 +114,7 @@ def test_documented_launch_script_line_resolves_to_its_row(workload, line):
     assert_cells(json.loads(done.stdout), LAUNCH_SH[workload, line])
 
 
+@pytest.mark.slow
 def test_documented_out_of_core_line_resolves(llmb_run):
     line = "submit -w outofcore_llama3 -s 8b --seqlen 65536 --host-gb 178 --device-gb 78 --dry-run --json"
     code, out, err = llmb_run(*line.split())

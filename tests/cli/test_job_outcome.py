@@ -10,7 +10,7 @@ from llmb.cli.jobs.job_outcome import record_outcome
 from llmb.cli.jobs.polling import Poller
 from llmb.cli.stored_runs import write_result
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import read_json
 from llmb.events import RunEnded, RunStarted, StepDone, append
 from llmb.launch.install_root import install_root
@@ -22,7 +22,7 @@ from llmb.results.job_store import Store
 
 @pytest.fixture
 def config(recipes):
-    return resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    return resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from llmb.cli.jobs.job_table import elapsed_s, format_duration, table, waited_s
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.events import RunEnded, StepDone
 from llmb.results.derive import derive
 from llmb.results.job_store import Store
@@ -18,7 +18,7 @@ from llmb.results.job_store import Store
 @pytest.fixture
 def store(tmp_path, recipes):
     """Store with one successful local run and one failed Slurm job, none active."""
-    config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     steps = [StepDone(step=n, seconds=2.0, tokens=1000) for n in range(1, config.workload.steps + 1)]
     with Store(tmp_path / "llmb" / ".llmb" / "jobs.sqlite3") as store:
         store.finish(store.add(config, Path("/a")), derive(config, [*steps, RunEnded(status="ok")]))

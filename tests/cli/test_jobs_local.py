@@ -14,7 +14,7 @@ import pytest
 
 from llmb.cli.jobs.polling import Poller
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.launch.install_root import install_root
 from llmb.launch.run_folder import RunFolder, store_path, write_pid_file
 from llmb.results.job_store import Store
@@ -33,7 +33,7 @@ def store():
 
 
 def test_slurm_unavailable_is_reported_once(store, recipes, monkeypatch, capsys):
-    config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     for number in (1, 2):
         temporary = store.add(config, Path(f"/{number}"), "slurm", status="submitting")
         store.submitted(temporary, str(number))
@@ -48,7 +48,7 @@ def test_slurm_unavailable_is_reported_once(store, recipes, monkeypatch, capsys)
 
 
 def test_watch_redraws_in_place_on_a_terminal(store, recipes):
-    config = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     sleeper = subprocess.Popen(["sleep", "100"])
     run = RunFolder.create(install_root(os.environ), config, datetime.now())
     write_pid_file(run, sleeper.pid)

@@ -127,6 +127,7 @@ def test_one_invalid_task_does_not_stop_the_others(llmb_run):
     assert "skipped: scale 130" in err
 
 
+@pytest.mark.slow
 def test_real_run_writes_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_path):
     code, out, err = llmb_run(
         *SMALL, "--json", "-r", "2", "--env", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", "--env", "NOTE=seen"
@@ -178,6 +179,7 @@ def test_real_run_writes_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_p
     assert read["step_time_s"]["samples"] == pytest.approx(recorded["samples"], abs=1e-4)  # the log has 0.1 ms
 
 
+@pytest.mark.slow
 def test_engine_that_refuses_exits_1_and_one_that_fails_exits_2(llmb_run):
     code, out, _ = llmb_run(
         "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy", *TINY,
@@ -190,6 +192,7 @@ def test_engine_that_refuses_exits_1_and_one_that_fails_exits_2(llmb_run):
     assert "diverged" in out
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_readable_incomplete_run(tmp_path):
     command = [str(Path(sys.executable).parent / "llmb-run"), *PROXY, *TINY, "--seqlen", "32", "--set", "steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -204,6 +207,7 @@ def test_ctrl_c_leaves_a_readable_incomplete_run(tmp_path):
     assert "incomplete" in shell("jobs").stdout
 
 
+@pytest.mark.slow
 def test_timeout_is_reported(llmb_run):
     code, out, _ = llmb_run(*PROXY, *TINY, "--seqlen", "32", "--set", "steps=100000", "--timeout", "6")
     assert code == 2

@@ -6,7 +6,7 @@ import pytest
 
 from llmb.cli import memory_budgets
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Machine
 from llmb.perfmodel.hardware import GIB
 
@@ -14,7 +14,7 @@ from llmb.perfmodel.hardware import GIB
 @pytest.fixture
 def config(recipes):
     """Proxy on an H200 with its own budgets."""
-    config = resolve(recipes["outofcore_llama3"], Request(size="3b", dtype="bf16", gpus=1, proxy="small"))
+    config = resolve(recipes["outofcore_llama3"], RunRequest(size="3b", dtype="bf16", gpus=1, proxy="small"))
     return replace(config, machine=Machine(gpu="h200", gpus=1, gpus_per_node=8))
 
 
@@ -58,5 +58,5 @@ def test_on_a_cpu_both_budgets_share_the_host_memory(monkeypatch, config):
 
 
 def test_training_runs_have_no_budgets(h200_here, recipes):
-    training = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    training = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     assert not list(memory_budgets.beyond_this_machine(training))

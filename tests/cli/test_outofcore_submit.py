@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from llmb.config.serialization import to_json
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU, rates_path
 
 
+@pytest.mark.slow
 def test_profiled_proxy_reports_its_prediction_and_profile_page(llmb_run, tmp_path):
     path = rates_path(tmp_path / "llmb", "cpu")
     path.parent.mkdir(parents=True)

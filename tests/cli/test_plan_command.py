@@ -27,6 +27,7 @@ def document(llmb_run):
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_documented_plan_has_every_figure(document):
     cut = {"chunk_size": 16384, "chunks_per_round": 4, "seqs_per_round": 1, "rounds_per_step": 5, "seqs_per_step": 5}
     assert cut.items() <= document.items()
@@ -70,6 +71,7 @@ def test_tables_show_the_published_plan_beside_the_computed_one(llmb_run):
     assert out.count("GiB of host and 78 GiB of device memory") == 1
 
 
+@pytest.mark.slow
 def test_another_gpu_type_has_its_rates_and_no_published_plan(llmb_run):
     code, out, _ = llmb_run(*DOCUMENT, *FIXED, "--gpu-type", "a100", "--json")
     assert code == 0
@@ -78,6 +80,7 @@ def test_another_gpu_type_has_its_rates_and_no_published_plan(llmb_run):
     assert plan["published"] is None
 
 
+@pytest.mark.slow
 def test_last_chunk_of_a_prime_sequence_is_shorter(llmb_run):
     code, out, _ = llmb_run(*DOCUMENT, *FIXED, "--seqlen", "65537")
     assert code == 0
@@ -167,6 +170,7 @@ def smallest(llmb_run) -> int:
     return int(match[1])
 
 
+@pytest.mark.slow
 def test_refusal_names_the_smallest_budgets_that_fit(llmb_run, smallest):
     assert llmb_run(*SEARCHED, "--device-gb", str(smallest))[0] == 0
     assert llmb_run(*SEARCHED, "--device-gb", str(smallest - 1))[0] == 1

@@ -11,6 +11,7 @@ CPU = ["probe", "--gpu-type", "cpu"]
 PLAN = ["plan", "-w", "outofcore_llama3", "-s", "8b", "--gpu-type", "h200", "--host-gb", "60", "--device-gb", "24"]
 
 
+@pytest.mark.slow
 def test_probe_measures_stores_and_prints_the_rates_of_plans(llmb_run, tmp_path):
     code, out, err = llmb_run(*CPU)
     assert code == 0, err

@@ -7,7 +7,7 @@ import pytest
 
 from llmb.cli.stored_runs import write_result
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.launch.run_folder import RunFolder
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
@@ -16,7 +16,7 @@ from llmb.perfmodel.offload.stream_timeline import StreamTimeline, write_timelin
 
 @pytest.fixture
 def config(recipes):
-    config = resolve(recipes["outofcore_llama3"], Request(size="3b", dtype="bf16", gpus=1, proxy="small"))
+    config = resolve(recipes["outofcore_llama3"], RunRequest(size="3b", dtype="bf16", gpus=1, proxy="small"))
     expected = replace(config.workload.prediction, step_s=1.0)
     return replace(config, workload=replace(config.workload, prediction=expected))
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from llmb.cli.llmb_run import main
 
 ROW = [
@@ -20,6 +22,7 @@ ROW = [
 ]
 
 
+@pytest.mark.slow
 def test_memory_as_a_table_and_as_json(capsys) -> None:
     assert main([*ROW, "--set", "gbs=4"]) == 0
     text = capsys.readouterr().out

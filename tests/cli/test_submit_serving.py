@@ -62,6 +62,7 @@ def test_report_is_printed_and_ends_the_log(llmb_run, engine, tmp_path):
         assert read[figure] == pytest.approx(stored[figure], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_repeats_end_with_an_interval_and_json_stays_last(llmb_run, engine, tmp_path):
     engine()
     code, out, err = llmb_run(*SERVE, *LOAD, "-r", "3", "--json")

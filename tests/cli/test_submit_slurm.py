@@ -34,6 +34,7 @@ def test_on_dry_prints_the_job_script_without_any_file(llmb_run):
     assert "-m llmb.cli.job_runner" in out
 
 
+@pytest.mark.slow
 def test_dry_run_prints_the_job_script_where_a_cluster_is_configured(llmb_run, cluster):
     code, out, _ = llmb_run(*H100[:-2], "--dry-run")
     assert code == 0

@@ -29,6 +29,7 @@ def encode():
     return lambda text: library.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.slow
 def test_shipped_text_is_encoded_as_by_the_library(llmb_run, tmp_path, encode):
     path = tmp_path / "kjv.bin"
     code, out, err = llmb_run("tokenize", DATA / "kjv.txt", "--tokenizer", TOKENIZER, "-o", path)

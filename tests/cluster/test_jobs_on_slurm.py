@@ -15,7 +15,7 @@ from llmb.cli.jobs.auto_retry import retry_failed
 from llmb.cli.jobs.job_outcome import read_job_outcome
 from llmb.cli.jobs.polling import Poller
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.events import RunEnded, RunStarted, StepDone, append
 from llmb.launch.install_root import install_root
 from llmb.launch.run_folder import RunFolder, store_path
@@ -30,7 +30,7 @@ WAIT_FOR_GO = "touch began; until [ -e go ]; do sleep 0.1; done"
 
 @pytest.fixture(scope="module")
 def config(recipes):
-    return resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    return resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
 
 
 @pytest.fixture

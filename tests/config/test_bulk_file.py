@@ -154,8 +154,8 @@ def test_mutated_files_raise_only_config_errors(bulk, recipes, tmp_path, count):
 
 
 def _request(recipe, row):
-    from llmb.config.row_selection import Request
+    from llmb.config.row_selection import RunRequest
 
     size, dtype = row.get("size"), row.get("dtype")
     if isinstance(size, str) and isinstance(dtype, str):
-        yield Request(size=size, dtype=dtype, gpus=128, gpu="gb200")
+        yield RunRequest(size=size, dtype=dtype, gpus=128, gpu="gb200")

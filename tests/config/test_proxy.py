@@ -4,7 +4,7 @@ import pytest
 
 from llmb.config.proxy import reduced_models, true_width_proxy
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
@@ -17,7 +17,7 @@ from llmb.perfmodel.memory_estimate import memory_estimate
 @pytest.mark.parametrize("gib", [80.0, 139.0, 500.0])
 def test_true_width_proxy_has_as_many_layers_as_fit(recipes, workload, size, gib):
     recipe = recipes[workload]
-    request = Request(size=size, dtype="bf16", gpus=1, gpu="h200", proxy="true-width", memory_gib=gib)
+    request = RunRequest(size=size, dtype="bf16", gpus=1, gpu="h200", proxy="true-width", memory_gib=gib)
     if workload == "pretrain_nemotronh" and gib == 80.0:  # its first attention layer is the eighth, too far for 80 GiB
         with pytest.raises(ConfigError, match="does not fit at its true width, even with 8 of 118 layers"):
             resolve(recipe, request)
@@ -52,7 +52,7 @@ def test_more_ranks_fit_more_layers_with_one_per_stage(recipes):
     real = recipes["pretrain_llama3.1"].model("405b")
 
     def resolved(gpus, gib):
-        request = Request(
+        request = RunRequest(
             size="405b", dtype="bf16", gpus=gpus, gpu="h100", proxy="true-width", memory_gib=gib, layout="h100"
         )
         return resolve(recipes["pretrain_llama3.1"], request)
@@ -67,4 +67,4 @@ def test_more_ranks_fit_more_layers_with_one_per_stage(recipes):
 
 def test_memory_budget_is_required(recipes):
     with pytest.raises(ConfigError, match="--device-gb"):
-        resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="bf16", gpus=1, proxy="true-width"))
+        resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="bf16", gpus=1, proxy="true-width"))

@@ -8,7 +8,7 @@ from llmb.config.overrides import Setting, from_arguments, from_environment
 from llmb.config.parallel_layout import check_model, check_serving
 from llmb.config.recipe import expand_gpus, load_all, per_gpus, selector_values, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
 
@@ -29,7 +29,7 @@ def overrides(**fields):
 
 
 def request(size="8b", dtype="fp8", gpus=8, gpu="h100", **more):
-    return Request(size=size, dtype=dtype, gpus=gpus, gpu=gpu, **more)
+    return RunRequest(size=size, dtype=dtype, gpus=gpus, gpu=gpu, **more)
 
 
 @pytest.mark.parametrize(("recipe", "row", "dtype", "gpus", "proxy"), ROWS)
@@ -39,7 +39,7 @@ def test_every_recipe_row_resolves_to_its_own_values(recipe, row, dtype, gpus, p
         picks += overrides(gbs=1, seqs_per_round=1, chunk_tokens=min(row["seqlen"], 32768))
     proxy_kind = "small" if proxy else None
     for gpu in selector_values(row, "gpu"):
-        row_request = Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=gpu, proxy=proxy_kind, settings=picks)
+        row_request = RunRequest(size=row["size"], dtype=dtype, gpus=gpus, gpu=gpu, proxy=proxy_kind, settings=picks)
         config = resolve(recipe, row_request)
         assert config.recipe_row == row
         assert config.machine.gpu == (gpu or "cpu")
@@ -194,7 +194,7 @@ def test_use_case_sets_lengths_and_time_limits_accept_slurm_format():
 
 def serve(workload="inference_llama3.1", size="8b", dtype="fp8", gpus=1, gpu="h200", environ=None, **more):
     fields = tuple(from_environment(environ or {})) + overrides(**more.pop("settings", {}))
-    return resolve(ALL[workload], Request(size=size, dtype=dtype, gpus=gpus, gpu=gpu, settings=fields, **more))
+    return resolve(ALL[workload], RunRequest(size=size, dtype=dtype, gpus=gpus, gpu=gpu, settings=fields, **more))
 
 
 def r1(environ=None, gpus=4, dtype="nvfp4", gpu="gb200", **more):
@@ -396,7 +396,7 @@ def test_any_request_gives_a_consistent_config_or_a_one_line_error(workload, gpu
     try:
         config = resolve(
             recipe,
-            Request(
+            RunRequest(
                 size=recipe.sizes[0], dtype=dtype, gpus=gpus, gpu=gpu, proxy=proxy, force=force, settings=set_fields
             ),
         )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmb.config.recipe import load
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import RENAMED_FIELDS, build, read_json, to_json, to_plain, write_atomic
 from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError
@@ -86,7 +86,7 @@ def test_json_is_valid_even_for_nan(tmp_path):
 
 
 def test_config_round_trips_through_json(recipes):
-    config = resolve(recipes["pretrain_grok1"], Request(size="314b", dtype="fp8", gpus=128, gpu="gb200"))
+    config = resolve(recipes["pretrain_grok1"], RunRequest(size="314b", dtype="fp8", gpus=128, gpu="gb200"))
     assert build(RunConfig, json.loads(to_json(config))) == config
     assert to_plain(config)["parallel"]["ep"] == 8
 
@@ -115,7 +115,7 @@ def test_renamed_fields_exist_under_their_new_names():
 )
 def test_config_json_with_old_names_opens(recipes, tmp_path, workload, size, old_names):
     dtype = "fp8" if recipes[workload].kind != "outofcore" else "bf16"
-    config = resolve(recipes[workload], Request(size=size, dtype=dtype, gpus=1, gpu=None, proxy="small"))
+    config = resolve(recipes[workload], RunRequest(size=size, dtype=dtype, gpus=1, gpu=None, proxy="small"))
     path = tmp_path / "config.json"
     path.write_text(with_old_names(to_json(config)))
     assert all(f'"{name}":' in path.read_text() for name in old_names)
@@ -174,7 +174,7 @@ rows:
   - {gpu: h100, size: tiny, dtype: bf16, gpus: 1, gbs: 1, keep_inputs: true}
 """)
     recipe = load(path)
-    config = resolve(recipe, Request(size="tiny", dtype="bf16", gpus=1, gpu="h100"))
+    config = resolve(recipe, RunRequest(size="tiny", dtype="bf16", gpus=1, gpu="h100"))
     assert (config.workload.master_weights, config.workload.save_norm_outputs) == ("bf16", True)
     assert config.model.attn_logit_softcap == 30.0
     assert recipe.model("tiny", {"latent": None}).mla is None

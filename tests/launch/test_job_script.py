@@ -14,7 +14,7 @@ import pytest
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe, expand_gpus, load_all, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Limits, Machine, RunConfig
 from llmb.errors import ConfigError
 from llmb.launch.engines.launch_spec import LaunchSpec
@@ -54,7 +54,7 @@ def configurations(recipe: Recipe) -> Iterator[RunConfig]:
         for gpu in _as_list(row["gpu"]):
             for dtype in _as_list(row["dtype"]):
                 for gpus in expand_gpus(row["gpus"]):
-                    request = Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=gpu, settings=tuple(picks))
+                    request = RunRequest(size=row["size"], dtype=dtype, gpus=gpus, gpu=gpu, settings=tuple(picks))
                     yield resolve(recipe, request)
 
 

@@ -15,7 +15,7 @@ from llmb.cli.stored_runs import write_result
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Row, load_all, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.launch.command import (
@@ -43,7 +43,7 @@ def bridge_config(target: str, row: Row, dtype: str = "fp8", gpus: int | None = 
     settings = tuple(Setting(field=name, value=value, source="--set") for name, value in picks.items())
     gpus = gpus or int(str(row["gpus"]).split("-")[0])
     return resolve(
-        RECIPES[target], Request(size=row["size"], dtype=dtype, gpus=gpus, gpu=row["gpu"], settings=settings)
+        RECIPES[target], RunRequest(size=row["size"], dtype=dtype, gpus=gpus, gpu=row["gpu"], settings=settings)
     )
 
 

@@ -9,7 +9,7 @@ from llmb import events
 from llmb.cli.stored_runs import write_result
 from llmb.config.overrides import Setting, from_environment
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Profile, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone
@@ -21,7 +21,7 @@ TRACE = Path(__file__).parent.parent / "golden" / "logs" / "nccl.log"
 
 def resolved(recipes, environ: dict[str, str], **fields: str) -> RunConfig:
     settings = [*from_environment(environ), *(Setting(field=k, value=v, source="--set") for k, v in fields.items())]
-    request = Request(size="314b", dtype="fp8", gpus=256, gpu="gb200", settings=tuple(settings))
+    request = RunRequest(size="314b", dtype="fp8", gpus=256, gpu="gb200", settings=tuple(settings))
     return resolve(recipes["pretrain_grok1"], request)
 
 

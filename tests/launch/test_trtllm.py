@@ -13,7 +13,7 @@ from llmb.cli.stored_runs import write_result
 from llmb.config.overrides import Setting, parse_duration
 from llmb.config.recipe import Row, load_all, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
 from llmb.launch.command import build_launch_spec, engine_command, engine_environment, format_engine_command
@@ -31,7 +31,7 @@ R1 = RECIPES["inference_deepseek-r1"]
 def trtllm_config(row: Row, **fields: str) -> RunConfig:
     picks = {"engine": "trtllm", "mode": row["mode"], "use_case": row["use_case"], **fields}
     settings = tuple(Setting(field=name, value=value, source="--set") for name, value in picks.items())
-    return resolve(R1, Request(size="671b", dtype=row["dtype"], gpus=row["gpus"], gpu=row["gpu"], settings=settings))
+    return resolve(R1, RunRequest(size="671b", dtype=row["dtype"], gpus=row["gpus"], gpu=row["gpu"], settings=settings))
 
 
 def name(row: Row) -> str:
@@ -205,7 +205,7 @@ def test_failure_has_a_status(tmp_path: Path, bench, body: str, status: str, mes
 def test_published_reference_of_trtllm(tmp_path: Path) -> None:
     llama = RECIPES["inference_llama3.1"]
     settings = (Setting(field="engine", value="trtllm", source="--engine"),)
-    config = resolve(llama, Request(size="8b", dtype="fp8", gpus=1, gpu="h200", settings=settings))
+    config = resolve(llama, RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200", settings=settings))
     run_folder = RunFolder.create(tmp_path, config, datetime(2026, 1, 2, 3, 4, 5))
     run_folder.log.write_text((GOLDEN / "logs" / "trtllm.out").read_text())
     reference = write_result(run_folder, replace(config)).reference

@@ -181,9 +181,8 @@ def test_run_resumes_with_another_plan_and_learning_rate(tmp_path: Path) -> None
     save(tmp_path, 2, [(0, unit_of("master", 0))], FACTS)
     second = replace(PLAN, chunk_tokens=32, groups_per_round=4, resident_params=3, levels="I" * 8, update_at="backward")
     work = replace(WORK, lr=1e-4, lr_warmup_steps=5, resume=str(tmp_path))
-    assert resume_checkpoint(work, tmp_path, checkpoint_identity(MODEL, second, work, None, False)) == latest_checkpoint(
-        tmp_path
-    )
+    identity = checkpoint_identity(MODEL, second, work, None, False)
+    assert resume_checkpoint(work, tmp_path, identity) == latest_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match=r"step_2 already exists; resume=.* continues from it"):
         resume_checkpoint(WORK, tmp_path, FACTS)
     assert resume_checkpoint(WORK, tmp_path / "new", FACTS) is None

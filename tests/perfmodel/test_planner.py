@@ -6,7 +6,7 @@ import pytest
 
 from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import build, to_json
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import ConfigError
@@ -15,7 +15,7 @@ from llmb.perfmodel.memory_estimate import memory_estimate
 
 def proxy(recipes, dtype="fp32", **overrides):
     settings = tuple(Setting(field=name, value=str(value), source="--set") for name, value in overrides.items())
-    request = Request(size="8b", dtype=dtype, gpus=1, proxy="small", settings=settings)
+    request = RunRequest(size="8b", dtype=dtype, gpus=1, proxy="small", settings=settings)
     return resolve(recipes["outofcore_llama3"], request)
 
 
@@ -33,7 +33,7 @@ def test_configuration_is_complete_and_survives_serialization(recipes):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("size", ["1b", "3b", "8b", "15b", "32b", "70b"])
 def test_every_proxy_fits_its_budgets_and_offloads(recipes, size, dtype):
-    config = resolve(recipes["outofcore_llama3"], Request(size=size, dtype=dtype, gpus=1, proxy="small"))
+    config = resolve(recipes["outofcore_llama3"], RunRequest(size=size, dtype=dtype, gpus=1, proxy="small"))
     work = config.workload
     assert isinstance(work, OutOfCore)
     assert work.prediction is not None

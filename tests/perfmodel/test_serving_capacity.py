@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llmb.config.overrides import Setting
 from llmb.config.recipe import expand_gpus, load_all, selector_values, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel import block_costs, params, serving_capacity
@@ -29,7 +29,7 @@ ROWS = [
 
 def resolved(workload: str, size: str, dtype: str, gpus: int, gpu: str, **fields: object) -> RunConfig:
     overrides = tuple(Setting(field=name, value=value, source="--set") for name, value in fields.items())
-    return resolve(RECIPES[workload], Request(size=size, dtype=dtype, gpus=gpus, gpu=gpu, settings=overrides))
+    return resolve(RECIPES[workload], RunRequest(size=size, dtype=dtype, gpus=gpus, gpu=gpu, settings=overrides))
 
 
 def llama(dtype: str = "fp8", gpus: int = 1, size: str = "8b", gpu: str = "h200", **fields: object) -> RunConfig:

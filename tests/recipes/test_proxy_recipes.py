@@ -9,7 +9,7 @@ from llmb.config.overrides import Setting
 from llmb.config.proxy import small_proxy
 from llmb.config.recipe import Recipe, Row, expand_gpus, load_all, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.ops.gemm.fp8_linear import fits_fp8
@@ -106,7 +106,7 @@ def test_one_use_case_needs_chunked_prefill() -> None:
 
 def proxy_config(workload: str, size: str, gpus: int, layout: str | None = None, **settings: str) -> RunConfig:
     overrides = tuple(Setting(field=field, value=value, source="--set") for field, value in settings.items())
-    request = Request(size=size, dtype="fp8", gpus=gpus, proxy="small", layout=layout, settings=overrides)
+    request = RunRequest(size=size, dtype="fp8", gpus=gpus, proxy="small", layout=layout, settings=overrides)
     return resolve(RECIPES[workload], request)
 
 

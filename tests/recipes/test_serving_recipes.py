@@ -5,7 +5,7 @@ import pytest
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe, Row, load_all, selector_values, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
 
@@ -17,7 +17,8 @@ CASES = {"reasoning": (1000, 1000), "chat": (128, 128), "summarization": (8000, 
 
 def proxy_config(recipe: Recipe, size: str, gpus: int, layout: str | None = None, **fields: str) -> RunConfig:
     overrides = tuple(Setting(field=name, value=value, source="--set") for name, value in fields.items())
-    return resolve(recipe, Request(size=size, dtype="fp8", gpus=gpus, proxy="small", layout=layout, settings=overrides))
+    request = RunRequest(size=size, dtype="fp8", gpus=gpus, proxy="small", layout=layout, settings=overrides)
+    return resolve(recipe, request)
 
 
 def work_of(config: RunConfig) -> Inference:
@@ -63,7 +64,7 @@ def test_llama_has_each_mode_and_use_case_for_each_gpu_and_dtype(gpu: str) -> No
 def test_published_figures_match_rows_and_the_newest_is_the_reference(row: Row) -> None:
     picks = {name: row[name] for name in ("mode", "use_case")}
     overrides = tuple(Setting(field=name, value=value, source="--set") for name, value in picks.items())
-    request = Request(size=row["size"], dtype=row["dtype"], gpus=row["gpus"], gpu=row["gpu"], settings=overrides)
+    request = RunRequest(size=row["size"], dtype=row["dtype"], gpus=row["gpus"], gpu=row["gpu"], settings=overrides)
     config = resolve(LLAMA, request)
     assert config.reference is not None
     assert config.reference.source.startswith("TensorRT-LLM 1.0")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.errors import ConfigError
 from llmb.events import RunEnded, StepDone
 from llmb.report.compare import compare, speed_ratio, text
@@ -56,7 +56,7 @@ def run(recipes):
     def make(seconds, **changes):
         overrides = tuple(Setting(field=k, value=v, source="--set") for k, v in changes.items())
         config = resolve(
-            recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small", settings=overrides)
+            recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small", settings=overrides)
         )
         tokens = config.workload.gbs * config.workload.seqlen
         events = [
@@ -77,7 +77,7 @@ def test_runs_that_cannot_be_compared_are_refused(run, recipes):
     config, result = run(1.0)
     with pytest.raises(ConfigError, match="no figures"):
         compare((config, result), (config, derive(config, [])))
-    second = resolve(recipes["pretrain_grok1"], Request(size="314b", dtype="fp32", gpus=1, proxy="small"))
+    second = resolve(recipes["pretrain_grok1"], RunRequest(size="314b", dtype="fp32", gpus=1, proxy="small"))
     events = [StepDone(step=n, seconds=1.0, tokens=10) for n in range(1, second.workload.steps + 1)]
     grok = second, derive(second, [*events, RunEnded(status="ok")])
     with pytest.raises(ConfigError, match="different workloads"):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.events import ServingSample
 from llmb.report.live_progress import LiveLine
 
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def config(recipes):
-    actual = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
+    actual = resolve(recipes["inference_deepseek-r1"], RunRequest(size="671b", dtype="fp8", gpus=1, proxy="small"))
     return replace(actual, workload=replace(actual.workload, num_requests=10, osl=100))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.events import RequestDone, RunEnded, ServingFacts
 from llmb.report.serving_overview import overview
 from llmb.results.derive import derive
@@ -35,7 +35,7 @@ Per User Output Speed (tps/user):                 1.0000
 
 @pytest.fixture(scope="module")
 def config(recipes):
-    actual = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
+    actual = resolve(recipes["inference_deepseek-r1"], RunRequest(size="671b", dtype="fp8", gpus=1, proxy="small"))
     work = replace(
         actual.workload, num_requests=4, concurrency=2, max_batch_size=2, max_num_tokens=192, kv_fraction=0.1
     )

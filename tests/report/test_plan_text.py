@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import OutOfCore
 from llmb.errors import ConfigError
 from llmb.report.config_summary import describe
@@ -15,7 +15,7 @@ from llmb.report.plan_text import KINDS, LAYOUT, RATES, describe_plan, expectati
 
 @pytest.fixture(scope="module")
 def config(recipes):
-    return resolve(recipes["outofcore_llama3"], Request(size="8b", dtype="bf16", gpus=1, proxy="small"))
+    return resolve(recipes["outofcore_llama3"], RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small"))
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_head_of_a_page_has_a_few_figures(figures):
 
 
 def test_runs_without_a_plan_are_refused(recipes, config):
-    training = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    training = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     with pytest.raises(ConfigError, match=r"plans are made for out-of-core runs; .* is of kind training"):
         plan_figures(training)
     assert isinstance(config.workload, OutOfCore)

@@ -7,7 +7,7 @@ import pytest
 
 from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import build, to_json
 from llmb.config.spec import Parallel
 from llmb.events import CollectiveSeen, LogProblem, RequestDone, RunEnded, RunStarted, ServingSummary, StepDone
@@ -35,7 +35,7 @@ def steps(count=50, seconds=15.892, tokens=8192 * 768, slow_until=34, **more):
 
 @pytest.fixture
 def nemotron(recipes):
-    return resolve(recipes["pretrain_nemotronh"], Request(size="56b", dtype="fp8", gpus=256, gpu="h100"))
+    return resolve(recipes["pretrain_nemotronh"], RunRequest(size="56b", dtype="fp8", gpus=256, gpu="h100"))
 
 
 def test_the_published_nemotron_row_comes_out(nemotron):
@@ -125,7 +125,7 @@ def test_warnings_say_what_to_do(recipes, nemotron):
     second = derive(nemotron, [RunStarted(time=1.0, gpu_name="NVIDIA H200"), *steps(), OK])
     assert "OTHER_GPU" in {w.code for w in second.warnings}
     assert "NOISY_STEPS" in {w.code for w in second.warnings}
-    proxy = resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    proxy = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     result = derive(proxy, [*steps(proxy.workload.steps, seconds=0.5, tokens=1024), OK])
     assert {"PROXY", "NO_PEAK"} <= {w.code for w in result.warnings}
     assert result.mfu is None
@@ -141,7 +141,7 @@ def test_a_log_without_configuration_keeps_unknowns_null():
 
 
 def test_requests_become_latencies(recipes):
-    config = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="nvfp4", gpus=4, gpu="gb200"))
+    config = resolve(recipes["inference_deepseek-r1"], RunRequest(size="671b", dtype="nvfp4", gpus=4, gpu="gb200"))
     requests = [
         RequestDone(
             request=i,
@@ -178,6 +178,6 @@ def test_totals_collectives_and_problems_are_kept():
 def test_an_unknown_setting_keeps_a_reference_away(recipes):
     override = (Setting(field="mbs", value="2", source="--set"),)
     config = resolve(
-        recipes["pretrain_nemotronh"], Request(size="56b", dtype="fp8", gpus=256, gpu="h100", settings=override)
+        recipes["pretrain_nemotronh"], RunRequest(size="56b", dtype="fp8", gpus=256, gpu="h100", settings=override)
     )
     assert derive(config, [*steps(), OK]).reference is None

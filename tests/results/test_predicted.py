@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import Machine
 from llmb.events import RunEnded, StepDone
 from llmb.report.summary import summary
@@ -15,7 +15,7 @@ from llmb.results.derive import derive
 @pytest.fixture
 def config(recipes):
     """A stand-in whose plan was made for 2 s a step."""
-    actual = resolve(recipes["outofcore_llama3"], Request(size="8b", dtype="bf16", gpus=1, proxy="small"))
+    actual = resolve(recipes["outofcore_llama3"], RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small"))
     expected = replace(actual.workload.prediction, step_s=2.0)
     return replace(actual, workload=replace(actual.workload, prediction=expected))
 

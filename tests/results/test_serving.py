@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import build, to_json
 from llmb.events import RequestDone, RunEnded, ServingFacts, ServingSample, append, parse, read
 from llmb.report.summary import summary
@@ -22,7 +22,7 @@ OK = RunEnded(status="ok")
 @pytest.fixture(scope="module")
 def config(recipes):
     """Four requests, two at a time, one after the other."""
-    actual = resolve(recipes["inference_deepseek-r1"], Request(size="671b", dtype="fp8", gpus=1, proxy="small"))
+    actual = resolve(recipes["inference_deepseek-r1"], RunRequest(size="671b", dtype="fp8", gpus=1, proxy="small"))
     return replace(actual, workload=replace(actual.workload, num_requests=4, concurrency=2, max_batch_size=2))
 
 

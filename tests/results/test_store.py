@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.errors import ConfigError, LaunchError
 from llmb.events import RunEnded, StepDone
 from llmb.results.derive import derive
@@ -15,7 +15,7 @@ from llmb.results.job_store import Store
 
 @pytest.fixture
 def config(recipes):
-    return resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    return resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
 
 
 def add_many(path, config, count):

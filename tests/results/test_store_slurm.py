@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.errors import ConfigError
 from llmb.events import RunEnded
 from llmb.results.derive import derive
@@ -22,7 +22,7 @@ FIRST_SCHEMA = (
 
 @pytest.fixture(scope="module")
 def config(recipes):
-    return resolve(recipes["pretrain_llama3.1"], Request(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    return resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from llmb.config.overrides import Setting
 from llmb.config.recipe import expand_gpus, load_all, shipped
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import Request
+from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig
 from llmb.launch.torch_process import run_dry_run
 from llmb.perfmodel.communication import step_traffic
@@ -21,7 +21,7 @@ RECIPES = {name: recipe for name, recipe in load_all([shipped()]).items() if rec
 
 
 def row(workload: str, size: str, dtype: str, gpus: int, gpu: str) -> RunConfig:
-    return resolve(RECIPES[workload], Request(size=size, dtype=dtype, gpus=gpus, gpu=gpu))
+    return resolve(RECIPES[workload], RunRequest(size=size, dtype=dtype, gpus=gpus, gpu=gpu))
 
 
 def every_row() -> list[RunConfig]:
@@ -70,7 +70,7 @@ def test_proxy_layer_at_full_width(dtype: str) -> None:
     settings = tuple(
         Setting(field=field, value=value, source="test") for field, value in (("gbs", 2), ("seqlen", 4096))
     )
-    request = Request(size="314b", dtype=dtype, gpus=1, gpu="h200", proxy="true-width", settings=settings)
+    request = RunRequest(size="314b", dtype=dtype, gpus=1, gpu="h200", proxy="true-width", settings=settings)
     config = resolve(RECIPES["pretrain_grok1"], request)
     assert config.model.layers == 1
     check(config, run_dry_run(config))

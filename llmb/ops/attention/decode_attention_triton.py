@@ -213,7 +213,7 @@ def decode_attention_triton(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """As `decode_attention`; nothing is written of padding."""
+    """Compute `decode_attention`; nothing is written of padding."""
     n, g, d, device = len(qkv_NW), cache.kv_heads, cache.head_dim, qkv_NW.device
     heads = qkv_NW.shape[1] // d - 2 * g
     splits = num_kv_splits(n, g, metadata.max_seq_len, MAX_PROGRAMS, MIN_SPLIT_TOKENS, MAX_SPLITS)

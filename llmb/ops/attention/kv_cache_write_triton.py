@@ -64,7 +64,7 @@ def _rope_and_cache(
 def rope_and_cache_triton(
     qkv_NW: Tensor, cos_ND: Tensor | None, sin_ND: Tensor | None, cache: KvCache, slot_mapping_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rope_and_cache`, in place: returns views of `qkv_NW`."""
+    """Compute `rope_and_cache`, in place: returns views of `qkv_NW`."""
     heads_NXD = qkv_NW.unflatten(-1, (-1, cache.head_dim))
     n, g = qkv_NW.shape[0], cache.kv_heads
     h = heads_NXD.shape[1] - 2 * g

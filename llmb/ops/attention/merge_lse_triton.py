@@ -44,7 +44,7 @@ def _merge_attn_states(
 
 
 def merge_attn_states_triton(out_NHD: Tensor, lse_HN: Tensor, other_NHD: Tensor, other_lse_HN: Tensor) -> None:
-    """As `merge_attn_states`."""
+    """Compute `merge_attn_states`."""
     n, h, d = out_NHD.shape
     for x_NHD in (out_NHD, other_NHD):
         assert x_NHD.stride()[1:] == (d, 1), "heads of a row must be contiguous"

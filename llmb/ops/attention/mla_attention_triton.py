@@ -230,7 +230,7 @@ def mla_rope_and_cache_triton(
     cache: MlaCache,
     slot_mapping_N: Tensor,
 ) -> None:
-    """As `mla_rope_and_cache`."""
+    """Compute `mla_rope_and_cache`."""
     tokens, heads, width = q_NHD.shape
     rank, rope = latent_NR.shape[1], key_NK.shape[1]
     assert q_NHD.stride(2) == latent_NR.stride(1) == key_NK.stride(1) == 1
@@ -254,7 +254,7 @@ def mla_attention_triton(
     scale: float,
     splits: int | None = None,
 ) -> Tensor:
-    """As `mla_attention`; the number of KV splits is chosen unless given."""
+    """Compute `mla_attention`; the number of KV splits is chosen unless given."""
     if cache.scale != 1.0:
         q_latent_NHR = q_latent_NHR * cache.scale
     tokens, heads, rank = q_latent_NHR.shape
@@ -296,7 +296,7 @@ def mla_attention_triton(
 
 
 def mla_prefill_attention_triton(q_NHD: Tensor, kv_THW: Tensor, keys_TK: Tensor, scale: float) -> Tensor:
-    """As `mla_prefill_attention`."""
+    """Compute `mla_prefill_attention`."""
     count, heads, width = q_NHD.shape
     rope, nope = keys_TK.shape[1], width - keys_TK.shape[1]
     value = kv_THW.shape[2] - nope

@@ -194,7 +194,7 @@ def paged_attention_triton(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """As `paged_attention`; q, k and v are slices of one tensor."""
+    """Compute `paged_attention`; q, k and v are slices of one tensor."""
     out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
     if metadata.num_decodes:
         _decode(q_NHD, cache, metadata, scale, softcap, out_NHD)

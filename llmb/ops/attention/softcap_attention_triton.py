@@ -268,7 +268,7 @@ class SoftcapAttention(torch.autograd.Function):
 
 
 def softcap_attention_triton(q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float) -> Tensor:
-    """As `softcap_attention`; a dry run takes a fused attention of the same work and memory."""
+    """Compute `softcap_attention`; a dry run takes a fused attention of the same work and memory."""
     if is_dry_run():
         return F.scaled_dot_product_attention(q_BHQD, k_BHTD, v_BHTD, is_causal=True, scale=scale, enable_gqa=True)
     return SoftcapAttention.apply(q_BHQD, k_BHTD, v_BHTD, scale, softcap)

@@ -60,7 +60,7 @@ def _split_k_reduce(splits_ptr, out_ptr, SIZE, SPLITS: tl.constexpr, TILE: tl.co
 
 
 def block_scaled_mm_triton(x: GroupFp8, weight: BlockScaledWeight, outputs: int, dtype: torch.dtype) -> Tensor:
-    """As `block_scaled_mm`."""
+    """Compute `block_scaled_mm`."""
     tokens, inputs = x.values.shape
     groups = inputs // GROUP
     tile = max(16, min(64, triton.next_power_of_2(tokens)))

@@ -270,7 +270,7 @@ def skinny_gemm_triton(
     activation: str | None = None,
     addend_NO: Tensor | None = None,
 ) -> Tensor:
-    """As `skinny_gemm`."""
+    """Compute `skinny_gemm`."""
     x_NK, x_scales = (x.contiguous(), None) if isinstance(x, Tensor) else x
     values_OK, scales_O = weight
     norm_K, eps = (None, 0.0) if norm is None else norm

@@ -20,7 +20,7 @@ _SPREAD, _MIX_1, _MIX_2, _MIX_3 = (tl.constexpr(multiplier) for multiplier in (S
 
 @triton.jit
 def _random_bits(index, high, key, second_key):
-    """As `adam.random_bits`, of indices whose upper halves are all `high`."""
+    """Compute `adam.random_bits`, of indices whose upper halves are all `high`."""
     x = index * _SPREAD + (high * _MIX_3 + key)
     x = (x ^ (x >> 16)) * _MIX_1
     x = (x ^ (x >> 15) ^ second_key) * _MIX_2

@@ -31,7 +31,7 @@ LOSS_TOKENS = (2048, 4096, 8192)  # tokens per loss chunk: larger ones accumulat
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConstraints:
-    """What the user fixed. Null: the planner chooses."""
+    """Choices that the user fixed; None: the planner chooses."""
 
     dtype: Literal["fp32", "bf16", "fp8"]
     seqlen: int

@@ -66,7 +66,7 @@ class _Search:
         return sorted(self.best, key=lambda shape: -_speed(self.best[shape][0]))[:MAX_LEADERS]
 
     def try_all(self, candidates: Iterable[PlanCandidate]) -> bool:
-        """Whether one of them is faster than all before of its shape."""
+        """Return whether one of them is faster than all before of its shape."""
         is_faster = False
         for candidate in candidates:
             if candidate.signature in self._seen or not candidate.fits or (self._left < 0 and self.best):

@@ -82,7 +82,7 @@ def read_timeline(path: Path) -> StreamTimeline:
 
 
 class _Damaged(Exception):
-    """What is wrong with a file's content, before its name is put in front."""
+    """Damaged content of a file, named without its path."""
 
 
 def _parse(plain: Any) -> StreamTimeline:

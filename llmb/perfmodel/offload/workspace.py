@@ -71,12 +71,12 @@ def _accumulating_backward_bytes(model: Model, plan: Plan, backward: int) -> int
 
 
 def _accumulates(plan: Plan) -> bool:
-    """Whether several chunks add to the same gradients."""
+    """Return whether several chunks add to the same gradients."""
     return plan.rounds > 1 or plan.chunks_per_round > 1
 
 
 def _has_unequal_chunks(plan: Plan) -> bool:
-    """Whether gemms of another shape first occur when their gradients already hold something."""
+    """Return whether gemms of another shape first occur when their gradients already hold something."""
     has_short_chunk = plan.chunks_per_group > 1 and plan.group_tokens % plan.chunk_tokens != 0
     return has_short_chunk or plan.gbs % plan.seqs_per_group != 0
 

@@ -78,7 +78,7 @@ class Timeline:
         return sum(step.start <= r.start and r.end <= step.end for r in self.ranges["round"])
 
     def has_amounts(self, stream: StreamName) -> bool:
-        """Whether the events of a stream have FLOPs or bytes; if not, its rate is unknown rather than 0."""
+        """Return whether the events of a stream have FLOPs or bytes; if not, its rate is unknown rather than 0."""
         events = self.by_stream[stream]
         return not events or any(s.flops if stream == "compute" else s.bytes for s in events)
 

@@ -2,8 +2,8 @@
 
     for event in read_log(Path("log-pretrain.out")): ...
 
-A reader is a file beside this one with two names: SIGN, a pattern that only its logs hold, and read, which turns lines
-into events and ends with a RunEnded. A format that needs the file itself rather than its lines has read_file too.
+A reader is a file beside this one with two names: SIGNATURE, a pattern that only its logs contain, and read, which turns
+lines into events and ends with a RunEnded. A format that needs the file rather than its lines has read_file too.
 """
 
 import os

@@ -65,7 +65,7 @@ def read(lines: Iterable[bytes | str]) -> Iterator[Event]:
 
 
 def _requested(details: dict[str, float | None]) -> dict[str, float | None]:
-    """How many requests and tokens; the report gives tokens as means over the requests."""
+    """Return totals of requests and tokens; the report gives tokens as means over requests."""
     requests = details.get("requests")
     if requests is None:
         return {}

@@ -47,7 +47,7 @@ class SkinnyMixer(Mixer, Protocol):
 
     @property
     def has_skinny_path(self) -> bool:
-        """Whether the formats of its weights support that path."""
+        """Return whether the formats of its weights support that path."""
         ...
 
     def forward_skinny(self, residual_NC: Tensor, norm: InputNorm, inputs: StepInputs) -> Tensor:
