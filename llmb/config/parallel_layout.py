@@ -90,11 +90,11 @@ def _check_tensors(p: Parallel, model: Model, replicate_kv: bool = False) -> Non
         split |= {"Mamba heads": model.mamba.heads, "Mamba groups": model.mamba.groups}
     if model.experts and model.experts.shared:
         split["channels of the shared experts"] = model.experts.shared * model.experts.ffn
-    for what, count in split.items():
+    for dimension, count in split.items():
         if count % p.tp:
             fits = divisors(gcd(*split.values()))
             raise ConfigError(
-                f"tp {p.tp} does not divide the {count} {what} of {model.name}; tp could be {_choices(fits)}"
+                f"tp {p.tp} does not divide the {count} {dimension} of {model.name}; tp could be {_choices(fits)}"
             )
 
 
