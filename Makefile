@@ -40,7 +40,7 @@ test-all: test
 # Compiling kernels takes the CPU longer than running them takes the GPU: several workers share it. Tests that measure time
 # or take most of its memory run alone.
 test-gpu: $(VENV)/test
-	$(PYTEST) -n 6 --dist loadfile -m "not exclusive and not nightly" tests/gpu tests/ops
+	$(PYTEST) -n 6 --dist loadfile --no-loadscope-reorder -m "not exclusive and not nightly" tests/gpu tests/ops
 	$(PYTEST) -m "exclusive and not nightly" tests/gpu
 
 docs: $(VENV)/engine

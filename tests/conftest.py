@@ -22,7 +22,17 @@ def pytest_configure() -> None:
 
 
 # Of tests that are handed out by file, those of these files begin first: none of them should be the last to end.
-LONGEST_FILES = ("test_multi_node_parity", "test_fault_injection", "test_faults", "test_readme", "test_parity")
+LONGEST_FILES = (
+    "test_multi_node_parity",
+    "test_fault_injection",
+    "test_faults",
+    "test_readme",
+    "test_parity",
+    "test_offload_trainer_gpu",
+    "test_nemotron_h_gpu",
+    "test_fused_llama_gpu",
+    "test_llama_layer_gpu",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -203,8 +203,8 @@ def test_bf16_on_the_gpu_agrees_with_fp32_on_the_cpu(model: Model) -> None:
     tokens = synthetic_tokens(1, 0, (2, 257), model.vocab, CPU)
     losses = []
     for network, device in ((exact, CPU), (fp32_copy, GPU), (bf16_copy, GPU)):
-        on_device = tokens.to(device)
-        loss = network(on_device[:, :-1], on_device[:, 1:])
+        batch = tokens.to(device)
+        loss = network(batch[:, :-1], batch[:, 1:])
         loss.backward()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

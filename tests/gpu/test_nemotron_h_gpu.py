@@ -146,8 +146,8 @@ def losses_and_gradients(exact: torch.nn.Module, on_gpu: torch.nn.Module) -> tup
     tokens = synthetic_tokens(1, 0, (2, 258), SMALL.vocab, CPU)
     losses = []
     for network, device in ((exact, CPU), (on_gpu, GPU)):
-        on_cpu = tokens.to(device)
-        loss = network(on_cpu[:, :-1], on_cpu[:, 1:])
+        batch = tokens.to(device)
+        loss = network(batch[:, :-1], batch[:, 1:])
         loss.backward()
         losses.append(loss.item())
     expected = {name: parameter.grad for name, parameter in exact.named_parameters()}

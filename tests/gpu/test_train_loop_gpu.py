@@ -85,8 +85,8 @@ def test_llama_in_bf16_matches_fp32_on_the_cpu() -> None:
     tokens = synthetic_tokens(1, 0, (2, 257), SMALL.vocab, CPU)
     losses = []
     for network, device in ((exact, CPU), (rounded, GPU)):
-        on_cpu = tokens.to(device)
-        loss = network(on_cpu[:, :-1], on_cpu[:, 1:])
+        batch = tokens.to(device)
+        loss = network(batch[:, :-1], batch[:, 1:])
         loss.backward()
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
@@ -101,9 +101,9 @@ def test_llama_in_fp32_matches_the_cpu() -> None:
     on_cpu.init_weights(4)
     on_gpu = copy.deepcopy(on_cpu).to(GPU)
     tokens = synthetic_tokens(1, 0, (2, 257), SMALL.vocab, CPU)
-    loss_here = on_cpu(tokens[:, :-1], tokens[:, 1:])
+    cpu_loss = on_cpu(tokens[:, :-1], tokens[:, 1:])
     tokens = tokens.to(GPU)
-    assert on_gpu(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(loss_here.item(), rel=1e-5)
+    assert on_gpu(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(cpu_loss.item(), rel=1e-5)
 
 
 def test_synthetic_tokens_are_the_same_on_cpu_and_gpu() -> None:

@@ -23,7 +23,7 @@ from llmb.ops.mamba.ssd import ssd_sequential, ssd_with_state
 pytest.importorskip("triton")
 
 SLOTS = 5
-Tensors = TypeVar("Kept", bound=tuple[Any, ...])
+Tensors = TypeVar("Tensors", bound=tuple[Any, ...])
 
 
 class Sizes(NamedTuple):

@@ -8,7 +8,7 @@ A program has one tile of queries, or of keys, and iterates over the others that
 without a mask. The backward pass computes logits twice, once for queries and once for keys: no program waits for
 another, and the order of additions is fixed.
 
-For bf16; fp32 would not fit the tiles. `bench/capped_attention.py` measures them against flex_attention.
+For bf16; fp32 would not fit the tiles. `bench/softcap_attention.py` measures them against flex_attention.
 """
 
 from collections.abc import Sequence

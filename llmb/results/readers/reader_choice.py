@@ -2,7 +2,7 @@
 
     for event in read_log(Path("log-pretrain.out")): ...
 
-A reader is a file beside this one with two names: SIGNATURE, a pattern that only its logs contain, and read, which turns
+A reader is a file beside this one with two names: SIGNATURE, a pattern of its logs alone, and read, which turns
 lines into events and ends with a RunEnded. A format that needs the file rather than its lines has read_file too.
 """
 
