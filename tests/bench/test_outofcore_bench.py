@@ -45,6 +45,7 @@ def test_every_row_has_a_tiny_one_and_every_peer_a_row():
         assert (peer.seqlen, peer.device_gib) == (row.seqlen, row.device_gib)
 
 
+@pytest.mark.slow
 def test_the_ceiling_is_every_flop_once():
     """At one rate for everything it is the FLOPs over that rate, whatever the plan computes again."""
     item = Rates(

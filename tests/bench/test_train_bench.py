@@ -43,6 +43,7 @@ def test_the_ceiling_is_every_flop_once(row):
     assert calls.step_seconds(config, at_one_rate(config)) == pytest.approx(once / 1e12)
 
 
+@pytest.mark.slow
 def test_the_calls_of_llama_8b_by_hand():
     config = rows.configuration(LLAMA, "h200", ["mbs=1"])
     actual = calls.calls_of(config)
@@ -186,6 +187,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_unknown_names_are_one_line():
     for options, output in (("--only=speed", "parts are: rates, rows"), ("--row=gpt", "rows are: llama 8b 8k bf16")):
         done = program(options)
@@ -197,6 +199,7 @@ def test_unknown_names_are_one_line():
     assert "layer" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_part_of_the_program_runs_on_any_machine(tmp_path):
     file = tmp_path / "results.json"
     done = program("--only=rates,rows,kernels,memory", "--row=llama 8b 8k bf16", "--steps=1", f"--json={file}")

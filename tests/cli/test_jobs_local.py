@@ -47,6 +47,7 @@ def test_slurm_unavailable_is_reported_once(store, recipes, monkeypatch, capsys)
     assert "last known state, at submission, is shown" in errors
 
 
+@pytest.mark.slow
 def test_watch_redraws_in_place_on_a_terminal(store, recipes):
     config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     sleeper = subprocess.Popen(["sleep", "100"])

@@ -54,6 +54,7 @@ def test_show_gives_flops_parameters_memory_and_the_command(llmb_run):
     assert json.loads(out)["reference"]["step_time_s"] == 7.325
 
 
+@pytest.mark.slow
 def test_show_skips_invalid_scales_and_reports_them_on_stderr(llmb_run):
     code, out, err = llmb_run("show", *EIGHT_B[1:], "-d", "fp8", "--scale", "16,12", "--json")
     assert (code, json.loads(out)["machine"]["gpus"]) == (1, 16)
@@ -118,6 +119,7 @@ def test_additional_slurm_params_are_refused_for_a_local_run(llmb_run, monkeypat
     assert (code, "no effect on a local run" in err) == (1, True)
 
 
+@pytest.mark.slow
 def test_one_invalid_task_does_not_stop_the_others(llmb_run):
     code, out, err = llmb_run(
         "submit", "-w", "pretrain_grok1", "-d", "fp8,bf16", "--scale", "128,130", "--gpu-type", "gb200", "--dry-run"
@@ -257,6 +259,7 @@ def test_install_prints_the_install_folder(tmp_path):
     assert json.loads(done.stdout)["folder"] == str(tmp_path / "llmb")
 
 
+@pytest.mark.slow
 def test_unwritable_folder_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     done = shell(*SMALL, LLMB_INSTALL=str(tmp_path / "file" / "below"))

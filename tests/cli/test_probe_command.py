@@ -43,6 +43,7 @@ def test_json_output_equals_the_stored_file(llmb_run, monkeypatch, tmp_path):
     assert json.loads(out) == json.loads(rates_path(tmp_path / "llmb", "cpu").read_text())
 
 
+@pytest.mark.slow
 def test_plan_with_rates_of_an_older_version_asks_for_a_new_probe(llmb_run, tmp_path):
     path = rates_path(tmp_path / "llmb", "h200")
     path.parent.mkdir(parents=True)

@@ -123,6 +123,7 @@ PATTERNS = {  # pre-tokenization of GPT-2 and of Llama 3
 SCRAPS = ["word", "a", "12", "1234", "...", "it's", " ", "  ", "\n", "\n\n", "\n\n\n", "\r\n", "\r\n\r\n", "\n ", "\t"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut_at", ["lines", "spaces"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_chunks_give_the_tokens_of_the_whole_text(pattern, cut_at, monkeypatch):

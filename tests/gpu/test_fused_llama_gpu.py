@@ -137,6 +137,8 @@ def test_peak_memory_is_the_estimate(tmp_path: Path, dtype: str, settings: dict)
     (tmp_path / "config.json").write_text(to_json(config))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    allocated = torch.cuda.memory_allocated()  # by fixtures of this module
     assert main([str(tmp_path / "config.json")]) == 0
     steps = [event for event in read(tmp_path / "events.rank0.jsonl") if isinstance(event, StepDone)]
-    assert steps[-1].memory_bytes == pytest.approx(memory_estimate(config).total, rel=0.03)
+    assert steps[-1].memory_bytes is not None
+    assert steps[-1].memory_bytes - allocated == pytest.approx(memory_estimate(config).total, rel=0.03)

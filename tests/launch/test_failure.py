@@ -379,6 +379,7 @@ def test_reason_is_one_line_of_bounded_length():
 LINES = st.sampled_from([*STEP_OOM.split("\n"), *NODE_LOST.split("\n"), *KILLED.split("\n")])
 
 
+@pytest.mark.slow
 @given(st.lists(LINES | st.text()), st.text() | st.none(), st.sampled_from(["FAILED", "NODE_FAIL", "", "x"]))
 def test_any_log_has_a_diagnosis(lines, reason, state):
     failure = diagnose(failed(reason), job(state), "\n".join(lines), ranks(silent=(3,)))

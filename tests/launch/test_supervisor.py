@@ -89,6 +89,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_the_run_as_incomplete(start, run_folder, number):
     launcher = start(EXITS_ON_SIGTERM)
@@ -113,6 +114,7 @@ def test_second_ctrl_c_kills_at_once(start, run_folder):
     assert [find_process(pid) for pid in engine_pids(run_folder)] == [None, None]
 
 
+@pytest.mark.slow
 def test_signal_ignored_by_nohup_stays_ignored(start):
     launcher = start(
         "while not Path('go').exists(): write(StepDone(step=1)); time.sleep(0.05)\nwrite(RunEnded(status='ok'))",

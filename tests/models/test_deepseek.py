@@ -232,6 +232,7 @@ def test_training_engine_runs(tmp_path: Path, dtype: str) -> None:
     assert sum(losses[-5:]) / 5 < losses[0] - 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_recomputation_gives_the_same_losses(tmp_path: Path, dtype: str) -> None:
     plain = losses_of(tmp_path / "plain", dtype)

@@ -118,6 +118,7 @@ def network_of(model: Model) -> Grok1:
     return network
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_logits_loss_and_gradients_match(model: Model) -> None:
     network = network_of(model)
@@ -138,6 +139,7 @@ def test_logits_loss_and_gradients_match(model: Model) -> None:
         assert_near(parameter.grad, weights[name].grad, name, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
 def test_greedy_decoding_matches(model: Model) -> None:
     network = network_of(model)

@@ -117,6 +117,7 @@ def test_many_vocabulary_shards() -> None:
     assert_equal_training(model, plan, None, ShuffledStreams(9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", UPDATES)
 def test_bf16_follows_fp32(update: str) -> None:
     plan = replace(LEAST, update_at="forward", gbs=4, levels="FAI")

@@ -49,6 +49,7 @@ def test_grouped_channels_become_sectioned() -> None:
         torch.testing.assert_close(out[..., index], alone[..., 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "tokens", "groups", "sections", "kernel_size"),
     [

@@ -57,6 +57,7 @@ def decode_metadata(lengths: list[int], device: torch.device) -> tuple[Attention
     return metadata, torch.tensor(slots, device=device)
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 33, 64, 97, 149, 150]), min_size=1, max_size=MAX_TOKENS),
     has_rope=st.booleans(),

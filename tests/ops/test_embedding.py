@@ -43,6 +43,7 @@ def test_gradient_of_a_frequent_token_is_exact_in_bf16():
     assert dweight.tolist() == [[1000.0] * 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("first", "end"), SHARDS)
 def test_kernels_on_rows_of_several_blocks_with_strides(first, end, dtype, device, monkeypatch):

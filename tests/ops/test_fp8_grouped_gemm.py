@@ -115,6 +115,7 @@ def quantize_groups_in_triton(x: Tensor, groups: GroupOffsets, template: Grouped
     return quantized
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_quantize_kernel_matches_torch_for_every_layout(
@@ -131,6 +132,7 @@ def test_quantize_kernel_matches_torch_for_every_layout(
             )
 
 
+@pytest.mark.slow
 def test_quantize_kernel_on_expert_weights(device: torch.device) -> None:
     _, weight, _ = (tensor.to(device).detach() for tensor in operands([1, 1, 1]))
     for matrices in (weight, weight.repeat(1, 2, 1).bfloat16()):  # 80 and 160 rows: less and more than a block

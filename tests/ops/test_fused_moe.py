@@ -127,6 +127,7 @@ def test_max_blocks_covers_the_worst_case() -> None:
     assert [choose_block_size(v, 8) for v in (1, 128, 129, 512, 513, 100_000)] == [16, 16, 32, 64, 128, 128]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_large_m_gemm_matches_torch(top_k: int, device: torch.device) -> None:
     weight, routing = random_weights((3, 512, 256), "1x128", 3), routing_of(140, 2, 3)
@@ -231,6 +232,7 @@ def test_kernels_skip_experts_of_other_ranks(device: torch.device) -> None:
     assert (fused_moe_triton(x_NC, no_local_expert, *first_two, "silu", FP32) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
 def test_many_tokens_are_computed_in_several_passes(
     expert_format: ExpertFormat, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ def test_reference_normalizes_each_group() -> None:
         torch.testing.assert_close(out[..., channels], expected)
 
 
+@pytest.mark.slow
 def test_kernels_take_a_bf16_slice_with_fp32_weights(device: torch.device) -> None:
     y, gate, weight = (x.to(device) for x in inputs(2, 5, 2, 20))
     doubled = torch.cat((gate, gate), dim=-1).bfloat16()

@@ -86,6 +86,7 @@ def test_latent_is_key_and_value_of_every_head() -> None:
         assert_near(actual[query], ((q_HD @ k_TD[:seen].T) * SCALE).softmax(-1) @ latents_TR[:seen])
 
 
+@pytest.mark.slow
 @settings(
     max_examples=10, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # shrinking takes minutes
@@ -106,6 +107,7 @@ def test_kernels_equal_the_reference(
     assert_near(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("max_seq_len", [80, 4096])
 def test_decodes_equal_the_reference_whatever_max_seq_len_is(
@@ -180,6 +182,7 @@ def test_rope_norm_and_cache_write(device: torch.device, write, dtype: torch.dty
     assert keys[untouched].equal(before[1].flatten(0, 1)[untouched])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "length"), [(1, 1), (5, 5), (33, 70), (64, 65), (40, 1000)])
 def test_prefill_queries_see_all_earlier_tokens(device: torch.device, count: int, length: int) -> None:
     nope, value, heads = 24, 20, 3

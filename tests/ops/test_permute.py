@@ -147,6 +147,7 @@ def test_unpermute_forward_and_backward(
     assert_rounded(actual, exact_and_magnitude(exact, rows, weights, addend, d_out), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, 1e30])
 def test_unpermute_of_zeros_and_large_numbers(device: torch.device, scale: float) -> None:
     case = CASES["eight experts per token"]

@@ -1,6 +1,7 @@
 """Every registered op: its Triton kernel agrees with its reference in outputs, written arguments and gradients."""
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -22,6 +23,17 @@ for _module in pkgutil.iter_modules(op_cases.__path__):
 @pytest.mark.parametrize("name", sorted(registered()))
 def test_op_has_a_case(name: str) -> None:
     assert name in OP_CASES, f"op {name} has no case in tests/ops/op_cases"
+
+
+@pytest.mark.parametrize("name", sorted(registered()))
+def test_kernel_takes_the_arguments_of_the_reference(name: str) -> None:
+    """Positions and defaults; a kernel may have more arguments, for tests, or fewer that only the reference needs."""
+    reference, kernel = (
+        inspect.signature(function).parameters.values()
+        for function in (registered()[name].reference, registered()[name].triton)
+    )
+    for expected, actual in zip(reference, kernel, strict=False):
+        assert (actual.kind, actual.default) == (expected.kind, expected.default), f"{actual} instead of {expected}"
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for cases in OP_CASES.values() for case in cases])

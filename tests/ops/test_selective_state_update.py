@@ -138,6 +138,7 @@ def test_kernels_match_torch_over_two_steps(sizes: Sizes, device: torch.device) 
         assert torch.equal(tensor[2].cpu(), expected_state[2])  # an unused slot
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     groups=st.integers(1, 3), group_heads=st.integers(1, 3), head_dim=st.integers(1, 20), state=st.integers(1, 20),
@@ -218,6 +219,7 @@ def chunked_scan(
     return torch.cat(chunks), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boundaries", [[], [8], [1, 2, 13], [20, 24]])
 def test_chunked_prefill_matches_the_whole_sequence(boundaries: list[int], device: torch.device) -> None:
     """From a zero state as `ssd_sequential`; from another one the same in torch and in kernels."""

@@ -21,6 +21,7 @@ def test_output_has_the_requested_dtype(device: torch.device) -> None:
     assert actual.shape == (2, 16)
 
 
+@pytest.mark.slow
 def test_programs_take_several_groups_and_long_rows_in_chunks(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:

@@ -88,6 +88,7 @@ def small_tiles(monkeypatch) -> None:
         monkeypatch.setattr(kernels, name, kernels.Tiles(queries, keys, 4, 1))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("tokens", [1, 31, 96, 100])
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -97,6 +98,7 @@ def test_kernels_equal_the_reference(small_tiles, tokens: int, kv_heads: int) ->
     assert_equal(with_gradients(attend(*inputs, SCALE, 5.0), inputs), with_gradients(plain, inputs))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("queries", "tokens"), [(1, 64), (17, 70), (32, 96), (40, 41)])
 def test_kernels_with_the_last_queries(small_tiles, queries: int, tokens: int) -> None:
@@ -106,6 +108,7 @@ def test_kernels_with_the_last_queries(small_tiles, queries: int, tokens: int) -
     assert_equal(with_gradients(attend(*last, SCALE, 5.0), inputs), with_gradients(plain, inputs))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # of masked logits, and of tanh near 1
 @pytest.mark.parametrize("size", [0.0, 1e-3, 1e3])
@@ -119,6 +122,7 @@ def test_kernels_with_zeros_and_with_logits_at_the_maximum_softcap(small_tiles, 
         torch.testing.assert_close(x, reference, rtol=1e-3, atol=atol)
 
 
+@pytest.mark.slow
 @interpreted
 def test_kernels_take_strided_tensors(small_tiles) -> None:
     """Tokens before heads, as projections give them; and rows that are not contiguous."""
@@ -131,6 +135,7 @@ def test_kernels_take_strided_tensors(small_tiles) -> None:
         assert_equal(with_gradients(actual, some), plain)
 
 
+@pytest.mark.slow
 @interpreted
 def test_kernels_in_bf16_with_their_own_tiles() -> None:
     inputs = tuple(x.detach().bfloat16().requires_grad_() for x in qkv(150))

@@ -109,6 +109,7 @@ def test_no_decay_and_total_decay() -> None:
         assert_close(actual, exact, 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", (SHAPES | PARTIAL_BLOCKS).values(), ids=(SHAPES | PARTIAL_BLOCKS).keys())
 def test_kernels_match_the_recurrence(shape: tuple[int, ...], device: torch.device) -> None:
     exact = with_gradients(ssd_sequential, inputs(shape))
@@ -116,6 +117,7 @@ def test_kernels_match_the_recurrence(shape: tuple[int, ...], device: torch.devi
     assert_close(with_gradients(ssd.triton, tensors, shape[-1]), exact, 5e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(tokens=st.integers(1, 40), groups=st.integers(1, 2), state=st.integers(1, 20), chunk=st.integers(10, 40))
 def test_kernels_on_any_size(device: torch.device, tokens: int, groups: int, state: int, chunk: int) -> None:
@@ -125,6 +127,7 @@ def test_kernels_on_any_size(device: torch.device, tokens: int, groups: int, sta
     assert_close(with_gradients(ssd.triton, tensors, chunk), exact, 5e-5)
 
 
+@pytest.mark.slow
 def test_kernels_accumulate_in_fp32(device: torch.device) -> None:
     """bf16 on a GPU; fp16 in Triton's interpreter, which multiplies the bits of bf16 as integers."""
     dtype, tolerance = (torch.bfloat16, 1e-2) if device.type == "cuda" else (torch.float16, 1.5e-3)
@@ -139,6 +142,7 @@ def test_kernels_accumulate_in_fp32(device: torch.device) -> None:
         assert error < tolerance, f"{name}: {error:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, 1e4])
 def test_kernels_on_zeros_and_large_values(scale: float, device: torch.device) -> None:
     shape = (1, 40, 2, 8, 1, 8, 16)
@@ -157,6 +161,7 @@ def test_kernels_without_decay_and_with_total_decay(rate: float, device: torch.d
     assert_close(actual, exact, 5e-5)
 
 
+@pytest.mark.slow
 def test_kernels_on_slices(device: torch.device) -> None:
     """As in a mixer: x, b and c are slices of one tensor, and the gradient is expanded from a scalar."""
     x, dt, a, b, c, d = (tensor.to(device) for tensor in inputs((2, 20, 4, 8, 2, 8, 16), torch.float32))

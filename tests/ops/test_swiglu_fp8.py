@@ -68,6 +68,7 @@ def test_reference_is_swiglu_and_a_cast() -> None:
     assert act_scale_amax.amax == act.abs().max()
 
 
+@pytest.mark.slow
 def test_backward_layouts_have_the_same_values(device: torch.device) -> None:
     dact, h = inputs(300, 70, device)
     outputs = backward_outputs(300, 70, device)
@@ -76,6 +77,7 @@ def test_backward_layouts_have_the_same_values(device: torch.device) -> None:
     assert torch.equal(outputs[0].float(), outputs[1][:, :300].float().T)
 
 
+@pytest.mark.slow
 def test_strided_rows(device: torch.device) -> None:
     dact, h = inputs(6, 24, device)
     padded_dact, padded_h = (torch.full((6, 64), 1e9, device=device).bfloat16() for _ in range(2))
@@ -93,6 +95,7 @@ def test_strided_rows(device: torch.device) -> None:
         assert torch.equal(dense, strided)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nonfinite_gradients_show_in_amax(value: float, device: torch.device) -> None:
     dact, h = inputs(6, 24, device)

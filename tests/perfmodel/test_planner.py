@@ -55,6 +55,7 @@ def test_fixed_choices_are_kept_and_recorded(recipes):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seqlen", "chunks"), [(1, 1), (101, 1), (256, 1), (257, 2), (1021, 4)])
 def test_proxy_takes_any_sequence_length(recipes, seqlen, chunks):
     work = proxy(recipes, seqlen=seqlen).workload

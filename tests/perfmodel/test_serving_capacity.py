@@ -180,6 +180,7 @@ def test_run_that_cannot_hold_one_request_is_rejected() -> None:
         serving_capacity.check_fits(too_large)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     free=st.floats(0.05, 200),

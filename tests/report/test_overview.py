@@ -121,6 +121,7 @@ WAVES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the machine may be shared
 @given(WAVES)
 def test_the_reader_of_trtllm_logs_finds_the_same_figures(config, drawn):

@@ -179,6 +179,7 @@ events = st.builds(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(events, max_size=30), st.lists(times, max_size=5))
 def test_any_timeline_is_drawn_inside_the_picture(some, moments):

@@ -122,6 +122,7 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the machine may be shared
 @given(REQUESTS)
 def test_figures_equal_the_plain_formulas(config, drawn):

@@ -40,6 +40,7 @@ def outputs(
     return serve(change(engine) or engine, requests_for(served_model)).tokens()
 
 
+@pytest.mark.slow
 def test_padded_steps_give_the_same_outputs(served_model: ServedModel) -> None:
     engine = engine_for(served_model, max_num_tokens=24)
     replays = EagerReplays.of(engine, size=4)
@@ -47,6 +48,7 @@ def test_padded_steps_give_the_same_outputs(served_model: ServedModel) -> None:
     assert replays.count > MAX_OUTPUT
 
 
+@pytest.mark.slow
 def test_empty_steps_change_no_output(served_model: ServedModel) -> None:
     def with_company(engine: Engine) -> None:
         launch = engine.runner.launch
@@ -60,6 +62,7 @@ def test_empty_steps_change_no_output(served_model: ServedModel) -> None:
     assert outputs(served_model, with_company) == outputs(served_model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2])
 def test_depth_changes_no_output(served_model: ServedModel, depth: int) -> None:
     assert outputs(served_model, lambda engine: Engine(engine.scheduler, engine.runner, depth=depth)) == outputs(

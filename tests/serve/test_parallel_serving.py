@@ -123,6 +123,7 @@ def case_of(tmp_path_factory):
     return case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad
 def test_single_process_equals_network_by_a_margin(case_of, name: str) -> None:
@@ -198,6 +199,7 @@ class Launches:
             self._heard += len(os.read(self._reader, 1))
 
 
+@pytest.mark.slow
 def test_first_stage_launches_ahead_of_the_last(case_of) -> None:
     """The last stage holds back the tokens of a step until the first has launched the next one."""
     case = case_of("llama")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import inputs, settings
+from hypothesis import settings
 from small_served import (
     CPU,
     DEEPSEEK,
@@ -131,6 +131,7 @@ def test_logits_error_matches_quantization_error(case: Case, precision: dict[str
     assert likely / 10 < error < 2 * likely, "neither more than the format's rounding nor none at all"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [*PRECISIONS, CACHE], ids=precision_id)
 def test_chunked_prefill_error_is_below_quantization_error(case: Case, precision: dict[str, str]) -> None:
     """Another order of summation, or absorbed kv_up, rounds differently."""
@@ -145,6 +146,7 @@ def test_chunked_prefill_error_is_below_quantization_error(case: Case, precision
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS, ids=precision_id)
 def test_engine_generates_full_outputs(case: Case, precision: dict[str, str]) -> None:
     config = config_of(case.model, case.folder, **precision)

@@ -50,6 +50,7 @@ params_strategy = st.builds(
 rows = st.integers(0, 10_000).map(lambda seed: torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2)
 
 
+@pytest.mark.slow
 @given(logits_V=rows, params=params_strategy)
 def test_even_draws_match_probabilities(logits_V: Tensor, params: SamplingParams) -> None:
     count = 2000

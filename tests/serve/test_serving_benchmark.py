@@ -19,6 +19,7 @@ def serve(tmp_path):
     return lambda **changes: served(tmp_path / f"run {len(list(tmp_path.iterdir()))}", **changes)
 
 
+@pytest.mark.slow
 def test_run_records_requests_and_warmup(serve, capsys) -> None:
     done = serve()
     assert (done.code, done.ended().status, done.ended().reason) == (0, "ok", None)

@@ -105,6 +105,7 @@ def test_at_most_two_offloaded_layers_on_device(monkeypatch) -> None:
     assert peak == 2
 
 
+@pytest.mark.slow
 def test_host_buffers_are_reused(monkeypatch) -> None:
     streams: list[CopyStream] = []
     original = CopyStream.__init__

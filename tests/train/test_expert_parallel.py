@@ -142,6 +142,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 @pytest.mark.parametrize("routing", ["all", "two experts", "none on the first"])
 def test_dispatch_equals_one_process(degrees: dict[str, int], routing: str) -> None:
@@ -191,6 +192,7 @@ def test_fp8_cache_of_sharded_experts_follows_updates() -> None:
     assert results == [[True, True]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("routing", ["all", "two experts", "none on the first"])
 def test_fp8_dispatch_is_as_accurate_as_one_process(routing: str) -> None:
     """Each rank has its own scales, so rounding differs, but not by more than in one process."""

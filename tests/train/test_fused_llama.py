@@ -161,6 +161,7 @@ def test_fp8_weights_are_refreshed_by_begin_step() -> None:
     assert not torch.equal(weight.rows.float(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("resumed_gpu", ["h200", "cpu"])
 def test_fp8_run_resumes_from_checkpoint(tmp_path: Path, resumed_gpu: str) -> None:

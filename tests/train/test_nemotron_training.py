@@ -23,6 +23,7 @@ def trained_hybrid(trained):
     return partial(trained, **HYBRID)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_loss_decreases(trained_hybrid, dtype: str) -> None:
     done = trained_hybrid(dtype=dtype, steps=25)
@@ -32,6 +33,7 @@ def test_loss_decreases(trained_hybrid, dtype: str) -> None:
     assert sum(losses[-5:]) / 5 < losses[0] - 0.4
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(trained_hybrid) -> None:
     """The learning rate is small enough that rounding errors do not grow."""
     fp32, bf16 = (trained_hybrid(dtype=dtype, steps=12, lr=3e-3).losses() for dtype in ("fp32", "bf16"))
@@ -39,6 +41,7 @@ def test_bf16_follows_fp32(trained_hybrid) -> None:
     assert bf16 == pytest.approx(fp32, rel=3e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_recomputation_is_bit_exact(trained_hybrid, dtype: str) -> None:
     plain = trained_hybrid(dtype=dtype).losses()
@@ -46,6 +49,7 @@ def test_recomputation_is_bit_exact(trained_hybrid, dtype: str) -> None:
     assert trained_hybrid(dtype=dtype, recompute_layers=6).losses() == plain
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_is_equivalent(trained_hybrid) -> None:
     at_once, in_parts = trained_hybrid(mbs=4, ga=1), trained_hybrid(mbs=1, ga=4)
     assert in_parts.losses() == pytest.approx(at_once.losses(), rel=1e-5)

@@ -138,6 +138,7 @@ def spoil_output(model_part: nn.Module) -> None:
     layer.mlp.up.register_forward_hook(lambda _module, _args, output: output * torch.nan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"dp": 2, "gbs": 8}, {"tp": 2}, {"pp": 2, "mbs": 2, "ga": 2}], ids=str)
 @pytest.mark.parametrize("spoil", [spoil_weight, spoil_output])
 def test_all_ranks_report_the_failed_rank(layout, spoil, tmp_path) -> None:
@@ -147,6 +148,7 @@ def test_all_ranks_report_the_failed_rank(layout, spoil, tmp_path) -> None:
     assert str(errors[0]).endswith(", on rank 1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoilt_call", [1, 3])
 def test_pipeline_gradient_is_reported_with_layers_and_micro_batch(spoilt_call, tmp_path) -> None:
     calls = []
@@ -177,6 +179,7 @@ def test_output_of_inner_stage_is_reported_as_residual() -> None:
     assert report.text == "nan first in the residual out of layers.0 to layers.1, micro-batch 1"
 
 
+@pytest.mark.slow
 def test_no_failed_rank_if_all_ranks_are_non_finite(tmp_path) -> None:
     def spoil(model_part: nn.Module) -> None:
         model_part.norm.register_forward_hook(lambda _module, _args, output: output * torch.nan)

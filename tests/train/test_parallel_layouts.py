@@ -178,6 +178,7 @@ def _marks(case: Case) -> list[pytest.MarkDecorator]:
     return [] if str(case) in QUICK else [pytest.mark.nightly]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=_marks(case)) for case in CASES])
 def test_layout_trains_as_one_process(case: Case) -> None:
     losses, norms, weights = distances(case)

@@ -74,12 +74,14 @@ SPLITS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "changes"), SPLITS, ids=str)
 def test_pipeline_equals_one_process(run: Train, architecture: str, changes: dict[str, Any]) -> None:
     config = small(architecture, **changes)
     assert run(config).max_distance(run(without_pipeline(config))) < CLOSE
 
 
+@pytest.mark.slow
 def test_pipeline_is_deterministic(run: Train, tmp_path: Path) -> None:
     config = small("grok1", pp=2, vp=2)
     first, second = run(config), trained(config, tmp_path)
@@ -88,6 +90,7 @@ def test_pipeline_is_deterministic(run: Train, tmp_path: Path) -> None:
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_residual_is_sent_in_its_dtype(run: Train, dtype: str) -> None:
     """Sends do not round. Only the order of sums differs: the norm, the gradient of tied embeddings.
@@ -128,6 +131,7 @@ def _mesh(config: RunConfig) -> Mesh:
         return init_mesh(config)
 
 
+@pytest.mark.slow
 def test_tied_embeddings_stay_bitwise_equal() -> None:
     first, last = on_ranks(2, _embedding_after_steps, small("grok1", pp=2))
     assert first["copied"] == set()
@@ -174,6 +178,7 @@ class LiveTensors:
         return transfers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "vp"), [(2, None), (2, 2), (4, None)])
 def test_stage_memory_is_for_micro_batches_in_flight(pp: int, vp: int | None) -> None:
     ga = 16
@@ -218,6 +223,7 @@ def _unsupported_torch(_rank: int, config: RunConfig) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_error_of_a_stage_is_not_wrapped() -> None:
     first, _ = on_ranks(2, _raised, small("llama", pp=2, vp=2))
     assert first == "MemoryError('no more')"

@@ -152,6 +152,7 @@ def test_routers_stay_in_fp32() -> None:
     assert torch.equal(weights, plain / plain.sum(dim=1, keepdim=True))
 
 
+@pytest.mark.slow
 def test_fp8_trains_as_bf16(trained) -> None:
     run = {"steps": 60, "layers": 2, "hidden": 64, "ffn": 128, "head_dim": 16}
     bf16, fp8 = trained(dtype="bf16", **run).losses(), trained(dtype="fp8", **run).losses()
@@ -162,6 +163,7 @@ def test_fp8_trains_as_bf16(trained) -> None:
     assert last[1] == pytest.approx(last[0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_fp8_is_deterministic_with_recomputation(trained) -> None:
     plain = trained(dtype="fp8").losses()
     assert trained(dtype="fp8").losses() == plain
@@ -175,6 +177,7 @@ def test_non_finite_loss_ends_the_run(trained, dtype: str) -> None:
     assert done.ended().status == "diverged"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("name", ["grok1", "deepseek", "nemotron_h"])
 def test_every_architecture_learns_in_every_dtype(trained, name: str, dtype: str) -> None:
@@ -217,6 +220,7 @@ def test_fp8_cache_is_refreshed_after_an_update() -> None:
     assert torch.equal(network(tokens[:, :-1], tokens[:, 1:]), loss), "equal without a cache"
 
 
+@pytest.mark.slow
 def test_fp8_cache_is_bit_exact(trained, monkeypatch) -> None:
     run = {"model": SMALL_MODELS["grok1"], "dtype": "fp8", "steps": 4, "ga": 2, "gbs": 4, "mbs": 2}
     losses = trained(**run).losses()

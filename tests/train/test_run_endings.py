@@ -38,6 +38,7 @@ def test_non_finite_loss_is_diverged(trained, capsys) -> None:
     assert err == f"llmb.train: {ended.reason}\n"
 
 
+@pytest.mark.slow
 def test_sigterm_during_a_long_step(start) -> None:
     outcome, process = start(hidden=2048, ffn=16384, heads=16, kv_heads=16, head_dim=128, seqlen=4096, layers=1)
     wait_until(outcome.events, process)
@@ -52,6 +53,7 @@ def test_sigterm_during_a_long_step(start) -> None:
     assert err == "llmb.train: interrupted by SIGTERM after step 0\n"
 
 
+@pytest.mark.slow
 def test_sigusr1_is_timeout(start) -> None:
     outcome, process = start(steps=10**6)
     wait_until(lambda: len(outcome.steps()) >= 2, process)
@@ -63,6 +65,7 @@ def test_sigusr1_is_timeout(start) -> None:
     assert ended.reason == f"interrupted by SIGUSR1 after step {outcome.steps()[-1].step}"
 
 
+@pytest.mark.slow
 def test_killed_run_keeps_its_steps(start) -> None:
     outcome, process = start(steps=10**6)
     wait_until(lambda: len(outcome.steps()) >= 2, process)

@@ -134,6 +134,7 @@ def test_bf16_state_learns_as_fp32(trained, state: str) -> None:
     assert bf16[-1] == pytest.approx(fp32[-1], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("state", ["moments", "master_weights"])
 def test_resume_of_bf16_state_is_bit_exact(trained, state: str) -> None:

@@ -205,11 +205,13 @@ def test_profiled_run_reports_time_spent(trained, capsys) -> None:
     assert "where the time went" not in summary(derive(config, plain.events()))
 
 
+@pytest.mark.slow
 def test_window_may_start_at_the_first_step(trained) -> None:
     done = trained(steps=2, profile=True, profile_start=0, profile_stop=3)
     assert json.loads((done.folder / "profile" / "time.json").read_text())["steps"] == [1, 2]
 
 
+@pytest.mark.slow
 def test_resumed_run_profiles_the_rest_of_the_window(trained) -> None:
     first = trained(steps=3, checkpoint_every=3)
     done = trained(steps=6, resume=str(first.folder), profile=True, profile_start=2, profile_stop=6)

@@ -63,11 +63,13 @@ def test_tp4_equals_one_process(run: Callable[..., Trained], name: str) -> None:
     assert run(name, tp=4).max_distance(run(name, tp=1)) < TOLERANCE["fp32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek", "nemotron_h"])
 def test_tp_recomputation_is_bit_exact(run: Callable[..., Trained], name: str) -> None:
     assert_same_bits(run(name, tp=2, recompute_layers=4), run(name, tp=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize(
     "name", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "grok1", "deepseek"))]
@@ -76,6 +78,7 @@ def test_tp_in_low_precision_stays_close(run: Callable[..., Trained], name: str,
     assert run(name, tp=2, dtype=dtype).max_distance(run(name, tp=1, dtype=dtype)) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 def test_tp_is_deterministic(run: Callable[..., Trained]) -> None:
     assert_same_bits(run("deepseek", tp=2, count=1), run("deepseek", tp=2))
 
@@ -101,6 +104,7 @@ def local_shards(_rank: int, config: RunConfig) -> dict[str, tuple[Tensor, torch
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "deepseek", "nemotron_h"])
 def test_each_tp_rank_holds_its_shard(name: str) -> None:
     alone = config_of(MODELS[name])
@@ -170,6 +174,7 @@ def split_loss(rank: int, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -
     return [loss.detach(), *torch.autograd.grad(loss * 3, (x_local, rows))]
 
 
+@pytest.mark.slow
 def test_vocab_parallel_loss_equals_one_process() -> None:
     generator = torch.Generator().manual_seed(2)
     x_BTC, weight_VC = torch.randn(3, 8, 6, generator=generator), torch.randn(10, 6, generator=generator) * 5

@@ -144,6 +144,7 @@ def test_loss_depends_on_file_not_on_micro_batches(trained, tmp_path: Path) -> N
     assert trained().losses() != at_once
 
 
+@pytest.mark.slow
 def test_two_ranks_train_on_the_batch_of_one(tmp_path: Path) -> None:
     path = token_file(tmp_path / "tokens.bin", [(7 * i * i + 3 * i) % 128 for i in range(3000)])
     config = changed(CONFIG, data=str(path), ga=2)
@@ -152,6 +153,7 @@ def test_two_ranks_train_on_the_batch_of_one(tmp_path: Path) -> None:
     assert spread.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_small_model_learns_shipped_text(trained, llmb_run, tmp_path: Path) -> None:
     tokens = tmp_path / "kjv.bin"
     code, _, err = llmb_run("tokenize", DATA / "kjv.txt", "--tokenizer", DATA / "tokenizer.json", "-o", tokens)

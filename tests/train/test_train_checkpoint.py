@@ -75,6 +75,7 @@ def losses_of(folder: Path, rank: int) -> list[float | None]:
     return [event.loss for event in read(folder / f"events.rank{rank}.jsonl") if isinstance(event, StepDone)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_resume_is_bit_exact(trained, dtype: str) -> None:
     straight = trained(steps=20, dtype=dtype)
@@ -89,6 +90,7 @@ def test_resume_is_bit_exact(trained, dtype: str) -> None:
     assert not (resumed.folder / "checkpoints").exists()  # none were requested
 
 
+@pytest.mark.slow
 def test_resume_in_same_folder_or_from_checkpoints_folder(trained) -> None:
     straight = trained(steps=6, tied_embeddings=True)
     first = trained(steps=4, tied_embeddings=True, checkpoint_every=3)
@@ -138,6 +140,7 @@ def in_layout(name: str, model: Model, **changes: Any) -> RunConfig:
     return changed(config, ga=config.workload.gbs // config.parallel.dp, gpus=config.parallel.world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "route"),
     [

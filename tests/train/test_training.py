@@ -77,6 +77,7 @@ def test_recomputation_is_bit_exact(trained, dtype: str) -> None:
     assert trained(dtype=dtype, recompute_layers=2).losses() == plain
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(trained) -> None:
     fp32, bf16 = trained(dtype="fp32", steps=12).losses(), trained(dtype="bf16", steps=12).losses()
     assert bf16 != fp32
@@ -89,6 +90,7 @@ def test_tied_embeddings_learn(trained) -> None:
     assert done.losses()[-1] < done.losses()[0]
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process(trained, start) -> None:
     alone = trained(mbs=2, ga=2)
     outcome, process = start(ranks=2, gpus=2, dp=2, mbs=1, ga=2, recompute_layers=1)

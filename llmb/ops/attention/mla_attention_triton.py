@@ -77,18 +77,18 @@ def _mla_rope_and_cache(
         if E4M3_MAX is not None:
             value = tl.minimum(tl.maximum(value, -E4M3_MAX), E4M3_MAX)
         tl.store(latents + slot * RANK + ranks, value.to(latents.dtype.element_ty), mask=is_rank & (slot >= 0))
-        first, second = _load_rope(key + token * key_token + 2 * pairs, cos, sin, is_pair)
+        k_first, k_second = _load_rope(key + token * key_token + 2 * pairs, cos, sin, is_pair)
         target, cached = keys + slot * (2 * PAIRS) + pairs, is_pair & (slot >= 0)
-        tl.store(target, first.to(keys.dtype.element_ty), mask=cached)
-        tl.store(target + PAIRS, second.to(keys.dtype.element_ty), mask=cached)
+        tl.store(target, k_first.to(keys.dtype.element_ty), mask=cached)
+        tl.store(target + PAIRS, k_second.to(keys.dtype.element_ty), mask=cached)
     else:
         numbers = (group - 1) * HEADS + tl.arange(0, HEADS)
         valid = (numbers < heads)[:, None] & is_pair[None, :]
         q_rope = q + token * q_token + numbers[:, None] * q_head + NOPE
-        first, second = _load_rope(q_rope + 2 * pairs[None, :], cos[None, :], sin[None, :], valid)
+        q_first, q_second = _load_rope(q_rope + 2 * pairs[None, :], cos[None, :], sin[None, :], valid)
         tl.debug_barrier()  # all is read before any of it is overwritten
-        tl.store(q_rope + pairs[None, :], first.to(q.dtype.element_ty), mask=valid)
-        tl.store(q_rope + PAIRS + pairs[None, :], second.to(q.dtype.element_ty), mask=valid)
+        tl.store(q_rope + pairs[None, :], q_first.to(q.dtype.element_ty), mask=valid)
+        tl.store(q_rope + PAIRS + pairs[None, :], q_second.to(q.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["block_table_seq", "total_rows"], do_not_specialize_on_alignment=UNALIGNED)

@@ -192,7 +192,7 @@ def paged_attention_triton(
     cache: KvCache,
     metadata: AttentionMetadata,
     scale: float,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute `paged_attention`; q, k and v are slices of one tensor."""
     out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)

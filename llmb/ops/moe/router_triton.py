@@ -51,7 +51,9 @@ def _route_kernel(
     rank = tl.arange(0, BLOCK_TOP_K)
     weight, expert_id = tl.zeros((BLOCK_TOP_K,), tl.float32), tl.zeros((BLOCK_TOP_K,), tl.int64)
     for k in tl.static_range(TOP_K):
-        best_index = tl.argmax(corrected, axis=0)
+        # Not tl.argmax: where a reduction is the only user of a flattened tensor, Triton may reorder its elements.
+        best_index = tl.min(tl.where(corrected == tl.max(corrected, axis=0), index, BLOCK_GROUPS * BLOCK_GROUP_SIZE))
+        best_index = tl.where(best_index < BLOCK_GROUPS * BLOCK_GROUP_SIZE, best_index, 0)  # all are NaN
         weight = tl.where(rank == k, tl.sum(tl.where(index == best_index, score, 0.0)), weight)
         unpadded = best_index // BLOCK_GROUP_SIZE * GROUP_SIZE + best_index % BLOCK_GROUP_SIZE
         expert_id = tl.where(rank == k, unpadded, expert_id)
