@@ -183,7 +183,7 @@ def test_outputs_with_clear_margin_do_not_depend_on_batching(case: Case, precisi
     assert len(pool) >= 3
 
     @settings(max_examples=8, deadline=None)
-    @inputs(scenario=scenarios())
+    @given(scenario=scenarios())
     def check(scenario: Scenario) -> None:
         scenario = replace(scenario, cancels={}, max_tokens=[min(SHORT, most) for most in scenario.max_tokens])
         chosen = [pool[place % len(pool)] for place in scenario.prompts]
