@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from small_served import (
     CPU,
     DEEPSEEK,
