@@ -26,7 +26,7 @@ ALLOWED = {
     "serve": FOUNDATION | {"ops", "models", "runtime"},
 }
 DEVICE_SIDE = {"ops", "models", "runtime", "train", "serve", "offload"}
-MOST_FILES = 22  # of a package, __init__ and __main__ not counted
+MOST_FILES = 20  # of a package, __init__ and __main__ not counted
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
 

@@ -1,6 +1,6 @@
 """Run what needs torch in a separate process: importing torch takes seconds, and the command line does without it.
 
-run_dry_run(config) -> Rehearsal        one rank of a training run on the meta device
+run_dry_run(config) -> DryRunSummary    one rank of a training run on the meta device
 run_probe("cuda", print) -> dict of rates        copies and matmuls of this machine
 """
 
