@@ -95,13 +95,14 @@ def run_import(options: argparse.Namespace) -> int:
 def _select_runs(options: argparse.Namespace) -> tuple[list[Any], int]:
     """Return the runs to pack and the number of unfinished ones left out; naming an unfinished run is an error."""
     from llmb.cli.jobs.job_table import parse_since
+    from llmb.cli.jobs.jobs import open_run
     from llmb.errors import ConfigError
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder
 
     is_ended = _ended_check()
     if options.jobs:
-        runs = [_open_run(name) for name in options.jobs]
+        runs = [open_run(name) for name in options.jobs]
         running = [name for name, run in zip(options.jobs, runs, strict=True) if not is_ended(run)]
         if running:
             raise ConfigError(
@@ -125,16 +126,6 @@ def _ended_check() -> Callable[[Any], bool]:
     with open_store() as store:
         running = {job.run_dir for job in store.jobs(statuses=GOING, launcher="slurm")}
     return lambda run: str(run.path) not in running and has_ended(run)
-
-
-def _open_run(name: str) -> Any:
-    from llmb.cli.jobs.jobs import open_store
-    from llmb.launch.run_folder import RunFolder
-
-    if Path(name).is_dir():
-        return RunFolder.open(Path(name))
-    with open_store() as store:
-        return RunFolder.open(Path(store.job(name).run_dir))
 
 
 class _InterruptibleProgress:

@@ -1,7 +1,6 @@
 """`llmb-run compare`, `read` and `timing`: figures of finished runs, ours or of other engines."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +49,15 @@ def _window(text: str) -> tuple[int, int]:
 
 def run_compare(options: argparse.Namespace) -> int:
     """Print differing fields, ratios with an interval, and a verdict."""
+    from llmb.cli.jobs.jobs import open_run
     from llmb.cli.stored_runs import load_run
     from llmb.config.serialization import to_json
     from llmb.report.compare import compare, text
 
-    a, b = _open_run(options.a), _open_run(options.b)
+    a, b = open_run(options.a), open_run(options.b)
     compared = compare(load_run(a), load_run(b), options.force, clusters=(_cluster(a), _cluster(b)))
     print(to_json(compared) if options.json else text(compared))
     return 0
-
-
-def _open_run(name: str) -> Any:
-    """Open the run folder of a job id or a path."""
-    from llmb.launch.install_root import install_root
-    from llmb.launch.run_folder import RunFolder, store_path
-    from llmb.results.job_store import Store
-
-    if Path(name).is_dir():
-        return RunFolder.open(Path(name))
-    with Store(store_path(install_root(os.environ))) as store:
-        return RunFolder.open(Path(store.job(name).run_dir))
 
 
 def _cluster(run: Any) -> str | None:

@@ -197,11 +197,11 @@ class _Substitute(ModuleType):
 
 def _substitute_triton() -> dict[str, ModuleType]:
     """Return substitutes for Triton's modules in which the functions called outside of kernels work."""
-    modules = {name: _Substitute(name) for name in TRITON_MODULES}
+    modules: dict[str, ModuleType] = {name: _Substitute(name) for name in TRITON_MODULES}
     triton = modules["triton"]
     triton.jit = _jit  # type: ignore[attr-defined]
     triton.cdiv = lambda size, step: -(-size // step)  # type: ignore[attr-defined]
     triton.next_power_of_2 = lambda size: 1 << (size - 1).bit_length()  # type: ignore[attr-defined]
     triton.language = modules["triton.language"]  # type: ignore[attr-defined]
     triton.language.constexpr = lambda value: value
-    return {**modules}
+    return modules

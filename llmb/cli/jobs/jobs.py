@@ -61,6 +61,16 @@ def open_store() -> Any:
     return Store(store_path(install_root(os.environ)))
 
 
+def open_run(name: str) -> Any:
+    """Open the run folder of a job id or a path."""
+    from llmb.launch.run_folder import RunFolder
+
+    if Path(name).is_dir():
+        return RunFolder.open(Path(name))
+    with open_store() as store:
+        return RunFolder.open(Path(store.job(name).run_dir))
+
+
 def run_list(options: argparse.Namespace) -> int:
     """Print one line per run, after refreshing the active ones."""
     from llmb.cli.jobs.job_table import filters, table, terminal_width
