@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+from small_models import llama_model
 
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
@@ -23,9 +24,7 @@ from llmb.runtime.synthetic_tokens import synthetic_tokens
 CPU = torch.device("cpu")
 SEED = 11
 SMOOTH = 1e-3  # epsilon of Adam
-UNTIED = Model(
-    name="small", architecture="llama", layers=3, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=300
-)
+UNTIED = llama_model(name="small", layers=3, vocab=300)
 TIED = replace(UNTIED, name="tied", tied_embeddings=True)
 # Everything is offloaded: with one buffer less a step could not be computed.
 LEAST = Plan(

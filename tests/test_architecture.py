@@ -1,11 +1,11 @@
 """The walks of docs/architecture.md are the ones that run: each file leads to the next by its imports."""
 
-import ast
 import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from source_imports import imported_names
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = (ROOT / "docs" / "architecture.md").read_text()
@@ -17,13 +17,7 @@ WALKS = {title: STEP.findall(text) for title, text in re.findall(r"^### (.+?): (
 
 def imported_files(path: Path) -> set[Path]:
     """Files of the package that a file imports, wherever the import stands."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    files = {ROOT / (name.replace(".", "/") + ".py") for name in names if name.startswith("llmb")}
+    files = {ROOT / (name.replace(".", "/") + ".py") for name in imported_names(path) if name.startswith("llmb")}
     return {file for file in files if file.exists()}
 
 

@@ -1,12 +1,12 @@
 """The import table of the design: which package may import which, and that the command line never imports torch."""
 
-import ast
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from source_imports import imported_names
 
 PACKAGE = Path(__file__).parent.parent / "llmb"
 # Importable from one another; `test_the_foundation_has_no_import_cycle` keeps the order among their modules.
@@ -30,17 +30,6 @@ MOST_FILES = 20  # of a package, __init__ and __main__ not counted
 FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
 
-def imports_of(path: Path) -> set[str]:
-    """Full names of what a file imports, wherever the import stands."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
-
-
 def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
@@ -53,7 +42,7 @@ def module_of(path: Path) -> str:
 def test_a_package_imports_only_what_the_table_allows(package):
     for path in FILES:
         if package_of(path) == package:
-            names = {name.split(".")[1] for name in imports_of(path) if name.startswith("llmb.")} - {"__version__"}
+            names = {name.split(".")[1] for name in imported_names(path) if name.startswith("llmb.")} - {"__version__"}
             forbidden = names - {package} - ALLOWED[package]
             assert not forbidden, f"{path} must not import {forbidden}"
 
@@ -63,7 +52,7 @@ def test_every_file_belongs_to_a_package_of_the_table():
 
 
 def test_the_foundation_has_no_import_cycle():
-    modules = {module_of(path): imports_of(path) for path in FILES if package_of(path) in FOUNDATION}
+    modules = {module_of(path): imported_names(path) for path in FILES if package_of(path) in FOUNDATION}
     edges = {module: names & modules.keys() - {module} for module, names in modules.items()}
     while edges:
         leaves = {module for module, names in edges.items() if not names & edges.keys()}
@@ -76,7 +65,7 @@ def test_the_desk_side_never_imports_torch_nor_the_device_side_yaml(package):
     forbidden = {"yaml", "argcomplete"} if package in DEVICE_SIDE else {"torch", "numpy", "triton"}
     for path in FILES:
         if package_of(path) == package:
-            assert not {name.split(".")[0] for name in imports_of(path)} & forbidden, path
+            assert not {name.split(".")[0] for name in imported_names(path)} & forbidden, path
 
 
 def test_the_command_line_starts_without_torch_yaml_or_sqlite():

@@ -1,4 +1,4 @@
-"""A fixture for tests that run Triton kernels in its interpreter, as all do where there is no GPU."""
+"""Fixtures for tests that run Triton kernels in its interpreter, as all do where there is no GPU."""
 
 from typing import Any
 
@@ -16,6 +16,13 @@ def interpreter() -> None:
     _unpack_arrays_of_one(interpreter)
     _round_to_the_nearest(interpreter)
     _patch_once_a_launch(interpreter)
+
+
+@pytest.fixture
+def force_kernels(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ops take their Triton kernels, wherever their tensors are."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("llmb.ops.dispatch.takes_triton", lambda _tensor: True)
 
 
 def _unpack_arrays_of_one(interpreter: Any) -> None:

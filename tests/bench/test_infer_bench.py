@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import llama_model
 
 import llmb.ops
 from llmb.config.spec import MlaConfig, Model, MoEConfig, Precision
@@ -24,8 +25,8 @@ ceilings, kernels, program = (import_module(name) for name in ("infer_ceilings",
 
 FP8 = Precision(dtype="fp8", kv_dtype="fp8")
 BF16 = Precision(dtype="bf16", kv_dtype="bf16")
-SMALL = Model(
-    name="small", architecture="llama", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=10
+SMALL = llama_model(
+    name="small", hidden=8, ffn=16, heads=2, kv_heads=1, vocab=10
 )  # attention 2 * 8 * (8 + 4) = 192 weights a layer, MLP 3 * 8 * 16 = 384, head 80
 MOE = Model(
     name="moe", architecture="deepseek", layers=3, hidden=8, ffn=16, heads=2, kv_heads=2, head_dim=4, vocab=10,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import llama_model
 
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, MambaConfig, Model, MoEConfig, Parallel, Precision, RunConfig, Training
@@ -43,9 +44,7 @@ MODELS = {
         mamba=MambaConfig(heads=8, head_dim=64, groups=2, state=64, chunk=64),
     ),
 }
-LARGER = Model(
-    name="larger", architecture="llama", layers=6, hidden=1024, ffn=4096, heads=8, kv_heads=4, head_dim=128, vocab=1024
-)
+LARGER = llama_model(name="larger", layers=6, hidden=1024, ffn=4096, heads=8, kv_heads=4, vocab=1024)
 CONFIG = RunConfig(
     name="gpu",
     target="pretrain_llama3.1",

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import llama_model
 from torch import Tensor
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
 from llmb.ops.gemm.fp8_linear import fp8_linear, fp8_linear_reference
 from llmb.ops.quant.activation_quant import E4M3
@@ -30,9 +31,7 @@ pytestmark = [
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TOKENS = 2048
 LAYERS_OF_8B = [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)]  # inputs, outputs: q and o, k and v, up, down
-SMALL = Model(
-    name="small", architecture="llama", layers=4, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64, vocab=1024
-)
+SMALL = llama_model(name="small", layers=4, hidden=256, ffn=768, vocab=1024)
 CONFIG = RunConfig(
     name="gpu",
     target="pretrain_llama3.1",

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import llama_model
 from torch import Tensor
 
 from llmb.config.serialization import to_json
-from llmb.config.spec import Machine, Model, Parallel, Precision, RopeConfig, RunConfig, Training
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.events import StepDone, read
 from llmb.models.architectures import Network
 from llmb.ops.attention import segment_attention
@@ -23,10 +24,7 @@ from llmb.train.parallelize import build_model_parts, build_optimizer
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 GPU = torch.device("cuda", 0)
-MODEL = Model(
-    name="4 layers of 8b", architecture="llama", layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128,
-    vocab=16384, rope=RopeConfig(theta=500000.0),
-)  # fmt: skip
+MODEL = llama_model(name="4 layers of 8b", layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=16384)
 
 
 def config_of(gpu: str, dtype: str = "bf16", **changes: object) -> RunConfig:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from small_llama import MODEL, InChunks, by_autograd
+from small_models import llama_model
 from torch import Tensor
 
-from llmb.config.spec import Model
 from llmb.models.blocks import rope_table
 from llmb.models.llama_layer.fp8_layer_weights import Fp8LayerWeights, Fp8ModelWeights, PassName
 from llmb.models.llama_layer.fp8_linears import Fp8Linears
@@ -48,9 +48,7 @@ SEGMENTS = {
     "four of equal length": [Segment(first, first + 256, first, first) for first in range(0, 1024, 256)],
     "packed": chunk_segments([0, 700, 800, 803], 512, 1536),
 }
-WIDE = Model(
-    name="wide", architecture="llama", layers=1, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=512
-)
+WIDE = llama_model(name="wide", layers=1, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=512)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_models import deepseek_model, grok1_model
 from torch.utils.checkpoint import checkpoint
 
 from llmb.config.serialization import to_plain
@@ -26,34 +27,21 @@ from llmb.train.precision import compute_in_bf16
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-GROK = Model(
+GROK = grok1_model(
     name="small grok",
-    architecture="grok1",
-    layers=2,
     hidden=256,
     ffn=512,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
     vocab=1000,
-    activation="gelu",
-    tied_embeddings=True,
-    post_norms=True,
     rope=RopeConfig(theta=10_000.0),
-    attn_logit_softcap=30.0,
     embedding_scale=16.0,
     logit_scale=0.5773502691896257,
     experts=MoEConfig(count=8, top_k=2, ffn=512, renormalise=False),
 )
-DEEPSEEK = Model(
+DEEPSEEK = deepseek_model(
     name="small deepseek",
-    architecture="deepseek",
     layers=3,
     hidden=256,
     ffn=640,
-    heads=4,
-    kv_heads=4,
-    head_dim=64,
     vocab=1000,
     rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
     experts=MoEConfig(

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import nemotron_h_model
 from torch import Tensor
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, MambaConfig, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, MambaConfig, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.ops.mamba.causal_conv1d import causal_conv1d
@@ -29,19 +30,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NAMES = ("y", "x", "dt", "a", "b", "c", "d")
-SMALL = Model(
+SMALL = nemotron_h_model(
     name="small",
-    architecture="nemotron_h",
-    layers=6,
     hidden=256,
     ffn=512,
-    gated=False,
-    activation="squared_relu",
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
     vocab=1000,
-    rope=None,
     pattern="M-M*-M",
     mamba=MambaConfig(heads=8, head_dim=64, groups=2, state=64, chunk=64),
 )

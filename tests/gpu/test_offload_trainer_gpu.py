@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from reference_training import LEAST, SEED, SMOOTH, UNTIED, lr, train_reference, trained, trainer_of, weights_in
+from small_models import llama_model
 
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Model, OutOfCore, Parallel, Precision, Profile, RopeConfig, RunConfig
+from llmb.config.spec import Machine, OutOfCore, Parallel, Precision, Profile, RopeConfig, RunConfig
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.llama import Llama
 from llmb.offload.__main__ import run
@@ -31,10 +32,17 @@ from llmb.runtime.synthetic_tokens import synthetic_tokens
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 GPU = torch.device("cuda", 0)
-ONE_B = Model(
-    name="1b", architecture="llama", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256,
-    tied_embeddings=True, rope=RopeConfig(scaling="llama3", factor=32.0),
-)  # fmt: skip
+ONE_B = llama_model(
+    name="1b",
+    layers=16,
+    hidden=2048,
+    ffn=8192,
+    heads=32,
+    kv_heads=8,
+    vocab=128256,
+    tied_embeddings=True,
+    rope=RopeConfig(scaling="llama3", factor=32.0),
+)
 PLANS = {
     "everything moves": replace(LEAST, chunk_tokens=4, levels="FAIAIFIFA"),
     "several groups per round": replace(LEAST, update_at="forward", gbs=5, groups_per_round=2, levels="FAIIAF"),

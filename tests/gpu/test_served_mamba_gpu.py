@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import nemotron_h_model
 from torch import Tensor
 
-from llmb.config.spec import MambaConfig, Model
+from llmb.config.spec import MambaConfig
 from llmb.models.mamba2 import MambaMixer
 from llmb.ops.mamba.selective_state_update import MambaState, MambaWeights, StateRows, selective_state_update
 from llmb.ops.mamba.ssd import ssd, ssd_with_state
@@ -21,19 +22,13 @@ from llmb.serve.weights.weight_source import RandomWeights
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 GPU = torch.device("cuda", 0)
-MODEL = Model(
+MODEL = nemotron_h_model(
     name="8b of 1 layer",
-    architecture="nemotron_h",
-    layers=1,
     hidden=4096,
     ffn=21504,
-    gated=False,
-    activation="squared_relu",
     heads=32,
     kv_heads=8,
-    head_dim=128,
     vocab=1000,
-    rope=None,
     pattern="M",
     mamba=MambaConfig(heads=128, head_dim=64, groups=8, state=128, chunk=128),
 )

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from small_models import deepseek_model
 from torch import Tensor
 
-from llmb.config.spec import MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.spec import MlaConfig, MoEConfig, RopeConfig
 from llmb.models.blocks import rope_table
 from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.mla_attention import (
@@ -23,9 +24,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 GPU = torch.device("cuda", 0)
 RANK, ROPE, BLOCK, SCALE = 512, 64, 64, 192**-0.5
-MODEL = Model(
+MODEL = deepseek_model(
     name="of-true-width",
-    architecture="deepseek",
     layers=1,
     hidden=7168,
     ffn=256,

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_models import llama_model
 
-from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+from llmb.config.spec import Inference, Machine, Parallel, Precision, RunConfig
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import save_weights
 from llmb.ops.activation.gated_act import gated_activation
@@ -101,9 +102,7 @@ def test_paged_attention(dtype, sequences):
     assert (difference_of_keys > 0).float().mean() < 0.05
 
 
-MODEL = Model(
-    name="small", architecture="llama", layers=3, hidden=512, ffn=1024, heads=8, kv_heads=2, head_dim=64, vocab=1000
-)
+MODEL = llama_model(name="small", layers=3, hidden=512, ffn=1024, heads=8, vocab=1000)
 WORK = Inference(
     mode="max_throughput",
     use_case="chat",

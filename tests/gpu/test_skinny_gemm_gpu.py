@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from small_models import llama_model
 from torch import Tensor
 
-from llmb.config.spec import Model
 from llmb.ops.attention.decode_attention import decode_attention
 from llmb.ops.attention.paged_attention import KvCache
 from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm
@@ -28,9 +28,7 @@ GPU = torch.device("cuda", 0)
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 LENGTH, BLOCKS = 64, 400  # tokens of a block, blocks of the cache
-LLAMA = Model(
-    name="8b", architecture="llama", layers=2, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=4096
-)
+LLAMA = llama_model(name="8b", hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=4096)
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 

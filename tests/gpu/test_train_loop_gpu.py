@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from small_models import llama_model
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -40,20 +41,8 @@ from llmb.train.precision import compute_in_bf16
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-SMALL = Model(
-    name="small", architecture="llama", layers=2, hidden=256, ffn=512, heads=4, kv_heads=2, head_dim=64, vocab=1000
-)
-TWO_LAYERS_OF_8B = Model(
-    name="8b of 2 layers",
-    architecture="llama",
-    layers=2,
-    hidden=4096,
-    ffn=14336,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    vocab=128256,
-)
+SMALL = llama_model(name="small", hidden=256, ffn=512, vocab=1000)
+TWO_LAYERS_OF_8B = llama_model(name="8b of 2 layers", hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
 CONFIG = RunConfig(
     name="gpu",
     target="pretrain_llama3.1",

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_models import deepseek_model, nemotron_h_model
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.spec import MlaConfig, Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.hf_config import HF_ARCHITECTURES, from_hf_config, load_hf_config, to_hf_config
 
@@ -77,9 +78,8 @@ DEEPSEEK_V3: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-DEEPSEEK = Model(
+DEEPSEEK = deepseek_model(
     name="DeepSeek-V3",
-    architecture="deepseek",
     layers=61,
     hidden=7168,
     ffn=18432,
@@ -94,22 +94,7 @@ DEEPSEEK = Model(
     ),
     mla=MlaConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
 )
-NEMOTRON = Model(
-    name="nemotron",
-    architecture="nemotron_h",
-    layers=4,
-    hidden=48,
-    ffn=80,
-    gated=False,
-    activation="squared_relu",
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocab=97,
-    rope=None,
-    pattern="M-*-",
-    mamba=MambaConfig(heads=6, head_dim=16, groups=2, state=16, chunk=16),
-)
+NEMOTRON = nemotron_h_model(name="nemotron", hidden=48, ffn=80, head_dim=16, vocab=97, pattern="M-*-")
 
 
 def test_published_configs_match_the_recipes(recipes) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import llama_model
 from torch import Tensor
 
 from llmb.config.offload_plan import UPDATES, Plan
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.spec import RopeConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.formats.token_file import TokenWriter
 from llmb.offload.offload_checkpoint import checkpoint_identity, load, resume_checkpoint, save
@@ -24,9 +25,7 @@ from llmb.ops.optim.adam import adam_update
 from llmb.runtime.checkpoint_folder import checkpoint_step, complete_checkpoints, latest_checkpoint
 from llmb.runtime.token_data import TokenFile
 
-MODEL = Model(
-    name="small", architecture="llama", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=96
-)
+MODEL = llama_model(name="small", vocab=96)
 PLAN = Plan(
     dtype="bf16", seqlen=32, gbs=4, chunk_tokens=16, seqs_per_group=1, groups_per_round=2, loss_tokens=16,
     update="master", update_at="forward", resident_params=0, resident_grads=0, resident_states=0, param_blocks=1,

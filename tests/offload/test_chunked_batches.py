@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from small_models import llama_model
 
 from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.spec import RopeConfig
 from llmb.errors import ConfigError
 from llmb.formats.token_file import TokenWriter
 from llmb.models.blocks import rope_table, sequential_positions
@@ -20,10 +21,7 @@ from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.runtime.token_data import TokenFile
 
 CPU = torch.device("cpu")
-MODEL = Model(
-    name="small", architecture="llama", layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=96,
-    rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=64),
-)  # fmt: skip
+MODEL = llama_model(name="small", vocab=96, rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=64))
 END = 7
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from small_models import llama_model
 from torch import Tensor
 
 from llmb.config.spec import Model, RopeConfig
@@ -27,9 +28,7 @@ from llmb.runtime.checkpoint_folder import latest_checkpoint
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-SMALL = Model(
-    name="llama", architecture="llama", layers=3, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=100
-)
+SMALL = llama_model(name="llama", layers=3, vocab=100)
 MODELS = [
     SMALL,
     replace(SMALL, name="parts", vocab=701),  # three parts of the embedding and of the head, the last smaller

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from triton_interpreter import interpreter  # noqa: F401  # a fixture
-
-from llmb.ops import dispatch
+from triton_interpreter import force_kernels, interpreter  # noqa: F401  # fixtures
 
 
 @pytest.fixture(scope="session")
@@ -15,13 +13,6 @@ def device() -> torch.device:
 @pytest.fixture(scope="session", autouse=True)
 def interpreted(interpreter: None) -> None:  # noqa: F811
     pass
-
-
-@pytest.fixture
-def force_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ops take their Triton kernels, wherever their tensors are."""
-    pytest.importorskip("triton")
-    monkeypatch.setattr(dispatch, "takes_triton", lambda _tensor: True)
 
 
 @pytest.fixture(params=["reference", "triton"])

@@ -2,18 +2,16 @@
 
 from dataclasses import replace
 
-from llmb.config.offload_plan import Plan
-from llmb.config.spec import Model
+from small_models import llama_model
 
-LLAMA_8B = Model(
-    name="8B", architecture="llama", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
+from llmb.config.offload_plan import Plan
+
+LLAMA_8B = llama_model(name="8B", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
+LLAMA_1B = llama_model(
+    name="1B", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocab=128256, tied_embeddings=True
 )
-LLAMA_1B = Model(
-    name="1B", architecture="llama", layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256,
-    tied_embeddings=True,
-)  # fmt: skip
 SHORT = replace(LLAMA_8B, name="short", layers=6)  # as wide, so that its speed means something
-TINY = Model(name="tiny", architecture="llama", layers=3, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=300)
+TINY = llama_model(name="tiny", layers=3, ffn=64, vocab=300)
 
 
 # All of an 8B streams through the device; activations keep their attention.

@@ -77,8 +77,8 @@ def test_every_end_has_a_name_and_keeps_what_is_there(nemotron, events, status, 
 
 def test_failed_rank_and_its_last_lines_come_from_the_run_end(nemotron):
     end = RunEnded(status="failed", reason="rank 3: bad", failed_rank=3, last_lines=("Traceback", "bad"))
-    remaining = [RunEnded(rank=rank, status="incomplete", reason="interrupted") for rank in (1, 2)]
-    result = derive(nemotron, [*steps(3), OK, end, *remaining])
+    other_ends = [RunEnded(rank=rank, status="incomplete", reason="interrupted") for rank in (1, 2)]
+    result = derive(nemotron, [*steps(3), OK, end, *other_ends])
     assert (result.status, result.reason, result.failed_rank) == ("failed", "rank 3: bad", 3)
     assert result.last_lines == ("Traceback", "bad")
     assert "last lines of rank 3:\n  Traceback\n  bad\n" in summary(result)
@@ -92,7 +92,7 @@ def busy(rank, busy_s):
 def slow_ranks(config, *seconds):
     """What is said about slow ranks when each rank has this much work of its own in a step of a second."""
     started = [RunStarted(time=1.0, rank=rank, host=f"node{rank // 2}") for rank in range(len(seconds))]
-    done = [event for rank, local in enumerate(seconds) for event in busy(rank, local)]
+    done = [event for rank, own_seconds in enumerate(seconds) for event in busy(rank, own_seconds)]
     return [warning.text for warning in derive(config, [*started, *done, OK]).warnings if warning.code == "SLOW_RANK"]
 
 
@@ -122,9 +122,9 @@ def test_a_result_survives_the_file(nemotron):
 
 
 def test_warnings_say_what_to_do(recipes, nemotron):
-    second = derive(nemotron, [RunStarted(time=1.0, gpu_name="NVIDIA H200"), *steps(), OK])
-    assert "OTHER_GPU" in {w.code for w in second.warnings}
-    assert "NOISY_STEPS" in {w.code for w in second.warnings}
+    on_another_gpu = derive(nemotron, [RunStarted(time=1.0, gpu_name="NVIDIA H200"), *steps(), OK])
+    assert "OTHER_GPU" in {w.code for w in on_another_gpu.warnings}
+    assert "NOISY_STEPS" in {w.code for w in on_another_gpu.warnings}
     proxy = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
     result = derive(proxy, [*steps(proxy.workload.steps, seconds=0.5, tokens=1024), OK])
     assert {"PROXY", "NO_PEAK"} <= {w.code for w in result.warnings}

@@ -43,10 +43,10 @@ def events(work, ranks_per_host=2):
     """What ranks record whose own work in step n is work[rank](n) seconds; the slowest makes the step."""
     actual = [RunStarted(time=1.0, rank=rank, host=f"n{rank // ranks_per_host}") for rank in range(len(work))]
     for step in range(1, STEPS + 1):
-        private = [seconds(step) for seconds in work]
+        busy_times = [seconds(step) for seconds in work]
         actual += [
-            StepDone(step=step, rank=rank, seconds=max(private), busy_s=busy, tokens=16)
-            for rank, busy in enumerate(private)
+            StepDone(step=step, rank=rank, seconds=max(busy_times), busy_s=busy, tokens=16)
+            for rank, busy in enumerate(busy_times)
         ]
     return actual
 
@@ -111,8 +111,8 @@ def test_a_pipeline_stage_is_compared_with_itself():
 @given(st.lists(st.floats(0, 10, allow_nan=False), min_size=2, max_size=9), st.data())
 def test_the_median_of_the_others(values, data):
     chosen = data.draw(st.integers(0, len(values) - 1))
-    remaining = values[:chosen] + values[chosen + 1 :]
-    assert _median_without(sorted(values), values[chosen]) == pytest.approx(median(remaining))
+    other_values = values[:chosen] + values[chosen + 1 :]
+    assert _median_without(sorted(values), values[chosen]) == pytest.approx(median(other_values))
 
 
 ENGINE = """

@@ -15,12 +15,13 @@ from unittest import mock
 import torch
 from hypothesis import event
 from hypothesis import strategies as st
+from small_models import deepseek_model, grok1_model, llama_model, nemotron_h_model
 from small_serving import CONFIG, changed
 from steps import step_inputs
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmb.config.spec import Inference, MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig, RunConfig
+from llmb.config.spec import Inference, MambaConfig, Model, RopeConfig, RunConfig
 from llmb.models.architectures import build_model
 from llmb.models.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.models.hf_weights import load_weights, save_weights
@@ -44,54 +45,23 @@ MAX_OUTPUT = 12  # tokens
 SEED = 8  # of the weights; chosen so that no two tokens are nearly equally likely
 
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "heads": 4, "head_dim": 16, "vocab": 97}
-LLAMA = Model(
+LLAMA = llama_model(
     name="llama",
-    architecture="llama",
-    layers=2,
-    kv_heads=2,
-    # The original context is so short that frequencies are unscaled, scaled and interpolated.
     rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=64, low_freq_factor=1.0, high_freq_factor=4.0),
     **SIZES,
 )
-DEEPSEEK = Model(
+DEEPSEEK = deepseek_model(
     name="deepseek",
-    architecture="deepseek",
     layers=3,
-    kv_heads=4,
     norm_eps=1e-6,
     rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=256, mscale_all_dim=1.0),
-    experts=MoEConfig(
-        count=8, top_k=3, ffn=24, shared=1, dense_layers=1, groups=4, top_groups=2, score="sigmoid", scale=2.5
-    ),
-    mla=MlaConfig(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12),
     **SIZES,
 )
-NEMOTRON = Model(
-    name="nemotron_h",
-    architecture="nemotron_h",
-    layers=6,
-    kv_heads=2,
-    gated=False,
-    activation="squared_relu",
-    rope=None,
-    pattern="M-M*-M",
-    mamba=MambaConfig(heads=8, head_dim=16, groups=2, state=16, chunk=16),
-    **SIZES,
+NEMOTRON = nemotron_h_model(
+    name="nemotron_h", pattern="M-M*-M", mamba=MambaConfig(heads=8, head_dim=16, groups=2, state=16, chunk=16), **SIZES
 )
-GROK = Model(
-    name="grok1",
-    architecture="grok1",
-    layers=2,
-    kv_heads=2,
-    activation="gelu",
-    tied_embeddings=True,
-    post_norms=True,
-    rope=RopeConfig(theta=10_000.0),
-    attn_logit_softcap=30.0,
-    embedding_scale=2.0,
-    logit_scale=0.5773502691896257,
-    experts=MoEConfig(count=8, top_k=2, ffn=40, renormalise=False),
-    **SIZES,
+GROK = grok1_model(
+    name="grok1", rope=RopeConfig(theta=10_000.0), embedding_scale=2.0, logit_scale=0.5773502691896257, **SIZES
 )
 MODELS = (LLAMA, DEEPSEEK, NEMOTRON, GROK)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_models import deepseek_model, grok1_model, llama_model, nemotron_h_model
 from torch import Tensor
 
 from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
@@ -25,13 +26,9 @@ from llmb.serve.weights.weight_source import WeightShard
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"hidden": 128, "ffn": 320, "heads": 4, "vocab": 96}
-LLAMA = Model(name="llama", architecture="llama", layers=2, kv_heads=2, head_dim=32, **SIZES)
-DEEPSEEK = Model(
+LLAMA = llama_model(name="llama", **SIZES)
+DEEPSEEK = deepseek_model(
     name="deepseek",
-    architecture="deepseek",
-    layers=2,
-    kv_heads=4,
-    head_dim=32,
     norm_eps=1e-6,
     rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=4.0, original_tokens=32, mscale_all_dim=1.0),
     experts=MoEConfig(
@@ -40,32 +37,10 @@ DEEPSEEK = Model(
     mla=MlaConfig(q_rank=64, kv_rank=48, nope_dim=32, rope_dim=16, value_dim=32),
     **SIZES,
 )
-NEMOTRON = Model(
-    name="nemotron_h",
-    architecture="nemotron_h",
-    layers=3,
-    kv_heads=2,
-    head_dim=32,
-    gated=False,
-    activation="squared_relu",
-    rope=None,
-    pattern="M*-",
-    mamba=MambaConfig(heads=4, head_dim=16, groups=2, state=16, chunk=16),
-    **SIZES,
+NEMOTRON = nemotron_h_model(
+    name="nemotron_h", pattern="M*-", mamba=MambaConfig(heads=4, head_dim=16, groups=2, state=16, chunk=16), **SIZES
 )
-GROK = Model(
-    name="grok1",
-    architecture="grok1",
-    layers=1,
-    kv_heads=2,
-    head_dim=32,
-    activation="gelu",
-    post_norms=True,
-    tied_embeddings=True,
-    attn_logit_softcap=30.0,
-    experts=MoEConfig(count=4, top_k=2, ffn=64, renormalise=False),
-    **SIZES,
-)
+GROK = grok1_model(name="grok1", layers=1, experts=MoEConfig(count=4, top_k=2, ffn=64, renormalise=False), **SIZES)
 MODELS = [LLAMA, replace(LLAMA, name="tied", tied_embeddings=True), DEEPSEEK, NEMOTRON, GROK]
 Tensors = dict[str, Tensor]
 

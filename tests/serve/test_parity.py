@@ -1,7 +1,5 @@
 """Served outputs equal those of `transformers`, token for token, for any batching, chunking and preemption."""
 
-import importlib
-import pkgutil
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,9 +29,8 @@ from small_served import (
     served_model_for,
     write_weights,
 )
-from triton_interpreter import interpreter  # noqa: F401  # a fixture
+from triton_interpreter import force_kernels, interpreter  # noqa: F401  # fixtures
 
-from llmb import ops
 from llmb.config.spec import Model, RunConfig
 from llmb.serve.engine_builder import build_engine
 from llmb.serve.layers import served_mla
@@ -135,15 +132,10 @@ def test_prefix_cache_unless_model_has_state(case: Case) -> None:
 
 
 @pytest.fixture
-def triton_everywhere(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:  # noqa: F811
+def triton_everywhere(force_kernels: None) -> Iterator[None]:  # noqa: F811
     """Run Triton kernels in the interpreter wherever a GPU would; uninitialized memory is NaN."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled on a GPU: tests/gpu")
-    for module in pkgutil.walk_packages(ops.__path__, "llmb.ops."):
-        if not module.name.endswith("_triton"):
-            imported = importlib.import_module(module.name)
-            if hasattr(imported, "takes_triton"):
-                monkeypatch.setattr(imported, "takes_triton", lambda tensor: True)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new tensors with NaN
     yield
     torch.use_deterministic_algorithms(False)

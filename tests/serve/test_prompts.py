@@ -6,12 +6,13 @@ import statistics
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import llama_model
 
-from llmb.config.spec import Inference, Model
+from llmb.config.spec import Inference
 from llmb.errors import ConfigError
 from llmb.serve.benchmark.prompts import ModelInfo, PromptSampler, measured_prompts, model_info, read_dataset
 
-MODEL = Model(name="m", architecture="llama", layers=1, hidden=8, ffn=8, heads=1, kv_heads=1, head_dim=8, vocab=100)
+MODEL = llama_model(name="m", layers=1, hidden=8, ffn=8, heads=1, kv_heads=1, vocab=100)
 
 
 def work(**changes) -> Inference:

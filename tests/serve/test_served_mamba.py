@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import nemotron_h_model
 from steps import step_inputs
 from torch import Tensor
 
@@ -24,19 +25,12 @@ from llmb.serve.weights.weight_source import RandomWeights
 
 CPU = torch.device("cpu")
 SEED, BLOCK_TOKENS, BLOCKS, SLOTS = 3, 4, 40, 4
-MODEL = Model(
+MODEL = nemotron_h_model(
     name="small",
-    architecture="nemotron_h",
-    layers=6,
     hidden=48,
     ffn=80,
-    gated=False,
-    activation="squared_relu",
-    heads=4,
-    kv_heads=2,
     head_dim=16,
     vocab=97,
-    rope=None,
     pattern="M-M*-M",
     mamba=MambaConfig(heads=8, head_dim=12, groups=2, state=10, chunk=8),
 )

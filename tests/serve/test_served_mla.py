@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import deepseek_model
 from steps import step_inputs
 from torch import Tensor
 
@@ -25,17 +26,13 @@ from llmb.serve.weights.weight_source import RandomWeights
 CPU = torch.device("cpu")
 SEED, LENGTH, TEXTS = 3, 23, 3
 LATENT = MlaConfig(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12)
-MODEL = Model(
+MODEL = deepseek_model(
     name="small",
-    architecture="deepseek",
     layers=3,
     hidden=48,
     ffn=80,
-    heads=4,
-    kv_heads=4,
     head_dim=16,
     vocab=97,
-    mla=LATENT,
     rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=256, mscale_all_dim=1.0),
     experts=MoEConfig(count=8, top_k=3, ffn=24, shared=1, dense_layers=1, groups=4, top_groups=2, score="sigmoid"),
 )

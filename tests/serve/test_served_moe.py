@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from small_models import grok1_model
 from steps import step_inputs
 from torch import Tensor
 
@@ -25,21 +26,10 @@ from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.weight_source import RandomWeights, WeightShard
 
 CPU, FP32 = torch.device("cpu"), torch.float32
-GROK = Model(
+GROK = grok1_model(
     name="small grok",
-    architecture="grok1",
-    layers=2,
-    hidden=32,
     ffn=40,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    vocab=61,
-    activation="gelu",
-    tied_embeddings=True,
-    post_norms=True,
     rope=RopeConfig(theta=10_000.0),
-    attn_logit_softcap=30.0,
     embedding_scale=78.38367176906169,
     logit_scale=0.5773502691896257,
     experts=MoEConfig(count=8, top_k=2, ffn=40, renormalise=False, aux_loss=0.01),

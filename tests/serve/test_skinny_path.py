@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_models import llama_model
 from steps import step_inputs
 from torch import Tensor
-from triton_interpreter import interpreter  # noqa: F401  # a fixture
+from triton_interpreter import force_kernels, interpreter  # noqa: F401  # fixtures
 
 from llmb.config.spec import Model, MoEConfig
 from llmb.serve.layers.served_linear import Format
@@ -16,9 +17,7 @@ from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.weight_source import RandomWeights
 
 CPU = torch.device("cpu")
-LLAMA = Model(
-    name="llama", architecture="llama", layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=33
-)
+LLAMA = llama_model(name="llama", hidden=64, ffn=96, vocab=33)
 GROK = replace(
     LLAMA,
     name="grok1",
@@ -64,8 +63,7 @@ def skinny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def by_triton(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:  # noqa: F811
-    monkeypatch.setattr("llmb.ops.dispatch.takes_triton", lambda _: True)
+def by_triton(monkeypatch: pytest.MonkeyPatch, force_kernels: None) -> None:  # noqa: F811
     monkeypatch.setattr("llmb.ops.attention.decode_attention_triton.num_kv_splits", lambda *_: 4)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from small_config import CONFIG, changed
+from small_models import llama_model
 from torch import Tensor
 
-from llmb.config.spec import Model, RunConfig
+from llmb.config.spec import RunConfig
 from llmb.models.architectures import Network
 from llmb.ops.gemm.matmul import matmul
 from llmb.train.fused_llama import FusedLayer, begin_step, fp8_scales
@@ -18,9 +19,7 @@ from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.train_checkpoint import Checkpointer
 
 ONE = Mesh(0, 1, torch.device("cpu"))
-MODEL = Model(
-    name="small", architecture="llama", layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=128
-)
+MODEL = llama_model(name="small", hidden=64, ffn=96, vocab=128)
 
 
 def config_of(gpu: str, dtype: str = "bf16", **changes: object) -> RunConfig:

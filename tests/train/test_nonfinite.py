@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from small_config import CONFIG, changed
+from small_models import llama_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training_ranks import on_ranks
 
-from llmb.config.spec import Machine, Model
+from llmb.config.spec import Machine
 from llmb.events import StepDone
 from llmb.models.architectures import build_model
 from llmb.perfmodel.hardware import GIB
@@ -26,9 +27,7 @@ from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.train_oom import advice
 
-EIGHT_BILLION = Model(
-    name="8b", architecture="llama", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
-)
+EIGHT_BILLION = llama_model(name="8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
 ON_H200 = changed(
     replace(CONFIG, model=EIGHT_BILLION, machine=Machine(gpu="h200", gpus=1, gpus_per_node=8)),
     dtype="bf16",

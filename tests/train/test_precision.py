@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from small_models import SMALL_MODELS
+from small_models import SMALL_MODELS, llama_model
 from torch import nn
 
-from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.moe import GroupedLinear, Router
@@ -28,9 +27,7 @@ from llmb.train.precision import (
 )
 
 CPU = torch.device("cpu")
-MODEL = Model(
-    name="small", architecture="llama", layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=128
-)
+MODEL = llama_model(name="small", hidden=64, ffn=128, vocab=128)
 
 
 @pytest.fixture
