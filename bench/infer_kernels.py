@@ -33,7 +33,7 @@ NAMES = (
     (EXPERTS, r"^_moe_\w+_kernel\b"),
     (
         SMALL,
-        r"^_(gated_activation|quantize_rows|(mla_)?rope_and_cache|route_kernel)\b|rms_?norm|cos_kernel|sin_kernel",
+        r"^_((gated_)?activation(_backward)?|quantize_rows|(mla_)?rope_and_cache|route_kernel)\b|rms_?norm|cos_kernel|sin_kernel",
     ),
     (SAMPLING, r"arg_?max|sort|softmax|cumsum|scan"),
     (

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
@@ -123,6 +122,8 @@ def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor 
     if queries == keys or is_dry_run():  # a dry run has no values, and the mask must not count as memory
         return None
     if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # imports TorchDynamo, which takes a second
+
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 

@@ -40,7 +40,7 @@ KINDS = (MATMUL, ATTENTION, OPTIMIZER, MEMORY, COMMUNICATION, IDLE)
 KERNEL_PATTERNS = (
     (MEMORY, r"^triton_(poi|red|per)_"),  # Inductor names list all fused operators, even adjacent matmuls
     (COMMUNICATION, r"nccl|\bgloo|c10d|nvshmem|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"),
-    (OPTIMIZER, r"^optimizer$|^optimizer\.|multi_tensor|fused_?adam|aten::_foreach"),
+    (OPTIMIZER, r"^optimizer$|^optimizer\.|multi_tensor|adam|aten::_foreach"),
     (ATTENTION, r"flash|fmha|sdpa|attention|attn|scaled_?dot_?product"),
     (MATMUL, r"gemm|gemv|nvjet|cutlass|cublas|xmma|matmul|split_?k_?reduce|_mm\b|_mm_|\bb?mmbackward"),
     (MATMUL, r"^aten::(mm|addmm|bmm|baddbmm|linear|mv|addmv|dot|einsum)$"),

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import llama_model
+from small_models import deepseek_model, llama_model
 
 import llmb.ops
-from llmb.config.spec import MlaConfig, Model, MoEConfig, Precision
+from llmb.config.spec import MlaConfig, MoEConfig, Precision
 from llmb.perfmodel import block_costs, flops, params
 from llmb.serve.engine_builder import serving_dtypes
 from llmb.serve.layers.served_model import build_served_model
@@ -28,8 +28,8 @@ BF16 = Precision(dtype="bf16", kv_dtype="bf16")
 SMALL = llama_model(
     name="small", hidden=8, ffn=16, heads=2, kv_heads=1, vocab=10
 )  # attention 2 * 8 * (8 + 4) = 192 weights a layer, MLP 3 * 8 * 16 = 384, head 80
-MOE = Model(
-    name="moe", architecture="deepseek", layers=3, hidden=8, ffn=16, heads=2, kv_heads=2, head_dim=4, vocab=10,
+MOE = deepseek_model(
+    name="moe", layers=3, hidden=8, ffn=16, heads=2, kv_heads=2, vocab=10,
     experts=MoEConfig(count=4, top_k=1, ffn=4, shared=1, dense_layers=1),
     mla=MlaConfig(q_rank=4, kv_rank=6, nope_dim=4, rope_dim=2, value_dim=4),
 )  # fmt: skip
@@ -156,7 +156,7 @@ def test_ceilings_count_the_cache_of_the_engine(which, precision):
 
 def test_every_serving_kernel_has_a_class():
     served = (
-        "activation/gated_act", "attention/decode_attention", "attention/kv_cache_write", "attention/mla_attention",
+        "activation/activation", "attention/decode_attention", "attention/kv_cache_write", "attention/mla_attention",
         "attention/paged_attention", "gemm/block_scaled_gemm", "gemm/skinny_gemm", "moe/align", "moe/fused_moe",
         "moe/fused_moe_fp8", "moe/fused_moe_nvfp4",
         "moe/router", "norm/add_rms_norm", "quant/activation_quant", "sampling/argmax",

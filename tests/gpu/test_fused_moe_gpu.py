@@ -76,11 +76,11 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 def test_fused_moe_matches_the_reference_at_full_width(sizes: Sizes, expert_format: ExpertFormat) -> None:
     gate_up, down = gate_up_and_down(sizes, expert_format)
     for tokens in (1, 64, 512, 1500):
-        x, routing = quantize_activation(random_tokens(tokens, sizes), gate_up.form), routing_of(tokens, sizes)
+        x, routing = quantize_activation(random_tokens(tokens, sizes), gate_up.quant_format), routing_of(tokens, sizes)
         actual = fused_moe(x, routing, gate_up, down, sizes.activation, BF16)
         expected = fused_moe.reference(x, routing, gate_up, down, sizes.activation, BF16)
         # Rounding to bf16 between the GEMMs; in fp8 a number near a tie may be rounded either way.
-        bound = 0.01 if gate_up.form == "plain" else 0.02
+        bound = 0.01 if gate_up.quant_format == "plain" else 0.02
         assert relative_error(actual, expected) < bound, (tokens, relative_error(actual, expected))
         assert relative_error(actual[-1], expected[-1]) < bound, tokens
 
@@ -89,7 +89,7 @@ def test_fused_moe_matches_the_reference_at_full_width(sizes: Sizes, expert_form
 def test_all_block_sizes_agree(expert_format: ExpertFormat) -> None:
     sizes = DEEPSEEK._replace(experts=8)
     gate_up, down = gate_up_and_down(sizes, expert_format)
-    x, routing = quantize_activation(random_tokens(200, sizes), gate_up.form), routing_of(200, sizes)
+    x, routing = quantize_activation(random_tokens(200, sizes), gate_up.quant_format), routing_of(200, sizes)
     # Numbers of experts that select each of the block sizes.
     outs = {}
     for experts in (8, 40, 80, 200):
@@ -98,7 +98,7 @@ def test_all_block_sizes_agree(expert_format: ExpertFormat) -> None:
         )
     assert sorted(outs) == [16, 32, 64, 128]
     for rows, out in outs.items():
-        assert relative_error(out, outs[16]) < (0.005 if gate_up.form == "plain" else 0.02), rows
+        assert relative_error(out, outs[16]) < (0.005 if gate_up.quant_format == "plain" else 0.02), rows
 
 
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
@@ -106,7 +106,7 @@ def test_replayed_graph_has_the_same_bits_for_new_routing(expert_format: ExpertF
     sizes = DEEPSEEK._replace(experts=8)
     gate_up, down = gate_up_and_down(sizes, expert_format)
     x_NC, routing = random_tokens(16, sizes), routing_of(16, sizes)
-    x = quantize_activation(x_NC, gate_up.form)
+    x = quantize_activation(x_NC, gate_up.quant_format)
     fused_moe(x, routing, gate_up, down, "silu", BF16)  # compile
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

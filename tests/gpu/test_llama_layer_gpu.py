@@ -16,7 +16,7 @@ from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, La
 from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.offload.buffer_views import layer_weights_view
-from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionKernel
+from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock, AttentionKernel
 from llmb.ops.attention.segment_attention import (
     KEY_BLOCK,
     Segment,
@@ -86,13 +86,15 @@ def test_selected_kernel_matches_the_plain_one(segments, key_block):
 def test_lse_is_natural_and_plans_take_other_strides(kernel: AttentionKernel):
     """The same sizes twice, the second time as rows of a longer chunk, with a larger stride of the lse."""
     q, k, v, dout = random_inputs([Segment(0, 256, 0, 0)])
+    block = AttentionBlock(q, k, v, (256,), True, SCALE)
+    exact_block = block._replace(q_NHD=q.float(), k_KGD=k.float(), v_KGD=v.float())
     for rows in (256, 1024):
         lse = torch.empty(HEADS, rows, device=GPU)
-        out, lse[:, :256] = kernel.forward(q, k, v, (256,), True, SCALE)
-        wide = PLAIN.forward(q.float(), k.float(), v.float(), (256,), True, SCALE)
+        out, lse[:, :256] = kernel.forward(block)
+        wide = PLAIN.forward(exact_block)
         torch.testing.assert_close(lse[:, :256], wide[1], rtol=1e-3, atol=1e-3)
-        actual = kernel.backward(dout, q, k, v, out, lse[:, :256], (256,), True, SCALE)
-        exact = PLAIN.backward(dout.float(), q.float(), k.float(), v.float(), wide[0], wide[1], (256,), True, SCALE)
+        actual = kernel.backward(dout, block, out, lse[:, :256])
+        exact = PLAIN.backward(dout.float(), exact_block, wide[0], wide[1])
         for a, b in zip(actual, exact, strict=True):
             assert float((a.float() - b).norm() / b.norm()) < 0.01
 

@@ -9,7 +9,7 @@ from small_models import llama_model
 from llmb.config.spec import Inference, Machine, Parallel, Precision, RunConfig
 from llmb.models.architectures import build_model
 from llmb.models.hf_weights import save_weights
-from llmb.ops.activation.gated_act import gated_activation
+from llmb.ops.activation.activation import gated_activation
 from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.paged_attention import (
     KvCache,

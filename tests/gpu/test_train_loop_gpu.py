@@ -23,8 +23,7 @@ from llmb.models.architectures import build_model
 from llmb.models.blocks import attention_backends, causal_attention
 from llmb.models.chunked_loss import chunked_cross_entropy
 from llmb.ops.activation.activation import ACTIVATIONS
-from llmb.ops.activation.activation_autograd import fused_activation
-from llmb.ops.activation.gated_mlp_autograd import gated_mlp
+from llmb.ops.activation.activation_autograd import fused_activation, gated_mlp
 from llmb.ops.gemm.linear_autograd import linear
 from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
 from llmb.ops.rope.rope import apply_rope

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmb.ops.activation.gated_act import gated_activation
+from llmb.ops.activation.activation import gated_activation
 from llmb.ops.norm.add_rms_norm import add_rms_norm
 from llmb.ops.quant.activation_quant import dequantize, quantize_activation
 

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmb.ops.activation.activation import ACTIVATIONS
-from llmb.ops.activation.activation_autograd import fused_activation
-from llmb.ops.activation.gated_mlp_autograd import gated_mlp
+from llmb.ops.activation.activation_autograd import fused_activation, gated_mlp
 from llmb.ops.gemm.linear_autograd import linear, linears
 from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
 from llmb.ops.rope.rope import apply_rope

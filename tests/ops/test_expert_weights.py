@@ -44,7 +44,7 @@ def test_nvfp4_matrices_have_separate_scales() -> None:
     weights = empty_expert_weights((3, 48, 32), "nvfp4", FP32, CPU)
     fill_expert_rows(weights, 2, 0, gate)
     fill_expert_rows(weights, 2, 24, up)
-    assert (weights.inputs, weights.form) == (32, "plain")
+    assert (weights.inputs, weights.quant_format) == (32, "plain")
     assert torch.equal(
         dequantize_expert(weights, 2), torch.cat([dequantize_nvfp4(quantize_nvfp4(matrix)) for matrix in (gate, up)])
     )

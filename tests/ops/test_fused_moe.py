@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.ops.activation.gated_act import gated_activation
+from llmb.ops.activation.activation import gated_activation
 from llmb.ops.moe.expert_weights import (
     ExpertFormat,
     ExpertWeights,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from llmb.ops.attention import segment_attention
-from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN
+from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock
 from llmb.ops.attention.merge_lse import merge_attn_states
 from llmb.ops.attention.segment_attention import (
     Segment,
@@ -152,10 +152,11 @@ def test_gpu_kernel_calls_match_the_installed_torch(name, kernel, monkeypatch):
     monkeypatch.setattr(segment_attention, "kernel_for", lambda *_: kernel)
     q, k, v, dout = (x.to("meta") for x in inputs(segments, torch.bfloat16))
     lengths, chunk = segment_attention._lengths(segments), chunk_rows(segments)
-    out, lse = kernel.forward(q, k[chunk], v[chunk], lengths, True, SCALE)
+    block = AttentionBlock(q, k[chunk], v[chunk], lengths, True, SCALE)
+    out, lse = kernel.forward(block)
     assert out.is_contiguous()
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (HEADS, len(q)), torch.float32)
-    grads = kernel.backward(dout, q, k[chunk], v[chunk], out, lse, lengths, True, SCALE)
+    grads = kernel.backward(dout, block, out, lse)
     assert [x.shape for x in grads] == [q.shape, k[chunk].shape, v[chunk].shape]
     assert all(x.is_contiguous() for x in grads)
     segment_attention_forward(q, k, v, segments, SCALE, out=(out, lse))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmb.ops.activation.swiglu import swiglu, swiglu_backward
+from llmb.ops.activation.activation import swiglu, swiglu_backward
 from llmb.ops.activation.swiglu_fp8 import swiglu_backward_fp8, swiglu_fp8
 from llmb.ops.quant.activation_quant import E4M3
 from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax, padded_tokens

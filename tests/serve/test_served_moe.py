@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from small_models import grok1_model
+from small_models import deepseek_model, grok1_model
 from steps import step_inputs
 from torch import Tensor
 
-from llmb.config.spec import MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.moe import MoE
@@ -40,18 +40,8 @@ DEEPSEEK = replace(
     activation="silu",
     experts=MoEConfig(count=8, top_k=3, ffn=24, shared=1, groups=4, top_groups=2, score="sigmoid", scale=2.5),
 )
-WHOLE_DEEPSEEK = Model(
-    name="small deepseek",
-    architecture="deepseek",
-    layers=3,
-    hidden=48,
-    ffn=80,
-    heads=4,
-    kv_heads=4,
-    head_dim=16,
-    vocab=61,
-    experts=replace(DEEPSEEK.experts, dense_layers=1),
-    mla=MlaConfig(q_rank=24, kv_rank=20, nope_dim=16, rope_dim=8, value_dim=12),
+WHOLE_DEEPSEEK = deepseek_model(
+    layers=3, hidden=48, ffn=80, head_dim=16, experts=replace(DEEPSEEK.experts, dense_layers=1)
 )
 WIDE = replace(DEEPSEEK, name="whole blocks", hidden=256, experts=replace(DEEPSEEK.experts, ffn=128, shared=0))
 
@@ -162,10 +152,10 @@ def test_formats_quantize_weights_and_activations(format: Format) -> None:
 
 
 def test_width_of_partial_blocks_stays_plain() -> None:
-    assert served(block_of(DEEPSEEK), DEEPSEEK, "fp8_block").gate_up.form == "plain"
-    assert served(block_of(WIDE), WIDE, "fp8_block").gate_up.form == "1x128"
+    assert served(block_of(DEEPSEEK), DEEPSEEK, "fp8_block").gate_up.quant_format == "plain"
+    assert served(block_of(WIDE), WIDE, "fp8_block").gate_up.quant_format == "1x128"
     halves = ExpertGroup(tp=RankGroup(0, 2))
-    assert served(block_of(WIDE), WIDE, "fp8_block", halves).gate_up.form == "plain"
+    assert served(block_of(WIDE), WIDE, "fp8_block", halves).gate_up.quant_format == "plain"
 
 
 @pytest.mark.parametrize(("size", "width"), [(2, 1), (4, 1), (1, 2), (2, 2)])

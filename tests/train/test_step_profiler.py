@@ -59,6 +59,7 @@ KERNELS = {
         "TensorListMetadata<1>, at::native::(anonymous namespace)::LpNormFunctor<float, (at::native::NormType)1, ...",
         "Optimizer.step#AdamW.step",
         "aten::_fused_adamw_",
+        "_adam_update",
         "optimizer",
     ),
     COMMUNICATION: (

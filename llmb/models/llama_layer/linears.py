@@ -20,7 +20,7 @@ from torch import Tensor
 from llmb.config.spec import Model
 from llmb.models.llama_layer.layer_tensors import LayerWeights, SavedActivations, SavedInputs
 from llmb.models.llama_layer.linear_gemms import LinearGemms
-from llmb.ops.activation.swiglu import swiglu, swiglu_backward
+from llmb.ops.activation.activation import swiglu, swiglu_backward
 from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward
 
 Weights = TypeVar("Weights", contravariant=True)

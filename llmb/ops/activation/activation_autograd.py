@@ -1,17 +1,24 @@
-"""Activation of an MLP as one autograd function: one kernel forward, one backward, gated or not.
+"""Activation of an MLP, and a gated MLP, each as one autograd function that saves only its inputs.
 
     act = fused_activation(x, "squared_relu")
     act = fused_activation(gate, "silu", up)      # silu(gate) * up
+    y = gated_mlp(x, gate_FC, up_FC, down_CF)     # down(silu(gate(x)) * up(x))
 
-Saves only its inputs. `activation.py` computes it.
+The GEMMs of the gated MLP write gate and up side by side, as `activation.swiglu` takes them. Its backward recomputes
+the activation, for the gradient of down, while it overwrites gate and up with their gradients: of the four tensors of
+the MLP's width that plain autograd saves, two are left. They are consumed: a second backward raises. Weights may have a
+wider dtype than x (`linear_autograd.py`). Shapes: N rows, C channels, F the MLP's width.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from llmb.ops.activation.activation import activation_backward, activation_forward
+from llmb.ops.activation.activation import activation_backward, activation_forward, swiglu, swiglu_backward
+from llmb.ops.gemm.linear_autograd import weight_gradient
+from llmb.ops.gemm.matmul import matmul
 
 
 class _Activation(torch.autograd.Function):
@@ -32,3 +39,37 @@ class _Activation(torch.autograd.Function):
 def fused_activation(x: Tensor, activation: str, up: Tensor | None = None) -> Tensor:
     """Return activation(x), times `up` if given, in the dtype of x."""
     return _Activation.apply(x, activation, up)
+
+
+class _GatedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_FC: Tensor, up_FC: Tensor, down_CF: Tensor) -> Tensor:
+        x_NC, width = x.flatten(0, -2), len(gate_FC)
+        gate_up_N2F = torch.empty(len(x_NC), 2 * width, dtype=x.dtype, device=x.device)
+        for weight, out in zip((gate_FC, up_FC), gate_up_N2F.split(width, dim=1), strict=True):
+            matmul(x_NC, weight.to(x.dtype).T, out=out)
+        y_NC = matmul(swiglu(gate_up_N2F), down_CF.to(x.dtype).T)
+        ctx.save_for_backward(x, gate_up_N2F, gate_FC, up_FC, down_CF)
+        ctx.weights = gate_FC, up_FC, down_CF  # the leaves themselves: see linear_autograd.py
+        return y_NC.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate_up_N2F, gate_FC, up_FC, down_CF = ctx.saved_tensors
+        gate, up, down = ctx.weights
+        x_NC, dy_NC = x.flatten(0, -2), dy.flatten(0, -2)
+        act_NF = matmul(dy_NC, down_CF.to(dy.dtype))  # dact, until the next line overwrites it
+        swiglu_backward(act_NF, gate_up_N2F)
+        increment_version(gate_up_N2F)
+        ddown_CF = weight_gradient(down, dy_NC, act_NF)
+        del act_NF
+        dgate_NF, dup_NF = gate_up_N2F.split(len(gate_FC), dim=1)
+        dx_NC = matmul(dgate_NF, gate_FC.to(dy.dtype))
+        matmul(dup_NF, up_FC.to(dy.dtype), out=dx_NC, addend=dx_NC)
+        return dx_NC.view_as(x), weight_gradient(gate, dgate_NF, x_NC), weight_gradient(up, dup_NF, x_NC), ddown_CF
+
+
+def gated_mlp(x: Tensor, gate_FC: Tensor, up_FC: Tensor, down_CF: Tensor) -> Tensor:
+    """Return down(silu(gate(x)) * up(x)) in the dtype of x."""
+    return _GatedMlp.apply(x, gate_FC, up_FC, down_CF)

@@ -1,4 +1,4 @@
-"""SwiGLU and its backward straight into fp8: `swiglu.py` and `quant/fp8_quant.py` in one pass.
+"""SwiGLU and its backward straight into fp8: `activation.swiglu` and `quant/fp8_quant.py` in one pass.
 
     swiglu_fp8(h_N2F, scale_amax, rows_NF, columns_FP)
     swiglu_backward_fp8(dact_NF, h_N2F, dh_scale_amax, dh_rows_N2F, dh_columns_2FP, act_scale_amax, act_columns_FP)
@@ -10,7 +10,7 @@ behind it, and the recomputed activation for the gradient of the next weight. Sh
 import torch
 from torch import Tensor
 
-from llmb.ops.activation.swiglu import swiglu, swiglu_backward
+from llmb.ops.activation.activation import activation_backward, activation_forward
 from llmb.ops.dispatch import op
 from llmb.ops.quant.fp8_quant import ScaleAmax, quantize_fp8
 
@@ -20,8 +20,8 @@ def swiglu_fp8(
     h_N2F: Tensor, scale_amax: ScaleAmax, rows_NF: Tensor | None = None, columns_FP: Tensor | None = None
 ) -> None:
     """Write silu(gate) * up in fp8, gate first, to the layouts that are given, and update amax."""
-    act_NF = torch.empty(len(h_N2F), h_N2F.shape[1] // 2, device=h_N2F.device)
-    swiglu.reference(h_N2F, act_NF)
+    gate_NF, up_NF = h_N2F.float().chunk(2, dim=-1)
+    act_NF = activation_forward.reference(gate_NF, "silu", up_NF)
     quantize_fp8.reference(act_NF, scale_amax, rows_NF, columns_FP)
 
 
@@ -40,6 +40,7 @@ def swiglu_backward_fp8(
     Either all outputs are given or none.
     """
     act_NF, dh_N2F = dact_NF.to(torch.float32, copy=True), h_N2F.to(torch.float32, copy=True)
-    swiglu_backward.reference(act_NF, dh_N2F)
+    gate_NF, up_NF = dh_N2F.chunk(2, dim=-1)
+    activation_backward.reference(act_NF, gate_NF, "silu", up_NF, (gate_NF, up_NF), recompute=True)
     quantize_fp8.reference(dh_N2F, dh_scale_amax, dh_rows_N2F, dh_columns_2FP)
     quantize_fp8.reference(act_NF, act_scale_amax, None, act_columns_FP)

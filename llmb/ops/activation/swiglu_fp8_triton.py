@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.activation.activation_triton import swiglu_value_and_grads
+from llmb.ops.activation.activation_triton import silu_and_grad
 from llmb.ops.quant.activation_quant import E4M3
 from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax
 from llmb.ops.quant.fp8_quant_triton import (
@@ -83,7 +83,8 @@ def _grads_fourth(
     gate = load_fourth(h_ptr, h_stride, token, channel, n, F, FOURTH, QUADS, CHANNELS)
     up = load_fourth(h_ptr + F, h_stride, token, channel, n, F, FOURTH, QUADS, CHANNELS)
     dact = load_fourth(dact_ptr, dact_stride, token, channel, n, F, FOURTH, QUADS, CHANNELS)
-    return swiglu_value_and_grads(dact, gate, up, _sigmoid(gate))
+    silu, dgate = silu_and_grad(gate, dact * up, _sigmoid(gate))
+    return dgate, dact * silu, silu * up
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=BACKWARD_SCALARS)

@@ -1,7 +1,8 @@
 """Attention between a block of queries and a block of keys, forward and backward, by three interchangeable kernels.
 
-    out_NHD, lse_HN = kernel.forward(q_NHD, k_KGD, v_KGD, lengths, causal=True, scale=scale)
-    dq_NHD, dk_KGD, dv_KGD = kernel.backward(dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD, lse_HN, lengths, True, scale)
+    block = AttentionBlock(q_NHD, k_KGD, v_KGD, lengths, causal=True, scale=scale)
+    out_NHD, lse_HN = kernel.forward(block)
+    dq_NHD, dk_KGD, dv_KGD = kernel.backward(dout_NHD, block, out_NHD, lse_HN)
 
 Causal: rows are packed sequences of `lengths`, queries and keys alike, and each query sees the keys of its sequence up
 to its own position. Not causal: one sequence, whose queries see all keys. In the backward pass `out` and `lse` may be
@@ -19,7 +20,7 @@ query heads), D head_dim; q, k, v, out and dout are contiguous.
 
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,33 +31,32 @@ MAX_PLAIN_SCORES = 1 << 24  # most scores that the plain kernel holds at once
 Lengths = tuple[int, ...]
 
 
+class AttentionBlock(NamedTuple):
+    """Queries, keys and values, and which keys a query sees."""
+
+    q_NHD: Tensor
+    k_KGD: Tensor
+    v_KGD: Tensor
+    lengths: Lengths
+    causal: bool
+    scale: float
+
+
 class AttentionKernel(Protocol):
     """Interface of the three kernels."""
 
-    def forward(
-        self, q_NHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, lengths: Lengths, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         """Return the output [N, H, D] in the dtype of q, and the log-sum-exp [H, N] in fp32."""
 
     def backward(
-        self,
-        dout_NHD: Tensor,
-        q_NHD: Tensor,
-        k_KGD: Tensor,
-        v_KGD: Tensor,
-        out_NHD: Tensor,
-        lse_HN: Tensor,
-        lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv."""
 
 
 class _Plain:
-    def forward(
-        self, q_NHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, lengths: Lengths, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
         n, h, _ = q_NHD.shape
         out_NHD = torch.empty_like(q_NHD)
         lse_HN = torch.empty(h, n, dtype=at_least_fp32(q_NHD).dtype, device=q_NHD.device)
@@ -68,17 +68,9 @@ class _Plain:
         return out_NHD, lse_HN
 
     def backward(
-        self,
-        dout_NHD: Tensor,
-        q_NHD: Tensor,
-        k_KGD: Tensor,
-        v_KGD: Tensor,
-        out_NHD: Tensor,
-        lse_HN: Tensor,
-        lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
         dq_NHD = torch.empty_like(at_least_fp32(q_NHD))
         dk_KGD, dv_KGD = (torch.zeros_like(at_least_fp32(x)) for x in (k_KGD, v_KGD))
         groups = k_KGD.shape[1]
@@ -124,9 +116,8 @@ class _Cudnn:
     Its plans are cached by the strides of q, k and v alone: those of the others must always be the same, too.
     """
 
-    def forward(
-        self, q_NHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, lengths: Lengths, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
         q, k, v = (_batched(x, lengths) for x in (q_NHD, k_KGD, v_KGD))
         out_BHSD, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, causal, False, scale=scale
@@ -135,17 +126,9 @@ class _Cudnn:
         return out_BHSD.transpose(1, 2).flatten(0, 1), lse_BHS.transpose(0, 1).flatten(1)
 
     def backward(
-        self,
-        dout_NHD: Tensor,
-        q_NHD: Tensor,
-        k_KGD: Tensor,
-        v_KGD: Tensor,
-        out_NHD: Tensor,
-        lse_HN: Tensor,
-        lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
         dout, q, k, v, out = (_batched(x, lengths) for x in (dout_NHD, q_NHD, k_KGD, v_KGD, out_NHD))
         lse = lse_HN.unflatten(1, (len(lengths), -1)).transpose(0, 1).contiguous()
         lse = lse[..., None] if _cudnn_lse_dims(q.device) == 4 else lse
@@ -172,26 +155,17 @@ def _cudnn_lse_dims(device: torch.device) -> int:
 class _Flash:
     """Takes sequences as cu_seqlens, small tensors on the device, which are cached."""
 
-    def forward(
-        self, q_NHD: Tensor, k_KGD: Tensor, v_KGD: Tensor, lengths: Lengths, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
         out_NHD, lse_HN, *_ = torch.ops.aten._flash_attention_forward.default(
             q_NHD, k_KGD, v_KGD, *_varlen_arguments(q_NHD, k_KGD, lengths, causal), 0.0, causal, False, scale=scale
         )
         return out_NHD, lse_HN
 
     def backward(
-        self,
-        dout_NHD: Tensor,
-        q_NHD: Tensor,
-        k_KGD: Tensor,
-        v_KGD: Tensor,
-        out_NHD: Tensor,
-        lse_HN: Tensor,
-        lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
         varlen = _varlen_arguments(q_NHD, k_KGD, lengths, causal)
         state = torch.zeros(2, dtype=torch.uint64, device=q_NHD.device)  # of an absent dropout
         unused = torch.empty((), dtype=torch.uint64, device=q_NHD.device)

@@ -17,9 +17,9 @@ from llmb.ops.attention.online_softmax_triton import (
     LOG2_E,
     MASKED,
     apply_softcap,
+    attend_tile,
     mma_dtype,
     num_kv_splits,
-    softmax_step,
     split_weights,
 )
 from llmb.ops.attention.paged_attention import KvCache
@@ -42,29 +42,10 @@ def _load_rope(x_ptr, d, mask, cos, sin, D: tl.constexpr, HAS_ROPE: tl.constexpr
 
 
 @triton.jit
-def _attend_tile(
-    row_max, row_sum, acc, q, k, v, valid, scale, value_scale, softcap,
-    COMPUTE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """Update the running softmax with a tile of the cache."""
-    logits = apply_softcap(tl.dot(q, tl.trans(k.to(COMPUTE))) * scale, softcap, HAS_SOFTCAP)
-    logits = tl.where(valid[None, :], logits, MASKED)  # every split has a token, so the maximum is not masked
-    return softmax_step(row_max, row_sum, acc, logits, tl.trans(v.to(COMPUTE)), value_scale)
-
-
-@triton.jit
 def _combine_splits(
-    partial_ptr,
-    lse_ptr,
-    rows,
-    d,
-    valid,
-    used,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    partial_ptr, lse_ptr, rows, d, valid, used,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """Merge all splits by their log-sum-exps. Other multiprocessors wrote them, so L1 is bypassed."""
     s = tl.arange(0, SPLITS)
     lse = tl.load(
@@ -151,37 +132,17 @@ def _decode_attention(
     row_sum = tl.where(is_first_split, tl.full([ROWS], 1.0, tl.float32), 0.0)
     acc = tl.zeros([ROWS, D], tl.float32) + new_v[None, :]
     q = q.to(COMPUTE)
-    row_max, row_sum, acc = _attend_tile(
-        row_max,
-        row_sum,
-        acc,
-        q,
-        k,
-        v,
-        first * L + t < context,
-        scale * key_scale,
-        value_scale,
-        softcap,
-        COMPUTE,
-        HAS_SOFTCAP,
-    )
+    row_max, row_sum, acc = attend_tile(
+        row_max, row_sum, acc, q, k, v, first * L + t < context, scale * key_scale, value_scale, softcap,
+        COMPUTE, HAS_SOFTCAP,
+    )  # fmt: skip
     for tile in tl.range(first + 1, last, num_stages=2):
         at = (tl.load(block_table + tile).to(tl.int64) * G + head) * L * D
         k, v = tl.load(keys + at), tl.load(values + at)
-        row_max, row_sum, acc = _attend_tile(
-            row_max,
-            row_sum,
-            acc,
-            q,
-            k,
-            v,
-            tile * L + t < context,
-            scale * key_scale,
-            value_scale,
-            softcap,
-            COMPUTE,
-            HAS_SOFTCAP,
-        )
+        row_max, row_sum, acc = attend_tile(
+            row_max, row_sum, acc, q, k, v, tile * L + t < context, scale * key_scale, value_scale, softcap,
+            COMPUTE, HAS_SOFTCAP,
+        )  # fmt: skip
     acc = acc / row_sum[:, None]
     out = out_ptr + ((seq * G + head) * GROUP + r)[:, None] * D + d[None, :]
     if used > 1:

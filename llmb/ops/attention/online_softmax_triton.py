@@ -33,6 +33,17 @@ def softmax_step(row_max, row_sum, acc, logits, v, value_scale):
 
 
 @triton.jit
+def attend_tile(
+    row_max, row_sum, acc, q, k, v, valid, scale, value_scale, softcap,
+    COMPUTE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Update the running softmax with a tile of a cache: keys [keys, width], values [width, keys], valid [keys]."""
+    logits = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale
+    logits = tl.where(valid[None, :], apply_softcap(logits, softcap, HAS_SOFTCAP), MASKED)
+    return softmax_step(row_max, row_sum, acc, logits, tl.trans(v.to(COMPUTE)), value_scale)
+
+
+@triton.jit
 def split_weights(lse, AXIS: tl.constexpr):
     """Return exp2(lse - max) along the axis of splits, their weights in the merged softmax before normalization.
 

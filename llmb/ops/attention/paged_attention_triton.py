@@ -23,6 +23,7 @@ from llmb.ops.attention.online_softmax_triton import (
     LOG2_E,
     MASKED,
     apply_softcap,
+    attend_tile,
     mma_dtype,
     num_kv_splits,
     softmax_step,
@@ -86,6 +87,7 @@ def _paged_decode(
         k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :]).to(COMPUTE)
         logits = apply_softcap(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
         logits = tl.where((tile * L + t)[None, :] < length, logits, MASKED)
+        # Values are loaded here, unlike in `attend_tile`: before the logits, they would take a fifth more registers.
         v = tl.load(values_ptr + offset + d[:, None] * L + t[None, :]).to(COMPUTE)
         row_max, row_sum, acc = softmax_step(row_max, row_sum, acc, logits, tl.trans(v), 1.0)
     acc = acc * (value_scale / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
@@ -167,12 +169,12 @@ def _paged_prefill(
     for cache_tile in tl.range(0, tl.cdiv(context, L), num_stages=2):
         block = tl.load(block_table_ptr + seq.to(tl.int64) * block_table_stride + cache_tile).to(tl.int64)
         offset = (block * G + kv_head) * L * D
-        k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :]).to(COMPUTE)
-        logits = tl.dot(q16, tl.trans(k), input_precision="ieee") * (scale * key_scale)
-        logits = apply_softcap(logits, softcap, HAS_SOFTCAP)
-        logits = tl.where((cache_tile * L + t)[None, :] < context, logits, MASKED)
-        v = tl.load(values_ptr + offset + d[:, None] * L + t[None, :]).to(COMPUTE)
-        row_max, row_sum, acc = softmax_step(row_max, row_sum, acc, logits, tl.trans(v), value_scale)
+        k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :])
+        v = tl.load(values_ptr + offset + d[:, None] * L + t[None, :])
+        row_max, row_sum, acc = attend_tile(
+            row_max, row_sum, acc, q16, k, v, cache_tile * L + t < context, scale * key_scale, value_scale, softcap,
+            COMPUTE, HAS_SOFTCAP,
+        )  # fmt: skip
     for chunk_tile in tl.range(0, tl.cdiv(tl.minimum(count, (tile + 1) * TILE), L), num_stages=3):
         key = chunk_tile * L + t
         offset = (start + key).to(tl.int64) * stride + kv_head * D

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionKernel
+from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock, AttentionKernel
 from llmb.ops.attention.merge_lse import merge_attn_states
 
 # Keys of a rectangle in one call. In the backward pass cuDNN holds gradients of as many keys for each query head; with
@@ -67,12 +67,12 @@ def segment_attention_forward(
     """Return the output, and the log-sum-exp of each row's scaled scores in fp32: copied into `out`, or as the kernel
     allocated them."""
     kernel, chunk, lengths = kernel_for(q_NHD, segments), chunk_rows(segments), _lengths(segments)
-    out_NHD, lse_HN = kernel.forward(q_NHD, k_TGD[chunk], v_TGD[chunk], lengths, True, scale)
+    out_NHD, lse_HN = kernel.forward(AttentionBlock(q_NHD, k_TGD[chunk], v_TGD[chunk], lengths, True, scale))
     if out is not None:
         out_NHD, lse_HN = (buffer.copy_(x) for buffer, x in zip(out, (out_NHD, lse_HN), strict=True))
     for rows, keys in _rectangles(segments, key_block):
-        length = (rows.stop - rows.start,)
-        context_out_NHD, context_lse_HN = kernel.forward(q_NHD[rows], k_TGD[keys], v_TGD[keys], length, False, scale)
+        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], (rows.stop - rows.start,), False, scale)
+        context_out_NHD, context_lse_HN = kernel.forward(block)
         merge_attn_states(out_NHD[rows], lse_HN[:, rows], context_out_NHD, context_lse_HN)
         del context_out_NHD, context_lse_HN  # before the next is allocated
     return out_NHD, lse_HN
@@ -110,10 +110,10 @@ def segment_attention_backward(
             grad_TGD[chunk].copy_(chunk_grad_NGD)
     del chunk_dq_NHD, chunk_dk_NGD, chunk_dv_NGD, chunk_grad_NGD
     for rows, keys in _rectangles(segments, key_block):
+        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], (rows.stop - rows.start,), False, scale)
         context_dq_NHD, context_dk_KGD, context_dv_KGD = kernel.backward(
-            dout_NHD[rows], q_NHD[rows], k_TGD[keys], v_TGD[keys], out_NHD[rows], lse_HN[:, rows],
-            (rows.stop - rows.start,), False, scale,
-        )  # fmt: skip
+            dout_NHD[rows], block, out_NHD[rows], lse_HN[:, rows]
+        )
         dq_NHD[rows].add_(context_dq_NHD)
         dk_TGD[keys].add_(context_dk_KGD)
         dv_TGD[keys].add_(context_dv_KGD)
@@ -125,8 +125,8 @@ def causal_backward(
     segments: Sequence[Segment], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv of the causal part, newly allocated: of the chunk's queries, keys and values."""
-    kernel = kernel_for(q_NHD, segments)
-    return kernel.backward(dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, _lengths(segments), True, scale)
+    block = AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale)
+    return kernel_for(q_NHD, segments).backward(dout_NHD, block, out_NHD, lse_HN)
 
 
 def kernel_for(q_NHD: Tensor, segments: Sequence[Segment]) -> AttentionKernel:

@@ -32,7 +32,7 @@ class ExpertWeights(NamedTuple):
     scales_2: Tensor | None = None  # nvfp4: [E, O] fp32, the per-tensor scale of the matrix that an output belongs to
 
     @property
-    def form(self) -> QuantFormat:
+    def quant_format(self) -> QuantFormat:
         """Format of the activations that it is multiplied with."""
         return "plain" if self.format == "nvfp4" else self.format
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.ops.activation.gated_act import gated_activation
+from llmb.ops.activation.activation import gated_activation
 from llmb.ops.dispatch import op
 from llmb.ops.moe.expert_weights import ExpertWeights, dequantize_expert
 from llmb.ops.quant.activation_quant import Activation, dequantize
@@ -44,7 +44,7 @@ def fused_moe(
     for expert in range(len(gate_up.values)):
         pairs_P = (routing.topk_ids_NK.flatten() == routing.first_expert + expert).nonzero().squeeze(-1)
         gate_up_P2F = F.linear(x_NC[pairs_P // top_k], dequantize_expert(gate_up, expert)).to(dtype)
-        hidden_PF = dequantize(gated_activation.reference(gate_up_P2F, activation, down.form), torch.float32)
+        hidden_PF = dequantize(gated_activation.reference(gate_up_P2F, activation, down.quant_format), torch.float32)
         output_PC = F.linear(hidden_PF, dequantize_expert(down, expert))
         outputs_MC[pairs_P] = (output_PC * routing.topk_weights_NK.flatten()[pairs_P, None]).to(dtype)
     return outputs_MC.unflatten(0, (tokens, top_k)).sum(dim=1, dtype=torch.float32).to(dtype)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.activation.gated_act_triton import gated_activation_row
+from llmb.ops.activation.activation_triton import gated_activation_row
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
 from llmb.ops.moe.align_triton import (
     AlignedBlocks,
@@ -154,7 +154,7 @@ def fused_moe_triton(
             topk_ids_NK, routing.first_expert, experts, block_size or choose_block_size(pairs, routing.experts)
         )
         gate_up_M2F = moe_gemm(_slice_rows(x, rows), gate_up, blocks, pairs, top_k, dtype)
-        hidden = moe_gated_act(gate_up_M2F, topk_ids_NK, routing.first_expert, experts, activation, down.form)
+        hidden = moe_gated_act(gate_up_M2F, topk_ids_NK, routing.first_expert, experts, activation, down.quant_format)
         pair_outputs_MC = moe_gemm(hidden, down, blocks, pairs, 1, dtype, topk_weights_NK)
         _moe_sum_kernel[len(topk_ids_NK), triton.cdiv(channels, CHANNELS)](
             pair_outputs_MC, topk_ids_NK, out_NC[rows], routing.first_expert, experts, channels,

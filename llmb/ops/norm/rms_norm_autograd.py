@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmb.ops.norm.rms_norm import rms_norm, rms_norm_backward
-from llmb.ops.tensor_layout import dense_rows
+from llmb.ops.tensor_layout import as_rows
 
 
 class _RmsNormWithResidual(torch.autograd.Function):
@@ -22,7 +22,7 @@ class _RmsNormWithResidual(torch.autograd.Function):
         ctx.save_for_backward(x, weight_C)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
-        return rms_norm(_as_rows(x), weight_C, eps).view(x.shape), x
+        return rms_norm(as_rows(x), weight_C, eps).view(x.shape), x
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -33,9 +33,9 @@ class _RmsNormWithResidual(torch.autograd.Function):
             return d_residual, None, None
         x, weight_C = ctx.saved_tensors
         dx, dweight_C = torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight_C)
-        d_residual_NC = None if d_residual is None else _as_rows(d_residual)
+        d_residual_NC = None if d_residual is None else as_rows(d_residual)
         rms_norm_backward(
-            _as_rows(dnormed), _as_rows(x), weight_C, ctx.eps, d_residual_NC, _as_rows(dx), dweight_C, accumulate=False
+            as_rows(dnormed), as_rows(x), weight_C, ctx.eps, d_residual_NC, as_rows(dx), dweight_C, accumulate=False
         )
         return dx, dweight_C, None
 
@@ -43,8 +43,3 @@ class _RmsNormWithResidual(torch.autograd.Function):
 def rms_norm_with_residual(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return weight * x / rms(x) over the last dimension, in the dtype of x, and x."""
     return _RmsNormWithResidual.apply(x, weight_C, eps)
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """Return a matrix of rows, without a copy if channels are contiguous."""
-    return dense_rows(x.flatten(0, -2) if x.ndim != 2 else x)

@@ -37,6 +37,16 @@ def load_fourth(ptr, stride, token, channel, n, K, FOURTH: tl.constexpr, QUADS: 
 
 
 @triton.jit
+def load_tile(ptr, stride, token, channel, n, K, QUADS: tl.constexpr, CHANNELS: tl.constexpr):
+    """A tile in fp32, as four."""
+    x0 = load_fourth(ptr, stride, token, channel, n, K, 0, QUADS, CHANNELS)
+    x1 = load_fourth(ptr, stride, token, channel, n, K, 1, QUADS, CHANNELS)
+    x2 = load_fourth(ptr, stride, token, channel, n, K, 2, QUADS, CHANNELS)
+    x3 = load_fourth(ptr, stride, token, channel, n, K, 3, QUADS, CHANNELS)
+    return x0, x1, x2, x3
+
+
+@triton.jit
 def load_inverse_scale(scale_ptr):
     """1 / scale. Volatile: values rounded with this are not merged with those rounded after another load of it."""
     return tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale_ptr, volatile=True))
@@ -154,10 +164,7 @@ def _quantize_fp8(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, E5M2: tl.constexpr, QUADS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     token, channel = tile_origin(K, QUADS, CHANNELS)
-    x0 = load_fourth(x_ptr, x_stride, token, channel, n, K, 0, QUADS, CHANNELS)
-    x1 = load_fourth(x_ptr, x_stride, token, channel, n, K, 1, QUADS, CHANNELS)
-    x2 = load_fourth(x_ptr, x_stride, token, channel, n, K, 2, QUADS, CHANNELS)
-    x3 = load_fourth(x_ptr, x_stride, token, channel, n, K, 3, QUADS, CHANNELS)
+    x0, x1, x2, x3 = load_tile(x_ptr, x_stride, token, channel, n, K, QUADS, CHANNELS)
     store_tile(
         x0, x1, x2, x3, scale_ptr, amax_ptr, rows_ptr, columns_ptr, rows_stride, columns_stride, token, channel, n, K,
         ROWS, COLUMNS, E5M2, QUADS, CHANNELS,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmb.ops.quant.fp8_quant_triton import CHANNELS, QUADS, WARPS, load_fourth, pack_fp8, store_fourth, to_fp8
+from llmb.ops.quant.fp8_quant_triton import CHANNELS, QUADS, WARPS, load_tile, pack_fp8, store_fourth, to_fp8
 from llmb.ops.quant.group_quant import TILE, GroupedFp8, GroupOffsets, amax_to_scale_
 
 AMAX_CHANNELS, AMAX_WARPS = 64, 8  # of a tile of the first kernel, which transposes nothing
@@ -54,10 +54,7 @@ def _quantize_groups(
     group, first, end = tl.load(tile_ptr), tl.load(tile_ptr + T), tl.load(tile_ptr + 2 * T)
     column, last_column = tl.load(tile_ptr + 3 * T), tl.load(tile_ptr + 4 * T)
     if column < last_column:
-        x0 = load_fourth(x_ptr, x_stride, first, channel, end, K, 0, QUADS, CHANNELS)
-        x1 = load_fourth(x_ptr, x_stride, first, channel, end, K, 1, QUADS, CHANNELS)
-        x2 = load_fourth(x_ptr, x_stride, first, channel, end, K, 2, QUADS, CHANNELS)
-        x3 = load_fourth(x_ptr, x_stride, first, channel, end, K, 3, QUADS, CHANNELS)
+        x0, x1, x2, x3 = load_tile(x_ptr, x_stride, first, channel, end, K, QUADS, CHANNELS)
         if ROWS:
             scales_ptr, base, left = row_scales_ptr + first, rows_ptr + (first * rows_stride + channel), end - first
             _store_rows(x0, scales_ptr, base, rows_stride, left, K - channel, 0, QUADS, CHANNELS)

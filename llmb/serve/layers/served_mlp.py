@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from llmb.ops.activation.activation import ACTIVATIONS
-from llmb.ops.activation.gated_act import gated_activation
+from llmb.ops.activation.activation import ACTIVATIONS, gated_activation
 from llmb.ops.gemm.skinny_gemm import InputNorm, skinny_gemm
 from llmb.ops.quant.activation_quant import Activation, QuantFormat, quantize_activation
 from llmb.serve.layers.served_linear import Format, add_skinny_gemm, build_linear

@@ -93,12 +93,12 @@ class ServedMoe:
         tokens_NC = self.group.dispatch(x)
         is_local = tokens_NC is x  # else it has tokens of other ranks, whose slot mapping is unknown
         routing = Routing(*self.router(tokens_NC, inputs.slot_mapping_N if is_local else None), self.count, self.first)
-        quantized = quantize_activation(tokens_NC, self.gate_up.form)
+        quantized = quantize_activation(tokens_NC, self.gate_up.quant_format)
         partial_NC = fused_moe(quantized, routing, self.gate_up, self.down, self.activation, self.dtype)
         routed_NC = self.group.combine(partial_NC)
         if self.shared is None:
             return routed_NC
-        if not is_local or self.shared.input_format != self.gate_up.form:
+        if not is_local or self.shared.input_format != self.gate_up.quant_format:
             quantized = quantize_activation(x, self.shared.input_format)
         return routed_NC + self.shared(quantized, inputs)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmb.ops.attention import segment_attention
-from llmb.ops.attention.attention_block import Lengths
+from llmb.ops.attention.attention_block import AttentionBlock
 
 
 class _Attention(torch.autograd.Function):
@@ -47,30 +47,20 @@ class _SegmentAttention:
     def __init__(self, convention: str, count: Callable[[float], None]):
         self._masked, self._count = 0.5 if convention == "causal" else 0.0, count
 
-    def forward(
-        self, q_NHD: Tensor, _k: Tensor, _v: Tensor, lengths: Lengths, _causal: bool, _scale: float
-    ) -> tuple[Tensor, Tensor]:
-        self._count_flops(1, q_NHD, lengths)
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+        self._count_flops(1, block)
+        q_NHD = block.q_NHD
         return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1], len(q_NHD), dtype=torch.float32)
 
     def backward(
-        self,
-        _dout: Tensor,
-        q_NHD: Tensor,
-        k_KGD: Tensor,
-        v_KGD: Tensor,
-        _out: Tensor,
-        _lse: Tensor,
-        lengths: Lengths,
-        _causal: bool,
-        _scale: float,
+        self, _dout: Tensor, block: AttentionBlock, _out: Tensor, _lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._count_flops(2, q_NHD, lengths)
-        return torch.empty_like(q_NHD), torch.empty_like(k_KGD), torch.empty_like(v_KGD)
+        self._count_flops(2, block)
+        return torch.empty_like(block.q_NHD), torch.empty_like(block.k_KGD), torch.empty_like(block.v_KGD)
 
-    def _count_flops(self, times: int, q_NHD: Tensor, lengths: Lengths) -> None:
-        _, heads, width = q_NHD.shape
-        self._count(times * 4 * heads * width * sum(length * length * (1 - self._masked) for length in lengths))
+    def _count_flops(self, times: int, block: AttentionBlock) -> None:
+        _, heads, width = block.q_NHD.shape
+        self._count(times * 4 * heads * width * sum(length * length * (1 - self._masked) for length in block.lengths))
 
 
 @contextmanager

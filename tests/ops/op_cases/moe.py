@@ -68,7 +68,7 @@ def routed_tokens(g: Generator, d: device, tokens: int, expert_format: ExpertFor
     gate_up, down = (expert_weights(g, d, shape, expert_format) for shape in ((5, 256, 256), (5, 256, 128)))
     weights_NK = torch.rand(tokens, 2, generator=g).to(d)
     routing = Routing(weights_NK, uneven_topk_ids(g, d, tokens, 2, 5), experts=5)
-    x = quantize_activation.reference(randn(g, d, tokens, 256), gate_up.form)
+    x = quantize_activation.reference(randn(g, d, tokens, 256), gate_up.quant_format)
     return (x, routing, gate_up, down, "silu", torch.float32), {}
 
 
