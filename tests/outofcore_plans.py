@@ -1,6 +1,7 @@
 """Random plans of small models, down to the fewest buffers with which a step can be computed."""
 
 from hypothesis import strategies as st
+from small_models import llama_model
 
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
@@ -10,10 +11,11 @@ from llmb.perfmodel.offload.buffers import ParamBuckets
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     """Small Llamas whose vocabulary is one part, or several."""
-    return Model(
-        name="small", architecture="llama", layers=draw(st.integers(1, 5)), hidden=32, ffn=48, heads=4, kv_heads=2,
-        head_dim=8, vocab=draw(st.sampled_from((100, 300, 700))), tied_embeddings=draw(st.booleans()),
-    )  # fmt: skip
+    return llama_model(
+        layers=draw(st.integers(1, 5)),
+        vocab=draw(st.sampled_from((100, 300, 700))),
+        tied_embeddings=draw(st.booleans()),
+    )
 
 
 @st.composite

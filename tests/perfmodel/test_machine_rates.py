@@ -7,7 +7,7 @@ import pytest
 from llmb.config.serialization import to_json
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GPUS
-from llmb.perfmodel.offload.machine_rates import H200, NOMINAL_CPU, known_rates, rates_of, rates_path
+from llmb.perfmodel.offload.machine_rates import H200, NOMINAL_CPU, known_rates, nominal_rates, rates_of, rates_path
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -58,3 +58,14 @@ def test_damaged_rates_file_is_named_in_one_line(tmp_path, text, message):
     assert str(path) in str(caught.value)
     assert "run `llmb-run probe` again" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_gpu_that_is_not_in_the_table_has_rates_that_predict_nothing(tmp_path):
+    nominal = rates_of("rtx-4090", tmp_path)
+    assert nominal == nominal_rates("rtx-4090")
+    assert (nominal.gpu, "llmb-run probe" in nominal.source) == ("rtx-4090", True)
+    assert (nominal_rates("h100"), nominal_rates("cpu")) == (None, NOMINAL_CPU)
+    path = rates_path(tmp_path, "rtx-4090")
+    path.parent.mkdir(parents=True)
+    path.write_text(to_json(replace(nominal, matmul_tflops=160.0, source="measured")))
+    assert rates_of("rtx-4090", tmp_path).matmul_tflops == 160.0

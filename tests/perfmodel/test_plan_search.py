@@ -119,7 +119,7 @@ def test_a_plan_is_within_its_budgets(seqlen, host, device, gbs, chunk, update):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["h100", "a100", "b200"])
+@pytest.mark.parametrize("gpu", ["h100", *(pytest.param(gpu, marks=pytest.mark.nightly) for gpu in ("a100", "b200"))])
 def test_other_gpus_have_plans_too(gpu):
     result = best_plan(SHORT, LESS, known_rates(gpu))
     assert result.simulation.step_s > 0

@@ -87,7 +87,7 @@ def test_nothing_is_predicted_from_nominal_rates(recipes):
     ("overrides", "message"),
     [
         ({"update": "master"}, "update=master has no effect with fp32"),
-        ({"lr_warmup_steps": 5, "lr_decay_steps": 5}, "lr_decay_steps 5 must be more than lr_warmup_steps 5"),
+        ({"lr_warmup_steps": 5, "lr_decay_steps": 5}, "lr_decay_steps=5: must be more than lr_warmup_steps=5"),
         ({"model.rope": "none"}, "has no RoPE"),
         ({"model.activation": "gelu"}, "must be 'silu', got 'gelu'"),
         ({"pack": "true"}, "pack has no effect on synthetic tokens"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from outofcore_plans import models, plans
+from small_models import llama_model
 
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import Model
@@ -142,9 +143,7 @@ def test_a_restored_snapshot_gives_the_same_program(data: st.DataObject) -> None
 
 def test_missing_wait_is_detected() -> None:
     """The replay itself: without its waits a program that copies anything is refused."""
-    model = Model(
-        name="small", architecture="llama", layers=3, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=100
-    )
+    model = llama_model(layers=3, vocab=100)
     plan = Plan(
         dtype="fp32", seqlen=8, gbs=1, chunk_tokens=4, seqs_per_group=1, groups_per_round=1, loss_tokens=4,
         update="master", update_at="backward", resident_params=0, resident_grads=0, resident_states=0, param_blocks=1,

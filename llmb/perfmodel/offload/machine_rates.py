@@ -4,19 +4,20 @@ All are sustained rates, not peaks: a power-limited GPU lowers its clock within 
 direction: for a chunk's own keys, in causal squares, and for the keys before the chunk, in rectangles.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmb.config.serialization import build, read_json
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import gpu as hardware_of
+from llmb.perfmodel.hardware import is_listed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """Sustained rates. TFLOP/s are 1e12 FLOPs per second, GB/s 1e9 bytes per second."""
 
-    gpu: str  # a key of hardware.GPUS
+    gpu: str  # a key of hardware.GPUS, or the name of a GPU that is not in it
     matmul_tflops: float  # bf16, or fp32 on a CPU
     fp8_tflops: float | None = None  # null: not measured, or the device has none
     attention_forward_tflops: float  # a chunk's own keys: causal squares of `square_tokens`
@@ -47,13 +48,23 @@ NOMINAL_CPU = Rates(
 )  # fmt: skip
 
 
+def nominal_rates(gpu: str) -> Rates | None:
+    """Return rates that suffice for a plan and predict nothing: of a CPU, or of a GPU that is not in the table."""
+    if gpu == "cpu":
+        return NOMINAL_CPU
+    if is_listed(gpu):
+        return None
+    return replace(H200, gpu=gpu, source=f"nominal: an H200's, as {gpu} was not measured; `llmb-run probe` does that")
+
+
 def known_rates(gpu: str) -> Rates:
     """Return the figures of a GPU that was not measured here."""
-    if gpu in ("h200", "cpu"):
-        return H200 if gpu == "h200" else NOMINAL_CPU
+    nominal = nominal_rates(gpu)
+    if nominal is not None or gpu == "h200":
+        return nominal or H200
     target, base = hardware_of(gpu), hardware_of("h200")
-    if target.memory_bandwidth is None or target.host_bandwidth is None or "bf16" not in target.peak_flops:
-        raise ConfigError(f"no rates are known for {gpu}: `llmb-run probe` measures them on the machine itself")
+    assert target.memory_bandwidth is not None  # complete rows: tests/perfmodel/test_hardware.py
+    assert target.host_bandwidth is not None
     assert base.memory_bandwidth is not None
     assert base.host_bandwidth is not None
     compute = target.peak_flops["bf16"] / base.peak_flops["bf16"]

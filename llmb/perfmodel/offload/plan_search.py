@@ -8,8 +8,10 @@ The most promising are simulated, then the neighbours of the fastest. Nothing is
 any of it.
 """
 
+import gc
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from llmb.config.spec import Model
@@ -32,6 +34,19 @@ COPY_SLOWDOWN = 0.01  # fraction of the copy time by which overlapping computati
 TASK_BUDGET = 60_000  # tasks simulated in total
 
 
+@contextmanager
+def _paused_garbage_collection() -> Iterator[None]:
+    """Pause the cyclic collector, which walks the tasks of each simulation again and again: a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_paused_garbage_collection()
 def best_plan(model: Model, constraints: PlanConstraints, rates: Rates) -> PlanResult:
     """Return the fastest plan that fits, or raise one line with the minimum budgets."""
     _check(model, constraints)

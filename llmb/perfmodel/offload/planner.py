@@ -12,7 +12,7 @@ from llmb.config.llama_layer_shapes import check_fp8_widths, check_plain_llama
 from llmb.config.spec import Model, OutOfCore, Prediction
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
-from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU, Rates
+from llmb.perfmodel.offload.machine_rates import Rates, nominal_rates
 from llmb.perfmodel.offload.plan_candidate import PlanConstraints, PlanResult
 from llmb.perfmodel.offload.plan_search import best_plan
 
@@ -21,7 +21,7 @@ DTYPES = ("bf16", "fp8", "fp32")
 
 def plan_workload(workload: OutOfCore, model: Model, dtype: str, rates: Rates) -> OutOfCore:
     """Return the workload with everything chosen that was left open; one line where no plan fits."""
-    _check(workload, model, dtype, rates.gpu)
+    _check(workload, model, dtype, rates)
     names = [field.name for field in fields(PlanConstraints) if field.name != "dtype"]
     constraints = PlanConstraints(dtype=dtype, **{name: getattr(workload, name) for name in names})  # type: ignore[arg-type]
     result = _cached_best_plan(model, constraints, rates)
@@ -35,7 +35,7 @@ def _cached_best_plan(model: Model, constraints: PlanConstraints, rates: Rates) 
 
 
 def _predict(result: PlanResult, rates: Rates) -> Prediction:
-    simulation, is_timed = result.simulation, rates != NOMINAL_CPU
+    simulation, is_timed = result.simulation, rates != nominal_rates(rates.gpu)
     return Prediction(
         rates=asdict(rates),
         step_s=simulation.step_s if is_timed else None,
@@ -51,12 +51,18 @@ def _predict(result: PlanResult, rates: Rates) -> Prediction:
     )
 
 
-def _check(workload: OutOfCore, model: Model, dtype: str, gpu: str) -> None:
+def _has_fp8(rates: Rates) -> bool:
+    """Return whether the GPU has fp8 GEMMs: by its published peaks, else by whether the probe could measure any."""
+    published = hardware.gpu(rates.gpu).peak_flops
+    return "fp8" in published if published else rates.fp8_tflops is not None
+
+
+def _check(workload: OutOfCore, model: Model, dtype: str, rates: Rates) -> None:
     check_plain_llama(model)
     if dtype not in DTYPES:
         raise UnknownName("dtype of out-of-core training", dtype, DTYPES)
-    if dtype == "fp8" and gpu != "cpu" and hardware.peak_flops(gpu, dtype) is None:
-        raise ConfigError(f"{hardware.gpu(gpu).title} has no fp8 gemms; choose bf16")
+    if dtype == "fp8" and rates.gpu != "cpu" and not _has_fp8(rates):
+        raise ConfigError(f"{hardware.gpu(rates.gpu).title} has no fp8 gemms; choose bf16")
     if dtype == "fp8":
         check_fp8_widths(model)
     if dtype == "fp32" and workload.update != "stochastic":
@@ -65,7 +71,3 @@ def _check(workload: OutOfCore, model: Model, dtype: str, gpu: str) -> None:
         )
     if workload.pack and workload.data is None:
         raise ConfigError("pack has no effect on synthetic tokens, which have no documents; also set data=FILE")
-    if workload.lr_decay_steps is not None and workload.lr_decay_steps <= workload.lr_warmup_steps:
-        raise ConfigError(
-            f"lr_decay_steps {workload.lr_decay_steps} must be more than lr_warmup_steps {workload.lr_warmup_steps}"
-        )

@@ -16,6 +16,7 @@ soon as it is complete: there few or none go to the host.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from llmb.config.offload_plan import Plan
@@ -121,6 +122,9 @@ def evenly_spread(count: int, layers: int, buckets: int) -> list[int]:
     return chosen + list(range(layers, min(buckets, layers + count - in_layers)))
 
 
+_Candidate = tuple[int, int, tuple[int, int, int], BufferKey]  # order: farthest next use, then least recently used
+
+
 class _Compiler:
     """Program under construction."""
 
@@ -130,10 +134,13 @@ class _Compiler:
         for entry, task in enumerate((*tasks, *ahead)):
             for key in (*task.reads, *task.makes, *task.changes):
                 self.uses[key].append(entry)
-        self.content: dict[str, set[BufferKey]] = defaultdict(set)  # that may be evicted
+        # Contents that may be evicted, the best first; an entry is stale once its content was used again or is gone.
+        self.candidates: dict[str, list[_Candidate]] = defaultdict(list)
         for key in state.where:
             if key not in state.resident:
-                self.content[key.kind].add(key)
+                self.candidates[key.kind].append(self._candidate(key, BEFORE_ALL))
+        for heap in self.candidates.values():
+            heapify(heap)
         self.first_copies_out: list[_CopyOut] = []  # of contents last used in the previous program
         self.copies_out: list[list[_CopyOut]] = [[] for _ in tasks]
         self.leaving: dict[BufferKey, _CopyOut] = {}  # copied out in this program and not changed since
@@ -156,9 +163,8 @@ class _Compiler:
         state, copies_in, waits = self.state, [], []
         for key in named:
             if key not in state.where:
-                buffer, release = self._buffer(key.kind, entry, named)
+                buffer, release = self._buffer(key.kind, named)
                 state.where[key] = buffer
-                self.content[key.kind].add(key)
                 if key in task.makes:
                     waits.append(release)
                 elif key in state.on_host or key in self.leaving:
@@ -175,19 +181,17 @@ class _Compiler:
             self.leaving.pop(key, None)
         for key in task.ends:
             self._forget(key, entry)
+        for key in named:
+            if key in state.where and key not in state.resident:
+                heappush(self.candidates[key.kind], self._candidate(key, entry))
 
-    def _buffer(self, kind: str, entry: int, named: Sequence[BufferKey]) -> tuple[int, Release]:
+    def _buffer(self, kind: str, named: Sequence[BufferKey]) -> tuple[int, Release]:
         """Return a buffer of this kind, and what its last content waits for."""
         state = self.state
         if state.free[kind]:
             return state.free[kind].pop(0)
-        candidates = (key for key in self.content[kind] if key not in named)
-        evicted = max(candidates, key=lambda key: self._eviction_order(key, entry), default=None)
-        if evicted is None:
-            count = state.buffers[kind]
-            raise ConfigError(f"the plan has {count} buffers for {kind}, fewer than one computation needs")
+        evicted = self._next_eviction(kind, named)
         buffer = state.where.pop(evicted)
-        self.content[kind].discard(evicted)
         used = state.last_used.get(evicted, BEFORE_ALL)
         if evicted in state.on_host or evicted in self.leaving:
             return buffer, used
@@ -195,14 +199,24 @@ class _Compiler:
         (self.copies_out[used] if used >= 0 else self.first_copies_out).append(copy)
         return buffer, copy
 
-    def _eviction_order(self, key: BufferKey, entry: int) -> tuple[int, int, BufferKey]:
-        """Sort key of evictions, the last goes first; ties are broken always the same way."""
-        age = -self.state.last_used.get(key, BEFORE_ALL)
-        if key.kind in LRU_KINDS:
-            return 0, age, key
-        uses = self.uses[key]
-        at = bisect_right(uses, entry)
-        return uses[at] if at < len(uses) else NEVER, age, key
+    def _next_eviction(self, kind: str, named: Sequence[BufferKey]) -> BufferKey:
+        """Take the content that goes next; those that the task names become candidates again after it."""
+        state, heap = self.state, self.candidates[kind]
+        while heap:
+            _, last_used, _, key = heappop(heap)
+            if key in state.where and last_used == state.last_used.get(key, BEFORE_ALL) and key not in named:
+                return key
+        raise ConfigError(f"the plan has {state.buffers[kind]} buffers for {kind}, fewer than one computation needs")
+
+    def _candidate(self, key: BufferKey, entry: int) -> _Candidate:
+        """Return the place of a content among evictions after an entry; ties are broken always the same way."""
+        last_used = self.state.last_used.get(key, BEFORE_ALL)
+        next_use = 0
+        if key.kind not in LRU_KINDS:
+            uses = self.uses[key]
+            at = bisect_right(uses, entry)
+            next_use = uses[at] if at < len(uses) else NEVER
+        return -next_use, last_used, (-key.layer, -key.group, -key.chunk), key
 
     def _forget(self, key: BufferKey, entry: int) -> None:
         """Free the buffer of a content after its last use, unless it is resident."""
@@ -210,7 +224,6 @@ class _Compiler:
         state.on_host.discard(key)
         self.leaving.pop(key, None)
         if key not in state.resident:
-            self.content[key.kind].discard(key)
             state.free[key.kind].append((state.where.pop(key), entry))
 
     def _with_entries(self) -> Program:
