@@ -55,7 +55,7 @@ def submit_rate(folder: Path, lab: SlurmLab, count: int) -> dict[str, float]:
     script = folder / "job.sh"
     script.write_text("#!/bin/bash\n" + "# as long as a real job script\n" * 60 + "true\n")
     loop = f"for i in $(seq {count}); do sbatch --parsable {' '.join(SBATCH)} {script} || exit; done"
-    submit = [str(BIN / "llmb-run"), "submit", "-f", "jobs.yaml", "--on", "slurm"]
+    submit = [str(BIN / "llmb-run"), "submit", "-f", "jobs.yaml", "--on", "slurm", "--yes"]
     bare, llmb_run = [], []
     for number in range(3):
         bare.append(seconds(["bash", "-c", loop], folder))

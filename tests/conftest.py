@@ -25,8 +25,11 @@ def pytest_configure() -> None:
 LONGEST_FILES = (
     "test_multi_node_parity",
     "test_fault_injection",
-    "test_faults",
     "test_readme",
+    "test_faults",
+    "test_parallel_layouts",
+    "test_fsdp",
+    "test_parallel_serving",
     "test_parity",
     "test_offload_trainer_gpu",
     "test_nemotron_h_gpu",
@@ -42,7 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch, tmp_path):
-    for variable in (*VARIABLES, *SELECTOR_VARIABLES, "HF_TOKEN"):
+    # COLUMNS: readline, which pytest imports, sets it for child processes, the workers of xdist among them.
+    for variable in (*VARIABLES, *SELECTOR_VARIABLES, "HF_TOKEN", "COLUMNS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("LLMB_INSTALL", str(tmp_path / "llmb"))
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"])

@@ -35,7 +35,7 @@ def published_sizes(folder: Path | None = None) -> dict[str, PublishedSizes]:
     """Load the sizes that come with the recipes of a folder, by short name."""
     listings: dict[str, PublishedSizes] = {}
     for path in sorted((folder or shipped()).glob("*/weights.yaml")):
-        for listing in convert(tuple[PublishedSizes, ...], load_yaml(path), str(path)):
+        for listing in convert(tuple[PublishedSizes, ...], load_yaml(path, "published sizes"), str(path)):
             if listing.like in listings:
                 raise ConfigError(f"{path}: {listing.like} is listed twice")
             listings[listing.like] = listing

@@ -234,7 +234,7 @@ class FaultInjector:
         repeats = str(self.random.randint(1, 2) if scale == "2" else self.random.randint(2, 4))
         killed = self.random.random() < 0.35
         after = self.random.uniform(0.1, 1.2) * SUBMIT_S if killed else None
-        self.llmb_run("submit", *RUN, "--scale", scale, "-r", repeats, "--json", kill_after_s=after)
+        self.llmb_run("submit", *RUN, "--scale", scale, "-r", repeats, "--yes", "--json", kill_after_s=after)
         if self.random.random() < 0.3:  # a concurrent listing, which may be killed too
             self.llmb_run("jobs", "--json", kill_after_s=self.random.choice([None, self.random.uniform(0.2, 0.6)]))
 

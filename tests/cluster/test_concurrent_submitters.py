@@ -16,7 +16,7 @@ from llmb.launch.slurm.submission import read_submission
 
 pytestmark = pytest.mark.slurm
 TIMEOUT_S = 300.0
-SUBMIT = ["submit", *RUN, "--scale", "1", "--on", "slurm", "--slurm-arg", "hold", "--json"]
+SUBMIT = ["submit", *RUN, "--scale", "1", "--on", "slurm", "--slurm-arg", "hold", "--yes", "--json"]
 # Wraps one function of the program, which then kills itself before or after the first call.
 KILLED_AT = """
 import os, signal, sys
@@ -98,6 +98,25 @@ def test_submitter_killed_at_any_step_loses_no_job(slurm, llmb_run, monkeypatch)
     assert table(llmb_run) == cancelled
 
 
+@pytest.mark.nightly
+def test_submitter_killed_at_any_time_loses_no_job(slurm, llmb_run, monkeypatch):
+    install = install_root(os.environ)
+    submitter = subprocess.Popen([*LLMB_RUN, *SUBMIT, "-r", "100"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while len(list(RunFolder.find_all(install))) < 40:
+        assert submitter.poll() is None
+    submitter.kill()
+    submitter.communicate()
+    slurm.wait_for_submissions()
+    monkeypatch.setattr(lost_submissions, "REQUEST_TIMEOUT_S", 0.0)
+    before, in_slurm = table(llmb_run), slurm_jobs_by_folder(slurm, install)
+    assert {row["reason"] for row in before.values() if row["status"] == "failed"} <= {lost_submissions.NEVER_SUBMITTED}
+    pending = {folder: row["job_id"] for folder, row in before.items() if row["status"] != "failed"}
+    assert pending == {folder: job_id for folder, (job_id, _) in in_slurm.items()}
+    assert {before[folder]["status"] for folder in pending} == {"pending"}
+    assert llmb_run("jobs", "rebuild")[0] == 0
+    assert table(llmb_run) == before
+
+
 def test_job_whose_id_was_reused_is_not_mistaken_for_the_new_one(slurm, llmb_run):
     """A controller that is killed loses the jobs of its last seconds, and assigns their ids again."""
     slurm.wait_until_saved(json.loads(llmb_run(*SUBMIT)[1])["job_id"])  # and with it the next job id
@@ -121,7 +140,9 @@ def test_ten_processes_submit_list_rebuild_and_cancel_concurrently(slurm, llmb_r
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(["bash", "-c", loop, "loop", *LLMB_RUN, *command], **pipes) for command in commands]
     outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-    assert [(process.returncode, err) for process, (_, err) in zip(processes, outputs, strict=True)] == [(0, "")] * 10
+    assert [process.returncode for process in processes] == [0] * 10
+    lines = [line for _, err in outputs for line in err.splitlines()]
+    assert all("3 jobs, 3 ranks on CPUs in all" in line for line in lines), lines  # the totals of each submission
     submissions = [json.loads(line) for out, _ in outputs[:5] for line in out.splitlines()]
     assert len(submissions) == 45
     monkeypatch.setattr(polling, "FILE_SYNC_S", 0.0)

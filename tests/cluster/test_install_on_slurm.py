@@ -203,3 +203,14 @@ def test_slurm_unavailable(slurm, root):
     assert done.returncode == 0
     assert "does not respond" in done.stdout
     assert (root / CLUSTER_FILE).read_text() == before
+
+
+def test_documented_sbatch_line_runs_the_launch_script_in_its_allocation(slurm, root, monkeypatch):
+    monkeypatch.setenv("LLMB_INSTALL", str(root))
+    assert install("--gpu-type", "h100").returncode == 0
+    folder = root / "llmb_repo" / "deepseek_r1" / "inference" / "trtllm"
+    line = "sbatch --wait --output=%x.out -p main GPU_TYPE=h100 ./launch.sh --dry-run"
+    done = subprocess.run(["bash", "-c", line], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    output = (folder / "GPU_TYPE=h100.out").read_text()
+    assert done.returncode == 0, f"{done.stderr}\n{output}"
+    assert "DeepSeek-R1_max_throughput_TP8_EP8_PP2_CON3072_reasoning" in output

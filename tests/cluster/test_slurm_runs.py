@@ -167,7 +167,7 @@ def test_refused_job_is_stored_with_slurms_message(slurm, install, llmb_run):
 
 
 def test_many_jobs_of_one_submission_have_their_own_folders(slurm, install, llmb_run):
-    code, out, err = llmb_run("submit", *LLAMA, "--scale", "2", "--slurm-arg", "hold", "-r", "60", "--json")
+    code, out, err = llmb_run("submit", *LLAMA, "--scale", "2", "--slurm-arg", "hold", "-r", "60", "--yes", "--json")
     assert code == 0, err
     submissions = [json.loads(line) for line in out.splitlines()]
     jobs = [submission["job_id"] for submission in submissions]

@@ -1,16 +1,18 @@
-"""A small configuration, and fake engines: real processes that write real events."""
+"""A small configuration, runs that have ended, and fake engines: real processes that write real events."""
 
+import os
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+from small_models import llama_model
 
 from llmb import events
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.launch.local import RunOutcome, run_local
 from llmb.launch.run_folder import RunFolder
 
@@ -42,9 +44,7 @@ def config() -> RunConfig:
         target="pretrain_tiny",
         size="8b",
         machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1),
-        model=Model(
-            name="tiny", architecture="llama", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=32
-        ),
+        model=llama_model(name="tiny", hidden=8, ffn=16, heads=2, kv_heads=1, vocab=32),
         parallel=Parallel(),
         precision=Precision(dtype="bf16"),
         workload=Training(seqlen=16, mbs=1, gbs=1, ga=1, steps=3, window=(2, 3)),
@@ -97,3 +97,27 @@ def launch(config: RunConfig, run_folder: RunFolder, engine: Callable[[str], lis
         return FinishedRun(outcome, streamed, run_folder)
 
     return run
+
+
+@pytest.fixture
+def make_run(config):
+    """Create a run that has ended, with the files every run has."""
+
+    def make(install: Path, second: int = 0, host: str = "node1", job_id: str = "L1", name: str = "") -> RunFolder:
+        named = replace(config, name=name or config.name)
+        run = RunFolder.create(install, named, datetime(2026, 1, 2, 3, 4, second))
+        events.append(run.events(0), events.RunStarted(time=1000.0 + second, host=host))
+        events.append(run.events(0), events.RunEnded(time=1001.0 + second, status="ok"))
+        run.log.write_text("iteration 1: fast\n")
+        run.write_job_script("#!/bin/bash\n")
+        run.write_record(named, job_id)
+        for path in run.path.iterdir():
+            os.utime(path, (1.7e9, 1.7e9))
+        return run
+
+    return make
+
+
+@pytest.fixture
+def run(make_run, tmp_path) -> RunFolder:
+    return make_run(tmp_path / "install")

@@ -5,16 +5,15 @@ import typing
 from datetime import datetime
 
 import pytest
+from failed_runs import failed, job, ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.events import RunEnded, RunStarted, append
+from llmb.events import RunEnded, append
 from llmb.launch.failure import Failure, diagnose, diagnose_run
 from llmb.launch.failure_symptoms import FailureKind
 from llmb.launch.nccl_watchdog import collective_timeout
 from llmb.launch.run_folder import RunFolder
-from llmb.launch.slurm.nodelist import node_names
-from llmb.launch.slurm.slurm_jobs import JobState
 from llmb.launch.verdict import Verdict
 
 STEP_OOM = """\
@@ -34,34 +33,6 @@ srun: error: n2: task 3: Killed
 srun: launch/slurm: _step_signal: Terminating StepId=16.0
 srun: error: n1: tasks 0-1: Terminated
 """
-
-
-def job(state="FAILED", **more):
-    facts = {
-        "job_id": "7",
-        "phase": "ended",
-        "state": state,
-        "reason": None,
-        "exit_code": 1,
-        "signal": 0,
-        "nodes": "n[1-2]",
-        "submitted_at": 1.0,
-        "started_at": 2.0,
-        "ended_at": 3.0,
-        "restarts": 0,
-    }
-    return JobState(**facts | more)
-
-
-def failed(reason, rank=None, status="failed", last_lines=()):
-    return RunEnded(status=status, reason=reason, failed_rank=rank, last_lines=last_lines)
-
-
-def ranks(silent=(), hosts=("n1", "n1", "n2", "n2")):
-    """Events of ranks that started on these hosts and recorded their end, except the silent ones."""
-    started = [RunStarted(time=1.0, rank=rank, host=host) for rank, host in enumerate(hosts)]
-    ended = [RunEnded(rank=r, status="incomplete", reason="interrupted") for r in range(len(hosts)) if r not in silent]
-    return [*started, *ended]
 
 
 @pytest.mark.parametrize(
@@ -395,22 +366,6 @@ def test_host_unknown_to_slurm_is_not_excluded():
         "n2",
     )
     assert diagnose(hung, job("FAILED"), "", ranks(hosts=("localhost", "localhost"))).excluded_nodes == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("n[1-3,08],gpu-a", ("n1", "n2", "n3", "n08", "gpu-a")),
-        ("r[1-2]n[09-10]", ("r1n09", "r1n10", "r2n09", "r2n10")),
-        ("n1", ("n1",)),
-        ("(null)", ()),
-        ("None assigned", ()),
-        ("", ()),
-        (None, ()),
-    ],
-)
-def test_node_names(text, names):
-    assert node_names(text) == names
 
 
 def test_diagnose_run(tmp_path, config):

@@ -1,4 +1,4 @@
-"""Faults of one rank in a run of several: four real ranks over gloo, started by torchrun.
+"""Faults of one rank in a run of several: real ranks over gloo, started by torchrun.
 
 A fault is injected from outside, by a program that patches one function of the engine on one rank before it starts, or
 by a signal. Each run must end within a minute of its fault with a status, the failed rank and that rank's last lines,
@@ -33,7 +33,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed"),
 ]
-RANKS = 4
 FAULTY_ENGINE = """
 import os, sys, time
 from pathlib import Path
@@ -64,6 +63,7 @@ class FaultyRun:
     result: Result
     run_folder: RunFolder
     seconds: float  # from the fault to the end
+    ranks: int
 
     def steps(self, rank: int) -> list[int]:
         return [event.step for event in read(self.run_folder.events(rank)) if isinstance(event, StepDone)]
@@ -77,7 +77,9 @@ class FaultyRun:
         assert (self.result.status, self.result.failed_rank) == (status, rank), self.run_folder.log.read_text()
         assert self.outcome.failed_rank == rank
         assert self.seconds < 60
-        assert [self.steps(r)[:steps_before] for r in range(RANKS)] == [list(range(1, steps_before + 1))] * RANKS
+        assert [self.steps(r)[:steps_before] for r in range(self.ranks)] == [
+            list(range(1, steps_before + 1))
+        ] * self.ranks
         assert processes_in(self.run_folder.path) == []
 
 
@@ -93,16 +95,20 @@ def processes_in(folder: Path) -> list[str]:
     return commands
 
 
-@pytest.fixture
-def four(config: RunConfig) -> RunConfig:
+def on_ranks(ranks: int, config: RunConfig) -> RunConfig:
     return replace(
         config,
-        machine=Machine(gpu="cpu", gpus=RANKS, gpus_per_node=RANKS),
-        parallel=Parallel(dp=RANKS),
+        machine=Machine(gpu="cpu", gpus=ranks, gpus_per_node=ranks),
+        parallel=Parallel(dp=ranks),
         precision=Precision(dtype="fp32"),
-        workload=Training(seqlen=16, mbs=1, gbs=RANKS, ga=1, steps=10**6, window=(2, 10**6)),
+        workload=Training(seqlen=16, mbs=1, gbs=ranks, ga=1, steps=10**6, window=(2, 10**6)),
         limits=Limits(stall_limit_s=6),
     )
+
+
+@pytest.fixture
+def four(config: RunConfig) -> RunConfig:
+    return on_ranks(4, config)
 
 
 @pytest.fixture
@@ -114,13 +120,13 @@ def run_with(four: RunConfig, run_folder: RunFolder, tmp_path: Path) -> Callable
     ) -> FaultyRun:
         script = tmp_path / "faulty.py"
         script.write_text(FAULTY_ENGINE.replace("{fault}", textwrap.indent(textwrap.dedent(fault), "    ")))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.machine.gpus)]
         command = [sys.executable, *torchrun, str(script), "config.json"]
         run_folder.config.write_text(to_json(config))
         outcome = run_local(config, run_folder, command, {"OMP_NUM_THREADS": "1"}, on_event, timeout_s=150, grace_s=4)
         seconds = time.time() - (run_folder.path / "fault").stat().st_mtime
         result = derive(config, read_all(run_folder.all_events()))
-        return FaultyRun(outcome, result, run_folder, seconds)
+        return FaultyRun(outcome, result, run_folder, seconds, config.machine.gpus)
 
     return run
 
@@ -132,19 +138,19 @@ def signal_rank(run_folder: RunFolder, rank: int, number: signal.Signals) -> Non
 
 
 def test_rank_killed_under_llmb_run_submit() -> None:
-    arguments = "submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 4 --proxy --json --set steps=1000000"
+    arguments = "submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 2 --proxy --json --set steps=1000000"
     command = [sys.executable, "-m", "llmb.cli.llmb_run", *arguments.split()]
     submit = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run_folder = wait_for(lambda: next(RunFolder.find_all(Path(os.environ["LLMB_INSTALL"])), None))
     wait_for(lambda: any(isinstance(event, StepDone) for event in read(run_folder.events(0))))
-    signal_rank(run_folder, 2, signal.SIGKILL)
+    signal_rank(run_folder, 1, signal.SIGKILL)
     killed_at = time.monotonic()
     out, err = submit.communicate(timeout=60)
     assert time.monotonic() - killed_at < 60
     assert submit.returncode == 2
     result = build(Result, json.loads(out.splitlines()[-1]))
-    assert (result.status, result.failed_rank) == ("failed", 2)
-    assert result.reason == "rank 2: killed by signal 9 (SIGKILL)"
+    assert (result.status, result.failed_rank) == ("failed", 1)
+    assert result.reason == "rank 1: killed by signal 9 (SIGKILL)"
     assert result.steps_done is not None
     assert f"failed ({result.reason})" in err
     assert processes_in(run_folder.path) == []
@@ -158,15 +164,15 @@ def wait_for(condition: Callable[[], Any]) -> Any:
     return value
 
 
-def test_rank_stopped_by_sigstop(run_with, run_folder) -> None:
+def test_rank_stopped_by_sigstop(run_with, run_folder, config) -> None:
     def on_event(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 2:
-            signal_rank(run_folder, 3, signal.SIGSTOP)
+            signal_rank(run_folder, 1, signal.SIGSTOP)
 
-    fault = run_with(on_event=on_event)
-    fault.check("failed", 3, steps_before=2)
+    fault = run_with(on_event=on_event, config=on_ranks(2, config))
+    fault.check("failed", 1, steps_before=2)
     assert fault.result.reason.startswith("hung: no rank made progress for 6 s after step ")
-    assert fault.result.reason.endswith("; rank 3 did not respond: stopped, or busy inside a library")
+    assert fault.result.reason.endswith("; rank 1 did not respond: stopped, or busy inside a library")
 
 
 @pytest.mark.nightly

@@ -2,21 +2,19 @@
 
 import os
 import random
-import sys
-from datetime import datetime
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import llama_model
 
-from llmb.config.serialization import to_json
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, RunStarted, StepDone, read_all
-from llmb.launch.local import run_local
-from llmb.launch.run_folder import RunFolder
 from llmb.report.summary import summary
 from llmb.results.derive import derive
 from llmb.results.slow_ranks import _median_without, slow_ranks
@@ -30,9 +28,7 @@ def config(gpus: int, steps: int = STEPS) -> RunConfig:
         target="pretrain_tiny",
         size="8b",
         machine=Machine(gpu="cpu", gpus=gpus, gpus_per_node=gpus),
-        model=Model(
-            name="tiny", architecture="llama", layers=2, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=32
-        ),
+        model=llama_model(hidden=8, ffn=16, heads=2, kv_heads=1, vocab=32),
         parallel=Parallel(dp=gpus),
         precision=Precision(dtype="fp32"),
         workload=Training(seqlen=16, mbs=1, gbs=gpus, ga=1, steps=steps, window=(3, steps)),
@@ -115,38 +111,33 @@ def test_the_median_of_the_others(values, data):
     assert _median_without(sorted(values), values[chosen]) == pytest.approx(median(other_values))
 
 
-ENGINE = """
-import os, sys, time
-from llmb.runtime.engine_process import EngineProcess, exit_now
-from llmb.train.__main__ import load_train
-
-def slowed():
+def train_with_slow_rank(rank: int, folder: Path, config: RunConfig) -> None:
+    from llmb.runtime.recorder import EventRecorder
     from llmb.train import loop
+
     train_step = loop.train_step
-    def step(*arguments):
-        if os.environ["RANK"] == "1":
+
+    def slowed_step(*arguments: Any) -> Any:
+        if rank == 1:
             time.sleep(0.25)
         return train_step(*arguments)
-    loop.train_step = step
-    return load_train()
 
-exit_now(EngineProcess("llmb.train", slowed).main(sys.argv[1:]))
-"""
+    loop.train_step = slowed_step  # of this forked process
+    os.chdir(folder)
+    recorder = EventRecorder(folder, rank)
+    loop.train(config, recorder)
+    recorder.end("ok", None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_a_real_run_with_a_slow_rank(tmp_path: Path) -> None:
+    from forked_ranks import on_ranks
+
     two = config(2, steps=9)
-    run_folder = RunFolder.create(tmp_path, two, datetime(2026, 1, 2, 3, 4, 5))
-    script = tmp_path / "slowed.py"
-    script.write_text(ENGINE)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *torchrun, str(script), "config.json"]
-    run_folder.config.write_text(to_json(two))
-    outcome = run_local(two, run_folder, command, {"OMP_NUM_THREADS": "1"}, lambda event: None, timeout_s=150)
-    assert outcome.status == "ok", run_folder.log.read_text()
-    result = derive(two, read_all(run_folder.all_events()))
+    on_ranks(2, train_with_slow_rank, tmp_path, two)
+    result = derive(two, read_all(sorted(tmp_path.glob("events.rank*.jsonl"))))
+    assert result.status == "ok"
     (actual,) = result.slow_ranks
     assert (actual.rank, actual.host) == (1, os.uname().nodename)
     assert actual.own_s >= 0.25

@@ -12,6 +12,7 @@ from unittest import mock
 from forked_ranks import on_ranks
 from small_served import MAX_SEQ_LEN, serve
 
+from llmb.config.native.serving_support import check_serving_layout
 from llmb.config.spec import Inference, RunConfig
 from llmb.runtime.rank_info import init_distributed
 from llmb.serve.benchmark.arrivals import data_parallel_shard
@@ -20,7 +21,6 @@ from llmb.serve.engine_builder import engine_for_model, serving_dtypes, weight_s
 from llmb.serve.layers.served_model import build_served_model
 from llmb.serve.request import Request
 from llmb.serve.serve_layout import join_groups
-from llmb.serve.serve_support import check_layout
 
 
 @dataclass
@@ -66,7 +66,7 @@ def rank_outcome(
 
 def rank_engine(config: RunConfig, blocks: int) -> Engine:
     """Build this rank's engine with a KV cache of so many blocks."""
-    check_layout(config)
+    check_serving_layout(config)
     place = init_distributed(config, "llmb.serve")
     ranks = join_groups(config, place)
     served_model = build_served_model(config.model, weight_source(config, place.device), serving_dtypes(config), ranks)

@@ -5,8 +5,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from small_models import llama_model
+
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+from llmb.config.spec import Inference, Machine, Parallel, Precision, RunConfig
 from llmb.events import RequestDone, RunEnded, ServingFacts, ServingSample, read
 from llmb.results.serving_figures import engine_facts
 from llmb.runtime.recorder import EventRecorder
@@ -17,9 +19,7 @@ CONFIG = RunConfig(
     target="inference_small",
     size="tiny",
     machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1),
-    model=Model(
-        name="tiny", architecture="llama", layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=97
-    ),
+    model=llama_model(name="tiny", hidden=64, ffn=128, vocab=97),
     parallel=Parallel(),
     precision=Precision(dtype="fp32"),
     workload=Inference(

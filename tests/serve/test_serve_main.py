@@ -21,7 +21,10 @@ def start(config, *interpreter: str) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, "incomplete"), (signal.SIGUSR1, "timeout")])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, "incomplete"), pytest.param(signal.SIGUSR1, "timeout", marks=pytest.mark.nightly)],
+)
 def test_interrupted_run_records_the_signal(tmp_path, number: signal.Signals, status: str) -> None:
     config = write_config(tmp_path / "run", num_requests=10**5)
     process, done = start(config), Served(tmp_path / "run")
@@ -38,6 +41,14 @@ def test_interrupted_run_records_the_signal(tmp_path, number: signal.Signals, st
     assert ended.reason.startswith(f"interrupted by {number.name} after ")
     assert ended.reason.endswith(" of 100000 requests")
     assert err == f"llmb.serve: {ended.reason}\n"
+
+
+@pytest.mark.slow
+def test_engines_start_without_torch_dynamo() -> None:
+    """Its import would take a second of every start."""
+    engines = "llmb.serve.benchmark.serving_benchmark, llmb.offload.offload_loop"
+    code = f"import sys, {engines}; print('torch._dynamo' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
 
 
 def test_invalid_config_is_one_line_and_needs_no_torch(tmp_path) -> None:

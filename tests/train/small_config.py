@@ -3,16 +3,16 @@
 from dataclasses import fields, replace
 from typing import Any
 
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from small_models import llama_model
+
+from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 
 CONFIG = RunConfig(
     name="small",
     target="pretrain_small",
     size="tiny",
     machine=Machine(gpu="cpu", gpus=1, gpus_per_node=1),
-    model=Model(
-        name="tiny", architecture="llama", layers=2, hidden=32, ffn=64, heads=4, kv_heads=2, head_dim=8, vocab=128
-    ),
+    model=llama_model(name="tiny", ffn=64, vocab=128),
     parallel=Parallel(),
     precision=Precision(dtype="fp32"),
     workload=Training(seqlen=32, mbs=4, gbs=4, ga=1, steps=4, window=(3, 4), lr=1e-2),

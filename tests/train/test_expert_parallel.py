@@ -248,12 +248,14 @@ def test_dry_run_split_sizes_are_balanced(monkeypatch: pytest.MonkeyPatch, sent:
 @pytest.mark.parametrize(
     ("architecture", "degrees", "more", "tolerance"),
     [
-        ("grok1", {"dp": 2, "ep": 2}, {}, 1e-5),
+        pytest.param("grok1", {"dp": 2, "ep": 2}, {}, 1e-5, marks=pytest.mark.nightly),
         pytest.param(
             "grok1", {"dp": 2, "etp": 2}, {"fsdp": True, "recompute_layers": 2}, 1e-5, marks=pytest.mark.nightly
         ),
-        ("grok1", {"tp": 2, "cp": 2, "ep": 2, "etp": 2}, {"balanced_experts": True}, 1e-5),
-        ("deepseek", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, {}, 1e-5),
+        pytest.param(
+            "grok1", {"tp": 2, "cp": 2, "ep": 2, "etp": 2}, {"balanced_experts": True}, 1e-5, marks=pytest.mark.nightly
+        ),
+        pytest.param("deepseek", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, {}, 1e-5, marks=pytest.mark.nightly),
         pytest.param("deepseek", {"dp": 2, "ep": 2}, {"dtype": "bf16"}, 2e-2, marks=pytest.mark.nightly),
         ("grok1", {"dp": 2, "ep": 2}, {"dtype": "fp8", "balanced_experts": True}, 6e-2),
         ("grok1", {"dp": 2}, {"dtype": "fp8", "balanced_experts": True, "fsdp": True}, 6e-2),
@@ -264,7 +266,10 @@ def test_dry_run_split_sizes_are_balanced(monkeypatch: pytest.MonkeyPatch, sent:
 def test_training_equals_one_process(
     tmp_path: Path, architecture: str, degrees: dict[str, int], more: dict[str, Any], tolerance: float
 ) -> None:
-    """The small Grok-1 has an auxiliary loss, the small DeepSeek a shared expert and expert groups."""
+    """The small Grok-1 has an auxiliary loss, the small DeepSeek a shared expert and expert groups.
+
+    `test_parallel_layouts.py` has those of `make test` in fp32.
+    """
     config = changed(CONFIG, model=SMALL_MODELS[architecture], steps=3, lr=3e-4, **more)
     ga = 2 // degrees.get("dp", 1)
     spread = changed(config, **degrees, mbs=2, gbs=4, ga=ga)

@@ -158,13 +158,11 @@ RECIPES = _distinct(recipe_cases())
 CASES = [replace(case, dtype=dtype) for dtype in TOLERANCE for case in RECIPES] + PLAIN
 # One of each kind, on few ranks.
 QUICK = {
-    "llama dp2 fp32",
     "llama fsdp tp2 dp2, offload fp32",
-    "llama tp2 cp2 fp32",
     "llama tp2 pp2 vp2 dp2, recompute fp32",
     "nemotron_h tp2 dp2 fp32",
     "grok1 tp2 ep2 etp2 dp4 fp32",
-    "deepseek tp2 pp2 ep2 fp32",
+    "llama cp2 fp32",
     "llama fsdp dp2, recompute fp8",
 }
 

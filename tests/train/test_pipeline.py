@@ -60,22 +60,30 @@ def _small_tensors_are_offloaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SPLITS = [
-    *((architecture, {"pp": 2, "vp": vp}) for architecture in SMALL_MODELS for vp in (None, 2)),
-    ("llama", {"pp": 2, "layers": 5}),
+    *((architecture, {"pp": 2}) for architecture in SMALL_MODELS),
+    ("grok1", {"pp": 2, "vp": 2}),
     ("llama", {"pp": 4, "layers": 5}),
     ("llama", {"pp": 2, "vp": 2, "layers": 5, "ga": 6, "gbs": 12}),
+    ("llama", {"pp": 2, "vp": 2, "overlap_send": False}),
+    ("deepseek", {"pp": 2, "recompute_layers": 1, "offload_layers": 1}),
+]
+MORE_SPLITS = [
+    *((architecture, {"pp": 2, "vp": 2}) for architecture in ("llama", "deepseek", "nemotron_h")),
+    ("llama", {"pp": 2, "layers": 5}),
     ("llama", {"pp": 2, "ga": 2, "gbs": 4}),
     ("llama", {"pp": 2, "ga": 3, "gbs": 6}),
     ("llama", {"pp": 2, "vp": 2, "recompute_layers": 1}),
     ("grok1", {"pp": 2, "vp": 2, "recompute_layers": 2}),
     ("llama", {"pp": 2, "vp": 2, "offload_layers": 1}),
-    ("llama", {"pp": 2, "vp": 2, "overlap_send": False}),
-    ("deepseek", {"pp": 2, "recompute_layers": 1, "offload_layers": 1}),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "changes"), SPLITS, ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [*SPLITS, *(pytest.param(*split, marks=pytest.mark.nightly) for split in MORE_SPLITS)],
+    ids=str,
+)
 def test_pipeline_equals_one_process(run: Train, architecture: str, changes: dict[str, Any]) -> None:
     config = small(architecture, **changes)
     assert run(config).max_distance(run(without_pipeline(config))) < CLOSE
@@ -179,7 +187,7 @@ class LiveTensors:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pp", "vp"), [(2, None), (2, 2), (4, None)])
+@pytest.mark.parametrize(("pp", "vp"), [pytest.param(2, None, marks=pytest.mark.nightly), (2, 2), (4, None)])
 def test_stage_memory_is_for_micro_batches_in_flight(pp: int, vp: int | None) -> None:
     ga = 16
     for rank, counted in enumerate(on_ranks(pp, _count_transfers, small("grok1", pp=pp, vp=vp, ga=ga, gbs=2 * ga))):

@@ -225,6 +225,13 @@ def test_fp8_cache_is_bit_exact(trained, monkeypatch) -> None:
     assert trained(**run).losses() == losses
 
 
+def test_experts_can_stay_in_bf16() -> None:
+    network = build_model(SMALL_MODELS["grok1"])
+    compute_in_fp8(network, CPU, fp8_experts=False)
+    assert {type(m) for m in network.modules() if isinstance(m, GroupedLinear)} == {GroupedLinear}
+    assert any(isinstance(module, Fp8Linear) for module in network.modules())
+
+
 def test_fp8_experts_need_hopper(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     compute_in_fp8(build_model(MODEL), torch.device("cuda"))

@@ -77,17 +77,17 @@ def test_killed_run_keeps_its_steps(start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "setting"),
+    ("changes", "refusal"),
     [
-        ({"dtype": "nvfp4"}, "dtype=nvfp4"),
-        ({"profile": True, "gpu_metrics": True}, "gpu_metrics=true (needs Nsight Systems)"),
+        ({"dtype": "nvfp4"}, "training engine does not run dtype=nvfp4; it runs dtype fp32, bf16, fp8"),
+        ({"profile": True, "gpu_metrics": True}, "engine does not run gpu_metrics=true (needs Nsight Systems)"),
     ],
 )
-def test_unsupported_settings_are_refused(trained, capsys, changes: dict, setting: str) -> None:
+def test_unsupported_settings_are_refused(trained, capsys, changes: dict, refusal: str) -> None:
     done = trained(**changes)
     assert done.code == 1
     reason = done.ended().reason
-    assert reason.startswith(f"the native training engine does not run {setting}; it runs dtype fp32, bf16, fp8")
+    assert reason.startswith(f"the native {refusal}")
     assert capsys.readouterr() == ("", f"llmb.train: {reason}\n")
 
 

@@ -51,8 +51,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*SMALL_MODELS, "tied llama"])
+@pytest.mark.slow  # the others: tests/train/test_parallel_layouts.py
+@pytest.mark.parametrize(
+    "name",
+    ["deepseek", "tied llama", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("llama", "grok1", "nemotron_h"))],
+)
 def test_tp2_equals_one_process(run: Callable[..., Trained], name: str) -> None:
     assert run(name, tp=2).max_distance(run(name, tp=1)) < TOLERANCE["fp32"]
 
