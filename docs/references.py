@@ -58,7 +58,7 @@ def flops_per_sequence(recipe: Recipe, size: str, seqlen: int) -> float:
 def contradictions(recipe: Recipe) -> list[dict[str, Any]]:
     """Return the contradictions within the source of a recipe."""
     path = shipped() / recipe.workload / "contradictions.yaml"
-    return load_yaml(path) if path.exists() else []
+    return load_yaml(path, "a list of contradictions") if path.exists() else []
 
 
 def render() -> str:

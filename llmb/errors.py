@@ -10,6 +10,8 @@ A message is one line: what is wrong, and what would be valid.
 
 from collections.abc import Iterable
 
+SIMILAR = 0.65  # of a name, to be suggested: isl for ils, not timing for nothing
+
 
 class LlmbError(Exception):
     """Base class: `except LlmbError` catches everything that llmb raises on purpose."""
@@ -28,7 +30,7 @@ class UnknownName(ConfigError):
         from difflib import get_close_matches  # imported here: only an error pays for it
 
         listed = [str(c) for c in choices]
-        nearest = [suggestion] if suggestion else get_close_matches(str(name), listed, n=1)
+        nearest = [suggestion] if suggestion else get_close_matches(str(name), listed, n=1, cutoff=SIMILAR)
         hint = f" (did you mean {nearest[0]}?)" if nearest else ""
         super().__init__(f"unknown {kind} {str(name)!r}{hint}; choices are: {', '.join(listed) or 'none'}")
 

@@ -70,11 +70,13 @@ def read_bulk(path: Path, recipes: dict[str, Recipe], selection: RunSelection) -
 
 def _is_selected(task: Task, selection: RunSelection) -> bool:
     dtypes, scales = selection.dtypes, selection.scales
-    return (dtypes is None or task.request.dtype in dtypes) and (scales is None or task.request.gpus in scales)
+    return (dtypes is None or task.request.dtype.lower() in map(str.lower, dtypes)) and (
+        scales is None or task.request.gpus in scales
+    )
 
 
 def _from_yaml(path: Path, recipes: dict[str, Recipe], selection: RunSelection) -> Iterator[Task]:
-    data = load_yaml(path)
+    data = load_yaml(path, "sections named like pretrain_llama3.1_8b")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected sections named like pretrain_llama3.1_8b, got {type(data).__name__}")
     for target, body in data.items():
@@ -102,6 +104,7 @@ def _expand_entry(
                 dtypes=_tuple(entry.dtypes or section.dtypes),
                 scales=_tuple(entry.scales or section.scales),
                 gpu=selection.gpu,
+                gpu_memory_bytes=selection.gpu_memory_bytes,
                 proxy=selection.proxy or ("small" if entry.proxy or section.proxy else None),
                 layout=selection.layout,
                 repeats=1 if profiled == "added" else _repeats(selection, entry.repeats or section.repeats),

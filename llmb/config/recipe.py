@@ -76,6 +76,11 @@ def _matches(row: Row, selectors: dict[str, Any]) -> bool:
     )
 
 
+def as_listed(name: str, names: Iterable[str]) -> str:
+    """Return a name as the recipe spells it, whatever its case; a name that is not listed as it is."""
+    return next((listed for listed in names if listed.lower() == name.lower()), name)
+
+
 def selector_values(row: Row, selector: str) -> list[Any]:
     """Return the values of a selector in a row, one or several, as a list."""
     if selector == "gpus":
@@ -119,7 +124,7 @@ def per_gpus(cell: Any, gpus: int, name: str) -> int:
 
 def load(path: Path) -> Recipe:
     """Load one recipe.yaml; errors name the file and the row."""
-    data = load_yaml(path)
+    data = load_yaml(path, "a recipe: workload, kind, models, rows")
     recipe = build(Recipe, data, str(path))
     for section in ("rows", "proxies", "references"):
         for number, row in enumerate(getattr(recipe, section), 1):
@@ -151,12 +156,12 @@ def _with_current_names(recipe: Recipe) -> Recipe:
     )
 
 
-def load_yaml(path: Path) -> Any:
-    """Parse a YAML file; errors name the file, the line and the problem."""
+def load_yaml(path: Path, expected: str, loader: Any = None) -> Any:
+    """Parse a YAML file; errors name the file, the line and the problem, or what was expected in an empty file."""
     import yaml
 
     try:
-        return yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        data = yaml.load(path.read_bytes(), Loader=loader or getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -166,6 +171,9 @@ def load_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}{line}: not valid YAML: {problem}") from error
     except (ValueError, RecursionError) as error:  # an impossible date, a control character, absurd nesting
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if data is None:
+        raise ConfigError(f"{path} is empty; expected {expected}")
+    return data
 
 
 def shipped() -> Path:

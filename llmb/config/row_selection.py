@@ -34,12 +34,13 @@ class RunRequest:
     dtype: str
     gpus: int
     gpu: str | None = None  # null: unknown, the recipe's default
+    gpu_memory_bytes: int | None = None  # as the driver reports it, of a GPU that is not in hardware.GPUS
     proxy: Literal["small", "true-width"] | None = None  # kind of proxy
     layout: str | None = (
         None  # GPU type whose layout a proxy scales down; null: that of the GPU, or the recipe's default
     )
     memory_gib: float | None = None  # memory budget of a true-width proxy; null: the GPU's memory
-    force: bool = False  # accept a dtype or GPU count the recipe does not list
+    force: bool = False  # accept a GPU type, dtype or GPU count the recipe does not list
     settings: tuple[Setting, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -74,9 +75,7 @@ def choose_row(recipe: Recipe, request: RunRequest, selectors: dict[str, str]) -
     """Return the matching row; size, GPU, dtype, use case and scale are checked in turn to name the first mismatch."""
     matched: dict[str, Any] = {}
     proxy = request.uses_proxy
-    if request.gpu is not None:
-        hardware.gpu(request.gpu)
-    gpu = None if proxy else request.gpu
+    gpu = row_gpu(recipe, request.size, request.gpu, proxy, request.force)
     user_defined = "use_case" in selectors and selectors["use_case"] not in recipe.values("use_case")
     for selector, value in [("size", request.size), ("gpu", gpu), ("dtype", request.dtype), *selectors.items()]:
         if value is None or (request.force and selector == "dtype") or (user_defined and selector == "use_case"):
@@ -85,17 +84,38 @@ def choose_row(recipe: Recipe, request: RunRequest, selectors: dict[str, str]) -
         if value not in choices:
             context = " ".join(str(v) for v in matched.values())
             prefix = "proxy " if proxy else ""
-            raise UnknownName(f"{prefix}{selector} of {recipe.workload} {context}".rstrip(), value, choices)
+            unknown = UnknownName(f"{prefix}{selector} of {recipe.workload} {context}".rstrip(), value, choices)
+            forced = f"; --force takes a row of another GPU for {value}" if selector == "gpu" else ""
+            raise ConfigError(f"{unknown}{forced}")
         matched[selector] = value
     if user_defined:
         matched["use_case"] = _nearest_use_case(recipe.matching(proxy, **matched), request)
     scale = None if proxy and recipe.kind in SCALED_DOWN else request.gpus  # null: any
     rows = recipe.matching(proxy, **matched, gpus=scale)
     row, overrides = (_best_match(rows, recipe, request), []) if rows else _extrapolate(recipe, request, matched)
+    if request.gpu is not None and gpu is None and not proxy:
+        overrides = [*overrides, _borrowed(row, recipe, request.gpu)]
     if user_defined:
         name, source = selectors["use_case"], "the row with the nearest lengths"
         overrides = [*overrides, Override(field="use_case", value=name, replaced=row["use_case"], source=source)]
     return row, overrides
+
+
+def row_gpu(recipe: Recipe, size: str, gpu: str | None, proxy: bool, force: bool) -> str | None:
+    """Return the GPU whose rows are selected; None: those of any GPU.
+
+    A proxy runs anywhere. A GPU that is not in the table borrows another one's row where the recipe has none for it.
+    """
+    if proxy or gpu is None:
+        return None
+    borrows = force or not hardware.is_listed(gpu)
+    return None if borrows and gpu not in recipe.values("gpu", size=size) else gpu
+
+
+def _borrowed(row: Row, recipe: Recipe, gpu: str) -> Override:
+    """Return the departure of a run on a GPU that the recipe has no row for."""
+    source = f"no row for {gpu}: settings of another GPU"
+    return Override(field="gpu", value=gpu, replaced=gpu_of(row, recipe), source=source)
 
 
 def _nearest_use_case(rows: list[Row], request: RunRequest) -> str:
@@ -156,5 +176,5 @@ def _extrapolate(recipe: Recipe, request: RunRequest, matched: dict[str, Any]) -
             run += f" on {request.gpu}"
         elif proxy:
             run += " as a proxy (--proxy)"
-        raise ConfigError(f"scale {request.gpus} is not listed for {run}; choices are: {choices}{more}")
+        raise ConfigError(f"scale {request.gpus} is not listed for {run}; choices are: {choices}{more}; or add --force")
     return row, [Override(field="gpus", value=request.gpus, replaced=row.get("gpus"), source=source)]

@@ -6,14 +6,16 @@
 A target is a workload's key, with or without `_<size>`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmb.config.overrides import Setting
-from llmb.config.recipe import Recipe
-from llmb.config.row_selection import RunRequest, uses_proxy
+from llmb.config.recipe import Recipe, as_listed
+from llmb.config.row_selection import RunRequest, row_gpu, uses_proxy
 from llmb.errors import ConfigError, UnknownName
+
+MOST_GPUS = 1_000_000  # of one run: more than any machine has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class RunSelection:
     min_scale: bool = False
     exact_scales: bool = False
     gpu: str | None = None
+    gpu_memory_bytes: int | None = None  # as the driver reports it, of a GPU that is not in hardware.GPUS
     proxy: Literal["small", "true-width"] | None = None
     layout: str | None = None
     memory_gib: float | None = None
@@ -51,10 +54,13 @@ class RunSelection:
 
 def split_target(target: str, recipes: dict[str, Recipe]) -> tuple[Recipe, str | None]:
     """Split `pretrain_llama3.1_70b` into recipe and size; the size is None if the target names none."""
-    if target in recipes:
-        return recipes[target], None
+    listed = as_listed(target, recipes)
+    if listed in recipes:
+        return recipes[listed], None
     workload, _, size = target.rpartition("_")
+    workload = as_listed(workload, recipes)
     if workload in recipes:
+        size = as_listed(size, recipes[workload].models)
         if size not in recipes[workload].models:
             raise UnknownName(f"size of {workload}", size, recipes[workload].models)
         return recipes[workload], size
@@ -67,6 +73,9 @@ def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]
         raise ConfigError("--scale excludes --max-scale and --min-scale; give one of them")
     if selection.repeats < 1:
         raise ConfigError(f"repeats: {selection.repeats} is not possible; at least 1 is needed")
+    largest = max((*(selection.scales or ()), selection.max_scale or 0))
+    if largest > MOST_GPUS:
+        raise ConfigError(f"a scale of more than {MOST_GPUS:,} GPUs is not possible")
     targets = selection.targets or tuple(key for key, recipe in recipes.items() if recipe.kind == "training")
     tasks: list[Task] = []
     for target in targets:
@@ -79,6 +88,12 @@ def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]
     if selection.force and len(tasks) != 1:
         raise ConfigError(f"--force takes exactly one run, this names {len(tasks)}; give -w, -s, --dtype and --scale")
     return largest_first(tasks)
+
+
+def out_of_core_target(size: str, recipes: Mapping[str, Recipe]) -> str | None:
+    """Return the options that select out-of-core training of this size, on one GPU of any memory; None: none has it."""
+    workloads = (key for key, recipe in recipes.items() if recipe.kind == "outofcore" and size in recipe.models)
+    return next((f"-w {workload} -s {size}" for workload in workloads), None)
 
 
 def _no_matching_row(target: str, selection: RunSelection, recipes: dict[str, Recipe]) -> ConfigError:
@@ -95,22 +110,30 @@ def largest_first(tasks: list[Task]) -> list[Task]:
 
 def _expand_target(target: str, selection: RunSelection, recipes: dict[str, Recipe]) -> Iterator[Task]:
     recipe, size = split_target(target, recipes)
-    if size and selection.size and size != selection.size:
+    chosen = as_listed(selection.size, recipe.models) if selection.size else None
+    if size and chosen and size != chosen:
         raise ConfigError(f"-w {target} names size {size}, -s names {selection.size}; give one of them")
     proxy = selection.uses_proxy
-    gpu = None if proxy else selection.gpu
-    requested = size or selection.size
+    requested = size or chosen
     if requested is not None and requested not in recipe.models:
         raise UnknownName(f"size of {recipe.workload}", requested, recipe.models)
     for model_size in [requested] if requested else recipe.sizes:
-        for dtype in selection.dtypes or recipe.values("dtype", proxy, size=model_size, gpu=gpu):
+        gpu = row_gpu(recipe, model_size, selection.gpu, proxy, selection.force)
+        for dtype in _dtypes(recipe, selection) or recipe.values("dtype", proxy, size=model_size, gpu=gpu):
             for gpus in _scales(recipe, model_size, dtype, gpu, proxy, selection):
                 request = RunRequest(
-                    size=model_size, dtype=dtype, gpus=gpus, gpu=selection.gpu, proxy=selection.proxy,
-                    force=selection.force, layout=selection.layout, memory_gib=selection.memory_gib,
+                    size=model_size, dtype=dtype, gpus=gpus, gpu=selection.gpu,
+                    gpu_memory_bytes=selection.gpu_memory_bytes, proxy=selection.proxy, force=selection.force,
+                    layout=selection.layout, memory_gib=selection.memory_gib,
                     settings=selection.settings,
                 )  # fmt: skip
                 yield Task(workload=recipe.workload, request=request, repeats=selection.repeats)
+
+
+def _dtypes(recipe: Recipe, selection: RunSelection) -> list[str]:
+    """Return the requested dtypes as the recipe spells them."""
+    listed = [*recipe.values("dtype"), *recipe.values("dtype", True)]
+    return [as_listed(dtype, listed) for dtype in selection.dtypes or ()]
 
 
 def _scales(recipe: Recipe, size: str, dtype: str, gpu: str | None, proxy: bool, selection: RunSelection) -> list[int]:

@@ -4,27 +4,25 @@ Messages use the names of the environment variables, as the recipes document the
 which are the same in lower case.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from math import gcd
 
-from llmb.config.overrides import Setting
+from llmb.config.native.number_formats import published_fp8_scaling
 from llmb.config.recipe import Recipe, Row
 from llmb.config.spec import Inference, Model, Override, Precision, RunConfig
-from llmb.errors import ConfigError
+from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.hardware import gpu
 
-BLOCK_SCALED = ("deepseek",)  # published with one fp8 scale per 128 x 128 block of weights
 BLOCK = 128
+SERVED_SCALES = ("tensor", "channel", "block")
 
 
-def drop_printed_lengths(recipe: Recipe, settings: Sequence[Setting]) -> list[Setting]:
-    """Return the settings of a proxy: `chat:128/128` selects the recipe's use case, whose lengths a proxy reduces."""
-    use_case = next((s for s in reversed(settings) if s.field == "use_case"), None)
-    values = {s.field: str(s.value) for s in settings if use_case and s.source == use_case.source}
-    printed = {(row["use_case"], str(row["isl"]), str(row["osl"])) for row in recipe.rows}
-    if use_case is None or (str(use_case.value), values.get("isl"), values.get("osl")) not in printed:
-        return list(settings)
-    return [s for s in settings if s.field not in ("isl", "osl") or s.source != use_case.source]
+def describe_lengths(recipe: Recipe, settings: Row) -> str:
+    """Describe the request lengths of a proxy, beside the published ones of its use case where they differ."""
+    lengths = settings["isl"], settings["osl"]
+    published = {(row["isl"], row["osl"]) for row in recipe.rows if row["use_case"] == settings["use_case"]}
+    replaced = [f"{isl}/{osl}" for isl, osl in sorted(published) if (isl, osl) != lengths]
+    return f"lengths {lengths[0]}/{lengths[1]}" + (f" instead of {', '.join(replaced)}" if replaced else "")
 
 
 def update_dependent(settings: Row, row: Row, overridden: Collection[str]) -> list[Override]:
@@ -138,6 +136,8 @@ def _check_precision(config: RunConfig) -> None:
         return
     if precision.dtype != "fp8":
         raise ConfigError(f"fp8_scaling has no effect with dtype {precision.dtype}; use dtype fp8 or leave it out")
+    if precision.fp8_scaling not in SERVED_SCALES:
+        raise UnknownName("fp8_scaling of served weights:", precision.fp8_scaling, SERVED_SCALES)
     ranks = 1 if _work(config).attention_dp else config.parallel.tp
     if precision.fp8_scaling == "block" and _common_width(model, ranks) % BLOCK:
         common = _common_width(model, ranks)
@@ -154,7 +154,7 @@ def _work(config: RunConfig) -> Inference:
 
 def proxy_fp8_scaling(model: Model, precision: Precision) -> tuple[Precision, str | None]:
     """Return per-channel scaling, and a note, for a proxy too narrow for its model's published block scaling."""
-    too_narrow = model.architecture in BLOCK_SCALED and not block_scales_fit(model)
+    too_narrow = published_fp8_scaling(model) == "block" and not block_scales_fit(model)
     if precision.dtype != "fp8" or precision.fp8_scaling is not None or not too_narrow:
         return precision, None
     return Precision(

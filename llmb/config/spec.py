@@ -19,9 +19,10 @@ STATUSES: tuple[Status, ...] = ("ok", "failed", "oom", "timeout", "incomplete", 
 class Machine:
     """GPUs that the run occupies."""
 
-    gpu: str  # a key of hardware.GPUS
+    gpu: str  # a key of hardware.GPUS, or the name of a GPU that is not in it
     gpus: int  # total; one rank each
     gpus_per_node: int
+    gpu_memory_bytes: int | None = None  # as the driver reports it, of a GPU that is not in hardware.GPUS
 
     @property
     def nodes(self) -> int:
@@ -157,8 +158,10 @@ class Precision:
     """Number formats of GEMMs and, for inference, of the KV cache."""
 
     dtype: Literal["fp32", "bf16", "fp8", "nvfp4"]
-    kv_dtype: Literal["bf16", "fp8"] | None = None
-    fp8_scaling: Literal["tensor", "channel", "block"] | None = None  # scales of served weights; none: as published
+    kv_dtype: Literal["fp32", "bf16", "fp8"] | None = None  # none: no KV cache
+    # Scales of served weights (tensor, channel, block) or of trained tensors (delayed: by earlier steps, current: by
+    # their own amax); none: no fp8 GEMMs.
+    fp8_scaling: Literal["tensor", "channel", "block", "delayed", "current"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +184,8 @@ class Training:
     gradients: Literal["fp32", "bf16"] = "fp32"  # accumulated over micro-batches and chunks of the loss
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW; bf16: updated with stochastic rounding
     fp8_fast_accum: bool = False  # fast accumulation in backward fp8 GEMMs too; forward ones always use it
+    fp8_experts: bool | None = None  # dtype fp8: GEMMs of experts in fp8 too, else in bf16; none: no such experts
+    # The defaults of these three are for older files: every new run has those of lr_schedule.py.
     lr: float = 3e-4  # peak learning rate
     lr_warmup_steps: int = 10  # linear warm-up
     lr_decay_steps: int | None = None  # cosine decay to a tenth of the peak at this step; none: constant
@@ -216,7 +221,7 @@ class Inference:
     attention_dp: bool = False  # attention data parallelism: attention replicated, each rank with its own requests
     prefix_cache: bool = False  # prompts with a common prefix share blocks; off, as benchmarks repeat prompts
     block_tokens: int = 64  # block size of the paged KV cache
-    cuda_graphs: bool = True  # no effect on a CPU
+    cuda_graphs: bool = True
     ignore_eos: bool = True  # generate all osl tokens
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: all

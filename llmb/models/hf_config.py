@@ -76,6 +76,21 @@ SUPPORTED_VALUES: HfConfig = {
     "moe_layer_freq": 1,
     "sliding_window": None,
     "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+    "mamba_hidden_act": "silu",
+    "time_step_min": 0.001,
+}
+# Other names that `transformers` reads -> field of config.json.
+ALIASES: dict[str, dict[str, str]] = {
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "nemotron_h": {
+        "layer_types": "layers_block_type",
+        "mamba_chunk_size": "chunk_size",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_dt_min": "time_step_min",
+        "mamba_n_groups": "n_groups",
+    },
 }
 
 
@@ -96,9 +111,8 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
     model_type = convert(dict[str, Any], config, "config.json").get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
         raise UnknownName("model_type of config.json:", model_type, _READERS)
-    for field, supported in SUPPORTED_VALUES.items():
-        if config.get(field, supported) != supported:
-            raise ConfigError(f"config.json: {field}={config[field]} is not supported; only {supported} is")
+    config = _without_aliases(config, ALIASES.get(model_type, {}))
+    _check_supported(config, SUPPORTED_VALUES)
     fields = _READERS[model_type]({"tie_word_embeddings": False, **config})
     return build(Model, {"name": name or model_type, **fields}, "config.json")
 
@@ -106,6 +120,28 @@ def from_hf_config(config: HfConfig, name: str = "") -> Model:
 def load_hf_config(folder: Path) -> Model:
     """Return the model of a folder in Hugging Face's layout."""
     return from_hf_config(read_json(folder / "config.json"), folder.resolve().name)
+
+
+def _without_aliases(config: HfConfig, aliases: dict[str, str]) -> HfConfig:
+    """Return the fields under one name each; two names that disagree are rejected."""
+    renamed = dict(config)
+    for alias, field in aliases.items():
+        value = renamed.pop(alias, None)
+        if value is None:
+            continue
+        if renamed.get(field, value) != value:
+            raise ConfigError(f"config.json: {alias}={value} and {field}={renamed[field]} are the same and disagree")
+        if value != SUPPORTED_VALUES.get(field, value):
+            raise ConfigError(f"config.json: {alias}={value} is not supported; only {SUPPORTED_VALUES[field]} is")
+        renamed[field] = value
+    return renamed
+
+
+def _check_supported(config: HfConfig, values: HfConfig) -> None:
+    """Reject the first field whose value is not the supported one."""
+    for field, supported in values.items():
+        if config.get(field, supported) != supported:
+            raise ConfigError(f"config.json: {field}={config[field]} is not supported; only {supported} is")
 
 
 def _to_llama(model: Model) -> HfConfig:
@@ -147,6 +183,7 @@ def _to_deepseek(model: Model) -> HfConfig:
 
 
 def _from_deepseek(config: HfConfig) -> dict[str, Any]:
+    _check_routing(config)
     return _from_hf(config, SIZE_FIELDS) | {
         "architecture": "deepseek",
         "head_dim": _required(config, "v_head_dim"),
@@ -156,6 +193,17 @@ def _from_deepseek(config: HfConfig) -> dict[str, Any]:
         "experts": _from_hf({"scoring_func": "sigmoid", **config}, MOE_FIELDS),
         "mla": _from_hf(config, MLA_FIELDS),
     }
+
+
+def _check_routing(config: HfConfig) -> None:
+    """Reject group-limited routing that leaves a token fewer experts than it is routed to."""
+    names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
+    count, groups, top_groups, top_k = (_positive_int(config, name) for name in names)
+    if top_k > count // groups * top_groups:
+        raise ConfigError(
+            f"config.json: num_experts_per_tok={top_k} is more than the {count // groups * top_groups} experts in "
+            f"topk_group={top_groups} of n_group={groups} groups"
+        )
 
 
 def _to_nemotron_h(model: Model) -> HfConfig:
@@ -175,6 +223,7 @@ def _to_nemotron_h(model: Model) -> HfConfig:
 
 def _from_nemotron_h(config: HfConfig) -> dict[str, Any]:
     pattern = _pattern(config)
+    _check_supported(config, {"tie_word_embeddings": False})
     return _from_hf({**config, "num_hidden_layers": len(pattern)}, SIZE_FIELDS) | {
         "architecture": "nemotron_h",
         "pattern": pattern,
@@ -217,6 +266,7 @@ def _from_hf_rope(config: HfConfig) -> dict[str, Any]:
     fields: HfConfig = {"rope_theta": config.get("rope_theta", 10_000.0)}
     for section in ("rope_scaling", "rope_parameters"):
         fields |= convert(dict[str, Any], config.get(section) or {}, f"config.json.{section}")
+    _check_supported(fields, {"partial_rotary_factor": 1.0})
     rope_type = str(fields.get("rope_type", fields.get("type", "default")))
     if rope_type == "default":
         return {"theta": fields["rope_theta"]}
@@ -224,18 +274,24 @@ def _from_hf_rope(config: HfConfig) -> dict[str, Any]:
         raise UnknownName("rope_type of config.json:", rope_type, ("default", *ROPE_FIELDS))
     if rope_type == "yarn":
         fields = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.0, "mscale_all_dim": 0.0, **fields}
-        if fields.get("attention_factor") != 1.0 and not fields["mscale"] == fields["mscale_all_dim"] != 0:
-            raise ConfigError("config.json: yarn with a factor on cosine and sine (mscale) is not supported")
+        _check_supported(fields, {"truncate": True})  # rounding of the bounds between scaled and unscaled pairs
+        factor = fields.get("attention_factor")
+        if factor not in (None, 1.0) or (factor is None and not fields["mscale"] == fields["mscale_all_dim"] != 0):
+            raise ConfigError(
+                "config.json: yarn with a factor on cosine and sine (mscale, attention_factor) is not supported"
+            )
     return {"theta": fields["rope_theta"], "scaling": rope_type, **_from_hf(fields, ROPE_FIELDS[rope_type])}
 
 
 def _pattern(config: HfConfig) -> str:
     """Return one letter per layer, from hybrid_override_pattern or, in newer files, layers_block_type."""
-    if config.get("hybrid_override_pattern") is not None:
-        letters = convert(str, config["hybrid_override_pattern"], "config.json.hybrid_override_pattern")
-    else:
+    letters = convert(str | None, config.get("hybrid_override_pattern"), "config.json.hybrid_override_pattern")
+    if letters is None or config.get("layers_block_type") is not None:
         block_types = convert(tuple[str, ...], _required(config, "layers_block_type"), "config.json.layers_block_type")
-        letters = "".join(LAYER_LETTERS.get(block_type, block_type) for block_type in block_types)
+        listed = "".join(LAYER_LETTERS.get(block_type, block_type) for block_type in block_types)
+        if letters not in (None, listed):
+            raise ConfigError(f"config.json: hybrid_override_pattern={letters} and layers_block_type={listed} disagree")
+        letters = listed
     if set(letters) - set(LAYER_LETTERS.values()):
         raise ConfigError(f"config.json: layers {letters} are not supported; choices are: {' '.join(LAYER_LETTERS)}")
     return letters

@@ -50,6 +50,11 @@ class ActivationSizes:
         return BYTES["fp8"] if self.is_fp8 else self.value_bytes
 
     @cached_property
+    def expert_gemm_bytes(self) -> float:
+        """The same of a routed expert's GEMM."""
+        return self.value_bytes if self.work.fp8_experts is False else self.gemm_bytes
+
+    @cached_property
     def tokens(self) -> float:
         """Tokens of this rank inside a block."""
         return self.work.mbs * self.work.seqlen / self.parallel.cp
@@ -135,11 +140,11 @@ class ActivationSizes:
         """In bf16 gate and up only: silu(gate) * up is recomputed."""
         if self.config.precision.dtype == "bf16" and self.model.activation == "silu":
             return self.tokens * ffn * 2 * self.value_bytes
-        return self._gated(self.tokens, ffn)
+        return self._gated(self.tokens, ffn, self.gemm_bytes)
 
-    def _gated(self, rows: float, ffn: float) -> float:
+    def _gated(self, rows: float, ffn: float, gemm_bytes: float) -> float:
         """Gate and up, and the input of the down projection."""
-        return rows * ffn * (2 * self.value_bytes + self.gemm_bytes)
+        return rows * ffn * (2 * self.value_bytes + gemm_bytes)
 
     def _moe(self) -> float:
         """With balanced routing: router input, scores and weights; expert inputs, inner values and outputs."""
@@ -150,11 +155,11 @@ class ActivationSizes:
         received = pairs * parallel.etp
         saved = tokens * (hidden * self.value_bytes + 4 * moe.count + (4 if moe.renormalise else 0))  # and weight sum
         saved += pairs * (hidden * self.value_bytes + 8 + 4 + weights)  # expert id and row index
-        saved += received * (hidden * self.gemm_bytes + (4 if parallel.ep * parallel.etp > 1 else 0))
+        saved += received * (hidden * self.expert_gemm_bytes + (4 if parallel.ep * parallel.etp > 1 else 0))
         if moe.shared:
             saved += self._gated_mlp(moe.shared * moe.ffn / parallel.tp)
             saved += self._gathered() if self.gemm_bytes != self.value_bytes or parallel.tp > 1 else 0
-        return saved + self._gated(received, moe.ffn / parallel.etp)
+        return saved + self._gated(received, moe.ffn / parallel.etp, self.expert_gemm_bytes)
 
     def _mamba(self) -> float:
         assert self.model.mamba is not None

@@ -12,7 +12,7 @@ from llmb.config.spec import Inference, Model, OutOfCore, Parallel, Prediction, 
 from llmb.errors import ConfigError
 from llmb.perfmodel import serving_capacity
 from llmb.perfmodel.block_costs import block_stack
-from llmb.perfmodel.hardware import GIB, gpu
+from llmb.perfmodel.hardware import GIB, memory_bytes
 from llmb.perfmodel.params import BYTES, bytes_per_value, parameter_breakdown, parameters
 from llmb.perfmodel.shards import gradient_bytes
 from llmb.perfmodel.training_memory import offloaded, peak_memory
@@ -80,7 +80,7 @@ def _native_training_memory(config: RunConfig, work: Training) -> MemoryEstimate
     return MemoryEstimate(
         **peak_memory(config),
         host=offloaded(config),
-        device_budget=gpu(config.machine.gpu).memory_bytes,
+        device_budget=memory_bytes(config.machine),
         assumptions=(
             f"estimate: weights of {BYTES[work.master_weights]:g} bytes, gradients of {gradient_bytes(config)}, "
             f"two {work.moments} moments, sharded over replicas by the layout; saved activations of each block, with "
@@ -124,7 +124,7 @@ def _external_training_memory(config: RunConfig, work: Training) -> MemoryEstima
         optimizer=per_optimizer * sharded,
         activations=activations,
         host=in_flight * layer * offloaded_layers,
-        device_budget=gpu(config.machine.gpu).memory_bytes,
+        device_budget=memory_bytes(config.machine),
         assumptions=(
             f"estimate: weights {per_weight:g}, gradients {per_gradient:g}, optimizer {per_optimizer:g} bytes per "
             f"parameter, {sharding}; activations split by tp and cp, fused attention and MLP, chunked loss, "
@@ -161,7 +161,7 @@ def _inference_memory(config: RunConfig) -> MemoryEstimate:
         weights=serving_capacity.weight_bytes(config),
         activations=serving_capacity.workspace_bytes(config),
         kv_cache=min(needed, available),
-        device_budget=gpu(config.machine.gpu).memory_bytes,
+        device_budget=memory_bytes(config.machine),
         assumptions=(
             f"estimate: {bytes_per_value(config.precision.dtype):g} bytes per weight, embedding, head, norms and "
             f"router bf16 or wider; KV cache in {config.precision.kv_dtype or 'bf16'} of as many whole requests as "

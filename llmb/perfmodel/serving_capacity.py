@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Inference, RunConfig
-from llmb.errors import ConfigError
 from llmb.perfmodel.block_costs import BLOCK_COSTS, block_stack
-from llmb.perfmodel.hardware import GIB, gpu
+from llmb.perfmodel.hardware import GIB, memory_bytes
 from llmb.perfmodel.params import BYTES, bytes_per_value, kv_bytes_per_token, state_bytes_per_sequence
 from llmb.perfmodel.shards import StageShape, Weight, end_weights, layer_blocks, layer_weights
 
@@ -132,7 +131,7 @@ def _logit_bytes(config: RunConfig) -> float:
 
 def free_bytes(config: RunConfig) -> float | None:
     """Return the GPU memory that the weights leave, estimated; None when the memory is unknown."""
-    memory = gpu(config.machine.gpu).memory_bytes
+    memory = memory_bytes(config.machine)
     return None if memory is None else max(0.0, memory - weight_bytes(config))
 
 
@@ -162,21 +161,20 @@ def requested_cache_bytes(config: RunConfig) -> float:
     return requests * ((work.isl + work.osl) * token_bytes(config) + state_bytes(config))
 
 
-def check_fits(config: RunConfig) -> None:
-    """Raise a ConfigError if not even one request would do on the GPU."""
-    if config.workload.kind != "inference":
-        return
+def misfit(config: RunConfig) -> str | None:
+    """Return why not even one request would do on the GPU, and what would; None if it would, or nobody knows."""
     free = free_bytes(config)
     if free is None:
-        return
+        return None
     if free == 0:
-        raise ConfigError(
+        return (
             f"the weights of {config.model.name} in {config.precision.dtype} need {_gib(weight_bytes(config))} a GPU, "
             f"which is more than a {config.machine.gpu} has; use more GPUs (TP, PP, EP) or a smaller dtype"
         )
     capacity = cache_capacity(config, free)
     if capacity.requests == 0 or _states_fill_cache(config, capacity):
-        raise ConfigError(advice(config, free))
+        return advice(config, free)
+    return None
 
 
 def _states_fill_cache(config: RunConfig, capacity: CacheCapacity) -> bool:

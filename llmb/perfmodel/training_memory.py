@@ -37,6 +37,7 @@ from llmb.perfmodel.shards import (
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
 FP32 = BYTES["fp32"]
 FSDP_BACKWARD_COPIES = 4  # times a layer's bf16 weights, see above
+SIMULATED_ROUNDS = 4  # of pp micro-batches each: warm-up, two steady rounds and cool-down contain every peak of a step
 
 
 def peak_memory(config: RunConfig) -> dict[str, float]:
@@ -81,11 +82,13 @@ class StepMemory:
         self.fsdp = self.parallel.fsdp and self.parallel.dp_cp_size > 1
         self.split_weights, self.grad_bytes = has_split_weights(config), gradient_bytes(config)
         self.sizes = ActivationSizes(config)
+        self.micro_batches = _simulated_micro_batches(work.ga, self.parallel.pp)
         self.stages = rank_stages(config, rank)
         self.all_weights = [WeightGroup.of(stage_weights(self.model, s), self.parallel) for s in self.stages]
         self.last_layer = [WeightGroup.of(layer_weights(self.model, s.layers[-1]), self.parallel) for s in self.stages]
         self.ends = [WeightGroup.of(end_weights(self.model, s), self.parallel) for s in self.stages]
         self.saved = [self._saved(stage) for stage in self.stages]
+        self._working_bytes: dict[tuple[int, bool, bool], float] = {}  # of a layer, forward or not, accumulating or not
         self.current: Counter[str] = Counter()
         self.maximum: Counter[str] = Counter()
 
@@ -96,7 +99,7 @@ class StepMemory:
         self._allocate(OPTIMIZER, 2 * BYTES[self.work.moments] * shards)
         overlap_send = self.parallel.pp > 1 and self.parallel.overlap_send
         self._allocate(ACTIVATIONS, MAX_PENDING_SENDS * self.sizes.residual * overlap_send)
-        for action in rank_order(self.parallel.pp, self.parallel.vp, self.work.ga, self.rank):
+        for action in rank_order(self.parallel.pp, self.parallel.vp, self.micro_batches, self.rank):
             (self._forward if action.forward else self._backward)(action)
         return {name: float(self.maximum[name]) for name in (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS)}
 
@@ -108,6 +111,8 @@ class StepMemory:
         if is_fused(self.sizes.config):
             ends = [w.size for stage in self.stages for w in end_weights(self.model, stage) if len(w.shape) > 1]
             return 2 * BYTES["fp8"] * (sum(weight.size for weight in weights) - sum(ends))
+        if self.work.fp8_experts is False:
+            return 0.0
         routed = [w.on_rank(self.parallel) for w in weights if w.routed and not is_sharded(w, self.parallel)]
         aligned = [w for w in routed if all(length % FP8_ALIGNMENT == 0 for length in w.shape[1:])]
         return 2 * BYTES["fp8"] * sum(weight.size for weight in aligned)
@@ -149,7 +154,7 @@ class StepMemory:
         if self.fsdp:
             self._update_fsdp_maximum(action)
         self._allocate(ACTIVATIONS, -self.saved[action.stage])
-        last = action.micro == self.work.ga - 1
+        last = action.micro == self.micro_batches - 1
         if self.fsdp:
             self._allocate(WEIGHTS, -sizes.value_bytes * self.ends[action.stage].gathered)
             if action.micro == 0:
@@ -205,7 +210,16 @@ class StepMemory:
         ]
 
     def _working(self, stage: StageShape, forward: bool, accumulated: bool = False) -> float:
-        return self.sizes.working(stage.layers[-1], forward, accumulated)
+        key = stage.layers[-1], forward, accumulated
+        if key not in self._working_bytes:
+            self._working_bytes[key] = self.sizes.working(*key)
+        return self._working_bytes[key]
+
+
+def _simulated_micro_batches(ga: int, pp: int) -> int:
+    """Return how many of a step's micro-batches to simulate: the steady rounds of a long step are all alike."""
+    simulated = SIMULATED_ROUNDS * pp + ga % pp
+    return min(ga, simulated)
 
 
 def _offloaded_layers(stage: StageShape) -> list[int]:

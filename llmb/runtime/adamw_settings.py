@@ -1,6 +1,7 @@
 """AdamW hyperparameters and the learning-rate schedule of pretraining, the same for every engine that trains.
 
-The learning rate is a function of the step alone, so a resumed run needs no saved scheduler state.
+The learning rate is a function of the step alone, so a resumed run needs no saved scheduler state. Peak, warm-up and
+decay are resolved before a run starts, by default as `llmb/config/lr_schedule.py` chooses them.
 """
 
 import math

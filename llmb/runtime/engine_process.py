@@ -15,7 +15,6 @@ from typing import NoReturn
 
 from llmb.config.serialization import build, read_json
 from llmb.config.spec import RunConfig
-from llmb.errors import ConfigError
 from llmb.runtime.rank_prefix import prefix_output
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import ending_of, print_error
@@ -51,8 +50,7 @@ class EngineProcess:
             self.load()(config, recorder)
         except Exception as raised:
             error = raised
-            if recorder.rank == 0 or not isinstance(raised, ConfigError):  # a ConfigError is the same on all ranks
-                print_error(self.engine, raised)
+            print_error(self.engine, raised)
         ending = ending_of(error, recorder.rank)
         if path.parent.is_dir():
             recorder.end(ending.status, ending.reason, ending.failed_rank)

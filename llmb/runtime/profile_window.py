@@ -31,6 +31,12 @@ def is_under_nsight() -> bool:
     return os.environ.get(NSIGHT_VARIABLE) == "1"
 
 
+def check_gpu_metrics(settings: Profile) -> None:
+    """Refuse GPU metrics outside Nsight Systems, which alone can sample them."""
+    if settings.gpu_metrics and not is_under_nsight():
+        raise ConfigError("the native engine does not run gpu_metrics=true (needs Nsight Systems)")
+
+
 class NsightWindow:
     """Capture range of Nsight Systems: call `before` and `after` each step."""
 

@@ -2,7 +2,8 @@
 
 Each token is a hash of its index, so any rank can generate any slice of the global batch: the batch is the same however
 it is split into ranks and micro-batches, and the same on a CPU and a GPU. Small token ids are more frequent than large
-ones, as in natural text, so a model has something to learn: the loss falls from ln(vocab) by about 0.9.
+ones, as in natural text, so a model has something to learn: the loss can fall to ln(vocab) - 0.9, and no
+further, since a token says nothing about the next one.
 """
 
 import torch

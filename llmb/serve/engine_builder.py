@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from llmb.config.native.number_formats import published_fp8_scaling
+from llmb.config.native.serving_support import check_serving_layout
 from llmb.config.spec import Inference, RunConfig
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import SchedulerLimits
@@ -26,7 +28,6 @@ from llmb.serve.pipeline_runner import PipelineStageRunner
 from llmb.serve.rank_groups import RankGroups
 from llmb.serve.scheduler import Scheduler
 from llmb.serve.serve_layout import join_groups
-from llmb.serve.serve_support import check_layout
 from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.hf_folder import HfFolderWeights
 from llmb.serve.weights.weight_source import RandomWeights, WeightSource
@@ -39,7 +40,7 @@ def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int) -> En
     """Build the engine of this rank, for sequences of at most `max_seq_len` tokens."""
     work = config.workload
     assert isinstance(work, Inference)
-    check_layout(config)
+    check_serving_layout(config)
     groups = join_groups(config, rank_info)
     device = rank_info.device
     if rank_info.rank == 0 and work.cuda_graphs and device.type == "cuda" and not uses_cuda_graphs(groups, work):
@@ -97,8 +98,10 @@ def serving_dtypes(config: RunConfig) -> ServingDtypes:
     """Return the dtypes of a run; fp8 weights are scaled as the model is published unless the run says otherwise."""
     precision = config.precision
     dtype = torch.float32 if precision.dtype == "fp32" else torch.bfloat16
-    published = "block" if config.model.architecture == "deepseek" else "channel"
-    formats: dict[str, Format] = {"fp8": FP8_FORMATS[precision.fp8_scaling or published], "nvfp4": "nvfp4"}
+    formats: dict[str, Format] = {
+        "fp8": FP8_FORMATS[precision.fp8_scaling or published_fp8_scaling(config.model)],
+        "nvfp4": "nvfp4",
+    }
     kv_dtype = torch.float8_e4m3fn if precision.kv_dtype == "fp8" else dtype
     return ServingDtypes(dtype, formats.get(precision.dtype, "plain"), kv_dtype)
 

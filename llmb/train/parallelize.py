@@ -90,7 +90,7 @@ def apply_passes(model_part: Network, config: RunConfig, workload: Training, mes
     if config.precision.dtype == "bf16":
         compute_in_bf16(model_part)
     if config.precision.dtype == "fp8":
-        compute_in_fp8(model_part, mesh.device, workload.fp8_fast_accum)
+        compute_in_fp8(model_part, mesh.device, workload.fp8_fast_accum, workload.fp8_experts is not False)
     if is_fused(config):
         fuse_layers(model_part)
     apply_context_parallel(model_part, mesh)

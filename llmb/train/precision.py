@@ -21,7 +21,7 @@ from llmb.errors import ConfigError
 from llmb.models.architectures import Network
 from llmb.models.blocks import Attention, GatedMlp
 from llmb.models.moe import GroupedLinear
-from llmb.ops.activation.gated_mlp_autograd import gated_mlp
+from llmb.ops.activation.activation_autograd import gated_mlp
 from llmb.ops.embedding.embedding_autograd import fused_embedding
 from llmb.ops.gemm.fp8_linear import fits_fp8, fp8_linear
 from llmb.ops.gemm.linear_autograd import linear, linears
@@ -110,16 +110,22 @@ def compute_in_bf16(network: Network) -> None:
         network.embedding.register_forward_hook(lambda _module, _args, x_BTC: x_BTC.to(torch.bfloat16))
 
 
-def compute_in_fp8(network: Network, device: torch.device, fp8_fast_accum: bool = False) -> None:
-    """Make a network with fp32 parameters compute the GEMMs of its layers in fp8 and the rest in bf16."""
+def compute_in_fp8(
+    network: Network, device: torch.device, fp8_fast_accum: bool = False, fp8_experts: bool = True
+) -> None:
+    """Make a network with fp32 parameters compute the GEMMs of its layers in fp8 and the rest in bf16.
+
+    Without `fp8_experts` the grouped GEMMs of experts belong to the rest.
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         raise ConfigError(
             f"dtype=fp8 needs a GPU of compute capability 8.9 or more, this one has {capability}; try bf16"
         )
-    _check_grouped(network, device)
     _swap_class(network.layers, nn.Linear, Fp8Linear)
-    _swap_class(network.layers, GroupedLinear, Fp8GroupedLinear)
+    if fp8_experts:
+        _check_grouped(network, device)
+        _swap_class(network.layers, GroupedLinear, Fp8GroupedLinear)
     for module in network.layers.modules():
         if isinstance(module, Fp8Linear | Fp8GroupedLinear):
             module.fp8_fast_accum = fp8_fast_accum
@@ -133,7 +139,7 @@ def _check_grouped(network: Network, device: torch.device) -> None:
     if capability != GROUPED_FP8_CAPABILITY:
         raise ConfigError(
             "dtype=fp8 with experts needs a GPU of compute capability 9.0 (Hopper), "
-            f"this one has {capability[0]}.{capability[1]}; try bf16"
+            f"this one has {capability[0]}.{capability[1]}; set fp8_experts=false, which computes them in bf16"
         )
 
 

@@ -64,3 +64,22 @@ def test_discovery_takes_training_workloads_only(recipes):
 def test_invalid_selection_is_named(recipes, selection, message):
     with pytest.raises(ConfigError, match=message):
         tasks_for(selection, recipes)
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        RunSelection(targets=("Pretrain_Llama3.1",), size="8B", dtypes=("FP8",), scales=(8,)),
+        RunSelection(targets=("PRETRAIN_LLAMA3.1_8B",), dtypes=("Fp8",), scales=(8,)),
+        RunSelection(targets=("pretrain_llama3.1_8b",), size="8B", dtypes=("fp8",), scales=(8,)),
+    ],
+)
+def test_names_match_in_any_case(recipes, selection):
+    assert runs(tasks_for(selection, recipes)) == [("pretrain_llama3.1", "8b", "fp8", 8)]
+
+
+def test_gpu_that_is_not_in_the_table_has_the_scales_of_the_default_gpu(recipes):
+    selection = RunSelection(targets=("pretrain_llama3.1_405b",), gpu="l40s", gpu_memory_bytes=48 << 30)
+    tasks = tasks_for(selection, recipes)
+    assert {t.request.gpus for t in tasks} == {128, 256, 512}
+    assert {(t.request.gpu, t.request.gpu_memory_bytes) for t in tasks} == {("l40s", 48 << 30)}

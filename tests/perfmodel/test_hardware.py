@@ -2,8 +2,9 @@
 
 import pytest
 
-from llmb.errors import UnknownName
-from llmb.perfmodel.hardware import GPUS, gpu, identify_gpu, peak_flops
+from llmb.config.spec import Machine
+from llmb.errors import ConfigError
+from llmb.perfmodel.hardware import GPUS, gpu, gpu_key, identify_gpu, memory_bytes, parse_gpu_type, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -50,11 +51,18 @@ def test_rows_are_complete() -> None:
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("nvidia_h100_80gb_hbm3", "h100"),  # as Slurm's AutoDetect names it
         ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA A100 80GB PCIe", None),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 SXM5 64GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA GeForce RTX 5090", None),
+        ("GRID A100-40C", None),
         ("", None),
     ],
 )
@@ -62,6 +70,37 @@ def test_identify_gpu_by_device_name(name: str, key: str | None) -> None:
     assert identify_gpu(name) == key
 
 
-def test_unknown_type_lists_the_valid_ones() -> None:
-    with pytest.raises(UnknownName, match=r"did you mean h200\?.*h100"):
-        gpu("h220")
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 480GB", "gh200-480gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-sxm4-40gb"),
+        ("A/B (C)", "ab-c"),
+        ("", "gpu"),
+    ],
+)
+def test_unlisted_gpu_is_named_after_its_device(name: str, key: str) -> None:
+    assert gpu_key(name) == key
+    assert key in GPUS or (gpu(key).peak_flops, gpu(key).memory_bytes, peak_flops(key, "bf16")) == ({}, None, None)
+
+
+def test_memory_of_an_unlisted_gpu_is_what_the_driver_reports() -> None:
+    assert memory_bytes(Machine(gpu="rtx-4090", gpus=1, gpus_per_node=8, gpu_memory_bytes=24 << 30)) == 24 << 30
+    assert memory_bytes(Machine(gpu="rtx-4090", gpus=1, gpus_per_node=8)) is None
+    assert memory_bytes(Machine(gpu="h100", gpus=1, gpus_per_node=8)) == 79.1 * 2**30
+
+
+def test_gpu_type_of_a_user_is_listed_or_marked_as_unlisted() -> None:
+    assert [parse_gpu_type(text, ("l40s",)) for text in ("H100", " gb200", "L40S", "unlisted:MI300X")] == [
+        "h100", "gb200", "l40s", "mi300x"
+    ]  # fmt: skip
+    for text, example in (("mi300x", "unlisted:mi300x"), ("h220", "unlisted:h220"), ("a/b", "unlisted:NAME")):
+        with pytest.raises(ConfigError) as caught:
+            parse_gpu_type(text)
+        assert str(caught.value).startswith(f"unknown GPU type '{text}'; choices are: gb300, gb200, b300")
+        assert str(caught.value).endswith(f"name a GPU that is not among them as {example}")

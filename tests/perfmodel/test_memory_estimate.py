@@ -157,11 +157,11 @@ def test_unknown_gpu_memory_gives_no_verdict() -> None:
 def test_published_configurations_are_within_reach(
     model: Model, gpu: str, gpus: int, work: Training, layout: dict
 ) -> None:
-    """Each of these ran under Megatron: the estimate is 64 to 115 % of the GPU's memory."""
+    """Each of these ran under Megatron: the estimate is 60 to 109 % of the GPU's memory."""
     assert Parallel(**layout).world_size == gpus
     memory = estimate(model, gpu, gpus, work, engine="megatron_bridge", **layout)
     assert memory.device_budget is not None
-    assert 0.635 < memory.total / memory.device_budget < 1.155
+    assert 0.595 < memory.total / memory.device_budget < 1.09
 
 
 def serve(isl: int, osl: int, batch: int, concurrency: int, tokens: int, fraction: float, dp: bool) -> Inference:

@@ -1,0 +1,59 @@
+"""Configurations that the out-of-core engine supports: it refuses settings that it would ignore."""
+
+from pathlib import Path
+
+from llmb.config.llama_layer_shapes import check_plain_llama
+from llmb.config.native.number_formats import fp8_scaling
+from llmb.config.offload_plan import Plan
+from llmb.config.spec import OutOfCore, RunConfig
+from llmb.errors import ConfigError
+
+
+def supported_outofcore(config: RunConfig) -> tuple[OutOfCore, Plan]:
+    """Return the workload and the plan of a configuration that this engine fully supports, or raise a ConfigError."""
+    workload = config.workload
+    if config.engine != "native":
+        raise ConfigError(f"engine={config.engine}: python -m llmb.offload is the native engine")
+    if not isinstance(workload, OutOfCore):
+        raise ConfigError(f"a workload of kind {workload.kind}: python -m llmb.offload runs kind outofcore")
+    check_plain_llama(config.model)
+    if workload.plan is None:
+        raise ConfigError("workload.plan is null: `llmb-run submit` makes it, and `llmb-run plan` shows it")
+    _check(config, workload, workload.plan)
+    _check_export(workload)
+    return workload, workload.plan
+
+
+def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
+    ranks, chunks, precision = config.parallel.world_size, plan.chunks_per_round, config.precision
+    decay, warmup = workload.lr_decay_steps, workload.lr_warmup_steps
+    problems = {
+        f"{ranks} ranks: it computes on one GPU": ranks != 1,
+        f"workload.steps={workload.steps}: must be at least 1": workload.steps < 1,
+        f"checkpoint_every={workload.checkpoint_every}: must be at least 1": (workload.checkpoint_every or 1) < 1,
+        f"lr_warmup_steps={warmup}: must be at least 0": warmup < 0,
+        f"lr_decay_steps={decay}: must be more than lr_warmup_steps={warmup}": decay is not None and decay <= warmup,
+        f"seqlen={workload.seqlen}, but its plan is for {plan.seqlen}": plan.seqlen != workload.seqlen,
+        f"gbs={workload.gbs}, but its plan is for {plan.gbs}": workload.gbs not in (None, plan.gbs),
+        f"dtype={precision.dtype}, but its plan is for {plan.dtype}": plan.dtype != precision.dtype,
+        f"kv_dtype={precision.kv_dtype}: keys have the dtype of the run": precision.kv_dtype is not None,
+        f"fp8_scaling={precision.fp8_scaling} (here it is {fp8_scaling(config) or 'none'})": precision.fp8_scaling
+        not in (None, fp8_scaling(config)),
+        f"update={workload.update}, but its plan is for {plan.update}": plan.update != workload.update,
+        f"clip={workload.clip} needs a plan that updates in the next forward pass": workload.clip is not None
+        and plan.update_at != "forward",
+        f"workload.plan.levels has {len(plan.levels)} letters, not {config.model.layers} layers * {chunks} chunks": len(
+            plan.levels
+        )
+        != config.model.layers * chunks,
+    }
+    messages = [message for message, applies in problems.items() if applies]
+    if messages:
+        raise ConfigError(f"the out-of-core engine does not run {'; nor '.join(messages)}")
+
+
+def _check_export(workload: OutOfCore) -> None:
+    """Refuse an export to an existing folder before the run, which may take days."""
+    folder = None if workload.export is None else Path(workload.export)
+    if folder is not None and (folder.is_file() or (folder.is_dir() and any(folder.iterdir()))):
+        raise ConfigError(f"export={folder} exists already; weights are written to a new folder")

@@ -1,0 +1,43 @@
+"""Configurations that the native serving engine supports, checked before anything is built."""
+
+from llmb.config.parallel_layout import check_ranks, check_serving
+from llmb.config.spec import Inference, RunConfig
+from llmb.errors import ConfigError
+
+COUNTS = ("isl", "osl", "num_requests", "max_batch_size", "max_num_tokens", "block_tokens")
+MLA_BLOCK_MULTIPLE = 16  # tokens: MLA kernels read the KV cache in tiles of at least so many
+
+
+def supported_serving(config: RunConfig) -> Inference:
+    """Return the workload; raise a ConfigError if the engine does not support its settings."""
+    work = config.workload
+    if config.engine != "native":
+        raise ConfigError(f"engine={config.engine}: python -m llmb.serve is the native engine")
+    if not isinstance(work, Inference):
+        raise ConfigError(f"a workload of kind {work.kind}: python -m llmb.serve runs kind inference")
+    for name in COUNTS:
+        if getattr(work, name) < 1:
+            raise ConfigError(f"workload.{name}={getattr(work, name)}: must be at least 1")
+    for name in ("isl_spread", "osl_spread"):
+        if getattr(work, name) < 0:
+            raise ConfigError(f"workload.{name}={getattr(work, name):g}: must be at least 0")
+    if not 0 < work.kv_fraction <= 1:
+        raise ConfigError(f"workload.kv_fraction={work.kv_fraction:g}: must be above 0 and at most 1")
+    if config.profile.profile and config.profile.profile_stop <= config.profile.profile_start:
+        raise ConfigError(
+            f"profile_start={config.profile.profile_start}, profile_stop={config.profile.profile_stop}: no step is "
+            "profiled; profile_stop is the first step after the window"
+        )
+    if config.model.mla is not None and config.machine.gpu != "cpu" and work.block_tokens % MLA_BLOCK_MULTIPLE:
+        raise ConfigError(f"block_tokens={work.block_tokens}: MLA on a GPU needs a multiple of {MLA_BLOCK_MULTIPLE}")
+    return work
+
+
+def check_serving_layout(config: RunConfig) -> None:
+    """Raise a ConfigError if these ranks cannot serve the model, naming what does not divide."""
+    work, parallel = config.workload, config.parallel
+    assert isinstance(work, Inference)
+    for name, default in (("cp", 1), ("etp", 1), ("vp", None), ("fsdp", False)):
+        if getattr(parallel, name) != default:
+            raise ConfigError(f"{name}={getattr(parallel, name)}: the serving engine splits by tp, pp and ep only")
+    check_serving(check_ranks(parallel, parallel.world_size), config.model, work.attention_dp)

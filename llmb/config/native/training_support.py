@@ -1,0 +1,139 @@
+"""Configurations that the native training engine supports: a setting without effect would falsify the benchmark.
+
+`profile.nccl_trace` is not checked here: it acts through the environment that the launcher sets.
+"""
+
+from llmb.config.native.number_formats import fp8_scaling, has_fp8_experts
+from llmb.config.parallel_layout import check_model, check_schedule, check_sequence, max_layers_per_rank
+from llmb.config.spec import RunConfig, Training
+from llmb.errors import ConfigError
+from llmb.perfmodel.hardware import gpu
+from llmb.perfmodel.shards import has_split_weights, is_fused
+
+DTYPES = ("fp32", "bf16", "fp8")
+DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
+GROUPED_FP8_GPUS = ("h100", "h200", "cpu")  # torch's fp8 grouped GEMM runs on Hopper only; a CPU has a reference
+SUPPORTED = (
+    f"dtype {', '.join(DTYPES)}, every parallel layout ({', '.join(DEGREES)}, fsdp, vp), gradient accumulation (ga), "
+    "recompute_layers, offload_layers; on one GPU cuda_graphs, and with dtype bf16 or fp8 "
+    "master_weights=bf16, gradients=bf16 and moments=bf16, for Llama also save_norm_outputs; with dtype fp8 "
+    "fp8_fast_accum, and on Hopper fp8_experts"
+)
+
+
+def supported_training(config: RunConfig) -> Training:
+    """Return the training workload of a configuration, or raise ConfigError if a setting is not supported."""
+    workload, parallel = config.workload, config.parallel
+    if config.engine != "native":
+        raise ConfigError(f"engine={config.engine}: python -m llmb.train is the native engine")
+    if not isinstance(workload, Training):
+        raise ConfigError(f"a workload of kind {workload.kind}: python -m llmb.train runs kind training")
+    dtype, precision = config.precision.dtype, config.precision
+    unsupported = {
+        f"dtype={dtype}": dtype not in DTYPES,
+        f"kv_dtype={precision.kv_dtype}": precision.kv_dtype is not None,
+        f"fp8_scaling={precision.fp8_scaling} (here it is {fp8_scaling(config) or 'none'})": precision.fp8_scaling
+        not in (None, fp8_scaling(config)),
+        **dict.fromkeys((f"cuda_graphs=true with {reason}" for reason in _graph_obstacles(config, workload)), True),
+        **{
+            f"{name}=bf16 with dtype={dtype} on {parallel.world_size} ranks": getattr(workload, name) == "bf16"
+            and not has_split_weights(config)
+            for name in ("master_weights", "gradients", "moments")
+        },
+        f"save_norm_outputs=true with {_unfused_reason(config)}": workload.save_norm_outputs and not is_fused(config),
+        f"save_norm_outputs=true with offload_layers={workload.offload_layers}": workload.save_norm_outputs
+        and workload.offload_layers > 0,
+        f"fp8_fast_accum=true with dtype={dtype}": workload.fp8_fast_accum and dtype != "fp8",
+        f"fp8_experts={workload.fp8_experts} with {config.model.name} in {dtype}": workload.fp8_experts is not None
+        and not has_fp8_experts(config),
+        f"fp8_experts=true on {config.machine.gpu}": workload.fp8_experts is not False and not runs_fp8_experts(config),
+    }
+    refused = [setting for setting, is_set in unsupported.items() if is_set]
+    if refused:
+        raise ConfigError(f"the native training engine does not run {', '.join(refused)}; it runs {SUPPORTED}")
+    check_fp8_gpu(config)
+    if workload.cuda_graphs and config.machine.gpu == "cpu":
+        raise ConfigError("cuda_graphs=true needs a CUDA GPU; machine.gpu=cpu has none")
+    if workload.balanced_experts and config.model.experts is None:
+        raise ConfigError(f"balanced_experts=true: model {config.model.name} has no experts")
+    _check_sizes(workload, parallel.dp)
+    check_model(parallel, config.model)
+    check_sequence(workload.seqlen, parallel)
+    check_schedule(workload.ga, parallel)
+    owner = "the model" if parallel.pp == 1 else "a rank of the pipeline"
+    _check_activations(workload, owner, max_layers_per_rank(config.model.layers, parallel))
+    check_learning_rate(workload.lr_warmup_steps, workload.lr_decay_steps)
+    return workload
+
+
+def graphs_need_one_rank(config: RunConfig) -> bool:
+    """Return whether ranks communicate in a micro-batch or a step, which CUDA graphs do not capture."""
+    return any(getattr(config.parallel, degree) > 1 for degree in DEGREES)
+
+
+def runs_fp8_experts(config: RunConfig) -> bool:
+    """Return whether the GEMMs of experts can be in fp8 on these GPUs; a model without experts has none to run."""
+    return not has_fp8_experts(config) or config.machine.gpu in GROUPED_FP8_GPUS
+
+
+def check_fp8_gpu(config: RunConfig) -> None:
+    """Refuse fp8 on a GPU that is known to have no fp8 GEMMs."""
+    hardware = gpu(config.machine.gpu)
+    if config.precision.dtype == "fp8" and hardware.peak_flops and "fp8" not in hardware.peak_flops:
+        raise ConfigError(f"dtype fp8: {hardware.title} has no fp8 GEMMs; choose bf16")
+
+
+def check_learning_rate(warmup_steps: int, decay_steps: int | None) -> None:
+    """Check that decay ends after warm-up."""
+    if warmup_steps < 0:
+        raise ConfigError(f"lr_warmup_steps={warmup_steps}: must be at least 0")
+    if decay_steps is not None and decay_steps <= warmup_steps:
+        raise ConfigError(
+            f"lr_decay_steps={decay_steps}: must be more than lr_warmup_steps={warmup_steps}, "
+            "where the learning rate decay begins"
+        )
+
+
+def _graph_obstacles(config: RunConfig, workload: Training) -> list[str]:
+    """Return why the forward and backward pass of a micro-batch cannot be captured, if CUDA graphs are requested."""
+    if not workload.cuda_graphs:
+        return []
+    degrees = {degree: getattr(config.parallel, degree) for degree in DEGREES}
+    obstacles = [f"{degree}={ranks}" for degree, ranks in degrees.items() if ranks > 1]
+    if workload.offload_layers > 0:
+        obstacles.append(f"offload_layers={workload.offload_layers}")
+    if config.model.experts is not None and config.precision.dtype == "fp32":
+        obstacles.append("experts in fp32")  # which read tokens per expert on the host
+    return obstacles
+
+
+def _unfused_reason(config: RunConfig) -> str:
+    """Describe the configuration for which layers are not fused."""
+    dtype, machine = config.precision.dtype, config.machine.gpu
+    return f"{config.model.architecture} in {dtype} on {config.parallel.world_size} ranks of {machine}"
+
+
+def _check_sizes(workload: Training, dp: int) -> None:
+    for name in ("seqlen", "mbs", "ga", "steps"):
+        if getattr(workload, name) < 1:
+            raise ConfigError(f"workload.{name}={getattr(workload, name)}: must be at least 1")
+    if workload.gbs != workload.mbs * workload.ga * dp:
+        product = workload.mbs * workload.ga * dp
+        raise ConfigError(
+            f"gbs={workload.gbs} is not mbs * ga * dp = {workload.mbs} * {workload.ga} * {dp} = {product}"
+        )
+    if workload.checkpoint_every is not None and workload.checkpoint_every < 1:
+        raise ConfigError(f"checkpoint_every={workload.checkpoint_every}: must be at least 1")
+
+
+def _check_activations(workload: Training, owner: str, layers: int) -> None:
+    if not 0 <= workload.recompute_layers <= layers:
+        raise ConfigError(
+            f"recompute_layers={workload.recompute_layers}: {owner} has {layers} layers, so 0 to {layers}"
+        )
+    remaining = layers - workload.recompute_layers
+    if not 0 <= workload.offload_layers <= remaining:
+        raise ConfigError(
+            f"offload_layers={workload.offload_layers}: {remaining} of the {layers} layers are not recomputed, so "
+            f"0 to {remaining}"
+        )

@@ -1,0 +1,1 @@
+../pretrain_llama3.1/setup.sh

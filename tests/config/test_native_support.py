@@ -1,0 +1,171 @@
+"""Every shipped recipe row is one that the native engine runs, as printed or with recorded departures."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmb.config.native.departures import check_engine_support, departure_lines, departures
+from llmb.config.overrides import Setting
+from llmb.config.recipe import Recipe, expand_gpus, selector_values
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import RunRequest
+from llmb.config.spec import RunConfig, Training
+from llmb.errors import ConfigError
+
+GRAPHS = "cuda_graphs=false instead of the recipe's true (native engine: CUDA graphs do not capture collectives, "
+
+
+def rows(recipe: Recipe) -> list[RunConfig]:
+    """Resolve every row of a recipe, at every scale, for every GPU type and dtype that it lists."""
+    return [
+        resolve(recipe, RunRequest(size=row["size"], dtype=dtype, gpus=gpus, gpu=gpu, settings=_selectors(row)))
+        for row in recipe.rows
+        for gpu in selector_values(row, "gpu")
+        for dtype in selector_values(row, "dtype")
+        for gpus in expand_gpus(row.get("gpus", 1))
+    ]
+
+
+def _selectors(row: dict[str, Any]) -> tuple[Setting, ...]:
+    names = [name for name in ("mode", "use_case") if name in row]
+    return tuple(Setting(field=n, value=selector_values(row, n)[0], source="--set") for n in names)
+
+
+@pytest.mark.parametrize("workload", ["pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1"])
+def test_every_training_row_runs_or_departs_on_record(recipes, workload):
+    for config in rows(recipes[workload]):
+        check_engine_support(config)
+        work = config.workload
+        for name in ("cuda_graphs", "fp8_experts"):
+            printed = config.recipe_row.get(name, False if name == "cuda_graphs" else None)
+            recorded = [o for o in config.overrides if o.field == name]
+            assert getattr(work, name) == printed or printed is None or len(recorded) == 1, config.name
+
+
+def test_every_serving_row_runs_or_departs_on_record(recipes):
+    for workload in ("inference_llama3.1", "inference_deepseek-r1"):
+        for config in rows(recipes[workload]):
+            check_engine_support(config)
+            several = config.machine.gpus > 1
+            assert config.workload.cuda_graphs is not several
+            assert [line.startswith(GRAPHS) for line in departures(config)] == [True] * several
+
+
+@pytest.mark.nightly  # each plan takes seconds
+def test_every_outofcore_row_runs(recipes):
+    for config in rows(recipes["outofcore_llama3"]):
+        assert departures(config) == []
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_every_training_proxy_runs(recipes, gpus):
+    for workload in ("pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1", "pretrain_deepseek-v3"):
+        for size in recipes[workload].models:
+            for row in recipes[workload].matching(True, size=size):
+                for dtype in selector_values(row, "dtype"):
+                    request = RunRequest(size=size, dtype=dtype, gpus=gpus, proxy="small")
+                    assert departures(resolve(recipes[workload], request)) == []
+
+
+def test_true_width_proxy_has_no_more_recomputed_layers_than_layers(recipes):
+    request = RunRequest(size="8b", dtype="fp32", gpus=1, gpu="h200", proxy="true-width")
+    config = resolve(recipes["pretrain_nemotronh"], request)
+    assert config.model.layers < 52
+    assert config.workload.recompute_layers == config.model.layers
+
+
+def llama(recipes, gpu: str, gpus: int, dtype: str = "fp8", size: str = "8b", **settings: str) -> RunConfig:
+    pairs = tuple(Setting(field=name, value=value, source="--set") for name, value in settings.items())
+    request = RunRequest(size=size, dtype=dtype, gpus=gpus, gpu=gpu, settings=pairs)
+    return resolve(recipes["pretrain_llama3.1"], request)
+
+
+@pytest.mark.parametrize(("gpu", "gpus"), [("gb300", 8), ("gb200", 16), ("b200", 128), ("h100", 64)])
+def test_llama_8b_rows_run_without_graphs_on_several_gpus(recipes, gpu, gpus):
+    config = llama(recipes, gpu, gpus)
+    assert config.recipe_row["cuda_graphs"] is True
+    assert config.workload.cuda_graphs is False
+    (line,) = departures(config)
+    assert line.startswith(GRAPHS)
+    assert departure_lines([config, config]) == [f"{config.name} and 1 more: {line}"]
+    assert departures(llama(recipes, gpu, gpus, cuda_graphs="false")) == []
+
+
+def test_explicit_setting_that_cannot_be_had_is_refused_at_the_desk(recipes):
+    with pytest.raises(ConfigError, match="cuda_graphs=true on 16 x gb200: native engine: CUDA graphs do not capture"):
+        llama(recipes, "gb200", 16, cuda_graphs="true")
+    assert llama(recipes, "h200", 1, cuda_graphs="true").workload.cuda_graphs is True
+
+
+def test_serving_on_a_cpu_has_no_graphs_and_refuses_them(recipes):
+    def serve(**settings: str) -> RunConfig:
+        pairs = tuple(Setting(field=name, value=value, source="--set") for name, value in settings.items())
+        request = RunRequest(size="8b", dtype="bf16", gpus=2, proxy="small", settings=pairs)
+        return resolve(recipes["inference_llama3.1"], request)
+
+    assert serve().workload.cuda_graphs is False
+    assert departures(serve()) == []
+    with pytest.raises(ConfigError, match="cuda_graphs=true needs a CUDA GPU"):
+        serve(cuda_graphs="true")
+
+
+def test_submit_says_what_departs(llmb_run, monkeypatch):
+    monkeypatch.setattr("llmb.cli.submit_slurm.run_location", lambda options, environ: "slurm")
+    monkeypatch.setattr("llmb.cli.submit_slurm.submit_all", lambda resolved, options, recipes: 0)
+    line = "submit -w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16 --gpu-type gb200"
+    code, out, _ = llmb_run(*line.split())
+    assert code == 0
+    assert out.startswith("departs from the recipe: pretrain_llama3.1_8b_fp8_gpus16")
+    assert GRAPHS in out
+    code, out, err = llmb_run(*line.split(), "--set", "cuda_graphs=true")
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+
+
+def test_another_engine_keeps_the_row(recipes):
+    config = llama(recipes, "gb200", 16, engine="megatron_bridge")
+    assert config.workload.cuda_graphs is True
+    assert departures(config) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_decay_steps": "10", "lr_warmup_steps": "10"}, "lr_decay_steps=10: must be more than lr_warmup_steps=10"),
+        ({"fp8_fast_accum": "true"}, "does not run fp8_fast_accum=true with dtype=bf16"),
+        ({"save_norm_outputs": "true", "offload_layers": "1"}, "save_norm_outputs=true with offload_layers=1"),
+        ({"balanced_experts": "true"}, "balanced_experts=true: model Llama-3.1-8B has no experts"),
+        ({"recompute_layers": "20", "offload_layers": "20"}, "offload_layers=20: 12 of the 32 layers"),
+        ({"fp8_experts": "false"}, "fp8_experts=False with Llama-3.1-8B in bf16"),
+    ],
+)
+def test_what_the_engine_refuses_is_refused_at_the_desk(recipes, settings, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        llama(recipes, "h200", 1, "bf16", **settings)
+
+
+def test_experts_are_in_bf16_where_the_gpu_has_no_fp8_grouped_gemm(recipes):
+    def grok(gpu: str, gpus: int, dtype: str = "fp8") -> RunConfig:
+        return resolve(recipes["pretrain_grok1"], RunRequest(size="314b", dtype=dtype, gpus=gpus, gpu=gpu))
+
+    config = grok("gb200", 128)
+    assert isinstance(config.workload, Training)
+    assert config.workload.fp8_experts is False
+    assert departures(config)[0].startswith("fp8_experts=false instead of the recipe's true (native engine: fp8 GEMMs")
+    assert grok("h100", 512).workload.fp8_experts is True
+    assert grok("gb200", 128, "bf16").workload.fp8_experts is None
+
+
+def test_fp8_scaling_is_what_the_engine_uses(recipes):
+    assert llama(recipes, "h200", 1).precision.fp8_scaling == "delayed"
+    assert llama(recipes, "h100", 8).precision.fp8_scaling == "current"
+    assert llama(recipes, "h200", 1, "bf16").precision.fp8_scaling is None
+    serving = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200")
+    assert resolve(recipes["inference_llama3.1"], serving).precision.fp8_scaling == "channel"
+    deepseek = RunRequest(size="671b", dtype="fp8", gpus=16, gpu="h100")
+    assert resolve(recipes["inference_deepseek-r1"], deepseek).precision.fp8_scaling == "block"
+    config = llama(recipes, "h200", 1)
+    other = replace(config, precision=replace(config.precision, fp8_scaling="current"))
+    with pytest.raises(ConfigError, match=r"does not run fp8_scaling=current \(here it is delayed\)"):
+        check_engine_support(other)

@@ -1,0 +1,206 @@
+"""Every field of a config.json that changes logits in `transformers` is honoured or refused by its name.
+
+The fields are those of the config classes of the installed `transformers`, so that a new one cannot slip by: each is
+changed, and then our logits are those of `transformers`, or our error names the field.
+"""
+
+import inspect
+import json
+import re
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from small_models import deepseek_model, llama_model, nemotron_h_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_rope_utils
+from transformers.utils import logging
+
+from llmb.config.spec import Model, RopeConfig
+from llmb.errors import ConfigError
+from llmb.models.architectures import build_model
+from llmb.models.hf_config import ALIASES, from_hf_config, to_hf_config
+from llmb.models.hf_weights import load_weights
+
+TOLERANCE = 1e-4  # relative to the largest logit, fp32
+TOKENS = torch.arange(48).reshape(1, 48) * 7 % 61
+
+MODELS = {
+    "llama": llama_model(rope=RopeConfig(theta=100.0, scaling="llama3", factor=8.0, original_tokens=64)),
+    "deepseek_v3": deepseek_model(
+        rope=RopeConfig(theta=100.0, scaling="yarn", factor=8.0, original_tokens=64, mscale_all_dim=1.0)
+    ),
+    "nemotron_h": nemotron_h_model("M-*-"),
+}
+# Values to try where another of the same type says nothing, or is invalid.
+VALUES: dict[str, list[Any]] = {
+    "hidden_act": ["gelu", "gelu_pytorch_tanh", "relu"],
+    "mlp_hidden_act": ["silu", "gelu"],
+    "mamba_hidden_act": ["gelu", "relu"],
+    "layers_block_type": [["linear_attention", "full_attention", "mlp", "mlp"]],
+    "layer_types": [["linear_attention", "full_attention", "mlp", "mlp"]],
+    "hybrid_override_pattern": ["M*--"],
+    "num_attention_heads": [2, 8],
+    "num_key_value_heads": [1, 4],
+    "head_dim": [16],
+    "hidden_size": [64],
+    "n_group": [2],
+    "topk_group": [1, 3],
+    "num_experts_per_tok": [1, 2],
+    "first_k_dense_replace": [0, 2],
+    "n_routed_experts": [4],
+    "n_groups": [1, 3],
+    "mamba_n_groups": [1, 3],
+    "mamba_dt_min": [0.3],
+    "mamba_d_conv": [2],
+    "mamba_chunk_size": [8],
+    "mamba_conv_bias": [False],
+    "time_step_min": [0.3],
+    "mamba_dt_limit": [[0.0, 0.1]],
+    "time_step_limit": [[0.0, 0.1]],
+    "sliding_window": [4],
+    "moe_latent_size": [8],
+    "q_lora_rank": [None, 16],
+    "num_local_experts": [4],
+    "partial_rotary_factor": [0.5],
+    "attention_factor": [1.5],
+    "truncate": [False],
+    "mscale": [0.5],
+    "rope_type": ["default", "linear", "dynamic"],
+    "mamba_ssm_cache_dtype": ["bfloat16"],
+}
+# Read by `transformers` from tokens, training or generation, never by the network; the shape of the class itself.
+NOT_OF_THE_NETWORK = {
+    "transformers_version", "architectures", "model_type", "_name_or_path", "dtype", "id2label", "label2id",
+    "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "is_encoder_decoder",
+}  # fmt: skip
+
+# Fields of which `transformers` itself refuses the new value, or fails with it.
+INVALID = {
+    "llama": {"partial_rotary_factor"},
+    "deepseek_v3": {
+        "num_attention_heads", "num_key_value_heads", "n_routed_experts", "num_local_experts", "qk_rope_head_dim",
+        "head_dim", "partial_rotary_factor",
+    },
+    "nemotron_h": {"mamba_dt_max", "mamba_dt_init_floor", "mtp_hybrid_override_pattern"},
+}  # fmt: skip
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+
+def reference(config: dict[str, Any]) -> PreTrainedModel:
+    """Build the network of a config.json, each tensor with values that depend on its name and shape alone."""
+    network = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**json.loads(json.dumps(config))), attn_implementation="eager"
+    )
+    network.set_experts_implementation("eager") if "n_routed_experts" in config else None
+    buffers = [(name, buffer) for name, buffer in network.named_buffers() if name.endswith("correction_bias")]
+    with torch.no_grad():
+        for name, tensor in (*network.named_parameters(), *buffers):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = torch.randn(tensor.shape, generator=generator) * 0.2
+            tensor.copy_(noise + (1.0 if "norm" in name else -2.0 if name.endswith("dt_bias") else 0.0))
+    return network.eval()
+
+
+def logits_of(network: PreTrainedModel) -> Tensor:
+    with torch.no_grad():
+        return network(TOKENS, use_cache=False).logits
+
+
+def our_logits(model: Model, folder: Path) -> Tensor:
+    network = build_model(model)
+    load_weights(network, folder)
+    with torch.no_grad():
+        return network(TOKENS)
+
+
+def differ(left: Tensor, right: Tensor) -> bool:
+    return left.shape != right.shape or bool((left - right).abs().max() > TOLERANCE * right.abs().max())
+
+
+def base_config(model_type: str) -> dict[str, Any]:
+    """Return the config.json of a small model with every field that its class has."""
+    written = to_hf_config(MODELS[model_type])
+    return json.loads(json.dumps(AutoConfig.for_model(**written).to_dict()))
+
+
+def fields(model_type: str, base: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yield every field that `transformers` reads, with its section: of the class, its older names, RoPE's."""
+    kind = type(AutoConfig.for_model(model_type))
+    older = re.findall(r'kwargs\.pop\("(\w+)"', inspect.getsource(sys.modules[kind.__module__]))
+    for name in dict.fromkeys((*base, *kind.attribute_map, *older)):
+        if name not in (*NOT_OF_THE_NETWORK, "rope_parameters"):
+            yield name, None
+    if "rope_parameters" in base:
+        source = inspect.getsource(modeling_rope_utils)
+        for name in dict.fromkeys(re.findall(r'rope_parameters(?:_dict)?(?:\.get\(|\[)"(\w+)"', source)):
+            yield name, "rope_parameters"
+        yield "rope_type", "rope_parameters"
+
+
+def other_values(name: str, value: Any) -> list[Any]:
+    if name in VALUES:
+        return [other for other in VALUES[name] if other != value]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, (int, float)):
+        return [value * 2 or 1]
+    return [2] if value is None else [value]
+
+
+def changes(model_type: str, base: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield each field, its new value and the changed config.json."""
+    for name, section in fields(model_type, base):
+        for value in other_values(name, (base[section] if section else base).get(name)):
+            changed = base | {name: value} if section is None else base | {section: base[section] | {name: value}}
+            yield name, value, changed
+
+
+def problem_of(name: str, config: dict[str, Any], folder: Path) -> str | None:
+    """Return what is wrong with how we read a changed config.json; None: honoured as there, or refused by name."""
+    network = reference(config)
+    expected = logits_of(network)
+    try:
+        network.save_pretrained(folder)
+        actual = our_logits(from_hf_config(config), folder)
+    except ConfigError as error:
+        return None if name in str(error) else f"refused without its name: {error}"
+    if not differ(actual, expected):
+        return None
+    return f"logits differ by {((actual - expected).abs().max() / expected.abs().max()).item():.0%}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_field_is_honoured_or_refused(model_type: str, tmp_path: Path) -> None:
+    base = base_config(model_type)
+    network = reference(base)
+    network.save_pretrained(tmp_path / "base")
+    assert not differ(our_logits(from_hf_config(base), tmp_path / "base"), logits_of(network))
+    problems, invalid = {}, set()
+    for number, (name, value, config) in enumerate(changes(model_type, base)):
+        try:
+            problem = problem_of(name, config, tmp_path / str(number))
+        except (RuntimeError, TypeError, ValueError, StrictDataclassError):
+            invalid.add(name)
+            continue
+        if problem is not None:
+            problems[f"{name}={value}"] = problem
+    assert invalid == INVALID[model_type]
+    assert not problems, "\n".join(f"{field}: {problem}" for field, problem in problems.items())
+
+
+def test_other_names_of_a_field_are_read_too() -> None:
+    base = base_config("nemotron_h")
+    for alias, field in ALIASES["nemotron_h"].items():
+        renamed = {name: value for name, value in base.items() if name != field} | {alias: base[field]}
+        assert from_hf_config(renamed) == from_hf_config(base), alias
+    with pytest.raises(ConfigError, match=r"mamba_dt_min=0\.3 is not supported; only 0\.001 is"):
+        from_hf_config({name: value for name, value in base.items() if name != "time_step_min"} | {"mamba_dt_min": 0.3})
