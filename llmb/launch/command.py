@@ -10,6 +10,7 @@ The working directory of the engine is its run folder, with config.json and what
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -94,7 +95,22 @@ def _check_native(config: RunConfig, in_container: bool) -> None:
         present = ", ".join(k for k, module in ENGINES.items() if _is_runnable(module)) or "none"
         raise ConfigError(f"the native engine for {kind} is not part of this version; there is one for: {present}")
     if not in_container and find_spec("torch") is None:
-        raise ConfigError("the native engine needs torch, which is not installed: pip install 'llmb[engine]'")
+        raise ConfigError(f"the native engine needs torch, which is not installed: {engine_install_command()}")
+
+
+def engine_install_command() -> str:
+    """Return the command that installs what the native engine needs beside this llmb, wherever that came from.
+
+    `pip install 'llmb[engine]'` would search llmb itself on the package index.
+    """
+    from importlib.metadata import PackageNotFoundError, requires  # slow to import and rarely needed
+
+    try:
+        requirements = [text.partition(";") for text in requires("llmb") or ()]
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        requirements = []
+    engine = [name.strip() for name, _, marker in requirements if re.search(r"extra\s*==\s*.engine.", marker)]
+    return shlex.join([sys.executable, "-m", "pip", "install", *(engine or ["torch"])])
 
 
 def engine_environment(config: RunConfig, environ: Mapping[str, str], overrides: Mapping[str, str]) -> dict[str, str]:

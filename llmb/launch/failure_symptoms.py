@@ -43,7 +43,7 @@ _PATTERN_TEXTS: dict[FailureKind, tuple[str, ...]] = {  # of one kind the most s
     "oom_kill": (
         rf"slurmstepd\S{{0,80}}: error:{_NEAR}(?:oom[-_]kill|[Ee]xceeded {_NEAR}memory limit)",
         rf"srun: error: {_NEAR}: Out Of Memory",
-        r"oom-kill:constraint|Out of memory: Killed process|Memory cgroup out of memory",
+        r"oom-kill:constraint|Out of memory: Killed process|Memory cgroup out of memory|the kernel's OOM killer",
     ),
     "gpu_fault": (
         r"NVRM: Xid|\bXid \d+\b|uncorrectable (?:ECC|NVLink) error|ECC_UNCORRECTABLE|fallen off the bus",

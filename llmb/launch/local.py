@@ -34,6 +34,7 @@ from llmb.launch.command import engine_environment, job_script
 from llmb.launch.engine_log import read_log_tail
 from llmb.launch.event_tail import EventTails, append_run_end
 from llmb.launch.hang_detector import HangDetector
+from llmb.launch.memory_cgroup import oom_kills
 from llmb.launch.procfs import descendants
 from llmb.launch.run_folder import RunFolder, printable_path, write_pid_file
 from llmb.launch.verdict import Verdict, exit_codes, finished_run_verdict, last_lines, stopped_run_verdict
@@ -112,6 +113,7 @@ def run_local(
         run_folder.write_job_script(job_script(command, settings, run_folder))
     start = time.monotonic()
     tails = EventTails(run_folder)
+    oom_kills_before = oom_kills()
     stop: Verdict | None = None
     ends_before_stop: list[RunEnded] = []
     interrupted: int | None = None
@@ -151,8 +153,14 @@ def run_local(
     elif stop is not None:
         verdict = stopped_run_verdict(stop, ends_before_stop, engine.exit_code, rank0_end)
     else:
-        single_rank = config.machine.gpus == 1
-        verdict = finished_run_verdict(engine.exit_code, tails.ends, log, tails.silent, single_rank=single_rank)
+        verdict = finished_run_verdict(
+            engine.exit_code,
+            tails.ends,
+            log,
+            tails.silent,
+            single_rank=config.machine.gpus == 1,
+            oom_kills=_oom_kills_since(oom_kills_before) if launcher is None else 0,  # a launcher's ranks are elsewhere
+        )
     lines = [] if verdict.failed_rank is None else last_lines(verdict.failed_rank, log)
     if rank0_end is None or lines or verdict != (rank0_end.status, rank0_end.reason, rank0_end.failed_rank):
         _append_end(run_folder, RunEnded(time=time.time(), **verdict._asdict(), last_lines=tuple(lines)))
@@ -161,6 +169,11 @@ def run_local(
         raise LaunchError(engine.error)
     exit_code = next(iter(exit_codes(log).values()), engine.exit_code)  # torchrun itself exits with 1 in every case
     return RunOutcome(verdict.status, verdict.reason, exit_code, seconds, interrupted, verdict.failed_rank)
+
+
+def _oom_kills_since(before: Mapping[str, int]) -> int:
+    """Return how many processes the OOM killer has ended since these counts, by the counter that rose most."""
+    return max((count - before.get(source, count) for source, count in oom_kills().items()), default=0)
 
 
 def _interrupt_verdict(number: int, launcher: Launcher | None) -> Verdict:

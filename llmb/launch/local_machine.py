@@ -1,29 +1,28 @@
-"""GPU names and memory sizes of this machine, without importing torch."""
+"""GPU names and memory sizes of this machine, from nvidia-smi and the kernel, without importing torch."""
 
 import os
+import shutil
 import subprocess
-from pathlib import Path
 
-DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+from llmb.launch.memory_cgroup import memory_limits
+from llmb.launch.procfs import meminfo_bytes
 
 
 def gpu_names() -> list[str]:
     """Return the driver's name of every GPU; empty on a machine without one."""
-    if not Path("/dev/nvidiactl").exists() and not DRIVER_FOLDER.is_dir():
-        return []  # returns at once on a CPU machine
     return _nvidia_smi("name")
 
 
 def gpu_memory_bytes() -> int | None:
     """Return the total memory of the first GPU; None where there is none, or its driver does not report it."""
-    if not Path("/dev/nvidiactl").exists() and not DRIVER_FOLDER.is_dir():
-        return None
     values = _nvidia_smi("memory.total", ",nounits")  # in MiB
     return int(values[0]) << 20 if values and values[0].isdigit() else None
 
 
 def _nvidia_smi(field: str, format_suffix: str = "") -> list[str]:
     """Return one value per GPU; none where nvidia-smi fails."""
+    if shutil.which("nvidia-smi") is None:  # a CPU machine; WSL has nvidia-smi and no device files
+        return []
     query = ["nvidia-smi", f"--query-gpu={field}", f"--format=csv,noheader{format_suffix}"]
     try:
         process = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
@@ -35,3 +34,9 @@ def _nvidia_smi(field: str, format_suffix: str = "") -> list[str]:
 def host_memory_bytes() -> int:
     """Return the total host memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory_bytes() -> int:
+    """Return the host memory that new processes can take: what the kernel says, at most what cgroups leave."""
+    available = meminfo_bytes("MemAvailable")
+    return min([host_memory_bytes() if available is None else available, *(limit.free for limit in memory_limits())])

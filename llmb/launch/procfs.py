@@ -1,4 +1,4 @@
-"""Live processes from /proc: parent, process group, start time and CPU time."""
+"""Live processes from /proc, with parent, process group, start time and CPU time; counters of the kernel."""
 
 import os
 from dataclasses import dataclass
@@ -43,3 +43,19 @@ def descendants(pid: int) -> list[LiveProcess]:
         processes += spawned
         pending += [process.pid for process in spawned]
     return processes
+
+
+def meminfo_bytes(name: str) -> int | None:
+    """Return an entry of /proc/meminfo, which is in KiB; None if the kernel has no such entry."""
+    kib = read_counter(Path("/proc/meminfo"), f"{name}:")
+    return None if kib is None else kib << 10
+
+
+def read_counter(path: Path, name: str) -> int | None:
+    """Return the number after a name in a file with one name and number a line; None if it cannot be read."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    numbers = (line.split()[1] for line in lines if line.startswith(f"{name} ") and len(line.split()) > 1)
+    return next((int(number) for number in numbers if number.isdigit()), None)

@@ -42,6 +42,11 @@ def store_path(install: Path) -> Path:
     return install / ".llmb" / "jobs.sqlite3"
 
 
+def workload_path(install: Path, workload: str) -> Path:
+    """Return the folder of a workload, $LLMB_WORKLOAD of the recipe documents."""
+    return install / "workloads" / workload
+
+
 def experiment_path(install: Path, config: RunConfig) -> Path:
     """Return the folder that holds all runs of the same experiment."""
     for field in ("target", "name"):
@@ -50,7 +55,7 @@ def experiment_path(install: Path, config: RunConfig) -> Path:
             raise ConfigError(f"{field} {text!r} cannot name a folder; use letters, digits, '.', '_' and '-'")
         if len(os.fsencode(text)) > MAX_NAME_BYTES:
             raise ConfigError(f"{field} {text[:40]!r}... is too long for a folder: more than {MAX_NAME_BYTES} bytes")
-    return install / "workloads" / config.target / "experiments" / config.name
+    return workload_path(install, config.target) / "experiments" / config.name
 
 
 def lock_path(experiment: Path) -> Path:
@@ -106,10 +111,18 @@ class RunFolder:
         return run_folder._newest_start()
 
     @classmethod
+    def of_log(cls, log: Path) -> "RunFolder | None":
+        """Return the run folder, at its newest start, that a log lies in; None: it lies in no run folder."""
+        folder = log.absolute().parent
+        folder = folder.parent if folder.name.startswith(RESTART_PREFIX) else folder
+        return cls.open(folder) if (folder / CONFIG_FILE).is_file() else None
+
+    @classmethod
     def find_all(cls, install: Path) -> Iterator["RunFolder"]:
         """Yield every run folder of an installation, by target, name and time."""
-        for experiment in sorted((install / "workloads").glob("*/experiments/*")):
-            yield from cls.of_experiment(experiment)
+        for experiment in sorted(workload_path(install, "").glob("*/experiments/*")):
+            if not experiment.parents[1].is_symlink():  # another name of the same workload
+                yield from cls.of_experiment(experiment)
 
     @classmethod
     def of_experiment(cls, experiment: Path) -> Iterator["RunFolder"]:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from llmb.config.serialization import build, to_json
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError
-from llmb.launch.command import engine_environment, python_path
+from llmb.launch.command import engine_environment, engine_install_command, python_path
 from llmb.launch.run_folder import CONFIG_FILE
 from llmb.perfmodel.dry_run_summary import DryRunSummary
 
@@ -26,8 +27,11 @@ PROBE_MODULE = "llmb.offload.machine_probe"
 PROGRESS_PREFIX = "probe: "  # of each progress line on stderr
 
 
-def run_dry_run(config: RunConfig) -> DryRunSummary:
-    """Return what one rank of the run allocates, computes and sends in a step."""
+def run_dry_run(config: RunConfig, on_progress: Callable[[float], None] = lambda seconds: None) -> DryRunSummary:
+    """Return what one rank of the run allocates, computes and sends in a step.
+
+    `on_progress` is called at once and then every second, with the seconds so far.
+    """
     if config.workload.kind != "training":
         raise ConfigError(f"--memory: only training runs have a dry run, not those of kind {config.workload.kind}")
     _require_torch("--memory")
@@ -36,14 +40,31 @@ def run_dry_run(config: RunConfig) -> DryRunSummary:
         path.write_text(to_json(config))
         environment = {**os.environ, **engine_environment(config, os.environ, {}), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", DRY_RUN_MODULE, str(path)]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    stdout_lines, stderr_lines = process.stdout.splitlines(), process.stderr.strip().splitlines()
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            stdout, stderr = _wait(process, on_progress)
+    stdout_lines, stderr_lines = stdout.splitlines(), stderr.strip().splitlines()
     if process.returncode == ConfigError.exit_code and len(stderr_lines) == 1:
         raise ConfigError(f"--memory: {stderr_lines[0]}")
     if process.returncode or not stdout_lines:
         reason = stderr_lines[-1] if stderr_lines else f"exit {process.returncode}"
         raise LaunchError(f"the dry run of {config.name} failed: {reason}")
     return build(DryRunSummary, json.loads(stdout_lines[-1]), "dry run")
+
+
+def _wait(process: subprocess.Popen[str], on_progress: Callable[[float], None]) -> tuple[str, str]:
+    """Return the output of a process; report every second that it still runs."""
+    start = time.monotonic()
+    while True:
+        on_progress(time.monotonic() - start)
+        try:
+            return process.communicate(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            continue
+        except BaseException:  # nobody waits for it any more
+            process.kill()
+            raise
 
 
 def run_probe(device: str, on_progress: Callable[[str], None]) -> dict[str, Any]:
@@ -71,4 +92,4 @@ def run_probe(device: str, on_progress: Callable[[str], None]) -> dict[str, Any]
 
 def _require_torch(command: str) -> None:
     if find_spec("torch") is None:
-        raise ConfigError(f"{command} needs torch, which is not installed: pip install 'llmb[engine]'")
+        raise ConfigError(f"{command} needs torch, which is not installed: {engine_install_command()}")

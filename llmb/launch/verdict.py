@@ -8,6 +8,9 @@ first. So, of several ranks, the cause is the first of these:
     one that died without a RunEnded, according to its launcher or because peers lost the connection to it
     the first that lost the connection to a peer
 
+A rank killed by SIGKILL while the kernel's OOM killer was at work ended `oom`: nobody here sends SIGKILL to a run that
+was not stopped.
+
 A run that llmb-run stopped ended for that reason, whatever the engine made of the SIGTERM, unless it had failed by
 itself before or completed all the same.
 """
@@ -39,6 +42,7 @@ _TASKS_FAILED = re.compile(
     r"^srun: error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|([A-Z][\w ]+?))(?: \(core dumped\))?$",
     re.MULTILINE,
 )
+_TASKS_OUT_OF_MEMORY = re.compile(r"^srun: error: \S+: tasks? [\d,-]+: Out Of Memory$", re.MULTILINE)
 _SIGNAL_CODES = {signal.strsignal(number): -number for number in signal.valid_signals()}
 _SIGNAL_CODES["Out Of Memory"] = -signal.SIGKILL
 _MAX_REASON_CHARS = 500
@@ -65,18 +69,28 @@ def stopped_run_verdict(
 
 
 def finished_run_verdict(
-    exit_code: int | None, ends: Sequence[RunEnded], log: str, silent: Collection[int] = (), single_rank: bool = False
+    exit_code: int | None,
+    ends: Sequence[RunEnded],
+    log: str,
+    silent: Collection[int] = (),
+    single_rank: bool = False,
+    oom_kills: int = 0,
 ) -> Verdict:
     """Judge a run that ended by itself.
 
     `ends`: RunEnded of each rank; `silent`: ranks that had started and wrote none; `log`: its tail, scrubbed;
-    `single_rank`: there is one rank only.
+    `single_rank`: there is one rank only; `oom_kills`: processes that the kernel killed for memory meanwhile.
     """
     codes = exit_codes(log)
     dead = {rank: code for rank, code in codes.items() if rank not in {end.rank for end in ends}}
     crashed = [rank for rank, code in dead.items() if code in _CRASH_CODES]
     causes = _causes(ends)
     all_lost_peer = bool(causes) and _lost_peer(causes[0])
+    if oom_kills and -signal.SIGKILL in (exit_code, *dead.values()):
+        killed = next((rank for rank, code in dead.items() if code == -signal.SIGKILL), 0 if single_rank else None)
+        return _killed_for_memory(killed, oom_kills)
+    if crashed and (by_slurm := _TASKS_OUT_OF_MEMORY.search(log)):
+        return Verdict("oom", f"rank {crashed[0]}: {by_slurm[0]}", crashed[0])
     if crashed:
         return _unreported(crashed[0], dead[crashed[0]], log)
     if causes and not all_lost_peer:
@@ -142,9 +156,13 @@ def _lost_peer(end: RunEnded) -> bool:
 
 
 def _reported(cause: RunEnded, ends: Sequence[RunEnded]) -> Verdict:
-    """Return the verdict that the cause reported. The same error on several ranks blames none; divergence is global."""
+    """Return the verdict that the cause reported.
+
+    The same error on several ranks blames none; divergence is global, and a refusal would be the same on every rank.
+    """
     only_rank = len(ends) == 1 and cause.rank == 0
-    if only_rank or cause.status == "diverged":
+    is_refusal = cause.status == "failed" and cause.failed_rank is None
+    if only_rank or cause.status == "diverged" or is_refusal:
         return Verdict(cause.status, cause.reason, cause.failed_rank)
     if sum((end.status, end.reason) == (cause.status, cause.reason) for end in ends) > 1:
         return Verdict(cause.status, cause.reason)
@@ -160,6 +178,14 @@ def _lost_rank(silent: list[int], victim: RunEnded) -> Verdict:
         _truncate(f"rank {silent[0]}: disappeared without an exit status; rank {victim.rank}: {victim.reason}"),
         silent[0],
     )
+
+
+def _killed_for_memory(rank: int | None, oom_kills: int) -> Verdict:
+    """Judge a run of which the kernel killed a rank, or the launcher, because host memory was exhausted."""
+    prefix = "" if rank is None else f"rank {rank}: "
+    processes = "1 process" if oom_kills == 1 else f"{oom_kills} processes"
+    reason = f"killed by the kernel's OOM killer, which ended {processes} during the run: host memory was exhausted"
+    return Verdict("oom", f"{prefix}{reason}", rank)
 
 
 def _unreported(rank: int | None, exit_code: int | None, log: str) -> Verdict:

@@ -158,8 +158,8 @@ def test_container_variables_of_nvidia_recipes(tmp_path):
     assert cluster.for_target("w_8b").environment == {}
 
 
-@pytest.mark.parametrize("text", ["", "slurm:\n", "schema_version: 2\n"])
-def test_empty_file_sets_nothing(tmp_path, text):
+@pytest.mark.parametrize("text", ["slurm:\n", "schema_version: 2\n"])
+def test_file_without_values_sets_nothing(tmp_path, text):
     cluster = parse(tmp_path, text)
     assert (cluster.sbatch, cluster.environment, cluster.container, cluster.gpu_type) == ({}, {}, None, None)
 
@@ -329,3 +329,9 @@ def test_option_names():
         "qos": "high",
         "site-option": "a=b",
     }
+
+
+@pytest.mark.parametrize("text", ["", "# only a comment\n"])
+def test_empty_file_is_named_as_such(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"cluster_config.yaml is empty; expected at least `schema_version: 2`"):
+        parse(tmp_path, text)

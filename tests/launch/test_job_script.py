@@ -180,6 +180,16 @@ def test_additional_slurm_params_reach_sbatch(h100: RunConfig) -> None:
     assert (options["qos"], options["contiguous"], options["mem"]) == ("high", "", "1G")
 
 
+def test_script_names_the_options_that_it_cannot_hold_with_their_values(h100: RunConfig) -> None:
+    config = replace(h100, limits=Limits(slurm_params=("constraint=gpu&memory", "exclusive")))
+    text = slurm_script(config, RUN, None, SbatchOverrides(), COMMAND, {})
+    assert "#SBATCH --exclusive\n" in text
+    by_hand = "sbatch '--constraint=gpu&memory' job.sh\n"
+    assert f"\n# What llmb-run submit sends to Slurm; by hand, to run it again: {by_hand}" in text
+    plain = slurm_script(h100, RUN, None, SbatchOverrides(), COMMAND, {})
+    assert "by hand, to run it again: sbatch job.sh\n" in plain
+
+
 HOSTILE = [
     "a b",
     "it's",

@@ -37,6 +37,34 @@ def test_rank_without_run_ended(output, code, status, reason, ends):
     assert finished_run_verdict(1, ends, f"{output}\n{TORCHRUN.format(code=code)}") == (status, reason, 1)
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "log", "single_rank", "failed_rank"),
+    [(1, TORCHRUN.format(code=-9), False, 1), (-9, "step 1\n", True, 0), (-9, "step 1\n", False, None)],
+)
+def test_rank_killed_while_the_oom_killer_was_at_work(exit_code, log, single_rank, failed_rank):
+    """Whether it was a rank or torchrun itself; ranks that lost the connection to it are not the cause."""
+    ends = [] if single_rank else [lost_connection(0)]
+    verdict = finished_run_verdict(exit_code, ends, log, single_rank=single_rank, oom_kills=2)
+    assert (verdict.status, verdict.failed_rank) == ("oom", failed_rank)
+    assert "killed by the kernel's OOM killer, which ended 2 processes during the run" in verdict.reason
+    assert finished_run_verdict(exit_code, ends, log, single_rank=single_rank).status == "failed"
+
+
+def test_oom_kills_of_others_do_not_count():
+    failed = finished_run_verdict(1, [], f"ValueError: bad\n{TORCHRUN.format(code=1)}", oom_kills=1)
+    assert failed == ("failed", "rank 1: exit code 1: ValueError: bad", 1)
+    assert finished_run_verdict(0, [RunEnded(status="ok")], "", oom_kills=1).status == "ok"
+
+
+def test_task_that_slurm_killed_for_its_memory():
+    log = "[rank3]: step 1\nsrun: error: n2: task 3: Out Of Memory\n"
+    assert finished_run_verdict(1, [lost_connection(0)], log) == (
+        "oom",
+        "rank 3: srun: error: n2: task 3: Out Of Memory",
+        3,
+    )
+
+
 def test_external_interruption():
     assert finished_run_verdict(143, [INTERRUPTED], "step 1\n") == ("incomplete", "interrupted by SIGTERM", None)
 
@@ -44,6 +72,13 @@ def test_external_interruption():
 def test_same_error_on_every_rank_is_reported_once():
     ends = [RunEnded(rank=rank, time=9.0 - rank, status="failed", reason="tp=3 does not fit") for rank in (0, 1)]
     assert finished_run_verdict(1, ends, "") == ("failed", "tp=3 does not fit", None)
+
+
+def test_refusal_that_another_rank_finds_first():
+    refusal = RunEnded(rank=7, time=1.0, status="failed", reason="lr_decay_steps=10: must be more")
+    expected = ("failed", "lr_decay_steps=10: must be more", None)
+    assert finished_run_verdict(1, [refusal, INTERRUPTED], TORCHRUN.format(code=1)) == expected
+    assert finished_run_verdict(1, [lost_connection(0, 0.5), refusal], "") == expected
 
 
 def lost_connection(rank, time=1.0):
@@ -158,3 +193,24 @@ def test_ranks_that_ignore_sigterm_do_not_survive_torchrun(torchrun, run_folder)
     )
     assert (outcome.status, outcome.reason) == ("incomplete", "interrupted by SIGINT")
     assert [find_process(int(pid)) for pid in (run_folder.path / "pids").read_text().split()] == [None, None]
+
+
+@pytest.mark.slow
+def test_refusal_of_rank_1_reaches_the_user(torchrun, run_folder):
+    outcome = torchrun(
+        """
+        from llmb.errors import ConfigError
+        from llmb.runtime.engine_process import EngineProcess
+        def run(config, recorder):
+            Path(f"ready{recorder.rank}").touch()
+            while not Path("ready0").exists(): time.sleep(0.01)
+            if recorder.rank == 1:
+                raise ConfigError("lr_decay_steps=10: must be more than lr_warmup_steps=10")
+            time.sleep(60)
+        sys.exit(EngineProcess("llmb.train", lambda: run).main(["config.json"]))
+        """,
+        grace_s=5,
+    )
+    line = "lr_decay_steps=10: must be more than lr_warmup_steps=10"
+    assert (outcome.status, outcome.reason, outcome.exit_code) == ("failed", line, 1)
+    assert f"[rank1]: llmb.train: {line}\n" in run_folder.log.read_text()

@@ -9,6 +9,7 @@ An unknown key is an error that lists the valid ones.
 from pathlib import Path
 from typing import Any
 
+from llmb.config.recipe import load_yaml
 from llmb.errors import ConfigError, UnknownName
 
 VERSION = 2
@@ -42,16 +43,7 @@ def load_yaml_as_text(path: Path) -> Any:
         for first, rules in loader.yaml_implicit_resolvers.items()
     }
     text_loader = type("TextLoader", (loader,), {"yaml_implicit_resolvers": resolvers})
-    try:
-        return yaml.load(path.read_bytes(), Loader=text_loader)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    return load_yaml(path, "at least `schema_version: 2`; `llmb-install` writes it", text_loader)
 
 
 def to_current_schema(data: Any, path: Path) -> dict[str, Any]:

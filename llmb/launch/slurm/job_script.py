@@ -6,8 +6,9 @@
 Pure: the same request gives the same text. Precedence of an option: the command line, then the cluster's file, then the
 defaults of the run. Options that define the run (nodes, ranks, time, signal) cannot be overridden.
 
-#SBATCH lines have no reliable quoting, so a value with special characters is passed to sbatch as an argument instead,
-and `sbatch job.sh` by hand lacks it. Secrets are in neither: they are taken from the submitter's environment.
+#SBATCH lines have no reliable quoting, so a value with special characters is passed to sbatch as an argument instead; a
+comment of job.sh holds the command with these arguments. Secrets are in neither: they are taken from the submitter's
+environment.
 """
 
 import re
@@ -61,13 +62,13 @@ def slurm_script(
 ) -> str:
     """Return the text of job.sh. `command`: what the job runs; `environment`: variables to export."""
     options = job_options(config, run_folder, cluster, overrides)
-    unquotable = [name for name, value in options.items() if not _SAFE_VALUE.fullmatch(value)]
+    lines_of_options = {name: value for name, value in options.items() if _SAFE_VALUE.fullmatch(value)}
+    by_hand = ["sbatch", *sbatch_arguments(config, run_folder, cluster, overrides), run_folder.job_script.name]
     secret = [name for name, value in environment.items() if is_secret(name, value)]
     lines = [
         "#!/usr/bin/env bash",
-        *(f"#SBATCH {_format_option(name, value)}" for name, value in options.items() if name not in unquotable),
-        "# What llmb-run submit has sent to Slurm; sbatch this file to run it again, in a new folder.",
-        *(f"# Not as a line above, so to be given to sbatch: --{name}" for name in unquotable),
+        *(f"#SBATCH {_format_option(name, value)}" for name, value in lines_of_options.items()),
+        f"# What llmb-run submit sends to Slurm; by hand, to run it again: {' '.join(map(_shell_word, by_hand))}",
         *(f"# Secret, taken from your environment: {name}" for name in secret),
         "set -euo pipefail",
         *(f"export {name}={shlex.quote(value)}" for name, value in environment.items() if name not in secret),
@@ -194,6 +195,15 @@ def _ranks_per_node(machine: Machine) -> int:
 
 def _format_option(name: str, value: str) -> str:
     return f"--{name}={value}" if value else f"--{name}"
+
+
+def _shell_word(text: str) -> str:
+    """Quote a word for bash, on one line whatever it holds."""
+    return (
+        shlex.quote(text)
+        if text.isprintable()
+        else "$'" + text.encode("unicode_escape").decode().replace("'", r"\'") + "'"
+    )
 
 
 def format_time_limit(seconds: int) -> str:
