@@ -1,3 +1,5 @@
 #!/usr/bin/env bash
-# Step-time table of NeMo logs: parse_train_timing.sh [--format=table|csv|json] [--full-names] [--window FIRST-LAST] [DIR]
-exec llmb-run timing --style nemo "$@"
+# Step-time table in seconds, of any engine's training logs:
+#   parse_train_timing.sh [--format=table|csv|json] [--full-names] [--window FIRST-LAST] [DIR]
+llmb_run=$(command -v llmb-run) || llmb_run=$(dirname "${BASH_SOURCE[0]}")/../.venv/bin/llmb-run
+exec "$llmb_run" timing --style nemo "$@"

@@ -32,10 +32,14 @@ def add_commands(commands: Any) -> None:
         "llmb-run timing experiments", "llmb-run timing --style nemo --format=csv --window 11-44 experiments",
     )  # fmt: skip
     timing.add_argument("folder", nargs="?", type=Path, default=Path("experiments"), help="default: experiments")
-    timing.add_argument("--style", default="megatron_bridge", help="megatron_bridge (log*.out) or nemo (*.out)")
+    timing.add_argument(
+        "--style",
+        default="megatron_bridge",
+        help="megatron_bridge (ms, log*.out) or nemo (s, *.out); any engine's logs",
+    )
     timing.add_argument("--format", default="table", help="table, csv or json")
     timing.add_argument("--full-names", action="store_true", help="do not shorten file names")
-    timing.add_argument("--window", metavar="FIRST-LAST", default="35-44", help="iterations that count")
+    timing.add_argument("--window", metavar="FIRST-LAST", help="iterations that count; default: the recipe's")
 
 
 def _window(text: str) -> tuple[int, int]:
@@ -83,13 +87,24 @@ def run_read(options: argparse.Namespace) -> int:
 
 def run_timing(options: argparse.Namespace) -> int:
     """Print the table of parse_train_timing.sh and parse_train_timing_mbridge.sh."""
+    from llmb.cli.run_options import load_recipes
+    from llmb.cli.stored_runs import read_timed_run
     from llmb.errors import ConfigError
-    from llmb.report.step_timing import timing_report
+    from llmb.report.step_timing import FORMATS, check_request, timing_table
+    from llmb.results.timed_run import find_logs
 
-    text, any_good = timing_report(
-        options.folder, options.style, options.format, options.full_names, _window(options.window)
-    )
-    print(text)
-    if not any_good:
-        raise ConfigError(f"no complete run was found in {options.folder}")
+    window = _window(options.window) if options.window else None
+    style = check_request(options.style, options.format, window)
+    if options.folder == Path("/experiments") and not options.folder.exists():  # $LLMB_WORKLOAD/experiments
+        raise ConfigError("LLMB_WORKLOAD is not set; export LLMB_WORKLOAD=$LLMB_INSTALL/workloads/WORKLOAD first")
+    runs = [run for run in map(read_timed_run, find_logs(options.folder, style.files)) if run is not None]
+    windows = {
+        workload: tuple(recipe.defaults["window"])
+        for workload, recipe in load_recipes().items()
+        if recipe.kind == "training" and "window" in recipe.defaults
+    }
+    table = timing_table(runs, style, options.folder, windows, window, options.full_names)
+    print(FORMATS[options.format](table))
+    if all(row.status != "Success" for row in table.rows):
+        raise ConfigError(f"no complete training run was found in {options.folder}")
     return 0

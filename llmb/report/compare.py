@@ -1,21 +1,26 @@
-"""Comparison of two runs: differing settings first, then the ratio of their speeds with an interval.
+"""Comparison of two runs: differing settings first, then the ratio of their speeds with an interval, then a verdict.
 
-The ratio is the Hodges-Lehmann estimate: the median of all pairwise ratios of step times, with the distribution-free
-interval that belongs to it (Mann-Whitney). It needs no normal distribution, and one slow step does not move it.
+The speed of training is tokens over time, whatever the batch; that of serving is output tokens over time. The ratio is
+that of the medians, which the figures above it print too, with Price and Bonett's distribution-free interval for a
+ratio of medians (2002): it needs no normal distribution, and one slow step does not move it. Serving has one figure for
+each run, so no interval. Whatever keeps the ratio from answering the question stands in the verdict.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import NormalDist, median
 from typing import Any
 
 from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
+from llmb.report.compare_doubts import doubts, tokens_per_step
 from llmb.report.table import number, render
 from llmb.results.result import Result
 
 Z_95 = 1.96
+FEWEST_SAMPLES = 5  # of a run, for an interval
 # Fields that tell runs apart without making them different experiments.
 IDENTITY = {"name", "overrides", "recipe_row", "reference", "environment", "workload.prediction"}
 
@@ -28,7 +33,9 @@ FIGURES = (
     "request_throughput",
     "output_tokens_per_s",
     "output_tokens_per_s_per_gpu",
+    "steady_output_tokens_per_s",
 )
+MEANS = ("ttft_ms", "tpot_ms", "e2e_ms")  # of distributions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,30 +45,39 @@ class SpeedRatio:
     ratio: float
     low: float | None
     high: float | None
+    unit: str  # of the speeds
 
     @property
     def words(self) -> str:
+        percent = f"by {100 * abs(self.ratio - 1):.1f} % in {self.unit}"
         if self.low is None or self.high is None:
-            return "no difference seen: too few samples to tell"
+            direction = "faster" if self.ratio > 1 else "slower"
+            return f"too few samples to tell; B looks {direction}, {percent}"
         if self.low > 1:
-            return f"B is faster, by {100 * (self.ratio - 1):.1f} %"
+            return f"B is faster, {percent}"
         if self.high < 1:
-            return f"B is slower, by {100 * (1 - self.ratio):.1f} %"
-        return "no difference seen"
+            return f"B is slower, {percent}"
+        return f"no difference seen in {self.unit}"
 
 
-def speed_ratio(a: list[float], b: list[float]) -> SpeedRatio:
-    """Return the time of A over the time of B from raw samples, with a 95 % interval."""
+def speed_ratio(a: list[float], b: list[float], unit: str = "steps/s") -> SpeedRatio:
+    """Return the speed of B over that of A from samples of their times, with a 95 % interval."""
     if not a or not b or min(*a, *b) <= 0:
         raise ConfigError("nothing to compare: a run has no measured steps")
-    pairs = sorted(x / y for x in a for y in b)
-    middle = len(pairs) // 2
-    median = pairs[middle] if len(pairs) % 2 else math.sqrt(pairs[middle - 1] * pairs[middle])
-    spread = Z_95 * math.sqrt(len(a) * len(b) * (len(a) + len(b) + 1) / 12)
-    outside = math.floor(len(pairs) / 2 - spread)
-    if outside < 1:
-        return SpeedRatio(ratio=median, low=None, high=None)
-    return SpeedRatio(ratio=median, low=pairs[outside - 1], high=pairs[len(pairs) - outside])
+    ratio = median(a) / median(b)
+    if min(len(a), len(b)) < FEWEST_SAMPLES:
+        return SpeedRatio(ratio=ratio, low=None, high=None, unit=unit)
+    factor = math.exp(Z_95 * math.sqrt(_log_median_variance(a) + _log_median_variance(b)))
+    return SpeedRatio(ratio=ratio, low=ratio / factor, high=ratio * factor, unit=unit)
+
+
+def _log_median_variance(samples: list[float]) -> float:
+    """Return the variance of the logarithm of the median, from two order statistics around it."""
+    ordered, n = sorted(samples), len(samples)
+    rank = max(1, round((n + 1) / 2 - math.sqrt(n)))
+    outside = sum(math.comb(n, i) for i in range(rank)) * 0.5 ** (n - 1)  # probability that they miss the true median
+    width = math.log(ordered[n - rank] / ordered[rank - 1])
+    return float((width / (2 * NormalDist().inv_cdf(1 - outside / 2))) ** 2)
 
 
 def compare(
@@ -79,19 +95,44 @@ def compare(
         raise ConfigError(
             f"different workloads: {result_a.target} and {result_b.target}; add --force to compare them all the same"
         )
-    differing = dict(_differences(_flat(to_plain(config_a)), _flat(to_plain(config_b))))
-    speed = None
-    if result_a.step_time_s and result_b.step_time_s:
-        speed = speed_ratio(list(result_a.step_time_s.samples), list(result_b.step_time_s.samples))
+    speed = _speed(a, b)
     return {
         "a": result_a.name,
         "b": result_b.name,
         "clusters": list(clusters),
-        "differing": differing,
+        "differing": dict(_differences(_flat(to_plain(config_a)), _flat(to_plain(config_b)))),
         "figures": list(_figures(result_a, result_b)),
+        "step_tokens": [tokens_per_step(*a), tokens_per_step(*b)],
         "speed": to_plain(speed),
-        "verdict": speed.words if speed else "only single figures, no samples: no verdict",
+        "verdict": _conclusion(speed),
+        "doubts": list(doubts(a, b)) if speed else [],
     }
+
+
+def _speed(a: tuple[RunConfig | None, Result], b: tuple[RunConfig | None, Result]) -> SpeedRatio | None:
+    """Return the ratio in tokens/s, steps/s where tokens are unknown, or output tokens/s; None: no shared figure."""
+    steps_a, steps_b = a[1].step_time_s, b[1].step_time_s
+    if steps_a and steps_b:
+        tokens_a, tokens_b = tokens_per_step(*a), tokens_per_step(*b)
+        if tokens_a is None or tokens_b is None:
+            return speed_ratio(list(steps_a.samples), list(steps_b.samples))
+        times_a = [seconds / tokens_a for seconds in steps_a.samples]
+        return speed_ratio(times_a, [seconds / tokens_b for seconds in steps_b.samples], "tokens/s")
+    rate_a, rate_b = a[1].output_tokens_per_s, b[1].output_tokens_per_s
+    if rate_a and rate_b:
+        return SpeedRatio(ratio=rate_b / rate_a, low=None, high=None, unit="output tokens/s")
+    return None
+
+
+def _conclusion(speed: SpeedRatio | None) -> str:
+    if speed is None:
+        return "none: the runs share no figure of speed"
+    if speed.unit != "output tokens/s":
+        return speed.words
+    change = f"{100 * abs(speed.ratio - 1):.1f} % {'more' if speed.ratio > 1 else 'fewer'}"
+    return (
+        f"B generates {change} {speed.unit}; a run has one figure and no interval: repeat each (-r 5) to see the noise"
+    )
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -113,14 +154,18 @@ def _differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[tuple[str, li
 
 def _figures(a: Result, b: Result) -> Iterator[dict[str, Any]]:
     """Yield each figure both runs have; the ratio is B over A, whatever its direction."""
-    step = [r.step_time_s.median if r.step_time_s else None for r in (a, b)]
-    for name, pair in [("step_time_s", step), *((n, [getattr(a, n), getattr(b, n)]) for n in FIGURES)]:
-        if pair[0] and pair[1] is not None:
-            yield {"figure": name, "a": pair[0], "b": pair[1], "ratio": pair[1] / pair[0]}
+    pairs: dict[str, list[float | None]] = {
+        "step_time_s": [r.step_time_s.median if r.step_time_s else None for r in (a, b)],
+        **{name: [getattr(a, name), getattr(b, name)] for name in FIGURES},
+        **{f"{name} (mean)": [(getattr(r, name) or {}).get("mean") for r in (a, b)] for name in MEANS},
+    }
+    for name, (value_a, value_b) in pairs.items():
+        if value_a and value_b is not None:
+            yield {"figure": name, "a": value_a, "b": value_b, "ratio": value_b / value_a}
 
 
 def text(compared: dict[str, Any]) -> str:
-    """Format a comparison: differing fields first, then figures, then the verdict."""
+    """Format a comparison: differing fields first, then figures, then the verdict and what speaks against it."""
     from_where = [f" (imported from {cluster})" if cluster else "" for cluster in compared["clusters"]]
     parts = [f"A: {compared['a']}{from_where[0]}\nB: {compared['b']}{from_where[1]}"]
     if compared["differing"]:
@@ -133,6 +178,17 @@ def text(compared: dict[str, Any]) -> str:
     speed = compared["speed"]
     if speed and speed["low"] is not None:
         interval = f"{number(speed['low'])} to {number(speed['high'])}"
-        parts.append(f"speed of B over A: {number(speed['ratio'])} (95 % interval {interval})")
-    parts.append(f"verdict: {compared['verdict']}")
+        larger = _step_size(*compared["step_tokens"])
+        parts.append(f"{speed['unit']} of B over A: {number(speed['ratio'])} (95 % interval {interval}){larger}")
+    verdict = f"verdict: {compared['verdict']}"
+    if compared["doubts"]:
+        verdict += "; but\n" + "\n".join(f"- {doubt}" for doubt in compared["doubts"])
+    parts.append(verdict)
     return "\n\n".join(parts)
+
+
+def _step_size(tokens_a: float | None, tokens_b: float | None) -> str:
+    """Return the clause that explains why the ratio of step times is another one."""
+    if tokens_a is None or tokens_b is None or abs(tokens_a - tokens_b) < 0.5:
+        return ""
+    return f"; step_time_s differs from it: a step of B has {number(tokens_b / tokens_a)} x the tokens of A's"

@@ -3,29 +3,37 @@
 from collections.abc import Iterator
 from typing import Any
 
+from llmb.config.native.departures import departure_lines, departures, is_departure
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Inference, OutOfCore, RunConfig
 from llmb.perfmodel import flops, hardware, params
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.report.table import number, render
-
-NOT_SETTINGS = ("kind", "plan", "prediction")
+from llmb.perfmodel.memory_fit import misfit
+from llmb.report.setting_text import settings
+from llmb.report.table import number, render, terminal_width
 
 
 def describe(config: RunConfig, command: str) -> str:
     """Return the page that `llmb-run show` prints."""
+    width = terminal_width()
     parts = [
-        config.name + (f"\nproxy: {config.proxy}" if config.proxy else ""),
-        render(("setting", "value"), list(_settings(config))),
-        render(("what it needs", "value", "unit"), list(_needs(config))),
+        "\n".join(
+            [
+                config.name,
+                *([f"proxy: {config.proxy}"] if config.proxy else []),
+                *(f"departs from the recipe: {line}" for line in departures(config)),
+            ]
+        ),
+        render(("setting", "value"), list(settings(config)), width),
+        render(("what it needs", "value", "unit"), list(_needs(config)), width),
     ]
-    if config.overrides:
-        rows = [(o.field, o.replaced, o.value, o.source) for o in config.overrides]
-        parts.append(render(("changed", "recipe", "here", "by"), rows))
+    rows = [(o.field, o.replaced, o.value, o.source) for o in config.overrides if not is_departure(o)]
+    if rows:
+        parts.append(render(("changed", "recipe", "here", "by"), rows, width))
     if config.reference is not None:
         published = {k: v for k, v in to_plain(config.reference).items() if v is not None}
         published.pop("plan", None)  # shown beside our own plan
-        parts.append(render(("published", "value"), list(published.items())))
+        parts.append(render(("published", "value"), list(published.items()), width))
     if isinstance(config.workload, OutOfCore):
         from llmb.report.plan_figures import plan_figures
         from llmb.report.plan_text import describe_plan
@@ -34,16 +42,6 @@ def describe(config: RunConfig, command: str) -> str:
     parts.append(f"memory {memory_estimate(config).assumptions}")
     parts.append(f"command: {command}")
     return "\n\n".join(parts)
-
-
-def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    gpu = hardware.gpu(config.machine.gpu)
-    yield "machine", f"{config.machine.gpus} x {gpu.title} on {config.machine.nodes} node(s)"
-    yield "model", f"{config.model.name} ({config.model.architecture}, {config.model.layers} layers)"
-    for section in ("precision", "parallel", "workload", "profile", "limits"):
-        for name, value in to_plain(getattr(config, section)).items():
-            if name not in NOT_SETTINGS:
-                yield name, "-".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
@@ -73,7 +71,7 @@ def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
             yield f"memory estimate: {part}", number(value / hardware.GIB), where
     budget = estimate.device_budget
     yield "memory of one GPU", number(budget / hardware.GIB) if budget else None, "GiB"
-    yield "fits, by the estimate", estimate.fits, ""
+    yield "fits, by the estimate", None if estimate.fits is None else misfit(config) is None, ""
 
 
 def dry_table(runs: list[tuple[RunConfig, int]]) -> str:
@@ -87,6 +85,7 @@ def dry_table(runs: list[tuple[RunConfig, int]]) -> str:
         f"{c.name}: {o.field} = {o.value} instead of {o.replaced} ({o.source})"
         for c, _ in runs
         for o in c.overrides
-        if o.value != o.replaced
+        if o.value != o.replaced and not is_departure(o)
     ]
+    notes += [f"departs from the recipe: {line}" for line in departure_lines(c for c, _ in runs)]
     return "\n".join(["dry run, nothing was started", "", render(header, rows), *([""] if notes else []), *notes])

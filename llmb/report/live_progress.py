@@ -49,7 +49,7 @@ class LiveLine:
             )
             tflops = metrics.tflops_per_gpu(sequence_flops * event.tokens / work.seqlen, seconds, gpus)
             if tflops is not None:
-                parts.append(f"{number(tflops)} TFLOP/s")
+                parts.append(f"{number(tflops)} TFLOP/s{'/GPU' if gpus > 1 else ''}")
             parts.append(f"{(work.steps - event.step) * seconds:.0f} s left")
         if event.loss is not None:
             parts.append(f"loss {event.loss:.4f}")

@@ -126,6 +126,7 @@ def _breakdowns(result: Result, streaming: bool) -> list[str]:
 def _extra_lines(result: Result, work: Inference) -> list[Line]:
     """Return our additional lines, whose labels share no words with those above, so that no parser confuses them."""
     return [
+        ("Proxy", result.proxy),
         ("Whole Run (s)", result.duration_s),
         ("Steady Window (s)", _window(result, work)),
         ("Steady Window Generation (tokens/sec)", result.steady_output_tokens_per_s),

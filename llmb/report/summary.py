@@ -6,6 +6,7 @@ from llmb.report.table import number, render
 from llmb.results.result import Result
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+NOTES = ("PROXY", "NO_PEAK")  # warnings of what was requested, not of what went wrong
 
 
 def summary(result: Result) -> str:
@@ -23,7 +24,8 @@ def summary(result: Result) -> str:
         lines += ["", _time_spent(result)]
     if result.collectives:
         lines += ["", _collectives(result)]
-    lines += [f"{'note' if w.code == 'PROXY' else 'warning'} {w.code}: {w.text}" for w in result.warnings]
+    if result.warnings:
+        lines += ["", *(f"{'note' if w.code in NOTES else 'warning'} {w.code}: {w.text}" for w in result.warnings)]
     return "\n".join(lines)
 
 
@@ -41,7 +43,7 @@ def _rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
         value = f"{reference.ratio:.3f}"
         explanation = f"of the published {reference.metric} {number(reference.value)} ({reference.source})"
         yield "against reference", value, "x", f"{explanation}; above 1 is faster"
-    elif result.proxy and result.steps_done:
+    elif result.proxy and (result.steps_done or result.requests):
         yield "against reference", "-", "", f"none: a proxy ({result.proxy})"
 
 
@@ -50,7 +52,10 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     if step is not None and result.window is not None:
         first, last = result.window
         spread = f", standard deviation {number(step.std)}" if step.std is not None else ""
-        yield "step time", number(step.median), "s", f"median of {step.n} steps ({first}-{last}){spread}"
+        steps = f"{step.n} steps ({first}-{last})"
+        if step.n < last - first + 1:  # an incomplete run, or a log that does not print every step
+            steps = f"{step.n} of the {last - first + 1} steps {first}-{last}"
+        yield "step time", number(step.median), "s", f"median of {steps}{spread}"
         yield "mean step time", number(step.mean), "s", f"the same steps, from {number(step.min)} to {number(step.max)}"
     if result.tokens_per_s is not None:
         yield "throughput", number(result.tokens_per_s), "tokens/s", "tokens of a step over its median time"
@@ -108,7 +113,7 @@ def _distributions(result: Result) -> Iterator[tuple[str | None, ...]]:
         ("TPOT", result.tpot_ms, "ms", "per output token after the first"),
         ("ITL", result.itl_ms, "ms", "between two tokens as they arrive"),
         ("end to end", result.e2e_ms, "ms", "from arrival to the last token"),
-        ("output speed", speeds, "tokens/s", "of one request, after its first token"),
+        ("output speed", speeds, "tokens/s", "of one request, after its first token; p99 is fast"),
     )
     for name, values, unit, explanation in distributions:
         if values:

@@ -9,6 +9,7 @@ The log of another engine has no configuration: what cannot be known without one
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from llmb.config.native.number_formats import number_formats
 from llmb.config.spec import Inference, OutOfCore, RunConfig, Status, Training
 from llmb.events import (
     CollectiveSeen,
@@ -60,7 +61,7 @@ def derive(
             problems[event.problem] = problems.get(event.problem, 0) + event.count
     fields["reference"] = _compare_with_reference(config, fields)
     fields["predicted"] = _compare_with_prediction(config, fields)
-    return Result(**fields, warnings=cautions(config, fields, recorded))
+    return Result(**fields, warnings=cautions(config, fields, recorded, steps))
 
 
 def _steps(events: list[Event]) -> list[StepDone]:
@@ -111,6 +112,7 @@ def _identity(config: RunConfig | None, events: list[Event]) -> dict:
         fields |= {"target": config.target, "size": config.size, "dtype": config.precision.dtype}
         fields |= {"gpu": config.machine.gpu, "gpus": config.machine.gpus, "engine": config.engine}
         fields |= {"proxy": config.proxy, "overrides": tuple(asdict(o) for o in config.overrides)}
+        fields["number_formats"] = number_formats(config)
     return fields
 
 

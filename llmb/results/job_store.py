@@ -25,8 +25,9 @@ from typing import Any
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.results.result import Result
+from llmb.results.run_settings import run_settings
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 WAIT_S = 30.0
 GOING = ("submitting", "pending", "running")  # not ended, as far as is known
 
@@ -65,6 +66,8 @@ class Job:
     retry_of: str | None = None  # the job whose configuration this one runs again
     attempt: int = 1
     retries: int = 0  # how often an infrastructure failure may be retried
+    ttft_ms: float | None = None  # serving: mean time to first token
+    settings: str | None = None  # what tells it apart, see run_settings; null: stored by an older llmb
 
     @property
     def slurm_id(self) -> str | None:
@@ -78,7 +81,10 @@ class Job:
 
 
 COLUMNS = tuple(f.name for f in fields(Job))
-ADDED_IN_2 = COLUMNS[COLUMNS.index("slurm_state") :]
+ADDED_COLUMNS = {  # by schema version
+    2: COLUMNS[COLUMNS.index("slurm_state") : COLUMNS.index("ttft_ms")],
+    3: COLUMNS[COLUMNS.index("ttft_ms") :],
+}
 FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "output_tokens_per_s")
 
 
@@ -115,9 +121,10 @@ class Store:
                 )
             self._db.execute("CREATE TABLE IF NOT EXISTS metadata (schema_version INTEGER)")
             self._db.execute(f"CREATE TABLE IF NOT EXISTS jobs ({', '.join(COLUMNS)}, PRIMARY KEY (job_id))")
-            if version == 1:
-                for column in ADDED_IN_2:
+            for newer in range(version + 1, SCHEMA_VERSION + 1) if version is not None else ():
+                for column in ADDED_COLUMNS[newer]:
                     self._db.execute(f"ALTER TABLE jobs ADD COLUMN {column}")
+            if version == 1:
                 self._db.execute("UPDATE jobs SET attempt = 1, retries = 0")
             for column in ("created_at", "status", "retry_of"):
                 self._db.execute(f"CREATE INDEX IF NOT EXISTS jobs_by_{column} ON jobs ({column})")
@@ -326,7 +333,8 @@ def job_row(config: RunConfig, run_dir: Path, launcher: str, job_id: str, create
     return Job(
         job_id=job_id, launcher=launcher, workload=config.target, size=config.size, dtype=config.precision.dtype,
         scale=config.machine.gpus, gpu=config.machine.gpu, proxy=config.proxy, profile=config.profile.profile,
-        name=config.name, run_dir=str(run_dir), created_at=created_at, **{"updated_at": created_at, **columns},
+        name=config.name, run_dir=str(run_dir), created_at=created_at, settings=run_settings(config),
+        **{"updated_at": created_at, **columns},
     )  # fmt: skip
 
 
@@ -337,5 +345,6 @@ def figures(result: Result) -> dict[str, Any]:
         "reason": result.reason,
         "step_time_s": result.step_time_s.median if result.step_time_s else None,
         **{name: getattr(result, name) for name in FIGURES},
+        "ttft_ms": result.ttft_ms["mean"] if result.ttft_ms else None,
         "reference_ratio": result.reference.ratio if result.reference else None,
     }

@@ -1,23 +1,32 @@
 """Warnings that a Result may carry: a closed list, each with what to do next."""
 
+import math
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 from llmb.config.spec import Inference, RunConfig
-from llmb.events import Event, RunStarted
+from llmb.events import Event, RunStarted, StepDone
 from llmb.perfmodel import metrics
-from llmb.perfmodel.hardware import identify_gpu
+from llmb.perfmodel.hardware import gpu_key
 from llmb.results.result import Caution, SlowRank
 from llmb.results.serving_figures import engine_facts, measured_requests
 
+LOSS_SAMPLES = 5  # steps at each end of a run whose mean losses are compared
+LOSS_NOISE = 0.1  # between the means of small batches
+UNIFORM_MARGIN = 0.5  # above ln(vocabulary), the loss of uniform guessing
+UNIFORM_AFTER = 20  # steps; wide models begin above that margin
 NOISE_LIMIT = 0.05  # standard deviation over median
 FEW_SAMPLES = 5
 FULL_TIMES = 2  # how often the requests should fill the engine
 LATE_LIMIT = 0.05  # of the load asked for, that may be missing
 
 
-def cautions(config: RunConfig | None, fields: dict, events: Sequence[Event]) -> tuple[Caution, ...]:
-    """Return every warning that applies, in a fixed order."""
-    warnings = [*_about_samples(fields), *_about_ranks(fields.get("slow_ranks", ()))]
+def cautions(
+    config: RunConfig | None, fields: dict, events: Sequence[Event], steps: Sequence[StepDone]
+) -> tuple[Caution, ...]:
+    """Return every warning that applies, in a fixed order; `steps` are those that the figures come from."""
+    warnings = [*_about_samples(config, fields), *_about_ranks(fields.get("slow_ranks", ()))]
+    warnings += _about_loss(config, [step.loss for step in steps if step.loss is not None])
     warnings += [*_about_serving(config, fields, events), *_about_config(config, fields)]
     start = next((e for e in events if isinstance(e, RunStarted)), None)
     if config is not None and start is not None:
@@ -25,18 +34,42 @@ def cautions(config: RunConfig | None, fields: dict, events: Sequence[Event]) ->
     return tuple(Caution(code=code, text=text) for code, text in warnings)
 
 
-def _about_samples(fields: dict) -> Iterable[tuple[str, str]]:
+def _about_samples(config: RunConfig | None, fields: dict) -> Iterable[tuple[str, str]]:
     steps = fields.get("step_time_s")
     if steps is None:
         return
     if steps.n < FEW_SAMPLES:
-        yield "FEW_SAMPLES", f"only {steps.n} steps were measured; run more steps (--set steps=50)"
+        yield "FEW_SAMPLES", f"only {steps.n} steps were measured; {_more_samples(config, fields)}"
     elif steps.std is not None and steps.median and steps.std / steps.median > NOISE_LIMIT:
         percent = 100 * steps.std / steps.median
-        yield (
-            "NOISY_STEPS",
-            f"step times vary by {percent:.0f} %; look for other work on the machine, or run more steps",
-        )
+        remedy = f"look for other work on the machine, or {_more_samples(config, fields)}"
+        yield "NOISY_STEPS", f"step times vary by {percent:.0f} %; {remedy}"
+
+
+def _more_samples(config: RunConfig | None, fields: dict) -> str:
+    """Return how to measure more steps: a complete run, a window up to the last step, or more steps."""
+    (first, last), done, requested = fields["window"], fields["steps_done"], fields["steps_asked"]
+    if config is None or requested is None:
+        return "run more steps"
+    if done < last:
+        return f"let it run to step {last}"
+    if last < requested and any(override.field == "window" for override in config.overrides):
+        return f"measure more of its steps (--set window={first}-{requested})"
+    return f"run more steps (--set steps={2 * requested})"
+
+
+def _about_loss(config: RunConfig | None, losses: Sequence[float]) -> Iterable[tuple[str, str]]:
+    """Warn of a loss that ends above its beginning, or above what a model reaches that guesses."""
+    samples = min(LOSS_SAMPLES, len(losses) // 2)
+    if not samples:
+        return
+    first, last = fmean(losses[:samples]), fmean(losses[-samples:])
+    if last > first + LOSS_NOISE:
+        means = f"from {first:.2f} to {last:.2f}" + (f", means of {samples} steps" if samples > 1 else "")
+        yield "LOSS_ROSE", f"the loss rose {means}: training diverges; lower lr or lengthen lr_warmup_steps"
+    elif config is not None and len(losses) >= UNIFORM_AFTER and last > math.log(config.model.vocab) + UNIFORM_MARGIN:
+        uniform = f"ln(vocabulary) = {math.log(config.model.vocab):.2f}"
+        yield "LOSS_ABOVE_UNIFORM", f"the loss ends at {last:.2f}, above {uniform} of uniform guessing; change lr"
 
 
 def _about_ranks(slow: Iterable[SlowRank]) -> Iterable[tuple[str, str]]:
@@ -101,7 +134,7 @@ def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str,
 def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, str]]:
     if config.machine.gpu == "cpu" or start.gpu_name is None:
         return
-    if identify_gpu(start.gpu_name) != config.machine.gpu:
+    if gpu_key(start.gpu_name) != config.machine.gpu:
         expected = config.machine.gpu
         yield (
             "OTHER_GPU",

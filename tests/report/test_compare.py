@@ -1,6 +1,8 @@
 """Comparing runs: the ratio with its interval, the verdict, what differs."""
 
 import random
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.errors import ConfigError
-from llmb.events import RunEnded, StepDone
+from llmb.events import RequestDone, RunEnded, RunStarted, StepDone
 from llmb.report.compare import compare, speed_ratio, text
 from llmb.results.derive import derive
 
@@ -25,7 +27,7 @@ def test_a_real_difference_is_seen_and_noise_is_not():
     assert faster.words.startswith("B is faster, by 11")
     assert faster.low < 1 / 0.9 < faster.high
     assert speed_ratio(noisy(0.9, seed=3), noisy(1.0, seed=4)).words.startswith("B is slower")
-    assert speed_ratio(noisy(1.0, seed=5), noisy(1.0, seed=6)).words == "no difference seen"
+    assert speed_ratio(noisy(1.0, seed=5), noisy(1.0, seed=6)).words == "no difference seen in steps/s"
     assert "too few" in speed_ratio([1.0, 1.0], [0.5, 0.5]).words
 
 
@@ -42,6 +44,11 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     assert 180 <= held <= 199
 
 
+def test_the_ratio_is_that_of_the_medians_even_with_a_long_tail():
+    a, b = [1.0] * 11 + [1.7] * 10, [1.0] * 10 + [2.9] * 11
+    assert speed_ratio(a, b).ratio == pytest.approx(1 / 2.9)
+
+
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12), st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12))
 def test_swapping_the_runs_inverts_the_ratio(a, b):
     forward, backward = speed_ratio(a, b), speed_ratio(b, a)
@@ -53,18 +60,83 @@ def test_swapping_the_runs_inverts_the_ratio(a, b):
 
 @pytest.fixture
 def run(recipes):
-    def make(seconds, **changes):
+    def make(seconds, spread=0.01, last=None, start=None, size="8b", **changes):
         overrides = tuple(Setting(field=k, value=v, source="--set") for k, v in changes.items())
         config = resolve(
-            recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small", settings=overrides)
+            recipes["pretrain_llama3.1"], RunRequest(size=size, dtype="fp32", gpus=1, proxy="small", settings=overrides)
         )
         tokens = config.workload.gbs * config.workload.seqlen
-        events = [
-            StepDone(step=n, seconds=s, tokens=tokens) for n, s in enumerate(noisy(seconds, config.workload.steps), 1)
-        ]
-        return config, derive(config, [*events, RunEnded(status="ok")])
+        times = noisy(seconds, last or config.workload.steps, spread)
+        events = [StepDone(step=n, seconds=s, tokens=tokens) for n, s in enumerate(times, 1)]
+        return config, derive(config, [*([start] if start else []), *events, RunEnded(status="ok")])
 
     return make
+
+
+def test_batches_of_another_size_are_compared_by_tokens(run):
+    """gbs 8 takes 1.95 times as long for twice the tokens: faster, by 2.6 %."""
+    compared = compare(run(1.0), run(1.95, gbs="8"))
+    assert compared["verdict"] == "B is faster, by 2.6 % in tokens/s"
+    assert compared["doubts"] == []
+    ratios = {figure["figure"]: figure["ratio"] for figure in compared["figures"]}
+    assert ratios["tokens_per_s"] == pytest.approx(compared["speed"]["ratio"], rel=1e-12)
+    assert "a step of B has 2 x the tokens of A's" in text(compared)
+
+
+def test_one_estimate_is_shown_for_noisy_runs(run):
+    compared = compare(run(1.0, spread=0.3), run(1.6, spread=0.3))
+    ratio = next(f["ratio"] for f in compared["figures"] if f["figure"] == "tokens_per_s")
+    assert ratio == pytest.approx(compared["speed"]["ratio"], rel=1e-12)
+    assert compared["speed"]["low"] < ratio < compared["speed"]["high"]
+
+
+def started(gpu_name):
+    return RunStarted(time=1.0, gpu_name=gpu_name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "doubt"),
+    [
+        ({"last": 20}, "B is incomplete: 20 of 40 steps are recorded"),
+        ({"spread": 0.3}, r"B: step times vary by \d\d %"),
+        ({"start": started("other CPU")}, "they ran on other hardware: A on 1 x this CPU, B on 1 x other CPU"),
+        ({"model.layers": "2"}, "proxies of different shapes: A has 4 of 32 layers.*; B has .*model.layers=2"),
+        ({"seqlen": "512"}, "A has 256 tokens, B 512"),
+        ({"steps": "12", "window": "10-12"}, "B: only 3 steps were measured"),
+    ],
+)
+def test_the_verdict_names_what_speaks_against_it(run, changes, doubt):
+    compared = compare(run(1.0, start=started("this CPU")), run(1.0, **{"start": started("this CPU"), **changes}))
+    assert re.search(f"verdict: .*; but\n- .*{doubt}", text(compared), re.DOTALL)
+    assert len(compared["doubts"]) == 1
+
+
+def test_ranks_that_share_a_cpu_are_not_other_hardware(run):
+    (config, result), more = run(1.0), replace(run(1.0)[1], gpus=2)
+    assert compare((config, result), (config, more))["doubts"] == [
+        "the ranks that share cpu differ in number: A has 1, B has 2"
+    ]
+
+
+def serving(recipes, rate, use_case="chat"):
+    settings = (Setting(field="use_case", value=use_case, source="--set"),)
+    request = RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small", settings=settings)
+    config = resolve(recipes["inference_llama3.1"], request)
+    events = [
+        RequestDone(request=n, arrival=0.0, first_token=1.0, end=n / rate, input_tokens=32, output_tokens=32)
+        for n in range(1, config.workload.num_requests + 1)
+    ]
+    return config, derive(config, [*events, RunEnded(status="ok")])
+
+
+def test_serving_is_compared_by_output_tokens(recipes):
+    compared = compare(serving(recipes, 10), serving(recipes, 11))
+    assert compared["verdict"].startswith(
+        "B generates 10.0 % more output tokens/s; a run has one figure and no interval"
+    )
+    assert compared["speed"]["low"] is None
+    longer = compare(serving(recipes, 10), serving(recipes, 11, "reasoning"))
+    assert "their requests differ: A 32/32 tokens, B 64/64 tokens" in longer["doubts"]
 
 
 def test_differing_fields_come_first(run):

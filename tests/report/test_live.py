@@ -1,4 +1,4 @@
-"""The live line of a benchmark's requests."""
+"""The live line of training steps and of a benchmark's requests."""
 
 import io
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.events import ServingSample
+from llmb.events import ServingSample, StepDone
 from llmb.report.live_progress import LiveLine
 
 
@@ -60,3 +60,11 @@ def test_what_is_not_known_is_not_shown(config):
 
 def test_other_ranks_are_left_to_the_result(config):
     assert drawn(config, sample(1.0, 1, 10, rank=1)) == ""
+
+
+@pytest.mark.parametrize(("gpus", "unit"), [(1, "TFLOP/s"), (2, "TFLOP/s/GPU")])
+def test_training_on_several_gpus_names_what_is_of_one(recipes, gpus, unit):
+    training = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=gpus, proxy="small"))
+    parts = drawn(training, StepDone(step=1, seconds=0.5, tokens=1024)).split(" | ")
+    assert parts[1] == "2,048 tokens/s"
+    assert parts[2].endswith(f" {unit}")

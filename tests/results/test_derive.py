@@ -132,6 +132,18 @@ def test_warnings_say_what_to_do(recipes, nemotron):
     assert result.tflops_per_gpu > 0
 
 
+def test_unlisted_gpu_has_no_peak_and_no_utilization(recipes):
+    request = RunRequest(size="8b", dtype="bf16", gpus=1, gpu="rtx-4090")
+    config = resolve(recipes["pretrain_llama3.1"], request)
+    start = RunStarted(time=1.0, gpu_name="NVIDIA GeForce RTX 4090")
+    result = derive(config, [start, *steps(config.workload.steps, seconds=0.5, tokens=1024), OK])
+    assert (result.mfu, result.hfu, result.mfu_peak_tflops, result.reference) == (None, None, None, None)
+    assert result.tflops_per_gpu > 0
+    assert "no published bf16 peak for rtx-4090" in next(w.text for w in result.warnings if w.code == "NO_PEAK")
+    assert "OTHER_GPU" not in {w.code for w in result.warnings}
+    assert "MFU" not in summary(result).replace("MFU is not given", "")
+
+
 def test_a_log_without_configuration_keeps_unknowns_null():
     result = derive(None, [*steps(reported_tflops_per_gpu=500.0), OK], name="foreign.out")
     assert (result.tflops_per_gpu, result.tflops_source) == (500.0, "reported by the engine")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmb.events import RunEnded, StepDone
-from llmb.report.step_timing import STYLES, timing_report
+from llmb.report.step_timing import FORMATS, STYLES, timing_table
 from llmb.results.readers.reader_choice import READERS, detect, read_log
+from llmb.results.timed_run import read_timed_log
 
 GOLDEN = [path.read_bytes() for path in sorted((Path(__file__).parent.parent / "golden" / "logs").iterdir())]
 INSERTED = [b"\r", b"\n", b"\x00", b"\x1b[31m", b"\x1b", b"\xff\xfe", b"nan", b"1e999", b"-", b"9" * 400, b"3: ", b"\t"]
@@ -85,12 +86,13 @@ def check(content: bytes, folder: Path, chance: random.Random) -> None:
             if isinstance(event, StepDone):
                 assert event.step >= 1
                 assert event.seconds is None or 0 < event.seconds < 1e20
-    style, form = chance.choice(list(STYLES)), chance.choice(["table", "csv", "json"])
-    text, _ = timing_report(folder, style, form, window=(2, chance.randrange(2, 50)))
+    run, form = read_timed_log(path), chance.choice(list(FORMATS))
+    runs, style, window = [run] if run else [], chance.choice(list(STYLES.values())), (2, chance.randrange(2, 50))
+    text = FORMATS[form](timing_table(runs, style, folder, {}, window))
     if form == "json":
         json.loads(text)
     elif form == "csv":
-        assert {len(row) for row in csv.reader(text.splitlines()[:-1])} == {7}
+        assert {len(row) for row in csv.reader(text.splitlines())} == {10}
 
 
 @pytest.mark.parametrize("seed", range(3))

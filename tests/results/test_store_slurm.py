@@ -12,7 +12,7 @@ from llmb.config.row_selection import RunRequest
 from llmb.errors import ConfigError
 from llmb.events import RunEnded
 from llmb.results.derive import derive
-from llmb.results.job_store import SCHEMA_VERSION, Store, temporary_id
+from llmb.results.job_store import ADDED_COLUMNS, SCHEMA_VERSION, Store, temporary_id
 
 FIRST_SCHEMA = (
     "job_id, launcher, workload, size, dtype, scale, gpu, proxy, profile, name, run_dir, created_at, updated_at, "
@@ -137,6 +137,20 @@ def test_an_old_store_is_brought_up_to_date_in_place(tmp_path, config):
     with Store(tmp_path / "jobs.sqlite3") as store:
         assert store.add(config, Path("/b")) == "L2"
         assert submit(store, config, "/c", "9") == "9"
+
+
+def test_a_store_of_the_second_schema_gets_the_columns_of_the_third(tmp_path, config):
+    path = tmp_path / "jobs.sqlite3"
+    with Store(path) as store:
+        store.add(config, Path("/a"))
+    with sqlite3.connect(path) as older:
+        for column in ADDED_COLUMNS[3]:
+            older.execute(f"ALTER TABLE jobs DROP COLUMN {column}")
+        older.execute("UPDATE metadata SET schema_version = 2")
+    older.close()
+    with Store(path) as store:
+        assert (store.job("L1").settings, store.job("L1").ttft_ms) == (None, None)
+        assert store.job(store.add(config, Path("/b"))).settings is not None
 
 
 def open_and_add(path, config, number):

@@ -1,0 +1,76 @@
+"""Reasons to doubt a comparison of two runs: what else than their speed may make their figures differ."""
+
+from collections.abc import Iterator
+
+from llmb.config.spec import Inference, OutOfCore, RunConfig, Training
+from llmb.results.result import Result
+
+# Warnings of a Result that say that its figures may not be those of the configuration.
+MEASUREMENT_WARNINGS = {
+    "FEW_SAMPLES", "NOISY_STEPS", "SLOW_RANK", "PROFILER_ON", "OTHER_GPU",
+    "FAILED_REQUESTS", "FEW_REQUESTS", "NOT_STEADY", "CLIENT_BOUND", "PREFIX_CACHE_ON",
+}  # fmt: skip
+
+Run = tuple[RunConfig | None, Result]
+
+
+def doubts(a: Run, b: Run) -> Iterator[str]:
+    """Yield one clause for each reason: a bad run, other hardware, another model, other lengths."""
+    for label, (_, result) in (("A", a), ("B", b)):
+        if result.status != "ok":
+            yield f"{label} is {result.status}" + (f": {result.reason}" if result.reason else "")
+        for warning in result.warnings:
+            if warning.code in MEASUREMENT_WARNINGS:
+                yield f"{label}: {warning.text}"
+    yield from _about_hardware(a[1], b[1])
+    yield from _about_model(a, b)
+    yield from _about_work(a, b)
+
+
+def tokens_per_step(config: RunConfig | None, result: Result) -> float | None:
+    """Return the tokens of an optimizer step, as recorded or else as configured."""
+    if result.tokens_per_s is not None and result.step_time_s is not None:
+        return result.tokens_per_s * result.step_time_s.median
+    work = config.workload if config is not None else None
+    if isinstance(work, Training):
+        return work.gbs * work.seqlen
+    if isinstance(work, OutOfCore) and work.plan is not None:
+        return work.plan.gbs * work.seqlen
+    return None
+
+
+def _about_hardware(a: Result, b: Result) -> Iterator[str]:
+    names = [r.gpu_name or r.gpu or "unknown hardware" for r in (a, b)]
+    if names[0] == names[1] and a.gpus == b.gpus:
+        return
+    if names[0] == names[1] and a.gpu == b.gpu == "cpu":  # whose ranks share its cores
+        yield f"the ranks that share {names[0]} differ in number: A has {a.gpus}, B has {b.gpus}"
+    else:
+        yield f"they ran on other hardware: A on {a.gpus or '?'} x {names[0]}, B on {b.gpus or '?'} x {names[1]}"
+
+
+def _about_model(a: Run, b: Run) -> Iterator[str]:
+    (config_a, result_a), (config_b, result_b) = a, b
+    if config_a is None or config_b is None or config_a.model == config_b.model:
+        return
+    if result_a.proxy and result_b.proxy:
+        yield f"they are proxies of different shapes: A has {result_a.proxy}; B has {result_b.proxy}"
+    elif result_a.proxy or result_b.proxy:
+        label, proxy = ("A", result_a.proxy) if result_a.proxy else ("B", result_b.proxy)
+        yield f"only {label} is a proxy: {proxy}"
+    else:
+        yield f"they run different models: A {config_a.model.name}, B {config_b.model.name}"
+
+
+def _about_work(a: Run, b: Run) -> Iterator[str]:
+    work_a, work_b = (config.workload if config is not None else None for config, _ in (a, b))
+    if isinstance(work_a, Inference) and isinstance(work_b, Inference):
+        if (work_a.isl, work_a.osl, work_a.dataset) != (work_b.isl, work_b.osl, work_b.dataset):
+            lengths = [work.dataset or f"{work.isl}/{work.osl} tokens" for work in (work_a, work_b)]
+            yield f"their requests differ: A {lengths[0]}, B {lengths[1]}"
+        return
+    seqlens = [work.seqlen for work in (work_a, work_b) if isinstance(work, Training | OutOfCore)]
+    if len(seqlens) == 2 and seqlens[0] != seqlens[1]:
+        yield f"a token of a longer sequence needs more attention FLOPs: A has {seqlens[0]} tokens, B {seqlens[1]}"
+    if a[1].step_time_s and b[1].step_time_s and None in (tokens_per_step(*a), tokens_per_step(*b)):
+        yield "the tokens of a step are unknown: their steps may differ in size"

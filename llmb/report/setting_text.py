@@ -1,0 +1,88 @@
+"""Settings of a run as `llmb-run show` prints them: the value that will be used, in words where it is null.
+
+settings(config) -> ("dtype", "fp8"), ("fp8_scaling", "delayed: by the amax of earlier steps"), ...
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from llmb.config.lr_schedule import lr_sources
+from llmb.config.serialization import to_plain
+from llmb.config.settable_fields import WITHOUT_EFFECT
+from llmb.config.spec import OutOfCore, RunConfig, Training
+from llmb.perfmodel import hardware
+from llmb.perfmodel.shards import gradient_bytes, has_split_weights
+
+COMPUTED = {"plan", "prediction"}  # shown as tables of their own
+FP8_SCALES = {
+    "delayed": "delayed: per tensor, by the amax of earlier steps",
+    "current": "current: per tensor, by its own amax",
+    "tensor": "tensor: one per weight",
+    "channel": "channel: one per output channel and per token",
+    "block": "block: one per 128 x 128 weights and per 128 values of a token",
+}
+NULLS = {
+    "fp8_scaling": "none: no fp8 GEMMs",
+    "fp8_experts": "none: no experts in fp8",
+    "vp": "none: not interleaved",
+    "lr_decay_steps": "none: constant",
+    "checkpoint_every": "none: no checkpoints",
+    "resume": "none: from step 1",
+    "profiler": "Nsight Systems where installed, else torch.profiler",
+    "stall_limit_s": "by the step times",
+    "dataset": "none: random tokens of these lengths",
+    "weights": "none: random",
+    "warmup_requests": "a full batch",
+    "clip": "none: no clipping",
+    "export": "none: not written",
+    "data": "none: synthetic tokens",
+}
+EMPTY = {"profile_ranks": "all", "slurm_params": "none"}
+BY_ENGINE = "as the engine chooses"
+BY_PLAN = "by the plan below"
+
+
+def settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield every setting with an effect on this kind of run, and its value."""
+    gpu = hardware.gpu(config.machine.gpu)
+    yield "engine", config.engine
+    yield "machine", f"{config.machine.gpus} x {gpu.title} on {config.machine.nodes} node(s)"
+    yield "model", f"{config.model.name} ({config.model.architecture}, {config.model.layers} layers)"
+    sources = lr_sources(config)
+    hidden = WITHOUT_EFFECT[config.workload.kind] - {"fp8_scaling"} | COMPUTED | {"kind"}
+    hidden |= {"fp8_experts"} if config.model.experts is None else set()
+    for section in ("precision", "parallel", "workload", "profile", "limits"):
+        for name, value in to_plain(getattr(config, section)).items():
+            if name not in hidden:
+                text = _text(config, name, value)
+                yield name, f"{text} ({sources[name]})" if name in sources else text
+
+
+def _text(config: RunConfig, name: str, value: Any) -> Any:
+    if name == "gradients" and isinstance(config.workload, Training):
+        return _gradients(config, value)
+    if name == "master_weights" and value == "fp32" and has_split_weights(config):
+        return "fp32: a bf16 half, which GEMMs read, and 16 low bits"
+    if name == "fp8_scaling" and value is not None:
+        experts = isinstance(config.workload, Training) and config.workload.fp8_experts
+        return FP8_SCALES[value] + ("; of experts per row and column" if experts else "")
+    if isinstance(value, tuple):
+        return "-".join(map(str, value)) if value else EMPTY.get(name, "none")
+    if value is None:
+        return _null(config, name)
+    return value
+
+
+def _null(config: RunConfig, name: str) -> str:
+    if config.engine != "native" and name in ("fp8_scaling", "fp8_experts", "kv_dtype"):
+        return BY_ENGINE
+    if isinstance(config.workload, OutOfCore) and name not in NULLS:
+        return BY_PLAN
+    return NULLS.get(name, "none")
+
+
+def _gradients(config: RunConfig, value: str) -> str:
+    """Without accumulation a gradient on one GPU is rounded to bf16 once, whatever accumulates in fp32."""
+    if value == "fp32" and gradient_bytes(config) == 2:
+        return "bf16: one micro-batch a step; the loss accumulates in fp32"
+    return value
