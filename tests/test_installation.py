@@ -12,6 +12,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+def test_make_run_says_what_it_does_before_it_takes_minutes():
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", "run"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    (install,) = [number for number, line in enumerate(lines) if "pip install" in line]
+    assert "--quiet" not in lines[install]  # pip shows its progress
+    assert lines[install - 1].startswith('echo "Installing llmb and torch into .venv, once: 1 to 5 minutes')
+    assert lines[-2].startswith('echo "Training a proxy of Llama 3.1 8B')
+
+
 @pytest.mark.nightly
 def test_a_login_node_needs_no_torch(tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
@@ -37,4 +46,4 @@ def test_a_login_node_needs_no_torch(tmp_path):
     assert (scripts / "pretrain_grok1" / "launch.sh").exists()
     refused = llmb("submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy")
     assert refused.returncode == 1
-    assert "pip install 'llmb[engine]'" in refused.stderr
+    assert f"{python} -m pip install 'torch>=2.11' " in refused.stderr

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from llmb.cli.llmb_run import guarded
+from llmb.cli.memory_check import check_node_memory
 from llmb.cli.stored_runs import load_run, write_result
 from llmb.config.serialization import to_json, write_atomic
 from llmb.config.spec import RunConfig
@@ -55,6 +56,7 @@ def run_job(run: RunFolder, container: Sequence[str], environ: Mapping[str, str]
     ):  # none may cut the result off; while ranks run, run_local has them
         run = job_folder(run, config, environ)
         try:
+            check_node_memory(config, force=_is_forced(run))
             run_in_allocation(config, run, {}, _ignore_event, container, environ)
         except LlmbError as error:
             _record_failure(run, str(error))
@@ -76,6 +78,12 @@ def _refuse(run: RunFolder, environ: Mapping[str, str]) -> int:
     _, result = load_run(run)
     print(f"ERROR: job {name} has ended: {result.status}; to run it again: llmb-run jobs retry {name}", file=sys.stderr)
     return _exit_code(result)
+
+
+def _is_forced(run: RunFolder) -> bool:
+    """Return whether the job was submitted with --force."""
+    submission = read_submission(run)
+    return submission is not None and submission.force
 
 
 def _exit_code(result: Result) -> int:

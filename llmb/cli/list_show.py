@@ -9,7 +9,8 @@ from typing import Any
 from llmb.cli.run_options import add_run_options, complete_with, examples, load_recipes
 from llmb.cli.subcommand import command
 
-FIRST_CELLS = ("size", "gpu", "dtype", "gpus")
+KEY_COLUMNS = ("size", "gpu", "dtype", "gpus", "mode", "use_case")  # that tell rows apart, as far as rows have them
+LIST_WIDTH = 80  # of lists in a pipe or a file; programs read --json
 
 
 def add_commands(commands: Any) -> None:
@@ -38,7 +39,7 @@ def add_commands(commands: Any) -> None:
 
 def run_list(options: argparse.Namespace) -> int:
     """List all workloads, or one in detail."""
-    from llmb.report.table import render
+    from llmb.report.table import render, terminal_width
 
     recipes = load_recipes()
     if options.workload is not None:
@@ -58,15 +59,18 @@ def run_list(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
     else:
-        print(render(header, rows) + "\n\nmore: llmb-run list -w WORKLOAD; any of them here, small: --proxy")
+        width = terminal_width() or LIST_WIDTH
+        print(render(header, rows, width) + "\n\nmore: llmb-run list -w WORKLOAD; any of them here, small: --proxy")
     return 0
 
 
 def _list_one(options: argparse.Namespace, recipes: dict[str, Any]) -> int:
     """Print rows, proxies and published results of one workload."""
+    from textwrap import fill
+
     from llmb.config.row_selection import SCALED_DOWN
     from llmb.config.run_list import split_target
-    from llmb.report.table import render
+    from llmb.report.table import terminal_width
 
     recipe, size = split_target(options.workload, recipes)
     rows = [row for row in recipe.rows if size in (None, row["size"])]
@@ -74,16 +78,36 @@ def _list_one(options: argparse.Namespace, recipes: dict[str, Any]) -> int:
         print(json.dumps({"workload": recipe.workload, "rows": rows, "proxies": recipe.proxies,
                           "references": recipe.references}))  # fmt: skip
         return 0
-    header = ["size", "gpu", "dtype", "gpus", *dict.fromkeys(k for row in rows for k in row if k not in FIRST_CELLS)]
+    width = terminal_width() or LIST_WIDTH
     print(f"{recipe.workload}: {recipe.title}\n")
-    print(render(header, [[_text(row.get(cell)) for cell in header] for row in rows]))
+    if rows:
+        print(_recipe_table(rows, width) + "\n")
     sizes = ", ".join(recipe.values("size", True, size=size))
     scale = "; any --scale, with a layout above scaled down" if recipe.kind in SCALED_DOWN else ""
-    print(f"\nproxies (--proxy): {sizes}{scale}; `llmb-run show ... --proxy` says what one leaves out")
+    proxies = f"proxies (--proxy): {sizes}{scale}; `llmb-run show ... --proxy` says what one leaves out"
+    print(fill(proxies, width, break_long_words=False, break_on_hyphens=False))
     if recipe.references:
-        cells = [k for k in dict.fromkeys(k for r in recipe.references for k in r) if k not in ("note", "plan")]
-        print("\npublished results\n" + render(cells, [[_text(r.get(c)) for c in cells] for r in recipe.references]))
+        references = [{k: v for k, v in r.items() if k not in ("note", "plan")} for r in recipe.references]
+        print("\npublished results\n" + _recipe_table(references, width))
     return 0
+
+
+def _recipe_table(rows: list[dict[str, Any]], width: int) -> str:
+    """Return the table of recipe rows; where it would be too wide, columns with one value become a line above it."""
+    from llmb.report.table import render
+
+    present = dict.fromkeys(name for row in rows for name in row)
+    keys = [name for name in KEY_COLUMNS if name in present]
+    header = [*keys, *(name for name in present if name not in keys)]
+    cells = [[_text(row.get(name)) for name in header] for row in rows]
+    text = render(header, cells)
+    if max(map(len, text.splitlines())) <= width or len(rows) == 1:
+        return render(header, cells, width, keys=len(keys))
+    common = [i for i, name in enumerate(header) if name not in keys and all(c[i] == cells[0][i] for c in cells)]
+    varying = [i for i in range(len(header)) if i not in common]
+    table = render([header[i] for i in varying], [[c[i] for i in varying] for c in cells], width, keys=len(keys))
+    shared = render(("in all rows", "value"), [(header[i], cells[0][i]) for i in common], width)
+    return f"{shared}\n\n{table}" if common else table
 
 
 def _text(value: Any) -> Any:
@@ -117,12 +141,25 @@ def run_show(options: argparse.Namespace) -> int:
 def _show_memory(configs: list[Any], as_json: bool) -> None:
     """Print memory, FLOPs and collectives of one rank of each run."""
     from llmb.config.serialization import to_json
-    from llmb.launch.torch_process import run_dry_run
     from llmb.report.dry_run_text import describe_dry_run
 
     for config in configs:
-        dry_run = run_dry_run(config)
+        dry_run = _dry_run(config)
         print(to_json(dry_run) if as_json else describe_dry_run(config, dry_run) + "\n", flush=True)
+
+
+def _dry_run(config: Any) -> Any:
+    """Return the dry run of one rank; a line on stderr shows at once that it runs, and for how long."""
+    from llmb.launch.torch_process import run_dry_run
+    from llmb.report.status_line import StatusLine
+
+    line = StatusLine()
+    try:
+        return run_dry_run(
+            config, lambda seconds: line.draw(f"dry run of one rank of {config.name}: {seconds:.0f} s, often 20 s")
+        )
+    finally:
+        line.close()
 
 
 def run_completion(options: argparse.Namespace) -> int:

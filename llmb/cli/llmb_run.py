@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from llmb import __version__
 from llmb.cli import archive_import, compare_read, list_show, plan, probe_command, submit, tokenize
 from llmb.cli.jobs import jobs
-from llmb.cli.subcommand import Parser
+from llmb.cli.subcommand import Parser, add_help_command
 
-EXAMPLES = """examples:
-  llmb-run list                                                       what can be run
-  llmb-run show -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 128  one run in full, before it is run
-  llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy   a small proxy, here and now
-  llmb-run jobs                                                       runs and their outcome
-  llmb-run compare L1 L2                                              is the second faster?
+EXAMPLES = """examples: what can be run; one run in full; a small proxy here and now; outcomes
+  llmb-run list
+  llmb-run show -w pretrain_llama3.1 -s 8b --dtype fp8 --scale 8 --gpu-type h100
+  llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy
+  llmb-run jobs
+  llmb-run compare L1 L2
 
 exit codes: 0 success, 1 wrong request, 2 the system or a run failed
 completion: eval "$(llmb-run completion bash)"
@@ -31,10 +31,17 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="llmb-run", description=summary, epilog=EXAMPLES)
     top.add_argument("--version", action="version", version=f"llmb {__version__}")
     top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
-    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    top.set_defaults(run=lambda _: _print_help(top))  # without a command
+    commands = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
     for module in (submit, list_show, plan, probe_command, jobs, compare_read, archive_import, tokenize):
         module.add_commands(commands)
+    add_help_command(top, commands)
     return top
+
+
+def _print_help(top: argparse.ArgumentParser) -> int:
+    top.print_help()
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan of each selected run."""
     from llmb.cli import run_options
-    from llmb.cli.memory_budgets import beyond_this_machine
+    from llmb.cli.memory_check import misfits, warn
     from llmb.config.resolve import resolve_all
     from llmb.config.run_list import split_target, tasks_for
     from llmb.config.serialization import to_json
@@ -46,12 +46,18 @@ def run(options: argparse.Namespace) -> int:
     for target in run_selection.targets:
         if split_target(target, recipes)[0].kind != "outofcore":
             raise ConfigError(f"plans are made for out-of-core runs ({planned}), not for {target}; see llmb-run show")
-    resolved, bad = resolve_all(tasks_for(run_selection, recipes), recipes, install_root(os.environ))
+    tasks = tasks_for(run_selection, recipes)
+    if sys.stderr.isatty():
+        print(
+            f"searching the fastest of all plans that fit, often 10 s: {len(tasks)} to find",
+            file=sys.stderr,
+            flush=True,
+        )
+    resolved, bad = resolve_all(tasks, recipes, install_root(os.environ))
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
     for _, config in resolved:
         figures = plan_figures(config)
         print(to_json(as_data(figures)) if options.json else describe_plan(figures) + "\n")
-        for line in beyond_this_machine(config):
-            print(f"warning: {line}", file=sys.stderr)
+        warn(misfits(config, recipes, local=True))
     return 1 if bad else 0

@@ -12,7 +12,7 @@ def add_commands(commands: Any) -> None:
     """Register probe."""
     parser = command(
         commands, "probe", run, "measure this machine's rates for `plan`: GEMMs, attention, memory, link",
-        "llmb-run probe", "llmb-run probe --gpu-type h100      # a GPU whose name is not recognised",
+        "llmb-run probe",
         "llmb-run probe --gpu-type cpu       # the CPU of a machine that has a GPU", "",
         "takes less than a minute; stop other work on the machine meanwhile",
     )  # fmt: skip
@@ -52,19 +52,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _probe_target(requested: str | None) -> tuple[str, str]:
     """Return the key and name of the device to measure, which must be in this machine."""
-    from llmb.errors import ConfigError, UnknownName
+    from llmb.errors import ConfigError
     from llmb.launch.local_machine import gpu_names
     from llmb.perfmodel import hardware
 
-    key = hardware.gpu(requested.lower()).key if requested else None
     names = gpu_names()
+    local_key = hardware.gpu_key(names[0]) if names else "cpu"
+    key = hardware.parse_gpu_type(requested, (local_key,)) if requested else None
     if key == "cpu" or (key is None and not names):
         return "cpu", "this machine's CPU"
     if not names:
         raise ConfigError(f"this machine has no GPU, so no {key} can be measured; leave out --gpu-type for its CPU")
-    local_key = hardware.identify_gpu(names[0])
-    if local_key is None and key is None:
-        raise UnknownName("GPU of this machine", names[0], [f"--gpu-type {key}" for key in hardware.GPUS])
-    if local_key is not None and key not in (None, local_key):
+    if key not in (None, local_key):
         raise ConfigError(f"this machine has {names[0]}, which is {local_key}, not {key}; leave out --gpu-type")
-    return key or str(local_key), names[0]
+    return local_key, names[0]

@@ -1,16 +1,38 @@
-"""Profile page of an out-of-core run: its measured stream timeline beside the predicted one.
+"""Profile of a run: where it lies and how to open it, and the page of an out-of-core run: its measured stream
+timeline beside the predicted one.
 
 Drawing and simulation are imported only for a profiled run, as every command that ends a run calls this module.
 """
 
 import sys
+from pathlib import Path
 
 from llmb.config.serialization import build
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import LlmbError
+from llmb.launch.engines import nsys_command
 from llmb.launch.run_folder import RunFolder
 from llmb.perfmodel import hardware
 from llmb.perfmodel.offload.stream_timeline import StreamTimeline, read_timeline
+
+
+def describe_profile(run: RunFolder, config: RunConfig) -> list[str]:
+    """Return lines with each kind of profile that the run has written and the program that opens it."""
+    if not config.profile.profile:
+        return []
+    lines = [f"profile: {run.profile_page}", "  open it in a browser"] if run.profile_page.exists() else []
+    lines += _files("trace", sorted(run.profile.glob("trace*.json.gz")), "open it in ui.perfetto.dev")
+    reports = sorted(run.work.glob(f"{nsys_command.FOLDER}/*.nsys-rep"))
+    lines += _files("profile", reports, "open it in Nsight Systems: nsys-ui FILE, or nsys stats FILE")
+    return lines or [f"profile: none was written; the log may say why: {run.log}"]
+
+
+def _files(kind: str, paths: list[Path], how: str) -> list[str]:
+    """Return the first file, on a line of its own to be copied; those of other ranks lie beside it."""
+    if not paths:
+        return []
+    others = f"; {len(paths) - 1} more beside it, one per rank" if len(paths) > 1 else ""
+    return [f"{kind}: {paths[0]}", f"  {how}{others}"]
 
 
 def draw_profile(run: RunFolder, config: RunConfig) -> None:

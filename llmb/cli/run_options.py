@@ -7,20 +7,23 @@ from pathlib import Path
 from typing import Any
 
 FITS = (
-    "llmb-run show -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 512 --memory    # dry run: what does one rank need?"
+    "llmb-run show -w pretrain_llama3.1 -s 70b --dtype fp8 --scale 64 --gpu-type gb200 --memory"
+    "    # dry run: what does one rank need?"
 )
+MOST_DIGITS = 20  # of a scale that is read: one of more is refused all the same
 REFUSED = "settings may also come from the environment (MAX_BATCH_SIZE, TP, ...); what has no effect is refused"
 
 
 def examples(verb: str, extra: str = "") -> list[str]:
     """Return example command lines for the help of a command that selects runs."""
     lines = (
-        "-w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16",
-        "-w pretrain_llama3.1_70b,pretrain_grok1 --max-scale 512",
-        "-w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1 --set mbs=2 --set steps=20",
+        "-w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16 --gpu-type h100",
+        "-w pretrain_llama3.1_70b,pretrain_grok1 --max-scale 512 --gpu-type gb200",
+        "-w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1 --gpu-type h200 --set mbs=2 --set steps=20",
         "-w pretrain_llama3.1 -s 405b --dtype fp8 --scale 16 --proxy --layout h100",
     )
-    chat = f"USE_CASE=chat:128/128 llmb-run {verb} -w inference_deepseek-r1 -s 671b --dtype nvfp4 --scale 4{extra}"
+    serving = "-w inference_deepseek-r1 -s 671b --dtype nvfp4 --scale 4 --gpu-type gb200"
+    chat = f"USE_CASE=chat:128/128 llmb-run {verb} {serving}{extra}"
     return [*(f"llmb-run {verb} {line}{extra}" for line in lines), chat, FITS, "", REFUSED]
 
 
@@ -35,7 +38,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--max-scale", type=int, metavar="N", help="listed scales up to N, then powers of two up to N")
     add("--min-scale", action="store_true", help="only the smallest listed scale")
     add("--exact-scales", action="store_true", help="with --max-scale: no powers of two beyond the list")
-    gpu = add("--gpu-type", metavar="GPU", help="GPU the recipe row is for; default: what this machine has")
+    gpu = add(
+        "--gpu-type",
+        metavar="GPU",
+        help="GPU the recipe row is for; default: what this machine has; unlisted:NAME for one not in the table",
+    )
     complete_with(gpu, _gpu_types)
     proxy_help = "a proxy of the model: small, or true-width (its real layers, as many as fit)"
     add("--proxy", nargs="?", const="small", choices=("small", "true-width"), help=proxy_help)
@@ -56,7 +63,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", metavar="TOKENS", help="the same as --set seqlen=TOKENS")
     add("--host-gb", metavar="GIB", help="out-of-core: host memory to use")
     add("--device-gb", metavar="GIB", help="device memory to use: out-of-core, or a true-width proxy")
-    add("--force", action="store_true", help="accept a dtype or scale the recipe does not list (one run only)")
+    force_help = "accept a GPU type, dtype or scale the recipe does not list, or too little memory (one run only)"
+    add("--force", action="store_true", help=force_help)
 
 
 def add_location_options(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +132,7 @@ def run_selection(options: argparse.Namespace) -> Any:
     size = _flag_or_variable(options.size, "MODEL_SIZE", "-s")
     dtypes = _flag_or_variable(options.dtype, "DTYPE", "--dtype")
     scales = _flag_or_variable(options.scale, "JOB_TOTAL_GPUS", "--scale")
+    gpu = selected_gpu(options)
     return RunSelection(
         targets=_list(options.workload) or (),
         size=size,
@@ -132,7 +141,8 @@ def run_selection(options: argparse.Namespace) -> Any:
         max_scale=options.max_scale,
         min_scale=options.min_scale,
         exact_scales=options.exact_scales,
-        gpu=selected_gpu(options),
+        gpu=gpu,
+        gpu_memory_bytes=_reported_memory(gpu),
         proxy=options.proxy,
         layout=options.layout.lower() if options.layout else None,
         memory_gib=parse_value(float, options.device_gb, "--device-gb") if fills else None,
@@ -144,23 +154,39 @@ def run_selection(options: argparse.Namespace) -> Any:
 
 def selected_gpu(options: argparse.Namespace) -> str | None:
     """Return --gpu-type, GPU_TYPE, the cluster's GPU type or this machine's GPU, or None."""
-    from llmb.errors import UnknownName
-    from llmb.launch.local_machine import gpu_names
-    from llmb.perfmodel import hardware
+    from llmb.perfmodel.hardware import is_listed, parse_gpu_type
 
     requested = _flag_or_variable(options.gpu_type, "GPU_TYPE", "--gpu-type")
     if requested is not None:
-        return hardware.gpu(requested.lower()).key
+        key = requested.strip().lower()
+        return parse_gpu_type(requested, () if is_listed(key) else _unlisted_gpu_types())
     cluster = None if getattr(options, "on", None) == "local" else cluster_here()
     if cluster is not None and cluster.gpu_type is not None:
-        return hardware.gpu(cluster.gpu_type).key
+        return parse_gpu_type(cluster.gpu_type)
+    return gpu_here()
+
+
+def gpu_here() -> str | None:
+    """Return the type of this machine's first GPU, listed or not; None on a machine without one."""
+    from llmb.launch.local_machine import gpu_names
+    from llmb.perfmodel.hardware import gpu_key
+
     names = gpu_names()
-    if not names:
-        return None
-    key = hardware.identify_gpu(names[0])
-    if key is None:
-        raise UnknownName("GPU of this machine", names[0], [f"--gpu-type {k}" for k in hardware.GPUS])
-    return key
+    return gpu_key(names[0]) if names else None
+
+
+def _unlisted_gpu_types() -> list[str]:
+    """Return GPU types that are known although the table does not list them: this machine's and those of recipes."""
+    in_recipes = [key for recipe in load_recipes().values() for key in recipe.values("gpu") if key]
+    return [*in_recipes, *filter(None, [gpu_here()])]
+
+
+def _reported_memory(gpu: str | None) -> int | None:
+    """Return the memory that the driver reports for this machine's GPU, if the table does not list that GPU."""
+    from llmb.launch.local_machine import gpu_memory_bytes
+    from llmb.perfmodel.hardware import is_listed
+
+    return None if gpu is None or is_listed(gpu) or gpu != gpu_here() else gpu_memory_bytes()
 
 
 def _flag_or_variable(flag: str | None, variable: str, option: str) -> str | None:
@@ -183,6 +209,6 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
     parts = _list(text)
     if parts is None:
         return None
-    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ConfigError(f"--scale: expected GPU counts such as 8 or 8,16, got {text!r}")
-    return tuple(int(part) for part in parts)
+    if not parts or not all(part.isascii() and part.isdigit() and part.strip("0") for part in parts):
+        raise ConfigError(f"--scale: expected GPU counts such as 8 or 8,16, got {str(text)[:60]!r}")
+    return tuple(int(part.lstrip("0")[:MOST_DIGITS]) for part in parts)

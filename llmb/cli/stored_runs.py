@@ -1,14 +1,18 @@
 """Loading of run folders and storing of results, shared by several commands."""
 
+from pathlib import Path
+
 from llmb.cli.profile_pictures import draw_profile
 from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig
+from llmb.errors import ConfigError
 from llmb.events import Event, RunEnded, read_all
 from llmb.launch.run_folder import RunFolder
 from llmb.results.derive import derive
 from llmb.results.readers.nccl_log import tally
 from llmb.results.readers.reader_choice import read_log
 from llmb.results.result import Result
+from llmb.results.timed_run import TimedRun, read_timed_log, timed_run
 
 
 def load_run(run: RunFolder) -> tuple[RunConfig, Result]:
@@ -26,6 +30,20 @@ def write_result(run: RunFolder, config: RunConfig) -> Result:
     if run.stream_timeline.exists():
         draw_profile(run, config)
     return result
+
+
+def read_timed_run(log: Path) -> TimedRun | None:
+    """Return the step times of a log, our own or another engine's; None: no training run, or an older start of one."""
+    run = RunFolder.of_log(log)
+    if run is not None and log.absolute().parent != run.work:
+        return None
+    if run is None or log.absolute() != run.log:
+        return read_timed_log(log)
+    try:
+        config = run.read_config()
+    except ConfigError:  # damaged: its row says that there are no steps
+        return read_timed_log(log)
+    return timed_run(log, config, _events(run, config), run.job_id)
 
 
 def _events(run: RunFolder, config: RunConfig) -> list[Event]:

@@ -1,7 +1,7 @@
-"""Declaration of subcommands: one-line errors, examples in the help, the function to run."""
+"""Declaration of subcommands: one-line errors, examples in the help, the function to run, and `help [COMMAND]`."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 
@@ -11,6 +11,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(**{"allow_abbrev": False, "formatter_class": formatter, **options})
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Suggest the nearest command or choice, where argparse only lists all of them."""
+        if action.choices is not None and value not in action.choices:
+            from llmb.errors import UnknownName
+
+            option = "/".join(action.option_strings) or action.dest
+            kind = "command" if isinstance(action.choices, Mapping) else f"value of {option}:"
+            raise argparse.ArgumentError(None, str(UnknownName(kind, value, action.choices)))
 
     def error(self, message: str) -> NoReturn:
         self.exit(1, f"ERROR: {message} (see {self.prog} --help)\n")
@@ -24,3 +33,14 @@ def command(
     parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
     parser.set_defaults(run=run)
     return parser
+
+
+def add_help_command(top: argparse.ArgumentParser, commands: Any) -> None:
+    """Declare `help [COMMAND]`, which prints what `COMMAND --help` prints."""
+
+    def run(options: argparse.Namespace) -> int:
+        top.parse_args([*options.topic, "--help"])  # prints and exits
+        return 0
+
+    parser = command(commands, "help", run, "print the help of a command")
+    parser.add_argument("topic", nargs="*", metavar="COMMAND")

@@ -13,8 +13,6 @@ from typing import Any
 from llmb.cli.run_options import add_location_options, add_run_options, examples
 from llmb.cli.subcommand import command
 
-RANK_GIB = 0.25  # measured: memory of a process with torch and no model
-
 
 def add_commands(commands: Any) -> None:
     """Register submit and single."""
@@ -24,6 +22,12 @@ def add_commands(commands: Any) -> None:
         add_location_options(parser)
         add = parser.add_argument
         add("-f", "--file", type=Path, help="bulk file: .yaml with sweeps, or the older text form")
+        add(
+            "--all",
+            action="store_true",
+            help="every training workload: all sizes, dtypes and scales listed for the GPU",
+        )
+        add("--yes", action="store_true", help="submit several Slurm jobs without a question, as a script must")
         add("-r", "--repeats", type=int, default=1, metavar="N", help="run each configuration N times")
         add("--env", action="append", default=[], metavar="K=V", help="environment variable for the ranks")
         add("--timeout", type=int, metavar="S", help="the same as --set time_limit_s=S")
@@ -36,30 +40,41 @@ def run(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from llmb.cli import run_options, submit_slurm
+    from llmb.cli.batch_confirmation import describe_totals
+    from llmb.cli.memory_check import check_memory, misfits, warn
     from llmb.config.resolve import resolve_all
     from llmb.launch.install_root import install_root
     from llmb.launch.secrets import mask
 
     recipes = run_options.load_recipes()
-    resolved, bad = resolve_all(_tasks(options, recipes), recipes, install_root(os.environ))
+    tasks, location = _tasks(options, recipes), submit_slurm.run_location(options, os.environ)
+    dry = options.dry_run or options.on == "dry"
+    if location == "local" and not dry:
+        _check_gpus_before_planning(tasks, recipes)
+    resolved, bad = resolve_all(tasks, recipes, install_root(os.environ))
     resolved = [(task, replace(config, environment=mask(config.environment))) for task, config in resolved]
     for line in bad:
         print(f"ERROR: skipped: {line}", file=sys.stderr)
-    location = submit_slurm.run_location(options, os.environ)
-    if options.dry_run or options.on == "dry":
+    if dry:
         _print_dry(resolved, options.json)
+        lines = (line for _, config in resolved for line in misfits(config, recipes, local=location == "local"))
+        warn(f"would be refused: {line}" for line in lines)
         if (location == "slurm" or options.on == "dry") and not options.json:
+            if sum(task.repeats for task, _ in resolved) > 1:
+                print(f"\n{describe_totals([(config, task.repeats) for task, config in resolved])}")
             submit_slurm.print_job_scripts(resolved, options)
         return 1 if bad else 0
     if location == "slurm":
-        return max(submit_slurm.submit_all(resolved, options), 1 if bad else 0)
+        _print_departures(resolved, options.json)
+        return max(submit_slurm.submit_all(resolved, options, recipes), 1 if bad else 0)
     submit_slurm.refuse_sbatch_options(options)
     if location == "local":
         for _, config in resolved:
             _check_runs_here(config)
-            _warn_of_budgets(config)
     else:
-        resolved = [(task, submit_slurm.fit_allocation(config, os.environ)) for task, config in resolved]
+        resolved = [(task, submit_slurm.fit_allocation(config, os.environ, options.force)) for task, config in resolved]
+    check_memory([config for _, config in resolved], recipes, local=location == "local", force=options.force)
+    _print_departures(resolved, options.json)
     requested, codes = sum(task.repeats for task, _ in resolved), []
     for task, config in resolved:
         done, interrupted = _run_repeatedly(config, task.request.environment, task.repeats, options.json, location)
@@ -72,6 +87,14 @@ def run(options: argparse.Namespace) -> int:
     return max([*codes, 1 if bad else 0])
 
 
+def _print_departures(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
+    """Say what the engine leaves out of the recipe rows, before anything runs."""
+    from llmb.config.native.departures import departure_lines
+
+    for line in departure_lines(config for _, config in resolved):
+        print(f"departs from the recipe: {line}", file=sys.stderr if as_json else sys.stdout, flush=True)
+
+
 def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     """Return the tasks of the flags or the bulk file; an `--env` that names a setting becomes one."""
     from llmb.cli import run_options
@@ -80,8 +103,11 @@ def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     from llmb.config.run_list import largest_first, tasks_for, with_settings
     from llmb.errors import ConfigError
 
-    if options.file and (options.workload or options.size):
-        raise ConfigError("-f names the workloads; leave out -w and -s")
+    if options.file and (options.workload or options.size or options.all):
+        raise ConfigError("-f names the workloads; leave out -w, -s and --all")
+    if not options.file and bool((options.workload or "").strip(", ")) == options.all:
+        wrong = "--all and -w exclude each other" if options.all else "no workload is named"
+        raise ConfigError(f"{wrong}; give -w WORKLOAD (see llmb-run list), a bulk file with -f, or --all")
     environment = _environment(options.env)
     settings = [
         Setting(field=VARIABLES[k], value=v, source=f"--env {k}") for k, v in environment.items() if k in VARIABLES
@@ -122,23 +148,37 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
 
 
 def _check_runs_here(config: Any) -> None:
-    """Refuse a run that this machine cannot hold, before anything is created."""
+    """Refuse a run whose engine or GPUs this machine does not have, before anything is created."""
     from llmb.errors import ConfigError
     from llmb.launch.command import check_engine
-    from llmb.launch.local_machine import gpu_names
-    from llmb.perfmodel.serving_capacity import check_fits
 
     check_engine(config)
-    check_fits(config)
     if config.limits.slurm_params:
         raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --on slurm")
-    if config.machine.gpu == "cpu":
-        _check_ranks_here(config)
+    uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
+    _check_gpus_here(config.machine.gpu, config.machine.gpus, uses_proxy)
+
+
+def _check_gpus_before_planning(tasks: list[Any], recipes: dict[str, Any]) -> None:
+    """Refuse out-of-core runs on a machine without their GPU before plans are searched, for seconds each."""
+    from llmb.config.row_selection import choose_row, gpu_of
+
+    for task in tasks:
+        recipe, request = recipes[task.workload], task.request
+        if recipe.kind == "outofcore":
+            row, _ = choose_row(recipe, request, {})
+            gpu = request.gpu or ("cpu" if request.uses_proxy else gpu_of(row, recipe))
+            _check_gpus_here(gpu, request.gpus, request.uses_proxy)
+
+
+def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
+    from llmb.errors import ConfigError
+    from llmb.launch.local_machine import gpu_names
+
+    if gpu == "cpu":
         return
-    here, requested = len(gpu_names()), config.machine.gpus
+    here = len(gpu_names())
     if here == 0:
-        gpu = config.machine.gpu
-        uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
         on_cpu = f"leave out --gpu-type ({gpu}'s layout: --layout {gpu})" if uses_proxy else "add --proxy"
         raise ConfigError(
             f"{requested} x {gpu} requested, this machine has no GPU; "
@@ -147,30 +187,6 @@ def _check_runs_here(config: Any) -> None:
     if requested > here:
         raise ConfigError(
             f"{requested} GPUs requested, this machine has {here}; choose --scale {here} or less, or --dry-run"
-        )
-
-
-def _warn_of_budgets(config: Any) -> None:
-    """Warn of budgets that exceed this machine's memory."""
-    from llmb.cli.memory_budgets import beyond_this_machine
-
-    for line in beyond_this_machine(config):
-        print(f"warning: {line}", file=sys.stderr, flush=True)
-
-
-def _check_ranks_here(config: Any) -> None:
-    """Refuse more CPU ranks than the memory holds; a single rank may try."""
-    from llmb.errors import ConfigError
-    from llmb.launch.local_machine import host_memory_bytes
-    from llmb.perfmodel.hardware import GIB
-    from llmb.perfmodel.memory_estimate import memory_estimate
-
-    ranks, here = config.machine.gpus, host_memory_bytes() / GIB
-    each = RANK_GIB + memory_estimate(config).total / GIB
-    if ranks > 1 and ranks * each > here:
-        raise ConfigError(
-            f"{ranks} ranks on the CPU need about {ranks * each:.0f} GiB, this machine has {here:.0f} GiB; "
-            f"choose --scale {max(1, int(here / each))} or less, or --dry-run"
         )
 
 
@@ -194,8 +210,11 @@ def _run_repeatedly(
 
 
 def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: int) -> int:
-    """Retry a run here, linked to the original job."""
+    """Retry a run here, linked to the original job; too little memory is only a warning, as it ran before."""
+    from llmb.cli.memory_check import check_memory
+
     _check_runs_here(config)
+    check_memory([config], {}, local=True, force=True)
     return _run_one(config, environment, False, "local", retry_of=retry_of, attempt=attempt)[0]
 
 
@@ -208,6 +227,7 @@ def _run_one(
     """
     from contextlib import nullcontext
 
+    from llmb.cli.profile_pictures import describe_profile
     from llmb.cli.stored_runs import write_result
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder, store_path
@@ -237,8 +257,8 @@ def _run_one(
         if config.engine == "native":  # other engines print their own
             run_dir.add_to_log(block)
     print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=output)
-    if run_dir.profile_page.exists():
-        print(f"profile: {run_dir.profile_page}", file=output)
+    for line in describe_profile(run_dir, config):
+        print(line, file=output)
     if as_json:
         print(run_dir.result.read_text(), end="")
     refused = outcome.exit_code == 1 and config.engine == "native"  # the engine refused the configuration

@@ -56,6 +56,7 @@ class JobRequest:
     retry_of: str | None = None  # the job that this one retries
     attempt: int = 1
     retries: int = 0
+    force: bool = False  # start on nodes with too little memory too
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ def _prepare(request: JobRequest, cluster: Cluster | None, root: Path) -> _Prepa
         retry_of=request.retry_of,
         attempt=request.attempt,
         retries=request.retries,
+        force=request.force,
         sbatch_overrides=to_plain(request.sbatch_overrides),
     )
     write_submission(run, submission)

@@ -53,23 +53,26 @@ def refuse_sbatch_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"--{named[0]} has no effect on a run that is not submitted; leave it out, or add --on slurm")
 
 
-def fit_allocation(config: Any, environ: Mapping[str, str]) -> Any:
+def fit_allocation(config: Any, environ: Mapping[str, str], force: bool) -> Any:
     """Fit a run to the allocation of this process, or raise why it does not fit."""
+    from llmb.cli.memory_check import check_node_memory
     from llmb.launch.command import check_engine
     from llmb.launch.slurm.job_script import with_gpus_per_node
     from llmb.launch.slurm.srun import check_allocation_size, ranks_per_node
-    from llmb.perfmodel.serving_capacity import check_fits
 
     check_engine(config, environ, local=False)
-    check_fits(config)
     cluster = cluster_here()
     config = with_gpus_per_node(config, ranks_per_node(config, environ, cluster.gpus_per_node if cluster else None))
     check_allocation_size(config, environ)
+    if "SLURMD_NODENAME" in environ:  # a shell that salloc started may be on a login node
+        check_node_memory(config, force=force)
     return config
 
 
-def submit_all(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> int:
-    """Submit all runs; print each as soon as Slurm has accepted it."""
+def submit_all(resolved: list[tuple[Any, Any]], options: argparse.Namespace, recipes: dict[str, Any]) -> int:
+    """Submit all runs, if they fit and the user agrees; print each as soon as Slurm has accepted it."""
+    from llmb.cli.batch_confirmation import confirm
+    from llmb.cli.memory_check import check_memory
     from llmb.cli.submit_batch import Sent, submit_jobs
     from llmb.config.serialization import to_json
     from llmb.launch.install_root import install_root
@@ -84,7 +87,10 @@ def submit_all(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> 
         else:
             print(f"job {sent.job_id}: {sent.request.config.name}\nrun folder: {sent.run.path}", flush=True)
 
-    requests = [request for request, repeats in _requests(resolved, options) for _ in range(repeats)]
+    listed = _requests(resolved, options)
+    check_memory([request.config for request, _ in listed], recipes, local=False, force=options.force)
+    confirm([(request.config, repeats) for request, repeats in listed], yes=options.yes)
+    requests = [request for request, repeats in listed for _ in range(repeats)]
     root = install_root(os.environ)
     with Store(store_path(root)) as store:
         sent = submit_jobs(requests, cluster_here(), root, store, print_submitted)
@@ -112,17 +118,16 @@ def print_job_scripts(resolved: list[tuple[Any, Any]], options: argparse.Namespa
 def _requests(resolved: list[tuple[Any, Any]], options: argparse.Namespace) -> list[tuple[Any, int]]:
     """Return job requests with their repeats; refuse what the cluster cannot run before anything is created."""
     from llmb.cli.submit_batch import JobRequest, for_cluster
-    from llmb.perfmodel.serving_capacity import check_fits
 
     cluster, requested = cluster_here(), sbatch_options(options)
     requests = []
     for task, config in resolved:
-        check_fits(config)
         request = JobRequest(
             config=for_cluster(config, cluster),
             environment=task.request.environment,
             sbatch_overrides=requested,
             retries=options.retries,
+            force=options.force,
         )
         requests.append((request, task.repeats))
     return requests

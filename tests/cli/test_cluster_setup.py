@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,15 @@ def test_gpu_type_that_is_not_in_the_table_is_asked():
     ask = ScriptedPrompt("h100")
     complete_answers(Answers(), facts(partition("batch", "gpu:h100_pcie:2")), ask)
     assert ask.fields == ["gpu_type"]
+
+
+def test_gpu_type_that_is_not_in_the_table_can_be_chosen_by_slurms_name():
+    answers = complete_answers(
+        Answers(), facts(partition("batch", "gpu:nvidia_l40s:4")), ScriptedPrompt("unlisted:l40s")
+    )
+    assert check(answers).gpu_type == "unlisted:l40s"
+    with pytest.raises(ConfigError, match="unknown GPU type 'l40s'; choices are"):
+        check(Answers(gpu_type="l40s"))
 
 
 def test_no_partition_is_up():
@@ -366,3 +376,28 @@ def test_install_path_that_disagrees_with_llmb_install_is_refused(tmp_path, caps
     assert code == 1
     assert "/elsewhere" in err
     assert os.environ["LLMB_INSTALL"] in err
+
+
+def test_install_without_torch_prints_commands_that_work(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("llmb.cli.install.llmb_install.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    install = f"{sys.executable} -m pip install 'torch>=2.11' 'numpy>=2' "  # not llmb[engine]: no index has llmb
+    assert any(line.startswith(f"runs need torch; install it where they run: {install}") for line in lines)
+    assert lines[-1].endswith("--proxy --dry-run")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["help"], 0, "usage: llmb-install"),
+        (["help", "verify"], 0, "usage: llmb-install verify"),
+        (["verfy"], 1, "unknown command 'verfy' (did you mean verify?)"),
+    ],
+)
+def test_help_and_misspelt_commands(capsys, arguments, code, text):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == code
+    assert text in "".join(capsys.readouterr())

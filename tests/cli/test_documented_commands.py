@@ -1,13 +1,19 @@
-"""Every documented command line runs as printed (with --dry-run) and resolves to the documented row."""
+"""Every documented command line runs as printed (with --dry-run), in the folder that the document names, and resolves
+to the documented row."""
 
 import json
-import os
 import shlex
 import subprocess
+from datetime import datetime
 
 import pytest
 
+from llmb.cli.install.recipe_folders import create_recipe_folders, repo_path
 from llmb.config.recipe import shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import RunRequest
+from llmb.events import RunEnded, RunStarted, StepDone, append
+from llmb.launch.run_folder import RunFolder
 
 LLAMA, NEMOTRON, GROK, R1 = "pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1", "inference_deepseek-r1"
 SUBMIT_R1 = "llmb-run submit -w inference_deepseek-r1 -s 671b"
@@ -15,7 +21,7 @@ SUBMIT_R1 = "llmb-run submit -w inference_deepseek-r1 -s 671b"
 LLMB_RUN = {
     "llmb-run single -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 128": dict(gpu="gb200", tp=2, fsdp=True, dp=64, gbs=64, offload_layers=80),
     "llmb-run single -w pretrain_llama3.1 -s 70b --dtype fp8 --scale 64": dict(gpu="gb200", fsdp=True, dp=64, mbs=2, gbs=128, ga=1, offload_layers=40),
-    "llmb-run single -w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16": dict(gpu="gb200", fsdp=False, dp=16, mbs=2, gbs=256, ga=8, cuda_graphs=True),
+    "llmb-run single -w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16": dict(gpu="gb200", fsdp=False, dp=16, mbs=2, gbs=256, ga=8),
     "llmb-run single -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 128 -p": dict(profile=True, profile_start=45, profile_stop=50),
     "ENABLE_GPU_METRICS=true llmb-run single -w pretrain_llama3.1 -s 405b --dtype fp8 --scale 128 -p": dict(profile=True, gpu_metrics=True),
     "llmb-run single -w pretrain_nemotronh -s 56b --dtype fp8 --scale 256": dict(gpu="h100", tp=8, dp=32, gbs=768, ga=24),
@@ -66,11 +72,12 @@ LAUNCH_SH = {
     (GROK, "JOB_TOTAL_GPUS=256 DTYPE=bf16 ./launch.sh"): dict(gpu="gb200", dtype="bf16", gbs=512),
     (GROK, "ENABLE_PROFILE=true JOB_TOTAL_GPUS=256 DTYPE=fp8 ./launch.sh"): dict(profile=True, profile_start=45, profile_stop=50),
     (GROK, "ENABLE_NCCLTRACE=true JOB_TOTAL_GPUS=256 DTYPE=fp8 ./launch.sh"): dict(nccl_trace=True),
-    # Printed as an argument of sbatch, which would take it for the script: set as a variable here.
-    (R1, "GPU_TYPE=gb200 ./launch.sh"): dict(gpu="gb200", gpus=4, dtype="nvfp4", max_batch_size=768),
-    (R1, "GPU_TYPE=b200 ./launch.sh"): dict(gpu="b200", gpus=4, dtype="nvfp4", max_batch_size=786),
-    (R1, "GPU_TYPE=h100 ./launch.sh"): dict(gpu="h100", gpus=16, dtype="fp8", max_batch_size=384),
+    # Printed with `sbatch -A ... -p ...` before it, to which GPU_TYPE=gb200 is the script and ./launch.sh its argument.
+    (R1, "bash GPU_TYPE=gb200 ./launch.sh"): dict(gpu="gb200", gpus=4, dtype="nvfp4", max_batch_size=768),
+    (R1, "bash GPU_TYPE=b200 ./launch.sh"): dict(gpu="b200", gpus=4, dtype="nvfp4", max_batch_size=786),
+    (R1, "bash GPU_TYPE=h100 ./launch.sh"): dict(gpu="h100", gpus=16, dtype="fp8", max_batch_size=384),
 }  # fmt: skip
+FOLDER = {LLAMA: "llama3.1", NEMOTRON: "nemotronh", GROK: "grok1", R1: "deepseek_r1/inference/trtllm"}
 
 
 def split(line):
@@ -103,15 +110,78 @@ def test_documented_llmb_run_line_resolves_to_its_row(line, llmb_run, monkeypatc
     assert_cells(json.loads(out), LLMB_RUN[line])
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Install folder as llmb-install leaves it; the environment of a shell in which a document's reader types."""
+    install = tmp_path_factory.mktemp("llmb")
+    assert create_recipe_folders(install) == []
+    return install
+
+
+def in_shell(line, folder, install, workload, **variables):
+    """Run a line as typed, without llmb on the PATH."""
+    programs = {
+        "LLMB_INSTALL": install,
+        "LLMB_REPO": repo_path(install),
+        "LLMB_WORKLOAD": install / "workloads" / workload,
+    }
+    environ = {"PATH": "/usr/bin:/bin", "HOME": str(install), **{k: str(v) for k, v in programs.items()}, **variables}
+    return subprocess.run(["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(("workload", "line"), LAUNCH_SH, ids=range(len(LAUNCH_SH)))
-def test_documented_launch_script_line_resolves_to_its_row(workload, line):
-    variables, words = split(line)
-    done = subprocess.run(
-        [*words, "--dry-run", "--json"],
-        cwd=shipped() / workload, env={**os.environ, **variables}, capture_output=True, text=True,
-    )  # fmt: skip
+def test_documented_launch_script_line_resolves_to_its_row(workload, line, installed):
+    done = in_shell(f"{line} --dry-run --json", repo_path(installed) / FOLDER[workload], installed, workload)
     assert done.returncode == 0, done.stderr
     assert_cells(json.loads(done.stdout), LAUNCH_SH[workload, line])
+
+
+@pytest.mark.parametrize(("gpu", "nodes"), [("gb200", 1), ("b200", 1), ("h100", 2)])
+def test_script_that_sbatch_is_given_requests_its_nodes(installed, gpu, nodes):
+    script = repo_path(installed) / FOLDER[R1] / f"GPU_TYPE={gpu}"
+    assert f"\n#SBATCH --nodes={nodes}\n" in script.read_text()
+
+
+def test_documented_timing_lines_read_what_runs_have_left(installed, recipes):
+    """LLMB_WORKLOAD of the Grok-1 document is .../pretraining_grok1, its runs are of pretrain_grok1."""
+    config = resolve(recipes[GROK], RunRequest(size="314b", dtype="bf16", gpus=1, proxy="small"))
+    run = RunFolder.create(installed, config, datetime(2026, 1, 2))
+    steps = [StepDone(step=n, seconds=0.5, tokens=100, time=float(n)) for n in range(1, 51)]
+    for event in (RunStarted(time=0.0), *steps, RunEnded(time=60.0, status="ok")):
+        append(run.events(0), event)
+    run.log.touch()
+    line = "common/parse_train_timing.sh $LLMB_WORKLOAD/experiments"
+    done = in_shell(line, repo_path(installed), installed, "pretraining_grok1")
+    assert done.returncode == 0, done.stderr
+    assert "Success" in done.stdout
+    line = "$LLMB_REPO/common/parse_train_timing_mbridge.sh --format=json"
+    done = in_shell(line, installed / "workloads" / GROK, installed, GROK)
+    assert done.returncode == 0, done.stderr
+    assert [folder.path for folder in RunFolder.find_all(installed)] == [run.path]
+
+
+def test_documented_setup_script_prepares_the_install_folder(installed):
+    done = in_shell("./setup.sh --dry-run", repo_path(installed) / FOLDER[GROK], installed, GROK)
+    assert done.returncode == 0, done.stderr
+    assert f"LLMB_REPO={repo_path(installed)}" in done.stdout
+    assert {"images", "venvs", "datasets", "workloads", "llmb_repo"} <= {path.name for path in installed.iterdir()}
+
+
+def test_setup_script_without_llmb_and_without_an_environment_says_what_is_missing(installed):
+    done = in_shell("./setup.sh", shipped() / GROK, installed, GROK)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("ERROR: llmb-install is not on the PATH; activate the Python environment ")
+
+
+def test_files_of_another_origin_stay(tmp_path):
+    script = repo_path(tmp_path) / "grok1" / "launch.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text("mine")
+    assert create_recipe_folders(tmp_path) == [f"{script} is not ours and stays as it is"]
+    assert create_recipe_folders(tmp_path) == [f"{script} is not ours and stays as it is"]
+    assert script.read_text() == "mine"
+    (repo_path(tmp_path) / ".git").mkdir()
+    assert create_recipe_folders(tmp_path)[0].endswith("llmb_repo is a clone of another repository and stays as it is")
 
 
 @pytest.mark.slow
@@ -131,12 +201,12 @@ def test_documented_out_of_core_line_resolves(llmb_run):
 )
 def test_every_use_case_runs_as_a_proxy_with_scaled_lengths(workload, size, case, mode, llmb_run, monkeypatch):
     monkeypatch.setenv("MODE", mode)
-    monkeypatch.setenv("USE_CASE", case)
+    name, _, lengths = case.partition(":")
+    monkeypatch.setenv("USE_CASE", name)
     line = f"submit -w {workload} -s {size} --dtype fp8 --scale 1 --proxy --dry-run --json"
     code, out, err = llmb_run(*line.split())
     assert code == 0, err
     config = json.loads(out)
-    name, _, lengths = case.partition(":")
     work = config["workload"]
     assert f"lengths {work['isl']}/{work['osl']} instead of {lengths}" in config["proxy"]
     assert work["isl"] + work["osl"] <= 272
@@ -166,7 +236,8 @@ def test_external_engine_command_is_printed_and_refused_if_not_installed(llmb_ru
     assert len(err.splitlines()) == 1
 
 
-def test_run_whose_single_request_does_not_fit_is_refused_with_a_fraction_that_does(llmb_run):
+def test_run_whose_single_request_does_not_fit_is_refused_with_a_fraction_that_does(llmb_run, monkeypatch):
+    monkeypatch.setattr("llmb.launch.local_machine.gpu_names", lambda: ["NVIDIA H200"])
     line = "submit -w inference_llama3.1 -s 8b --dtype fp8 --scale 1 --gpu-type h200 --set kv_fraction=0.01"
     code, out, err = llmb_run(*line.split(), "--set", "use_case=long:100000/2000")
     assert (code, out) == (1, "")

@@ -70,7 +70,7 @@ def test_watch_redraws_in_place_on_a_terminal(store, recipes):
                 sleeper.wait()
     assert watch.wait() == 0
     assert "1 incomplete" in text
-    assert "\x1b[5A" in text  # cursor up over the previous table
+    assert "\x1b[7A" in text  # cursor up over the previous table
     assert max(len(line.rstrip("\r")) for line in text.splitlines()) <= 80
 
 

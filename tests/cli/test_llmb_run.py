@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from llmb.cli.list_show import _recipe_table
 from llmb.cli.llmb_run import guarded
+from llmb.config.recipe import load_all, shipped
 
 EIGHT_B = ["submit", "-w", "pretrain_llama3.1", "-s", "8b"]
 PROXY = [*EIGHT_B, "--dtype", "fp32", "--scale", "1", "--proxy"]
@@ -67,7 +69,8 @@ WRONG = [
     ([*EIGHT_B, "-d", "fp9", "--scale", "8"], "unknown dtype of pretrain_llama3.1 8b 'fp9'"),
     ([*EIGHT_B, "-d", "fp8", "--scale", "12"], "scale 12 is not listed"),
     ([*EIGHT_B, "-d", "fp8", "--scale", "0"], "--scale: expected GPU counts"),
-    (["submit", "-w", "pretrain_grok1", "--gpu-type", "v100"], "unknown GPU type 'v100' (did you mean h100?); choices"),
+    (["submit", "-w", "pretrain_grok1", "--gpu-type", "v100"], "unknown GPU type 'v100'; choices are: gb300"),
+    ([*PROXY, "--gpu-type", "mi300x"], "; name a GPU that is not among them as unlisted:mi300x"),
     (["submit", "-w", "pretrain_grok1", "--gpu-type", "b200"], "(did you mean gb200?); choices are: gb200, h100"),
     ([*PROXY, "--set", "paralel=4"], "unknown field (--set) for pretrain_llama3.1: 'paralel'"),
     ([*PROXY, "--set", "mbs=3"], "gbs could be"),
@@ -75,7 +78,7 @@ WRONG = [
     ([*PROXY, "--set", "vp=2"], "vp 2 has no effect without pipeline parallelism; raise pp or set vp=none"),
     ([*PROXY, "--layout", "nonsense"], "unknown layout of pretrain_llama3.1 8b 'nonsense'; choices are: gb300"),
     ([*EIGHT_B, "-d", "fp8", "--scale", "16", "--layout", "h100"], "--layout has no effect here"),
-    ([*EIGHT_B, "-d", "fp32", "--scale", "1000000", "--proxy"], "1000000 ranks on the CPU need about "),
+    ([*EIGHT_B, "-d", "fp32", "--scale", "1000000", "--proxy"], "of host memory for 1000000 ranks; "),
     ([*PROXY, "--env", "nonsense"], "--env: expected NAME=VALUE"),
     ([*PROXY, "-f", "x.yaml"], "-f names the workloads"),
     (["submit", "-f", "missing.yaml"], "cannot read missing.yaml"),
@@ -87,7 +90,10 @@ WRONG = [
     (["timing", "--window", "9"], "--window: expected FIRST-LAST"),
     (["compare", "L1", "L2"], "no job 'L1'"),
     (["jobs", "show", "L1"], "no job 'L1'; the newest are: none yet"),
-    (["nothing"], "invalid choice: 'nothing'"),
+    (["nothing"], "unknown command 'nothing'; choices are: submit"),
+    (["sumbit"], "unknown command 'sumbit' (did you mean submit?)"),
+    (["help", "sumbit"], "unknown command 'sumbit' (did you mean submit?)"),
+    (["submit", "--on", "lcal"], "unknown value of --on: 'lcal' (did you mean local?); choices are: local, slurm, dry"),
 ]  # fmt: skip
 
 
@@ -125,7 +131,7 @@ def test_one_invalid_task_does_not_stop_the_others(llmb_run):
         "submit", "-w", "pretrain_grok1", "-d", "fp8,bf16", "--scale", "128,130", "--gpu-type", "gb200", "--dry-run"
     )
     assert code == 1
-    assert out.count("gpus128") == 2
+    assert sum("gpus128" in line for line in out.splitlines() if line.startswith("pretrain_grok1")) == 2
     assert "skipped: scale 130" in err
 
 
@@ -185,7 +191,7 @@ def test_real_run_writes_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_p
 def test_engine_that_refuses_exits_1_and_one_that_fails_exits_2(llmb_run):
     code, out, _ = llmb_run(
         "submit", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy", *TINY,
-        "--set", "cuda_graphs=true",
+        "--set", "resume=no-such-folder",
     )  # fmt: skip
     assert code == 1
     assert "failed" in out
@@ -231,7 +237,7 @@ def test_help_has_examples_and_completion_prints_a_script(llmb_run):
     for verb in ("submit", "show"):
         out = llmb_run(verb, "--help")[1]
         assert "--proxy --layout h100" in out
-        assert "--scale 512 --memory" in out
+        assert "--scale 64 --gpu-type gb200 --memory" in out
     for name in ("bash", "zsh", "fish"):
         assert "llmb-run" in llmb_run("completion", name)[1]
 
@@ -276,3 +282,55 @@ def test_ctrl_c_inside_an_import_is_an_interruption_too(capsys):
 
     assert guarded(action, verbose=False) == 130
     assert capsys.readouterr().err == "ERROR: interrupted\n"
+
+
+def test_without_a_command_help_is_printed(llmb_run):
+    code, out, err = llmb_run()
+    assert (code, err) == (0, "")
+    assert all(word in out for word in ("submit", "examples", "exit codes"))
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("arguments", [[], ["submit"], ["jobs", "show"]])
+def test_help_command_prints_what_the_option_prints(llmb_run, arguments):
+    code, out, _ = llmb_run("help", *arguments)
+    assert (code, out) == llmb_run(*arguments, "--help")[:2]
+    assert (code, out.split()[:2]) == (0, ["usage:", "llmb-run"])
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "message"),
+    [
+        ("llmb/recipes/mine/recipe.yaml", ["list"], "recipe.yaml is empty; expected a recipe: workload, kind"),
+        ("runs.yaml", ["submit", "-f", "runs.yaml"], "runs.yaml is empty; expected sections named like"),
+        ("cluster_config.yaml", PROXY, "cluster_config.yaml is empty; expected at least `schema_version: 2`"),
+    ],
+)
+def test_empty_file_is_named_as_such(llmb_run, monkeypatch, tmp_path, path, arguments, message):
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text("")
+    monkeypatch.chdir(tmp_path)
+    code, _, err = llmb_run(*arguments)
+    assert (code, err.count("\n")) == (1, 1)
+    assert message in err
+
+
+@pytest.mark.parametrize("columns", [None, "100", "250"])
+def test_list_fits_the_terminal_and_loses_nothing(llmb_run, monkeypatch, recipes, columns):
+    monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+    served = recipes["inference_deepseek-r1"].rows
+    for arguments, words in (
+        (["list"], [word for workload, recipe in recipes.items() for word in (workload, *recipe.sizes)]),
+        (["list", "-w", "inference_deepseek-r1"], [str(row[k]) for row in served for k in ("use_case", "isl", "tp")]),
+    ):
+        code, out, _ = llmb_run(*arguments)
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= int(columns or 80)
+        assert set(words) <= set(out.split())
+
+
+@pytest.mark.parametrize("workload", load_all([shipped()]))
+def test_every_recipe_table_fits_80_columns(recipes, workload):
+    for rows in (recipes[workload].rows, recipes[workload].references):
+        text = _recipe_table(list(rows), 80) if rows else ""
+        assert max(map(len, text.splitlines()), default=0) <= 80

@@ -23,3 +23,13 @@ def test_profiled_proxy_reports_its_prediction_and_profile_page(llmb_run, tmp_pa
     (page,) = (tmp_path / "llmb").glob("workloads/*/experiments/*/*/*/profile/profile.html")
     assert f"profile: {page}" in err
     assert "against prediction" in err
+
+
+def test_missing_gpu_is_refused_before_a_plan_is_searched(llmb_run, monkeypatch):
+    monkeypatch.setattr("llmb.launch.local_machine.gpu_names", lambda: [])
+    monkeypatch.setattr("llmb.perfmodel.offload.planner.plan_workload", lambda *_: pytest.fail("a plan was searched"))
+    line = "submit -w outofcore_llama3 -s 8b --seqlen 65536 --host-gb 178 --device-gb 78 --on local"
+    code, out, err = llmb_run(*line.split())
+    assert (code, out) == (1, "")
+    assert err.startswith("ERROR: 1 x h100 requested, this machine has no GPU; add --proxy ")
+    assert err.count("\n") == 1

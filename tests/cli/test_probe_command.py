@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
+from llmb.cli.probe_command import _probe_target
+from llmb.launch.command import engine_install_command
 from llmb.perfmodel.offload.machine_rates import H200, rates_of, rates_path
 
 CPU = ["probe", "--gpu-type", "cpu"]
@@ -61,7 +63,7 @@ def test_plan_with_rates_of_an_older_version_asks_for_a_new_probe(llmb_run, tmp_
         ([], "h200", "this machine has no GPU, so no h200 can be measured"),
         ([], "v100", "unknown GPU type 'v100'"),
         (["NVIDIA H200"], "h100", "this machine has NVIDIA H200, which is h200, not h100"),
-        (["NVIDIA Strange"], None, "unknown GPU of this machine 'NVIDIA Strange'; choices are: --gpu-type gb300"),
+        (["NVIDIA H100 PCIe"], "h100", "this machine has NVIDIA H100 PCIe, which is h100-pcie, not h100"),
     ],
 )
 def test_gpu_that_is_not_present_cannot_be_measured(llmb_run, monkeypatch, names, gpu_type, message):
@@ -76,7 +78,7 @@ def test_probe_without_torch_says_what_to_install(llmb_run, monkeypatch):
     monkeypatch.setattr("llmb.launch.torch_process.find_spec", lambda name: None)
     code, _, err = llmb_run(*CPU)
     assert code == 1
-    assert err.splitlines()[-1] == "ERROR: probe needs torch, which is not installed: pip install 'llmb[engine]'"
+    assert err.splitlines()[-1] == f"ERROR: probe needs torch, which is not installed: {engine_install_command()}"
 
 
 def test_failed_probe_is_one_line(llmb_run, monkeypatch, tmp_path):
@@ -95,3 +97,9 @@ def test_unwritable_folder_is_refused_before_measuring(llmb_run, monkeypatch, tm
     assert code == 1
     assert err.count("\n") == 1
     assert "cannot write to" in err
+
+
+def test_gpu_that_is_not_in_the_table_is_measured_under_its_own_name(monkeypatch):
+    monkeypatch.setattr("llmb.launch.local_machine.gpu_names", lambda: ["NVIDIA GeForce RTX 4090"])
+    for requested in (None, "rtx-4090", "unlisted:RTX-4090"):
+        assert _probe_target(requested) == ("rtx-4090", "NVIDIA GeForce RTX 4090")

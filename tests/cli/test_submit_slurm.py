@@ -61,7 +61,7 @@ def test_cpu_ranks_are_spread_over_nodes_like_gpu_ranks(llmb_run, cluster):
         (["--on", "dry", "--segment", "0"], "--segment: expected a number of nodes, 1 or more"),
         (["--on", "dry", "--slurm-arg", "--qos=x"], "expected"),
         (["--on", "dry", "--slurm-arg", "nodes=3"], "--slurm-arg nodes: is set by each run; leave it out"),
-        (["--on", "moon"], "invalid choice: 'moon'"),
+        (["--on", "moon"], "unknown value of --on: 'moon'"),
     ],
 )
 def test_invalid_sbatch_option_is_one_line(llmb_run, options, message):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmb.errors import ConfigError, LaunchError, UnknownName
+from llmb.errors import ConfigError, LaunchError
 
 ANSWER_FILE_KEYS = (
     "install_path", "slurm", "gpu_type", "node_architecture", "environment_vars", "selected_workloads",
@@ -60,11 +60,10 @@ class AnswerFile:
 
 def check(answers: Answers) -> Answers:
     """Return the answers in canonical spelling; refuse an unknown GPU type."""
-    from llmb.perfmodel.hardware import GPUS
+    from llmb.perfmodel.hardware import UNLISTED, is_listed, parse_gpu_type
 
-    kind = answers.gpu_type.lower() if answers.gpu_type else None
-    if kind is not None and kind not in GPUS:
-        raise UnknownName("GPU type", answers.gpu_type, GPUS)
+    key = parse_gpu_type(answers.gpu_type) if answers.gpu_type else None
+    kind = key if key is None or is_listed(key) else f"{UNLISTED}{key}"
     architecture = {"arm64": "aarch64", "amd64": "x86_64"}.get(answers.architecture or "", answers.architecture)
     for count in (answers.gpus_per_node, answers.cpu_gpus_per_node):
         if count is not None and count < 0:

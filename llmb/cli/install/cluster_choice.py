@@ -75,7 +75,7 @@ def complete_answers(answers: Answers, facts: ClusterFacts, ask: Ask) -> Answers
         gpu_partition=name,
         cpu_partition=answers.cpu_partition or _cpu_partition(facts) or name,
         gpus_per_node=gpus,
-        gpu_type=kind or _ask_gpu_type(name, ask),
+        gpu_type=kind or _ask_gpu_type(name, facts, ask),
         architecture=answers.architecture or facts.architecture(name.split(",")[0]),
     )
 
@@ -117,10 +117,15 @@ def _has_gpus(partition: "Partition") -> bool:
     return parse_gpus(partition.gres) is not None
 
 
-def _ask_gpu_type(partition: str, ask: Ask) -> str:
-    from llmb.perfmodel.hardware import GPUS
+def _ask_gpu_type(partition: str, facts: ClusterFacts, ask: Ask) -> str:
+    """Ask for the GPU type: one of the table, or Slurm's name for a GPU that is not in it."""
+    from llmb.launch.slurm.cluster_facts import parse_gpus
+    from llmb.perfmodel.hardware import GPUS, UNLISTED, gpu_key
 
-    return ask("gpu_type", f"Which GPUs does partition {partition} have?", [key for key in GPUS if key != "cpu"])
+    gpus = parse_gpus(facts.partition(partition).gres)
+    unlisted = f"{UNLISTED}{gpu_key(gpus.type) if gpus and gpus.type else 'gpu'}"
+    choices = [*(key for key in GPUS if key != "cpu"), unlisted]
+    return ask("gpu_type", f"Which GPUs does partition {partition} have?", choices)
 
 
 def terminal_prompt(read: Callable[[], str], at_terminal: bool) -> Ask:

@@ -31,7 +31,7 @@ from llmb.cli.install.cluster_answers import (
 from llmb.cli.install.cluster_choice import query_cluster, terminal_prompt
 from llmb.cli.install.cluster_setup import Setup, set_up_cluster
 from llmb.cli.llmb_run import guarded
-from llmb.cli.subcommand import Parser
+from llmb.cli.subcommand import Parser, add_help_command
 from llmb.errors import ConfigError
 
 EXAMPLES = """examples:
@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     top.add_argument("--json", action="store_true", help="as JSON")
     _add_set_up(top)
     top.set_defaults(run=_install)
-    verify.add_command(top.add_subparsers(metavar="COMMAND", parser_class=Parser))
+    commands = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
+    verify.add_command(commands)
+    add_help_command(top, commands)
     options = top.parse_args(arguments)
     return guarded(lambda: options.run(options), options.verbose)
 
@@ -83,7 +85,9 @@ def _add_set_up(top: argparse.ArgumentParser) -> None:
 
 
 def _install(options: argparse.Namespace) -> int:
+    from llmb.cli.install.recipe_folders import create_recipe_folders
     from llmb.config.serialization import to_json
+    from llmb.launch.command import engine_install_command
     from llmb.launch.run_folder import store_path
     from llmb.report.table import render
     from llmb.results.job_store import Store
@@ -92,10 +96,13 @@ def _install(options: argparse.Namespace) -> int:
     if options.record:
         check_new_file(options.record)
     root = _root(answer_file)
+    folder_notes: list[str] = []
     if not options.dry_run:
         with Store(store_path(root)):
             pass
+        folder_notes = create_recipe_folders(root)
     setup, slurm, notes = _cluster(options, answer_file, root)
+    notes += folder_notes
     findings = {"folder": str(root), **_findings(), "Slurm": slurm}
     if options.json:
         print(to_json({**findings, "cluster": _plain(setup) if setup else None, "notes": notes}))
@@ -105,6 +112,9 @@ def _install(options: argparse.Namespace) -> int:
         print(f"note: {note}")
     if options.dry_run and setup:
         print(f"\n{setup.path}, {setup.state}:\n{setup.text}", end="")
+    print(f"\n{_variables(root)}")
+    if not _has_torch():
+        print(f"\nruns need torch; install it where they run: {engine_install_command()}")
     print(f"\nnext: {_next(root, setup)}")
     return 0
 
@@ -181,15 +191,35 @@ def _plain(setup: Setup) -> dict[str, Any]:
     return {"file": str(setup.path), "state": setup.state, **asdict(setup.answers)}
 
 
+def _variables(root: Path) -> str:
+    """Return the variables that NVIDIA's recipe documents use, as this installation has them."""
+    from shlex import quote
+
+    from llmb.cli.install.recipe_folders import repo_path
+
+    return "\n".join(
+        (
+            "for the command lines of NVIDIA's recipe documents:",
+            f"  export LLMB_INSTALL={quote(str(root))} LLMB_REPO={quote(str(repo_path(root)))}",
+            "  export LLMB_WORKLOAD=$LLMB_INSTALL/workloads/pretrain_llama3.1    # or another workload",
+        )
+    )
+
+
 def _next(root: Path, setup: Setup | None) -> str:
     """Return the command to try next."""
     from shlex import quote
 
     from llmb.launch.install_root import install_root
 
+    dry = "" if _has_torch() else " --dry-run"
     export = "" if root == install_root(os.environ) else f"export LLMB_INSTALL={quote(str(root))}; "
     on = " --on slurm" if setup else ""
-    return f"{export}llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy{on}"
+    return f"{export}llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy{on}{dry}"
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 def _findings() -> dict[str, Any]:
@@ -198,12 +228,11 @@ def _findings() -> dict[str, Any]:
     from llmb.perfmodel import hardware
 
     names = gpu_names()
-    torch = importlib.util.find_spec("torch") is not None
     return {
         "python": platform.python_version(),
-        "engine": "torch is installed" if torch else "not installed: pip install 'llmb[engine]'",
+        "engine": "torch is installed" if _has_torch() else "torch is not installed",
         "GPUs": f"{len(names)} x {names[0]}" if names else "none: use --proxy",
-        "GPU type": hardware.identify_gpu(names[0]) if names else None,
+        "GPU type": hardware.gpu_key(names[0]) if names else None,
         "free disk GiB": round(shutil.disk_usage(os.path.expanduser("~")).free / hardware.GIB, 1),
     }
 

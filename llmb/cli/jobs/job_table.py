@@ -4,6 +4,7 @@ import argparse
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
@@ -12,11 +13,9 @@ from typing import Any
 COLUMNS: tuple[tuple[str, Callable[[Any, float], Any], int], ...] = (
     ("job", lambda job, now: job.job_id, 0),
     ("workload", lambda job, now: job.workload, 0),
-    ("size", lambda job, now: job.size, 0),
-    ("dtype", lambda job, now: job.dtype, 0),
-    ("scale", lambda job, now: job.scale, 0),
-    ("gpu", lambda job, now: job.gpu, 4),
-    ("proxy", lambda job, now: bool(job.proxy), 2),
+    ("run", lambda job, now: describe_run(job), 0),
+    ("gpu", lambda job, now: job.gpu, 5),
+    ("settings", lambda job, now: None, 0),  # filled in last, with as much as fits
     ("started", lambda job, now: datetime.fromtimestamp(job.created_at).strftime("%m-%d %H:%M"), 9),
     ("status", lambda job, now: job.status, 0),
     ("Slurm state", lambda job, now: job.slurm_state, 7),
@@ -26,10 +25,12 @@ COLUMNS: tuple[tuple[str, Callable[[Any, float], Any], int], ...] = (
     ("s/step", lambda job, now: job.step_time_s, 1),
     ("tokens/s/gpu", lambda job, now: job.tokens_per_s_per_gpu, 3),
     ("TFLOP/s/gpu", lambda job, now: job.tflops_per_gpu, 11),
-    ("MFU %", lambda job, now: None if job.mfu is None else 100 * job.mfu, 5),
-    ("vs ref", lambda job, now: job.reference_ratio, 3),
+    ("MFU %", lambda job, now: None if job.mfu is None else 100 * job.mfu, 6),
+    ("out tok/s", lambda job, now: job.output_tokens_per_s, 1),
+    ("TTFT ms", lambda job, now: job.ttft_ms, 2),
+    ("vs ref", lambda job, now: job.reference_ratio, 4),
 )
-ONLY_SLURM = ("Slurm state", "nodes", "waited")
+PROXY_NOTE = "* a proxy: a smaller model of the same structure"
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
@@ -67,28 +68,88 @@ def filters(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(jobs: Sequence[Any], width: int | None = None) -> str:
-    """Return one line per job. `width`: of the terminal; the least needed columns are dropped until a line fits."""
+    """Return one line per job. `width`: of the terminal; the least needed columns are dropped until a line fits.
+
+    Columns without any value are left out.
+    """
     from llmb.report.table import render
 
-    if not jobs:
-        return "no runs yet; start one: llmb-run submit --help"
+    def draw() -> str:
+        return render(titles, list(zip(*(cells[title] for title in titles), strict=True)))
+
     now = time.time()
-    columns = [column for column in COLUMNS if column[0] not in ONLY_SLURM or any(j.launcher == "slurm" for j in jobs)]
-    cells = {title: [value(job, now) for job in jobs] for title, value, _ in columns}
-    titles = [title for title, _, _ in columns]
+    cells = {title: [value(job, now) for job in jobs] for title, value, _ in COLUMNS}
+    titles = [title for title in cells if any(cell is not None for cell in cells[title])]
+    drop_order = {title: order for title, _, order in COLUMNS}
+    settings = distinct_settings(jobs)
+    longest = max(len(" ".join(words)) for words in settings)
+    text = draw()
     while True:
-        text = render(titles, list(zip(*(cells[title] for title in titles), strict=True)))
-        drop_order, title = max((order, title) for title, _, order in columns if title in titles)
-        if width is None or drop_order == 0 or max(map(len, text.splitlines())) <= width:
-            return text
-        titles.remove(title)
+        room, last = _room(text, width), max(titles, key=lambda title: drop_order[title])
+        if room >= _required(longest, drop_order[last]) or drop_order[last] == 0:
+            break
+        titles.remove(last)
+        text = draw()
+    if longest and room >= _required(longest, 0):
+        cells["settings"] = [shorten(words, room) or None for words in settings]
+        titles = [title for title in cells if title in titles or title == "settings"]
+        text = draw()
+    return f"{text}\n\n{PROXY_NOTE}" if any(job.proxy for job in jobs) else text
 
 
-def terminal_width() -> int | None:
-    """Return the width of the terminal; None: stdout is not one."""
-    from shutil import get_terminal_size  # slow to import, and every command declares its options here
+def _room(text: str, width: int | None) -> int:
+    """Return the width of one more column beside a table; negative where the table itself is too wide."""
+    return sys.maxsize if width is None else width - max(map(len, text.splitlines())) - len("  ")
 
-    return get_terminal_size().columns if sys.stdout.isatty() else None
+
+def _required(longest: int, drop_order: int) -> int:
+    """Return the width that settings of this length need at least, if a column of this order could make room."""
+    if not longest:
+        return -len("  ")  # no further column
+    return max(len("settings"), min(longest, 24 if drop_order >= 5 else 0))
+
+
+def describe_run(job: Any) -> str:
+    """Return size, dtype and scale in one word each: "8b fp8 x16"; a proxy is marked with *."""
+    return f"{job.size} {job.dtype} x{job.scale}" + ("*" if job.proxy else "")
+
+
+def distinct_settings(jobs: Sequence[Any]) -> list[list[str]]:
+    """Return the settings of each job, those that it shares with the fewest of its peers first."""
+    counts: Counter[tuple[str, ...]] = Counter()
+    for job in jobs:
+        counts.update((*_peer_key(job), word) for word in set(_words(job)))
+    return [sorted(_words(job), key=lambda word: counts[(*_peer_key(job), word)]) for job in jobs]
+
+
+def _words(job: Any) -> list[str]:
+    return (job.settings or "").split()
+
+
+def _peer_key(job: Any) -> tuple[str, ...]:
+    return job.workload, describe_run(job), job.gpu
+
+
+def shorten(words: Sequence[str], width: int) -> str:
+    """Join as many words as fit; `...` stands for the others, or for the end of the first."""
+    text, count = " ".join(words), len(words)
+    while len(text) > width and count > 1:
+        count -= 1
+        text = " ".join([*words[:count], "..."])
+    return text if len(text) <= width else f"{words[0][: width - 3]}..."
+
+
+def empty_text(store: Any, options: argparse.Namespace) -> str:
+    """Return the line for a table without jobs: none yet, or none that matches the filters."""
+    statuses = [job.status for job in store.jobs()]
+    if not statuses:
+        return "no runs yet; start one: llmb-run submit --help"
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+    named = {"workload": options.workload, "since": options.since, "on": options.on}
+    others = " ".join(f"--{name} {value}" for name, value in named.items() if value)
+    subject = f"no run with {others}" if others else "no run"
+    condition = f"is {' or '.join(_split(options.status))}" if options.status else "is stored"
+    return f"{subject} {condition}; runs in all: {counts}"
 
 
 def waited_s(job: Any, now: float) -> float | None:

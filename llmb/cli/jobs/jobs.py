@@ -73,9 +73,10 @@ def open_run(name: str) -> Any:
 
 def run_list(options: argparse.Namespace) -> int:
     """Print one line per run, after refreshing the active ones."""
-    from llmb.cli.jobs.job_table import filters, table, terminal_width
+    from llmb.cli.jobs.job_table import empty_text, filters, table
     from llmb.config.serialization import to_json
     from llmb.errors import ConfigError
+    from llmb.report.table import terminal_width
 
     selected = filters(options)
     if options.watch and options.json:
@@ -87,12 +88,13 @@ def run_list(options: argparse.Namespace) -> int:
             return watch(store, options)
         _refresh(store, _unfinished(store))
         jobs = store.jobs(options.limit, **selected)
+        no_jobs = "" if jobs else empty_text(store, options)
         to_retry = [job.job_id for job in store.jobs_to_retry()]
     if options.json:
         for job in jobs:
             print(to_json(job))
         return 0
-    print(table(jobs, terminal_width()))
+    print(no_jobs or table(jobs, terminal_width()))
     if to_retry:
         print(f"to retry {', '.join(to_retry)}: llmb-run jobs --watch", file=sys.stderr)
     return 0
@@ -100,6 +102,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 def run_show(options: argparse.Namespace) -> int:
     """Print the figures and the folder of a run."""
+    from llmb.cli.profile_pictures import describe_profile
     from llmb.cli.stored_runs import load_run
     from llmb.config.serialization import to_json
     from llmb.launch.run_folder import RunFolder
@@ -108,7 +111,8 @@ def run_show(options: argparse.Namespace) -> int:
     with open_store() as store:
         (job,) = _refresh(store, [store.job(options.job_id)])
         retries = [retry.job_id for retry in store.retries_of(job.job_id)]
-    _, result = load_run(RunFolder.open(Path(job.run_dir)))
+    run = RunFolder.open(Path(job.run_dir))
+    config, result = load_run(run)
     if options.json:
         print(to_json(result))
         return 0
@@ -116,6 +120,8 @@ def run_show(options: argparse.Namespace) -> int:
     if job.status not in ("submitting", "pending"):  # which have no figures
         print(f"\n{summary(result)}")
     print(f"\nrun folder: {job.run_dir}")
+    if not job.going:
+        print("".join(f"{line}\n" for line in describe_profile(run, config)), end="")
     return 0
 
 

@@ -56,6 +56,7 @@ def resubmit(store: Store, job: Job, exclude: Sequence[str] = (), retries: int =
         retry_of=job.job_id,
         attempt=job.attempt + 1,
         retries=retries,
+        force=submission is not None and submission.force,
     )
     (sent,) = submit_jobs([request], cluster_here(), install_root(os.environ), store, on_sent=lambda sent: None)
     if sent.error is not None:

@@ -8,13 +8,13 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llmb.cli.jobs.auto_retry import retry_failed
-from llmb.cli.jobs.job_table import filters, table, terminal_width
+from llmb.cli.jobs.job_table import describe_run, empty_text, filters, table
 from llmb.cli.jobs.polling import Poller, print_to_stderr
 from llmb.launch.slurm.backoff import Backoff
-from llmb.report.table import number
+from llmb.report.table import number, terminal_width
 from llmb.results.job_store import GOING, Job, Store
 
 NOTES = 3  # lines below the table
@@ -22,7 +22,11 @@ NOTES = 3  # lines below the table
 
 def watch(store: Store, options: argparse.Namespace) -> int:
     """Refresh and show the selected jobs until all have ended, or Ctrl-C."""
-    view = _Screen() if sys.stdout.isatty() else _Lines()
+
+    def draw(jobs: Sequence[Job]) -> str:
+        return table(jobs, terminal_width()) if jobs else empty_text(store, options)
+
+    view = _Screen(draw) if sys.stdout.isatty() else _Lines(draw)
     poller = Poller(store, view.log)
     backoff = Backoff()
     try:
@@ -48,7 +52,8 @@ def _active(store: Store, options: argparse.Namespace) -> list[Job]:
 class _Screen:
     """View that redraws the table in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[Sequence[Job]], str]) -> None:
+        self._draw = draw
         self._lines = 0
         self._notes: list[str] = []
 
@@ -58,9 +63,9 @@ class _Screen:
         self._notes = [*self._notes, f"{time.strftime('%H:%M:%S')} {' '.join(text.split())}"[:width]][-NOTES:]
 
     def show(self, jobs: Sequence[Job]) -> None:
-        height = max(1, shutil.get_terminal_size().lines - 5 - len(self._notes))
+        height = max(1, shutil.get_terminal_size().lines - 7 - len(self._notes))
         title = f"{_status_counts(jobs)}, {time.strftime('%H:%M:%S')}"
-        text = "\n".join([title, "", table(jobs[-height:], terminal_width()), *self._notes, ""])
+        text = "\n".join([title, "", self._draw(jobs[-height:]), *self._notes, ""])
         cursor_up = f"\x1b[{self._lines}A" if self._lines else ""
         print(f"{cursor_up}\r\x1b[J{text}", end="", flush=True)
         self._lines = text.count("\n")
@@ -72,7 +77,8 @@ class _Screen:
 class _Lines:
     """View that prints one line for each change of a job, and the table at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[Sequence[Job]], str]) -> None:
+        self._draw = draw
         self._descriptions: dict[str, str] = {}
         self._jobs: Sequence[Job] = ()
 
@@ -88,7 +94,7 @@ class _Lines:
         self._jobs = jobs
 
     def close(self) -> None:
-        print(f"\n{table(self._jobs, terminal_width())}", flush=True)
+        print(f"\n{self._draw(self._jobs)}", flush=True)
 
 
 def _describe(job: Job) -> str:
@@ -99,11 +105,13 @@ def _describe(job: Job) -> str:
         facts.append(f"({job.reason})")
     if job.tokens_per_s_per_gpu is not None:
         facts.append(f"{number(job.tokens_per_s_per_gpu)} tokens/s/gpu")
+    if job.output_tokens_per_s is not None:
+        facts.append(f"{number(job.output_tokens_per_s)} output tokens/s")
     if job.mfu is not None:
         facts.append(f"MFU {number(100 * job.mfu)} %")
     if job.reference_ratio is not None:
         facts.append(f"{number(job.reference_ratio)} x of the reference")
-    return f"{job.workload} {job.size} {job.dtype} x{job.scale}: " + " ".join(" ".join(facts).split())
+    return f"{job.workload} {describe_run(job)}: " + " ".join(" ".join(facts).split())
 
 
 def _status_counts(jobs: Sequence[Job]) -> str:
