@@ -36,7 +36,7 @@ test-fast: $(VENV)/test
 	$(PYTEST) -n auto --dist worksteal -m "not slow and not slurm and not nightly and not gpu"
 
 test: check test-fast $(VENV)/slurm
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m "(slow or slurm) and not nightly and not gpu"
+	$(PYTEST) -n 5 --dist loadfile --no-loadscope-reorder -m "(slow or slurm) and not nightly and not gpu"
 
 test-all: test
 	$(PYTEST) -m "nightly and not gpu"

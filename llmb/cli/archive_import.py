@@ -57,7 +57,8 @@ def run_archive(options: argparse.Namespace) -> int:
     print(f"{output}: {done.runs} runs, {done.files} files, {size}")
     print(f"checksum {done.checksum}")
     if unfinished:
-        print(f"left out: {unfinished} runs that have not ended", file=sys.stderr)
+        subject = "1 run that has" if unfinished == 1 else f"{unfinished} runs that have"
+        print(f"left out: {subject} not ended", file=sys.stderr)
     if done.left_out:
         print(f"left out, as secrets in them cannot be seen: {_abbreviate(done.left_out)}", file=sys.stderr)
     return 0

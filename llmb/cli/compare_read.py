@@ -24,7 +24,7 @@ def add_commands(commands: Any) -> None:
     )  # fmt: skip
     read.add_argument("log", type=Path, help="a log of NeMo, Megatron-Bridge, torchtitan, trtllm-bench, vLLM or NCCL")
     read.add_argument("--reader", help="its format; default: recognised from the content")
-    read.add_argument("--window", metavar="FIRST-LAST", help="iterations that count; default 35-44")
+    read.add_argument("--window", metavar="FIRST-LAST", help="iterations that count; default: the recipe's")
     read.add_argument("--json", action="store_true", help="the Result as JSON")
 
     timing = command(
@@ -74,20 +74,33 @@ def _cluster(run: Any) -> str | None:
 
 def run_read(options: argparse.Namespace) -> int:
     """Print the Result of another engine's log."""
+    from llmb.cli.stored_runs import usual_window
     from llmb.config.serialization import to_json
+    from llmb.errors import ConfigError
     from llmb.report.summary import summary
     from llmb.results.derive import derive
-    from llmb.results.readers.reader_choice import read_log
+    from llmb.results.log_window import step_window
+    from llmb.results.readers.reader_choice import detect, read_log
 
     window = _window(options.window) if options.window else None
-    result = derive(None, read_log(options.log, options.reader), name=options.log.name, window=window)
+    events = read_log(options.log, options.reader)
+    log_format = options.reader or detect(options.log)
+    usual = usual_window(options.log, log_format, _recipe_windows())
+    result = derive(
+        None,
+        events,
+        name=options.log.name,
+        window=step_window(window, log_format) if window else None,
+        usual_window=step_window(usual, log_format),
+    )
+    if window and result.steps_done and result.step_time_s is None:
+        raise ConfigError(f"no step time in iterations {options.window} of {options.log}, of {result.steps_done} steps")
     print(to_json(result) if options.json else summary(result))
     return 0 if result.status == "ok" else 2
 
 
 def run_timing(options: argparse.Namespace) -> int:
     """Print the table of parse_train_timing.sh and parse_train_timing_mbridge.sh."""
-    from llmb.cli.run_options import load_recipes
     from llmb.cli.stored_runs import read_timed_run
     from llmb.errors import ConfigError
     from llmb.report.step_timing import FORMATS, check_request, timing_table
@@ -98,13 +111,19 @@ def run_timing(options: argparse.Namespace) -> int:
     if options.folder == Path("/experiments") and not options.folder.exists():  # $LLMB_WORKLOAD/experiments
         raise ConfigError("LLMB_WORKLOAD is not set; export LLMB_WORKLOAD=$LLMB_INSTALL/workloads/WORKLOAD first")
     runs = [run for run in map(read_timed_run, find_logs(options.folder, style.files)) if run is not None]
-    windows = {
-        workload: tuple(recipe.defaults["window"])
-        for workload, recipe in load_recipes().items()
-        if recipe.kind == "training" and "window" in recipe.defaults
-    }
-    table = timing_table(runs, style, options.folder, windows, window, options.full_names)
+    table = timing_table(runs, style, options.folder, _recipe_windows(), window, options.full_names)
     print(FORMATS[options.format](table))
     if all(row.status != "Success" for row in table.rows):
         raise ConfigError(f"no complete training run was found in {options.folder}")
     return 0
+
+
+def _recipe_windows() -> dict[str, tuple[int, int]]:
+    """Return the iterations that count in each training recipe, by workload."""
+    from llmb.cli.run_options import load_recipes
+
+    return {
+        workload: tuple(recipe.defaults["window"])
+        for workload, recipe in load_recipes().items()
+        if recipe.kind == "training" and "window" in recipe.defaults
+    }

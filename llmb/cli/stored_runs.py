@@ -1,14 +1,16 @@
 """Loading of run folders and storing of results, shared by several commands."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from llmb.cli.profile_pictures import draw_profile
 from llmb.config.serialization import build, read_json, to_json, write_atomic
-from llmb.config.spec import RunConfig
+from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
 from llmb.events import Event, RunEnded, read_all
 from llmb.launch.run_folder import RunFolder
 from llmb.results.derive import derive
+from llmb.results.log_window import Window, format_window, named_window
 from llmb.results.readers.nccl_log import tally
 from llmb.results.readers.reader_choice import read_log
 from llmb.results.result import Result
@@ -44,6 +46,19 @@ def read_timed_run(log: Path) -> TimedRun | None:
     except ConfigError:  # damaged: its row says that there are no steps
         return read_timed_log(log)
     return timed_run(log, config, _events(run, config), run.job_id)
+
+
+def usual_window(log: Path, log_format: str | None, recipe_windows: Mapping[str, Window]) -> Window:
+    """Return the iterations that count: those of the run's configuration, of its recipe, or of the log's format."""
+    run = RunFolder.of_log(log)
+    if run is not None and log.absolute() == run.log:
+        try:
+            work = run.read_config().workload
+        except ConfigError:  # damaged: its path still names the recipe
+            work = None
+        if work is not None and not isinstance(work, Inference):
+            return work.window
+    return named_window(log, recipe_windows) or format_window(log_format)
 
 
 def _events(run: RunFolder, config: RunConfig) -> list[Event]:

@@ -150,11 +150,15 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
 def _check_runs_here(config: Any) -> None:
     """Refuse a run whose engine or GPUs this machine does not have, before anything is created."""
     from llmb.errors import ConfigError
+    from llmb.formats.token_file import read_header
     from llmb.launch.command import check_engine
 
     check_engine(config)
     if config.limits.slurm_params:
         raise ConfigError("ADDITIONAL_SLURM_PARAMS has no effect on a local run; unset it, or add --on slurm")
+    data = getattr(config.workload, "data", None)
+    if data is not None:
+        read_header(Path(data))  # refuses a file that the ranks could not read
     uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
     _check_gpus_here(config.machine.gpu, config.machine.gpus, uses_proxy)
 
@@ -179,10 +183,10 @@ def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
         return
     here = len(gpu_names())
     if here == 0:
-        on_cpu = f"leave out --gpu-type ({gpu}'s layout: --layout {gpu})" if uses_proxy else "add --proxy"
+        layout = f" (in {gpu}'s layout: --layout {gpu})" if requested > 1 and uses_proxy else ""
         raise ConfigError(
             f"{requested} x {gpu} requested, this machine has no GPU; "
-            f"{on_cpu} for a small proxy on the CPU, or --dry-run to see the run"
+            f"--proxy without --gpu-type runs a small proxy on the CPU{layout}, --dry-run shows the run"
         )
     if requested > here:
         raise ConfigError(

@@ -94,7 +94,7 @@ def parse_use_case(text: str, source: str) -> list[Setting]:
 
 
 def from_arguments(pairs: list[str]) -> list[Setting]:
-    """Parse the `field=value` arguments of `--set`; `parallel.tp` is the same as `tp`."""
+    """Parse the `field=value` arguments of `--set`; `parallel.tp` is the same as `tp`, and the last of a field wins."""
     settings: list[Setting] = []
     for pair in pairs:
         name, equals, value = pair.partition("=")

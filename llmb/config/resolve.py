@@ -25,7 +25,7 @@ from llmb.config.proxy_layout import fit_to_ranks, scale_down
 from llmb.config.recipe import Recipe, Row, per_gpus
 from llmb.config.row_selection import RunRequest, choose_row, gpu_of, inference_selectors
 from llmb.config.run_list import Task, out_of_core_target
-from llmb.config.run_model import at_true_width, base_model, changed_model, check_layout
+from llmb.config.run_model import at_true_width, base_model, changed_model, check_heads, check_layout
 from llmb.config.serialization import build, field_types
 from llmb.config.serving_settings import check_settings, proxy_fp8_scaling, update_dependent
 from llmb.config.settable_fields import apply_settings, settable_sections, settable_types
@@ -107,6 +107,7 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
         fit_to_ranks(values, parallel, {o.field for o in overrides})
     base, proxy_notes = base_model(recipe, request, row, parallel, values)
     model, model_overrides = changed_model(base, request)
+    check_heads(model)
     check_layout(parallel, model, values)
     proxy_notes += [f"{o.field}={o.value}" for o in model_overrides]
     proxy_notes += [f"{layout} {format_layout(parallel)}"] if layout is not None else []

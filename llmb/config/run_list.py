@@ -73,6 +73,8 @@ def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]
         raise ConfigError("--scale excludes --max-scale and --min-scale; give one of them")
     if selection.repeats < 1:
         raise ConfigError(f"repeats: {selection.repeats} is not possible; at least 1 is needed")
+    if selection.max_scale is not None and selection.max_scale < 1:
+        raise ConfigError(f"--max-scale: {selection.max_scale} is not possible; at least 1 is needed")
     largest = max((*(selection.scales or ()), selection.max_scale or 0))
     if largest > MOST_GPUS:
         raise ConfigError(f"a scale of more than {MOST_GPUS:,} GPUs is not possible")
@@ -84,7 +86,8 @@ def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]
             raise _no_matching_row(target, selection, recipes)
         tasks += expanded
     if not tasks:
-        raise ConfigError(f"no workload lists a row for {selection.gpu}; see: llmb-run list")
+        on_gpu = f" on {selection.gpu}" if selection.gpu else ""
+        raise ConfigError(f"no workload lists a row for these options{on_gpu}; see: llmb-run list")
     if selection.force and len(tasks) != 1:
         raise ConfigError(f"--force takes exactly one run, this names {len(tasks)}; give -w, -s, --dtype and --scale")
     return largest_first(tasks)

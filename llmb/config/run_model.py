@@ -15,6 +15,7 @@ from llmb.perfmodel import hardware
 from llmb.perfmodel.memory_estimate import memory_estimate
 
 MEMORY_FRACTION = 0.9  # usable: the estimate leaves out the CUDA context, workspaces and fragmentation
+SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
 
 
 def base_model(
@@ -43,10 +44,21 @@ def changed_model(model: Model, request: RunRequest) -> tuple[Model, list[Overri
                 renamed = RENAMED_FIELDS["Model"].get(name)
                 raise UnknownName(f"model field ({setting.source}):", name, field_types(Model), renamed)
             value = convert(field_types(Model)[name], parse_value(field_types(Model)[name], setting.value, name), name)
+            if name in SIZES and value < 1:
+                raise ConfigError(f"{setting.field} ({setting.source}): {value} is out of range; it must be at least 1")
             replaced = getattr(model, name)
             records.append(Override(field=setting.field, value=value, replaced=replaced, source=setting.source))
             model = replace(model, **{name: value})
     return model, records
+
+
+def check_heads(model: Model) -> None:
+    """Refuse attention heads that no engine can build."""
+    if model.mla is None and model.blocks.get("attention"):
+        if model.heads % model.kv_heads:
+            raise ConfigError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
+        if model.rope is not None and model.head_dim % 2:
+            raise ConfigError(f"model.head_dim={model.head_dim} is odd; RoPE rotates pairs, so it must be even")
 
 
 def check_layout(parallel: Parallel, model: Model, values: Row) -> None:

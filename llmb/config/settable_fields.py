@@ -22,6 +22,8 @@ MAY_BE_ZERO = {
     "isl_spread", "osl_spread", "temperature", "top_k", "warmup_requests",
 }  # fmt: skip
 FRACTIONS = {"kv_fraction", "top_p"}  # at most 1
+HIGHEST = {"num_requests": 10_000_000, "warmup_requests": 10_000_000}  # which are held in memory
+HIGHEST_OF_OTHERS = 10**15
 # Fields that cannot be set: those of a shared section without meaning for a kind of run, and computed ones.
 WITHOUT_EFFECT = {
     "training": {"kv_dtype", "fp8_scaling"},
@@ -73,10 +75,10 @@ def apply_settings(values: Row, types: dict[str, Any], settings: list[Setting], 
 
 def _check_number(name: str, value: float, where: str) -> None:
     lowest = 0 if name in MAY_BE_ZERO else 1 if isinstance(value, int) else 1e-12
-    highest = 1.0 if name in FRACTIONS else 1e15
+    highest = 1 if name in FRACTIONS else HIGHEST.get(name, HIGHEST_OF_OTHERS)
     if not lowest <= value <= highest:  # NaN fails too
         minimum = "more than 0" if lowest == 1e-12 else f"at least {lowest}"
-        at_most = " and at most 1" if name in FRACTIONS else ""
+        at_most = f" and at most {highest:,}" if name in FRACTIONS or value > highest else ""
         raise ConfigError(f"{where}: {value} is out of range; it must be {minimum}{at_most}")
 
 

@@ -136,6 +136,11 @@ def gpu_key(device_name: str) -> str:
     return identify_gpu(device_name) or re.sub(r"[^a-z0-9.-]", "", name)[:40].strip("-.") or "gpu"
 
 
+def with_article(gpu: str) -> str:
+    """Return a GPU type with the article it is spoken with: an h100, a b200, an rtx-4090."""
+    return f"{'an' if gpu[:1] in 'aefhilmnorsx8' else 'a'} {gpu}"
+
+
 def _words(device_name: str) -> list[str]:
     return re.sub(r"(\d+) gb\b", r"\1gb", re.sub(r"[-_ ]+", " ", device_name.lower())).split()
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from llmb.config.parallel_layout import max_layers_per_rank
 from llmb.config.spec import Inference, OutOfCore, RunConfig, Training
 from llmb.perfmodel import serving_capacity
-from llmb.perfmodel.hardware import GIB, memory_bytes
+from llmb.perfmodel.hardware import GIB, memory_bytes, with_article
 from llmb.perfmodel.memory_estimate import memory_estimate
 
 USABLE_FRACTION = 0.97  # of a GPU's memory: runs of 134 of 139 GiB have been measured
@@ -49,7 +49,7 @@ def _training_misfit(config: RunConfig, memory: float) -> str | None:
     numbers = ", ".join(f"{part} {getattr(estimate, part) / GIB:,.1f}" for part in parts)
     reserve = f", {_gib(usable)} of them usable" if usable < memory else ""
     needs = f"{_subject(config)} needs about {_gib(estimate.total)} on each GPU ({numbers})"
-    has = f"{_article(config.machine.gpu)} has {_gib(memory)}{reserve}"
+    has = f"{with_article(config.machine.gpu)} has {_gib(memory)}{reserve}"
     return f"{needs}; {has}; {_join(remedies(config, usable))}"
 
 
@@ -59,7 +59,7 @@ def _plan_misfit(config: RunConfig, work: OutOfCore, memory: float) -> str | Non
     if planned <= memory:
         return None
     uses = f"the plan uses {_gib(planned)} of the {work.device_gib:g} GiB of device memory that --device-gb allows"
-    return f"{uses}, {_article(config.machine.gpu)} has {_gib(memory)}; lower --device-gb"
+    return f"{uses}, {with_article(config.machine.gpu)} has {_gib(memory)}; lower --device-gb"
 
 
 def _usable(config: RunConfig, memory: float) -> float:
@@ -190,10 +190,6 @@ def _subject(config: RunConfig) -> str:
 
 def _join(changes: Iterator[str]) -> str:
     return ", ".join(changes) or "no setting of this run would make it fit"
-
-
-def _article(gpu: str) -> str:
-    return f"an {gpu}" if gpu[:1] in "aeiouh" else f"a {gpu}"
 
 
 def _gib(number: float) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Inference, RunConfig
 from llmb.perfmodel.block_costs import BLOCK_COSTS, block_stack
-from llmb.perfmodel.hardware import GIB, memory_bytes
+from llmb.perfmodel.hardware import GIB, memory_bytes, with_article
 from llmb.perfmodel.params import BYTES, bytes_per_value, kv_bytes_per_token, state_bytes_per_sequence
 from llmb.perfmodel.shards import StageShape, Weight, end_weights, layer_blocks, layer_weights
 
@@ -169,7 +169,7 @@ def misfit(config: RunConfig) -> str | None:
     if free == 0:
         return (
             f"the weights of {config.model.name} in {config.precision.dtype} need {_gib(weight_bytes(config))} a GPU, "
-            f"which is more than a {config.machine.gpu} has; use more GPUs (TP, PP, EP) or a smaller dtype"
+            f"which is more than {with_article(config.machine.gpu)} has; use more GPUs (TP, PP, EP) or a smaller dtype"
         )
     capacity = cache_capacity(config, free)
     if capacity.requests == 0 or _states_fill_cache(config, capacity):

@@ -9,7 +9,7 @@ from llmb.config.spec import Inference, OutOfCore, RunConfig
 from llmb.perfmodel import flops, hardware, params
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.memory_fit import misfit
-from llmb.report.setting_text import settings
+from llmb.report.setting_text import override_text, settings
 from llmb.report.table import number, render, terminal_width
 
 
@@ -82,7 +82,7 @@ def dry_table(runs: list[tuple[RunConfig, int]]) -> str:
     ]
     header = ("workload", "size", "dtype", "scale", "gpu", "proxy", "repeats", "name")
     notes = [
-        f"{c.name}: {o.field} = {o.value} instead of {o.replaced} ({o.source})"
+        f"{c.name}: {override_text(o)} ({o.source})"
         for c, _ in runs
         for o in c.overrides
         if o.value != o.replaced and not is_departure(o)

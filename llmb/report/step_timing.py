@@ -11,7 +11,6 @@ does not reach the window's end is Failed, one whose loss or gradient norm is Na
 import csv
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +19,8 @@ from statistics import fmean, stdev
 from typing import Any, Literal
 
 from llmb.errors import ConfigError, UnknownName
+from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW, NEMO_WINDOW, Window, named_window
 from llmb.results.timed_run import TimedRun
-
-Window = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Style:
 STYLES = {
     "nemo": Style(
         files="*.out",
-        window=(11, 44),
+        window=NEMO_WINDOW,
         scale=1,
         title="Train Step Timing and TFLOPS Analysis",
         headings=("Time Mean (s)", "Time Std (s)"),
@@ -50,7 +48,7 @@ STYLES = {
     ),
     "megatron_bridge": Style(
         files="log*.out",
-        window=(35, 44),
+        window=MEGATRON_BRIDGE_WINDOW,
         scale=1000,
         title="Elapsed Time (ms) and TFLOPS/GPU Analysis",
         headings=("Time Mean (ms)", "Time Std (ms)"),
@@ -112,24 +110,10 @@ def timing_table(
     full_names: bool = False,
 ) -> TimingTable:
     """Return the table of runs below a folder; `recipe_windows`: by workload, for logs without a configuration."""
-    windows = [window or run.window or _named_window(run.log, recipe_windows) or style.window for run in runs]
+    windows = [window or run.window or named_window(run.log, recipe_windows) or style.window for run in runs]
     common = Counter(windows).most_common(1)[0][0] if windows else window or style.window
     rows = [_row(run, style, run_window, common, full_names) for run, run_window in zip(runs, windows, strict=True)]
     return TimingTable(style=style, folder=folder, window=common, rows=rows)
-
-
-def _named_window(log: Path, recipe_windows: Mapping[str, Window]) -> Window | None:
-    """Return the window of the recipe that the log's name, or else its folder's, mentions: `llama31` is llama3.1."""
-    for text in (log.name, str(log.absolute().parent)):
-        letters = _letters(text)
-        named = [workload for workload in recipe_windows if _letters(workload.split("_", 1)[-1]) in letters]
-        if named:
-            return recipe_windows[max(named, key=len)]
-    return None
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
 def _row(run: TimedRun, style: Style, window: Window, common: Window, full_names: bool) -> TimingRow:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from llmb.report.table import number, render
+from llmb.report.table import number, render, terminal_width
 from llmb.results.result import Result
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
@@ -14,12 +14,13 @@ def summary(result: Result) -> str:
     lines = [f"{result.name}: {result.status}" + (f" ({result.reason})" if result.reason else "")]
     if result.last_lines:
         lines += ["", f"last lines of rank {result.failed_rank}:", *(f"  {line}" for line in result.last_lines)]
+    width = terminal_width()
     rows = list(_rows(result))
     if rows:
-        lines += ["", render(("figure", "value", "unit", "what it says"), rows)]
+        lines += ["", render(("figure", "value", "unit", "what it says"), rows, width)]
     distributions = list(_distributions(result))
     if distributions:
-        lines += ["", render(("over requests", *STATISTICS, "unit", "what it says"), distributions)]
+        lines += ["", render(("over requests", *STATISTICS, "unit", "what it says"), distributions, width)]
     if result.time_spent:
         lines += ["", _time_spent(result)]
     if result.collectives:
@@ -67,7 +68,7 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
             "compute",
             number(result.tflops_per_gpu),
             "TFLOP/s",
-            f"per device, from {result.tflops_source}{convention}",
+            f"per device, {'from ' if result.tflops_source == 'model FLOPs' else ''}{result.tflops_source}{convention}",
         )
     if result.mfu is not None:
         peak = f"{number(result.mfu_peak_tflops or 0)} TFLOP/s {result.mfu_peak_dtype} peak"

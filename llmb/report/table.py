@@ -30,7 +30,7 @@ def render(header: Sequence[str], rows: Iterable[Sequence[Any]], width: int | No
     body = [[_cell(value) for value in row] for row in rows]
     columns = [_Column(title, [row[i] for row in body]) for i, title in enumerate(header)]
     blocks = [columns] if width is None else _blocks(columns, width, keys)
-    return "\n\n".join(_block(block, width) for block in blocks)
+    return "\n\n".join(_block(block, width, keys) for block in blocks)
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,15 @@ def _blocks(columns: list[_Column], width: int, keys: int) -> list[list[_Column]
     return blocks
 
 
-def _block(columns: list[_Column], limit: int | None) -> str:
-    """Return one table of these columns."""
+def _block(columns: list[_Column], limit: int | None, keys: int) -> str:
+    """Return one table of these columns; key columns become narrower only where no other can."""
     wrapped = [column.wrapped(column.width) for column in columns]
     while limit is not None and _total(lines.width for lines in wrapped) > limit:
         narrower = [column.wrapped(lines.width - 1) for column, lines in zip(columns, wrapped, strict=True)]
         possible = [i for i, lines in enumerate(narrower) if lines.width < wrapped[i].width]
         if not possible:
             break  # words are never broken
+        possible = [i for i in possible if i >= keys] or possible
         best = min(possible, key=lambda i: (_added_lines(wrapped, narrower[i]), narrower[i].width - wrapped[i].width))
         wrapped[best] = narrower[best]
     widths, right = [lines.width for lines in wrapped], [column.is_numeric for column in columns]

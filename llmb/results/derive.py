@@ -23,18 +23,21 @@ from llmb.events import (
 )
 from llmb.perfmodel import flops, hardware, metrics
 from llmb.perfmodel.shards import is_fused, recomputed_macs_per_token
+from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
 from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeShare
 from llmb.results.serving_figures import serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
 from llmb.results.warnings import cautions
 
-DEFAULT_WINDOW = (35, 44)  # what readers of NVIDIA's recipes expect of a 50-step log
-
 
 def derive(
-    config: RunConfig | None, events: Iterable[Event], name: str = "", window: tuple[int, int] | None = None
+    config: RunConfig | None,
+    events: Iterable[Event],
+    name: str = "",
+    window: tuple[int, int] | None = None,
+    usual_window: tuple[int, int] = MEGATRON_BRIDGE_WINDOW,
 ) -> Result:
-    """Derive the Result of one run."""
+    """Derive the Result of one run; `usual_window`: of a log without configuration, shortened where it is shorter."""
     recorded = list(events)
     steps = _steps(recorded)
     status, reason = _status(recorded, steps, config)
@@ -46,7 +49,7 @@ def derive(
     }
     fields |= _identity(config, recorded)
     if steps:
-        chosen = _window(steps, config, window)
+        chosen = _window(steps, config, window, usual_window)
         fields |= _training_fields(config, steps, chosen)
         fields["slow_ranks"] = _slow_ranks(config, recorded, fields)
     fields |= serving_fields(recorded, config)
@@ -116,14 +119,16 @@ def _identity(config: RunConfig | None, events: list[Event]) -> dict:
     return fields
 
 
-def _window(steps: list[StepDone], config: RunConfig | None, window: tuple[int, int] | None) -> tuple[int, int]:
+def _window(
+    steps: list[StepDone], config: RunConfig | None, window: tuple[int, int] | None, usual_window: tuple[int, int]
+) -> tuple[int, int]:
     """Return the first and last measured step; a short log of another engine is measured over its second half."""
     if window is not None:
         return window
     if config is not None and not isinstance(config.workload, Inference):
         return config.workload.window
     last = next((s.steps for s in steps if s.steps), steps[-1].step)
-    return DEFAULT_WINDOW if last >= DEFAULT_WINDOW[1] else (last // 2 + 1, last)
+    return usual_window if last >= usual_window[1] else (min(usual_window[0], last // 2 + 1), last)
 
 
 def _training_fields(config: RunConfig | None, steps: list[StepDone], window: tuple[int, int]) -> dict:

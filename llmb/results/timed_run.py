@@ -17,10 +17,10 @@ from llmb.errors import ConfigError
 from llmb.events import Event, RunEnded, StepDone
 from llmb.perfmodel import flops, metrics
 from llmb.results.derive import derive
+from llmb.results.log_window import FIRST_ITERATION
 from llmb.results.readers.log_lines import clean, file_lines
 from llmb.results.readers.reader_choice import READERS, detect
 
-FIRST_ITERATION = {"nemo": 0, "megatron_bridge": 1, "torchtitan": 1}  # training logs, by format
 # Logs of other steps of a job, and prefixes of logs that are no experiment unless they contain timings.
 _OTHER_LOGS = ("nccltrace", "prepare_squad_dataset_exp", "import_ckpt_exp", "nsys_analysis")
 _OTHER_STARTS = ("sbatch_", "slurm-", "vboost")

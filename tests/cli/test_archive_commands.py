@@ -102,7 +102,7 @@ def test_archive_holds_only_selected_runs_that_have_ended(llmb_run, make_run, he
     active_id, run = make_run(here, 1.0, ended=False)
     (run.pid_file).write_text(json.dumps({"pid": 1, "started": 1, "host": "another"}))
     code, out, err = llmb_run("archive", "-o", tmp_path / "all.tar.zst")
-    assert (code, err) == (0, "left out: 1 runs that have not ended\n")
+    assert (code, err) == (0, "left out: 1 run that has not ended\n")
     code, _, err = llmb_run("archive", active_id, "-o", tmp_path / "b.tar.zst")
     assert (code, err) == (1, f"ERROR: not ended yet: {active_id}; wait, or end it: llmb-run jobs cancel {active_id}\n")
     code, out, _ = llmb_run("archive", ended_id, "--json", "-o", tmp_path / "c.tar.zst")

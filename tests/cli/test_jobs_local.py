@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -90,6 +91,19 @@ def test_cancel_ends_a_local_run(llmb_run, store):
     running.communicate(timeout=60)
     assert running.returncode == 2
     assert store.job("L1").status == "incomplete"
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm"])
+def test_retry_of_what_the_engine_no_longer_runs_is_refused_at_the_desk(launcher, store, recipes, llmb_run):
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="fp32", gpus=1, proxy="small"))
+    config = replace(config, workload=replace(config.workload, lr_decay_steps=config.workload.lr_warmup_steps))
+    run = RunFolder.create(install_root(os.environ), config, datetime.now())
+    job_id = store.add(config, run.path, launcher)
+    store.note(job_id, status="failed")
+    code, _, err = llmb_run("jobs", "retry", job_id)
+    assert code == 1
+    assert err.splitlines()[-1].startswith(f"ERROR: {job_id}: lr_decay_steps")
+    assert [job.job_id for job in store.jobs()] == [job_id]
 
 
 @pytest.mark.slow

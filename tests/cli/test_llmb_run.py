@@ -63,6 +63,7 @@ def test_show_skips_invalid_scales_and_reports_them_on_stderr(llmb_run):
     assert err.startswith("ERROR: skipped: scale 12 is not listed")
 
 
+LOG = str(Path(__file__).parents[1] / "golden" / "logs" / "nemo.out")
 WRONG = [
     (["submit", "-w", "nothing"], "unknown workload 'nothing'; choices are: inference_deepseek-r1"),
     (["submit", "-w", "pretrain_llama3.1", "-s", "9b"], "unknown size of pretrain_llama3.1 '9b'"),
@@ -79,6 +80,15 @@ WRONG = [
     ([*PROXY, "--layout", "nonsense"], "unknown layout of pretrain_llama3.1 8b 'nonsense'; choices are: gb300"),
     ([*EIGHT_B, "-d", "fp8", "--scale", "16", "--layout", "h100"], "--layout has no effect here"),
     ([*EIGHT_B, "-d", "fp32", "--scale", "1000000", "--proxy"], "of host memory for 1000000 ranks; "),
+    ([*PROXY, "--set", "model.heads=3"], "model.heads=3 is not a multiple of model.kv_heads=2"),
+    ([*PROXY, "--set", "model.layers=-1"], "model.layers (--set): -1 is out of range; it must be at least 1"),
+    ([*PROXY, "--set", "model.head_dim=31"], "model.head_dim=31 is odd"),
+    ([*PROXY, "--set", "lr=inf"], "inf is out of range; it must be more than 0 and at most 1,000,000,000,000,000"),
+    ([*PROXY, "--set", "data=missing.bin"], "missing.bin: No such file or directory"),
+    ([*PROXY, "--set", f"data={LOG}"], "is not a token file; llmb-run tokenize makes one from text"),
+    (["submit", "-w", "inference_llama3.1", "--proxy", "--set", "num_requests=99999999"], "at most 10,000,000"),
+    (["submit", "--all", "--max-scale", "0"], "--max-scale: 0 is not possible; at least 1 is needed"),
+    (["read", LOG, "--window", "90-99"], "no step time in iterations 90-99 of "),
     ([*PROXY, "--env", "nonsense"], "--env: expected NAME=VALUE"),
     ([*PROXY, "-f", "x.yaml"], "-f names the workloads"),
     (["submit", "-f", "missing.yaml"], "cannot read missing.yaml"),

@@ -4,7 +4,16 @@ import pytest
 
 from llmb.config.spec import Machine
 from llmb.errors import ConfigError
-from llmb.perfmodel.hardware import GPUS, gpu, gpu_key, identify_gpu, memory_bytes, parse_gpu_type, peak_flops
+from llmb.perfmodel.hardware import (
+    GPUS,
+    gpu,
+    gpu_key,
+    identify_gpu,
+    memory_bytes,
+    parse_gpu_type,
+    peak_flops,
+    with_article,
+)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +113,8 @@ def test_gpu_type_of_a_user_is_listed_or_marked_as_unlisted() -> None:
             parse_gpu_type(text)
         assert str(caught.value).startswith(f"unknown GPU type '{text}'; choices are: gb300, gb200, b300")
         assert str(caught.value).endswith(f"name a GPU that is not among them as {example}")
+
+
+def test_article_of_a_gpu_is_the_spoken_one() -> None:
+    spoken = [with_article(gpu) for gpu in ("h100", "b200", "gb200", "a100", "l40s", "rtx-4090", "mi300x", "cpu")]
+    assert spoken == ["an h100", "a b200", "a gb200", "an a100", "an l40s", "an rtx-4090", "an mi300x", "a cpu"]

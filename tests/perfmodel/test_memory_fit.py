@@ -119,7 +119,7 @@ def test_out_of_core_plan_is_compared_with_the_gpu():
         replace(proxy, machine=Machine(gpu="rtx-4090", gpus=1, gpus_per_node=8, gpu_memory_bytes=1 << 20))
     )
     assert (line or "").startswith("the plan uses ")
-    assert (line or "").endswith("a rtx-4090 has 0.0 GiB; lower --device-gb")
+    assert (line or "").endswith("an rtx-4090 has 0.0 GiB; lower --device-gb")
     assert memory_fit.misfit(replace(proxy, machine=Machine(gpu="h100", gpus=1, gpus_per_node=8))) is None
 
 

@@ -7,9 +7,9 @@ import pytest
 from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.config.spec import RunConfig
+from llmb.config.spec import Override, RunConfig
 from llmb.report.config_summary import describe, dry_table
-from llmb.report.setting_text import settings
+from llmb.report.setting_text import override_text, settings
 from llmb.report.table import render
 from llmb.results.derive import derive
 
@@ -73,6 +73,20 @@ def test_departure_is_one_line_of_show_and_dry_run_and_is_in_the_result(show_set
     dry = dry_table([(config, 1), (replace(config, name="other"), 1)])
     assert dry.splitlines()[-1].startswith(f"departs from the recipe: {config.name} and 1 more: {line}")
     assert "instead of True" not in dry
+
+
+@pytest.mark.parametrize(
+    ("value", "replaced", "text"),
+    [
+        (True, None, "f = true"),
+        (False, True, "f = false instead of true"),
+        (60.0, 178, "f = 60 instead of 178"),
+        ([3, 5], (11, 44), "f = 3-5 instead of 11-44"),
+        (["constraint=gpu&memory", "exclusive"], None, "f = constraint=gpu&memory, exclusive"),
+    ],
+)
+def test_a_changed_setting_is_shown_as_it_is_typed(value, replaced, text):
+    assert override_text(Override(field="f", value=value, replaced=replaced, source="--set")) == text
 
 
 def test_number_formats_are_in_the_result(show_settings):

@@ -65,3 +65,16 @@ def test_noisy_steps_are_told_to_run_longer_and_then_count(recipes):
     assert "or run more steps (--set steps=80)" in summary(result)
     longer = proxy(recipes, "pretrain_llama3.1", "8b", steps="80")
     assert trained(longer, 80).step_time_s.n == 70
+
+
+def test_tables_fit_the_terminal(recipes, monkeypatch):
+    result = trained(proxy(recipes, "pretrain_llama3.1", "8b"), 40)
+    monkeypatch.setenv("COLUMNS", "80")
+    table = summary(result).split("\n\n")[1]
+    assert max(map(len, table.splitlines())) <= 80
+    assert "sequences of 256" in " ".join(table.split())
+
+
+def test_source_of_tflops_is_a_phrase():
+    step = StepDone(step=1, seconds=1.0, reported_tflops_per_gpu=500.0)
+    assert "per device, reported by the engine" in summary(derive(None, [step, RunEnded(status="ok")]))

@@ -12,7 +12,9 @@ from llmb.cli.jobs.polling import Poller
 from llmb.cli.run_options import cluster_here
 from llmb.cli.submit import run_again
 from llmb.cli.submit_batch import JobRequest, submit_jobs
+from llmb.config.native.departures import check_engine_support
 from llmb.config.serialization import build
+from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LlmbError
 from llmb.launch.install_root import install_root
 from llmb.launch.run_folder import RunFolder
@@ -44,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 def resubmit(store: Store, job: Job, exclude: Sequence[str] = (), retries: int = 0) -> str:
     """Submit a Slurm job again, excluding these nodes; return the id of the new job."""
     run = RunFolder.open(Path(job.run_dir))
-    config, submission = run.read_config(), read_submission(run)
+    config, submission = _supported_config(run), read_submission(run)
     sbatch_overrides = (
         build(SbatchOverrides, submission.sbatch_overrides, "submission.json") if submission else SbatchOverrides()
     )
@@ -67,8 +69,15 @@ def resubmit(store: Store, job: Job, exclude: Sequence[str] = (), retries: int =
 def _run_locally(job: Job, exclude: Sequence[str]) -> int:
     if exclude:
         raise ConfigError("--exclude-node has no effect on a local run; leave it out")
-    config = RunFolder.open(Path(job.run_dir)).read_config()
+    config = _supported_config(RunFolder.open(Path(job.run_dir)))
     return run_again(config, _with_secrets(config.environment), retry_of=job.job_id, attempt=job.attempt + 1)
+
+
+def _supported_config(run: RunFolder) -> RunConfig:
+    """Return the stored configuration; raise if the engine does not run it: an older version may have."""
+    config = run.read_config()
+    check_engine_support(config)
+    return config
 
 
 def _check_ended(job: Job) -> Job:
