@@ -39,26 +39,28 @@ def read_timed_run(log: Path) -> TimedRun | None:
     run = RunFolder.of_log(log)
     if run is not None and log.absolute().parent != run.work:
         return None
-    if run is None or log.absolute() != run.log:
-        return read_timed_log(log)
-    try:
-        config = run.read_config()
-    except ConfigError:  # damaged: its row says that there are no steps
+    config = _config_of_log(log, run)
+    if run is None or config is None:
         return read_timed_log(log)
     return timed_run(log, config, _events(run, config), run.job_id)
 
 
 def usual_window(log: Path, log_format: str | None, recipe_windows: Mapping[str, Window]) -> Window:
     """Return the iterations that count: those of the run's configuration, of its recipe, or of the log's format."""
-    run = RunFolder.of_log(log)
-    if run is not None and log.absolute() == run.log:
-        try:
-            work = run.read_config().workload
-        except ConfigError:  # damaged: its path still names the recipe
-            work = None
-        if work is not None and not isinstance(work, Inference):
-            return work.window
+    config = _config_of_log(log, RunFolder.of_log(log))
+    if config is not None and not isinstance(config.workload, Inference):
+        return config.workload.window
     return named_window(log, recipe_windows) or format_window(log_format)
+
+
+def _config_of_log(log: Path, run: RunFolder | None) -> RunConfig | None:
+    """Return the configuration of the run whose log this is; None where there is none, or it is damaged."""
+    if run is None or log.absolute() != run.log:
+        return None
+    try:
+        return run.read_config()
+    except ConfigError:
+        return None
 
 
 def _events(run: RunFolder, config: RunConfig) -> list[Event]:

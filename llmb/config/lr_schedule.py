@@ -41,7 +41,15 @@ def fill_lr_steps(values: Row) -> None:
         warmup = values["lr_warmup_steps"] = default_warmup_steps(decay or values["steps"])
     if "lr_decay_steps" not in values:
         values["lr_decay_steps"] = default_decay_steps(values["steps"], warmup)
-    elif decay is not None and decay <= warmup:
+    else:
+        check_lr_steps(warmup, decay)
+
+
+def check_lr_steps(warmup: int, decay: int | None) -> None:
+    """Check that decay ends after warm-up."""
+    if warmup < 0:
+        raise ConfigError(f"lr_warmup_steps={warmup}: must be at least 0")
+    if decay is not None and decay <= warmup:
         raise ConfigError(
             f"lr_decay_steps={decay}: must be more than lr_warmup_steps={warmup}, where the learning rate decay begins"
         )
@@ -61,7 +69,7 @@ def with_default_lr(workload: Workload, model: Model, names: Collection[str]) ->
     """Return the workload with the default peak learning rate, unless `lr` is among the names that are set."""
     if isinstance(workload, Inference) or "lr" in names:
         return workload
-    return replace(workload, lr=default_lr(model, tokens_per_step(workload), workload.lr_warmup_steps))
+    return replace(workload, lr=default_lr(model, configured_tokens_per_step(workload), workload.lr_warmup_steps))
 
 
 def default_lr(model: Model, tokens: int, warmup: int) -> float:
@@ -69,7 +77,7 @@ def default_lr(model: Model, tokens: int, warmup: int) -> float:
     return float(f"{_width_lr(model) * _factor(tokens, warmup):.2g}")
 
 
-def tokens_per_step(workload: Training | OutOfCore) -> int:
+def configured_tokens_per_step(workload: Training | OutOfCore) -> int:
     """Return the tokens of a global batch, which an out-of-core run takes from its plan."""
     plan = workload.plan if isinstance(workload, OutOfCore) else None
     return workload.seqlen * (plan.gbs if plan is not None else workload.gbs or 1)
@@ -80,7 +88,7 @@ def lr_sources(config: RunConfig) -> dict[str, str]:
     work = config.workload
     if isinstance(work, Inference):
         return {}
-    tokens, span = tokens_per_step(work), work.lr_decay_steps or work.steps
+    tokens, span = configured_tokens_per_step(work), work.lr_decay_steps or work.steps
     decay = default_decay_steps(work.steps, work.lr_warmup_steps)
     rules = {
         "lr": (

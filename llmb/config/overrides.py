@@ -109,6 +109,16 @@ def from_arguments(pairs: list[str]) -> list[Setting]:
     return settings
 
 
+def typed_value(value: Any) -> str:
+    """Return the text that `parse_value` reads as this value: `true`, `none`, `35-44`."""
+    if isinstance(value, list | tuple):
+        separator = "-" if all(isinstance(part, int) for part in value) else ", "
+        return separator.join(map(str, value))
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def parse_value(kind: Any, value: Any, where: str) -> Any:
     """Convert text to the type of a field; values that are not text are returned unchanged."""
     if not isinstance(value, str):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from functools import cache
 
 from llmb.launch.memory_cgroup import memory_limits
 from llmb.launch.procfs import meminfo_bytes
@@ -21,14 +22,20 @@ def gpu_memory_bytes() -> int | None:
 
 def _nvidia_smi(field: str, format_suffix: str = "") -> list[str]:
     """Return one value per GPU; none where nvidia-smi fails."""
-    if shutil.which("nvidia-smi") is None:  # a CPU machine; WSL has nvidia-smi and no device files
+    program = shutil.which("nvidia-smi")
+    if program is None:  # a CPU machine; WSL has nvidia-smi and no device files
         return []
-    query = ["nvidia-smi", f"--query-gpu={field}", f"--format=csv,noheader{format_suffix}"]
+    return list(_query(program, f"--query-gpu={field}", f"--format=csv,noheader{format_suffix}"))
+
+
+@cache
+def _query(*command: str) -> tuple[str, ...]:
+    """Return the lines of a query, which takes up to seconds: each run that a command checks asks the same."""
     try:
-        process = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in process.stdout.splitlines() if line.strip()]
+        return ()
+    return tuple(line.strip() for line in process.stdout.splitlines() if line.strip())
 
 
 def host_memory_bytes() -> int:

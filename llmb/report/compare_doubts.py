@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from llmb.config.lr_schedule import configured_tokens_per_step
 from llmb.config.spec import Inference, OutOfCore, RunConfig, Training
 from llmb.results.result import Result
 
@@ -32,10 +33,8 @@ def tokens_per_step(config: RunConfig | None, result: Result) -> float | None:
     if result.tokens_per_s is not None and result.step_time_s is not None:
         return result.tokens_per_s * result.step_time_s.median
     work = config.workload if config is not None else None
-    if isinstance(work, Training):
-        return work.gbs * work.seqlen
-    if isinstance(work, OutOfCore) and work.plan is not None:
-        return work.plan.gbs * work.seqlen
+    if isinstance(work, Training) or (isinstance(work, OutOfCore) and work.plan is not None):
+        return configured_tokens_per_step(work)
     return None
 
 

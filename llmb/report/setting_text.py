@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmb.config.lr_schedule import lr_sources
+from llmb.config.overrides import typed_value
 from llmb.config.serialization import to_plain
 from llmb.config.settable_fields import WITHOUT_EFFECT
 from llmb.config.spec import OutOfCore, Override, RunConfig, Training
@@ -60,17 +61,8 @@ def settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 def override_text(override: Override) -> str:
     """Return a changed setting as it is typed: `window = 3-5 instead of 11-44`, `profile = true`."""
-    default = "" if override.replaced is None else f" instead of {_typed(override.replaced)}"
-    return f"{override.field} = {_typed(override.value)}{default}"
-
-
-def _typed(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        separator = "-" if all(isinstance(part, int) for part in value) else ", "
-        return separator.join(map(str, value))
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    default = "" if override.replaced is None else f" instead of {typed_value(override.replaced)}"
+    return f"{override.field} = {typed_value(override.value)}{default}"
 
 
 def _text(config: RunConfig, name: str, value: Any) -> Any:

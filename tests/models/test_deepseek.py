@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_parity import assert_near, greedy_decode
+from hf_parity import assert_forward_parity, assert_near, greedy_decode
 from small_models import GROUPED_MOE, MLA, deepseek_model
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -136,16 +136,7 @@ def test_logits_loss_and_gradients_match(model: Model) -> None:
     hf_output = reference(model)
     actual = copy_of(hf_output, model)
     tokens = torch.randint(model.vocab, (3, 131), generator=torch.Generator().manual_seed(1))
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-
-    their_logits = hf_output(inputs, use_cache=False).logits
-    assert_near(actual(inputs), their_logits, "logits", TOLERANCE)
-    their_loss = torch.nn.functional.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
-    our_loss = actual(inputs, labels)
-    assert_near(our_loss, their_loss, "loss", TOLERANCE)
-
-    their_loss.backward()
-    our_loss.backward()
+    assert_forward_parity(actual, hf_output, tokens, TOLERANCE)
     grads = hf_tensors(hf_output, {name: parameter.grad for name, parameter in hf_output.named_parameters()})
     names = DeepSeek.hf_names(model)
     for name, parameter in actual.named_parameters():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_parity import assert_near, greedy_decode
+from hf_parity import assert_forward_parity, assert_near, greedy_decode
 from small_models import nemotron_h_model
 from torch import Tensor
 
@@ -118,16 +118,7 @@ def test_logits_loss_and_gradients_match(model: Model) -> None:
     expected = reference(model)
     actual = copy_of(expected, model)
     tokens = torch.randint(model.vocab, (3, 72), generator=torch.Generator().manual_seed(1))
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-
-    their_logits = expected(inputs, use_cache=False).logits
-    assert_near(actual(inputs), their_logits, "logits", TOLERANCE)
-    their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
-    our_loss = actual(inputs, labels)
-    assert_near(our_loss, their_loss, "loss", TOLERANCE)
-
-    their_loss.backward()
-    our_loss.backward()
+    assert_forward_parity(actual, expected, tokens, TOLERANCE)
     weights, names = dict(expected.named_parameters()), actual.hf_names(model)
     for name, parameter in actual.named_parameters():
         assert parameter.grad is not None, name

@@ -14,6 +14,7 @@ from llmb.config.native.number_formats import with_number_formats
 from llmb.config.native.outofcore_support import supported_outofcore
 from llmb.config.native.serving_support import check_serving_layout, supported_serving
 from llmb.config.native.training_support import graphs_need_one_rank, runs_fp8_experts, supported_training
+from llmb.config.overrides import typed_value
 from llmb.config.spec import Inference, Override, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.memory_fit import recomputed_layers_to_fit
@@ -69,7 +70,7 @@ def check_engine_support(config: RunConfig) -> None:
 def departures(config: RunConfig) -> list[str]:
     """Return one line for each setting of the recipe row that the engine leaves out."""
     return [
-        f"{o.field}={_text(o.value)} instead of the recipe's {_text(o.replaced)} ({o.source})"
+        f"{o.field}={typed_value(o.value)} instead of the recipe's {typed_value(o.replaced)} ({o.source})"
         for o in config.overrides
         if is_departure(o)
     ]
@@ -96,7 +97,3 @@ def _depart(config: RunConfig, field: str, source: str, explicit: Collection[str
     departure = Override(field=field, value=False, replaced=True, source=source)
     work = replace(config.workload, **{field: False})  # type: ignore[arg-type]
     return replace(config, workload=work, overrides=(*config.overrides, departure))
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from llmb.config.llama_layer_shapes import check_plain_llama
+from llmb.config.lr_schedule import check_lr_steps
 from llmb.config.native.number_formats import fp8_scaling
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import OutOfCore, RunConfig
@@ -26,13 +27,10 @@ def supported_outofcore(config: RunConfig) -> tuple[OutOfCore, Plan]:
 
 def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
     ranks, chunks, precision = config.parallel.world_size, plan.chunks_per_round, config.precision
-    decay, warmup = workload.lr_decay_steps, workload.lr_warmup_steps
     problems = {
         f"{ranks} ranks: it computes on one GPU": ranks != 1,
         f"workload.steps={workload.steps}: must be at least 1": workload.steps < 1,
         f"checkpoint_every={workload.checkpoint_every}: must be at least 1": (workload.checkpoint_every or 1) < 1,
-        f"lr_warmup_steps={warmup}: must be at least 0": warmup < 0,
-        f"lr_decay_steps={decay}: must be more than lr_warmup_steps={warmup}": decay is not None and decay <= warmup,
         f"seqlen={workload.seqlen}, but its plan is for {plan.seqlen}": plan.seqlen != workload.seqlen,
         f"gbs={workload.gbs}, but its plan is for {plan.gbs}": workload.gbs not in (None, plan.gbs),
         f"dtype={precision.dtype}, but its plan is for {plan.dtype}": plan.dtype != precision.dtype,
@@ -50,6 +48,7 @@ def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
     messages = [message for message, applies in problems.items() if applies]
     if messages:
         raise ConfigError(f"the out-of-core engine does not run {'; nor '.join(messages)}")
+    check_lr_steps(workload.lr_warmup_steps, workload.lr_decay_steps)
 
 
 def _check_export(workload: OutOfCore) -> None:

@@ -3,6 +3,7 @@
 `profile.nccl_trace` is not checked here: it acts through the environment that the launcher sets.
 """
 
+from llmb.config.lr_schedule import check_lr_steps
 from llmb.config.native.number_formats import fp8_scaling, has_fp8_experts
 from llmb.config.parallel_layout import check_model, check_schedule, check_sequence, max_layers_per_rank
 from llmb.config.spec import RunConfig, Training
@@ -62,7 +63,7 @@ def supported_training(config: RunConfig) -> Training:
     check_schedule(workload.ga, parallel)
     owner = "the model" if parallel.pp == 1 else "a rank of the pipeline"
     _check_activations(workload, owner, max_layers_per_rank(config.model.layers, parallel))
-    check_learning_rate(workload.lr_warmup_steps, workload.lr_decay_steps)
+    check_lr_steps(workload.lr_warmup_steps, workload.lr_decay_steps)
     return workload
 
 
@@ -81,17 +82,6 @@ def check_fp8_gpu(config: RunConfig) -> None:
     hardware = gpu(config.machine.gpu)
     if config.precision.dtype == "fp8" and hardware.peak_flops and "fp8" not in hardware.peak_flops:
         raise ConfigError(f"dtype fp8: {hardware.title} has no fp8 GEMMs; choose bf16")
-
-
-def check_learning_rate(warmup_steps: int, decay_steps: int | None) -> None:
-    """Check that decay ends after warm-up."""
-    if warmup_steps < 0:
-        raise ConfigError(f"lr_warmup_steps={warmup_steps}: must be at least 0")
-    if decay_steps is not None and decay_steps <= warmup_steps:
-        raise ConfigError(
-            f"lr_decay_steps={decay_steps}: must be more than lr_warmup_steps={warmup_steps}, "
-            "where the learning rate decay begins"
-        )
 
 
 def _graph_obstacles(config: RunConfig, workload: Training) -> list[str]:
