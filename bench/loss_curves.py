@@ -55,9 +55,13 @@ class LossRow:
 
 
 H200 = ("--gpu-type", "h200")
+# Budgets and lengths of a row decide how long a step takes and not what it computes: these take the least device time.
+AMPLE_MEMORY = ("--seqlen", "8192", "--host-gb", "100", "--device-gb", "130")
 ROWS = (
     *(LossRow("pretrain_llama3.1", size, dtype) for size in ("1b", "3b") for dtype in ("bf16", "fp8")),
     LossRow("outofcore_llama3", "1b", "bf16", (*H200, "--host-gb", "16", "--device-gb", "24")),
+    LossRow("outofcore_llama3", "3b", "bf16", H200),
+    *(LossRow("outofcore_llama3", size, "bf16", (*H200, *AMPLE_MEMORY)) for size in ("8b", "15b")),
     *(LossRow(f"pretrain_{name}", "8b", dtype) for dtype in ("fp8", "bf16") for name in ("llama3.1", "nemotronh")),
 )
 PROXIES = tuple(
