@@ -40,7 +40,7 @@ def scale_down(settings: Row, recipe: Recipe, request: RunRequest, selectors: di
     real, gpus = Parallel(tp=request.gpus if recipe.kind == "inference" else 1), 1
     if row is not None:
         degrees = {k: v for k, v in row.items() if k in field_types(Parallel) and k != "dp"}
-        gpus = expand_gpus(row["gpus"])[0]
+        gpus = next(count for count in expand_gpus(row["gpus"]) if count > 1)
         real = check_ranks(build(Parallel, degrees, f"{recipe.workload} row"), gpus)
     layout = shrink_layout(real, request.gpus)
     settings |= {name: getattr(layout, name) for name in LAYOUT}

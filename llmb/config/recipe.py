@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmb.config.serialization import RENAMED_FIELDS, build, current_names
+from llmb.config.serialization import build, current_names
 from llmb.errors import ConfigError, UnknownName
 
 if TYPE_CHECKING:  # not at run time: `llmb-run list` builds no model and should not pay for the import
@@ -139,13 +139,11 @@ def load(path: Path) -> Recipe:
 def _with_current_names(recipe: Recipe) -> Recipe:
     """Return the recipe with settings that once had other names under their current names."""
     settings = SETTINGS.get(recipe.kind, "")
-    if settings not in RENAMED_FIELDS:
-        return recipe
 
     def renamed(row: Row) -> Row:
-        row = current_names(settings, row)
+        row = current_names("Precision", current_names(settings, row))
         nested = row.get("true_width")
-        return row | {"true_width": current_names(settings, nested)} if isinstance(nested, dict) else row
+        return row | {"true_width": renamed(nested)} if isinstance(nested, dict) else row
 
     return replace(
         recipe,

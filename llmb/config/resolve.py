@@ -13,6 +13,7 @@ from typing import Any
 
 from llmb.config.lr_schedule import LR_FIELDS, fill_lr_steps, with_default_lr
 from llmb.config.native.departures import adapt_to_engine, check_engine_support
+from llmb.config.native.number_formats import check_fp8_recipe
 from llmb.config.parallel_layout import (
     accumulation_steps,
     check_has_experts,
@@ -27,7 +28,7 @@ from llmb.config.row_selection import RunRequest, choose_row, gpu_of, inference_
 from llmb.config.run_list import Task, out_of_core_target
 from llmb.config.run_model import at_true_width, base_model, changed_model, check_heads, check_layout
 from llmb.config.serialization import build, field_types
-from llmb.config.serving_settings import check_settings, proxy_fp8_scaling, update_dependent
+from llmb.config.serving_settings import check_settings, proxy_fp8_recipe, update_dependent
 from llmb.config.settable_fields import apply_settings, settable_sections, settable_types
 from llmb.config.spec import Limits, Machine, Override, Parallel, Profile, Reference, RunConfig
 from llmb.config.step_windows import fit_window, refuse_without_effect, shorten_trace
@@ -100,6 +101,7 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     fit_window(values, overrides)
     fill_lr_steps(values)
     refuse_without_effect(values, overrides, request.gpus)
+    check_fp8_recipe(values.get("fp8_recipe"), recipe.kind, request.dtype)
     parallel = build(Parallel, {k: v for k, v in values.items() if k in field_types(Parallel)}, "parallel")
     check_has_experts(parallel, recipe.model(request.size))  # before a number for ep is proposed
     parallel = check_ranks(parallel, request.gpus)
@@ -124,7 +126,7 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
         if name != "parallel"
     }
     if recipe.kind == "inference" and request.proxy != "true-width" and proxy_notes:
-        sections["precision"], note = proxy_fp8_scaling(model, sections["precision"])
+        sections["precision"], note = proxy_fp8_recipe(model, sections["precision"])
         proxy_notes += [note] if note else []
     if recipe.kind == "outofcore":
         from llmb.perfmodel.offload.machine_rates import known_rates, rates_of

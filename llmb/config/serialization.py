@@ -24,6 +24,7 @@ T = TypeVar("T")
 # Dataclass -> {name in older files: current name}. Whatever reads a stored file goes through `current_names`.
 RENAMED_FIELDS: dict[str, dict[str, str]] = {
     "Training": {"fast_sums": "fp8_fast_accum", "keep_inputs": "save_norm_outputs", "masters": "master_weights"},
+    "Precision": {"fp8_scaling": "fp8_recipe"},
     "Model": {"attention_cap": "attn_logit_softcap", "latent": "mla"},
     "Prediction": {"home_slots": "host_slots"},
     "Result": {"guilty_rank": "failed_rank", "mean_in_flight": "mean_concurrency"},
@@ -32,17 +33,36 @@ RENAMED_FIELDS: dict[str, dict[str, str]] = {
     "JobOutcome": {"guilty_nodes": "excluded_nodes"},
     "RequestDone": {"answer_crc": "output_crc"},
 }
+# Old name of a field -> {value in older files: current value}.
+RENAMED_VALUES: dict[str, dict[Any, str]] = {
+    "fp8_scaling": {
+        "delayed": "tensorwise_delayed", "current": "tensorwise_current",
+        "tensor": "tensorwise", "channel": "channelwise", "block": "blockwise",
+    },
+}  # fmt: skip
+# Dataclass -> {field that is a plain mapping: dataclass whose fields are its keys}.
+MAPPINGS = {"Result": {"number_formats": "Precision"}}
 
 
 def current_names(cls_name: str, data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the fields of a dataclass as a file stores them, under their current names.
+    """Return the fields of a dataclass as a file stores them, under their current names and with current values.
 
     Keys may carry a prefix ("model.mla"). An old name next to the current one is left for the caller to refuse.
     """
+    for name, inner in MAPPINGS.get(cls_name, {}).items():
+        if isinstance(data.get(name), dict):
+            data = data | {name: current_names(inner, data[name])}
     renamed = {prefix + old: prefix + new for old, new in RENAMED_FIELDS.get(cls_name, {}).items()}
     if renamed.keys().isdisjoint(data):
         return data
-    return {key if renamed.get(key) in data else renamed.get(key, key): value for key, value in data.items()}
+    return dict(
+        (key, value) if renamed.get(key) in data else (renamed.get(key, key), _current_value(key, value))
+        for key, value in data.items()
+    )
+
+
+def _current_value(old_name: str, value: Any) -> Any:
+    return RENAMED_VALUES.get(old_name, {}).get(value, value) if isinstance(value, str) else value
 
 
 def build(cls: type[T], data: Any, where: str = "") -> T:

@@ -7,14 +7,13 @@ which are the same in lower case.
 from collections.abc import Collection
 from math import gcd
 
-from llmb.config.native.number_formats import published_fp8_scaling
+from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.recipe import Recipe, Row
 from llmb.config.spec import Inference, Model, Override, Precision, RunConfig
-from llmb.errors import ConfigError, UnknownName
+from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import gpu
 
 BLOCK = 128
-SERVED_SCALES = ("tensor", "channel", "block")
 
 
 def describe_lengths(recipe: Recipe, settings: Row) -> str:
@@ -132,18 +131,12 @@ def _check_precision(config: RunConfig) -> None:
     for name in ("dtype", "kv_dtype"):
         if getattr(precision, name) == "fp8" and hardware.peak_flops and "fp8" not in hardware.peak_flops:
             raise ConfigError(f"{name} fp8: {hardware.title} has no fp8 GEMMs; choose bf16")
-    if precision.fp8_scaling is None:
-        return
-    if precision.dtype != "fp8":
-        raise ConfigError(f"fp8_scaling has no effect with dtype {precision.dtype}; use dtype fp8 or leave it out")
-    if precision.fp8_scaling not in SERVED_SCALES:
-        raise UnknownName("fp8_scaling of served weights:", precision.fp8_scaling, SERVED_SCALES)
     ranks = 1 if _work(config).attention_dp else config.parallel.tp
-    if precision.fp8_scaling == "block" and _common_width(model, ranks) % BLOCK:
+    if precision.fp8_recipe == "blockwise" and _common_width(model, ranks) % BLOCK:
         common = _common_width(model, ranks)
         raise ConfigError(
-            f"fp8_scaling=block needs widths that are multiples of 128, those of {model.name} on {ranks} rank(s) are "
-            f"multiples of {common}; choose fp8_scaling=channel or tensor"
+            f"fp8_recipe=blockwise needs widths that are multiples of {BLOCK}, those of {model.name} on {ranks} "
+            f"rank(s) are multiples of {common}; choose fp8_recipe=channelwise or tensorwise"
         )
 
 
@@ -152,11 +145,11 @@ def _work(config: RunConfig) -> Inference:
     return config.workload
 
 
-def proxy_fp8_scaling(model: Model, precision: Precision) -> tuple[Precision, str | None]:
+def proxy_fp8_recipe(model: Model, precision: Precision) -> tuple[Precision, str | None]:
     """Return per-channel scaling, and a note, for a proxy too narrow for its model's published block scaling."""
-    too_narrow = published_fp8_scaling(model) == "block" and not block_scales_fit(model)
-    if precision.dtype != "fp8" or precision.fp8_scaling is not None or not too_narrow:
+    too_narrow = published_fp8_recipe(model) == "blockwise" and not block_scales_fit(model)
+    if precision.dtype != "fp8" or precision.fp8_recipe is not None or not too_narrow:
         return precision, None
     return Precision(
-        dtype="fp8", kv_dtype=precision.kv_dtype, fp8_scaling="channel"
+        dtype="fp8", kv_dtype=precision.kv_dtype, fp8_recipe="channelwise"
     ), "per-channel scales, not per-block"

@@ -26,9 +26,9 @@ HIGHEST = {"num_requests": 10_000_000, "warmup_requests": 10_000_000}  # which a
 HIGHEST_OF_OTHERS = 10**15
 # Fields that cannot be set: those of a shared section without meaning for a kind of run, and computed ones.
 WITHOUT_EFFECT = {
-    "training": {"kv_dtype", "fp8_scaling"},
+    "training": {"kv_dtype"},
     "inference": {"fsdp", "cp", "etp", "vp", "overlap_gather", "overlap_reduce", "overlap_send"},
-    "outofcore": {"kv_dtype", "fp8_scaling", "plan", "prediction", *(set(field_types(Parallel)) - {"dp"})},
+    "outofcore": {"kv_dtype", "plan", "prediction", *(set(field_types(Parallel)) - {"dp"})},
 }
 
 
@@ -90,6 +90,7 @@ def _refuse_unknown(setting: Setting, types: dict[str, Any], recipe: Recipe) -> 
         )
     if setting.field in ("dp", "ga"):
         raise ConfigError(f"{setting.field} follows from the other settings; change tp, pp, cp, mbs or gbs instead")
-    renamed = RENAMED_FIELDS.get(WORKLOADS[recipe.kind].__name__, {}).get(setting.field)
+    sections = (WORKLOADS[recipe.kind], Precision)
+    renamed = next((n for s in sections if (n := RENAMED_FIELDS.get(s.__name__, {}).get(setting.field))), None)
     choices = sorted(set(types) - {"dp", "ga"})
     raise UnknownName(f"field ({setting.source}) for {recipe.workload}:", setting.field, choices, renamed)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from llmb.config.offload_plan import Plan, Update
 
 Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek"]
+# Trained tensors, and served weights: see config/native/number_formats.py.
+Fp8Recipe = Literal["tensorwise_delayed", "tensorwise_current", "tensorwise", "channelwise", "blockwise"]
 Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]
 NSIGHT_VARIABLE = "LLMB_NSIGHT"  # set for ranks that run under Nsight Systems; they start and stop its capture range
 STATUSES: tuple[Status, ...] = ("ok", "failed", "oom", "timeout", "incomplete", "diverged")
@@ -159,9 +161,7 @@ class Precision:
 
     dtype: Literal["fp32", "bf16", "fp8", "nvfp4"]
     kv_dtype: Literal["fp32", "bf16", "fp8"] | None = None  # none: no KV cache
-    # Scales of served weights (tensor, channel, block) or of trained tensors (delayed: by earlier steps, current: by
-    # their own amax); none: no fp8 GEMMs.
-    fp8_scaling: Literal["tensor", "channel", "block", "delayed", "current"] | None = None
+    fp8_recipe: Fp8Recipe | None = None  # how fp8 tensors are scaled; none: no fp8 GEMMs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +180,11 @@ class Training:
     save_norm_outputs: bool = False  # save outputs of norms and activations instead of recomputing them in backward
     cuda_graphs: bool = False
     balanced_experts: bool = False  # force uniform routing, whatever the router scores, as benchmarks do
-    master_weights: Literal["fp32", "bf16"] = "fp32"  # of AdamW; bf16: updated with stochastic rounding
+    # Of AdamW. fp32: in bf16 and fp8 runs a bf16 half, which GEMMs read, and 16 low bits; bf16: stochastic rounding.
+    master_weights: Literal["fp32", "bf16"] = "fp32"
     gradients: Literal["fp32", "bf16"] = "fp32"  # accumulated over micro-batches and chunks of the loss
     moments: Literal["fp32", "bf16"] = "fp32"  # of AdamW; bf16: updated with stochastic rounding
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # in which gradients are summed over replicas
     fp8_fast_accum: bool = False  # fast accumulation in backward fp8 GEMMs too; forward ones always use it
     fp8_experts: bool | None = None  # dtype fp8: GEMMs of experts in fp8 too, else in bf16; none: no such experts
     # The defaults of these three are for older files: every new run has those of lr_schedule.py.

@@ -1,29 +1,36 @@
 """Settings of a run as `llmb-run show` prints them: the value that will be used, in words where it is null.
 
-settings(config) -> ("dtype", "fp8"), ("fp8_scaling", "delayed: by the amax of earlier steps"), ...
+settings(config) -> ("dtype", "fp8"), ("fp8_recipe", "tensorwise_delayed: one scale per tensor, ..."), ...
+precision_text(formats) -> "fp8 tensorwise delayed, fp32-equivalent master weights, gradients fp32, moments fp32"
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmb.config.lr_schedule import lr_sources
+from llmb.config.native.number_formats import number_formats
 from llmb.config.overrides import typed_value
 from llmb.config.serialization import to_plain
 from llmb.config.settable_fields import WITHOUT_EFFECT
 from llmb.config.spec import OutOfCore, Override, RunConfig, Training
 from llmb.perfmodel import hardware
-from llmb.perfmodel.shards import gradient_bytes, has_split_weights
+from llmb.perfmodel.shards import gradient_bytes
 
 COMPUTED = {"plan", "prediction"}  # shown as tables of their own
 FP8_SCALES = {
-    "delayed": "delayed: per tensor, by the amax of earlier steps",
-    "current": "current: per tensor, by its own amax",
-    "tensor": "tensor: one per weight",
-    "channel": "channel: one per output channel and per token",
-    "block": "block: one per 128 x 128 weights and per 128 values of a token",
+    "tensorwise_delayed": "one scale per tensor, by the amax of earlier steps",
+    "tensorwise_current": "one scale per tensor, by its own amax",
+    "tensorwise": "one scale per weight",
+    "channelwise": "one scale per output channel and per token",
+    "blockwise": "one scale per 128 x 128 weights and per 128 values of a token",
+}
+UPDATES = {
+    "master": "fp32-equivalent master weights",
+    "stochastic": "bf16 weights with stochastic rounding",
+    "nearest": "bf16 weights rounded to nearest",
 }
 NULLS = {
-    "fp8_scaling": "none: no fp8 GEMMs",
+    "fp8_recipe": "none: no fp8 GEMMs",
     "fp8_experts": "none: no experts in fp8",
     "vp": "none: not interleaved",
     "lr_decay_steps": "none: constant",
@@ -49,14 +56,37 @@ def settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "engine", config.engine
     yield "machine", f"{config.machine.gpus} x {gpu.title} on {config.machine.nodes} node(s)"
     yield "model", f"{config.model.name} ({config.model.architecture}, {config.model.layers} layers)"
+    if config.engine == "native":
+        yield "precision", precision_text(number_formats(config))
     sources = lr_sources(config)
-    hidden = WITHOUT_EFFECT[config.workload.kind] - {"fp8_scaling"} | COMPUTED | {"kind"}
+    hidden = WITHOUT_EFFECT[config.workload.kind] | COMPUTED | {"kind"}
     hidden |= {"fp8_experts"} if config.model.experts is None else set()
     for section in ("precision", "parallel", "workload", "profile", "limits"):
         for name, value in to_plain(getattr(config, section)).items():
             if name not in hidden:
                 text = _text(config, name, value)
                 yield name, f"{text} ({sources[name]})" if name in sources else text
+
+
+def precision_text(formats: Mapping[str, Any]) -> str:
+    """Return the number formats of a run, those of its config or of a stored result, in words."""
+    parts = [" ".join([str(formats.get("dtype")), *str(formats.get("fp8_recipe") or "").split("_")]).rstrip()]
+    if formats.get("fp8_experts") is False:
+        parts.append("experts bf16")
+    if formats.get("fp8_fast_accum"):
+        parts.append("fast accumulation in backward")
+    if "master_weights" in formats:
+        exact = "fp32" if formats.get("dtype") == "fp32" else "fp32-equivalent"
+        is_exact = formats["master_weights"] == "fp32"
+        parts.append(f"{exact} master weights" if is_exact else "bf16 master weights with stochastic rounding")
+    if "update" in formats:
+        parts.append(UPDATES.get(formats["update"], formats["update"]))
+    parts += [f"{name} {formats[name]}" for name in ("gradients", "moments") if name in formats]
+    if formats.get("reduce_dtype", "fp32") != "fp32":
+        parts.append(f"gradients reduced in {formats['reduce_dtype']}")
+    if "kv_dtype" in formats:
+        parts.append(f"KV cache {formats['kv_dtype']}")
+    return ", ".join(parts)
 
 
 def override_text(override: Override) -> str:
@@ -68,11 +98,11 @@ def override_text(override: Override) -> str:
 def _text(config: RunConfig, name: str, value: Any) -> Any:
     if name == "gradients" and isinstance(config.workload, Training):
         return _gradients(config, value)
-    if name == "master_weights" and value == "fp32" and has_split_weights(config):
+    if name == "master_weights" and value == "fp32" and config.engine == "native" and config.precision.dtype != "fp32":
         return "fp32: a bf16 half, which GEMMs read, and 16 low bits"
-    if name == "fp8_scaling" and value is not None:
+    if name == "fp8_recipe" and value is not None:
         experts = isinstance(config.workload, Training) and config.workload.fp8_experts
-        return FP8_SCALES[value] + ("; of experts per row and column" if experts else "")
+        return f"{value}: {FP8_SCALES[value]}" + ("; of experts per row and column" if experts else "")
     if isinstance(value, tuple):
         return "-".join(map(str, value)) if value else EMPTY.get(name, "none")
     if value is None:
@@ -81,7 +111,7 @@ def _text(config: RunConfig, name: str, value: Any) -> Any:
 
 
 def _null(config: RunConfig, name: str) -> str:
-    if config.engine != "native" and name in ("fp8_scaling", "fp8_experts", "kv_dtype"):
+    if config.engine != "native" and name in ("fp8_recipe", "fp8_experts", "kv_dtype"):
         return BY_ENGINE
     if isinstance(config.workload, OutOfCore) and name not in NULLS:
         return BY_PLAN
@@ -89,7 +119,7 @@ def _null(config: RunConfig, name: str) -> str:
 
 
 def _gradients(config: RunConfig, value: str) -> str:
-    """Without accumulation a gradient on one GPU is rounded to bf16 once, whatever accumulates in fp32."""
+    """With one contribution a step a gradient is rounded to bf16 once, whatever accumulates in fp32."""
     if value == "fp32" and gradient_bytes(config) == 2:
         return "bf16: one micro-batch a step; the loss accumulates in fp32"
     return value

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from llmb.report.setting_text import precision_text
 from llmb.report.table import number, render, terminal_width
 from llmb.results.result import Result
 
@@ -12,6 +13,8 @@ NOTES = ("PROXY", "NO_PEAK")  # warnings of what was requested, not of what went
 def summary(result: Result) -> str:
     """Return the tables that end `llmb-run submit`, and the warnings below."""
     lines = [f"{result.name}: {result.status}" + (f" ({result.reason})" if result.reason else "")]
+    if result.number_formats:
+        lines.append(f"precision: {precision_text(result.number_formats)}")
     if result.last_lines:
         lines += ["", f"last lines of rank {result.failed_rank}:", *(f"  {line}" for line in result.last_lines)]
     width = terminal_width()

@@ -22,7 +22,7 @@ from llmb.events import (
     TimeSpent,
 )
 from llmb.perfmodel import flops, hardware, metrics
-from llmb.perfmodel.shards import is_fused, recomputed_macs_per_token
+from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
 from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
 from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeShare
 from llmb.results.serving_figures import serving_fault, serving_fields, summary_fields
@@ -197,7 +197,7 @@ def _hardware_flops(config: RunConfig, sequences: float) -> float | None:
     if isinstance(work, Training):
         model, convention = config.model, config.flops_convention
         recomputed = min(model.layers, work.recompute_layers * config.parallel.pp)
-        if is_fused(config):
+        if has_explicit_layers(config):
             recomputed_flops = 2.0 * recomputed * work.seqlen * recomputed_macs_per_token(model)
             return sequences * (flops.hardware_flops_per_sequence(model, work.seqlen, convention, 0) + recomputed_flops)
         return sequences * flops.hardware_flops_per_sequence(model, work.seqlen, convention, recomputed)

@@ -73,7 +73,7 @@ class Result:
     gpus: int | None = None
     engine: str | None = None  # null: a log does not say for sure
     proxy: str | None = None
-    number_formats: dict[str, Any] = field(default_factory=dict)  # dtype, fp8 scaling, master weights, gradients, ...
+    number_formats: dict[str, Any] = field(default_factory=dict)  # dtype, fp8 recipe, master weights, gradients, ...
     status: Status
     reason: str | None = None
     failed_rank: int | None = None  # the rank that caused the failure; null: none, or unknown

@@ -24,7 +24,7 @@ def little_memory(monkeypatch):
 def test_submission_that_exceeds_the_gpu_is_refused_with_numbers_and_a_remedy(llmb_run, tmp_path):
     code, out, err = llmb_run(*LARGE_BATCH, "--gpu-type", "gb200", "--on", "slurm")
     assert (code, out) == (1, "")
-    assert "Llama-3.1-405B needs about 5,580.8 GiB on each GPU (weights 15.7, " in err
+    assert "Llama-3.1-405B needs about 4,098.3 GiB on each GPU (weights 21.7, " in err
     assert "a gb200 has 184.3 GiB, 178.8 GiB of them usable; --set mbs=1 fits" in err
     assert err.endswith("; --force runs it anyway\n")
     assert err.count("\n") == 1
@@ -35,17 +35,17 @@ def test_dry_run_lists_such_a_run_and_warns(llmb_run):
     code, out, err = llmb_run(*LARGE_BATCH, "--gpu-type", "gb200", "--dry-run")
     assert code == 0
     assert "mbs64" in out
-    assert err.startswith("warning: would be refused: Llama-3.1-405B needs about 5,580.8 GiB")
+    assert err.startswith("warning: would be refused: Llama-3.1-405B needs about 4,098.3 GiB")
 
 
 @pytest.mark.parametrize(
     ("options", "needs", "remedy"),
     [
-        (["--scale", "64"], "29.2 GiB of host memory for 64 ranks; 4.0 GiB are available", "--scale 8 or less fits"),
+        (["--scale", "64"], "29.1 GiB of host memory for 64 ranks; 4.0 GiB are available", "--scale 8 or less fits"),
         (
             ["--scale", "1", "--set", "mbs=1000000000", "--set", "gbs=1000000000"],
             "of host memory for 1 rank; 4.0 GiB are available",
-            "--set mbs=400 fits",
+            "--set mbs=512 fits",
         ),
     ],
 )
@@ -61,7 +61,7 @@ def test_proxy_beyond_the_host_memory_is_refused(llmb_run, little_memory, tmp_pa
 def test_force_runs_it_with_a_warning(little_memory, recipes, capsys):
     config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="bf16", gpus=64, proxy="small"))
     memory_check.check_memory([config], recipes, local=True, force=True)
-    assert capsys.readouterr().err.startswith("warning: the proxy of Llama-3.1-8B needs about 29.2 GiB")
+    assert capsys.readouterr().err.startswith("warning: the proxy of Llama-3.1-8B needs about 29.1 GiB")
 
 
 def test_every_misfit_of_several_runs_is_listed(little_memory, recipes, capsys):
@@ -92,9 +92,9 @@ def test_node_of_a_job_is_checked_too(recipes, monkeypatch):
     config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="405b", dtype="fp8", gpus=128, gpu="gb200"))
     monkeypatch.setattr(memory_check, "available_memory_bytes", lambda: 900 * GIB)
     memory_check.check_node_memory(config, force=False)
-    monkeypatch.setattr(memory_check, "available_memory_bytes", lambda: 500 * GIB)
+    monkeypatch.setattr(memory_check, "available_memory_bytes", lambda: 400 * GIB)
     memory_check.check_node_memory(config, force=True)
     with pytest.raises(
-        ConfigError, match=r"needs about 596\.\d GiB of host memory for 4 ranks; 500.0 GiB are available"
+        ConfigError, match=r"needs about 4\d\d\.\d GiB of host memory for 4 ranks; 400.0 GiB are available"
     ):
         memory_check.check_node_memory(config, force=False)

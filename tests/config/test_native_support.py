@@ -1,11 +1,13 @@
 """Every shipped recipe row is one that the native engine runs, as printed or with recorded departures."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from llmb.config.native.departures import check_engine_support, departure_lines, departures
+from llmb.config.native.number_formats import number_formats
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe, expand_gpus, selector_values
 from llmb.config.resolve import resolve
@@ -13,7 +15,8 @@ from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 
-GRAPHS = "cuda_graphs=false instead of the recipe's true (native engine: CUDA graphs do not capture collectives, "
+SERVING = "cuda_graphs=false instead of the recipe's true (native engine: CUDA graphs of serving do not capture "
+PIPELINE = "cuda_graphs=false instead of the recipe's true (native engine: the pipeline schedule launches from the host"
 
 
 def rows(recipe: Recipe) -> list[RunConfig]:
@@ -49,7 +52,7 @@ def test_every_serving_row_runs_or_departs_on_record(recipes):
             check_engine_support(config)
             several = config.machine.gpus > 1
             assert config.workload.cuda_graphs is not several
-            assert [line.startswith(GRAPHS) for line in departures(config)] == [True] * several
+            assert [line.startswith(SERVING) for line in departures(config)] == [True] * several
 
 
 @pytest.mark.nightly  # each plan takes seconds
@@ -82,19 +85,32 @@ def llama(recipes, gpu: str, gpus: int, dtype: str = "fp8", size: str = "8b", **
 
 
 @pytest.mark.parametrize(("gpu", "gpus"), [("gb300", 8), ("gb200", 16), ("b200", 128), ("h100", 64)])
-def test_llama_8b_rows_run_without_graphs_on_several_gpus(recipes, gpu, gpus):
+def test_llama_8b_rows_run_with_graphs_on_several_gpus(recipes, gpu, gpus):
     config = llama(recipes, gpu, gpus)
     assert config.recipe_row["cuda_graphs"] is True
+    assert config.workload.cuda_graphs is True
+    assert departures(config) == []
+
+
+@pytest.mark.parametrize("layout", [{"tp": "2"}, {"cp": "2"}, {"fsdp": "true"}])
+def test_graphs_run_in_every_layout_without_pipeline(recipes, layout):
+    assert llama(recipes, "gb200", 16, cuda_graphs="true", **layout).workload.cuda_graphs is True
+
+
+def test_row_with_a_pipeline_departs_from_graphs(recipes):
+    config = llama(recipes, "gb200", 16, pp="2")
     assert config.workload.cuda_graphs is False
     (line,) = departures(config)
-    assert line.startswith(GRAPHS)
+    assert line.startswith(PIPELINE)
     assert departure_lines([config, config]) == [f"{config.name} and 1 more: {line}"]
-    assert departures(llama(recipes, gpu, gpus, cuda_graphs="false")) == []
+    assert departures(llama(recipes, "gb200", 16, pp="2", cuda_graphs="false")) == []
 
 
 def test_explicit_setting_that_cannot_be_had_is_refused_at_the_desk(recipes):
-    with pytest.raises(ConfigError, match="cuda_graphs=true on 16 x gb200: native engine: CUDA graphs do not capture"):
-        llama(recipes, "gb200", 16, cuda_graphs="true")
+    with pytest.raises(ConfigError, match="cuda_graphs=true on 16 x gb200: native engine: the pipeline schedule"):
+        llama(recipes, "gb200", 16, pp="2", cuda_graphs="true")
+    with pytest.raises(ConfigError, match="does not run cuda_graphs=true with offload_layers=1"):
+        llama(recipes, "gb200", 16, offload_layers="1", cuda_graphs="true")
     assert llama(recipes, "h200", 1, cuda_graphs="true").workload.cuda_graphs is True
 
 
@@ -113,11 +129,11 @@ def test_serving_on_a_cpu_has_no_graphs_and_refuses_them(recipes):
 def test_submit_says_what_departs(llmb_run, monkeypatch):
     monkeypatch.setattr("llmb.cli.submit_slurm.run_location", lambda options, environ: "slurm")
     monkeypatch.setattr("llmb.cli.submit_slurm.submit_all", lambda resolved, options, recipes: 0)
-    line = "submit -w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16 --gpu-type gb200"
+    line = "submit -w pretrain_llama3.1 -s 8b --dtype fp8 --scale 16 --gpu-type gb200 --set pp=2"
     code, out, _ = llmb_run(*line.split())
     assert code == 0
     assert out.startswith("departs from the recipe: pretrain_llama3.1_8b_fp8_gpus16")
-    assert GRAPHS in out
+    assert PIPELINE in out
     code, out, err = llmb_run(*line.split(), "--set", "cuda_graphs=true")
     assert (code, out) == (1, "")
     assert err.count("\n") == 1
@@ -157,15 +173,97 @@ def test_experts_are_in_bf16_where_the_gpu_has_no_fp8_grouped_gemm(recipes):
     assert grok("gb200", 128, "bf16").workload.fp8_experts is None
 
 
-def test_fp8_scaling_is_what_the_engine_uses(recipes):
-    assert llama(recipes, "h200", 1).precision.fp8_scaling == "delayed"
-    assert llama(recipes, "h100", 8).precision.fp8_scaling == "current"
-    assert llama(recipes, "h200", 1, "bf16").precision.fp8_scaling is None
+def test_fp8_recipe_is_what_the_engine_uses_at_every_scale(recipes):
+    assert llama(recipes, "h200", 1).precision.fp8_recipe == "tensorwise_delayed"
+    assert llama(recipes, "h100", 8).precision.fp8_recipe == "tensorwise_delayed"
+    assert llama(recipes, "h200", 1, "bf16").precision.fp8_recipe is None
+    nemotron = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200")
+    assert resolve(recipes["pretrain_nemotronh"], nemotron).precision.fp8_recipe == "tensorwise_delayed"
     serving = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200")
-    assert resolve(recipes["inference_llama3.1"], serving).precision.fp8_scaling == "channel"
+    assert resolve(recipes["inference_llama3.1"], serving).precision.fp8_recipe == "channelwise"
     deepseek = RunRequest(size="671b", dtype="fp8", gpus=16, gpu="h100")
-    assert resolve(recipes["inference_deepseek-r1"], deepseek).precision.fp8_scaling == "block"
+    assert resolve(recipes["inference_deepseek-r1"], deepseek).precision.fp8_recipe == "blockwise"
+
+
+@pytest.mark.parametrize(
+    ("workload", "size", "gpu", "gpus"),
+    [
+        ("pretrain_llama3.1", "8b", "h200", 1),
+        ("pretrain_llama3.1", "8b", "h100", 8),
+        ("pretrain_llama3.1", "405b", "h100", 1024),
+        ("pretrain_nemotronh", "56b", "h100", 32),
+        ("pretrain_grok1", "314b", "h100", 512),
+    ],
+)
+def test_precision_can_be_set_at_every_scale(recipes, workload, size, gpu, gpus):
+    formats = dict.fromkeys(("master_weights", "gradients", "moments", "reduce_dtype"), "bf16")
+    values = formats | {"fp8_recipe": "tensorwise_current"}
+    values |= {"save_norm_outputs": "true"} if workload == "pretrain_llama3.1" else {}
+    settings = tuple(Setting(field=name, value=value, source="--set") for name, value in values.items())
+    config = resolve(recipes[workload], RunRequest(size=size, dtype="fp8", gpus=gpus, gpu=gpu, settings=settings))
+    assert config.precision.fp8_recipe == "tensorwise_current"
+    assert formats.items() <= number_formats(config).items()
+
+
+@pytest.mark.parametrize("name", ["master_weights", "gradients", "moments", "reduce_dtype"])
+def test_fp32_run_has_no_bf16_state(recipes, name):
+    settings = (Setting(field=name, value="bf16", source="--set"),)
+    request = RunRequest(size="8b", dtype="fp32", gpus=2, proxy="small", settings=settings)
+    with pytest.raises(ConfigError, match=f"does not run {name}=bf16 with dtype=fp32"):
+        resolve(recipes["pretrain_llama3.1"], request)
+
+
+def test_save_norm_outputs_is_for_llama(recipes):
+    settings = (Setting(field="save_norm_outputs", value="true", source="--set"),)
+    request = RunRequest(size="8b", dtype="bf16", gpus=8, gpu="h200", settings=settings)
+    with pytest.raises(ConfigError, match="save_norm_outputs=true with nemotron_h in bf16"):
+        resolve(recipes["pretrain_nemotronh"], request)
+
+
+def test_out_of_core_training_has_delayed_scaling_only(recipes):
+    settings = (Setting(field="fp8_recipe", value="tensorwise_current", source="--set"),)
+    request = RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200", force=True, settings=settings)
+    with pytest.raises(ConfigError, match=r"fp8_recipe of outofcore: 'tensorwise_current'.*: tensorwise_delayed$"):
+        resolve(recipes["outofcore_llama3"], request)
+
+
+def test_rank_refuses_a_recipe_of_another_kind_of_run(recipes):
     config = llama(recipes, "h200", 1)
-    other = replace(config, precision=replace(config.precision, fp8_scaling="current"))
-    with pytest.raises(ConfigError, match=r"does not run fp8_scaling=current \(here it is delayed\)"):
+    other = replace(config, precision=replace(config.precision, fp8_recipe="blockwise"))
+    with pytest.raises(ConfigError, match=r"fp8_recipe of training: 'blockwise'; choices are: tensorwise_delayed, "):
         check_engine_support(other)
+
+
+# Fields that follow from the number of GPUs: dp, and by weak scaling the batch, which the peak learning rate and names
+# depend on.
+LAYOUT = {"name", "machine.gpus", "parallel.dp", "workload.gbs", "workload.lr"}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("workload", "size"),
+    [
+        ("pretrain_llama3.1", "1b"),
+        ("pretrain_llama3.1", "3b"),
+        ("pretrain_llama3.1", "8b"),
+        ("pretrain_nemotronh", "8b"),
+    ],
+)
+def test_one_and_eight_gpus_differ_in_nothing_but_the_layout(llmb_run, workload, size, dtype):
+    def show(gpus: int, *options: str) -> str:
+        line = f"show -w {workload} -s {size} --dtype {dtype} --scale {gpus} --gpu-type h200"
+        code, out, err = llmb_run(*line.split(), *options)
+        assert (code, err) == (0, "")
+        return out
+
+    on_one, on_eight = (_flat(json.loads(show(gpus, "--json"))) for gpus in (1, 8))
+    assert {name for name in on_one.keys() | on_eight.keys() if on_one.get(name) != on_eight.get(name)} <= LAYOUT
+    precision = [next(line for line in show(gpus).splitlines() if line.startswith("precision")) for gpus in (1, 8)]
+    assert precision[0] == precision[1]
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by dotted path."""
+    if not isinstance(value, dict):
+        return {path: value}
+    return {k: v for name, inner in value.items() for k, v in _flat(inner, f"{path}.{name}".lstrip(".")).items()}

@@ -59,8 +59,7 @@ def test_every_recipe_row_resolves_to_its_own_values(recipe, row, dtype, gpus, p
 def test_overrides_record_the_replaced_values():
     config = resolve(ALL["pretrain_llama3.1"], request(settings=overrides(mbs="2", tp="2")))
     assert (config.parallel.tp, config.parallel.dp, config.workload.ga) == (2, 4, 16)
-    departure = ("cuda_graphs", True, False)  # of the engine
-    assert [(o.field, o.replaced, o.value) for o in config.overrides] == [("mbs", 1, 2), ("tp", 1, 2), departure]
+    assert [(o.field, o.replaced, o.value) for o in config.overrides] == [("mbs", 1, 2), ("tp", 1, 2)]
 
 
 def test_scale_above_the_range_continues_weak_scaling():
@@ -135,7 +134,7 @@ def test_changed_setting_drops_the_reference_but_more_steps_keep_it():
         ({"settings": overrides(pp="4", vp="2", gbs="18")}, "vp 2 takes micro-batches in rounds of pp 4 has 9"),
         ({"gpus": 16, "settings": overrides(tp="16")}, "tp 16 does not divide the 8 key and value heads 1, 2, 4, 8"),
         ({"gpus": 8, "layout": "h100"}, "--layout has no effect here add --proxy"),
-        ({"gpus": 8, "layout": "h200", "proxy": "small"}, "unknown layout of pretrain_llama3.1 8b 'h200' gb200"),
+        ({"gpus": 8, "layout": "a100", "proxy": "small"}, "unknown layout of pretrain_llama3.1 8b 'a100' gb200"),
         ({"settings": overrides(recompute_layers="99")}, "more than the 32 layers"),
         ({"settings": overrides(gpu_metrics="true")}, "no effect without profiling"),
         ({"settings": overrides(profile="true", nccl_trace="true")}, "exclude each other"),
@@ -147,6 +146,12 @@ def test_changed_setting_drops_the_reference_but_more_steps_keep_it():
         ({"settings": overrides(masters="bf16")}, "unknown field 'masters' (did you mean master_weights?)"),
         ({"settings": overrides(fast_sums="true")}, "(did you mean fp8_fast_accum?)"),
         ({"settings": overrides(keep_inputs="true")}, "(did you mean save_norm_outputs?)"),
+        ({"settings": overrides(fp8_scaling="current")}, "(did you mean fp8_recipe?)"),
+        (
+            {"settings": overrides(fp8_recipe="current")},
+            "unknown fp8_recipe of training: 'current' choices are: tensorwise_delayed, tensorwise_current",
+        ),
+        ({"settings": overrides(fp8_recipe="blockwise")}, "choices are: tensorwise_delayed, tensorwise_current"),
         ({"settings": overrides(**{"model.attention_cap": "30"})}, "(did you mean attn_logit_softcap?)"),
     ],
 )

@@ -57,12 +57,12 @@ def test_paths_of_dataset_and_weights_become_absolute(tmp_path, monkeypatch):
 
 def test_fields_without_a_variable_are_set_with_set():
     config = serve(
-        settings={"lengths": "uniform", "isl_spread": "100", "osl_spread": "0", "fp8_scaling": "tensor",
+        settings={"lengths": "uniform", "isl_spread": "100", "osl_spread": "0", "fp8_recipe": "tensorwise",
                   "temperature": "0", "top_p": "0.9", "warmup_requests": "0", "block_tokens": "32"}
     )  # fmt: skip
     work = config.workload
     assert (work.lengths, work.isl_spread, work.osl_spread, work.block_tokens) == ("uniform", 100.0, 0.0, 32)
-    assert (config.precision.fp8_scaling, work.temperature, work.warmup_requests) == ("tensor", 0.0, 0)
+    assert (config.precision.fp8_recipe, work.temperature, work.warmup_requests) == ("tensorwise", 0.0, 0)
 
 
 def test_user_defined_use_case_takes_the_row_with_the_nearest_lengths():
@@ -112,7 +112,7 @@ def test_true_width_proxy_has_real_lengths_and_as_many_layers_as_fit():
     assert (config.workload.isl, config.workload.max_num_tokens) == (8000, 8192)
     assert 8 <= config.model.layers <= 14
     assert config.model.experts.count == 256
-    assert (config.precision.dtype, config.precision.fp8_scaling) == ("fp8", "block")
+    assert (config.precision.dtype, config.precision.fp8_recipe) == ("fp8", "blockwise")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_true_width_proxy_has_real_lengths_and_as_many_layers_as_fit():
         ({}, {"settings": {"attention_dp": "true"}}, "attention_dp has no effect on one rank"),
         ({}, {"settings": {"engine": "vllm"}}, "unknown engine 'vllm' native, trtllm"),
         ({}, {"settings": {"engine": "trtllm"}, "proxy": "small"}, "runs published models, not proxies"),
-        ({}, {"dtype": "bf16", "settings": {"fp8_scaling": "block"}}, "fp8_scaling has no effect with dtype bf16"),
+        ({}, {"dtype": "bf16", "settings": {"fp8_recipe": "blockwise"}}, "fp8_recipe has no effect with dtype bf16"),
         ({}, {"gpu": "a100", "proxy": "small"}, "dtype fp8: NVIDIA A100 SXM 80 GB has no fp8 GEMMs"),
     ],
 )  # fmt: skip
@@ -166,11 +166,13 @@ def test_layout_that_cannot_serve_is_rejected(environ, message):
 
 
 def test_block_scaling_needs_widths_that_are_multiples_of_128():
-    assert r1(gpus=16, gpu="h100", dtype="fp8", settings={"fp8_scaling": "block"}).precision.fp8_scaling == "block"
-    with pytest.raises(ConfigError, match=r"multiples of 32; choose fp8_scaling=channel or tensor"):
-        r1(gpus=1, gpu=None, dtype="fp8", proxy="small", settings={"fp8_scaling": "block"})
+    assert (
+        r1(gpus=16, gpu="h100", dtype="fp8", settings={"fp8_recipe": "blockwise"}).precision.fp8_recipe == "blockwise"
+    )
+    with pytest.raises(ConfigError, match=r"multiples of 32; choose fp8_recipe=channelwise or tensorwise"):
+        r1(gpus=1, gpu=None, dtype="fp8", proxy="small", settings={"fp8_recipe": "blockwise"})
     narrow = r1(gpus=1, gpu=None, dtype="fp8", proxy="small")
-    assert narrow.precision.fp8_scaling == "channel"  # its model is published in blocks
+    assert narrow.precision.fp8_recipe == "channelwise"  # its model is published in blocks
     assert narrow.proxy.endswith("per-channel scales, not per-block")
     assert serve(gpu=None, proxy="small").proxy.count("scales") == 0
 

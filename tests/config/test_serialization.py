@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from llmb.config.recipe import load
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
-from llmb.config.serialization import RENAMED_FIELDS, build, read_json, to_json, to_plain, write_atomic
-from llmb.config.spec import Parallel, RunConfig, Training
+from llmb.config.serialization import RENAMED_FIELDS, RENAMED_VALUES, build, read_json, to_json, to_plain, write_atomic
+from llmb.config.spec import Parallel, Precision, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.events import TYPES, HangReport, RequestDone, RunEnded, read
 from llmb.results.result import Result
@@ -92,15 +92,18 @@ def test_config_round_trips_through_json(recipes):
 
 
 def with_old_names(text: str) -> str:
-    """Return JSON as older versions wrote it: every renamed field under its old name."""
+    """Return JSON as older versions wrote it: every renamed field and value under its old name."""
     for names in RENAMED_FIELDS.values():
         for old, new in names.items():
             text = text.replace(f'"{new}":', f'"{old}":')
+    for name, values in RENAMED_VALUES.items():
+        for old, new in values.items():
+            text = text.replace(f'"{name}": "{new}"', f'"{name}": "{old}"')
     return text
 
 
 def test_renamed_fields_exist_under_their_new_names():
-    spec = {cls.__name__: cls for cls in (Training, RunConfig, Result, *TYPES.values())}
+    spec = {cls.__name__: cls for cls in (Training, Precision, RunConfig, Result, *TYPES.values())}
     for cls_name in RENAMED_FIELDS.keys() & spec.keys():
         assert set(RENAMED_FIELDS[cls_name].values()) <= set(spec[cls_name].__dataclass_fields__)
 
@@ -108,8 +111,8 @@ def test_renamed_fields_exist_under_their_new_names():
 @pytest.mark.parametrize(
     ("workload", "size", "old_names"),
     [
-        ("pretrain_llama3.1", "8b", ("masters", "keep_inputs", "fast_sums", "latent", "attention_cap")),
-        ("inference_deepseek-r1", "671b", ("latent", "attention_cap")),
+        ("pretrain_llama3.1", "8b", ("fp8_scaling", "masters", "keep_inputs", "fast_sums", "latent", "attention_cap")),
+        ("inference_deepseek-r1", "671b", ("fp8_scaling", "latent", "attention_cap")),
         ("outofcore_llama3", "8b", ("home_slots", "latent", "attention_cap")),
     ],
 )
@@ -128,6 +131,25 @@ def test_result_json_with_old_names_opens(tmp_path):
     path.write_text(with_old_names(to_json(result)))
     assert '"guilty_rank": 3' in path.read_text()
     assert build(Result, read_json(path)) == result
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tensor", "tensorwise"), ("channel", "channelwise"), ("block", "blockwise"),
+        ("delayed", "tensorwise_delayed"), ("current", "tensorwise_current"), (None, None),
+    ],
+)  # fmt: skip
+def test_fp8_scaling_of_older_files_is_a_recipe(old, new):
+    assert build(Precision, {"dtype": "fp8", "fp8_scaling": old}) == Precision(dtype="fp8", fp8_recipe=new)
+    formats = {"dtype": "fp8", "fp8_scaling": old, "moments": "fp32"}
+    result = build(Result, {"name": "run", "status": "ok", "number_formats": formats})
+    assert result.number_formats == {"dtype": "fp8", "fp8_recipe": new, "moments": "fp32"}
+
+
+def test_value_of_an_older_field_is_not_one_of_the_current_field():
+    with pytest.raises(ConfigError, match=r"unknown value for Precision\.fp8_recipe: 'block'"):
+        build(Precision, {"dtype": "fp8", "fp8_recipe": "block"})
 
 
 def test_events_with_old_names_are_read(tmp_path):
@@ -172,11 +194,14 @@ models:
 defaults: {seqlen: 64, mbs: 1, masters: bf16}
 rows:
   - {gpu: h100, size: tiny, dtype: bf16, gpus: 1, gbs: 1, keep_inputs: true}
+  - {gpu: h100, size: tiny, dtype: fp8, gpus: 1, gbs: 1, fp8_scaling: current}
 """)
     recipe = load(path)
     config = resolve(recipe, RunRequest(size="tiny", dtype="bf16", gpus=1, gpu="h100"))
     assert (config.workload.master_weights, config.workload.save_norm_outputs) == ("bf16", True)
     assert config.model.attn_logit_softcap == 30.0
+    in_fp8 = resolve(recipe, RunRequest(size="tiny", dtype="fp8", gpus=1, gpu="h100"))
+    assert in_fp8.precision.fp8_recipe == "tensorwise_current"
     assert recipe.model("tiny", {"latent": None}).mla is None
 
 

@@ -47,6 +47,7 @@ def mark_fault():
 def load_faulty_train():
     import torch
     from llmb.train import loop
+    from llmb.train.parallel.fsdp import sharded_parameters
     train_step, build_model_parts = loop.train_step, loop.build_model_parts
 {fault}
     return load_train()
@@ -252,8 +253,8 @@ def test_slow_rank_and_nan_weights_on_another(run_with) -> None:
             if RANK == 2 and step == 8:
                 mark_fault()
                 with torch.no_grad():
-                    weight = next(p for n, p in parts[0].named_parameters() if "layers.1" in n and p.ndim > 1)
-                    weight.to_local().view(-1)[:3] = float("nan")
+                    values = sharded_parameters(parts[0]).own_values()
+                    next(x for n, x in values if "layers.1" in n and len(x))[:3] = float("nan")
             return train_step(job, parts, optimizer, step)
         loop.train_step = lose
     """)

@@ -153,7 +153,8 @@ def test_multi_rank_proxy_has_the_structure_of_the_model_and_fp8_shapes(
         ("pretrain_grok1", "314b", 16, None, "layout tp4 ep8 etp4 dp32 of 128 x gb200 as tp2 ep4 etp2 dp8"),
         ("pretrain_grok1", "314b", 16, "h100", "tp4 pp8 cp2 vp8 ep8 dp8 of 512 x h100 as tp2 pp2 cp2 vp2 ep4 dp2"),
         ("pretrain_nemotronh", "56b", 8, None, "layout tp8 dp4 of 32 x h100 as tp4 dp2"),
-        ("pretrain_llama3.1", "1b", 4, None, "no layout for several GPUs is published, here dp4"),
+        ("pretrain_llama3.1", "1b", 4, None, "layout dp2 of 2 x h200 as dp4"),
+        ("pretrain_deepseek-v3", "671b", 4, None, "no layout for several GPUs is published, here dp4"),
     ],
 )  # fmt: skip
 def test_proxy_names_the_row_whose_layout_it_scales_down(

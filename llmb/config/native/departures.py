@@ -13,15 +13,16 @@ from dataclasses import replace
 from llmb.config.native.number_formats import with_number_formats
 from llmb.config.native.outofcore_support import supported_outofcore
 from llmb.config.native.serving_support import check_serving_layout, supported_serving
-from llmb.config.native.training_support import graphs_need_one_rank, runs_fp8_experts, supported_training
+from llmb.config.native.training_support import runs_fp8_experts, supported_training
 from llmb.config.overrides import typed_value
 from llmb.config.spec import Inference, Override, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.memory_fit import recomputed_layers_to_fit
 
 SOURCE = "native engine: "  # how the source of a departure begins
-ONE_RANK = f"{SOURCE}CUDA graphs do not capture collectives, so they need a single GPU"
-FP32_GRADIENTS = f"{SOURCE}with gradients in fp32 fewer activations fit"
+ONE_RANK = f"{SOURCE}CUDA graphs of serving do not capture collectives, so they need a single GPU"
+PIPELINE = f"{SOURCE}the pipeline schedule launches from the host, so CUDA graphs need pp=1"
+MEMORY = f"{SOURCE}not all activations fit beside its master weights, gradients and moments"
 MEMORY_SETTINGS = {  # a row in which the user has changed one of these is not changed further: it is refused
     "mbs", "gbs", "seqlen", "tp", "pp", "cp", "ep", "etp", "vp", "fsdp", "recompute_layers", "offload_layers",
 }  # fmt: skip
@@ -38,19 +39,21 @@ def adapt_to_engine(config: RunConfig, explicit: Collection[str]) -> RunConfig:
         if "cuda_graphs" in explicit:
             raise ConfigError("cuda_graphs=true needs a CUDA GPU; machine.gpu=cpu has none")
         config = replace(config, workload=replace(work, cuda_graphs=False))  # a proxy anyway, which says so
-    elif isinstance(work, Inference | Training) and work.cuda_graphs and graphs_need_one_rank(config):
+    elif isinstance(work, Inference) and work.cuda_graphs and config.parallel.world_size > 1:
         config = _depart(config, "cuda_graphs", ONE_RANK, explicit)
+    elif isinstance(work, Training) and work.cuda_graphs and config.parallel.pp > 1:
+        config = _depart(config, "cuda_graphs", PIPELINE, explicit)
     if isinstance(work, Training) and work.fp8_experts and not runs_fp8_experts(config):
         config = replace(_depart(config, "fp8_experts", HOPPER, explicit), reference=None)
     return config if config.proxy or MEMORY_SETTINGS & set(explicit) else _recompute_to_fit(config)
 
 
 def _recompute_to_fit(config: RunConfig) -> RunConfig:
-    """Return a row that fits engines with gradients in bf16 with as many layers recomputed as it needs here."""
+    """Return a row that fits other engines with as many layers recomputed as it needs here."""
     layers, work = recomputed_layers_to_fit(config), config.workload
     if layers is None or not isinstance(work, Training):
         return config
-    departure = Override(field="recompute_layers", value=layers, replaced=work.recompute_layers, source=FP32_GRADIENTS)
+    departure = Override(field="recompute_layers", value=layers, replaced=work.recompute_layers, source=MEMORY)
     return replace(config, workload=replace(work, recompute_layers=layers), overrides=(*config.overrides, departure))
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from llmb.config.llama_layer_shapes import check_plain_llama
 from llmb.config.lr_schedule import check_lr_steps
-from llmb.config.native.number_formats import fp8_scaling
+from llmb.config.native.number_formats import check_fp8_recipe
 from llmb.config.offload_plan import Plan
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import ConfigError
@@ -35,8 +35,6 @@ def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
         f"gbs={workload.gbs}, but its plan is for {plan.gbs}": workload.gbs not in (None, plan.gbs),
         f"dtype={precision.dtype}, but its plan is for {plan.dtype}": plan.dtype != precision.dtype,
         f"kv_dtype={precision.kv_dtype}: keys have the dtype of the run": precision.kv_dtype is not None,
-        f"fp8_scaling={precision.fp8_scaling} (here it is {fp8_scaling(config) or 'none'})": precision.fp8_scaling
-        not in (None, fp8_scaling(config)),
         f"update={workload.update}, but its plan is for {plan.update}": plan.update != workload.update,
         f"clip={workload.clip} needs a plan that updates in the next forward pass": workload.clip is not None
         and plan.update_at != "forward",
@@ -48,6 +46,7 @@ def _check(config: RunConfig, workload: OutOfCore, plan: Plan) -> None:
     messages = [message for message, applies in problems.items() if applies]
     if messages:
         raise ConfigError(f"the out-of-core engine does not run {'; nor '.join(messages)}")
+    check_fp8_recipe(precision.fp8_recipe, workload.kind, precision.dtype)
     check_lr_steps(workload.lr_warmup_steps, workload.lr_decay_steps)
 
 

@@ -1,5 +1,6 @@
 """Configurations that the native serving engine supports, checked before anything is built."""
 
+from llmb.config.native.number_formats import check_fp8_recipe
 from llmb.config.parallel_layout import check_ranks, check_serving
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
@@ -15,6 +16,7 @@ def supported_serving(config: RunConfig) -> Inference:
         raise ConfigError(f"engine={config.engine}: python -m llmb.serve is the native engine")
     if not isinstance(work, Inference):
         raise ConfigError(f"a workload of kind {work.kind}: python -m llmb.serve runs kind inference")
+    check_fp8_recipe(config.precision.fp8_recipe, work.kind, config.precision.dtype)
     for name in COUNTS:
         if getattr(work, name) < 1:
             raise ConfigError(f"workload.{name}={getattr(work, name)}: must be at least 1")

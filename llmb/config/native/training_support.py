@@ -4,21 +4,22 @@
 """
 
 from llmb.config.lr_schedule import check_lr_steps
-from llmb.config.native.number_formats import fp8_scaling, has_fp8_experts
+from llmb.config.native.number_formats import check_fp8_recipe, has_fp8_experts
 from llmb.config.parallel_layout import check_model, check_schedule, check_sequence, max_layers_per_rank
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import gpu
-from llmb.perfmodel.shards import has_split_weights, is_fused
+from llmb.perfmodel.shards import has_explicit_layers
 
 DTYPES = ("fp32", "bf16", "fp8")
+STATE_FORMATS = ("master_weights", "gradients", "moments", "reduce_dtype")  # bf16 in bf16 and fp8 runs, if requested
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
 GROUPED_FP8_GPUS = ("h100", "h200", "cpu")  # torch's fp8 grouped GEMM runs on Hopper only; a CPU has a reference
 SUPPORTED = (
     f"dtype {', '.join(DTYPES)}, every parallel layout ({', '.join(DEGREES)}, fsdp, vp), gradient accumulation (ga), "
-    "recompute_layers, offload_layers; on one GPU cuda_graphs, and with dtype bf16 or fp8 "
-    "master_weights=bf16, gradients=bf16 and moments=bf16, for Llama also save_norm_outputs; with dtype fp8 "
-    "fp8_fast_accum, and on Hopper fp8_experts"
+    "recompute_layers, offload_layers, without pp cuda_graphs; with dtype bf16 or fp8 "
+    f"{', '.join(f'{name}=bf16' for name in STATE_FORMATS)}, for Llama also save_norm_outputs; with dtype fp8 "
+    "fp8_recipe, fp8_fast_accum, and on Hopper fp8_experts"
 )
 
 
@@ -33,15 +34,13 @@ def supported_training(config: RunConfig) -> Training:
     unsupported = {
         f"dtype={dtype}": dtype not in DTYPES,
         f"kv_dtype={precision.kv_dtype}": precision.kv_dtype is not None,
-        f"fp8_scaling={precision.fp8_scaling} (here it is {fp8_scaling(config) or 'none'})": precision.fp8_scaling
-        not in (None, fp8_scaling(config)),
         **dict.fromkeys((f"cuda_graphs=true with {reason}" for reason in _graph_obstacles(config, workload)), True),
         **{
-            f"{name}=bf16 with dtype={dtype} on {parallel.world_size} ranks": getattr(workload, name) == "bf16"
-            and not has_split_weights(config)
-            for name in ("master_weights", "gradients", "moments")
+            f"{name}=bf16 with dtype={dtype}": getattr(workload, name) == "bf16" and dtype == "fp32"
+            for name in STATE_FORMATS
         },
-        f"save_norm_outputs=true with {_unfused_reason(config)}": workload.save_norm_outputs and not is_fused(config),
+        f"save_norm_outputs=true with {config.model.architecture} in {dtype}": workload.save_norm_outputs
+        and (dtype == "fp32" or not has_explicit_layers(config)),
         f"save_norm_outputs=true with offload_layers={workload.offload_layers}": workload.save_norm_outputs
         and workload.offload_layers > 0,
         f"fp8_fast_accum=true with dtype={dtype}": workload.fp8_fast_accum and dtype != "fp8",
@@ -52,6 +51,7 @@ def supported_training(config: RunConfig) -> Training:
     refused = [setting for setting, is_set in unsupported.items() if is_set]
     if refused:
         raise ConfigError(f"the native training engine does not run {', '.join(refused)}; it runs {SUPPORTED}")
+    check_fp8_recipe(precision.fp8_recipe, workload.kind, dtype)
     check_fp8_gpu(config)
     if workload.cuda_graphs and config.machine.gpu == "cpu":
         raise ConfigError("cuda_graphs=true needs a CUDA GPU; machine.gpu=cpu has none")
@@ -65,11 +65,6 @@ def supported_training(config: RunConfig) -> Training:
     _check_activations(workload, owner, max_layers_per_rank(config.model.layers, parallel))
     check_lr_steps(workload.lr_warmup_steps, workload.lr_decay_steps)
     return workload
-
-
-def graphs_need_one_rank(config: RunConfig) -> bool:
-    """Return whether ranks communicate in a micro-batch or a step, which CUDA graphs do not capture."""
-    return any(getattr(config.parallel, degree) > 1 for degree in DEGREES)
 
 
 def runs_fp8_experts(config: RunConfig) -> bool:
@@ -88,19 +83,14 @@ def _graph_obstacles(config: RunConfig, workload: Training) -> list[str]:
     """Return why the forward and backward pass of a micro-batch cannot be captured, if CUDA graphs are requested."""
     if not workload.cuda_graphs:
         return []
-    degrees = {degree: getattr(config.parallel, degree) for degree in DEGREES}
-    obstacles = [f"{degree}={ranks}" for degree, ranks in degrees.items() if ranks > 1]
+    obstacles = []
+    if config.parallel.pp > 1:
+        obstacles.append(f"pp={config.parallel.pp}")  # torch's pipeline schedule launches from the host
     if workload.offload_layers > 0:
         obstacles.append(f"offload_layers={workload.offload_layers}")
     if config.model.experts is not None and config.precision.dtype == "fp32":
         obstacles.append("experts in fp32")  # which read tokens per expert on the host
     return obstacles
-
-
-def _unfused_reason(config: RunConfig) -> str:
-    """Describe the configuration for which layers are not fused."""
-    dtype, machine = config.precision.dtype, config.machine.gpu
-    return f"{config.model.architecture} in {dtype} on {config.parallel.world_size} ranks of {machine}"
 
 
 def _check_sizes(workload: Training, dp: int) -> None:
