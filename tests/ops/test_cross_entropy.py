@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmb.ops.loss.cross_entropy import cross_entropy_grad_
+from llmb.ops.loss.cross_entropy import cross_entropy_grad_, vocab_parallel_grad_, vocab_parallel_logsumexp
 
 pytest.importorskip("triton")
-from llmb.ops.loss.cross_entropy_triton import TILE
+from llmb.ops.loss.cross_entropy_triton import TILE, VOCAB_PARALLEL_TILE
 
 
 def inputs(n: int, v: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -82,3 +82,65 @@ def test_nan_logits_propagate(device: torch.device) -> None:
     assert logits[0].isnan().all()
     assert losses[1] == 0
     assert (logits[1] == 0).all()
+
+
+def vocab_parallel(logits: Tensor, labels: Tensor, starts: list[int], scale: float) -> tuple[Tensor, Tensor]:
+    """Losses and gradient over ranges of the vocabulary that begin at `starts`, as their ranks compute them."""
+    grad, dtype = logits.clone(), torch.promote_types(logits.dtype, torch.float32)
+    parts = [grad[:, first:end] for first, end in zip(starts, (*starts[1:], logits.shape[1]), strict=True)]
+    lse, label_logits = (torch.full((len(starts), len(labels)), torch.nan, dtype=dtype).to(grad.device) for _ in "12")
+    for rank, (first, part) in enumerate(zip(starts, parts, strict=True)):
+        vocab_parallel_logsumexp(part, labels, first, lse[rank], label_logits[rank])
+    total = lse.logsumexp(0)
+    for first, part in zip(starts, parts, strict=True):
+        vocab_parallel_grad_(part, labels, first, total, scale)
+    return total - label_logits.sum(0), grad
+
+
+@pytest.mark.parametrize("starts", [[0], [0, 1, 6], [0, 10]])
+def test_vocab_parallel_reference_matches_the_whole_vocabulary(starts: list[int]) -> None:
+    logits, labels = inputs(8, 11, 3.0)
+    logits, labels = logits.double(), labels.abs() % 11
+    for actual, expected in zip(vocab_parallel(logits, labels, starts, 0.25), exact(logits, labels, 0.25), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("v", [10, 2 * VOCAB_PARALLEL_TILE + 5])
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+@pytest.mark.usefixtures("force_kernels")
+def test_vocab_parallel_kernels_match_the_whole_vocabulary(v: int, scale: float, device: torch.device) -> None:
+    logits, labels = inputs(3, v, scale)
+    labels = torch.tensor([2, 3, v - 1])
+    expected_losses, expected_grad = exact(logits, labels, 0.5)
+    losses, grad = vocab_parallel(logits.to(device), labels.to(device), [0, 3], 0.5)
+    tolerance = 1e-6 * (1 + scale)
+    assert ((losses.cpu() - expected_losses).abs() <= tolerance * 10).all()
+    assert ((grad.cpu() - expected_grad).abs() <= tolerance).all()
+
+
+@pytest.mark.usefixtures("force_kernels")
+def test_vocab_parallel_kernels_in_bf16(device: torch.device) -> None:
+    logits, labels = inputs(5, 24, 2.0)
+    logits, labels = logits.bfloat16(), labels.abs() % 24
+    expected_losses, expected_grad = exact(logits, labels, 0.125)
+    losses, grad = vocab_parallel(logits.to(device), labels.to(device).int(), [0, 8], 0.125)
+    torch.testing.assert_close(losses.cpu().double(), expected_losses, rtol=1e-5, atol=1e-5)
+    error = (grad.cpu().double() - expected_grad).abs()
+    assert (error <= expected_grad.abs() * 2**-7 + 1e-8).all()  # one bf16 step: the interpreter truncates
+
+
+@pytest.mark.usefixtures("force_kernels")
+def test_vocab_parallel_range_of_minus_infinity_has_probability_zero(device: torch.device) -> None:
+    logits, labels = torch.tensor([[-torch.inf, -torch.inf, 1.0, 2.0]]), torch.tensor([3])
+    expected_losses, expected_grad = exact(logits, labels, 1.0)
+    losses, grad = vocab_parallel(logits.to(device), labels.to(device), [0, 2], 1.0)
+    torch.testing.assert_close(losses.cpu().double(), expected_losses)
+    torch.testing.assert_close(grad.cpu().double(), expected_grad)
+
+
+@pytest.mark.usefixtures("force_kernels")
+def test_vocab_parallel_nan_propagates_to_all_ranges(device: torch.device) -> None:
+    logits = torch.tensor([[0.0, torch.nan, 0.0, 0.0]], device=device)
+    losses, grad = vocab_parallel(logits, torch.tensor([3], device=device), [0, 2], 1.0)
+    assert losses.isnan().all()
+    assert grad.isnan().all()

@@ -1,14 +1,17 @@
-"""Delayed scaling: scales from the amax history, and from the tensor itself for new names."""
+"""Scales from the amax history, or from the tensor itself; over ranks those of one process."""
 
 import math
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from forked_ranks import on_ranks
+from torch import Tensor
 
 from llmb.ops.quant.activation_quant import E4M3
-from llmb.ops.quant.delayed_scaling import MARGIN, DelayedScaling
-from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax, quantize_fp8
+from llmb.ops.quant.delayed_scaling import MARGIN, CurrentScaling, DelayedScaling, Scaling
+from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax, quantize_fp8, tensor_scale
 
 CPU = torch.device("cpu")
 
@@ -30,7 +33,7 @@ def step(scales: DelayedScaling, **magnitudes: float) -> dict[str, float]:
 
 
 def new(steps: int = 3) -> DelayedScaling:
-    return DelayedScaling({"x": E4M3, "dx": E5M2}, CPU, steps)
+    return DelayedScaling({"x": E4M3, "dx": E5M2}, CPU, steps=steps)
 
 
 def close(actual: dict[str, float], **expected: float) -> bool:
@@ -121,3 +124,83 @@ def test_scales_are_aligned() -> None:
     """cuBLAS requires scales aligned to 16 bytes."""
     scales = DelayedScaling(dict.fromkeys("abcde", E4M3), CPU)
     assert all(x.scale.data_ptr() % 16 == 0 for x in scales.scale_amax_of(*"abcde", measure=lambda *_: None))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_current_scaling_has_the_scale_of_each_tensor(dtype: torch.dtype) -> None:
+    scales = CurrentScaling({"x": dtype, "y": dtype}, CPU)
+    for magnitude in (1.0, 1e-30, 0.0, 300.0, math.inf):
+        x, y = torch.randn(16, 16) * magnitude, torch.randn(16, 16)
+        both = scales.scale_amax_of("x", "y", measure=lambda a, b, x=x, y=y: (quantize_fp8(x, a), quantize_fp8(y, b)))
+        for tensor, (scale, amax) in zip((x, y), both, strict=True):
+            assert amax is None
+            assert scale.data_ptr() % 16 == 0
+            torch.testing.assert_close(scale, tensor_scale(tensor, dtype), rtol=0, atol=0, equal_nan=True)
+    assert scales.state_dict() == {}
+
+
+def test_state_of_two_parts_loads_into_one_and_back() -> None:
+    """Names are those of the whole model; what a part does not know is ignored, as the format of old checkpoints."""
+    names = [f"layers.{layer}.{name}" for layer in range(2) for name in ("x1", "dqkv")]
+    dtypes = {name: E5M2 if name.endswith("dqkv") else E4M3 for name in names}
+    whole, parts = (
+        DelayedScaling(dtypes, CPU),
+        [DelayedScaling(dict(list(dtypes.items())[i : i + 2]), CPU) for i in (0, 2)],
+    )
+    for _step in range(3):
+        for name in names[:3]:  # the last one is not measured yet
+            x = torch.randn(4, 4)
+            for scales in (whole, parts[name.startswith("layers.1")]):
+                (scale_amax,) = scales.scale_amax_of(name, measure=partial(quantize_fp8, x))
+                quantize_fp8(x, scale_amax)
+        for scales in (whole, *parts)[: 3 if _step < 2 else 0]:  # amaxes of a step that has not ended are state too
+            scales.update()
+    states = parts[0].state_dict() | parts[1].state_dict()
+    assert states.keys() == whole.state_dict().keys()
+    loaded = DelayedScaling(dtypes, CPU)
+    loaded.load_state_dict(states | {"scale": torch.ones(4), "known": torch.ones(4)})
+    for part in parts:
+        part.load_state_dict(whole.state_dict())
+    for scales in (loaded, *parts):
+        scales.update()
+    whole.update()
+    for name, expected in whole.state_dict().items():
+        for scales in (loaded, parts[name.startswith("layers.1")]):
+            assert torch.equal(scales.state_dict()[name], expected)
+    whole.scale_amax_of(*names[:3], measure=must_not_measure)
+    loaded.scale_amax_of(*names[:3], measure=must_not_measure)
+    with pytest.raises(AssertionError, match="known"):
+        loaded.scale_amax_of(names[3], measure=must_not_measure)
+
+
+def sharded_scales(rank: int, kind: type[Scaling], ranks: int) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Return the scales of each step and the state: each rank has some columns of every tensor."""
+    reduce_max = None
+    if ranks > 1:
+        dist.init_process_group("gloo")
+        reduce_max = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
+    scales = kind({"x": E4M3, "w": E4M3, "dx": E5M2}, CPU, reduce_max)
+    generator, used = torch.Generator().manual_seed(0), []
+    for step in range(4):
+        for name in ("x", "w", "dx"):
+            whole = torch.randn(8, 32, generator=generator) * 10.0**step
+            if (step, name) == (3, "dx"):
+                whole[0, 0] = math.nan  # of the first rank only
+            shard = whole.chunk(ranks, dim=1)[rank].contiguous()
+            (scale_amax,) = scales.scale_amax_of(name, measure=partial(quantize_fp8, shard))
+            quantize_fp8(shard, scale_amax)
+            used.append(scale_amax.scale.item())
+        if step < 3:
+            scales.update()
+    return used, scales.state_dict()
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, CurrentScaling])
+def test_ranks_have_the_scales_of_one_process(kind: type[Scaling]) -> None:
+    used, state = sharded_scales(0, kind, 1)
+    for rank_used, rank_state in on_ranks(2, sharded_scales, kind, 2):
+        torch.testing.assert_close(rank_used, used, rtol=0, atol=0, equal_nan=True)
+        assert rank_state.keys() == state.keys()
+        for name, tensor in state.items():
+            torch.testing.assert_close(rank_state[name], tensor, rtol=0, atol=0, equal_nan=True)
+    assert math.isnan(used[-1]) == (kind is CurrentScaling)

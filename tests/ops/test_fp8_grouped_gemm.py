@@ -231,6 +231,18 @@ def test_nan_and_inf_propagate(nonfinite: float) -> None:
     assert grad_weight.isnan().sum() == OUTPUTS
 
 
+def test_padding_after_the_last_group_is_ignored() -> None:
+    x, weight, grad = operands([20, 0, 44])
+    nan = torch.full((70, 1), math.nan, dtype=x.dtype)
+    padded_x = torch.cat((x.detach(), nan.expand(-1, INPUTS))).requires_grad_()
+    padded_grad = torch.cat((grad, nan.expand(-1, OUTPUTS)))
+    y, dx, dw = results(x, weight, ends_of([20, 0, 44]), grad)
+    padded_y, padded_dx, padded_dw = results(padded_x, weight, ends_of([20, 0, 44]), padded_grad)
+    assert torch.equal(padded_y[:64], y)
+    assert torch.equal(padded_dx[:64], dx)
+    assert torch.equal(padded_dw, dw)
+
+
 def test_gradient_of_one_operand_only() -> None:
     x, weight, grad = operands([20, 44])
     expected = results(x, weight, ends_of([20, 44]), grad)

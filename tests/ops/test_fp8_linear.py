@@ -1,15 +1,21 @@
 """fp8 linear layers: the emulation has the numbers of the plain reference, and the error is that of the dtypes."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from forked_ranks import on_ranks
 from torch import Tensor
 
-from llmb.ops.gemm.fp8_linear import activation_to_fp8, fits_fp8, fp8_linear, fp8_linear_reference
+from llmb.ops.gemm.fp8_linear import OperandNames, activation_to_fp8, fits_fp8, fp8_linear, fp8_linear_reference
 from llmb.ops.quant.activation_quant import E4M3, MIN_AMAX
+from llmb.ops.quant.delayed_scaling import MARGIN, CurrentScaling, DelayedScaling, Scaling
 from llmb.ops.quant.fp8_quant import E5M2, cast_to_fp8, tensor_scale
 
+NAMES = OperandNames("x", "weight", "dy")
+CURRENT = CurrentScaling(NAMES.dtypes, torch.device("cpu"))
 SHAPES = [(16, 16, 16), (64, 32, 48), (128, 256, 64), (48, 512, 1024)]  # tokens, inputs, outputs
 # Half a step between neighbours, relative to the number: 2^-4 with 3 mantissa bits, 2^-3 with 2.
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
@@ -23,8 +29,12 @@ def operands(tokens: int, inputs: int, outputs: int, dtype: torch.dtype = torch.
     return x, weight, grad
 
 
-def results(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    out = fp8_linear(x, weight)
+def delayed() -> DelayedScaling:
+    return DelayedScaling(NAMES.dtypes, torch.device("cpu"))
+
+
+def results(x: Tensor, weight: Tensor, grad: Tensor, scaling: Scaling = CURRENT) -> tuple[Tensor, Tensor, Tensor]:
+    out = fp8_linear(x, weight, scaling, NAMES)
     return out, *torch.autograd.grad(out, (x, weight), grad)
 
 
@@ -110,15 +120,84 @@ def test_fits_fp8() -> None:
 
 def test_an_activation_is_quantized_once_until_it_changes() -> None:
     x = torch.randn(2, 16, 32)
-    first = activation_to_fp8(x)
-    assert activation_to_fp8(x) is first
+    first = activation_to_fp8(x, CURRENT, "x")
+    assert activation_to_fp8(x, CURRENT, "x") is first
     x.mul_(2)
-    second = activation_to_fp8(x)
+    second = activation_to_fp8(x, CURRENT, "x")
     assert second is not first
     assert second.scale == 2 * first.scale
-    assert activation_to_fp8(x.clone()) is not second
+    assert activation_to_fp8(x.clone(), CURRENT, "x") is not second
+
+
+def test_an_activation_is_quantized_anew_with_the_scale_of_the_next_step() -> None:
+    scaling, x, larger = delayed(), torch.randn(16, 32), torch.full((16, 32), 100.0)
+    first = activation_to_fp8(x, scaling, "x")
+    assert activation_to_fp8(x, scaling, "x") is first
+    activation_to_fp8(larger, scaling, "x")
+    scaling.update()
+    second = activation_to_fp8(x, scaling, "x")
+    torch.testing.assert_close(second.rows.float() * second.scale, x, rtol=2**-4, atol=0.01)
 
 
 def test_sequences_are_flattened() -> None:
     x, weight, _ = operands(64, 32, 16)
-    assert torch.equal(fp8_linear(x.view(4, 16, 32), weight), fp8_linear(x, weight).view(4, 16, 16))
+    folded = fp8_linear(x.view(4, 16, 32), weight, CURRENT, NAMES)
+    assert torch.equal(folded, fp8_linear(x, weight, CURRENT, NAMES).view(4, 16, 16))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_delayed_scaling_takes_the_scales_of_earlier_steps(shape: tuple[int, int, int]) -> None:
+    """In the first step a tensor has its own scale, with a margin; later ones clamp what has grown beyond it."""
+    scaling, amaxes = delayed(), []
+    for factor in (1.0, 4.0, 0.5):
+        x, weight, grad = operands(*shape)
+        x, grad = (x.detach() * factor).requires_grad_(), grad * factor
+        amaxes.append([t.detach().to(torch.bfloat16).abs().max().float() for t in (x, weight, grad)])
+        history = torch.tensor(amaxes if len(amaxes) == 1 else amaxes[:-1]).amax(0)
+        scales = tuple(history * (MARGIN / torch.tensor([448.0, 448.0, 57344.0])))
+        actual = results(x, weight, grad, scaling)
+        expected = fp8_linear_reference(x.detach(), weight.detach(), grad, scales)
+        for name, a, b in zip(("out", "grad of x", "grad of weight"), actual, expected, strict=True):
+            assert torch.equal(a, b) or (a.dtype == torch.float32 and relative_error(a, b) < 1e-7), name
+        scaling.update()
+
+
+def sharded_results(rank: int, ranks: int, kind: type[Scaling]) -> list[list[Tensor]]:
+    """Return outputs and gradients of two steps of a column-parallel layer: each rank has some rows of the weight."""
+    reduce_max = None
+    if ranks > 1:
+        dist.init_process_group("gloo")
+        reduce_max = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
+    scaling, steps = kind(NAMES.dtypes, torch.device("cpu"), reduce_max), []
+    for step in range(3):
+        x, weight, grad = operands(32, 48, 64)
+        weight = (weight.detach() * (1 + torch.arange(64)[:, None]) * (1 + step)).chunk(ranks)[rank].requires_grad_()
+        steps.append([*results(x, weight, grad.chunk(ranks, dim=1)[rank].contiguous(), scaling)])
+        scaling.update()
+    return [[t.detach() for t in step] for step in steps]
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, CurrentScaling])
+def test_ranks_of_a_sharded_weight_round_as_one_process(kind: type[Scaling]) -> None:
+    whole = sharded_results(0, 1, kind)
+    ranks = on_ranks(2, sharded_results, 2, kind)
+    for (out, _, grad_weight), *shards in zip(whole, *ranks, strict=True):
+        assert torch.equal(torch.cat([shard[0] for shard in shards], dim=1), out)
+        assert torch.equal(torch.cat([shard[2] for shard in shards]), grad_weight)
+    (_, grad_x, _), *shards = (steps[-1] for steps in (whole, *ranks))
+    assert relative_error(sum(shard[1] for shard in shards), grad_x) < 0.01  # a sum of two bf16 numbers
+
+
+@pytest.mark.parametrize("has_main_grad", [False, True])
+def test_gradients_accumulate_in_place(has_main_grad: bool) -> None:
+    x, weight, grad = operands(64, 32, 48)
+    once, main_grad = results(x, weight, grad)[2], torch.full((48, 32), math.nan)
+    if has_main_grad:
+        weight.main_grad = main_grad
+    addresses = set()
+    for micro_batch in (1, 2, 3):
+        fp8_linear(x, weight, CURRENT, NAMES).backward(grad)
+        assert torch.equal(weight.grad, micro_batch * once)
+        assert (weight.grad.data_ptr() == main_grad.data_ptr()) == has_main_grad
+        addresses.add(weight.grad.data_ptr())
+    assert len(addresses) == 1

@@ -80,6 +80,25 @@ def test_no_rows_at_all() -> None:
     assert weight.grad.abs().max() == 0
 
 
+@pytest.mark.parametrize(("dtype", "inputs"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 13)])
+def test_padding_after_the_last_group_is_ignored(dtype: torch.dtype, inputs: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(3, 8, inputs, generator=generator, requires_grad=True)
+    x, grad = torch.randn(20, inputs, generator=generator).to(dtype), torch.randn(20, 8, generator=generator).to(dtype)
+
+    def results(padding: int) -> list[torch.Tensor]:
+        nan = torch.full((padding, 1), torch.nan, dtype=dtype)
+        x_padded = torch.cat((x, nan.expand(-1, inputs))).requires_grad_()
+        y = grouped_gemm(x_padded, weight, ends_of([13, 0, 7]))
+        assert len(y) == 20 + padding
+        return [y[:20], *torch.autograd.grad(y, (x_padded, weight), torch.cat((grad, nan.expand(-1, 8))))]
+
+    (y, dx, dw), (padded_y, padded_dx, padded_dw) = results(0), results(12)
+    assert torch.equal(padded_y, y)
+    assert torch.equal(padded_dx[:20], dx)
+    assert torch.equal(padded_dw, dw)
+
+
 def test_gradients_by_finite_differences() -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(6, 3, dtype=torch.float64, generator=generator, requires_grad=True)

@@ -20,7 +20,7 @@ SEGMENTS = {
     "later chunk of a sequence": [Segment(0, 7, 0, 12)],
     "three sequences of one length": [Segment(0, 5, 0, 0), Segment(5, 10, 5, 5), Segment(10, 15, 10, 10)],
     "packed, the first continued": [Segment(0, 3, 4, 9), Segment(3, 4, 12, 12), Segment(4, 10, 13, 13)],
-    "several continued": [Segment(0, 3, 0, 9), Segment(3, 8, 2, 12)],
+    "several continued": [Segment(0, 3, 0, 9), Segment(3, 8, 2, 12), Segment(8, 12, 5, 5)],  # not in their context
 }
 
 
@@ -29,97 +29,104 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def attention_mask(segments: list[Segment], context: int) -> Tensor:
-    mask = torch.zeros(segments[-1].end, context, dtype=torch.bool)
+    """Return which keys of the context, then of the chunk, each row sees."""
+    mask = torch.zeros(segments[-1].end, context + segments[-1].end, dtype=torch.bool)
     for segment in segments:
+        mask[segment.start : segment.end, segment.context_start : segment.causal_start] = True
         for row in range(segment.start, segment.end):
-            mask[row, segment.context_start : segment.causal_start + row - segment.start + 1] = True
+            mask[row, context + segment.start : context + row + 1] = True
     return mask
 
 
-def by_autograd(q, k, v, segments, dout):
-    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+def by_autograd(q, k, v, context_k, context_v, segments, dout):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, context_k, context_v)]
+    q, k, v = leaves[0], torch.cat((leaves[3], leaves[1])), torch.cat((leaves[4], leaves[2]))
     repeated_k, repeated_v = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k, v))
     scores = torch.einsum("nhd,khd->hnk", q, repeated_k) * SCALE
-    scores = scores.masked_fill(~attention_mask(segments, len(k)), -torch.inf)
+    scores = scores.masked_fill(~attention_mask(segments, len(context_k)), -torch.inf)
     out = torch.einsum("hnk,khd->nhd", scores.softmax(-1), repeated_v)
-    return (out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, (q, k, v), dout))
+    return (out.detach(), scores.logsumexp(-1).detach(), *torch.autograd.grad(out, leaves, dout))
 
 
 def inputs(segments: list[Segment], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    rows, context = segments[-1].end, chunk_rows(segments).stop
+    """Return queries, keys and values of the chunk and of its context, and the gradient of the output."""
+    rows, context = segments[-1].end, max(segment.causal_start for segment in segments)
     q, dout = (randn(rows, HEADS, WIDTH, seed=seed, dtype=dtype) for seed in (1, 2))
-    k, v = (randn(context, GROUPS, WIDTH, seed=seed, dtype=dtype) for seed in (3, 4))
-    return q, k, v, dout
+    kv = (
+        randn(keys, GROUPS, WIDTH, seed=seed, dtype=dtype)
+        for keys, seed in ((rows, 3), (rows, 4), (context, 5), (context, 6))
+    )
+    return q, *kv, dout
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv", "context dk", "context dv")
 
 
 @pytest.mark.parametrize("key_block", [2, 100])
+@pytest.mark.parametrize("accumulate", [True, False], ids=["accumulate", "set"])
 @pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
-def test_forward_and_backward_equal_one_masked_softmax(segments, key_block, monkeypatch):
+def test_forward_and_backward_equal_one_masked_softmax(segments, accumulate, key_block, monkeypatch):
     monkeypatch.setattr(
         "llmb.ops.attention.attention_block.MAX_PLAIN_SCORES", 64
     )  # so that there are several blocks of rows
-    q, k, v, dout = inputs(segments)
-    out, lse = torch.empty_like(q), torch.empty(HEADS, len(q))
-    segment_attention_forward(q, k, v, segments, SCALE, key_block, out=(out, lse))
-    padded = torch.full((len(q), HEADS + 3, WIDTH), 7.0)
-    dk, dv = (randn(*k.shape, seed=seed) for seed in (5, 6))
-    before = dk.clone(), dv.clone()
-    segment_attention_backward(dout, q, k, v, out, lse, segments, padded[:, :HEADS], dk, dv, True, SCALE, key_block)
-    actual = out, lse, padded[:, :HEADS], dk - before[0], dv - before[1]
-    expected = by_autograd(q, k, v, segments, dout)
-    for name, x, exact in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+    *qkv, dout = inputs(segments)
+    q, rows = qkv[0], len(dout)
+    out, lse = torch.empty_like(q), torch.empty(HEADS, rows)
+    segment_attention_forward(*qkv, segments, SCALE, key_block, out=(out, lse))
+    padded = torch.full((rows, HEADS + 3, WIDTH), 7.0)
+    before = [randn(*x.shape, seed=7) if accumulate else torch.full_like(x, torch.nan) for x in qkv[1:]]
+    grads = [x.clone() for x in before]
+    segment_attention_backward(dout, *qkv, out, lse, segments, padded[:, :HEADS], *grads, accumulate, SCALE, key_block)
+    if accumulate:
+        grads = [grad - x for grad, x in zip(grads, before, strict=True)]
+    actual = out, lse, padded[:, :HEADS], *grads
+    for name, x, exact in zip(NAMES, actual, by_autograd(*qkv, segments, dout), strict=True):
         torch.testing.assert_close(x, exact, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     assert bool((padded[:, HEADS:] == 7).all())
 
 
-@pytest.mark.parametrize("segments", SEGMENTS.values(), ids=SEGMENTS)
-def test_gradients_are_set_without_accumulate(segments):
-    q, k, v, dout = inputs(segments)
-    out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q)), torch.empty_like(q)
-    segment_attention_forward(q, k, v, segments, SCALE, out=(out, lse))
-    dk, dv = (torch.full_like(k, torch.nan) for _ in range(2))
-    segment_attention_backward(dout, q, k, v, out, lse, segments, dq, dk, dv, False, SCALE)
-    expected = by_autograd(q, k, v, segments, dout)
-    torch.testing.assert_close((dk, dv), expected[3:], rtol=1e-4, atol=1e-5)
-
-
 def test_chunks_of_a_sequence_accumulate_to_the_whole():
+    """Out of core: chunk and context are views of one buffer, and so are their gradients."""
     whole = [Segment(0, 20, 0, 0)]
-    q, k, v, dout = inputs(whole)
-    expected = by_autograd(q, k, v, whole, dout)
+    q, k, v, _, _, dout = inputs(whole)
+    expected = by_autograd(q, k, v, k[:0], v[:0], whole, dout)[:5]
     out, lse, dq = torch.empty_like(q), torch.empty(HEADS, 20), torch.empty_like(q)
-    chunks = [
-        (slice(0, 8), [Segment(0, 8, 0, 0)]),
-        (slice(8, 11), [Segment(0, 3, 0, 8)]),
-        (slice(11, 20), [Segment(0, 9, 0, 11)]),
-    ]
-    for rows, segments in chunks:
-        segment_attention_forward(
-            q[rows], k[: rows.stop], v[: rows.stop], segments, SCALE, out=(out[rows], lse[:, rows])
-        )
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    for rows, segments in reversed(chunks):
+    chunks = [slice(0, 8), slice(8, 11), slice(11, 20)]
+
+    def views(rows: slice, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x[rows], y[rows], x[: rows.start], y[: rows.start]
+
+    def segments(rows: slice) -> list[Segment]:
+        return [Segment(0, rows.stop - rows.start, 0, rows.start)]
+
+    for rows in chunks:
+        segment_attention_forward(q[rows], *views(rows, k, v), segments(rows), SCALE, out=(out[rows], lse[:, rows]))
+    for rows in reversed(chunks):
         segment_attention_backward(
-            dout[rows], q[rows], k, v, out[rows], lse[:, rows], segments, dq[rows], dk, dv, rows.stop != 20, SCALE
-        )
+            dout[rows], q[rows], *views(rows, k, v), out[rows], lse[:, rows], segments(rows), dq[rows],
+            *views(rows, dk, dv), rows.stop != 20, SCALE,
+        )  # fmt: skip
     torch.testing.assert_close((out, lse, dq, dk, dv), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_with_fp32_gradients_of_keys():
     segments = SEGMENTS["packed, the first continued"]
-    q, k, v, dout = inputs(segments, torch.bfloat16)
-    out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q)), torch.empty_like(q)
-    segment_attention_forward(q, k, v, segments, SCALE, out=(out, lse))
-    dk, dv = (torch.zeros(k.shape) for _ in range(2))
-    segment_attention_backward(dout, q, k, v, out, lse, segments, dq, dk, dv, True, SCALE)
-    expected = by_autograd(*(x.float() for x in (q, k, v)), segments, dout.float())
-    for x, exact in zip((out, lse, dq, dk, dv), expected, strict=True):
+    *qkv, dout = inputs(segments, torch.bfloat16)
+    out, lse, dq = torch.empty_like(qkv[0]), torch.empty(HEADS, len(dout)), torch.empty_like(qkv[0])
+    segment_attention_forward(*qkv, segments, SCALE, out=(out, lse))
+    grads = [torch.zeros(x.shape) for x in qkv[1:]]
+    segment_attention_backward(dout, *qkv, out, lse, segments, dq, *grads, True, SCALE)
+    expected = by_autograd(*(x.float() for x in qkv), segments, dout.float())
+    for x, exact in zip((out, lse, dq, *grads), expected, strict=True):
         torch.testing.assert_close(x.float(), exact, rtol=2e-2, atol=2e-2)
 
 
 def test_segments_that_do_not_tile_their_chunk_are_refused():
     with pytest.raises(AssertionError, match="segments tile"):
         chunk_rows([Segment(0, 3, 0, 0), Segment(4, 6, 4, 4)])
+    with pytest.raises(AssertionError, match="segments tile"):
+        chunk_rows([Segment(1, 3, 1, 1)])
     with pytest.raises(AssertionError, match="contiguous"):
         chunk_rows([Segment(0, 3, 0, 0), Segment(3, 6, 4, 4)])
 
@@ -150,19 +157,18 @@ def test_gpu_kernel_calls_match_the_installed_torch(name, kernel, monkeypatch):
     """On meta tensors: argument names and orders, shapes and layouts."""
     segments = SEGMENTS[name]
     monkeypatch.setattr(segment_attention, "kernel_for", lambda *_: kernel)
-    q, k, v, dout = (x.to("meta") for x in inputs(segments, torch.bfloat16))
-    lengths, chunk = segment_attention._lengths(segments), chunk_rows(segments)
-    block = AttentionBlock(q, k[chunk], v[chunk], lengths, True, SCALE)
+    *qkv, dout = (x.to("meta") for x in inputs(segments, torch.bfloat16))
+    q, k, v = qkv[:3]
+    block = AttentionBlock(q, k, v, segment_attention._lengths(segments), True, SCALE)
     out, lse = kernel.forward(block)
     assert out.is_contiguous()
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (HEADS, len(q)), torch.float32)
     grads = kernel.backward(dout, block, out, lse)
-    assert [x.shape for x in grads] == [q.shape, k[chunk].shape, v[chunk].shape]
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     assert all(x.is_contiguous() for x in grads)
-    segment_attention_forward(q, k, v, segments, SCALE, out=(out, lse))
-    segment_attention_backward(
-        dout, q, k, v, out, lse, segments, torch.empty_like(q), k.float(), v.float(), False, SCALE
-    )
+    segment_attention_forward(*qkv, segments, SCALE, out=(out, lse))
+    dkv = [x.float() for x in qkv[1:]]
+    segment_attention_backward(dout, *qkv, out, lse, segments, torch.empty_like(q), *dkv, False, SCALE)
 
 
 def test_only_recurring_sizes_use_cudnn(monkeypatch):
@@ -179,6 +185,7 @@ def test_only_recurring_sizes_use_cudnn(monkeypatch):
 
     assert selected([Segment(0, 8192, 0, 0), Segment(8192, 16384, 8192, 8192)]) is CUDNN
     assert selected([Segment(0, 16384, 0, 49152)]) is CUDNN
+    assert selected([Segment(0, 512, 0, 512), Segment(512, 1024, 0, 3072)]) is CUDNN  # context parallel
     assert selected([Segment(0, 16384, 0, 49152)], width=192) is FLASH
     assert selected([Segment(0, 16384, 0, 49152)], width=12) is PLAIN
     assert selected([Segment(0, 16384, 0, 49151)]) is FLASH

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from llmb.ops.activation.activation import activation_backward, activation_forward, swiglu, swiglu_backward
-from llmb.ops.gemm.linear_autograd import weight_gradient
 from llmb.ops.gemm.matmul import matmul
+from llmb.ops.gemm.weight_gradient import weight_gradient
 
 
 class _Activation(torch.autograd.Function):
@@ -62,12 +62,13 @@ class _GatedMlp(torch.autograd.Function):
         act_NF = matmul(dy_NC, down_CF.to(dy.dtype))  # dact, until the next line overwrites it
         swiglu_backward(act_NF, gate_up_N2F)
         increment_version(gate_up_N2F)
-        ddown_CF = weight_gradient(down, dy_NC, act_NF)
+        ddown_CF = weight_gradient(down, dy_NC.T, act_NF)
         del act_NF
         dgate_NF, dup_NF = gate_up_N2F.split(len(gate_FC), dim=1)
         dx_NC = matmul(dgate_NF, gate_FC.to(dy.dtype))
         matmul(dup_NF, up_FC.to(dy.dtype), out=dx_NC, addend=dx_NC)
-        return dx_NC.view_as(x), weight_gradient(gate, dgate_NF, x_NC), weight_gradient(up, dup_NF, x_NC), ddown_CF
+        dgate_FC, dup_FC = weight_gradient(gate, dgate_NF.T, x_NC), weight_gradient(up, dup_NF.T, x_NC)
+        return dx_NC.view_as(x), dgate_FC, dup_FC, ddown_CF
 
 
 def gated_mlp(x: Tensor, gate_FC: Tensor, up_FC: Tensor, down_CF: Tensor) -> Tensor:

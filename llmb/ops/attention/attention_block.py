@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from llmb.ops.tensor_layout import at_least_fp32
 
@@ -55,6 +56,7 @@ class AttentionKernel(Protocol):
 
 
 class _Plain:
+    @record_function("attention")
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor]:
         q_NHD, k_KGD, v_KGD, lengths, causal, scale = block
         n, h, _ = q_NHD.shape
@@ -67,6 +69,7 @@ class _Plain:
             out_NHD[rows] = values.flatten(1, 2).to(out_NHD.dtype)
         return out_NHD, lse_HN
 
+    @record_function("attention")
     def backward(
         self, dout_NHD: Tensor, block: AttentionBlock, out_NHD: Tensor, lse_HN: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

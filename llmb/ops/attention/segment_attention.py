@@ -1,13 +1,18 @@
-"""Causal attention of a sequence chunk whose documents may have begun in earlier chunks, forward and backward.
+"""Causal attention of a sequence chunk whose documents may have begun before it, forward and backward.
 
-    out_NHD, lse_HN = attend(q_NHD, k_TGD, v_TGD, segments, scale)
-    attend_backward(dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_TGD, dv_TGD, accumulate, scale)
+    out_NHD, lse_HN = segment_attention_forward(q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, segments, scale)
+    segment_attention_backward(dout_NHD, q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_NGD,
+                               dv_NGD, dk_TGD, dv_TGD, accumulate, scale)
 
-The scores of a segment are a causal triangle over its own keys and, where its document began earlier, a full rectangle
-over the keys before them. The triangles of all segments are one kernel call, each rectangle another, and the two are
-merged by their log-sum-exps. So kernels need no positions, and the fastest one can be used (`attention_block.py`).
+The scores of a segment are a causal triangle over the chunk's keys and, where its document began earlier, a full
+rectangle over keys of the context. The triangles of all segments are one kernel call, each rectangle another, and the
+two are merged by their log-sum-exps. So kernels need no positions, and the fastest one can be used
+(`attention_block.py`). Both parts are functions of their own, for callers that communicate in between.
 
-Shapes: N queries of the chunk, T keys of its context, H heads, G KV heads, D head_dim.
+Out-of-core training passes views of one buffer, in which the chunk follows its context. With context parallelism the
+chunk's keys are local and the context is gathered from all ranks.
+
+Shapes: N queries and keys of the chunk, T keys of the context, H heads, G KV heads, D head_dim.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,12 +33,12 @@ RECURRING_MULTIPLE = 256  # a context of a multiple of this comes from equal chu
 
 
 class Segment(NamedTuple):
-    """Tokens of one document in a chunk. Segments tile their chunk, which is contiguous in the context."""
+    """Tokens of one document in a chunk, which see their own keys causally. Segments tile their chunk."""
 
     start: int  # rows [start, end) of the chunk
     end: int
     context_start: int  # rows [context_start, causal_start) of the context are seen in full
-    causal_start: int  # rows [causal_start, causal_start + end - start) are the segment's own, seen causally
+    causal_start: int  # where the chunk is part of the context, the segment's own rows begin here
 
 
 def chunk_segments(document_starts: Sequence[int], start: int, end: int) -> tuple[Segment, ...]:
@@ -47,16 +52,17 @@ def chunk_segments(document_starts: Sequence[int], start: int, end: int) -> tupl
 
 
 def chunk_rows(segments: Sequence[Segment]) -> slice:
-    """Return the rows of the context that are the chunk."""
-    assert [0, *(segment.end for segment in segments[:-1])] == [segment.start for segment in segments], (
-        "segments tile a chunk"
-    )
-    assert len({segment.causal_start - segment.start for segment in segments}) == 1, "a chunk is contiguous"
-    return slice(segments[0].causal_start, segments[0].causal_start + segments[-1].end)
+    """Return the rows of the context that are the chunk, where it is contiguous in the context."""
+    offsets = {segment.causal_start - segment.start for segment in segments}
+    assert len(offsets) == 1, "a chunk is contiguous"
+    start = offsets.pop()
+    return slice(start, start + sum(_lengths(segments)))
 
 
 def segment_attention_forward(
     q_NHD: Tensor,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
     segments: Sequence[Segment],
@@ -66,58 +72,52 @@ def segment_attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log-sum-exp of each row's scaled scores in fp32: copied into `out`, or as the kernel
     allocated them."""
-    kernel, chunk, lengths = kernel_for(q_NHD, segments), chunk_rows(segments), _lengths(segments)
-    out_NHD, lse_HN = kernel.forward(AttentionBlock(q_NHD, k_TGD[chunk], v_TGD[chunk], lengths, True, scale))
+    out_NHD, lse_HN = causal_forward(q_NHD, k_NGD, v_NGD, segments, scale)
     if out is not None:
         out_NHD, lse_HN = (buffer.copy_(x) for buffer, x in zip(out, (out_NHD, lse_HN), strict=True))
-    for rows, keys in _rectangles(segments, key_block):
-        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], (rows.stop - rows.start,), False, scale)
-        context_out_NHD, context_lse_HN = kernel.forward(block)
-        merge_attn_states(out_NHD[rows], lse_HN[:, rows], context_out_NHD, context_lse_HN)
-        del context_out_NHD, context_lse_HN  # before the next is allocated
+    context_forward(q_NHD, k_TGD, v_TGD, segments, out_NHD, lse_HN, scale, key_block)
     return out_NHD, lse_HN
 
 
 def segment_attention_backward(
     dout_NHD: Tensor,
     q_NHD: Tensor,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
     out_NHD: Tensor,
     lse_HN: Tensor,
     segments: Sequence[Segment],
     dq_NHD: Tensor,
+    dk_NGD: Tensor,
+    dv_NGD: Tensor,
     dk_TGD: Tensor,
     dv_TGD: Tensor,
     accumulate: bool,
     scale: float,
     key_block: int = KEY_BLOCK,
 ) -> None:
-    """Set `dq`, and accumulate `dk` and `dv` of all keys that were seen; dq may be a strided view.
+    """Set `dq`, and accumulate `dk` and `dv` of the chunk and of its context; without `accumulate` set these, too.
 
-    Without `accumulate` this is the last chunk of its context, the first of the backward pass, and sets dk and dv.
+    dq may be a strided view. Gradients of the context are best in fp32: many rectangles may add to them.
     """
-    kernel, chunk = kernel_for(q_NHD, segments), chunk_rows(segments)
-    chunk_dq_NHD, chunk_dk_NGD, chunk_dv_NGD = causal_backward(
-        dout_NHD, q_NHD, k_TGD[chunk], v_TGD[chunk], out_NHD, lse_HN, segments, scale
-    )
-    dq_NHD.copy_(chunk_dq_NHD)
-    for grad_TGD, chunk_grad_NGD in ((dk_TGD, chunk_dk_NGD), (dv_TGD, chunk_dv_NGD)):
-        if accumulate:
-            grad_TGD[chunk].add_(chunk_grad_NGD)
-        else:
-            grad_TGD[: chunk.start].zero_()
-            grad_TGD[chunk].copy_(chunk_grad_NGD)
-    del chunk_dq_NHD, chunk_dk_NGD, chunk_dv_NGD, chunk_grad_NGD
-    for rows, keys in _rectangles(segments, key_block):
-        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], (rows.stop - rows.start,), False, scale)
-        context_dq_NHD, context_dk_KGD, context_dv_KGD = kernel.backward(
-            dout_NHD[rows], block, out_NHD[rows], lse_HN[:, rows]
-        )
-        dq_NHD[rows].add_(context_dq_NHD)
-        dk_TGD[keys].add_(context_dk_KGD)
-        dv_TGD[keys].add_(context_dv_KGD)
-        del context_dq_NHD, context_dk_KGD, context_dv_KGD
+    grads = causal_backward(dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, segments, scale)
+    dq_NHD.copy_(grads[0])
+    for buffer_NGD, grad_NGD in zip((dk_NGD, dv_NGD), grads[1:], strict=True):
+        buffer_NGD.add_(grad_NGD) if accumulate else buffer_NGD.copy_(grad_NGD)
+    del grads, grad_NGD  # before rectangles are allocated
+    if not accumulate:
+        dk_TGD.zero_()
+        dv_TGD.zero_()
+    context_backward(dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_TGD, dv_TGD, scale, key_block)
+
+
+def causal_forward(
+    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, segments: Sequence[Segment], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of the causal part, newly allocated."""
+    return kernel_for(q_NHD, segments).forward(AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale))
 
 
 def causal_backward(
@@ -127,6 +127,37 @@ def causal_backward(
     """Return dq, dk and dv of the causal part, newly allocated: of the chunk's queries, keys and values."""
     block = AttentionBlock(q_NHD, k_NGD, v_NGD, _lengths(segments), True, scale)
     return kernel_for(q_NHD, segments).backward(dout_NHD, block, out_NHD, lse_HN)
+
+
+def context_forward(
+    q_NHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, segments: Sequence[Segment], out_NHD: Tensor, lse_HN: Tensor,
+    scale: float, key_block: int = KEY_BLOCK,
+) -> None:  # fmt: skip
+    """Merge the attention to the context into `out` and `lse`, those of the causal part."""
+    kernel = kernel_for(q_NHD, segments)
+    for rows, keys in _rectangles(segments, key_block):
+        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], (rows.stop - rows.start,), False, scale)
+        context_out_NHD, context_lse_HN = kernel.forward(block)
+        merge_attn_states(out_NHD[rows], lse_HN[:, rows], context_out_NHD, context_lse_HN)
+        del context_out_NHD, context_lse_HN  # before the next is allocated
+
+
+def context_backward(
+    dout_NHD: Tensor, q_NHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, out_NHD: Tensor, lse_HN: Tensor,
+    segments: Sequence[Segment], dq_NHD: Tensor, dk_TGD: Tensor, dv_TGD: Tensor, scale: float,
+    key_block: int = KEY_BLOCK,
+) -> None:  # fmt: skip
+    """Add the gradients from the context to `dq`, and those of the context to `dk` and `dv`."""
+    kernel = kernel_for(q_NHD, segments)
+    for rows, keys in _rectangles(segments, key_block):
+        block = AttentionBlock(q_NHD[rows], k_TGD[keys], v_TGD[keys], (rows.stop - rows.start,), False, scale)
+        context_dq_NHD, context_dk_KGD, context_dv_KGD = kernel.backward(
+            dout_NHD[rows], block, out_NHD[rows], lse_HN[:, rows]
+        )
+        dq_NHD[rows].add_(context_dq_NHD)
+        dk_TGD[keys].add_(context_dk_KGD)
+        dv_TGD[keys].add_(context_dv_KGD)
+        del context_dq_NHD, context_dk_KGD, context_dv_KGD
 
 
 def kernel_for(q_NHD: Tensor, segments: Sequence[Segment]) -> AttentionKernel:
@@ -152,6 +183,8 @@ def _is_recurring(segments: Sequence[Segment]) -> bool:
 
 
 def _lengths(segments: Sequence[Segment]) -> tuple[int, ...]:
+    ends = [segment.end for segment in segments]
+    assert [0, *ends[:-1]] == [segment.start for segment in segments], "segments tile a chunk"
     return tuple(segment.end - segment.start for segment in segments)
 
 

@@ -1,6 +1,7 @@
 """Embedding as an autograd function whose weight gradient may have a wider dtype than the weight.
 
-    x_BTC = embedded(tokens_BT, weight_VC)
+    x_BTC = fused_embedding(tokens_BT, weight_VC)
+    x_BTC = fused_embedding(tokens_BT, weight_RC, first)     # rows of a shard: other tokens give zeros
 
 The gradients of a token are summed in fp32 and rounded once (`embedding.py`). If the weight has a gradient already, of
 a tied head or of the previous micro-batch, rows are added to it in place; torch's own backward allocates zeros of the
@@ -13,31 +14,30 @@ import torch
 from torch import Tensor
 
 from llmb.ops.embedding.embedding import embedding_backward_, embedding_gather_, sort_tokens
-from llmb.ops.gemm.weight_gradient import accumulated_grad, gradient_dtype
+from llmb.ops.gemm.weight_gradient import gradient_buffer, gradient_dtype
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens_BT: Tensor, weight_VC: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens_BT: Tensor, weight_VC: Tensor, first: int | None) -> Tensor:
         ctx.save_for_backward(tokens_BT)
-        ctx.weight = weight_VC  # the leaf itself, with its gradient
-        x_BTC = weight_VC.new_empty(*tokens_BT.shape, weight_VC.shape[1])
-        embedding_gather_(tokens_BT.flatten(), weight_VC, 0, x_BTC.flatten(0, -2))
+        ctx.weight, ctx.first = weight_VC, first or 0  # the leaf itself, with its gradient
+        allocate = weight_VC.new_empty if first is None else weight_VC.new_zeros
+        x_BTC = allocate(*tokens_BT.shape, weight_VC.shape[1])
+        embedding_gather_(tokens_BT.flatten(), weight_VC, ctx.first, x_BTC.flatten(0, -2))
         return x_BTC
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dx_BTC: Tensor) -> tuple[None, Tensor | None]:
+    def backward(ctx: Any, dx_BTC: Tensor) -> tuple[None, Tensor | None, None]:
         (tokens_BT,), weight_VC = ctx.saved_tensors, ctx.weight
         tokens, dx_NC = sort_tokens(tokens_BT.flatten()), dx_BTC.flatten(0, -2).contiguous()
-        if (total_VC := accumulated_grad(weight_VC)) is not None:
-            embedding_backward_(dx_NC, tokens, total_VC, 0, accumulate=True)
-            return None, None
-        dweight_VC = torch.empty_like(weight_VC, dtype=gradient_dtype(weight_VC))
-        embedding_backward_(dx_NC, tokens, dweight_VC, 0, accumulate=False)
-        return None, dweight_VC
+        out_VC, accumulate = gradient_buffer(weight_VC)
+        dweight_VC = torch.empty_like(weight_VC, dtype=gradient_dtype(weight_VC)) if out_VC is None else out_VC
+        embedding_backward_(dx_NC, tokens, dweight_VC, ctx.first, accumulate)
+        return None, dweight_VC if out_VC is None else None, None
 
 
-def fused_embedding(tokens_BT: Tensor, weight_VC: Tensor) -> Tensor:
-    """Return the row of each token."""
-    return _Embedding.apply(tokens_BT, weight_VC)
+def fused_embedding(tokens_BT: Tensor, weight_VC: Tensor, first: int | None = None) -> Tensor:
+    """Return the row of each token; a shard of the vocabulary has the rows from `first` on."""
+    return _Embedding.apply(tokens_BT, weight_VC, first)

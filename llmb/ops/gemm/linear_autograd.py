@@ -5,7 +5,8 @@
 
 A wider weight is cast as it is used, and again in the backward pass: a saved copy would cost memory. Its gradient comes
 out of the GEMM in the dtype that the weight asks for. Where micro-batches accumulate and the weight has a gradient
-already, the GEMM adds to it, which reads and writes it once; autograd would allocate another and then add the two.
+already, the GEMM adds to it, which reads and writes it once; autograd would allocate another and then add the two
+(`weight_gradient.py`).
 
 Shapes: N rows, K inputs, M outputs.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmb.ops.gemm.matmul import matmul
-from llmb.ops.gemm.weight_gradient import accumulated_grad, gradient_dtype
+from llmb.ops.gemm.weight_gradient import weight_gradient
 
 
 class _Linears(torch.autograd.Function):
@@ -36,7 +37,7 @@ class _Linears(torch.autograd.Function):
         for dy_NM, weight_MK in zip(dys[1:], weights[1:], strict=True):
             matmul(dy_NM, weight_MK.to(x.dtype), out=dx_NK, addend=dx_NK)
         pairs = zip(ctx.weights, dys, strict=True)
-        return dx_NK.view_as(x), *(weight_gradient(weight_MK, dy_NM, x_NK) for weight_MK, dy_NM in pairs)
+        return dx_NK.view_as(x), *(weight_gradient(weight_MK, dy_NM.T, x_NK) for weight_MK, dy_NM in pairs)
 
 
 def linear(x: Tensor, weight_MK: Tensor) -> Tensor:
@@ -47,12 +48,3 @@ def linear(x: Tensor, weight_MK: Tensor) -> Tensor:
 def linears(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     """Return x @ weight.T for several weights."""
     return _Linears.apply(x, *weights)
-
-
-def weight_gradient(weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor) -> Tensor | None:
-    """Return dy.T @ x in the dtype of the weight's gradient; None if it has been accumulated in place."""
-    total_MK = accumulated_grad(weight_MK)
-    if total_MK is None:
-        return matmul(dy_NM.T, x_NK, dtype=gradient_dtype(weight_MK))
-    matmul(dy_NM.T, x_NK, out=total_MK, addend=total_MK)
-    return None

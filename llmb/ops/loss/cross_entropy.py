@@ -2,8 +2,14 @@
 
     cross_entropy_grad_(logits_NV, labels_N, scale, losses_N)
 
-Computed in fp32; the gradient is rounded once, to the dtype of the logits. Rows with a label below 0 are ignored.
-Shapes: N rows, of any stride, and V vocabulary.
+Where a rank has the logits of the range of the vocabulary that begins at `first`, ranks combine the two numbers per row
+that the first call writes, before the second:
+
+    vocab_parallel_logsumexp(logits_NV, labels_N, first, lse_N, label_logits_N)
+    vocab_parallel_grad_(logits_NV, labels_N, first, lse_N, scale)
+
+Computed in fp32; the gradient is rounded once, to the dtype of the logits. Rows with a label below 0 are ignored by
+`cross_entropy_grad_`. Shapes: N rows, of any stride, and V vocabulary, or the local part of it.
 """
 
 import torch
@@ -26,3 +32,24 @@ def cross_entropy_grad_(logits_NV: Tensor, labels_N: Tensor, scale: float | Tens
     ones = torch.ones_like(labels_N1, dtype=log_probs.dtype)
     grad = log_probs.exp_().scatter_add_(1, labels_N1, -ones) * scale
     logits_NV.copy_(torch.where(mask_N[:, None], grad, 0.0))
+
+
+@op
+def vocab_parallel_logsumexp(
+    logits_NV: Tensor, labels_N: Tensor, first: int, lse_N: Tensor, label_logits_N: Tensor
+) -> None:
+    """Write each row's logsumexp and the logit of its label, or 0 where the label is not in [first, first + V)."""
+    v, logits_NV = logits_NV.shape[1], at_least_fp32(logits_NV)
+    local_N = labels_N.long() - first
+    label_logits = logits_NV.gather(1, local_N.clamp(0, v - 1)[:, None])[:, 0]
+    label_logits_N.copy_(torch.where((local_N >= 0) & (local_N < v), label_logits, 0.0))
+    lse_N.copy_(logits_NV.logsumexp(dim=-1))
+
+
+@op
+def vocab_parallel_grad_(logits_NV: Tensor, labels_N: Tensor, first: int, lse_N: Tensor, scale: float) -> None:
+    """Write (exp(logits - lse) - onehot) * scale over logits, with the logsumexp over the whole vocabulary."""
+    probs = (at_least_fp32(logits_NV) - lse_N[:, None]).exp_()
+    vocab_V = torch.arange(first, first + logits_NV.shape[1], device=logits_NV.device)
+    probs[labels_N[:, None] == vocab_V] -= 1
+    logits_NV.copy_(probs.mul_(scale))

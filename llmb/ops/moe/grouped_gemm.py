@@ -8,7 +8,8 @@ group starts at a multiple of the row width in the backward pass too. Anything e
 reads the sizes on the host.
 
 Shapes: N rows of all groups, E groups, I inputs, O outputs. ends_E is int32, the row after each group's last (`offs` of
-grouped_mm); its last entry is N. A weight wider than x (fp32 with bf16) is cast on use. Its gradient is cast to the
+grouped_mm). Rows after the last group are padding: they are not computed, and are undefined in y and in the gradient of
+x. A weight wider than x (fp32 with bf16) is cast on use. Its gradient is cast to the
 dtype of weight gradients; with gradient accumulation it is added to the existing one.
 """
 
@@ -25,7 +26,7 @@ ALIGNMENT = 8  # bf16 elements in the 16 bytes that the kernel's loads are align
 
 def grouped_gemm_reference(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Compute group by group in plain torch."""
-    return torch.cat([rows @ weight.T for rows, weight in zip(_groups(x_NI, ends_E), weight_EOI, strict=True)])
+    return _matmul_by_group(x_NI, weight_EOI.transpose(1, 2), ends_E)
 
 
 def grouped_gemm(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
@@ -55,7 +56,13 @@ def _matmul(x_NI: Tensor, matrix_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Multiply each group's rows by its matrix."""
     if _supports_grouped_mm(x_NI, matrix_EIO.shape[-1]):
         return F.grouped_mm(x_NI, matrix_EIO, offs=ends_E)
-    return torch.cat([rows @ matrix for rows, matrix in zip(_groups(x_NI, ends_E), matrix_EIO, strict=True)])
+    return _matmul_by_group(x_NI, matrix_EIO, ends_E)
+
+
+def _matmul_by_group(x_NI: Tensor, matrix_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    out = [rows @ matrix for rows, matrix in zip(_groups(x_NI, ends_E), matrix_EIO, strict=True)]
+    padding = x_NI.new_zeros(len(x_NI) - sum(map(len, out)), matrix_EIO.shape[2])
+    return torch.cat((*out, padding))
 
 
 def _outer(left_NO: Tensor, right_NI: Tensor, ends_E: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def _permute_kernel(x_ptr, row_map_ptr, rows_ptr, C: tl.constexpr, K: tl.constex
     x = tl.load(x_ptr + token * C + c, mask=c < C, other=0.0)
     for k in tl.static_range(K):
         row = tl.load(row_map_ptr + token * K + k).to(tl.int64)
-        tl.store(rows_ptr + row * C + c, x, mask=c < C)
+        tl.store(rows_ptr + row * C + c, x, mask=(c < C) & (row >= 0))
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def _unpermute_kernel(
     acc = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(K):
         row = tl.load(row_map_ptr + token * K + k).to(tl.int64)
-        value = tl.load(rows_ptr + row * C + c, mask=c < C, other=0.0).to(tl.float32)
+        value = tl.load(rows_ptr + row * C + c, mask=(c < C) & (row >= 0), other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             value *= tl.load(weights_ptr + token * K + k).to(tl.float32)
         acc += value
@@ -63,11 +63,11 @@ def _unpermute_backward_kernel(
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, PADDED_K)
     weight = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0).to(tl.float32)[:, None]
-    row = tl.load(row_map_ptr + token * K + k, mask=k < K, other=0).to(tl.int64)[:, None]
+    row = tl.load(row_map_ptr + token * K + k, mask=k < K, other=-1).to(tl.int64)[:, None]
     products = tl.zeros((PADDED_K, BLOCK), tl.float32)
     for first in range(0, C, BLOCK):
         c = first + tl.arange(0, BLOCK)[None, :]
-        mask = (k < K)[:, None] & (c < C)
+        mask = (row >= 0) & (c < C)
         # Loaded K times from cache: a single row would go through shared memory to get the layout of the others.
         dout_offsets = tl.broadcast_to(token * C + c, (PADDED_K, BLOCK))
         dout = tl.load(dout_ptr + dout_offsets, mask=mask, other=0.0).to(tl.float32)
@@ -115,11 +115,11 @@ def _expert_ids(topk_ids_ptr, pair, pairs):
     return tl.load(topk_ids_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
 
 
-def permute_triton(x_NC: Tensor, row_map_NK: Tensor) -> Tensor:
+def permute_triton(x_NC: Tensor, row_map_NK: Tensor, rows: int) -> Tensor:
     """See `permute.permute`."""
     (n, k), c = row_map_NK.shape, x_NC.shape[1]
-    rows_MC = torch.empty(n * k, c, dtype=x_NC.dtype, device=x_NC.device)
-    if rows_MC.numel():
+    rows_MC = torch.empty(rows, c, dtype=x_NC.dtype, device=x_NC.device)
+    if x_NC.numel():
         block, warps = _block_and_warps(c)
         _permute_kernel[(n * triton.cdiv(c, block),)](
             x_NC.contiguous(), row_map_NK, rows_MC, C=c, K=k, BLOCK=block, num_warps=warps
@@ -152,7 +152,7 @@ def unpermute_backward_triton(
     (n, k), c = row_map_NK.shape, rows_MC.shape[1]
     drows_MC = torch.empty(rows_MC.shape, dtype=rows_MC.dtype, device=rows_MC.device)
     dweights_NK = torch.empty(n, k, dtype=topk_weights_NK.dtype, device=topk_weights_NK.device)
-    if rows_MC.numel():
+    if dout_NC.numel():
         padded_k = triton.next_power_of_2(k)
         block = min(max(GRAD_ELEMENTS // padded_k, 1), triton.next_power_of_2(c))
         _unpermute_backward_kernel[(n,)](

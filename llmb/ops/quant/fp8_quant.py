@@ -64,9 +64,15 @@ def quantize_fp8_current_scaling(x_NK: Tensor, dtype: torch.dtype) -> Fp8Tensor:
 
 
 def cast_to_fp8(
-    x_NK: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False
+    x_NK: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    amax: Tensor | None = None,
+    rows: bool = False,
+    columns: bool = False,
 ) -> Fp8Tensor:
-    """Divide a matrix by a known scale and round it to fp8, in the requested layouts."""
+    """Divide a matrix by a known scale and round it to fp8, in the requested layouts; update amax if given."""
     n, k = x_NK.shape
     out = Fp8Tensor(
         torch.empty((n, k) if rows else 0, dtype=dtype, device=x_NK.device),
@@ -74,7 +80,7 @@ def cast_to_fp8(
         scale,
     )
     rows_NK, columns_KP = out.rows if rows else None, out.columns if columns else None
-    quantize_fp8(dense_rows(x_NK), ScaleAmax(scale, None), rows_NK, columns_KP)
+    quantize_fp8(dense_rows(x_NK), ScaleAmax(scale, amax), rows_NK, columns_KP)
     return out
 
 
@@ -93,15 +99,18 @@ def quantize_fp8(
         columns_KP[:, tokens:] = 0
 
 
-def fake_quantize(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return x / scale rounded to the format (ties to even) in fp32 arithmetic alone, and the scale.
+def fake_quantize(
+    x: Tensor, dtype: torch.dtype, dim: int | None = None, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return x / scale clamped and rounded to the format (ties to even) in fp32 arithmetic alone, and the scale.
 
-    There is one scale, or one for each slice along a dimension.
+    If not given, it is that of the amax: there is one scale, or one for each slice along a dimension.
     """
     limits = torch.finfo(dtype)
-    amax = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = amax.float().clamp(min=MIN_AMAX) * (1 / limits.max)
-    values = x.float() * scale.reciprocal()
+    if scale is None:
+        amax = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+        scale = amax.float().clamp(min=MIN_AMAX) * (1 / limits.max)
+    values = (x.float() * scale.reciprocal()).clamp(-limits.max, limits.max)
     exponent = (torch.frexp(values).exponent - 1).clamp(min=round(math.log2(limits.smallest_normal)))
     ulp = torch.ldexp(torch.full_like(values, limits.eps), exponent)
     return (values / ulp).round() * ulp, scale

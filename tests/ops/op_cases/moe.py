@@ -6,6 +6,7 @@ import torch
 from torch import Generator, Tensor, device
 
 from llmb.config.spec import MoEConfig
+from llmb.ops.moe.expert_dispatch import assign_send_rows, sort_received_rows
 from llmb.ops.moe.expert_weights import ExpertFormat, ExpertWeights, empty_expert_weights, fill_expert_rows
 from llmb.ops.moe.fused_moe import Routing, fused_moe
 from llmb.ops.moe.permute import permute, sort_by_expert, unpermute, unpermute_backward
@@ -20,8 +21,11 @@ ROUTING_RULES = {
     "one expert per group": MoEConfig(count=6, top_k=3, ffn=1, groups=6, top_groups=4, scale=0.5),
     "all experts": MoEConfig(count=5, top_k=5, ffn=1),
 }
-# Tokens, experts per token, experts, channels.
-PERMUTATIONS = ((13, 1, 4, 64), (37, 8, 16, 96), (11, 3, 5, 53), (5, 2, 3, 1100), (1, 4, 9, 32), (6, 2, 2, 1))
+# Tokens, experts per token, experts, channels, sometimes routed tokens that are dropped.
+PERMUTATIONS = (
+    *((13, 1, 4, 64), (37, 8, 16, 96), (11, 3, 5, 53), (5, 2, 3, 1100), (1, 4, 9, 32), (6, 2, 2, 1)),
+    (9, 3, 4, 40, 5),
+)
 
 
 def uneven_topk_ids(g: Generator, d: device, tokens: int, top_k: int, experts: int) -> Tensor:
@@ -32,34 +36,59 @@ def uneven_topk_ids(g: Generator, d: device, tokens: int, top_k: int, experts: i
     return likely.expand(tokens, -1).multinomial(top_k, generator=g).to(d)
 
 
+def row_map(g: Generator, d: device, tokens: int, top_k: int, experts: int, dropped: int) -> tuple[Tensor, int]:
+    """Return rows sorted by expert, -1 instead of the last ones, and their number."""
+    row_map_NK, _ = sort_by_expert.reference(uneven_topk_ids(g, d, tokens, top_k, experts), experts)
+    rows = tokens * top_k - dropped
+    return row_map_NK.where(row_map_NK < rows, -1), rows
+
+
 @cases(sort_by_expert, *(shape[:3] for shape in PERMUTATIONS), (0, 2, 3), (300, 2, 5), (50, 8, 256), tolerance=0)
 def pairs(g: Generator, d: device, tokens: int, top_k: int, experts: int) -> Arguments:
     return (uneven_topk_ids(g, d, tokens, top_k, experts), experts), {}
 
 
-@cases(permute, *PERMUTATIONS, *((*shape, torch.bfloat16) for shape in PERMUTATIONS), tolerance=0)
+@cases(permute, *((dtype, *shape) for dtype in (torch.float32, torch.bfloat16) for shape in PERMUTATIONS), tolerance=0)
 def tokens_to_rows(
-    g: Generator, d: device, tokens: int, top_k: int, experts: int, channels: int, dtype: torch.dtype = torch.float32
+    g: Generator, d: device, dtype: torch.dtype, tokens: int, top_k: int, experts: int, channels: int, dropped: int = 0
 ) -> Arguments:
-    row_map_NK, _ = sort_by_expert.reference(uneven_topk_ids(g, d, tokens, top_k, experts), experts)
-    return (randn(g, d, tokens, channels, dtype=dtype), row_map_NK), {}
+    row_map_NK, rows = row_map(g, d, tokens, top_k, experts, dropped)
+    return (randn(g, d, tokens, channels, dtype=dtype), row_map_NK, rows), {}
 
 
-@cases(unpermute, *((*shape, *flags) for shape in PERMUTATIONS for flags in ((0, 0), (1, 0), (1, 1))), tolerance=1e-5)
+@cases(unpermute, *((*flags, *shape) for shape in PERMUTATIONS for flags in ((0, 0), (1, 0), (1, 1))), tolerance=1e-5)
 def rows_to_tokens(
-    g: Generator, d: device, tokens: int, top_k: int, experts: int, channels: int, weighted: bool, added: bool
-) -> Arguments:
-    row_map_NK, _ = sort_by_expert.reference(uneven_topk_ids(g, d, tokens, top_k, experts), experts)
+    g: Generator, d: device, weighted: bool, added: bool,
+    tokens: int, top_k: int, experts: int, channels: int, dropped: int = 0,
+) -> Arguments:  # fmt: skip
+    row_map_NK, rows = row_map(g, d, tokens, top_k, experts, dropped)
     weights_NK = randn(g, d, tokens, top_k).abs() if weighted else None
     addend_NC = randn(g, d, tokens, channels) if added else None
-    return (randn(g, d, tokens * top_k, channels), row_map_NK, weights_NK, addend_NC), {}
+    return (randn(g, d, rows, channels), row_map_NK, weights_NK, addend_NC), {}
 
 
 @cases(unpermute_backward, *PERMUTATIONS, tolerance=1e-5)
-def token_gradients(g: Generator, d: device, tokens: int, top_k: int, experts: int, channels: int) -> Arguments:
-    row_map_NK, _ = sort_by_expert.reference(uneven_topk_ids(g, d, tokens, top_k, experts), experts)
-    dout_NC, rows_MC = randn(g, d, tokens, channels), randn(g, d, tokens * top_k, channels)
+def token_gradients(
+    g: Generator, d: device, tokens: int, top_k: int, experts: int, channels: int, dropped: int = 0
+) -> Arguments:
+    row_map_NK, rows = row_map(g, d, tokens, top_k, experts, dropped)
+    dout_NC, rows_MC = randn(g, d, tokens, channels), randn(g, d, rows, channels)
     return (dout_NC, rows_MC, row_map_NK, randn(g, d, tokens, top_k).abs()), {}
+
+
+# Tokens, experts per token, ranks, experts of each, rows of each.
+@cases(assign_send_rows, (24, 2, 4, 2, 48), (24, 2, 4, 2, 16), (700, 3, 3, 5, 640), (8, 1, 8, 1, 2), tolerance=0)
+def send_buffer(g: Generator, d: device, tokens: int, top_k: int, ranks: int, experts: int, rows: int) -> Arguments:
+    topk_ids_NK = uneven_topk_ids(g, d, tokens, top_k, ranks * experts)
+    row_map_NK, ends_E = sort_by_expert.reference(topk_ids_NK, ranks * experts)
+    return (topk_ids_NK, row_map_NK, ends_E.view(ranks, experts), rows, torch.ones((), device=d)), {}
+
+
+# Ranks, experts, rows of each rank.
+@cases(sort_received_rows, (2, 1, 16), (8, 4, 48), (3, 5, 300), (6, 256, 512), (1, 3, 7), tolerance=0)
+def received_rows(g: Generator, d: device, ranks: int, experts: int, rows: int) -> Arguments:
+    ends_BE = torch.randint(rows + 1, (ranks, experts), generator=g, dtype=torch.int32).sort(1).values
+    return (ends_BE.to(d), ranks * rows), {}
 
 
 @cases(fused_moe, (1, "plain"), (17, "plain"), (3, "nvfp4"), (17, "nvfp4"), tolerance=1e-5)
