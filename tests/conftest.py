@@ -33,7 +33,7 @@ LONGEST_FILES = (
     "test_parity",
     "test_offload_trainer_gpu",
     "test_nemotron_h_gpu",
-    "test_fused_llama_gpu",
+    "test_explicit_layers_gpu",
     "test_llama_layer_gpu",
 )
 

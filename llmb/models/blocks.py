@@ -19,7 +19,6 @@ from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.ops.activation.activation_autograd import fused_activation
 from llmb.ops.attention.softcap_attention import softcap_attention
-from llmb.ops.dispatch import is_dry_run
 from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
 from llmb.ops.rope.rope_autograd import fused_rope
 
@@ -96,36 +95,18 @@ def attention_backends(device: torch.device) -> list[SDPBackend]:
 
 
 def causal_attention(
-    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float | None = None, softcap: float | None = None
+    q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float | None = None, softcap: float | None = None
 ) -> Tensor:
-    """Compute causal attention; k and v may have fewer heads (GQA).
+    """Compute causal attention of whole sequences; k and v may have fewer heads (GQA).
 
-    Fewer queries than keys are the last tokens (bottom-right causal mask). Logits are multiplied by `scale`, by default
-    1 / sqrt(D), and soft-capped to +-softcap if given.
+    Logits are multiplied by `scale`, by default 1 / sqrt(D), and soft-capped to +-softcap if given.
     """
+    assert q_BHTD.shape[2] == k_BHTD.shape[2], "is_causal aligns fewer queries with the first keys"
     if softcap is not None:
-        return softcap_attention(q_BHQD, k_BHTD, v_BHTD, scale or q_BHQD.shape[-1] ** -0.5, softcap)
-    mask = _last_queries_mask(q_BHQD.shape[2], k_BHTD.shape[2], q_BHQD.device)
-    grouped = q_BHQD.shape[1] != k_BHTD.shape[1]
-    with sdpa_kernel(attention_backends(q_BHQD.device), set_priority=True):
-        return F.scaled_dot_product_attention(
-            q_BHQD, k_BHTD, v_BHTD, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
-
-
-def _last_queries_mask(queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """Return a bottom-right causal mask, or None where is_causal does it.
-
-    On CUDA it takes no memory: it selects FlashAttention-2, whose causal mask is bottom-right, or, where the head dims
-    of values and keys differ, the memory-efficient kernel. cuDNN's mask is top-left. On CPUs the mask is materialized.
-    """
-    if queries == keys or is_dry_run():  # a dry run has no values, and the mask must not count as memory
-        return None
-    if device.type == "cuda":
-        from torch.nn.attention.bias import causal_lower_right  # imports TorchDynamo, which takes a second
-
-        return causal_lower_right(queries, keys)
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+        return softcap_attention(q_BHTD, k_BHTD, v_BHTD, scale or q_BHTD.shape[-1] ** -0.5, softcap)
+    grouped = q_BHTD.shape[1] != k_BHTD.shape[1]
+    with sdpa_kernel(attention_backends(q_BHTD.device), set_priority=True):
+        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

@@ -21,6 +21,7 @@ from llmb.models.blocks import RMSNorm, rope_table, sequential_positions
 from llmb.models.chunked_loss import chunked_cross_entropy
 from llmb.models.hf_layout import GroupedRowLayout
 from llmb.models.moe import collect_aux_losses
+from llmb.ops.quant.delayed_scaling import Scaling
 
 INIT_STD = 0.02
 
@@ -30,7 +31,7 @@ class Decoder(nn.Module):
 
     Parallelism replaces attributes: the positions of the tokens, the loss function, the weight of a micro-batch's loss,
     whether this is the first or last pipeline stage, and how other stages attach their routers' auxiliary losses. A
-    stage keeps the global layer indices in `layers`, and so the parameter names.
+    stage keeps the global layer indices in `layers`, and so the parameter names. Precision sets `fp8_scaling`.
     """
 
     residual_projections: tuple[str, ...] = ("attention.o.weight", ".down.weight")
@@ -49,6 +50,7 @@ class Decoder(nn.Module):
         self.cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor] = chunked_cross_entropy
         self.attach_aux_loss: Callable[[Tensor, Tensor], Tensor] = attach_aux_loss
         self.loss_weight = 1.0
+        self.fp8_scaling: Scaling | None = None  # of all fp8 tensors of `layers` with one scale
 
     def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         """Return the logits [B, T, V] of tokens [B, T]; with labels the mean loss, without materializing all logits.

@@ -149,14 +149,21 @@ class MoE(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.flatten(0, -2)
         topk_weights_NK, topk_ids_NK = self.router(x_NC)
-        row_map_NK, ends_E = sort_by_expert(topk_ids_NK, self.router.experts.count)
-        rows_MC, x_NC = permute_tokens_with_input(x_NC, row_map_NK)
+        row_map_NK, ends_E, rows = self.assign_rows(topk_ids_NK)
+        rows_MC, x_NC = permute_tokens_with_input(x_NC, row_map_NK, rows)
         y_MC = self.run_experts(rows_MC, ends_E)
         shared_NC = None if self.shared is None else self.shared(x_NC)
         return unpermute_tokens(y_MC, row_map_NK, topk_weights_NK, shared_NC).view_as(x_BTC)
 
+    def assign_rows(self, topk_ids_NK: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return the row of each routed token, sorted by expert, the row after each expert's last, and all rows.
+
+        Expert parallelism replaces this and wraps `run_experts` in all-to-alls.
+        """
+        return *sort_by_expert(topk_ids_NK, self.router.experts.count), topk_ids_NK.numel()
+
     def run_experts(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
-        """Run every expert's MLP on its rows; expert parallelism wraps this in all-to-alls."""
+        """Run every expert's MLP on its rows."""
         return self.down(fused_activation(self.gate(x_MC, ends_E), self.activation, self.up(x_MC, ends_E)), ends_E)
 
 

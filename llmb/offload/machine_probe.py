@@ -159,19 +159,20 @@ def _attention_seconds(segments: list[Segment], device: torch.device, sizes: Siz
         _random(device, sizes.dtype, (before + sizes.tokens) * groups * width).view(-1, groups, width) for _ in range(2)
     )
     dk_TGD, dv_TGD = (torch.zeros_like(k_TGD, dtype=torch.float32) for _ in range(2))
+    k_NGD, v_NGD, dk_NGD, dv_NGD = (x[before:] for x in (k_TGD, v_TGD, dk_TGD, dv_TGD))
     lse_HN = torch.empty(heads, sizes.tokens, dtype=torch.float32, device=device)
     scale = width**-0.5
 
     def forward() -> None:
-        segment_attention_forward(q_NHD, k_TGD, v_TGD, segments, scale, KEY_BLOCK, (out_NHD, lse_HN))
+        segment_attention_forward(q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, segments, scale, KEY_BLOCK, (out_NHD, lse_HN))
 
     def backward() -> None:
         if before == 0:  # no other chunk sees these keys, so their grads_in are not added up
-            causal_backward(dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, segments, scale)
+            causal_backward(dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, segments, scale)
         else:
             segment_attention_backward(
-                dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_TGD, dv_TGD, True, scale,
-                KEY_BLOCK,
+                dout_NHD, q_NHD, k_NGD, v_NGD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_NGD, dv_NGD,
+                dk_TGD, dv_TGD, True, scale, KEY_BLOCK,
             )  # fmt: skip
 
     duration = sizes.seconds / 2

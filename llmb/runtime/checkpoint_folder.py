@@ -58,6 +58,19 @@ def resume_checkpoint(
     return checkpoint
 
 
+def precision_change(checkpoint: Path, precision: dict[str, Any]) -> str | None:
+    """Return in one line how the number formats of a run differ from those of the run that wrote a checkpoint.
+
+    None: in nothing, or it does not record them. The run continues, only not bit for bit as the other would have.
+    """
+    saved = read_json(checkpoint / IDENTITY).get("precision", precision)
+    changed = [name for name, value in precision.items() if saved.get(name) != value]
+    if not changed:
+        return None
+    before, now = (", ".join(f"{name}={run.get(name)}" for name in changed) for run in (saved, precision))
+    return f"resume: {checkpoint} was made with {before}, this run has {now}"
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, oldest first."""
     paths = folder.iterdir() if folder.is_dir() else ()

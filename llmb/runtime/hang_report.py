@@ -30,7 +30,7 @@ def collectives_entered() -> dict[str, int]:
     return {
         f"{group.group_name} {','.join(map(str, members))}": group._get_sequence_number_for_group()
         for group, members in ((group, sorted(ranks)) for group, ranks in world.pg_group_ranks.items())
-        if len(members) > 1
+        if len(members) > 1 and isinstance(group, dist.ProcessGroup)  # else this rank is not in it
     }
 
 

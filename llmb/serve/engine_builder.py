@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from llmb.config.native.number_formats import published_fp8_scaling
+from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.native.serving_support import check_serving_layout
 from llmb.config.spec import Inference, RunConfig
 from llmb.runtime.rank_info import RankInfo
@@ -33,7 +33,11 @@ from llmb.serve.weights.hf_folder import HfFolderWeights
 from llmb.serve.weights.weight_source import RandomWeights, WeightSource
 
 HOST_MEMORY_FRACTION = 0.5  # of the host's free memory that counts as device memory when serving on a CPU
-FP8_FORMATS: dict[str, Format] = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
+FP8_FORMATS: dict[str, Format] = {
+    "tensorwise": "fp8_tensor",
+    "channelwise": "fp8_channel",
+    "blockwise": "fp8_block",
+}
 
 
 def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int) -> Engine:
@@ -99,7 +103,7 @@ def serving_dtypes(config: RunConfig) -> ServingDtypes:
     precision = config.precision
     dtype = torch.float32 if precision.dtype == "fp32" else torch.bfloat16
     formats: dict[str, Format] = {
-        "fp8": FP8_FORMATS[precision.fp8_scaling or published_fp8_scaling(config.model)],
+        "fp8": FP8_FORMATS[precision.fp8_recipe or published_fp8_recipe(config.model)],
         "nvfp4": "nvfp4",
     }
     kv_dtype = torch.float8_e4m3fn if precision.kv_dtype == "fp8" else dtype

@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmb.runtime.flat_collectives import all_gather_flat, reduce_scatter_flat
 from llmb.serve.rank_groups import ExpertGroup, PendingTransfer, RankGroup, StageGroup
-
-# torch 2.13 introduced these names and deprecates the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def min_over_ranks(number: int, device: torch.device) -> int:
@@ -42,7 +39,7 @@ class TensorParallelGroup(RankGroup):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         all_R = x.new_empty(self.size, *x.shape)
         if x.numel():
-            _all_gather(all_R.flatten(0, 1), x.contiguous(), group=self.process_group)
+            all_gather_flat(all_R.flatten(0, 1), x.contiguous(), group=self.process_group)
         return torch.cat(all_R.unbind(), dim=dim)
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -82,7 +79,7 @@ class DataParallelExperts(ExpertGroup):
 
     def begin_step(self, num_tokens: int) -> bool:
         counts = torch.empty(self.control.size(), dtype=torch.int64)
-        _all_gather(counts, torch.tensor([num_tokens]), group=self.control)
+        all_gather_flat(counts, torch.tensor([num_tokens]), group=self.control)
         self.counts[:] = counts.tolist()
         return any(self.counts)
 
@@ -93,7 +90,7 @@ class DataParallelExperts(ExpertGroup):
             local_MC = x_NC.new_zeros(max_count, x_NC.shape[1])
             local_MC[:count] = x_NC[:count]
         all_NC = x_NC.new_empty(len(self.counts) * max_count, x_NC.shape[1])
-        _all_gather(all_NC, local_MC, group=self.process_group)
+        all_gather_flat(all_NC, local_MC, group=self.process_group)
         if min(self.counts) == max_count:
             return all_NC
         per_rank = zip(all_NC.split(max_count), self.counts, strict=True)
@@ -107,7 +104,7 @@ class DataParallelExperts(ExpertGroup):
                 padded_MC[: len(rank_NC)] = rank_NC
             partial_NC = padded_NC
         local_MC = partial_NC.new_empty(max_count, hidden)
-        _reduce_scatter(local_MC, partial_NC.contiguous(), group=self.process_group)
+        reduce_scatter_flat(local_MC, partial_NC.contiguous(), group=self.process_group)
         return local_MC[: max(self._local_count, 1)]
 
     @property

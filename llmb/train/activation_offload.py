@@ -14,8 +14,7 @@ pass runs next. On the CPU the same code copies from host to host: no saving, bu
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -24,38 +23,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from llmb.models.architectures import Network
-from llmb.train.optimizer import local
+from llmb.train.side_stream import SideStream
 
 MIN_BYTES = 2**20  # a smaller copy takes longer to launch than to run
 BUFFER_ALIGNMENT = 2**21  # buffer sizes are multiples of this, so that similar tensors can share buffers
 
 
-class CopyStream:
-    """CUDA stream for copies, and the pool of host buffers. On the CPU copies are synchronous."""
+class CopyStream(SideStream):
+    """CUDA stream for copies, and the pool of host buffers."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        super().__init__(device)
         self._free_buffers: dict[int, list[Tensor]] = defaultdict(list)
-
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Run copies inside on this stream, after all kernels launched on the main stream so far."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            yield
-
-    def record_event(self) -> torch.cuda.Event | None:
-        """Record an event after the copies so far."""
-        return None if self.stream is None else self.stream.record_event()
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        """Make the main stream wait for an event."""
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
 
     def allocate(self, size: int) -> Tensor:
         """Return a host buffer of at least this many bytes; its uses are all copies on this stream, hence ordered."""
@@ -115,7 +94,7 @@ class OffloadedActivations:
             tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         buffer = self.copies.allocate(size)
         host = buffer[:size].view(tensor.dtype).as_strided(tensor.shape, strides)
-        with self.copies.copying():
+        with self.copies.running():
             host.copy_(tensor, non_blocking=True)
         self._buffers.append(buffer)
         self._on_host.append(host)
@@ -137,7 +116,7 @@ class OffloadedActivations:
         if not missing:
             return
         on_device = [torch.empty_like(self._on_host[index], device=self.copies.device) for index in missing]
-        with self.copies.copying():
+        with self.copies.running():
             for index, tensor in zip(missing, on_device, strict=True):
                 self._on_device[index] = tensor.copy_(self._on_host[index], non_blocking=True)
         self._copied = self.copies.record_event()
@@ -207,8 +186,8 @@ class ActivationOffloader:
 
 @torch.no_grad()
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the identities of the storages of tensors; of a DTensor, the local shard's."""
-    return {local(tensor).untyped_storage()._cdata for tensor in tensors}
+    """Return the identities of the storages of tensors."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def offload_activations(network: Network, first: int, layers: int) -> None:

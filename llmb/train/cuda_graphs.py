@@ -4,12 +4,18 @@ A kernel launch costs the host a few microseconds and leaves a gap on the device
 micro-batch at once. Addresses are fixed: tokens and labels are copied into static tensors, and gradients stay where
 they were at capture. There are two graphs, which share a memory pool: the first micro-batch of a step writes gradients,
 the others accumulate.
+
+On several ranks a graph contains the collectives of a micro-batch: those of tp, cp and ep and, with fsdp, those of
+weights and gradients. Otherwise weights are gathered before the first micro-batch and gradients are reduced after the
+last, outside of the graphs and without overlap.
 """
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from llmb.train.parallel.fsdp import Gradients, ShardedParameters
 
 WARMUP_CALLS = 3  # eager: kernels are compiled and tuned, libraries allocate their workspaces
 
@@ -23,32 +29,37 @@ class MicroBatchGraph:
         self._eager_calls = 0
         self._disabled = False
         self._captured: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by is_first; graph and loss
-        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._gradients: dict[bool, Gradients] = {}  # by is_first
 
-    def __call__(self, model: nn.Module, add_gradients: AddGradients, tokens: Tensor, labels: Tensor) -> Tensor:
+    def __call__(
+        self, parameters: ShardedParameters, add_gradients: AddGradients, tokens: Tensor, labels: Tensor
+    ) -> Tensor:
         """Return the loss term; valid until the next call."""
         if self._disabled:
             return add_gradients(tokens, labels)
-        is_first = all(parameter.grad is None for parameter in model.parameters())
+        is_first = not parameters.has_gradients
         if is_first not in self._captured:
             # Later micro-batches must accumulate into the gradients that the first one's graph writes.
             if self._eager_calls < WARMUP_CALLS or not (is_first or self._captured):
                 return self._warm_up(add_gradients, tokens, labels)
             self._captured[is_first] = self._capture(add_gradients, tokens, labels)
-            self._gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-        elif is_first:
-            for parameter, gradient in self._gradients:
-                parameter.grad = gradient
+            self._gradients[is_first] = parameters.gradients
         graph, loss = self._captured[is_first]
         self._tokens.copy_(tokens)
         self._labels.copy_(labels)
         graph.replay()
+        parameters.gradients = self._gradients[is_first]
         return loss
 
     def disable(self) -> None:
         """Run every later call eagerly, and free the memory of the graphs."""
         self._disabled = True
-        self._captured, self._gradients = {}, []
+        self.reset()
+
+    def reset(self) -> None:
+        """Free the graphs and capture others after another warm-up, because shapes inside have changed."""
+        self._eager_calls = 0
+        self._captured, self._gradients = {}, {}
 
     def _warm_up(self, add_gradients: AddGradients, tokens: Tensor, labels: Tensor) -> Tensor:
         """Run eagerly on the capture stream, so that per-stream state is initialized."""

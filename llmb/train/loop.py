@@ -29,11 +29,12 @@ from llmb.runtime.step_log import LoggedStep, format_step
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.runtime.token_data import TokenFile, open_token_file
 from llmb.train.cuda_graphs import MicroBatchGraph
-from llmb.train.fused_llama import begin_step
+from llmb.train.llama_layers import begin_step, quantize_weights
 from llmb.train.nonfinite import find_first_nonfinite
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.context_parallel import shard_sequence
-from llmb.train.parallel.fsdp import set_last_backward
+from llmb.train.parallel.expert_parallel import expert_dispatchers, grow_capacity, pop_overflow
+from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh, init_mesh
 from llmb.train.parallel.pipeline import Pipeline
 from llmb.train.parallelize import build_model_parts, build_optimizer
@@ -101,15 +102,32 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
 
 
 def train_step(job: TrainJob, model_parts: ModelParts, optimizer: Optimizer, step: int) -> tuple[float, float]:
-    """Accumulate and reduce gradients, update the weights; return the mean loss and the gradient norm."""
+    """Accumulate and reduce gradients, update the weights; return the mean loss and the gradient norm.
+
+    While experts receive more rows than their capacity, the step is repeated with a larger one.
+    """
     for model_part in model_parts:
         begin_step(model_part)
-    loss = accumulate_gradients(job, model_parts, step)
-    with job.trace_range("optimizer"):
-        grad_norm = optimizer.update(learning_rate(step, job.workload))
-    mean_loss = job.mesh.all_reduce(loss) / job.mesh.size("tp")  # the ranks of tp have the same tokens and loss
-    mean, norm = torch.stack((mean_loss, grad_norm)).tolist()  # the only synchronization with the device
-    return mean, norm
+    dispatchers = expert_dispatchers(model_parts)
+    while True:
+        loss = accumulate_gradients(job, model_parts, step)
+        loss_and_overflow = torch.stack((loss, pop_overflow(dispatchers, job.mesh.device)))
+        loss, overflow = job.mesh.all_reduce(loss_and_overflow).unbind()
+        with job.trace_range("optimizer"):
+            grad_norm = optimizer.update(learning_rate(step, job.workload), discard=overflow > 0)
+        mean_loss = loss / job.mesh.size("tp")  # the ranks of tp have the same tokens and loss
+        mean, norm, overflowed = torch.stack((mean_loss, grad_norm, overflow)).tolist()  # synchronizes with the device
+        if not overflowed:
+            return mean, norm
+        optimizer.repeat()
+        growth = grow_capacity(dispatchers, job.mesh.size("ep"))
+        if job.graph is not None:
+            job.graph.reset()
+        if job.mesh.rank == 0:
+            print(
+                f"step {step} repeated: an expert-parallel pair received more rows than its capacity; {growth}",
+                flush=True,
+            )
 
 
 def accumulate_gradients(job: TrainJob, model_parts: ModelParts, step: int) -> Tensor:
@@ -118,14 +136,18 @@ def accumulate_gradients(job: TrainJob, model_parts: ModelParts, step: int) -> T
     if job.pipeline is not None:
         return job.pipeline(list(batches))
     (model_part,) = model_parts
+    sharded = sharded_parameters(model_part)
     forward_backward = partial(add_gradients, job, model_part)
     if job.graph is not None:
-        forward_backward = partial(job.graph, model_part, forward_backward)
+        sharded.gather_all()
+        quantize_weights(model_part)
+        forward_backward = partial(job.graph, sharded, forward_backward)
     loss_sum = torch.zeros((), device=job.mesh.device)
     for micro, (tokens, labels) in enumerate(batches, start=1):
-        set_last_backward(model_part, job.mesh, last=micro == job.workload.ga)
+        sharded.begin_backward(last=micro == job.workload.ga, captured=job.graph is not None)
         with job.trace_range(f"micro-batch {micro}"):
             loss_sum += forward_backward(tokens, labels)
+    sharded.end_step()
     return loss_sum
 
 
@@ -135,6 +157,7 @@ def add_gradients(job: TrainJob, model_part: Network, tokens: Tensor, labels: Te
         loss = model_part(tokens, labels)
     with job.trace_range("backward"):
         loss.backward()
+        sharded_parameters(model_part).end_backward()
     return loss.detach()
 
 

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from llmb.models.architectures import Network
+from llmb.models.moe import GroupedLinear
+from llmb.train.parallel.fsdp import sharded_parameters
 
 
 class NonFiniteTensor(NamedTuple):
@@ -45,8 +46,8 @@ def find_first_nonfinite(model_parts: Sequence[Network], repeat: Callable[[], ob
     nonfinite = [
         NonFiniteTensor(0.0, f"{kind} in the weight {name}")
         for model_part in model_parts
-        for name, parameter in model_part.named_parameters()
-        if (kind := _nonfinite_kind(parameter))
+        for name, values in sharded_parameters(model_part).own_values()
+        if (kind := _nonfinite_kind(values))
     ]
     with _check_hooks(model_parts, nonfinite):
         repeat()
@@ -84,18 +85,17 @@ def _check_hooks(model_parts: Sequence[Network], nonfinite: list[NonFiniteTensor
             nonfinite.append(NonFiniteTensor(time.time(), f"{kind} first in {label}"))
 
     def check_weight_gradient(name: str, weight: Tensor) -> None:
-        is_reduced = isinstance(weight, DTensor)  # over ranks, and perhaps accumulated over micro-batches
-        check(weight.grad, f"the gradient of {name}" + ("" if is_reduced else f", micro-batch {current}"))
+        check(weight.grad, f"the gradient of {name}, micro-batch {current}")
 
-    def check_gradient(label: str, micro_batch: int, gradient: Tensor) -> None:
+    def check_gradient(label: str, micro_batch: int, rows: int | None, gradient: Tensor) -> None:
         nonlocal current
         current = micro_batch
-        check(gradient, f"the gradient of {label}, micro-batch {current}")
+        check(gradient[:rows] if rows is not None else gradient, f"the gradient of {label}, micro-batch {current}")
 
-    def hook_gradient(value: Any, label: str) -> None:
+    def hook_gradient(value: Any, label: str, rows: int | None = None) -> None:
         for tensor in _tensors(value):
             if tensor.requires_grad:  # gradients of sharded weights are only visible after the reduction
-                tensor.register_hook(partial(check_gradient, label, current))
+                tensor.register_hook(partial(check_gradient, label, current, rows))
 
     def begin_micro_batch(model_part: Network, args: Any, numbers: Iterator[int]) -> None:
         nonlocal current
@@ -103,9 +103,10 @@ def _check_hooks(model_parts: Sequence[Network], nonfinite: list[NonFiniteTensor
         # Otherwise the previous stage would be the first to see what originated here.
         hook_gradient(args, f"the residual into {_layer_names(model_part)}")
 
-    def check_output(output: Any, label: str) -> None:
-        check(output, f"{label}, micro-batch {current}")
-        hook_gradient(output, label)
+    def check_output(module: nn.Module, args: Any, output: Any, label: str) -> None:
+        rows = int(args[1][-1]) if isinstance(module, GroupedLinear) else None  # the others are padding, and undefined
+        check(output[:rows] if rows is not None else output, f"{label}, micro-batch {current}")
+        hook_gradient(output, label, rows)
 
     with ExitStack() as hooks:
         for model_part in model_parts:
@@ -113,9 +114,7 @@ def _check_hooks(model_parts: Sequence[Network], nonfinite: list[NonFiniteTensor
             hooks.callback(handle.remove)
             for name, module in model_part.named_modules():
                 label = f"the output of {name}" if name else _output_name(model_part)
-                handle = module.register_forward_hook(
-                    lambda _module, _args, output, label=label: check_output(output, label)
-                )
+                handle = module.register_forward_hook(partial(check_output, label=label))
                 hooks.callback(handle.remove)
             for name, parameter in model_part.named_parameters():
                 handle = parameter.register_post_accumulate_grad_hook(partial(check_weight_gradient, name))
@@ -135,12 +134,11 @@ def _layer_names(model_part: Network) -> str:
 
 
 def _nonfinite_kind(tensor: Tensor) -> str | None:
-    """Return `nan` or `inf` if this rank's shard of a tensor contains one, else None."""
+    """Return `nan` or `inf` if a tensor contains one, else None."""
     tensor = tensor.detach()
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if not local.is_floating_point() or torch.isfinite(local).all():
+    if not tensor.is_floating_point() or torch.isfinite(tensor).all():
         return None
-    return "nan" if torch.isnan(local).any() else "inf"
+    return "nan" if torch.isnan(tensor).any() else "inf"
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

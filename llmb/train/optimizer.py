@@ -1,175 +1,160 @@
-"""AdamW and gradient clipping, on this rank's shards as plain tensors.
+"""AdamW and gradient clipping, on this rank's shards.
 
-The update needs no communication, and one fused kernel can take shards of weights that are on different device meshes.
-Only the gradient norm is reduced over all ranks.
+The update needs no communication; only the gradient norm is reduced over all ranks. Matrices are updated bucket by
+bucket in one pass over memory, which reads and writes the fp32 weight exactly where it has low bits. State in bf16,
+moments or weights without low bits, uses stochastic rounding (`llmb/ops/optim/adam.py`): an update is often smaller
+than the spacing of bf16, and rounding to nearest would discard it every time. Replicated fp32 parameters are updated on
+every rank alike, by torch's optimizer.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from llmb.ops.gemm.weight_gradient import gradient_dtype
+from llmb.ops.optim.adam import adam_update
 from llmb.runtime.adamw_settings import BETAS, EPS, WEIGHT_DECAY
+from llmb.train.parallel.bucket import Bucket
+from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.split_adam import SplitAdamW
-from llmb.train.split_weights import SplitWeight
 
 MAX_GRAD_NORM = 1.0
-
-SHARDED = (Shard, _StridedShard)
-MeshDims = tuple[DeviceMesh | None, tuple[int, ...]]  # some dimensions of a mesh
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")  # those of torch.optim.AdamW
 
 
 class Optimizer:
-    """Fused AdamW over the parameters of this rank; weight decay for matrices only.
-
-    torch's optimizer updates fp32 weights, `split_adam.py` split master weights.
-    """
+    """AdamW over the parameters of all model parts of this rank; weight decay for matrices only."""
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        parts: Sequence[ShardedParameters],
         mesh: Mesh,
         lr: float,
-        tied_copies: set[str],
+        tied_copies: AbstractSet[str] = frozenset(),
         moments: torch.dtype = torch.float32,
         seed: int = 0,
     ):
-        self._mesh = mesh
-        self.parameters = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
-        self.shards = {name: _shard(parameter) for name, parameter in self.parameters.items()}
+        self._parts, self._mesh, self._moments, self._seed = parts, mesh, moments, seed
+        self.buckets = [bucket for part in parts for bucket in part.buckets]
         self._tied_copies = tied_copies  # weights whose gradients another pipeline rank counts in the norm
-        split = {name: weight for name, weight in self.parameters.items() if isinstance(weight, SplitWeight)}
-        self.split = SplitAdamW(split, moments, seed)
-        unsplit = [shard for name, shard in self.shards.items() if name not in split]
-        groups = [
-            {"params": [p for p in unsplit if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in unsplit if p.ndim <= 1], "weight_decay": 0.0},
-        ]
+        self.replicated = {
+            name: weight for part in parts for group in part.replicated for name, weight in group.parameters.items()
+        }
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for weight in self.replicated.values():
+            (decayed if weight.ndim > 1 else others).append(weight)
+        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
-        self.adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True)
+        self.adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True) if groups else None
+        self.steps = 0  # number of updates so far
+        self.bucket_moments: list[tuple[Tensor, ...]] = []
 
     @torch.no_grad()
-    def update(self, lr: float) -> Tensor:
-        """Clip the gradients, step and free them; return their norm before clipping, still on the device."""
-        gradients = self._reduced_gradients()
-        for name, gradient in gradients.items():
-            if name not in self.split.weights:
-                self.shards[name].grad = gradient
-        norm = self._norm(gradients)
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        # The interface of a gradient scaler: the fused step divides gradients as it reads them, without another pass,
-        # and changes nothing when the norm is not finite, so the cause can still be found.
+    def update(self, lr: float, discard: Tensor | None = None) -> Tensor:
+        """Clip the gradients, step and free them; return their norm before clipping, still on the device.
+
+        Where `discard` is true, on the device, nothing changes but the number of updates, which `repeat` takes back.
+        """
+        self.init_bucket_moments()
+        self.steps += 1
+        norm = self._norm()
+        # A factor that is not finite changes nothing, so that the cause can still be found.
         scale, finite = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0), norm.isfinite()
-        self.adamw.grad_scale = scale  # type: ignore[attr-defined]
-        self.adamw.found_inf = finite.logical_not().float()  # type: ignore[attr-defined]
-        self.adamw.step()
-        self.split.update(gradients, lr, scale.reciprocal().where(finite, torch.nan))
-        # The fused steps do not bump versions, and weights cached in other formats must be refreshed.
-        torch.autograd.graph.increment_version([local(parameter) for parameter in self.parameters.values()])
+        if discard is not None:
+            finite &= ~discard
+        self._update_replicated(lr, scale, finite)
+        factor = scale.reciprocal().where(finite, torch.nan)
+        for number, (bucket, (m, v)) in enumerate(zip(self.buckets, self.bucket_moments, strict=True)):
+            assert bucket.grad_shard is not None
+            exact = bucket.low is not None or bucket.shard.dtype == torch.float32
+            adam_update(
+                bucket.shard, bucket.grad_shard, m, v, bucket.low, lr=lr,
+                beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, step=self.steps, factor=factor,
+                rounding="nearest" if exact and self._moments == torch.float32 else "stochastic",
+                seed=((self._seed << 24) + self.steps << 32) + (bucket.replicas.position << 16) + number,
+            )  # fmt: skip
+            bucket.invalidate()
+        # These steps do not bump versions, and weights cached in other formats must be refreshed.
+        torch.autograd.graph.increment_version([weight for bucket in self.buckets for weight in bucket.parameters])
         self.zero_grad()
         return norm
 
+    def repeat(self) -> None:
+        """Give the next update the number of the last one, which was discarded; torch's optimizer did so itself."""
+        self.steps -= 1
+
+    def _update_replicated(self, lr: float, scale: Tensor, finite: Tensor) -> None:
+        if self.adamw is None:
+            return
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        # The interface of a gradient scaler: the fused step divides gradients as it reads them, without another pass.
+        self.adamw.grad_scale, self.adamw.found_inf = scale, finite.logical_not().float()  # type: ignore[attr-defined]
+        self.adamw.step()
+
     def zero_grad(self) -> None:
         """Free the gradients."""
-        self.adamw.zero_grad(set_to_none=True)
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        for part in self._parts:
+            part.zero_grad()
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the AdamW state of each parameter, sharded like the parameter."""
-        state = {name: self.adamw.state.get(shard, {}) for name, shard in self.shards.items()} | self.split.state()
-        return {
-            name: {kind: _sharded_like(tensor, parameter) for kind, tensor in state[name].items()}
-            for name, parameter in self.parameters.items()
-        }
+    def init_bucket_moments(self) -> None:
+        """Allocate missing moments of buckets, as zeros."""
+        if not self.bucket_moments:
+            self.bucket_moments = [
+                tuple(torch.zeros_like(bucket.shard, dtype=self._moments) for _ in MOMENT_NAMES)
+                for bucket in self.buckets
+            ]
 
     def init_state(self) -> None:
         """Allocate the AdamW state, to be loaded into: a step over zero gradients that changes nothing."""
+        self.init_bucket_moments()
+        if self.adamw is None:
+            return
         for group in self.adamw.param_groups:
             group["lr"] = 0.0  # set by each step
-            for shard in group["params"]:
-                shard.grad = torch.zeros_like(shard)
+        for weight in self.replicated.values():
+            weight.grad = torch.zeros_like(weight)
         self.adamw.step()
-        self.split.init_state()
         self.zero_grad()
 
-    def _reduced_gradients(self) -> dict[str, Tensor]:
-        """Return this rank's shard of every gradient; partial gradients are all-reduced, concatenated per mesh."""
-        gradients: dict[str, Tensor] = {}
-        partials: dict[MeshDims, list[Tensor]] = defaultdict(list)
-        for name, parameter in self.parameters.items():
-            gradient = parameter.grad
-            if gradient is None:  # the parameter was not used
-                gradient = torch.zeros_like(self.shards[name], dtype=gradient_dtype(parameter))
-            gradients[name] = local(gradient)
-            partials[_mesh_dims(gradient, Partial)].append(gradients[name])
-        for (mesh, dimensions), tensors in partials.items():
-            if dimensions:
-                total = torch.cat([tensor.flatten() for tensor in tensors])
-                _all_reduce(total, mesh, dimensions)
-                totals = total.split([tensor.numel() for tensor in tensors])
-                sums = [flat.view_as(tensor) for flat, tensor in zip(totals, tensors, strict=True)]
-                torch._foreach_copy_(tensors, sums)
-        return gradients
+    def bucket_state(self) -> Iterator[tuple[Bucket, str, Tensor]]:
+        """Yield each bucket's moments, by name."""
+        for bucket, moments in zip(self.buckets, self.bucket_moments, strict=True):
+            for name, moment in zip(MOMENT_NAMES, moments, strict=True):
+                yield bucket, name, moment
 
-    def _norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Return the norm over all weights of the model: reduced over the ranks of a stage, then over stages."""
-        by_mesh: dict[MeshDims, list[Tensor]] = defaultdict(list)
-        for name, parameter in self.parameters.items():
-            if name not in self._tied_copies:
-                by_mesh[_mesh_dims(parameter, SHARDED)].append(gradients[name])
+    def replicated_state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield the state of each replicated parameter, by name."""
+        for name, weight in self.replicated.items():
+            assert self.adamw is not None
+            for kind, tensor in self.adamw.state.get(weight, {}).items():
+                yield name, kind, tensor
+
+    def _norm(self) -> Tensor:
+        """Return the norm over all weights of the model.
+
+        Shards are different on every rank; a replicated parameter is counted by the first rank that has it.
+        """
+        counted = [
+            bucket.grad_shard
+            for bucket in self.buckets
+            if bucket.grad_shard is not None and self._tied_copies.isdisjoint(bucket.names)
+        ]
+        for part in self._parts:
+            for group in part.replicated:
+                if group.replicas.position == 0:
+                    counted += [_gradient(parameter) for parameter in group.parameters.values()]
         squares = torch.zeros((), device=self._mesh.device)
-        for (mesh, dimensions), shards in by_mesh.items():
-            local_squares = torch.stack(torch._foreach_norm(shards, dtype=torch.float32)).square().sum()
-            squares += _all_reduce(local_squares, mesh, dimensions)
-        if self._mesh.size("pp") > 1:
-            dist.all_reduce(squares, group=self._mesh.submesh("pp").get_group())
+        if counted:
+            squares += torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).square().sum()
+        if self._mesh.world_size > 1:
+            dist.all_reduce(squares)
         return squares.sqrt()
 
 
-def _mesh_dims(tensor: Tensor, kinds: type[Placement] | tuple[type[Placement], ...]) -> MeshDims:
-    """Return a tensor's mesh and the dimensions along which its placement is of these kinds."""
-    if not isinstance(tensor, DTensor):
-        return None, ()
-    dimensions = (dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, kinds))
-    return tensor.device_mesh, tuple(dimensions)
-
-
-def _all_reduce(tensor: Tensor, mesh: DeviceMesh | None, dimensions: tuple[int, ...]) -> Tensor:
-    """Sum in place over the ranks along some dimensions of a mesh."""
-    for dimension in dimensions:
-        assert mesh is not None
-        if mesh.size(dimension) > 1:
-            dist.all_reduce(tensor, group=mesh.get_group(dimension))
-    return tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; a plain tensor is returned unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _shard(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
-
-
-def _sharded_like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a tensor of a shard's shape as a DTensor placed like the parameter; step counters stay plain."""
-    if not isinstance(parameter, DTensor) or tensor.ndim == 0:
-        return tensor
-    return DTensor.from_local(
-        tensor,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -2,14 +2,13 @@
 
  1. pipeline stages: layers of other ranks are dropped first;
  2. balanced routing, a switch in the plain model;
- 3. precision, because it replaces the linear layers that later passes shard, or whole layers on one GPU;
+ 3. explicit layers, which have their own collectives and precision, and the precision of everything else;
  4. context parallelism, around attention;
  5. expert parallelism, and 6. tensor parallelism: sharded weights, collectives on activations around the blocks;
  7. recomputation and activation offload, around whole layers as they are by now;
- 8. FSDP: what is left of each weight, sharded over the ranks that hold the same;
- 9. cached fp8 weights of experts, where they are not sharded over replicas;
-10. memory and initial weights: until here the model is on the meta device, so no rank ever holds more than its shards;
-11. on one rank, split master weights: see `split_weights.py`.
+ 8. FSDP: what is left of each weight, sharded over the ranks that hold the same, with its master weight;
+ 9. memory and initial weights: until here the model is on the meta device, so no rank ever holds more than its shards;
+10. fp8 weights that are quantized once per step.
 
 CUDA graphs come last, around a micro-batch of the finished model: see `cuda_graphs.py`.
 """
@@ -20,24 +19,33 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from llmb.config.native.number_formats import fp8_recipe
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
-from llmb.models.chunked_loss import chunked_cross_entropy
 from llmb.models.moe import Router
-from llmb.perfmodel.shards import gradient_bytes, has_split_weights, is_fused, rank_stages
+from llmb.ops.quant.delayed_scaling import SCALINGS
+from llmb.perfmodel.expert_capacity import initial_capacity_factor
+from llmb.perfmodel.shards import gradient_bytes, has_explicit_layers, rank_stages
 from llmb.train.activation_offload import offload_activations
-from llmb.train.fused_llama import FusedLayer, fuse_layers, prepare_fused_layers
 from llmb.train.initial_weights import init_weights
+from llmb.train.llama_layers import explicit_layers, init_fp8_scaling, use_explicit_layers
 from llmb.train.optimizer import Optimizer
-from llmb.train.parallel.context_parallel import apply_context_parallel
+from llmb.train.parallel.bucket import BucketFormats
+from llmb.train.parallel.context_parallel import ContextParallel, apply_context_parallel
 from llmb.train.parallel.expert_parallel import apply_expert_parallel
-from llmb.train.parallel.fsdp import apply_fsdp, init_fsdp
+from llmb.train.parallel.fsdp import ShardedParameters, sharded_parameters
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallel.pipeline import build_stages, tied_copies
+from llmb.train.parallel.sequence_parallel import SequenceParallel
 from llmb.train.parallel.tensor_parallel import apply_tensor_parallel
-from llmb.train.precision import cache_fp8_weights, compute_in_bf16, compute_in_fp8
-from llmb.train.split_weights import split_master_weights
+from llmb.train.precision import (
+    amax_reduction,
+    cache_fp8_weights,
+    check_fp8_device,
+    compute_in_bf16,
+    compute_in_fp8,
+)
 
 
 def build_model_parts(config: RunConfig, workload: Training, mesh: Mesh) -> list[Network]:
@@ -47,29 +55,37 @@ def build_model_parts(config: RunConfig, workload: Training, mesh: Mesh) -> list
     """
     model_parts = build_meta_parts(config, workload, mesh)
     for model_part in model_parts:
-        model_part.to_empty(device=mesh.device)
-        init_fsdp(model_part)
-        init_weights(model_part, workload.seed)
-        apply_split_weights(model_part, config)
+        allocate_weights(model_part, config, mesh, mesh.device)
+        init_weights(model_part, sharded_parameters(model_part), workload.seed, mesh.device)
     return model_parts
 
 
-def apply_split_weights(model_part: Network, config: RunConfig) -> None:
-    """Split initialized master weights, on one rank, and prepare fused layers."""
-    if has_split_weights(config):
-        assert isinstance(config.workload, Training)
-        gradients = torch.bfloat16 if gradient_bytes(config) == 2 else torch.float32
-        split_master_weights(model_part, gradients, exact=config.workload.master_weights == "fp32")
-        prepare_fused_layers(model_part, config.precision.dtype, config.workload)
-        if config.workload.gradients == "bf16":
-            model_part.cross_entropy = partial(chunked_cross_entropy, accum_dtype=torch.bfloat16)
+def allocate_weights(model_part: Network, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
+    """Allocate the weights, and what is computed from them once per step."""
+    sharded = sharded_parameters(model_part)
+    sharded.allocate(device)
+    if config.precision.dtype == "fp8":
+        recipe = fp8_recipe(config)
+        assert recipe is not None
+        new_scaling = partial(SCALINGS[recipe], reduce_max=amax_reduction(mesh, recipe))
+        init_fp8_scaling(model_part, new_scaling, weights_stay=not sharded.is_fsdp)
+    cache_fp8_weights(model_part)
+
+
+def bucket_formats(config: RunConfig, workload: Training) -> BucketFormats:
+    """Return the number formats of weights and gradients, the same at every scale."""
+    if config.precision.dtype == "fp32":
+        return BucketFormats(torch.float32, False, torch.float32, torch.float32)
+    gradients = torch.bfloat16 if gradient_bytes(config) == 2 else torch.float32
+    reduced = torch.bfloat16 if workload.reduce_dtype == "bf16" else torch.float32
+    return BucketFormats(torch.bfloat16, workload.master_weights == "fp32", gradients, reduced)
 
 
 def build_optimizer(model_parts: list[Network], workload: Training, mesh: Mesh) -> Optimizer:
     """Build the optimizer of all weights of this rank."""
-    named_parameters = (pair for model_part in model_parts for pair in model_part.named_parameters())
+    parts = [sharded_parameters(model_part) for model_part in model_parts]
     moments = torch.float32 if workload.moments == "fp32" else torch.bfloat16
-    return Optimizer(named_parameters, mesh, workload.lr, tied_copies(model_parts), moments, workload.seed)
+    return Optimizer(parts, mesh, workload.lr, tied_copies(model_parts), moments, workload.seed)
 
 
 def build_meta_parts(config: RunConfig, workload: Training, mesh: Mesh) -> list[Network]:
@@ -87,19 +103,39 @@ def apply_passes(model_part: Network, config: RunConfig, workload: Training, mes
     model_part.loss_weight = 1 / (workload.ga * mesh.parallel.dp_cp_size)
     if workload.balanced_experts:
         balance_experts(model_part)
-    if config.precision.dtype == "bf16":
-        compute_in_bf16(model_part)
-    if config.precision.dtype == "fp8":
-        compute_in_fp8(model_part, mesh.device, workload.fp8_fast_accum, workload.fp8_experts is not False)
-    if is_fused(config):
-        fuse_layers(model_part)
+    if has_explicit_layers(config):
+        tp = SequenceParallel(mesh.submesh("tp").get_group(), workload.mbs) if mesh.size("tp") > 1 else None
+        cp = ContextParallel(mesh.submesh("cp")) if mesh.size("cp") > 1 else None
+        use_explicit_layers(model_part, config.precision.dtype, workload, tp, cp)
+    apply_precision(model_part, config, workload, mesh)
     apply_context_parallel(model_part, mesh)
-    apply_expert_parallel(model_part, mesh)
+    apply_expert_parallel(model_part, mesh, initial_capacity_factor(workload))
     apply_tensor_parallel(model_part, mesh)
     apply_recompute(model_part, workload.recompute_layers)
     offload_activations(model_part, first=workload.recompute_layers, layers=workload.offload_layers)
-    apply_fsdp(model_part, mesh, config.precision.dtype)
-    cache_fp8_weights(model_part)
+    ShardedParameters(model_part, mesh, bucket_formats(config, workload))
+    if workload.gradients == "bf16":
+        model_part.cross_entropy = partial(model_part.cross_entropy, accum_dtype=torch.bfloat16)  # type: ignore[call-arg]
+
+
+def apply_precision(model_part: Network, config: RunConfig, workload: Training, mesh: Mesh) -> None:
+    """Let what has no explicit forward and backward compute in the dtype of the run."""
+    dtype = config.precision.dtype
+    if dtype == "fp8":
+        check_fp8_device(model_part, mesh.device, workload.fp8_experts is not False)
+    if dtype == "fp8" and not has_explicit_layers(config):
+        recipe = fp8_recipe(config)
+        assert recipe is not None
+        compute_in_fp8(
+            model_part,
+            mesh.device,
+            recipe,
+            reduce_max=amax_reduction(mesh, recipe),
+            fp8_fast_accum=workload.fp8_fast_accum,
+            fp8_experts=workload.fp8_experts is not False,
+        )
+    elif dtype != "fp32":
+        compute_in_bf16(model_part)
 
 
 def balance_experts(network: Network) -> None:
@@ -114,11 +150,12 @@ def balance_experts(network: Network) -> None:
 def apply_recompute(network: Network, layers: int) -> None:
     """Save only the inputs of the first layers, and recompute their activations in the backward pass.
 
-    Fused layers save slightly more and recompute less.
+    Explicit layers save slightly more and recompute less.
     """
+    explicit = {layer.module: layer for layer in explicit_layers(network)}
     for layer in list(network.layers)[:layers]:
-        if isinstance(layer, FusedLayer):
-            layer.recomputed = True
+        if layer in explicit:
+            explicit[layer].recomputed = True
             continue
         # Layers draw no random numbers, so there is no RNG state to restore.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -1,21 +1,28 @@
 """Mixed precision, applied to a plain fp32 model from outside.
 
-bf16: AdamW updates fp32 master weights; activations and GEMM operands are bf16 from the embedding on. On one rank the
-master weights are split, and GEMMs read the bf16 half (`split_weights.py`); on several a weight is fp32 and cast as it
-is gathered, or as it is used: the copy is freed at once and recomputed in the backward pass. Weights, gradients and
-both Adam moments take 16 bytes per parameter, on one rank as few as 10.
+bf16: AdamW updates fp32 master weights, whose bf16 halves GEMMs read (`parallel/bucket.py`); activations are bf16 from
+the embedding on. Weights, gradients and both Adam moments take 16 bytes per parameter, or as few as 8.
 
 fp8: as bf16, but the three GEMMs of every linear layer inside the layer stack, experts included, take fp8 operands
 (`llmb/ops/gemm/fp8_linear.py`, `fp8_grouped_gemm.py`). Embedding, head and norms stay bf16 and routers fp32. A layer
-whose sizes fp8 GEMMs do not support computes in bf16; `fits_fp8` decides.
+whose sizes fp8 GEMMs do not support computes in bf16; `fits_fp8` decides. Scales follow the recipe of the run
+(`llmb/ops/quant/delayed_scaling.py`), those of experts are row-wise.
 
 Routed experts are most of the weights of an MoE, and a step reads each of them in fp8 twice per micro-batch. Where they
-are not sharded over replicas they are quantized once per step and cached, for 2 more bytes per weight.
+stay in memory they are quantized once per step and cached, for 2 more bytes per weight.
+
+Classes here are forward passes that replace those of modules: `module.forward = CastLinear(module)`. A module keeps its
+class and its parameters, which a forward pass reads anew each time: between two, they may be sharded or move.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network
@@ -23,72 +30,95 @@ from llmb.models.blocks import Attention, GatedMlp
 from llmb.models.moe import GroupedLinear
 from llmb.ops.activation.activation_autograd import gated_mlp
 from llmb.ops.embedding.embedding_autograd import fused_embedding
-from llmb.ops.gemm.fp8_linear import fits_fp8, fp8_linear
+from llmb.ops.gemm.fp8_linear import OperandNames, fits_fp8, fp8_linear
 from llmb.ops.gemm.linear_autograd import linear, linears
 from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_gemm
+from llmb.ops.moe.grouped_gemm import grouped_gemm
+from llmb.ops.quant.delayed_scaling import SCALINGS, ReduceMax, Scaling
 from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
 from llmb.ops.quant.group_quant import Fp8WeightCache
-from llmb.train.parallel.local_shards import is_fsdp_sharded
+from llmb.train.parallel.bucket import BucketParameter
+from llmb.train.parallel.mesh import Mesh
 
 FP8_CAPABILITY = (8, 9)  # compute capability: Ada; Hopper is 9.0
 GROUPED_FP8_CAPABILITY = (9, 0)  # torch's fp8 grouped GEMM supports only Hopper
+SHARED_INPUTS = (("q", "k", "v"), ("gate", "up"), ("q_down", "kv_down"))  # linear layers of a block that read one
 
 
-class CastLinear(nn.Linear):
-    """Linear layer that casts its fp32 weight to the input's dtype."""
+@dataclass(eq=False)
+class CastLinear:
+    """Linear layer that casts a wider weight to the input's dtype."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+    module: nn.Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.module.weight)
 
 
-class FusedEmbedding(nn.Embedding):
+@dataclass(eq=False)
+class FusedEmbedding:
     """Embedding whose gradient is reduced in fp32 and accumulated in place."""
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return fused_embedding(tokens_BT, self.weight)
+    module: nn.Embedding
+
+    def __call__(self, tokens_BT: Tensor) -> Tensor:
+        return fused_embedding(tokens_BT, self.module.weight)
 
 
-class FusedAttention(Attention):
-    """Attention whose q, k and v projections are one autograd node; its linear layers only hold the weights."""
+@dataclass(eq=False)
+class FusedQkv:
+    """The q, k and v projections of attention as one autograd node; its linear layers only hold the weights."""
 
-    def project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        return linears(x, self.q.weight, self.k.weight, self.v.weight)
+    module: Attention
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        return linears(x, self.module.q.weight, self.module.k.weight, self.module.v.weight)
 
 
-class FusedGatedMlp(GatedMlp):
+@dataclass(eq=False)
+class FusedGatedMlp:
     """Gated MLP that saves half as many activations; its linear layers only hold the weights."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return gated_mlp(x, self.gate.weight, self.up.weight, self.down.weight)
+    module: GatedMlp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return gated_mlp(x, self.module.gate.weight, self.module.up.weight, self.module.down.weight)
 
 
-class Fp8Linear(CastLinear):
+@dataclass(eq=False)
+class Fp8Linear:
     """Linear layer with fp8 GEMMs where its sizes allow."""
 
-    fp8_fast_accum = False  # of the backward pass
+    module: nn.Linear
+    scaling: Scaling
+    names: OperandNames
+    fp8_fast_accum: bool = False  # of the backward pass
 
-    def forward(self, x: Tensor) -> Tensor:
-        outputs, inputs = self.weight.shape  # of the local shard
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.module.weight
+        outputs, inputs = weight.shape  # of the local shard
         if fits_fp8(x.shape[:-1].numel(), inputs, outputs):
-            return fp8_linear(x, self.weight, self.fp8_fast_accum)
-        return super().forward(x)
+            return fp8_linear(x, weight, self.scaling, self.names, self.fp8_fast_accum)
+        return linear(x, weight)
 
 
-class Fp8GroupedLinear(GroupedLinear):
+@dataclass(eq=False)
+class Fp8GroupedLinear:
     """Grouped linear layer of experts with fp8 GEMMs; rows can be padded to any multiple."""
 
-    fp8_fast_accum = False
+    module: GroupedLinear
+    fp8_fast_accum: bool = False
     fp8_cache: Fp8WeightCache | None = None  # of a weight that stays
 
-    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        weight = self.weight
+    def __call__(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        weight = self.module.weight
         if len(x_MI) and self._fits(weight):
             return fp8_grouped_gemm(x_MI, weight, ends_E, self.fp8_cache, self.fp8_fast_accum)
-        return super().forward(x_MI, ends_E)
+        return grouped_gemm(x_MI, weight, ends_E)
 
     def cache_weight(self) -> None:
         """Quantize the cached weight before it is needed."""
-        weight = self.weight
+        weight = self.module.weight
         if self.fp8_cache is not None and self._fits(weight):
             self.fp8_cache.get(weight, torch.bfloat16)
 
@@ -98,65 +128,113 @@ class Fp8GroupedLinear(GroupedLinear):
 
 
 def compute_in_bf16(network: Network) -> None:
-    """Make a network with fp32 parameters compute in bf16; grouped linear layers already cast their weights."""
-    for block in network.modules():  # whose linear layers have not been replaced
-        if type(block) is Attention and type(block.q) is nn.Linear:
-            block.__class__ = FusedAttention
-        if type(block) is GatedMlp and type(block.gate) is nn.Linear and block.activation == "silu":
-            block.__class__ = FusedGatedMlp
-    _swap_class(network, nn.Linear, CastLinear)
-    _swap_class(network, nn.Embedding, FusedEmbedding)
+    """Make a network compute in bf16; grouped linear layers already cast their weights."""
+    for block in network.modules():  # whose linear layers have no other forward pass yet
+        if isinstance(block, Attention) and is_plain(block.q):
+            block.project_qkv = FusedQkv(block)  # type: ignore[method-assign, assignment]
+        if isinstance(block, GatedMlp) and is_plain(block.gate) and block.activation == "silu":
+            set_forward(block, FusedGatedMlp(block))
+    for module in network.modules():
+        if isinstance(module, nn.Linear) and is_plain(module):
+            set_forward(module, CastLinear(module))
+        if isinstance(module, nn.Embedding):
+            set_forward(module, FusedEmbedding(module))
     if network.embedding is not None:
         network.embedding.register_forward_hook(lambda _module, _args, x_BTC: x_BTC.to(torch.bfloat16))
 
 
 def compute_in_fp8(
-    network: Network, device: torch.device, fp8_fast_accum: bool = False, fp8_experts: bool = True
+    network: Network,
+    device: torch.device,
+    recipe: str = "tensorwise_delayed",
+    reduce_max: ReduceMax | None = None,
+    fp8_fast_accum: bool = False,
+    fp8_experts: bool = True,
 ) -> None:
-    """Make a network with fp32 parameters compute the GEMMs of its layers in fp8 and the rest in bf16.
+    """Make a network compute the GEMMs of its layers in fp8 and the rest in bf16.
 
-    Without `fp8_experts` the grouped GEMMs of experts belong to the rest.
+    Without `fp8_experts` the grouped GEMMs of experts belong to the rest. `reduce_max`: see `amax_reduction`.
     """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        raise ConfigError(
-            f"dtype=fp8 needs a GPU of compute capability 8.9 or more, this one has {capability}; try bf16"
-        )
-    _swap_class(network.layers, nn.Linear, Fp8Linear)
     if fp8_experts:
-        _check_grouped(network, device)
-        _swap_class(network.layers, GroupedLinear, Fp8GroupedLinear)
-    for module in network.layers.modules():
-        if isinstance(module, Fp8Linear | Fp8GroupedLinear):
-            module.fp8_fast_accum = fp8_fast_accum
+        for module in network.layers.modules():
+            if isinstance(module, GroupedLinear):
+                set_forward(module, Fp8GroupedLinear(module, fp8_fast_accum))
+    names = operand_names(network)
+    dtypes = {name: dtype for operands in names.values() for name, dtype in operands.dtypes.items()}
+    network.fp8_scaling = SCALINGS[recipe](dtypes, device, reduce_max)
+    for path, operands in names.items():
+        linear_layer = network.get_submodule(path)
+        assert isinstance(linear_layer, nn.Linear)
+        set_forward(linear_layer, Fp8Linear(linear_layer, network.fp8_scaling, operands, fp8_fast_accum))
     compute_in_bf16(network)
 
 
-def _check_grouped(network: Network, device: torch.device) -> None:
-    if device.type != "cuda" or not any(isinstance(module, GroupedLinear) for module in network.modules()):
+def operand_names(network: Network) -> dict[str, OperandNames]:
+    """Return the names of the fp8 tensors of each linear layer in `layers`, by the layer's path in the whole model."""
+    paths = [path for path, module in network.named_modules() if isinstance(module, nn.Linear)]
+    paths = [path for path in paths if path.startswith("layers.")]
+    return {path: OperandNames(f"{_input_owner(path, paths)}.x", f"{path}.weight", f"{path}.dy") for path in paths}
+
+
+def _input_owner(path: str, paths: Iterable[str]) -> str:
+    """Return the first of the linear layers that read the same activation as this one."""
+    block, _, name = path.rpartition(".")
+    group = next((group for group in SHARED_INPUTS if name in group), (name,))
+    return next(owner for owner in (f"{block}.{member}" for member in group) if owner in paths)
+
+
+def amax_reduction(mesh: Mesh, recipe: str) -> ReduceMax | None:
+    """Return how the amaxes of a pipeline stage are reduced over ranks; None: this rank has all tensors whole.
+
+    Delayed scales are those of all tokens of a step. Current ones are those of a micro-batch, which is on the ranks of
+    cp and tp.
+    """
+    sharing = mesh.replicas if recipe == "tensorwise_delayed" else mesh.dense and mesh.submesh("cp")
+    meshes = [] if sharing is None else [sharing, mesh.submesh("tp")]
+    groups = [each.get_group() for each in meshes if each.size() > 1]
+    return partial(_all_reduce_max, groups) if groups else None
+
+
+def _all_reduce_max(groups: Iterable[dist.ProcessGroup], tensor: Tensor) -> None:
+    for group in groups:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+
+
+def check_fp8_device(network: Network, device: torch.device, fp8_experts: bool = True) -> None:
+    """Raise a ConfigError if a GPU has no fp8 GEMMs that the network needs."""
+    if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
-    if capability != GROUPED_FP8_CAPABILITY:
+    name = ".".join(map(str, capability))
+    if capability < FP8_CAPABILITY:
+        raise ConfigError(f"dtype=fp8 needs a GPU of compute capability 8.9 or more, this one has {name}; try bf16")
+    has_experts = any(isinstance(module, GroupedLinear) for module in network.modules())
+    if fp8_experts and has_experts and capability != GROUPED_FP8_CAPABILITY:
         raise ConfigError(
             "dtype=fp8 with experts needs a GPU of compute capability 9.0 (Hopper), "
-            f"this one has {capability[0]}.{capability[1]}; set fp8_experts=false, which computes them in bf16"
+            f"this one has {name}; set fp8_experts=false, which computes them in bf16"
         )
 
 
 def cache_fp8_weights(network: Network) -> None:
-    """Cache fp8 expert weights that are not sharded over replicas; call it after sharding.
-
-    A gathered weight is a new tensor each time, without a version to compare, and its memory should be freed.
-    """
-    for module in network.modules():
-        if isinstance(module, Fp8GroupedLinear):
-            weight = module._parameters["weight"]
-            if not (isinstance(weight, DTensor) and is_fsdp_sharded(weight)):
-                module.fp8_cache = Fp8WeightCache()
+    """Cache fp8 expert weights that stay in memory for the step; call it after allocation."""
+    for experts in fp8_grouped_linears(network):
+        weight = experts.module.weight
+        if isinstance(weight, BucketParameter) and weight.bucket.resident:
+            experts.fp8_cache = Fp8WeightCache()
 
 
-def _swap_class(network: nn.Module, plain: type[nn.Module], subclass: type[nn.Module]) -> None:
-    """Turn every module of exactly the plain class into the subclass, which has no state of its own."""
-    for module in network.modules():
-        if type(module) is plain:
-            module.__class__ = subclass
+def fp8_grouped_linears(network: nn.Module) -> list[Fp8GroupedLinear]:
+    """Return the forward passes of experts that are in fp8."""
+    forwards = (vars(module).get("forward") for module in network.modules())
+    return [forward for forward in forwards if isinstance(forward, Fp8GroupedLinear)]
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace the forward pass of a module; its hooks stay."""
+    module.forward = forward
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a module still has the forward pass of its class."""
+    return "forward" not in vars(module)

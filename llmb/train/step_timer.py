@@ -1,7 +1,7 @@
 """Step time of this rank, and how much of it was not spent waiting for others: a slow rank makes all others wait.
 
 With gloo the host waits in `Work.wait` for the collectives of FSDP, pipelining and torch.distributed, and in
-`wait_tensor` for those of DTensor; both are timed, at a microsecond per call. With NCCL the device waits inside
+`wait_tensor` for functional ones; both are timed, at a microsecond per call. With NCCL the device waits inside
 kernels that only a trace can tell apart, so the busy time is unknown.
 """
 

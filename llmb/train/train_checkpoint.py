@@ -2,12 +2,13 @@
 
 Folders are handled by `llmb/runtime/checkpoint_folder.py`. Each rank writes its shards, and ranks of any other layout
 read what they need: tensor names and global shapes do not depend on the layout. Saved are the weights (fp32 for every
-dtype), the buffers, the optimizer state and the fp8 scaling history, which layouts without delayed scaling ignore.
+dtype), the buffers, the optimizer state and the fp8 scaling history, which runs without delayed scaling ignore.
 Batch and learning rate are functions of the step and training draws no random numbers, so there is no other state.
 
     llmb-run submit ... --set checkpoint_every=10        then        llmb-run submit ... --set resume=<run folder>
 """
 
+import sys
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,23 +16,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from llmb.config.native.number_formats import fp8_recipe
 from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError, LaunchError
+from llmb.models.architectures import Network
 from llmb.runtime import checkpoint_folder
-from llmb.train.fused_llama import fp8_scales
+from llmb.train.chunked_tensor import (
+    ChunkedTensor,
+    bucket_tensors,
+    chunk_values,
+    replicated_tensor,
+    with_chunk_values,
+)
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import Mesh
 
-Modules = Sequence[nn.Module]
 FAILURES = (Exception, dcp.CheckpointException)  # which is not an Exception
-SCALES = "scales."  # prefix of fp8 scaling history: optional on both sides
+SCALES = "scales."  # prefix of fp8 scaling history by tensor: optional on both sides
 FORMAT = 2  # incremented when a tensor of the same name and shape changes its meaning; 1 was not recorded
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended with one process
@@ -51,7 +60,7 @@ class Checkpointer:
         config: RunConfig,
         workload: Training,
         mesh: Mesh,
-        model_parts: Modules,
+        model_parts: Sequence[Network],
         optimizer: Optimizer,
     ):
         self._folder = folder
@@ -65,7 +74,10 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo") if needs_group and mesh.world_size > 1 else None
 
     def load(self, path: Path) -> None:
-        """Load the training state in place."""
+        """Load the training state in place; warn if it was computed in other number formats."""
+        change = checkpoint_folder.precision_change(path, precision(self._config, self._workload))
+        if change is not None and self._mesh.rank == 0:
+            print(f"llmb.train: warning: {change}", file=sys.stderr, flush=True)
         self._optimizer.init_state()
         tensors = state_tensors(self._model_parts, self._optimizer)
         reader = dcp.FileSystemReader(path)
@@ -81,13 +93,21 @@ class Checkpointer:
         except FAILURES as error:
             raise ConfigError(f"resume: cannot read checkpoint {path}: {_reason(error)}") from error
 
+    @torch.no_grad()
     def _restore(self, tensors: dict[str, Tensor]) -> None:
         """Convert tensors that are saved in another format than they are held in."""
-        for name in self._optimizer.split.weights:
-            self._optimizer.split.restore(name, tensors[f"model.{name}"], tensors[f"optimizer.{name}.step"])
+        for bucket in self._optimizer.buckets:
+            for number, name in enumerate(bucket.names):
+                weight = tensors[f"model.{name}"]
+                assert isinstance(weight, ChunkedTensor)
+                if weight.chunks:
+                    bucket.set_own_part(number, torch.cat([values.flatten() for _, values in weight.chunks]))
+                self._optimizer.steps = int(tensors[f"optimizer.{name}.step"])
+            bucket.invalidate()
         saved_scales = {name.removeprefix(SCALES): x for name, x in tensors.items() if name.startswith(SCALES)}
-        if (scales := fp8_scales(self._model_parts)) is not None and saved_scales:
-            scales.load_state_dict(saved_scales)
+        for model_part in self._model_parts:
+            if model_part.fp8_scaling is not None:
+                model_part.fp8_scaling.load_state_dict(saved_scales)
 
     def _all_names(self, tensors: dict[str, Tensor]) -> set[str]:
         """Return the tensor names of all ranks; pipeline ranks have different ones."""
@@ -104,8 +124,14 @@ class Checkpointer:
         if self._workload.checkpoint_every is None or step % self._workload.checkpoint_every:
             return
         self._wait()
-        tensors = self._stager.stage(state_tensors(self._model_parts, self._optimizer))
-        self._writing = self._writer.submit(self._write, step, tensors)
+        self._writing = self._writer.submit(self._write, step, self._stage())
+
+    def _stage(self) -> dict[str, Tensor]:
+        """Return the state copied to the host."""
+        tensors = state_tensors(self._model_parts, self._optimizer)
+        chunks = {name: [*chunk_values(tensor)] for name, tensor in tensors.items()}
+        staged = self._stager.stage(chunks)
+        return {name: with_chunk_values(tensor, staged[name]) for name, tensor in tensors.items()}
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
@@ -133,7 +159,8 @@ class Checkpointer:
             writer = dcp.FileSystemWriter(checkpoint_folder.partial_path(final))
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
             if is_rank0:
-                checkpoint_folder.commit(final, identity(self._config, self._workload), FORMAT)
+                recipe = {"precision": precision(self._config, self._workload)}
+                checkpoint_folder.commit(final, identity(self._config, self._workload) | recipe, FORMAT)
         except FAILURES as error:
             checkpoint_folder.discard_partial(final)
             raise LaunchError(f"cannot write checkpoint {final}: {_reason(error)}") from error
@@ -146,17 +173,32 @@ def identity(config: RunConfig, workload: Training) -> dict[str, Any]:
     return shape | {"dtype": config.precision.dtype} | data
 
 
-def state_tensors(model_parts: Modules, optimizer: Optimizer) -> dict[str, Tensor]:
+def precision(config: RunConfig, workload: Training) -> dict[str, Any]:
+    """Return the number formats that a resumed run may change, with a warning."""
+    formats = {name: getattr(workload, name) for name in ("master_weights", "gradients", "moments")}
+    return {"fp8_recipe": fp8_recipe(config)} | formats
+
+
+def state_tensors(model_parts: Sequence[Network], optimizer: Optimizer) -> dict[str, Tensor]:
     """Return every tensor the next step depends on, by names that do not depend on the parallel layout."""
-    states = [model_part.state_dict() for model_part in model_parts]
-    tensors = {f"model.{name}": tensor for state in states for name, tensor in state.items()}
-    # On the host: a GPU with split weights may have no memory for a second copy in fp32.
-    tensors |= {f"model.{name}": weight.fp32().cpu() for name, weight in optimizer.split.weights.items()}
-    if (scales := fp8_scales(model_parts)) is not None:
-        tensors |= {f"{SCALES}{name}": tensor for name, tensor in scales.state_dict().items()}
-    for name, state in optimizer.state().items():
-        for kind, tensor in state.items():
-            tensors[f"optimizer.{name}.{kind}"] = tensor
+    tensors: dict[str, Tensor] = {}
+    for bucket in optimizer.buckets:
+        # On the host: a GPU may have no memory for a second copy in fp32.
+        weights = bucket.master_weights().cpu()
+        tensors |= {f"model.{name}": tensor for name, tensor in bucket_tensors(bucket, weights)}
+        tensors |= {f"optimizer.{name}.step": torch.tensor(float(optimizer.steps)) for name in bucket.names}
+    for bucket, kind, moment in optimizer.bucket_state():
+        tensors |= {f"optimizer.{name}.{kind}": tensor for name, tensor in bucket_tensors(bucket, moment)}
+    for name, weight in optimizer.replicated.items():
+        tensors[f"model.{name}"] = replicated_tensor(weight, weight.detach())
+    for name, kind, state in optimizer.replicated_state():
+        tensor = replicated_tensor(optimizer.replicated[name], state) if state.ndim else state
+        tensors[f"optimizer.{name}.{kind}"] = tensor
+    for model_part in model_parts:
+        tensors |= {f"model.{name}": buffer for name, buffer in model_part.named_buffers()}
+        if model_part.fp8_scaling is not None:
+            scales = model_part.fp8_scaling.state_dict()
+            tensors |= {f"{SCALES}{name}": tensor for name, tensor in scales.items()}
     return tensors
 
 
@@ -170,7 +212,8 @@ def _check_tensors(path: Path, saved: dict[str, Any], tensors: dict[str, Tensor]
         if not isinstance(metadata, TensorStorageMetadata):
             raise ConfigError(f"resume: {path}: {name} is not a tensor in the checkpoint")
         saved_type, run_type = f"{[*metadata.size]} {metadata.properties.dtype}", f"{[*tensor.shape]} {tensor.dtype}"
-        if saved_type != run_type:
+        is_cast = name.startswith("optimizer.") and metadata.size == tensor.shape  # moments of another dtype
+        if saved_type != run_type and not is_cast:
             raise ConfigError(f"resume: {path}: {name} is {saved_type} in the checkpoint and {run_type} in this run")
 
 

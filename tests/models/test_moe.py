@@ -185,7 +185,7 @@ def test_saved_activations_match_the_memory_estimate(change: dict) -> None:
     model = replace(MODEL, experts=replace(EXPERTS, **change))
     block, x = random_moe(model.experts), inputs().bfloat16().requires_grad_()
     if block.shared is not None:
-        block.shared.__class__ = FusedGatedMlp
+        block.shared.forward = FusedGatedMlp(block.shared)
     parameter_storages = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 

@@ -67,11 +67,11 @@ SCALE = 0.09  # of weights, so that gemms preserve the magnitude
 # Number of consecutive gemms, and of reads of cached keys and values.
 PRODUCTS = {"llama": 2 * 4, "deepseek": 3 * 5, "nemotron_h": 6 * 2, "grok1": 2 * 4}
 CACHED = {"llama": 2 * 2, "deepseek": 3 * 2, "nemotron_h": 2, "grok1": 2 * 2}
-FP8 = {"dtype": "fp8", "fp8_scaling": "channel"}
+FP8 = {"dtype": "fp8", "fp8_recipe": "channelwise"}
 PRECISIONS: list[dict[str, str]] = [
     FP8,
-    FP8 | {"fp8_scaling": "tensor"},
-    FP8 | {"fp8_scaling": "block"},
+    FP8 | {"fp8_recipe": "tensorwise"},
+    FP8 | {"fp8_recipe": "blockwise"},
     FP8 | {"kv_dtype": "fp8"},
     {"dtype": "nvfp4"},
 ]
@@ -135,7 +135,7 @@ def test_logits_error_matches_quantization_error(case: Case, precision: dict[str
 @pytest.mark.parametrize("precision", [*PRECISIONS, CACHE], ids=precision_id)
 def test_chunked_prefill_error_is_below_quantization_error(case: Case, precision: dict[str, str]) -> None:
     """Another order of summation, or absorbed kv_up, rounds differently."""
-    if precision.get("fp8_scaling") == "tensor":
+    if precision.get("fp8_recipe") == "tensorwise":
         pytest.skip("a per-tensor scale depends on all tokens of the step")
     served_model = case.served_model(precision)
     whole_NV = logits_of(served_model, case.text).float()

@@ -8,7 +8,7 @@ from small_models import SMALL_MODELS
     ("changes", "reason"),
     [
         ({}, "cuda_graphs=true needs a CUDA GPU; machine.gpu=cpu has none"),
-        ({"dp": 2, "gbs": 8}, "the native training engine does not run cuda_graphs=true with dp=2; it runs"),
+        ({"pp": 2}, "the native training engine does not run cuda_graphs=true with pp=2; it runs"),
         ({"offload_layers": 1}, "the native training engine does not run cuda_graphs=true with offload_layers=1; it"),
         (
             {"model": SMALL_MODELS["grok1"], "dtype": "fp32"},

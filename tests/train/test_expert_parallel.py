@@ -1,5 +1,7 @@
 """Expert parallelism: dispatch, gradients, auxiliary loss and training runs, compared with one process."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,20 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sharded_network import FP32, set_weights
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import on_ranks, trained
 
 from llmb.config.spec import MoEConfig, Parallel
 from llmb.models.moe import MoE, collect_aux_losses
-from llmb.train.initial_weights import local_slice
-from llmb.train.optimizer import Optimizer, local
-from llmb.train.parallel.expert_parallel import apply_expert_parallel, split_sizes_to_host
+from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.expert_parallel import apply_expert_parallel, expert_dispatchers, pop_overflow
+from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.parallel.mesh import build_mesh
+from llmb.train.parallel.parameter_shard import box_of, shard_of
 from llmb.train.parallelize import apply_recompute
-from llmb.train.precision import Fp8GroupedLinear, cache_fp8_weights
+from llmb.train.precision import Fp8GroupedLinear, cache_fp8_weights, fp8_grouped_linears
 
 EXPERTS = MoEConfig(count=8, top_k=2, ffn=32, renormalise=False)
 TOKENS = 24  # of all ranks
@@ -59,28 +62,31 @@ def on_rank(
 ) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     """Return the output, the input gradient and the weight gradients of this rank, for its tokens."""
     dist.init_process_group("gloo")
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN, and so the padding of all buffers
+    assert torch.empty(1).isnan()
     mesh = build_mesh(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
     block = moe_block()
     if kind == "fp8":
         in_fp8(block)
-    apply_expert_parallel(block, mesh)
+    apply_expert_parallel(block, mesh, capacity_factor=mesh.size("ep"))  # fits every routing
     load(block, weights)
-    x_NC, d_y_NC = (x.chunk(mesh.world_size)[rank] for x in inputs())
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    x_NC, d_y_NC = (x.chunk(mesh.world_size)[rank].to(dtype) for x in inputs())
     return forward_backward(block, x_NC, d_y_NC, kind)
 
 
 def in_fp8(block: MoE) -> None:
     for layer in (block.gate, block.up, block.down):
-        layer.__class__ = Fp8GroupedLinear
+        layer.forward = Fp8GroupedLinear(layer)
 
 
-@torch.no_grad()
 def load(block: MoE, weights: dict[str, torch.Tensor]) -> None:
-    for name, parameter in block.named_parameters():
-        if isinstance(parameter, DTensor):
-            local(parameter).copy_(local_slice(weights[name], parameter))
-        else:
-            parameter.copy_(weights[name])
+    """Give every parameter memory and this rank's box of its weight."""
+    for path, parameter in [*block.named_parameters()]:
+        owner, _, name = path.rpartition(".")
+        box = torch.nn.Parameter(box_of(weights[path], shard_of(parameter), parameter.shape).clone())
+        box.shard = shard_of(parameter)
+        block.get_submodule(owner).register_parameter(name, box)
 
 
 def forward_backward(
@@ -91,17 +97,39 @@ def forward_backward(
         stack = torch.nn.Module()
         stack.layers = torch.nn.ModuleList([block])
         apply_recompute(stack, 1)
-    y_NC = block(x_NC)
-    y_NC.backward(d_y_NC)
-    return y_NC.detach(), x_NC.grad, {name: local_gradient(weight) for name, weight in block.named_parameters()}
+    with no_host_reads() if kind == "bf16" else nullcontext():
+        y_NC = block(x_NC)
+        y_NC.backward(d_y_NC)
+    return (
+        y_NC.detach(),
+        x_NC.grad,
+        {name: (shard_of(weight).offset, weight.grad) for name, weight in block.named_parameters()},
+    )
 
 
-def local_gradient(parameter: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
-    if not isinstance(parameter, DTensor):
-        return (0,) * parameter.ndim, parameter.grad
-    assert parameter.grad.placements == parameter.placements
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(offset), parameter.grad.to_local()
+class NoHostReads(TorchDispatchMode):
+    """Refuses operators that synchronize with a GPU; expert GEMMs in bf16 are one operator."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.overloadpacket not in SYNCHRONIZING, f"{function} reads values on the host"
+        return function(*args, **(kwargs or {}))
+
+
+aten = torch.ops.aten
+SYNCHRONIZING = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.repeat_interleave, aten.unique_dim)
+
+
+@contextmanager
+def no_host_reads() -> Iterator[None]:
+    """Also refuse methods that read a CPU tensor without an operator."""
+
+    def refuse(*_args: Any) -> None:
+        raise AssertionError("a value is read on the host")
+
+    with pytest.MonkeyPatch.context() as patch, NoHostReads():
+        for name in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__"):
+            patch.setattr(torch.Tensor, name, refuse)
+        yield
 
 
 def run_on_ranks(
@@ -168,22 +196,50 @@ def test_recomputed_dispatch_equals_one_process() -> None:
     assert max(differences(recomputed, run_one_process(weights)).values()) < 1e-5
 
 
+@pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "etp": 2}], ids=str)
+def test_dispatch_reads_nothing_on_the_host(degrees: dict[str, int]) -> None:
+    weights = weights_for("all")
+    assert max(differences(run_on_ranks(degrees, weights, "bf16"), run_one_process(weights)).values()) < 2e-2
+
+
+def overflow_on_rank(rank: int, factor: float) -> tuple[float, bool]:
+    """Return the number of pairs that exceeded their capacity, and whether all results are finite."""
+    dist.init_process_group("gloo")
+    torch.use_deterministic_algorithms(True)
+    mesh = build_mesh(rank, torch.device("cpu"), Parallel(dp=2, ep=2), experts=True)
+    block = moe_block()
+    apply_expert_parallel(block, mesh, factor)
+    load(block, weights_for("none on the first"))
+    x_NC, d_y_NC = (x.chunk(2)[rank] for x in inputs())
+    y_NC, dx_NC, gradients = forward_backward(block, x_NC, d_y_NC, "plain")
+    tensors = [y_NC, dx_NC, *(gradient for _, gradient in gradients.values())]
+    return pop_overflow(expert_dispatchers([block]), mesh.device).item(), all(x.isfinite().all() for x in tensors)
+
+
+@pytest.mark.parametrize(("factor", "overflow"), [(0.5, 1), (1.25, 1), (2.0, 0)])
+def test_overflow_is_counted_and_drops_tokens(factor: float, overflow: int) -> None:
+    """Both ranks send all of their 24 rows to the second."""
+    assert on_ranks(2, overflow_on_rank, factor) == [(overflow, True)] * 2
+
+
 def after_an_update(rank: int, degrees: dict[str, int], weights: dict[str, torch.Tensor]) -> list[bool]:
     """Return whether cached and uncached fp8 weights give the same outputs, and whether the update changed them."""
     dist.init_process_group("gloo")
     mesh = build_mesh(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
     block = moe_block()
     in_fp8(block)
-    apply_expert_parallel(block, mesh)
-    load(block, weights)
+    apply_expert_parallel(block, mesh, capacity_factor=mesh.size("ep"))  # fits every routing
+    sharded = ShardedParameters(block, mesh, FP32)
+    sharded.allocate(mesh.device)
+    set_weights(sharded, weights)
     cache_fp8_weights(block)
     x_NC, d_y_NC = (x.chunk(mesh.world_size)[rank] for x in inputs())
     before = forward_backward(block, x_NC, d_y_NC, "plain")[0]
-    optimizer = Optimizer(block.named_parameters(), mesh, 0.1, set())
-    optimizer.update(0.1)
+    sharded.end_step()
+    Optimizer([sharded], mesh, 0.1).update(0.1)
     cached = block(x_NC).detach()
-    for layer in (block.gate, block.up, block.down):
-        layer.fp8_cache = None
+    for experts in fp8_grouped_linears(block):
+        experts.fp8_cache = None
     return [torch.equal(cached, block(x_NC).detach()), not torch.equal(cached, before)]
 
 
@@ -208,7 +264,7 @@ def balance_on_rank(rank: int, degrees: dict[str, int], weights: dict[str, torch
     dist.init_process_group("gloo")
     mesh = build_mesh(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
     block = moe_block(replace(EXPERTS, aux_loss=0.5))
-    apply_expert_parallel(block, mesh)
+    apply_expert_parallel(block, mesh, capacity_factor=mesh.size("ep"))  # fits every routing
     load(block, weights)
     loss = balance_loss(block, inputs()[0].chunk(mesh.world_size)[rank])
     (loss / mesh.size("cp")).backward()
@@ -234,14 +290,19 @@ def test_aux_loss_is_over_all_tokens_of_a_micro_batch(degrees: dict[str, int]) -
     torch.testing.assert_close(sum(gradients), block.router.weight.grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("sent", [24, 25, 1, 0])
-def test_dry_run_split_sizes_are_balanced(monkeypatch: pytest.MonkeyPatch, sent: int) -> None:
-    monkeypatch.setattr("llmb.train.parallel.expert_parallel.is_dry_run", lambda: True)
-    counts = split_sizes_to_host(torch.empty(3, 4, device="meta"), sent)
-    assert len(counts) == 3
-    for row in counts:
-        assert sum(row) == sent
-        assert max(row) - min(row) <= 1
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 2}, {"pp": 2, "dp": 2, "ep": 2, "fsdp": True}], ids=str)
+def test_overflow_repeats_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, degrees: dict[str, int]
+) -> None:
+    monkeypatch.setattr("llmb.train.parallelize.initial_capacity_factor", lambda _workload: 0.25)
+    config = changed(CONFIG, model=SMALL_MODELS["deepseek"], steps=3, lr=3e-4, mbs=2, gbs=8)
+    repeated = trained(changed(config, **degrees, ga=2), tmp_path / "repeated")
+    lines = [line for line in capfd.readouterr().out.splitlines() if "repeated" in line]
+    reason = "an expert-parallel pair received more rows than its capacity; capacity factor"
+    factors = ["0.25 -> 0.5", "0.5 -> 1", "1 -> 2"]
+    assert lines == [f"step 1 repeated: {reason} {change}" for change in factors]
+    assert repeated.max_distance(trained(changed(config, ga=4), tmp_path / "alone")) < 1e-5
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """FSDP and the distributed optimizer train as one process; every rank holds only its shards."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -9,30 +10,32 @@ from typing import Any
 
 import pytest
 import torch
+from sharded_network import own_weights
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import Trained, on_ranks
 from training_ranks import trained as trained_in
 
 from llmb.config.spec import RunConfig
 from llmb.models.architectures import build_model
-from llmb.models.moe import Router
 from llmb.train import activation_offload
+from llmb.train.chunked_tensor import chunk_values
 from llmb.train.loop import TrainJob, accumulate_gradients
 from llmb.train.optimizer import Optimizer
-from llmb.train.parallel.mesh import Mesh, init_mesh
-from llmb.train.parallelize import build_model_parts
+from llmb.train.parallel.fsdp import sharded_parameters
+from llmb.train.parallel.mesh import init_mesh
+from llmb.train.parallel.parameter_shard import ParameterShard, box_of
+from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.train_checkpoint import Checkpointer, state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
-# Nothing divides by the number of ranks: some shards are padded or empty, and some weights stay replicated.
+# Nothing divides by the number of ranks: shards are padded, and begin inside a row.
 UNEVEN = replace(SMALL_MODELS["llama"], name="uneven", hidden=22, ffn=50, vocab=130, head_dim=10)
 MODELS = SMALL_MODELS | {"uneven": UNEVEN}
-CLOSE = {"fp32": 1e-5, "bf16": 5e-3, "fp8": 5e-2}  # one process casts or quantizes weights directly from fp32
+CLOSE = {"fp32": 1e-5, "bf16": 5e-3, "fp8": 5e-2}
 
 
 def config_of_layout(name: str, **changes: Any) -> RunConfig:
@@ -148,16 +151,12 @@ def test_fsdp_is_deterministic(tmp_path: Path) -> None:
 def build(config: RunConfig) -> tuple[TrainJob, list, Optimizer]:
     job = TrainJob(config, config.workload, init_mesh(config))
     model_parts = build_model_parts(config, job.workload, job.mesh)
-    return job, model_parts, Optimizer(model_parts[0].named_parameters(), job.mesh, 1e-3, set())
+    return job, model_parts, build_optimizer(model_parts, job.workload, job.mesh)
 
 
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def initial_weights(_rank: int, config: RunConfig) -> dict[str, Tensor]:
-    (model_part,) = build_model_parts(config, config.workload, init_mesh(config))
-    return {name: full(parameter.detach()) for name, parameter in model_part.named_parameters()}
+def initial_weights(_rank: int, config: RunConfig) -> list[tuple[str, tuple[int, ...], Tensor]]:
+    _, (model_part,), _ = build(config)
+    return [*own_weights(sharded_parameters(model_part))]
 
 
 @pytest.mark.slow
@@ -167,35 +166,82 @@ def initial_weights(_rank: int, config: RunConfig) -> dict[str, Tensor]:
         ("nemotron_h", {"dp": 2, "tp": 2}),
         ("uneven", {"dp": 3, "tp": 2}),
         pytest.param("uneven", {"dp": 4}, marks=pytest.mark.nightly),
-        pytest.param("grok1", {"dp": 2, "tp": 2}, marks=pytest.mark.nightly),
+        pytest.param("grok1", {"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.nightly),
     ],
 )
 def test_every_layout_has_the_same_initial_weights(name: str, layout: dict) -> None:
+    """The boxes of all ranks are the weights of an unsharded model; only vectors and routers are replicated."""
     config = config_of_layout(name, **layout)
     reference = build_model(config.model)
     reference.init_weights(config.workload.seed)
     expected = dict(reference.named_parameters())
+    held = {name: torch.zeros_like(weight, dtype=torch.int32) for name, weight in expected.items()}
     for weights in on_ranks(config.parallel.world_size, initial_weights, config):
-        assert weights.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
+        for name, offset, values in weights:
+            box = box_of(expected[name], ParameterShard(expected[name].shape, offset), values.shape)
+            assert torch.equal(values, box), name
+            box_of(held[name], ParameterShard(expected[name].shape, offset), values.shape).add_(1)
+    for name, times in held.items():
+        is_matrix = expected[name].ndim > 1 and not re.search("router|conv", name)
+        assert times.unique().tolist() == [1] if is_matrix else times.min() >= 1, name
 
 
-def count_elements(_rank: int, config: RunConfig) -> tuple[int, int, int]:
-    """Return the number of elements in this rank's shards, in its routers and in its gradients after a step."""
-    job, (model_part,), optimizer = build(config)
-    accumulate_gradients(job, [model_part], 1)
-    routers = sum(p.numel() for m in model_part.modules() if isinstance(m, Router) for p in m.parameters())
-    gradients = sum(p.grad.to_local().numel() for p in optimizer.parameters.values())
-    return sum(p.numel() for p in optimizer.shards.values()), routers, gradients
+def held_elements(_rank: int, config: RunConfig) -> tuple[int, int, int, int]:
+    """Return the number of elements of replicated parameters, shards, their gradients and weights, after a step."""
+    job, model_parts, optimizer = build(config)
+    accumulate_gradients(job, model_parts, 1)
+    return (
+        sum(parameter.grad.numel() for parameter in optimizer.replicated.values()),
+        sum(bucket.shard.numel() for bucket in optimizer.buckets),
+        sum(bucket.grad_shard.numel() for bucket in optimizer.buckets),
+        sum(bucket.flat.untyped_storage().nbytes() // 4 for bucket in optimizer.buckets),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [True, False])
 def test_each_rank_holds_its_shard(fsdp: bool) -> None:
     config = config_of_layout("grok1", dp=4, fsdp=fsdp)
-    total = sum(p.numel() for p in build_model(config.model).parameters())
-    for held, routers, gradients in on_ranks(4, count_elements, config):
-        assert held == gradients == (total - routers) // 4 + routers
+    parameters = dict(build_model(config.model).named_parameters())
+    replicated = sum(p.numel() for name, p in parameters.items() if re.search("router|norm", name))
+    matrices = sum(p.numel() for p in parameters.values()) - replicated
+    expected = (replicated, matrices // 4, matrices // 4, 0 if fsdp else matrices)
+    assert on_ranks(4, held_elements, config) == [expected] * 4
+
+
+def memory_in_passes(_rank: int, config: RunConfig) -> list[tuple[int, ...]]:
+    """Return the layers whose weights have memory when each layer's forward and backward pass begins."""
+    job, (model_part,), optimizer = build(config)
+    seen: list[tuple[int, ...]] = []
+
+    def look(*_args: Any) -> None:
+        with_memory = {
+            int(bucket.names[0].split(".")[1])
+            for bucket in optimizer.buckets
+            if bucket.names[0].startswith("layers.") and bucket.flat.untyped_storage().nbytes()
+        }
+        seen.append(tuple(sorted(with_memory)))
+
+    def look_in_backward(_layer: Any, _args: Any, out: Tensor) -> None:
+        out.register_hook(look)
+
+    for layer in model_part.layers:
+        layer.register_forward_pre_hook(look)
+        layer.register_forward_hook(look_in_backward, prepend=True)  # inside the hook that gathers
+    accumulate_gradients(job, [model_part], 1)
+    look()
+    return seen
+
+
+@pytest.mark.slow
+def test_gathered_weights_are_freed() -> None:
+    """A layer has memory in its own passes and while the layer before it computes."""
+    for overlap in (False, True):
+        config = config_of_layout("llama", dp=2, mbs=6, fsdp=True, overlap_gather=overlap)
+        forward, backward = [(0,), (1,), (2,), (3,)], [(3,), (2,), (1,), (0,)]
+        if overlap:
+            forward, backward = [(0, 1), (1, 2), (2, 3), (3,)], [(2, 3), (1, 2), (0, 1), (0,)]
+        assert on_ranks(2, memory_in_passes, config) == [[*forward, *backward, ()]] * 2
 
 
 class CountedCollectives(TorchDispatchMode):
@@ -222,10 +268,13 @@ def collectives(_rank: int, config: RunConfig) -> Counter[str]:
 
 @pytest.mark.slow
 def test_number_of_collectives_per_step() -> None:
-    """Four layers and the root are five FSDP groups; there are three micro-batches."""
-    for fsdp, gathers, reductions in ((False, 5, 5), (True, 3 * (5 + 4), 3 * 5)):
-        for counted in on_ranks(4, collectives, config_of_layout("llama", dp=4, fsdp=fsdp)):
-            assert counted == {"allgather_base": gathers, "reduce_scatter_base": reductions}
+    """Four layers and the rest are five units; there are three micro-batches.
+
+    With fsdp the rest is gathered once, and each layer in every pass; the last layer stays for its backward pass.
+    """
+    for fsdp, gathers, reductions in ((False, 5, 5), (True, 1 + 3 * (4 + 3), 3 * 5)):
+        expected = {"allgather_base": gathers, "reduce_scatter_base": reductions, "allreduce": 1}
+        assert on_ranks(4, collectives, config_of_layout("llama", dp=4, fsdp=fsdp)) == [expected] * 4
 
 
 def staging_is_isolated(_rank: int, config: RunConfig, folder: Path) -> bool:
@@ -233,13 +282,17 @@ def staging_is_isolated(_rank: int, config: RunConfig, folder: Path) -> bool:
     job, model_parts, optimizer = build(config)
     accumulate_gradients(job, model_parts, 1)
     optimizer.update(1e-3)
-    stager = Checkpointer(folder, config, job.workload, job.mesh, model_parts, optimizer)._stager
-    copies = stager.stage(state_tensors(model_parts, optimizer))
-    before = {name: full(tensor).clone() for name, tensor in copies.items()}
+    staged = Checkpointer(folder, config, job.workload, job.mesh, model_parts, optimizer)._stage()
+
+    def values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        parts = {name: [part.flatten() for part in chunk_values(tensor)] for name, tensor in tensors.items()}
+        return {name: torch.cat(part).clone() for name, part in parts.items() if part}
+
+    before = values(staged)
     accumulate_gradients(job, model_parts, 2)
     optimizer.update(1e-3)
-    now = {name: full(tensor) for name, tensor in state_tensors(model_parts, optimizer).items()}
-    return all(torch.equal(before[n], full(copies[n])) and not torch.equal(before[n], now[n]) for n in now)
+    after, now = values(staged), values(state_tensors(model_parts, optimizer))
+    return all(torch.equal(before[n], after[n]) and not torch.equal(before[n], now[n]) for n in now)
 
 
 @pytest.mark.slow
@@ -247,8 +300,11 @@ def test_staged_checkpoint_is_not_modified_by_training(tmp_path: Path) -> None:
     assert on_ranks(2, staging_is_isolated, config_of_layout("llama", dp=2, fsdp=True), tmp_path) == [True, True]
 
 
-def test_one_process_is_not_sharded() -> None:
+def test_one_process_gathers_nothing() -> None:
     config = config_of_layout("llama", fsdp=True)
-    (model_part,) = build_model_parts(config, config.workload, Mesh(0, 1, torch.device("cpu")))
-    assert type(model_part) is type(build_model(config.model))
-    assert not any(isinstance(parameter, DTensor) for parameter in model_part.parameters())
+    job, (model_part,), optimizer = build(config)
+    with CountedCollectives() as counted:
+        accumulate_gradients(job, [model_part], 1)
+        optimizer.update(1e-3)
+    assert not counted.counts
+    assert not any(layer._forward_pre_hooks for layer in model_part.layers)

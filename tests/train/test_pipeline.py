@@ -23,7 +23,7 @@ from llmb.train.loop import TrainJob, accumulate_gradients
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import Mesh, init_mesh
 from llmb.train.parallel.pipeline import Pipeline, Stage, build_stages, tied_copies
-from llmb.train.parallelize import build_model_parts
+from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.train_support import supported_workload
 
 CLOSE = 1e-5
@@ -154,7 +154,8 @@ def _embedding_after_steps(_rank: int, config: RunConfig) -> dict[str, Any]:
     (model_part,) = model_parts
     before = model_part.embedding.weight.detach().clone()
     accumulate_gradients(job, model_parts, 1)
-    gradient = model_part.embedding.weight.grad.clone()
+    bucket = model_part.embedding.weight.bucket
+    gradient = bucket.grad_shard.clone()
     for step in (1, 2):
         optimizer.update(1e-2)
         accumulate_gradients(job, model_parts, step)
@@ -167,8 +168,7 @@ def _build(config: RunConfig) -> tuple[TrainJob, Any, Optimizer]:
     model_parts = build_model_parts(config, workload, mesh)
     job = TrainJob(config, workload, mesh)
     job = replace(job, pipeline=Pipeline(model_parts, config, workload, mesh, job.trace_range))
-    named = (pair for model_part in model_parts for pair in model_part.named_parameters())
-    return job, model_parts, Optimizer(named, mesh, workload.lr, tied_copies(model_parts))
+    return job, model_parts, build_optimizer(model_parts, workload, mesh)
 
 
 class LiveTensors:

@@ -1,33 +1,47 @@
-"""bf16 and fp8 compute: weights, gradients and updates stay fp32."""
+"""bf16 and fp8 compute: master weights, gradients and updates stay fp32."""
 
 import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+from sharded_network import BF16, ONE, fp32_weights, shard
 from small_models import SMALL_MODELS, llama_model
 from torch import nn
 
 from llmb.errors import ConfigError
-from llmb.models.architectures import build_model
+from llmb.models.architectures import Network, build_model
+from llmb.models.blocks import Attention, GatedMlp
 from llmb.models.moe import GroupedLinear, Router
-from llmb.ops.gemm.fp8_linear import fp8_linear
+from llmb.ops.gemm.fp8_linear import OperandNames, fp8_linear
 from llmb.ops.moe import fp8_grouped_gemm
+from llmb.ops.quant.delayed_scaling import SCALINGS, CurrentScaling
+from llmb.runtime.adamw_settings import BETAS
 from llmb.train import parallelize, precision
 from llmb.train.optimizer import Optimizer
-from llmb.train.parallel.mesh import Mesh
+from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.precision import (
     CastLinear,
     Fp8GroupedLinear,
     Fp8Linear,
     FusedEmbedding,
+    FusedGatedMlp,
+    FusedQkv,
     cache_fp8_weights,
+    check_fp8_device,
     compute_in_bf16,
     compute_in_fp8,
+    fp8_grouped_linears,
+    operand_names,
 )
 
 CPU = torch.device("cpu")
 MODEL = llama_model(name="small", hidden=64, ffn=128, vocab=128)
+
+
+def forwards(network: nn.Module, kind: type[nn.Module]) -> set[type]:
+    """Return the classes of the forward passes of a kind of modules."""
+    return {type(module.forward) for module in network.modules() if isinstance(module, kind)}
 
 
 @pytest.fixture
@@ -37,29 +51,42 @@ def exact_and_rounded() -> tuple:
     exact.init_weights(2)
     rounded = copy.deepcopy(exact)
     compute_in_bf16(rounded)
+    shard(rounded, BF16)
     tokens = torch.randint(MODEL.vocab, (2, 65), generator=torch.Generator().manual_seed(3))
     for network in (exact, rounded):
         network(tokens[:, :-1], tokens[:, 1:]).backward()
     return exact, rounded
 
 
+def update(network: Network, lr: float) -> tuple[Optimizer, torch.Tensor]:
+    """Update the weights; return the optimizer and the gradients' norm."""
+    sharded_parameters(network).end_step()
+    optimizer = Optimizer([sharded_parameters(network)], ONE, lr)
+    return optimizer, optimizer.update(lr)
+
+
 def test_gemms_are_bf16_and_gradients_fp32(exact_and_rounded) -> None:
     exact, rounded = exact_and_rounded
-    assert all(type(layer) is CastLinear for name, layer in rounded.named_modules() if name.endswith((".q", ".down")))
+    assert forwards(rounded, nn.Linear) == {CastLinear}
+    assert forwards(rounded, nn.Embedding) == {FusedEmbedding}
+    assert forwards(rounded, GatedMlp) == {FusedGatedMlp}
+    assert all(type(block.project_qkv) is FusedQkv for block in rounded.modules() if isinstance(block, Attention))
     assert rounded(torch.arange(5)[None]).dtype == torch.bfloat16
     expected = dict(exact.named_parameters())
     assert expected.keys() == dict(rounded.named_parameters()).keys()
     for name, parameter in rounded.named_parameters():
-        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        assert parameter.dtype == (torch.bfloat16 if parameter.ndim > 1 else torch.float32)
+        assert parameter.grad.dtype == torch.float32
         error = (parameter.grad - expected[name].grad).norm() / expected[name].grad.norm()
         assert 0 < error < 0.03, f"{name}: {error:.3f}"
 
 
 def test_update_below_bf16_precision_is_kept(exact_and_rounded) -> None:
     _, rounded = exact_and_rounded
-    before = rounded.layers[0].mlp.up.weight.detach().clone()
-    Optimizer(rounded.named_parameters(), Mesh(0, 1, CPU), 1e-7, set()).update(1e-7)
-    after = rounded.layers[0].mlp.up.weight.detach()
+    sharded, name = sharded_parameters(rounded), "layers.0.mlp.up.weight"
+    before = fp32_weights(sharded)[name]
+    update(rounded, 1e-7)
+    after = fp32_weights(sharded)[name]
     change = (after - before).abs()
     assert (change > 0).double().mean() > 0.99
     assert change.max() < 1.2e-7
@@ -71,26 +98,27 @@ def test_gradient_clipping_returns_norm_before_clipping(exact_and_rounded) -> No
     for parameter in rounded.parameters():
         parameter.grad.mul_(1000)
     expected = torch.cat([p.grad.flatten().double() for p in rounded.parameters()]).norm()
-    grads = [p.grad for p in rounded.parameters()]
-    norm = Optimizer(rounded.named_parameters(), Mesh(0, 1, CPU), 0.1, set()).update(0.1)
+    optimizer, norm = update(rounded, 0.1)
     assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert torch.cat([g.flatten() for g in grads]).norm().item() == pytest.approx(1.0, rel=1e-3)
+    state = [*optimizer.bucket_state(), *optimizer.replicated_state()]
+    clipped = torch.cat([m.flatten() / (1 - BETAS[0]) for _, kind, m in state if kind == "exp_avg"])
+    assert clipped.norm().item() == pytest.approx(1.0, rel=1e-3)
     assert all(p.grad is None for p in rounded.parameters())
 
 
+@pytest.mark.parametrize("recipe", SCALINGS)
 @pytest.mark.parametrize("name", SMALL_MODELS)
-def test_fp8_is_used_in_layers_only(name: str, monkeypatch) -> None:
+def test_fp8_is_used_in_layers_only(name: str, recipe: str, monkeypatch) -> None:
     network = build_model(SMALL_MODELS[name])
     network.init_weights(1)
     in_bf16 = copy.deepcopy(network)
     compute_in_bf16(in_bf16)
-    compute_in_fp8(network, CPU)
-    kinds = {type(module) for module in network.layers.modules()}
-    assert Fp8Linear in kinds
-    assert not kinds & {nn.Linear, CastLinear, GroupedLinear}
-    assert (Fp8GroupedLinear in kinds) == (SMALL_MODELS[name].experts is not None)
-    assert type(network.embedding) is FusedEmbedding
-    assert network.head is None or type(network.head) is CastLinear
+    compute_in_fp8(network, CPU, recipe)
+    assert forwards(network.layers, nn.Linear) == {Fp8Linear}
+    experts = {Fp8GroupedLinear} if SMALL_MODELS[name].experts is not None else set()
+    assert forwards(network.layers, GroupedLinear) == experts
+    assert type(network.embedding.forward) is FusedEmbedding
+    assert network.head is None or type(network.head.forward) is CastLinear
 
     rounded: list[torch.dtype] = []
     for format in ("fp8_linear", "fp8_grouped_gemm"):
@@ -99,7 +127,7 @@ def test_fp8_is_used_in_layers_only(name: str, monkeypatch) -> None:
         monkeypatch.setattr(precision, format, counted)
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
     losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (network, in_bf16)]
-    layers = [m for m in network.layers.modules() if isinstance(m, (Fp8Linear, Fp8GroupedLinear))]
+    layers = [m for m in network.layers.modules() if isinstance(m, nn.Linear | GroupedLinear)]
     assert rounded == [torch.bfloat16] * len([m for m in layers if all(n % 16 == 0 for n in m.weight.shape[-2:])])
     for loss in losses:
         loss.backward()
@@ -110,20 +138,23 @@ def test_fp8_is_used_in_layers_only(name: str, monkeypatch) -> None:
 
 
 def test_unsupported_fp8_sizes_compute_in_bf16() -> None:
-    x = torch.randn(2, 16, 40, dtype=torch.bfloat16)
-    for layer, fits in ((Fp8Linear(40, 32), False), (Fp8Linear(32, 40), False), (Fp8Linear(32, 32), True)):
-        x_in = x[..., : layer.in_features].contiguous()
-        expected = fp8_linear(x_in, layer.weight) if fits else nn.functional.linear(x_in, layer.weight.bfloat16())
-        assert torch.equal(layer(x_in), expected)
+    x, names = torch.randn(2, 16, 40, dtype=torch.bfloat16), OperandNames("x", "weight", "dy")
+    scaling = CurrentScaling(names.dtypes, CPU)
+    for inputs, outputs, fits in ((40, 32, False), (32, 40, False), (32, 32, True)):
+        layer = nn.Linear(inputs, outputs, bias=False)
+        layer.forward = Fp8Linear(layer, scaling, names)
+        x_in = x[..., :inputs].contiguous()
+        in_bf16 = nn.functional.linear(x_in, layer.weight.bfloat16())
+        assert torch.equal(layer(x_in), fp8_linear(x_in, layer.weight, scaling, names) if fits else in_bf16)
     odd = x[:, :15, :32].contiguous()
-    assert torch.equal(Fp8Linear.forward(layer, odd), nn.functional.linear(odd, layer.weight.bfloat16()))
+    assert torch.equal(layer(odd), nn.functional.linear(odd, layer.weight.bfloat16()))
 
 
 @pytest.mark.parametrize("fp8_fast_accum", [False, True])
 def test_fast_accumulation_of_expert_gemms(monkeypatch, fp8_fast_accum: bool) -> None:
     network = build_model(SMALL_MODELS["grok1"])
     network.init_weights(1)
-    compute_in_fp8(network, CPU, fp8_fast_accum)
+    compute_in_fp8(network, CPU, fp8_fast_accum=fp8_fast_accum)
     calls: dict[str, list[bool]] = {"_matmul": [], "_outer": []}
 
     def recorded(name: str) -> Callable[..., torch.Tensor]:
@@ -134,8 +165,58 @@ def test_fast_accumulation_of_expert_gemms(monkeypatch, fp8_fast_accum: bool) ->
         monkeypatch.setattr(fp8_grouped_gemm, name, recorded(name))
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
     network(tokens[:, :-1], tokens[:, 1:]).backward()
-    layers = len([module for module in network.modules() if isinstance(module, Fp8GroupedLinear)])
+    layers = len(fp8_grouped_linears(network))
     assert calls == {"_matmul": layers * [True] + layers * [fp8_fast_accum], "_outer": layers * [fp8_fast_accum]}
+
+
+def test_names_of_fp8_tensors_are_those_of_the_whole_model() -> None:
+    """A pipeline stage keeps the names of its layers; layers that read one activation share its name."""
+    names = operand_names(build_model(SMALL_MODELS["deepseek"]))
+    last = max(int(path.split(".")[1]) for path in names)
+    attention = f"layers.{last}.attention"
+    assert names[f"{attention}.kv_down"].x == names[f"{attention}.q_down"].x == f"{attention}.q_down.x"
+    assert names[f"{attention}.kv_down"][1:] == (f"{attention}.kv_down.weight", f"{attention}.kv_down.dy")
+    assert names[f"layers.{last}.mlp.shared.up"].x == f"layers.{last}.mlp.shared.gate.x"
+    assert names[f"layers.{last}.mlp.shared.down"].x == f"layers.{last}.mlp.shared.down.x"
+    stage = build_model(SMALL_MODELS["deepseek"])
+    stage.layers = nn.ModuleList()
+    stage.layers.add_module(str(last), build_model(SMALL_MODELS["deepseek"]).layers[last])
+    assert operand_names(stage).items() == {item for item in names.items() if item[0].startswith(f"layers.{last}.")}
+
+
+def losses_in(dtype: str, name: str, steps: int = 12) -> list[float]:
+    """Train on one repeated batch of two micro-batches."""
+    network = build_model(SMALL_MODELS[name])
+    network.init_weights(1)
+    if dtype == "bf16":
+        compute_in_bf16(network)
+    else:
+        compute_in_fp8(network, CPU, dtype)
+    network.loss_weight = 0.5
+    sharded = shard(network, BF16)
+    optimizer = Optimizer([sharded], ONE, 3e-3)
+    tokens = torch.randint(128, (2, 2, 33), generator=torch.Generator().manual_seed(2))
+    losses = []
+    for _step in range(steps):
+        if network.fp8_scaling is not None:
+            network.fp8_scaling.update()
+        terms = [network(micro_batch[:, :-1], micro_batch[:, 1:]) for micro_batch in tokens]
+        sum(terms).backward()
+        losses.append(sum(terms).item())
+        sharded.end_step()
+        optimizer.update(3e-3)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "grok1"])
+def test_both_recipes_train_as_bf16(name: str) -> None:
+    bf16 = losses_in("bf16", name)
+    assert bf16[-1] < bf16[0] - 0.4, "there is something to learn"
+    for recipe in SCALINGS:
+        fp8 = losses_in(recipe, name)
+        assert fp8 != bf16
+        assert fp8[0] == pytest.approx(bf16[0], rel=1e-3)
+        assert sum(fp8[-10:]) == pytest.approx(sum(bf16[-10:]), rel=0.01)
 
 
 def test_routers_stay_in_fp32() -> None:
@@ -197,22 +278,27 @@ def trained_experts() -> tuple:
     network = build_model(SMALL_MODELS["grok1"])
     network.init_weights(1)
     compute_in_fp8(network, CPU)
+    shard(network, BF16)
     cache_fp8_weights(network)
     tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
     network(tokens[:, :-1], tokens[:, 1:]).backward()
     return network, tokens
 
 
+def cached_rows(layer: Fp8GroupedLinear) -> torch.Tensor:
+    return layer.fp8_cache.get(layer.module.weight, torch.bfloat16).rows.view(torch.uint8)
+
+
 def test_fp8_cache_is_refreshed_after_an_update() -> None:
-    """torch's fused AdamW does not bump the version of weights; our optimizer does."""
+    """An update of a shard does not bump the version of its weights; our optimizer does."""
     network, tokens = trained_experts()
-    layers = [module for module in network.modules() if isinstance(module, Fp8GroupedLinear)]
+    layers = fp8_grouped_linears(network)
     assert all(layer.fp8_cache is not None for layer in layers)
-    before = [layer.fp8_cache.get(layer.weight, torch.bfloat16).rows.view(torch.uint8).clone() for layer in layers]
-    Optimizer(network.named_parameters(), Mesh(0, 1, CPU), 0.1, set()).update(0.1)
+    before = [cached_rows(layer).clone() for layer in layers]
+    update(network, 0.1)
     loss = network(tokens[:, :-1], tokens[:, 1:])
     for layer, old in zip(layers, before, strict=True):
-        assert not torch.equal(layer.fp8_cache.get(layer.weight, torch.bfloat16).rows.view(torch.uint8), old)
+        assert not torch.equal(cached_rows(layer), old)
         layer.fp8_cache = None
     assert torch.equal(network(tokens[:, :-1], tokens[:, 1:]), loss), "equal without a cache"
 
@@ -221,19 +307,20 @@ def test_fp8_cache_is_refreshed_after_an_update() -> None:
 def test_fp8_cache_is_bit_exact(trained, monkeypatch) -> None:
     run = {"model": SMALL_MODELS["grok1"], "dtype": "fp8", "steps": 4, "ga": 2, "gbs": 4, "mbs": 2}
     losses = trained(**run).losses()
-    monkeypatch.setattr(parallelize, "cache_fp8_weights", lambda x_in: None)
+    monkeypatch.setattr(parallelize, "cache_fp8_weights", lambda *_: None)
     assert trained(**run).losses() == losses
 
 
 def test_experts_can_stay_in_bf16() -> None:
     network = build_model(SMALL_MODELS["grok1"])
     compute_in_fp8(network, CPU, fp8_experts=False)
-    assert {type(m) for m in network.modules() if isinstance(m, GroupedLinear)} == {GroupedLinear}
-    assert any(isinstance(module, Fp8Linear) for module in network.modules())
+    assert not fp8_grouped_linears(network)
+    assert forwards(network.layers, nn.Linear) == {Fp8Linear}
 
 
 def test_fp8_experts_need_hopper(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    compute_in_fp8(build_model(MODEL), torch.device("cuda"))
+    check_fp8_device(build_model(MODEL), torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"experts needs a GPU of compute capability 9\.0 .* this one has 10\.0"):
-        compute_in_fp8(build_model(SMALL_MODELS["grok1"]), torch.device("cuda"))
+        check_fp8_device(build_model(SMALL_MODELS["grok1"]), torch.device("cuda"))
+    check_fp8_device(build_model(SMALL_MODELS["grok1"]), torch.device("cuda"), fp8_experts=False)

@@ -11,15 +11,19 @@ import torch
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate
 from training_ranks import Trained, on_ranks, trained
 
 from llmb.config.spec import Model, RunConfig
 from llmb.errors import ConfigError
 from llmb.models.chunked_loss import chunked_cross_entropy
+from llmb.ops.embedding.embedding_autograd import fused_embedding
+from llmb.ops.gemm.fp8_linear import OperandNames
+from llmb.ops.quant.delayed_scaling import CurrentScaling
 from llmb.train.parallel.activation_collectives import all_gather, all_reduce, reduce_scatter
+from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import init_mesh
-from llmb.train.parallel.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from llmb.train.parallel.parameter_shard import ParameterShard, box_of, shard_of
+from llmb.train.parallel.vocab_parallel import vocab_parallel_cross_entropy
 from llmb.train.parallelize import build_model_parts
 from llmb.train.precision import CastLinear, Fp8Linear
 from llmb.train.train_support import supported_workload
@@ -98,13 +102,10 @@ REPLICATED = re.compile(
 )
 
 
-def local_shards(_rank: int, config: RunConfig) -> dict[str, tuple[Tensor, torch.Size, Placement]]:
+def local_weights(_rank: int, config: RunConfig) -> dict[str, tuple[ParameterShard, Tensor]]:
     (model_part,) = build_model_parts(config, supported_workload(config), init_mesh(config))
-    return {
-        name: (parameter.to_local().detach(), parameter.shape, *parameter.placements)
-        for name, parameter in model_part.named_parameters()
-        if isinstance(parameter, DTensor)
-    }
+    sharded_parameters(model_part).gather_all()
+    return {name: (shard_of(parameter), parameter.detach()) for name, parameter in model_part.named_parameters()}
 
 
 @pytest.mark.slow
@@ -112,16 +113,16 @@ def local_shards(_rank: int, config: RunConfig) -> dict[str, tuple[Tensor, torch
 def test_each_tp_rank_holds_its_shard(name: str) -> None:
     alone = config_of(MODELS[name])
     (network,) = build_model_parts(alone, supported_workload(alone), init_mesh(alone))
-    first, second = on_ranks(2, local_shards, config_of(MODELS[name], tp=2))
-    assert first.keys() == second.keys() == dict(network.named_parameters()).keys()
+    ranks = on_ranks(2, local_weights, config_of(MODELS[name], tp=2))
+    assert all(weights.keys() == dict(network.named_parameters()).keys() for weights in ranks)
     for path, whole in network.named_parameters():
-        held, shape, placement = first[path]
-        assert shape == whole.shape
-        assert isinstance(placement, Replicate) == bool(
-            REPLICATED.fullmatch(path + f" {[*shape]}" * (len(shape) > 2))
-        ), path
-        joined = held if isinstance(placement, Replicate) else torch.cat((held, second[path][0]), placement.dim)
-        assert torch.equal(joined, whole), path
+        full_name = path + f" {[*whole.shape]}" * (whole.ndim > 2)
+        parts = 1 if REPLICATED.fullmatch(full_name) else 2
+        assert len({weights[path][0].offset for weights in ranks}) == parts, path
+        for shard, held in (weights[path] for weights in ranks):
+            assert shard.shape == whole.shape
+            assert held.numel() * parts == whole.numel(), path
+            assert torch.equal(held, box_of(whole, shard, held.shape)), path
 
 
 def with_gradients(rank: int, work: Callable[..., Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,9 +194,8 @@ def test_vocab_parallel_loss_equals_one_process() -> None:
 
 
 def test_vocab_parallel_embedding_masks_other_ranks() -> None:
-    embedding = VocabParallelEmbedding(4, 3)
-    embedding.first = 4
-    x = embedding(torch.tensor([[3, 4], [7, 8]]))
+    embedding = nn.Embedding(4, 3)
+    x = fused_embedding(torch.tensor([[3, 4], [7, 8]]), embedding.weight, 4)
     assert torch.equal(x[0, 1], embedding.weight[0])
     assert torch.equal(x[1, 0], embedding.weight[3])
     assert not x[0, 0].any()
@@ -205,11 +205,11 @@ def test_vocab_parallel_embedding_masks_other_ranks() -> None:
 
 
 def test_tp_shard_unsupported_by_fp8_computes_in_bf16() -> None:
-    whole, model_part = (Fp8Linear(64, width, bias=False) for width in (48, 24))
-    model_part.weight, model_part.out_features = nn.Parameter(whole.weight[:24].detach()), whole.out_features
-    x = torch.randn(32, 64).bfloat16()
-    assert torch.equal(model_part(x), CastLinear.forward(model_part, x))
-    assert not torch.equal(whole(x), CastLinear.forward(whole, x))
+    names = OperandNames("x", "weight", "dy")
+    scaling, x = CurrentScaling(names.dtypes, torch.device("cpu")), torch.randn(32, 64).bfloat16()
+    for width, fits in ((48, True), (24, False)):
+        layer = nn.Linear(64, width, bias=False)
+        assert torch.equal(Fp8Linear(layer, scaling, names)(x), CastLinear(layer)(x)) != fits
 
 
 @pytest.mark.parametrize(

@@ -15,21 +15,25 @@ from typing import Any
 import pytest
 import torch
 import training_ranks
+from sharded_network import ONE, shard
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 from torch import nn
-from training_ranks import Trained
+from training_ranks import Trained, full_tensors, on_ranks
 
 from llmb.config.serialization import build
 from llmb.config.spec import Model, RunConfig
 from llmb.events import StepDone, read
+from llmb.models.architectures import build_model
 from llmb.results.derive import derive
 from llmb.runtime.checkpoint_folder import IDENTITY, checkpoint_step, complete_checkpoints, latest_checkpoint
 from llmb.train import loop
 from llmb.train.__main__ import main
 from llmb.train.optimizer import Optimizer
-from llmb.train.parallel.mesh import Mesh
-from llmb.train.train_checkpoint import FORMAT, Checkpointer, state_tensors
+from llmb.train.parallel.fsdp import sharded_parameters
+from llmb.train.parallel.mesh import init_mesh
+from llmb.train.parallelize import build_model_parts, build_optimizer
+from llmb.train.train_checkpoint import FORMAT, SCALES, Checkpointer, state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
@@ -76,7 +80,7 @@ def losses_of(folder: Path, rank: int) -> list[float | None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
 def test_resume_is_bit_exact(trained, dtype: str) -> None:
     straight = trained(steps=20, dtype=dtype)
     first = trained(steps=10, dtype=dtype, checkpoint_every=5)
@@ -131,6 +135,11 @@ LAYOUTS = {
     "dp 3": {"dp": 3},
     "tp 2 pp 2": {"tp": 2, "pp": 2},
     "fsdp 2 tp 2": {"dp": 2, "fsdp": True, "tp": 2},
+    "fsdp 2": {"dp": 2, "fsdp": True},
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "fsdp 4 ep 2": {"dp": 4, "fsdp": True, "ep": 2},
+    "dp 2 etp 2": {"dp": 2, "etp": 2},
 }
 
 
@@ -165,6 +174,58 @@ def test_resume_with_another_layout(tmp_path, model: str, route: list[str]) -> N
         losses += last.losses
         norms += last.norms
     assert Trained(losses, norms, last.tensors).max_distance(straight) < 1e-5
+
+
+def rewrite(_rank: int, config: RunConfig, saved: Path, folder: Path) -> None:
+    """Load a checkpoint and write it again."""
+    mesh = init_mesh(config)
+    model_parts = build_model_parts(config, config.workload, mesh)
+    optimizer = build_optimizer(model_parts, config.workload, mesh)
+    with Checkpointer(folder, config, config.workload, mesh, model_parts, optimizer) as checkpointer:
+        checkpointer.load(latest_checkpoint(saved))
+        checkpointer.after_step(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("model", "route"),
+    [
+        ("llama", ["fsdp 2", "tp 2", "pp 2", "one process", "fsdp 2"]),
+        ("deepseek", ["fsdp 4 ep 2", "dp 2 etp 2", "one process", "fsdp 4 ep 2"]),
+    ],
+)
+def test_every_layout_reads_and_writes_the_same_state(tmp_path, model: str, route: list[str], dtype: str) -> None:
+    def config_of(layout: str) -> RunConfig:
+        return in_layout(layout, SMALL_MODELS[model], gbs=4, steps=2, checkpoint_every=2, dtype=dtype)
+
+    first = training_ranks.trained(config_of(route[0]), tmp_path / "0")
+    for number, layout in enumerate(route[1:], start=1):
+        config, folder = config_of(layout), tmp_path / str(number)
+        on_ranks(config.parallel.world_size, rewrite, config, tmp_path / str(number - 1), folder)
+        tensors = full_tensors(latest_checkpoint(folder))
+        assert tensors.keys() == first.tensors.keys()
+        assert [name for name in tensors if not torch.equal(tensors[name], first.tensors[name])] == [], layout
+
+
+@pytest.mark.slow
+def test_fp8_scales_resume_with_another_layout(tmp_path) -> None:
+    """One process continues with the scales of four ranks; names do not depend on stage or rank."""
+    model, fp8 = SMALL_MODELS["nemotron_h"], {"gbs": 2, "dtype": "fp8"}
+    first = training_ranks.trained(in_layout("tp 2 pp 2", model, steps=3, **fp8), tmp_path / "first")
+    scales = {name: tensor for name, tensor in first.tensors.items() if name.startswith(SCALES)}
+    straight, resumed = (
+        training_ranks.trained(
+            in_layout(layout, model, steps=4, resume=str(tmp_path / "first"), **fp8), tmp_path / layout
+        )
+        for layout in ("tp 2 pp 2", "one process")
+    )
+    for after in (straight, resumed):
+        for name, tensor in scales.items():  # scale, amax of the third step, history
+            assert torch.equal(after.tensors[name][2:-1], tensor[3:])
+            assert after.tensors[name][-1] == tensor[1]
+    assert sum(bool(tensor[0] > 0) for tensor in scales.values()) > len(scales) / 2, "measured"
+    assert resumed.losses == pytest.approx(straight.losses, rel=2e-3)
 
 
 @pytest.mark.slow
@@ -224,6 +285,29 @@ def test_incompatible_checkpoint_is_refused(trained, capsys, changes: dict, reas
     assert capsys.readouterr().err == f"llmb.train: {done.ended().reason}\n"
 
 
+def test_resume_in_other_number_formats_warns_in_one_line(trained, capsys) -> None:
+    first = trained(steps=2, dtype="bf16", checkpoint_every=2)
+    capsys.readouterr()
+    changes = {"master_weights": "bf16", "moments": "bf16"}
+    assert trained(steps=4, dtype="bf16", resume=str(first.folder), **changes).ended().status == "ok"
+    saved = "master_weights=fp32, moments=fp32, this run has master_weights=bf16, moments=bf16"
+    checkpoint = latest_checkpoint(first.folder)
+    assert capsys.readouterr().err == f"llmb.train: warning: resume: {checkpoint} was made with {saved}\n"
+    assert trained(steps=4, dtype="bf16", resume=str(first.folder)).ended().status == "ok"
+    assert capsys.readouterr().err == ""
+
+
+def test_resume_of_a_checkpoint_without_number_formats_is_silent(trained, capsys) -> None:
+    first = trained(steps=2, dtype="bf16", checkpoint_every=2)
+    path = latest_checkpoint(first.folder) / IDENTITY
+    saved = json.loads(path.read_text())
+    assert saved.pop("precision")["master_weights"] == "fp32"
+    path.write_text(json.dumps(saved))
+    capsys.readouterr()
+    assert trained(steps=4, dtype="bf16", gradients="bf16", resume=str(first.folder)).ended().status == "ok"
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(("saved_format", "reported_format"), [(None, 1), (FORMAT + 1, FORMAT + 1)])
 def test_checkpoint_of_another_format_is_refused(trained, saved_format: int | None, reported_format: int) -> None:
     first = trained(steps=2, checkpoint_every=2)
@@ -248,35 +332,32 @@ def test_nested_difference_is_reported(trained) -> None:
     assert "made with model.rope.theta=500000.0, this run has 10000.0" in last
 
 
-def test_mismatched_tensors_are_reported(trained, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("extra", "the run has a tensor model.extra, the checkpoint has none"),
+        ("norm.weight", "model.norm.weight is [32] torch.float32 in the checkpoint and [3] torch.float32 in this run"),
+    ],
+)
+def test_mismatched_tensors_are_reported(trained, monkeypatch, name: str, reason: str) -> None:
     first = trained(steps=2, checkpoint_every=2)
     build = loop.build_model_parts
 
-    def with_one_more(*arguments):
+    def with_another_parameter(*arguments):
         (model,) = build(*arguments)
-        model.extra = nn.Parameter(torch.zeros(3))
+        sharded_parameters(model).replicated[0].parameters[name] = nn.Parameter(torch.zeros(3))
         return [model]
 
-    monkeypatch.setattr(loop, "build_model_parts", with_one_more)
-    reason = trained(steps=4, resume=str(first.folder)).ended().reason
-    assert "the run has a tensor model.extra, the checkpoint has none" in reason
-
-    def with_another_shape(*arguments):
-        (model,) = build(*arguments)
-        model.norm.weight = nn.Parameter(torch.zeros(3))
-        return [model]
-
-    monkeypatch.setattr(loop, "build_model_parts", with_another_shape)
-    reason = trained(steps=4, resume=str(first.folder)).ended().reason
-    assert "model.norm.weight is [32] torch.float32 in the checkpoint and [3] torch.float32 in this run" in reason
+    monkeypatch.setattr(loop, "build_model_parts", with_another_parameter)
+    assert reason in trained(steps=4, resume=str(first.folder)).ended().reason
 
 
 def test_failed_resume_is_one_line(trained, tmp_path) -> None:
     assert trained(resume=str(tmp_path / "none")).ended().reason == f"resume: there is no folder {tmp_path / 'none'}"
     assert "holds no complete checkpoint" in trained(resume=str(tmp_path)).ended().reason
     first = trained(steps=2, checkpoint_every=2)
-    for shard in latest_checkpoint(first.folder).glob("*.distcp"):
-        shard.write_bytes(shard.read_bytes()[:100])
+    for written in latest_checkpoint(first.folder).glob("*.distcp"):
+        written.write_bytes(written.read_bytes()[:100])
     broken = trained(steps=4, resume=str(first.folder))
     assert broken.code == 1
     assert "resume: cannot read checkpoint" in broken.ended().reason
@@ -353,13 +434,16 @@ def test_first_step_after_resume_is_warmup(trained) -> None:
 
 
 def test_state_tensors_are_complete() -> None:
-    model = nn.Linear(3, 2)
+    model = build_model(SMALL_MODELS["grok1"])
     model.register_buffer("usage", torch.ones(2))
-    optimizer = Optimizer(model.named_parameters(), Mesh(0, 1, torch.device("cpu")), 1e-3, set())
-    model(torch.ones(1, 3)).sum().backward()
+    names = {name for name, _ in model.named_parameters()}
+    sharded = shard(model)
+    optimizer = Optimizer([sharded], ONE, 1e-3)
+    model(torch.arange(8)[None], torch.arange(8)[None]).backward()
+    sharded.end_step()
     optimizer.update(1e-3)
-    expected = {"model.weight", "model.bias", "model.usage"}
-    expected |= {f"optimizer.{p}.{kind}" for p in ("weight", "bias") for kind in ("step", "exp_avg", "exp_avg_sq")}
+    expected = {"model.usage", *(f"model.{name}" for name in names)}
+    expected |= {f"optimizer.{name}.{kind}" for name in names for kind in ("step", "exp_avg", "exp_avg_sq")}
     assert state_tensors([model], optimizer).keys() == expected
 
 

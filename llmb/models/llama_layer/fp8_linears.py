@@ -6,7 +6,8 @@
 Norm, activation and its backward write fp8 in the memory layout that the next GEMM takes; the attention, its gradients
 and those of the residual come from elsewhere and are cast. Saved inputs are written in both layouts at once, except for
 the activation, of which that would save nothing. Scales are those of earlier steps (delayed scaling). The residual
-stays in bf16, and gradients in the dtype of their buffers.
+stays in bf16, and gradients in the dtype of their buffers. Tensor-parallel ranks share scales, and gather fp8: half
+the bytes of bf16. Gathered columns are the rows transposed.
 
 Shapes as in `layer_tensors.py`; P tokens padded with zeros to a multiple of 16.
 """
@@ -19,62 +20,69 @@ from torch import Tensor
 
 from llmb.config.spec import Model
 from llmb.models.llama_layer.fp8_layer_weights import FORMATS, Fp8LayerWeights
+from llmb.models.llama_layer.layer_collectives import TensorParallel
 from llmb.models.llama_layer.layer_tensors import LayerWeights, SavedActivations, SavedInputs
 from llmb.models.llama_layer.linear_gemms import Fp8LinearGemms
+from llmb.models.llama_layer.linears import ResidualLinears
 from llmb.ops.activation.swiglu_fp8 import swiglu_backward_fp8, swiglu_fp8
-from llmb.ops.norm.rms_norm import rms_norm_backward
 from llmb.ops.norm.rms_norm_fp8 import rms_norm_fp8
-from llmb.ops.quant.fp8_quant import Fp8Tensor, padded_tokens, quantize_fp8
+from llmb.ops.quant.fp8_quant import Fp8Tensor, ScaleAmax, padded_tokens, quantize_fp8
 
 Quantize = Callable[..., None]  # writes a tensor in fp8, given its scale and amax and a buffer for each layout
 
 
-class Fp8Linears:
+class Fp8Linears(ResidualLinears):
     """Linears with fp8 operands; see `linears.LayerLinears`."""
 
     def __init__(
-        self, model: Model, layer: Fp8LayerWeights, inputs: SavedInputs | None = None, fp8_fast_accum: bool = False
+        self,
+        model: Model,
+        layer: Fp8LayerWeights,
+        inputs: SavedInputs | None = None,
+        tp: TensorParallel | None = None,
+        fp8_fast_accum: bool = False,
     ):
-        self.model, self.layer, self.inputs, self.gemms = model, layer, inputs, Fp8LinearGemms(fp8_fast_accum)
-        self.widths = (model.heads * model.head_dim, *(2 * [model.kv_heads * model.head_dim]))
+        super().__init__(model, inputs, tp)
+        self.layer, self.gemms = layer, Fp8LinearGemms(fp8_fast_accum)
 
-    def qkv_proj(self, input_NC: Tensor, outs: Sequence[Tensor]) -> None:
-        x = self._forward_input("x1", self._norm(input_NC, self.layer.norm1_C), input_NC)
+    def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
+        x = self._forward_input("x1", self._norm(input_SC, self.layer.norm1_C), input_SC, self.tp)
         weight = self.layer.rows("wqkv")
         for rows, out in zip(weight.rows.split(self.widths), outs, strict=False):
             self.gemms.forward(x, weight._replace(rows=rows), out)
 
-    def o_proj(self, attn_NA: Tensor, input_NC: Tensor, out_NC: Tensor) -> None:
+    def o_proj(self, attn_NA: Tensor, input_SC: Tensor, out_SC: Tensor) -> None:
         attn = self._forward_input("attn", partial(quantize_fp8, attn_NA), attn_NA)
-        self.gemms.forward(attn, self.layer.rows("wo"), out_NC, addend=input_NC)
+        self._add_output(attn, self.layer.rows("wo"), input_SC, out_SC, len(attn_NA))
 
-    def gate_up_proj(self, residual_NC: Tensor, out_N2F: Tensor) -> None:
-        x = self._forward_input("x2", self._norm(residual_NC, self.layer.norm2_C), residual_NC)
+    def gate_up_proj(self, residual_SC: Tensor, out_N2F: Tensor) -> None:
+        x = self._forward_input("x2", self._norm(residual_SC, self.layer.norm2_C), residual_SC, self.tp)
         self.gemms.forward(x, self.layer.rows("w13"), out_N2F)
 
-    def down_proj(self, gate_up_N2F: Tensor, residual_NC: Tensor, out_NC: Tensor, save: bool) -> None:
+    def down_proj(self, gate_up_N2F: Tensor, residual_SC: Tensor, out_SC: Tensor, save: bool) -> None:
         """Leaves gate and up as they are in any case."""
         act = _quantized(self.layer, "act", partial(swiglu_fp8, gate_up_N2F), gate_up_N2F, self.model.ffn, rows=True)
-        self.gemms.forward(act, self.layer.rows("w2"), out_NC, addend=residual_NC)
+        self._add_output(act, self.layer.rows("w2"), residual_SC, out_SC, len(gate_up_N2F))
 
     def mlp_backward(
-        self, grads: LayerWeights, accumulate: bool, saved: SavedActivations, d_residual_NC: Tensor, out_NC: Tensor
+        self, grads: LayerWeights, accumulate: bool, saved: SavedActivations, d_residual_SC: Tensor, out_SC: Tensor
     ) -> None:
-        dout = self._gradient("dout", d_residual_NC)
+        dout = self._gradient("dout", d_residual_SC, self.tp)
         dgate_up, act = self._activation_backward(dout, saved.gate_up_N2F)
         self.gemms.weight_gradient(dout, act, grads.w2_CF, accumulate)
         del dout, act
-        x = self._backward_input("x2", self._norm(saved.residual_NC, self.layer.norm2_C), saved.residual_NC)
+        x = self._backward_input("x2", self._norm(saved.residual_SC, self.layer.norm2_C), saved.residual_SC, self.tp)
         self.gemms.weight_gradient(dgate_up, x, grads.w13_2FC, accumulate)
         del x
-        dx_NC = self.gemms.input_gradient(dgate_up, self.layer.columns("w13"), torch.empty_like(d_residual_NC))
-        rms_norm_backward(dx_NC, saved.residual_NC, self.layer.norm2_C, self.model.norm_eps, d_residual_NC, out_NC,
-                          grads.norm2_C, accumulate)  # fmt: skip
+        dx_NC = d_residual_SC.new_empty(len(saved.gate_up_N2F), self.model.hidden)
+        self.gemms.input_gradient(dgate_up, self.layer.columns("w13"), dx_NC)
+        self._norm_backward(dx_NC, saved.residual_SC, self.layer.norm2_C, d_residual_SC, out_SC, grads.norm2_C,
+                            accumulate)  # fmt: skip
 
     def o_proj_backward(
-        self, grads: LayerWeights, accumulate: bool, attn_NA: Tensor, d_residual_NC: Tensor, out_NA: Tensor
+        self, grads: LayerWeights, accumulate: bool, attn_NA: Tensor, d_residual_SC: Tensor, out_NA: Tensor
     ) -> None:
-        d_residual = self._gradient("dresid", d_residual_NC)
+        d_residual = self._gradient("dresid", d_residual_SC, self.tp)
         self.gemms.input_gradient(d_residual, self.layer.columns("wo"), out_NA)
         attn = self._backward_input("attn", partial(quantize_fp8, attn_NA), attn_NA)
         self.gemms.weight_gradient(d_residual, attn, grads.wo_CA, accumulate)
@@ -84,35 +92,39 @@ class Fp8Linears:
         grads: LayerWeights,
         accumulate: bool,
         dqkv_NX: Tensor,
-        input_NC: Tensor,
-        d_residual_NC: Tensor,
+        input_SC: Tensor,
+        d_residual_SC: Tensor,
         workspace_NC: Tensor,
     ) -> None:
         dqkv = self._gradient("dqkv", dqkv_NX)
-        x = self._backward_input("x1", self._norm(input_NC, self.layer.norm1_C), input_NC)
+        x = self._backward_input("x1", self._norm(input_SC, self.layer.norm1_C), input_SC, self.tp)
         self.gemms.weight_gradient(dqkv, x, grads.wqkv_XC, accumulate)
         self.gemms.input_gradient(dqkv, self.layer.columns("wqkv"), workspace_NC)
-        rms_norm_backward(workspace_NC, input_NC, self.layer.norm1_C, self.model.norm_eps, d_residual_NC,
-                          d_residual_NC, grads.norm1_C, accumulate)  # fmt: skip
+        self._norm_backward(workspace_NC, input_SC, self.layer.norm1_C, d_residual_SC, d_residual_SC, grads.norm1_C,
+                            accumulate)  # fmt: skip
 
-    def _norm(self, x_NC: Tensor, weight_C: Tensor) -> Quantize:
-        return partial(rms_norm_fp8, x_NC, weight_C, self.model.norm_eps)
+    def _norm(self, x_SC: Tensor, weight_C: Tensor) -> Quantize:
+        return partial(rms_norm_fp8, x_SC, weight_C, self.model.norm_eps)
 
-    def _forward_input(self, name: str, quantize: Quantize, like: Tensor) -> Fp8Tensor:
+    def _forward_input(
+        self, name: str, quantize: Quantize, like: Tensor, tp: TensorParallel | None = None
+    ) -> Fp8Tensor:
         """Return the input of a forward GEMM; the layout for its weight gradient is saved if inputs are."""
-        x = _quantized(self.layer, name, quantize, like, like.shape[1], rows=True, columns=self.inputs is not None)
+        x = _gathered(self.layer, name, quantize, like, tp, rows=True, columns=self.inputs is not None)
         if self.inputs is not None:
             self.inputs[name] = x._replace(rows=x.rows.new_empty(0))
         return x
 
-    def _backward_input(self, name: str, quantize: Quantize, like: Tensor) -> Fp8Tensor:
+    def _backward_input(
+        self, name: str, quantize: Quantize, like: Tensor, tp: TensorParallel | None = None
+    ) -> Fp8Tensor:
         """Return the input of a weight gradient. A saved one is given up, so that it is freed after its GEMM."""
         if self.inputs is not None:
             return self.inputs.pop(name)
-        return _quantized(self.layer, name, quantize, like, like.shape[1], columns=True)
+        return _gathered(self.layer, name, quantize, like, tp, columns=True)
 
-    def _gradient(self, name: str, x_NK: Tensor) -> Fp8Tensor:
-        return _quantized(self.layer, name, partial(quantize_fp8, x_NK), x_NK, x_NK.shape[1], rows=True, columns=True)
+    def _gradient(self, name: str, x_NK: Tensor, tp: TensorParallel | None = None) -> Fp8Tensor:
+        return _gathered(self.layer, name, partial(quantize_fp8, x_NK), x_NK, tp, rows=True, columns=True)
 
     def _activation_backward(self, dout: Fp8Tensor, gate_up_N2F: Tensor) -> tuple[Fp8Tensor, Fp8Tensor]:
         """Return the gradient of gate and up, and the activation, which the gradient of the down projection takes."""
@@ -129,6 +141,27 @@ class Fp8Linears:
             Fp8Tensor(grad_rows, grad_columns, grad_scale.scale),
             Fp8Tensor(act_rows, act_columns, act_scale.scale),
         )
+
+
+def _gathered(
+    layer: Fp8LayerWeights,
+    name: str,
+    quantize: Quantize,
+    like: Tensor,
+    tp: TensorParallel | None,
+    rows: bool = False,
+    columns: bool = False,
+) -> Fp8Tensor:
+    """Return a tensor, all tokens of it, in the requested layouts; `tp` gathers it from ranks, None if it is whole."""
+    if tp is None:
+        return _quantized(layer, name, quantize, like, like.shape[1], rows, columns)
+    shard = _quantized(layer, name, quantize, like, like.shape[1], rows=True)
+    rows_NK = tp.gather(shard.rows)
+    _, columns_KP = _empty_layouts(name, rows_NK, like.shape[1], False, columns)
+    if columns:
+        unit = torch.ones((), device=rows_NK.device)
+        quantize_fp8(rows_NK, ScaleAmax(unit, None), None, columns_KP)  # transposes the same bits
+    return Fp8Tensor(rows_NK if rows else rows_NK.new_empty(0), columns_KP, shard.scale)
 
 
 def _quantized(

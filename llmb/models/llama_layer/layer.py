@@ -1,15 +1,18 @@
 """One Llama layer over one sequence chunk, with explicit forward and backward and named saved activations.
 
     layer = LlamaLayer(model, PlainLinears)
-    layer.forward(weights, input_NC, kv, segments, cos_ND, sin_ND, out_NC, attn, saved)
-    layer.recompute(weights, input_NC, kv, segments, cos_ND, sin_ND, attn, saved, attn_saved=True)
-    layer.backward(weights, grads, accumulate, input_NC, kv, attn, saved, dkv, accumulate_dkv, segments, cos_ND, sin_ND,
-                   d_residual_NC)
+    layer.forward(weights, input_SC, kv, segments, cos_ND, sin_ND, out_SC, attn, saved)
+    layer.recompute(weights, input_SC, kv, segments, cos_ND, sin_ND, attn, saved, attn_saved=True)
+    layer.backward(weights, grads, accumulate, input_SC, kv, attn, saved, dkv, accumulate_dkv, segments, cos_ND, sin_ND,
+                   d_residual_SC)
 
 Autograd decides by itself what it saves and for how long; here the caller does: nothing but the input, keys and values;
 the attention too; or all but the outputs of norms and of SwiGLU; or these as well. Keys and values are those of the
 chunk's whole context, of which the forward pass writes the chunk's rows. Cosine and sine are fp32, of each token's
 position in its document. Allocations in between are counted in `llmb/perfmodel/offload/workspace.py`.
+
+On several ranks `model` has this rank's heads and channels (`linears.py`), and with context parallelism a chunk is the
+rank's tokens, a segment those of one sequence: keys and values of all ranks are gathered after RoPE.
 
 Shapes as in `layer_tensors.py`; D half of head_dim.
 """
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from llmb.config.llama_layer_shapes import aligned, check_plain_llama
 from llmb.config.spec import Model
+from llmb.models.llama_layer.layer_collectives import ContextParallel, TensorParallel
 from llmb.models.llama_layer.layer_tensors import (
     AttentionOutput,
     KeyValues,
@@ -49,9 +53,16 @@ class LlamaLayer(Generic[Weights]):
     A smaller key block takes less memory in the backward pass.
     """
 
-    def __init__(self, model: Model, linears: LinearsFactory[Weights], key_block: int = KEY_BLOCK):
+    def __init__(
+        self,
+        model: Model,
+        linears: LinearsFactory[Weights],
+        key_block: int = KEY_BLOCK,
+        tp: TensorParallel | None = None,
+        cp: ContextParallel | None = None,
+    ):
         check_plain_llama(model)
-        self.key_block = key_block
+        self.key_block, self.tp, self.cp = key_block, tp, cp
         self.model, self.linears = model, linears
         self.width, self.kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.scale = model.head_dim**-0.5
@@ -59,38 +70,39 @@ class LlamaLayer(Generic[Weights]):
     def forward(
         self,
         weights: Weights,
-        input_NC: Tensor,
+        input_SC: Tensor,
         kv: KeyValues,
         segments: Sequence[Segment],
         cos_ND: Tensor,
         sin_ND: Tensor,
-        out_NC: Tensor,
+        out_SC: Tensor,
         attn: AttentionOutput | None = None,
         saved: SavedActivations | None = None,
         inputs: SavedInputs | None = None,
         return_attn: bool = False,
-    ) -> AttentionOutput | None:
+    ) -> tuple[AttentionOutput, KeyValues] | None:
         """Fill `out`, the chunk's rows of `kv`, and those of `attn`, `saved` and `inputs` that are given.
 
-        With `return_attn` returns the attention: newly allocated, unless `attn` was given.
+        With `return_attn` returns the attention, newly allocated unless `attn` was given, and the keys and values that
+        `backward` takes: `kv`, or with context parallelism those of all ranks.
         """
-        linears = self.linears(self.model, weights, inputs)
-        q_NA = input_NC.new_empty(len(input_NC), self.width) if saved is None else saved.q_NA
-        self._qkv(linears, input_NC, kv, segments, cos_ND, sin_ND, q_NA)
-        attn = self._attend(q_NA, kv, segments, attn)
-        residual_NC = out_NC if saved is None else saved.residual_NC  # unless saved, the MLP adds in place
-        linears.o_proj(attn.out_NA, input_NC, residual_NC)
-        attn = attn if return_attn else None
-        del q_NA
-        gate_up_N2F = input_NC.new_empty(len(input_NC), 2 * self.model.ffn) if saved is None else saved.gate_up_N2F
-        linears.gate_up_proj(residual_NC, gate_up_N2F)
-        linears.down_proj(gate_up_N2F, residual_NC, out_NC, save=saved is not None)
-        return attn
+        linears = self.linears(self.model, weights, inputs, self.tp)
+        q_NA = input_SC.new_empty(len(cos_ND), self.width) if saved is None else saved.q_NA
+        self._qkv(linears, input_SC, kv, segments, cos_ND, sin_ND, q_NA)
+        attn, kv = self._attend(q_NA, kv, segments, attn)
+        residual_SC = out_SC if saved is None else saved.residual_SC  # unless saved, the MLP adds in place
+        linears.o_proj(attn.out_NA, input_SC, residual_SC)
+        returned = (attn, kv) if return_attn else None
+        del q_NA, attn
+        gate_up_N2F = input_SC.new_empty(len(cos_ND), 2 * self.model.ffn) if saved is None else saved.gate_up_N2F
+        linears.gate_up_proj(residual_SC, gate_up_N2F)
+        linears.down_proj(gate_up_N2F, residual_SC, out_SC, save=saved is not None)
+        return returned
 
     def recompute(
         self,
         weights: Weights,
-        input_NC: Tensor,
+        input_SC: Tensor,
         kv: KeyValues,
         segments: Sequence[Segment],
         cos_ND: Tensor,
@@ -100,20 +112,20 @@ class LlamaLayer(Generic[Weights]):
         attn_saved: bool,
     ) -> None:
         """Fill `saved` again, and `attn` unless it was saved. Keys and values are available."""
-        linears = self.linears(self.model, weights)
-        linears.qkv_proj(input_NC, (saved.q_NA,))
+        linears = self.linears(self.model, weights, None, self.tp)
+        linears.qkv_proj(input_SC, (saved.q_NA,))
         apply_rope_(self._heads(saved.q_NA), cos_ND, sin_ND)
         if not attn_saved:
             self._attend(saved.q_NA, kv, segments, attn)
-        linears.o_proj(attn.out_NA, input_NC, saved.residual_NC)
-        linears.gate_up_proj(saved.residual_NC, saved.gate_up_N2F)
+        linears.o_proj(attn.out_NA, input_SC, saved.residual_SC)
+        linears.gate_up_proj(saved.residual_SC, saved.gate_up_N2F)
 
     def backward(
         self,
         weights: Weights,
         grads: LayerWeights,
         accumulate: bool,
-        input_NC: Tensor,
+        input_SC: Tensor,
         kv: KeyValues,
         attn: AttentionOutput,
         saved: SavedActivations,
@@ -122,8 +134,8 @@ class LlamaLayer(Generic[Weights]):
         segments: Sequence[Segment],
         cos_ND: Tensor,
         sin_ND: Tensor,
-        d_residual_NC: Tensor,
-        out_NC: Tensor | None = None,
+        d_residual_SC: Tensor,
+        out_SC: Tensor | None = None,
         inputs: SavedInputs | None = None,
     ) -> None:
         """Set `out`, or `d_residual`, to the gradient of `input`, and set or accumulate `grads`.
@@ -131,20 +143,20 @@ class LlamaLayer(Generic[Weights]):
         `saved` and `inputs` are overwritten. Chunks of a context go backward from the last to the first; `dkv` holds in
         fp32 the gradients from later ones, and is set by the last. A context of one chunk needs none.
         """
-        out_NC = d_residual_NC if out_NC is None else out_NC
-        linears = self.linears(self.model, weights, inputs)
-        linears.mlp_backward(grads, accumulate, saved, d_residual_NC, out_NC)
-        n, qkv = len(input_NC), self.width + 2 * self.kv_width
+        out_SC = d_residual_SC if out_SC is None else out_SC
+        linears = self.linears(self.model, weights, inputs, self.tp)
+        linears.mlp_backward(grads, accumulate, saved, d_residual_SC, out_SC)
+        n, qkv = len(cos_ND), self.width + 2 * self.kv_width
         # The gradients of gate and up are no longer needed: their memory is reused.
         dout_NA, dqkv_NX, workspace_NC = _carve(saved.gate_up_N2F, (n, self.width), (n, qkv), (n, self.model.hidden))
-        linears.o_proj_backward(grads, accumulate, attn.out_NA, out_NC, dout_NA)
+        linears.o_proj_backward(grads, accumulate, attn.out_NA, out_SC, dout_NA)
         self._attention_backward(dout_NA, kv, attn, saved, dkv, accumulate_dkv, segments, cos_ND, sin_ND, dqkv_NX)
-        linears.qkv_proj_backward(grads, accumulate, dqkv_NX, input_NC, out_NC, workspace_NC)
+        linears.qkv_proj_backward(grads, accumulate, dqkv_NX, input_SC, out_SC, workspace_NC)
 
     def _qkv(
         self,
         linears: LayerLinears,
-        input_NC: Tensor,
+        input_SC: Tensor,
         kv: KeyValues,
         segments: Sequence[Segment],
         cos_ND: Tensor,
@@ -154,17 +166,24 @@ class LlamaLayer(Generic[Weights]):
         """Write queries, keys and values into their buffers."""
         rows = chunk_rows(segments)
         k_NW, v_NW = kv.k_TW[rows], kv.v_TW[rows]
-        linears.qkv_proj(input_NC, (q_NA, k_NW, v_NW))
+        linears.qkv_proj(input_SC, (q_NA, k_NW, v_NW))
         for x in (q_NA, k_NW):
             apply_rope_(self._heads(x), cos_ND, sin_ND)
 
     def _attend(
         self, q_NA: Tensor, kv: KeyValues, segments: Sequence[Segment], attn: AttentionOutput | None
-    ) -> AttentionOutput:
-        q, k, v = (self._heads(x) for x in (q_NA, *kv))
+    ) -> tuple[AttentionOutput, KeyValues]:
+        """Return the attention, and the keys and values that its backward pass takes."""
+        q, chunk_kv, context_kv = self._heads(q_NA), *self._chunk_and_context(kv, segments)
+        if self.cp is not None:
+            assert attn is None, "attention over several ranks is not recomputed"
+            out, lse_HN, *context = self.cp.attention_forward(q, *chunk_kv, len(segments), self.scale, self.key_block)
+            return AttentionOutput(out.flatten(1), lse_HN), KeyValues(*(x.flatten(1) for x in context))
         buffers = None if attn is None else (self._heads(attn.out_NA), attn.lse_HN)
-        out, lse_HN = segment_attention_forward(q, k, v, segments, self.scale, self.key_block, buffers)
-        return AttentionOutput(out.flatten(1), lse_HN)
+        out, lse_HN = segment_attention_forward(
+            q, *chunk_kv, *context_kv, segments, self.scale, self.key_block, buffers
+        )
+        return AttentionOutput(out.flatten(1), lse_HN), kv
 
     def _attention_backward(
         self,
@@ -180,25 +199,38 @@ class LlamaLayer(Generic[Weights]):
         dqkv_NX: Tensor,
     ) -> None:
         """Write the gradients of queries, keys and values side by side, as the projection takes them."""
-        rows = chunk_rows(segments)
         dout, q, out = (self._heads(x) for x in (dout_NA, saved.q_NA, attn.out_NA))
         widths = (self.width, self.kv_width, self.kv_width)
         dq, chunk_dk, chunk_dv = (self._heads(x) for x in dqkv_NX.split(widths, dim=1))
-        if not accumulate_dkv and rows.start == 0:  # no other chunk sees these keys: nothing to accumulate
-            k, v = (self._heads(x[rows]) for x in kv)
-            rope_dq, rope_dk, new_dv = causal_backward(dout, q, k, v, out, attn.lse_HN, segments, self.scale)
+        (k, v), (chunk_kv, context_kv) = map(self._heads, kv), self._chunk_and_context(kv, segments)
+        # No other chunk of this rank sees these keys: nothing to accumulate.
+        if self.cp is not None or (not accumulate_dkv and chunk_rows(segments).start == 0):
+            rope_dq, rope_dk, new_dv = (
+                causal_backward(dout, q, *chunk_kv, out, attn.lse_HN, segments, self.scale)
+                if self.cp is None
+                else self.cp.attention_backward(
+                    dout, q, k, v, out, attn.lse_HN, len(segments), self.scale, self.key_block
+                )
+            )
             apply_rope_out(dq, rope_dq, cos_ND, sin_ND, inverse=True)
             apply_rope_out(chunk_dk, rope_dk, cos_ND, sin_ND, inverse=True)
             _copy(chunk_dv, new_dv)
             return
         assert dkv is not None, "a context of several chunks accumulates gradients of keys and values"
-        (k, v), (dk, dv) = ([self._heads(x) for x in pair] for pair in (kv, dkv))
+        (dk, dv), context_dkv = self._chunk_and_context(dkv, segments)
         segment_attention_backward(
-            dout, q, k, v, out, attn.lse_HN, segments, dq, dk, dv, accumulate_dkv, self.scale, self.key_block
-        )
+            dout, q, *chunk_kv, *context_kv, out, attn.lse_HN, segments, dq, dk, dv, *context_dkv, accumulate_dkv,
+            self.scale, self.key_block,
+        )  # fmt: skip
         apply_rope_(dq, cos_ND, sin_ND, inverse=True)
-        apply_rope_out(chunk_dk, dk[rows], cos_ND, sin_ND, inverse=True)
-        chunk_dv.copy_(dv[rows])
+        apply_rope_out(chunk_dk, dk, cos_ND, sin_ND, inverse=True)
+        chunk_dv.copy_(dv)
+
+    def _chunk_and_context(self, kv: KeyValues, segments: Sequence[Segment]) -> tuple[KeyValues, KeyValues]:
+        """View keys and values, or their gradients, of the chunk and of what precedes it as [N, heads, head_dim]."""
+        rows = chunk_rows(segments)
+        k, v = (self._heads(x) for x in kv)
+        return KeyValues(k[rows], v[rows]), KeyValues(k[: rows.start], v[: rows.start])
 
     def _heads(self, x_NA: Tensor) -> Tensor:
         """View as [N, heads, head_dim]."""

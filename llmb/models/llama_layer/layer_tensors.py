@@ -1,7 +1,7 @@
 """The tensors of a Llama layer, by name.
 
-Shapes: N tokens of a chunk, T tokens of a context, C hidden size, A width of all query heads, W of all KV heads, H
-heads, F width of the MLP.
+Shapes: N tokens of a chunk, S of them in the residual of a tensor-parallel rank (all on one rank), T tokens of a
+context, C hidden size; and of this rank: A width of all query heads, W of all KV heads, H heads, F width of the MLP.
 """
 
 from typing import Any, NamedTuple
@@ -41,5 +41,5 @@ class SavedActivations(NamedTuple):
     """Other activations of a chunk that the backward pass needs."""
 
     q_NA: Tensor  # after RoPE
-    residual_NC: Tensor  # after the attention
+    residual_SC: Tensor  # after the attention
     gate_up_N2F: Tensor  # gate, then up

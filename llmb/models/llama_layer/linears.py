@@ -9,15 +9,22 @@
 The backward methods run in reverse order. The attention in between belongs to `layer.py`. Another precision is another
 class with the same methods (`fp8_linears.py`): what produces the input of a GEMM must know its format.
 
+With tensor parallelism `model` has the sizes of this rank's shard, the residual has its S tokens, and the collectives
+are those of `TensorParallel`: normed inputs and output gradients are gathered, partial outputs and input gradients
+reduced. Gradients of norms are those of the rank's tokens. On one rank S is N, and GEMMs add to the residual by
+themselves.
+
 Shapes as in `layer_tensors.py`.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from llmb.config.spec import Model
+from llmb.models.llama_layer.layer_collectives import TensorParallel
 from llmb.models.llama_layer.layer_tensors import LayerWeights, SavedActivations, SavedInputs
 from llmb.models.llama_layer.linear_gemms import LinearGemms
 from llmb.ops.activation.activation import swiglu, swiglu_backward
@@ -29,25 +36,25 @@ Weights = TypeVar("Weights", contravariant=True)
 class LayerLinears(Protocol):
     """Linear layers of one layer over one chunk. Gradients are set, or added to with `accumulate`."""
 
-    def qkv_proj(self, input_NC: Tensor, outs: Sequence[Tensor]) -> None:
+    def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
         """Project the normed residual to as many of queries, keys and values as there are outs."""
 
-    def o_proj(self, attn_NA: Tensor, input_NC: Tensor, out_NC: Tensor) -> None:
+    def o_proj(self, attn_NA: Tensor, input_SC: Tensor, out_SC: Tensor) -> None:
         """Add the projected attention to the residual."""
 
-    def gate_up_proj(self, residual_NC: Tensor, out_N2F: Tensor) -> None:
+    def gate_up_proj(self, residual_SC: Tensor, out_N2F: Tensor) -> None:
         """Project the normed residual to gate and up."""
 
-    def down_proj(self, gate_up_N2F: Tensor, residual_NC: Tensor, out_NC: Tensor, save: bool) -> None:
+    def down_proj(self, gate_up_N2F: Tensor, residual_SC: Tensor, out_SC: Tensor, save: bool) -> None:
         """Add the MLP's output to the residual; `out` may be `residual`. Unless saved, gate and up are overwritten."""
 
     def mlp_backward(
-        self, grads: LayerWeights, accumulate: bool, saved: SavedActivations, d_residual_NC: Tensor, out_NC: Tensor
+        self, grads: LayerWeights, accumulate: bool, saved: SavedActivations, d_residual_SC: Tensor, out_SC: Tensor
     ) -> None:
         """Set `out`, which may be `d_residual`, to the gradient of `saved.residual`. Gate and up are overwritten."""
 
     def o_proj_backward(
-        self, grads: LayerWeights, accumulate: bool, attn_NA: Tensor, d_residual_NC: Tensor, out_NA: Tensor
+        self, grads: LayerWeights, accumulate: bool, attn_NA: Tensor, d_residual_SC: Tensor, out_NA: Tensor
     ) -> None:
         """Set `out` to the gradient of the attention output."""
 
@@ -56,8 +63,8 @@ class LayerLinears(Protocol):
         grads: LayerWeights,
         accumulate: bool,
         dqkv_NX: Tensor,
-        input_NC: Tensor,
-        d_residual_NC: Tensor,
+        input_SC: Tensor,
+        d_residual_SC: Tensor,
         workspace_NC: Tensor,
     ) -> None:
         """Add the gradient of `input` to `d_residual`."""
@@ -70,72 +77,110 @@ class LinearsFactory(Protocol[Weights]):
     recomputed.
     """
 
-    def __call__(self, model: Model, weights: Weights, inputs: SavedInputs | None = None, /) -> LayerLinears:
+    def __call__(
+        self, model: Model, weights: Weights, inputs: SavedInputs | None = None, tp: TensorParallel | None = None, /
+    ) -> LayerLinears:
         """Return the linears for one chunk."""
 
 
-class PlainLinears:
-    """Linears in the dtype of the residual."""
+class ResidualLinears:
+    """What linears of any precision do between the residual of a rank's tokens and GEMMs over all tokens."""
 
-    def __init__(self, model: Model, weights: LayerWeights, inputs: SavedInputs | None = None):
-        self.model, self.weights, self.inputs, self.gemms = model, weights, inputs, LinearGemms()
+    gemms: Any
+
+    def __init__(self, model: Model, inputs: SavedInputs | None, tp: TensorParallel | None):
+        self.model, self.inputs, self.tp = model, inputs, tp
         self.widths = (model.heads * model.head_dim, *(2 * [model.kv_heads * model.head_dim]))
 
-    def qkv_proj(self, input_NC: Tensor, outs: Sequence[Tensor]) -> None:
+    def _add_output(self, x: Any, weight: Any, residual_SC: Tensor, out_SC: Tensor, tokens: int) -> None:
+        """Set `out` to residual + x @ weight.T, where x has so many tokens."""
+        if self.tp is None:
+            self.gemms.forward(x, weight, out_SC, addend=residual_SC)
+        else:
+            partial_NC = self.gemms.forward(x, weight, residual_SC.new_empty(tokens, residual_SC.shape[1]))
+            torch.add(residual_SC, self.tp.reduce_scatter(partial_NC), out=out_SC)
+
+    def _norm_backward(
+        self, partial_NC: Tensor, x_SC: Tensor, weight_C: Tensor, d_residual_SC: Tensor, out_SC: Tensor,
+        dweight_C: Tensor, accumulate: bool,
+    ) -> None:  # fmt: skip
+        """Set `out` to d_residual plus the gradient of x, given this rank's part of that of the normed x."""
+        dx_SC = partial_NC if self.tp is None else self.tp.reduce_scatter(partial_NC)
+        rms_norm_backward(dx_SC, x_SC, weight_C, self.model.norm_eps, d_residual_SC, out_SC, dweight_C, accumulate)
+
+
+class PlainLinears(ResidualLinears):
+    """Linears in the dtype of the residual."""
+
+    def __init__(
+        self, model: Model, weights: LayerWeights, inputs: SavedInputs | None = None, tp: TensorParallel | None = None
+    ):
+        super().__init__(model, inputs, tp)
+        self.weights, self.gemms = weights, LinearGemms()
+
+    def qkv_proj(self, input_SC: Tensor, outs: Sequence[Tensor]) -> None:
         """Run three GEMMs into separate buffers, instead of one and three copies."""
-        x_NC = self._save("x1", rms_norm(input_NC, self.weights.norm1_C, self.model.norm_eps))
+        x_NC = self._save("x1", self._gathered_norm(input_SC, self.weights.norm1_C))
         for weight, out in zip(self.weights.wqkv_XC.split(self.widths), outs, strict=False):
             self.gemms.forward(x_NC, weight, out)
 
-    def o_proj(self, attn_NA: Tensor, input_NC: Tensor, out_NC: Tensor) -> None:
-        self.gemms.forward(attn_NA, self.weights.wo_CA, out_NC, addend=input_NC)
+    def o_proj(self, attn_NA: Tensor, input_SC: Tensor, out_SC: Tensor) -> None:
+        self._add_output(attn_NA, self.weights.wo_CA, input_SC, out_SC, len(attn_NA))
 
-    def gate_up_proj(self, residual_NC: Tensor, out_N2F: Tensor) -> None:
-        x_NC = self._save("x2", rms_norm(residual_NC, self.weights.norm2_C, self.model.norm_eps))
+    def gate_up_proj(self, residual_SC: Tensor, out_N2F: Tensor) -> None:
+        x_NC = self._save("x2", self._gathered_norm(residual_SC, self.weights.norm2_C))
         self.gemms.forward(x_NC, self.weights.w13_2FC, out_N2F)
 
-    def down_proj(self, gate_up_N2F: Tensor, residual_NC: Tensor, out_NC: Tensor, save: bool) -> None:
+    def down_proj(self, gate_up_N2F: Tensor, residual_SC: Tensor, out_SC: Tensor, save: bool) -> None:
         act_NF = self._save("act", swiglu(gate_up_N2F, out=None if save else gate_up_N2F[:, : self.model.ffn]))
-        self.gemms.forward(act_NF, self.weights.w2_CF, out_NC, addend=residual_NC)
+        self._add_output(act_NF, self.weights.w2_CF, residual_SC, out_SC, len(act_NF))
 
     def mlp_backward(
-        self, grads: LayerWeights, accumulate: bool, saved: SavedActivations, d_residual_NC: Tensor, out_NC: Tensor
+        self, grads: LayerWeights, accumulate: bool, saved: SavedActivations, d_residual_SC: Tensor, out_SC: Tensor
     ) -> None:
         act_NF, x_NC = self._pop("act"), self._pop("x2")
-        dact_NF = self.gemms.input_gradient(d_residual_NC, self.weights.w2_CF)
+        dout_NC = self._gather(d_residual_SC)
+        dact_NF = self.gemms.input_gradient(dout_NC, self.weights.w2_CF)
         swiglu_backward(dact_NF, saved.gate_up_N2F, recompute=act_NF is None)
-        self.gemms.weight_gradient(d_residual_NC, dact_NF if act_NF is None else act_NF, grads.w2_CF, accumulate)
-        del dact_NF, act_NF
+        self.gemms.weight_gradient(dout_NC, dact_NF if act_NF is None else act_NF, grads.w2_CF, accumulate)
+        del dact_NF, act_NF, dout_NC
         if x_NC is None:
-            x_NC = rms_norm(saved.residual_NC, self.weights.norm2_C, self.model.norm_eps)
+            x_NC = self._gathered_norm(saved.residual_SC, self.weights.norm2_C)
         self.gemms.weight_gradient(saved.gate_up_N2F, x_NC, grads.w13_2FC, accumulate)
         # The normed residual is no longer needed.
         dx_NC = self.gemms.input_gradient(saved.gate_up_N2F, self.weights.w13_2FC, out=x_NC)
-        rms_norm_backward(dx_NC, saved.residual_NC, self.weights.norm2_C, self.model.norm_eps, d_residual_NC, out_NC,
-                          grads.norm2_C, accumulate)  # fmt: skip
+        self._norm_backward(dx_NC, saved.residual_SC, self.weights.norm2_C, d_residual_SC, out_SC, grads.norm2_C,
+                            accumulate)  # fmt: skip
 
     def o_proj_backward(
-        self, grads: LayerWeights, accumulate: bool, attn_NA: Tensor, d_residual_NC: Tensor, out_NA: Tensor
+        self, grads: LayerWeights, accumulate: bool, attn_NA: Tensor, d_residual_SC: Tensor, out_NA: Tensor
     ) -> None:
-        self.gemms.weight_gradient(d_residual_NC, attn_NA, grads.wo_CA, accumulate)
-        self.gemms.input_gradient(d_residual_NC, self.weights.wo_CA, out=out_NA)
+        dout_NC = self._gather(d_residual_SC)
+        self.gemms.weight_gradient(dout_NC, attn_NA, grads.wo_CA, accumulate)
+        self.gemms.input_gradient(dout_NC, self.weights.wo_CA, out=out_NA)
 
     def qkv_proj_backward(
         self,
         grads: LayerWeights,
         accumulate: bool,
         dqkv_NX: Tensor,
-        input_NC: Tensor,
-        d_residual_NC: Tensor,
+        input_SC: Tensor,
+        d_residual_SC: Tensor,
         workspace_NC: Tensor,
     ) -> None:
         x_NC = self._pop("x1")
         if x_NC is None:
-            x_NC = rms_norm(input_NC, self.weights.norm1_C, self.model.norm_eps, out=workspace_NC)
+            x_NC = self._gathered_norm(input_SC, self.weights.norm1_C, out=workspace_NC[: len(input_SC)])
         self.gemms.weight_gradient(dqkv_NX, x_NC, grads.wqkv_XC, accumulate)
         self.gemms.input_gradient(dqkv_NX, self.weights.wqkv_XC, out=workspace_NC)
-        rms_norm_backward(workspace_NC, input_NC, self.weights.norm1_C, self.model.norm_eps, d_residual_NC,
-                          d_residual_NC, grads.norm1_C, accumulate)  # fmt: skip
+        self._norm_backward(workspace_NC, input_SC, self.weights.norm1_C, d_residual_SC, d_residual_SC, grads.norm1_C,
+                            accumulate)  # fmt: skip
+
+    def _gathered_norm(self, x_SC: Tensor, weight_C: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._gather(rms_norm(x_SC, weight_C, self.model.norm_eps, out=out))
+
+    def _gather(self, x_SC: Tensor) -> Tensor:
+        return x_SC if self.tp is None else self.tp.gather(x_SC)
 
     def _save(self, name: str, x: Tensor) -> Tensor:
         if self.inputs is not None:

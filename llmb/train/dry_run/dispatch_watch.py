@@ -43,12 +43,10 @@ FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten.addmm: lambda args: _matmul_flops(args[1], args[2]),
     aten.addmm_: lambda args: _matmul_flops(args[1], args[2]),
     matmul.OPERATION: lambda args: _matmul_flops(args[0], args[1]),
+}
+GROUPED_FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten._grouped_mm: lambda args: _matmul_flops(args[0], args[1]),
     aten._scaled_grouped_mm: lambda args: _scaled_grouped_flops(*args[:5]),
-}
-# Temporary memory of CUDA kernels.
-WORKSPACES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
-    aten.logsumexp: lambda args: size(args[0]),  # the exponentials
 }
 KINDS = {
     "_allgather_base_": "all-gather",
@@ -83,9 +81,10 @@ def size(tensor: Tensor) -> int:
 class DispatchWatch(TorchDispatchMode):
     """Counts operations dispatched inside it on plain tensors; DTensors are unwrapped first."""
 
-    def __init__(self, memory: MemoryTracker):
+    def __init__(self, memory: MemoryTracker, grouped_fraction: float = 1.0):
         super().__init__()
         self.memory = memory
+        self._grouped_fraction = grouped_fraction  # of the rows of a grouped GEMM: those that are not padding
         self.flops = 0.0
         self.calls: Counter[CollectiveKey] = Counter()
         self.bytes: Counter[CollectiveKey] = Counter()
@@ -108,13 +107,13 @@ class DispatchWatch(TorchDispatchMode):
             self._count_collective(function, args, kwargs, ())
             return result
         result = function(*args, **kwargs)
-        if packet in WORKSPACES:
-            self.memory.workspace(WORKSPACES[packet](args))
         for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(tensor, Tensor):
                 self.memory.track(tensor)
         if packet in FLOPS:
             self.flops += FLOPS[packet](args)
+        elif packet in GROUPED_FLOPS:
+            self.flops += self._grouped_fraction * GROUPED_FLOPS[packet](args)
         elif function.namespace == "_c10d_functional":
             self._count_collective(function, args, kwargs, result)
         return result
@@ -123,12 +122,8 @@ class DispatchWatch(TorchDispatchMode):
         kind = KINDS.get(function._schema.name.partition("::")[2])
         if kind is None:
             return
-        input_bytes = sum(size(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
-        if function.namespace == "c10d":  # input and output are both arguments
-            sides = [sum(size(x) for x in tree_iter(arg) if isinstance(x, Tensor)) for arg in args[:2]]
-            moved = max(sides)
-        else:
-            moved = max(input_bytes, sum(size(x) for x in tree_iter(result) if isinstance(x, Tensor)))
+        sides = (*args[:2],) if function.namespace == "c10d" else (args, result)  # in place: both are arguments
+        moved = max(sum(size(x) for x in tree_iter(side) if isinstance(x, Tensor)) for side in sides)
         key = kind, _group_name(function, args, kwargs)
         self.calls[key] += 1
         self.bytes[key] += moved

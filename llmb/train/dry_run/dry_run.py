@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -35,13 +34,14 @@ from llmb.errors import LlmbError
 from llmb.ops import dispatch
 from llmb.perfmodel.communication import CollectiveTraffic
 from llmb.perfmodel.dry_run_summary import DryRunSummary
+from llmb.perfmodel.expert_capacity import dispatched_rows, routed_rows
 from llmb.perfmodel.pipeline_schedule import bubble
 from llmb.train.activation_offload import CopyStream
 from llmb.train.dry_run.dispatch_watch import DispatchWatch
 from llmb.train.dry_run.fused_op_shapes import fused_shapes
 from llmb.train.dry_run.memory_tracker import ACTIVATIONS, MemoryTracker
 from llmb.train.dry_run.meta_rank import GRADIENTS, OPTIMIZER, WEIGHTS, MetaRank, StepCost
-from llmb.train.parallel.mesh import DENSE, EXPERT, REPLICAS, Mesh, build_mesh
+from llmb.train.parallel.mesh import Mesh, build_mesh
 from llmb.train.train_support import supported_workload
 
 CPU = torch.device("cpu")
@@ -57,14 +57,14 @@ FAKE = "fake"  # process group backend without communication
 @contextmanager
 def dry_run_rank(config: RunConfig, rank: int) -> Iterator[tuple[Mesh, DispatchWatch]]:
     """Run the code inside on the meta device, in a fake process group; yields the mesh and the counters."""
-    watch = DispatchWatch(MemoryTracker())
+    fraction = routed_rows(config) / dispatched_rows(config) if config.model.experts else 1.0
+    watch = DispatchWatch(MemoryTracker(), fraction)
     dispatch.begin_dry_run(partial(_count_scan, watch))
     mesh = _mesh(config, rank)
     with ExitStack() as stack:
         stack.enter_context(_untracked())
         stack.enter_context(_track_resize(watch.memory))
         stack.enter_context(_track_host_buffers(watch.memory))
-        stack.enter_context(patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda _group: None))
         stack.enter_context(watch)
         stack.enter_context(torch.device("meta"))
         stack.enter_context(fused_shapes(config.flops_convention, watch.add_flops))
@@ -186,10 +186,10 @@ def _groups(mesh: Mesh) -> dict[str, tuple[str, int]]:
     if mesh.world_size == 1:
         return {}
     groups = {str(dist.group.WORLD.group_name): ("all", mesh.world_size)}  # type: ignore[union-attr]
-    for device_mesh, names in ((mesh.expert, EXPERT), (mesh.dense, DENSE), (mesh.replicas, (REPLICAS,))):
-        for name in names:
-            if device_mesh is None:
-                continue
+    for device_mesh in (mesh.expert, mesh.dense, mesh.stage, mesh.replicas):  # the last two may be one
+        if device_mesh is None:
+            continue
+        for name in device_mesh.mesh_dim_names or ():
             group = device_mesh.get_group(name)
             groups[str(group.group_name)] = (name, group.size())
     return groups

@@ -42,7 +42,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _SegmentAttention:
-    """Attention kernel of fused layers: implements `attention_block.AttentionKernel`."""
+    """Attention kernel of fused layers and of context parallelism: implements `attention_block.AttentionKernel`."""
 
     def __init__(self, convention: str, count: Callable[[float], None]):
         self._masked, self._count = 0.5 if convention == "causal" else 0.0, count
@@ -59,8 +59,11 @@ class _SegmentAttention:
         return torch.empty_like(block.q_NHD), torch.empty_like(block.k_KGD), torch.empty_like(block.v_KGD)
 
     def _count_flops(self, times: int, block: AttentionBlock) -> None:
-        _, heads, width = block.q_NHD.shape
-        self._count(times * 4 * heads * width * sum(length * length * (1 - self._masked) for length in block.lengths))
+        queries, heads, width = block.q_NHD.shape
+        pairs = float(queries * len(block.k_KGD))
+        if block.causal:
+            pairs = sum(length * length * (1 - self._masked) for length in block.lengths)
+        self._count(times * 4 * heads * width * pairs)
 
 
 @contextmanager

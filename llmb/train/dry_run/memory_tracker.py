@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 512  # bytes: allocation granularity of the CUDA caching allocator
 ACTIVATIONS = "activations"  # label of unclaimed memory
@@ -57,7 +56,6 @@ class MemoryTracker:
     def label(self, name: str, tensors: Iterable[Tensor]) -> None:
         """Label the memory of these tensors."""
         for tensor in tensors:
-            tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             index = self._indices.get(tensor.untyped_storage()._cdata)
             if index is not None:
                 self._labels[index] = name
@@ -98,13 +96,6 @@ class MemoryTracker:
         self.live += size
         if self.live > self.peak:
             self.peak, self._peak_at = self.live, len(self._changes)
-
-    def workspace(self, size: int) -> None:
-        """Account for temporary memory of an operation."""
-        if self.live + size > self.peak:
-            self._changes += [len(self._sizes) + 1, -(len(self._sizes) + 1)]
-            self._sizes.append(size)
-            self.peak, self._peak_at = self.live + size, len(self._changes) - 1
 
     def _on_delete(self, address: int, index: int, _reference: object) -> None:
         if self._indices.get(address) == index:

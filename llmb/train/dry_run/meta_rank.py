@@ -2,7 +2,8 @@
 
 Only micro-batches that differ are computed: the first, which allocates gradients, one from the middle, and the last,
 which reduces them. The others cost the same as the middle one, and those of a pipeline are combined in the order of
-torch's schedule. Optimizer state and cached fp8 weights exist from the start, as they do from the second step on.
+torch's schedule. Optimizer state, cached fp8 weights and fp8 scales exist from the start, as they do from the second
+step on.
 """
 
 import math
@@ -20,13 +21,14 @@ from llmb.perfmodel.communication import CollectiveTraffic
 from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, rank_order
 from llmb.train.dry_run.dispatch_watch import DispatchWatch
 from llmb.train.dry_run.memory_tracker import ACTIVATIONS
-from llmb.train.fused_llama import begin_step
-from llmb.train.parallel.fsdp import init_fsdp, set_last_backward
+from llmb.train.llama_layers import begin_step, quantize_weights
+from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallel.pipeline import TIED, stage_boundary_tensor
-from llmb.train.parallelize import apply_split_weights, build_meta_parts, build_optimizer
-from llmb.train.precision import Fp8GroupedLinear
+from llmb.train.parallelize import allocate_weights, build_meta_parts, build_optimizer
+from llmb.train.precision import fp8_grouped_linears
 
+META = torch.device("meta")
 WEIGHTS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 
 BytesByPurpose = Counter[str]  # bytes by label
@@ -76,29 +78,34 @@ class MetaRank:
         del boundary  # it would count as held
         self.model_parts = build_meta_parts(config, workload, mesh)
         for model_part in self.model_parts:
-            init_fsdp(model_part)
-            apply_split_weights(model_part, config)
-            begin_step(model_part)
-            for module in model_part.modules():
-                if isinstance(module, Fp8GroupedLinear):
-                    module.cache_weight()
+            allocate_weights(model_part, config, mesh, META)
+            if (scaling := model_part.fp8_scaling) is not None:
+                scaling.scale_amax_of(*scaling.state_dict(), measure=lambda *_: None)
+            quantize_weights(model_part)
+            for experts in fp8_grouped_linears(model_part):
+                experts.cache_weight()
+            for bucket in sharded_parameters(model_part).buckets:
+                bucket.invalidate()  # as the update before a step does
         self._memory.claim(WEIGHTS)
         self.optimizer = build_optimizer(self.model_parts, workload, mesh)
-        params = [param for group in self.optimizer.adamw.param_groups for param in group["params"]]
-        self._moments = [torch.empty_like(param) for param in (*params, *params)]
-        self.optimizer.split.init_state()
-        vars(self.optimizer.adamw)["step"] = _no_op  # in place, and not implemented on the meta device
+        weights = self.optimizer.replicated.values()
+        self._moments = [torch.empty_like(weight) for weight in (*weights, *weights)]
+        self.optimizer.init_bucket_moments()
+        if self.optimizer.adamw is not None:
+            vars(self.optimizer.adamw)["step"] = _no_op  # in place, and not implemented on the meta device
         self._memory.claim(OPTIMIZER)
 
     @property
     def parameters(self) -> int:
         """Number of elements that the optimizer of this rank updates."""
-        return sum(shard.numel() for shard in self.optimizer.shards.values())
+        parts = map(sharded_parameters, self.model_parts)
+        return sum(values.numel() for part in parts for _, values in part.own_values())
 
     def step(self) -> StepCost:
         """Return the cost of all micro-batches of a step and of the optimizer update."""
         ga, pp_rank = self._workload.ga, self._mesh.index("pp")
         step = StepCost(Counter(self._memory.now()))
+        step.add(self._cost(self._begin_step))
         if self._pipelined and self._mesh.parallel.overlap_send:
             step.held[ACTIVATIONS] += MAX_PENDING_SENDS * self._boundary_bytes
         costs = [self._costs(model_part) for model_part in self.model_parts]
@@ -116,7 +123,8 @@ class MetaRank:
         return costs
 
     def _micro_batch_costs(self, model_part: Network, kind: str) -> dict[tuple[str, bool], PassCost]:
-        set_last_backward(model_part, self._mesh, last=kind in ("last", "only"))
+        sharded = sharded_parameters(model_part)
+        sharded.begin_backward(last=kind in ("last", "only"))
         tokens = torch.zeros(self._workload.mbs, self._workload.seqlen // self._mesh.size("cp"), dtype=torch.int64)
         self._memory.label(ACTIVATIONS, [tokens])
         held: list[Tensor] = []  # from the forward pass to the backward pass
@@ -131,6 +139,9 @@ class MetaRank:
 
         def backward() -> None:
             held.pop().backward(None if model_part.last else self._received())
+            sharded.end_backward()
+            if kind in ("last", "only"):
+                sharded.end_step()
             held.clear()
             self._memory.claim(GRADIENTS)  # nothing else is left
 
@@ -153,9 +164,14 @@ class MetaRank:
         size = count * self._boundary_bytes
         first, last = self.model_parts[0], self.model_parts[-1]
         if self._pipelined and first.model.tied_embeddings and (first.first or last.last):
-            count, size = count + 1, size + self.optimizer.shards[TIED].numel() * torch.float32.itemsize
+            (tied,) = (bucket for bucket in self.optimizer.buckets if TIED in bucket.names)
+            count, size = count + 1, size + tied.shard_size * tied.formats.gradients.itemsize
         for kind in ("send", "receive") if self._pipelined else ():
             yield CollectiveTraffic(kind=kind, dimension="pp", ranks=self._mesh.size("pp"), count=count, bytes=size)
+
+    def _begin_step(self) -> None:
+        for model_part in self.model_parts:
+            begin_step(model_part)
 
     def _update(self) -> None:
         self.optimizer.update(self._workload.lr)

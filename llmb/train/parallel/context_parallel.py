@@ -3,21 +3,42 @@
 A sequence is split into 2 * cp equal chunks, and rank i of cp holds chunks i and 2 * cp - 1 - i: with causal masking
 early chunks have little work and late ones much, and every such pair has the same amount.
 
-Queries stay. Keys and values of all ranks are all-gathered in one collective, and each of a rank's two chunks attends
-to the keys up to its end. In the backward pass each rank gets the sum of all ranks' gradients of its keys and values.
-MLA gathers the decompressed keys and values, not the smaller latents.
+    cp = ContextParallel(mesh.submesh("cp"))
+    out_NHD, lse_HN, k_TGD, v_TGD = cp.attention_forward(q_NHD, k_NGD, v_NGD, sequences, scale)
+    dq_NHD, dk_NGD, dv_NGD = cp.attention_backward(dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, sequences, scale)
+
+Queries stay. Keys and values of all ranks are all-gathered in one collective, while each chunk attends causally to its
+own keys; then it attends to all keys before it (`llmb/ops/attention/segment_attention.py`). In the backward pass the
+gradients of gathered keys and values are reduce-scattered, while those of the causal part are computed. MLA gathers the
+decompressed keys and values, not the smaller latents.
+
+Shapes: N tokens of a rank, the two chunks of each of B sequences one after the other; T tokens of all ranks, B full
+sequences; H heads, G KV heads, D head_dim, W channels.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmb.models.architectures import Network
-from llmb.models.blocks import Attention, causal_attention
+from llmb.models.blocks import Attention
 from llmb.models.mla import MLAAttention
-from llmb.train.parallel.activation_collectives import all_gather
+from llmb.ops.attention.segment_attention import (
+    KEY_BLOCK,
+    Segment,
+    causal_backward,
+    causal_forward,
+    context_backward,
+    context_forward,
+)
+from llmb.ops.attention.softcap_attention import softcap_attention
+from llmb.runtime.flat_collectives import all_gather_flat, reduce_scatter_flat
 from llmb.train.parallel.mesh import Mesh
 
 
@@ -26,9 +47,10 @@ def apply_context_parallel(model_part: Network, mesh: Mesh) -> None:
     if mesh.size("cp") == 1:
         return
     model_part.positions = partial(shard_positions, mesh.index("cp"), mesh.size("cp"))
+    cp = ContextParallel(mesh.submesh("cp"))
     for module in model_part.modules():
         if isinstance(module, Attention | MLAAttention):
-            module.attend = partial(cp_attention, mesh.submesh("cp"))
+            module.attend = partial(cp_attention, cp)
 
 
 def shard_sequence(sequence_BT: Tensor, mesh: Mesh) -> Tensor:
@@ -51,29 +73,214 @@ def shard_positions(rank: int, ranks: int, tokens: int, device: torch.device) ->
     return torch.cat([offset_P + index * len(offset_P) for index in chunk_indices(rank, ranks)])
 
 
+def cp_segments(rank: int, ranks: int, sequences: int, tokens: int) -> tuple[Segment, ...]:
+    """Return the segments of a rank that holds `tokens` tokens of each sequence: two chunks, each after its context."""
+    chunk = tokens // 2
+    return tuple(
+        Segment(start, start + chunk, context_start, context_start + index * chunk)
+        for sequence in range(sequences)
+        for context_start in (sequence * ranks * tokens,)
+        for start, index in zip((sequence * tokens, sequence * tokens + chunk), chunk_indices(rank, ranks), strict=True)
+    )
+
+
+class PendingKeyValues(NamedTuple):
+    """Keys and values, or their gradients, in a collective that may still run."""
+
+    work: dist.Work | None  # None: done
+    buffers: tuple[Tensor, Tensor]  # sent and received
+    shapes: tuple[torch.Size, torch.Size]  # of one rank's keys and values
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values, [ranks that were received, N, ...] each."""
+        if self.work is not None:
+            self.work.wait()
+        sizes = [shape.numel() for shape in self.shapes]
+        k, v = self.buffers[1].view(-1, sum(sizes)).split(sizes, dim=1)
+        return k.unflatten(1, self.shapes[0]), v.unflatten(1, self.shapes[1])
+
+
+class ContextParallel:
+    """Collectives and attention of the ranks that share sequences, without autograd."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.group, self.rank, self.ranks = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+
+    def segments(self, sequences: int, tokens: int) -> tuple[Segment, ...]:
+        """Return this rank's segments, with `tokens` tokens of each sequence on this rank."""
+        return cp_segments(self.rank, self.ranks, sequences, tokens)
+
+    def gather(self, k_NW: Tensor, v_NW: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Return all ranks' keys and values in sequence order; heads may be a dimension of their own."""
+        return self._in_sequence_order(self._start_gather(k_NW, v_NW), sequences)
+
+    def reduce_scatter(self, dk_TW: Tensor, dv_TW: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Return the sum over ranks of the gradients of this rank's keys and values."""
+        (dk_NW,), (dv_NW,) = self._start_reduce_scatter(dk_TW, dv_TW, sequences).wait()
+        return dk_NW, dv_NW
+
+    def shard(self, x_TW: Tensor, sequences: int) -> Tensor:
+        """Return this rank's rows of full sequences, copied."""
+        return torch.cat([x_TW[rows] for rows in self._chunks(self.rank, x_TW, sequences)])
+
+    def attention_forward(
+        self,
+        q_NHD: Tensor,
+        k_NGD: Tensor,
+        v_NGD: Tensor,
+        sequences: int,
+        scale: float,
+        key_block: int = KEY_BLOCK,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return output and log-sum-exp of this rank's queries, and the gathered keys and values.
+
+        Values may be narrower than keys, as in MLA. Of torch's kernels only the memory-efficient one takes two head
+        dims, and it is slow: values are padded with zeros to the head dim of the keys, after they were gathered.
+        """
+        segments, width = self.segments(sequences, len(q_NHD) // sequences), q_NHD.shape[-1]
+        pending = self._start_gather(k_NGD, v_NGD)
+        out_NHD, lse_HN = causal_forward(q_NHD, k_NGD, _padded(v_NGD, width), segments, scale)
+        k_TGD, v_TGD = self._in_sequence_order(pending, sequences)
+        del pending  # its buffers
+        context_forward(q_NHD, k_TGD, _padded(v_TGD, width), segments, out_NHD, lse_HN, scale, key_block)
+        return out_NHD[..., : v_NGD.shape[-1]].contiguous(), lse_HN, k_TGD, v_TGD
+
+    def attention_backward(
+        self,
+        dout_NHD: Tensor,
+        q_NHD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        out_NHD: Tensor,
+        lse_HN: Tensor,
+        sequences: int,
+        scale: float,
+        key_block: int = KEY_BLOCK,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of this rank's queries, keys and values, newly allocated."""
+        segments = self.segments(sequences, len(q_NHD) // sequences)
+        width, value_width = q_NHD.shape[-1], v_TGD.shape[-1]
+        dout_NHD, out_NHD, v_TGD = (_padded(x, width) for x in (dout_NHD, out_NHD, v_TGD))
+        dq_NHD = torch.zeros_like(q_NHD)
+        # A key is in two rectangles at most: their sum is rounded once, as it would be before it is communicated.
+        dk_TGD, dv_TGD = torch.zeros_like(k_TGD), torch.zeros_like(v_TGD)
+        context_backward(
+            dout_NHD, q_NHD, k_TGD, v_TGD, out_NHD, lse_HN, segments, dq_NHD, dk_TGD, dv_TGD, scale, key_block
+        )
+        pending = self._start_reduce_scatter(dk_TGD, dv_TGD[..., :value_width], sequences)
+        del dk_TGD, dv_TGD
+        k_NGD, v_NGD = (self.shard(x, sequences) for x in (k_TGD, v_TGD))
+        causal_dq_NHD, dk_NGD, dv_NGD = causal_backward(dout_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, segments, scale)
+        (context_dk_NGD,), (context_dv_NGD,) = pending.wait()
+        return dq_NHD.add_(causal_dq_NHD), dk_NGD.add_(context_dk_NGD), dv_NGD[..., :value_width].add(context_dv_NGD)
+
+    def _start_gather(self, k_NW: Tensor, v_NW: Tensor) -> PendingKeyValues:
+        sent = torch.cat((k_NW.flatten(), v_NW.flatten()))
+        received = sent.new_empty(self.ranks * sent.numel())
+        return PendingKeyValues(self._all_gather(received, sent), (sent, received), (k_NW.shape, v_NW.shape))
+
+    def _all_gather(self, received: Tensor, sent: Tensor) -> dist.Work | None:
+        return all_gather_flat(received, sent, group=self.group, async_op=True)
+
+    def _in_sequence_order(self, pending: PendingKeyValues, sequences: int) -> tuple[Tensor, Tensor]:
+        k_RNW, v_RNW = pending.wait()
+        return self._concatenated(k_RNW, sequences), self._concatenated(v_RNW, sequences)
+
+    def _concatenated(self, x_RNW: Tensor, sequences: int) -> Tensor:
+        """Return the chunks of all ranks in sequence order: one kernel that copies contiguous blocks."""
+        tokens = x_RNW.shape[1] // sequences
+        chunks = {
+            segment.causal_start: x_NW[segment.start : segment.end]
+            for rank, x_NW in enumerate(x_RNW)
+            for segment in cp_segments(rank, self.ranks, sequences, tokens)
+        }
+        return torch.cat([chunks[row] for row in sorted(chunks)])
+
+    def _start_reduce_scatter(self, dk_TW: Tensor, dv_TW: Tensor, sequences: int) -> PendingKeyValues:
+        grads = dk_TW, dv_TW
+        sent = torch.cat(
+            [
+                x[rows].flatten()
+                for rank in range(self.ranks)
+                for x in grads
+                for rows in self._chunks(rank, x, sequences)
+            ]
+        )
+        received = sent.new_empty(sent.numel() // self.ranks)
+        shapes = [torch.Size((len(x) // self.ranks, *x.shape[1:])) for x in grads]
+        return PendingKeyValues(self._reduce_scatter(received, sent), (sent, received), (shapes[0], shapes[1]))
+
+    def _reduce_scatter(self, received: Tensor, sent: Tensor) -> dist.Work | None:
+        return reduce_scatter_flat(received, sent, group=self.group, async_op=True)
+
+    def _chunks(self, rank: int, x_TW: Tensor, sequences: int) -> Sequence[slice]:
+        """Return the rows of full sequences that a rank holds, in its order."""
+        segments = cp_segments(rank, self.ranks, sequences, len(x_TW) // self.ranks // sequences)
+        return [slice(s.causal_start, s.causal_start + s.end - s.start) for s in segments]
+
+
+def _padded(x_NHD: Tensor, width: int) -> Tensor:
+    """Pad heads with zeros to this width."""
+    missing = width - x_NHD.shape[-1]
+    return F.pad(x_NHD, (0, missing)) if missing else x_NHD
+
+
 def cp_attention(
-    mesh: DeviceMesh,
+    cp: ContextParallel,
     q_BHQD: Tensor,
     k_BHQD: Tensor,
     v_BHQD: Tensor,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute `causal_attention` of this rank's two chunks over the full sequence."""
-    k_BHTD, v_BHTD = _gather_kv(mesh, k_BHQD, v_BHQD)
-    early_BHPD, late_BHPD = q_BHQD.chunk(2, dim=2)
-    chunk = early_BHPD.shape[2]
+    """Compute `causal_attention` of this rank's two chunks over the full sequences.
+
+    With a softcap our kernels compute each chunk in one call, over all keys up to its end: they take fewer queries than
+    keys, and cuDNN has no softcap.
+    """
+    scale = scale or q_BHQD.shape[-1] ** -0.5
+    sequences, queries = len(q_BHQD), q_BHQD.shape[2]
+    q_NHD, k_NGD, v_NGD = (x.transpose(1, 2).flatten(0, 1).contiguous() for x in (q_BHQD, k_BHQD, v_BHQD))
+    if softcap is None:
+        out_NHD = _Attention.apply(cp, sequences, scale, q_NHD, k_NGD, v_NGD)
+        return out_NHD.unflatten(0, (sequences, queries)).transpose(1, 2)
+    k_TGD, v_TGD = _GatherKeyValues.apply(cp, sequences, k_NGD, v_NGD)
+    k_BHTD, v_BHTD = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (k_TGD, v_TGD))
     outputs = []
-    for index, q_BHPD in zip(chunk_indices(mesh.get_local_rank(), mesh.size()), (early_BHPD, late_BHPD), strict=True):
-        end = (index + 1) * chunk
-        outputs.append(causal_attention(q_BHPD, k_BHTD[:, :, :end], v_BHTD[:, :, :end], scale=scale, softcap=softcap))
+    for index, q_BHPD in zip(chunk_indices(cp.rank, cp.ranks), q_BHQD.chunk(2, dim=2), strict=True):
+        end = (index + 1) * q_BHPD.shape[2]
+        outputs.append(softcap_attention(q_BHPD, k_BHTD[:, :, :end], v_BHTD[:, :, :end], scale, softcap))
     return torch.cat(outputs, dim=2)
 
 
-def _gather_kv(mesh: DeviceMesh, k_BHQD: Tensor, v_BHQD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all ranks' keys and values in the order of the sequence."""
-    kv_QBHD = torch.cat((k_BHQD, v_BHQD), dim=-1).permute(2, 0, 1, 3)  # tokens first: gathered without another copy
-    early_RPBHD, late_RPBHD = all_gather(kv_QBHD, mesh, dim=0).unflatten(0, (mesh.size(), 2, -1)).unbind(1)
-    kv_TBHD = torch.cat((early_RPBHD, late_RPBHD.flip(0))).flatten(0, 1)
-    k_TBHD, v_TBHD = kv_TBHD.split((k_BHQD.shape[-1], v_BHQD.shape[-1]), dim=-1)
-    return k_TBHD.permute(1, 2, 0, 3), v_TBHD.permute(1, 2, 0, 3)
+class _Attention(torch.autograd.Function):
+    """Attention without a softcap."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, cp: ContextParallel, sequences: int, scale: float, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor
+    ) -> Tensor:
+        out_NHD, lse_HN, k_TGD, v_TGD = cp.attention_forward(q_NHD, k_NGD, v_NGD, sequences, scale)
+        ctx.cp, ctx.sequences, ctx.scale = cp, sequences, scale
+        ctx.save_for_backward(q_NHD, k_TGD, v_TGD, out_NHD, lse_HN)
+        return out_NHD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout_NHD: Tensor) -> tuple[Tensor | None, ...]:
+        grads = ctx.cp.attention_backward(dout_NHD.contiguous(), *ctx.saved_tensors, ctx.sequences, ctx.scale)
+        return None, None, None, *grads
+
+
+class _GatherKeyValues(torch.autograd.Function):
+    """All ranks' keys and values in sequence order."""
+
+    @staticmethod
+    def forward(ctx: Any, cp: ContextParallel, sequences: int, k_NGD: Tensor, v_NGD: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.cp, ctx.sequences = cp, sequences
+        return cp.gather(k_NGD, v_NGD, sequences)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dk_TGD: Tensor, dv_TGD: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.cp.reduce_scatter(dk_TGD, dv_TGD, ctx.sequences)

@@ -1,111 +1,139 @@
 """Expert parallelism: the routed experts are sharded over ranks, and tokens are dispatched to them.
 
 Every rank of a pipeline stage has its own tokens. Routed tokens, sorted by expert, go to the ranks of ep that hold the
-experts, then to all ranks of etp, each of which holds a slice of every such expert's FFN width. There the rows are
-permuted by expert once more and computed; the combine takes the same hops back and sums the slices' outputs. Both hops
-are all-to-alls: the ranks of etp have different numbers of rows, so an all-gather would need padding, and an
-all-gather before the routing would send each row to every ep rank etp times.
+experts in an all-to-all; an all-gather then gives them to all ranks of etp, each of which holds a slice of every such
+expert's FFN width. There the rows are sorted by expert once more and computed; the combine takes the same hops back, of
+which the reduce-scatter sums the slices' outputs.
 
-The split sizes are computed on the device, but the host needs them to allocate outputs: it synchronizes with the device
-once per layer, in `split_sizes_to_host`, and such a layer cannot be captured in a CUDA graph.
+The host never reads how many tokens an expert has, so it need not wait for the device, and such a layer can be captured
+in a CUDA graph. Instead each pair of ranks exchanges a fixed number of rows, its capacity, of which some are padding:
+expert GEMMs skip it, and whatever it holds reaches no result. A pair with more rows than its capacity sets a flag on
+the device. Then the step updates no weights, and is repeated with a larger capacity (`loop.train_step`): no token is
+ever dropped from a step that counts.
 
-Shapes: M routed tokens of this rank, H rows after the first hop, R after both, C hidden width, E experts (the `E` of
-`_PE` and `_SPE` are those of one rank of ep), P ranks of ep, S of etp.
+Shapes: N tokens, K experts per token, H rows of the send buffer, R rows received from all ranks of ep and etp, C hidden
+width, E experts (the `E` of `_PE` are those of one rank of ep), P ranks of ep.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from llmb.models.architectures import Network
 from llmb.models.moe import GroupedLinear, MoE, Router
-from llmb.ops.dispatch import is_dry_run
+from llmb.ops.moe.expert_dispatch import assign_send_rows, sort_received_rows
 from llmb.ops.moe.permute import permute_tokens, sort_by_expert, unpermute_tokens
-from llmb.train.parallel.activation_collectives import all_gather, all_reduce
-from llmb.train.parallel.local_shards import use_local_shards
+from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR, pair_capacity
+from llmb.train.parallel.activation_collectives import all_gather, all_reduce, reduce_scatter
 from llmb.train.parallel.mesh import Mesh
+from llmb.train.parallel.parameter_shard import local_parameter
 
 RunExperts = Callable[[Tensor, Tensor], Tensor]
 
 
-def apply_expert_parallel(model_part: Network, mesh: Mesh) -> None:
+def apply_expert_parallel(model_part: Network, mesh: Mesh, capacity_factor: float = CAPACITY_FACTOR) -> None:
     """Shard the routed experts' weights, dispatch tokens to them, and balance load over all tokens."""
+    is_sharded = mesh.size("ep") * mesh.size("etp") > 1
+    if is_sharded:
+        model_part.dispatcher = dispatcher = ExpertDispatcher(mesh, capacity_factor)
     for module in model_part.modules():
         if isinstance(module, Router) and mesh.size("cp") * mesh.size("tp") > 1:
             module.sum_over_ranks = partial(_sum_over_tokens, mesh)
-        if isinstance(module, MoE) and mesh.size("ep") * mesh.size("etp") > 1:
+        if isinstance(module, MoE) and is_sharded:
             for layer, dim in ((module.gate, 1), (module.up, 1), (module.down, 2)):
                 _shard_experts(layer, mesh, dim)
-            run_experts = partial(dispatch_and_combine, mesh.submesh("ep"), mesh.submesh("etp"), module.run_experts)
-            module.run_experts = run_experts  # type: ignore[method-assign]
+            assign_rows = partial(dispatcher.assign_rows, module.router.experts.count)
+            run_experts = partial(dispatcher.dispatch_and_combine, module.run_experts)
+            module.assign_rows, module.run_experts = assign_rows, run_experts  # type: ignore[method-assign]
 
 
 def _shard_experts(layer: GroupedLinear, mesh: Mesh, dim: int) -> None:
     """Keep this rank's experts, and of each its slice along dimension `dim`."""
-    assert mesh.expert is not None
-    full = layer.weight
-    shape = list(full.shape)
-    shape[0] //= mesh.size("ep")
-    shape[dim] //= mesh.size("etp")
-    local = torch.empty(shape, dtype=full.dtype, device=full.device)
-    dtensor = DTensor.from_local(local, mesh.expert["ep", "etp"], [Shard(0), Shard(dim)], run_check=False)
-    layer.weight = nn.Parameter(dtensor)
-    use_local_shards(layer)
+    cuts = [(0, mesh.index("ep"), mesh.size("ep")), (dim, mesh.index("etp"), mesh.size("etp"))]
+    layer.weight = local_parameter(layer.weight, cuts, "edp")
 
 
-def dispatch_and_combine(
-    ep: DeviceMesh, etp: DeviceMesh, run_experts: RunExperts, x_MC: Tensor, ends_E: Tensor
-) -> Tensor:
-    """Dispatch rows to their experts, run this rank's experts with `run_experts` and combine the outputs."""
-    rows_PE = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ep.size(), -1)
-    received_SPE = _received_counts(rows_PE, ep, etp)
-    sent, *received = split_sizes_to_host(torch.cat((rows_PE.sum(1)[None], received_SPE.sum(2))), len(x_MC))
-    from_ep = received[etp.get_local_rank()]
-    held, from_etp = [sum(from_ep)] * etp.size(), [sum(rows) for rows in received]
+class ExpertDispatcher(nn.Module):
+    """All-to-alls of the routed tokens of all MoE layers in a model part."""
 
-    x_HC = _all_to_all(x_MC, sent, from_ep, ep)
-    x_RC = _all_to_all(x_HC.expand(etp.size(), -1, -1).flatten(0, 1), held, from_etp, etp)
-    row_R1, local_ends_E = _sort_received(received_SPE, len(x_RC))
-    y_RC = unpermute_tokens(run_experts(permute_tokens(x_RC, row_R1), local_ends_E), row_R1)
-    y_SHC = _all_to_all(y_RC, from_etp, held, etp).view(etp.size(), *x_HC.shape)
-    return _all_to_all(y_SHC.sum(0) if len(y_SHC) > 1 else y_SHC[0], from_ep, sent, ep)
+    def __init__(self, mesh: Mesh, capacity_factor: float):
+        super().__init__()
+        self._ep, self._etp = mesh.submesh("ep"), mesh.submesh("etp")
+        self.capacity_factor = capacity_factor
+        self.overflow = torch.zeros((), device=mesh.device)  # pairs that exceeded their capacity in this step
 
+    def assign_rows(self, experts: int, topk_ids_NK: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return each routed token's row in the send buffer, expert ends in each rank's part of it, and its rows.
 
-def split_sizes_to_host(rows_NP: Tensor, sent: int) -> list[list[int]]:
-    """Copy split sizes to the host: the only synchronization with the device.
+        Rows are sorted by expert; what exceeds the capacity is dropped, and counted in `overflow`.
+        """
+        row_map_NK, ends_E = sort_by_expert(topk_ids_NK, experts)
+        ranks, rows = self._ep.size(), topk_ids_NK.numel()
+        ends_PE = ends_E.view(ranks, -1)
+        if ranks == 1:
+            return row_map_NK, ends_PE, rows
+        capacity = pair_capacity(rows, experts, ranks, self.capacity_factor)
+        row_map_NK, ends_PE = assign_send_rows(topk_ids_NK, row_map_NK, ends_PE, capacity, self.overflow)
+        return row_map_NK, ends_PE, ranks * capacity
 
-    In a dry run there are no values, and every expert is assumed to have the same load.
-    """
-    if is_dry_run():
-        count, ranks = rows_NP.shape
-        return [[(rank + 1) * sent // ranks - rank * sent // ranks for rank in range(ranks)]] * count
-    return rows_NP.tolist()
-
-
-def _received_counts(rows_PE: Tensor, ep: DeviceMesh, etp: DeviceMesh) -> Tensor:
-    """Return how many rows each rank of etp and ep has for each of this rank's experts."""
-    if ep.size() > 1:
-        rows_PE = all_to_all_single(rows_PE, None, None, ep)
-    return all_gather(rows_PE[None], etp, 0) if etp.size() > 1 else rows_PE[None]
-
-
-def _all_to_all(x: Tensor, sent: list[int], received: list[int], mesh: DeviceMesh) -> Tensor:
-    """Exchange rows with these split sizes; the backward pass is the inverse all-to-all."""
-    return all_to_all_single_autograd(x, received, sent, mesh) if mesh.size() > 1 else x
+    def dispatch_and_combine(self, run_experts: RunExperts, x_HC: Tensor, ends_PE: Tensor) -> Tensor:
+        """Dispatch rows to their experts, run this rank's experts with `run_experts` and combine the outputs."""
+        ends_PE, x_RC = _all_to_all(ends_PE, self._ep), _all_to_all(x_HC, self._ep)
+        if self._etp.size() > 1:
+            ends_PE, x_RC = all_gather(ends_PE, self._etp, 0), all_gather(x_RC, self._etp, 0)
+        row_R1, ends_E = sort_received_rows(ends_PE, len(x_RC))
+        y_RC = unpermute_tokens(run_experts(permute_tokens(x_RC, row_R1), ends_E), row_R1)
+        if self._etp.size() > 1:
+            y_RC = reduce_scatter(y_RC, self._etp, 0)
+        return _all_to_all(y_RC, self._ep)
 
 
-def _sort_received(received_SPE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Apply `sort_by_expert` to rows that are ordered by source rank, and by expert within each."""
-    experts = received_SPE.shape[2]
-    expert_SPE = torch.arange(experts, device=received_SPE.device).expand(received_SPE.shape)
-    expert_R = expert_SPE.flatten().repeat_interleave(received_SPE.flatten(), output_size=rows)
-    return sort_by_expert(expert_R[:, None], experts)
+def expert_dispatchers(model_parts: Iterable[nn.Module]) -> list[ExpertDispatcher]:
+    """Return the dispatcher of each model part; none without expert parallelism."""
+    children = (child for model_part in model_parts for child in model_part.children())
+    return [child for child in children if isinstance(child, ExpertDispatcher)]
+
+
+def pop_overflow(dispatchers: Sequence[ExpertDispatcher], device: torch.device) -> Tensor:
+    """Return how often a pair of this rank exceeded its capacity since the last call, still on the device."""
+    if not dispatchers:
+        return torch.zeros((), device=device)
+    overflows = [dispatcher.overflow for dispatcher in dispatchers]
+    total = torch.stack(overflows).sum()
+    torch._foreach_zero_(overflows)
+    return total
+
+
+def grow_capacity(dispatchers: Sequence[ExpertDispatcher], ep: int) -> str:
+    """Double the capacity, up to where nothing can exceed it; return a text that says so."""
+    before = dispatchers[0].capacity_factor
+    for dispatcher in dispatchers:
+        dispatcher.capacity_factor = min(2 * before, ep)
+    return f"capacity factor {before:g} -> {dispatchers[0].capacity_factor:g}"
+
+
+def _all_to_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Send an equal number of rows to each rank; the backward pass is the same."""
+    return x if mesh.size() == 1 else _AllToAll.apply(x, mesh)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=mesh.get_group())
+        return received
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grad, ctx.mesh), None
 
 
 def _sum_over_tokens(mesh: Mesh, sums: Tensor) -> Tensor:

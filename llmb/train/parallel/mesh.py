@@ -9,6 +9,7 @@ thread that may be waiting for the GIL.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,16 @@ from llmb.runtime.rank_info import RankInfo, init_distributed
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
-REPLICAS = "replicas"
+REPLICAS = "replicas"  # dp and cp: the ranks that hold the same dense weights
+STAGE = "stage"  # dp, cp and tp: all ranks of a pipeline stage
+
+
+class Replicas(NamedTuple):
+    """Ranks that hold the same values, and this rank's position among them."""
+
+    ranks: int = 1
+    position: int = 0
+    group: dist.ProcessGroup | None = None  # none: no collectives
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,8 @@ class Mesh(RankInfo):
     parallel: Parallel = field(default_factory=Parallel)
     dense: DeviceMesh | None = None
     expert: DeviceMesh | None = None  # only for models with experts
-    replicas: DeviceMesh | None = None  # dp and cp flattened: the ranks that hold the same dense weights
+    replicas: DeviceMesh | None = None
+    stage: DeviceMesh | None = None
 
     def submesh(self, dimension: str) -> DeviceMesh:
         """Return this rank's submesh along one dimension of either mesh."""
@@ -47,6 +58,16 @@ class Mesh(RankInfo):
     def index(self, dimension: str) -> int:
         """Return this rank's coordinate along a dimension."""
         return 0 if self.dense is None else self.submesh(dimension).get_local_rank()
+
+    def replicas_of(self, dimension: str) -> Replicas:
+        """Return the ranks along replicas, stage or edp, which hold the same values."""
+        if self.dense is None:
+            return Replicas()
+        flattened = {REPLICAS: self.replicas, STAGE: self.stage}
+        mesh = flattened[dimension] if dimension in flattened else self.submesh(dimension)
+        assert mesh is not None
+        is_alone = mesh.size() == 1 and self.world_size > 1  # the only rank of a world communicates with itself
+        return Replicas() if is_alone else Replicas(mesh.size(), mesh.get_local_rank(), mesh.get_group())
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Sum a small tensor over all ranks, in place; does not synchronize with the device."""
@@ -72,4 +93,5 @@ def build_mesh(rank: int, device: torch.device, parallel: Parallel, experts: boo
         shape = (parallel.pp, parallel.expert_dp_size, parallel.ep, parallel.etp)
         expert = init_device_mesh(device.type, shape, mesh_dim_names=EXPERT)
     replicas = dense["dp", "cp"]._flatten(REPLICAS)
-    return Mesh(rank, parallel.world_size, device, parallel, dense, expert, replicas)
+    stage = dense["dp", "cp", "tp"]._flatten(STAGE) if parallel.tp > 1 else replicas
+    return Mesh(rank, parallel.world_size, device, parallel, dense, expert, replicas, stage)

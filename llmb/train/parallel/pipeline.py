@@ -30,8 +30,8 @@ from llmb.config.spec import RunConfig, Training
 from llmb.models.architectures import Network
 from llmb.models.decoder import attach_aux_loss
 from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS
-from llmb.train.optimizer import local
-from llmb.train.parallel.fsdp import set_last_backward
+from llmb.train.parallel.bucket import Bucket
+from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh
 
 TIED = "embedding.weight"
@@ -83,8 +83,10 @@ class Pipeline:
     ):
         self._mesh = mesh
         self._first, self._last = model_parts[0].first, model_parts[-1].last
-        weights = {name: weight for model_part in model_parts for name, weight in model_part.named_parameters()}
-        self._tied = weights.get(TIED) if config.model.tied_embeddings else None  # only on the first and the last stage
+        self._sharded = [sharded_parameters(model_part) for model_part in model_parts]
+        buckets = (bucket for sharded in self._sharded for bucket in sharded.buckets)
+        tied = (bucket for bucket in buckets if TIED in bucket.names)
+        self._tied = next(tied, None) if config.model.tied_embeddings else None  # only on the first and the last stage
         self._aux_losses = torch.zeros((), device=mesh.device)  # of routers before the last stage, in this step
         self._sends = PendingSends(several_stages=len(model_parts) > 1, overlap=mesh.parallel.overlap_send)
         stages = [
@@ -109,6 +111,8 @@ class Pipeline:
                 raise
             raise error.__cause__ from None
         self._sends.wait()
+        for sharded in self._sharded:
+            sharded.end_step()
         if self._tied is not None:
             self._reduce_tied_gradient(self._tied)
         return sum(losses, start=self._aux_losses)
@@ -117,10 +121,10 @@ class Pipeline:
         self._aux_losses += loss.detach()
         return attach_aux_loss(x, loss)
 
-    def _reduce_tied_gradient(self, weight: nn.Parameter) -> None:
-        """Sum the gradient of the tied matrix over the first and the last stage."""
-        assert weight.grad is not None
-        gradient = local(weight.grad)
+    def _reduce_tied_gradient(self, bucket: Bucket) -> None:
+        """Sum the gradient of the tied matrix, alone in its bucket, over the first and the last stage."""
+        gradient = bucket.grad_shard
+        assert gradient is not None
         peer_gradient = torch.empty_like(gradient)
         group, peer = self._mesh.submesh("pp").get_group(), self._mesh.size("pp") - 1 if self._first else 0
         transfers = [
@@ -227,9 +231,11 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run the backward pass of one micro-batch; gradients are reduced over replicas as without a pipeline."""
-        set_last_backward(self._model_part, self._mesh, last=last_backward)
+        sharded = sharded_parameters(self._model_part)
+        sharded.begin_backward(last=last_backward)
         with self._trace_range("backward"):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            sharded.end_backward()
         if not self.is_last:
             _free_buffers(self.grad_recv_info[bwd_chunk_id])
 

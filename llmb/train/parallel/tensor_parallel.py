@@ -15,15 +15,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from llmb.models.architectures import Network
 from llmb.models.blocks import Attention, GatedMlp, PlainMlp
 from llmb.models.mamba2 import MambaMixer
 from llmb.models.mla import MLAAttention
 from llmb.train.parallel.activation_collectives import all_gather, reduce_scatter
-from llmb.train.parallel.local_shards import use_local_shards
-from llmb.train.parallel.mesh import Mesh
+from llmb.train.parallel.mesh import REPLICAS, STAGE, Mesh
+from llmb.train.parallel.parameter_shard import local_parameter
 from llmb.train.parallel.vocab_parallel import apply_vocab_parallel
 
 COLUMN, ROW = 0, 1  # sharded dimension of a weight [out, in] that is column-parallel or row-parallel
@@ -55,28 +54,18 @@ def apply_tensor_parallel(model_part: Network, mesh: Mesh) -> None:
 
 
 def _shard_parameters(model_part: Network, tp: DeviceMesh) -> None:
-    """Turn every parameter into a DTensor, except those of experts, which are DTensors already."""
+    """Cut every parameter, except those of experts that are cut already; what is not cut is the same on all ranks."""
     plan = dict(VOCAB_PLAN)
     for path, module in model_part.named_modules():
         dims = next((dims for kind, dims in TP_PLAN.items() if isinstance(module, kind)), {})
         plan |= {f"{path}.{name}": dim for name, dim in dims.items()}
-    for path, module in list(model_part.named_modules()):
-        plain = {n: p for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
-        for name, parameter in plain.items():
+    for path, module in model_part.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if hasattr(parameter, "shard"):
+                continue
             dim = plan.get(f"{path}.{name}")
-            placement = Replicate() if dim is None else Shard(dim)
-            module.register_parameter(name, _sharded_parameter(parameter, tp, placement))
-        if plain:
-            use_local_shards(module)
-
-
-def _sharded_parameter(parameter: nn.Parameter, tp: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Return a DTensor parameter of the same global shape, on the meta device."""
-    shape = list(parameter.shape)
-    if isinstance(placement, Shard):
-        shape[placement.dim] //= tp.size()
-    local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-    return nn.Parameter(DTensor.from_local(local, tp, [placement], run_check=False))
+            cuts = [] if dim is None else [(dim, tp.get_local_rank(), tp.size())]
+            module.register_parameter(name, local_parameter(parameter, cuts, REPLICAS if cuts else STAGE))
 
 
 def _add_collectives(block: nn.Module, tp: DeviceMesh) -> None:

@@ -8,38 +8,23 @@ Shapes: B sequences, T tokens, C hidden width, N tokens of all sequences, V entr
 """
 
 from functools import partial
-from typing import cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from llmb.models.architectures import Network
-from llmb.models.chunked_loss import VOCAB_PARALLEL_CHUNK_TOKENS, chunked_cross_entropy
+from llmb.models.chunked_loss import CHUNK_TOKENS, chunked_cross_entropy
+from llmb.ops.embedding.embedding_autograd import fused_embedding
 from llmb.train.parallel.activation_collectives import all_gather, reduce_scatter
-
-
-class VocabParallelEmbedding(nn.Embedding):
-    """Embedding with the vocabulary rows from `first` on: other tokens give zeros."""
-
-    first: int
-
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        rows_VC = self.weight
-        index_BT = tokens_BT - self.first
-        mask_BT = (index_BT < 0) | (index_BT >= len(rows_VC))
-        x_BTC = F.embedding(index_BT.masked_fill(mask_BT, 0), rows_VC)
-        return x_BTC.masked_fill(mask_BT[..., None], 0.0)
 
 
 def apply_vocab_parallel(model_part: Network, tp: DeviceMesh) -> None:
     """Make embedding and loss, where the model part has them, use this rank's rows; weights are not sharded here."""
     first = model_part.model.vocab // tp.size() * tp.get_local_rank()
     if model_part.embedding is not None:
-        model_part.embedding.__class__ = VocabParallelEmbedding
-        embedding = cast(VocabParallelEmbedding, model_part.embedding)
-        embedding.first = first
+        embedding = model_part.embedding
+        embedding.forward = lambda tokens_BT: fused_embedding(tokens_BT, embedding.weight, first)  # type: ignore[method-assign, assignment]
         # After the hook that casts to bf16: only one summand is nonzero, so the sum in bf16 is exact.
         embedding.register_forward_hook(lambda _module, _args, x_BTC: reduce_scatter(x_BTC, tp, dim=1))
     model_part.cross_entropy = partial(vocab_parallel_cross_entropy, tp=tp, first=first)
@@ -51,7 +36,8 @@ def vocab_parallel_cross_entropy(
     labels_BT: Tensor,
     tp: DeviceMesh,
     first: int,
-    chunk: int = VOCAB_PARALLEL_CHUNK_TOKENS,
+    chunk: int = CHUNK_TOKENS,
+    accum_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return the mean loss over all tokens, equal on every rank, of hidden states sharded along the sequence.
 
@@ -60,11 +46,10 @@ def vocab_parallel_cross_entropy(
     """
     hidden_NC = all_gather(x_BTC.flatten(0, 1), tp, dim=0)
     labels_N = labels_BT.unflatten(1, (tp.size(), -1)).transpose(0, 1).flatten()
-    return chunked_cross_entropy(hidden_NC, rows_VC, labels_N, chunk, first, partial(_combine_lse, tp))
+    return chunked_cross_entropy(hidden_NC, rows_VC, labels_N, chunk, first, partial(_combine_lse, tp), accum_dtype)
 
 
-def _combine_lse(tp: DeviceMesh, lse_N1: Tensor, label_logit_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine every rank's logsumexp and label logit, with one all-gather."""
-    both_2N1 = torch.stack((lse_N1, label_logit_N1))
-    lse_RN1, label_logit_RN1 = all_gather(both_2N1[None], tp, dim=0).unbind(1)
-    return lse_RN1.logsumexp(dim=0), label_logit_RN1.sum(dim=0)
+def _combine_lse(tp: DeviceMesh, both_2N: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine every rank's logsumexps and label logits, with one all-gather."""
+    lse_RN, label_logits_RN = all_gather(both_2N[None], tp, dim=0).unbind(1)
+    return lse_RN.logsumexp(dim=0), label_logits_RN.sum(dim=0)

@@ -1,0 +1,247 @@
+"""Llama layers as one autograd node each (`llmb/models/llama_layer`): on one rank or many, in any precision.
+
+    use_explicit_layers(model_part, dtype, workload, tp, cp)    # a pass over the plain model
+    init_fp8_scaling(model_part, DelayedScaling)                # after its weights are initialized
+    begin_step(model_part)                                      # in fp8: update the scales
+
+A layer saves its input, q, k, v, the attention output, the residual after it, gate and up, and with save_norm_outputs
+the outputs of norms and activation; a recomputed layer saves no q and nothing after the attention, which is the most
+expensive part and never recomputed. Weight gradients are written in place, contiguous for merged GEMMs, so autograd
+only gets the gradient of the residual.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from llmb.config.spec import Training
+from llmb.models.architectures import Network
+from llmb.models.llama import LlamaDecoderLayer
+from llmb.models.llama_layer.fp8_layer_weights import Fp8Buffers, Fp8LayerWeights, scale_dtypes
+from llmb.models.llama_layer.fp8_linears import Fp8Linears
+from llmb.models.llama_layer.layer import LlamaLayer
+from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
+from llmb.models.llama_layer.linears import PlainLinears
+from llmb.ops.attention.segment_attention import chunk_segments
+from llmb.ops.gemm.weight_gradient import gradient_dtype
+from llmb.ops.quant.delayed_scaling import Scaling
+from llmb.perfmodel.params import unaligned_fp8_widths
+from llmb.train.parallel.bucket import merged_view
+from llmb.train.parallel.context_parallel import ContextParallel
+from llmb.train.parallel.sequence_parallel import SequenceParallel
+
+
+class ExplicitLayer:
+    """Forward of a Llama layer as one autograd node; its module only holds the weights, whole or sharded over tp.
+
+    Weights are read in each pass, so their memory may change in between.
+    """
+
+    def __init__(
+        self, index: int, module: LlamaDecoderLayer, block: LlamaLayer[Any], fp8: bool, saves_norm_outputs: bool
+    ):
+        self.index, self.module, self.block, self.fp8 = index, module, block, fp8  # index: in the whole model
+        self.saves_norm_outputs = saves_norm_outputs  # and that of the activation
+        self.recomputed = False
+        self.scales: Scaling | None = None
+        self.weights_stay = True  # between passes of a step
+        self.fp8_weights: Fp8LayerWeights | None = None  # of weights that stay
+        self.is_quantized = False  # in this step
+
+    @property
+    def matrices(self) -> tuple[tuple[nn.Linear, ...], ...]:
+        """Linear layers of each GEMM, in the order of LayerWeights."""
+        projections, gates = self.module.merged_linears
+        return projections, (self.module.attention.o,), gates, (self.module.mlp.down,)
+
+    @property
+    def norms(self) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.module.attention_norm.weight, self.module.mlp_norm.weight
+
+    def __call__(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        return _ExplicitLayerFunction.apply(x_BTC, cos_TD, sin_TD, self)
+
+    def weights(self) -> LayerWeights:
+        """Return views of the current weights."""
+        matrices = [merged_view([linear.weight.detach() for linear in linears]) for linears in self.matrices]
+        return LayerWeights(*matrices, *(norm.detach() for norm in self.norms))
+
+    def pass_weights(self) -> LayerWeights | Fp8LayerWeights:
+        """Return the weights of one pass, as the block's linears take them."""
+        if not self.fp8:
+            return self.weights()
+        if not self.weights_stay:
+            return self._new_fp8_weights()
+        self.quantize()
+        assert self.fp8_weights is not None
+        self.fp8_weights.weights = self.weights()
+        return self.fp8_weights
+
+    def quantize(self) -> None:
+        """Quantize weights that stay in memory until the next step, once."""
+        if self.is_quantized:
+            return
+        self.is_quantized = True
+        if self.fp8_weights is None:
+            weights = self.weights()
+            buffers = Fp8Buffers.empty((matrix.shape for matrix in weights), weights.norm1_C.device)
+            self.fp8_weights = self._new_fp8_weights(buffers)
+        self.fp8_weights.weights = self.weights()
+        self.fp8_weights.quantize()
+
+    def _new_fp8_weights(self, buffers: Fp8Buffers | None = None) -> Fp8LayerWeights:
+        assert self.scales is not None, "init_fp8_scaling sets scales"
+        return Fp8LayerWeights(self.index, self.weights(), self.scales, buffers)
+
+    def gradients(self) -> tuple[LayerWeights, bool]:
+        """Return the gradients, allocated if necessary, and whether there are values to accumulate to.
+
+        Those of norms are always new: they are replicated, and may accumulate where those of matrices are reduced.
+        """
+        accumulate = self.module.mlp.down.weight.grad is not None
+        if not accumulate:
+            for linears in self.matrices:
+                _allocate_gradients([linear.weight for linear in linears])
+        matrices = [merged_view([_gradient(linear.weight) for linear in linears]) for linears in self.matrices]
+        return LayerWeights(*matrices, *map(torch.zeros_like, self.norms)), accumulate
+
+    def add_norm_gradients(self, grads: LayerWeights) -> None:
+        """Accumulate the gradients of norms."""
+        for norm, grad in zip(self.norms, (grads.norm1_C, grads.norm2_C), strict=True):
+            norm.grad = grad if norm.grad is None else norm.grad.add_(grad)
+
+    def empty_saved(self, input_SC: Tensor, tokens: int) -> SavedActivations:
+        """Allocate the saved activations, of so many tokens inside attention and MLP."""
+        model = self.block.model
+        q_NA = input_SC.new_empty(tokens, model.heads * model.head_dim)
+        return SavedActivations(q_NA, torch.empty_like(input_SC), input_SC.new_empty(tokens, 2 * model.ffn))
+
+
+class _ExplicitLayerFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor, layer: ExplicitLayer) -> Tensor:
+        block, sequences, tokens = layer.block, len(x_BTC), len(cos_TD)
+        assert block.tp is None or block.tp.sequences == sequences, "else gathered tokens would be in another order"
+        ctx.segments = chunk_segments(range(0, sequences * tokens, tokens), 0, sequences * tokens)
+        ctx.layer, input_SC = layer, x_BTC.flatten(0, 1)
+        cos_ND, sin_ND = (_repeat_table(table, sequences) for table in (cos_TD, sin_TD))
+
+        kv = KeyValues(*(input_SC.new_empty(len(cos_ND), block.kv_width) for _ in range(2)))
+        saved = None if layer.recomputed else layer.empty_saved(input_SC, len(cos_ND))
+        out_BTC = torch.empty_like(x_BTC, memory_format=torch.contiguous_format)
+        ctx.inputs = {} if layer.saves_norm_outputs and not layer.recomputed else None
+        attn_kv = block.forward(
+            layer.pass_weights(), input_SC, kv, ctx.segments, cos_ND, sin_ND, out_BTC.flatten(0, 1), saved=saved,
+            inputs=ctx.inputs, return_attn=True,
+        )  # fmt: skip
+        assert attn_kv is not None
+        attn, kv = attn_kv
+        ctx.save_for_backward(input_SC, *kv, *attn, cos_ND, sin_ND, *(saved or ()))
+        return out_BTC  # not a view, which would hold its base after the memory of a sent output is freed
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor, None, None, None]:
+        input_SC, k, v, out, lse, cos_ND, sin_ND, *tensors = ctx.saved_tensors
+        layer: ExplicitLayer = ctx.layer
+        weights, (grads, accumulate) = layer.pass_weights(), layer.gradients()
+        kv, attn, dx_SC = KeyValues(k, v), AttentionOutput(out, lse), torch.empty_like(input_SC)
+        saved = SavedActivations(*tensors) if tensors else layer.empty_saved(input_SC, len(cos_ND))
+        if not tensors:
+            layer.block.recompute(weights, input_SC, kv, ctx.segments, cos_ND, sin_ND, attn, saved, attn_saved=True)
+        layer.block.backward(
+            weights, grads, accumulate, input_SC, kv, attn, saved, None, False, ctx.segments, cos_ND, sin_ND,
+            dy_BTC.flatten(0, 1).contiguous(), dx_SC, ctx.inputs,
+        )  # fmt: skip
+        layer.add_norm_gradients(grads)
+        return dx_SC.view_as(dy_BTC), None, None, None
+
+
+_repeated_tables: Any = WeakIdKeyDictionary()  # RoPE table -> the table repeated for all sequences
+
+
+def _repeat_table(table_TD: Tensor, sequences: int) -> Tensor:
+    """Return a RoPE table for all sequences; computed once, as all layers get the same table."""
+    if sequences == 1:
+        return table_TD
+    table_ND = _repeated_tables.get(table_TD)
+    if table_ND is None or len(table_ND) != sequences * len(table_TD):
+        table_ND = _repeated_tables[table_TD] = table_TD.repeat(sequences, 1)
+    return table_ND
+
+
+def use_explicit_layers(
+    model_part: Network,
+    dtype: str,
+    workload: Training,
+    tp: SequenceParallel | None = None,
+    cp: ContextParallel | None = None,
+) -> None:
+    """Let every layer compute with an ExplicitLayer, in bf16 where this rank's widths are not supported by fp8."""
+    model, ranks = model_part.model, 1 if tp is None else tp.ranks
+    shard = replace(
+        model, heads=model.heads // ranks, kv_heads=model.kv_heads // ranks, ffn=model.ffn // ranks,
+        embedding_scale=1.0, logit_scale=1.0,  # which are outside of layers
+    )  # fmt: skip
+    fp8 = dtype == "fp8" and not unaligned_fp8_widths(shard)
+    linears = partial(Fp8Linears, fp8_fast_accum=workload.fp8_fast_accum) if fp8 else PlainLinears
+    block: LlamaLayer[Any] = LlamaLayer(shard, linears, tp=tp, cp=cp)
+    for name, module in model_part.layers.named_children():
+        assert isinstance(module, LlamaDecoderLayer)
+        layer = ExplicitLayer(int(name), module, block, fp8, workload.save_norm_outputs)
+        vars(module).update(explicit=layer, forward=layer)
+
+
+NewScaling = Callable[[dict[str, torch.dtype], torch.device], Scaling]
+
+
+def init_fp8_scaling(model_part: Network, new_scaling: NewScaling, weights_stay: bool = True) -> None:
+    """Give fp8 layers their scales, where the weights are by now; see `Fp8LayerWeights` for weights that stay."""
+    layers = [layer for layer in explicit_layers(model_part) if layer.fp8]
+    if layers:
+        dtypes = scale_dtypes(layer.index for layer in layers)
+        model_part.fp8_scaling = new_scaling(dtypes, layers[0].norms[0].device)
+    for layer in layers:
+        layer.scales, layer.weights_stay = model_part.fp8_scaling, weights_stay
+
+
+def begin_step(model_part: Network) -> None:
+    """Update fp8 scales; weights that stay are quantized when they are first used."""
+    if model_part.fp8_scaling is not None:
+        model_part.fp8_scaling.update()
+    for layer in explicit_layers(model_part):
+        layer.is_quantized = False
+
+
+def quantize_weights(model_part: Network) -> None:
+    """Quantize weights that stay: before a CUDA graph, which would repeat it for each micro-batch."""
+    for layer in explicit_layers(model_part):
+        if layer.fp8 and layer.weights_stay:
+            layer.quantize()
+
+
+def explicit_layers(model_part: nn.Module) -> list[ExplicitLayer]:
+    """Return the explicit layers, first to last."""
+    modules = (module for module in model_part.modules() if isinstance(module, LlamaDecoderLayer))
+    return [layer for module in modules if (layer := vars(module).get("explicit"))]
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _allocate_gradients(weights: list[Tensor]) -> None:
+    """Give weights their gradients: in `main_grad` if there is one, else contiguous as the weights are."""
+    grads = [getattr(weight, "main_grad", None) for weight in weights]
+    if grads[0] is None:
+        rows = [len(weight) for weight in weights]
+        shape = (sum(rows), *weights[0].shape[1:])
+        grads = list(torch.empty(shape, dtype=gradient_dtype(weights[0]), device=weights[0].device).split(rows))
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.grad = grad

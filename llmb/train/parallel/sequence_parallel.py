@@ -1,0 +1,45 @@
+"""Collectives of tensor parallelism with sequence parallelism, without autograd: for layers with explicit backward.
+
+    tp = SequenceParallel(group, sequences=2)
+    x_NC = tp.gather(x_SC)                          # all tokens of each sequence, from every rank's part of it
+    x_SC = tp.reduce_scatter(partial_NC)
+
+Every sequence has a collective of its own, straight into its rows: one collective would need a copy to bring the rows
+of all ranks into the order of the sequences.
+
+Shapes: N tokens of all ranks, S of this one, C channels.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+collectives = torch.ops._c10d_functional
+
+
+class SequenceParallel:
+    """Implements `llmb.models.llama_layer.layer_collectives.TensorParallel`."""
+
+    def __init__(self, group: ProcessGroup, sequences: int):
+        self.sequences, self.ranks, self._name = sequences, group.size(), group.group_name
+
+    def gather(self, x_SC: Tensor) -> Tensor:
+        """Return the rows of all ranks, sequence after sequence."""
+        x = x_SC.contiguous()
+        out_NC = x.new_empty(self.ranks * len(x), *x.shape[1:])
+        for part, rows in zip(self._bytes(x), self._bytes(out_NC), strict=True):
+            collectives.wait_tensor(collectives.all_gather_into_tensor_out(part, self.ranks, self._name, out=rows))
+        return out_NC
+
+    def reduce_scatter(self, partial_NC: Tensor) -> Tensor:
+        """Return this rank's rows of the sum over ranks."""
+        out_SC = partial_NC.new_empty(len(partial_NC) // self.ranks, *partial_NC.shape[1:])
+        for rows, part in zip(partial_NC.chunk(self.sequences), out_SC.chunk(self.sequences), strict=True):
+            collectives.wait_tensor(
+                collectives.reduce_scatter_tensor_out(rows, "sum", self.ranks, self._name, out=part)
+            )
+        return out_SC
+
+    def _bytes(self, x_SC: Tensor) -> tuple[Tensor, ...]:
+        """Split into sequences; fp8, which not every backend takes, as bytes."""
+        return (x_SC.view(torch.uint8) if x_SC.element_size() == 1 else x_SC).chunk(self.sequences)

@@ -1,0 +1,66 @@
+"""Networks with initialized weights, given the parameters of training.
+
+sharded = shard(network, BF16)
+network(tokens, labels).backward()
+sharded.end_step()
+Optimizer([sharded], ONE, lr).update(lr)
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from llmb.train.parallel.bucket import BucketFormats
+from llmb.train.parallel.fsdp import ShardedParameters
+from llmb.train.parallel.mesh import Mesh
+from llmb.train.parallel.parameter_shard import box_of, shard_of
+
+ONE = Mesh(0, 1, torch.device("cpu"))
+FP32 = BucketFormats(torch.float32, False, torch.float32, torch.float32)
+BF16 = BucketFormats(torch.bfloat16, True, torch.float32, torch.float32)
+
+
+def shard(module: nn.Module, formats: BucketFormats = FP32, mesh: Mesh = ONE) -> ShardedParameters:
+    """Move the weights of a module, which are whole, into buckets."""
+    weights, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    sharded = ShardedParameters(module, mesh, formats)
+    sharded.allocate(mesh.device)
+    set_weights(sharded, weights)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(buffers[name])
+    return sharded
+
+
+@torch.no_grad()
+def set_weights(sharded: ShardedParameters, weights: Mapping[str, Tensor]) -> None:
+    """Copy this rank's shards of whole weights."""
+    for bucket in sharded.buckets:
+        for number, name in enumerate(bucket.names):
+            bucket.set_weight(number, weights[name].detach())
+    for group in sharded.replicated:
+        for name, parameter in group.parameters.items():
+            parameter.copy_(box_of(weights[name], shard_of(parameter), parameter.shape))
+
+
+def own_weights(sharded: ShardedParameters) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Yield name, offset and values of each box of a weight that this rank's optimizer updates, in fp32."""
+    for bucket in sharded.buckets:
+        values = bucket.master_weights()
+        for number, name in enumerate(bucket.names):
+            yield from ((name, offset, box.clone()) for offset, box in bucket.own_boxes(values, number))
+    for group in sharded.replicated:
+        for name, parameter in group.parameters.items():
+            yield name, shard_of(parameter).offset, parameter.detach().clone()
+
+
+def fp32_weights(sharded: ShardedParameters) -> dict[str, Tensor]:
+    """Return the weights of one process, in fp32."""
+    weights = {}
+    for bucket in sharded.buckets:
+        values = bucket.master_weights()
+        for number, (name, sizes) in enumerate(zip(bucket.names, bucket.sizes, strict=True)):
+            weights[name] = bucket.own_part(values, number).view(sizes)
+    for group in sharded.replicated:
+        weights |= {name: parameter.detach().clone() for name, parameter in group.parameters.items()}
+    return weights

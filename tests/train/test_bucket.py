@@ -1,0 +1,123 @@
+"""Buckets: the shards of all ranks are every parameter exactly once, and views share their memory."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from llmb.train.parallel.bucket import ALIGNMENT, Bucket, BucketFormats, merged_view
+from llmb.train.parallel.mesh import Replicas
+from llmb.train.parallel.parameter_shard import ParameterShard, box_of, boxes_of_range, local_parameter, mark_shard
+
+CPU = torch.device("cpu")
+FP32 = BucketFormats(torch.float32, False, torch.float32, torch.float32)
+BF16 = BucketFormats(torch.bfloat16, True, torch.float32, torch.float32)
+SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+
+
+def bucket_of(shapes: list[list[int]], rank: int = 0, ranks: int = 1, formats: BucketFormats = FP32) -> Bucket:
+    parameters = {str(number): nn.Parameter(torch.empty(shape, device="meta")) for number, shape in enumerate(shapes)}
+    bucket = Bucket(parameters, Replicas(ranks, rank), formats)
+    bucket.allocate(CPU, resident=True)
+    return bucket
+
+
+@given(SHAPES, st.data())
+def test_boxes_of_range_are_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, math.prod(shape)))
+    stop = data.draw(st.integers(0, math.prod(shape)))
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    boxes = [*boxes_of_range(shape, start, stop)]
+    elements = [x for offset, sizes in boxes for x in box_of(numbers, ParameterShard((), offset), sizes).flatten()]
+    assert [int(x) for x in elements] == [*range(start, stop)]
+    assert all(min(sizes) > 0 for _, sizes in boxes)
+    assert len(boxes) <= 2 * len(shape) - 1
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=5), st.integers(1, 9), st.sampled_from([FP32, BF16]))
+def test_shards_are_every_parameter_once(shapes: list[list[int]], ranks: int, formats: BucketFormats) -> None:
+    weights = [torch.randn(shape) for shape in shapes]
+    assembled = [torch.zeros(shape) for shape in shapes]
+    times = [torch.zeros(shape) for shape in shapes]
+    size = 0
+    for rank in range(ranks):
+        bucket = bucket_of(shapes, rank, ranks, formats)
+        for number, weight in enumerate(weights):
+            bucket.set_weight(number, weight)
+        values = bucket.master_weights()
+        size += values.numel()
+        for number, weight in enumerate(weights):
+            start, stop = bucket.own_range(number)
+            assert torch.equal(bucket.own_part(values, number), weight.flatten()[start : max(start, stop)])
+            for offset, box in bucket.own_boxes(values, number):
+                shard = ParameterShard((), offset)
+                box_of(assembled[number], shard, box.shape).copy_(box)
+                box_of(times[number], shard, box.shape).add_(1)
+    assert all(torch.equal(*pair) for pair in zip(assembled, weights, strict=True))
+    assert all((count == 1).all() for count in times)
+    assert size % (ranks * ALIGNMENT) == 0
+    assert size < sum(w.numel() + ALIGNMENT for w in weights) + ranks * ALIGNMENT
+
+
+def test_boxes_are_at_the_offset_of_the_cut() -> None:
+    whole = torch.randn(4, 6, 5)
+    local = local_parameter(nn.Parameter(whole.to("meta")), [(0, 1, 2), (1, 2, 3)], "edp")
+    bucket = Bucket({"experts": local}, Replicas(2, 1), FP32)
+    bucket.allocate(CPU, resident=True)
+    bucket.set_weight(0, whole)
+    boxes = [*bucket.own_boxes(bucket.shard, 0)]
+    assert sum(box.numel() for _, box in boxes) == 20 - bucket.shard_size
+    for offset, box in boxes:
+        assert torch.equal(box, box_of(whole, ParameterShard((), offset), box.shape))
+        assert offset >= (2, 4, 0)
+
+
+def test_matrices_are_aligned_and_merged_without_a_copy() -> None:
+    bucket = bucket_of([[3, 5], [1, 5], [3, 5], [4, 16], [2, 16], [6, 16]])
+    for number, parameter in enumerate(bucket.parameters):
+        assert parameter.storage_offset() % ALIGNMENT == 0 or parameter.shape[1] == 5
+        bucket.set_weight(number, torch.randn(parameter.shape))
+    for matrices in (bucket.parameters[:3], bucket.parameters[3:]):
+        merged = merged_view([parameter.data for parameter in matrices])
+        assert torch.equal(merged, torch.cat([*matrices]))
+        assert merged.data_ptr() == matrices[0].data_ptr()
+    for wrong in ([1, 0], [0, 2], [2, 3]):  # another order, a gap, padding
+        with pytest.raises(AssertionError):
+            merged_view([bucket.parameters[number].data for number in wrong])
+
+
+def gradients(bucket: Bucket) -> Tensor:
+    bucket.reduce()
+    assert bucket.grad_shard is not None
+    return bucket.grad_shard
+
+
+def test_gradients_are_zero_in_padding_and_without_use() -> None:
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        bucket = bucket_of([[3], [2, 8], [7]])
+        first, _unused, last = bucket.parameters
+        first.main_grad.fill_(1.0)
+        first.grad = first.main_grad  # as a fused backward pass does
+        (last * torch.arange(7.0)).sum().backward()  # as autograd does: in memory of its own
+        expected = torch.zeros(8 + 16 + 8)
+        expected[:3], expected[24:31] = 1.0, torch.arange(7.0)
+        assert torch.equal(gradients(bucket), expected)
+        assert first.grad is last.grad is bucket.grads is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_freed_weights_have_no_memory() -> None:
+    parameter = mark_shard(nn.Parameter(torch.empty(4, 4, device="meta")), (4, 4), (0, 0), "replicas")
+    bucket = Bucket({"weight": parameter}, Replicas(2, 0, object()), FP32)  # type: ignore[arg-type]
+    (weight,) = bucket.allocate(CPU, resident=False).values()
+    assert weight.untyped_storage().nbytes() == 0
+    bucket.allocate_gathered()
+    assert weight.untyped_storage().nbytes() == 4 * 4 * 4
+    bucket.free()
+    assert weight.untyped_storage().nbytes() == 0
+    assert bucket.shard.untyped_storage().nbytes() == 4 * 4 * 2
