@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llmb.config.spec import Model, Parallel, RunConfig, Training
-from llmb.perfmodel.params import BYTES
-from llmb.perfmodel.shards import gradient_bytes, is_fused, is_sharded, layer_blocks, layer_weights
+from llmb.perfmodel.expert_capacity import dispatched_rows
+from llmb.perfmodel.params import BYTES, FP8_ALIGNMENT
+from llmb.perfmodel.shards import Weight, has_explicit_layers, layer_blocks, layer_weights, weight_buckets
 
-CHUNK_TOKENS, VOCAB_PARALLEL_CHUNK_TOKENS = 8192, 2048  # of the chunked loss: the full logits never exist
+CHUNK_TOKENS = 8192  # of the chunked loss: the full logits never exist
 
 
 @dataclass(frozen=True)
@@ -66,28 +67,34 @@ class ActivationSizes:
 
     def layer(self, layer: int) -> float:
         """Return the bytes that a layer saves."""
-        if is_fused(self.config):
-            return self._fused_layer()
+        if has_explicit_layers(self.config):
+            return self._explicit_layer()
         return sum(self.block(kind) for kind in layer_blocks(self.model, layer))
 
     @property
     def recomputed_layer(self) -> float:
-        """Bytes that a recomputed layer saves: its input, and of a fused one also K, V and the attention output."""
-        if not is_fused(self.config):
+        """Bytes that a recomputed layer saves: its input, and of an explicit one also K, V and the attention output."""
+        if not has_explicit_layers(self.config):
             return self.residual
-        m = self.model
-        values = m.hidden + (m.heads + 2 * m.kv_heads) * m.head_dim
-        rope = 4 * m.head_dim if self.work.mbs > 1 else 0  # one table for all sequences
-        return self.tokens * (values * self.value_bytes + 4 * m.heads + rope)
+        m, width, kv_width, _ = self.model, *self._local_widths
+        all_tokens = self.tokens * self.parallel.cp  # whose keys and values are gathered
+        values = self.tokens * width + 2 * all_tokens * kv_width
+        return self.residual + values * self.value_bytes + 4 * self.tokens * m.heads / self.parallel.tp
 
-    def _fused_layer(self) -> float:
+    def _explicit_layer(self) -> float:
         """Also queries, the residual after attention, gate and up, and GEMM inputs with `save_norm_outputs`."""
-        m, width = self.model, self.model.heads * self.model.head_dim
-        saved = self.tokens * (width + m.hidden + 2 * m.ffn) * self.value_bytes
+        hidden, width, _, ffn = self.model.hidden, *self._local_widths
+        saved = self.residual + self.tokens * (width + 2 * ffn) * self.value_bytes
         if self.work.save_norm_outputs:  # in fp8 the attention output by columns instead of the MLP activation
-            values = 2 * m.hidden + (m.ffn if self.gemm_bytes == self.value_bytes else width)
+            values = 2 * hidden + (ffn if self.gemm_bytes == self.value_bytes else width)
             saved += self.tokens * values * self.gemm_bytes
         return self.recomputed_layer + saved
+
+    @property
+    def _local_widths(self) -> tuple[float, float, float]:
+        """Widths of queries, keys and MLP of a Llama layer on this rank."""
+        m, tp = self.model, self.parallel.tp
+        return m.heads * m.head_dim / tp, m.kv_heads * m.head_dim / tp, m.ffn / tp
 
     def block(self, kind: str) -> float:
         """Return the bytes that a block saves, including the norms before and after it."""
@@ -116,7 +123,8 @@ class ActivationSizes:
     def _fused_attention(self, query: float, key_value: float, out: float, heads: float) -> float:
         """Fused attention and the input of the output projection; keys and values are those of the whole sequence."""
         all_tokens = self.work.mbs * self.work.seqlen
-        copied = self.gemm_bytes != self.value_bytes or self.parallel.cp > 1  # else both save the same tensor
+        chunked = self.parallel.cp > 1 and self.model.attn_logit_softcap is not None
+        copied = self.gemm_bytes != self.value_bytes or chunked  # else both save the same tensor
         saved = self.tokens * (query + out) * self.value_bytes + all_tokens * key_value * self.value_bytes
         return saved + self.tokens * (4 * heads + out * self.gemm_bytes * copied)
 
@@ -147,14 +155,15 @@ class ActivationSizes:
         return rows * ffn * (2 * self.value_bytes + gemm_bytes)
 
     def _moe(self) -> float:
-        """With balanced routing: router input, scores and weights; expert inputs, inner values and outputs."""
+        """Router input, scores and weights; expert inputs, inner values and outputs, with the padding of ep."""
         assert self.model.experts is not None
         moe, parallel, hidden = self.model.experts, self.parallel, self.model.hidden
         tokens = self.tokens / parallel.tp
         pairs, weights = tokens * moe.top_k, 8.0 if moe.renormalise else 4.0
-        received = pairs * parallel.etp
+        sent = dispatched_rows(self.config)
+        received = sent * parallel.etp
         saved = tokens * (hidden * self.value_bytes + 4 * moe.count + (4 if moe.renormalise else 0))  # and weight sum
-        saved += pairs * (hidden * self.value_bytes + 8 + 4 + weights)  # expert id and row index
+        saved += sent * hidden * self.value_bytes + pairs * (8 + 4 + weights)  # expert id and row index
         saved += received * (hidden * self.expert_gemm_bytes + (4 if parallel.ep * parallel.etp > 1 else 0))
         if moe.shared:
             saved += self._gated_mlp(moe.shared * moe.ffn / parallel.tp)
@@ -169,63 +178,78 @@ class ActivationSizes:
         values = inner + conv + heads + conv + inner  # input projection, convolution output, scan output
         return self._gathered() + self.tokens * (values * self.value_bytes + inner * self.gemm_bytes + 12 * heads)
 
-    def working(self, layer: int, forward: bool, accumulated: bool = False) -> float:
+    def working(self, layer: int, forward: bool) -> float:
         """Return about the most that a layer needs while it runs, besides what it saves.
 
-        A few of its widest activations; in backward also the fp32 gradient of its largest matrix. The gradient of a
-        weight that is not gathered is computed in the dtype of the residual first, when most of those activations are
-        freed. `accumulated`: there are gradients of an earlier micro-batch, to which GEMMs of routed experts may add.
+        A few of its widest activations; in backward also the gradient of its largest expert matrix, which a grouped
+        GEMM does not write in place.
         """
+        if has_explicit_layers(self.config):
+            return self._explicit_working(layer, forward)
         weights = [weight.on_rank(self.parallel) for weight in layer_weights(self.model, layer)]
-        if is_fused(self.config):
-            return self._fused_working(forward)
-        matrices = [weight for weight in weights if len(weight.shape) > 1 and not weight.replicated]
+        matrices = [weight for weight in weights if weight.is_matrix]
         widest = max(self.model.hidden, *(weight.shape[-2] for weight in matrices))
         activation = self.tokens * widest * self.value_bytes
         if forward:
             return 4 * activation
-        in_place, grad_bytes = accumulated and self._accumulates_in_place, gradient_bytes(self.config)
-        gradient = grad_bytes * max(weight.size for weight in weights if not (in_place and weight.routed))
-        return max(3 * activation + gradient, activation + self._cast_gradient(layer, in_place))
+        return 3 * activation + self.value_bytes * max((weight.size for weight in matrices if weight.routed), default=0)
 
-    def _fused_working(self, forward: bool) -> float:
-        """Output of the MLP's activation; in fp8 backward its gradient in both layouts."""
-        if forward or self.gemm_bytes == self.value_bytes:
-            return self.tokens * (self.model.ffn * self.value_bytes + 3 * self.model.hidden * self.value_bytes)
-        return self.tokens * (7 * self.model.ffn + 6 * self.model.hidden)
+    def _explicit_working(self, layer: int, forward: bool) -> float:
+        """Output of the MLP's activation, and the output of the layer; in backward their gradients.
 
-    @property
-    def _accumulates_in_place(self) -> bool:
-        """Whether GEMMs of experts add to the gradient in memory: only where it is not a shard of a larger one."""
-        return self.parallel.dp_cp_size == self.parallel.tp == 1
+        In fp8 the gradients are in both layouts, and so are weights that are quantized for each pass.
+        """
+        hidden, width, kv_width, ffn = self.model.hidden, *self._local_widths
+        is_fp8, is_tp = self.gemm_bytes != self.value_bytes, self.parallel.tp > 1
+        gathered = self.tokens * hidden * self.value_bytes * is_tp
+        if forward:
+            return self.residual + self.tokens * ffn * self.gemm_bytes + gathered
+        if is_fp8:
+            down = hidden * ffn * BYTES["fp8"] if self.is_gathered(layer) else 0.0
+            return self.residual + self.tokens * (7 * ffn + 2 * hidden) + down
+        all_tokens = self.tokens * self.parallel.cp
+        attention = self.tokens * (width + 2 * kv_width)
+        if self.parallel.cp > 1:
+            attention += self.tokens * (width + 4 * kv_width) + 4 * all_tokens * kv_width
+        return self.residual + max(self.tokens * ffn * self.value_bytes + gathered, attention * self.value_bytes)
 
-    def _cast_gradient(self, layer: int, in_place: bool) -> float:
-        """Gradient of the largest weight that is not gathered, in both dtypes, or only the residual's if in place."""
-        local = [weight for weight in layer_weights(self.model, layer) if not is_sharded(weight, self.parallel)]
-        grad_bytes = gradient_bytes(self.config)
-        second_copy = 0.0 if in_place or self.value_bytes == grad_bytes else grad_bytes
-        largest = max((weight.on_rank(self.parallel).size for weight in local), default=0)
-        return (self.value_bytes + second_copy) * largest
+    def is_gathered(self, layer: int) -> bool:
+        """Return whether matrices of a layer are gathered for each pass."""
+        buckets = weight_buckets(layer_weights(self.model, layer), self.parallel)
+        return self.parallel.fsdp and any(bucket.ranks > 1 for bucket in buckets)
+
+    def fp8_cache(self, layer: int) -> float:
+        """Bytes of weights quantized once per step, in both layouts: those of explicit layers and of experts."""
+        if not self.is_fp8:
+            return 0.0
+        return 2 * BYTES["fp8"] * sum(weight.size for weight in self._cached_weights(layer))
+
+    def _cached_weights(self, layer: int) -> list[Weight]:
+        """Return the local matrices that stay in memory and are cached in fp8."""
+        explicit = has_explicit_layers(self.config)
+        matrices = [weight for weight in layer_weights(self.model, layer) if weight.is_matrix]
+        cached = [weight for weight in matrices if explicit or (weight.routed and self.work.fp8_experts is not False)]
+        if self.parallel.fsdp and any(bucket.ranks > 1 for bucket in weight_buckets(cached, self.parallel)):
+            return []
+        local = [weight.on_rank(self.parallel) for weight in cached]
+        return [weight for weight in local if all(length % FP8_ALIGNMENT == 0 for length in weight.shape[-2:])]
 
     @property
     def loss(self) -> float:
         """Bytes that the loss saves: the input of the final norm and both gradients, which it computes in forward."""
-        gradient = BYTES[self.work.gradients] * self.head
-        return self.residual + self.tokens * self.model.hidden * self.value_bytes + gradient
+        return self.residual + self.tokens * self.model.hidden * self.value_bytes + self.head_gradient
 
     @property
-    def head(self) -> float:
-        """Number of weights of the LM head on this rank."""
-        return self.model.vocab / self.parallel.tp * self.model.hidden
+    def head_gradient(self) -> float:
+        """Bytes of the gradient of the LM head, summed over chunks."""
+        return BYTES[self.work.gradients] * self.model.vocab / self.parallel.tp * self.model.hidden
 
-    def loss_working(self, cast: bool) -> float:
-        """Return the working memory of the loss: the LM head cast to the residual's dtype, the input, a chunk's logits.
+    @property
+    def loss_working(self) -> float:
+        """Working memory of the loss: its input and a chunk's logits.
 
-        Logits are replaced by their gradients in place. With a vocabulary split over tp they are fp32, and so are their
-        exponentials.
+        Logits are replaced by their gradients in place.
         """
-        at_once = CHUNK_TOKENS if self.parallel.tp == 1 else VOCAB_PARALLEL_CHUNK_TOKENS
-        chunk = min(at_once, self.tokens) * self.model.vocab / self.parallel.tp
-        logits, local = (8 * chunk, self.residual) if self.parallel.tp > 1 else (self.value_bytes * chunk, 0.0)
-        gathered = self.tokens * self.model.hidden * self.value_bytes
-        return logits + gathered + local + (self.value_bytes * self.head if cast and self.value_bytes < 4 else 0.0)
+        logits = self.value_bytes * min(CHUNK_TOKENS, self.tokens) * self.model.vocab / self.parallel.tp
+        local = self.residual if self.parallel.tp > 1 else 0.0
+        return logits + self.tokens * self.model.hidden * self.value_bytes + local

@@ -2,7 +2,7 @@
 
     step_traffic(config)        closed form, for a rank of the first pipeline stage; a dry run counts the real ones
 
-The closed form leaves out collectives of scalars and counts: norms, losses, tokens per expert.
+The closed form leaves out collectives of scalars and counts: norms, losses, amaxes, tokens per expert.
 """
 
 from collections import Counter
@@ -10,16 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmb.config.spec import Model, RunConfig, Training
+from llmb.perfmodel.expert_capacity import dispatched_rows
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.shards import (
     StageShape,
-    Weight,
     end_weights,
-    is_sharded,
+    gradient_bytes,
+    has_explicit_layers,
     layer_blocks,
-    layer_weights,
     rank_stages,
-    shard_group_size,
+    stage_units,
+    weight_buckets,
 )
 
 
@@ -28,13 +29,13 @@ class CollectiveTraffic:
     """All collectives of one kind over one group in a step, as one rank sees them."""
 
     kind: str  # all-gather, reduce-scatter, all-reduce, all-to-all, send, receive
-    dimension: str  # of the device mesh: tp, cp, pp, replicas (dp and cp together), ep, etp, edp, all
+    dimension: str  # of the device mesh: tp, cp, pp, replicas (dp and cp), stage (and tp), ep, etp, edp, all
     ranks: int
     count: int
     bytes: int  # of the larger side on one rank: output of an all-gather, input of a reduce-scatter
 
 
-ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-to-all"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 
 
 class _TrafficCounter:
@@ -42,9 +43,9 @@ class _TrafficCounter:
 
     def __init__(self, config: RunConfig):
         parallel = config.parallel
-        edp = shard_group_size(Weight((1,), routed=True), parallel)
+        replicas, edp = parallel.dp_cp_size, parallel.expert_dp_size
         self._ranks = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "ep", "etp")}
-        self._ranks |= {"replicas": parallel.dp_cp_size, "edp": edp}
+        self._ranks |= {"replicas": replicas, "stage": replicas * parallel.tp, "edp": edp}
         self._counts: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
 
@@ -70,6 +71,9 @@ def step_traffic(config: RunConfig, rank: int = 0) -> list[CollectiveTraffic]:
     for stage in rank_stages(config, rank):
         for index, layer in enumerate(stage.layers):
             blocks = layer_blocks(config.model, layer)
+            if has_explicit_layers(config):
+                _add_explicit_layer(counter, config, index < stage.recomputed)
+                continue
             for number, block in enumerate(blocks):
                 _add_block(counter, config, block, index < stage.recomputed, is_last=number == len(blocks) - 1)
         _add_ends(counter, config, stage)
@@ -83,6 +87,23 @@ def _sizes(config: RunConfig) -> tuple[Training, float, float]:
     assert isinstance(work, Training)
     value_bytes = BYTES["fp32" if config.precision.dtype == "fp32" else "bf16"]
     return work, work.mbs * work.seqlen / config.parallel.cp, value_bytes
+
+
+def _add_explicit_layer(counter: _TrafficCounter, config: RunConfig, recomputed: bool) -> None:
+    """Add the collectives of a Llama layer.
+
+    Gathered are the normed inputs of attention and MLP, in backward the gradients of their outputs, and the inputs
+    again unless they were saved: all of them as GEMMs take them, in fp8 one byte per value. Keys and values are never
+    gathered again.
+    """
+    work, tokens, value_bytes = _sizes(config)
+    values, gemm_bytes = tokens * config.model.hidden, BYTES["fp8"] if config.precision.dtype == "fp8" else value_bytes
+    gathers = 6 + 2 * recomputed if recomputed or not work.save_norm_outputs else 4
+    counter.add(ALL_GATHER, "tp", work.ga * gathers, values * gemm_bytes)
+    counter.add(REDUCE_SCATTER, "tp", work.ga * (4 + recomputed), values * value_bytes)
+    size = work.mbs * work.seqlen * _kv_width(config.model) / config.parallel.tp * value_bytes
+    for kind in (ALL_GATHER, REDUCE_SCATTER):
+        counter.add(kind, "cp", work.ga, size)
 
 
 def _add_block(counter: _TrafficCounter, config: RunConfig, block: str, recomputed: bool, is_last: bool) -> None:
@@ -119,14 +140,12 @@ def _kv_width(model: Model) -> int:
 
 
 def _add_experts(counter: _TrafficCounter, config: RunConfig, recomputed: bool) -> None:
-    """Add the all-to-alls of routed tokens: dispatch and combine, forward and backward."""
-    work, tokens, value_bytes = _sizes(config)
-    model, parallel = config.model, config.parallel
-    assert model.experts is not None
-    routed = tokens / parallel.tp * model.experts.top_k * model.hidden * value_bytes
-    calls = work.ga * (4 + 2 * recomputed)
-    counter.add(ALL_TO_ALL, "ep", calls, routed)
-    counter.add(ALL_TO_ALL, "etp", calls, routed * parallel.etp)
+    """Add the collectives of routed tokens and their padding: dispatch and combine, forward and backward."""
+    work, _, value_bytes = _sizes(config)
+    sent = dispatched_rows(config) * config.model.hidden * value_bytes
+    counter.add(ALL_TO_ALL, "ep", work.ga * (4 + 2 * recomputed), sent)
+    for kind in (ALL_GATHER, REDUCE_SCATTER):
+        counter.add(kind, "etp", work.ga * (2 + recomputed), sent * config.parallel.etp)
 
 
 def _add_ends(counter: _TrafficCounter, config: RunConfig, stage: StageShape) -> None:
@@ -140,36 +159,28 @@ def _add_ends(counter: _TrafficCounter, config: RunConfig, stage: StageShape) ->
     for kind in ("send", "receive"):
         counter.add(kind, "pp", work.ga * neighbours, residual / config.parallel.tp)
         if config.model.tied_embeddings and (stage.first != stage.last):
-            (matrix, *_) = end_weights(config.model, stage)
-            counter.add(kind, "pp", 1, matrix.optimizer_shard(config.parallel) * BYTES["fp32"])
+            (tied,) = weight_buckets(end_weights(config.model, stage), config.parallel)
+            counter.add(kind, "pp", 1, tied.shard * gradient_bytes(config))
 
 
 def _add_sharding(counter: _TrafficCounter, config: RunConfig, stage: StageShape) -> None:
-    """Add the all-gathers of weights and reduce-scatters of gradients over data-parallel ranks, layer by layer.
+    """Add the all-gathers of weights and reduce-scatters of gradients over replicas, unit by unit.
 
-    FSDP gathers weights for each pass; a sharded optimizer (ZeRO-1) once per step.
+    FSDP gathers a layer for each pass, except that the last layer of the network stays from forward to backward, and
+    reduces its gradients after each. Embedding and LM head are gathered once per step, as is everything without FSDP,
+    where gradients are reduced once, too. So are those of fp32 weights, which are replicated.
     """
     work, _, value_bytes = _sizes(config)
-    fsdp = config.parallel.fsdp
-    groups = [(layer_weights(config.model, layer), 2 if fsdp else 1) for layer in stage.layers]
-    groups += [(end_weights(config.model, stage), 1)]
-    passes = work.ga if fsdp else 1
-    for weights, gathers in groups:
-        for dimension in ("replicas", "edp"):
-            size = sum(_gathered(weight, config) for weight in weights if _dimension(weight, config) == dimension)
-            if size:
-                counter.add(ALL_GATHER, dimension, passes * gathers, size * value_bytes)
-                counter.add(REDUCE_SCATTER, dimension, passes, size * BYTES["fp32"])
-
-
-def _dimension(weight: Weight, config: RunConfig) -> str | None:
-    """Return the group over which a weight is sharded; None if it is not."""
-    parallel = config.parallel
-    if not is_sharded(weight, parallel):
-        return None
-    return "edp" if weight.routed and parallel.ep * parallel.etp > 1 else "replicas"
-
-
-def _gathered(weight: Weight, config: RunConfig) -> int:
-    """Return the number of values of all shards together, padding included."""
-    return weight.optimizer_shard(config.parallel) * shard_group_size(weight, config.parallel)
+    fsdp, replicated = config.parallel.fsdp, Counter[str]()
+    reduced_bytes = BYTES["fp32" if config.precision.dtype == "fp32" else work.reduce_dtype]
+    for number, weights in enumerate(stage_units(config.model, stage)):  # 0: embedding and LM head
+        stays = stage.last and number == len(stage.layers)
+        gathers = work.ga * (1 if stays else 2) if fsdp and number else 1
+        for bucket in weight_buckets(weights, config.parallel):
+            counter.add(ALL_GATHER, bucket.replicas, gathers, bucket.size * value_bytes)
+            counter.add(REDUCE_SCATTER, bucket.replicas, work.ga if fsdp else 1, bucket.size * reduced_bytes)
+        for weight in weights:
+            if not weight.is_matrix:
+                replicated[weight.replicas(config.parallel)] += weight.on_rank(config.parallel).size
+    for dimension, values in replicated.items():
+        counter.add(ALL_REDUCE, dimension, 1, values * BYTES["fp32"])

@@ -5,18 +5,20 @@
     rank_flops(config, rank=0)          FLOPs of its GEMMs, attention and scans in a step
 
 Weights are listed by shape, as `llmb/models` creates them and `llmb/train` splits them: over tp along one dimension or
-not at all, routed experts over ep and etp, then all of them over the data-parallel ranks, along the first dimension
-that divides.
+not at all, routed experts over ep and etp. The matrices of a layer are then flattened into buckets, which the ranks
+that hold the same ones share equally; vectors and routers stay whole.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.perfmodel.block_costs import BLOCK_COSTS
-from llmb.perfmodel.params import unaligned_fp8_widths
+
+BUCKET_ALIGNMENT = 8  # elements, of matrices and shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +39,16 @@ class Weight:
     shape: tuple[int, ...]
     shard_dim: int | None = None
     routed: bool = False  # of the routed experts: ep splits dimension 0
-    replicated: bool = False  # used in fp32: not sharded over data-parallel ranks
+    replicated: bool = False  # used in fp32, as all vectors are
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Return whether replicas share it in a bucket; anything else is fp32 and whole on each of them."""
+        return len(self.shape) > 1 and not self.replicated
 
     def on_rank(self, parallel: Parallel) -> "Weight":
         """Return the shard that a rank computes with."""
@@ -53,29 +60,56 @@ class Weight:
             shape[self.shard_dim] //= parallel.tp
         return replace(self, shape=tuple(shape))
 
-    def optimizer_shard(self, parallel: Parallel) -> int:
-        """Return the number of values that the optimizer of the first data-parallel rank updates, the largest shard."""
-        local, ranks = self.on_rank(parallel), shard_group_size(self, parallel)
-        if ranks == 1 or (self.replicated and parallel.dp_cp_size > 1):
-            return local.size
-        if any(length % ranks == 0 for length in local.shape):
-            return local.size // ranks
-        if self.shard_dim == 0 and parallel.tp > 1:
-            return local.size
-        return -(-local.shape[0] // ranks) * (local.size // local.shape[0])
+    def replicas(self, parallel: Parallel) -> str:
+        """Return the mesh dimension of the ranks that hold the same part of it."""
+        if self.routed and parallel.ep * parallel.etp > 1:
+            return "edp"
+        return "stage" if parallel.tp > 1 and (self.routed or self.shard_dim is None) else "replicas"
 
 
-def shard_group_size(weight: Weight, parallel: Parallel) -> int:
-    """Return the number of ranks that hold the same part of a weight."""
-    if weight.routed and parallel.ep * parallel.etp > 1:
-        return parallel.expert_dp_size
-    return parallel.dp_cp_size
+@dataclass(frozen=True)
+class WeightBucket:
+    """Matrices of a layer that the same ranks hold, in values; see `llmb/train/parallel/bucket.py`."""
+
+    replicas: str  # mesh dimension
+    ranks: int
+    shard: int  # of each rank, padding included
+    unpadded: int  # of the first rank, without padding: the most that any has
+
+    @property
+    def size(self) -> int:
+        """Values of all shards."""
+        return self.ranks * self.shard
 
 
-def is_sharded(weight: Weight, parallel: Parallel) -> bool:
-    """Return whether a weight is sharded over data-parallel ranks."""
-    sharded = shard_group_size(weight, parallel) > 1
-    return sharded and weight.optimizer_shard(parallel) < weight.on_rank(parallel).size
+def weight_buckets(weights: Iterable[Weight], parallel: Parallel) -> list[WeightBucket]:
+    """Return the buckets of a layer's matrices, or of those outside of layers."""
+    ranks = {
+        "replicas": parallel.dp_cp_size,
+        "stage": parallel.dp_cp_size * parallel.tp,
+        "edp": parallel.expert_dp_size,
+    }
+    sizes: dict[str, list[int]] = {}
+    for weight in weights:
+        if weight.is_matrix:
+            sizes.setdefault(weight.replicas(parallel), []).append(weight.on_rank(parallel).size)
+    return [_bucket(replicas, ranks[replicas], listed) for replicas, listed in sizes.items()]
+
+
+def _bucket(replicas: str, ranks: int, sizes: list[int]) -> WeightBucket:
+    offsets = list(accumulate((_aligned(size) for size in sizes), initial=0))
+    shard = _aligned(-(-offsets[-1] // ranks))
+    unpadded = sum(max(0, min(size, shard - offset)) for offset, size in zip(offsets, sizes, strict=False))
+    return WeightBucket(replicas, ranks, shard, unpadded)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT
+
+
+def replicated_values(weights: Iterable[Weight], parallel: Parallel) -> int:
+    """Return the number of values of fp32 weights that are not in buckets."""
+    return sum(weight.on_rank(parallel).size for weight in weights if not weight.is_matrix)
 
 
 def rank_stages(config: RunConfig, rank: int = 0) -> list[StageShape]:
@@ -151,37 +185,41 @@ def end_weights(model: Model, stage: StageShape) -> list[Weight]:
     return matrices + [Weight((model.hidden,))] * stage.last
 
 
+def stage_units(model: Model, stage: StageShape) -> list[list[Weight]]:
+    """Return the weights of a stage's FSDP units: embedding, LM head and final norm together, and each layer."""
+    return [end_weights(model, stage), *(layer_weights(model, layer) for layer in stage.layers)]
+
+
 def stage_weights(model: Model, stage: StageShape) -> Iterator[Weight]:
     """Yield all parameters of a stage."""
-    yield from end_weights(model, stage)
-    for layer in stage.layers:
-        yield from layer_weights(model, layer)
+    for unit in stage_units(model, stage):
+        yield from unit
 
 
-def has_split_weights(config: RunConfig) -> bool:
-    """Whether the native engine splits master weights into a bf16 half, which GEMMs use, and 16 low bits: one rank."""
+def has_explicit_layers(config: RunConfig) -> bool:
+    """Return whether the native engine trains the layer with explicit backward (`models/llama_layer`)."""
     native = config.engine == "native" and isinstance(config.workload, Training)
-    return native and config.parallel.world_size == 1 and config.precision.dtype in ("bf16", "fp8")
-
-
-def is_fused(config: RunConfig) -> bool:
-    """Return whether the native engine runs fused layers: those of a Llama with split master weights, on a GPU."""
-    plain = config.model.architecture == "llama" and config.model.activation == "silu"
-    aligned = config.precision.dtype != "fp8" or not unaligned_fp8_widths(config.model)
-    return has_split_weights(config) and plain and config.machine.gpu != "cpu" and aligned
+    return native and config.model.architecture == "llama" and config.model.activation == "silu"
 
 
 def gradient_bytes(config: RunConfig) -> int:
-    """Return the bytes per gradient value: 2 without accumulation, where it is rounded once, or if requested."""
+    """Return the bytes per gradient value: 2 if requested, or with one contribution a step, which is rounded once."""
     work = config.workload
     assert isinstance(work, Training)
-    return 2 if has_split_weights(config) and (work.ga == 1 or work.gradients == "bf16") else 4
+    may_be_bf16 = config.engine == "native" and config.precision.dtype in ("bf16", "fp8")
+    is_single = config.parallel.world_size == 1 and work.ga == 1
+    return 2 if may_be_bf16 and (is_single or work.gradients == "bf16") else 4
 
 
 def rank_parameters(config: RunConfig, rank: int = 0) -> int:
     """Return the number of parameters that the optimizer of a pipeline rank updates."""
-    weights = (weight for stage in rank_stages(config, rank) for weight in stage_weights(config.model, stage))
-    return sum(weight.optimizer_shard(config.parallel) for weight in weights)
+    parallel, count = config.parallel, 0
+    for stage in rank_stages(config, rank):
+        for unit in stage_units(config.model, stage):
+            count += sum(bucket.unpadded for bucket in weight_buckets(unit, parallel)) + replicated_values(
+                unit, parallel
+            )
+    return count
 
 
 def rank_flops(config: RunConfig, rank: int = 0) -> float:
@@ -196,14 +234,14 @@ def rank_flops(config: RunConfig, rank: int = 0) -> float:
     for stage in rank_stages(config, rank):
         for index, layer in enumerate(stage.layers):
             macs = sum(_macs(model, block, work.seqlen, pairs) for block in layer_blocks(model, layer))
-            recomputed = work.seqlen * recomputed_macs_per_token(model) if is_fused(config) else macs
+            recomputed = work.seqlen * recomputed_macs_per_token(model) if has_explicit_layers(config) else macs
             flops += 6 * macs + (2 * recomputed if index < stage.recomputed else 0)
         flops += 6 * work.seqlen * model.hidden * model.vocab * stage.last
     return flops * work.mbs * work.ga / (parallel.tp * parallel.cp)
 
 
 def recomputed_macs_per_token(model: Model) -> int:
-    """Return the MACs per token that a recomputed fused layer repeats: query, output, gate and up projections."""
+    """Return the MACs per token that a recomputed explicit layer repeats: query, output, gate and up projections."""
     return 2 * model.hidden * (model.heads * model.head_dim + model.ffn)
 
 

@@ -5,7 +5,15 @@ from published_models import ALL, GROK, LLAMA_70B, LLAMA_405B, NEMOTRON
 
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel import flops, params
-from llmb.perfmodel.shards import rank_flops, rank_parameters, rank_stages, stage_weights
+from llmb.perfmodel.shards import (
+    Weight,
+    rank_flops,
+    rank_parameters,
+    rank_stages,
+    replicated_values,
+    stage_weights,
+    weight_buckets,
+)
 
 
 def run(model: Model, ga: int = 1, recompute_layers: int = 0, **split) -> RunConfig:
@@ -36,20 +44,21 @@ def test_flops_of_all_ranks_are_those_of_the_step(model: Model) -> None:
 
 
 def test_recomputation_adds_a_third_of_the_flops() -> None:
-    plain, recomputed = (rank_flops(run(LLAMA_70B, recompute_layers=layers, tp=2)) for layers in (0, 80))
-    head = 3 * 8192 * LLAMA_70B.hidden * LLAMA_70B.vocab
+    plain, recomputed = (rank_flops(run(NEMOTRON, recompute_layers=layers, tp=2)) for layers in (0, NEMOTRON.layers))
+    head = 3 * 8192 * NEMOTRON.hidden * NEMOTRON.vocab
     assert recomputed - head == pytest.approx((plain - head) * 8 / 6)
 
 
-def test_recomputed_fused_layers_do_not_recompute_attention() -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_recomputed_explicit_layers_do_not_recompute_attention(tp: int) -> None:
     m = LLAMA_70B
-    plain, recomputed = (rank_flops(run(m, recompute_layers=layers)) for layers in (0, 80))
+    plain, recomputed = (rank_flops(run(m, recompute_layers=layers, tp=tp)) for layers in (0, 80))
     queries, output, gate_and_up = (
         m.hidden * m.heads * m.head_dim,
         m.heads * m.head_dim * m.hidden,
         2 * m.hidden * m.ffn,
     )
-    assert recomputed - plain == pytest.approx(80 * 8192 * 2 * (queries + output + gate_and_up))
+    assert recomputed - plain == pytest.approx(80 * 8192 * 2 * (queries + output + gate_and_up) / tp)
 
 
 def test_pipeline_stages_have_every_layer_once() -> None:
@@ -59,11 +68,28 @@ def test_pipeline_stages_have_every_layer_once() -> None:
 
 
 def test_replicas_and_experts_are_sharded() -> None:
-    split = {"dp": 8, "tp": 4, "ep": 8, "etp": 4}
-    whole, shared = run(GROK), run(GROK, **split)
-    routed = params.parameter_breakdown(GROK)["experts"]
-    router = params.parameter_breakdown(GROK)["router"]
-    remaining = rank_parameters(whole) - routed - router
-    assert rank_parameters(shared) == pytest.approx(
-        routed / 32 + router + remaining / 32, rel=1e-4
-    )  # norms over dp only
+    """Norms and routers, in fp32, are whole on every rank."""
+    whole, shared = run(GROK), run(GROK, dp=8, tp=4, ep=8, etp=4)
+    (stage,) = rank_stages(whole)
+    vectors = replicated_values(stage_weights(GROK, stage), whole.parallel)
+    assert vectors == params.parameter_breakdown(GROK)["router"] + (2 * GROK.layers + 1) * GROK.hidden
+    assert rank_parameters(shared) == (rank_parameters(whole) - vectors) / 32 + vectors
+
+
+def test_buckets_are_padded_to_equal_aligned_shards() -> None:
+    """The shards of 3 x 5 and 7 x 3 values, which begin at 0 and 16, on 3 ranks: 40 values and 8 of padding."""
+    weights = [Weight((3, 5)), Weight((7, 3)), Weight((9,)), Weight((2, 2), replicated=True)]
+    (bucket,) = weight_buckets(weights, Parallel(dp=3))
+    assert (bucket.replicas, bucket.ranks, bucket.shard, bucket.size, bucket.unpadded) == ("replicas", 3, 16, 48, 15)
+    assert replicated_values(weights, Parallel(dp=3)) == 13
+
+
+def test_buckets_are_those_of_the_ranks_that_hold_the_same() -> None:
+    weights = [Weight((8, 8), 0), Weight((8, 8)), Weight((8, 8, 8), 1, routed=True)]
+    for layout, expected in (
+        ({"dp": 4}, {"replicas": (4, 64 + 64 + 512)}),
+        ({"dp": 4, "tp": 2}, {"replicas": (4, 32), "stage": (8, 64 + 512)}),
+        ({"dp": 4, "tp": 2, "ep": 4}, {"replicas": (4, 32), "stage": (8, 64), "edp": (2, 128)}),
+    ):
+        buckets = weight_buckets(weights, Parallel(**layout))
+        assert {bucket.replicas: (bucket.ranks, bucket.size) for bucket in buckets} == expected
