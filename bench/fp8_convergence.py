@@ -96,11 +96,14 @@ def configuration(options: argparse.Namespace, data: Path | None) -> RunConfig:
 
 
 def losses_of(config: RunConfig, folder: Path) -> list[float]:
-    """Return the loss of every step."""
+    """Train on all ranks of the configuration and return the loss of every step."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
+    ranks = config.parallel.world_size
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     with (folder / "log.out").open("w") as log:
-        subprocess.run([sys.executable, "-m", "llmb.train", str(folder / "config.json")], cwd=ROOT, stdout=log)
+        command = [sys.executable, *launcher, "-m", "llmb.train", str(folder / "config.json")]
+        subprocess.run(command, cwd=ROOT, stdout=log)
     events = list(read(folder / "events.rank0.jsonl"))
     ended = events[-1]
     if not isinstance(ended, RunEnded) or ended.status != "ok":

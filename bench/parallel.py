@@ -30,14 +30,15 @@ from llmb.config.spec import Machine, Model, MoEConfig, Parallel, Precision, Pro
 from llmb.events import StepDone, read
 from llmb.models.architectures import Network, build_model
 from llmb.report.table import render
+from llmb.train.initial_weights import init_weights
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.context_parallel import apply_context_parallel
 from llmb.train.parallel.expert_parallel import apply_expert_parallel
-from llmb.train.parallel.fsdp import apply_fsdp
+from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallel.pipeline import build_stages
 from llmb.train.parallel.tensor_parallel import apply_tensor_parallel
-from llmb.train.parallelize import apply_passes
+from llmb.train.parallelize import apply_passes, bucket_formats
 
 SIZES = {"layers": 4, "hidden": 256, "ffn": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 4096}
 LLAMA = Model(name="llama", architecture="llama", **SIZES)
@@ -136,16 +137,19 @@ def plain_step(model: Model) -> Callable[[], None]:
 
 
 def passed_step(model: Model, apply: Callable[[Network, Mesh], object]) -> Callable[[], None]:
-    """A training step of a model that one or all passes went over, with the engine's optimizer."""
+    """A training step of a model that one or all passes went over, with the engine's parameters and optimizer."""
     mesh = Mesh(0, 1, torch.device("cpu"))
     network = build_model(model)
-    network.init_weights(1)
     apply(network, mesh)
-    optimizer = Optimizer(network.named_parameters(), mesh, 1e-3, set())
+    sharded = ShardedParameters(network, mesh, bucket_formats(configuration(model, {}), WORK))
+    sharded.allocate(mesh.device)
+    init_weights(network, sharded, 1, mesh.device)
+    optimizer = Optimizer([sharded], mesh, 1e-3)
     tokens, labels = batch(model)
 
     def step() -> None:
         network(tokens, labels).backward()
+        sharded.end_step()
         optimizer.update(1e-3)
 
     return step
@@ -160,12 +164,11 @@ def overhead_rows() -> list[dict[str, Any]]:
     """Time each pass alone and all together, alternating with the plain model."""
     config = configuration(GROK, {})
     passes: dict[str, Callable[[Network, Mesh], object]] = {
-        "none, the engine's optimizer": lambda network, mesh: None,
+        "none, the engine's parameters and optimizer": lambda network, mesh: None,
         "pipeline": build_stages,
         "context": apply_context_parallel,
-        "experts": apply_expert_parallel,
+        "experts": lambda network, mesh: apply_expert_parallel(network, mesh, 1.0),
         "tensors": apply_tensor_parallel,
-        "sharding": lambda network, mesh: apply_fsdp(network, mesh, "fp32"),
         "all": lambda network, mesh: apply_passes(network, config, replace(WORK, ga=1), mesh),
     }
     rows = [{"pass": "the plain model, against itself", **ratio(plain_step(GROK), plain_step(GROK))}]
