@@ -15,7 +15,7 @@ from llmb.config.spec import Machine, MambaConfig, Model, MoEConfig, Parallel, P
 from llmb.events import RunEnded, StepDone, read
 from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
-from llmb.train.cuda_graphs import WARMUP_CALLS
+from llmb.train.cuda_graphs import WARMUP_CALLS, MicroBatchGraph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -122,6 +122,47 @@ def test_replayed_graph_equals_eager(
     assert len(replays) == (work.steps - warm_steps) * work.ga
     assert len(set(replays)) == min(work.ga, 2)
     assert_same_losses(graphed, plain, repeated)
+
+
+class OneWeight:
+    """The part of ShardedParameters that a graph uses, of one linear layer."""
+
+    def __init__(self, model: torch.nn.Linear):
+        self._weight = model.weight
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._weight.grad is not None
+
+    @property
+    def gradients(self) -> torch.Tensor | None:
+        return self._weight.grad
+
+    @gradients.setter
+    def gradients(self, gradient: torch.Tensor | None) -> None:
+        self._weight.grad = gradient
+
+
+def test_reset_graph_is_captured_again() -> None:
+    model, graph, factor = torch.nn.Linear(8, 1, bias=False, device="cuda"), MicroBatchGraph(), 1.0
+    x = torch.ones(4, 8, device="cuda")
+
+    def add_gradients(x: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+        loss = factor * model(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    def gradient_after(calls: int) -> float:
+        for _ in range(calls):
+            model.weight.grad = None
+            graph(OneWeight(model), add_gradients, x, x)
+        return model.weight.grad[0, 0].item()
+
+    assert gradient_after(WARMUP_CALLS + 2) == 4
+    factor = 2.0
+    assert gradient_after(1) == 4, "the graph has the old factor"
+    graph.reset()
+    assert gradient_after(WARMUP_CALLS + 2) == 8
 
 
 def test_divergence_in_a_graph_names_the_tensor(tmp_path: Path) -> None:

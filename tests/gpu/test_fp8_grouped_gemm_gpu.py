@@ -188,8 +188,7 @@ def test_fp8_experts_never_synchronize(has_cache: bool) -> None:
     with GPU:
         block = MoE(MODEL)
     for layer in (block.gate, block.up, block.down):
-        layer.__class__ = Fp8GroupedLinear
-        layer.fp8_cache = Fp8WeightCache() if has_cache else None
+        layer.forward = Fp8GroupedLinear(layer, fp8_cache=Fp8WeightCache() if has_cache else None)
     for parameter in block.parameters():
         parameter.data.normal_(0.0, 0.02)
     x = torch.randn(2, 300, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)

@@ -14,8 +14,9 @@ from torch import Tensor
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.events import RunEnded, StepDone, read
-from llmb.ops.gemm.fp8_linear import fp8_linear, fp8_linear_reference
+from llmb.ops.gemm.fp8_linear import OperandNames, fp8_linear, fp8_linear_reference
 from llmb.ops.quant.activation_quant import E4M3
+from llmb.ops.quant.delayed_scaling import CurrentScaling, DelayedScaling, Scaling
 from llmb.ops.quant.fp8_quant import E5M2, cast_to_fp8, tensor_scale
 from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
@@ -30,6 +31,7 @@ pytestmark = [
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TOKENS = 2048
+NAMES = OperandNames("x", "weight", "dy")
 LAYERS_OF_8B = [(4096, 4096), (4096, 1024), (4096, 14336), (14336, 4096)]  # inputs, outputs: q and o, k and v, up, down
 SMALL = llama_model(name="small", layers=4, hidden=256, ffn=768, vocab=1024)
 CONFIG = RunConfig(
@@ -53,8 +55,9 @@ def operands(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Te
     return x, weight, grad
 
 
-def results(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    out = fp8_linear(x, weight)
+def results(x: Tensor, weight: Tensor, grad: Tensor, scaling: Scaling | None = None) -> tuple[Tensor, ...]:
+    scaling = scaling or CurrentScaling(NAMES.dtypes, GPU)
+    out = fp8_linear(x, weight, scaling, NAMES)
     return out, *torch.autograd.grad(out, (x, weight), grad)
 
 
@@ -93,6 +96,26 @@ def test_gemms_of_8b(inputs: int, outputs: int) -> None:
     ):  # fmt: skip
         assert relative_error(a, reference) < near, name
         assert 0.005 < relative_error(a, truth) < bound, name
+
+
+def test_delayed_scaling_takes_the_scales_of_the_previous_step() -> None:
+    """The second step takes the scales of the first; gradients accumulate in place."""
+    scaling = DelayedScaling(NAMES.dtypes, GPU)
+    x, weight, grad = operands(TOKENS, 4096, 1024)
+    first = results(x, weight, grad, scaling)
+    scaling.update()
+    scales = tuple(scaling.state_dict()[name][0] for name in NAMES)
+    expected = fp8_linear_reference(x.detach(), weight.detach(), grad, scales)
+    for a, b, second, near in zip(
+        first, expected, results(x, weight, grad, scaling), (0.02, 0.005, 0.005), strict=True
+    ):
+        assert torch.equal(a, second)
+        assert relative_error(a, b) < near
+    weight.main_grad = torch.full_like(weight, math.nan)
+    for _micro_batch in range(2):
+        fp8_linear(x, weight, scaling, NAMES).backward(grad)
+    assert weight.grad.data_ptr() == weight.main_grad.data_ptr()
+    assert relative_error(weight.grad, 2 * first[2]) < 1e-5
 
 
 def test_all_three_gemms_use_fp8_kernels() -> None:

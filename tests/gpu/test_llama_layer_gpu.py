@@ -26,6 +26,8 @@ from llmb.ops.attention.segment_attention import (
     segment_attention_backward,
     segment_attention_forward,
 )
+from llmb.ops.quant.activation_quant import E4M3
+from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax, cast_to_fp8, quantize_fp8
 from llmb.perfmodel.offload.buffers import ParamBuckets
 from llmb.perfmodel.offload.workspace import (
     backward_elements,
@@ -62,11 +64,14 @@ def random_inputs(segments: list[Segment]) -> tuple[Tensor, ...]:
 
 
 def forward_and_backward(segments: list[Segment], tensors: tuple[Tensor, ...], key_block: int) -> list[Tensor]:
+    """Return output and gradients; the chunk is the end of its context, as out of core."""
     q, k, v, dout = tensors
     out, lse, dq = torch.empty_like(q), torch.empty(HEADS, len(q), device=GPU), torch.empty_like(q)
     dk, dv = (torch.full(k.shape, torch.nan, device=GPU) for _ in range(2))
-    segment_attention_forward(q, k, v, segments, SCALE, key_block, out=(out, lse))
-    segment_attention_backward(dout, q, k, v, out, lse, segments, dq, dk, dv, False, SCALE, key_block)
+    before = chunk_rows(segments).start
+    kv, dkv = ((x[before:], y[before:], x[:before], y[:before]) for x, y in ((k, v), (dk, dv)))
+    segment_attention_forward(q, *kv, segments, SCALE, key_block, out=(out, lse))
+    segment_attention_backward(dout, q, *kv, out, lse, segments, dq, *dkv, False, SCALE, key_block)
     return [out, lse, dq, dk, dv]
 
 
@@ -230,6 +235,17 @@ def test_fp8_layer_is_close_to_bf16(tokens):
             error = float((actual.float() - expected.float()).norm() / expected.float().norm())
             print(name, error)
             assert 1e-4 < error < 0.25, f"{name}: relative error {error:.4f}"
+
+
+@HOPPER
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("tokens", [1024, 1000])
+def test_columns_of_gathered_rows_are_the_same_bits(tokens, dtype):
+    """Tensor-parallel ranks gather rows and transpose them."""
+    whole = cast_to_fp8(randn(tokens, 512), torch.tensor(0.01, device=GPU), dtype, rows=True, columns=True)
+    columns = torch.empty_like(whole.columns)
+    quantize_fp8(whole.rows, ScaleAmax(torch.ones((), device=GPU), None), None, columns)
+    assert torch.equal(columns.view(torch.uint8), whole.columns.view(torch.uint8))
 
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=HOPPER)])

@@ -1,6 +1,7 @@
 """Training on a GPU: the numbers of the CPU, fused attention, memory, out of memory, synchronization."""
 
 import copy
+import gc
 import json
 import math
 import re
@@ -32,9 +33,8 @@ from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import run
 from llmb.train.loop import TrainJob, train_step
-from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallelize import build_model_parts
+from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.precision import compute_in_bf16
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -57,6 +57,7 @@ CONFIG = RunConfig(
 
 def steps_and_end(config: RunConfig, folder: Path) -> tuple[list[StepDone], RunEnded]:
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
+    gc.collect()  # the previous run
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     run(folder / "config.json", EventRecorder(folder, 0))
@@ -238,7 +239,7 @@ def test_step_synchronizes_once() -> None:
     config = replace(CONFIG, model=SMALL, workload=work)
     job = TrainJob(config, work, Mesh(0, 1, GPU))
     parts = build_model_parts(config, work, job.mesh)
-    optimizer = Optimizer(parts[0].named_parameters(), job.mesh, work.lr, set())
+    optimizer = build_optimizer(parts, work, job.mesh)
     train_step(job, parts, optimizer, 1)
     torch.cuda.set_sync_debug_mode("warn")
     try:

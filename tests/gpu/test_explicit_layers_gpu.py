@@ -1,4 +1,4 @@
-"""Fused Llama layers on a GPU: gradients against those of unfused layers, and peak memory."""
+"""Explicit Llama layers on a GPU: gradients against those of plain layers, and peak memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +11,17 @@ from torch import Tensor
 from llmb.config.serialization import to_json
 from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
 from llmb.events import StepDone, read
-from llmb.models.architectures import Network
+from llmb.models.architectures import Network, build_model
 from llmb.ops.attention import segment_attention
 from llmb.ops.attention.attention_block import PLAIN
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.__main__ import main
-from llmb.train.fused_llama import FusedLayer, begin_step
+from llmb.train.llama_layers import begin_step, explicit_layers
+from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallelize import build_model_parts, build_optimizer
+from llmb.train.precision import compute_in_bf16, compute_in_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -27,18 +29,18 @@ GPU = torch.device("cuda", 0)
 MODEL = llama_model(name="4 layers of 8b", layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=16384)
 
 
-def config_of(gpu: str, dtype: str = "bf16", **changes: object) -> RunConfig:
+def config_of(dtype: str = "bf16", **changes: object) -> RunConfig:
     work = Training(seqlen=1024, mbs=2, gbs=4, ga=2, steps=3, window=(2, 3), lr=1e-3)
     return RunConfig(
         name="test", target="test", size="test", model=MODEL, parallel=Parallel(), precision=Precision(dtype=dtype),  # type: ignore[arg-type]
-        machine=Machine(gpu=gpu, gpus=1, gpus_per_node=1), workload=replace(work, **changes),  # type: ignore[arg-type]
+        machine=Machine(gpu="h200", gpus=1, gpus_per_node=1), workload=replace(work, **changes),  # type: ignore[arg-type]
     )  # fmt: skip
 
 
 def build(config: RunConfig) -> Network:
     assert isinstance(config.workload, Training)
     (model,) = build_model_parts(config, config.workload, Mesh(0, 1, GPU))
-    assert all(isinstance(layer, FusedLayer) == (config.machine.gpu != "cpu") for layer in model.layers)
+    assert len(explicit_layers(model)) == MODEL.layers
     begin_step(model)
     return model
 
@@ -60,9 +62,23 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 LossesAndGradients = tuple[list[float], dict[str, Tensor]]  # gradients by parameter name, on the GPU
 
 
-def losses_and_gradients(config: RunConfig) -> LossesAndGradients:
+def plain_network(dtype: str) -> Network:
+    """Return a network of plain layers, with the same weights."""
+    with GPU:
+        network = build_model(MODEL)
+    work = config_of(dtype).workload
+    assert isinstance(work, Training)
+    network.init_weights(work.seed)
+    network.loss_weight = 1 / work.ga
+    if dtype == "bf16":
+        compute_in_bf16(network)
+    if dtype == "fp8":
+        compute_in_fp8(network, GPU)
+    return network
+
+
+def losses_and_gradients(model: Network) -> LossesAndGradients:
     """Return losses and gradients of two micro-batches."""
-    model = build(config)
     losses = add_gradients(model)
     return losses, {name: _grad(parameter).clone() for name, parameter in model.named_parameters()}
 
@@ -74,30 +90,30 @@ def _grad(parameter: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def exact() -> LossesAndGradients:
-    """Unfused in fp32."""
-    return losses_and_gradients(config_of("cpu", "fp32"))
+    """Plain layers in fp32."""
+    return losses_and_gradients(plain_network("fp32"))
 
 
 @pytest.fixture(scope="module", params=["bf16", "fp8"])
-def unfused_run(request: pytest.FixtureRequest) -> tuple[str, LossesAndGradients]:
-    """A dtype, and the unfused run in it."""
-    return request.param, losses_and_gradients(config_of("cpu", request.param))
+def plain_run(request: pytest.FixtureRequest) -> tuple[str, LossesAndGradients]:
+    """A dtype, and what plain layers compute in it."""
+    return request.param, losses_and_gradients(plain_network(request.param))
 
 
 @pytest.mark.parametrize("recompute_layers", [0, 4])
-def test_fused_gradients_are_as_close_to_fp32_as_unfused_ones(
-    recompute_layers: int, unfused_run: tuple[str, LossesAndGradients], exact: LossesAndGradients
+def test_gradients_are_as_close_to_fp32_as_those_of_plain_layers(
+    recompute_layers: int, plain_run: tuple[str, LossesAndGradients], exact: LossesAndGradients
 ) -> None:
     """Random numbers are the worst case of fp8: a third is lost either way."""
-    dtype, (_, unfused) = unfused_run
-    losses, fused = losses_and_gradients(config_of("h200", dtype, recompute_layers=recompute_layers))
+    dtype, (_, plain) = plain_run
+    losses, explicit = losses_and_gradients(build(config_of(dtype, recompute_layers=recompute_layers)))
     assert losses == pytest.approx(exact[0], rel={"bf16": 1e-3, "fp8": 0.01}[dtype])
     errors = {
-        name: (relative_error(fused[name], grad), relative_error(unfused[name], grad))
+        name: (relative_error(explicit[name], grad), relative_error(plain[name], grad))
         for name, grad in exact[1].items()
     }
     worse = {name: pair for name, pair in errors.items() if pair[0] > 1.05 * pair[1] + 1e-3}
-    assert not worse, f"larger errors than unfused layers: {worse}"
+    assert not worse, f"larger errors than plain layers: {worse}"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
@@ -106,13 +122,14 @@ def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(segment_attention, "kernel_for", lambda _q, _segments: PLAIN)
     runs = []
     for _ in range(2):
-        config = config_of("h200", dtype)
+        config = config_of(dtype)
         model = build(config)
         optimizer = build_optimizer([model], config.workload, Mesh(0, 1, GPU))  # type: ignore[arg-type]
         losses = []
         for _step in range(3):
             begin_step(model)
             losses += add_gradients(model)
+            sharded_parameters(model).end_step()
             optimizer.update(1e-3)
         runs.append(losses)
     assert runs[0] == runs[1]
@@ -131,7 +148,7 @@ def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_peak_memory_is_the_estimate(tmp_path: Path, dtype: str, settings: dict) -> None:
-    config = config_of("h200", dtype, seqlen=8192, **settings)
+    config = config_of(dtype, seqlen=8192, **settings)
     (tmp_path / "config.json").write_text(to_json(config))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
