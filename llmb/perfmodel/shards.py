@@ -10,15 +10,14 @@ that hold the same ones share equally; vectors and routers stay whole.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, Parallel, RunConfig, Training
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 
-BUCKET_ALIGNMENT = 8  # elements, of matrices and shards
+BUCKET_ALIGNMENT = 8  # elements, of matrices and shards: GEMMs take operands aligned to 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +88,32 @@ def weight_buckets(weights: Iterable[Weight], parallel: Parallel) -> list[Weight
         "stage": parallel.dp_cp_size * parallel.tp,
         "edp": parallel.expert_dp_size,
     }
-    sizes: dict[str, list[int]] = {}
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     for weight in weights:
         if weight.is_matrix:
-            sizes.setdefault(weight.replicas(parallel), []).append(weight.on_rank(parallel).size)
-    return [_bucket(replicas, ranks[replicas], listed) for replicas, listed in sizes.items()]
+            shapes.setdefault(weight.replicas(parallel), []).append(weight.on_rank(parallel).shape)
+    return [_bucket(replicas, ranks[replicas], listed) for replicas, listed in shapes.items()]
 
 
-def _bucket(replicas: str, ranks: int, sizes: list[int]) -> WeightBucket:
-    offsets = list(accumulate((_aligned(size) for size in sizes), initial=0))
-    shard = _aligned(-(-offsets[-1] // ranks))
-    unpadded = sum(max(0, min(size, shard - offset)) for offset, size in zip(offsets, sizes, strict=False))
+def _bucket(replicas: str, ranks: int, shapes: list[tuple[int, ...]]) -> WeightBucket:
+    offsets, shard = bucket_layout(shapes, ranks)
+    sizes = map(math.prod, shapes)
+    unpadded = sum(max(0, min(size, shard - offset)) for offset, size in zip(offsets, sizes, strict=True))
     return WeightBucket(replicas, ranks, shard, unpadded)
+
+
+def bucket_layout(shapes: Sequence[Sequence[int]], ranks: int) -> tuple[list[int], int]:
+    """Return where each matrix begins in its flat bucket, and the values of a rank's shard, padding included.
+
+    A matrix is aligned if its rows can be; consecutive ones of one width are contiguous.
+    """
+    offsets, end = [], 0
+    for shape in shapes:
+        if shape[-1] % BUCKET_ALIGNMENT == 0:
+            end = _aligned(end)
+        offsets.append(end)
+        end += math.prod(shape)
+    return offsets, _aligned(-(-end // ranks))
 
 
 def _aligned(size: int) -> int:
@@ -188,12 +201,6 @@ def end_weights(model: Model, stage: StageShape) -> list[Weight]:
 def stage_units(model: Model, stage: StageShape) -> list[list[Weight]]:
     """Return the weights of a stage's FSDP units: embedding, LM head and final norm together, and each layer."""
     return [end_weights(model, stage), *(layer_weights(model, layer) for layer in stage.layers)]
-
-
-def stage_weights(model: Model, stage: StageShape) -> Iterator[Weight]:
-    """Yield all parameters of a stage."""
-    for unit in stage_units(model, stage):
-        yield from unit
 
 
 def has_explicit_layers(config: RunConfig) -> bool:

@@ -1,5 +1,7 @@
 """Shards of all ranks add up to the model: weights, layers and FLOPs."""
 
+from itertools import chain
+
 import pytest
 from published_models import ALL, GROK, LLAMA_70B, LLAMA_405B, NEMOTRON
 
@@ -11,7 +13,7 @@ from llmb.perfmodel.shards import (
     rank_parameters,
     rank_stages,
     replicated_values,
-    stage_weights,
+    stage_units,
     weight_buckets,
 )
 
@@ -31,7 +33,9 @@ def test_weights_of_one_rank_are_the_model(model: Model) -> None:
     (stage,) = rank_stages(config)
     corrections = model.layers - model.experts.dense_layers if model.experts and model.experts.score == "sigmoid" else 0
     buffers = corrections * model.experts.count if model.experts else 0  # of routers: no gradient moves them
-    assert sum(weight.size for weight in stage_weights(model, stage)) == params.parameters(model) - buffers
+    assert (
+        sum(weight.size for unit in stage_units(model, stage) for weight in unit) == params.parameters(model) - buffers
+    )
     assert rank_parameters(config) == params.parameters(model) - buffers
 
 
@@ -71,17 +75,20 @@ def test_replicas_and_experts_are_sharded() -> None:
     """Norms and routers, in fp32, are whole on every rank."""
     whole, shared = run(GROK), run(GROK, dp=8, tp=4, ep=8, etp=4)
     (stage,) = rank_stages(whole)
-    vectors = replicated_values(stage_weights(GROK, stage), whole.parallel)
+    vectors = replicated_values(chain.from_iterable(stage_units(GROK, stage)), whole.parallel)
     assert vectors == params.parameter_breakdown(GROK)["router"] + (2 * GROK.layers + 1) * GROK.hidden
     assert rank_parameters(shared) == (rank_parameters(whole) - vectors) / 32 + vectors
 
 
 def test_buckets_are_padded_to_equal_aligned_shards() -> None:
-    """The shards of 3 x 5 and 7 x 3 values, which begin at 0 and 16, on 3 ranks: 40 values and 8 of padding."""
-    weights = [Weight((3, 5)), Weight((7, 3)), Weight((9,)), Weight((2, 2), replicated=True)]
-    (bucket,) = weight_buckets(weights, Parallel(dp=3))
-    assert (bucket.replicas, bucket.ranks, bucket.shard, bucket.size, bucket.unpadded) == ("replicas", 3, 16, 48, 15)
-    assert replicated_values(weights, Parallel(dp=3)) == 13
+    """Of 3 x 5 and 7 x 3 values, contiguous as the engine has them, and of 3 x 5 and 7 x 8, which begin at 16."""
+    others = [Weight((9,)), Weight((2, 2), replicated=True)]
+    for second, expected in (((7, 3), (16, 48, 16)), ((7, 8), (24, 72, 23))):
+        weights = [Weight((3, 5)), Weight(second), *others]
+        (bucket,) = weight_buckets(weights, Parallel(dp=3))
+        assert (bucket.replicas, bucket.ranks) == ("replicas", 3)
+        assert (bucket.shard, bucket.size, bucket.unpadded) == expected
+        assert replicated_values(weights, Parallel(dp=3)) == 13
 
 
 def test_buckets_are_those_of_the_ranks_that_hold_the_same() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from llmb.train.parallel.bucket import ALIGNMENT, Bucket, BucketFormats, merged_view
+from llmb.perfmodel.shards import BUCKET_ALIGNMENT
+from llmb.train.parallel.bucket import Bucket, BucketFormats, merged_view
 from llmb.train.parallel.mesh import Replicas
 from llmb.train.parallel.parameter_shard import ParameterShard, box_of, boxes_of_range, local_parameter, mark_shard
 
@@ -58,8 +59,8 @@ def test_shards_are_every_parameter_once(shapes: list[list[int]], ranks: int, fo
                 box_of(times[number], shard, box.shape).add_(1)
     assert all(torch.equal(*pair) for pair in zip(assembled, weights, strict=True))
     assert all((count == 1).all() for count in times)
-    assert size % (ranks * ALIGNMENT) == 0
-    assert size < sum(w.numel() + ALIGNMENT for w in weights) + ranks * ALIGNMENT
+    assert size % (ranks * BUCKET_ALIGNMENT) == 0
+    assert size < sum(w.numel() + BUCKET_ALIGNMENT for w in weights) + ranks * BUCKET_ALIGNMENT
 
 
 def test_boxes_are_at_the_offset_of_the_cut() -> None:
@@ -78,7 +79,7 @@ def test_boxes_are_at_the_offset_of_the_cut() -> None:
 def test_matrices_are_aligned_and_merged_without_a_copy() -> None:
     bucket = bucket_of([[3, 5], [1, 5], [3, 5], [4, 16], [2, 16], [6, 16]])
     for number, parameter in enumerate(bucket.parameters):
-        assert parameter.storage_offset() % ALIGNMENT == 0 or parameter.shape[1] == 5
+        assert parameter.storage_offset() % BUCKET_ALIGNMENT == 0 or parameter.shape[1] == 5
         bucket.set_weight(number, torch.randn(parameter.shape))
     for matrices in (bucket.parameters[:3], bucket.parameters[3:]):
         merged = merged_view([parameter.data for parameter in matrices])

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from llmb.ops.optim.adam import join_master_weight, split_master_weight
+from llmb.perfmodel.shards import bucket_layout
 from llmb.runtime.flat_collectives import all_gather_flat, reduce_scatter_flat
 from llmb.train.parallel.mesh import Replicas
 from llmb.train.parallel.parameter_shard import ParameterShard, box_of, boxes_of_range, shard_of
-
-ALIGNMENT = 8  # elements from the buffer's start: GEMMs take operands aligned to 16 bytes
 
 
 class BucketFormats(NamedTuple):
@@ -54,13 +53,7 @@ class Bucket:
         self.names, self.replicas, self.formats = [*parameters], replicas, formats
         self._unallocated = [*parameters.values()]
         self.sizes = [tuple(parameter.shape) for parameter in self._unallocated]
-        self.offsets, end = [], 0
-        for parameter in self._unallocated:
-            if parameter.shape[-1] % ALIGNMENT == 0:  # else its rows are not aligned either
-                end = -(-end // ALIGNMENT) * ALIGNMENT
-            self.offsets.append(end)
-            end += parameter.numel()
-        self.shard_size = -(-end // (replicas.ranks * ALIGNMENT)) * ALIGNMENT
+        self.offsets, self.shard_size = bucket_layout(self.sizes, replicas.ranks)
         self.parameters: list[BucketParameter] = []
         self.grads: Tensor | None = None  # of all parameters, while they accumulate
         self.grad_shard: Tensor | None = None  # this rank's slice of the sum over replicas
@@ -199,6 +192,12 @@ class Bucket:
         total = total.to(self.formats.gradients)
         self.grad_shard = total if self.grad_shard is None else self.grad_shard.add_(total)
         return grads, summands
+
+    @property
+    def reduced_grad(self) -> Tensor:
+        """This rank's slice of the gradients' sum, after the step's last reduction."""
+        assert self.grad_shard is not None
+        return self.grad_shard
 
     def zero_grad(self) -> None:
         """Free the gradients."""
