@@ -28,7 +28,7 @@ from llmb.models.llama_layer.layer import LlamaLayer
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.ops.attention.segment_attention import chunk_segments
-from llmb.ops.gemm.weight_gradient import gradient_dtype
+from llmb.ops.gemm.weight_gradient import existing_gradient, gradient_dtype
 from llmb.ops.quant.delayed_scaling import Scaling
 from llmb.perfmodel.params import unaligned_fp8_widths
 from llmb.train.parallel.bucket import merged_view
@@ -79,7 +79,6 @@ class ExplicitLayer:
             return self._new_fp8_weights()
         self.quantize()
         assert self.fp8_weights is not None
-        self.fp8_weights.weights = self.weights()
         return self.fp8_weights
 
     def quantize(self) -> None:
@@ -91,7 +90,6 @@ class ExplicitLayer:
             weights = self.weights()
             buffers = Fp8Buffers.empty((matrix.shape for matrix in weights), weights.norm1_C.device)
             self.fp8_weights = self._new_fp8_weights(buffers)
-        self.fp8_weights.weights = self.weights()
         self.fp8_weights.quantize()
 
     def _new_fp8_weights(self, buffers: Fp8Buffers | None = None) -> Fp8LayerWeights:
@@ -107,8 +105,9 @@ class ExplicitLayer:
         if not accumulate:
             for linears in self.matrices:
                 _allocate_gradients([linear.weight for linear in linears])
-        matrices = [merged_view([_gradient(linear.weight) for linear in linears]) for linears in self.matrices]
-        return LayerWeights(*matrices, *map(torch.zeros_like, self.norms)), accumulate
+        matrices = [merged_view([existing_gradient(linear.weight) for linear in linears]) for linears in self.matrices]
+        empty = torch.zeros_like if accumulate else torch.empty_like
+        return LayerWeights(*matrices, *map(empty, self.norms)), accumulate
 
     def add_norm_gradients(self, grads: LayerWeights) -> None:
         """Accumulate the gradients of norms."""
@@ -229,11 +228,6 @@ def explicit_layers(model_part: nn.Module) -> list[ExplicitLayer]:
     """Return the explicit layers, first to last."""
     modules = (module for module in model_part.modules() if isinstance(module, LlamaDecoderLayer))
     return [layer for module in modules if (layer := vars(module).get("explicit"))]
-
-
-def _gradient(weight: Tensor) -> Tensor:
-    assert weight.grad is not None
-    return weight.grad
 
 
 def _allocate_gradients(weights: list[Tensor]) -> None:

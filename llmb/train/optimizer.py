@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from llmb.ops.gemm.weight_gradient import existing_gradient
 from llmb.ops.optim.adam import adam_update
 from llmb.runtime.adamw_settings import BETAS, EPS, WEIGHT_DECAY
 from llmb.train.parallel.bucket import Bucket
@@ -68,10 +69,9 @@ class Optimizer:
         self._update_replicated(lr, scale, finite)
         factor = scale.reciprocal().where(finite, torch.nan)
         for number, (bucket, (m, v)) in enumerate(zip(self.buckets, self.bucket_moments, strict=True)):
-            assert bucket.grad_shard is not None
             exact = bucket.low is not None or bucket.shard.dtype == torch.float32
             adam_update(
-                bucket.shard, bucket.grad_shard, m, v, bucket.low, lr=lr,
+                bucket.shard, bucket.reduced_grad, m, v, bucket.low, lr=lr,
                 beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, step=self.steps, factor=factor,
                 rounding="nearest" if exact and self._moments == torch.float32 else "stochastic",
                 seed=((self._seed << 24) + self.steps << 32) + (bucket.replicas.position << 16) + number,
@@ -138,23 +138,14 @@ class Optimizer:
 
         Shards are different on every rank; a replicated parameter is counted by the first rank that has it.
         """
-        counted = [
-            bucket.grad_shard
-            for bucket in self.buckets
-            if bucket.grad_shard is not None and self._tied_copies.isdisjoint(bucket.names)
-        ]
+        counted = [bucket.reduced_grad for bucket in self.buckets if self._tied_copies.isdisjoint(bucket.names)]
         for part in self._parts:
             for group in part.replicated:
                 if group.replicas.position == 0:
-                    counted += [_gradient(parameter) for parameter in group.parameters.values()]
+                    counted += [existing_gradient(parameter) for parameter in group.parameters.values()]
         squares = torch.zeros((), device=self._mesh.device)
         if counted:
             squares += torch.stack(torch._foreach_norm(counted, dtype=torch.float32)).square().sum()
         if self._mesh.world_size > 1:
             dist.all_reduce(squares)
         return squares.sqrt()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

@@ -102,8 +102,8 @@ class Checkpointer:
                 assert isinstance(weight, ChunkedTensor)
                 if weight.chunks:
                     bucket.set_own_part(number, torch.cat([values.flatten() for _, values in weight.chunks]))
-                self._optimizer.steps = int(tensors[f"optimizer.{name}.step"])
             bucket.invalidate()
+            self._optimizer.steps = int(tensors[f"optimizer.{bucket.names[0]}.step"])
         saved_scales = {name.removeprefix(SCALES): x for name, x in tensors.items() if name.startswith(SCALES)}
         for model_part in self._model_parts:
             if model_part.fp8_scaling is not None:

@@ -19,6 +19,12 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype if dtype is None else dtype
 
 
+def existing_gradient(weight: Tensor) -> Tensor:
+    """Return the gradient of a weight that has one."""
+    assert weight.grad is not None
+    return weight.grad
+
+
 def gradient_buffer(weight: Tensor) -> tuple[Tensor | None, bool]:
     """Return `weight.grad` for the caller to write, and whether to add to what it holds.
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from llmb.models.architectures import Network
 from llmb.models.moe import GroupedLinear
+from llmb.ops.gemm.weight_gradient import existing_gradient
 from llmb.train.parallel.bucket import Bucket, BucketFormats
 from llmb.train.parallel.mesh import Mesh, Replicas
 from llmb.train.parallel.parameter_shard import mark_shard, shard_of
@@ -105,7 +106,7 @@ class ReplicatedParameters:
                 parameter.grad = torch.zeros_like(parameter)
         if self.replicas.group is None:
             return
-        total = torch.cat([_gradient(parameter).flatten() for parameter in self.parameters.values()])
+        total = torch.cat([existing_gradient(parameter).flatten() for parameter in self.parameters.values()])
         dist.all_reduce(total, group=self.replicas.group)
         totals = total.split([parameter.numel() for parameter in self.parameters.values()])
         for parameter, gradient in zip(self.parameters.values(), totals, strict=True):
@@ -142,7 +143,7 @@ class ShardedParameters:
         self.replicated: list[ReplicatedParameters] = []
         self._last_backward, self._captured = True, False
         self._pending: Unit | None = None  # whose gradients are being reduced
-        self.is_fsdp = mesh.parallel.fsdp
+        self.is_fsdp = mesh.parallel.fsdp and any(bucket.is_sharded for bucket in self.buckets)
 
     def allocate(self, device: torch.device) -> None:
         """Allocate all parameters and buffers, and register the parameters in their modules."""
@@ -186,7 +187,7 @@ class ShardedParameters:
         if root is not None and layers:
             root.forward_next = layers[0][1]
         if root is not None:
-            self._model_part.register_forward_pre_hook(lambda *_: self._before_forward(root), prepend=True)
+            self._model_part.register_forward_pre_hook(lambda *_: self._gather(root, root.forward_next), prepend=True)
         for layer, unit in layers:
             is_last = unit is layers[-1][1] and self._model_part.last
             layer.register_forward_pre_hook(lambda _layer, args, unit=unit: self._enter(unit, args), prepend=True)
@@ -195,21 +196,16 @@ class ShardedParameters:
             )
 
     def _enter(self, unit: Unit, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self._before_forward(unit)
+        self._gather(unit, unit.forward_next)
         return _CallInBackward.apply(args[0], lambda: self._after_backward(unit)), *args[1:]
 
     def _leave(self, unit: Unit, out: Tensor, keep: bool) -> Tensor:
         if not (keep and torch.is_grad_enabled()):  # the backward pass of the last layer comes next
             unit.free()
-        return _CallInBackward.apply(out, lambda: self._before_backward(unit))
-
-    def _before_forward(self, unit: Unit) -> None:
-        self._gather(unit, unit.forward_next)
-
-    def _before_backward(self, unit: Unit) -> None:
-        self._gather(unit, unit.backward_next)
+        return _CallInBackward.apply(out, lambda: self._gather(unit, unit.backward_next))
 
     def _gather(self, unit: Unit, following: Unit | None) -> None:
+        """Gather a unit before it computes, and start with the following one."""
         overlap = self._mesh.parallel.overlap_gather
         unit.start_gather(self._stream, overlap)
         unit.wait_gather(self._stream)
@@ -314,11 +310,6 @@ def _unit_name(name: str) -> str:
     """Return `layers.3` of a parameter in a layer, and an empty name of any other."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else ""
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def sharded_parameters(model_part: nn.Module) -> ShardedParameters:

@@ -123,8 +123,7 @@ class Pipeline:
 
     def _reduce_tied_gradient(self, bucket: Bucket) -> None:
         """Sum the gradient of the tied matrix, alone in its bucket, over the first and the last stage."""
-        gradient = bucket.grad_shard
-        assert gradient is not None
+        gradient = bucket.reduced_grad
         peer_gradient = torch.empty_like(gradient)
         group, peer = self._mesh.submesh("pp").get_group(), self._mesh.size("pp") - 1 if self._first else 0
         transfers = [
