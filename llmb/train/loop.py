@@ -120,6 +120,9 @@ def train_step(job: TrainJob, model_parts: ModelParts, optimizer: Optimizer, ste
         if not overflowed:
             return mean, norm
         optimizer.repeat()
+        for scaling in (model_part.fp8_scaling for model_part in model_parts):
+            if scaling is not None:
+                scaling.restart_step()
         growth = grow_capacity(dispatchers, job.mesh.size("ep"))
         if job.graph is not None:
             job.graph.reset()

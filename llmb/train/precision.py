@@ -189,8 +189,9 @@ def amax_reduction(mesh: Mesh, recipe: str) -> ReduceMax | None:
     Delayed scales are those of all tokens of a step. Current ones are those of a micro-batch, which is on the ranks of
     cp and tp.
     """
-    sharing = mesh.replicas if recipe == "tensorwise_delayed" else mesh.dense and mesh.submesh("cp")
-    meshes = [] if sharing is None else [sharing, mesh.submesh("tp")]
+    if mesh.dense is None or mesh.stage is None:
+        return None
+    meshes = [mesh.stage] if recipe == "tensorwise_delayed" else [mesh.submesh("cp"), mesh.submesh("tp")]
     groups = [each.get_group() for each in meshes if each.size() > 1]
     return partial(_all_reduce_max, groups) if groups else None
 

@@ -56,6 +56,16 @@ def test_old_steps_leave_the_history() -> None:
     torch.testing.assert_close(ranges, [MARGIN * magnitude for magnitude in (8.0, 8.0, 8.0, 4.0, 2.0)])
 
 
+def test_repeated_step_forgets_its_first_attempt() -> None:
+    scales = new()
+    step(scales, x=3.0)
+    (scale_amax,) = scales.scale_amax_of("x", measure=must_not_measure)
+    quantize_fp8(torch.full((2, 2), 100.0), scale_amax)
+    scales.restart_step()
+    step(scales, x=4.0)
+    assert close(step(scales, x=1.0), x=4.0)
+
+
 def test_all_chunks_of_a_step_share_one_scale() -> None:
     scales, used = new(), []
     for magnitude, is_first in ((1.0, True), (5.0, False), (2.0, False)):

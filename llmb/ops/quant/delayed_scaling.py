@@ -79,6 +79,10 @@ class DelayedScaling:
         self._amax_T.zero_()
         self._scales_T.copy_(_delayed_scales(self._history_HT.amax(0), self._factors_T))
 
+    def restart_step(self) -> None:
+        """Forget the amaxes of this step, which is repeated."""
+        self._amax_T.zero_()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return for each name its scale, 0 if not measured yet, its amax in this step and the history, oldest first.
 
@@ -125,6 +129,9 @@ class CurrentScaling:
 
     def update(self) -> None:
         """End a step, of which nothing is kept."""
+
+    def restart_step(self) -> None:
+        """Begin a step again, of which nothing was kept."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return no state."""
