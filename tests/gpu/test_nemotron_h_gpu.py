@@ -1,6 +1,7 @@
 """Nemotron-H on a GPU: kernels against the recurrence, the model against the CPU, layers of 8B train."""
 
 import copy
+import gc
 import json
 import math
 import warnings
@@ -174,6 +175,7 @@ def test_nemotron_h_in_bf16_matches_fp32_on_the_cpu() -> None:
 def steps_and_end(config: RunConfig, folder: Path) -> tuple[list[StepDone], RunEnded]:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(to_plain(config)))
+    gc.collect()  # the previous run
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     run(folder / "config.json", EventRecorder(folder, 0))

@@ -1,16 +1,13 @@
-"""Scales from the amax history, or from the tensor itself; over ranks those of one process."""
+"""Scales from the amax history, or from the tensor itself; over ranks: tests/train/test_sharded_scaling.py."""
 
 import math
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from forked_ranks import on_ranks
-from torch import Tensor
 
 from llmb.ops.quant.activation_quant import E4M3
-from llmb.ops.quant.delayed_scaling import MARGIN, CurrentScaling, DelayedScaling, Scaling
+from llmb.ops.quant.delayed_scaling import MARGIN, CurrentScaling, DelayedScaling
 from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax, quantize_fp8, tensor_scale
 
 CPU = torch.device("cpu")
@@ -181,36 +178,3 @@ def test_state_of_two_parts_loads_into_one_and_back() -> None:
     loaded.scale_amax_of(*names[:3], measure=must_not_measure)
     with pytest.raises(AssertionError, match="known"):
         loaded.scale_amax_of(names[3], measure=must_not_measure)
-
-
-def sharded_scales(rank: int, kind: type[Scaling], ranks: int) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Return the scales of each step and the state: each rank has some columns of every tensor."""
-    reduce_max = None
-    if ranks > 1:
-        dist.init_process_group("gloo")
-        reduce_max = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
-    scales = kind({"x": E4M3, "w": E4M3, "dx": E5M2}, CPU, reduce_max)
-    generator, used = torch.Generator().manual_seed(0), []
-    for step in range(4):
-        for name in ("x", "w", "dx"):
-            whole = torch.randn(8, 32, generator=generator) * 10.0**step
-            if (step, name) == (3, "dx"):
-                whole[0, 0] = math.nan  # of the first rank only
-            shard = whole.chunk(ranks, dim=1)[rank].contiguous()
-            (scale_amax,) = scales.scale_amax_of(name, measure=partial(quantize_fp8, shard))
-            quantize_fp8(shard, scale_amax)
-            used.append(scale_amax.scale.item())
-        if step < 3:
-            scales.update()
-    return used, scales.state_dict()
-
-
-@pytest.mark.parametrize("kind", [DelayedScaling, CurrentScaling])
-def test_ranks_have_the_scales_of_one_process(kind: type[Scaling]) -> None:
-    used, state = sharded_scales(0, kind, 1)
-    for rank_used, rank_state in on_ranks(2, sharded_scales, kind, 2):
-        torch.testing.assert_close(rank_used, used, rtol=0, atol=0, equal_nan=True)
-        assert rank_state.keys() == state.keys()
-        for name, tensor in state.items():
-            torch.testing.assert_close(rank_state[name], tensor, rtol=0, atol=0, equal_nan=True)
-    assert math.isnan(used[-1]) == (kind is CurrentScaling)

@@ -1,12 +1,9 @@
 """fp8 linear layers: the emulation has the numbers of the plain reference, and the error is that of the dtypes."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from forked_ranks import on_ranks
 from torch import Tensor
 
 from llmb.ops.gemm.fp8_linear import OperandNames, activation_to_fp8, fits_fp8, fp8_linear, fp8_linear_reference
@@ -160,32 +157,6 @@ def test_delayed_scaling_takes_the_scales_of_earlier_steps(shape: tuple[int, int
         for name, a, b in zip(("out", "grad of x", "grad of weight"), actual, expected, strict=True):
             assert torch.equal(a, b) or (a.dtype == torch.float32 and relative_error(a, b) < 1e-7), name
         scaling.update()
-
-
-def sharded_results(rank: int, ranks: int, kind: type[Scaling]) -> list[list[Tensor]]:
-    """Return outputs and gradients of two steps of a column-parallel layer: each rank has some rows of the weight."""
-    reduce_max = None
-    if ranks > 1:
-        dist.init_process_group("gloo")
-        reduce_max = partial(dist.all_reduce, op=dist.ReduceOp.MAX)
-    scaling, steps = kind(NAMES.dtypes, torch.device("cpu"), reduce_max), []
-    for step in range(3):
-        x, weight, grad = operands(32, 48, 64)
-        weight = (weight.detach() * (1 + torch.arange(64)[:, None]) * (1 + step)).chunk(ranks)[rank].requires_grad_()
-        steps.append([*results(x, weight, grad.chunk(ranks, dim=1)[rank].contiguous(), scaling)])
-        scaling.update()
-    return [[t.detach() for t in step] for step in steps]
-
-
-@pytest.mark.parametrize("kind", [DelayedScaling, CurrentScaling])
-def test_ranks_of_a_sharded_weight_round_as_one_process(kind: type[Scaling]) -> None:
-    whole = sharded_results(0, 1, kind)
-    ranks = on_ranks(2, sharded_results, 2, kind)
-    for (out, _, grad_weight), *shards in zip(whole, *ranks, strict=True):
-        assert torch.equal(torch.cat([shard[0] for shard in shards], dim=1), out)
-        assert torch.equal(torch.cat([shard[2] for shard in shards]), grad_weight)
-    (_, grad_x, _), *shards = (steps[-1] for steps in (whole, *ranks))
-    assert relative_error(sum(shard[1] for shard in shards), grad_x) < 0.01  # a sum of two bf16 numbers
 
 
 @pytest.mark.parametrize("has_main_grad", [False, True])
