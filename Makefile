@@ -45,7 +45,7 @@ test-all: test
 # or take most of its memory run alone.
 test-gpu: $(VENV)/test
 	$(PYTEST) -n 6 --dist loadfile --no-loadscope-reorder -m "not exclusive and not nightly" tests/gpu tests/ops
-	$(PYTEST) -m "exclusive and not nightly" tests/gpu
+	$(PYTEST) -m "exclusive and not nightly" tests/gpu tests/ops
 
 test-gpu-all: test-gpu
 	$(PYTEST) -m nightly tests/gpu

@@ -6,8 +6,13 @@
 
 A case builds positional and keyword arguments from a generator on the CPU. It is called once for each implementation
 and must give both the same tensors, so buffers to be written are filled, never `torch.empty`.
+
+`full_size_cases` have the sizes of published models, for a GPU (test_full_size_ops.py): the reference computes in fp64.
 """
 
+import importlib
+import math
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +35,8 @@ class OpCase:
     params: tuple[Any, ...]
     tolerance: float  # relative to the largest magnitude of a tensor (fp8: rare neighbours); 0 means the same bits
     scratch: tuple[int, ...]  # positions of arguments whose contents are undefined after the call
+    full_size: bool = False  # on a GPU only, where the tolerance is relative to the norm of a tensor
+    exact: torch.dtype | None = None  # dtype in which the reference gets its arguments; None: as they are
 
     @property
     def id(self) -> str:
@@ -51,8 +58,45 @@ def cases(
     return register
 
 
+def all_cases(full_size: bool) -> list[OpCase]:
+    """Return the cases of all modules of this package."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return [case for op_cases in OP_CASES.values() for case in op_cases if case.full_size == full_size]
+
+
+def full_size_cases(
+    op: Op[..., Any],
+    *params: tuple[Any, ...],
+    tolerance: float,
+    exact: torch.dtype | None = torch.float64,
+    scratch: tuple[int, ...] = (),
+) -> Callable[[Callable[..., Arguments]], Callable[..., Arguments]]:
+    """Register cases of full size. bf16 and fp8 tensors may have the error of being rounded once in addition."""
+
+    def register(build: Callable[..., Arguments]) -> Callable[..., Arguments]:
+        OP_CASES.setdefault(op.name, []).extend(OpCase(op, build, p, tolerance, scratch, True, exact) for p in params)
+        return build
+
+    return register
+
+
+PERIOD = 1_000_003  # larger tensors repeat their numbers after a prime, so that no two rows are alike
+
+
 def randn(
     generator: torch.Generator, device: torch.device, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1
 ) -> Tensor:
     """Return normally distributed numbers, the same on every device."""
-    return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+    count = math.prod(shape)
+    if count <= PERIOD:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+    numbers = (torch.randn(PERIOD, generator=generator) * scale).to(device)
+    return numbers.repeat(-(-count // PERIOD))[:count].view(shape).to(dtype)
+
+
+def in_wider_rows(x: Tensor) -> Tensor:
+    """Return the same numbers as a slice of wider rows, which no kernel may touch beside it."""
+    rows = torch.full((*x.shape[:-1], x.shape[-1] + 24), 7.0, device=x.device).to(x.dtype)
+    rows[..., 8:-16] = x
+    return rows[..., 8:-16]

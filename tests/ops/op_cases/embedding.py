@@ -4,7 +4,7 @@ import torch
 from torch import Generator, bfloat16, device, dtype, float32
 
 from llmb.ops.embedding.embedding import embedding_backward_, embedding_gather_, sort_tokens
-from op_cases import Arguments, cases, randn
+from op_cases import Arguments, cases, in_wider_rows, randn
 
 
 # tokens, vocabulary, first row and rows of the shard, channels
@@ -15,7 +15,7 @@ def gather(
     g: Generator, d: device, n: int, vocab: int, first: int, rows: int, c: int, dtype: dtype = float32
 ) -> Arguments:
     tokens, weight = torch.randint(vocab, (n,), generator=g).to(d), randn(g, d, rows, c, dtype=dtype)
-    return (tokens, weight, first, torch.full((n, c), 7.0, dtype=dtype, device=d)), {}
+    return (tokens, weight, first, in_wider_rows(torch.full((n, c), 7.0, dtype=dtype, device=d))), {}
 
 
 @cases(
@@ -25,5 +25,5 @@ def gather(
 def backward(
     g: Generator, d: device, n: int, vocab: int, first: int, rows: int, c: int, accumulate: bool, dtype: dtype = float32
 ) -> Arguments:
-    tokens, dout = torch.randint(vocab, (n,), generator=g).to(d), randn(g, d, n, c, dtype=dtype)
+    tokens, dout = torch.randint(vocab, (n,), generator=g).to(d), in_wider_rows(randn(g, d, n, c, dtype=dtype))
     return (dout, sort_tokens(tokens), randn(g, d, rows, c, dtype=dtype), first, accumulate), {}

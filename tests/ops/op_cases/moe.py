@@ -12,7 +12,7 @@ from llmb.ops.moe.fused_moe import Routing, fused_moe
 from llmb.ops.moe.permute import permute, sort_by_expert, unpermute, unpermute_backward
 from llmb.ops.moe.router import route
 from llmb.ops.quant.activation_quant import quantize_activation
-from op_cases import Arguments, cases, randn
+from op_cases import Arguments, cases, full_size_cases, randn
 
 ROUTING_RULES = {
     "grouped sigmoid": MoEConfig(count=256, top_k=8, ffn=1, groups=8, top_groups=4, score="sigmoid", scale=2.5),
@@ -26,6 +26,13 @@ PERMUTATIONS = (
     *((13, 1, 4, 64), (37, 8, 16, 96), (11, 3, 5, 53), (5, 2, 3, 1100), (1, 4, 9, 32), (6, 2, 2, 1)),
     (9, 3, 4, 40, 5),
 )
+
+
+FULL_SIZE = {  # DeepSeek, Grok, an expert for each token, one token, odd
+    "tokens": ((65536, 8, 256), (8192, 2, 8), (4099, 1, 32), (1, 8, 256)),
+    "rows": ((1025, 8, 256, 7168), (515, 2, 8, 6144), (300, 1, 4, 4096), (1, 8, 16, 7168), (77, 3, 5, 1001)),
+}
+FLOATS = (torch.float32, torch.bfloat16)
 
 
 def uneven_topk_ids(g: Generator, d: device, tokens: int, top_k: int, experts: int) -> Tensor:
@@ -44,11 +51,15 @@ def row_map(g: Generator, d: device, tokens: int, top_k: int, experts: int, drop
 
 
 @cases(sort_by_expert, *(shape[:3] for shape in PERMUTATIONS), (0, 2, 3), (300, 2, 5), (50, 8, 256), tolerance=0)
+@full_size_cases(sort_by_expert, *FULL_SIZE["tokens"], tolerance=0, exact=None)
 def pairs(g: Generator, d: device, tokens: int, top_k: int, experts: int) -> Arguments:
     return (uneven_topk_ids(g, d, tokens, top_k, experts), experts), {}
 
 
 @cases(permute, *((dtype, *shape) for dtype in (torch.float32, torch.bfloat16) for shape in PERMUTATIONS), tolerance=0)
+@full_size_cases(
+    permute, *((dtype, *shape) for dtype in FLOATS for shape in FULL_SIZE["rows"]), tolerance=0, exact=None
+)
 def tokens_to_rows(
     g: Generator, d: device, dtype: torch.dtype, tokens: int, top_k: int, experts: int, channels: int, dropped: int = 0
 ) -> Arguments:
@@ -57,22 +68,33 @@ def tokens_to_rows(
 
 
 @cases(unpermute, *((*flags, *shape) for shape in PERMUTATIONS for flags in ((0, 0), (1, 0), (1, 1))), tolerance=1e-5)
+@cases(unpermute, *((1, 1, *shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:6]), tolerance=2**-7)
+@full_size_cases(
+    unpermute,
+    *((*flags, *shape, 0, dtype) for flags in ((0, 0), (1, 1)) for shape in FULL_SIZE["rows"] for dtype in FLOATS),
+    tolerance=1e-6,
+)
 def rows_to_tokens(
     g: Generator, d: device, weighted: bool, added: bool,
-    tokens: int, top_k: int, experts: int, channels: int, dropped: int = 0,
+    tokens: int, top_k: int, experts: int, channels: int, dropped: int = 0, dtype: torch.dtype = torch.float32,
 ) -> Arguments:  # fmt: skip
     row_map_NK, rows = row_map(g, d, tokens, top_k, experts, dropped)
     weights_NK = randn(g, d, tokens, top_k).abs() if weighted else None
-    addend_NC = randn(g, d, tokens, channels) if added else None
-    return (randn(g, d, rows, channels), row_map_NK, weights_NK, addend_NC), {}
+    addend_NC = randn(g, d, tokens, channels, dtype=dtype) if added else None
+    return (randn(g, d, rows, channels, dtype=dtype), row_map_NK, weights_NK, addend_NC), {}
 
 
 @cases(unpermute_backward, *PERMUTATIONS, tolerance=1e-5)
+@cases(unpermute_backward, *((*shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:6]), tolerance=2**-7)
+@full_size_cases(
+    unpermute_backward, *((*shape, 0, dtype) for shape in FULL_SIZE["rows"] for dtype in FLOATS), tolerance=1e-5
+)
 def token_gradients(
-    g: Generator, d: device, tokens: int, top_k: int, experts: int, channels: int, dropped: int = 0
-) -> Arguments:
+    g: Generator, d: device, tokens: int, top_k: int, experts: int, channels: int, dropped: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Arguments:  # fmt: skip
     row_map_NK, rows = row_map(g, d, tokens, top_k, experts, dropped)
-    dout_NC, rows_MC = randn(g, d, tokens, channels), randn(g, d, rows, channels)
+    dout_NC, rows_MC = randn(g, d, tokens, channels, dtype=dtype), randn(g, d, rows, channels, dtype=dtype)
     return (dout_NC, rows_MC, row_map_NK, randn(g, d, tokens, top_k).abs()), {}
 
 
@@ -91,14 +113,27 @@ def received_rows(g: Generator, d: device, ranks: int, experts: int, rows: int) 
     return (ends_BE.to(d), ranks * rows), {}
 
 
-@cases(fused_moe, (1, "plain"), (17, "plain"), (3, "nvfp4"), (17, "nvfp4"), tolerance=1e-5)
+@cases(fused_moe, (1, "plain"), (17, "plain"), (0, "plain"), (3, "nvfp4"), (17, "nvfp4"), tolerance=1e-5)
+@cases(fused_moe, (7, "plain", 48, 80), (7, "nvfp4", 48, 80), tolerance=1e-5)  # partial blocks
 @cases(fused_moe, (1, "per_token"), (3, "per_token"), (3, "1x128"), tolerance=5e-3)
-def routed_tokens(g: Generator, d: device, tokens: int, expert_format: ExpertFormat) -> Arguments:
-    gate_up, down = (expert_weights(g, d, shape, expert_format) for shape in ((5, 256, 256), (5, 256, 128)))
+@cases(fused_moe, (17, "per_token"), (17, "1x128"), tolerance=1e-2)
+def routed_tokens(
+    g: Generator, d: device, tokens: int, expert_format: ExpertFormat, hidden: int = 256, ffn: int = 128
+) -> Arguments:
+    gate_up = expert_weights(g, d, (5, 2 * ffn, hidden), expert_format)
+    down = expert_weights(g, d, (5, hidden, ffn), expert_format)
     weights_NK = torch.rand(tokens, 2, generator=g).to(d)
     routing = Routing(weights_NK, uneven_topk_ids(g, d, tokens, 2, 5), experts=5)
-    x = quantize_activation.reference(randn(g, d, tokens, 256), gate_up.quant_format)
-    return (x, routing, gate_up, down, "silu", torch.float32), {}
+    x = quantize_activation.reference(randn(g, d, tokens, hidden), gate_up.quant_format)
+    return (x, routing, gate_up, down, "silu" if hidden == 256 else "gelu", torch.float32), {}
+
+
+@cases(fused_moe, tolerance=1e-5)
+def tokens_routed_twice_to_one_expert(g: Generator, d: device) -> Arguments:
+    """No router selects this, but a row of padding may hold anything."""
+    routing = Routing(torch.rand(20, 2, generator=g).to(d), torch.zeros(20, 2, dtype=torch.int64, device=d), 8)
+    gate_up, down = (expert_weights(g, d, shape, "plain") for shape in ((1, 64, 32), (1, 32, 32)))
+    return (randn(g, d, 20, 32), routing, gate_up, down, "silu", torch.float32), {}
 
 
 def expert_weights(g: Generator, d: device, shape: tuple[int, int, int], expert_format: ExpertFormat) -> ExpertWeights:

@@ -6,7 +6,7 @@ from torch import Generator, Tensor, bfloat16, device, dtype, float32
 from llmb.ops.quant.activation_quant import E4M3, QuantFormat, quantize_activation
 from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax, padded_tokens, quantize_fp8
 from llmb.ops.quant.group_quant import GroupedFp8, group_offsets, padded_columns, quantize_groups_, weight_group_offsets
-from op_cases import Arguments, cases, randn
+from op_cases import Arguments, cases, full_size_cases, in_wider_rows, randn
 
 FP8_FORMATS: tuple[QuantFormat, ...] = ("per_token", "1x128")
 
@@ -30,6 +30,11 @@ def fp8_layouts(d: device, n: int, k: int, which: str, dtype: dtype = E4M3) -> t
     quantize_activation, *((f, n, k) for f in FP8_FORMATS for n, k in ((1, 128), (5, 384), (3, 1024))), tolerance=1e-6
 )
 @cases(quantize_activation, ("per_token", 4, 100, 0.0), ("1x128", 2, 256, 0.0, bfloat16), tolerance=1e-6)
+@cases(quantize_activation, ("per_token", 0, 128), tolerance=0)
+@full_size_cases(
+    quantize_activation, *((f, n, k, 1, bfloat16) for f in FP8_FORMATS for n, k in ((1, 7168), (37, 4096))),
+    tolerance=0.02, exact=None,
+)  # fmt: skip
 def activation(
     g: Generator, d: device, quant_format: QuantFormat, n: int, k: int, scale: float = 1, dtype: dtype = float32
 ) -> Arguments:
@@ -41,9 +46,17 @@ def activation(
     *((n, k, "rc", E4M3) for n, k in ((128, 64), (130, 70), (16, 200), (5, 3), (1, 1), (257, 16))),
     *((130, 70, "rc", E5M2, 1e4), (16, 200, "rc", E4M3, 1e30), (5, 3, "rc", E5M2, 0.0)),
     (40, 24, "rc", E4M3, 1, float32),
-    *((40, 24, "r", E4M3), (40, 24, "c", E5M2), (40, 24, "", E4M3)),
+    *((40, 24, "r", E4M3), (40, 24, "c", E5M2), (40, 24, "", E4M3), (0, 16, "rc", E4M3)),
     tolerance=0,
 )  # fmt: skip
+@full_size_cases(
+    quantize_fp8,
+    *((n, k, "rc", fp8, 60) for n, k in ((16384, 4096), (4099, 6144), (1, 4096), (300, 100)) for fp8 in (E4M3, E5M2)),
+    *((28672, 1000, which, fp8, 60) for which in ("rc", "r", "c") for fp8 in (E4M3, E5M2)),
+    *((1000, 4096, "rc", E4M3, 60, float32), (4096, 1040, "rc", E5M2, 60, float32)),
+    tolerance=0,
+    exact=None,
+)
 def matrix(
     g: Generator, d: device, n: int, k: int, which: str, fp8: dtype, scale: float = 1, dtype: dtype = bfloat16
 ) -> Arguments:
@@ -51,21 +64,48 @@ def matrix(
     return (x, scale_amax(d, 0.37), *fp8_layouts(d, n, k, which, fp8)), {}
 
 
+@cases(quantize_fp8, (6, 24), tolerance=0)
+def matrix_inside_wider_rows(g: Generator, d: device, n: int, k: int) -> Arguments:
+    rows, columns = fp8_layouts(d, n, k, "rc")
+    return (in_wider_rows(randn(g, d, n, k, dtype=bfloat16)), scale_amax(d, 0.02), in_wider_rows(rows), columns), {}
+
+
+@cases(quantize_fp8, (128, 48, E4M3), (100, 48, E5M2), tolerance=0)
+def columns_of_gathered_rows(g: Generator, d: device, n: int, k: int, fp8: dtype) -> Arguments:
+    """Tensor-parallel ranks gather rows in fp8 and transpose them."""
+    return (randn(g, d, n, k, dtype=fp8), scale_amax(d, 1.0, None), None, fp8_layouts(d, n, k, "c", fp8)[1]), {}
+
+
 @cases(quantize_fp8, (80, 48, "rc"), (17, 30, "r"), (64, 144, "c"), tolerance=0)
 def without_amax(g: Generator, d: device, n: int, k: int, which: str) -> Arguments:
     return (randn(g, d, n, k), scale_amax(d, 0.01, None), *fp8_layouts(d, n, k, which)), {}
 
 
+MANY_GROUPS = [n % 37 for n in range(64)]
+FULL_SIZE_GROUPS = ([512, 512], [1, 0, 700, 323], [0, 130, 0, 0, 71, 0], MANY_GROUPS, [3, 0, 0, 0, 0, 0, 0, 2])
+
+
 @cases(quantize_groups_, ([1, 0, 40, 23], 48, "rc"), ([300, 0, 1, 129, 128, 127], 80, "rc"), tolerance=0)
-@cases(quantize_groups_, ([16, 32, 16], 48, "r"), ([0, 0, 5], 33, "c"), tolerance=0)
-def groups(g: Generator, d: device, sizes: list[int], k: int, which: str) -> Arguments:
+@cases(quantize_groups_, ([16, 32, 16], 48, "r"), ([0, 0, 5], 33, "c"), ([64], 48, "rc"), tolerance=0)
+@cases(
+    quantize_groups_, *(([300, 0, 1, 129, 128, 127], 48, which, bfloat16) for which in ("rc", "r", "c")), tolerance=0
+)
+@full_size_cases(
+    quantize_groups_,
+    *((sizes, k, "rc", t) for sizes in FULL_SIZE_GROUPS for k, t in ((512, float32), (2048, bfloat16))),
+    tolerance=0,
+    exact=None,
+)
+def groups(g: Generator, d: device, sizes: list[int], k: int, which: str, dtype: dtype = float32) -> Arguments:
     n, ends_E = sum(sizes), torch.tensor(sizes, dtype=torch.int32, device=d).cumsum(0, dtype=torch.int32)
-    return (randn(g, d, n, k), group_offsets(ends_E, n), _grouped(d, n, k, len(sizes), which)), {}
+    x = randn(g, d, n, k, dtype=dtype) * 10 ** randn(g, d, n, 1, dtype=dtype)  # rows differ, as those of gradients do
+    return (x, group_offsets(ends_E, n), _grouped(d, n, k, len(sizes), which)), {}
 
 
-@cases(quantize_groups_, (3, 64, 48), (2, 16, 144), tolerance=0)
-def expert_weights(g: Generator, d: device, e: int, o: int, i: int) -> Arguments:
-    weight_EOI, out = randn(g, d, e, o, i), _grouped(d, e * o, i, e, "rc")
+@cases(quantize_groups_, (3, 64, 48), (2, 16, 144), (3, 160, 48, bfloat16), tolerance=0)
+@full_size_cases(quantize_groups_, (3, 336, 1040), (3, 336, 1040, bfloat16), tolerance=0, exact=None)
+def expert_weights(g: Generator, d: device, e: int, o: int, i: int, dtype: dtype = float32) -> Arguments:
+    weight_EOI, out = randn(g, d, e, o, i, dtype=dtype), _grouped(d, e * o, i, e, "rc")
     out = out._replace(columns=fp8_full(d, e, i, o))
     return (weight_EOI.flatten(0, 1), weight_group_offsets(weight_EOI), out), {}
 

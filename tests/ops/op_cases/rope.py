@@ -5,7 +5,7 @@ from torch import Generator, Tensor, bfloat16, device, dtype, float32
 
 from llmb.ops.rope.mla_rope import mla_rope_keys, mla_rope_queries
 from llmb.ops.rope.rope import apply_rope_out
-from op_cases import Arguments, cases, randn
+from op_cases import Arguments, cases, full_size_cases, randn
 
 
 def tables(g: Generator, d: device, tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
@@ -14,7 +14,9 @@ def tables(g: Generator, d: device, tokens: int, pairs: int) -> tuple[Tensor, Te
 
 
 @cases(apply_rope_out, (3, 2, 8), (5, 1, 6, True), (2, 17, 64), (1, 24, 10, True), tolerance=2e-6)
-@cases(apply_rope_out, (4, 3, 16, False, bfloat16), (4, 3, 16, True, bfloat16), tolerance=2**-7)
+@cases(apply_rope_out, (4, 3, 16, False, bfloat16), (4, 3, 16, True, bfloat16), (0, 3, 32), tolerance=2**-7)
+@full_size_cases(apply_rope_out, *((4097, 40, 128, inverse, bfloat16) for inverse in (False, True)), tolerance=1e-6)
+@full_size_cases(apply_rope_out, (4097, 8, 128, False, bfloat16), (4097, 20, 96, True), tolerance=1e-6)
 def heads(
     g: Generator, d: device, n: int, h: int, width: int, inverse: bool = False, dtype: dtype = float32
 ) -> Arguments:
@@ -23,16 +25,17 @@ def heads(
     return (out, rows[:, 1:-1], *tables(g, d, n, width // 2), inverse), {}  # heads inside wider rows
 
 
-@cases(apply_rope_out, (3, 2, 8), tolerance=2e-6)
-def over_itself(g: Generator, d: device, n: int, h: int, width: int) -> Arguments:
-    x = randn(g, d, n, h, width)
-    return (x, x, *tables(g, d, n, width // 2)), {}
+@cases(apply_rope_out, (3, 2, 8), (1, 1, 2), (5, 5, 64, True), (2, 20, 96), (4, 40, 16, True), tolerance=2e-6)
+def over_itself(g: Generator, d: device, n: int, h: int, width: int, inverse: bool = False) -> Arguments:
+    x, table = randn(g, d, n, h + 2, width)[:, 1:-1], torch.cat(tables(g, d, n, width // 2), dim=1)
+    return (x, x, *table.chunk(2, dim=1), inverse), {}  # rows of the tables have a stride
 
 
 # B sequences, T tokens, H heads, nope channels, rope channels
 @cases(mla_rope_queries, (2, 5, 3, 8, 4), (1, 1, 1, 16, 2), (1, 3, 40, 12, 10), (1, 2, 16, 128, 64), tolerance=1e-5)
-def queries(g: Generator, d: device, b: int, t: int, h: int, nope: int, rope: int) -> Arguments:
-    return (randn(g, d, b, t, h, nope + rope).requires_grad_(), *tables(g, d, t, rope // 2)), {}
+@cases(mla_rope_queries, (2, 7, 16, 128, 64, bfloat16), tolerance=2**-7)
+def queries(g: Generator, d: device, b: int, t: int, h: int, nope: int, rope: int, dtype: dtype = float32) -> Arguments:
+    return (randn(g, d, b, t, h, nope + rope, dtype=dtype).requires_grad_(), *tables(g, d, t, rope // 2)), {}
 
 
 @cases(
@@ -43,6 +46,9 @@ def queries(g: Generator, d: device, b: int, t: int, h: int, nope: int, rope: in
     (1, 2, 16, 128, 64, 128),
     tolerance=1e-5,
 )
-def keys(g: Generator, d: device, b: int, t: int, h: int, nope: int, rope: int, value: int) -> Arguments:
-    kv, key = randn(g, d, b, t, h, nope + value).requires_grad_(), randn(g, d, b, t, rope).requires_grad_()
+@cases(mla_rope_keys, (2, 7, 16, 128, 64, 128, bfloat16), tolerance=2**-7)
+def keys(
+    g: Generator, d: device, b: int, t: int, h: int, nope: int, rope: int, value: int, dtype: dtype = float32
+) -> Arguments:
+    kv, key = (randn(g, d, b, t, *shape, dtype=dtype).requires_grad_() for shape in ((h, nope + value), (rope,)))
     return (kv, key, *tables(g, d, t, rope // 2), nope), {}
