@@ -15,6 +15,8 @@ from llmb.ops.rope.rope import apply_rope
 from llmb.ops.rope.rope_autograd import fused_rope
 
 EPS = 1e-5
+FP32, BF16 = torch.float32, torch.bfloat16
+TOLERANCES = {FP32: 2e-5, BF16: 0.01}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -36,10 +38,10 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], tolerance: float =
         assert (a.double() - b.double()).norm() <= tolerance * b.double().norm() + 1e-30
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 1e3])
+@pytest.mark.parametrize(("scale", "dtype"), [(0.0, FP32), (1.0, FP32), (1e3, FP32), (1.0, BF16)])
 @pytest.mark.usefixtures("implementation")
-def test_rms_norm_with_residual(scale: float) -> None:
-    x, weight, grad = randn(2, 3, 20) * scale, randn(20), randn(2, 3, 20, seed=1)
+def test_rms_norm_with_residual(scale: float, dtype: torch.dtype) -> None:
+    x, weight, grad = randn(2, 3, 20, dtype=dtype) * scale, randn(20), randn(2, 3, 20, seed=1)
 
     def fused(x: Tensor, weight: Tensor) -> Tensor:
         normed, residual = rms_norm_with_residual(x, weight, EPS)
@@ -48,7 +50,7 @@ def test_rms_norm_with_residual(scale: float) -> None:
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         return x + F.rms_norm(x, (20,), weight, EPS).sin()
 
-    assert_same(with_grads(fused, grad, x, weight), with_grads(plain, grad, x, weight))
+    assert_same(with_grads(fused, grad, x, weight), with_grads(plain, grad, x.float(), weight), TOLERANCES[dtype])
 
 
 @pytest.mark.usefixtures("implementation")
@@ -69,15 +71,17 @@ def test_norm_of_strided_rows_and_of_strided_channels() -> None:
         assert_same(actual, with_grads(lambda x, weight: F.rms_norm(x, (12,), weight, EPS), grad, x, weight))
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("layout", ["tokens first", "heads first"])
 @pytest.mark.usefixtures("implementation")
-def test_rope_of_several_sequences(layout: str) -> None:
+def test_rope_of_several_sequences(layout: str, dtype: torch.dtype) -> None:
     angle = randn(5, 4) * 100
-    x, grad = randn(2, 5, 3, 8), randn(2, 5, 3, 8, seed=1)
+    x, grad = randn(2, 5, 3, 8, dtype=dtype), randn(2, 5, 3, 8, seed=1, dtype=dtype)
     if layout == "heads first":  # as attention leaves its gradients
         x, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (x, grad))
     actual = with_grads(lambda x: fused_rope(x, angle.cos(), angle.sin()), grad, x)
-    assert_same(actual, with_grads(lambda x: apply_rope(x, angle.cos(), angle.sin()), grad, x))
+    expected = with_grads(lambda x: apply_rope(x, angle.cos(), angle.sin()), grad, x.float())
+    assert_same(actual, expected, TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])
@@ -130,25 +134,6 @@ def test_gradients_of_micro_batches_accumulate_in_place(dtype: torch.dtype) -> N
     assert_same([weight.grad], [total])
 
 
-def test_bf16_weight_with_fp32_gradient() -> None:
-    weight = nn.Parameter(randn(6, 4, dtype=torch.bfloat16))
-    weight.grad_dtype = torch.float32
-    x, grad = randn(5, 4, dtype=torch.bfloat16), randn(5, 6, dtype=torch.bfloat16)
-    for micro_batch in range(1, 3):
-        linear(x, weight).backward(grad)
-        assert weight.grad.dtype == torch.float32
-        assert_same([weight.grad], [micro_batch * (grad.float().T @ x.float())])
-
-
-def test_gradients_with_hooks_go_through_autograd() -> None:
-    weight = nn.Parameter(randn(6, 4))
-    grads: list[Tensor] = []
-    weight.register_post_accumulate_grad_hook(lambda parameter: grads.append(parameter.grad.clone()))
-    for _ in range(2):
-        linear(randn(5, 4), weight).sum().backward()
-    assert_same([grads[1]], [2 * grads[0]])
-
-
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize(("shape", "scale"), [((3, 10), 0.0), ((2, 3, 700), 1.0), ((1,), 3.0), ((5, 33), 100.0)])
 @pytest.mark.usefixtures("implementation")
@@ -158,22 +143,3 @@ def test_activations_with_and_without_gate(kind: str, shape: tuple[int, ...], sc
     assert_same(with_grads(lambda x: fused_activation(x, kind), grad, x), with_grads(plain, grad, x))
     actual = with_grads(lambda x, up: fused_activation(x, kind, up), grad, x, up)
     assert_same(actual, with_grads(lambda x, up: plain(x) * up, grad, x, up))
-
-
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-@pytest.mark.usefixtures("implementation")
-def test_activations_of_large_values_and_nan(kind: str) -> None:
-    x = torch.tensor([-1e10, -1e4, 1e4, 1e10, torch.nan], device=DEVICE)
-    ones = torch.ones_like(x)
-    actual = with_grads(lambda x: fused_activation(x, kind), ones, x)
-    for a, b in zip(actual, with_grads(ACTIVATIONS[kind], ones, x), strict=True):
-        torch.testing.assert_close(a, b, equal_nan=True)
-
-
-@pytest.mark.usefixtures("implementation")
-def test_activations_in_bf16_are_rounded_once() -> None:
-    gate, up = randn(4, 50, dtype=torch.bfloat16), randn(4, 50, seed=1, dtype=torch.bfloat16)
-    actual = fused_activation(gate, "silu", up)
-    exact = F.silu(gate.double()) * up.double()
-    assert actual.dtype == torch.bfloat16
-    assert ((actual.double() - exact).abs() <= 2**-7 * exact.abs()).all()  # the interpreter truncates

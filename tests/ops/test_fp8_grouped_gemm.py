@@ -19,7 +19,6 @@ from llmb.ops.quant.group_quant import (
     padded_columns,
     quantize_expert_weights,
     quantize_groups,
-    quantize_groups_,
     weight_group_offsets,
 )
 
@@ -113,44 +112,6 @@ def quantize_groups_in_triton(x: Tensor, groups: GroupOffsets, template: Grouped
     quantized = GroupedFp8(*(None if tensor is None else torch.full_like(tensor, 1.0) for tensor in template))
     quantize_groups_triton_(x, groups, quantized)
     return quantized
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_quantize_kernel_matches_torch_for_every_layout(
-    sizes: list[int], dtype: torch.dtype, device: torch.device
-) -> None:
-    x, _, _ = (tensor.to(device) for tensor in operands(sizes, dtype))
-    groups = group_offsets(ends_of(sizes).to(device), sum(sizes))
-    for formats in ({"rows": True, "columns": True}, {"rows": True}, {"columns": True}):
-        with torch.no_grad():
-            expected = quantize_groups(x, groups, **formats)
-            quantize_groups_.reference(x, groups, expected)
-            assert_equal_formats(
-                quantize_groups_in_triton(x, groups, expected), expected, groups.padded_ends_E[-1].item()
-            )
-
-
-@pytest.mark.slow
-def test_quantize_kernel_on_expert_weights(device: torch.device) -> None:
-    _, weight, _ = (tensor.to(device).detach() for tensor in operands([1, 1, 1]))
-    for matrices in (weight, weight.repeat(1, 2, 1).bfloat16()):  # 80 and 160 rows: less and more than a block
-        expected = quantize_expert_weights(matrices, rows=True, columns=True)
-        quantize_groups_.reference(matrices.flatten(0, 1), weight_group_offsets(matrices), expected)
-        assert_equal_formats(
-            quantize_groups_in_triton(matrices.flatten(0, 1), weight_group_offsets(matrices), expected), expected
-        )
-
-
-def assert_equal_formats(actual: GroupedFp8, expected: GroupedFp8, padded_ends: int | None = None) -> None:
-    for name, tensor, expected_tensor in zip(expected._fields, actual, expected, strict=True):
-        assert (tensor is None) == (expected_tensor is None), name
-        if tensor is not None and tensor.dtype == E4M3:
-            tensor, expected_tensor = (
-                tensor[..., :padded_ends].contiguous().view(torch.uint8) for tensor in (tensor, expected_tensor)
-            )
-        assert tensor is None or torch.equal(tensor, expected_tensor), name
 
 
 @pytest.mark.parametrize("nonfinite", [math.nan, math.inf, -math.inf])
@@ -273,19 +234,6 @@ def test_rows_are_quantized_once_for_gate_and_up(monkeypatch) -> None:
         x.mul_(2)
     assert torch.equal(fp8_grouped_gemm(x, weight, ends), first * 2)
     assert len(casts) == 3
-
-
-@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_dtype_of_the_weight_gradient(grad_dtype: torch.dtype) -> None:
-    x, weight, grad = operands([20, 44])
-    expected = results(x, weight, ends_of([20, 44]), grad)[2]
-    for dtype in (torch.bfloat16, torch.float32):
-        leaf = weight.detach().to(dtype).requires_grad_()
-        leaf.grad_dtype = grad_dtype
-        fp8_grouped_gemm(x, leaf, ends_of([20, 44])).backward(grad)
-        assert leaf.grad.dtype == grad_dtype
-        assert torch.equal(leaf.grad.float(), expected)  # which does not depend on the weight
-    assert results(x, weight * 1, ends_of([20, 44]), grad)[2].dtype == torch.float32, "no leaf: its own dtype"
 
 
 def test_weight_cache_is_refreshed_only_when_the_weight_changes(monkeypatch) -> None:

@@ -157,18 +157,3 @@ def test_delayed_scaling_takes_the_scales_of_earlier_steps(shape: tuple[int, int
         for name, a, b in zip(("out", "grad of x", "grad of weight"), actual, expected, strict=True):
             assert torch.equal(a, b) or (a.dtype == torch.float32 and relative_error(a, b) < 1e-7), name
         scaling.update()
-
-
-@pytest.mark.parametrize("has_main_grad", [False, True])
-def test_gradients_accumulate_in_place(has_main_grad: bool) -> None:
-    x, weight, grad = operands(64, 32, 48)
-    once, main_grad = results(x, weight, grad)[2], torch.full((48, 32), math.nan)
-    if has_main_grad:
-        weight.main_grad = main_grad
-    addresses = set()
-    for micro_batch in (1, 2, 3):
-        fp8_linear(x, weight, CURRENT, NAMES).backward(grad)
-        assert torch.equal(weight.grad, micro_batch * once)
-        assert (weight.grad.data_ptr() == main_grad.data_ptr()) == has_main_grad
-        addresses.add(weight.grad.data_ptr())
-    assert len(addresses) == 1

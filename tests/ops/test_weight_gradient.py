@@ -34,11 +34,16 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def new_weight(name: str, dtype: torch.dtype) -> nn.Parameter:
+def new_weight(name: str, dtype: torch.dtype, grad_dtype: torch.dtype = torch.float32) -> nn.Parameter:
     shape = (2, 32, 32) if "grouped" in name else (32, 32)
     weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype))
-    weight.grad_dtype = torch.float32
+    weight.grad_dtype = grad_dtype
     return weight
+
+
+def add_gradient(name: str, weight: Tensor, micro_batch: int) -> None:
+    x = torch.randn(48, 32, generator=torch.Generator().manual_seed(micro_batch)).bfloat16().requires_grad_()
+    FUNCTIONS[name](x, weight).backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -47,19 +52,44 @@ def test_main_grad_is_written_then_accumulated_into(name: str, dtype: torch.dtyp
     plain, weight = new_weight(name, dtype), new_weight(name, dtype)
     weight.main_grad = torch.full_like(weight, math.nan, dtype=torch.float32)
     for micro_batch in range(3):
-        x = torch.randn(48, 32, generator=torch.Generator().manual_seed(micro_batch)).bfloat16().requires_grad_()
         for each in (plain, weight):
-            FUNCTIONS[name](x, each).backward()
+            add_gradient(name, each, micro_batch)
         assert weight.grad is weight.main_grad
         assert torch.equal(weight.grad, plain.grad)
         assert plain.grad.any()
 
 
-def test_gradients_with_hooks_go_through_autograd() -> None:
-    weight, seen = new_weight("linear", torch.float32), []
-    weight.main_grad = torch.full_like(weight, math.nan)
-    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
-    for _ in range(2):
-        linear(torch.ones(4, 32), weight).sum().backward()
-    assert torch.equal(seen[1], 2 * seen[0])
-    assert weight.main_grad.isnan().all()
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_accumulate_in_place_unless_hooks_see_them(
+    name: str, dtype: torch.dtype, grad_dtype: torch.dtype
+) -> None:
+    weight, hooked = (new_weight(name, dtype, grad_dtype) for _ in range(2))
+    seen: list[Tensor] = []
+    hooked.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    hooked.main_grad = torch.full_like(hooked, math.nan, dtype=grad_dtype)
+    addresses = set()
+    for micro_batch in range(3):
+        for each in (weight, hooked):
+            add_gradient(name, each, micro_batch)
+        addresses.add(weight.grad.data_ptr())
+        assert weight.grad.dtype == seen[micro_batch].dtype == grad_dtype
+        assert_close(weight.grad, seen[micro_batch])
+    assert (len(addresses), len(seen)) == (1, 3)
+    assert hooked.main_grad.isnan().all()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_weight_that_is_not_a_leaf(name: str) -> None:
+    weight, scaled = (new_weight(name, torch.float32) for _ in range(2))
+    scaled.data /= 2
+    for micro_batch in range(2):
+        add_gradient(name, weight, micro_batch)
+        add_gradient(name, scaled * 2, micro_batch)
+    assert_close(scaled.grad, 2 * weight.grad)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-6 if actual.dtype == torch.float32 else 0.01
+    assert (actual.float() - expected.float()).norm() <= tolerance * expected.float().norm()
