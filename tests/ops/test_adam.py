@@ -1,4 +1,4 @@
-"""A step of AdamW in every dtype: against torch.optim, split master weights, stochastic rounding, special values."""
+"""A step of AdamW: against torch.optim, split master weights, stochastic rounding, special values."""
 
 from typing import Any
 
@@ -25,19 +25,17 @@ STATES = {  # dtypes of param, grad, m and v; low bits; rounding
     "fp32": (FP32, FP32, FP32, False, "nearest"),
     "master": (BF16, FP32, FP32, True, "nearest"),
     "stochastic": (BF16, BF16, BF16, False, "stochastic"),
-    "bf16": (BF16, BF16, BF16, False, "nearest"),
-    "mixed": (BF16, FP32, BF16, True, "stochastic"),
 }
 
 
-def state(name: str, n: int, device: torch.device, scale: float = 1.0) -> tuple[list[Tensor | None], Rounding]:
+def state(name: str, n: int, device: torch.device) -> tuple[list[Tensor | None], Rounding]:
     """param, grad, m, v, low."""
     param_dtype, grad_dtype, moment_dtype, has_low, rounding = STATES[name]
     generator = torch.Generator().manual_seed(n)
     param, grad, m = (torch.randn(n, generator=generator) for _ in range(3))
     v = torch.rand(n, generator=generator)
     low = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16) if has_low else None
-    tensors = [param.to(param_dtype), (grad * scale).to(grad_dtype), m.to(moment_dtype), v.to(moment_dtype), low]
+    tensors = [param.to(param_dtype), grad.to(grad_dtype), m.to(moment_dtype), v.to(moment_dtype), low]
     return [None if x is None else x.to(device) for x in tensors], rounding  # type: ignore[return-value]
 
 
@@ -53,16 +51,6 @@ def step_with(
     scalars = adam_scalars(**SETTINGS, step=step, seed=seed)
     getattr(adam_step, implementation)(*tensors, scalars, torch.tensor(factor, device=tensors[0].device), rounding)
     return tensors
-
-
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize(("n", "scale"), [(1024, 0.0), (40, 1e15)])
-def test_kernel_has_the_bits_of_the_reference(name: str, n: int, scale: float, device: torch.device) -> None:
-    tensors, rounding = state(name, n, device, scale)
-    expected, actual = (step_with(implementation, tensors, rounding) for implementation in IMPLEMENTATIONS)
-    for a, b in zip(expected, actual, strict=True):
-        assert (a is None and b is None) or same_bits(a, b)
-    assert not same_bits(expected[0], tensors[0]) or name == "bf16"
 
 
 def test_fp32_matches_torch_adamw() -> None:
@@ -180,3 +168,19 @@ def test_nan_shows_in_the_high_half(implementation: str, device: torch.device) -
     after = step_with(implementation, [param, grad, m, v, low], rounding)
     assert after[0].isnan().tolist() == [False, True, False]
     assert join_master_weight(after[0], after[4]).isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter compiles nothing")
+def test_kernel_is_compiled_once_for_all_steps(device: torch.device) -> None:
+    from llmb.ops.optim.adam_triton import _adam_update
+
+    tensors, _ = state("fp32", 4096, device)
+
+    def compiled_after(lr: float, step: int, seed: int) -> int:
+        scalars = adam_scalars(**SETTINGS | {"lr": lr}, step=step, seed=seed)
+        adam_step.triton(*tensors, scalars, torch.tensor(1.0, device=device), "stochastic")  # type: ignore[arg-type]
+        return sum(len(kernels[0]) for kernels in _adam_update.device_caches.values())
+
+    first, later = compiled_after(1e-3, 1, 0), ((0, 2, 1), (1, 16, 16), (1e-5, 100_000, 2**40))
+    assert all(compiled_after(*values) == first for values in later)

@@ -1,6 +1,5 @@
-"""Embedding lookup and backward over shards of the vocabulary: the reference against torch's own, and kernel blocks."""
+"""Embedding lookup and backward over shards of the vocabulary: the reference against torch's own."""
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -41,22 +40,3 @@ def test_gradient_of_a_frequent_token_is_exact_in_bf16():
     dweight = torch.zeros(1, 8, dtype=torch.bfloat16)
     embedding_backward_(dout, sort_tokens(tokens), dweight, 0, accumulate=False)
     assert dweight.tolist() == [[1000.0] * 8]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("first", "end"), SHARDS)
-def test_kernels_on_rows_of_several_blocks_with_strides(first, end, dtype, device, monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr("llmb.ops.embedding.embedding_triton.BLOCK_C", 16)
-    tokens, weight = repeated_tokens().to(device), randn(end - first, CHANNELS).to(device, dtype)
-    outs = [torch.full((len(tokens), CHANNELS + 3), 7.0, dtype=dtype, device=device) for _ in range(2)]
-    for gather, out in zip((embedding_gather_.triton, embedding_gather_.reference), outs, strict=True):
-        gather(tokens, weight, first, out[:, :CHANNELS])
-    assert torch.equal(*outs)
-    dout, order = randn(len(tokens), CHANNELS + 1, seed=1).to(device, dtype)[:, :CHANNELS], sort_tokens(tokens)
-    for accumulate in (False, True):
-        actual, expected = weight.clone(), weight.clone()
-        embedding_backward_.triton(dout, order, actual, first, accumulate)
-        embedding_backward_.reference(dout, order, expected, first, accumulate)
-        torch.testing.assert_close(actual, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)

@@ -77,21 +77,6 @@ def test_cast_writes_the_requested_layouts(
     assert rows.columns.numel() == columns.rows.numel() == 0
 
 
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
-def test_one_layout_or_none(source: torch.dtype, device: torch.device) -> None:
-    x = randn(40, 24, dtype=source).to(device)
-    all_layouts, single = layouts(40, 24, E4M3, device), layouts(40, 24, E4M3, device)
-    quantize_fp8.triton(x, scale_amax_of(0.01, device), *all_layouts)
-    quantize_fp8.triton(x, scale_amax_of(0.01, device), single[0], None)
-    quantize_fp8.triton(x, scale_amax_of(0.01, device), None, single[1])
-    assert same_bits(single[0], all_layouts[0])
-    assert same_bits(single[1], all_layouts[1])
-    for implementation in IMPLEMENTATIONS:
-        amax_only = scale_amax_of(0.01, device)
-        getattr(quantize_fp8, implementation)(x, amax_only)
-        assert amax_only.amax == x.float().abs().max()
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_overflow_is_clamped_and_recorded_in_amax(
@@ -126,29 +111,6 @@ def test_amax_accumulates_over_calls(implementation: str, device: torch.device) 
     for x, expected in ((2.0, 3.0), (-5.0, 5.0), (4.0, 5.0)):
         getattr(quantize_fp8, implementation)(torch.full((3, 3), x, device=device), scale_amax)
         assert scale_amax.amax.item() == expected
-
-
-def test_strided_rows_leave_padding_untouched(device: torch.device) -> None:
-    x = randn(6, 24).to(device)
-    padded_x, padded_rows = torch.full((6, 40), 1e9, device=device).bfloat16(), layouts(6, 40, E4M3, device)[0]
-    padded_x[:, 8:32] = x
-    expected, columns = layouts(6, 24, E4M3, device), layouts(6, 24, E4M3, device)[1]
-    quantize_fp8.triton(x, scale_amax_of(0.02, device), *expected)
-    scale_amax = scale_amax_of(0.02, device)
-    quantize_fp8.triton(padded_x[:, 8:32], scale_amax, padded_rows[:, 8:32], columns)
-    assert same_bits(padded_rows[:, 8:32].contiguous(), expected[0])
-    assert same_bits(columns, expected[1])
-    assert scale_amax.amax == x.abs().max()
-    assert (padded_rows[:, :8].float() == 7).all()
-    assert (padded_rows[:, 32:].float() == 7).all()
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_no_tokens(implementation: str, device: torch.device) -> None:
-    scale_amax = scale_amax_of(1.0, device, amax=2.0)
-    x = torch.empty(0, 16, device=device)
-    getattr(quantize_fp8, implementation)(x, scale_amax, *layouts(0, 16, E4M3, device))
-    assert scale_amax.amax.item() == 2.0
 
 
 def test_columns_must_be_padded(device: torch.device) -> None:

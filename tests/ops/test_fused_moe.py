@@ -3,28 +3,21 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from op_cases import randn
+from op_cases.moe import expert_weights, uneven_topk_ids
 from torch import Tensor
 
 from llmb.ops.activation.activation import gated_activation
-from llmb.ops.moe.expert_weights import (
-    ExpertFormat,
-    ExpertWeights,
-    dequantize_expert,
-    empty_expert_weights,
-    fill_expert_rows,
-)
+from llmb.ops.moe.expert_weights import ExpertFormat, ExpertWeights, dequantize_expert
 from llmb.ops.moe.fused_moe import Routing, fused_moe
-from llmb.ops.quant.activation_quant import E4M3, QuantFormat, dequantize, quantize_activation
+from llmb.ops.quant.activation_quant import Activation, QuantFormat, dequantize, quantize_activation
 
 pytest.importorskip("triton")
-import triton.language as language
-from triton.runtime import interpreter
-
 from llmb.ops.moe.align_triton import choose_block_size, max_blocks, moe_align_block_size
 from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m
 from llmb.ops.moe.fused_moe_triton import fused_moe_triton, moe_gated_act, moe_gemm
 
-FP32 = torch.float32
+CPU, FP32 = torch.device("cpu"), torch.float32
 QUANT_FORMATS: tuple[QuantFormat, ...] = ("plain", "per_token", "1x128")
 ACTIVATION_FORMATS: dict[ExpertFormat, QuantFormat] = {
     "plain": "plain",
@@ -35,56 +28,31 @@ ACTIVATION_FORMATS: dict[ExpertFormat, QuantFormat] = {
 EXPERT_FORMATS = tuple(ACTIVATION_FORMATS)
 
 
-@pytest.fixture(autouse=True)
-def fp8_rounding_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch convert to FP8: Triton's interpreter loses the carry."""
-    convert = interpreter._convert_float
-
-    def rounded(x, x_type, to_type, mode):
-        if (x_type, to_type) == (language.float32, language.float8e4nv):
-            return torch.from_numpy(x).to(E4M3).view(torch.uint8).numpy()
-        return convert(x, x_type, to_type, mode)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+def random_weights(
+    device: torch.device, shape: tuple[int, int, int], expert_format: ExpertFormat, seed: int = 0
+) -> ExpertWeights:
+    return expert_weights(torch.Generator().manual_seed(seed), device, shape, expert_format)
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(11)
+def routing_of(device: torch.device, tokens: int, top_k: int, experts: int) -> Routing:
+    generator = torch.Generator().manual_seed(tokens)
+    weights_NK = torch.rand(tokens, top_k, generator=generator).to(device)
+    return Routing(weights_NK, uneven_topk_ids(generator, device, tokens, top_k, experts), experts)
 
 
-def random_weights(shape: tuple[int, int, int], expert_format: ExpertFormat, seed: int = 0) -> ExpertWeights:
-    weights = empty_expert_weights(shape, expert_format, FP32, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(seed)
-    for expert in range(shape[0]):
-        fill_expert_rows(weights, expert, 0, torch.randn(shape[1:], generator=generator) * 0.1 * (expert + 1))
-    return weights
-
-
-def routing_of(tokens: int, top_k: int, experts: int, seed: int = 0) -> Routing:
-    """Return uneven routing: low experts are selected more often, the last one never."""
-    generator = torch.Generator().manual_seed(seed)
-    preference = torch.rand(tokens, experts - 1, generator=generator) - 0.15 * torch.arange(experts - 1)
-    return Routing(torch.rand(tokens, top_k, generator=generator), preference.topk(top_k).indices, experts)
+def random_tokens(device: torch.device, tokens: int, width: int, quant_format: QuantFormat) -> Activation:
+    return quantize_activation(randn(torch.Generator().manual_seed(11), device, tokens, width), quant_format)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
-def to_device(value, device: torch.device):
-    """Move a tensor, or the tensors of a tuple, to the device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return type(value)(*(to_device(value, device) for value in value)) if isinstance(value, tuple) else value
-
-
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_reference_matches_a_loop_over_tokens(expert_format: ExpertFormat, activation: str) -> None:
-    gate_up, down = random_weights((4, 256, 128), expert_format, 1), random_weights((4, 128, 128), expert_format, 2)
-    x_NC, routing = torch.randn(5, 128), routing_of(5, 2, 4)
-    x = quantize_activation(x_NC, ACTIVATION_FORMATS[expert_format])
+    gate_up, down = (random_weights(CPU, (4, rows, 128), expert_format, rows) for rows in (256, 128))
+    x, routing = random_tokens(CPU, 5, 128, ACTIVATION_FORMATS[expert_format]), routing_of(CPU, 5, 2, 4)
     actual = fused_moe.reference(x, routing, gate_up, down, activation, FP32)
     for token, x_C in enumerate(dequantize(x, FP32)):
         expected_C = torch.zeros(128)
@@ -96,27 +64,31 @@ def test_reference_matches_a_loop_over_tokens(expert_format: ExpertFormat, activ
         assert relative_error(actual[token], expected_C) < 1e-5
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts", "block_size"), [(1, 2, 5, 16), (17, 3, 5, 16), (40, 4, 9, 32)])
+NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="slow in the interpreter"))
+FULL_SIZE = [pytest.param(*p, marks=NEEDS_GPU) for p in ((64, 8, 256, 16), (8192, 8, 256, 128), (8192, 7, 8, 128))]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "block_size"), [(1, 2, 5, 16), (17, 3, 5, 16), (40, 4, 9, 32), *FULL_SIZE]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_align_block_size_assigns_every_pair_once(
     tokens: int, top_k: int, experts: int, block_size: int, ranks: int, device: torch.device
 ) -> None:
-    topk_ids_M = routing_of(tokens, top_k, experts).topk_ids_NK.flatten()
+    topk_ids_M = routing_of(CPU, tokens, top_k, experts).topk_ids_NK.flatten()
     first, local_experts = 0 if ranks == 1 else 2, experts if ranks == 1 else 2
     blocks = moe_align_block_size(topk_ids_M.view(tokens, top_k).to(device), first, local_experts, block_size)
-    actual = []
-    for expert, block in zip(
-        blocks.expert_ids_T.tolist(), blocks.sorted_token_ids_P.view(-1, block_size).tolist(), strict=True
-    ):
-        if expert >= 0:
-            valid = [pair for pair in block if pair < len(topk_ids_M)]
-            assert valid, "a block of padding only"
-            assert (topk_ids_M[valid] == first + expert).all()
-            assert block[len(valid) :] == [len(topk_ids_M)] * (block_size - len(valid))
-            actual += valid
-    expected = ((topk_ids_M >= first) & (topk_ids_M < first + local_experts)).nonzero().flatten().tolist()
-    assert sorted(actual) == expected
-    assert actual == sorted(actual, key=lambda pair: (topk_ids_M[pair].item(), pair))
+    expert_T = blocks.expert_ids_T.cpu()
+    pairs_TB = blocks.sorted_token_ids_P.cpu().view(-1, block_size)[expert_T >= 0].long()
+    expert_T = expert_T[expert_T >= 0]
+    valid_TB = pairs_TB < len(topk_ids_M)
+    assert valid_TB.any(dim=1).all(), "a block of padding only"
+    assert (pairs_TB[~valid_TB] == len(topk_ids_M)).all()
+    assert (valid_TB.int().diff(dim=1) <= 0).all(), "padding at the end of a block"
+    actual = pairs_TB[valid_TB]
+    assert torch.equal(topk_ids_M[actual], (first + expert_T)[:, None].expand_as(pairs_TB)[valid_TB])
+    local_M = ((topk_ids_M >= first) & (topk_ids_M < first + local_experts)).nonzero().flatten()
+    assert torch.equal(actual, local_M[topk_ids_M[local_M].argsort(stable=True)])
 
 
 def test_max_blocks_covers_the_worst_case() -> None:
@@ -130,12 +102,11 @@ def test_max_blocks_covers_the_worst_case() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_large_m_gemm_matches_torch(top_k: int, device: torch.device) -> None:
-    weight, routing = random_weights((3, 512, 256), "1x128", 3), routing_of(140, 2, 3)
-    x = quantize_activation(torch.randn(140 * 2 // top_k, 256), "1x128")
-    blocks = moe_align_block_size(routing.topk_ids_NK.to(device), 0, 3, 128)
+    weight, routing = random_weights(device, (3, 512, 256), "1x128"), routing_of(device, 140, 2, 3)
+    x = random_tokens(device, 140 * 2 // top_k, 256, "1x128")
+    blocks = moe_align_block_size(routing.topk_ids_NK, 0, 3, 128)
     assert fits_large_m(weight, blocks)
-    inputs = (to_device(x, device), to_device(weight, device), blocks, 280, top_k, FP32)
-    actual = moe_gemm(*inputs, to_device(routing.topk_weights_NK, device)).cpu()
+    actual = moe_gemm(x, weight, blocks, 280, top_k, FP32, routing.topk_weights_NK)
     rows = dequantize(x, FP32).repeat_interleave(top_k, 0)
     for pair, expert in enumerate(routing.topk_ids_NK.flatten().tolist()):
         expected = routing.topk_weights_NK.flatten()[pair] * (dequantize_expert(weight, expert) @ rows[pair])
@@ -149,21 +120,17 @@ def test_large_m_gemm_matches_torch(top_k: int, device: torch.device) -> None:
 def test_moe_gemm_matches_torch(
     expert_format: ExpertFormat, tokens: int, block_size: int, top_k: int, device: torch.device
 ) -> None:
-    weight, routing = random_weights((5, 384, 256), expert_format, 3), routing_of(tokens, 2, 5)
-    x, topk_weights_M = (
-        quantize_activation(torch.randn(tokens * 2 // top_k, 256), ACTIVATION_FORMATS[expert_format]),
-        routing.topk_weights_NK.flatten(),
-    )
+    weight, routing = random_weights(device, (5, 384, 256), expert_format), routing_of(device, tokens, 2, 5)
+    x = random_tokens(device, tokens * 2 // top_k, 256, ACTIVATION_FORMATS[expert_format])
+    topk_weights_M = routing.topk_weights_NK.flatten()
     expected_MO = torch.stack([
         dequantize_expert(weight, expert) @ dequantize(x, FP32)[pair // top_k] * topk_weights_M[pair]
         for pair, expert in enumerate(routing.topk_ids_NK.flatten().tolist())
     ])  # fmt: skip
-    blocks = moe_align_block_size(routing.topk_ids_NK.to(device), 0, 5, block_size)
-    actual = moe_gemm(
-        to_device(x, device), to_device(weight, device), blocks, tokens * 2, top_k, FP32, topk_weights_M.to(device)
-    )
+    blocks = moe_align_block_size(routing.topk_ids_NK, 0, 5, block_size)
+    actual = moe_gemm(x, weight, blocks, tokens * 2, top_k, FP32, topk_weights_M)
     # Tensor cores accumulate FP8 products with fewer bits than fp32.
-    assert relative_error(actual.cpu(), expected_MO) < (
+    assert relative_error(actual, expected_MO) < (
         1e-3 if device.type == "cuda" and ACTIVATION_FORMATS[expert_format] != "plain" else 1e-5
     )
 
@@ -174,12 +141,10 @@ def test_moe_gemm_matches_torch(
 def test_gated_activation_matches_torch(
     quant_format: QuantFormat, activation: str, width: int, device: torch.device
 ) -> None:
-    gate_up_M2F, topk_ids_NK = 3 * torch.randn(6, 2 * width), torch.tensor([[1, 0], [2, 1], [2, 3]])
+    gate_up_M2F = randn(torch.Generator().manual_seed(11), device, 6, 2 * width, scale=3)
     local_pairs = [0, 2, 3, 4]  # pairs of experts 1 and 2
-    actual = to_device(
-        moe_gated_act(gate_up_M2F.to(device), topk_ids_NK.to(device), 1, 2, activation, quant_format),
-        torch.device("cpu"),
-    )
+    topk_ids_NK = torch.tensor([[1, 0], [2, 1], [2, 3]], device=device)
+    actual = moe_gated_act(gate_up_M2F, topk_ids_NK, 1, 2, activation, quant_format)
     expected = gated_activation.reference(gate_up_M2F, activation, quant_format)
     if not isinstance(actual, Tensor):
         torch.testing.assert_close(actual.scales[local_pairs], expected.scales[local_pairs])
@@ -189,36 +154,10 @@ def test_gated_activation_matches_torch(
     )
 
 
-@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
-@pytest.mark.parametrize(("tokens", "block_size"), [(1, 16), (3, 32), (17, None)])
-def test_kernels_match_the_reference_at_any_block_size(
-    expert_format: ExpertFormat, tokens: int, block_size: int | None, device: torch.device
-) -> None:
-    gate_up, down = random_weights((5, 256, 256), expert_format, 3), random_weights((5, 256, 128), expert_format, 4)
-    routing, x = (
-        routing_of(tokens, 2, 5),
-        quantize_activation(torch.randn(tokens, 256), ACTIVATION_FORMATS[expert_format]),
-    )
-    expected = fused_moe.reference(x, routing, gate_up, down, "silu", FP32)
-    inputs = (to_device(value, device) for value in (x, routing, gate_up, down))
-    actual = fused_moe_triton(*inputs, "silu", FP32, block_size).cpu()
-    assert relative_error(actual, expected) < (1e-5 if ACTIVATION_FORMATS[expert_format] == "plain" else 2e-3)
-
-
-@pytest.mark.parametrize("expert_format", ["plain", "nvfp4"])
-def test_kernels_mask_partial_blocks(expert_format: ExpertFormat, device: torch.device) -> None:
-    gate_up, down = random_weights((3, 2 * 80, 48), expert_format, 5), random_weights((3, 48, 80), expert_format, 6)
-    routing, x_NC = routing_of(7, 2, 3), torch.randn(7, 48)
-    expected = fused_moe.reference(x_NC, routing, gate_up, down, "gelu", FP32)
-    inputs = (to_device(value, device) for value in (x_NC, routing, gate_up, down))
-    assert relative_error(fused_moe_triton(*inputs, "gelu", FP32).cpu(), expected) < 1e-5
-
-
 def test_kernels_skip_experts_of_other_ranks(device: torch.device) -> None:
-    gate_up, down = random_weights((6, 64, 32), "plain", 7), random_weights((6, 32, 32), "plain", 8)
-    x_NC, routing = torch.randn(9, 32).to(device), routing_of(9, 3, 6)
-    expected = fused_moe.reference(x_NC.cpu(), routing, gate_up, down, "silu", FP32)
-    gate_up, down, routing = (to_device(value, device) for value in (gate_up, down, routing))
+    gate_up, down = (random_weights(device, (6, rows, 32), "plain", rows) for rows in (64, 32))
+    x_NC, routing = random_tokens(device, 9, 32, "plain"), routing_of(device, 9, 3, 6)
+    expected = fused_moe.reference(x_NC, routing, gate_up, down, "silu", FP32)
     partial_sums = [
         fused_moe_triton(
             x_NC, routing._replace(first_expert=first), ExpertWeights("plain", gate_up.values[first:][:2].contiguous()),
@@ -226,7 +165,7 @@ def test_kernels_skip_experts_of_other_ranks(device: torch.device) -> None:
         )
         for first in (0, 2, 4)
     ]  # fmt: skip
-    assert relative_error(sum(partial_sums).cpu(), expected) < 1e-5
+    assert relative_error(sum(partial_sums), expected) < 1e-5
     no_local_expert = routing._replace(topk_ids_NK=torch.full_like(routing.topk_ids_NK, 5))
     first_two = ExpertWeights("plain", gate_up.values[:2]), ExpertWeights("plain", down.values[:2])
     assert (fused_moe_triton(x_NC, no_local_expert, *first_two, "silu", FP32) == 0).all()
@@ -237,31 +176,9 @@ def test_kernels_skip_experts_of_other_ranks(device: torch.device) -> None:
 def test_many_tokens_are_computed_in_several_passes(
     expert_format: ExpertFormat, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate_up, down = random_weights((3, 256, 128), expert_format, 9), random_weights((3, 128, 128), expert_format, 10)
-    inputs = [
-        to_device(value, device)
-        for value in (
-            quantize_activation(torch.randn(7, 128), ACTIVATION_FORMATS[expert_format]),
-            routing_of(7, 2, 3),
-            gate_up,
-            down,
-        )
-    ]
+    gate_up, down = (random_weights(device, (3, rows, 128), expert_format, rows) for rows in (256, 128))
+    x = random_tokens(device, 7, 128, ACTIVATION_FORMATS[expert_format])
+    inputs = (x, routing_of(device, 7, 2, 3), gate_up, down)
     at_once = fused_moe_triton(*inputs, "silu", FP32)
     monkeypatch.setattr("llmb.ops.moe.fused_moe_triton.MAX_TOKENS", 3)
     assert torch.equal(fused_moe_triton(*inputs, "silu", FP32), at_once)
-
-
-def test_a_token_routed_twice_to_one_expert(device: torch.device) -> None:
-    """No router selects this, but a row of padding may hold anything."""
-    gate_up, down = random_weights((1, 64, 32), "plain", 11), random_weights((1, 32, 32), "plain", 12)
-    x_NC, routing = torch.randn(20, 32), Routing(torch.rand(20, 2), torch.zeros(20, 2, dtype=torch.int64), 8)
-    expected = fused_moe.reference(x_NC, routing, gate_up, down, "silu", FP32)
-    inputs = (to_device(value, device) for value in (x_NC, routing, gate_up, down))
-    assert relative_error(fused_moe_triton(*inputs, "silu", FP32).cpu(), expected) < 1e-5
-
-
-def test_no_tokens(device: torch.device) -> None:
-    routing = Routing(torch.ones(0, 2), torch.zeros(0, 2, dtype=torch.int64), 2)
-    inputs = (torch.ones(0, 32), routing, random_weights((2, 64, 32), "plain"), random_weights((2, 32, 32), "plain"))
-    assert fused_moe_triton(*(to_device(value, device) for value in inputs), "silu", FP32).shape == (0, 32)

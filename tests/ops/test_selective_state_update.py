@@ -6,8 +6,6 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from llmb.ops.mamba.causal_conv1d import causal_conv1d
@@ -77,13 +75,6 @@ def rows_of(slots: list[int], positions: list[int], seq_lens: list[int], device:
     )
 
 
-def to_device(tensors: Tensors, device: torch.device) -> Tensors:
-    """Copy weights or a state to a device."""
-    return type(tensors)(
-        *(tensor.to(device, copy=True) if isinstance(tensor, Tensor) else tensor for tensor in tensors)
-    )
-
-
 def assert_close(tensor: Tensor, expected: Tensor, tolerance: float) -> None:
     assert tensor.shape == expected.shape
     if expected.numel() == 0:  # the conv state of kernel size 1
@@ -114,97 +105,6 @@ def test_decode_matches_the_whole_sequence(sizes: Sizes) -> None:
     )  # fmt: skip
     assert_close(torch.cat(outputs), expected[0].flatten(1), 1e-5)
     assert all(torch.equal(tensor[:4], before) for tensor, before in zip(state, untouched, strict=True))
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_kernels_match_torch_over_two_steps(sizes: Sizes, device: torch.device) -> None:
-    """Running sequences, one that begins, padding whose slot is another's or invalid."""
-    weights, state, random_rows = random_case(sizes)
-    device_weights, device_state = to_device(weights, device), to_device(state, device)
-    before = to_device(state, torch.device("cpu"))
-    for slots in ([3, 1, 0, -7, 4], [0, 3, 1, 1, 4]):
-        positions, seq_lens = [5, 0, 17, 0, 2], [6, 1, 18, 0, 3]
-        xbc_dt = random_rows(5)
-        expected = selective_state_update.reference(
-            xbc_dt, weights, state, rows_of(slots, positions, seq_lens, xbc_dt.device)
-        )
-        rows = rows_of(slots, positions, seq_lens, device)
-        actual = selective_state_update.triton(xbc_dt.to(device), device_weights, device_state, rows)
-        assert not actual[3].any()
-        assert_close(actual, expected, 1e-5)
-        for tensor, expected_state in zip(device_state, state, strict=True):
-            assert_close(tensor, expected_state, 1e-5)
-    for tensor, expected_state in zip(device_state, before, strict=True):
-        assert torch.equal(tensor[2].cpu(), expected_state[2])  # an unused slot
-
-
-@pytest.mark.slow
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(
-    groups=st.integers(1, 3), group_heads=st.integers(1, 3), head_dim=st.integers(1, 20), state=st.integers(1, 20),
-    kernel_size=st.integers(1, 5),
-    rows=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=SLOTS),
-)  # fmt: skip
-def test_kernels_on_any_size(
-    device: torch.device,
-    groups: int,
-    group_heads: int,
-    head_dim: int,
-    state: int,
-    kernel_size: int,
-    rows: list[tuple[bool, int]],
-) -> None:
-    weights, host_state, random_rows = random_case(
-        Sizes(groups, group_heads, head_dim, state, kernel_size), seed=head_dim
-    )
-    device_weights, device_state = to_device(weights, device), to_device(host_state, device)
-    seq_lens = [position + 1 if valid else 0 for valid, position in rows]
-    row_lists = (list(range(len(rows))), [position for _, position in rows], seq_lens)
-    xbc_dt = random_rows(len(rows))
-    expected = selective_state_update.reference(xbc_dt, weights, host_state, rows_of(*row_lists, xbc_dt.device))
-    assert_close(
-        selective_state_update.triton(xbc_dt.to(device), device_weights, device_state, rows_of(*row_lists, device)),
-        expected,
-        1e-5,
-    )
-    for tensor, expected_tensor in zip(device_state, host_state, strict=True):
-        assert_close(tensor, expected_tensor, 1e-5)
-
-
-def test_kernels_in_half_precision_on_a_slice(device: torch.device) -> None:
-    """bf16 on a GPU, fp16 in Triton's interpreter, which truncates bf16; the input is a slice."""
-    dtype, tolerance = (torch.bfloat16, 1e-2) if device.type == "cuda" else (torch.float16, 1.5e-3)
-    sizes = SIZES["groups"]
-    weights, state, random_rows = random_case(sizes)
-    state = MambaState(state.conv_state_SKC.to(dtype), state.ssm_state_SHPN)
-    device_state = to_device(state, device)
-    xbc_dt = random_rows(3).to(dtype)
-    padded = torch.cat((xbc_dt, xbc_dt), dim=-1).to(device)
-    row_lists = ([2, 0, 1], [4, 0, 9], [5, 1, 10])
-    expected = selective_state_update.reference(xbc_dt, weights, state, rows_of(*row_lists, xbc_dt.device))
-    actual = selective_state_update.triton(
-        padded[..., xbc_dt.shape[-1] :], to_device(weights, device), device_state, rows_of(*row_lists, device)
-    )  # fmt: skip
-    assert actual.dtype == dtype
-    assert_close(actual, expected, tolerance)
-    assert torch.equal(device_state.conv_state_SKC.cpu(), state.conv_state_SKC)
-    assert_close(device_state.ssm_state_SHPN, state.ssm_state_SHPN, tolerance)
-
-
-@pytest.mark.parametrize("raw_dt", [-90.0, -9.0, -6.5, -1.0, 15.0, 40.0, 300.0])
-def test_softplus_of_any_time_step(raw_dt: float, device: torch.device) -> None:
-    """Visible in what one token adds to a zero state: dt * x * b."""
-    sizes = Sizes(1, 1, 2, 2, 1)
-    weights, state, random_rows = random_case(sizes)
-    xbc_dt = random_rows(1)
-    xbc_dt[..., -1] = raw_dt
-    device_state = to_device(state, device)
-    row_lists = ([0], [0], [1])
-    selective_state_update.reference(xbc_dt, weights, state, rows_of(*row_lists, xbc_dt.device))
-    selective_state_update.triton(
-        xbc_dt.to(device), to_device(weights, device), device_state, rows_of(*row_lists, device)
-    )
-    assert_close(device_state.ssm_state_SHPN[0], state.ssm_state_SHPN[0], 2e-6)
 
 
 def chunked_scan(

@@ -13,14 +13,6 @@ def randn(device: torch.device, *shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def test_output_has_the_requested_dtype(device: torch.device) -> None:
-    x, weight = randn(device, 2, 64, seed=1).bfloat16(), SkinnyGemmWeight(randn(device, 32, 64, seed=2).bfloat16())
-    norm = InputNorm(torch.ones(64, device=device).bfloat16(), 1e-5)
-    actual = skinny_gemm.triton(x, weight, torch.bfloat16, norm, "silu")
-    assert actual.dtype is torch.bfloat16
-    assert actual.shape == (2, 16)
-
-
 @pytest.mark.slow
 def test_programs_take_several_groups_and_long_rows_in_chunks(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
