@@ -275,37 +275,37 @@ def softcap_attention_triton(q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, sca
 
 
 def softcap_forward(
-    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float, tiles: Tiles | None = None
+    q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log2 of each query's sum of exponentials. Rows must be contiguous."""
     y_BHQD = _tokens_first(q_BHQD)
     lse_BHQ = torch.empty(q_BHQD.shape[:3], dtype=torch.float32, device=q_BHQD.device)
     tensors = (q_BHQD, k_BHTD, v_BHTD, y_BHQD, lse_BHQ)
-    _launch(_softcap_attention_forward, tiles or FORWARD, tensors, (scale / softcap, softcap * LOG2_E), q_BHQD, k_BHTD)
+    _launch(_softcap_attention_forward, FORWARD, tensors, (scale / softcap, softcap * LOG2_E), q_BHQD, k_BHTD)
     return y_BHQD, lse_BHQ
 
 
 def softcap_backward_dq(
     dy_BHQD: Tensor, y_BHQD: Tensor, lse_BHQ: Tensor, q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor,
-    scale: float, softcap: float, tiles: Tiles | None = None,
+    scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dq, and sum(dy * y) of each query."""
     dq_BHQD, delta_BHQ = _tokens_first(q_BHQD), torch.empty_like(lse_BHQ)
     tensors = (dy_BHQD, y_BHQD, lse_BHQ, delta_BHQ, q_BHQD, k_BHTD, v_BHTD, dq_BHQD)
     scalars = (scale / softcap, softcap * LOG2_E, scale)
-    _launch(_softcap_attention_backward_dq, tiles or BACKWARD_DQ, tensors, scalars, q_BHQD, k_BHTD)
+    _launch(_softcap_attention_backward_dq, BACKWARD_DQ, tensors, scalars, q_BHQD, k_BHTD)
     return dq_BHQD, delta_BHQ
 
 
 def softcap_backward_dkv(
     dy_BHQD: Tensor, lse_BHQ: Tensor, delta_BHQ: Tensor, q_BHQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor,
-    scale: float, softcap: float, tiles: Tiles | None = None,
+    scale: float, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dk and dv."""
     dk_BHTD, dv_BHTD = _tokens_first(k_BHTD), _tokens_first(v_BHTD)
     tensors = (dy_BHQD, lse_BHQ, delta_BHQ, q_BHQD, k_BHTD, v_BHTD, dk_BHTD, dv_BHTD)
     scalars = (scale / softcap, softcap * LOG2_E, scale)
-    _launch(_softcap_attention_backward_dkv, tiles or BACKWARD_DKV, tensors, scalars, q_BHQD, k_BHTD)
+    _launch(_softcap_attention_backward_dkv, BACKWARD_DKV, tensors, scalars, q_BHQD, k_BHTD)
     return dk_BHTD, dv_BHTD
 
 

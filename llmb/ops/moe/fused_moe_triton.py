@@ -140,9 +140,8 @@ def fused_moe_triton(
     down: ExpertWeights,
     activation: str,
     dtype: torch.dtype,
-    block_size: int | None = None,
 ) -> Tensor:
-    """See `fused_moe.fused_moe`; the block size follows from the number of pairs unless given."""
+    """See `fused_moe.fused_moe`; the block size follows from the number of pairs."""
     tokens, (experts, channels, _) = len(routing.topk_ids_NK), down.values.shape
     out_NC = torch.empty(tokens, channels, dtype=dtype, device=routing.topk_ids_NK.device)
     for start in range(0, tokens, MAX_TOKENS):
@@ -150,9 +149,8 @@ def fused_moe_triton(
         topk_weights_NK = routing.topk_weights_NK[rows].contiguous()
         topk_ids_NK = routing.topk_ids_NK[rows].contiguous()
         pairs, top_k = topk_ids_NK.numel(), topk_ids_NK.shape[1]
-        blocks = moe_align_block_size(
-            topk_ids_NK, routing.first_expert, experts, block_size or choose_block_size(pairs, routing.experts)
-        )
+        block_size = choose_block_size(pairs, routing.experts)
+        blocks = moe_align_block_size(topk_ids_NK, routing.first_expert, experts, block_size)
         gate_up_M2F = moe_gemm(_slice_rows(x, rows), gate_up, blocks, pairs, top_k, dtype)
         hidden = moe_gated_act(gate_up_M2F, topk_ids_NK, routing.first_expert, experts, activation, down.quant_format)
         pair_outputs_MC = moe_gemm(hidden, down, blocks, pairs, 1, dtype, topk_weights_NK)

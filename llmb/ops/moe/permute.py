@@ -107,9 +107,9 @@ class _UnpermuteTokens(torch.autograd.Function):
         return drows_MC, None, dweights_NK, daddend_NC
 
 
-def permute_tokens(x_NC: Tensor, row_map_NK: Tensor, rows: int | None = None) -> Tensor:
-    """Copy each token to all of its rows, [M, C]; without `rows` there are as many as pairs."""
-    return permute_tokens_with_input(x_NC, row_map_NK, rows)[0]
+def permute_tokens(x_NC: Tensor, row_map_NK: Tensor) -> Tensor:
+    """Copy each token to all of its rows, [M, C], as many as pairs."""
+    return permute_tokens_with_input(x_NC, row_map_NK)[0]
 
 
 def permute_tokens_with_input(x_NC: Tensor, row_map_NK: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
