@@ -32,7 +32,8 @@ LONGEST_FILES = (
     "test_parallel_serving",
     "test_parity",
     "test_offload_trainer_gpu",
-    "test_nemotron_h_gpu",
+    "test_models_gpu",
+    "test_full_size_ops",
     "test_explicit_layers_gpu",
     "test_llama_layer_gpu",
 )

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from cuda_checks import GPU, NEEDS_GPU, no_synchronization, relative_error
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -14,9 +15,8 @@ from llmb.ops.attention.segment_attention import kernel_for
 from llmb.ops.attention.softcap_attention import softcap_attention
 from llmb.train.parallel.context_parallel import ContextParallel, cp_attention
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = NEEDS_GPU
 
-GPU = torch.device("cuda", 0)
 HEADS, TOKENS = 8, 4096
 
 
@@ -58,7 +58,7 @@ def attend_alone(tensors: list[Tensor], sequences: int, scale: float) -> list[Te
 
 
 def assert_close(actual: Tensor, exact: Tensor, name: str) -> None:
-    error = float((actual.float() - exact.float()).norm() / exact.float().norm())
+    error = relative_error(actual, exact)
     assert error < 0.01, f"{name}: relative error {error:.4f}"
 
 
@@ -119,11 +119,8 @@ def test_attention_with_nccl_does_not_synchronize(nccl_mesh: DeviceMesh) -> None
 
     attend()  # plans of cuDNN, the communicator of NCCL
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         actual = attend()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for name, x, exact in zip(("out", "dq", "dk", "dv"), actual, attend_alone(tensors, sequences, scale), strict=True):
         assert_close(x.transpose(1, 2).flatten(0, 1), exact, name)
 

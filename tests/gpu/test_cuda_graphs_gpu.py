@@ -1,73 +1,31 @@
 """CUDA graphs and activation offloading on a GPU: the losses of a plain run, fewer launches or less memory."""
 
-import gc
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_models import llama_model
+from cuda_checks import NEEDS_GPU
+from small_models import grok1_model, llama_model, nemotron_h_model
+from training_run import run_config, train, train_to_the_end
 
-from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, MambaConfig, Model, MoEConfig, Parallel, Precision, RunConfig, Training
-from llmb.events import RunEnded, StepDone, read
-from llmb.runtime.recorder import EventRecorder
-from llmb.train.__main__ import run
+from llmb.config.spec import MambaConfig, MoEConfig, Training
+from llmb.events import StepDone
 from llmb.train.cuda_graphs import WARMUP_CALLS, MicroBatchGraph
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = NEEDS_GPU
 
-SIZES: dict[str, Any] = {"hidden": 256, "ffn": 512, "heads": 4, "kv_heads": 2, "head_dim": 64, "vocab": 1024}
+SIZES: dict[str, Any] = {"hidden": 256, "ffn": 512, "vocab": 1024}
 MODELS = {
-    "llama": Model(name="llama", architecture="llama", layers=3, **SIZES),
-    "grok1": Model(
-        name="grok1",
-        architecture="grok1",
-        layers=2,
-        **SIZES,
-        activation="gelu",
-        post_norms=True,
-        attn_logit_softcap=30.0,
-        experts=MoEConfig(count=8, top_k=2, ffn=256),
-    ),
-    "nemotron_h": Model(
-        name="nemotron_h",
-        architecture="nemotron_h",
-        layers=4,
-        **SIZES,
-        gated=False,
-        activation="squared_relu",
-        rope=None,
-        pattern="M-M*",
-        mamba=MambaConfig(heads=8, head_dim=64, groups=2, state=64, chunk=64),
+    "llama": llama_model(layers=3, **SIZES),
+    "grok1": grok1_model(experts=MoEConfig(count=8, top_k=2, ffn=256), tied_embeddings=False, **SIZES),
+    "nemotron_h": nemotron_h_model(
+        "M-M*", mamba=MambaConfig(heads=8, head_dim=64, groups=2, state=64, chunk=64), **SIZES
     ),
 }
 LARGER = llama_model(name="larger", layers=6, hidden=1024, ffn=4096, heads=8, kv_heads=4, vocab=1024)
-CONFIG = RunConfig(
-    name="gpu",
-    target="pretrain_llama3.1",
-    size="8b",
-    proxy="small",
-    machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
-    model=MODELS["llama"],
-    parallel=Parallel(),
-    precision=Precision(dtype="bf16"),
-    workload=Training(seqlen=256, mbs=2, gbs=4, ga=2, steps=8, window=(6, 8), lr=1e-3, lr_warmup_steps=2),
-)
-
-
-def run_training(folder: Path, config: RunConfig) -> tuple[list[StepDone], RunEnded]:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(to_plain(config)))
-    gc.collect()  # the previous run
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    run(folder / "config.json", EventRecorder(folder, 0))
-    events = list(read(folder / "events.rank0.jsonl"))
-    assert isinstance(events[-1], RunEnded)
-    return [event for event in events if isinstance(event, StepDone)], events[-1]
+WORK = Training(seqlen=256, mbs=2, gbs=4, ga=2, steps=8, window=(6, 8), lr=1e-3, lr_warmup_steps=2)
 
 
 def assert_same_losses(
@@ -110,14 +68,11 @@ def test_replayed_graph_equals_eager(
     replays = []
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph))[1])
-    config = replace(CONFIG, model=MODELS[model], precision=Precision(dtype=dtype))
-    config = replace(config, workload=replace(CONFIG.workload, **changes))
-    plain, ended = run_training(tmp_path / "plain", config)
-    repeated, _ = run_training(tmp_path / "repeated", config)
-    assert (ended.status, len(replays)) == ("ok", 0)
-    work = replace(config.workload, cuda_graphs=True)
-    graphed, ended = run_training(tmp_path / "graphed", replace(config, workload=work))
-    assert (ended.status, ended.reason) == ("ok", None)
+    work = replace(WORK, **changes)
+    config = run_config(MODELS[model], dtype, work)
+    plain, repeated = (train_to_the_end(config, tmp_path / name) for name in ("plain", "repeated"))
+    assert not replays
+    graphed = train_to_the_end(replace(config, workload=replace(work, cuda_graphs=True)), tmp_path / "graphed")
     warm_steps = -(-WARMUP_CALLS // work.ga)  # graphs are captured at the start of a step
     assert len(replays) == (work.steps - warm_steps) * work.ga
     assert len(set(replays)) == min(work.ga, 2)
@@ -166,8 +121,8 @@ def test_reset_graph_is_captured_again() -> None:
 
 
 def test_divergence_in_a_graph_names_the_tensor(tmp_path: Path) -> None:
-    work = replace(CONFIG.workload, cuda_graphs=True, lr=1e30, lr_warmup_steps=0)
-    steps, ended = run_training(tmp_path / "lost", replace(CONFIG, workload=work))
+    work = replace(WORK, cuda_graphs=True, lr=1e30, lr_warmup_steps=0)
+    steps, ended = train(run_config(MODELS["llama"], "bf16", work), tmp_path)
     assert ended.status == "diverged"
     assert steps[-1].step < work.steps
     assert " first in the " in ended.reason
@@ -179,19 +134,15 @@ def test_activation_offload_keeps_the_loss_and_saves_memory(tmp_path: Path, dtyp
 
     At a higher learning rate the loss oscillates and amplifies any rounding.
     """
-    work = replace(CONFIG.workload, seqlen=2048, mbs=4, gbs=8, steps=4, lr=3e-5)
-    config = replace(CONFIG, model=LARGER, precision=Precision(dtype=dtype), workload=work)
-    plain, _ = run_training(tmp_path / "plain", config)
-    repeated, _ = run_training(tmp_path / "repeated", config)
-    offloaded, ended = run_training(tmp_path / "offloaded", replace(config, workload=replace(work, offload_layers=4)))
-    assert (ended.status, ended.reason) == ("ok", None)
+    work = replace(WORK, seqlen=2048, mbs=4, gbs=8, steps=4, lr=3e-5)
+    config = run_config(LARGER, dtype, work)
+    plain, repeated = (train_to_the_end(config, tmp_path / name) for name in ("plain", "repeated"))
+    offloaded = train_to_the_end(replace(config, workload=replace(work, offload_layers=4)), tmp_path / "offloaded")
     assert_same_losses(offloaded, plain, repeated, rounding=5e-5)
     # A layer saves about 40 KiB per token in bf16, 30 in fp8; two of the four offloaded layers may be resident at once.
     saved = 2 * 25 * 2**10 * 8192
     assert offloaded[-1].memory_bytes < plain[-1].memory_bytes - saved
-    combined, ended = run_training(
-        tmp_path / "combined", replace(config, workload=replace(work, recompute_layers=2, offload_layers=3))
-    )
-    assert (ended.status, ended.reason) == ("ok", None)
+    both = replace(config, workload=replace(work, recompute_layers=2, offload_layers=3))
+    combined = train_to_the_end(both, tmp_path / "combined")
     assert_same_losses(combined, plain, repeated, rounding=5e-5)
     assert combined[-1].memory_bytes < plain[-1].memory_bytes - saved

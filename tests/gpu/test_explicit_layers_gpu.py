@@ -5,36 +5,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_checks import GPU, NEEDS_GPU, relative_error
 from small_models import llama_model
 from torch import Tensor
+from training_run import run_config, train_to_the_end
 
-from llmb.config.serialization import to_json
-from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
-from llmb.events import StepDone, read
+from llmb.config.spec import RunConfig, Training
 from llmb.models.architectures import Network, build_model
 from llmb.ops.attention import segment_attention
 from llmb.ops.attention.attention_block import PLAIN
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.runtime.synthetic_tokens import synthetic_tokens
-from llmb.train.__main__ import main
 from llmb.train.llama_layers import begin_step, explicit_layers
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.precision import compute_in_bf16, compute_in_fp8
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = NEEDS_GPU
 
-GPU = torch.device("cuda", 0)
 MODEL = llama_model(name="4 layers of 8b", layers=4, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=16384)
 
 
 def config_of(dtype: str = "bf16", **changes: object) -> RunConfig:
     work = Training(seqlen=1024, mbs=2, gbs=4, ga=2, steps=3, window=(2, 3), lr=1e-3)
-    return RunConfig(
-        name="test", target="test", size="test", model=MODEL, parallel=Parallel(), precision=Precision(dtype=dtype),  # type: ignore[arg-type]
-        machine=Machine(gpu="h200", gpus=1, gpus_per_node=1), workload=replace(work, **changes),  # type: ignore[arg-type]
-    )  # fmt: skip
+    return run_config(MODEL, dtype, replace(work, **changes))  # type: ignore[arg-type]
 
 
 def build(config: RunConfig) -> Network:
@@ -53,10 +48,6 @@ def add_gradients(model: Network, micro_batches: int = 2) -> list[float]:
         loss.backward()
         losses.append(loss.item())
     return losses
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 LossesAndGradients = tuple[list[float], dict[str, Tensor]]  # gradients by parameter name, on the GPU
@@ -149,11 +140,7 @@ def test_equal_steps_give_equal_bits(dtype: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_peak_memory_is_the_estimate(tmp_path: Path, dtype: str, settings: dict) -> None:
     config = config_of(dtype, seqlen=8192, **settings)
-    (tmp_path / "config.json").write_text(to_json(config))
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     allocated = torch.cuda.memory_allocated()  # by fixtures of this module
-    assert main([str(tmp_path / "config.json")]) == 0
-    steps = [event for event in read(tmp_path / "events.rank0.jsonl") if isinstance(event, StepDone)]
+    steps = train_to_the_end(config, tmp_path)
     assert steps[-1].memory_bytes is not None
     assert steps[-1].memory_bytes - allocated == pytest.approx(memory_estimate(config).total, rel=0.03)

@@ -4,26 +4,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 import torch.distributed as dist
+from cuda_checks import GPU, NEEDS_GPU
 from small_models import llama_model
+from training_run import run_config
 
-from llmb.config.spec import Machine, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.train.cuda_graphs import MicroBatchGraph
 from llmb.train.loop import TrainJob, train_step
 from llmb.train.parallel.mesh import Mesh, build_mesh
 from llmb.train.parallelize import build_model_parts, build_optimizer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = NEEDS_GPU
 
-GPU = torch.device("cuda", 0)
-CONFIG = RunConfig(
-    name="self", target="pretrain_llama3.1", size="8b", proxy="small",
-    machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
-    model=llama_model(name="small", layers=4, hidden=256, ffn=512, heads=4, kv_heads=2, vocab=1024),
-    parallel=Parallel(), precision=Precision(dtype="bf16"),
-    workload=Training(seqlen=256, mbs=2, gbs=6, ga=3, steps=6, window=(5, 6), lr=1e-5, lr_warmup_steps=2),
-)  # fmt: skip
+MODEL = llama_model(layers=4, hidden=256, ffn=512, vocab=1024)
+WORK = Training(seqlen=256, mbs=2, gbs=6, ga=3, steps=6, window=(5, 6), lr=1e-5, lr_warmup_steps=2)
 
 
 @pytest.fixture
@@ -47,7 +42,7 @@ def losses(config: RunConfig, mesh: Mesh, graphs: bool) -> list[tuple[float, flo
 @pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_collectives_of_one_rank_change_no_loss(nccl: None, dtype: str, fsdp: bool, graphs: bool) -> None:
-    config = replace(CONFIG, precision=Precision(dtype=dtype))  # type: ignore[arg-type]
+    config = run_config(MODEL, dtype, WORK)
     expected = losses(config, Mesh(0, 1, GPU), graphs=False)
     parallel = Parallel(fsdp=fsdp)
     mesh = build_mesh(0, GPU, parallel, experts=False)

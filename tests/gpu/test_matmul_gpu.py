@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cuda_checks import NEEDS_GPU, relative_error
 from torch import Tensor
 
 from llmb.ops.gemm import algorithm_trial, cublas_lt
@@ -9,7 +10,7 @@ from llmb.ops.gemm.matmul import matmul
 from llmb.ops.quant.activation_quant import E4M3
 from llmb.ops.quant.fp8_quant import E5M2
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = NEEDS_GPU
 
 HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no fp8 GEMM"
@@ -32,7 +33,7 @@ def randn(rows: int, columns: int, transposed: bool = False, dtype: torch.dtype 
 
 def assert_close_after_rounding(actual: Tensor, left: Tensor, right: Tensor, addend: float | Tensor = 0.0) -> None:
     expected = left.float() @ right.float() + addend
-    error = (actual.float() - expected).norm() / expected.norm()
+    error = relative_error(actual, expected)
     assert error < (4e-3 if actual.dtype == BF16 else 2e-3), error
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_checks import GPU, NEEDS_GPU, no_synchronization
 from reference_training import LEAST, SEED, SMOOTH, UNTIED, lr, train_reference, trained, trainer_of, weights_in
 from small_models import llama_model
 
@@ -29,9 +30,8 @@ from llmb.perfmodel.offload.stream_timeline import read_timeline
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = NEEDS_GPU
 
-GPU = torch.device("cuda", 0)
 ONE_B = llama_model(
     name="1b",
     layers=16,
@@ -138,11 +138,8 @@ def test_steps_never_synchronize() -> None:
     trainer = trainer_of(ONE_B, plan_of_1b("stochastic", "bf16"), device=GPU, initial=True)
     trainer.step(1)  # compiles kernels and allocates pinned memory
     trainer.streams.wait()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         issued = [trainer.step(step) for step in (2, 3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     trainer.streams.wait()
     assert all(torch.isfinite(output.stats).all() for output in issued)
 

@@ -6,45 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
+from cuda_checks import NEEDS_GPU
+from small_models import llama_model
+from training_run import run_config
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, Model, Parallel, Precision, Profile, RunConfig, Training
+from llmb.config.spec import Profile, RunConfig, Training
 from llmb.events import RunEnded, StepDone, TimeSpent, read
 from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
 from llmb.train.step_profiler import ATTENTION, COMMUNICATION, IDLE, KINDS, MATMUL, MEMORY, OPTIMIZER
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
-CONFIG = RunConfig(
-    name="gpu",
-    target="pretrain_llama3.1",
-    size="8b",
-    proxy="4 of 32 layers, half the width",
-    machine=Machine(gpu="h200", gpus=1, gpus_per_node=8),
-    model=Model(
-        name="small",
-        architecture="llama",
-        layers=4,
-        hidden=2048,
-        ffn=8192,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        vocab=32000,
-    ),
-    parallel=Parallel(),
-    precision=Precision(dtype="bf16"),
-    workload=Training(seqlen=4096, mbs=1, gbs=2, ga=2, steps=8, window=(3, 8)),
-)
-
+MODEL = llama_model(layers=4, hidden=2048, ffn=8192, heads=16, kv_heads=8, vocab=32000)
+CONFIG = run_config(MODEL, "bf16", Training(seqlen=4096, mbs=1, gbs=2, ga=2, steps=8, window=(3, 8)))
 # A checkpoint of CONFIG's model takes longer than all its steps.
-SMALL = replace(CONFIG.model, hidden=512, ffn=2048, heads=4, kv_heads=2)
+SMALL = replace(MODEL, hidden=512, ffn=2048, heads=4, kv_heads=2)
 
 
 def events_of(config: RunConfig, folder: Path) -> list:

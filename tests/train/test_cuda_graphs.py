@@ -1,4 +1,4 @@
-"""Refused CUDA graph configurations; tests/gpu/test_graphs_gpu.py tests what graphs compute."""
+"""Refused CUDA graph configurations; tests/gpu/test_cuda_graphs_gpu.py tests what graphs compute."""
 
 import pytest
 from small_models import SMALL_MODELS

@@ -1,0 +1,37 @@
+"""Random tensors on the GPU, errors of results, and a check that the host never waits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+GPU = torch.device("cuda", 0)
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+NEEDS_FP8_GEMM = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no GPU with fp8 GEMM"
+    ),
+]
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device=GPU, generator=torch.Generator(GPU).manual_seed(seed)).to(dtype)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, relative to that of the expected tensor, on whichever device either is."""
+    rounded, exact = ((x.float() if x.element_size() == 1 else x).detach().to(GPU).double() for x in (actual, expected))
+    return ((rounded - exact).norm() / exact.norm()).item()
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Fail on any synchronization of host and device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
