@@ -1,27 +1,18 @@
-"""Grouped fp8 GEMM on a GPU: quantization has the bits of the reference, one kernel per GEMM, no synchronization."""
+"""Grouped fp8 GEMM on a GPU: the numbers of the reference, one kernel per GEMM, no synchronization, graphs."""
 
 import math
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
+from cuda_checks import GPU, no_synchronization, relative_error
+from small_models import grok1_model
 from torch import Tensor
 
-from llmb.config.spec import Model, MoEConfig
+from llmb.config.spec import MoEConfig
 from llmb.models.moe import MoE
 from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_gemm, fp8_grouped_gemm_reference
-from llmb.ops.quant.group_quant import (
-    Fp8WeightCache,
-    GroupedFp8,
-    group_offsets,
-    quantize_expert_weights,
-    quantize_groups,
-    quantize_groups_,
-    weight_group_offsets,
-)
+from llmb.ops.quant.group_quant import Fp8WeightCache
 from llmb.train.precision import Fp8GroupedLinear
 
 pytestmark = [
@@ -32,7 +23,6 @@ pytestmark = [
     ),
 ]
 
-GPU = torch.device("cuda", 0)
 SIZES = {
     "even": [512, 512],
     "any": [1, 0, 700, 323],
@@ -40,19 +30,7 @@ SIZES = {
     "64 small groups": [n % 37 for n in range(64)],
     "mostly empty": [3, 0, 0, 0, 0, 0, 0, 2],
 }
-MODEL = Model(
-    name="small grok",
-    architecture="grok1",
-    layers=1,
-    hidden=64,
-    ffn=128,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    vocab=128,
-    activation="gelu",
-    experts=MoEConfig(count=8, top_k=2, ffn=128, renormalise=False),
-)
+MODEL = grok1_model(hidden=64, ffn=128, experts=MoEConfig(count=8, top_k=2, ffn=128, renormalise=False))
 WIDTHS = {"small": (512, 256), "narrow": (48, 80), "DeepSeek-V3 up": (7168, 2048), "DeepSeek-V3 down": (2048, 7168)}
 
 
@@ -76,38 +54,6 @@ def operands(sizes: list[int], inputs: int, outputs: int) -> tuple[Tensor, Tenso
 def results(x: Tensor, weight: Tensor, ends: Tensor, grad: Tensor, **options) -> tuple[Tensor, Tensor, Tensor]:
     out = fp8_grouped_gemm(x, weight, ends, **options)
     return out, *torch.autograd.grad(out, (x, weight), grad)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-
-
-def assert_same_bits(actual: GroupedFp8, expected: GroupedFp8, width: int | None = None) -> None:
-    for name, a, b in zip(expected._fields, actual, expected, strict=True):
-        if b.dtype != torch.float32:
-            a, b = (x[..., :width].contiguous().view(torch.uint8) for x in (a, b))
-        assert torch.equal(a.cpu(), b.cpu()), name
-
-
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
-def test_quantized_groups_have_the_bits_of_the_reference(sizes: list[int], source: torch.dtype) -> None:
-    for width in (48, 512, 2048):
-        x = operands(sizes, width, 16)[0].detach().to(source)
-        groups = group_offsets(group_ends(sizes), len(x))
-        quantized = quantize_groups(x, groups, rows=True, columns=True)
-        expected = GroupedFp8(*(torch.empty_like(x) for x in quantized))
-        quantize_groups_.reference(x, groups, expected)
-        assert_same_bits(quantized, expected, groups.padded_ends_E[-1].item())
-
-
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=str)
-def test_expert_weights_are_quantized_by_rows_and_columns(source: torch.dtype) -> None:
-    weight = operands([1, 1, 1], 1040, 336)[1].detach().to(source)
-    quantized = quantize_expert_weights(weight, rows=True, columns=True)
-    expected = GroupedFp8(*(torch.empty_like(x) for x in quantized))
-    quantize_groups_.reference(weight.flatten(0, 1), weight_group_offsets(weight), expected)
-    assert_same_bits(quantized, expected)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -136,20 +82,6 @@ def test_fast_accumulation_in_the_backward_pass_loses_little() -> None:
         assert 0 < relative_error(a, b) < 0.02
 
 
-def test_error_is_that_of_rounded_operands_grouped() -> None:
-    sizes = [2048, 2048]
-    x, weight, grad = operands(sizes, 6144, 4096)
-    groups = (slice(2048), slice(2048, None))
-    exact, dy, matrices = x.detach().float(), grad.float(), weight.detach()
-    truth = (
-        torch.cat([exact[rows] @ matrix.T for rows, matrix in zip(groups, matrices, strict=True)]),
-        torch.cat([dy[rows] @ matrix for rows, matrix in zip(groups, matrices, strict=True)]),
-        torch.stack([dy[rows].T @ exact[rows] for rows in groups]),
-    )
-    for a, b in zip(results(x, weight, group_ends(sizes), grad), truth, strict=True):
-        assert 0.005 < relative_error(a, b) < math.sqrt(2 / 3) * 2.0**-4
-
-
 def test_each_gemm_is_one_kernel() -> None:
     x, weight, grad = operands([100, 0, 156], 512, 256)
     results(x, weight, group_ends([100, 0, 156]), grad)
@@ -169,18 +101,6 @@ def test_nonfinite_values_reach_their_row_and_column_only(value: float) -> None:
     assert out.isnan().sum() == 64
     assert grad_weight[0, :, 5].isnan().all()
     assert grad_weight.isnan().sum() == 64
-
-
-@contextmanager
-def no_synchronization() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not [str(x.message) for x in caught if "synchronizing" in str(x.message)]
 
 
 @pytest.mark.parametrize("has_cache", [True, False])

@@ -1,14 +1,14 @@
 """Fused MoE on a GPU at the widths of DeepSeek and Grok-1: numbers, CUDA graphs, no synchronization."""
 
-import warnings
 from typing import NamedTuple
 
 import pytest
 import torch
+from cuda_checks import GPU, NEEDS_GPU, no_synchronization, randn, relative_error
 from torch import Tensor
 
 from llmb.config.spec import Model, MoEConfig
-from llmb.ops.moe.align_triton import choose_block_size, moe_align_block_size
+from llmb.ops.moe.align_triton import choose_block_size
 from llmb.ops.moe.expert_weights import ExpertFormat, ExpertWeights, empty_expert_weights, fill_expert_rows
 from llmb.ops.moe.fused_moe import Routing, fused_moe
 from llmb.ops.moe.router import route, router_scores
@@ -16,9 +16,9 @@ from llmb.ops.quant.activation_quant import quantize_activation
 from llmb.serve.layers.served_moe import ServedRouter
 from llmb.serve.weights.weight_source import WeightShard
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = NEEDS_GPU
 
-GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
+BF16 = torch.bfloat16
 EXPERT_FORMATS: tuple[ExpertFormat, ...] = ("plain", "per_token", "1x128", "nvfp4")
 
 
@@ -63,12 +63,7 @@ def routing_of(tokens: int, sizes: Sizes) -> Routing:
 
 
 def random_tokens(tokens: int, sizes: Sizes) -> Tensor:
-    generator = torch.Generator(GPU).manual_seed(4)
-    return torch.randn(tokens, sizes.hidden, device=GPU, generator=generator).to(BF16)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+    return randn(tokens, sizes.hidden, seed=4)
 
 
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
@@ -122,20 +117,9 @@ def test_replayed_graph_has_the_same_bits_for_new_routing(expert_format: ExpertF
         assert torch.equal(out_NC, fused_moe(x, routing, gate_up, down, "silu", BF16))
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 256), (64, 256), (8192, 256), (8192, 8)])
-def test_align_block_size_assigns_every_pair_once_at_full_size(tokens: int, experts: int) -> None:
-    routing = routing_of(tokens, DEEPSEEK._replace(experts=experts, top_k=min(8, experts)))
-    chosen_M = routing.topk_ids_NK.flatten()
-    blocks = moe_align_block_size(routing.topk_ids_NK, 0, experts, choose_block_size(len(chosen_M), experts))
-    expert_P = blocks.expert_ids_T.repeat_interleave(blocks.block_size)
-    valid_P = (expert_P >= 0) & (blocks.sorted_token_ids_P < len(chosen_M))
-    assert torch.equal(blocks.sorted_token_ids_P[valid_P].sort().values, torch.arange(len(chosen_M), device=GPU).int())
-    assert torch.equal(chosen_M[blocks.sorted_token_ids_P[valid_P].long()].int(), expert_P[valid_P])
-
-
 def test_route_matches_the_reference_for_many_tokens() -> None:
     rule = MoEConfig(count=256, top_k=8, ffn=1, groups=8, top_groups=4, score="sigmoid", scale=2.5)
-    logits_NE = torch.randn(8192, 256, device=GPU, generator=torch.Generator(GPU).manual_seed(5))
+    logits_NE = randn(8192, 256, seed=5, dtype=torch.float32)
     bias_E = torch.linspace(-0.1, 0.1, 256, device=GPU)
     topk_weights_NK, topk_ids_NK = route(logits_NE, bias_E, rule)
     torch.testing.assert_close(topk_weights_NK.sum(dim=1), torch.full((8192,), 2.5, device=GPU))
@@ -174,11 +158,5 @@ def test_fused_moe_never_synchronizes() -> None:
     gate_up, down = gate_up_and_down(DEEPSEEK._replace(experts=8), "1x128")
     x, routing = quantize_activation(random_tokens(16, DEEPSEEK), "1x128"), routing_of(16, DEEPSEEK._replace(experts=8))
     fused_moe(x, routing, gate_up, down, "silu", BF16)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fused_moe(x, routing, gate_up, down, "silu", BF16)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert not [str(w.message) for w in caught if "synchronizing" in str(w.message)]
+    with no_synchronization():
+        fused_moe(x, routing, gate_up, down, "silu", BF16)

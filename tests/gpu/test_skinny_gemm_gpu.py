@@ -1,60 +1,26 @@
-"""Decode steps of a few tokens on a GPU, at the widths of Llama 8b: skinny GEMM, decode attention, the model."""
+"""Decode steps of a few tokens on a GPU, at the widths of Llama 8b: decode attention, layers with skinny GEMM."""
 
 import pytest
 import torch
+from cuda_checks import GPU, NEEDS_FP8_GEMM, randn, relative_error
 from small_models import llama_model
 from torch import Tensor
 
 from llmb.ops.attention.decode_attention import decode_attention
 from llmb.ops.attention.paged_attention import KvCache
-from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm
-from llmb.ops.quant.activation_quant import PerTokenFp8, dequantize, quantize_activation
-from llmb.ops.sampling.argmax import argmax
+from llmb.ops.quant.activation_quant import dequantize, quantize_activation
 from llmb.serve.layers.served_linear import Format
 from llmb.serve.layers.served_model import ServedModel, ServingDtypes, build_served_model
 from llmb.serve.rank_groups import RankGroups
 from llmb.serve.step_batch import StepInputs
 from llmb.serve.weights.weight_source import RandomWeights, WeightShard, WeightSource
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-        reason="no GPU with fp8 GEMM",
-    ),
-]
+pytestmark = NEEDS_FP8_GEMM
 
-GPU = torch.device("cuda", 0)
 E4M3 = torch.float8_e4m3fn
 BF16 = torch.bfloat16
 LENGTH, BLOCKS = 64, 400  # tokens of a block, blocks of the cache
 LLAMA = llama_model(name="8b", hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=4096)
-SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, device=GPU, generator=torch.Generator(GPU).manual_seed(seed))
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 4])
-@pytest.mark.parametrize("fp8", [True, False])
-@pytest.mark.parametrize("layer", SHAPES)
-def test_skinny_gemm_with_norm_activation_and_addend(layer: str, fp8: bool, tokens: int) -> None:
-    outputs, inputs = SHAPES[layer]
-    x, values = randn(tokens, inputs).to(BF16), randn(outputs, inputs, seed=1) * inputs**-0.5
-    rounded = quantize_activation(values, "per_token")
-    assert isinstance(rounded, PerTokenFp8)
-    weight = SkinnyGemmWeight(rounded.values, rounded.scales[:, 0]) if fp8 else SkinnyGemmWeight(values.to(BF16))
-    norm = InputNorm(randn(inputs, seed=2).to(BF16), 1e-5) if layer in ("qkv", "gate_up") else None
-    activation = "silu" if layer == "gate_up" else None
-    addend = randn(tokens, outputs, seed=3).to(BF16) if layer in ("o", "down") else None
-    expected = skinny_gemm.reference(x, weight, torch.float32, norm, activation, addend)
-    actual = skinny_gemm(x, weight, BF16, norm, activation, addend)
-    assert relative_error(actual, expected) < 0.003  # rounding to bf16 once
 
 
 def decodes(lengths: list[int], max_seq_len: int) -> StepInputs:
@@ -88,12 +54,12 @@ def test_decode_attention_repeatedly(lengths: list[int], max_seq_len: int, dtype
     inputs = decodes(lengths, max_seq_len)
     shapes = ((BLOCKS, 8, LENGTH, 128), (BLOCKS, 8, 128, LENGTH))
     cache, reference_cache = (
-        KvCache(*(randn(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))) for _ in range(2)
+        KvCache(*(randn(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes))) for _ in range(2)
     )
-    angles = randn(len(lengths), 64, seed=5)
+    angles = randn(len(lengths), 64, seed=5, dtype=torch.float32)
     valid = inputs.seq_lens_P > 0
     for seed in range(20):
-        qkv = randn(len(lengths), 48 * 128, seed=10 + seed).to(BF16)
+        qkv = randn(len(lengths), 48 * 128, seed=10 + seed)
         tables = (angles.cos(), angles.sin())
         expected = decode_attention.reference(
             qkv.clone(), *tables, reference_cache, inputs.slot_mapping_N, inputs, 128**-0.5, None
@@ -164,9 +130,3 @@ def test_llama_layers_of_full_width(
         graph.replay()
         # The order in which KV splits finish does not change the result.
         assert torch.equal(graphed[valid], actual[valid])
-
-
-@pytest.mark.parametrize("rows", [1, 4, 300])
-def test_argmax_of_a_vocabulary(rows: int) -> None:
-    x = randn(rows, 128_256).to(BF16)  # few values: several are the largest
-    assert torch.equal(argmax(x).cpu(), x.cpu().argmax(dim=-1))
