@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from op_cases.quant import fp8_layouts, scale_amax
 from torch import Tensor
 
 from llmb.ops.quant.activation_quant import E4M3
@@ -26,16 +27,6 @@ def randn(n: int, k: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat1
     return (torch.randn(n, k, generator=torch.Generator().manual_seed(n + k)) * scale).to(dtype)
 
 
-def scale_amax_of(scale: float, device: torch.device, amax: float = 0.0) -> ScaleAmax:
-    return ScaleAmax(torch.tensor(scale, device=device), torch.tensor(amax, device=device))
-
-
-def layouts(n: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows and columns, full of values that must be overwritten."""
-    shapes = ((n, k), (k, padded_tokens(n)))
-    return tuple(torch.full(shape, 7.0, device=device).to(dtype) for shape in shapes)  # type: ignore[return-value]
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
 
@@ -51,12 +42,12 @@ def test_current_scaling_divides_by_the_scale_and_rounds(dtype: torch.dtype, sca
     assert same_bits(quantized.columns[:, :20].contiguous(), expected.T.contiguous())
     assert (quantized.columns[:, 20:].float() == 0).all()
     assert quantized.columns.shape == (12, 32)
-    scale_amax = ScaleAmax(quantized.scale, torch.tensor(0.0))
-    rows, columns = layouts(20, 12, dtype, x.device)
-    quantize_fp8(x, scale_amax, rows, columns)
+    measured = ScaleAmax(quantized.scale, torch.tensor(0.0))
+    rows, columns = fp8_layouts(x.device, 20, 12, "rc", dtype)
+    quantize_fp8(x, measured, rows, columns)
     assert same_bits(rows, quantized.rows)
     assert same_bits(columns, quantized.columns)
-    assert scale_amax.amax == x.abs().max()
+    assert measured.amax == x.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
@@ -84,12 +75,12 @@ def test_overflow_is_clamped_and_recorded_in_amax(
 ) -> None:
     largest = torch.finfo(dtype).max
     x = torch.tensor([[largest, -2 * largest, 3e38, -math.inf]] * 5, device=device)
-    rows, columns = layouts(5, 4, dtype, device)
-    scale_amax = scale_amax_of(1.0, device)
-    getattr(quantize_fp8, implementation)(x, scale_amax, rows, columns)
+    rows, columns = fp8_layouts(device, 5, 4, "rc", dtype)
+    measured = scale_amax(device, 1.0)
+    getattr(quantize_fp8, implementation)(x, measured, rows, columns)
     assert rows[0].float().tolist() == [largest, -largest, largest, -largest]
     assert columns[:, 4].float().tolist() == rows[0].float().tolist()
-    assert scale_amax.amax.item() == math.inf
+    assert measured.amax.item() == math.inf
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -97,20 +88,20 @@ def test_overflow_is_clamped_and_recorded_in_amax(
 def test_nan_stays_nan_and_dominates_amax(dtype: torch.dtype, implementation: str, device: torch.device) -> None:
     x = randn(6, 5).to(device)
     x[1, 3], x[2, 2] = math.nan, math.inf
-    rows, columns = layouts(6, 5, dtype, device)
-    scale_amax = scale_amax_of(1.0, device)
-    getattr(quantize_fp8, implementation)(x, scale_amax, rows, columns)
+    rows, columns = fp8_layouts(device, 6, 5, "rc", dtype)
+    measured = scale_amax(device, 1.0)
+    getattr(quantize_fp8, implementation)(x, measured, rows, columns)
     assert rows.float().isnan().nonzero().tolist() == [[1, 3]]
     assert columns.float().isnan().nonzero().tolist() == [[3, 1]]
-    assert scale_amax.amax.isnan()
+    assert measured.amax.isnan()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_amax_accumulates_over_calls(implementation: str, device: torch.device) -> None:
-    scale_amax = scale_amax_of(1.0, device, amax=3.0)
+    measured = scale_amax(device, 1.0, 3.0)
     for x, expected in ((2.0, 3.0), (-5.0, 5.0), (4.0, 5.0)):
-        getattr(quantize_fp8, implementation)(torch.full((3, 3), x, device=device), scale_amax)
-        assert scale_amax.amax.item() == expected
+        getattr(quantize_fp8, implementation)(torch.full((3, 3), x, device=device), measured)
+        assert measured.amax.item() == expected
 
 
 def test_columns_must_be_padded(device: torch.device) -> None:
@@ -118,4 +109,4 @@ def test_columns_must_be_padded(device: torch.device) -> None:
     x = randn(17, 16).to(device)
     for width in (17, 16, 48):
         with pytest.raises(AssertionError, match="padded"):
-            quantize_fp8.triton(x, scale_amax_of(1.0, device), None, torch.empty(16, width, device=device).to(E4M3))
+            quantize_fp8.triton(x, scale_amax(device, 1.0), None, torch.empty(16, width, device=device).to(E4M3))

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_cases.mamba import scan_inputs
 from torch import Tensor
 
 from llmb.ops.mamba.ssd import ssd, ssd_sequential
@@ -30,21 +30,9 @@ PARTIAL_BLOCKS = {
 }
 
 
-def inputs(shape: Sequence[int], dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tensor]:
-    batch, tokens, heads, head_dim, groups, state, _ = shape
-    generator = torch.Generator().manual_seed(sum(shape))
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
-
-    tensors = [
-        normal(batch, tokens, heads, head_dim) * scale,
-        F.softplus(normal(batch, tokens, heads)),
-        -normal(heads).exp(),
-        normal(batch, tokens, groups, state),
-        normal(batch, tokens, groups, state),
-        normal(heads),
-    ]
+def inputs(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    batch, tokens, *sizes, _ = shape
+    tensors = scan_inputs(torch.Generator().manual_seed(sum(shape)), torch.device("cpu"), (batch, tokens), *sizes)
     return [tensor.to(dtype) for tensor in tensors]
 
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from op_cases.quant import fp8_full, fp8_layouts, scale_amax
 from torch import Tensor
 
 from llmb.ops.activation.activation import swiglu, swiglu_backward
 from llmb.ops.activation.swiglu_fp8 import swiglu_backward_fp8, swiglu_fp8
 from llmb.ops.quant.activation_quant import E4M3
-from llmb.ops.quant.fp8_quant import E5M2, ScaleAmax, padded_tokens
+from llmb.ops.quant.fp8_quant import E5M2, padded_tokens
 
 pytest.importorskip("triton")
 
@@ -19,19 +20,9 @@ def inputs(n: int, f: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return dact.bfloat16().to(device), h.bfloat16().to(device)
 
 
-def scale_amax_of(device: torch.device, scale: float) -> ScaleAmax:
-    return ScaleAmax(torch.tensor(scale, device=device), torch.tensor(0.0, device=device))
-
-
-def fp8_full(*shape: int, dtype: torch.dtype = E4M3, device: torch.device) -> Tensor:
-    return torch.full(shape, 7.0, device=device).to(dtype)
-
-
 def backward_outputs(n: int, f: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Rows and columns of dh, columns of the activation."""
-    columns = padded_tokens(n)
-    dh = fp8_full(n, 2 * f, dtype=E5M2, device=device), fp8_full(2 * f, columns, dtype=E5M2, device=device)
-    return *dh, fp8_full(f, columns, device=device)
+    return *fp8_layouts(device, n, 2 * f, "rc", E5M2), fp8_full(device, f, padded_tokens(n))  # type: ignore[return-value]
 
 
 def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,16 +32,15 @@ def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def test_reference_is_swiglu_and_a_cast() -> None:
     dact, h = inputs(20, 24, torch.device("cpu"))
-    scale_amax = scale_amax_of(h.device, 0.02)
-    rows, columns = fp8_full(20, 24, device=h.device), fp8_full(24, 32, device=h.device)
-    swiglu_fp8(h, scale_amax, rows, columns)
+    forward_amax, (rows, columns) = scale_amax(h.device, 0.02), fp8_layouts(h.device, 20, 24, "rc")
+    swiglu_fp8(h, forward_amax, rows, columns)
     act = swiglu(h.float())
-    expected = to_fp8(act, scale_amax.scale, E4M3)
+    expected = to_fp8(act, forward_amax.scale, E4M3)
     assert torch.equal(rows.float(), expected)
     assert torch.equal(columns[:, :20].float(), expected.T)
-    assert scale_amax.amax == act.abs().max()
+    assert forward_amax.amax == act.abs().max()
 
-    dh_scale_amax, act_scale_amax = scale_amax_of(h.device, 1e-4), scale_amax_of(h.device, 0.02)
+    dh_scale_amax, act_scale_amax = scale_amax(h.device, 1e-4), scale_amax(h.device, 0.02)
     before = dact.clone(), h.clone()
     dh_rows, dh_columns, act_columns = backward_outputs(20, 24, h.device)
     swiglu_backward_fp8(dact, h, dh_scale_amax, dh_rows, dh_columns, act_scale_amax, act_columns)
@@ -70,13 +60,13 @@ def test_reference_is_swiglu_and_a_cast() -> None:
 def test_backward_layouts_have_the_same_values(device: torch.device) -> None:
     dact, h = inputs(300, 70, device)
     outputs = backward_outputs(300, 70, device)
-    scale_amax = scale_amax_of(device, 3e-4), scale_amax_of(device, 0.013)
-    swiglu_backward_fp8.triton(dact, h, scale_amax[0], outputs[0], outputs[1], scale_amax[1], outputs[2])
+    scales = scale_amax(device, 3e-4), scale_amax(device, 0.013)
+    swiglu_backward_fp8.triton(dact, h, scales[0], outputs[0], outputs[1], scales[1], outputs[2])
     assert torch.equal(outputs[0].float(), outputs[1][:, :300].float().T)
 
 
 def test_backward_takes_all_outputs_or_none(device: torch.device) -> None:
     dact, h = inputs(6, 24, device)
-    scale_amax, outputs = (scale_amax_of(device, 1.0), scale_amax_of(device, 1.0)), backward_outputs(6, 24, device)
+    scales, outputs = (scale_amax(device, 1.0), scale_amax(device, 1.0)), backward_outputs(6, 24, device)
     with pytest.raises(AssertionError, match="all outputs or none"):
-        swiglu_backward_fp8.triton(dact, h, scale_amax[0], outputs[0], None, scale_amax[1], outputs[2])
+        swiglu_backward_fp8.triton(dact, h, scales[0], outputs[0], None, scales[1], outputs[2])

@@ -145,7 +145,7 @@ def scan_with_gradients(
     rate: float | None = None,
     dtype: dtype = float32,
 ) -> Arguments:
-    x, dt, a, b, c, skip = _scan_inputs(g, d, (batch, tokens), heads, head_dim, groups, state_size)
+    x, dt, a, b, c, skip = scan_inputs(g, d, (batch, tokens), heads, head_dim, groups, state_size)
     a = a if rate is None else torch.full_like(a, rate)  # 0 sums all earlier tokens, a large one leaves the last
     tensors = (x * scale).to(dtype), dt, a, b.to(dtype), c.to(dtype), skip
     return (*(tensor.requires_grad_() for tensor in tensors), chunk), {}
@@ -170,10 +170,10 @@ def scan_from_initial_state(
     g: Generator, d: device, tokens: int, heads: int, head_dim: int, groups: int, state_size: int, chunk: int
 ) -> Arguments:
     state = randn(g, d, heads, head_dim, state_size)
-    return (state, *_scan_inputs(g, d, (tokens,), heads, head_dim, groups, state_size), chunk), {}
+    return (state, *scan_inputs(g, d, (tokens,), heads, head_dim, groups, state_size), chunk), {}
 
 
-def _scan_inputs(
+def scan_inputs(
     g: Generator, d: device, leading: tuple[int, ...], heads: int, head_dim: int, groups: int, state_size: int
 ) -> list[Tensor]:
     return [
