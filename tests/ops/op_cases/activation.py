@@ -33,11 +33,13 @@ def backward(g: Generator, d: device, activation: str, gated: bool, dtype: dtype
     gated_activation, ("silu", "per_token", 1, 100), ("gelu", "plain", 3, 7), ("silu", "plain", 0, 128), tolerance=1e-5
 )
 @full_size_cases(
-    gated_activation,
-    *(("silu", f, *rows, bfloat16) for f in ("plain", *FP8_FORMATS) for rows in ((1, 7168), (37, 4096))),
-    tolerance=0.02,
-    exact=None,
-)
+    gated_activation, ("silu", "plain", 1, 7168, bfloat16), ("silu", "plain", 37, 4096, bfloat16),
+    tolerance=0.01, exact=None,
+)  # fmt: skip
+@full_size_cases(  # the reference rounds to bf16 first: a few fp8 values, and their scale, differ by a step
+    gated_activation, *(("silu", f, *rows, bfloat16) for f in FP8_FORMATS for rows in ((1, 7168), (37, 4096))),
+    tolerance=0.04, exact=None,
+)  # fmt: skip
 def gate_up(
     g: Generator, d: device, activation: str, quant_format: QuantFormat, n: int, f: int, dtype: dtype = float32
 ) -> Arguments:

@@ -219,7 +219,7 @@ def deepseek_prefill(g: Generator, d: device, count: int, length: int) -> Argume
 
 
 @full_size_cases(mla_rope_and_cache, (bfloat16,), tolerance=0.005, exact=None)
-@full_size_cases(mla_rope_and_cache, (E4M3,), tolerance=0.02, exact=None)
+@full_size_cases(mla_rope_and_cache, (E4M3,), tolerance=0.03, exact=None)
 def deepseek_write(g: Generator, d: device, kv_dtype: dtype) -> Arguments:
     q, down = randn(g, d, 37, 128, 192, dtype=bfloat16), randn(g, d, 37, 1536 + 512 + 64, dtype=bfloat16)
     _, latent, key = down.split((1536, 512, 64), dim=-1)

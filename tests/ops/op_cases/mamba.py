@@ -23,9 +23,9 @@ HALF, HALF_TOLERANCE = (bfloat16, 1e-2) if torch.cuda.is_available() else (float
     (1, 3, 5, (3, 8, 8), 2),
     (1, 290, 2, (70, 5, 5), 4),
     (2, 66, 2, (15, 10, 10), 4, 0.0),
-    (2, 66, 2, (15, 10, 10), 4, 30.0),
     tolerance=1e-5,
 )
+@cases(causal_conv1d, (2, 66, 2, (15, 10, 10), 4, 30.0), tolerance=3e-5)  # large inputs of SiLU have larger errors
 def conv_with_gradients(
     g: Generator,
     d: device,
@@ -90,7 +90,7 @@ def running_starting_and_padding_rows(
     return (xbc_dt, weights, state, rows), {}
 
 
-@cases(selective_state_update, *((dt,) for dt in (-90.0, -9.0, -6.5, -1.0, 15.0, 40.0, 300.0)), tolerance=2e-6)
+@cases(selective_state_update, *((dt,) for dt in (-90.0, -9.0, -6.5, -1.0, 15.0, 40.0, 300.0)), tolerance=5e-6)
 def any_time_step(g: Generator, d: device, raw_dt: float) -> Arguments:
     """Softplus is visible in what one token adds to a zero state: dt * x * b."""
     (xbc_dt, weights, state, rows), _ = running_starting_and_padding_rows(g, d, 1, 1, 2, 2, 1)

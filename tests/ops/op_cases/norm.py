@@ -87,8 +87,12 @@ FORMATS: tuple[QuantFormat, ...] = ("plain", *FP8_FORMATS)
 @cases(add_rms_norm, *((f, 3, 384, True) for f in FORMATS), ("per_token", 1, 100, True), tolerance=1e-5, scratch=(1,))
 @cases(add_rms_norm, *((f, 5, 1024, False) for f in FORMATS), tolerance=1e-5)
 @full_size_cases(
-    add_rms_norm, *((f, n, c, True, bfloat16) for f in FORMATS for n, c in ((1, 7168), (37, 4096))),
-    tolerance=0.02, exact=None, scratch=(1,),
+    add_rms_norm, ("plain", 1, 7168, True, bfloat16), ("plain", 37, 4096, True, bfloat16),
+    tolerance=0.01, exact=None, scratch=(1,),
+)  # fmt: skip
+@full_size_cases(  # the reference rounds to bf16 first: a few fp8 values, and their scale, differ by a step
+    add_rms_norm, *((f, n, c, True, bfloat16) for f in FP8_FORMATS for n, c in ((1, 7168), (37, 4096))),
+    tolerance=0.04, exact=None, scratch=(1,),
 )  # fmt: skip
 def add_rms(
     g: Generator, d: device, quant_format: QuantFormat, n: int, c: int, residual: bool, dtype: dtype = float32
