@@ -32,11 +32,6 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden, model.norm_eps)
         self.mlp = GatedMlp(model.hidden, model.ffn, model.activation)
 
-    @property
-    def merged_linears(self) -> tuple[tuple[nn.Linear, ...], ...]:
-        """Linear layers with the same input, whose weights training keeps contiguous in memory, for merged GEMMs."""
-        return (self.attention.q, self.attention.k, self.attention.v), (self.mlp.gate, self.mlp.up)
-
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
         x_BTC = x_BTC + self.attention(normed_BTC, cos_TD, sin_TD)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from llmb.models.architectures import Network
+from llmb.train.module_class import wrap_forward
 from llmb.train.side_stream import SideStream
 
 MIN_BYTES = 2**20  # a smaller copy takes longer to launch than to run
@@ -150,7 +151,7 @@ class ActivationOffloader:
         self._current: Callable[[], OffloadedActivations | None] = lambda: None  # whose backward pass is running
 
     def forward(
-        self, layer: nn.Module, forward: Callable, position: int, is_offloaded: bool, has_next: bool, *inputs: Tensor
+        self, position: int, is_offloaded: bool, has_next: bool, forward: Callable, layer: nn.Module, *inputs: Tensor
     ) -> Any:
         """Run a layer's forward pass; frees the previous layer at its end, and this one if it is the last."""
         if self._copies is None:
@@ -162,7 +163,7 @@ class ActivationOffloader:
         saved = OffloadedActivations(self._copies, previous, self.begin_backward, resident)
         self._last = weakref.ref(saved)
         with saved_tensors_hooks(saved.pack, saved.unpack):
-            out = forward(*inputs)
+            out = forward(layer, *inputs)
         saved.end_forward()
         if previous is not None:
             previous.free_device()
@@ -197,4 +198,4 @@ def offload_activations(network: Network, first: int, layers: int) -> None:
     for position, layer in enumerate(wrapped):
         has_next = layer is not list(network.layers)[-1]
         is_offloaded = position < layers and (has_next or not network.last)
-        layer.forward = partial(offloader.forward, layer, layer.forward, position, is_offloaded, has_next)
+        wrap_forward(layer, partial(offloader.forward, position, is_offloaded, has_next))

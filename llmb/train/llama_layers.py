@@ -28,42 +28,42 @@ from llmb.models.llama_layer.layer import LlamaLayer
 from llmb.models.llama_layer.layer_tensors import AttentionOutput, KeyValues, LayerWeights, SavedActivations
 from llmb.models.llama_layer.linears import PlainLinears
 from llmb.ops.attention.segment_attention import chunk_segments
-from llmb.ops.gemm.weight_gradient import existing_gradient, gradient_dtype
+from llmb.ops.gemm.weight_gradient import existing_gradient
 from llmb.ops.quant.delayed_scaling import Scaling
 from llmb.perfmodel.params import unaligned_fp8_widths
+from llmb.train.module_class import use_class
 from llmb.train.parallel.bucket import merged_view
 from llmb.train.parallel.context_parallel import ContextParallel
 from llmb.train.parallel.sequence_parallel import SequenceParallel
 
 
-class ExplicitLayer:
-    """Forward of a Llama layer as one autograd node; its module only holds the weights, whole or sharded over tp.
+class ExplicitLayer(LlamaDecoderLayer):
+    """Llama layer as one autograd node; its modules only hold the weights, whole or sharded over tp.
 
     Weights are read in each pass, so their memory may change in between.
     """
 
-    def __init__(
-        self, index: int, module: LlamaDecoderLayer, block: LlamaLayer[Any], fp8: bool, saves_norm_outputs: bool
-    ):
-        self.index, self.module, self.block, self.fp8 = index, module, block, fp8  # index: in the whole model
-        self.saves_norm_outputs = saves_norm_outputs  # and that of the activation
-        self.recomputed = False
-        self.scales: Scaling | None = None
-        self.weights_stay = True  # between passes of a step
-        self.fp8_weights: Fp8LayerWeights | None = None  # of weights that stay
-        self.is_quantized = False  # in this step
+    index: int  # in the whole model
+    block: LlamaLayer[Any]
+    fp8: bool
+    saves_norm_outputs: bool  # and that of the activation
+    recomputed = False
+    scales: Scaling | None = None
+    weights_stay = True  # between passes of a step
+    fp8_weights: Fp8LayerWeights | None = None  # of weights that stay
+    is_quantized = False  # in this step
 
     @property
     def matrices(self) -> tuple[tuple[nn.Linear, ...], ...]:
         """Linear layers of each GEMM, in the order of LayerWeights."""
-        projections, gates = self.module.merged_linears
-        return projections, (self.module.attention.o,), gates, (self.module.mlp.down,)
+        attention, mlp = self.attention, self.mlp
+        return (attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)
 
     @property
     def norms(self) -> tuple[nn.Parameter, nn.Parameter]:
-        return self.module.attention_norm.weight, self.module.mlp_norm.weight
+        return self.attention_norm.weight, self.mlp_norm.weight
 
-    def __call__(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         return _ExplicitLayerFunction.apply(x_BTC, cos_TD, sin_TD, self)
 
     def weights(self) -> LayerWeights:
@@ -101,10 +101,10 @@ class ExplicitLayer:
 
         Those of norms are always new: they are replicated, and may accumulate where those of matrices are reduced.
         """
-        accumulate = self.module.mlp.down.weight.grad is not None
+        accumulate = self.mlp.down.weight.grad is not None
         if not accumulate:
-            for linears in self.matrices:
-                _allocate_gradients([linear.weight for linear in linears])
+            for weight in (linear.weight for linears in self.matrices for linear in linears):
+                weight.grad = weight.main_grad  # type: ignore[attr-defined]
         matrices = [merged_view([existing_gradient(linear.weight) for linear in linears]) for linears in self.matrices]
         empty = torch.zeros_like if accumulate else torch.empty_like
         return LayerWeights(*matrices, *map(empty, self.norms)), accumulate
@@ -191,9 +191,8 @@ def use_explicit_layers(
     linears = partial(Fp8Linears, fp8_fast_accum=workload.fp8_fast_accum) if fp8 else PlainLinears
     block: LlamaLayer[Any] = LlamaLayer(shard, linears, tp=tp, cp=cp)
     for name, module in model_part.layers.named_children():
-        assert isinstance(module, LlamaDecoderLayer)
-        layer = ExplicitLayer(int(name), module, block, fp8, workload.save_norm_outputs)
-        vars(module).update(explicit=layer, forward=layer)
+        settings = {"index": int(name), "block": block, "fp8": fp8, "saves_norm_outputs": workload.save_norm_outputs}
+        use_class(module, ExplicitLayer, **settings)
 
 
 NewScaling = Callable[[dict[str, torch.dtype], torch.device], Scaling]
@@ -226,16 +225,4 @@ def quantize_weights(model_part: Network) -> None:
 
 def explicit_layers(model_part: nn.Module) -> list[ExplicitLayer]:
     """Return the explicit layers, first to last."""
-    modules = (module for module in model_part.modules() if isinstance(module, LlamaDecoderLayer))
-    return [layer for module in modules if (layer := vars(module).get("explicit"))]
-
-
-def _allocate_gradients(weights: list[Tensor]) -> None:
-    """Give weights their gradients: in `main_grad` if there is one, else contiguous as the weights are."""
-    grads = [getattr(weight, "main_grad", None) for weight in weights]
-    if grads[0] is None:
-        rows = [len(weight) for weight in weights]
-        shape = (sum(rows), *weights[0].shape[1:])
-        grads = list(torch.empty(shape, dtype=gradient_dtype(weights[0]), device=weights[0].device).split(rows))
-    for weight, grad in zip(weights, grads, strict=True):
-        weight.grad = grad
+    return [module for module in model_part.modules() if isinstance(module, ExplicitLayer)]

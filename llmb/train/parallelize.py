@@ -6,9 +6,9 @@
  4. context parallelism, around attention;
  5. expert parallelism, and 6. tensor parallelism: sharded weights, collectives on activations around the blocks;
  7. recomputation and activation offload, around whole layers as they are by now;
- 8. FSDP: what is left of each weight, sharded over the ranks that hold the same, with its master weight;
- 9. memory and initial weights: until here the model is on the meta device, so no rank ever holds more than its shards;
-10. fp8 weights that are quantized once per step.
+ 8. FSDP: memory for what is left of each weight, sharded over the ranks that hold the same, with its master weight;
+    until here the model is on the meta device, so no rank ever holds more than its shards;
+ 9. fp8 weights that are quantized once per step, and initial weights.
 
 CUDA graphs come last, around a micro-batch of the finished model: see `cuda_graphs.py`.
 """
@@ -29,7 +29,8 @@ from llmb.perfmodel.expert_capacity import initial_capacity_factor
 from llmb.perfmodel.shards import gradient_bytes, has_explicit_layers, rank_stages
 from llmb.train.activation_offload import offload_activations
 from llmb.train.initial_weights import init_weights
-from llmb.train.llama_layers import explicit_layers, init_fp8_scaling, use_explicit_layers
+from llmb.train.llama_layers import ExplicitLayer, init_fp8_scaling, use_explicit_layers
+from llmb.train.module_class import wrap_forward
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.bucket import BucketFormats
 from llmb.train.parallel.context_parallel import ContextParallel, apply_context_parallel
@@ -55,21 +56,23 @@ def build_model_parts(config: RunConfig, workload: Training, mesh: Mesh) -> list
     """
     model_parts = build_meta_parts(config, workload, mesh)
     for model_part in model_parts:
-        allocate_weights(model_part, config, mesh, mesh.device)
-        init_weights(model_part, sharded_parameters(model_part), workload.seed, mesh.device)
+        sharded = allocate_weights(model_part, config, workload, mesh, mesh.device)
+        init_weights(model_part, sharded, workload.seed, mesh.device)
     return model_parts
 
 
-def allocate_weights(model_part: Network, config: RunConfig, mesh: Mesh, device: torch.device) -> None:
+def allocate_weights(
+    model_part: Network, config: RunConfig, workload: Training, mesh: Mesh, device: torch.device
+) -> ShardedParameters:
     """Allocate the weights, and what is computed from them once per step."""
-    sharded = sharded_parameters(model_part)
-    sharded.allocate(device)
+    sharded = ShardedParameters(model_part, mesh, bucket_formats(config, workload), device)
     if config.precision.dtype == "fp8":
         recipe = fp8_recipe(config)
         assert recipe is not None
         new_scaling = partial(SCALINGS[recipe], reduce_max=amax_reduction(mesh, recipe))
         init_fp8_scaling(model_part, new_scaling, weights_stay=not sharded.is_fsdp)
     cache_fp8_weights(model_part)
+    return sharded
 
 
 def bucket_formats(config: RunConfig, workload: Training) -> BucketFormats:
@@ -113,7 +116,6 @@ def apply_passes(model_part: Network, config: RunConfig, workload: Training, mes
     apply_tensor_parallel(model_part, mesh)
     apply_recompute(model_part, workload.recompute_layers)
     offload_activations(model_part, first=workload.recompute_layers, layers=workload.offload_layers)
-    ShardedParameters(model_part, mesh, bucket_formats(config, workload))
     if workload.gradients == "bf16":
         model_part.cross_entropy = partial(model_part.cross_entropy, accum_dtype=torch.bfloat16)  # type: ignore[call-arg]
 
@@ -152,10 +154,8 @@ def apply_recompute(network: Network, layers: int) -> None:
 
     Explicit layers save slightly more and recompute less.
     """
-    explicit = {layer.module: layer for layer in explicit_layers(network)}
     for layer in list(network.layers)[:layers]:
-        if layer in explicit:
-            explicit[layer].recomputed = True
-            continue
-        # Layers draw no random numbers, so there is no RNG state to restore.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        if isinstance(layer, ExplicitLayer):
+            layer.recomputed = True
+        else:  # layers draw no random numbers, so there is no RNG state to restore
+            wrap_forward(layer, partial(checkpoint, use_reentrant=False, preserve_rng_state=False))

@@ -11,14 +11,12 @@ whose sizes fp8 GEMMs do not support computes in bf16; `fits_fp8` decides. Scale
 Routed experts are most of the weights of an MoE, and a step reads each of them in fp8 twice per micro-batch. Where they
 stay in memory they are quantized once per step and cached, for 2 more bytes per weight.
 
-Classes here are forward passes that replace those of modules: `module.forward = CastLinear(module)`. A module keeps its
-class and its parameters, which a forward pass reads anew each time: between two, they may be sharded or move.
+Modules of a plain network change their class to one of those here (`module_class.py`) and keep their parameters, which
+a forward pass reads anew each time: between two, they may be sharded or move.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +35,7 @@ from llmb.ops.moe.grouped_gemm import grouped_gemm
 from llmb.ops.quant.delayed_scaling import SCALINGS, ReduceMax, Scaling
 from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
 from llmb.ops.quant.group_quant import Fp8WeightCache
+from llmb.train.module_class import use_class
 from llmb.train.parallel.bucket import BucketParameter
 from llmb.train.parallel.mesh import Mesh
 
@@ -45,100 +44,83 @@ GROUPED_FP8_CAPABILITY = (9, 0)  # torch's fp8 grouped GEMM supports only Hopper
 SHARED_INPUTS = (("q", "k", "v"), ("gate", "up"), ("q_down", "kv_down"))  # linear layers of a block that read one
 
 
-@dataclass(eq=False)
-class CastLinear:
+class CastLinear(nn.Linear):
     """Linear layer that casts a wider weight to the input's dtype."""
 
-    module: nn.Linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.module.weight)
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
 
 
-@dataclass(eq=False)
-class FusedEmbedding:
-    """Embedding whose gradient is reduced in fp32 and accumulated in place."""
+class FusedEmbedding(nn.Embedding):
+    """Embedding whose gradient is reduced in fp32 and accumulated in place; tokens outside of its rows give zeros."""
 
-    module: nn.Embedding
+    first_row = 0  # of the vocabulary
 
-    def __call__(self, tokens_BT: Tensor) -> Tensor:
-        return fused_embedding(tokens_BT, self.module.weight)
-
-
-@dataclass(eq=False)
-class FusedQkv:
-    """The q, k and v projections of attention as one autograd node; its linear layers only hold the weights."""
-
-    module: Attention
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        return linears(x, self.module.q.weight, self.module.k.weight, self.module.v.weight)
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return fused_embedding(tokens_BT, self.weight, self.first_row)
 
 
-@dataclass(eq=False)
-class FusedGatedMlp:
+class FusedQkvAttention(Attention):
+    """Attention whose q, k and v projections are one autograd node; its linear layers only hold the weights."""
+
+    def project_qkv(self, x_BTC: Tensor) -> tuple[Tensor, ...]:
+        return linears(x_BTC, self.q.weight, self.k.weight, self.v.weight)
+
+
+class FusedGatedMlp(GatedMlp):
     """Gated MLP that saves half as many activations; its linear layers only hold the weights."""
 
-    module: GatedMlp
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return gated_mlp(x, self.module.gate.weight, self.module.up.weight, self.module.down.weight)
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return gated_mlp(x_BTC, self.gate.weight, self.up.weight, self.down.weight)
 
 
-@dataclass(eq=False)
-class Fp8Linear:
+class Fp8Linear(nn.Linear):
     """Linear layer with fp8 GEMMs where its sizes allow."""
 
-    module: nn.Linear
     scaling: Scaling
-    names: OperandNames
-    fp8_fast_accum: bool = False  # of the backward pass
+    operands: OperandNames
+    fp8_fast_accum = False  # of the backward pass
 
-    def __call__(self, x: Tensor) -> Tensor:
-        weight = self.module.weight
-        outputs, inputs = weight.shape  # of the local shard
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, inputs = self.weight.shape  # of the local shard
         if fits_fp8(x.shape[:-1].numel(), inputs, outputs):
-            return fp8_linear(x, weight, self.scaling, self.names, self.fp8_fast_accum)
-        return linear(x, weight)
+            return fp8_linear(x, self.weight, self.scaling, self.operands, self.fp8_fast_accum)
+        return linear(x, self.weight)
 
 
-@dataclass(eq=False)
-class Fp8GroupedLinear:
+class Fp8GroupedLinear(GroupedLinear):
     """Grouped linear layer of experts with fp8 GEMMs; rows can be padded to any multiple."""
 
-    module: GroupedLinear
-    fp8_fast_accum: bool = False
+    fp8_fast_accum = False
     fp8_cache: Fp8WeightCache | None = None  # of a weight that stays
 
-    def __call__(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
-        weight = self.module.weight
-        if len(x_MI) and self._fits(weight):
-            return fp8_grouped_gemm(x_MI, weight, ends_E, self.fp8_cache, self.fp8_fast_accum)
-        return grouped_gemm(x_MI, weight, ends_E)
+    def forward(self, x_MI: Tensor, ends_E: Tensor) -> Tensor:
+        if len(x_MI) and self._fits():
+            return fp8_grouped_gemm(x_MI, self.weight, ends_E, self.fp8_cache, self.fp8_fast_accum)
+        return grouped_gemm(x_MI, self.weight, ends_E)
 
     def cache_weight(self) -> None:
         """Quantize the cached weight before it is needed."""
-        weight = self.module.weight
-        if self.fp8_cache is not None and self._fits(weight):
-            self.fp8_cache.get(weight, torch.bfloat16)
+        if self.fp8_cache is not None and self._fits():
+            self.fp8_cache.get(self.weight, torch.bfloat16)
 
-    def _fits(self, weight_EOI: Tensor) -> bool:
-        _, outputs, inputs = weight_EOI.shape
+    def _fits(self) -> bool:
+        _, outputs, inputs = self.weight.shape
         return fits_fp8(FP8_ALIGNMENT, inputs, outputs)
 
 
 def compute_in_bf16(network: Network) -> None:
     """Make a network compute in bf16; grouped linear layers already cast their weights."""
     for block in network.modules():  # whose linear layers have no other forward pass yet
-        if isinstance(block, Attention) and is_plain(block.q):
-            block.project_qkv = FusedQkv(block)  # type: ignore[method-assign, assignment]
-        if isinstance(block, GatedMlp) and is_plain(block.gate) and block.activation == "silu":
-            set_forward(block, FusedGatedMlp(block))
+        if isinstance(block, Attention) and type(block.q) is nn.Linear:
+            use_class(block, FusedQkvAttention)
+        if isinstance(block, GatedMlp) and type(block.gate) is nn.Linear and block.activation == "silu":
+            use_class(block, FusedGatedMlp)
     for module in network.modules():
-        if isinstance(module, nn.Linear) and is_plain(module):
-            set_forward(module, CastLinear(module))
-        if isinstance(module, nn.Embedding):
-            set_forward(module, FusedEmbedding(module))
+        if type(module) is nn.Linear:
+            use_class(module, CastLinear)
+        if type(module) is nn.Embedding:
+            use_class(module, FusedEmbedding)
     if network.embedding is not None:
         network.embedding.register_forward_hook(lambda _module, _args, x_BTC: x_BTC.to(torch.bfloat16))
 
@@ -158,14 +140,13 @@ def compute_in_fp8(
     if fp8_experts:
         for module in network.layers.modules():
             if isinstance(module, GroupedLinear):
-                set_forward(module, Fp8GroupedLinear(module, fp8_fast_accum))
+                use_class(module, Fp8GroupedLinear, fp8_fast_accum=fp8_fast_accum)
     names = operand_names(network)
     dtypes = {name: dtype for operands in names.values() for name, dtype in operands.dtypes.items()}
     network.fp8_scaling = SCALINGS[recipe](dtypes, device, reduce_max)
     for path, operands in names.items():
-        linear_layer = network.get_submodule(path)
-        assert isinstance(linear_layer, nn.Linear)
-        set_forward(linear_layer, Fp8Linear(linear_layer, network.fp8_scaling, operands, fp8_fast_accum))
+        settings = {"scaling": network.fp8_scaling, "operands": operands, "fp8_fast_accum": fp8_fast_accum}
+        use_class(network.get_submodule(path), Fp8Linear, **settings)
     compute_in_bf16(network)
 
 
@@ -220,22 +201,10 @@ def check_fp8_device(network: Network, device: torch.device, fp8_experts: bool =
 def cache_fp8_weights(network: Network) -> None:
     """Cache fp8 expert weights that stay in memory for the step; call it after allocation."""
     for experts in fp8_grouped_linears(network):
-        weight = experts.module.weight
-        if isinstance(weight, BucketParameter) and weight.bucket.resident:
+        if isinstance(experts.weight, BucketParameter) and experts.weight.bucket.resident:
             experts.fp8_cache = Fp8WeightCache()
 
 
 def fp8_grouped_linears(network: nn.Module) -> list[Fp8GroupedLinear]:
-    """Return the forward passes of experts that are in fp8."""
-    forwards = (vars(module).get("forward") for module in network.modules())
-    return [forward for forward in forwards if isinstance(forward, Fp8GroupedLinear)]
-
-
-def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace the forward pass of a module; its hooks stay."""
-    module.forward = forward
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Return whether a module still has the forward pass of its class."""
-    return "forward" not in vars(module)
+    """Return the experts that are in fp8."""
+    return [module for module in network.modules() if isinstance(module, Fp8GroupedLinear)]

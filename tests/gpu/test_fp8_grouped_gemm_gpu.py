@@ -13,6 +13,7 @@ from llmb.config.spec import MoEConfig
 from llmb.models.moe import MoE
 from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_gemm, fp8_grouped_gemm_reference
 from llmb.ops.quant.group_quant import Fp8WeightCache
+from llmb.train.module_class import use_class
 from llmb.train.precision import Fp8GroupedLinear
 
 pytestmark = [
@@ -108,7 +109,7 @@ def test_fp8_experts_never_synchronize(has_cache: bool) -> None:
     with GPU:
         block = MoE(MODEL)
     for layer in (block.gate, block.up, block.down):
-        layer.forward = Fp8GroupedLinear(layer, fp8_cache=Fp8WeightCache() if has_cache else None)
+        use_class(layer, Fp8GroupedLinear, fp8_cache=Fp8WeightCache() if has_cache else None)
     for parameter in block.parameters():
         parameter.data.normal_(0.0, 0.02)
     x = torch.randn(2, 300, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True)

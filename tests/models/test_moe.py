@@ -13,6 +13,7 @@ from llmb.errors import ConfigError
 from llmb.models.architectures import build_model
 from llmb.models.moe import GroupedLinear, MoE, Router
 from llmb.perfmodel.activation_memory import ActivationSizes
+from llmb.train.module_class import use_class
 from llmb.train.parallelize import apply_recompute
 from llmb.train.precision import FusedGatedMlp, compute_in_bf16
 
@@ -185,7 +186,7 @@ def test_saved_activations_match_the_memory_estimate(change: dict) -> None:
     model = replace(MODEL, experts=replace(EXPERTS, **change))
     block, x = random_moe(model.experts), inputs().bfloat16().requires_grad_()
     if block.shared is not None:
-        block.shared.forward = FusedGatedMlp(block.shared)
+        use_class(block.shared, FusedGatedMlp)
     parameter_storages = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 

@@ -6,12 +6,12 @@ sharded.end_step()
 Optimizer([sharded], ONE, lr).update(lr)
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from llmb.train.parallel.bucket import BucketFormats
+from llmb.train.parallel.bucket import Bucket, BucketFormats
 from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallel.parameter_shard import box_of, shard_of
@@ -24,8 +24,7 @@ BF16 = BucketFormats(torch.bfloat16, True, torch.float32, torch.float32)
 def shard(module: nn.Module, formats: BucketFormats = FP32, mesh: Mesh = ONE) -> ShardedParameters:
     """Move the weights of a module, which are whole, into buckets."""
     weights, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    sharded = ShardedParameters(module, mesh, formats)
-    sharded.allocate(mesh.device)
+    sharded = ShardedParameters(module, mesh, formats, mesh.device)
     set_weights(sharded, weights)
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
@@ -43,24 +42,30 @@ def set_weights(sharded: ShardedParameters, weights: Mapping[str, Tensor]) -> No
             parameter.copy_(box_of(weights[name], shard_of(parameter), parameter.shape))
 
 
-def own_weights(sharded: ShardedParameters) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """Yield name, offset and values of each box of a weight that this rank's optimizer updates, in fp32."""
+Box = tuple[str, tuple[int, ...], Tensor]  # name of a parameter, offset and values of a box of it
+
+
+def own_boxes(sharded: ShardedParameters, flat: Callable[[Bucket], Tensor], of: Callable[..., Tensor]) -> Iterator[Box]:
+    """Yield what this rank has of values in the shape of the shards, and of replicated parameters."""
     for bucket in sharded.buckets:
-        values = bucket.master_weights()
         for number, name in enumerate(bucket.names):
-            yield from ((name, offset, box.clone()) for offset, box in bucket.own_boxes(values, number))
+            yield from ((name, offset, box.clone()) for offset, box in bucket.own_boxes(flat(bucket), number))
     for group in sharded.replicated:
         for name, parameter in group.parameters.items():
-            yield name, shard_of(parameter).offset, parameter.detach().clone()
+            yield name, shard_of(parameter).offset, of(parameter).detach().clone()
+
+
+def own_weights(sharded: ShardedParameters) -> Iterator[Box]:
+    """Yield the boxes of weights that this rank's optimizer updates, in fp32."""
+    return own_boxes(sharded, lambda bucket: bucket.master_weights(), lambda parameter: parameter)
+
+
+def own_gradients(sharded: ShardedParameters) -> Iterator[Box]:
+    """Yield the boxes of reduced gradients."""
+    return own_boxes(sharded, lambda bucket: bucket.reduced_grad, lambda parameter: parameter.grad)
 
 
 def fp32_weights(sharded: ShardedParameters) -> dict[str, Tensor]:
     """Return the weights of one process, in fp32."""
-    weights = {}
-    for bucket in sharded.buckets:
-        values = bucket.master_weights()
-        for number, (name, sizes) in enumerate(zip(bucket.names, bucket.sizes, strict=True)):
-            weights[name] = bucket.own_part(values, number).view(sizes)
-    for group in sharded.replicated:
-        weights |= {name: parameter.detach().clone() for name, parameter in group.parameters.items()}
-    return weights
+    boxes = {name: box for name, _, box in own_weights(sharded)}
+    return {name: boxes[name].view(parameter.shape) for name, parameter in sharded.parameters.items()}

@@ -21,9 +21,7 @@ SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
 def bucket_of(shapes: list[list[int]], rank: int = 0, ranks: int = 1, formats: BucketFormats = FP32) -> Bucket:
     parameters = {str(number): nn.Parameter(torch.empty(shape, device="meta")) for number, shape in enumerate(shapes)}
-    bucket = Bucket(parameters, Replicas(ranks, rank), formats)
-    bucket.allocate(CPU, resident=True)
-    return bucket
+    return Bucket(parameters, Replicas(ranks, rank), formats, CPU, resident=True)
 
 
 @given(SHAPES, st.data())
@@ -66,8 +64,7 @@ def test_shards_are_every_parameter_once(shapes: list[list[int]], ranks: int, fo
 def test_boxes_are_at_the_offset_of_the_cut() -> None:
     whole = torch.randn(4, 6, 5)
     local = local_parameter(nn.Parameter(whole.to("meta")), [(0, 1, 2), (1, 2, 3)], "edp")
-    bucket = Bucket({"experts": local}, Replicas(2, 1), FP32)
-    bucket.allocate(CPU, resident=True)
+    bucket = Bucket({"experts": local}, Replicas(2, 1), FP32, CPU, resident=True)
     bucket.set_weight(0, whole)
     boxes = [*bucket.own_boxes(bucket.shard, 0)]
     assert sum(box.numel() for _, box in boxes) == 20 - bucket.shard_size
@@ -114,8 +111,8 @@ def test_gradients_are_zero_in_padding_and_without_use() -> None:
 
 def test_freed_weights_have_no_memory() -> None:
     parameter = mark_shard(nn.Parameter(torch.empty(4, 4, device="meta")), (4, 4), (0, 0), "replicas")
-    bucket = Bucket({"weight": parameter}, Replicas(2, 0, object()), FP32)  # type: ignore[arg-type]
-    (weight,) = bucket.allocate(CPU, resident=False).values()
+    bucket = Bucket({"weight": parameter}, Replicas(2, 0, object()), FP32, CPU, resident=False)  # type: ignore[arg-type]
+    (weight,) = bucket.parameters
     assert weight.untyped_storage().nbytes() == 0
     bucket.allocate_gathered()
     assert weight.untyped_storage().nbytes() == 4 * 4 * 4

@@ -17,6 +17,7 @@ from training_ranks import on_ranks, trained
 
 from llmb.config.spec import MoEConfig, Parallel
 from llmb.models.moe import MoE, collect_aux_losses
+from llmb.train.module_class import use_class
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.expert_parallel import apply_expert_parallel, expert_dispatchers, pop_overflow
 from llmb.train.parallel.fsdp import ShardedParameters
@@ -77,7 +78,7 @@ def on_rank(
 
 def in_fp8(block: MoE) -> None:
     for layer in (block.gate, block.up, block.down):
-        layer.forward = Fp8GroupedLinear(layer)
+        use_class(layer, Fp8GroupedLinear)
 
 
 def load(block: MoE, weights: dict[str, torch.Tensor]) -> None:
@@ -229,8 +230,7 @@ def after_an_update(rank: int, degrees: dict[str, int], weights: dict[str, torch
     block = moe_block()
     in_fp8(block)
     apply_expert_parallel(block, mesh, capacity_factor=mesh.size("ep"))  # fits every routing
-    sharded = ShardedParameters(block, mesh, FP32)
-    sharded.allocate(mesh.device)
+    sharded = ShardedParameters(block, mesh, FP32, mesh.device)
     set_weights(sharded, weights)
     cache_fp8_weights(block)
     x_NC, d_y_NC = (x.chunk(mesh.world_size)[rank] for x in inputs())

@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from explicit_layers import LayersResult, explicit_part, full_result, plain_network, run_layers
+from explicit_layers import (
+    LayersResult,
+    explicit_part,
+    forward_backward,
+    full_result,
+    plain_network,
+    run_layers,
+    worst_error,
+)
 from forked_ranks import on_ranks
+from sharded_network import FP32, ONE
 from small_config import CONFIG, changed
 from small_models import llama_model
 from torch import Tensor, nn
@@ -17,18 +26,23 @@ from torch import Tensor, nn
 from llmb.config.spec import Model, Parallel, RunConfig
 from llmb.models.architectures import Network
 from llmb.ops.gemm.matmul import matmul
-from llmb.ops.quant.delayed_scaling import CurrentScaling, DelayedScaling
-from llmb.train.llama_layers import begin_step, explicit_layers, quantize_weights
+from llmb.ops.quant.delayed_scaling import SCALINGS, DelayedScaling
+from llmb.train.llama_layers import (
+    begin_step,
+    explicit_layers,
+    init_fp8_scaling,
+    quantize_weights,
+    use_explicit_layers,
+)
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh, build_mesh
 from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.train_checkpoint import Checkpointer
 
 CPU = torch.device("cpu")
-ONE = Mesh(0, 1, CPU)
 MODEL = llama_model(name="small", hidden=64, ffn=96, vocab=128)  # shards of ffn, 48 channels, are fp8's too
 TOKENS = 24  # a shard of 24 / 2 / 2 tokens is not a multiple of 16, which fp8 pads to
-SAVED = ({}, {"recomputed": True}, {"save_norm_outputs": True})  # what is saved for the backward pass
+SAVED = ({}, {"recompute_layers": 2}, {"save_norm_outputs": True})  # what is saved for the backward pass
 LAYOUTS = {"tp2": Parallel(tp=2), "cp2": Parallel(cp=2), "tp2 cp2": Parallel(tp=2, cp=2)}
 # Largest relative error of an output or gradient against the plain layers in fp32, and of ranks against one rank. Sums
 # over ranks are rounded to bf16, and where that moves a value across a boundary of fp8, by 6 or 12 %.
@@ -43,36 +57,37 @@ def inputs(dtype: str, sequences: int) -> tuple[Tensor, Tensor]:
     return x_BTC, dy_BTC
 
 
-def explicit_result(dtype: str, mesh: Mesh, sequences: int, model: Model = MODEL, **settings: object) -> LayersResult:
-    part = explicit_part(plain_network(model), dtype, mesh, mbs=sequences, **settings)
-    exact = settings.get("weights") is torch.float32
-    return run_layers(part, *inputs("fp32" if exact else dtype, sequences), mesh)
+def explicit_result(
+    dtype: str, sequences: int, model: Model = MODEL, mesh: Mesh = ONE, times: int = 1, **settings: object
+) -> LayersResult:
+    """Return what a rank computes, by default the only one."""
+    part = explicit_part(model, dtype, mesh, mbs=sequences, **settings)
+    is_exact = settings.get("formats") is FP32
+    return run_layers(part, *inputs("fp32" if is_exact else dtype, sequences), mesh, times)
 
 
 def plain_result(dtype: str, sequences: int) -> LayersResult:
     """Return what plain layers compute by autograd in fp32, from the inputs of a dtype."""
-    x_BTC, dy_BTC = inputs(dtype, sequences)
-    return run_layers(plain_network(MODEL), x_BTC.float(), dy_BTC.float(), ONE)
-
-
-def worst(result: LayersResult, expected: LayersResult) -> float:
-    return max(result.errors(expected).values())
+    network, (x_BTC, dy_BTC) = plain_network(MODEL), inputs(dtype, sequences)
+    out_BTC, dx_BTC = forward_backward(network, x_BTC.float(), dy_BTC.float())
+    named = network.named_parameters()
+    return LayersResult(out_BTC, dx_BTC, [(name, (), p.grad) for name, p in named if p.grad is not None])
 
 
 @pytest.mark.parametrize("settings", SAVED, ids=["saved", "recomputed", "norm outputs saved"])
 @pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_one_rank_equals_plain_layers(dtype: str, sequences: int, settings: dict) -> None:
-    result = explicit_result(dtype, ONE, sequences, **settings)
-    assert worst(result, plain_result(dtype, sequences)) < BOUNDS[dtype][0]
-    assert dtype != "fp8" or worst(result, plain_result(dtype, sequences)) > 0.03  # it is quantized
+    error = worst_error(explicit_result(dtype, sequences, **settings), plain_result(dtype, sequences))
+    assert error < BOUNDS[dtype][0]
+    assert dtype != "fp8" or error > 0.03  # it is quantized
 
 
 def rank_results(rank: int, parallel: Parallel, dtype: str, cases: list[tuple[int, dict]]) -> list[LayersResult]:
     """Return the results of all cases on a rank."""
     dist.init_process_group("gloo")
     mesh = build_mesh(rank, CPU, parallel, experts=False)
-    return [explicit_result(dtype, mesh, sequences, **settings) for sequences, settings in cases]
+    return [explicit_result(dtype, sequences, mesh=mesh, **settings) for sequences, settings in cases]
 
 
 def ranks_and_one(
@@ -82,91 +97,62 @@ def ranks_and_one(
     cases = [(sequences, settings | changes) for sequences in (1, 2) for settings in SAVED]
     by_rank = on_ranks(parallel.world_size, rank_results, parallel, dtype, cases)
     for (sequences, settings), *ranks in zip(cases, *by_rank, strict=True):
-        yield sequences, full_result(ranks, parallel), explicit_result(dtype, ONE, sequences, **settings)
+        yield sequences, full_result(MODEL, ranks, parallel), explicit_result(dtype, sequences, **settings)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
 def test_ranks_equal_one_rank(parallel: Parallel, dtype: str) -> None:
     for sequences, result, expected in ranks_and_one(parallel, dtype):
-        assert worst(result, expected) < BOUNDS[dtype][1]
+        assert worst_error(result, expected) < BOUNDS[dtype][1]
         exact = plain_result(dtype, sequences)
-        assert worst(result, exact) < 1.1 * worst(expected, exact) + BOUNDS["fp32"][0]
+        assert worst_error(result, exact) < 1.1 * worst_error(expected, exact) + BOUNDS["fp32"][0]
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS.values(), ids=LAYOUTS)
 def test_ranks_in_fp8_equal_one_rank_with_a_residual_in_fp32(parallel: Parallel) -> None:
     """So all operands are the same, but for a few that rounding errors move across a boundary of fp8."""
-    for _, result, expected in ranks_and_one(parallel, "fp8", weights=torch.float32):
-        assert worst(result, expected) < 0.01
+    for _, result, expected in ranks_and_one(parallel, "fp8", formats=FP32):
+        assert worst_error(result, expected) < 0.01
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recompute_layers", [0, 2])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_saved_norm_outputs_equal_recomputed_ones(dtype: str, recomputed: bool) -> None:
+def test_saved_norm_outputs_equal_recomputed_ones(dtype: str, recompute_layers: int) -> None:
     parts = [
-        explicit_part(plain_network(MODEL), dtype, ONE, recomputed=recomputed, save_norm_outputs=saved)
+        explicit_part(MODEL, dtype, ONE, recompute_layers=recompute_layers, save_norm_outputs=saved)
         for saved in (False, True)
     ]
     for _step in range(2):  # the second step has scales from the first
         results = [run_layers(part, *inputs(dtype, 2), ONE) for part in parts]
-        assert worst(*results) == 0
+        assert worst_error(*results) == 0
         for part in parts:
             begin_step(part)
 
 
 def test_gradients_accumulate() -> None:
-    once, twice = (explicit_part(plain_network(MODEL), "fp32", ONE) for _ in range(2))
-    single = run_layers(once, *inputs("fp32", 2), ONE)
+    single, double = (explicit_result("fp32", 2, times=times).tensors() for times in (1, 2))
+    for name in single.keys() - {"out", "dx"}:
+        torch.testing.assert_close(double[name], 2 * single[name])
+
+
+def test_gradients_are_written_into_their_bucket() -> None:
+    part = explicit_part(MODEL, "bf16", ONE)
     for _ in range(2):
-        double = run_layers(twice, *inputs("fp32", 2), ONE)
-    for name, grad in single.grads.items():
-        torch.testing.assert_close(double.grads[name], 2 * grad)
+        forward_backward(part, *inputs("bf16", 2))
+        for weight in (weight for weight in part.layers.parameters() if weight.ndim > 1):
+            assert weight.grad.data_ptr() == weight.bucket.grad_view(weight.number).data_ptr()
 
 
-def test_gradients_are_contiguous_and_reused() -> None:
-    part, addresses = explicit_part(plain_network(MODEL), "bf16", ONE), set()
-    for _ in range(3):
-        run_layers(part, *inputs("bf16", 2), ONE)
-        attention = part.layers[0].attention
-        addresses.add(tuple(linear.weight.grad.data_ptr() for linear in (attention.q, attention.k, attention.v)))
-    (first,) = addresses
-    assert [place - first[0] for place in first] == [0, 64 * 64 * 4, (64 + 32) * 64 * 4]
-
-
-def test_first_gradients_are_written_to_main_grad() -> None:
-    expected = explicit_result("bf16", ONE, 2).grads
-    part = explicit_part(plain_network(MODEL), "bf16", ONE)
-    memory = {}
-    for name, weight in part.layers.named_parameters():
-        memory[name] = weight.main_grad = torch.full_like(weight, torch.nan, dtype=torch.float32)
-    for layer in part.layers:
-        for linears in layer.merged_linears:
-            merged = torch.cat([linear.weight.main_grad for linear in linears])
-            for linear, grad in zip(linears, merged.split([len(linear.weight) for linear in linears]), strict=True):
-                linear.weight.main_grad = grad
-    result = run_layers(part, *inputs("bf16", 2), ONE)
-    for name, weight in part.layers.named_parameters():
-        assert weight.grad is weight.main_grad or weight.ndim == 1  # vectors have memory of their own
-        assert torch.equal(result.grads[name], expected[name])
-
-
-@pytest.mark.parametrize("scaling", [DelayedScaling, CurrentScaling])
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_fp8_weights_of_a_pass_equal_those_of_a_step(scaling: type, recomputed: bool) -> None:
-    results = []
-    for stay in (True, False):
-        part = explicit_part(plain_network(MODEL), "fp8", ONE, scaling, recomputed)
-        for layer in explicit_layers(part):
-            layer.weights_stay = stay
-            if not stay:
-                layer.fp8_weights = None
-        results.append(run_layers(part, *inputs("fp8", 2), ONE))
-    assert worst(*results) == 0
+@pytest.mark.parametrize("recipe", SCALINGS)
+@pytest.mark.parametrize("recompute_layers", [0, 2])
+def test_fp8_weights_of_a_pass_equal_those_of_a_step(recipe: str, recompute_layers: int) -> None:
+    settings = {"recipe": recipe, "recompute_layers": recompute_layers}
+    assert worst_error(*(explicit_result("fp8", 2, weights_stay=stay, **settings) for stay in (True, False))) == 0
 
 
 def test_fp8_weights_are_refreshed_by_begin_step() -> None:
-    part = explicit_part(plain_network(MODEL), "fp8", ONE)
+    part = explicit_part(MODEL, "fp8", ONE)
     (layer, _), weight = explicit_layers(part), part.layers[0].mlp.down.weight
     quantize_weights(part)
     before = layer.fp8_weights.rows("w2").rows.float()
@@ -185,15 +171,15 @@ def test_names_of_scales_are_those_of_the_whole_model() -> None:
     stage = plain_network(MODEL)
     (_, last), stage.layers = stage.layers, nn.ModuleList()
     stage.layers.add_module("1", last)  # as a pipeline stage has it
-    part = explicit_part(stage, "fp8", ONE)
-    assert part.fp8_scaling is not None
-    assert {name.rpartition(".")[0] for name in part.fp8_scaling.state_dict()} == {"layers.1"}
+    use_explicit_layers(stage, "fp8", config_of("fp8").workload)
+    init_fp8_scaling(stage, DelayedScaling)
+    assert stage.fp8_scaling is not None
+    assert {name.rpartition(".")[0] for name in stage.fp8_scaling.state_dict()} == {"layers.1"}
 
 
 def test_widths_that_fp8_does_not_take_are_computed_in_bf16() -> None:
     narrow = replace(MODEL, ffn=72)
-    results = [explicit_result(dtype, ONE, 2, narrow) for dtype in ("bf16", "fp8")]
-    assert worst(*results) == 0
+    assert worst_error(*(explicit_result(dtype, 2, narrow) for dtype in ("bf16", "fp8"))) == 0
 
 
 @pytest.mark.parametrize("fp8_fast_accum", [False, True])
@@ -205,7 +191,7 @@ def test_fast_accumulation_of_backward_gemms(monkeypatch, fp8_fast_accum: bool) 
         return matmul(*operands, fast=fast, **kwargs)
 
     monkeypatch.setattr("llmb.models.llama_layer.linear_gemms.matmul", count_matmul)
-    explicit_result("fp8", ONE, 2, fp8_fast_accum=fp8_fast_accum)
+    explicit_result("fp8", 2, fp8_fast_accum=fp8_fast_accum)
     # Two layers of seven matrices; gate and up are merged, in the backward pass also q, k and v.
     forward, back = 2 * 6, 2 * 2 * 4
     assert counts[True] == forward + fp8_fast_accum * back

@@ -18,6 +18,7 @@ from llmb.ops.moe import fp8_grouped_gemm
 from llmb.ops.quant.delayed_scaling import SCALINGS, CurrentScaling
 from llmb.runtime.adamw_settings import BETAS
 from llmb.train import parallelize, precision
+from llmb.train.module_class import use_class
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.precision import (
@@ -26,7 +27,7 @@ from llmb.train.precision import (
     Fp8Linear,
     FusedEmbedding,
     FusedGatedMlp,
-    FusedQkv,
+    FusedQkvAttention,
     cache_fp8_weights,
     check_fp8_device,
     compute_in_bf16,
@@ -39,9 +40,9 @@ CPU = torch.device("cpu")
 MODEL = llama_model(name="small", hidden=64, ffn=128, vocab=128)
 
 
-def forwards(network: nn.Module, kind: type[nn.Module]) -> set[type]:
-    """Return the classes of the forward passes of a kind of modules."""
-    return {type(module.forward) for module in network.modules() if isinstance(module, kind)}
+def classes(network: nn.Module, kind: type[nn.Module]) -> set[type]:
+    """Return the classes of a kind of modules."""
+    return {type(module) for module in network.modules() if isinstance(module, kind)}
 
 
 @pytest.fixture
@@ -67,10 +68,10 @@ def update(network: Network, lr: float) -> tuple[Optimizer, torch.Tensor]:
 
 def test_gemms_are_bf16_and_gradients_fp32(exact_and_rounded) -> None:
     exact, rounded = exact_and_rounded
-    assert forwards(rounded, nn.Linear) == {CastLinear}
-    assert forwards(rounded, nn.Embedding) == {FusedEmbedding}
-    assert forwards(rounded, GatedMlp) == {FusedGatedMlp}
-    assert all(type(block.project_qkv) is FusedQkv for block in rounded.modules() if isinstance(block, Attention))
+    assert classes(rounded, nn.Linear) == {CastLinear}
+    assert classes(rounded, nn.Embedding) == {FusedEmbedding}
+    assert classes(rounded, GatedMlp) == {FusedGatedMlp}
+    assert classes(rounded, Attention) == {FusedQkvAttention}
     assert rounded(torch.arange(5)[None]).dtype == torch.bfloat16
     expected = dict(exact.named_parameters())
     assert expected.keys() == dict(rounded.named_parameters()).keys()
@@ -114,11 +115,11 @@ def test_fp8_is_used_in_layers_only(name: str, recipe: str, monkeypatch) -> None
     in_bf16 = copy.deepcopy(network)
     compute_in_bf16(in_bf16)
     compute_in_fp8(network, CPU, recipe)
-    assert forwards(network.layers, nn.Linear) == {Fp8Linear}
+    assert classes(network.layers, nn.Linear) == {Fp8Linear}
     experts = {Fp8GroupedLinear} if SMALL_MODELS[name].experts is not None else set()
-    assert forwards(network.layers, GroupedLinear) == experts
-    assert type(network.embedding.forward) is FusedEmbedding
-    assert network.head is None or type(network.head.forward) is CastLinear
+    assert classes(network.layers, GroupedLinear) == experts
+    assert type(network.embedding) is FusedEmbedding
+    assert network.head is None or type(network.head) is CastLinear
 
     rounded: list[torch.dtype] = []
     for format in ("fp8_linear", "fp8_grouped_gemm"):
@@ -142,7 +143,7 @@ def test_unsupported_fp8_sizes_compute_in_bf16() -> None:
     scaling = CurrentScaling(names.dtypes, CPU)
     for inputs, outputs, fits in ((40, 32, False), (32, 40, False), (32, 32, True)):
         layer = nn.Linear(inputs, outputs, bias=False)
-        layer.forward = Fp8Linear(layer, scaling, names)
+        use_class(layer, Fp8Linear, scaling=scaling, operands=names)
         x_in = x[..., :inputs].contiguous()
         in_bf16 = nn.functional.linear(x_in, layer.weight.bfloat16())
         assert torch.equal(layer(x_in), fp8_linear(x_in, layer.weight, scaling, names) if fits else in_bf16)
@@ -286,7 +287,7 @@ def trained_experts() -> tuple:
 
 
 def cached_rows(layer: Fp8GroupedLinear) -> torch.Tensor:
-    return layer.fp8_cache.get(layer.module.weight, torch.bfloat16).rows.view(torch.uint8)
+    return layer.fp8_cache.get(layer.weight, torch.bfloat16).rows.view(torch.uint8)
 
 
 def test_fp8_cache_is_refreshed_after_an_update() -> None:
@@ -315,7 +316,7 @@ def test_experts_can_stay_in_bf16() -> None:
     network = build_model(SMALL_MODELS["grok1"])
     compute_in_fp8(network, CPU, fp8_experts=False)
     assert not fp8_grouped_linears(network)
-    assert forwards(network.layers, nn.Linear) == {Fp8Linear}
+    assert classes(network.layers, nn.Linear) == {Fp8Linear}
 
 
 def test_fp8_experts_need_hopper(monkeypatch) -> None:

@@ -1,12 +1,18 @@
 """Training on the CPU: results do not depend on how the work is split."""
 
+import gc
 import math
 import re
+import weakref
 
 import pytest
 import torch
+from small_models import SMALL_MODELS
 
 from llmb.runtime.synthetic_tokens import synthetic_tokens
+from llmb.train import loop
+from llmb.train.parallel.fsdp import sharded_parameters
+from llmb.train.parallelize import build_model_parts
 
 ITERATION = re.compile(
     r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +(\d+)/ +4 \| consumed samples: +(\d+) "
@@ -115,3 +121,26 @@ def test_tokens_depend_only_on_their_index() -> None:
     assert (many.min(), many.max()) == (0, 999)
     # The fraction of tokens below a tenth of the vocabulary is the cube root of a tenth.
     assert (many < 100).double().mean().item() == pytest.approx(0.1 ** (1 / 3), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("llama", {"offload_layers": 1}), ("grok1", {"recompute_layers": 2, "offload_layers": 1}), ("nemotron_h", {})],
+)
+def test_model_is_freed_when_a_run_ends(trained, monkeypatch, name: str, changes: dict) -> None:
+    """By its reference count: memory of a run is not left to the garbage collector."""
+    built: list[weakref.ref] = []
+
+    def build(*arguments):
+        parts = build_model_parts(*arguments)
+        buckets = (bucket for part in parts for bucket in sharded_parameters(part).buckets)
+        built.extend(map(weakref.ref, (*parts, *(layer for part in parts for layer in part.layers), *buckets)))
+        return parts
+
+    monkeypatch.setattr(loop, "build_model_parts", build)
+    gc.disable()
+    try:
+        assert trained(model=SMALL_MODELS[name], dtype="fp8", **changes).ended().status == "ok"
+        assert [reference() for reference in built if reference() is not None] == []
+    finally:
+        gc.enable()

@@ -78,13 +78,13 @@ class MetaRank:
         del boundary  # it would count as held
         self.model_parts = build_meta_parts(config, workload, mesh)
         for model_part in self.model_parts:
-            allocate_weights(model_part, config, mesh, META)
+            sharded = allocate_weights(model_part, config, workload, mesh, META)
             if (scaling := model_part.fp8_scaling) is not None:
                 scaling.scale_amax_of(*scaling.state_dict(), measure=lambda *_: None)
             quantize_weights(model_part)
             for experts in fp8_grouped_linears(model_part):
                 experts.cache_weight()
-            for bucket in sharded_parameters(model_part).buckets:
+            for bucket in sharded.buckets:
                 bucket.invalidate()  # as the update before a step does
         self._memory.claim(WEIGHTS)
         self.optimizer = build_optimizer(self.model_parts, workload, mesh)

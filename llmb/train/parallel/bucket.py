@@ -1,7 +1,7 @@
 """Buckets: matrices that are gathered, reduced and updated together, as views of one flat buffer.
 
-    bucket = Bucket(named_parameters, ranks, formats)      # unallocated parameters
-    bucket.allocate(device, resident=False)                # -> the parameters, views of the buffer
+    bucket = Bucket(unallocated, replicas, formats, device, resident=False)
+    bucket.parameters                                      # views of the buffer
     bucket.gather()                                        # all-gather: the parameters have their values
     bucket.free()                                          # until the next gather they have no memory
     bucket.reduce()                                        # reduce-scatter of the gradients into `grad_shard`
@@ -13,6 +13,7 @@ copies. Consecutive matrices of one width are contiguous, so that a GEMM can tak
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,16 @@ class BucketFormats(NamedTuple):
 class BucketParameter(nn.Parameter):
     """Parameter in a bucket; the first gradient of a step is written into memory of the bucket."""
 
-    bucket: "Bucket"
+    _bucket: "ReferenceType[Bucket]"  # weak: a bucket refers to its parameters
     shard: ParameterShard
     number: int
+
+    @property
+    def bucket(self) -> "Bucket":
+        """The bucket, which a model part keeps alive."""
+        bucket = self._bucket()
+        assert bucket is not None
+        return bucket
 
     @property
     def main_grad(self) -> Tensor:
@@ -49,35 +57,35 @@ class BucketParameter(nn.Parameter):
 class Bucket:
     """Matrices of an FSDP unit that the same ranks hold."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], replicas: Replicas, formats: BucketFormats):
-        self.names, self.replicas, self.formats = [*parameters], replicas, formats
-        self._unallocated = [*parameters.values()]
-        self.sizes = [tuple(parameter.shape) for parameter in self._unallocated]
+    def __init__(
+        self,
+        unallocated: Mapping[str, nn.Parameter],
+        replicas: Replicas,
+        formats: BucketFormats,
+        device: torch.device,
+        resident: bool,
+    ):
+        """Allocate the weights; resident ones always have memory."""
+        self.names, self.replicas, self.formats = [*unallocated], replicas, formats
+        self.sizes = [tuple(parameter.shape) for parameter in unallocated.values()]
         self.offsets, self.shard_size = bucket_layout(self.sizes, replicas.ranks)
-        self.parameters: list[BucketParameter] = []
         self.grads: Tensor | None = None  # of all parameters, while they accumulate
         self.grad_shard: Tensor | None = None  # this rank's slice of the sum over replicas
-        self.gathered = False
-
-    def allocate(self, device: torch.device, resident: bool) -> Mapping[str, BucketParameter]:
-        """Allocate weights; resident ones always have memory. Return the parameters by name."""
-        size, dtype = self.shard_size, self.formats.weights
-        self.flat = torch.zeros(size * self.replicas.ranks, dtype=dtype, device=device)
+        size = self.shard_size
+        self.flat = torch.zeros(size * replicas.ranks, dtype=formats.weights, device=device)
         self.resident = resident or not self.is_sharded
-        own_slice = self.flat[self.replicas.position * size :][:size]
+        own_slice = self.flat[replicas.position * size :][:size]
         self.shard = own_slice if self.resident else torch.zeros_like(own_slice)
-        self.low = torch.zeros(size, dtype=torch.int16, device=device) if self.formats.has_low_bits else None
-        for number, parameter in enumerate(self._unallocated):
+        self.low = torch.zeros(size, dtype=torch.int16, device=device) if formats.has_low_bits else None
+        self.parameters: list[BucketParameter] = []
+        for number, parameter in enumerate(unallocated.values()):
             # Not detach(), which shares the version counter: autograd must not see a gather as a change.
             view = BucketParameter(self._view(self.flat.data, number))
-            view.bucket, view.number, view.shard = self, number, shard_of(parameter)
-            view.grad_dtype = self.formats.gradients
+            view._bucket, view.number, view.shard = ReferenceType(self), number, shard_of(parameter)
+            view.grad_dtype = formats.gradients
             self.parameters.append(view)
-        del self._unallocated
-        self.invalidate()
-        if not self.resident:
-            self.free()
-        return dict(zip(self.names, self.parameters, strict=True))
+        self.gathered = not self.is_sharded
+        self.free()
 
     @property
     def is_sharded(self) -> bool:
@@ -198,12 +206,6 @@ class Bucket:
         """This rank's slice of the gradients' sum, after the step's last reduction."""
         assert self.grad_shard is not None
         return self.grad_shard
-
-    def zero_grad(self) -> None:
-        """Free the gradients."""
-        self.grads = self.grad_shard = None
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def merged_view(matrices: Sequence[Tensor]) -> Tensor:

@@ -29,6 +29,7 @@ from llmb.models.moe import GroupedLinear, MoE, Router
 from llmb.ops.moe.expert_dispatch import assign_send_rows, sort_received_rows
 from llmb.ops.moe.permute import permute_tokens, sort_by_expert, unpermute_tokens
 from llmb.perfmodel.expert_capacity import CAPACITY_FACTOR, pair_capacity
+from llmb.train.module_class import use_class
 from llmb.train.parallel.activation_collectives import all_gather, all_reduce, reduce_scatter
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallel.parameter_shard import local_parameter
@@ -38,18 +39,27 @@ RunExperts = Callable[[Tensor, Tensor], Tensor]
 
 def apply_expert_parallel(model_part: Network, mesh: Mesh, capacity_factor: float = CAPACITY_FACTOR) -> None:
     """Shard the routed experts' weights, dispatch tokens to them, and balance load over all tokens."""
-    is_sharded = mesh.size("ep") * mesh.size("etp") > 1
-    if is_sharded:
-        model_part.dispatcher = dispatcher = ExpertDispatcher(mesh, capacity_factor)
+    dispatcher = ExpertDispatcher(mesh, capacity_factor) if mesh.size("ep") * mesh.size("etp") > 1 else None
+    vars(model_part)["dispatcher"] = dispatcher
     for module in model_part.modules():
         if isinstance(module, Router) and mesh.size("cp") * mesh.size("tp") > 1:
             module.sum_over_ranks = partial(_sum_over_tokens, mesh)
-        if isinstance(module, MoE) and is_sharded:
+        if isinstance(module, MoE) and dispatcher is not None:
             for layer, dim in ((module.gate, 1), (module.up, 1), (module.down, 2)):
                 _shard_experts(layer, mesh, dim)
-            assign_rows = partial(dispatcher.assign_rows, module.router.experts.count)
-            run_experts = partial(dispatcher.dispatch_and_combine, module.run_experts)
-            module.assign_rows, module.run_experts = assign_rows, run_experts  # type: ignore[method-assign]
+            use_class(module, ShardedMoE, dispatcher=dispatcher)
+
+
+class ShardedMoE(MoE):
+    """MoE with this rank's experts."""
+
+    dispatcher: "ExpertDispatcher"
+
+    def assign_rows(self, topk_ids_NK: Tensor) -> tuple[Tensor, Tensor, int]:
+        return self.dispatcher.assign_rows(self.router.experts.count, topk_ids_NK)
+
+    def run_experts(self, x_MC: Tensor, ends_E: Tensor) -> Tensor:
+        return self.dispatcher.dispatch_and_combine(super().run_experts, x_MC, ends_E)
 
 
 def _shard_experts(layer: GroupedLinear, mesh: Mesh, dim: int) -> None:
@@ -58,11 +68,10 @@ def _shard_experts(layer: GroupedLinear, mesh: Mesh, dim: int) -> None:
     layer.weight = local_parameter(layer.weight, cuts, "edp")
 
 
-class ExpertDispatcher(nn.Module):
+class ExpertDispatcher:
     """All-to-alls of the routed tokens of all MoE layers in a model part."""
 
     def __init__(self, mesh: Mesh, capacity_factor: float):
-        super().__init__()
         self._ep, self._etp = mesh.submesh("ep"), mesh.submesh("etp")
         self.capacity_factor = capacity_factor
         self.overflow = torch.zeros((), device=mesh.device)  # pairs that exceeded their capacity in this step
@@ -95,8 +104,8 @@ class ExpertDispatcher(nn.Module):
 
 def expert_dispatchers(model_parts: Iterable[nn.Module]) -> list[ExpertDispatcher]:
     """Return the dispatcher of each model part; none without expert parallelism."""
-    children = (child for model_part in model_parts for child in model_part.children())
-    return [child for child in children if isinstance(child, ExpertDispatcher)]
+    dispatchers = (vars(model_part)["dispatcher"] for model_part in model_parts)
+    return [dispatcher for dispatcher in dispatchers if dispatcher is not None]
 
 
 def pop_overflow(dispatchers: Sequence[ExpertDispatcher], device: torch.device) -> Tensor:

@@ -1,10 +1,9 @@
 """FSDP: weights, gradients and optimizer state sharded over the ranks that hold the same ones.
 
-    sharded = ShardedParameters(model_part, mesh, formats)   # the last pass, over unallocated parameters
-    sharded.allocate(device)                                 # from now on sharded_parameters(model_part)
-    sharded.begin_backward(last)                             # for each micro-batch, before its backward pass
-    sharded.end_backward()                                   # after it
-    sharded.end_step()                                       # after the last one: every gradient is reduced
+    sharded = ShardedParameters(model_part, mesh, formats, device)      # from now on sharded_parameters(model_part)
+    sharded.begin_backward(last)                                        # for each micro-batch, before its backward pass
+    sharded.end_backward()                                              # after it
+    sharded.end_step()                                                  # after the last one: every gradient is reduced
 
 A unit is a layer, or what a model part has besides layers. Its matrices are in buckets (`bucket.py`), one for each set
 of ranks that hold the same ones: dense matrices, those that tp does not split, experts.
@@ -19,8 +18,10 @@ all-reduced after the last backward pass. Gradients are summed, never averaged: 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,10 +44,8 @@ Gradients = tuple[list[tuple[Bucket, Tensor | None, Tensor | None]], list[tuple[
 class Unit:
     """Buckets that are gathered and reduced together, with the collectives in flight."""
 
-    def __init__(self, buckets: list[Bucket]):
+    def __init__(self, buckets: Iterable[Bucket]):
         self.buckets = [bucket for bucket in buckets if bucket.is_sharded]
-        self.forward_next: Unit | None = None  # to be gathered while this one computes
-        self.backward_next: Unit | None = None
         self._gathered: Event = None
         self._reduced: Event = None
         self._reducing: list[tuple[Tensor, ...]] = []  # gradients in use by a collective
@@ -57,14 +56,10 @@ class Unit:
             return
         for bucket in self.buckets:
             bucket.allocate_gathered()  # on the main stream, which frees it
-        if not overlap:
+        with stream.running() if overlap else nullcontext():
             for bucket in self.buckets:
                 bucket.gather()
-            return
-        with stream.running():
-            for bucket in self.buckets:
-                bucket.gather()
-        self._gathered = stream.record_event()
+        self._gathered = stream.record_event() if overlap else None
 
     def wait_gather(self, stream: SideStream) -> None:
         """Make computation wait for the weights."""
@@ -78,13 +73,10 @@ class Unit:
 
     def start_reduce(self, stream: SideStream, overlap: bool) -> None:
         """Start to reduce the gradients."""
-        if not overlap:
-            for bucket in self.buckets:
-                bucket.reduce()
-            return
-        with stream.running():
-            self._reducing = [bucket.reduce() for bucket in self.buckets]
-        self._reduced = stream.record_event()
+        with stream.running() if overlap else nullcontext():
+            reducing = [bucket.reduce() for bucket in self.buckets]
+        if overlap:
+            self._reducing, self._reduced = reducing, stream.record_event()
 
     def wait_reduce(self, stream: SideStream) -> None:
         """Make computation wait for the reduced gradients, and free the others."""
@@ -95,8 +87,11 @@ class Unit:
 class ReplicatedParameters:
     """fp32 parameters that all ranks of a group have whole."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], replicas: Replicas):
-        self.parameters, self.replicas = parameters, replicas
+    def __init__(self, unallocated: dict[str, nn.Parameter], replicas: Replicas, device: torch.device):
+        self.replicas, self.parameters = replicas, {}
+        for name, parameter in unallocated.items():
+            weight = self.parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=device))
+            mark_shard(weight, *shard_of(parameter))
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -114,59 +109,47 @@ class ReplicatedParameters:
 
 
 class ShardedParameters:
-    """All parameters of a model part."""
+    """All parameters of a model part, allocated and registered in its modules."""
 
-    def __init__(self, model_part: Network, mesh: Mesh, formats: BucketFormats):
-        self._model_part, self._mesh = model_part, mesh
+    def __init__(self, model_part: Network, mesh: Mesh, formats: BucketFormats, device: torch.device):
         vars(model_part)["sharded_parameters"] = self
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
-        units: dict[str, dict[str, dict[str, nn.Parameter]]] = defaultdict(lambda: defaultdict(dict))
-        replicated: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)
+        self._parallel, self._stream = mesh.parallel, SideStream(device)
+        matrices: dict[tuple[str, str], dict[str, nn.Parameter]] = defaultdict(dict)  # by unit and replicas
+        vectors: dict[str, dict[str, nn.Parameter]] = defaultdict(dict)  # by replicas
         for path, module in model_part.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                full_name = f"{path}.{name}" if path else name
-                self._owners[full_name] = module, name
+            for name, parameter in module.named_parameters(path, recurse=False):
                 replicas = shard_of(parameter).replicas
-                if isinstance(module, MATRIX_MODULES):
-                    units[_unit_name(full_name)][replicas][full_name] = parameter
-                else:
-                    replicated[replicas][full_name] = parameter
-        self.buckets: list[Bucket] = []
-        self._units: dict[str, Unit] = {}
-        for name, by_replicas in units.items():
-            buckets = [
-                Bucket(parameters, mesh.replicas_of(replicas), formats) for replicas, parameters in by_replicas.items()
-            ]
-            self.buckets += buckets
-            self._units[name] = Unit(buckets)
-        self._unallocated = replicated
-        self.replicated: list[ReplicatedParameters] = []
-        self._last_backward, self._captured = True, False
-        self._pending: Unit | None = None  # whose gradients are being reduced
-        self.is_fsdp = mesh.parallel.fsdp and any(bucket.is_sharded for bucket in self.buckets)
-
-    def allocate(self, device: torch.device) -> None:
-        """Allocate all parameters and buffers, and register the parameters in their modules."""
-        self._stream = SideStream(device)
-        for bucket in self.buckets:
-            for name, parameter in bucket.allocate(device, resident=not self.is_fsdp).items():
-                self._register(name, parameter)
-        for replicas, parameters in self._unallocated.items():
-            allocated = {}
-            for name, unallocated in parameters.items():
-                weight = allocated[name] = nn.Parameter(torch.empty(unallocated.shape, device=device))
-                mark_shard(weight, *shard_of(unallocated))
-                self._register(name, weight)
-            self.replicated.append(ReplicatedParameters(allocated, self._mesh.replicas_of(replicas)))
-        for module in self._model_part.modules():
+                is_matrix = isinstance(module, MATRIX_MODULES)
+                (matrices[_unit_name(name), replicas] if is_matrix else vectors[replicas])[name] = parameter
+        units: dict[str, list[Bucket]] = {"": []}
+        for (unit, replicas), parameters in matrices.items():
+            bucket = Bucket(parameters, mesh.replicas_of(replicas), formats, device, resident=not mesh.parallel.fsdp)
+            units.setdefault(unit, []).append(bucket)
+        self.buckets = [bucket for buckets in units.values() for bucket in buckets]
+        self.replicated = [
+            ReplicatedParameters(parameters, mesh.replicas_of(replicas), device)
+            for replicas, parameters in vectors.items()
+        ]
+        for name, parameter in self.parameters.items():
+            owner, _, attribute = name.rpartition(".")
+            model_part.get_submodule(owner).register_parameter(attribute, parameter)
+        for module in model_part.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module.register_buffer(name, torch.zeros_like(buffer, device=device))
-        if any(unit.buckets for unit in self._units.values()):
-            self._add_hooks()
 
-    def _register(self, name: str, parameter: nn.Parameter) -> None:
-        module, attribute = self._owners[name]
-        module.register_parameter(attribute, parameter)
+        self._root, *self._layers = map(Unit, units.values())
+        self._last_backward, self._captured = True, False
+        self._pending: Unit | None = None  # whose gradients are being reduced
+        is_sharded = any(bucket.is_sharded for bucket in self.buckets)
+        self.is_fsdp = mesh.parallel.fsdp and is_sharded
+        if is_sharded:
+            self._add_hooks(model_part)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by name."""
+        named = (zip(bucket.names, bucket.parameters, strict=True) for bucket in self.buckets)
+        return dict(chain(*named, *(group.parameters.items() for group in self.replicated)))
 
     def own_values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the values of every parameter that this rank's optimizer updates."""
@@ -177,36 +160,30 @@ class ShardedParameters:
 
     # Gathering and reducing, while the model part runs
 
-    def _add_hooks(self) -> None:
-        root = self._units.get("")
-        layers = [
-            (layer, self._units[f"layers.{number}"]) for number, layer in self._model_part.layers.named_children()
-        ]
-        for (_, unit), (_, following) in pairwise(layers):
-            unit.forward_next, following.backward_next = following, unit
-        if root is not None and layers:
-            root.forward_next = layers[0][1]
-        if root is not None:
-            self._model_part.register_forward_pre_hook(lambda *_: self._gather(root, root.forward_next), prepend=True)
-        for layer, unit in layers:
-            is_last = unit is layers[-1][1] and self._model_part.last
-            layer.register_forward_pre_hook(lambda _layer, args, unit=unit: self._enter(unit, args), prepend=True)
-            layer.register_forward_hook(
-                lambda _layer, _args, out, unit=unit, keep=is_last: self._leave(unit, out, keep)
-            )
+    def _add_hooks(self, model_part: Network) -> None:
+        units = self._layers
+        model_part.register_forward_pre_hook(lambda *_: self._gather(self._root, units[0]), prepend=True)
+        for layer, previous, unit, following in zip(
+            model_part.layers, [None, *units[:-1]], units, [*units[1:], None], strict=True
+        ):
+            keep = following is None and model_part.last  # the backward pass of the last layer comes next
+            layer.register_forward_pre_hook(partial(self._enter, unit, following), prepend=True)
+            layer.register_forward_hook(partial(self._leave, unit, previous, keep))
 
-    def _enter(self, unit: Unit, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self._gather(unit, unit.forward_next)
+    def _enter(self, unit: Unit, following: Unit | None, _layer: nn.Module, args: tuple[Tensor, ...]) -> Any:
+        self._gather(unit, following)
         return _CallInBackward.apply(args[0], lambda: self._after_backward(unit)), *args[1:]
 
-    def _leave(self, unit: Unit, out: Tensor, keep: bool) -> Tensor:
-        if not (keep and torch.is_grad_enabled()):  # the backward pass of the last layer comes next
+    def _leave(
+        self, unit: Unit, previous: Unit | None, keep: bool, _layer: nn.Module, _args: Any, out: Tensor
+    ) -> Tensor:
+        if not (keep and torch.is_grad_enabled()):
             unit.free()
-        return _CallInBackward.apply(out, lambda: self._gather(unit, unit.backward_next))
+        return _CallInBackward.apply(out, lambda: self._gather(unit, previous))
 
     def _gather(self, unit: Unit, following: Unit | None) -> None:
         """Gather a unit before it computes, and start with the following one."""
-        overlap = self._mesh.parallel.overlap_gather
+        overlap = self._parallel.overlap_gather
         unit.start_gather(self._stream, overlap)
         unit.wait_gather(self._stream)
         if following is not None and overlap:
@@ -219,7 +196,7 @@ class ShardedParameters:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        unit.start_reduce(self._stream, self._mesh.parallel.overlap_reduce)
+        unit.start_reduce(self._stream, self._parallel.overlap_reduce)
         if self._pending is not None:
             self._pending.wait_reduce(self._stream)
         self._pending = unit
@@ -227,7 +204,7 @@ class ShardedParameters:
     def gather_all(self) -> None:
         """Gather all weights that stay for the step, before a CUDA graph uses them."""
         if not self.is_fsdp:
-            for unit in self._units.values():
+            for unit in (self._root, *self._layers):
                 unit.start_gather(self._stream, overlap=False)
 
     def begin_backward(self, last: bool, captured: bool = False) -> None:
@@ -239,20 +216,17 @@ class ShardedParameters:
 
     def end_backward(self) -> None:
         """Reduce what no layer's backward pass did."""
-        root = self._units.get("")
-        if root is not None and root.buckets and self._reduces:
-            self._reduce(root)
+        if self._root.buckets and self._reduces:
+            self._reduce(self._root)
         if self._pending is not None:
             self._pending.wait_reduce(self._stream)
             self._pending = None
 
     def end_step(self) -> None:
         """Reduce the remaining gradients, after the last backward pass of a step."""
-        for unit in self._units.values():
-            if self._captured and not self.is_fsdp:
-                unit.start_reduce(self._stream, overlap=False)
-        if (root := self._units.get("")) is not None:
-            root.free()
+        for unit in (self._root, *self._layers) if self._captured and not self.is_fsdp else ():
+            unit.start_reduce(self._stream, overlap=False)
+        self._root.free()
         for bucket in self.buckets:
             if not bucket.is_sharded:
                 bucket.reduce()
@@ -266,8 +240,8 @@ class ShardedParameters:
     @property
     def gradients(self) -> Gradients:
         """Gradients so far in this step; what a CUDA graph writes can be set again."""
-        parameters = [*self._model_part.parameters()]
-        return [(b, b.grads, b.grad_shard) for b in self.buckets], [(p, p.grad) for p in parameters]
+        buckets = [(bucket, bucket.grads, bucket.grad_shard) for bucket in self.buckets]
+        return buckets, [(parameter, parameter.grad) for parameter in self.parameters.values()]
 
     @gradients.setter
     def gradients(self, gradients: Gradients) -> None:
@@ -279,16 +253,15 @@ class ShardedParameters:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients to accumulate to."""
-        parameters = self._model_part.parameters()
-        return any(b.grad_shard is not None for b in self.buckets) or any(p.grad is not None for p in parameters)
+        grads = [parameter.grad for parameter in self.parameters.values()]
+        return any(grad is not None for grad in (*grads, *(bucket.grad_shard for bucket in self.buckets)))
 
     def zero_grad(self) -> None:
         """Free all gradients."""
         for bucket in self.buckets:
-            bucket.zero_grad()
-        for replicated in self.replicated:
-            for parameter in replicated.parameters.values():
-                parameter.grad = None
+            bucket.grads = bucket.grad_shard = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
 class _CallInBackward(torch.autograd.Function):

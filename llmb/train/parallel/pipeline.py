@@ -12,7 +12,6 @@ after every step, so the copies stay bitwise equal.
 """
 
 import logging
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -39,8 +38,6 @@ TraceRange = Callable[[str], AbstractContextManager[None]]
 
 # On any error torch's schedules print the whole schedule of every rank.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-# The residual that carries the routers' auxiliary loss is such a view; nothing here or in torch writes into it.
-warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
 
 
 def build_stages(network: Network, mesh: Mesh) -> list[Network]:
@@ -157,7 +154,7 @@ class Stage(PipelineStage):
         pp = mesh.size("pp")
         self._model_part, self._mesh, self._trace_range, self._sends = model_part, mesh, trace_range, sends
         super().__init__(
-            _ForwardModule(model_part, trace_range),
+            model_part,
             stage_index=mesh.index("pp") + index * pp,
             num_stages=pp * (mesh.parallel.vp or 1),
             device=mesh.device,
@@ -221,7 +218,8 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of one micro-batch; its input is then referenced by autograd only."""
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._trace_range("forward"):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_first:
             _free_buffers(self.args_recv_info[fwd_chunk_id])
         return output
@@ -271,18 +269,6 @@ class PendingSends:
         while len(self._pending) > max_pending:
             for transfer in self._pending.popleft():
                 transfer.wait()
-
-
-class _ForwardModule(nn.Module):
-    """Forward pass of a model part; it hides the FSDP module, which torch's schedules would treat specially."""
-
-    def __init__(self, model_part: Network, trace_range: TraceRange):
-        super().__init__()
-        self.model_part, self._trace_range = model_part, trace_range
-
-    def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
-        with self._trace_range("forward"):
-            return self.model_part(x, labels_BT)
 
 
 def _schedule(stages: list[Stage], micro_batches: int) -> Schedule1F1B | ScheduleInterleaved1F1B:

@@ -15,18 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llmb.models.architectures import Network
 from llmb.models.chunked_loss import CHUNK_TOKENS, chunked_cross_entropy
-from llmb.ops.embedding.embedding_autograd import fused_embedding
+from llmb.train.module_class import use_class
 from llmb.train.parallel.activation_collectives import all_gather, reduce_scatter
+from llmb.train.precision import FusedEmbedding
 
 
 def apply_vocab_parallel(model_part: Network, tp: DeviceMesh) -> None:
     """Make embedding and loss, where the model part has them, use this rank's rows; weights are not sharded here."""
     first = model_part.model.vocab // tp.size() * tp.get_local_rank()
     if model_part.embedding is not None:
-        embedding = model_part.embedding
-        embedding.forward = lambda tokens_BT: fused_embedding(tokens_BT, embedding.weight, first)  # type: ignore[method-assign, assignment]
+        use_class(model_part.embedding, FusedEmbedding, first_row=first)
         # After the hook that casts to bf16: only one summand is nonzero, so the sum in bf16 is exact.
-        embedding.register_forward_hook(lambda _module, _args, x_BTC: reduce_scatter(x_BTC, tp, dim=1))
+        model_part.embedding.register_forward_hook(lambda _module, _args, x_BTC: reduce_scatter(x_BTC, tp, dim=1))
     model_part.cross_entropy = partial(vocab_parallel_cross_entropy, tp=tp, first=first)
 
 
