@@ -28,6 +28,7 @@ LONGEST_FILES = (
     "test_readme",
     "test_faults",
     "test_parallel_layouts",
+    "test_layout_training",
     "test_fsdp",
     "test_parallel_serving",
     "test_parity",

@@ -77,3 +77,5 @@ SMALL_MODELS = {
         mamba=MambaConfig(heads=4, head_dim=16, groups=2, state=16, chunk=16),
     ),
 }
+# Nothing divides by the number of ranks: shards are padded, and begin inside a row.
+UNEVEN = llama_model(name="uneven", layers=4, hidden=22, ffn=50, vocab=130, head_dim=10)

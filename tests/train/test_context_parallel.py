@@ -1,6 +1,5 @@
-"""Context parallelism: attention, positions and training runs, compared with one process."""
+"""Context parallelism: attention and positions, compared with one process."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.distributed as dist
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
-from training_ranks import on_ranks, trained
+from training_ranks import on_ranks
 
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
@@ -136,15 +135,6 @@ def test_causal_work_is_balanced(cp: int) -> None:
     """The work of a token is the number of tokens it attends to, itself included."""
     work = [(shard_positions(rank, cp, 64, CPU) + 1).sum().item() for rank in range(cp)]
     assert len(set(work)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "grok1", "deepseek"])
-def test_training_equals_one_process(tmp_path: Path, architecture: str) -> None:
-    """GQA, logit softcap with an auxiliary loss, and MLA, on ranks with two sequences each."""
-    config = changed(CONFIG, model=SMALL_MODELS[architecture], steps=3, lr=3e-4, mbs=2, gbs=4, ga=2)
-    spread, alone = (trained(changed(config, cp=cp), tmp_path / f"cp {cp}") for cp in (2, 1))
-    assert spread.max_distance(alone) < 1e-5
 
 
 def test_mamba_with_cp_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Expert parallelism: dispatch, gradients, auxiliary loss and training runs, compared with one process."""
+"""Expert parallelism: dispatch, gradients, auxiliary loss and repeated steps, compared with one process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -303,36 +303,3 @@ def test_overflow_repeats_the_step(
     factors = ["0.25 -> 0.5", "0.5 -> 1", "1 -> 2"]
     assert lines == [f"step 1 repeated: {reason} {change}" for change in factors]
     assert repeated.max_distance(trained(changed(config, ga=4), tmp_path / "alone")) < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "degrees", "more", "tolerance"),
-    [
-        pytest.param("grok1", {"dp": 2, "ep": 2}, {}, 1e-5, marks=pytest.mark.nightly),
-        pytest.param(
-            "grok1", {"dp": 2, "etp": 2}, {"fsdp": True, "recompute_layers": 2}, 1e-5, marks=pytest.mark.nightly
-        ),
-        pytest.param(
-            "grok1", {"tp": 2, "cp": 2, "ep": 2, "etp": 2}, {"balanced_experts": True}, 1e-5, marks=pytest.mark.nightly
-        ),
-        pytest.param("deepseek", {"tp": 2, "dp": 2, "ep": 2, "etp": 2}, {}, 1e-5, marks=pytest.mark.nightly),
-        pytest.param("deepseek", {"dp": 2, "ep": 2}, {"dtype": "bf16"}, 2e-2, marks=pytest.mark.nightly),
-        ("grok1", {"dp": 2, "ep": 2}, {"dtype": "fp8", "balanced_experts": True}, 6e-2),
-        ("grok1", {"dp": 2}, {"dtype": "fp8", "balanced_experts": True, "fsdp": True}, 6e-2),
-        pytest.param("grok1", {"dp": 2}, {"dtype": "fp8", "balanced_experts": True}, 6e-2, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
-def test_training_equals_one_process(
-    tmp_path: Path, architecture: str, degrees: dict[str, int], more: dict[str, Any], tolerance: float
-) -> None:
-    """The small Grok-1 has an auxiliary loss, the small DeepSeek a shared expert and expert groups.
-
-    `test_parallel_layouts.py` has those of `make test` in fp32.
-    """
-    config = changed(CONFIG, model=SMALL_MODELS[architecture], steps=3, lr=3e-4, **more)
-    ga = 2 // degrees.get("dp", 1)
-    spread = changed(config, **degrees, mbs=2, gbs=4, ga=ga)
-    alone = changed(config, fsdp=False, recompute_layers=0, mbs=2, gbs=4, ga=2)
-    assert trained(spread, tmp_path / "spread").max_distance(trained(alone, tmp_path / "alone")) < tolerance

@@ -1,26 +1,21 @@
-"""FSDP and the distributed optimizer train as one process; every rank holds only its shards."""
+"""FSDP and the distributed optimizer: every rank holds only its shards, and gathers what it needs when it needs it."""
 
 import re
 from collections import Counter
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from sharded_network import own_weights
 from small_config import CONFIG, changed
-from small_models import SMALL_MODELS
+from small_models import SMALL_MODELS, UNEVEN
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_ranks import Trained, on_ranks
-from training_ranks import trained as trained_in
+from training_ranks import on_ranks
 
 from llmb.config.spec import RunConfig
 from llmb.models.architectures import build_model
-from llmb.train import activation_offload
 from llmb.train.chunked_tensor import chunk_values
 from llmb.train.loop import TrainJob, accumulate_gradients
 from llmb.train.optimizer import Optimizer
@@ -32,10 +27,7 @@ from llmb.train.train_checkpoint import Checkpointer, state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
-# Nothing divides by the number of ranks: shards are padded, and begin inside a row.
-UNEVEN = replace(SMALL_MODELS["llama"], name="uneven", hidden=22, ffn=50, vocab=130, head_dim=10)
 MODELS = SMALL_MODELS | {"uneven": UNEVEN}
-CLOSE = {"fp32": 1e-5, "bf16": 5e-3, "fp8": 5e-2}
 
 
 def config_of_layout(name: str, **changes: Any) -> RunConfig:
@@ -44,108 +36,6 @@ def config_of_layout(name: str, **changes: Any) -> RunConfig:
     config = changed(CONFIG, **(base | changes))
     ga = 12 // (config.workload.mbs * config.parallel.dp)
     return changed(config, ga=ga, gpus=config.parallel.world_size)
-
-
-@cache
-def outcome(config_of: str, **changes: Any) -> Trained:
-    """Run a configuration in a temporary folder; cached."""
-    with TemporaryDirectory() as folder:
-        return trained_in(config_of_layout(config_of, **changes), Path(folder))
-
-
-def assert_like_one_process(name: str, dtype: str = "fp32", mbs: int = 2, **layout: Any) -> None:
-    reference = outcome(name, dtype=dtype, mbs=mbs)
-    assert outcome(name, dtype=dtype, mbs=mbs, **layout).max_distance(reference) < CLOSE[dtype]
-
-
-DP_CASES = [  # model, dp, mbs, fsdp
-    ("llama", 2, 2, True),
-    ("llama", 2, 2, False),
-    ("grok1", 2, 2, True),
-    ("uneven", 3, 1, True),
-    ("uneven", 3, 1, False),
-]
-MORE_DP_CASES = [
-    ("grok1", 2, 2, False),
-    *((name, 2, 2, fsdp) for name in ("deepseek", "nemotron_h") for fsdp in (True, False)),
-    *((name, 4, 1, fsdp) for name in ("grok1", "nemotron_h") for fsdp in (True, False)),
-    *((name, 4, 3, fsdp) for name in ("llama", "grok1", "uneven") for fsdp in (True, False)),
-    *(("llama", 2, 6, fsdp) for fsdp in (True, False)),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dp", "mbs", "fsdp"),
-    [*DP_CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE_DP_CASES)],
-)
-def test_dp_equals_one_process(name: str, dp: int, mbs: int, fsdp: bool) -> None:
-    assert_like_one_process(name, dp=dp, fsdp=fsdp, mbs=mbs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "fsdp", "dtype"),
-    [
-        ("grok1", True, "fp8"),
-        ("nemotron_h", False, "bf16"),
-        pytest.param("grok1", True, "bf16", marks=pytest.mark.nightly),
-        pytest.param("nemotron_h", False, "fp8", marks=pytest.mark.nightly),
-        pytest.param("llama", True, "bf16", marks=pytest.mark.nightly),
-        pytest.param("llama", True, "fp8", marks=pytest.mark.nightly),
-    ],
-)
-def test_weights_are_gathered_in_bf16(name: str, fsdp: bool, dtype: str) -> None:
-    assert_like_one_process(name, dtype, dp=2, fsdp=fsdp)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", ["uneven", pytest.param("deepseek", marks=pytest.mark.nightly)])
-def test_dp_with_tp_equals_one_process(name: str, fsdp: bool) -> None:
-    assert_like_one_process(name, dp=3, tp=2, fsdp=fsdp)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("grok1", {"dp": 4, "ep": 2, "fsdp": True, "mbs": 1}),
-        pytest.param("grok1", {"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.nightly),
-        pytest.param("deepseek", {"tp": 4, "ep": 2}, marks=pytest.mark.nightly),  # only the experts have replicas
-        pytest.param(
-            "deepseek", {"dp": 4, "ep": 2, "fsdp": True, "recompute_layers": 3, "mbs": 1}, marks=pytest.mark.nightly
-        ),
-    ],
-)
-def test_dp_with_ep_equals_one_process(name: str, layout: dict) -> None:
-    assert_like_one_process(name, **layout)
-
-
-@pytest.mark.slow
-def test_fsdp_with_recomputation_and_offload(monkeypatch) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
-    assert_like_one_process("grok1", dp=2, fsdp=True, recompute_layers=2, offload_layers=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_communication_overlap_is_bit_exact(fsdp: bool) -> None:
-    overlapped = outcome("grok1", dtype="fp32", mbs=2, dp=2, fsdp=fsdp)
-    reference = outcome("grok1", dtype="fp32", mbs=2, dp=2, fsdp=fsdp, overlap_gather=False, overlap_reduce=False)
-    assert overlapped.losses == reference.losses
-    assert all(torch.equal(overlapped.tensors[name], reference.tensors[name]) for name in overlapped.tensors)
-
-
-@pytest.mark.slow
-def test_fsdp_is_deterministic(tmp_path: Path) -> None:
-    layout: dict[str, Any] = {"dtype": "fp32", "mbs": 2, "dp": 2, "fsdp": True}
-    first, second = outcome("llama", **layout), trained_in(config_of_layout("llama", **layout), tmp_path)
-    assert (first.losses, first.norms) == (second.losses, second.norms)
-    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
-
-
-# The following tests inspect single ranks.
 
 
 def build(config: RunConfig) -> tuple[TrainJob, list, Optimizer]:

@@ -1,9 +1,9 @@
-"""Tensor parallelism trains as one process does, and each rank holds only its shards."""
+"""Tensor parallelism: collectives, loss and embedding equal one process, and each rank holds only its shards."""
 
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 from torch import Tensor, nn
-from training_ranks import Trained, on_ranks, trained
+from training_ranks import on_ranks
 
 from llmb.config.spec import Model, RunConfig
 from llmb.errors import ConfigError
@@ -25,71 +25,11 @@ from llmb.train.parallel.vocab_parallel import vocab_parallel_cross_entropy
 from llmb.train.parallelize import build_model_parts
 from llmb.train.train_support import supported_workload
 
-# In fp32 only the order of sums differs. In bf16 each rank rounds its partial output of a block, in fp8 its shards have
-# their own scales; Adam takes full steps even for gradients that are mostly rounding error.
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp8": 5e-2}
-MODELS = SMALL_MODELS | {
-    "tied llama": replace(SMALL_MODELS["llama"], tied_embeddings=True),
-    "four kv heads": replace(SMALL_MODELS["llama"], kv_heads=4),
-}
-
 
 def config_of(model: Model, **changes: Any) -> RunConfig:
     # With some other seeds a weight's first gradient is zero but for rounding, and Adam takes a full step for it.
     few: dict[str, Any] = {"steps": 2, "mbs": 2, "gbs": 4, "ga": 2, "lr": 1e-3, "seed": 11}
     return changed(replace(CONFIG, model=model), **few | changes)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
-    """Train a model by its name; cached, unless `count` differs."""
-
-    @cache
-    def run(name: str, tp: int, dtype: str = "fp32", recompute_layers: int = 0, count: int = 0) -> Trained:
-        config = config_of(MODELS[name], tp=tp, dtype=dtype, recompute_layers=recompute_layers)
-        return trained(config, tmp_path_factory.mktemp("run"))
-
-    return run
-
-
-@pytest.mark.slow  # the others: tests/train/test_parallel_layouts.py
-@pytest.mark.parametrize(
-    "name",
-    ["deepseek", "tied llama", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("llama", "grok1", "nemotron_h"))],
-)
-def test_tp2_equals_one_process(run: Callable[..., Trained], name: str) -> None:
-    assert run(name, tp=2).max_distance(run(name, tp=1)) < TOLERANCE["fp32"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["four kv heads", pytest.param("deepseek", marks=pytest.mark.nightly)])
-def test_tp4_equals_one_process(run: Callable[..., Trained], name: str) -> None:
-    assert run(name, tp=4).max_distance(run(name, tp=1)) < TOLERANCE["fp32"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek", "nemotron_h"])
-def test_tp_recomputation_is_bit_exact(run: Callable[..., Trained], name: str) -> None:
-    assert_same_bits(run(name, tp=2, recompute_layers=4), run(name, tp=2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-@pytest.mark.parametrize(
-    "name", ["nemotron_h", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "grok1", "deepseek"))]
-)
-def test_tp_in_low_precision_stays_close(run: Callable[..., Trained], name: str, dtype: str) -> None:
-    assert run(name, tp=2, dtype=dtype).max_distance(run(name, tp=1, dtype=dtype)) < TOLERANCE[dtype]
-
-
-@pytest.mark.slow
-def test_tp_is_deterministic(run: Callable[..., Trained]) -> None:
-    assert_same_bits(run("deepseek", tp=2, count=1), run("deepseek", tp=2))
-
-
-def assert_same_bits(actual: Trained, expected: Trained) -> None:
-    assert (actual.losses, actual.norms) == (expected.losses, expected.norms)
-    assert all(torch.equal(tensor, expected.tensors[name]) for name, tensor in actual.tensors.items())
 
 
 # Replicated: norms of residuals and latents, routers, down projections of MLA, experts; everything else is sharded.
@@ -108,9 +48,9 @@ def local_weights(_rank: int, config: RunConfig) -> dict[str, tuple[ParameterSha
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "deepseek", "nemotron_h"])
 def test_each_tp_rank_holds_its_shard(name: str) -> None:
-    alone = config_of(MODELS[name])
+    alone = config_of(SMALL_MODELS[name])
     (network,) = build_model_parts(alone, supported_workload(alone), init_mesh(alone))
-    ranks = on_ranks(2, local_weights, config_of(MODELS[name], tp=2))
+    ranks = on_ranks(2, local_weights, config_of(SMALL_MODELS[name], tp=2))
     assert all(weights.keys() == dict(network.named_parameters()).keys() for weights in ranks)
     for path, whole in network.named_parameters():
         full_name = path + f" {[*whole.shape]}" * (whole.ndim > 2)
@@ -124,7 +64,7 @@ def test_each_tp_rank_holds_its_shard(name: str) -> None:
 
 def with_gradients(rank: int, work: Callable[..., Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output for a rank's slice of x, and its gradient for weights that depend on index and rank."""
-    mesh = init_mesh(config_of(MODELS["llama"], tp=2)).submesh("tp")
+    mesh = init_mesh(config_of(SMALL_MODELS["llama"], tp=2)).submesh("tp")
     x_local = x[rank].clone().requires_grad_()
     out = work(x_local, mesh)
     weights = torch.arange(1.0, out.numel() + 1).view_as(out) * (rank + 1)
@@ -159,7 +99,7 @@ def test_all_reduce_gradient_is_identity() -> None:
 
 
 def with_equal_losses(rank: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    mesh = init_mesh(config_of(MODELS["llama"], tp=2)).submesh("tp")
+    mesh = init_mesh(config_of(SMALL_MODELS["llama"], tp=2)).submesh("tp")
     x_local = x[rank].clone().requires_grad_()
     out = all_reduce(x_local, mesh)
     (gradient,) = torch.autograd.grad((out * torch.tensor([1.0, 2.0, 3.0])).sum(), x_local)
@@ -167,7 +107,7 @@ def with_equal_losses(rank: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_loss(rank: int, x_BTC: Tensor, weight_VC: Tensor, labels_BT: Tensor) -> list[Tensor]:
-    mesh = init_mesh(config_of(MODELS["llama"], tp=2)).submesh("tp")
+    mesh = init_mesh(config_of(SMALL_MODELS["llama"], tp=2)).submesh("tp")
     x_local, rows = (
         tensor.chunk(2, dim)[rank].clone().requires_grad_() for tensor, dim in ((x_BTC, 1), (weight_VC, 0))
     )
@@ -211,4 +151,4 @@ def test_vocab_parallel_embedding_masks_other_ranks() -> None:
 )
 def test_indivisible_sizes_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        supported_workload(config_of(MODELS["llama"], **changes))
+        supported_workload(config_of(SMALL_MODELS["llama"], **changes))
