@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +18,11 @@ from explicit_layers import (
 )
 from forked_ranks import on_ranks
 from sharded_network import FP32, ONE
-from small_config import CONFIG, changed
+from small_config import CONFIG
 from small_models import llama_model
 from torch import Tensor, nn
 
-from llmb.config.spec import Model, Parallel, RunConfig
-from llmb.models.architectures import Network
+from llmb.config.spec import Model, Parallel
 from llmb.ops.gemm.matmul import matmul
 from llmb.ops.quant.delayed_scaling import SCALINGS, DelayedScaling
 from llmb.train.llama_layers import (
@@ -34,10 +32,7 @@ from llmb.train.llama_layers import (
     quantize_weights,
     use_explicit_layers,
 )
-from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh, build_mesh
-from llmb.train.parallelize import build_model_parts, build_optimizer
-from llmb.train.train_checkpoint import Checkpointer
 
 CPU = torch.device("cpu")
 MODEL = llama_model(name="small", hidden=64, ffn=96, vocab=128)  # shards of ffn, 48 channels, are fp8's too
@@ -171,7 +166,7 @@ def test_names_of_scales_are_those_of_the_whole_model() -> None:
     stage = plain_network(MODEL)
     (_, last), stage.layers = stage.layers, nn.ModuleList()
     stage.layers.add_module("1", last)  # as a pipeline stage has it
-    use_explicit_layers(stage, "fp8", config_of("fp8").workload)
+    use_explicit_layers(stage, "fp8", CONFIG.workload)
     init_fp8_scaling(stage, DelayedScaling)
     assert stage.fp8_scaling is not None
     assert {name.rpartition(".")[0] for name in stage.fp8_scaling.state_dict()} == {"layers.1"}
@@ -201,61 +196,3 @@ def test_fast_accumulation_of_backward_gemms(monkeypatch, fp8_fast_accum: bool) 
 def test_fast_accumulation_needs_fp8(trained) -> None:
     refused = trained(dtype="bf16", fp8_fast_accum=True, steps=1)
     assert "does not run fp8_fast_accum=true with dtype=bf16" in refused.ended().reason
-
-
-def config_of(dtype: str, **changes: object) -> RunConfig:
-    """Return a configuration of an H200, whose code runs on any device."""
-    config = changed(CONFIG, dtype=dtype, **({"mbs": 2, "gbs": 4, "ga": 2, "lr": 1e-3} | changes))
-    return replace(config, model=MODEL, machine=replace(config.machine, gpu="h200"))
-
-
-def add_gradients(model_part: Network) -> list[float]:
-    """Return the losses of two micro-batches."""
-    losses = []
-    for micro in range(2):
-        tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(micro))
-        loss = model_part(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
-def test_recomputed_and_offloaded_layers_give_the_same_bits(dtype: str) -> None:
-    runs = []
-    for changes in ({}, {"recompute_layers": 1}, {"offload_layers": 1}):
-        config = config_of(dtype, **changes)
-        (part,) = build_model_parts(config, config.workload, ONE)
-        assert len(explicit_layers(part)) == 2
-        begin_step(part)
-        runs.append((add_gradients(part), {name: p.grad for name, p in part.named_parameters()}))
-    for losses, grads in runs[1:]:
-        assert losses == runs[0][0]
-        torch.testing.assert_close(grads, runs[0][1], rtol=0, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_fp8_run_resumes_from_checkpoint(tmp_path: Path) -> None:
-    """Bit-exactly, with its scales."""
-
-    def run(steps: range) -> list[float]:
-        config = config_of("fp8", checkpoint_every=3 if steps.start == 1 else None)
-        work = config.workload
-        model_parts = build_model_parts(config, work, ONE)
-        optimizer = build_optimizer(model_parts, work, ONE)
-        losses = []
-        with Checkpointer(tmp_path, config, work, ONE, model_parts, optimizer) as checkpointer:
-            if steps.start > 1:
-                checkpointer.load(tmp_path / "checkpoints" / f"step_{steps.start - 1}")
-            for step in steps:
-                begin_step(model_parts[0])
-                losses += add_gradients(model_parts[0])
-                sharded_parameters(model_parts[0]).end_step()
-                optimizer.update(1e-3)
-                checkpointer.after_step(step)
-        return losses
-
-    straight = run(range(1, 7))
-    assert straight[-1] < straight[0]
-    assert run(range(4, 7)) == straight[6:]

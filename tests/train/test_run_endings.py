@@ -23,8 +23,9 @@ def wait_until(condition, process: subprocess.Popen, seconds: float = 60) -> Non
         time.sleep(0.05)
 
 
-def test_non_finite_loss_is_diverged(trained, capsys) -> None:
-    done = trained(lr=1e30)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
+def test_non_finite_loss_is_diverged(trained, capsys, dtype: str) -> None:
+    done = trained(lr=1e30, dtype=dtype)
     assert done.code == 2
     ended = done.ended()
     assert ended.status == "diverged"
