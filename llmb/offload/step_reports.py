@@ -8,16 +8,14 @@ The device's own events measure a step, so its time does not depend on when Pyth
 """
 
 import math
-import time
 from collections import deque
 
 from llmb.config.spec import OutOfCore, RunConfig
-from llmb.events import StepDone
 from llmb.offload.cuda_streams import StreamEvent
 from llmb.offload.trainer import IssuedStep, Trainer
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import Diverged
-from llmb.runtime.step_log import LoggedStep, format_step
+from llmb.runtime.step_log import MeasuredStep, StepReport
 
 MAX_AHEAD = 2  # steps that Python issues ahead of the device
 
@@ -28,8 +26,7 @@ class StepReporter:
     def __init__(
         self, config: RunConfig, workload: OutOfCore, recorder: EventRecorder, trainer: Trainer, resumed_at: int | None
     ):
-        self._config, self._workload, self._recorder, self._trainer = config, workload, recorder, trainer
-        self._resumed_at = resumed_at
+        self._report, self._trainer = StepReport(config, workload, trainer.plan.gbs, recorder, resumed_at), trainer
         self._issued: deque[IssuedStep] = deque()
         self._last_done: StreamEvent
         self.restart()
@@ -51,7 +48,15 @@ class StepReporter:
             issued = self._issued.popleft()
             seconds = self._last_done.elapsed_s(issued.done)
             self._last_done = issued.done
-            self._report(issued, seconds)
+            self._report.add(
+                MeasuredStep(
+                    step=issued.number,
+                    seconds=seconds,
+                    loss=issued.loss,
+                    grad_norm=issued.grad_norm,
+                    memory_bytes=self._trainer.arena.device_bytes,
+                )
+            )
             _stop_if_diverged(issued)
 
     def finish(self) -> None:
@@ -59,35 +64,6 @@ class StepReporter:
         while self._issued:
             self._issued[0].done.wait()
             self.report_done()
-
-    def _report(self, issued: IssuedStep, seconds: float) -> None:
-        workload, plan, step = self._workload, self._trainer.plan, issued.number
-        loss, grad_norm, memory = issued.loss, issued.grad_norm, self._trainer.arena.device_bytes
-        self._recorder.add(
-            StepDone(
-                time=time.time(),
-                step=step,
-                steps=workload.steps,
-                seconds=seconds,
-                tokens=plan.step_tokens,
-                loss=loss if math.isfinite(loss) else None,  # JSON has no NaN; the last event names it
-                grad_norm=grad_norm if math.isfinite(grad_norm) else None,
-                memory_bytes=memory,
-                warmup=step < workload.window[0] or step == self._resumed_at,
-            )
-        )
-        logged = LoggedStep(
-            step=step,
-            steps=workload.steps,
-            gbs=plan.gbs,
-            seqlen=plan.seqlen,
-            seconds=seconds,
-            lr=self._trainer.lr(step),
-            loss=loss,
-            grad_norm=grad_norm,
-            memory_bytes=memory,
-        )
-        print(format_step(self._config, logged), flush=True)
 
 
 def _stop_if_diverged(issued: IssuedStep) -> None:

@@ -1,63 +1,95 @@
-"""Log on stdout: three lines per step, the first two in the format that parsers of Megatron-Bridge logs read.
+"""Report of a step: an event, and three lines on stdout, the first two as parsers of Megatron-Bridge logs read them.
 
 Results come from the events; the log is for people, and for tools that know only this format. The third line is ours,
 except for the peak memory, which those parsers know by its name.
 """
 
 import math
+import time
 from dataclasses import dataclass
 from datetime import datetime
 
-from llmb.config.spec import RunConfig
+from llmb.config.spec import OutOfCore, RunConfig, Training
+from llmb.events import StepDone
 from llmb.perfmodel.flops import train_flops_per_sequence
 from llmb.perfmodel.hardware import peak_flops
 from llmb.perfmodel.metrics import mfu, tflops_per_gpu, tokens_per_s
+from llmb.runtime.adamw_settings import learning_rate
+from llmb.runtime.recorder import EventRecorder
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggedStep:
-    """Values printed for one step."""
+class MeasuredStep:
+    """One step of a run."""
 
     step: int
-    steps: int  # of the whole run
-    gbs: int
-    seqlen: int
     seconds: float
-    lr: float
+    busy_s: float | None = None  # not spent waiting for other ranks; None: unknown
     loss: float
     grad_norm: float
     memory_bytes: int
 
 
-def format_step(config: RunConfig, logged: LoggedStep) -> str:
-    """Return TFLOP/s per GPU, the iteration, then total rates; parsers pair a rate with the iteration after it."""
-    flops = logged.gbs * train_flops_per_sequence(config.model, logged.seqlen, config.flops_convention)
-    tflops = tflops_per_gpu(flops, logged.seconds, config.parallel.world_size)
-    utilization = mfu(tflops, peak_flops(config.machine.gpu, config.precision.dtype))
-    is_nan = not (math.isfinite(logged.loss) and math.isfinite(logged.grad_norm))
-    iteration = (
-        f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {logged.step:8d}/{logged.steps:8d}",
-        f"consumed samples: {logged.step * logged.gbs:12d}",
-        f"elapsed time per iteration (ms): {logged.seconds * 1e3:.1f}",
-        f"learning rate: {logged.lr:.6E}",
-        f"global batch size: {logged.gbs:5d}",
-        f"lm loss: {logged.loss:.6E}",
-        "loss scale: 1.0",
-        f"grad norm: {logged.grad_norm:.3f}",
-        "number of skipped iterations:   0",
-        f"number of nan iterations: {is_nan:3d}",
-    )
-    rate = tokens_per_s(logged.seqlen, logged.gbs, logged.seconds)
-    rates = (
-        f"(after {logged.step} iterations) tokens/s: {_format(rate, '.1f')}",
-        f"TFLOP/s of a GPU: {_format(tflops, '.3f')}",
-        f"MFU: {_format(utilization, '.2%')}",
-        f"mem-max-allocated-gigabytes: {logged.memory_bytes / 1e9:.3f}",
-    )
-    lines = [f" {' | '.join(fields)} |" for fields in (iteration, rates)]
-    if tflops is not None:
-        lines.insert(0, f"Step Time : {logged.seconds:.2f}s GPU utilization: {tflops:.1f}MODEL_TFLOP/s/GPU")
-    return "\n".join(lines)
+class StepReport:
+    """Reporter of the steps of a run, of `gbs` sequences each."""
+
+    def __init__(
+        self, config: RunConfig, workload: Training | OutOfCore, gbs: int, recorder: EventRecorder, resumed: int | None
+    ):
+        self._config, self._workload, self._gbs, self._recorder = config, workload, gbs, recorder
+        self._resumed = resumed  # first step of this process after a resume
+
+    def add(self, done: MeasuredStep) -> None:
+        """Record a step as an event of this rank and, on rank 0, print it."""
+        workload = self._workload
+        self._recorder.add(
+            StepDone(
+                time=time.time(),
+                rank=self._recorder.rank,
+                step=done.step,
+                steps=workload.steps,
+                seconds=done.seconds,
+                busy_s=done.busy_s,
+                tokens=self._gbs * workload.seqlen,
+                loss=done.loss if math.isfinite(done.loss) else None,  # JSON has no NaN; the last event reports it
+                grad_norm=done.grad_norm if math.isfinite(done.grad_norm) else None,
+                memory_bytes=done.memory_bytes,
+                warmup=done.step < workload.window[0] or done.step == self._resumed,
+            )
+        )
+        if self._recorder.rank == 0:
+            print(self._lines(done), flush=True)
+
+    def _lines(self, done: MeasuredStep) -> str:
+        """Return TFLOP/s per GPU, the iteration, then total rates; parsers pair a rate with the iteration after it."""
+        config, workload, gbs = self._config, self._workload, self._gbs
+        flops = gbs * train_flops_per_sequence(config.model, workload.seqlen, config.flops_convention)
+        tflops = tflops_per_gpu(flops, done.seconds, config.parallel.world_size)
+        utilization = mfu(tflops, peak_flops(config.machine.gpu, config.precision.dtype))
+        is_nan = not (math.isfinite(done.loss) and math.isfinite(done.grad_norm))
+        iteration = (
+            f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {done.step:8d}/{workload.steps:8d}",
+            f"consumed samples: {done.step * gbs:12d}",
+            f"elapsed time per iteration (ms): {done.seconds * 1e3:.1f}",
+            f"learning rate: {learning_rate(done.step, workload):.6E}",
+            f"global batch size: {gbs:5d}",
+            f"lm loss: {done.loss:.6E}",
+            "loss scale: 1.0",
+            f"grad norm: {done.grad_norm:.3f}",
+            "number of skipped iterations:   0",
+            f"number of nan iterations: {is_nan:3d}",
+        )
+        rates = (
+            f"(after {done.step} iterations) "
+            f"tokens/s: {_format(tokens_per_s(workload.seqlen, gbs, done.seconds), '.1f')}",
+            f"TFLOP/s of a GPU: {_format(tflops, '.3f')}",
+            f"MFU: {_format(utilization, '.2%')}",
+            f"mem-max-allocated-gigabytes: {done.memory_bytes / 1e9:.3f}",
+        )
+        lines = [f" {' | '.join(fields)} |" for fields in (iteration, rates)]
+        if tflops is not None:
+            lines.insert(0, f"Step Time : {done.seconds:.2f}s GPU utilization: {tflops:.1f}MODEL_TFLOP/s/GPU")
+        return "\n".join(lines)
 
 
 def _format(value: float | None, spec: str) -> str:

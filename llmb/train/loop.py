@@ -7,7 +7,6 @@ ends the timing of the step.
 """
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmb.config.spec import RunConfig, Training
-from llmb.events import StepDone, TimeSpent
+from llmb.events import TimeSpent
 from llmb.models.architectures import Network
 from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import checkpoint_step
@@ -25,7 +24,7 @@ from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.provenance import run_started
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import Diverged
-from llmb.runtime.step_log import LoggedStep, format_step
+from llmb.runtime.step_log import MeasuredStep, StepReport
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.runtime.token_data import TokenFile, open_token_file
 from llmb.train.cuda_graphs import MicroBatchGraph
@@ -58,7 +57,6 @@ class TrainJob:
     profiler: Profiler | None = None  # None: no profiling
     graph: MicroBatchGraph | None = None  # None: eager
     pipeline: Pipeline | None = None  # None: no pipeline parallelism
-    resumed_at: int | None = None  # first step of this process after a resume
 
     def trace_range(self, name: str) -> AbstractContextManager[None]:
         """Return a context that names a range of a step in the trace."""
@@ -78,9 +76,10 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     mesh = init_mesh(config)
     timer = StepTimer(mesh.device, mesh.world_size)
     profiler = Profiler(folder, config.profile, steps, mesh)
-    job = TrainJob(config, workload, mesh, data, profiler, resumed_at=steps[0] if checkpoint else None)
+    job = TrainJob(config, workload, mesh, data, profiler)
     if workload.cuda_graphs:
         job = replace(job, graph=graph or MicroBatchGraph())
+    report = StepReport(config, workload, workload.gbs, recorder, steps[0] if checkpoint else None)
     recorder.add(run_started(mesh))
     with advise_on_oom(mesh.device, config):
         model_parts = build_model_parts(config, workload, mesh)
@@ -95,7 +94,13 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
                 timer.start()
                 with job.trace_range(f"step {step}"):
                     loss, grad_norm = train_step(job, model_parts, optimizer, step)
-                report_step(job, recorder, step, timer.stop(), loss, grad_norm)
+                seconds, busy_s = timer.stop()
+                memory = peak_bytes(mesh.device)
+                report.add(
+                    MeasuredStep(
+                        step=step, seconds=seconds, busy_s=busy_s, loss=loss, grad_norm=grad_norm, memory_bytes=memory
+                    )
+                )
                 stop_if_diverged(job, model_parts, step, loss, grad_norm)
                 report_time_spent(job, recorder, profiler.after_step(step))
                 checkpointer.after_step(step)
@@ -175,42 +180,6 @@ def micro_batches(job: TrainJob, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         else:
             tokens = synthetic_tokens(workload.seed, first, shape, job.config.model.vocab, mesh.device)
         yield shard_sequence(tokens[:, :-1], mesh), shard_sequence(tokens[:, 1:], mesh)
-
-
-def report_step(
-    job: TrainJob, recorder: EventRecorder, step: int, times: tuple[float, float | None], loss: float, grad_norm: float
-) -> None:
-    """Record one step as an event of this rank and, on rank 0, print it."""
-    config, workload, mesh = job.config, job.workload, job.mesh
-    seconds, busy_s = times
-    recorder.add(
-        StepDone(
-            time=time.time(),
-            rank=mesh.rank,
-            step=step,
-            steps=workload.steps,
-            seconds=seconds,
-            busy_s=busy_s,
-            tokens=workload.gbs * workload.seqlen,
-            loss=loss if math.isfinite(loss) else None,  # JSON has no NaN; the last event of the run reports it
-            grad_norm=grad_norm if math.isfinite(grad_norm) else None,
-            memory_bytes=peak_bytes(mesh.device),
-            warmup=step < workload.window[0] or step == job.resumed_at,
-        )
-    )
-    if mesh.rank == 0:
-        logged = LoggedStep(
-            step=step,
-            steps=workload.steps,
-            gbs=workload.gbs,
-            seqlen=workload.seqlen,
-            seconds=seconds,
-            lr=learning_rate(step, workload),
-            loss=loss,
-            grad_norm=grad_norm,
-            memory_bytes=peak_bytes(mesh.device),
-        )
-        print(format_step(config, logged), flush=True)
 
 
 def report_time_spent(job: TrainJob, recorder: EventRecorder, spent: Sequence[TimeSpent]) -> None:
