@@ -3,8 +3,10 @@
 import gc
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
+from bench_report import BenchReport
 
 from llmb.errors import LaunchError
 from llmb.perfmodel import hardware
@@ -26,6 +28,26 @@ def gpu_name(device: torch.device) -> str:
             f"{describe_machine(device)}: the peak of this GPU is unknown; see llmb/perfmodel/hardware.py"
         )
     return gpu
+
+
+@dataclass(kw_only=True)
+class DeviceReport(BenchReport):
+    """Results of a program that measures one device."""
+
+    device: torch.device
+
+    @property
+    def machine(self) -> str:
+        return describe_machine(self.device)
+
+    @property
+    def gpu(self) -> str:
+        """A key of hardware.GPUS."""
+        return gpu_name(self.device)
+
+    def peak(self, dtype: str) -> float | None:
+        """FLOP/s."""
+        return hardware.peak_flops(self.gpu, dtype)
 
 
 def synchronize(device: torch.device) -> None:

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from bench_report import BenchReport
-from device import describe_machine, gpu_name, release_memory
+from device import DeviceReport, release_memory
 from outofcore_rows import Row
 
 from llmb.config.spec import Model
@@ -21,29 +20,14 @@ PROBE_S = 4.0  # of the longest measurement of a rate
 
 
 @dataclass(kw_only=True)
-class Bench(BenchReport):
+class Bench(DeviceReport):
     """One run of the program."""
 
-    device: torch.device
     models: dict[str, Model]
     rows: tuple[Row, ...]
     steps: int  # that count, of each row
     tiny: bool
     profile: Path | None  # a folder for the first row's; none: it is not profiled
-
-    @property
-    def machine(self) -> str:
-        return describe_machine(self.device)
-
-    @property
-    def gpu(self) -> str:
-        """A key of hardware.GPUS."""
-        return gpu_name(self.device)
-
-    @property
-    def peak(self) -> float | None:
-        """FLOP/s in bf16."""
-        return hardware.peak_flops(self.gpu, "bf16")
 
     def rates(self) -> Rates:
         """Measure the sustained rates of the device as `llmb-run probe` does, for a shorter time."""

@@ -1,7 +1,7 @@
 """Part `peer` of `outofcore_gpu.py`: what everybody trains a Llama with on one GPU, in the device memory of our rows.
 
 Each in a process of its own with a time limit, so that whatever becomes of it the other figures stand; what exactly it
-is, `outofcore_peer.py` says. One that runs out of memory is tried again with half as many sequences at once.
+is, `train_peer.py` says. One that runs out of memory goes on with half as many sequences at once.
 """
 
 import json
@@ -10,9 +10,7 @@ from typing import Any
 
 from device import release_memory
 from outofcore_bench import Bench
-from peer_process import run_peer
-
-ATTEMPTS = 2
+from peer_process import describe_result, run_peer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +22,7 @@ class Peer:
     seqlen: int
     device_gib: float
     gbs: int  # sequences a step
-    at_once: int  # of these, in one forward and backward pass
+    mbs: int  # of these, in one forward and backward pass, if they fit
     fsdp: bool = False  # weights, gradients and optimizer state on the host
     checkpointing: bool = True  # every layer computed again
     offload: bool = False  # what is kept for the backward pass waits on the host
@@ -39,11 +37,11 @@ class Peer:
 
 
 PEERS = (
-    Peer(name="liger", row="65536/110/78", seqlen=65536, device_gib=78, gbs=1, at_once=1, limit_s=120),
-    Peer(name="offload", row="8192/75/78", seqlen=8192, device_gib=78, gbs=1, at_once=1, checkpointing=False,
+    Peer(name="liger", row="65536/110/78", seqlen=65536, device_gib=78, gbs=1, mbs=1, limit_s=120),
+    Peer(name="offload", row="8192/75/78", seqlen=8192, device_gib=78, gbs=1, mbs=1, checkpointing=False,
          offload=True, limit_s=120),
-    Peer(name="fsdp", row="8192/60/24", seqlen=8192, device_gib=24, gbs=16, at_once=4, fsdp=True, limit_s=150),
-    Peer(name="fsdp_offload", row="65536/80/30", seqlen=65536, device_gib=30, gbs=1, at_once=1, fsdp=True,
+    Peer(name="fsdp", row="8192/60/24", seqlen=8192, device_gib=24, gbs=16, mbs=4, fsdp=True, limit_s=150),
+    Peer(name="fsdp_offload", row="65536/80/30", seqlen=65536, device_gib=30, gbs=1, mbs=1, fsdp=True,
          offload=True, limit_s=150),
 )  # fmt: skip
 
@@ -62,7 +60,7 @@ def peers(bench: Bench, rows: set[str]) -> None:
         bench.record(
             "peer", asdict(peer) | {"title": peer.title} | result | {"ours": ours_tokens_per_s, "ratio": ratio}
         )
-        memory, how = result.get("memory_gib"), result.get("error") or _how(result)
+        memory, how = result.get("memory_gib"), describe_result(result)
         lines.append((peer.row, peer.title, speed, ours_tokens_per_s, ratio, memory, how))
     if lines:
         bench.print_table(
@@ -79,28 +77,11 @@ def _our_speeds(bench: Bench) -> dict[str, float]:
     return {row["title"]: row["tokens_per_s"] for row in reversed(done)}
 
 
-def _how(result: dict[str, Any]) -> str:
-    if "skipped" in result:
-        return f"skipped: {result['skipped']}"
-    return f"{result['version']}, {result['kernels']}, {result['gbs']} sequences a step, {result['at_once']} at once"
-
-
 def _run(peer: Peer, tiny: bool) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    at_once = peer.at_once
-    for _ in range(ATTEMPTS):
-        result = _attempt(peer, at_once, tiny)
-        if "out of memory" not in result.get("error", "").lower() or at_once == 1:
-            break
-        at_once //= 2
-    return result
-
-
-def _attempt(peer: Peer, at_once: int, tiny: bool) -> dict[str, Any]:
     """Return the result of its process, or why there is none."""
     seqlen, gbs = (32, min(peer.gbs, 4)) if tiny else (peer.seqlen, peer.gbs)
-    arguments = ["--seqlen", str(seqlen), "--gbs", str(gbs), "--at-once", str(min(at_once, gbs))]
-    arguments += ["--device-gib", str(peer.device_gib)]
+    arguments = ["--kind", "best", "--seqlen", str(seqlen), "--gbs", str(gbs), "--mbs", str(min(peer.mbs, gbs))]
+    arguments += ["--device-gib", str(peer.device_gib), "--steps", "1"]
     flags = {"--fsdp": peer.fsdp, "--checkpointing": peer.checkpointing, "--offload": peer.offload, "--tiny": tiny}
     arguments += [flag for flag, enabled in flags.items() if enabled]
-    return run_peer("outofcore_peer.py", arguments, peer.limit_s)
+    return run_peer("train_peer.py", arguments, peer.limit_s)

@@ -108,7 +108,7 @@ def _order(bench: Bench, row: Row, result: PlanResult, rates: Rates) -> Order:
         steps=max(1, min(bench.steps, int(MEASURED_S / result.simulation.step_s))),
         watch_all=bench.profile is not None,
         link_gbs=(rates.link_in_gbs, rates.link_out_gbs),
-        peak_tflops=None if bench.peak is None else bench.peak / TERA,
+        peak_tflops=None if (peak := bench.peak("bf16")) is None else peak / TERA,
     )
 
 
@@ -119,8 +119,8 @@ def _outcome(bench: Bench, row: Row, result: PlanResult, trained: Trained, rates
         row=row,
         step_s=step_s,
         tokens_per_s=tokens / step_s,
-        mfu=metrics.mfu(metrics.tflops_per_gpu(useful, step_s, 1), bench.peak),
-        hfu=metrics.hfu(result.simulation.hardware_flops, step_s, 1, bench.peak),
+        mfu=metrics.mfu(metrics.tflops_per_gpu(useful, step_s, 1), bench.peak("bf16")),
+        hfu=metrics.hfu(result.simulation.hardware_flops, step_s, 1, bench.peak("bf16")),
         ceiling=tokens / ceiling_s(model, result.plan, rates),
         predicted=tokens / result.simulation.step_s,
     )

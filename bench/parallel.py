@@ -31,6 +31,7 @@ from llmb.events import StepDone, read
 from llmb.models.architectures import Network, build_model
 from llmb.report.table import render
 from llmb.train.initial_weights import init_weights
+from llmb.train.kernel_intervals import KernelInterval, clip, resolve_overlaps
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.context_parallel import apply_context_parallel
 from llmb.train.parallel.expert_parallel import apply_expert_parallel
@@ -101,23 +102,13 @@ def collective_shares(path: Path) -> dict[str, float]:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     steps = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] in {f"step {n}" for n in TRACED}]
     wall = sum(end - start for start, end in steps)
-    kinds: dict[str, list[tuple[float, float]]] = {}
+    kinds: dict[str, list[KernelInterval]] = {}
     for event in events:
         if event["name"].startswith("gloo:"):
-            kinds.setdefault(event["name"].removeprefix("gloo:"), []).append((event["ts"], event["ts"] + event["dur"]))
-    return {kind: covered(intervals, steps) / wall for kind, intervals in sorted(kinds.items())}
-
-
-def covered(intervals: list[tuple[float, float]], within: list[tuple[float, float]]) -> float:
-    """Return how much of `within` the intervals cover, counted once where they overlap."""
-    total = 0.0
-    for start, end in within:
-        reached = start
-        for a, b in sorted(intervals):
-            a, b = max(a, reached), min(b, end)
-            if b > a:
-                total, reached = total + b - a, b
-    return total
+            kind = event["name"].removeprefix("gloo:")
+            kinds.setdefault(kind, []).append(KernelInterval(event["ts"], event["ts"] + event["dur"], kind, kind))
+    under_way = {kind: clip(resolve_overlaps(kinds[kind], (kind,)), steps) for kind in sorted(kinds)}
+    return {kind: sum(each.end - each.start for each in intervals) / wall for kind, intervals in under_way.items()}
 
 
 def plain_step(model: Model) -> Callable[[], None]:

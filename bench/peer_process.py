@@ -1,7 +1,7 @@
 """A peer in a process of its own with a time limit, so that whatever becomes of it the other figures stand.
 
-waiting = Started("train_peer.py", [..., "--wait"])     # imports what it needs, and touches no GPU
-found = waiting.found(limit_s=90)                       # now it begins
+waiting = PeerProcess("train_peer.py", [..., "--wait"])     # imports what it needs, and touches no GPU
+result = waiting.result(limit_s=90)                         # now it begins
 """
 
 import argparse
@@ -40,6 +40,13 @@ class PeerProcess:
 def run_peer(program: str, arguments: Sequence[str], limit_s: float) -> dict[str, Any]:
     """Run a program and return its result."""
     return PeerProcess(program, arguments).result(limit_s)
+
+
+def describe_result(result: dict[str, Any]) -> str:
+    """Return what ran, or why nothing did, in a few words."""
+    if "skipped" in result:
+        return f"not here: {result['skipped']}"
+    return result.get("error") or "{version}, {how}, {gbs} sequences a step, {mbs} at once".format(**result)
 
 
 def print_result(

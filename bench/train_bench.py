@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from bench_report import BenchReport
-from device import describe_machine, gpu_name, release_memory
+from device import DeviceReport, release_memory
 from device_timer import copy_bandwidth
 from train_calls import Call, MemoryCall, TimedCall, calls_of, step_seconds
 from train_rates import measured
@@ -12,7 +11,6 @@ from train_rows import FEWEST, Row, configuration, tiny_configuration
 from train_run import Order
 
 from llmb.config.spec import RunConfig
-from llmb.perfmodel import hardware
 from llmb.perfmodel.hardware import GIB
 
 TURNS_S = 1.5  # in which the calls of a row take turns
@@ -21,10 +19,9 @@ COPIED = 4 << 30  # bytes
 
 
 @dataclass(kw_only=True)
-class Bench(BenchReport):
+class Bench(DeviceReport):
     """One run of the program."""
 
-    device: torch.device
     rows: tuple[Row, ...]
     parts: frozenset[str]
     steps: int | None  # of each row that count, at most; none: as many as the row says
@@ -32,19 +29,6 @@ class Bench(BenchReport):
     tiny: bool
     seconds: dict[Call, float] = field(default_factory=dict)  # of the libraries' calls
     _memory: float | None = None
-
-    @property
-    def machine(self) -> str:
-        return describe_machine(self.device)
-
-    @property
-    def gpu(self) -> str:
-        """A key of hardware.GPUS."""
-        return gpu_name(self.device)
-
-    def peak(self, dtype: str) -> float | None:
-        """FLOP/s."""
-        return hardware.peak_flops(self.gpu, dtype)
 
     def configuration(self, row: Row) -> RunConfig:
         """Return the configuration of a row."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peer_process import PeerProcess
+from peer_process import PeerProcess, describe_result
 from train_bench import Bench
 from train_rows import ROWS, Dtype, Row, work_of
 
@@ -77,7 +77,7 @@ def _print_table(bench: Bench, dtype: str, results: list[tuple[Peer, dict[str, A
     best = max((result["tokens_per_s"] for _, result in results if "tokens_per_s" in result), default=None)
     ratio = speed / best if speed and best else None
     lines = [
-        (peer.kind, result.get("tokens_per_s"), _over(speed, result), result.get("memory_gib"), _describe(result))
+        (peer.kind, result.get("tokens_per_s"), _over(speed, result), result.get("memory_gib"), describe_result(result))
         for peer, result in results
     ]
     lines.append(("ours", speed, None, our_row["memory_bytes"] / 2**30 if "memory_bytes" in our_row else None, "llmb"))
@@ -93,9 +93,3 @@ def _print_table(bench: Bench, dtype: str, results: list[tuple[Peer, dict[str, A
 
 def _over(speed: float | None, result: dict[str, Any]) -> float | None:
     return speed / result["tokens_per_s"] if speed and result.get("tokens_per_s") else None
-
-
-def _describe(result: dict[str, Any]) -> str:
-    if "skipped" in result:
-        return f"not here: {result['skipped']}"
-    return result.get("error") or f"{result['version']}, {result['how']}, {result['mbs']} at once"
