@@ -20,6 +20,7 @@ from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
 from llmb.runtime.adamw_settings import BETAS, WEIGHT_DECAY
 from llmb.runtime.synthetic_tokens import synthetic_tokens
+from llmb.runtime.token_data import TokenFile
 
 CPU = torch.device("cpu")
 SEED = 11
@@ -57,28 +58,42 @@ def train_reference(
     model: Model, plan: Plan, steps: int, clip: float | None, eps: float = SMOOTH
 ) -> tuple[list[float], list[float], Llama]:
     """Return losses and gradient norms of each step, and the trained network; the plan only sets the batch."""
-    return _train_reference(model, (plan.gbs, plan.seqlen + 1), steps, clip, eps)
+    return _train_on_whole_sequences(model, (plan.gbs, plan.seqlen + 1), steps, clip, eps)
 
 
 @cache
-def _train_reference(
+def _train_on_whole_sequences(
     model: Model, shape: tuple[int, int], steps: int, clip: float | None, eps: float
 ) -> tuple[list[float], list[float], Llama]:
+    def backward(network: Llama, step: int) -> float:
+        tokens = synthetic_tokens(SEED, (step - 1) * shape[0], shape, model.vocab, CPU)
+        loss = network(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        return loss.item()
+
+    return train_by_autograd(model, backward, steps, clip, eps)
+
+
+def train_by_autograd(
+    model: Model,
+    backward: Callable[[Llama, int], float],
+    steps: int,
+    clip: float | None = None,
+    eps: float = SMOOTH,
+) -> tuple[list[float], list[float], Llama]:
+    """Train with the gradients and losses of `backward`, given the network and the step."""
     network = network_of(model)
     matrices, norms = ([p for p in network.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=eps)
     losses, sizes = [], []
     for step in range(1, steps + 1):
-        tokens = synthetic_tokens(SEED, (step - 1) * shape[0], shape, model.vocab, CPU)
-        loss = network(tokens[:, :-1], tokens[:, 1:])
         optimizer.zero_grad()
-        loss.backward()
+        losses.append(backward(network, step))
         size = torch.nn.utils.clip_grad_norm_(network.parameters(), torch.inf if clip is None else clip)
         for group in optimizer.param_groups:
             group["lr"] = lr(step)
         optimizer.step()
-        losses.append(loss.item())
         sizes.append(size.item())
     return losses, sizes, network
 
@@ -91,9 +106,13 @@ def trainer_of(
     device: torch.device = CPU,
     initial: bool = False,
     rate: Callable[[int], float] = lr,
+    text: TokenFile | None = None,
 ) -> Trainer:
-    """Return a trainer of the same model, or with the initial weights of a run; all memory starts as NaN."""
-    batches = ChunkedBatches(model, plan, SEED, None, pack=False, device=device)
+    """Return a trainer of the same model, or with the initial weights of a run; all memory starts as NaN.
+
+    Given a text, its documents are packed.
+    """
+    batches = ChunkedBatches(model, plan, SEED, text, pack=text is not None, device=device)
     settings = TrainerSettings(seed=SEED, clip=clip, host_slots=simulate(model, plan, NOMINAL_CPU).host_slots)
     trainer = Trainer(model, plan, device, settings, batches, rate, streams=streams)
     trainer.arena.slab.fill_(255)
@@ -126,8 +145,8 @@ def weights_in(trainer: Trainer) -> dict[str, torch.Tensor]:
     return weights
 
 
-def trained(trainer: Trainer, steps: int) -> tuple[list[float], list[float]]:
+def trained(trainer: Trainer, steps: int, first: int = 1) -> tuple[list[float], list[float]]:
     """Train and return losses and gradient norms of each step; all updates are applied."""
-    issued = [trainer.step(step, "step" if step < steps else "settle") for step in range(1, steps + 1)]
+    issued = [trainer.step(step, "step" if step < steps else "flush") for step in range(first, steps + 1)]
     trainer.flush_updates("nothing")
     return [step.loss for step in issued], [step.grad_norm for step in issued]

@@ -1,6 +1,6 @@
 """Checkpoints of out-of-core training: every parameter bucket with its optimizer state, bit for bit, a file each.
 
-    identity = checkpoint_identity(model, plan, workload, data, pack)
+    identity = checkpoint_identity(model, plan, workload, data)
     path = resume_checkpoint(workload, folder, identity)    # then tensors = load(path, bucket) for every bucket
     scales = load_scales(path)                              # none: not fp8, or an older checkpoint
     save(folder, step, ((bucket, tensors) for ...), identity, scales)
@@ -14,7 +14,7 @@ is. Commit and retention are in `llmb/runtime/checkpoint_folder.py`.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -22,11 +22,9 @@ from torch import Tensor
 
 from llmb.config.offload_plan import Plan
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Model
+from llmb.config.spec import Model, OutOfCore
 from llmb.errors import ConfigError, LaunchError
 from llmb.runtime import checkpoint_folder
-from llmb.runtime.adamw_settings import LRSchedule
-from llmb.runtime.checkpoint_folder import CheckpointSettings
 from llmb.runtime.token_data import TokenFile
 
 FORMAT = 1  # incremented whenever a tensor of the same name changes its meaning
@@ -36,25 +34,16 @@ SCHEDULE = ("lr", "lr_warmup_steps", "lr_decay_steps")  # recorded, but a run ma
 CheckpointIdentity = dict[str, Any]
 
 
-class CheckpointedWorkload(LRSchedule, Protocol):
-    """Fields of a workload that identify its checkpoints."""
-
-    @property
-    def seed(self) -> int: ...
-
-
-def checkpoint_identity(
-    model: Model, plan: Plan, workload: CheckpointedWorkload, data: TokenFile | None, pack: bool
-) -> CheckpointIdentity:
+def checkpoint_identity(model: Model, plan: Plan, workload: OutOfCore, data: TokenFile | None) -> CheckpointIdentity:
     """Return what determines a checkpoint's values: model shape, dtypes, order of the data, and learning rate."""
     shape = {f"model.{name}": value for name, value in to_plain(model).items() if name != "name"}
     dtypes = {"dtype": plan.dtype, "update": plan.update}
-    order: CheckpointIdentity = {"seqlen": plan.seqlen, "gbs": plan.gbs, "seed": workload.seed, "pack": pack}
+    order: CheckpointIdentity = {"seqlen": plan.seqlen, "gbs": plan.gbs, "seed": workload.seed, "pack": workload.pack}
     order["data"] = None if data is None else to_plain(data.header)  # a file may move
     return shape | dtypes | order | {name: getattr(workload, name) for name in SCHEDULE}
 
 
-def resume_checkpoint(workload: CheckpointSettings, folder: Path, identity: CheckpointIdentity) -> Path | None:
+def resume_checkpoint(workload: OutOfCore, folder: Path, identity: CheckpointIdentity) -> Path | None:
     """Return the checkpoint that a run in this folder resumes from, checked against its identity; none: a new run."""
     required = {name: value for name, value in identity.items() if name not in SCHEDULE}
     return checkpoint_folder.resume_checkpoint(workload, folder, required, FORMAT)

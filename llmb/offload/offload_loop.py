@@ -55,7 +55,7 @@ def train(config: RunConfig, recorder: EventRecorder, host_slab: HostSlab | None
     workload, plan = supported(config)
     folder = recorder.path.parent
     data = open_token_file(workload, config.model.vocab)
-    identity = checkpoint_identity(config.model, plan, workload, data, workload.pack)
+    identity = checkpoint_identity(config.model, plan, workload, data)
     resumed = resume_checkpoint(workload, folder, identity)
     rank_info = init_distributed(config, ENGINE)
     recorder.add(run_started(rank_info))

@@ -5,7 +5,8 @@ decay are resolved before a run starts, by default as `llmb/config/lr_schedule.p
 """
 
 import math
-from typing import Protocol
+
+from llmb.config.spec import OutOfCore, Training
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -13,18 +14,7 @@ WEIGHT_DECAY = 0.1  # of matrices; norm weights have none
 MIN_LR_RATIO = 0.1  # of the peak learning rate, where the cosine decay ends
 
 
-class LRSchedule(Protocol):
-    """Learning-rate settings of a workload; see the fields of spec.Training."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def lr_warmup_steps(self) -> int: ...
-    @property
-    def lr_decay_steps(self) -> int | None: ...
-
-
-def learning_rate(step: int, workload: LRSchedule) -> float:
+def learning_rate(step: int, workload: Training | OutOfCore) -> float:
     """Return the learning rate of a step, counted from 1: linear warmup, then constant or cosine decay."""
     if step < workload.lr_warmup_steps:
         return workload.lr * step / workload.lr_warmup_steps

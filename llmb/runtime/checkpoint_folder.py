@@ -10,9 +10,10 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from llmb.config.serialization import current_names, read_json, to_json
+from llmb.config.spec import OutOfCore, Training
 from llmb.errors import ConfigError
 
 KEEP_LATEST = 2  # complete checkpoints; the older one is a backup of the newer
@@ -23,19 +24,8 @@ _COMPLETE = re.compile(r"step_(\d+)")
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # format of libraries written in Rust
 
 
-class CheckpointSettings(Protocol):
-    """Checkpoint settings of a workload; see the fields of spec.Training."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def checkpoint_every(self) -> int | None: ...
-    @property
-    def resume(self) -> str | None: ...
-
-
 def resume_checkpoint(
-    workload: CheckpointSettings, folder: Path, identity: dict[str, Any], format_version: int
+    workload: Training | OutOfCore, folder: Path, identity: dict[str, Any], format_version: int
 ) -> Path | None:
     """Return the checkpoint that a run in this folder resumes from, checked against `identity`; None: a new run."""
     checkpoint = None if workload.resume is None else latest_checkpoint(Path(workload.resume))

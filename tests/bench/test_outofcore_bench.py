@@ -120,7 +120,7 @@ def test_outofcore_program_runs_on_any_machine(tmp_path):
         capture_output=True, text=True, cwd=BENCH.parent, env=ENVIRONMENT | {"OUT": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for output in ("Rates of this machine", "plans made in", "locked in", "tokens/s of whole steps", "a small global",
+    for output in ("Rates of this machine", "plans made in", "pinned in", "tokens/s of whole steps", "a small global",
                  "Peers, in the device memory", "seconds in all"):  # fmt: skip
         assert output in done.stdout
     actual = json.loads((tmp_path / "results.json").read_text())

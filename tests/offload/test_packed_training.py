@@ -6,15 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from reference_training import CPU, LEAST, SEED, SMOOTH, UNTIED, lr, network_of, set_weights, trained, weights_in
+from reference_training import CPU, LEAST, SMOOTH, UNTIED, train_by_autograd, trained, trainer_of, weights_in
 
 from llmb.config.offload_plan import Plan
 from llmb.formats.token_file import TokenWriter
-from llmb.offload.chunked_batches import ChunkedBatches
-from llmb.offload.trainer import Trainer, TrainerSettings
-from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
-from llmb.perfmodel.offload.simulator import simulate
-from llmb.runtime.adamw_settings import BETAS, WEIGHT_DECAY
+from llmb.models.llama import Llama
 from llmb.runtime.token_data import TokenFile
 
 END, STEPS = 3, 3
@@ -52,30 +48,20 @@ def documents(text: TokenFile, plan: Plan, step: int) -> list[tuple[list[int], l
 @pytest.mark.parametrize("plan", PLANS)
 def test_documents_do_not_attend_to_one_another(text: TokenFile, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmb.offload.task_compute.EPS", SMOOTH)  # as in the proof without packing
-    network, losses, norms = network_of(UNTIED), [], []
-    matrices, vectors = ([p for p in network.parameters() if (p.ndim > 1) is wide] for wide in (True, False))
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=SMOOTH)
-    for step in range(1, STEPS + 1):
+
+    def backward(network: Llama, step: int) -> float:
         apart = documents(text, PLANS[plan], step)
         num_labels = sum(label >= 0 for _, labels in apart for label in labels)
-        optimizer.zero_grad()
         total = 0.0
         for tokens, labels in apart:
             logits = network(torch.tensor([tokens]))[0]
             loss = F.cross_entropy(logits, torch.tensor(labels), reduction="sum") / num_labels
             loss.backward()
             total += loss.item()
-        losses.append(total)
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in network.parameters()]).item())
-        for group in optimizer.param_groups:
-            group["lr"] = lr(step)
-        optimizer.step()
+        return total
 
-    batches = ChunkedBatches(UNTIED, PLANS[plan], SEED, text, pack=True, device=CPU)
-    message = TrainerSettings(seed=SEED, host_slots=simulate(UNTIED, PLANS[plan], NOMINAL_CPU).host_slots)
-    trainer = Trainer(UNTIED, PLANS[plan], CPU, message, batches, lr)
-    set_weights(trainer, network_of(UNTIED))
+    losses, norms, network = train_by_autograd(UNTIED, backward, STEPS)
+    trainer = trainer_of(UNTIED, PLANS[plan], text=text)
     actual = trained(trainer, STEPS)
     assert actual[0] == pytest.approx(losses, rel=2e-6)
     assert actual[1] == pytest.approx(norms, rel=1e-5)

@@ -1,22 +1,22 @@
 """A run that was interrupted goes on bit for bit, and under another plan as close as rounding allows."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from reference_training import LEAST, UNTIED, trained, trainer_of, weights_in
-from torch import Tensor
 
 from llmb.config.offload_plan import UPDATES, Plan
+from llmb.config.spec import OutOfCore
 from llmb.models.hf_weights import load_weights
 from llmb.models.llama import Llama
 from llmb.offload.hf_export import export
-from llmb.offload.offload_checkpoint import SCALES, checkpoint_identity, load, load_scales, resume_checkpoint, save
+from llmb.offload.offload_checkpoint import SCALES, checkpoint_identity, resume_checkpoint, save
+from llmb.offload.offload_loop import all_buckets
+from llmb.offload.offload_loop import load_weights as load_checkpoint
 from llmb.offload.trainer import Trainer
-from llmb.perfmodel.offload.buffers import BufferKey
-from llmb.runtime.checkpoint_folder import checkpoint_step, latest_checkpoint
+from llmb.runtime.checkpoint_folder import latest_checkpoint
 
 STOPPED, STEPS = 3, 6
 PLAN = replace(LEAST, gbs=3, chunk_tokens=6, levels="FAIFAI")
@@ -26,48 +26,24 @@ OTHER = replace(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTask:
-    steps: int = STEPS
-    checkpoint_every: int | None = STOPPED
-    resume: str | None = None
-    seed: int = 11
-    lr: float = 1e-3
-    lr_warmup_steps: int = 0
-    lr_decay_steps: int | None = None
-
-
-def units_of(trainer: Trainer) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    for bucket in trainer.buckets:
-        state = trainer.dtypes.state(trainer.bucket_bytes(BufferKey("state", bucket)))._asdict()
-        yield bucket, {"param": trainer.weights_of(bucket)} | {n: item for n, item in state.items() if item is not None}
+WORK = OutOfCore(seqlen=PLAN.seqlen, host_gib=1.0, device_gib=1.0, steps=STEPS, checkpoint_every=STOPPED)
 
 
 def stopped(plan: Plan, folder: Path) -> list[float]:
     """Losses of the steps until the checkpoint."""
     trainer = trainer_of(UNTIED, plan)
     losses, _ = trained(trainer, STOPPED)
-    save(folder, STOPPED, units_of(trainer), checkpoint_identity(UNTIED, plan, StepTask(), None, False), trainer.scales)
+    save(folder, STOPPED, all_buckets(trainer), checkpoint_identity(UNTIED, plan, WORK, None), trainer.scales)
     return losses
 
 
 def resumed(plan: Plan, folder: Path) -> tuple[list[float], Trainer]:
     """Losses of the steps behind it."""
-    work = StepTask(resume=str(folder))
-    path = resume_checkpoint(work, folder / "next", checkpoint_identity(UNTIED, plan, work, None, False))
-    assert path is not None
+    work = replace(WORK, resume=str(folder))
+    path = resume_checkpoint(work, folder / "next", checkpoint_identity(UNTIED, plan, work, None))
     trainer = trainer_of(UNTIED, plan)
-    trainer.resume(checkpoint_step(path), load_scales(path))
-    for bucket, tensors in units_of(trainer):
-        saved = load(path, bucket)
-        assert saved.keys() == tensors.keys()
-        for name, tensor in tensors.items():
-            tensor.copy_(saved[name])
-    issued = [
-        trainer.step(step, "step" if step < STEPS else "flush") for step in range(checkpoint_step(path) + 1, STEPS + 1)
-    ]
-    trainer.flush_updates("nothing")
-    return [item.loss for item in issued], trainer
+    load_checkpoint(trainer, path)
+    return trained(trainer, STEPS, first=STOPPED + 1)[0], trainer
 
 
 KEPT_FORMATS = [("fp32", "master"), ("bf16", "stochastic"), ("fp8", "master")]
@@ -118,7 +94,7 @@ def test_training_resumes_with_another_plan(tmp_path: Path) -> None:
 def test_trained_weights_are_exported(tmp_path: Path) -> None:
     trainer = trainer_of(UNTIED, OTHER)
     trained(trainer, 2)
-    export(tmp_path / "out", UNTIED, units_of(trainer))
+    export(tmp_path / "out", UNTIED, all_buckets(trainer))
     network = Llama(UNTIED)
     load_weights(network, tmp_path / "out")
     expected = weights_in(trainer)
