@@ -21,7 +21,7 @@ from llmb.train.module_class import use_class
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.expert_parallel import apply_expert_parallel, expert_dispatchers, pop_overflow
 from llmb.train.parallel.fsdp import ShardedParameters
-from llmb.train.parallel.mesh import build_mesh
+from llmb.train.parallel.mesh import Mesh, build_mesh
 from llmb.train.parallel.parameter_shard import box_of, shard_of
 from llmb.train.parallelize import apply_recompute
 from llmb.train.precision import Fp8GroupedLinear, cache_fp8_weights, fp8_grouped_linears
@@ -62,18 +62,26 @@ def on_rank(
     rank: int, degrees: dict[str, int], weights: dict[str, torch.Tensor], kind: str = "plain"
 ) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     """Return the output, the input gradient and the weight gradients of this rank, for its tokens."""
-    dist.init_process_group("gloo")
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN, and so the padding of all buffers
     assert torch.empty(1).isnan()
-    mesh = build_mesh(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
-    block = moe_block()
-    if kind == "fp8":
-        in_fp8(block)
-    apply_expert_parallel(block, mesh, capacity_factor=mesh.size("ep"))  # fits every routing
+    block, mesh = block_on_rank(rank, degrees, fp8=kind == "fp8")
     load(block, weights)
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     x_NC, d_y_NC = (x.chunk(mesh.world_size)[rank].to(dtype) for x in inputs())
     return forward_backward(block, x_NC, d_y_NC, kind)
+
+
+def block_on_rank(
+    rank: int, degrees: dict[str, int], experts: MoEConfig = EXPERTS, factor: float | None = None, fp8: bool = False
+) -> tuple[MoE, Mesh]:
+    """Return this rank's part of the block, without weights, by default with a capacity that fits every routing."""
+    dist.init_process_group("gloo")
+    mesh = build_mesh(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
+    block = moe_block(experts)
+    if fp8:
+        in_fp8(block)
+    apply_expert_parallel(block, mesh, mesh.size("ep") if factor is None else factor)
+    return block, mesh
 
 
 def in_fp8(block: MoE) -> None:
@@ -205,11 +213,8 @@ def test_dispatch_reads_nothing_on_the_host(degrees: dict[str, int]) -> None:
 
 def overflow_on_rank(rank: int, factor: float) -> tuple[float, bool]:
     """Return the number of pairs that exceeded their capacity, and whether all results are finite."""
-    dist.init_process_group("gloo")
     torch.use_deterministic_algorithms(True)
-    mesh = build_mesh(rank, torch.device("cpu"), Parallel(dp=2, ep=2), experts=True)
-    block = moe_block()
-    apply_expert_parallel(block, mesh, factor)
+    block, mesh = block_on_rank(rank, {"dp": 2, "ep": 2}, factor=factor)
     load(block, weights_for("none on the first"))
     x_NC, d_y_NC = (x.chunk(2)[rank] for x in inputs())
     y_NC, dx_NC, gradients = forward_backward(block, x_NC, d_y_NC, "plain")
@@ -225,11 +230,7 @@ def test_overflow_is_counted_and_drops_tokens(factor: float, overflow: int) -> N
 
 def after_an_update(rank: int, degrees: dict[str, int], weights: dict[str, torch.Tensor]) -> list[bool]:
     """Return whether cached and uncached fp8 weights give the same outputs, and whether the update changed them."""
-    dist.init_process_group("gloo")
-    mesh = build_mesh(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
-    block = moe_block()
-    in_fp8(block)
-    apply_expert_parallel(block, mesh, capacity_factor=mesh.size("ep"))  # fits every routing
+    block, mesh = block_on_rank(rank, degrees, fp8=True)
     sharded = ShardedParameters(block, mesh, FP32, mesh.device)
     set_weights(sharded, weights)
     cache_fp8_weights(block)
@@ -261,10 +262,7 @@ def test_fp8_dispatch_is_as_accurate_as_one_process(routing: str) -> None:
 
 
 def balance_on_rank(rank: int, degrees: dict[str, int], weights: dict[str, torch.Tensor]) -> Any:
-    dist.init_process_group("gloo")
-    mesh = build_mesh(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
-    block = moe_block(replace(EXPERTS, aux_loss=0.5))
-    apply_expert_parallel(block, mesh, capacity_factor=mesh.size("ep"))  # fits every routing
+    block, mesh = block_on_rank(rank, degrees, replace(EXPERTS, aux_loss=0.5))
     load(block, weights)
     loss = balance_loss(block, inputs()[0].chunk(mesh.world_size)[rank])
     (loss / mesh.size("cp")).backward()
