@@ -48,15 +48,6 @@ def _one_forward_one_backward(ga: int, stages: int, round_size: int, warmup: int
             yield next_pass(stages - 1 - (number - warmup) // round_size % stages, False)
 
 
-def max_in_flight(pp: int, vp: int | None, ga: int, rank: int) -> int:
-    """Return the largest number of forward passes whose activations a rank holds at once."""
-    in_flight = most = 0
-    for action in rank_order(pp, vp, ga, rank):
-        in_flight += 1 if action.forward else -1
-        most = max(most, in_flight)
-    return most
-
-
 def bubble(pp: int, vp: int | None, ga: int) -> float:
     """Return the fraction of a step that a rank waits, with equally fast stages and free communication.
 

@@ -16,7 +16,6 @@ from training_ranks import trained as trained_on_ranks
 
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
-from llmb.ops.embedding.embedding_autograd import fused_embedding
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.bucket import BucketFormats
 from llmb.train.parallel.fsdp import ShardedParameters
@@ -199,18 +198,3 @@ def test_bf16_gradients_of_two_ranks(setting: str, fsdp: bool) -> None:
 def test_fp32_runs_have_no_bf16_state(state: str) -> None:
     with pytest.raises(ConfigError, match=f"does not run {state}=bf16 with dtype=fp32;"):
         supported_workload(changed(CONFIG, **{state: "bf16"}))
-
-
-def test_embedding_accumulates_gradient_in_place() -> None:
-    weight = torch.nn.Parameter(torch.randn(11, 6).bfloat16())
-    weight.grad_dtype = torch.float32
-    tokens, d_x = torch.tensor([[1, 3, 3], [3, 10, 1]]), torch.randn(2, 3, 6)
-    expected = torch.zeros(11, 6).index_add_(0, tokens.flatten(), d_x.bfloat16().float().flatten(0, 1))
-    addresses = set()
-    for times in (1, 2, 3):
-        x_BTC = fused_embedding(tokens, weight)
-        assert torch.equal(x_BTC, weight.detach()[tokens])
-        x_BTC.backward(d_x.bfloat16())
-        addresses.add(weight.grad.data_ptr())
-        torch.testing.assert_close(weight.grad, times * expected)
-    assert len(addresses) == 1
