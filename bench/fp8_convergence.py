@@ -13,7 +13,6 @@ and says so. Runs on the GPU where there is one and on the CPU otherwise.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -25,16 +24,16 @@ from itertools import product
 from pathlib import Path
 
 from bench_report import BenchReport
+from train_process import ROOT, trained_steps
 from train_rows import NARROW
 
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
-from llmb.events import RunEnded, StepDone, read
+from llmb.errors import LaunchError
 from llmb.formats.token_file import read_header
 from llmb.launch.local_machine import gpu_names
 from llmb.perfmodel.hardware import identify_gpu
 
-ROOT = Path(__file__).parent.parent
 LAST = 20  # steps whose mean loss is compared
 SETUPS = {  # dtype and other settings; the first is the baseline
     "bf16": ("bf16", {}),
@@ -97,18 +96,10 @@ def configuration(options: argparse.Namespace, data: Path | None) -> RunConfig:
 
 def losses_of(config: RunConfig, folder: Path) -> list[float]:
     """Train on all ranks of the configuration and return the loss of every step."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(to_plain(config)))
-    ranks = config.parallel.world_size
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    with (folder / "log.out").open("w") as log:
-        command = [sys.executable, *launcher, "-m", "llmb.train", str(folder / "config.json")]
-        subprocess.run(command, cwd=ROOT, stdout=log)
-    events = list(read(folder / "events.rank0.jsonl"))
-    ended = events[-1]
-    if not isinstance(ended, RunEnded) or ended.status != "ok":
-        sys.exit(f"{folder.name} failed: {getattr(ended, 'reason', None)}")
-    return [event.loss for event in events if isinstance(event, StepDone) and event.loss is not None]
+    try:
+        return [step.loss for step in trained_steps(config, folder) if step.loss is not None]
+    except LaunchError as error:
+        sys.exit(str(error))
 
 
 def train_all(config: RunConfig, seeds: int, at_once: int, folder: Path) -> Losses:

@@ -1,6 +1,6 @@
 """Does the default learning-rate schedule train? Losses of the H200 rows over 50 steps, through `llmb-run submit`.
 
-    python bench/loss_curves.py --budget 560                     # rows by their own recipes; 1b first, 8b last
+    python bench/loss_curves.py --budget 560                     # rows by their own recipes; 1b first, MoEs last
     python bench/loss_curves.py --gbs 4 --budget 560             # fewer sequences a step at the row's own peak: harsher
     python bench/loss_curves.py --rows "8b bf16,8b fp8" --gbs 2  # only rows with one of these in their title
     python bench/loss_curves.py --proxy --seeds 3                # small proxies of every workload, on any machine
@@ -63,6 +63,11 @@ ROWS = (
     LossRow("outofcore_llama3", "3b", "bf16", H200),
     *(LossRow("outofcore_llama3", size, "bf16", (*H200, *AMPLE_MEMORY)) for size in ("8b", "15b")),
     *(LossRow(f"pretrain_{name}", "8b", dtype) for dtype in ("fp8", "bf16") for name in ("llama3.1", "nemotronh")),
+    *(
+        LossRow(f"pretrain_{name}", size, dtype, (*H200, "--proxy", "true-width", "--seqlen", "4096"))
+        for dtype in ("fp8", "bf16")
+        for name, size in (("grok1", "314b"), ("deepseek-v3", "671b"))
+    ),
 )
 PROXIES = tuple(
     LossRow(workload, size, dtype, ("--proxy",))

@@ -13,7 +13,6 @@ import gzip
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from train_process import trained_steps
 
-from llmb.config.serialization import to_plain
 from llmb.config.spec import Machine, Model, MoEConfig, Parallel, Precision, Profile, RunConfig, Training
-from llmb.events import StepDone, read
+from llmb.errors import LaunchError
 from llmb.models.architectures import Network, build_model
 from llmb.report.table import render
 from llmb.train.initial_weights import init_weights
@@ -79,16 +78,13 @@ def layout_row(model: Model, layout: dict[str, Any]) -> dict[str, Any]:
     """One run over its ranks: its speed, and how long each collective was under way."""
     config = configuration(model, layout)
     ranks = config.parallel.world_size
+    os.environ["OMP_NUM_THREADS"] = "1"  # of a rank, whatever the layout
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(to_plain(config)))
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
-        command = [sys.executable, "-m", *launcher, "llmb.train", "config.json"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        steps = [e for e in read(folder / "events.rank0.jsonl") if isinstance(e, StepDone)]
-        if len(steps) < WORK.steps:
-            sys.exit(f"{model.name} {layout}: {done.stderr.strip()[-500:]}")
+        try:
+            steps = trained_steps(config, folder)
+        except LaunchError as error:
+            sys.exit(f"{model.name} {layout}: {error}")
         untraced = [e.seconds for e in steps if not e.warmup and e.step not in TRACED]
         fractions = collective_shares(folder / "profile" / "trace.rank0.json.gz")
     spelled = " ".join(f"{key}{value}" for key, value in layout.items()) or "one process"

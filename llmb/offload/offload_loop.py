@@ -29,7 +29,6 @@ from llmb.offload.offload_checkpoint import (
 )
 from llmb.offload.offload_profiler import StreamProfiler
 from llmb.offload.offload_support import supported
-from llmb.offload.pinned_memory import HostSlab
 from llmb.offload.step_reports import StepReporter
 from llmb.offload.trainer import Trainer, TrainerSettings
 from llmb.perfmodel.hardware import GIB
@@ -47,11 +46,8 @@ from llmb.runtime.token_data import open_token_file
 ENGINE = "llmb.offload"
 
 
-def train(config: RunConfig, recorder: EventRecorder, host_slab: HostSlab | None = None) -> None:
-    """Run every step of the configuration, reporting each; raises where the run cannot go on.
-
-    A given host slab is used instead of a new one, which takes long to pin.
-    """
+def train(config: RunConfig, recorder: EventRecorder) -> None:
+    """Run every step of the configuration, reporting each; raises where the run cannot go on."""
     workload, plan = supported(config)
     folder = recorder.path.parent
     data = open_token_file(workload, config.model.vocab)
@@ -61,7 +57,7 @@ def train(config: RunConfig, recorder: EventRecorder, host_slab: HostSlab | None
     recorder.add(run_started(rank_info))
     with explain_out_of_memory(rank_info.device, workload):
         batches = ChunkedBatches(config.model, plan, workload.seed, data, workload.pack, rank_info.device)
-        trainer = create_trainer(config.model, workload, plan, rank_info.device, batches, host_slab)
+        trainer = create_trainer(config.model, workload, plan, rank_info.device, batches)
         load_weights(trainer, resumed)
         print(memory_line(trainer, workload), flush=True)
         run_steps(config, workload, recorder, trainer, resumed, identity)
@@ -76,7 +72,6 @@ def create_trainer(
     plan: Plan,
     device: torch.device,
     batches: ChunkedBatches,
-    host_slab: HostSlab | None,
 ) -> Trainer:
     """Return a trainer with all the memory that it will ever take."""
     prediction = simulate(model, plan, NOMINAL_CPU) if workload.prediction is None else workload.prediction
@@ -86,7 +81,7 @@ def create_trainer(
         budgets=Budgets(host_gib=workload.host_gib, device_gib=workload.device_gib),
         host_slots=prediction.host_slots,
     )
-    return Trainer(model, plan, device, settings, batches, partial(learning_rate, workload=workload), host_slab)
+    return Trainer(model, plan, device, settings, batches, partial(learning_rate, workload=workload))
 
 
 def load_weights(trainer: Trainer, resumed: Path | None) -> None:

@@ -9,9 +9,9 @@ With updates in the next step's forward pass the last gradients are pending when
 them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from llmb.config.spec import Model
 from llmb.offload.arena import UNLIMITED, Arena, Budgets
 from llmb.offload.bucket_params import init_bucket_weights
 from llmb.offload.buffer_views import offload_dtypes
-from llmb.offload.chunked_batches import GroupBatch
+from llmb.offload.chunked_batches import ChunkedBatches
 from llmb.offload.cuda_streams import StreamEvent, Streams, create_streams
 from llmb.offload.executor import Compute, Executor, StreamObserver
 from llmb.offload.pinned_memory import HostSlab
@@ -32,13 +32,6 @@ from llmb.perfmodel.offload.program import Operation, Program
 from llmb.perfmodel.offload.step_tasks import StepStart
 
 Next = Literal["step", "flush", "nothing"]
-
-
-class BatchSource(Protocol):
-    """Source of batches; see `chunked_batches.ChunkedBatches`."""
-
-    def step(self, step: int) -> Sequence[GroupBatch]: ...
-    def rope_rows(self, group: GroupBatch, rows: slice) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +71,7 @@ class Trainer:
         plan: Plan,
         device: torch.device,
         settings: TrainerSettings,
-        batches: BatchSource,
+        batches: ChunkedBatches,
         lr: Callable[[int], float],
         host_slab: HostSlab | None = None,
         streams: Streams | None = None,

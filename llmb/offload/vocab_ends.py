@@ -47,13 +47,12 @@ def head_loss(
     accumulate: bool,
     losses_N: Tensor,
     loss_tokens: int,
-    gemms: LinearGemms | None = None,
 ) -> None:
     """Compute each token's loss, and the gradients of `scale` times their sum.
 
     Tokens with a negative label are ignored. The gradients of head and norm are written, or added to.
     """
-    gemms = LinearGemms() if gemms is None else gemms
+    gemms = LinearGemms()
     for first in range(0, len(input_NC), loss_tokens):
         rows_of_chunk = slice(first, first + loss_tokens)
         x_NC = rms_norm(input_NC[rows_of_chunk], norm_C, eps)

@@ -6,26 +6,17 @@ where it stopped. Unless seqlen divides the text, each epoch splits it at differ
 """
 
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from llmb.config.spec import OutOfCore, Training
 from llmb.errors import ConfigError
 from llmb.formats.token_file import HEADER, read_header
 
 
-class DataSettings(Protocol):
-    """Data settings of a workload; see the fields of spec.Training."""
-
-    @property
-    def data(self) -> str | None: ...
-    @property
-    def seqlen(self) -> int: ...
-
-
-def open_token_file(workload: DataSettings, vocab: int) -> "TokenFile | None":
+def open_token_file(workload: Training | OutOfCore, vocab: int) -> "TokenFile | None":
     """Open the token file of a workload, checked against seqlen and the model's vocabulary; None: synthetic data."""
     if workload.data is None:
         return None
