@@ -155,9 +155,3 @@ def test_run_with_offload_is_bit_exact(trained, changes: dict, dtype: str) -> No
     offloaded = trained(**shape | {"offload_layers": 2} | changes)
     assert offloaded.ended().status == "ok"
     assert offloaded.losses() == trained(**shape).losses()
-
-
-def test_too_many_offloaded_layers_are_refused(trained) -> None:
-    done = trained(recompute_layers=1, offload_layers=2)
-    assert done.code == 1
-    assert done.ended().reason == "offload_layers=2: 1 of the 2 layers are not recomputed, so 0 to 1"

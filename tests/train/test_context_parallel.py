@@ -5,12 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_config import CONFIG, changed
-from small_models import SMALL_MODELS
 from training_ranks import on_ranks
 
 from llmb.config.spec import Parallel
-from llmb.errors import ConfigError
 from llmb.models.blocks import causal_attention, sequential_positions
 from llmb.ops.attention.segment_attention import Segment
 from llmb.train.parallel.context_parallel import (
@@ -21,7 +18,6 @@ from llmb.train.parallel.context_parallel import (
     shard_sequence,
 )
 from llmb.train.parallel.mesh import Mesh, build_mesh
-from llmb.train.train_support import supported_workload
 
 CPU = torch.device("cpu")
 TOKENS = 48
@@ -135,9 +131,3 @@ def test_causal_work_is_balanced(cp: int) -> None:
     """The work of a token is the number of tokens it attends to, itself included."""
     work = [(shard_positions(rank, cp, 64, CPU) + 1).sum().item() for rank in range(cp)]
     assert len(set(work)) == 1
-
-
-def test_mamba_with_cp_is_refused() -> None:
-    config = changed(CONFIG, model=SMALL_MODELS["nemotron_h"], cp=2)
-    with pytest.raises(ConfigError, match="a Mamba layer cannot split its sequence"):
-        supported_workload(config)

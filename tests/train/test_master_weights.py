@@ -14,13 +14,11 @@ from small_models import SMALL_MODELS
 from training_ranks import Trained
 from training_ranks import trained as trained_on_ranks
 
-from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.bucket import BucketFormats
 from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.precision import compute_in_bf16
-from llmb.train.train_support import supported_workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
@@ -192,9 +190,3 @@ def test_bf16_gradients_of_two_ranks(setting: str, fsdp: bool) -> None:
     assert 0 < norms < 2**-8
     assert losses < 1e-3
     assert weights < 1e-2
-
-
-@pytest.mark.parametrize("state", ["moments", "master_weights", "gradients", "reduce_dtype"])
-def test_fp32_runs_have_no_bf16_state(state: str) -> None:
-    with pytest.raises(ConfigError, match=f"does not run {state}=bf16 with dtype=fp32;"):
-        supported_workload(changed(CONFIG, **{state: "bf16"}))

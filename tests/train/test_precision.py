@@ -255,9 +255,6 @@ def test_balanced_experts(trained) -> None:
     balanced = trained(model=SMALL_MODELS["grok1"], balanced_experts=True)
     assert balanced.ended().status == "ok"
     assert balanced.losses() != trained(model=SMALL_MODELS["grok1"]).losses()
-    refused = trained(balanced_experts=True)
-    assert refused.code == 1
-    assert refused.ended().reason == "balanced_experts=true: model tiny has no experts"
 
 
 def trained_experts() -> tuple:

@@ -9,10 +9,13 @@ import time
 
 import pytest
 import torch
+from small_models import SMALL_MODELS
 
 from llmb.config.spec import Inference
 from llmb.runtime.process_memory import is_out_of_memory
 from llmb.train import loop
+
+PIPELINE = {"model": SMALL_MODELS["llama"], "pp": 2, "mbs": 2, "gbs": 4, "ga": 2}
 
 
 def wait_until(condition, process: subprocess.Popen, seconds: float = 60) -> None:
@@ -77,21 +80,6 @@ def test_killed_run_keeps_its_steps(start) -> None:
     assert len(outcome.events()) == 1 + len(steps)  # no torn line, and no end
 
 
-@pytest.mark.parametrize(
-    ("changes", "refusal"),
-    [
-        ({"dtype": "nvfp4"}, "training engine does not run dtype=nvfp4; it runs dtype fp32, bf16, fp8"),
-        ({"profile": True, "gpu_metrics": True}, "engine does not run gpu_metrics=true (needs Nsight Systems)"),
-    ],
-)
-def test_unsupported_settings_are_refused(trained, capsys, changes: dict, refusal: str) -> None:
-    done = trained(**changes)
-    assert done.code == 1
-    reason = done.ended().reason
-    assert reason.startswith(f"the native {refusal}")
-    assert capsys.readouterr() == ("", f"llmb.train: {reason}\n")
-
-
 def test_fsdp_on_one_rank_is_not_sharded(trained) -> None:
     assert trained(fsdp=True, steps=1).ended().status == "ok"
 
@@ -99,23 +87,39 @@ def test_fsdp_on_one_rank_is_not_sharded(trained) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"dtype": "nvfp4"}, "the native training engine does not run dtype=nvfp4; it runs dtype fp32, bf16, fp8"),
+        ({"profile": True, "gpu_metrics": True}, "the native engine does not run gpu_metrics=true (needs Nsight"),
+        ({"cuda_graphs": True}, "cuda_graphs=true needs a CUDA GPU; machine.gpu=cpu has none"),
+        ({"cuda_graphs": True, "offload_layers": 1}, "does not run cuda_graphs=true with offload_layers=1; it"),
+        ({"cuda_graphs": True, "model": SMALL_MODELS["grok1"]}, "cuda_graphs=true with experts in fp32; it runs"),
+        ({"cuda_graphs": True, **PIPELINE}, "does not run cuda_graphs=true with pp=2; it runs"),
         ({"gbs": 8}, "gbs=8 is not mbs * ga * dp = 4 * 1 * 1 = 4"),
         ({"recompute_layers": 3}, "recompute_layers=3: the model has 2 layers, so 0 to 2"),
         ({"steps": 0}, "workload.steps=0: must be at least 1"),
         ({"tp": 4}, "tp 4 does not divide the 2 key and value heads of tiny; tp could be 1, 2"),
+        ({"tp": 2, "vocab": 127}, "tp 2 does not divide the 127 entries of the vocabulary"),
+        ({"tp": 2, "seqlen": 31}, "seqlen 31 is not a multiple of tp 2"),
+        ({"cp": 2, "model": SMALL_MODELS["nemotron_h"]}, "a Mamba layer cannot split its sequence"),
         ({"pp": 2}, "pp 2 needs at least 2 micro-batches, a step has 1"),
+        (PIPELINE | {"ga": 5, "gbs": 10, "vp": 2}, "vp 2 takes micro-batches in rounds of pp 2, a step has 5"),
+        (PIPELINE | {"vp": 3}, "pp 2 x vp 3 needs more layers than the 4"),
+        (PIPELINE | {"recompute_layers": 3}, "recompute_layers=3: a rank of the pipeline has 2 layers, so 0 to 2"),
         ({"vp": 2}, "vp 2 has no effect without pipeline parallelism"),
         ({"ep": 2}, "ep 2 and etp 1 have no effect: tiny has no experts"),
         ({"dp": 2, "gbs": 8}, "needs 2 ranks but 1 started; start it with: torchrun --nproc-per-node 2"),
         ({"engine": "trtllm"}, "engine=trtllm"),
+        ({"lr_warmup_steps": -1}, "lr_warmup_steps=-1: must be at least 0"),
+        ({"lr_decay_steps": 10}, "lr_decay_steps=10: must be more than lr_warmup_steps=10"),
         ({"architecture": "grok1"}, "model tiny: a grok1 needs the field experts"),
     ],
 )
-def test_invalid_settings_are_refused(trained, changes: dict, reason: str) -> None:
+def test_invalid_settings_are_refused(trained, capsys, changes: dict, reason: str) -> None:
+    """In a rank, as at the desk (tests/config/test_native_support.py)."""
     done = trained(**changes)
     assert done.code == 1
     assert done.ended().status == "failed"
     assert reason in done.ended().reason
+    assert capsys.readouterr() == ("", f"llmb.train: {done.ended().reason}\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from training_ranks import on_ranks
 
 from llmb.config.spec import Model, RunConfig
-from llmb.errors import ConfigError
 from llmb.models.chunked_loss import chunked_cross_entropy
 from llmb.ops.embedding.embedding_autograd import fused_embedding
 from llmb.train.parallel.activation_collectives import all_gather, all_reduce, reduce_scatter
@@ -139,16 +138,3 @@ def test_vocab_parallel_embedding_masks_other_ranks() -> None:
     assert not x[1, 1].any()
     x.sum().backward()
     assert torch.equal(embedding.weight.grad, torch.tensor([1.0, 0.0, 0.0, 1.0])[:, None].expand(4, 3))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"tp": 4}, "tp 4 does not divide the 2 key and value heads"),
-        ({"tp": 2, "vocab": 127}, "tp 2 does not divide the 127 entries of the vocabulary"),
-        ({"tp": 2, "seqlen": 31}, "seqlen 31 is not a multiple of tp 2"),
-    ],
-)
-def test_indivisible_sizes_are_refused(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        supported_workload(config_of(SMALL_MODELS["llama"], **changes))
