@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 import training_ranks
-from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
-from training_ranks import Trained, full_tensors, on_ranks
+from training_ranks import Trained, build_job, full_tensors, layout_config, on_ranks
 
 from llmb.config.spec import Model, RunConfig
 from llmb.runtime.checkpoint_folder import latest_checkpoint
-from llmb.train.parallel.mesh import init_mesh
-from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.train_checkpoint import SCALES, Checkpointer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
@@ -35,8 +32,7 @@ LAYOUTS = {
 
 def in_layout(name: str, model: Model, **changes: Any) -> RunConfig:
     # With some other seeds a weight's first gradient is zero but for rounding, and Adam takes a full step for it.
-    config = changed(CONFIG, model=model, mbs=1, lr=1e-3, seed=11, **(LAYOUTS[name] | changes))
-    return changed(config, ga=config.workload.gbs // config.parallel.dp, gpus=config.parallel.world_size)
+    return layout_config(model, mbs=1, lr=1e-3, seed=11, **(LAYOUTS[name] | changes))
 
 
 @pytest.mark.slow
@@ -68,10 +64,8 @@ def test_resume_with_another_layout(tmp_path, model: str, route: list[str]) -> N
 
 def rewrite(_rank: int, config: RunConfig, saved: Path, folder: Path) -> None:
     """Load a checkpoint and write it again."""
-    mesh = init_mesh(config)
-    model_parts = build_model_parts(config, config.workload, mesh)
-    optimizer = build_optimizer(model_parts, config.workload, mesh)
-    with Checkpointer(folder, config, config.workload, mesh, model_parts, optimizer) as checkpointer:
+    job, model_parts, optimizer = build_job(config)
+    with Checkpointer(folder, config, job.workload, job.mesh, model_parts, optimizer) as checkpointer:
         checkpointer.load(latest_checkpoint(saved))
         checkpointer.after_step(2)
 

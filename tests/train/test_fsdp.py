@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 from sharded_network import own_weights
-from small_config import CONFIG, changed
 from small_models import SMALL_MODELS, UNEVEN
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_ranks import on_ranks
+from training_ranks import build_job, layout_config, on_ranks
 
 from llmb.config.spec import RunConfig
 from llmb.models.architectures import build_model
 from llmb.train.chunked_tensor import chunk_values
-from llmb.train.loop import TrainJob, accumulate_gradients
-from llmb.train.optimizer import Optimizer
+from llmb.train.loop import accumulate_gradients
 from llmb.train.parallel.fsdp import sharded_parameters
-from llmb.train.parallel.mesh import init_mesh
 from llmb.train.parallel.parameter_shard import ParameterShard, box_of
-from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.train_checkpoint import Checkpointer, state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
@@ -32,20 +28,11 @@ MODELS = SMALL_MODELS | {"uneven": UNEVEN}
 
 def config_of_layout(name: str, **changes: Any) -> RunConfig:
     """Return a configuration of two steps of 12 sequences each."""
-    base: dict[str, Any] = {"model": MODELS[name], "gbs": 12, "mbs": 1, "steps": 2, "lr": 1e-3}
-    config = changed(CONFIG, **(base | changes))
-    ga = 12 // (config.workload.mbs * config.parallel.dp)
-    return changed(config, ga=ga, gpus=config.parallel.world_size)
-
-
-def build(config: RunConfig) -> tuple[TrainJob, list, Optimizer]:
-    job = TrainJob(config, config.workload, init_mesh(config))
-    model_parts = build_model_parts(config, job.workload, job.mesh)
-    return job, model_parts, build_optimizer(model_parts, job.workload, job.mesh)
+    return layout_config(MODELS[name], **({"gbs": 12, "mbs": 1, "steps": 2, "lr": 1e-3} | changes))
 
 
 def initial_weights(_rank: int, config: RunConfig) -> list[tuple[str, tuple[int, ...], Tensor]]:
-    _, (model_part,), _ = build(config)
+    _, (model_part,), _ = build_job(config)
     return [*own_weights(sharded_parameters(model_part))]
 
 
@@ -78,7 +65,7 @@ def test_every_layout_has_the_same_initial_weights(name: str, layout: dict) -> N
 
 def held_elements(_rank: int, config: RunConfig) -> tuple[int, int, int, int]:
     """Return the number of elements of replicated parameters, shards, their gradients and weights, after a step."""
-    job, model_parts, optimizer = build(config)
+    job, model_parts, optimizer = build_job(config)
     accumulate_gradients(job, model_parts, 1)
     return (
         sum(parameter.grad.numel() for parameter in optimizer.replicated.values()),
@@ -101,7 +88,7 @@ def test_each_rank_holds_its_shard(fsdp: bool) -> None:
 
 def memory_in_passes(_rank: int, config: RunConfig) -> list[tuple[int, ...]]:
     """Return the layers whose weights have memory when each layer's forward and backward pass begins."""
-    job, (model_part,), optimizer = build(config)
+    job, (model_part,), optimizer = build_job(config)
     seen: list[tuple[int, ...]] = []
 
     def look(*_args: Any) -> None:
@@ -148,7 +135,7 @@ class CountedCollectives(TorchDispatchMode):
 
 
 def collectives(_rank: int, config: RunConfig) -> Counter[str]:
-    job, model_parts, optimizer = build(config)
+    job, model_parts, optimizer = build_job(config)
     accumulate_gradients(job, model_parts, 1)
     optimizer.update(1e-3)
     with CountedCollectives() as counted:
@@ -169,7 +156,7 @@ def test_number_of_collectives_per_step() -> None:
 
 def staging_is_isolated(_rank: int, config: RunConfig, folder: Path) -> bool:
     """Return whether tensors staged for a checkpoint stay unchanged while training continues."""
-    job, model_parts, optimizer = build(config)
+    job, model_parts, optimizer = build_job(config)
     accumulate_gradients(job, model_parts, 1)
     optimizer.update(1e-3)
     staged = Checkpointer(folder, config, job.workload, job.mesh, model_parts, optimizer)._stage()
@@ -192,7 +179,7 @@ def test_staged_checkpoint_is_not_modified_by_training(tmp_path: Path) -> None:
 
 def test_one_process_gathers_nothing() -> None:
     config = config_of_layout("llama", fsdp=True)
-    job, (model_part,), optimizer = build(config)
+    job, (model_part,), optimizer = build_job(config)
     with CountedCollectives() as counted:
         accumulate_gradients(job, [model_part], 1)
         optimizer.update(1e-3)

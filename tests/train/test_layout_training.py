@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_config import CONFIG, changed
 from small_models import SMALL_MODELS, UNEVEN
-from training_ranks import Trained, trained
+from training_ranks import Trained, layout_config, trained
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,7 +30,6 @@ MODELS = SMALL_MODELS | {
 # those of a rank. Adam takes full steps even for gradients that are mostly rounding error.
 CLOSE = {"fp32": 1e-5, "bf16": 2e-2, "fp8": 6e-2}
 PARALLEL = ("dp", "fsdp", "tp", "pp", "vp", "cp", "ep", "etp", "overlap_send", "recompute_layers", "offload_layers")
-GBS = 12
 Case = tuple[str, dict[str, Any]]
 
 CASES: list[Case] = [
@@ -98,11 +96,9 @@ def _offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 def outcome(name: str, run: int = 0, **changes: Any) -> Trained:
     """Train two steps; cached, unless `run` differs."""
     # With some other seeds a weight's first gradient is zero but for rounding, and Adam takes a full step for it.
-    settings: dict[str, Any] = {"mbs": 2, "gbs": GBS, "steps": 2, "lr": 1e-3, "seed": 11} | changes
-    config = changed(CONFIG, model=MODELS[name], **settings)
-    config = changed(config, ga=GBS // config.workload.mbs // config.parallel.dp, gpus=config.parallel.world_size)
+    settings: dict[str, Any] = {"mbs": 2, "gbs": 12, "steps": 2, "lr": 1e-3, "seed": 11} | changes
     with TemporaryDirectory() as folder:
-        return trained(config, Path(folder))
+        return trained(layout_config(MODELS[name], **settings), Path(folder))
 
 
 def alone(name: str, changes: dict[str, Any]) -> Trained:

@@ -11,7 +11,7 @@ import torch
 from sharded_network import BF16, FP32, ONE, fp32_weights, shard
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
-from training_ranks import Trained
+from training_ranks import Trained, layout_config
 from training_ranks import trained as trained_on_ranks
 
 from llmb.models.architectures import Network, build_model
@@ -154,10 +154,9 @@ def test_repeated_update_replaces_the_discarded_one() -> None:
 @cache
 def outcome(**changes: Any) -> Trained:
     """Train in bf16; cached."""
-    config = changed(CONFIG, **{"dtype": "bf16", "mbs": 2, "lr": 3e-3, **changes})
     with TemporaryDirectory() as folder:
-        ga = config.workload.gbs // (config.workload.mbs * config.parallel.dp)
-        return trained_on_ranks(changed(config, ga=ga), Path(folder))
+        config = layout_config(CONFIG.model, **{"dtype": "bf16", "mbs": 2, "lr": 3e-3, **changes})
+        return trained_on_ranks(config, Path(folder))
 
 
 @pytest.mark.slow
@@ -173,7 +172,7 @@ def test_bf16_state_learns_as_fp32(state: str, layout: dict[str, Any]) -> None:
 @pytest.mark.parametrize("layout", [{}, {"dp": 2}], ids=str)
 @pytest.mark.parametrize("state", [{}, {"moments": "bf16"}, {"master_weights": "bf16"}], ids=str)
 def test_resume_of_state_is_bit_exact(tmp_path: Path, state: dict[str, str], layout: dict[str, Any]) -> None:
-    config = changed(CONFIG, dtype="bf16", mbs=2, ga=2 // layout.get("dp", 1), **state, **layout)
+    config = layout_config(CONFIG.model, dtype="bf16", mbs=2, **state, **layout)
     straight, first = (trained_on_ranks(changed(config, steps=n), tmp_path / str(n)) for n in (6, 3))
     resumed = trained_on_ranks(changed(config, steps=6, resume=str(tmp_path / "3")), tmp_path / "resumed")
     assert first.losses + resumed.losses == straight.losses

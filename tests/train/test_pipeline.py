@@ -1,7 +1,6 @@
 """Pipeline parallelism: stages hold only their weights and micro-batches in flight, tied copies stay equal."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -11,18 +10,15 @@ from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.reductions import StorageWeakRef
-from training_ranks import on_ranks
+from training_ranks import build_job, on_ranks
 
 from llmb.config.parallel_layout import max_layers_per_rank, stage_layers
 from llmb.config.spec import Parallel, RunConfig
 from llmb.models.architectures import build_model
 from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, rank_order
-from llmb.train.loop import TrainJob, accumulate_gradients
-from llmb.train.optimizer import Optimizer
+from llmb.train.loop import accumulate_gradients
 from llmb.train.parallel.mesh import Mesh, init_mesh
-from llmb.train.parallel.pipeline import Pipeline, Stage, build_stages, tied_copies
-from llmb.train.parallelize import build_model_parts, build_optimizer
-from llmb.train.train_support import supported_workload
+from llmb.train.parallel.pipeline import Stage, build_stages, tied_copies
 
 
 def small(architecture: str, **changes: Any) -> RunConfig:
@@ -70,7 +66,7 @@ def test_tied_embeddings_stay_bitwise_equal() -> None:
 
 
 def _embedding_after_steps(_rank: int, config: RunConfig) -> dict[str, Any]:
-    job, model_parts, optimizer = _build(config)
+    job, model_parts, optimizer = build_job(config)
     (model_part,) = model_parts
     before = model_part.embedding.weight.detach().clone()
     accumulate_gradients(job, model_parts, 1)
@@ -81,14 +77,6 @@ def _embedding_after_steps(_rank: int, config: RunConfig) -> dict[str, Any]:
         accumulate_gradients(job, model_parts, step)
     after = model_part.embedding.weight.detach()
     return {"copied": tied_copies(model_parts), "before": before, "gradient": gradient, "after": after}
-
-
-def _build(config: RunConfig) -> tuple[TrainJob, Any, Optimizer]:
-    workload, mesh = supported_workload(config), init_mesh(config)
-    model_parts = build_model_parts(config, workload, mesh)
-    job = TrainJob(config, workload, mesh)
-    job = replace(job, pipeline=Pipeline(model_parts, config, workload, mesh, job.trace_range))
-    return job, model_parts, build_optimizer(model_parts, workload, mesh)
 
 
 class LiveTensors:
@@ -124,7 +112,7 @@ def test_stage_memory_is_for_micro_batches_in_flight(pp: int, vp: int | None) ->
 
 def _count_transfers(_rank: int, config: RunConfig) -> dict[str, tuple[int, int]]:
     """Return how many tensors two steps received and sent, and how many were alive at once."""
-    job, model_parts, optimizer = _build(config)
+    job, model_parts, optimizer = build_job(config)
     counters = {}
     with pytest.MonkeyPatch.context() as patch:
         for name in ("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"):
@@ -144,7 +132,7 @@ def test_unsupported_torch_receive_buffers_are_detected() -> None:
 
 def _unsupported_torch(_rank: int, config: RunConfig) -> str:
     """Simulate a torch that allocates receive buffers on the stage's device."""
-    job, model_parts, _ = _build(config)
+    job, model_parts, _ = build_job(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stage, "_on_meta_device", lambda _stage: nullcontext())
         with pytest.raises(AssertionError) as raised:
@@ -160,7 +148,7 @@ def test_error_of_a_stage_is_not_wrapped() -> None:
 
 def _raised(rank: int, config: RunConfig) -> str | None:
     """Raise in the second step, which only the first rank starts: no other rank waits for it."""
-    job, model_parts, _ = _build(config)
+    job, model_parts, _ = build_job(config)
     accumulate_gradients(job, model_parts, 1)
     if rank > 0:
         return None

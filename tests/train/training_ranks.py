@@ -9,19 +9,27 @@ import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from forked_ranks import on_ranks
+from small_config import CONFIG, changed
 from torch import Tensor
 
 from llmb.config.serialization import to_plain
-from llmb.config.spec import RunConfig, Training
+from llmb.config.spec import Model, RunConfig, Training
 from llmb.events import StepDone, read
+from llmb.models.architectures import Network
 from llmb.runtime.checkpoint_folder import complete_checkpoints
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import ending_of
-from llmb.train.loop import train
+from llmb.train.loop import TrainJob, train
+from llmb.train.optimizer import Optimizer
+from llmb.train.parallel.mesh import init_mesh
+from llmb.train.parallel.pipeline import Pipeline
+from llmb.train.parallelize import build_model_parts, build_optimizer
+from llmb.train.train_support import supported_workload
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,23 @@ class Trained:
 def _difference(actual: Tensor, expected: Tensor) -> float:
     size = expected.norm().item()
     return (actual - expected).norm().item() / size if size else actual.norm().item()
+
+
+def layout_config(model: Model, **changes: Any) -> RunConfig:
+    """Return the small configuration of a model in a layout; micro-batches and GPUs follow from it."""
+    config = changed(CONFIG, model=model, **changes)
+    ga = config.workload.gbs // config.workload.mbs // config.parallel.dp
+    return changed(config, ga=ga, gpus=config.parallel.world_size)
+
+
+def build_job(config: RunConfig) -> tuple[TrainJob, list[Network], Optimizer]:
+    """Return what trains the configuration on this rank."""
+    job = TrainJob(config, supported_workload(config), init_mesh(config))
+    model_parts = build_model_parts(config, job.workload, job.mesh)
+    if job.mesh.size("pp") > 1:
+        pipeline = Pipeline(model_parts, config, job.workload, job.mesh, job.trace_range)
+        job = replace(job, pipeline=pipeline)
+    return job, model_parts, build_optimizer(model_parts, job.workload, job.mesh)
 
 
 def trained(config: RunConfig, folder: Path) -> Trained:
