@@ -29,11 +29,6 @@ def forward_macs(model: Model, seqlen: int, convention: Convention) -> dict[str,
     return macs | {"lm_head": seqlen * model.hidden * model.vocab}
 
 
-def forward_flops_per_sequence(model: Model, seqlen: int, convention: Convention) -> float:
-    """Return the FLOPs of the forward pass, with the LM head on every token as in training: 2 per MAC."""
-    return 2.0 * sum(forward_macs(model, seqlen, convention).values())
-
-
 def flops_breakdown(model: Model, seqlen: int, convention: Convention) -> dict[str, float]:
     """Return the training FLOPs of one sequence by component: 6 per MAC. They sum to `train_flops_per_sequence`."""
     return {component: 6.0 * macs for component, macs in forward_macs(model, seqlen, convention).items()}
@@ -47,11 +42,6 @@ def train_flops_per_sequence(model: Model, seqlen: int, convention: Convention) 
     without its prediction layer: 249.7 (249.81), the remaining 0.04 % unexplained; with the router it would be 250.45.
     """
     return sum(flops_breakdown(model, seqlen, convention).values())
-
-
-def train_flops_per_token(model: Model, seqlen: int, convention: Convention) -> float:
-    """Return the model FLOPs per token of a sequence of this length, averaged over its positions."""
-    return train_flops_per_sequence(model, seqlen, convention) / seqlen
 
 
 def hardware_flops_per_sequence(model: Model, seqlen: int, convention: Convention, recompute_layers: int) -> float:

@@ -61,13 +61,6 @@ def mfu(tflops_per_gpu: float | None, peak_flops: float | None) -> float | None:
     return _quotient((tflops_per_gpu, TERA), (peak_flops,))
 
 
-def mfu_from_model_flops(
-    gbs: int | None, model_flops: float | None, step_time_s: float | None, gpus: int | None, peak_flops: float | None
-) -> float | None:
-    """Return MFU from the FLOPs of one sequence: gbs * model_flops / step time / GPUs / peak."""
-    return _quotient((gbs, model_flops), (step_time_s, gpus, peak_flops))
-
-
 def hfu(
     hardware_flops_per_step: float | None, step_time_s: float | None, gpus: int | None, peak_flops: float | None
 ) -> float | None:
