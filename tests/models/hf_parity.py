@@ -1,9 +1,24 @@
-"""Comparison of a network with its reference: closeness of tensors, greedy decoding token by token."""
+"""Comparison of a network with its reference: that of `transformers`, closeness of tensors, greedy decoding."""
 
+import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from llmb.config.spec import Model
+from llmb.models.hf_config import to_hf_config
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+
+def hf_network(model: Model) -> PreTrainedModel:
+    """Return the network of `transformers`, by the config.json that we write."""
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(model)), attn_implementation="eager")
+    if model.experts is not None:
+        network.set_experts_implementation("eager")
+    return network.eval()
 
 
 def assert_near(actual: Tensor, expected: Tensor, label: str, tolerance: float) -> None:

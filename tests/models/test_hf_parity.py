@@ -4,23 +4,19 @@ The reference is built from `to_hf_config`, and weights and gradients are read f
 on their own in `test_hf_config.py` and `test_hf_weights.py`. Grok-1, which `transformers` has not: `test_grok1.py`.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_parity import assert_near, greedy_decode
+from hf_parity import assert_near, greedy_decode, hf_network
 from small_models import GROUPED_MOE, deepseek_model, llama_model, nemotron_h_model
+from transformers import PreTrainedModel
 
 from llmb.config.spec import MambaConfig, Model, RopeConfig
 from llmb.models.architectures import Network, build_model
-from llmb.models.hf_config import to_hf_config
 from llmb.models.hf_weights import load_weights
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 # Relative to the largest value of each tensor, fp32; scans and routed experts add up in another order.
 TOLERANCE = {"llama": 1e-5, "deepseek": 1e-4, "nemotron_h": 1e-4}
@@ -86,9 +82,7 @@ each_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model
 
 def reference(model: Model) -> PreTrainedModel:
     """Return the network of `transformers`, with values so large that every tensor matters, norms and biases too."""
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(model)), attn_implementation="eager")
-    if model.experts is not None:
-        network.set_experts_implementation("eager")
+    network = hf_network(model)
     torch.manual_seed(7)
     biases = [(name, buffer) for name, buffer in network.named_buffers() if name.endswith("correction_bias")]
     with torch.no_grad():
@@ -100,7 +94,7 @@ def reference(model: Model) -> PreTrainedModel:
             else:
                 is_norm = name.endswith(("norm.weight", "norm_f.weight"))
                 tensor.copy_(torch.randn_like(tensor) * (0.1 if "bias" in name else 0.2) + is_norm)
-    return network.eval()
+    return network
 
 
 def copy_of(network: PreTrainedModel, model: Model, folder: Path) -> Network:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_parity import hf_network
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import GROUPED_MOE, MLA, deepseek_model, grok1_model, llama_model, nemotron_h_model
@@ -23,7 +24,7 @@ from llmb.models.hf_config import HF_ARCHITECTURES, load_hf_config
 from llmb.models.hf_weights import hf_tensors, load_weights, plan_shards, save_weights
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, NemotronHConfig
+from transformers import AutoModelForCausalLM
 
 TOLERANCE = 1e-5  # relative to the largest logit, fp32
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "heads": 4, "vocab": 97}
@@ -46,58 +47,6 @@ MODELS = [
 GROK = grok1_model(name="grok1", experts=MoEConfig(count=4, top_k=2, ffn=24, renormalise=False), **SIZES)
 
 
-def hf_reference_config(model: Model) -> Any:
-    """Return the reference's configuration, spelled out because `to_hf_config` is under test."""
-    sizes = {
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_attention_heads": 4,
-        "num_key_value_heads": model.kv_heads,
-        "tie_word_embeddings": model.tied_embeddings,
-        "attn_implementation": "eager",
-    }
-    if model.architecture == "llama":
-        rope = {"rope_type": "default", "rope_theta": 500_000.0}
-        if model.name == "llama-scaled":
-            rope |= {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-            rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        eps = 1e-6 if model.name == "llama-tied" else 1e-5
-        return LlamaConfig(num_hidden_layers=2, head_dim=12, rms_norm_eps=eps, rope_parameters=rope, **sizes)
-    if model.architecture == "deepseek":
-        rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-        rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-        return DeepseekV3Config(
-            num_hidden_layers=3,
-            moe_intermediate_size=24,
-            n_routed_experts=8,
-            num_experts_per_tok=2,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=2.5,
-            q_lora_rank=24,
-            kv_lora_rank=16,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=12,
-            max_position_embeddings=128,
-            rope_parameters=rope,
-            **sizes,
-        )
-    return NemotronHConfig(
-        layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
-        head_dim=16,
-        mamba_num_heads=6,
-        mamba_head_dim=16,
-        n_groups=2,
-        ssm_state_size=16,
-        chunk_size=16,
-        **sizes,
-    )
-
-
 def randomize(network: torch.nn.Module) -> None:
     """Set random values large enough that every tensor matters, norms and biases included."""
     torch.manual_seed(3)
@@ -108,7 +57,7 @@ def randomize(network: torch.nn.Module) -> None:
 
 
 def reference(model: Model) -> Any:
-    network = AutoModelForCausalLM.from_config(hf_reference_config(model), dtype=torch.float32)
+    network = hf_network(model)
     randomize(network)
     return network
 
