@@ -37,10 +37,10 @@ def test_network_is_causal(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_initial_weights_depend_on_the_seed_and_initial_loss_is_log_vocab(name: str) -> None:
-    network, again = network_of(name), network_of(name)
-    assert all(torch.equal(weight, again.state_dict()[key]) for key, weight in network.state_dict().items())
-    again.init_weights(2)
-    assert not torch.equal(again.embedding.weight, network.embedding.weight)
+    network, second = network_of(name), network_of(name)
+    assert all(torch.equal(weight, second.state_dict()[key]) for key, weight in network.state_dict().items())
+    second.init_weights(2)
+    assert not torch.equal(second.embedding.weight, network.embedding.weight)
     tokens = torch.arange(90)[None]
     loss = network(tokens[:, :-1], tokens[:, 1:]).item()
     assert loss == pytest.approx(math.log(SMALL_MODELS[name].vocab), rel=0.05)  # with auxiliary losses
