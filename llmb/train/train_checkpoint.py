@@ -156,6 +156,8 @@ class Checkpointer:
         try:
             if is_rank0:
                 checkpoint_folder.create_partial(final)
+            if self._group is not None:
+                dist.barrier(self._group)  # else rank 0 could delete, as left by a killed run, what another one created
             writer = dcp.FileSystemWriter(checkpoint_folder.partial_path(final))
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
             if is_rank0:
