@@ -7,13 +7,14 @@ from llmb.cli.profile_pictures import draw_profile
 from llmb.config.serialization import build, read_json, to_json, write_atomic
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
-from llmb.events import Event, RunEnded, read_all
+from llmb.events import Event, RequestDone, RunEnded, read_all
 from llmb.launch.run_folder import RunFolder
 from llmb.results.derive import derive
 from llmb.results.log_window import Window, format_window, named_window
 from llmb.results.readers.nccl_log import tally
 from llmb.results.readers.reader_choice import read_log
 from llmb.results.result import Result
+from llmb.results.serving_figures import measured_requests
 from llmb.results.timed_run import TimedRun, read_timed_log, timed_run
 
 
@@ -23,6 +24,13 @@ def load_run(run: RunFolder) -> tuple[RunConfig, Result]:
     if run.result.exists():
         return config, build(Result, read_json(run.result), "result.json")
     return config, derive(config, _events(run, config))
+
+
+def load_requests(run: RunFolder, config: RunConfig) -> list[RequestDone]:
+    """Return the measured and successful requests of a serving run; none of other runs."""
+    if not isinstance(config.workload, Inference):
+        return []
+    return [request for request in measured_requests(_events(run, config)) if request.error is None]
 
 
 def write_result(run: RunFolder, config: RunConfig) -> Result:

@@ -28,6 +28,7 @@ COLUMNS: tuple[tuple[str, Callable[[Any, float], Any], int], ...] = (
     ("MFU %", lambda job, now: None if job.mfu is None else 100 * job.mfu, 6),
     ("out tok/s", lambda job, now: job.output_tokens_per_s, 1),
     ("TTFT ms", lambda job, now: job.ttft_ms, 2),
+    ("TPOT ms", lambda job, now: job.tpot_ms, 2),
     ("vs ref", lambda job, now: job.reference_ratio, 4),
 )
 PROXY_NOTE = "* a proxy: a smaller model of the same structure"
