@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmb.errors import ConfigError
-from llmb.loadgen.ladder import Precision, parse_ladder, parse_precision
+from llmb.loadgen.sweep.ladder import Precision, parse_ladder, parse_precision
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmb.errors import ConfigError
-from llmb.loadgen.ladder import Precision
-from llmb.loadgen.load_search import SearchRange, bracket, next_load, next_of_many
+from llmb.loadgen.sweep.ladder import Precision
+from llmb.loadgen.sweep.load_search import SearchRange, bracket, next_load, next_of_many
 
 
 def measure_all(holds, search, judged=None):

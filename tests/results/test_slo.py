@@ -4,7 +4,7 @@ import pytest
 
 from llmb.errors import ConfigError
 from llmb.results.result import Result
-from llmb.results.slo import SloLimit, broken_limits, parse_slo, parse_tiers
+from llmb.results.sweep.slo import SloLimit, broken_limits, parse_slo, parse_tiers
 
 
 def limit(figure, statistic, value):

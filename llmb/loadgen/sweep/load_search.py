@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from llmb.errors import ConfigError
-from llmb.loadgen.ladder import Precision
+from llmb.loadgen.sweep.ladder import Precision
 
 EXACT = Precision()
 

@@ -1,9 +1,9 @@
 """Ladders of a sweep: the values of a load or of a setting, written as lists and ranges.
 
-    parse_ladder("1,2,4..1024", whole=True) -> (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    parse_ladder("1..50")                   -> (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 50.0)       doubling, and the end
-    parse_ladder("10..50+10")               -> (10.0, 20.0, 30.0, 40.0, 50.0)               by steps
-    parse_precision("5%")                   -> Precision(relative=0.05)
+parse_ladder("1,2,4..1024", whole=True) -> (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+parse_ladder("1..50")                   -> (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 50.0)       doubling, and the end
+parse_ladder("10..50+10")               -> (10.0, 20.0, 30.0, 40.0, 50.0)               by steps
+parse_precision("5%")                   -> Precision(relative=0.05)
 """
 
 import re

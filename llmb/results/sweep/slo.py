@@ -1,4 +1,4 @@
-"""Service-level objectives (SLOs) of a sweep: limits on statistics of latencies, and whether a measured load holds them.
+"""Service-level objectives (SLOs) of a sweep: limits on statistics of latencies, and whether a load holds them.
 
     parse_slo("ttft=500ms,tpot.p50=50ms")  -> (SloLimit(figure="ttft_ms", statistic="p99", limit=500.0), ...)
     broken_limits(figures, limits)         -> ("ttft p99 612 ms > 500 ms",)    empty: the load holds all of them

@@ -1,0 +1,107 @@
+"""Plan of a sweep: which loads on which variants, how long each point runs, and an estimate of it all. No I/O.
+
+    plan.next_points(measured loads by variant, judgements) -> the loads to measure next
+
+A plan is stored as sweep.json before anything is measured, so that a killed sweep continues from it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, log2
+from typing import Any, Literal
+
+from llmb.loadgen.sweep.ladder import Precision
+from llmb.loadgen.sweep.load_search import EXACT, SearchRange, next_of_many
+
+RATE_UNIT = 0.01  # requests/s: rates of a search are multiples of it
+MARGIN = 1.25  # of the requests that the last point suggests: throughput rises with the load
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPlan:
+    """What a sweep measures."""
+
+    schema: int = 1
+    name: str
+    mode: Literal["url", "serve", "in_process"]
+    load_kind: Literal["concurrency", "rate"]
+    ladder: tuple[float, ...]  # in rising order; of a search its range
+    tiers: dict[str, str] = field(default_factory=dict)  # name: limits, as --slo takes them
+    search: bool = False  # look for the highest load of each tier instead of measuring the whole ladder
+    precision: Precision = EXACT
+    variants: tuple[str, ...] = ("",)  # settings that vary, one engine each: max_num_tokens=2048
+    repeats: int = 1
+    point_s: float = 15.0  # for which a point sends requests at least, where the server is fast enough
+    waves: float = 2.0  # requests per unit of concurrency at least: fewer never fill the server
+    isl: int | None = None  # tokens of a request; null: they come from a file
+    osl: int | None = None
+    gpus: int | None = None
+    target: str | None = None  # what is measured, in words
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by variant: what a point is derived from
+    command: tuple[str, ...] = ()  # as typed, without secrets
+
+    @property
+    def range(self) -> SearchRange:
+        unit = 1.0 if self.load_kind == "concurrency" else min(RATE_UNIT, self.ladder[0])
+        return SearchRange(lowest=self.ladder[0], highest=self.ladder[-1], unit=unit, precision=self.precision)
+
+    def next_load(self, measured: Sequence[float], judged: Sequence[Mapping[float, bool]]) -> float | None:
+        """Return the next load on a variant, or None when it is finished; `judged`: of each tier."""
+        if self.search:
+            return next_of_many(judged, self.range)
+        return next((load for load in self.ladder if load not in measured), None)
+
+    @property
+    def most_points(self) -> int:
+        """Measurements at most, repeats included; the bound of a search assumes that tiers share its bracketing."""
+        loads = len(self.ladder)
+        if self.search:
+            doublings = ceil(log2(self.ladder[-1] / self.ladder[0])) + 1
+            widest = max(1.0, (self.ladder[-1] / 2) / self._resolution)
+            loads = doublings + max(1, len(self.tiers)) * ceil(log2(widest) if widest > 1 else 0)
+        return loads * len(self.variants) * self.repeats
+
+    @property
+    def _resolution(self) -> float:
+        """Width at which a bracket at the upper end is narrow enough."""
+        return max(self.range.unit, self.precision.absolute, self.precision.relative * self.ladder[-1] / 2)
+
+    def fewest_requests(self, load: float) -> int:
+        """Return how many requests a point has at least: enough to fill the server, or to last point_s."""
+        if self.load_kind == "rate":
+            return max(2, ceil(load * self.point_s))
+        return max(2, ceil(self.waves * load))
+
+    def requests(self, load: float, earlier: Mapping[float, float | None]) -> int:
+        """Return the requests of a point from the rates (requests/s) of the loads measured before it.
+
+        A concurrency is held for point_s, or for `waves` requests per user where that takes longer.
+        """
+        fewest = self.fewest_requests(load)
+        known = {key: rate for key, rate in earlier.items() if rate}
+        if self.load_kind == "rate" or not known:
+            return fewest
+        nearest = min(known, key=lambda key: (abs(log2(key / load)), key))
+        rate = known[nearest] * min(1.0, load / nearest) * (MARGIN if load > nearest else 1.0)
+        return max(fewest, ceil(rate * self.point_s))
+
+    def estimate(self) -> "SweepEstimate":
+        """Return what the whole sweep costs; the time is a lower bound where the server is slow."""
+        requests = sum(map(self.fewest_requests, self.ladder)) * len(self.variants) * self.repeats
+        each = None if self.isl is None or self.osl is None else self.isl + self.osl
+        return SweepEstimate(
+            points=self.most_points,
+            requests=requests,
+            tokens=None if each is None else requests * each,
+            seconds=self.most_points * self.point_s,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepEstimate:
+    """Cost of a sweep, before it starts."""
+
+    points: int
+    requests: int  # at least
+    tokens: int | None
+    seconds: float  # at point_s each
