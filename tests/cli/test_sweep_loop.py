@@ -28,18 +28,19 @@ class ScriptedServer:
     def __init__(self, lives=None, late_at=()):
         self.measured, self.lives, self.late_at = [], lives, late_at
 
-    def measure(self, key, requests, folder):
+    def measure(self, key, load, folder):
         (folder / "events.rank0.jsonl").write_text("{}\n")
         if self.lives is not None and len(self.measured) >= self.lives:
             raise Killed
-        self.measured.append((key, requests))
-        load = key.load * (1.2 if "fast" in key.variant else 1.0)
-        rate = 1000 * load / (load + 64) * (1 + 0.01 * key.repeat)
-        ttft = 10.0 * load + key.repeat
+        self.measured.append((key, load))
+        users = key.load * (1.2 if "fast" in key.variant else 1.0)
+        rate = 1000 * users / (users + 64) * (1 + 0.01 * key.repeat)
+        ttft = 10.0 * users + key.repeat
+        latencies = {"ttft_ms": {"mean": ttft, "p50": ttft, "p99": 2 * ttft}, "tpot_ms": {"p99": 1000 * key.load / rate}}
         result = Result(
-            name=key.name, status="ok", requests=requests, requests_failed=0, request_throughput=rate / 100,
+            name=key.name, status="ok", requests=load.requests, requests_failed=0, request_throughput=rate / 100,
             output_tokens_per_s=rate, output_tokens_per_s_per_gpu=rate, output_tokens_per_s_per_user=rate / key.load,
-            ttft_ms={"mean": ttft, "p50": ttft, "p99": 2 * ttft}, tpot_ms={"p99": 1000 * key.load / rate},
+            **latencies, e2e_ms={"p50": 100 * 1000 * key.load / rate},
         )  # fmt: skip
         return Measurement(result=result, client_refusal="late by 9 ms" if key.load in self.late_at else None)
 
@@ -73,10 +74,13 @@ def test_points_last_long_enough_and_fill_the_server(folder):
     """Ten seconds at the rate of the load before it, or two requests per user where that is more."""
     server = ScriptedServer()
     run_sweep(plan(point_s=100.0), folder(plan()), server)
-    requests = {key.load: count for key, count in server.measured}
+    requests = {key.load: load.requests for key, load in server.measured}
     assert requests[1] == 2  # nothing is known yet
     assert requests[2] == round(100 * 1.01 * 1000 / 65 / 100 * 1.25 + 0.5)
     assert requests[256] >= 512
+    ramps = {key.load: load.ramp_s for key, load in server.measured}
+    assert ramps[1] == 0
+    assert ramps[128] == pytest.approx(0.5 * 100 * 64 / (1010 * 64 / 128), abs=0.01)  # half of the E2E at 64
 
 
 @given(st.integers(0, 25), st.integers(1, 3), st.booleans())

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from llmb.config.serialization import build, to_json, write_atomic
 from llmb.loadgen.sweep.sweep_folder import SweepFolder
-from llmb.loadgen.sweep.sweep_plan import SweepPlan
+from llmb.loadgen.sweep.sweep_plan import PointLoad, SweepPlan
 from llmb.report.pareto_chart import pareto_chart
 from llmb.report.sweep_table import sweep_csv
 from llmb.results.result import Result
@@ -27,13 +27,13 @@ class Measurement:
 
     result: Result
     client_refusal: str | None = None
-    client: dict[str, float] | None = None
+    client: dict[str, Any] | None = None
 
 
 class PointDriver(Protocol):
     """A way to measure points: over HTTP, or by the engine in a process of its own."""
 
-    def measure(self, key: PointKey, requests: int, folder: Path) -> Measurement:
+    def measure(self, key: PointKey, load: PointLoad, folder: Path) -> Measurement:
         """Measure one point and leave its events in `folder`."""
         ...
 
@@ -76,10 +76,14 @@ class SweepState:
             return None
         return PointKey(load_kind=kind, load=load, variant=variant, repeat=repeats.get(load, 0) + 1)
 
-    def requests(self, key: PointKey) -> int:
-        """Return how many requests a point sends, from the rates of those before it."""
-        rates = {p.key.load: p.result.request_throughput for p in self.points if p.key.variant == key.variant}
-        return self.plan.requests(key.load, rates)
+    def point_load(self, key: PointKey) -> PointLoad:
+        """Return what a point sends, from the figures of those before it."""
+        earlier = {
+            point.key.load: (point.result.request_throughput, (point.result.e2e_ms or {}).get("p50"))
+            for point in self.points
+            if point.key.variant == key.variant
+        }
+        return self.plan.point_load(key.load, earlier)
 
     def conclude(self, finished: bool) -> SweepResult:
         plan = self.plan
@@ -90,16 +94,16 @@ def run_sweep(
     plan: SweepPlan,
     folder: SweepFolder,
     driver: PointDriver,
-    on_start: Callable[[PointKey, int, Sequence[SweepPoint]], None] = lambda *_: None,
+    on_start: Callable[[PointKey, PointLoad, Sequence[SweepPoint]], None] = lambda *_: None,
     on_done: Callable[[SweepPoint, SweepResult], None] = lambda *_: None,
 ) -> SweepResult:
     """Measure all points that are left; return the result of the sweep."""
     state = SweepState.read(folder, plan)
     while (key := state.next_key()) is not None:
-        requests = state.requests(key)
-        on_start(key, requests, state.points)
+        load = state.point_load(key)
+        on_start(key, load, state.points)
         point_folder, start = folder.point_folder(key.name), time.monotonic()
-        measured = driver.measure(key, requests, point_folder)
+        measured = driver.measure(key, load, point_folder)
         point = SweepPoint(
             key=key,
             result=measured.result,

@@ -27,6 +27,11 @@ from llmb.errors import ConfigError, LaunchError
 PLAN_FILE = "sweep.json"
 
 
+def sweeps_path(install: Path) -> Path:
+    """Return the folder that holds all sweeps of an installation."""
+    return install / "sweeps"
+
+
 @dataclass(frozen=True)
 class SweepFolder:
     """Folder of one sweep, with the path of each of its files."""
@@ -34,11 +39,11 @@ class SweepFolder:
     path: Path
 
     @classmethod
-    def create(cls, root: Path, name: str, plan: Any, now: datetime) -> "SweepFolder":
-        """Create a new folder and write the plan; an existing folder is never reused."""
+    def create(cls, parent: Path, name: str, plan: Any, now: datetime) -> "SweepFolder":
+        """Create a new folder in `parent` and write the plan; an existing folder is never reused."""
         for attempt in range(100):
             suffix = f"-{attempt}" if attempt else ""
-            folder = cls(root / "sweeps" / f"{name}_{now:%Y%m%d-%H%M%S}{suffix}")
+            folder = cls(parent / f"{name}_{now:%Y%m%d-%H%M%S}{suffix}")
             try:
                 folder.path.mkdir(parents=True)
             except FileExistsError:
@@ -47,15 +52,15 @@ class SweepFolder:
                 raise ConfigError(f"cannot write to {folder.path}: {error.strerror}") from error
             write_atomic(folder.plan, to_json(plan, indent=2) + "\n")
             return folder
-        raise LaunchError(f"cannot name a new folder in {root / 'sweeps'}")
+        raise LaunchError(f"cannot name a new folder in {parent}")
 
     @classmethod
-    def open(cls, root: Path, name: str) -> "SweepFolder":
+    def open(cls, parent: Path, name: str) -> "SweepFolder":
         """Open a sweep by the path or the name of its folder, or raise with the newest names."""
-        for path in (Path(name), root / "sweeps" / name):
+        for path in (Path(name), parent / name):
             if (path / PLAN_FILE).is_file():
                 return cls(path.absolute())
-        newest = sorted(root.glob(f"sweeps/*/{PLAN_FILE}"), key=lambda path: path.stat().st_mtime)[-3:]
+        newest = sorted(parent.glob(f"*/{PLAN_FILE}"), key=lambda path: path.stat().st_mtime)[-3:]
         names = ", ".join(path.parent.name for path in reversed(newest)) or "none yet"
         raise ConfigError(f"no sweep {name!r}; the newest are: {names}")
 

@@ -1,6 +1,6 @@
 """Plan of a sweep: which loads on which variants, how long each point runs, and an estimate of it all. No I/O.
 
-    plan.next_points(measured loads by variant, judgements) -> the loads to measure next
+    plan.next_load(measured loads, judgements of each tier) -> the load to measure next
 
 A plan is stored as sweep.json before anything is measured, so that a killed sweep continues from it.
 """
@@ -14,6 +14,7 @@ from llmb.loadgen.sweep.ladder import Precision
 from llmb.loadgen.sweep.load_search import EXACT, SearchRange, next_of_many
 
 RATE_UNIT = 0.01  # requests/s: rates of a search are multiples of it
+LIMIT_TIMES = 10  # point_s, after which a point sends no more
 MARGIN = 1.25  # of the requests that the last point suggests: throughput rises with the load
 
 
@@ -33,6 +34,7 @@ class SweepPlan:
     repeats: int = 1
     point_s: float = 15.0  # for which a point sends requests at least, where the server is fast enough
     waves: float = 2.0  # requests per unit of concurrency at least: fewer never fill the server
+    ramp: float = 0.5  # of the expected E2E, over which a concurrency is reached: requests do not march in step
     isl: int | None = None  # tokens of a request; null: they come from a file
     osl: int | None = None
     gpus: int | None = None
@@ -72,18 +74,24 @@ class SweepPlan:
             return max(2, ceil(load * self.point_s))
         return max(2, ceil(self.waves * load))
 
-    def requests(self, load: float, earlier: Mapping[float, float | None]) -> int:
-        """Return the requests of a point from the rates (requests/s) of the loads measured before it.
+    def point_load(self, load: float, earlier: Mapping[float, tuple[float | None, float | None]]) -> "PointLoad":
+        """Return the load of a point, from the rate (requests/s) and E2E (ms) of the loads measured before it.
 
         A concurrency is held for point_s, or for `waves` requests per user where that takes longer.
         """
-        fewest = self.fewest_requests(load)
-        known = {key: rate for key, rate in earlier.items() if rate}
+        limit_s = LIMIT_TIMES * self.point_s
+        known = {key: (rate, e2e_ms) for key, (rate, e2e_ms) in earlier.items() if rate and e2e_ms}
+        requests = self.fewest_requests(load)
         if self.load_kind == "rate" or not known:
-            return fewest
+            return PointLoad(requests=requests, ramp_s=0.0, limit_s=limit_s)
         nearest = min(known, key=lambda key: (abs(log2(key / load)), key))
-        rate = known[nearest] * min(1.0, load / nearest) * (MARGIN if load > nearest else 1.0)
-        return max(fewest, ceil(rate * self.point_s))
+        rate, e2e_ms = known[nearest]
+        expected = (rate or 0.0) * min(1.0, load / nearest) * (MARGIN if load > nearest else 1.0)
+        return PointLoad(
+            requests=max(requests, ceil(expected * self.point_s)),
+            ramp_s=round(self.ramp * (e2e_ms or 0.0) / 1000, 3) if load > 1 else 0.0,
+            limit_s=limit_s,
+        )
 
     def estimate(self) -> "SweepEstimate":
         """Return what the whole sweep costs; the time is a lower bound where the server is slow."""
@@ -95,6 +103,15 @@ class SweepPlan:
             tokens=None if each is None else requests * each,
             seconds=self.most_points * self.point_s,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointLoad:
+    """How much one point sends."""
+
+    requests: int
+    ramp_s: float  # until the concurrency is reached
+    limit_s: float  # after which no request is sent
 
 
 @dataclass(frozen=True, kw_only=True)
