@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     _print_departures(resolved, options.json)
     requested, codes = sum(task.repeats for task, _ in resolved), []
     for task, config in resolved:
-        done, interrupted = _run_repeatedly(config, task.request.environment, task.repeats, options.json, location)
+        done, interrupted = run_repeatedly(config, task.request.environment, task.repeats, options.json, location)
         codes += done
         if interrupted:  # Ctrl-C means the whole command
             break
@@ -194,7 +194,7 @@ def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
         )
 
 
-def _run_repeatedly(
+def run_repeatedly(
     config: Any, environment: dict[str, str], repeats: int, as_json: bool, location: str
 ) -> tuple[list[int], bool]:
     """Repeat a run and print intervals of its figures; return exit codes and whether it was interrupted."""

@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from llmb.config.load_settings import LoadConfig, load_settings_of
 from llmb.config.spec import Inference, RunConfig
 from llmb.events import Event, RunStarted, StepDone
 from llmb.perfmodel import metrics
 from llmb.perfmodel.hardware import gpu_key
+from llmb.results.load_warnings import load_cautions
 from llmb.results.result import Caution, SlowRank
 from llmb.results.serving_figures import engine_facts, measured_requests
 
@@ -90,6 +92,10 @@ def _about_ranks(slow: Iterable[SlowRank]) -> Iterable[tuple[str, str]]:
 def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Event]) -> Iterable[tuple[str, str]]:
     """Warn of what keeps a serving benchmark's figures from representing the engine."""
     measured = measured_requests(events)
+    load = load_settings_of(config)
+    if load is not None and measured:
+        yield from load_cautions(load, measured, fields, events)
+        return
     if config is None or not isinstance(config.workload, Inference) or not measured:
         return
     work, failed = config.workload, [r for r in measured if r.error is not None]
@@ -121,7 +127,7 @@ def _replicas(config: RunConfig) -> int:
 
 
 def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str, str]]:
-    if config is None:
+    if config is None or isinstance(config, LoadConfig):
         return
     if config.proxy:
         yield "PROXY", "a proxy of the model; do not compare it with published results or scale it up"
@@ -132,7 +138,7 @@ def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str,
 
 
 def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, str]]:
-    if config.machine.gpu == "cpu" or start.gpu_name is None:
+    if config.machine.gpu in ("cpu", None) or start.gpu_name is None:
         return
     if gpu_key(start.gpu_name) != config.machine.gpu:
         expected = config.machine.gpu

@@ -1,0 +1,159 @@
+"""Metrics of a load on a server: latencies from the scheduled time, goodput, intervals, cache hit rates, cost.
+
+Plain numbers in, plain numbers out, as in metrics.py. Definitions and worked examples: docs/metrics.md.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, fsum, isfinite, sqrt
+from typing import Protocol
+
+from llmb.perfmodel import metrics
+
+Z_95 = 1.96  # two-sided 95 % quantile of the normal distribution
+MOVED_LIMIT = 0.02  # of a percentile, that the client itself may cause
+
+
+class ScheduledRequest(metrics.TimedRequest, Protocol):
+    """A request with the time at which it was due."""
+
+    @property
+    def scheduled(self) -> float | None: ...
+
+
+class LatencyLimits(Protocol):
+    """Limits of a service-level objective; None: no limit."""
+
+    @property
+    def ttft_ms(self) -> float | None: ...
+    @property
+    def tpot_ms(self) -> float | None: ...
+    @property
+    def itl_ms(self) -> float | None: ...
+    @property
+    def e2e_ms(self) -> float | None: ...
+
+
+def waiting_ms(request: ScheduledRequest) -> float:
+    """Return how long after its time a request was sent; 0 for one without a time."""
+    return 0.0 if request.scheduled is None else max(0.0, (request.arrival - request.scheduled) * 1000.0)
+
+
+def scheduled_ttft_ms(request: ScheduledRequest) -> float | None:
+    """Return the time to first token from the scheduled time."""
+    ttft = metrics.ttft_ms(request)
+    return None if ttft is None else ttft + waiting_ms(request)
+
+
+def scheduled_e2e_ms(request: ScheduledRequest) -> float | None:
+    """Return the end-to-end latency from the scheduled time."""
+    total = metrics.e2e_ms(request)
+    return None if total is None else total + waiting_ms(request)
+
+
+def scheduled_user_throughput(request: ScheduledRequest) -> float | None:
+    """Return tokens/s/user with all waiting included: n / E2E from the scheduled time."""
+    total = scheduled_e2e_ms(request)
+    return 1000.0 * request.output_tokens / total if total and request.output_tokens else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goodput:
+    """Rates of the requests that hold every limit."""
+
+    requests_per_s: float
+    tokens_per_s: float  # output
+    fraction: float  # of all requests, failed ones included
+
+
+def goodput(
+    completed: Sequence[ScheduledRequest], failed: int, limits: LatencyLimits, duration_s: float | None
+) -> Goodput | None:
+    """Return goodput over the duration of the whole run; None without requests or duration."""
+    total = len(completed) + failed
+    if not total or not duration_s or duration_s <= 0:
+        return None
+    good = [request for request in completed if holds(request, limits)]
+    return Goodput(
+        requests_per_s=len(good) / duration_s,
+        tokens_per_s=sum(request.output_tokens for request in good) / duration_s,
+        fraction=len(good) / total,
+    )
+
+
+def holds(request: ScheduledRequest, limits: LatencyLimits) -> bool:
+    """Return whether a request holds all limits; TTFT and E2E count from its scheduled time.
+
+    A limit on the first token fails where none was seen; a limit on what one token does not have (TPOT, ITL) holds.
+    """
+    if limits.ttft_ms is not None:
+        ttft = scheduled_ttft_ms(request)
+        if ttft is None or ttft > limits.ttft_ms:
+            return False
+    total = scheduled_e2e_ms(request)
+    if limits.e2e_ms is not None and (total is None or total > limits.e2e_ms):
+        return False
+    tpot = metrics.tpot_ms(request)
+    if limits.tpot_ms is not None and tpot is not None and tpot > limits.tpot_ms:
+        return False
+    return limits.itl_ms is None or max(metrics.itl_ms(request), default=0.0) <= limits.itl_ms
+
+
+def latency_intervals(samples: Iterable[float]) -> dict[str, tuple[float, float]] | None:
+    """Return 95 % intervals of mean and percentiles over requests; None for fewer than two samples.
+
+    Percentiles have order-statistic (binomial) intervals, to which a bootstrap over requests converges, where there
+    are enough samples beyond them; the mean has a normal one.
+    """
+    ranked = sorted(float(sample) for sample in samples)
+    n = len(ranked)
+    if n < 2 or not all(map(isfinite, ranked)):
+        return None
+    mean = fsum(ranked) / n
+    half = Z_95 * sqrt(fsum((x - mean) ** 2 for x in ranked) / (n - 1) / n)
+    intervals = {"mean": (max(0.0, mean - half), mean + half)}
+    for q in metrics.LATENCY_PERCENTILES:
+        p = q / 100
+        spread = Z_95 * sqrt(n * p * (1 - p))
+        low, high = floor(n * p - spread) - 1, ceil(n * p + spread)
+        if low >= 0 and high < n:
+            intervals[f"p{q}"] = (ranked[low], ranked[high])
+    return intervals
+
+
+def cost_per_million(cost_per_hour: float | None, gpus: int | None, tokens_per_s: float | None) -> float | None:
+    """Return the cost of a million tokens at this rate; `cost_per_hour` of one GPU."""
+    if not cost_per_hour or not gpus or not tokens_per_s:
+        return None
+    return cost_per_hour * gpus / 3600 / tokens_per_s * 1e6
+
+
+def joules_per_million(joules: float | None, tokens: int | None) -> float | None:
+    """Return the energy of a million tokens."""
+    return joules / tokens * 1e6 if joules and tokens else None
+
+
+def moved_percentile(
+    requests: Sequence[ScheduledRequest], lag_ms: dict[str, float] | None, capped: bool
+) -> tuple[str, float] | None:
+    """Return the percentile that the client's own delays move most, and by which fraction; None: nothing is known.
+
+    Two delays are seen: requests sent after their time (not where a cap holds them back on purpose), and time stamps
+    taken after bytes were there, as late as the event loop was.
+    """
+    latency, name = (
+        (metrics.ttft_ms, "TTFT") if any(r.first_token is not None for r in requests) else (metrics.e2e_ms, "E2E")
+    )
+    pairs = [(value, 0.0 if capped else waiting_ms(r)) for r in requests if (value := latency(r)) is not None]
+    sent = metrics.latency_summary(value for value, _ in pairs)
+    scheduled = metrics.latency_summary(value + late for value, late in pairs)
+    if sent is None or scheduled is None:
+        return None
+    moved = {key: abs(scheduled[key] - sent[key]) / sent[key] for key in sent if sent[key] > 0}
+    for key, lag in (lag_ms or {}).items():
+        if sent.get(key):
+            moved[key] = max(moved.get(key, 0.0), lag / sent[key])
+    if not moved:
+        return None
+    worst = max(moved, key=lambda key: moved[key])
+    return f"{name} {worst}", moved[worst]
