@@ -6,7 +6,7 @@ from pathlib import Path
 from llmb.cli.profile_pictures import draw_profile
 from llmb.config.load_settings import config_from_json, load_settings_of
 from llmb.config.serialization import build, read_json, to_json, write_atomic
-from llmb.config.spec import RunConfig
+from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.events import Event, RequestDone, RunEnded, read_all
 from llmb.launch.run_folder import RunFolder
@@ -29,7 +29,7 @@ def load_run(run: RunFolder) -> tuple[RunConfig, Result]:
 
 def load_requests(run: RunFolder, config: RunConfig) -> list[RequestDone]:
     """Return the measured and successful requests of a serving run; none of other runs."""
-    if not isinstance(config.workload, Inference):
+    if isinstance(config.workload, Training | OutOfCore):
         return []
     return [request for request in measured_requests(_events(run, config)) if request.error is None]
 

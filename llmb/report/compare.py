@@ -38,6 +38,10 @@ FIGURES = (
     "output_tokens_per_s",
     "output_tokens_per_s_per_gpu",
     "steady_output_tokens_per_s",
+    "output_tokens_per_s_per_user",
+    "goodput_requests_per_s",
+    "goodput_tokens_per_s",
+    "slo_fraction",
 )
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")  # distributions
 STATISTICS = ("mean", "p50", "p99")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from llmb.config.lr_schedule import configured_tokens_per_step
-from llmb.config.spec import Inference, OutOfCore, RunConfig, Training
+from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.report.compare_serving import load_doubts
 from llmb.results.result import Result
 
@@ -11,6 +11,7 @@ from llmb.results.result import Result
 MEASUREMENT_WARNINGS = {
     "FEW_SAMPLES", "NOISY_STEPS", "SLOW_RANK", "PROFILER_ON", "OTHER_GPU",
     "FAILED_REQUESTS", "FEW_REQUESTS", "NOT_STEADY", "CLIENT_BOUND", "PREFIX_CACHE_ON",
+    "CLIENT_LATE", "CLIENT_BUSY", "RATE_MISSED", "WRONG_LENGTHS", "TOKEN_COUNTS_DIFFER",
 }  # fmt: skip
 
 Run = tuple[RunConfig | None, Result]
@@ -64,9 +65,7 @@ def _about_model(a: Run, b: Run) -> Iterator[str]:
 
 def _about_work(a: Run, b: Run) -> Iterator[str]:
     work_a, work_b = (config.workload if config is not None else None for config, _ in (a, b))
-    if isinstance(work_a, Inference) and isinstance(work_b, Inference):
-        yield from load_doubts(a, b)
-        return
+    yield from load_doubts(a, b)
     seqlens = [work.seqlen for work in (work_a, work_b) if isinstance(work, Training | OutOfCore)]
     if len(seqlens) == 2 and seqlens[0] != seqlens[1]:
         yield f"a token of a longer sequence needs more attention FLOPs: A has {seqlens[0]} tokens, B {seqlens[1]}"

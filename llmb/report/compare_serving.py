@@ -5,6 +5,7 @@ B generates 8.1 % more output tokens/s; TTFT 3.0 % shorter, no difference seen i
 
 from collections.abc import Iterator, Sequence
 
+from llmb.config.load_settings import LoadSettings
 from llmb.config.spec import Inference, RunConfig
 from llmb.results.request_bootstrap import RequestRatio
 from llmb.results.result import Result
@@ -16,6 +17,7 @@ METHOD = (
 SAME = 0.1  # relative difference of achieved loads that is no reason for doubt
 
 Run = tuple[RunConfig | None, Result]
+Load = Inference | LoadSettings
 
 
 def serving_verdict(ratios: Sequence[RequestRatio]) -> str:
@@ -37,27 +39,38 @@ def _clause(ratio: RequestRatio) -> str:
 def load_doubts(a: Run, b: Run) -> Iterator[str]:
     """Yield how the loads differ: lengths, concurrency and rate change every figure, whatever the engine."""
     work_a, work_b = (config.workload if config is not None else None for config, _ in (a, b))
-    if not isinstance(work_a, Inference) or not isinstance(work_b, Inference):
+    if not isinstance(work_a, Inference | LoadSettings) or not isinstance(work_b, Inference | LoadSettings):
         return
     if _lengths(work_a) != _lengths(work_b):
         yield f"their requests differ: A {_describe(work_a)}, B {_describe(work_b)}"
-    if work_a.concurrency != work_b.concurrency:
+    if work_a.rate != work_b.rate:
+        yield f"their rates differ: A {_rate(work_a)}, B {_rate(work_b)}; a higher rate raises tokens/s and latencies"
+    elif work_a.rate is not None:
+        yield f"both were sent {work_a.rate:g} requests/s: while a server keeps up, only its latencies tell its speed"
+    elif work_a.concurrency != work_b.concurrency:
         yield (
-            f"their concurrency differs: A {work_a.concurrency}, B {work_b.concurrency}; "
+            f"their concurrency differs: A {_most(work_a)}, B {_most(work_b)}; "
             "with more requests at once, tokens/s and latencies rise together"
         )
-    loads = [result.mean_concurrency for _, result in (a, b)]
-    if work_a.concurrency == work_b.concurrency and _differ(*loads):
+    elif _differ(*(loads := [result.mean_concurrency for _, result in (a, b)])):
         yield f"the concurrency reached differs: A {loads[0]:.4g}, B {loads[1]:.4g} on average"
 
 
-def _lengths(work: Inference) -> tuple[object, ...]:
+def _lengths(work: Load) -> tuple[object, ...]:
     return work.isl, work.osl, work.lengths, work.isl_spread, work.osl_spread, work.dataset
 
 
-def _describe(work: Inference) -> str:
+def _describe(work: Load) -> str:
     spread = "" if work.lengths == "fixed" else f" {work.lengths} +-{work.isl_spread:g}/{work.osl_spread:g}"
     return work.dataset or f"{work.isl}/{work.osl} tokens{spread}"
+
+
+def _rate(work: Load) -> str:
+    return "no rate" if work.rate is None else f"{work.rate:g} requests/s"
+
+
+def _most(work: Load) -> str:
+    return "all at once" if work.concurrency is None else str(work.concurrency)
 
 
 def _differ(a: float | None, b: float | None) -> bool:

@@ -36,7 +36,10 @@ class ScriptedServer:
         users = key.load * (1.2 if "fast" in key.variant else 1.0)
         rate = 1000 * users / (users + 64) * (1 + 0.01 * key.repeat)
         ttft = 10.0 * users + key.repeat
-        latencies = {"ttft_ms": {"mean": ttft, "p50": ttft, "p99": 2 * ttft}, "tpot_ms": {"p99": 1000 * key.load / rate}}
+        latencies = {
+            "ttft_ms": {"mean": ttft, "p50": ttft, "p99": 2 * ttft},
+            "tpot_ms": {"p99": 1000 * key.load / rate},
+        }
         result = Result(
             name=key.name, status="ok", requests=load.requests, requests_failed=0, request_throughput=rate / 100,
             output_tokens_per_s=rate, output_tokens_per_s_per_gpu=rate, output_tokens_per_s_per_user=rate / key.load,
@@ -75,7 +78,8 @@ def test_points_last_long_enough_and_fill_the_server(folder):
     server = ScriptedServer()
     run_sweep(plan(point_s=100.0), folder(plan()), server)
     requests = {key.load: load.requests for key, load in server.measured}
-    assert requests[1] == 2  # nothing is known yet
+    assert server.measured[0][1].for_s == 100.0  # nothing is known yet
+    assert requests[1] == 4
     assert requests[2] == round(100 * 1.01 * 1000 / 65 / 100 * 1.25 + 0.5)
     assert requests[256] >= 512
     ramps = {key.load: load.ramp_s for key, load in server.measured}

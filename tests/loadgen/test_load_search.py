@@ -36,8 +36,8 @@ def test_a_search_finds_the_optimum_of_any_monotone_function(optimum, lowest, wi
 @given(st.integers(0, 3000), st.integers(1, 2999), st.sets(st.integers(1, 2999), max_size=20))
 def test_points_that_were_measured_for_another_reason_count(optimum, highest, measured):
     search = SearchRange(lowest=1, highest=highest)
-    known = {load: load <= optimum for load in measured}
-    judged = measure_all(lambda load: load <= optimum, search, known)
+    measured_loads = {load: load <= optimum for load in measured}
+    judged = measure_all(lambda load: load <= optimum, search, measured_loads)
     inside = {load: holds for load, holds in judged.items() if load <= highest}
     assert bracket(inside).passing == (min(optimum, highest) or None)
 

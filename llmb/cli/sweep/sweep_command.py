@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.load import add_request_options
 from llmb.cli.run_options import add_run_options
 from llmb.cli.subcommand import command
 
@@ -40,12 +41,12 @@ def add_commands(commands: Any) -> None:
     add = server.add_argument
     add("--base-url", metavar="URL", help="OpenAI-compatible server: http://HOST:PORT")
     add("--model", metavar="NAME", help="its name there; default: the only one that the server lists")
-    add("--endpoint", choices=("completions", "chat"), default="completions", help="default: completions")
-    add("--isl", type=int, metavar="N", help="input tokens per request (1000)")
-    add("--osl", type=int, metavar="N", help="output tokens per request (1000)")
-    add("--tokenizer", metavar="FOLDER", help="with tokenizer.json: exact lengths of prompts")
+    add("--chat", action="store_true", help="chat completions; default: completions")
     add("--api-key-env", metavar="VARIABLE", help="environment variable that holds the API key")
     add("--gpus", type=int, metavar="N", help="GPUs behind the server, for tokens/s per GPU")
+    add("--processes", type=int, metavar="N", help="of the client; default: as many as the load needs")
+    add("--no-calibrate", action="store_true", help="do not measure the client on a no-op server first")
+    add_request_options(parser.add_argument_group("requests; of -w the lengths are the recipe's").add_argument)
     run_options = parser.add_argument_group("a server or an engine of llmb, as for submit")
     add_run_options(run_options)  # type: ignore[arg-type]
     add = parser.add_argument

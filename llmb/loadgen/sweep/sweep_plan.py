@@ -15,6 +15,8 @@ from llmb.loadgen.sweep.load_search import EXACT, SearchRange, next_of_many
 
 RATE_UNIT = 0.01  # requests/s: rates of a search are multiples of it
 LIMIT_TIMES = 10  # point_s, after which a point sends no more
+FEW_USERS = 8  # who send many requests one after the other, however slow the server is
+FEWEST_REQUESTS = 4  # of a point
 MARGIN = 1.25  # of the requests that the last point suggests: throughput rises with the load
 
 
@@ -71,8 +73,8 @@ class SweepPlan:
     def fewest_requests(self, load: float) -> int:
         """Return how many requests a point has at least: enough to fill the server, or to last point_s."""
         if self.load_kind == "rate":
-            return max(2, ceil(load * self.point_s))
-        return max(2, ceil(self.waves * load))
+            return max(FEWEST_REQUESTS, ceil(load * self.point_s))
+        return max(FEWEST_REQUESTS, ceil(self.waves * load))
 
     def point_load(self, load: float, earlier: Mapping[float, tuple[float | None, float | None]]) -> "PointLoad":
         """Return the load of a point, from the rate (requests/s) and E2E (ms) of the loads measured before it.
@@ -80,12 +82,14 @@ class SweepPlan:
         A concurrency is held for point_s, or for `waves` requests per user where that takes longer.
         """
         limit_s = LIMIT_TIMES * self.point_s
-        known = {key: (rate, e2e_ms) for key, (rate, e2e_ms) in earlier.items() if rate and e2e_ms}
+        figures = {key: (rate, e2e_ms) for key, (rate, e2e_ms) in earlier.items() if rate and e2e_ms}
         requests = self.fewest_requests(load)
-        if self.load_kind == "rate" or not known:
-            return PointLoad(requests=requests, ramp_s=0.0, limit_s=limit_s)
-        nearest = min(known, key=lambda key: (abs(log2(key / load)), key))
-        rate, e2e_ms = known[nearest]
+        if self.load_kind == "rate":
+            return PointLoad(requests=requests, limit_s=limit_s)
+        if not figures:
+            return PointLoad(requests=requests, limit_s=limit_s, for_s=self.point_s if load <= FEW_USERS else None)
+        nearest = min(figures, key=lambda key: (abs(log2(key / load)), key))
+        rate, e2e_ms = figures[nearest]
         expected = (rate or 0.0) * min(1.0, load / nearest) * (MARGIN if load > nearest else 1.0)
         return PointLoad(
             requests=max(requests, ceil(expected * self.point_s)),
@@ -110,8 +114,9 @@ class PointLoad:
     """How much one point sends."""
 
     requests: int
-    ramp_s: float  # until the concurrency is reached
     limit_s: float  # after which no request is sent
+    ramp_s: float = 0.0  # until the concurrency is reached
+    for_s: float | None = None  # send for this long instead of counting requests, as their speed is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
