@@ -134,7 +134,7 @@ def joules_per_million(joules: float | None, tokens: int | None) -> float | None
 
 
 def moved_percentile(
-    requests: Sequence[ScheduledRequest], lag_ms: dict[str, float] | None, capped: bool
+    requests: Sequence[ScheduledRequest], lag_ms: dict[str, float] | None, has_cap: bool
 ) -> tuple[str, float] | None:
     """Return the percentile that the client's own delays move most, and by which fraction; None: nothing is known.
 
@@ -144,7 +144,7 @@ def moved_percentile(
     latency, name = (
         (metrics.ttft_ms, "TTFT") if any(r.first_token is not None for r in requests) else (metrics.e2e_ms, "E2E")
     )
-    pairs = [(value, 0.0 if capped else waiting_ms(r)) for r in requests if (value := latency(r)) is not None]
+    pairs = [(value, 0.0 if has_cap else waiting_ms(r)) for r in requests if (value := latency(r)) is not None]
     sent = metrics.latency_summary(value for value, _ in pairs)
     scheduled = metrics.latency_summary(value + late for value, late in pairs)
     if sent is None or scheduled is None:
