@@ -21,6 +21,7 @@ from llmb.loadgen.lengths import LONGEST, read_text
 from llmb.loadgen.prompt_text import TextWriter
 
 Messages = tuple[dict[str, str], ...]
+LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +41,10 @@ def read_dataset_file(path: Path, writer: TextWriter, default_output: int | None
 
     `default_output`: output tokens of a request that does not name them.
     """
-    text = read_text(path)
-    entries: list[tuple[str, Any]] = []
-    if text.lstrip().startswith("["):
-        try:
-            parsed = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-        entries = [(f"entry {number}", entry) for number, entry in enumerate(parsed, start=1)]
-    else:
-        for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip():
-                try:
-                    entries.append((f"line {number}", json.loads(line)))
-                except ValueError as error:
-                    raise ConfigError(f"{path} line {number}: {error}") from error
     requests = []
-    for where, entry in entries:
+    for where, entry in dataset_entries(path):
         try:
-            request = _request(entry, writer, default_output)
+            request = parse_entry(entry, writer, default_output)
         except ConfigError as error:
             raise ConfigError(f"{path} {where}: {error}") from error
         requests += [request] if request is not None else []
@@ -67,28 +53,57 @@ def read_dataset_file(path: Path, writer: TextWriter, default_output: int | None
     return requests
 
 
-def _request(entry: Any, writer: TextWriter, default_output: int | None) -> DatasetRequest | None:
+def dataset_entries(path: Path) -> list[tuple[str, Any]]:
+    """Return the entries of a JSON or JSONL file, each with its place in it."""
+    text = read_text(path)
+    if text.lstrip().startswith("["):
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            parsed = None
+        if isinstance(parsed, list) and all(isinstance(entry, dict) for entry in parsed):
+            return [(f"entry {number}", entry) for number, entry in enumerate(parsed, start=1)]
+    entries = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            try:
+                entries.append((f"line {number}", json.loads(line)))
+            except ValueError as error:
+                raise ConfigError(f"{path} line {number}: {error}") from error
+    return entries
+
+
+def parse_entry(entry: Any, writer: TextWriter, default_output: int | None = None) -> DatasetRequest | None:
+    """Return the request of an entry; None for a conversation without a question and a reply."""
     if not isinstance(entry, dict):
         raise ConfigError('expected an object like {"prompt": "...", "output_tokens": 128}')
     if entry.get("lora_request") is not None:
-        raise ConfigError("lora_request is not supported")
+        raise ConfigError("lora_request is not served")
     if "conversations" in entry or "conversation" in entry:
         return _share_gpt(entry.get("conversations") or entry.get("conversation"), writer)
     named = [name for name in ("prompt", "input_ids", "messages") if name in entry]
     if len(named) != 1:
         raise ConfigError("expected one of prompt, input_ids and messages")
     output = entry.get("output_tokens", default_output)
-    if type(output) is not int or not 1 <= output <= LONGEST:
-        raise ConfigError(f"output_tokens={output!r}: expected a whole number of 1 or more")
+    if type(output) is not int:
+        raise ConfigError(f"output_tokens: expected a whole number, got {output!r}")
+    if not 1 <= output <= LONGEST:
+        raise ConfigError(f"output_tokens={output}: must be at least 1")
     value = entry[named[0]]
     if named[0] == "input_ids":
-        if not isinstance(value, list) or any(type(token) is not int or token < 0 for token in value) or not value:
+        if not isinstance(value, list) or any(type(token) is not int for token in value):
             raise ConfigError("input_ids: expected a list of whole numbers")
+        if not value:
+            raise ConfigError("the prompt is empty")
+        if invalid := [token for token in value if not 0 <= token <= LARGEST_ID]:
+            raise ConfigError(f"input_ids: {invalid[0]} is not a token id")
         return DatasetRequest(array("i", value), output)
     if named[0] == "messages":
         return DatasetRequest(_messages(value), output)
-    if not isinstance(value, str) or not value:
-        raise ConfigError("prompt: expected a text that is not empty")
+    if not isinstance(value, str):
+        raise ConfigError(f"prompt: expected text, got {value!r:.60}")
+    if not value:
+        raise ConfigError("the prompt is empty")
     return DatasetRequest(value, output)
 
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from llmb.config.load_settings import LoadSettings
 from llmb.loadgen.arrivals import Arrivals, arrival_times, share, slot_starts
-from llmb.loadgen.http_client import Exchange, HttpClient, Target
+from llmb.loadgen.client.http_client import Exchange, HttpClient, Target
+from llmb.loadgen.client.request_body import RequestRenderer, Turn
 from llmb.loadgen.pacer import Pacer
 from llmb.loadgen.prompt_text import TextWriter
-from llmb.loadgen.request_body import RequestRenderer, Turn
 from llmb.loadgen.request_source import LoadRequest, RequestSource, Session
 
 RENDERED_BYTES = 256 << 20  # of payloads that are rendered before the load starts

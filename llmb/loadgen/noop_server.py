@@ -121,9 +121,9 @@ class NoopConnection(asyncio.Protocol):
         assert self._transport is not None
         method, path = request_line[0], request_line[1]
         if method == b"GET":
-            known = path.endswith((b"/health", b"/v1/models"))
+            is_route = path.endswith((b"/health", b"/v1/models"))
             models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
-            self._transport.write(json_response(models) if known else json_response({}, b"404 Not Found"))
+            self._transport.write(json_response(models) if is_route else json_response({}, b"404 Not Found"))
             return
         chat = path.endswith(b"/chat/completions")
         if not chat and not path.endswith(b"/completions"):

@@ -1,6 +1,6 @@
 """Random token ids: equal for equal seeds on every machine, without numpy.
 
-    PromptSampler(seed=1234, vocab=32000, eos=frozenset({2})).prompts([(128, 16), (96, 8)])
+    TokenSampler(seed=1234, vocab=32000, eos=frozenset({2})).prompts([(128, 16), (96, 8)])
 
 Tokens are uniform over the vocabulary without end-of-sequence tokens. No prompt of one sampler occurs twice while there
 are others of its length, so that a prefix cache does not help.
@@ -39,7 +39,7 @@ def random_tokens(random: Random, count: int, vocab: int, excluded: Sequence[int
     return tokens
 
 
-class PromptSampler:
+class TokenSampler:
     """Random lengths and prompts."""
 
     def __init__(self, seed: int, vocab: int, eos: frozenset[int] = frozenset()):

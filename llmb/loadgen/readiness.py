@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 
 from llmb.errors import LaunchError, UnknownName
-from llmb.loadgen.http_client import Target
+from llmb.loadgen.client.http_client import Target
 
 POLL_S = 0.5
 REQUEST_S = 5.0

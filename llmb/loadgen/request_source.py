@@ -67,12 +67,12 @@ class RequestSource:
     @property
     def count(self) -> int | None:
         """Sessions of the load; None: as many as its duration takes."""
-        asked = self._settings.num_requests
-        if asked is not None:
-            asked = -(-asked // self._settings.turns)
+        sessions = self._settings.num_requests
+        if sessions is not None:
+            sessions = -(-sessions // self._settings.turns)
         if self._trace:
-            return len(self._trace) if asked is None else min(asked, len(self._trace))
-        return len(self._dataset) if self._dataset and asked is None else asked  # a dataset repeats if too short
+            return len(self._trace) if sessions is None else min(sessions, len(self._trace))
+        return len(self._dataset) if self._dataset and sessions is None else sessions  # a dataset repeats if too short
 
     def session(self, index: int) -> Session:
         """Return the session of an index."""

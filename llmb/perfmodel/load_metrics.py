@@ -5,12 +5,14 @@ Plain numbers in, plain numbers out, as in metrics.py. Definitions and worked ex
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, floor, fsum, isfinite, sqrt
 from typing import Protocol
 
 from llmb.perfmodel import metrics
 
 Z_95 = 1.96  # two-sided 95 % quantile of the normal distribution
+GOLDEN_RATIO = 0.6180339887498949  # its multiples modulo 1 fill the interval evenly in any order
 MOVED_LIMIT = 0.02  # of a percentile, that the client itself may cause
 
 
@@ -134,26 +136,37 @@ def joules_per_million(joules: float | None, tokens: int | None) -> float | None
 
 
 def moved_percentile(
-    requests: Sequence[ScheduledRequest], lag_ms: dict[str, float] | None, capped: bool
+    requests: Sequence[ScheduledRequest], lag_ms: dict[str, float] | None, has_cap: bool
 ) -> tuple[str, float] | None:
     """Return the percentile that the client's own delays move most, and by which fraction; None: nothing is known.
 
     Two delays are seen: requests sent after their time (not where a cap holds them back on purpose), and time stamps
-    taken after bytes were there, as late as the event loop was.
+    taken after bytes were there, as late as the event loop was. Lags are spread over requests independently of them.
     """
-    latency, name = (
-        (metrics.ttft_ms, "TTFT") if any(r.first_token is not None for r in requests) else (metrics.e2e_ms, "E2E")
-    )
-    pairs = [(value, 0.0 if capped else waiting_ms(r)) for r in requests if (value := latency(r)) is not None]
-    sent = metrics.latency_summary(value for value, _ in pairs)
-    scheduled = metrics.latency_summary(value + late for value, late in pairs)
-    if sent is None or scheduled is None:
+    streamed = any(request.first_token is not None for request in requests)
+    latency, name = (metrics.ttft_ms, "TTFT") if streamed else (metrics.e2e_ms, "E2E")
+    values, delayed = [], []
+    for number, request in enumerate(requests):
+        value = latency(request)
+        if value is not None:
+            values.append(value)
+            late = 0.0 if has_cap else waiting_ms(request)
+            delayed.append(value + late + lag_quantile(lag_ms or {}, number * GOLDEN_RATIO % 1))
+    measured, moved = metrics.latency_summary(values), metrics.latency_summary(delayed)
+    if measured is None or moved is None:
         return None
-    moved = {key: abs(scheduled[key] - sent[key]) / sent[key] for key in sent if sent[key] > 0}
-    for key, lag in (lag_ms or {}).items():
-        if sent.get(key):
-            moved[key] = max(moved.get(key, 0.0), lag / sent[key])
-    if not moved:
+    shifts = {key: moved[key] / measured[key] - 1 for key in measured if measured[key] > 0}
+    if not shifts:
         return None
-    worst = max(moved, key=lambda key: moved[key])
-    return f"{name} {worst}", moved[worst]
+    worst = max(shifts, key=lambda key: shifts[key])
+    return f"{name} {worst}", shifts[worst]
+
+
+def lag_quantile(lag_ms: dict[str, float], fraction: float) -> float:
+    """Return the lag below which this fraction of all lags is, interpolated between the percentiles that are known."""
+    known_points = sorted((int(name[1:]) / 100, lag) for name, lag in lag_ms.items() if name.startswith("p"))
+    points = [(0.0, 0.0), *known_points]
+    for (low, low_lag), (high, high_lag) in pairwise(points):
+        if fraction <= high:
+            return low_lag + (high_lag - low_lag) * (fraction - low) / (high - low)
+    return points[-1][1]

@@ -40,9 +40,9 @@ class Job:
     launcher: str
     workload: str
     size: str
-    dtype: str
-    scale: int
-    gpu: str
+    dtype: str | None  # this and the next two: null of a load on a server, unless the user names them
+    scale: int | None
+    gpu: str | None
     proxy: str | None
     profile: bool
     name: str

@@ -69,6 +69,6 @@ def client_moved(
 ) -> tuple[str, float] | None:
     """Return the percentile that the client moves by more than it may; None: it is honest, or nothing is known."""
     client = client_facts(events)
-    capped = load.concurrency is not None and load.is_open_loop
-    moved = load_metrics.moved_percentile(completed, client.loop_lag_ms if client else None, capped)
+    has_cap = load.concurrency is not None and load.is_open_loop
+    moved = load_metrics.moved_percentile(completed, client.loop_lag_ms if client else None, has_cap)
     return moved if moved is not None and moved[1] > load_metrics.MOVED_LIMIT else None

@@ -12,11 +12,12 @@ from oracle_runner import OracleRunner
 
 from llmb.config.spec import Inference
 from llmb.events import RequestDone, ServingSample, read
+from llmb.loadgen.prompt_sampler import Prompt
 from llmb.runtime.recorder import EventRecorder
 from llmb.serve.admission import SchedulerLimits
-from llmb.serve.benchmark.arrivals import RequestLoad, make_load
 from llmb.serve.benchmark.benchmark_phase import BenchmarkPhase
-from llmb.serve.benchmark.prompts import ModelInfo, Prompt, PromptSampler
+from llmb.serve.benchmark.prompts import ModelInfo, PromptSampler
+from llmb.serve.benchmark.request_load import RequestLoad, make_load
 from llmb.serve.benchmark.request_recorder import TOKEN_TIMES_PER_STEP, InFlightRequest, PhaseClock, RequestRecorder
 from llmb.serve.block_pool import BlockPool
 from llmb.serve.engine import Engine

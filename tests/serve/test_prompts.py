@@ -117,8 +117,8 @@ def test_dataset_of_token_ids(tmp_path) -> None:
         ({"input_ids": [1]}, "output_tokens: expected a whole number, got None"),
         ({"input_ids": [1], "output_tokens": 0}, "output_tokens=0: must be at least 1"),
         ({"input_ids": [1], "output_tokens": True}, "output_tokens: expected a whole number, got True"),
-        ({"output_tokens": 3}, "expected either input_ids or prompt"),
-        ({"input_ids": [1], "prompt": "a", "output_tokens": 3}, "expected either input_ids or prompt"),
+        ({"output_tokens": 3}, "expected one of prompt, input_ids and messages"),
+        ({"input_ids": [1], "prompt": "a", "output_tokens": 3}, "expected one of prompt, input_ids and messages"),
         ({"input_ids": [1, "2"], "output_tokens": 3}, "input_ids: expected a list of whole numbers"),
         ({"input_ids": [1, 100], "output_tokens": 3}, "input_ids: 100 is not in the model's vocabulary, 0 to 99"),
         ({"input_ids": [], "output_tokens": 3}, "the prompt is empty"),
@@ -136,7 +136,7 @@ def test_invalid_line_is_named_with_its_reason(tmp_path, line, reason: str) -> N
 
 
 def test_unreadable_datasets(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the dataset .*: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read .*: No such file"):
         read_dataset(tmp_path / "none.jsonl", ModelInfo(100))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not text"):

@@ -9,8 +9,8 @@ requests run the same phase: what is sent depends only on what has ended.
 from itertools import count, islice
 
 from llmb.config.spec import Inference
-from llmb.serve.benchmark.arrivals import RequestLoad
-from llmb.serve.benchmark.prompts import Prompt
+from llmb.loadgen.prompt_sampler import Prompt
+from llmb.serve.benchmark.request_load import RequestLoad
 from llmb.serve.benchmark.request_recorder import InFlightRequest, PhaseClock, RequestRecorder
 from llmb.serve.benchmark.step_trace import StepTrace
 from llmb.serve.engine import Engine

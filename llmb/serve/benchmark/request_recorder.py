@@ -13,8 +13,8 @@ from zlib import crc32
 import numpy as np
 
 from llmb.events import RequestDone, ServingSample
+from llmb.loadgen.prompt_sampler import Prompt
 from llmb.runtime.recorder import EventRecorder
-from llmb.serve.benchmark.prompts import Prompt
 from llmb.serve.engine import EngineStats
 from llmb.serve.request import FinishReason, RequestOutput
 

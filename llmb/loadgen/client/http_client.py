@@ -17,9 +17,9 @@ from time import perf_counter
 from typing import cast
 from urllib.parse import urlsplit
 
-from llmb.loadgen.http_response import HttpError, ResponseParser
-from llmb.loadgen.openai_stream import ResponseReader, error_text
-from llmb.loadgen.sse import SseParser
+from llmb.loadgen.client.http_response import HttpError, ResponseParser
+from llmb.loadgen.client.openai_stream import ResponseReader, error_text
+from llmb.loadgen.client.sse import SseParser
 
 MAX_ERROR_BYTES = 65_536
 

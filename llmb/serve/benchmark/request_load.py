@@ -9,7 +9,8 @@ steps. Ranks that have their own requests (attention data parallelism) take them
 from dataclasses import dataclass
 
 from llmb.config.spec import Inference
-from llmb.serve.benchmark.prompts import Prompt, PromptSampler
+from llmb.loadgen.prompt_sampler import Prompt
+from llmb.serve.benchmark.prompts import PromptSampler
 
 FULL_BATCH_STEPS = 32  # steps of the warm-up in which all of its requests are computed together
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmb.config.load_settings import LoadSettings
-from llmb.loadgen.http_client import Target
+from llmb.loadgen.client.http_client import Target
 from llmb.loadgen.request_source import LoadRequest
 
 ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

@@ -62,10 +62,10 @@ class ResponseParser:
 
     def _read_head(self, head: bytes) -> None:
         lines = head.split(b"\r\n")
-        version, _, rest = lines[0].partition(b" ")
-        if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
+        version, _, status_text = lines[0].partition(b" ")
+        if not version.startswith(b"HTTP/1.") or not status_text[:3].isdigit():
             raise HttpError(f"expected an HTTP/1.1 response, got {lines[0][:60]!r}")
-        status = int(rest[:3])
+        status = int(status_text[:3])
         if 100 <= status < 200:  # an interim response: the real one follows
             return
         self.status = status
