@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from llmb import __version__
-from llmb.cli import archive_import, compare_read, list_show, plan, probe_command, submit, tokenize
+from llmb.cli import archive_import, compare_read, list_show, plan, probe_command, serve, submit, tokenize
 from llmb.cli.jobs import jobs
 from llmb.cli.subcommand import Parser, add_help_command
 
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     top.set_defaults(run=lambda _: _print_help(top))  # without a command
     commands = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
-    for module in (submit, list_show, plan, probe_command, jobs, compare_read, archive_import, tokenize):
+    for module in (submit, serve, list_show, plan, probe_command, jobs, compare_read, archive_import, tokenize):
         module.add_commands(commands)
     add_help_command(top, commands)
     return top

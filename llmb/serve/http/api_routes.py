@@ -104,9 +104,9 @@ class ApiRoutes:
             message = f"the body is larger than {http_request.client_max_size} bytes"
             return ApiError(message, 413, code="body_too_large").response()
         except web.HTTPException as error:
-            known = "/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics"
+            endpoints = "/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics"
             return ApiError(
-                f"{http_request.method} is not possible here: {error.reason}; there are {known}", error.status
+                f"{http_request.method} is not possible here: {error.reason}; there are {endpoints}", error.status
             ).response()
         except (ConnectionError, asyncio.CancelledError):
             raise

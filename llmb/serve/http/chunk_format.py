@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from llmb.serve.http.text_tokenizer import TextTokenizer
 from llmb.serve.request import TokenLogprobs
+from llmb.serve.text.text_tokenizer import TextTokenizer
+
+
+def to_compact_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -32,26 +36,26 @@ class ChunkFormat:
     """Chunks of one output of a stream."""
 
     def __init__(self, head: ResponseHead, index: int):
-        opening = json.dumps(head.fields(stream=True))[:-1]
-        choice = f'data: {opening}, "choices": [{{"index": {index}, '
-        self._first = choice + ('"delta": {"role": "assistant", "content": ' if head.is_chat else '"text": ')
-        self._next = choice + ('"delta": {"content": ' if head.is_chat else '"text": ')
+        opening = to_compact_json(head.fields(stream=True))[:-1]
+        choice = f'data: {opening},"choices":[{{"index":{index},'
+        self._first = choice + ('"delta":{"role":"assistant","content":' if head.is_chat else '"text":')
+        self._next = choice + ('"delta":{"content":' if head.is_chat else '"text":')
         self._text_end = "}" if head.is_chat else ""
-        self._end = "}]" + (', "usage": null' if head.include_usage else "") + "}\n\n"
-        self._plain = f'{self._text_end}, "logprobs": null, "finish_reason": null{self._end}'
+        self._end = "}]" + (',"usage":null' if head.include_usage else "") + "}\n\n"
+        self._plain = f'{self._text_end},"logprobs":null,"finish_reason":null{self._end}'
 
     def event(self, text: str, logprobs: Any = None, finish_reason: str | None = None, first: bool = False) -> str:
         """Return the event of some text."""
         opening = (self._first if first else self._next) + encode_basestring_ascii(text)
         if logprobs is None and finish_reason is None:
             return opening + self._plain
-        ending = f'"logprobs": {json.dumps(logprobs)}, "finish_reason": {json.dumps(finish_reason)}'
-        return f"{opening}{self._text_end}, {ending}{self._end}"
+        ending = f'"logprobs":{to_compact_json(logprobs)},"finish_reason":{to_compact_json(finish_reason)}'
+        return f"{opening}{self._text_end},{ending}{self._end}"
 
 
 def usage_event(head: ResponseHead, usage: dict[str, Any]) -> str:
     """Return the last chunk of a stream that was asked for usage."""
-    return f"data: {json.dumps(head.fields(stream=True) | {'choices': [], 'usage': usage})}\n\n"
+    return f"data: {to_compact_json(head.fields(stream=True) | {'choices': [], 'usage': usage})}\n\n"
 
 
 def format_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:

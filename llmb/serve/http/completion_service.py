@@ -12,7 +12,6 @@ from typing import Any
 
 from aiohttp import web
 
-from llmb.serve.http.chat_template import ChatTemplate
 from llmb.serve.http.chunk_format import (
     ChunkFormat,
     ResponseHead,
@@ -28,8 +27,9 @@ from llmb.serve.http.openai_error import ApiError, timed_out
 from llmb.serve.http.output_text import OutputText
 from llmb.serve.http.server_metrics import ServerMetrics
 from llmb.serve.http.sse_writer import SseWriter
-from llmb.serve.http.text_tokenizer import TextTokenizer
 from llmb.serve.request import SamplingParams
+from llmb.serve.text.chat_template import ChatTemplate, TemplateMismatch
+from llmb.serve.text.text_tokenizer import TextTokenizer
 
 THREAD_CHARS = 8192  # longer texts are encoded in a thread, as they would delay all streams
 DONE_EVENT = "data: [DONE]\n\n"
@@ -87,7 +87,10 @@ class CompletionService:
         if request.is_chat:
             if self.model.chat_template is None:
                 raise refuse("messages", "need a chat template, and this model has none; use /v1/completions")
-            text = self.model.chat_template.render(request.messages)
+            try:
+                text = self.model.chat_template.render(request.messages)
+            except TemplateMismatch as error:
+                raise refuse("messages", f"do not fit the model's chat template: {error}") from None
             return [await self._encode(text, "messages", add_special_tokens=False)]
         return [
             await self._encode(prompt, "prompt", add_special_tokens=True)
@@ -120,9 +123,9 @@ class CompletionService:
         space = self.model.max_model_len - prompt_tokens
         limit = space if request.max_tokens is None else request.max_tokens
         if space < 1 or limit > space:
-            wanted = "" if request.max_tokens is None else f" and max_tokens={request.max_tokens}"
+            requested = "" if request.max_tokens is None else f" and max_tokens={request.max_tokens}"
             raise ApiError(
-                f"the prompt has {prompt_tokens} tokens{wanted}, the maximum is {self.model.max_model_len} together",
+                f"the prompt has {prompt_tokens} tokens{requested}, the maximum is {self.model.max_model_len} together",
                 param="messages" if request.is_chat else "prompt",
                 code="context_length_exceeded",
             )
@@ -249,8 +252,7 @@ class Completion:
     def _usage(self) -> dict[str, Any]:
         prompt_tokens = sum(len(prompt) for prompt in self._prompts)
         cached = [output.cached_tokens for output in self._outputs[:: self._request.n]]
-        known = [tokens for tokens in cached if tokens is not None]
-        cached_tokens = sum(known) if len(known) == len(cached) else None
+        cached_tokens = None if None in cached else sum(tokens or 0 for tokens in cached)
         return format_usage(prompt_tokens, sum(output.num_tokens for output in self._outputs), cached_tokens)
 
 

@@ -3,7 +3,7 @@
 from llmb.errors import ConfigError
 from llmb.serve.engine import Engine
 from llmb.serve.http.command_broadcast import CommandSource
-from llmb.serve.http.engine_messages import Command, EngineChannel, EngineGauges, StepReport, Submit
+from llmb.serve.http.engine_messages import Command, EngineChannel, EngineState, StepReport, Submit
 from llmb.serve.request import FinishReason, Request, RequestOutput, TokenLogprobs
 
 
@@ -12,7 +12,7 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, channel: EngineChannel, shard: int, eos: frozenset[int], reports: bool):
         self.engine, self.channel, self.shard, self.eos, self.reports = engine, channel, shard, eos, reports
-        self._gauges = EngineGauges()
+        self._state = EngineState()
         self._token_logprobs: dict[int, TokenLogprobs] = {}  # by request id, of the token that comes next
         self._clear()
 
@@ -52,10 +52,10 @@ class EngineLoop:
         """Send what has happened since the last report, if anything has."""
         if not self.reports:
             return
-        gauges = self._read_gauges()
-        if not (self._tokens or self._starts or self._ends or self._refusals) and gauges == self._gauges:
+        state = self._read_state()
+        if not (self._tokens or self._starts or self._ends or self._refusals) and state == self._state:
             return
-        self._gauges = gauges
+        self._state = state
         report = StepReport(
             starts=self._starts,
             request_ids=self._request_ids,
@@ -63,7 +63,7 @@ class EngineLoop:
             logprobs=self._logprobs or None,
             ends=self._ends,
             refusals=self._refusals,
-            gauges=gauges,
+            state=state,
         )
         self._clear()
         self.channel.send(report)
@@ -76,9 +76,9 @@ class EngineLoop:
         self._ends: list[tuple[int, FinishReason]] = []
         self._refusals: list[tuple[int, str]] = []
 
-    def _read_gauges(self) -> EngineGauges:
+    def _read_state(self) -> EngineState:
         stats, scheduler = self.engine.stats, self.engine.scheduler
-        return EngineGauges(
+        return EngineState(
             waiting=stats.waiting,
             running=stats.running,
             blocks_used=stats.blocks_used,

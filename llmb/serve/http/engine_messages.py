@@ -53,7 +53,7 @@ class EngineReady(NamedTuple):
     prefix_cache: bool
 
 
-class EngineGauges(NamedTuple):
+class EngineState(NamedTuple):
     """State of an engine after a step; counters run since its start."""
 
     waiting: int = 0
@@ -76,7 +76,7 @@ class StepReport(NamedTuple):
     logprobs: dict[int, TokenLogprobs] | None  # by index in `tokens`
     ends: list[tuple[int, FinishReason]]
     refusals: list[tuple[int, str]]  # requests that can never be served, and why
-    gauges: EngineGauges
+    state: EngineState
 
 
 def encode_prompt(token_ids: list[int]) -> bytes:

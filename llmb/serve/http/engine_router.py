@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from llmb.serve.http.engine_messages import (
     Cancel,
-    EngineGauges,
+    EngineState,
     FrameReader,
     StepReport,
     Submit,
@@ -46,7 +46,7 @@ class Route:
     connection: "WorkerConnection"  # to rank 0, which takes the commands
     shard: int
     load: int = 0  # unfinished requests
-    gauges: EngineGauges = field(default_factory=EngineGauges)
+    state: EngineState = field(default_factory=EngineState)
 
 
 @dataclass(eq=False, slots=True)
@@ -127,7 +127,7 @@ class EngineRouter:
     def on_report(self, route: Route, report: StepReport) -> None:
         """Hand out everything that a step changed."""
         now, outputs, touched = time.perf_counter(), self.outputs, []
-        route.gauges = report.gauges
+        route.state = report.state
         for request_id, cached_tokens in report.starts:
             if (pending := outputs.get(request_id)) is not None:
                 pending.started = True
@@ -164,5 +164,5 @@ class EngineRouter:
             self.num_waiting -= not pending.started
         return pending
 
-    def gauges(self) -> dict[str, EngineGauges]:
-        return {route.label: route.gauges for route in self.routes}
+    def states(self) -> dict[str, EngineState]:
+        return {route.label: route.state for route in self.routes}

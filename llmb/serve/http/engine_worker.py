@@ -31,9 +31,9 @@ from llmb.serve.engine_builder import build_engine
 from llmb.serve.http.command_broadcast import CommandBroadcast, CommandSource, any_rank_busy
 from llmb.serve.http.engine_loop import EngineLoop
 from llmb.serve.http.engine_messages import ChannelClosed, EngineChannel, EngineReady
-from llmb.serve.http.text_tokenizer import eos_tokens
 from llmb.serve.request import Request, SamplingParams
 from llmb.serve.serve_oom import report_oom
+from llmb.serve.text.text_tokenizer import eos_tokens
 
 ENGINE_NAME = "llmb.serve.http"
 REPLICA = "LLMB_REPLICA"  # environment variable with the index of this engine among the replicas

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ from llmb.errors import ConfigError, LaunchError
 from llmb.serve.benchmark.prompts import model_info
 from llmb.serve.http.api_key import read_api_key
 from llmb.serve.http.api_routes import ApiRoutes
-from llmb.serve.http.chat_template import load_chat_template
 from llmb.serve.http.completion_service import CompletionService, ServedModelInfo
 from llmb.serve.http.engine_messages import EngineReady, StepReport
 from llmb.serve.http.engine_router import EngineRouter, Route, WorkerConnection
 from llmb.serve.http.server_metrics import ServerMetrics
-from llmb.serve.http.text_tokenizer import eos_tokens, load_tokenizer
 from llmb.serve.http.worker_processes import WORKER_COMMAND, WorkerProcess, start_workers, stop_workers
+from llmb.serve.text.chat_template import load_chat_template
+from llmb.serve.text.text_tokenizer import eos_tokens, load_tokenizer
 
 DEFAULT_CONTEXT = 8192  # tokens, of random weights, which say nothing about it
 ERROR_FLUSH_S = 1.0  # for clients to read their errors after an engine has failed
@@ -159,8 +160,8 @@ class HttpServer:
             )
         if host not in (LOOPBACK, "localhost", "::1") and routes.api_key is None:
             print(f"warning: anybody who reaches {host} can use this server; set an API key", flush=True)
-        shown = f"[{host}]" if ":" in host else host
-        print(f"serving {model.name} at http://{shown}:{port}/v1 (Ctrl-C stops)", flush=True)
+        address = f"[{host}]" if ":" in host else host
+        print(f"serving {model.name} at http://{address}:{port}/v1 (Ctrl-C stops)", flush=True)
 
     async def _drain(self, routes: ApiRoutes) -> None:
         """Let unfinished requests end; cancel those that take too long."""
@@ -206,7 +207,8 @@ class HttpServer:
     def _stop_engines(self) -> None:
         self._failure = self._failure or "stopped"
         for worker in self._workers:
-            worker.sock.close()
+            with suppress(OSError):  # it may be gone already
+                worker.sock.shutdown(socket.SHUT_RDWR)
         for connection in self._connections:
             connection.close()
         stop_workers(self._workers, kill_now=self._signals > 1 or self._router.failed)

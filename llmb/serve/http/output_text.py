@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 
 from llmb.serve.http.chunk_format import TokenEntry
-from llmb.serve.http.detokenizer import Detokenizer
 from llmb.serve.http.openai_error import ApiError
 from llmb.serve.http.server_metrics import ServerMetrics
-from llmb.serve.http.stop_strings import StopMatcher
 from llmb.serve.request import FinishReason, TokenLogprobs
+from llmb.serve.text.detokenizer import Detokenizer
+from llmb.serve.text.stop_strings import StopMatcher
 
 OnChange = Callable[["OutputText"], None]
 

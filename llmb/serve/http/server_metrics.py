@@ -131,22 +131,26 @@ class ServerMetrics:
     def _engine_families(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        engines = self._router.gauges()
-        gauges = (
-            ("vllm:num_requests_running", "Sequences in the running batch.", lambda g: g.running),
-            ("vllm:num_requests_waiting", "Sequences in the engine's queue.", lambda g: g.waiting),
-            ("vllm:kv_cache_usage_perc", "Used KV blocks; 1 is all.", lambda g: g.blocks_used / max(1, g.blocks)),
-            ("llmb:kv_blocks_used", "KV blocks that sequences hold.", lambda g: g.blocks_used),
-            ("llmb:kv_blocks", "KV blocks in all.", lambda g: g.blocks),
-            ("llmb:slots_free", "Sequences that could run beside the running ones.", lambda g: g.free_slots),
-            ("llmb:slots", "Sequences that can run at once.", lambda g: g.slots),
+        engines = self._router.states()
+        levels = (
+            ("vllm:num_requests_running", "Sequences in the running batch.", lambda state: state.running),
+            ("vllm:num_requests_waiting", "Sequences in the engine's queue.", lambda state: state.waiting),
+            (
+                "vllm:kv_cache_usage_perc",
+                "Used KV blocks; 1 is all.",
+                lambda state: state.blocks_used / max(1, state.blocks),
+            ),
+            ("llmb:kv_blocks_used", "KV blocks that sequences hold.", lambda state: state.blocks_used),
+            ("llmb:kv_blocks", "KV blocks in all.", lambda state: state.blocks),
+            ("llmb:slots_free", "Sequences that could run beside the running ones.", lambda state: state.free_slots),
+            ("llmb:slots", "Sequences that can run at once.", lambda state: state.slots),
         )
         counters = (
-            ("vllm:num_preemptions", "Sequences that lost their blocks.", lambda g: g.preemptions),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda g: g.prefix_queries),
-            ("vllm:prefix_cache_hits", "Prompt tokens that were in the cache.", lambda g: g.prefix_hits),
+            ("vllm:num_preemptions", "Sequences that lost their blocks.", lambda state: state.preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", lambda state: state.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens that were in the cache.", lambda state: state.prefix_hits),
         )
-        for family, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for family, rows in ((GaugeMetricFamily, levels), (CounterMetricFamily, counters)):
             for name, text, read in rows:
                 metric = family(name, text, labels=["model_name", "engine"])
                 for engine, state in engines.items():

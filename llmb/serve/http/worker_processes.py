@@ -50,17 +50,17 @@ def start_workers(
     for replica in range(replicas):
         port = _free_port() if world_size > 1 else 0
         for rank in range(world_size):
-            ours, theirs = socket.socketpair()
+            sock, worker_sock = socket.socketpair()
             environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
             environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LLMB_REPLICA": str(replica)}
             environment |= {"LOCAL_RANK": str(replica * world_size + rank)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            arguments = [str(config_path), str(theirs.fileno()), str(max_model_len), str(int(exact))]
-            with closing(theirs):
+            arguments = [str(config_path), str(worker_sock.fileno()), str(max_model_len), str(int(exact))]
+            with closing(worker_sock):
                 process = subprocess.Popen(
-                    [*command, *arguments], env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                    [*command, *arguments], env=environment, stdin=subprocess.DEVNULL, pass_fds=[worker_sock.fileno()]
                 )
-            workers.append(WorkerProcess(replica, rank, process, ours))
+            workers.append(WorkerProcess(replica, rank, process, sock))
     return workers
 
 

@@ -16,7 +16,7 @@ from llmb.config.serialization import convert, read_json
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.serve.benchmark.prompts import model_info
-from llmb.serve.http.detokenizer import ByteLevelDetokenizer, DecodingDetokenizer, Detokenizer, TextTable
+from llmb.serve.text.detokenizer import ByteLevelDetokenizer, DecodingDetokenizer, Detokenizer, TextTable
 
 PRINTABLE = range(32, 127)
 

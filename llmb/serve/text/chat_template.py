@@ -15,10 +15,13 @@ from typing import Any
 
 from llmb.config.serialization import convert, read_json
 from llmb.errors import ConfigError
-from llmb.serve.http.openai_error import ApiError
 
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
+
+
+class TemplateMismatch(Exception):
+    """Messages that the template refuses."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,13 @@ class ChatTemplate:
     special_tokens: dict[str, str] = field(default_factory=dict)
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """Return the prompt of a conversation, ready for the assistant's turn."""
+        """Return the prompt of a conversation, ready for the assistant's turn, or raise TemplateMismatch."""
         from jinja2 import TemplateError
 
         try:
             text: str = self.template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
         except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
-            raise ApiError(f"messages do not fit the model's chat template: {error}", param="messages") from error
+            raise TemplateMismatch(str(error)) from error
         return text
 
 
