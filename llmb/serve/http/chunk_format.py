@@ -91,10 +91,10 @@ def format_logprobs(tokenizer: TextTokenizer, is_chat: bool, entries: Sequence[T
         return {"content": [_chat_entry(tokenizer, entry) for entry in entries]}
     tops = []
     for entry in entries:
-        top = {_text(tokenizer, token): logprob for token, logprob in reversed(entry.logprobs.top)}
-        tops.append({_text(tokenizer, entry.token): entry.logprobs.logprob} | top)
+        top = {token_name(tokenizer, token): logprob for token, logprob in reversed(entry.logprobs.top)}
+        tops.append({token_name(tokenizer, entry.token): entry.logprobs.logprob} | top)
     return {
-        "tokens": [_text(tokenizer, entry.token) for entry in entries],
+        "tokens": [token_name(tokenizer, entry.token) for entry in entries],
         "token_logprobs": [entry.logprobs.logprob for entry in entries],
         "top_logprobs": tops,
         "text_offset": [entry.offset for entry in entries],
@@ -111,5 +111,10 @@ def _chat_token(tokenizer: TextTokenizer, token: int, logprob: float) -> dict[st
     return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def _text(tokenizer: TextTokenizer, token: int) -> str:
-    return tokenizer.token_bytes(token).decode(errors="replace")
+def token_name(tokenizer: TextTokenizer, token: int) -> str:
+    """Return the text of a token, or its bytes where they are no text, so that different tokens have different names."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
