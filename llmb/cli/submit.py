@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     submit_slurm.refuse_sbatch_options(options)
     if location == "local":
         for _, config in resolved:
-            _check_runs_here(config)
+            check_runs_here(config)
     else:
         resolved = [(task, submit_slurm.fit_allocation(config, os.environ, options.force)) for task, config in resolved]
     check_memory([config for _, config in resolved], recipes, local=location == "local", force=options.force)
@@ -147,7 +147,7 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
                 print(f"\n{config.name}: {format_engine_command(config)}", end="")
 
 
-def _check_runs_here(config: Any) -> None:
+def check_runs_here(config: Any) -> None:
     """Refuse a run whose engine or GPUs this machine does not have, before anything is created."""
     from llmb.errors import ConfigError
     from llmb.formats.token_file import read_header
@@ -160,7 +160,7 @@ def _check_runs_here(config: Any) -> None:
     if data is not None:
         read_header(Path(data))  # refuses a file that the ranks could not read
     uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
-    _check_gpus_here(config.machine.gpu, config.machine.gpus, uses_proxy)
+    check_gpus_here(config.machine.gpu, config.machine.gpus, uses_proxy)
 
 
 def _check_gpus_before_planning(tasks: list[Any], recipes: dict[str, Any]) -> None:
@@ -172,10 +172,10 @@ def _check_gpus_before_planning(tasks: list[Any], recipes: dict[str, Any]) -> No
         if recipe.kind == "outofcore":
             row, _ = choose_row(recipe, request, {})
             gpu = request.gpu or ("cpu" if request.uses_proxy else gpu_of(row, recipe))
-            _check_gpus_here(gpu, request.gpus, request.uses_proxy)
+            check_gpus_here(gpu, request.gpus, request.uses_proxy)
 
 
-def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
+def check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
     from llmb.errors import ConfigError
     from llmb.launch.local_machine import gpu_names
 
@@ -217,7 +217,7 @@ def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: 
     """Retry a run here, linked to the original job; too little memory is only a warning, as it ran before."""
     from llmb.cli.memory_check import check_memory
 
-    _check_runs_here(config)
+    check_runs_here(config)
     check_memory([config], {}, local=True, force=True)
     return _run_one(config, environment, False, "local", retry_of=retry_of, attempt=attempt)[0]
 

@@ -59,10 +59,11 @@ def point_config(config: RunConfig, key: PointKey, load: PointLoad) -> RunConfig
     assert isinstance(work, Inference)
     values: dict[str, Any] = {"num_requests": load.requests}
     values |= {"concurrency": int(key.load)} if key.load_kind == "concurrency" else {"rate": key.load}
-    values |= {"seed": work.seed + key.repeat - 1}
+    values |= {"seed": work.seed + key.repeat - 1} if key.repeat > 1 else {}
     chosen = tuple(
         Override(field=field, value=value, replaced=getattr(work, field), source="--set")
         for field, value in values.items()
     )
     overrides = tuple(override for override in config.overrides if override.field not in values)
-    return replace(config, workload=replace(work, **values), overrides=(*overrides, *chosen))
+    name = config.name.replace(f"_CON{work.concurrency}_", f"_CON{values.get('concurrency', work.concurrency)}_")
+    return replace(config, name=name, workload=replace(work, **values), overrides=(*overrides, *chosen))

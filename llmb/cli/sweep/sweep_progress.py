@@ -44,7 +44,8 @@ class SweepProgress:
         self._label = f"{key.load_kind} {key.load:g}" + (f" ({key.variant})" if key.variant else "")
         if self._plan.repeats > 1:
             self._label += f", repeat {key.repeat}"
-        amount = f"{load.requests} requests" if load.for_s is None else f"requests for {load.for_s:g} s"
+        counted = load.for_s is None or self._plan.mode == "in_process"
+        amount = f"{load.requests} requests" if counted else f"requests for {load.for_s:g} s"
         planned = f"of at most {self._plan.most_points}" if self._plan.search else f"of {self._plan.most_points}"
         self.say(f"[{len(points) + 1} {planned}] {self._label}: {amount}{self._left(points)}")
 
