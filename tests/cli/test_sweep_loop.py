@@ -28,6 +28,9 @@ class ScriptedServer:
     def __init__(self, lives=None, late_at=()):
         self.measured, self.lives, self.late_at = [], lives, late_at
 
+    def prepare(self, key):
+        pass
+
     def measure(self, key, load, folder):
         (folder / "events.rank0.jsonl").write_text("{}\n")
         if self.lives is not None and len(self.measured) >= self.lives:

@@ -68,15 +68,14 @@ def _resolve(options: argparse.Namespace, settings: list[str]) -> RunConfig:
 
 def _check_machine(configs: list[RunConfig], options: argparse.Namespace) -> None:
     """Refuse what this machine cannot run, before the sweep has a folder."""
-    from llmb.cli import submit
     from llmb.cli.memory_check import check_memory
     from llmb.cli.run_options import load_recipes
+    from llmb.cli.submit import check_runs_here
 
     if options.dry_run:
         return
-    check = getattr(submit, "check_runs_here", None) or submit._check_runs_here
     for config in configs:
-        check(config)
+        check_runs_here(config)
     check_memory(configs, load_recipes(), local=True, force=options.force)
     sys.stdout.flush()
 

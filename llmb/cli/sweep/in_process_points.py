@@ -24,6 +24,9 @@ class InProcessPoints:
         self._configs = {name: build(RunConfig, config["run"], "sweep.json") for name, config in configs.items()}
         self._on_event = on_event
 
+    def prepare(self, key: PointKey) -> None:
+        """Nothing: each run starts its own engine."""
+
     def measure(self, key: PointKey, load: PointLoad, folder: Path) -> Measurement:
         """Run the engine once and copy its events and configuration."""
         from llmb.cli.stored_runs import write_result

@@ -28,7 +28,7 @@ def build_plan(options: argparse.Namespace) -> SweepPlan:
     if options.base_url:
         from llmb.cli.sweep.url_points import url_fields
 
-        return SweepPlan(mode="url", **_with_ladder(fields, None), **url_fields(options, fields))
+        return SweepPlan(mode="url", **_with_ladder(fields, None), **url_fields(options))
     from llmb.cli.sweep.engine_configs import engine_fields
 
     mode: Literal["in_process", "serve"] = "in_process" if options.in_process else "serve"

@@ -33,6 +33,10 @@ class Measurement:
 class PointDriver(Protocol):
     """A way to measure points: over HTTP, or by the engine in a process of its own."""
 
+    def prepare(self, key: PointKey) -> None:
+        """Start what the point needs; its time does not count."""
+        ...
+
     def measure(self, key: PointKey, load: PointLoad, folder: Path) -> Measurement:
         """Measure one point and leave its events in `folder`."""
         ...
@@ -100,6 +104,7 @@ def run_sweep(
     """Measure all points that are left; return the result of the sweep."""
     state = SweepState.read(folder, plan)
     while (key := state.next_key()) is not None:
+        driver.prepare(key)
         load = state.point_load(key)
         on_start(key, load, state.points)
         point_folder, start = folder.point_folder(key.name), time.monotonic()

@@ -29,6 +29,9 @@ class UrlPoints:
         self._settings, self._gpus, self._on_event, self._say = settings, gpus, on_event, say
         self._warm = False
 
+    def prepare(self, key: PointKey) -> None:
+        """Nothing: the server runs already."""
+
     def measure(self, key: PointKey, load: PointLoad, folder: Path) -> Measurement:
         """Run one load; Ctrl-C leaves the point unfinished."""
         from llmb.loadgen.load_test import run_load
@@ -73,7 +76,7 @@ def point_settings(settings: LoadSettings, key: PointKey, load: PointLoad, warmu
     return replace(settings, arrivals="concurrency", concurrency=int(key.load), rate=None, **common)
 
 
-def url_fields(options: argparse.Namespace, fields: dict[str, Any]) -> dict[str, Any]:
+def url_fields(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a plan that come from a server's address and the requests."""
     from llmb.cli.load import load_settings
 
@@ -85,7 +88,7 @@ def url_fields(options: argparse.Namespace, fields: dict[str, Any]) -> dict[str,
     others = {"ramp": 0.0, "ramp_start": 0.0, "warmup": 0, "slo": None, "gpu_cost_per_hour": None, "no_stream": False}
     timeouts = {"request_timeout": 600.0, "ready_timeout": 60.0}
     chosen = argparse.Namespace(**{**vars(options), **arrival, **others, **timeouts, "base_url": url, "model": model})
-    settings = replace(load_settings(chosen), slo=_goodput_limits(fields.get("tiers", {})))
+    settings = load_settings(chosen)
     check_load(settings)
     lengths = "requests of a file" if settings.dataset else f"{settings.isl}/{settings.osl}"
     return {
@@ -98,7 +101,7 @@ def url_fields(options: argparse.Namespace, fields: dict[str, Any]) -> dict[str,
     }
 
 
-def _goodput_limits(tiers: dict[str, str]) -> SloLimits | None:
+def goodput_limits(tiers: dict[str, str]) -> SloLimits | None:
     """Return the limits of a single tier, by which every request is judged for goodput."""
     if len(tiers) != 1:
         return None

@@ -73,6 +73,8 @@ def check_fields(fields: dict[str, Any], chat: bool) -> None:
     for name, value in fields.items():
         if name in valid or name in WITHOUT_EFFECT:
             continue
+        if name == "min_tokens" and fields.get("ignore_eos") is True:
+            continue  # every output has max_tokens then
         if name not in NEUTRAL_VALUES:
             nearest = get_close_matches(name, valid, n=1)
             hint = f" (did you mean {nearest[0]}?)" if nearest else ""
