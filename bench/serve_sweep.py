@@ -79,11 +79,10 @@ def client_cost(points: list[dict[str, Any]]) -> dict[str, Any]:
 
 def print_times(report: dict[str, Any]) -> None:
     sweep, client = report["sweep"], report["client"]
-    verdict = "under" if report["seconds"] < MOST_S else "OVER"
-    print(
-        f"\n{report['seconds']:.0f} s in all, {verdict} {MOST_S:g} s: {sweep['wall_s']:.0f} s of {sweep['points']} points, "
-        f"{report['seconds'] - sweep['wall_s']:.0f} s of the server's start, stop and the rest"
-    )
+    seconds, measured_s = report["seconds"], sweep["wall_s"]
+    verdict = "under" if seconds < MOST_S else "OVER"
+    print(f"\n{seconds:.0f} s in all, {verdict} {MOST_S:g} s: {sweep['points']} points {measured_s:.0f} s", end=", ")
+    print(f"start and stop of the server {seconds - measured_s:.0f} s")
     if client:
         print("client: " + ", ".join(f"{name} {value}" for name, value in client.items() if value is not None))
 

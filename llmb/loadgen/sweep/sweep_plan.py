@@ -17,6 +17,7 @@ RATE_UNIT = 0.01  # requests/s: rates of a search are multiples of it
 LIMIT_TIMES = 10  # point_s, after which a point sends no more
 FEW_USERS = 8  # who send many requests one after the other, however slow the server is
 FEWEST_REQUESTS = 4  # of a point
+E2E_GROWTH = 0.8
 MARGIN = 1.25  # of the requests that the last point suggests: throughput rises with the load
 
 
@@ -96,6 +97,24 @@ class SweepPlan:
             ramp_s=round(self.ramp * (e2e_ms or 0.0) / 1000, 3) if load > 1 else 0.0,
             limit_s=limit_s,
         )
+
+    def seconds_left(self, measured: Mapping[float, float | None]) -> float | None:
+        """Return the expected time of a ladder's remaining loads, from the E2E (ms) of those measured; None: unknown.
+
+        E2E of more users is taken to grow with the 0.8th power of their number: slower than in proportion, as a larger
+        batch is more efficient. Of a rate it is taken to stay.
+        """
+        known_ms = {load: e2e_ms for load, e2e_ms in measured.items() if e2e_ms}
+        if not known_ms or self.search or len(self.variants) > 1:
+            return None
+        seconds, last = 0.0, max(known_ms)
+        for load in self.ladder:
+            if load not in measured:
+                growth = max(1.0, load / last) ** E2E_GROWTH if self.load_kind == "concurrency" else 1.0
+                e2e_s = known_ms[last] * growth / 1000
+                waves_s = (self.waves + self.ramp) * e2e_s if self.load_kind == "concurrency" else 0.0
+                seconds += self.repeats * max(self.point_s + e2e_s, waves_s)
+        return seconds
 
     def estimate(self) -> "SweepEstimate":
         """Return what the whole sweep costs; the time is a lower bound where the server is slow."""
