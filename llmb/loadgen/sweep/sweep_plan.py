@@ -7,13 +7,15 @@ A plan is stored as sweep.json before anything is measured, so that a killed swe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, log2
+from math import ceil, floor, log2, log10
 from typing import Any, Literal
 
 from llmb.loadgen.sweep.ladder import Precision
 from llmb.loadgen.sweep.load_search import EXACT, SearchRange, next_of_many
 
-RATE_UNIT = 0.01  # requests/s: rates of a search are multiples of it
+RATE_DIGITS = 2  # decimals of the lowest rate, at least: rates of a search are multiples of 0.01 from 1 request/s
+TIMEOUT_TIMES = 10  # E2E of the lowest load, after which a request of an overloaded server is given up
+LEAST_TIMEOUT_S = 60.0
 LIMIT_TIMES = 10  # point_s, after which a point sends no more
 FEW_USERS = 8  # who send many requests one after the other, however slow the server is
 FEWEST_REQUESTS = 4  # of a point
@@ -47,7 +49,9 @@ class SweepPlan:
 
     @property
     def range(self) -> SearchRange:
-        unit = 1.0 if self.load_kind == "concurrency" else min(RATE_UNIT, self.ladder[0])
+        unit = (
+            1.0 if self.load_kind == "concurrency" else 10.0 ** min(0, floor(log10(self.ladder[0]))) / 10**RATE_DIGITS
+        )
         return SearchRange(lowest=self.ladder[0], highest=self.ladder[-1], unit=unit, precision=self.precision)
 
     def next_load(self, measured: Sequence[float], judged: Sequence[Mapping[float, bool]]) -> float | None:
@@ -86,7 +90,9 @@ class SweepPlan:
         figures = {key: (rate, e2e_ms) for key, (rate, e2e_ms) in earlier.items() if rate and e2e_ms}
         requests = self.fewest_requests(load)
         if self.load_kind == "rate":
-            return PointLoad(requests=requests, limit_s=limit_s)
+            times = [TIMEOUT_TIMES * (e2e_ms or 0.0) / 1000 for _, e2e_ms in figures.values()]
+            timeout_s = max(LEAST_TIMEOUT_S, min(times) + 2 * self.point_s) if times else None
+            return PointLoad(requests=requests, limit_s=limit_s, timeout_s=timeout_s)
         if not figures:
             return PointLoad(requests=requests, limit_s=limit_s, for_s=self.point_s if load <= FEW_USERS else None)
         nearest = min(figures, key=lambda key: (abs(log2(key / load)), key))
@@ -135,6 +141,7 @@ class PointLoad:
     requests: int
     limit_s: float  # after which no request is sent
     ramp_s: float = 0.0  # until the concurrency is reached
+    timeout_s: float | None = None  # of a request, where a rate may be beyond the server; null: the usual one
     for_s: float | None = None  # send for this long instead of counting requests, as their speed is unknown
 
 
