@@ -157,7 +157,7 @@ def test_wrong_requests_are_refused_before_anything_is_sent(server):
         run(settings("http://127.0.0.1:1", ready_timeout_s=0.1))
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
         run(settings(server, api_key_env="NO_SUCH_KEY"))
-    with pytest.raises(ConfigError, match="cannot read /none"):
+    with pytest.raises(ConfigError, match="cannot read the dataset /none"):
         run(settings(server, dataset="/none"))
 
 

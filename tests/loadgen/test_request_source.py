@@ -148,7 +148,7 @@ def test_a_tokenizer_makes_lengths_exact(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     source = RequestSource(load(tokenizer=str(tmp_path)))
     assert {len(source.tokenizer.encode(r.prompt).ids) for r in prompts(source, 20)} <= set(range(37, 42))
-    with pytest.raises(ConfigError, match=r"tokenizer.json does not exist"):
+    with pytest.raises(ConfigError, match=r"none does not exist; give a folder with tokenizer.json"):
         RequestSource(load(tokenizer=str(tmp_path / "none")))
 
 
