@@ -174,4 +174,4 @@ def test_the_highest_load_of_tiers_is_searched_in_one_sweep(server, tmp_path):
 def test_rates_are_swept(server, tmp_path):
     result = sweep("--base-url", server.url, "--rate", "10,20", *LOAD, install=tmp_path)
     assert [row["load"] for row in result["rows"]] == [10, 20]
-    assert [row["requests"] for row in result["rows"]] == [4, 8]
+    assert [row["requests"] for row in result["rows"]] == [16, 16]

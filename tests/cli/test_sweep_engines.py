@@ -94,4 +94,4 @@ def test_the_engine_is_swept_without_a_server(tmp_path):
 def test_the_engine_is_swept_over_rates(tmp_path):
     result = finish(start(tmp_path, *ENGINE, "--in-process", "--rate", "4"))
     (row,) = result["rows"]
-    assert (row["load_kind"], row["load"], row["requests"]) == ("rate", 4, 4)
+    assert (row["load_kind"], row["load"], row["requests"]) == ("rate", 4, 16)

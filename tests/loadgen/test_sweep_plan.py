@@ -41,6 +41,15 @@ def test_a_rate_lasts_as_long_as_a_point():
     load = plan(load_kind="rate", ladder=(2.5,), point_s=20.0).point_load(2.5, {})
     assert (load.requests, load.ramp_s, load.for_s) == (50, 0.0, None)
     assert load.limit_s == LIMIT_TIMES * 20.0
+    assert plan(load_kind="rate", ladder=(0.5,), point_s=4.0).point_load(0.5, {}).requests == 16
+    assert plan(load_kind="rate", ladder=(0.1,), point_s=4.0).point_load(0.1, {}).requests == 4
+
+
+def test_an_overloaded_server_does_not_hold_a_rate_up_for_ever():
+    spec = plan(load_kind="rate", ladder=(1, 2, 4), point_s=20.0)
+    assert spec.point_load(4, {}).timeout_s is None
+    assert spec.point_load(4, {1: (1.0, 5000.0), 2: (2.0, 9000.0)}).timeout_s == 90  # ten times 5 s, and twice 20 s
+    assert spec.point_load(4, {1: (1.0, 50.0)}).timeout_s == 60
 
 
 def test_a_concurrency_is_held_for_a_point_or_for_two_waves():

@@ -23,10 +23,10 @@ def describe_plan(plan: SweepPlan) -> str:
     lines += [f"tier {name}: {limits}" for name, limits in plan.tiers.items()]
     tokens = "" if cost.tokens is None else f", {number(cost.tokens)} tokens"
     least = "" if plan.search else "at least "
-    lines.append(
-        f"{'at most ' if plan.search else ''}{cost.points} points of about {plan.point_s:g} s: "
-        f"{format_duration(cost.seconds)} and longer where a load of {plan.waves:g} requests per user takes longer"
-    )
+    longer = "the server falls behind" if plan.load_kind == "rate" else f"{plan.waves:g} requests per user take longer"
+    most = "at most " if plan.search else ""
+    time = format_duration(cost.seconds)
+    lines.append(f"{most}{cost.points} points of about {plan.point_s:g} s: {time}, and more where {longer}")
     if not plan.search:
         lines.append(f"{least}{cost.requests:,} requests{tokens}")
     return "\n".join(lines)

@@ -19,6 +19,7 @@ LEAST_TIMEOUT_S = 60.0
 LIMIT_TIMES = 10  # point_s, after which a point sends no more
 FEW_USERS = 8  # who send many requests one after the other, however slow the server is
 FEWEST_REQUESTS = 4  # of a point
+FEWEST_AT_RANDOM = 16  # of a rate, where that takes no longer than the limit: fewer random times are no rate
 E2E_GROWTH = 0.8
 MARGIN = 1.25  # of the requests that the last point suggests: throughput rises with the load
 
@@ -78,7 +79,8 @@ class SweepPlan:
     def fewest_requests(self, load: float) -> int:
         """Return how many requests a point has at least: enough to fill the server, or to last point_s."""
         if self.load_kind == "rate":
-            return max(FEWEST_REQUESTS, ceil(load * self.point_s))
+            several = min(FEWEST_AT_RANDOM, ceil(load * LIMIT_TIMES * self.point_s))
+            return max(FEWEST_REQUESTS, several, ceil(load * self.point_s))
         return max(FEWEST_REQUESTS, ceil(self.waves * load))
 
     def point_load(self, load: float, earlier: Mapping[float, tuple[float | None, float | None]]) -> "PointLoad":
