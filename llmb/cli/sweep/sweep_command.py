@@ -37,9 +37,8 @@ def add_commands(commands: Any) -> None:
     add("--repeats", type=int, default=1, metavar="N", help="measure each load N times: medians, and their noise")
     add("--point-seconds", type=float, default=15.0, metavar="S", help="send requests for about S a point (15)")
     add("--waves", type=float, default=2.0, metavar="N", help="requests per unit of concurrency at least (2)")
-    server = parser.add_argument_group("a server that runs already")
+    server = parser.add_argument_group("a server that runs already, by --base-url http://HOST:PORT")
     add = server.add_argument
-    add("--base-url", metavar="URL", help="OpenAI-compatible server: http://HOST:PORT")
     add("--model", metavar="NAME", help="its name there; default: the only one that the server lists")
     add("--chat", action="store_true", help="chat completions; default: completions")
     add("--api-key-env", metavar="VARIABLE", help="environment variable that holds the API key")
