@@ -120,7 +120,7 @@ def sweep(*arguments, install, wait=True):
     return result
 
 
-LOAD = ["--isl", "8", "--osl", "10", "--point-seconds", "0.4", "--json", "--processes", "1"]
+LOAD = ["--model", "noop", "--isl", "8", "--osl", "10", "--point-seconds", "0.4", "--json", "--processes", "1"]
 
 
 @pytest.mark.slow
