@@ -93,9 +93,9 @@ class Connection(asyncio.Protocol):
             return
         if body:
             if exchange.sse is not None and parser.status == 200:
-                events = exchange.sse.feed(body)
-                if events:
-                    exchange.reader.events(events, now)
+                block = exchange.sse.feed_block(body)
+                if block:
+                    exchange.reader.block(block, now)
             else:
                 exchange.body.append(body)
         if parser.complete:
