@@ -91,7 +91,7 @@ async def aiohttp_client(load: LoadSettings, requests: int) -> float:
     prompts = [source.session(number).turns[0].prompt for number in range(requests)]
     limit = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(session: aiohttp.ClientSession, prompt: object) -> int:
+    async def complete(session: aiohttp.ClientSession, prompt: object) -> int:
         body = {"model": "noop", "prompt": prompt, "max_tokens": load.osl, "stream": True}
         body["stream_options"] = {"include_usage": True}
         times = []
@@ -106,9 +106,9 @@ async def aiohttp_client(load: LoadSettings, requests: int) -> float:
 
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20) as session:
-        await asyncio.gather(*(one(session, prompt) for prompt in prompts[:CONCURRENCY]))
+        await asyncio.gather(*(complete(session, prompt) for prompt in prompts[:CONCURRENCY]))
         start = time.perf_counter()
-        counts = await asyncio.gather(*(one(session, prompt) for prompt in prompts))
+        counts = await asyncio.gather(*(complete(session, prompt) for prompt in prompts))
         assert set(counts) == {load.osl}
         return time.perf_counter() - start
 
