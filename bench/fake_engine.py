@@ -22,7 +22,7 @@ from llmb.serve.http.http_server import HttpServer
 
 def work(channel: EngineChannel, vocab: int, steps_per_s: float) -> None:
     """Generate tokens until the channel is closed."""
-    channel.send(EngineReady(max_model_len=1 << 20, kv_blocks=1, block_tokens=64, prefix_cache=False))
+    channel.send(EngineReady(max_model_len=1 << 20, kv_blocks=1, block_tokens=64, slots=1 << 20, prefix_cache=False))
     running: dict[int, int] = {}
     step, next_at = 0, time.perf_counter()
     while True:

@@ -79,7 +79,11 @@ class ApiRoutes:
         return web.json_response({"status": status}, status=200 if status == "ok" else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self.service.metrics.render(), headers={"Content-Type": METRICS_TYPE})
+        try:
+            body = self.service.metrics.render()
+        except ImportError:
+            raise ApiError("metrics need the package prometheus-client on the server", 501, "server_error") from None
+        return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
     def _middleware(self) -> Middleware:
         @web.middleware

@@ -45,6 +45,7 @@ class Route:
     label: str  # in the metrics
     connection: "WorkerConnection"  # to rank 0, which takes the commands
     shard: int
+    slots: int = 0  # sequences that it runs at once
     load: int = 0  # unfinished requests
     state: EngineState = field(default_factory=EngineState)
 
@@ -96,11 +97,18 @@ class EngineRouter:
     _next_id: int = 0
 
     def check_capacity(self, count: int) -> None:
-        """Raise a 429 if so many more requests would not fit into the queue; an empty queue takes any."""
+        """Raise a 429 if so many more requests would not fit into the queue; an idle server takes any number."""
         if self.failed:
             raise engine_failed()
-        if self.num_waiting and self.num_waiting + count > self.max_queue:
+        if self.outputs and self.num_waiting + count > self.max_queue + self._num_free_slots():
             raise queue_full(self.max_queue)
+
+    def _num_free_slots(self) -> int:
+        """Return how many waiting requests the next step will start: none while an engine has a queue of its own."""
+        if any(route.state.waiting for route in self.routes):
+            return 0
+        num_started = len(self.outputs) - self.num_waiting
+        return max(0, sum(route.slots for route in self.routes) - num_started)
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int, params: SamplingParams, ignore_eos: bool, receiver: OutputReceiver

@@ -193,12 +193,16 @@ class HttpServer:
 
     def _on_message(self, worker: WorkerProcess, message: Any) -> None:
         if isinstance(message, StepReport):
-            shards = len(self._router.routes) // self._options.replicas
-            shard = worker.rank % shards
-            self._router.on_report(self._router.routes[worker.replica * shards + shard], message)
+            self._router.on_report(self._route_of(worker), message)
         elif isinstance(message, EngineReady):
+            self._route_of(worker).slots = message.slots
             self._ready.append(message)
             self._changed.set()
+
+    def _route_of(self, worker: WorkerProcess) -> Route:
+        """Return the route that a rank computes requests of; ranks count along tensor parallelism first."""
+        shards = len(self._router.routes) // self._options.replicas
+        return self._router.routes[worker.replica * shards + worker.rank % shards]
 
     def _on_lost(self, worker: WorkerProcess) -> None:
         if self._failure is None:
