@@ -48,15 +48,15 @@ def work(channel: EngineChannel, vocab: int, steps_per_s: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    role, steps_per_s, config, *rest = arguments
+    role, steps_per_s, config, *more = arguments
     loaded = build(RunConfig, read_json(Path(config)), where=config)
     if role == "serve":
         command = (sys.executable, __file__, "work", steps_per_s)
         parser = argparse.ArgumentParser()
         add_server_options(parser)
-        return run(HttpServer(Path(config), loaded, server_options(parser.parse_args(rest)), command).run())
+        return run(HttpServer(Path(config), loaded, server_options(parser.parse_args(more)), command).run())
     with suppress(ChannelClosed):
-        work(EngineChannel(socket.socket(fileno=int(rest[0]))), loaded.model.vocab, float(steps_per_s))
+        work(EngineChannel(socket.socket(fileno=int(more[0]))), loaded.model.vocab, float(steps_per_s))
     return 0
 
 

@@ -26,9 +26,10 @@ from llmb.errors import ConfigError, LaunchError
 from llmb.serve.benchmark.prompts import model_info
 from llmb.serve.http.api_key import read_api_key
 from llmb.serve.http.api_routes import ApiRoutes
-from llmb.serve.http.completion_service import CompletionService, ServedModelInfo
+from llmb.serve.http.completion_service import CompletionService
 from llmb.serve.http.engine_messages import EngineReady, StepReport
 from llmb.serve.http.engine_router import EngineRouter, Route, WorkerConnection
+from llmb.serve.http.served_model_info import ServedModelInfo
 from llmb.serve.http.server_metrics import ServerMetrics
 from llmb.serve.http.worker_processes import WORKER_COMMAND, WorkerProcess, start_workers, stop_workers
 from llmb.serve.text.chat_template import load_chat_template
