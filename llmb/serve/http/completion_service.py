@@ -158,11 +158,19 @@ class Completion:
         if output.entries:
             logprobs = format_logprobs(self._model.tokenizer, self._request.is_chat, output.take_entries())
         event = self._formats[output.index].event(
-            output.take_text(), logprobs, output.finish_reason, first=output.sent_chunks == 0
+            output.take_text(),
+            logprobs,
+            output.finish_reason,
+            self._output_usage(output) if self._request.continuous_usage else None,
+            first=output.sent_chunks == 0,
         )
         output.sent_chunks += 1
         output.sent_end = output.finish_reason is not None
         writer.write(event)
+
+    def _output_usage(self, output: OutputText) -> dict[str, Any]:
+        prompt = self._prompts[output.index // self._request.n]
+        return format_usage(len(prompt), output.num_tokens, output.cached_tokens)
 
     async def _send_rest(self, writer: SseWriter) -> None:
         """Write what outputs still hold because the client reads slowly."""

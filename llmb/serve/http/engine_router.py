@@ -48,6 +48,7 @@ class Route:
     slots: int = 0  # sequences that it runs at once
     load: int = 0  # unfinished requests
     state: EngineState = field(default_factory=EngineState)
+    active_at: float = 0.0  # when it last reported, or got a request while it was idle
 
 
 @dataclass(eq=False, slots=True)
@@ -118,6 +119,8 @@ class EngineRouter:
             raise engine_failed()
         route = min(self.routes, key=lambda route: route.load)
         request_id, self._next_id = self._next_id, self._next_id + 1
+        if not route.load:
+            route.active_at = time.perf_counter()
         route.load += 1
         self.num_waiting += 1
         self.outputs[request_id] = PendingOutput(route, receiver)
@@ -135,7 +138,7 @@ class EngineRouter:
     def on_report(self, route: Route, report: StepReport) -> None:
         """Hand out everything that a step changed."""
         now, outputs, touched = time.perf_counter(), self.outputs, []
-        route.state = report.state
+        route.state, route.active_at = report.state, now
         for request_id, cached_tokens in report.starts:
             if (pending := outputs.get(request_id)) is not None:
                 pending.started = True
@@ -157,6 +160,11 @@ class EngineRouter:
         for request_id, message in report.refusals:
             if (pending := self._remove(request_id)) is not None:
                 pending.receiver.on_error(ApiError(message))
+
+    def is_stalled(self, limit_s: float) -> bool:
+        """Return whether an engine has requests and has not reported for so long."""
+        now = time.perf_counter()
+        return any(route.load and now - route.active_at > limit_s for route in self.routes)
 
     def fail(self) -> None:
         """End every request with an error: an engine is gone."""

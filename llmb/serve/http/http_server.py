@@ -38,6 +38,7 @@ from llmb.serve.text.text_tokenizer import eos_tokens, load_tokenizer
 DEFAULT_CONTEXT = 8192  # tokens, of random weights, which say nothing about it
 ERROR_FLUSH_S = 1.0  # for clients to read their errors after an engine has failed
 BACKLOG = 4096
+KEEPALIVE_S = 60  # of silence on a connection, before the kernel asks whether its peer is still there
 SEND_BUFFER_BYTES = (
     128 * 1024
 )  # of the kernel, of a connection: it would grow to megabytes for a client that never reads
@@ -67,7 +68,7 @@ class HttpServer:
         api_key = read_api_key(self._options)
         tokenizer = load_tokenizer(self._config.model, self._work.weights)
         chat_template = load_chat_template(self._work.weights, not tokenizer.is_fallback)
-        sock = bind_socket(self._options.host, self._options.port)
+        sock = bind_socket(self._options.host, self._options.port, self._options.stall_timeout)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         try:
@@ -222,15 +223,21 @@ class HttpServer:
         stop_workers(self._workers, kill_now=self._signals > 1 or self._router.failed)
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address, before anything expensive is started."""
+def bind_socket(host: str, port: int, stall_timeout_s: float) -> socket.socket:
+    """Return a socket bound to the address, before anything expensive is started. Its connections inherit its options.
+
+    The kernel closes connections whose peer acknowledges nothing for the stall timeout: it may be gone without a word.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S // 4)
     try:
         sock.bind(address)
     except OSError as error:
