@@ -150,7 +150,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _is_tokens(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    return isinstance(prompt, list) and set(map(type, prompt)) <= {int}  # true and false are of another type
 
 
 def _read_messages(messages: Any) -> list[dict[str, Any]]:

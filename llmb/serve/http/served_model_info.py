@@ -66,7 +66,7 @@ class ServedModelInfo:
         return tokens
 
     def _checked_tokens(self, tokens: list[int]) -> list[int]:
-        if not all(0 <= token < self.vocab for token in tokens):
+        if min(tokens) < 0 or max(tokens) >= self.vocab:
             raise refuse("prompt", f"has a token outside the vocabulary, 0 to {self.vocab - 1}")
         return tokens
 
