@@ -78,6 +78,7 @@ def serve(config: RunConfig, folder: Path, channel: EngineChannel, max_model_len
                 max_model_len=engine.scheduler.limits.max_seq_len,
                 kv_blocks=engine.stats.blocks,
                 block_tokens=work.block_tokens,
+                slots=work.max_batch_size,
                 prefix_cache=engine.scheduler.pool.prefix_cache,
             )
         )
