@@ -22,7 +22,7 @@ def add_commands(commands: Any) -> None:
     """Register load."""
     parser = command(commands, "load", run, "send a load to an OpenAI-compatible server and measure it", *EXAMPLES)
     _add_server_options(parser.add_argument_group("server").add_argument)
-    _add_request_options(parser.add_argument_group("requests").add_argument)
+    add_request_options(parser.add_argument_group("requests").add_argument)
     _add_arrival_options(parser.add_argument_group("arrivals").add_argument)
     _add_measurement_options(parser.add_argument_group("measurement").add_argument)
 
@@ -41,7 +41,8 @@ def _add_server_options(add: Any) -> None:
     add("--gpu-cost-per-hour", type=float, metavar="COST", help="of one GPU: gives the cost per million tokens")
 
 
-def _add_request_options(add: Any) -> None:
+def add_request_options(add: Any) -> None:
+    """Add the options that say what is sent; a sweep has them too."""
     add("--isl", type=int, metavar="TOKENS", help="input tokens of a request; default: 1000")
     add("--osl", type=int, metavar="TOKENS", help="output tokens of a request; default: 1000")
     add("--lengths", choices=("fixed", "uniform", "normal"), default="fixed", help="distribution of both lengths")
