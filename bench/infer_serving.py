@@ -22,9 +22,9 @@ from llmb.events import RequestDone, read
 from llmb.perfmodel.metrics import steady_state, throughput
 from llmb.runtime.rank_info import RankInfo
 from llmb.runtime.recorder import EventRecorder
-from llmb.serve.benchmark.arrivals import DataParallelShard, make_load, warmup_load
 from llmb.serve.benchmark.energy import Energy
 from llmb.serve.benchmark.prompts import PromptSampler, measured_prompts, model_info
+from llmb.serve.benchmark.request_load import DataParallelShard, make_load, warmup_load
 from llmb.serve.benchmark.serving_benchmark import ServingBenchmark
 from llmb.serve.engine import Engine
 from llmb.serve.engine_builder import build_engine

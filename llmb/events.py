@@ -63,7 +63,9 @@ class RequestDone:
 
     rank: int = 0
     request: int
-    arrival: float
+    arrival: float  # when it was sent
+    scheduled: float | None = None  # when it was due; null: it had no time of its own
+    first_byte: float | None = None  # of the response
     first_token: float | None = None
     token_times: tuple[float, ...] = ()  # of every token, or of every chunk where several arrive at once
     end: float
@@ -73,7 +75,13 @@ class RequestDone:
     output_crc: int | None = None  # CRC-32 over the output tokens as int64, to compare outputs across machines
     finish: str | None = None  # finish reason: length, stop, cancelled
     warmup: bool = False
-    error: str | None = None
+    error: str | None = None  # its first word names the kind: connect, timeout, http, truncated, ...
+    cached_tokens: int | None = None  # of the input, read from the prefix cache, as the server says
+    cacheable_tokens: int | None = None  # of the input, that an unlimited prefix cache would hold
+    counted_by: str | None = None  # who counted output tokens: usage (the server), tokenizer, chunks; null: the engine
+    client_tokens: int | None = None  # of the output, by the client's tokenizer
+    session: int | None = None  # of a conversation of several turns
+    turn: int | None = None  # from 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +134,22 @@ class ServingSummary:
 
     time: float | None = None
     values: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientFacts:
+    """What the load generator itself cost, and how late it was. Null: not measured."""
+
+    processes: int | None = None
+    request_cost_us: float | None = None  # CPU time of the client on a no-op server
+    token_cost_us: float | None = None  # of each streamed token
+    idle_lateness_p50_ms: float | None = None  # of sends at a low rate, on a no-op server
+    idle_lateness_p99_ms: float | None = None
+    lateness_ms: dict[str, float] | None = None  # percentiles over this load, of requests that no cap held back
+    loop_lag_ms: dict[str, float] | None = None  # how late the event loop was, the error of a time stamp
+    cpu_fraction: float | None = None  # of a core, the busiest process
+    server_cache_queries: float | None = None  # input tokens looked up in the server's prefix cache, by its counters
+    server_cache_hits: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +210,7 @@ Event = (
     | ServingSample
     | ServingFacts
     | ServingSummary
+    | ClientFacts
     | CollectiveSeen
     | TimeSpent
     | HangReport

@@ -54,12 +54,14 @@ def _window(text: str) -> tuple[int, int]:
 def run_compare(options: argparse.Namespace) -> int:
     """Print differing fields, ratios with an interval, and a verdict."""
     from llmb.cli.jobs.jobs import open_run
-    from llmb.cli.stored_runs import load_run
+    from llmb.cli.stored_runs import load_requests, load_run
     from llmb.config.serialization import to_json
     from llmb.report.compare import compare, text
 
     a, b = open_run(options.a), open_run(options.b)
-    compared = compare(load_run(a), load_run(b), options.force, clusters=(_cluster(a), _cluster(b)))
+    run_a, run_b = load_run(a), load_run(b)
+    requests = load_requests(a, run_a[0]), load_requests(b, run_b[0])
+    compared = compare(run_a, run_b, options.force, (_cluster(a), _cluster(b)), requests)
     print(to_json(compared) if options.json else text(compared))
     return 0
 

@@ -8,11 +8,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from llmb import __version__
-from llmb.cli import archive_import, compare_read, list_show, plan, probe_command, submit, tokenize
+from llmb.cli import archive_import, compare_read, list_show, load, plan, probe_command, serve, submit, tokenize
 from llmb.cli.jobs import jobs
 from llmb.cli.subcommand import Parser, add_help_command
+from llmb.cli.sweep import sweep_command
 
 EXAMPLES = """examples: what can be run; one run in full; a small proxy here and now; outcomes
   llmb-run list
@@ -24,6 +26,9 @@ EXAMPLES = """examples: what can be run; one run in full; a small proxy here and
 exit codes: 0 success, 1 wrong request, 2 the system or a run failed
 completion: eval "$(llmb-run completion bash)"
 """
+MODULES: tuple[Any, ...] = (
+    submit, serve, load, sweep_command, list_show, plan, probe_command, jobs, compare_read, archive_import, tokenize,
+)  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("-v", "--verbose", action="store_true", help="show tracebacks")
     top.set_defaults(run=lambda _: _print_help(top))  # without a command
     commands = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
-    for module in (submit, list_show, plan, probe_command, jobs, compare_read, archive_import, tokenize):
+    for module in MODULES:
         module.add_commands(commands)
     add_help_command(top, commands)
     return top

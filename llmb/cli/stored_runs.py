@@ -4,25 +4,34 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmb.cli.profile_pictures import draw_profile
+from llmb.config.load_settings import config_from_json, load_settings_of
 from llmb.config.serialization import build, read_json, to_json, write_atomic
-from llmb.config.spec import Inference, RunConfig
+from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.errors import ConfigError
-from llmb.events import Event, RunEnded, read_all
+from llmb.events import Event, RequestDone, RunEnded, read_all
 from llmb.launch.run_folder import RunFolder
 from llmb.results.derive import derive
 from llmb.results.log_window import Window, format_window, named_window
 from llmb.results.readers.nccl_log import tally
 from llmb.results.readers.reader_choice import read_log
 from llmb.results.result import Result
+from llmb.results.serving_figures import measured_requests
 from llmb.results.timed_run import TimedRun, read_timed_log, timed_run
 
 
 def load_run(run: RunFolder) -> tuple[RunConfig, Result]:
     """Return configuration and result of a run folder; the result of an interrupted run is derived from its events."""
-    config = build(RunConfig, read_json(run.config), "config.json")
+    config = config_from_json(read_json(run.config), "config.json")
     if run.result.exists():
         return config, build(Result, read_json(run.result), "result.json")
     return config, derive(config, _events(run, config))
+
+
+def load_requests(run: RunFolder, config: RunConfig) -> list[RequestDone]:
+    """Return the measured and successful requests of a serving run; none of other runs."""
+    if isinstance(config.workload, Training | OutOfCore):
+        return []
+    return [request for request in measured_requests(_events(run, config)) if request.error is None]
 
 
 def write_result(run: RunFolder, config: RunConfig) -> Result:
@@ -48,7 +57,7 @@ def read_timed_run(log: Path) -> TimedRun | None:
 def usual_window(log: Path, log_format: str | None, recipe_windows: Mapping[str, Window]) -> Window:
     """Return the iterations that count: those of the run's configuration, of its recipe, or of the log's format."""
     config = _config_of_log(log, RunFolder.of_log(log))
-    if config is not None and not isinstance(config.workload, Inference):
+    if config is not None and hasattr(config.workload, "window"):
         return config.workload.window
     return named_window(log, recipe_windows) or format_window(log_format)
 
@@ -73,7 +82,7 @@ def _events(run: RunFolder, config: RunConfig) -> list[Event]:
         return own_events
     if config.profile.nccl_trace:
         own_events = [*tally(run.log).events(), *own_events]  # NCCL writes its trace into the log of any engine
-    if config.engine == "native":
+    if config.engine == "native" or load_settings_of(config) is not None:
         return own_events
     log_events = list(read_log(run.log, config.engine))
     stopped = any(isinstance(event, RunEnded) and event.status in ("timeout", "incomplete") for event in own_events)

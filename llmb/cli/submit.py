@@ -70,14 +70,15 @@ def run(options: argparse.Namespace) -> int:
     submit_slurm.refuse_sbatch_options(options)
     if location == "local":
         for _, config in resolved:
-            _check_runs_here(config)
+            check_runs_here(config)
     else:
         resolved = [(task, submit_slurm.fit_allocation(config, os.environ, options.force)) for task, config in resolved]
-    check_memory([config for _, config in resolved], recipes, local=location == "local", force=options.force)
+    here = [config for _, config in resolved if config.engine != "openai"]
+    check_memory(here, recipes, local=location == "local", force=options.force)
     _print_departures(resolved, options.json)
     requested, codes = sum(task.repeats for task, _ in resolved), []
     for task, config in resolved:
-        done, interrupted = _run_repeatedly(config, task.request.environment, task.repeats, options.json, location)
+        done, interrupted = run_repeatedly(config, task.request.environment, task.repeats, options.json, location)
         codes += done
         if interrupted:  # Ctrl-C means the whole command
             break
@@ -147,7 +148,7 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
                 print(f"\n{config.name}: {format_engine_command(config)}", end="")
 
 
-def _check_runs_here(config: Any) -> None:
+def check_runs_here(config: Any) -> None:
     """Refuse a run whose engine or GPUs this machine does not have, before anything is created."""
     from llmb.errors import ConfigError
     from llmb.formats.token_file import read_header
@@ -159,8 +160,17 @@ def _check_runs_here(config: Any) -> None:
     data = getattr(config.workload, "data", None)
     if data is not None:
         read_header(Path(data))  # refuses a file that the ranks could not read
+    if config.engine == "openai":  # the GPUs are the server's
+        from llmb.config.load_settings import check_load, load_settings_of
+        from llmb.loadgen.load_test import api_key_of
+
+        load = load_settings_of(config)
+        assert load is not None
+        check_load(load)
+        api_key_of(load)
+        return
     uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
-    _check_gpus_here(config.machine.gpu, config.machine.gpus, uses_proxy)
+    check_gpus_here(config.machine.gpu, config.machine.gpus, uses_proxy)
 
 
 def _check_gpus_before_planning(tasks: list[Any], recipes: dict[str, Any]) -> None:
@@ -172,10 +182,10 @@ def _check_gpus_before_planning(tasks: list[Any], recipes: dict[str, Any]) -> No
         if recipe.kind == "outofcore":
             row, _ = choose_row(recipe, request, {})
             gpu = request.gpu or ("cpu" if request.uses_proxy else gpu_of(row, recipe))
-            _check_gpus_here(gpu, request.gpus, request.uses_proxy)
+            check_gpus_here(gpu, request.gpus, request.uses_proxy)
 
 
-def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
+def check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
     from llmb.errors import ConfigError
     from llmb.launch.local_machine import gpu_names
 
@@ -194,7 +204,7 @@ def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
         )
 
 
-def _run_repeatedly(
+def run_repeatedly(
     config: Any, environment: dict[str, str], repeats: int, as_json: bool, location: str
 ) -> tuple[list[int], bool]:
     """Repeat a run and print intervals of its figures; return exit codes and whether it was interrupted."""
@@ -217,8 +227,9 @@ def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: 
     """Retry a run here, linked to the original job; too little memory is only a warning, as it ran before."""
     from llmb.cli.memory_check import check_memory
 
-    _check_runs_here(config)
-    check_memory([config], {}, local=True, force=True)
+    check_runs_here(config)
+    if config.engine != "openai":
+        check_memory([config], {}, local=True, force=True)
     return _run_one(config, environment, False, "local", retry_of=retry_of, attempt=attempt)[0]
 
 

@@ -230,6 +230,12 @@ class Inference:
     top_p: float = 1.0
     weights: str | None = None  # folder in Hugging Face's layout; none: random weights
     seed: int = 1234
+    rate: float | None = None  # requests/s at random times, instead of a fixed concurrency
+    burstiness: float = 1.0  # with a rate: shape of gamma intervals; 1: Poisson, less: burstier
+    slo: str | None = None  # limits for goodput: ttft=500ms,tpot=50ms
+    base_url: str | None = None  # engine openai: the server
+    served_model: str | None = None  # engine openai: name of the model there; none: that of the recipe
+    api_key_env: str | None = None  # engine openai: environment variable that holds the API key
 
 
 @dataclass(frozen=True, kw_only=True)

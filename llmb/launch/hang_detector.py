@@ -109,9 +109,13 @@ class HangDetector:
         limit = self.limit_s
         return (limit is not None and now - self._progress_at >= limit) or self._is_idle(now)
 
+    def _is_client(self) -> bool:
+        """Return whether the work is done by a server elsewhere, for which the run may wait idly."""
+        return self._config.engine == "openai"
+
     def _is_idle(self, now: float) -> bool:
         """Return whether a CPU run used no CPU time for long; with GPUs the host may sleep while they compute."""
-        if self._config.machine.gpu != "cpu" or self._config.limits.stall_limit_s is not None:
+        if self._config.machine.gpu != "cpu" or self._config.limits.stall_limit_s is not None or self._is_client():
             return False
         if now - self._sampled_at >= CPU_SAMPLE_S:
             cpu_time_s = self._engine.cpu_time_s()

@@ -55,7 +55,7 @@ def build_job_record(
             "synthetic_dataset": True if config.engine == "native" else None,
         },
         "model_info": {
-            "model_name": config.model.name,
+            "model_name": config.model.name if config.model is not None else config.size,  # of a server: by name only
             "model_size": config.size,
             "dtype": config.precision.dtype,
             "scale": config.machine.gpus,

@@ -25,7 +25,8 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Any
 
-from llmb.config.serialization import build, read_json, to_json, write_atomic
+from llmb.config.load_settings import config_from_json
+from llmb.config.serialization import read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.launch.procfs import find_process
@@ -149,7 +150,7 @@ class RunFolder:
 
     def read_config(self) -> RunConfig:
         """Read the configuration of the run."""
-        return build(RunConfig, read_json(self.config), where=CONFIG_FILE)
+        return config_from_json(read_json(self.config), where=CONFIG_FILE)
 
     def write_job_script(self, text: str) -> None:
         """Write job.sh, executable."""

@@ -17,7 +17,7 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import TERA
 
 SECONDS_PER_DAY = 86_400
-LATENCY_PERCENTILES = (50, 90, 95, 99)
+LATENCY_PERCENTILES = (25, 50, 75, 90, 95, 99)
 LARGEST = float_info.max
 STEADY_MIN_FRACTION = 0.1  # of the run; a shorter window is not representative
 STEADY_MIN_REQUESTS = 2  # that must finish within it
@@ -122,7 +122,7 @@ def summarize(samples: Iterable[float]) -> Statistics | None:
 
 
 def latency_summary(samples: Iterable[float]) -> dict[str, float] | None:
-    """Return mean, p50, p90, p95 and p99; None for no samples, or if one is not finite."""
+    """Return mean, p25, p50, p75, p90, p95 and p99; None for no samples, or if one is not finite."""
     ranked = sorted(_finite(samples))
     if not ranked:
         return None

@@ -2,12 +2,13 @@
 
 The speed of training is tokens over time, whatever the batch; that of serving is output tokens over time. The ratio is
 that of the medians, which the figures above it print too, with Price and Bonett's distribution-free interval for a
-ratio of medians (2002): it needs no normal distribution, and one slow step does not move it. Serving has one figure for
-each run, so no interval. Whatever keeps the ratio from answering the question stands in the verdict.
+ratio of medians (2002): it needs no normal distribution, and one slow step does not move it. The intervals of serving
+come from its requests (`llmb/results/request_bootstrap.py`); totals of another engine have none. Whatever keeps the
+ratio from answering the question stands in the verdict.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
+from llmb.perfmodel.metrics import TimedRequest
 from llmb.report.compare_doubts import doubts, tokens_per_step
+from llmb.report.compare_serving import METHOD, serving_verdict
 from llmb.report.table import number, render
+from llmb.results.request_bootstrap import RequestRatio, request_ratios
 from llmb.results.result import Result
 
 Z_95 = 1.96
@@ -34,8 +38,13 @@ FIGURES = (
     "output_tokens_per_s",
     "output_tokens_per_s_per_gpu",
     "steady_output_tokens_per_s",
+    "output_tokens_per_s_per_user",
+    "goodput_requests_per_s",
+    "goodput_tokens_per_s",
+    "slo_fraction",
 )
-MEANS = ("ttft_ms", "tpot_ms", "e2e_ms")  # of distributions
+LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")  # distributions
+STATISTICS = ("mean", "p50", "p99")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +94,12 @@ def compare(
     b: tuple[RunConfig | None, Result],
     force: bool = False,
     clusters: tuple[str | None, str | None] = (None, None),
+    requests: tuple[Sequence[TimedRequest], Sequence[TimedRequest]] = ((), ()),
 ) -> dict[str, Any]:
-    """Return everything `llmb-run compare` prints, as plain data; `clusters`: where A and B were imported from."""
+    """Return everything `llmb-run compare` prints, as plain data.
+
+    `clusters`: where A and B were imported from; `requests`: measured and successful, of serving runs.
+    """
     (config_a, result_a), (config_b, result_b) = a, b
     for label, result in (("A", result_a), ("B", result_b)):
         if result.step_time_s is None and result.output_tokens_per_s is None:
@@ -95,7 +108,8 @@ def compare(
         raise ConfigError(
             f"different workloads: {result_a.target} and {result_b.target}; add --force to compare them all the same"
         )
-    speed = _speed(a, b)
+    ratios = request_ratios(*requests)
+    speed = _speed(a, b, ratios)
     return {
         "a": result_a.name,
         "b": result_b.name,
@@ -104,12 +118,15 @@ def compare(
         "figures": list(_figures(result_a, result_b)),
         "step_tokens": [tokens_per_step(*a), tokens_per_step(*b)],
         "speed": to_plain(speed),
-        "verdict": _conclusion(speed),
+        "requests": [to_plain(ratio) for ratio in ratios],
+        "verdict": serving_verdict(ratios) if ratios else _conclusion(speed),
         "doubts": list(doubts(a, b)) if speed else [],
     }
 
 
-def _speed(a: tuple[RunConfig | None, Result], b: tuple[RunConfig | None, Result]) -> SpeedRatio | None:
+def _speed(
+    a: tuple[RunConfig | None, Result], b: tuple[RunConfig | None, Result], ratios: Sequence[RequestRatio]
+) -> SpeedRatio | None:
     """Return the ratio in tokens/s, steps/s where tokens are unknown, or output tokens/s; None: no shared figure."""
     steps_a, steps_b = a[1].step_time_s, b[1].step_time_s
     if steps_a and steps_b:
@@ -118,6 +135,8 @@ def _speed(a: tuple[RunConfig | None, Result], b: tuple[RunConfig | None, Result
             return speed_ratio(list(steps_a.samples), list(steps_b.samples))
         times_a = [seconds / tokens_a for seconds in steps_a.samples]
         return speed_ratio(times_a, [seconds / tokens_b for seconds in steps_b.samples], "tokens/s")
+    if ratios:
+        return SpeedRatio(ratio=ratios[0].ratio, low=ratios[0].low, high=ratios[0].high, unit="output tokens/s")
     rate_a, rate_b = a[1].output_tokens_per_s, b[1].output_tokens_per_s
     if rate_a and rate_b:
         return SpeedRatio(ratio=rate_b / rate_a, low=None, high=None, unit="output tokens/s")
@@ -157,7 +176,11 @@ def _figures(a: Result, b: Result) -> Iterator[dict[str, Any]]:
     pairs: dict[str, list[float | None]] = {
         "step_time_s": [r.step_time_s.median if r.step_time_s else None for r in (a, b)],
         **{name: [getattr(a, name), getattr(b, name)] for name in FIGURES},
-        **{f"{name} (mean)": [(getattr(r, name) or {}).get("mean") for r in (a, b)] for name in MEANS},
+        **{
+            f"{name} ({statistic})": [(getattr(r, name) or {}).get(statistic) for r in (a, b)]
+            for name in LATENCIES
+            for statistic in STATISTICS
+        },
     }
     for name, (value_a, value_b) in pairs.items():
         if value_a and value_b is not None:
@@ -176,7 +199,10 @@ def text(compared: dict[str, Any]) -> str:
     rows = [(f["figure"], f["a"], f["b"], f["ratio"]) for f in compared["figures"]]
     parts.append(render(("figure", "A", "B", "B/A"), rows))
     speed = compared["speed"]
-    if speed and speed["low"] is not None:
+    if compared["requests"]:
+        rows = [(r["figure"], r["ratio"], r["low"], r["high"]) for r in compared["requests"]]
+        parts.append(f"{METHOD}\n{render(('B/A of', 'ratio', 'from', 'to'), rows)}")
+    elif speed and speed["low"] is not None:
         interval = f"{number(speed['low'])} to {number(speed['high'])}"
         larger = _step_size(*compared["step_tokens"])
         parts.append(f"{speed['unit']} of B over A: {number(speed['ratio'])} (95 % interval {interval}){larger}")

@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 
 from llmb.config.lr_schedule import configured_tokens_per_step
-from llmb.config.spec import Inference, OutOfCore, RunConfig, Training
+from llmb.config.spec import OutOfCore, RunConfig, Training
+from llmb.report.compare_serving import load_doubts
 from llmb.results.result import Result
 
 # Warnings of a Result that say that its figures may not be those of the configuration.
 MEASUREMENT_WARNINGS = {
     "FEW_SAMPLES", "NOISY_STEPS", "SLOW_RANK", "PROFILER_ON", "OTHER_GPU",
     "FAILED_REQUESTS", "FEW_REQUESTS", "NOT_STEADY", "CLIENT_BOUND", "PREFIX_CACHE_ON",
+    "CLIENT_LATE", "CLIENT_BUSY", "RATE_MISSED", "WRONG_LENGTHS", "TOKEN_COUNTS_DIFFER",
 }  # fmt: skip
 
 Run = tuple[RunConfig | None, Result]
@@ -63,11 +65,7 @@ def _about_model(a: Run, b: Run) -> Iterator[str]:
 
 def _about_work(a: Run, b: Run) -> Iterator[str]:
     work_a, work_b = (config.workload if config is not None else None for config, _ in (a, b))
-    if isinstance(work_a, Inference) and isinstance(work_b, Inference):
-        if (work_a.isl, work_a.osl, work_a.dataset) != (work_b.isl, work_b.osl, work_b.dataset):
-            lengths = [work.dataset or f"{work.isl}/{work.osl} tokens" for work in (work_a, work_b)]
-            yield f"their requests differ: A {lengths[0]}, B {lengths[1]}"
-        return
+    yield from load_doubts(a, b)
     seqlens = [work.seqlen for work in (work_a, work_b) if isinstance(work, Training | OutOfCore)]
     if len(seqlens) == 2 and seqlens[0] != seqlens[1]:
         yield f"a token of a longer sequence needs more attention FLOPs: A has {seqlens[0]} tokens, B {seqlens[1]}"

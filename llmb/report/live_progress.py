@@ -4,6 +4,7 @@ last seconds and so far, KV cache usage, the queue, time left."""
 from collections import deque
 from typing import TextIO
 
+from llmb.config.load_settings import LoadSettings
 from llmb.config.spec import Inference, RunConfig
 from llmb.events import Event, RunStarted, ServingSample, StepDone
 from llmb.perfmodel import flops, metrics
@@ -25,11 +26,15 @@ class LiveLine:
     def show(self, event: Event) -> None:
         """Draw an event."""
         if isinstance(event, RunStarted) and event.rank == 0:
-            self._line.draw(f"started on {event.gpu_name or 'an unknown device'}", force=True)
+            server = getattr(self._config.workload, "base_url", None)  # of a load, which is sent from here
+            place = server or event.gpu_name or "an unknown device"
+            self._line.draw(f"{'preparing the load on' if server else 'started on'} {place}", force=True)
         elif isinstance(event, StepDone) and event.rank == 0 and event.seconds is not None:
             self._line.draw(self._step(event))
-        elif isinstance(event, ServingSample) and event.rank == 0 and isinstance(self._config.workload, Inference):
-            self._line.draw(self._serving(event, self._config.workload))
+        elif isinstance(event, ServingSample) and event.rank == 0:
+            work = self._config.workload
+            if isinstance(work, (Inference, LoadSettings)):
+                self._line.draw(self._serving(event, work))
 
     def close(self) -> None:
         """End the line, so that what follows starts on a new one."""
@@ -55,9 +60,10 @@ class LiveLine:
             parts.append(f"loss {event.loss:.4f}")
         return " | ".join(parts)
 
-    def _serving(self, sample: ServingSample, work: Inference) -> str:
+    def _serving(self, sample: ServingSample, work: Inference | LoadSettings) -> str:
         requested = sample.requests if sample.requests is not None else work.num_requests
-        parts = [f"{'warm-up: ' if sample.warmup else ''}{sample.done}/{requested} requests"]
+        total = "" if requested is None else f"/{requested}"  # a load of a given duration has no number
+        parts = [f"{'warm-up: ' if sample.warmup else ''}{sample.done}{total} requests"]
         recent, so_far = self._recent_rate(sample), _rate(sample.output_tokens, sample.elapsed_s)
         if recent is not None and so_far is not None:
             parts.append(f"{number(recent)} tokens/s now, {number(so_far)} so far")
@@ -91,9 +97,11 @@ def _rate(tokens: int | None, seconds: float) -> float | None:
     return tokens / seconds if tokens is not None and seconds > 0 else None
 
 
-def _fraction_done(sample: ServingSample, requested: int, work: Inference) -> float:
+def _fraction_done(sample: ServingSample, requested: int | None, work: Inference | LoadSettings) -> float:
     """Return the fraction done, by tokens if their number is known (the first requests end late), else by requests."""
     by_requests = sample.done / requested if requested else 0.0
+    if isinstance(work, LoadSettings) and work.duration_s is not None:
+        return min(1.0, max(by_requests, sample.elapsed_s / work.duration_s))
     if work.dataset is not None or not sample.output_tokens or not requested:
         return by_requests
     return min(1.0, max(by_requests, sample.output_tokens / (requested * work.osl)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from llmb.report.load_summary import client_line, interval_line, load_distributions, load_rows
 from llmb.report.setting_text import precision_text
 from llmb.report.table import number, render, terminal_width
 from llmb.results.result import Result
@@ -24,6 +25,8 @@ def summary(result: Result) -> str:
     distributions = list(_distributions(result))
     if distributions:
         lines += ["", render(("over requests", *STATISTICS, "unit", "what it says"), distributions, width)]
+    if (client := client_line(result)) is not None:
+        lines += ["", *filter(None, [interval_line(result), client])]
     if result.time_spent:
         lines += ["", _time_spent(result)]
     if result.collectives:
@@ -105,6 +108,7 @@ def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     for name, value, unit, explanation in rates:
         if value is not None:
             yield name, number(value), unit, explanation
+    yield from load_rows(result)
     yield from _resource_rows(result)
 
 
@@ -119,7 +123,7 @@ def _distributions(result: Result) -> Iterator[tuple[str | None, ...]]:
         ("end to end", result.e2e_ms, "ms", "from arrival to the last token"),
         ("output speed", speeds, "tokens/s", "of one request, after its first token; p99 is fast"),
     )
-    for name, values, unit, explanation in distributions:
+    for name, values, unit, explanation in (*distributions, *load_distributions(result)):
         if values:
             cells = (number(values[s]) if s in values else None for s in STATISTICS)
             yield name, *cells, unit, explanation

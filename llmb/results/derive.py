@@ -9,6 +9,7 @@ The log of another engine has no configuration: what cannot be known without one
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from llmb.config.load_settings import LoadConfig, LoadSettings, load_settings_of
 from llmb.config.native.number_formats import number_formats
 from llmb.config.spec import Inference, OutOfCore, RunConfig, Status, Training
 from llmb.events import (
@@ -23,9 +24,10 @@ from llmb.events import (
 )
 from llmb.perfmodel import flops, hardware, metrics
 from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
+from llmb.results.load_warnings import client_moved
 from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
 from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeShare
-from llmb.results.serving_figures import serving_fault, serving_fields, summary_fields
+from llmb.results.serving_figures import measured_requests, serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
 from llmb.results.warnings import cautions
 
@@ -62,9 +64,16 @@ def derive(
         if isinstance(event, LogProblem):
             problems = fields.setdefault("log_problems", {})
             problems[event.problem] = problems.get(event.problem, 0) + event.count
-    fields["reference"] = _compare_with_reference(config, fields)
+    if not _is_client_late(config, recorded):  # else no figure of the server is known well enough to compare
+        fields["reference"] = _compare_with_reference(config, fields)
     fields["predicted"] = _compare_with_prediction(config, fields)
     return Result(**fields, warnings=cautions(config, fields, recorded, steps))
+
+
+def _is_client_late(config: RunConfig | None, events: list[Event]) -> bool:
+    load = load_settings_of(config)
+    completed = [request for request in measured_requests(events) if request.error is None]
+    return load is not None and client_moved(load, completed, events) is not None
 
 
 def _steps(events: list[Event]) -> list[StepDone]:
@@ -100,7 +109,7 @@ def _failure_fields(events: list[Event]) -> dict:
 
 def _requested_steps(steps: list[StepDone], config: RunConfig | None) -> int | None:
     if config is not None:
-        return None if isinstance(config.workload, Inference) else config.workload.steps
+        return None if isinstance(config.workload, (Inference, LoadSettings)) else config.workload.steps
     return next((s.steps for s in steps if s.steps), None)
 
 
@@ -115,7 +124,7 @@ def _identity(config: RunConfig | None, events: list[Event]) -> dict:
         fields |= {"target": config.target, "size": config.size, "dtype": config.precision.dtype}
         fields |= {"gpu": config.machine.gpu, "gpus": config.machine.gpus, "engine": config.engine}
         fields |= {"proxy": config.proxy, "overrides": tuple(asdict(o) for o in config.overrides)}
-        fields["number_formats"] = number_formats(config)
+        fields["number_formats"] = {} if isinstance(config, LoadConfig) else number_formats(config)
     return fields
 
 

@@ -27,7 +27,7 @@ from llmb.errors import ConfigError, LaunchError
 from llmb.results.result import Result
 from llmb.results.run_settings import run_settings
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 WAIT_S = 30.0
 GOING = ("submitting", "pending", "running")  # not ended, as far as is known
 
@@ -40,9 +40,9 @@ class Job:
     launcher: str
     workload: str
     size: str
-    dtype: str
-    scale: int
-    gpu: str
+    dtype: str | None  # this and the next two: null of a load on a server, unless the user names them
+    scale: int | None
+    gpu: str | None
     proxy: str | None
     profile: bool
     name: str
@@ -68,6 +68,7 @@ class Job:
     retries: int = 0  # how often an infrastructure failure may be retried
     ttft_ms: float | None = None  # serving: mean time to first token
     settings: str | None = None  # what tells it apart, see run_settings; null: stored by an older llmb
+    tpot_ms: float | None = None  # serving: mean time per output token
 
     @property
     def slurm_id(self) -> str | None:
@@ -83,7 +84,8 @@ class Job:
 COLUMNS = tuple(f.name for f in fields(Job))
 ADDED_COLUMNS = {  # by schema version
     2: COLUMNS[COLUMNS.index("slurm_state") : COLUMNS.index("ttft_ms")],
-    3: COLUMNS[COLUMNS.index("ttft_ms") :],
+    3: COLUMNS[COLUMNS.index("ttft_ms") : COLUMNS.index("tpot_ms")],
+    4: COLUMNS[COLUMNS.index("tpot_ms") :],
 }
 FIGURES = ("tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "output_tokens_per_s")
 
@@ -345,6 +347,7 @@ def figures(result: Result) -> dict[str, Any]:
         "reason": result.reason,
         "step_time_s": result.step_time_s.median if result.step_time_s else None,
         **{name: getattr(result, name) for name in FIGURES},
-        "ttft_ms": result.ttft_ms["mean"] if result.ttft_ms else None,
+        "ttft_ms": (result.ttft_ms or {}).get("mean"),  # other engines may print percentiles only
+        "tpot_ms": (result.tpot_ms or {}).get("mean"),
         "reference_ratio": result.reference.ratio if result.reference else None,
     }

@@ -117,10 +117,30 @@ class Result:
     steady_window_s: tuple[float, float] | None = None  # its start and end, since the benchmark began
     mean_concurrency: float | None = None  # requests
     issue_rate_requests_per_s: float | None = None  # null when all came at once
-    ttft_ms: dict[str, float] | None = None  # mean, p50, p90, p95, p99
+    ttft_ms: dict[str, float] | None = None  # mean, p25, p50, p75, p90, p95, p99; from when a request was sent
     tpot_ms: dict[str, float] | None = None
     itl_ms: dict[str, float] | None = None
     e2e_ms: dict[str, float] | None = None
+    ttft_scheduled_ms: dict[str, float] | None = None  # the same from when a request was due; null: it had no time
+    e2e_scheduled_ms: dict[str, float] | None = None
+    first_byte_ms: dict[str, float] | None = None  # of the HTTP response, from when a request was sent
+    output_tokens_per_s_per_user_scheduled: float | None = None  # n / E2E from when a request was due, mean
+    latency_intervals_ms: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)  # 95 %, over requests
+    errors: dict[str, int] = field(default_factory=dict)  # failed requests by kind
+    slo: dict[str, float] | None = None  # limits of the service-level objective
+    slo_fraction: float | None = None  # of all requests, that hold every limit
+    goodput_requests_per_s: float | None = None  # of those, over the whole run
+    goodput_tokens_per_s: float | None = None
+    prefix_hit_rate: float | None = None  # of input tokens, read from the prefix cache, 0 to 1
+    prefix_hit_source: str | None = None
+    prefix_hit_rate_possible: float | None = None  # with an unlimited cache, for these requests
+    tokens_counted_by: str | None = None  # usage (the server), tokenizer or chunks; null: the engine
+    token_counts_wrong: int | None = None  # outputs that the client's tokenizer counts otherwise
+    tokens_per_chunk: float | None = None  # of a stream, mean
+    cost_per_million_output_tokens: float | None = None  # in the currency of --gpu-cost-per-hour
+    cost_per_million_tokens: float | None = None  # input and output
+    joules_per_million_output_tokens: float | None = None
+    client: dict[str, Any] | None = None  # of the load generator: its cost and lateness, fields of ClientFacts
     kv_cache_gib: float | None = None  # of one GPU
     kv_peak_use: float | None = None  # fraction of its blocks, 0 to 1
     weights_gib: float | None = None  # of one GPU

@@ -6,6 +6,7 @@ run_settings(config) -> "chat 128/128 max_throughput max_batch_size=8"     words
 from pathlib import PurePath
 from typing import Any
 
+from llmb.config.load_settings import LoadSettings
 from llmb.config.spec import Inference, RunConfig
 
 SHOWN_OTHERWISE = {"use_case", "mode", "isl", "osl", "profile", "engine", "gpu", "gpus"}
@@ -19,6 +20,8 @@ def run_settings(config: RunConfig) -> str:
     work = config.workload
     if isinstance(work, Inference):
         words += [work.use_case, f"{work.isl}/{work.osl}", work.mode]
+    if isinstance(work, LoadSettings):
+        words += [config.name.removeprefix("load_"), work.base_url.partition("://")[2]]
     if config.engine != "native":
         words.append(config.engine)
     if config.proxy is not None:

@@ -9,10 +9,12 @@ from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
+from llmb.config.load_settings import LoadSettings, load_settings_of
 from llmb.config.spec import Inference, RunConfig, Status
 from llmb.events import Event, RequestDone, ServingFacts, ServingSample, ServingSummary
 from llmb.perfmodel import metrics
 from llmb.perfmodel.hardware import GIB
+from llmb.results.load_figures import load_fields
 from llmb.results.result import Result
 
 RATES = ("duration_s", "request_throughput", "output_tokens_per_s", "total_tokens_per_s", "mean_concurrency")
@@ -56,26 +58,35 @@ def serving_fields(events: Sequence[Event], config: RunConfig | None) -> dict:
     }
     fields |= _rates(completed, config.machine.gpus if config else None) | _latencies(completed)
     fields |= _energy(facts, fields["output_tokens"], config)
-    if config is not None and isinstance(config.workload, Inference) and not config.workload.streaming:
+    work = serving_work(config)
+    if work is not None and not work.streaming:
         fields |= dict.fromkeys(STREAMED)
-    return fields
+    return fields | load_fields(events, config, measured, fields)
+
+
+def serving_work(config: RunConfig | None) -> Inference | LoadSettings | None:
+    """Return the requests that a serving run was configured to send; None of any other run."""
+    work = config.workload if config is not None else None
+    return work if isinstance(work, (Inference, LoadSettings)) else None
 
 
 def serving_fault(events: Sequence[Event], config: RunConfig | None) -> tuple[Status, str] | None:
     """Return why a successful run did not measure what was configured, or None if it did."""
-    if config is None or not isinstance(config.workload, Inference) or _has_totals(events):
+    work = serving_work(config)
+    if work is None or _has_totals(events):
         return None
     measured = measured_requests(events)
     completed = [r for r in measured if r.error is None]
     if measured and not completed:
         return "failed", f"no request succeeded; the first ended with: {measured[0].error}"
-    wrong = _wrong_length(completed) if config.workload.ignore_eos else []
+    elsewhere = load_settings_of(config) is not None  # a server of others need not obey: its lengths are a warning
+    wrong = _wrong_length(completed) if work.ignore_eos and not elsewhere else []
     if wrong:
         first = wrong[0]
         example = f"request {first.request} has {first.output_tokens} of {first.requested_tokens} tokens"
         return "failed", f"{len(wrong)} of {len(completed)} outputs do not have the requested length: {example}"
-    expected = _first(engine_facts(events), "requests") or config.workload.num_requests
-    if len(measured) < expected:
+    expected = _first(engine_facts(events), "requests") or work.num_requests
+    if expected is not None and len(measured) < expected and not getattr(work, "duration_s", None):
         return "incomplete", f"{len(measured)} of {expected} requests are recorded"
     return None
 
@@ -130,8 +141,8 @@ def _wrong_length(completed: list[RequestDone]) -> list[RequestDone]:
 
 def _lengths_wrong(completed: list[RequestDone], config: RunConfig | None) -> int | None:
     """Count outputs of a wrong length; None where EOS may end them, or no requested length was recorded."""
-    fixed = config is not None and isinstance(config.workload, Inference) and config.workload.ignore_eos
-    if not fixed or all(r.requested_tokens is None for r in completed):
+    work = serving_work(config)
+    if work is None or not work.ignore_eos or all(r.requested_tokens is None for r in completed):
         return None
     return len(_wrong_length(completed))
 

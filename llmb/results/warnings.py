@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from llmb.config.load_settings import LoadConfig, load_settings_of
 from llmb.config.spec import Inference, RunConfig
 from llmb.events import Event, RunStarted, StepDone
 from llmb.perfmodel import metrics
 from llmb.perfmodel.hardware import gpu_key
+from llmb.results.load_warnings import load_cautions
 from llmb.results.result import Caution, SlowRank
 from llmb.results.serving_figures import engine_facts, measured_requests
 
@@ -90,6 +92,10 @@ def _about_ranks(slow: Iterable[SlowRank]) -> Iterable[tuple[str, str]]:
 def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Event]) -> Iterable[tuple[str, str]]:
     """Warn of what keeps a serving benchmark's figures from representing the engine."""
     measured = measured_requests(events)
+    load = load_settings_of(config)
+    if load is not None and measured:
+        yield from load_cautions(load, measured, fields, events)
+        return
     if config is None or not isinstance(config.workload, Inference) or not measured:
         return
     work, failed = config.workload, [r for r in measured if r.error is not None]
@@ -97,12 +103,14 @@ def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Even
         example = f"the first: request {failed[0].request}: {failed[0].error}"
         yield "FAILED_REQUESTS", f"{len(failed)} of {len(measured)} requests failed and are left out; {example}"
     full = min(work.concurrency, work.max_batch_size * _replicas(config))
-    if len(measured) < FULL_TIMES * full:
+    if len(measured) < FULL_TIMES * full and work.rate is None:
         hint = f"--set num_requests={FULL_TIMES * full}"
         yield "FEW_REQUESTS", f"{len(measured)} requests for {full} at a time: filling and draining weigh much; {hint}"
-    if fields.get("steady_output_tokens_per_s") is None and work.streaming:  # else nobody saw when tokens came
+    if (
+        fields.get("steady_output_tokens_per_s") is None and work.streaming and work.rate is None
+    ):  # else nobody saw when tokens came
         yield "NOT_STEADY", "the engine was never full for long: no steady window is given; run more requests"
-    late = metrics.late_fraction(measured, work.concurrency)
+    late = metrics.late_fraction(measured, work.concurrency) if work.rate is None else None
     if late is not None and late > LATE_LIMIT:
         yield "CLIENT_BOUND", f"{100 * late:.0f} % of the load was missing: requests were sent late, not served slowly"
     if work.prefix_cache:
@@ -121,7 +129,7 @@ def _replicas(config: RunConfig) -> int:
 
 
 def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str, str]]:
-    if config is None:
+    if config is None or isinstance(config, LoadConfig):
         return
     if config.proxy:
         yield "PROXY", "a proxy of the model; do not compare it with published results or scale it up"
@@ -132,7 +140,7 @@ def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str,
 
 
 def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, str]]:
-    if config.machine.gpu == "cpu" or start.gpu_name is None:
+    if config.machine.gpu in ("cpu", None) or start.gpu_name is None:
         return
     if gpu_key(start.gpu_name) != config.machine.gpu:
         expected = config.machine.gpu

@@ -9,10 +9,10 @@ for the host. Everything happens in the caller's thread; callbacks may submit an
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from llmb.serve.request import Request, RequestOutput, Sequence
+from llmb.serve.request import Request, RequestOutput, Sequence, TokenLogprobs
 from llmb.serve.scheduler import Scheduler
 from llmb.serve.step_batch import ModelRunner, StepBatch, StepHandle
 
@@ -93,13 +93,25 @@ class Engine:
     def _read(self) -> None:
         """Wait for the oldest launched step and hand out its tokens."""
         batch, handle = self._unread.popleft()
-        for sequence in self.scheduler.update_from_output(batch, handle.tokens()):
+        tokens = handle.tokens()
+        if logprobs := handle.logprobs():
+            _notify_logprobs(batch, logprobs)
+        for sequence in self.scheduler.update_from_output(batch, tokens):
             _notify(sequence)
 
     def _read_all(self) -> None:
         """Read the steps left over when all requests have ended: they computed tokens beyond an early stop."""
         while self._unread:
             self._read()
+
+
+def _notify_logprobs(batch: StepBatch, logprobs: Mapping[int, TokenLogprobs]) -> None:
+    """Call `on_logprobs` of requests that have not ended in the meantime."""
+    chunks = batch.sampling_chunks
+    for index, token_logprobs in logprobs.items():
+        sequence = chunks[index].sequence
+        if sequence.finish_reason is None and sequence.request.on_logprobs is not None:
+            sequence.request.on_logprobs(sequence.request.request_id, token_logprobs)
 
 
 def _notify(sequence: Sequence) -> None:

@@ -40,8 +40,11 @@ FP8_FORMATS: dict[str, Format] = {
 }
 
 
-def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int) -> Engine:
-    """Build the engine of this rank, for sequences of at most `max_seq_len` tokens."""
+def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int, shorten_to_cache: bool = False) -> Engine:
+    """Build the engine of this rank, for sequences of at most `max_seq_len` tokens.
+
+    `shorten_to_cache`: if the KV cache holds fewer, that is the maximum; otherwise such sequences are refused later.
+    """
     work = config.workload
     assert isinstance(work, Inference)
     check_serving_layout(config)
@@ -51,6 +54,8 @@ def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int) -> En
         print("CUDA graphs are off: they need a single rank, as collectives are not captured", flush=True)
     model = build_served_model(config.model, weight_source(config, device), serving_dtypes(config), groups)
     num_blocks = min_over_ranks(num_cache_blocks(model, work, max_seq_len), device)
+    if shorten_to_cache:
+        max_seq_len = min(max_seq_len, num_blocks * work.block_tokens)
     return engine_for_model(model, work, max_seq_len, num_blocks)
 
 

@@ -4,7 +4,7 @@ The sampled tokens stay on the device too, one per slot, so that the next step c
 this one. Decode-only steps are replays of CUDA graphs where those are enabled (`decode_graphs.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,8 @@ from llmb.serve.decode_graphs import DecodeGraphs, StepOutput
 from llmb.serve.input_staging import NUM_HOST_BUFFERS, InputStaging, StepBuffer, StepSizes
 from llmb.serve.layers.served_model import ServedModel
 from llmb.serve.rank_groups import PendingTransfer
-from llmb.serve.sampler import greedy, sample, uniform
+from llmb.serve.request import TokenLogprobs
+from llmb.serve.sampler import LogprobRows, compute_logprobs, greedy, sample, uniform
 from llmb.serve.step_batch import ScheduledChunk, StepBatch, StepInputs
 
 
@@ -25,6 +26,7 @@ class LaunchedStep:
     tokens_S: Tensor
     ready: torch.cuda.Event | None = None
     transfers: Sequence[PendingTransfer] = ()
+    logprob_rows: LogprobRows | None = None
 
     def tokens(self) -> list[int]:
         if self.ready is not None:
@@ -33,6 +35,9 @@ class LaunchedStep:
             transfer.wait()
         tokens: list[int] = self.tokens_S.tolist()
         return tokens
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        return {} if self.logprob_rows is None else self.logprob_rows.read()
 
 
 EMPTY_STEP = LaunchedStep(torch.empty(0, dtype=torch.int64))
@@ -63,7 +68,9 @@ class TorchModelRunner:
         if not self.model.groups.experts.begin_step(batch.num_tokens):
             return EMPTY_STEP
         output = self.graphs.launch(batch) or self.compute(*self.upload(batch))
-        return self.copy_to_host(self.sample(output, batch.sampling_chunks))
+        chunks = batch.sampling_chunks
+        tokens_S = self.sample(output, chunks)
+        return self.copy_to_host(tokens_S, self.logprobs(output, tokens_S, chunks))
 
     def compute(self, buffer: StepBuffer, inputs: StepInputs) -> StepOutput:
         """Run the whole step, from input tokens to greedy tokens."""
@@ -90,6 +97,11 @@ class TorchModelRunner:
         self.last_tokens[output.sample_slots_S[:count]] = tokens_S
         return tokens_S
 
+    def logprobs(self, output: StepOutput, tokens_S: Tensor, chunks: list[ScheduledChunk]) -> LogprobRows | None:
+        """Return the log probabilities of tokens whose requests ask for them; None: no request does."""
+        params = [chunk.sequence.request.sampling_params for chunk in chunks]
+        return compute_logprobs(output.logits_SV, tokens_S, params)
+
     def upload(self, batch: StepBatch) -> tuple[StepBuffer, StepInputs]:
         """Upload a batch without padding; an empty one gets one row of padding, as kernels need a row."""
         max_seq_len = max((chunk.end for chunk in batch.chunks), default=1)
@@ -103,15 +115,16 @@ class TorchModelRunner:
         self.staging.upload(batch, buffer)
         return buffer, buffer.inputs(batch, max_seq_len, batch.num_decodes if batch.chunks else 1)
 
-    def copy_to_host(self, tokens_S: Tensor) -> LaunchedStep:
-        """Start the D2H copy of the sampled tokens."""
+    def copy_to_host(self, tokens_S: Tensor, logprob_rows: LogprobRows | None = None) -> LaunchedStep:
+        """Start the D2H copy of the sampled tokens and their log probabilities."""
         if self.device.type != "cuda":
-            return LaunchedStep(tokens_S)
+            return LaunchedStep(tokens_S, logprob_rows=logprob_rows)
+        host_rows = None if logprob_rows is None else logprob_rows.to_host()
         host_S = torch.empty(tokens_S.shape, dtype=tokens_S.dtype, pin_memory=True)
         host_S.copy_(tokens_S, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return LaunchedStep(host_S, ready)
+        return LaunchedStep(host_S, ready, logprob_rows=host_rows)
 
 
 def sample_with_params(logits_SV: Tensor, chunks: list[ScheduledChunk]) -> Tensor:

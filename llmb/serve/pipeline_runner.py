@@ -13,6 +13,7 @@ from torch import Tensor
 from llmb.serve.input_staging import StepBuffer
 from llmb.serve.model_runner import EMPTY_STEP, LaunchedStep, TorchModelRunner
 from llmb.serve.rank_groups import PendingTransfer
+from llmb.serve.sampler import LogprobRows
 from llmb.serve.step_batch import StepBatch
 
 
@@ -32,7 +33,9 @@ class PipelineStageRunner(TorchModelRunner):
         buffer, inputs = self.upload(batch)
         x_NC = self.model.forward(self._stage_input(batch, buffer), inputs)
         if self.stage.is_last:
-            return self._broadcast_tokens(self.sample(self.sample_greedy(x_NC, buffer), batch.sampling_chunks))
+            output, chunks = self.sample_greedy(x_NC, buffer), batch.sampling_chunks
+            tokens_S = self.sample(output, chunks)
+            return self._broadcast_tokens(tokens_S, self.logprobs(output, tokens_S, chunks))
         return self._send(x_NC, batch)
 
     def _stage_input(self, batch: StepBatch, buffer: StepBuffer) -> Tensor:
@@ -42,8 +45,8 @@ class PipelineStageRunner(TorchModelRunner):
         x_NC = torch.zeros(len(buffer.tokens_N), self.model.spec.hidden, dtype=self.model.dtype, device=self.device)
         return self.stage.receive(x_NC) if batch.chunks else x_NC
 
-    def _broadcast_tokens(self, tokens_S: Tensor) -> LaunchedStep:
-        step = self.copy_to_host(tokens_S)
+    def _broadcast_tokens(self, tokens_S: Tensor, logprob_rows: LogprobRows | None) -> LaunchedStep:
+        step = self.copy_to_host(tokens_S, logprob_rows)
         if len(tokens_S) and (transfer := self.stage.broadcast_tokens(tokens_S)):
             step.transfers = [transfer]
         return step

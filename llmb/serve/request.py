@@ -20,6 +20,15 @@ class SamplingParams:
     top_k: int = 0  # sample among the k most likely tokens; 0: all
     top_p: float = 1.0  # sample among the most likely tokens whose probabilities sum to p
     seed: int = 0
+    logprobs: int | None = None  # alternatives whose log probabilities come with each token; None: not even its own
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of a sampled token, and the most likely tokens, before temperature, top-k and top-p."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, log probability), most likely first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,11 @@ class Request:
     eos: frozenset[int] = frozenset()  # end-of-sequence tokens, included in the output
     ignore_eos: bool = False
     stop: tuple[tuple[int, ...], ...] = ()  # stop sequences of tokens, included in the output
+    on_start: Callable[[int, int], None] | None = (
+        None  # (request_id, prompt tokens from the prefix cache), when admitted
+    )
     on_token: Callable[[int, int], None] | None = None  # (request_id, token), as soon as the host has the token
+    on_logprobs: Callable[[int, TokenLogprobs], None] | None = None  # of the token that `on_token` gets next
     on_end: Callable[[RequestOutput], None] | None = None
 
 
@@ -62,6 +75,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)  # of the KV cache, in token order
     num_synced_blocks: int = 0  # blocks already in the device's block table; reset when it gets a slot
     num_cached_blocks: int = 0  # leading blocks that came from the prefix cache
+    started: bool = False  # it was admitted once; it may have been preempted since
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     finish_reason: FinishReason | None = None
 

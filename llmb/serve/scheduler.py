@@ -35,11 +35,17 @@ class Scheduler:
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: dict[int, Sequence] = {}  # in order of admission
         self._free_slots = list(range(limits.max_batch_size))[::-1]
+        self.num_preemptions = 0
+        self.num_prefix_queries = self.num_prefix_hits = 0  # prompt tokens looked up in the prefix cache, and present
         self._unread: set[Sequence] = set()  # in a launched step that must be read before they are scheduled again
 
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     def submit(self, request: Request) -> None:
         """Queue a request; raise a ConfigError if it could never be served."""
@@ -214,10 +220,22 @@ class Scheduler:
         sequence.num_computed_tokens = len(prefix) * self.pool.block_tokens
         sequence.slot = self._free_slots.pop()
         sequence.num_synced_blocks = 0
+        if not sequence.started:
+            self._count_start(sequence)
+
+    def _count_start(self, sequence: Sequence) -> None:
+        """Count the prefix cache's hits of a sequence that starts for the first time, and call `on_start`."""
+        sequence.started, request = True, sequence.request
+        if self.pool.prefix_cache:
+            self.num_prefix_queries += len(request.prompt)
+            self.num_prefix_hits += sequence.num_computed_tokens
+        if request.on_start is not None:
+            request.on_start(request.request_id, sequence.num_computed_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the front of the queue, to be recomputed. Its pending tokens still count."""
         request_id = sequence.request.request_id
+        self.num_preemptions += 1
         del self.running[request_id]
         self._release(sequence)
         self.waiting[request_id] = sequence

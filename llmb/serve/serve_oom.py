@@ -10,11 +10,11 @@ import torch
 
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
+from llmb.loadgen.prompt_sampler import Prompt
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.serving_capacity import advice, cache_capacity, token_bytes, weight_bytes
 from llmb.runtime.process_memory import is_out_of_memory, peak_bytes, requested_bytes
 from llmb.runtime.run_ending import OutOfMemory
-from llmb.serve.benchmark.prompts import Prompt
 from llmb.serve.engine_builder import HOST_MEMORY_FRACTION
 
 MIN_MISSING_FRACTION = 0.02  # of the free memory, if the error does not say how much was requested

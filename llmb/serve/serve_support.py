@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from llmb.config.native.serving_support import supported_serving
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
+from llmb.loadgen.prompt_sampler import Prompt
 from llmb.runtime.profile_window import check_gpu_metrics
-from llmb.serve.benchmark.prompts import Prompt
 
 
 def supported_workload(config: RunConfig) -> Inference:

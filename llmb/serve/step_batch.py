@@ -6,13 +6,14 @@ and another the chunks; a step with decodes only may be the replay of a CUDA gra
 Shapes: N tokens, P sequences of the step, D half of the rotary dimension.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from llmb.ops.attention.attention_metadata import AttentionMetadata
-from llmb.serve.request import Sequence
+from llmb.serve.request import Sequence, TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)  # thousands are created each step: frozen they take three times as long
@@ -60,6 +61,10 @@ class StepHandle(Protocol):
 
     def tokens(self) -> list[int]:
         """Wait for the device and return the sampled tokens, one for each of `batch.sampling_chunks`."""
+        ...
+
+    def logprobs(self) -> Mapping[int, TokenLogprobs]:
+        """Return the log probabilities of the tokens whose requests ask for them, by index in `tokens`."""
         ...
 
 

@@ -65,16 +65,17 @@ def serving_jobs(tmp_path, recipes):
             request = RunRequest(size="671b", dtype="fp8", gpus=1, proxy="small", settings=tuple(settings))
             config = resolve(recipe, request)
             job = store.add(config, Path(f"/{use_case}{batch}"))
-            figures = {"status": "ok", "output_tokens_per_s": 123456.0, "ttft_ms": {"mean": 7541.9}}
+            latencies = {"ttft_ms": {"mean": 7541.9}, "tpot_ms": {"mean": 21.5}}
+            figures = {"status": "ok", "output_tokens_per_s": 123456.0, **latencies}
             store.finish(job, replace(derive(config, [RunEnded(status="ok")]), **figures))
         yield store.jobs()
 
 
-@pytest.mark.parametrize("width", [80, 100, None])
+@pytest.mark.parametrize("width", [90, 100, None])
 def test_serving_runs_show_speed_and_what_tells_them_apart(serving_jobs, width):
     lines = table(serving_jobs, width).splitlines()
-    assert lines[0].split()[-4:] == ["out", "tok/s", "TTFT", "ms"]
-    assert all(line.split()[-2:] == ["123,456", "7,542"] for line in lines[2:6])
+    assert lines[0].split()[-6:] == ["out", "tok/s", "TTFT", "ms", "TPOT", "ms"]
+    assert all(line.split()[-3:] == ["123,456", "7,542", "21.5"] for line in lines[2:6])
     assert len({line.partition(" ")[2] for line in lines[2:6]}) == 4
     assert "s/step" not in lines[0]
     assert max(map(len, lines)) <= (width or 1000)

@@ -256,7 +256,9 @@ def test_non_finite_sample_is_not_hidden() -> None:
 
 def test_latency_summary() -> None:
     summary = metrics.latency_summary(range(1, 101))
-    assert summary == pytest.approx({"mean": 50.5, "p50": 50.5, "p90": 90.1, "p95": 95.05, "p99": 99.01})
+    assert summary == pytest.approx(
+        {"mean": 50.5, "p25": 25.75, "p50": 50.5, "p75": 75.25, "p90": 90.1, "p95": 95.05, "p99": 99.01}
+    )
 
 
 # Serving

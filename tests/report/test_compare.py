@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmb.config.load_settings import LoadSettings, load_config
 from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
@@ -129,7 +130,7 @@ def serving(recipes, rate, use_case="chat"):
     return config, derive(config, [*events, RunEnded(status="ok")])
 
 
-def test_serving_is_compared_by_output_tokens(recipes):
+def test_totals_without_requests_are_compared_by_output_tokens(recipes):
     compared = compare(serving(recipes, 10), serving(recipes, 11))
     assert compared["verdict"].startswith(
         "B generates 10.0 % more output tokens/s; a run has one figure and no interval"
@@ -137,6 +138,114 @@ def test_serving_is_compared_by_output_tokens(recipes):
     assert compared["speed"]["low"] is None
     longer = compare(serving(recipes, 10), serving(recipes, 11, "reasoning"))
     assert "their requests differ: A 32/32 tokens, B 64/64 tokens" in longer["doubts"]
+
+
+def closed_loop(recipes, speed, seed, concurrency="4", **changes):
+    """Run of four requests at a time, 160 of them, and its requests."""
+    settings = {"num_requests": "160", "concurrency": concurrency, "max_batch_size": "64", **changes}
+    overrides = tuple(Setting(field=k, value=v, source="--set") for k, v in settings.items())
+    config = resolve(
+        recipes["inference_llama3.1"], RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small", settings=overrides)
+    )
+    chance, work, requests = random.Random(seed), config.workload, []
+    users = [0.0] * int(concurrency)
+    for n in range(work.num_requests):
+        user = n % len(users)
+        first = users[user] + 0.1 / speed * chance.uniform(0.8, 1.2)
+        end = first + 0.3 / speed * chance.uniform(0.9, 1.1)
+        requests.append(
+            RequestDone(
+                request=n,
+                arrival=users[user],
+                first_token=first,
+                token_times=(first, end),
+                end=end,
+                input_tokens=work.isl,
+                output_tokens=work.osl,
+                requested_tokens=work.osl,
+            )
+        )
+        users[user] = end
+    return (config, derive(config, [*requests, RunEnded(status="ok")])), requests
+
+
+def compare_loops(a, b):
+    return compare(a[0], b[0], requests=(a[1], b[1]))
+
+
+def test_serving_runs_are_judged_by_their_requests(recipes):
+    compared = compare_loops(closed_loop(recipes, 1.0, 1), closed_loop(recipes, 1.25, 2))
+    assert re.fullmatch(
+        r"B generates 2\d\.\d % more output tokens/s; TTFT (19|20|21)\.\d % shorter, TPOT (19|20|21)\.\d % shorter, "
+        r"E2E (19|20|21)\.\d % shorter",
+        compared["verdict"],
+    )
+    assert compared["doubts"] == []
+    assert compared["speed"]["low"] > 1.15
+    printed = text(compared)
+    assert "block bootstrap over requests" in printed
+    for figure in ("output_tokens_per_s", "ttft_ms (mean)", "ttft_ms (p99)", "tpot_ms (p50)", "e2e_ms (mean)"):
+        assert figure in printed
+
+
+def test_equal_serving_runs_show_no_difference(recipes):
+    verdict = compare_loops(closed_loop(recipes, 1.0, 1), closed_loop(recipes, 1.0, 2))["verdict"]
+    assert verdict.count("no difference seen in") == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "doubt"),
+    [
+        ({"concurrency": "16"}, "their concurrency differs: A 4, B 16; with more requests at once"),
+        ({"use_case": "chat"}, "their requests differ: A 64/64 tokens, B 32/32 tokens"),
+    ],
+)
+def test_serving_runs_under_different_loads_are_doubted(recipes, changes, doubt):
+    compared = compare_loops(closed_loop(recipes, 1.0, 1), closed_loop(recipes, 1.0, 2, **changes))
+    assert any(line.startswith(doubt) for line in compared["doubts"]), compared["doubts"]
+
+
+def load_run(**changes):
+    """Load on another project's server: 60 requests, one after the other."""
+    settings = {
+        "base_url": "http://h",
+        "model": "m",
+        "isl": 8,
+        "osl": 8,
+        "num_requests": 60,
+        "concurrency": 1,
+        **changes,
+    }
+    config = load_config(LoadSettings(**settings))
+    requests = [
+        RequestDone(
+            request=n, arrival=n, first_token=n + 0.1, token_times=(n + 0.1, n + 0.5), end=n + 0.5,
+            input_tokens=8, output_tokens=8, requested_tokens=8,
+        )
+        for n in map(float, range(60))
+    ]  # fmt: skip
+    requests = [replace(request, request=int(request.request)) for request in requests]
+    return (config, derive(config, [*requests, RunEnded(status="ok")])), requests
+
+
+@pytest.mark.parametrize(
+    ("changes", "doubt"),
+    [
+        ({}, None),
+        ({"concurrency": 2}, "their concurrency differs: A 1, B 2"),
+        ({"arrivals": "poisson", "rate": 2.0, "concurrency": None}, "their rates differ: A no rate, B 2 requests/s"),
+        ({"osl": 9}, "their requests differ: A 8/8 tokens, B 8/9 tokens"),
+    ],
+)
+def test_loads_on_servers_are_compared_like_with_like(changes, doubt):
+    doubts = compare_loops(load_run(), load_run(**changes))["doubts"]
+    relevant = [line for line in doubts if "differ" in line]
+    assert relevant == [] if doubt is None else relevant[0].startswith(doubt)
+
+
+def test_at_the_same_rate_only_latencies_tell():
+    load = load_run(arrivals="poisson", rate=2.0, concurrency=None)
+    assert any(line.startswith("both were sent 2 requests/s") for line in compare_loops(load, load)["doubts"])
 
 
 def test_differing_fields_come_first(run):

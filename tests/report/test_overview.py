@@ -138,4 +138,7 @@ def test_the_reader_of_trtllm_logs_finds_the_same_figures(config, drawn):
     }  # fmt: skip
     assert expected <= figures
     for name in expected:
-        assert getattr(actual, name) == pytest.approx(getattr(result, name), rel=1e-4), name
+        figure, printed = getattr(result, name), getattr(actual, name)
+        if isinstance(figure, dict):  # the report of trtllm-bench has fewer percentiles
+            figure = {key: value for key, value in figure.items() if key in ("mean", "p50", "p90", "p95", "p99")}
+        assert printed == pytest.approx(figure, rel=1e-4), name

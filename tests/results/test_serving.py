@@ -71,7 +71,8 @@ def test_a_worked_example(config):
     assert result.itl_ms["p50"] == 1000
     assert result.e2e_ms["mean"] == 5000
     assert result.output_speed_tokens_per_s == 1.0
-    assert result.output_speed_summary_tokens_per_s == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p95": 1.0, "p99": 1.0}
+    assert set(result.output_speed_summary_tokens_per_s) == {"mean", "p25", "p50", "p75", "p90", "p95", "p99"}
+    assert set(result.output_speed_summary_tokens_per_s.values()) == {1.0}
 
 
 def test_the_steady_window_leaves_out_the_first_prefill_and_the_drain(config):

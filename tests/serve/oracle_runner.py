@@ -69,6 +69,9 @@ class OracleStep:
     def tokens(self) -> list[int]:
         return self.runner.read(self)
 
+    def logprobs(self):
+        return {}
+
 
 class OracleRunner:
     """Runner of the fake device; `launches` counts steps, `computed` counts tokens, recomputed ones included."""

@@ -15,7 +15,7 @@ from small_served import MAX_SEQ_LEN, serve
 from llmb.config.native.serving_support import check_serving_layout
 from llmb.config.spec import Inference, RunConfig
 from llmb.runtime.rank_info import init_distributed
-from llmb.serve.benchmark.arrivals import data_parallel_shard
+from llmb.serve.benchmark.request_load import data_parallel_shard
 from llmb.serve.engine import Engine
 from llmb.serve.engine_builder import engine_for_model, serving_dtypes, weight_source
 from llmb.serve.layers.served_model import build_served_model

@@ -28,6 +28,7 @@ COLUMNS: tuple[tuple[str, Callable[[Any, float], Any], int], ...] = (
     ("MFU %", lambda job, now: None if job.mfu is None else 100 * job.mfu, 6),
     ("out tok/s", lambda job, now: job.output_tokens_per_s, 1),
     ("TTFT ms", lambda job, now: job.ttft_ms, 2),
+    ("TPOT ms", lambda job, now: job.tpot_ms, 2),
     ("vs ref", lambda job, now: job.reference_ratio, 4),
 )
 PROXY_NOTE = "* a proxy: a smaller model of the same structure"
@@ -111,7 +112,8 @@ def _required(longest: int, drop_order: int) -> int:
 
 def describe_run(job: Any) -> str:
     """Return size, dtype and scale in one word each: "8b fp8 x16"; a proxy is marked with *."""
-    return f"{job.size} {job.dtype} x{job.scale}" + ("*" if job.proxy else "")
+    words = [job.size, job.dtype, None if job.scale is None else f"x{job.scale}"]  # of a server some are unknown
+    return " ".join(word for word in words if word is not None) + ("*" if job.proxy else "")
 
 
 def distinct_settings(jobs: Sequence[Any]) -> list[list[str]]:

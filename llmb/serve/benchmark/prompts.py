@@ -8,33 +8,18 @@ the vocabulary without end-of-sequence tokens; no prompt occurs twice while ther
 prefix cache does not help. Everything is checked before the engine is built.
 """
 
-import json
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmb.config.serialization import convert, read_json
 from llmb.config.spec import Inference, Model
 from llmb.errors import ConfigError
-
-MAX_DRAWS = 100  # of one prompt, until a repeated one is accepted
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """Token ids of the input, and the number of output tokens."""
-
-    tokens: Sequence[int]
-    output_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the finished sequence."""
-        return len(self.tokens) + self.output_tokens
+from llmb.loadgen.dataset_file import Messages, dataset_entries, parse_entry
+from llmb.loadgen.prompt_sampler import Prompt, TokenSampler
+from llmb.loadgen.prompt_text import TextWriter, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -89,107 +74,55 @@ def measured_prompts(work: Inference, info: ModelInfo, sampler: "PromptSampler")
     return prompts
 
 
-class PromptSampler:
-    """Random lengths and prompts, equal on every rank for equal seeds."""
+class PromptSampler(TokenSampler):
+    """Random lengths and prompts for a model, equal on every rank for equal seeds."""
 
     def __init__(self, seed: int, info: ModelInfo):
-        self._random = np.random.default_rng(seed)
-        self._eos = sorted(token for token in info.eos if 0 <= token < info.vocab)
-        self._num_choices = info.vocab - len(self._eos)
-        self._seen: set[bytes] = set()
-
-    def lengths(self, count: int, mean: int, spread: float, kind: str) -> list[int]:
-        """Sample lengths around a mean; spread is the standard deviation (normal) or the half-width (uniform)."""
-        if kind == "normal":
-            lengths = np.rint(self._random.normal(mean, spread, count)).astype(np.int64)
-        elif kind == "uniform":
-            lengths = self._random.integers(round(mean - spread), round(mean + spread), count, endpoint=True)
-        else:
-            lengths = np.full(count, mean)
-        return np.maximum(lengths, 1).tolist()
-
-    def prompts(self, lengths: Iterable[tuple[int, int]]) -> list[Prompt]:
-        """Sample new prompts of these (input, output) lengths."""
-        return [Prompt(self._tokens(isl), osl) for isl, osl in lengths]
-
-    def _tokens(self, count: int) -> Sequence[int]:
-        for _ in range(MAX_DRAWS):
-            ids = self._random.integers(self._num_choices, size=count, dtype=np.int32)
-            for token in self._eos:  # in rising order: larger ids move up past each
-                ids += ids >= token
-            content = ids.tobytes()
-            if content not in self._seen:
-                break
-        self._seen.add(content)
-        return array("i", content)
+        super().__init__(seed, info.vocab, info.eos)
 
 
 def read_dataset(path: Path, info: ModelInfo) -> list[Prompt]:
     """Read all prompts of a file; raise a ConfigError that names the first invalid line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read the dataset {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the dataset {path} is not text: {error.reason} at byte {error.start}") from error
-    reader = _DatasetReader(path, info)
-    return [reader.prompt(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    encoder = _Encoder(info)
+    prompts = []
+    for where, entry in dataset_entries(path):
+        try:
+            request = parse_entry(entry, TextWriter())
+            if request is not None:
+                prompts.append(Prompt(encoder.tokens(request.prompt), request.output_tokens))
+        except ConfigError as error:
+            raise ConfigError(f"{path} {where}: {error}") from error
+    return prompts
 
 
-class _DatasetReader:
-    """Parses lines of a dataset into prompts."""
+class _Encoder:
+    """Turns prompts of a dataset into token ids of the model."""
 
-    def __init__(self, path: Path, info: ModelInfo):
-        self._path, self._info = path, info
+    def __init__(self, info: ModelInfo):
+        self._info = info
         self._tokenizer: Any = None  # loaded for the first text
 
-    def prompt(self, number: int, line: str) -> Prompt:
-        try:
-            return self._read(json.loads(line))
-        except (ValueError, ConfigError) as error:
-            raise ConfigError(f"{self._path} line {number}: {error}") from error
-
-    def _read(self, entry: Any) -> Prompt:
-        if not isinstance(entry, dict):
-            raise ConfigError('expected an object like {"task_id": 0, "input_ids": [...], "output_tokens": 128}')
-        if entry.get("lora_request") is not None:
-            raise ConfigError("lora_request is not served")
-        if ("input_ids" in entry) == ("prompt" in entry):
-            raise ConfigError("expected either input_ids or prompt")
-        output = convert(int, entry.get("output_tokens"), "output_tokens")
-        if output < 1:
-            raise ConfigError(f"output_tokens={output}: must be at least 1")
-        tokens = self._ids(entry["input_ids"]) if "input_ids" in entry else self._encode(entry["prompt"])
-        if not tokens:
-            raise ConfigError("the prompt is empty")
-        return Prompt(tokens, output)
-
-    def _ids(self, ids: Any) -> Sequence[int]:
-        if not isinstance(ids, list) or any(type(token) is not int for token in ids):
-            raise ConfigError("input_ids: expected a list of whole numbers")
+    def tokens(self, prompt: str | Sequence[int] | Messages) -> Sequence[int]:
+        if isinstance(prompt, tuple):
+            raise ConfigError("messages need the chat template of a server; give prompt or input_ids")
+        ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         vocab = self._info.vocab
         if invalid := [token for token in ids if not 0 <= token < vocab]:
             raise ConfigError(f"input_ids: {invalid[0]} is not in the model's vocabulary, 0 to {vocab - 1}")
-        return array("i", ids)
+        if not ids:
+            raise ConfigError("the prompt is empty")
+        return ids
 
-    def _encode(self, value: Any) -> Sequence[int]:
-        text = convert(str, value, "prompt")
+    def _encode(self, text: str) -> Sequence[int]:
         if self._tokenizer is None:
-            self._tokenizer = _load_tokenizer(self._info.folder)
-        return self._ids(self._tokenizer.encode(text).ids)
-
-
-def _load_tokenizer(folder: Path | None) -> Any:
-    if folder is None:
-        raise ConfigError("a text needs a tokenizer, and random weights have none; set weights or give input_ids")
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(f"a text needs a tokenizer, and {file} does not exist; give input_ids instead")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ConfigError("a text needs the package tokenizers: pip install tokenizers") from error
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"{file} is not a tokenizer: {error}") from error
+            folder = self._info.folder
+            if folder is None:
+                raise ConfigError(
+                    "a text needs a tokenizer, and random weights have none; set weights or give input_ids"
+                )
+            if not (folder / "tokenizer.json").is_file():
+                raise ConfigError(
+                    f"a text needs a tokenizer, and {folder / 'tokenizer.json'} does not exist; give input_ids instead"
+                )
+            self._tokenizer = load_tokenizer(folder)
+        return array("i", self._tokenizer.encode(text).ids)

@@ -19,11 +19,17 @@ from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.provenance import run_started
 from llmb.runtime.rank_info import RankInfo, init_distributed
 from llmb.runtime.recorder import EventRecorder
-from llmb.serve.benchmark.arrivals import DataParallelShard, RequestLoad, data_parallel_shard, make_load, warmup_load
 from llmb.serve.benchmark.benchmark_phase import BenchmarkPhase
 from llmb.serve.benchmark.energy import Energy, EnergyMeter
 from llmb.serve.benchmark.engine_facts import engine_facts
 from llmb.serve.benchmark.prompts import PromptSampler, measured_prompts, model_info
+from llmb.serve.benchmark.request_load import (
+    DataParallelShard,
+    RequestLoad,
+    data_parallel_shard,
+    measured_load,
+    warmup_load,
+)
 from llmb.serve.benchmark.request_recorder import RequestRecorder
 from llmb.serve.benchmark.step_trace import StepTrace
 from llmb.serve.engine import Engine
@@ -50,7 +56,7 @@ def serve(config: RunConfig, events: EventRecorder) -> None:
         events.add(engine_facts(engine, config, rank))
         check_cache_capacity(config, device, engine.stats.blocks, prompts)
         shard = data_parallel_shard(rank, config.parallel.tp, work.attention_dp)
-        load = make_load(prompts, work.concurrency).shard(shard.index, shard.size)
+        load = measured_load(work, prompts).shard(shard.index, shard.size)
         warmup = warmup_load(work, load, shard.size, engine.stats.blocks * work.block_tokens, sampler)
         benchmark = ServingBenchmark(work, info.eos, engine, rank_info, shard, events)
         warmup_s = benchmark.warm_up(warmup)

@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmb.config.spec import Inference
-from llmb.serve.benchmark.arrivals import (
+from llmb.loadgen.prompt_sampler import Prompt
+from llmb.serve.benchmark.prompts import ModelInfo, PromptSampler
+from llmb.serve.benchmark.request_load import (
     FULL_BATCH_STEPS,
     DataParallelShard,
     RequestLoad,
@@ -12,7 +14,6 @@ from llmb.serve.benchmark.arrivals import (
     make_load,
     warmup_load,
 )
-from llmb.serve.benchmark.prompts import ModelInfo, Prompt, PromptSampler
 
 
 def load(count: int, concurrency: int) -> RequestLoad:

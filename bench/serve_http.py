@@ -1,0 +1,281 @@
+"""What the HTTP server costs: the same engine and load in process and over HTTP, and what the HTTP process can write.
+
+    python bench/serve_http.py [--json FILE] [--only=chunks] [--row fp8] [--concurrency 256]
+    python bench/serve_http.py --tiny       # a very small model, with or without a GPU: shows only that it runs
+
+chunks   a fake engine gives every stream a token 100 times a second: the chunks/s that arrive, the HTTP process's share
+         of a core, and the chunks per second of its CPU time, which is what one core can do; needs no GPU
+engine   closed loop of so many streams: output tokens/s and median TTFT in process, over HTTP, and the difference
+Random weights, token prompts, EOS ignored; output lengths from 0.5 to 1.5 of the row's; TTFT of the requests after the
+first wave, which come one by one. The aim: at most 3 % of throughput lost, at most 2 ms added to the TTFT.
+"""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from http_client import ClientOutcome, run_client
+from options import build_parser, parse_options, select_rows
+
+from llmb.config.recipe import load_all, shipped
+from llmb.config.serialization import build, convert, read_json, to_plain
+from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+
+PARTS = ("chunks", "engine")
+BENCH = Path(__file__).parent
+STEPS_PER_S = 100.0  # of the fake engine
+MOST_LOST, MOST_ADDED_MS = 0.03, 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A load: requests of isl/osl tokens."""
+
+    dtype: str
+    isl: int
+    osl: int
+    requests: int
+    budget: int = 8192
+    spread: float = 0.5  # of output lengths, around osl: equal ones would all end at once
+
+    @property
+    def title(self) -> str:
+        return f"{self.dtype} {self.isl}/{self.osl}"
+
+
+ROWS = (
+    Row(dtype="fp8", isl=128, osl=512, requests=768),
+    Row(dtype="bf16", isl=1000, osl=250, requests=512),
+)
+TINY = Row(dtype="fp32", isl=8, osl=24, requests=24, budget=128)
+
+
+def config_of(row: Row, concurrency: int, tiny: bool) -> RunConfig:
+    recipe = load_all([shipped()])["inference_llama3.1"].models["8b"]
+    model = convert(Model, recipe, "8b")
+    if tiny:
+        model = replace(model, layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16, vocab=512)
+    on_gpu = not tiny
+    return RunConfig(
+        name="serve_http",
+        target="bench",
+        size="bench",
+        machine=Machine(gpu="h200" if on_gpu else "cpu", gpus=1, gpus_per_node=1),
+        model=model,
+        parallel=Parallel(),
+        precision=Precision(dtype=row.dtype, kv_dtype="fp8" if row.dtype == "fp8" else "bf16"),  # type: ignore[arg-type]
+        workload=Inference(
+            mode="max_throughput",
+            use_case="bench",
+            isl=row.isl,
+            osl=row.osl,
+            max_batch_size=concurrency,
+            concurrency=concurrency,
+            max_num_tokens=row.budget,
+            kv_fraction=0.8 if on_gpu else 0.01,
+            num_requests=row.requests,
+        ),
+    )
+
+
+def requests(row: Row, vocab: int, count: int, seed: int, osl: int) -> list[tuple[list[int], int]]:
+    """Return prompts and output lengths."""
+    draw, most = Random(seed), int(osl * row.spread)
+    return [
+        ([draw.randrange(33, vocab) for _ in range(row.isl)], draw.randint(osl - most, osl + most))
+        for _ in range(count)
+    ]
+
+
+def longest(row: Row) -> int:
+    return row.isl + row.osl + int(row.osl * row.spread)
+
+
+# -- in process
+
+
+def run_in_process(path: Path, out: Path) -> None:
+    """Serve the load in this process, as the server's engine process would, and write the figures."""
+    from llmb.runtime.rank_info import init_distributed
+    from llmb.serve.benchmark.serving_benchmark import gc_disabled
+    from llmb.serve.engine_builder import build_engine
+    from llmb.serve.request import Request
+
+    config = build(RunConfig, read_json(path), where=path.name)
+    work = config.workload
+    assert isinstance(work, Inference)
+    row = Row(dtype="", isl=work.isl, osl=work.osl, requests=work.num_requests)
+    engine = build_engine(config, init_distributed(config, "bench"), longest(row))
+
+    def serve(count: int, osl: int, seed: int) -> ClientOutcome:
+        outcome, waiting = ClientOutcome(), iter(enumerate(requests(row, config.model.vocab, count, seed, osl)))
+        sent: dict[int, float] = {}
+        first: dict[int, float] = {}
+
+        def send() -> None:
+            for number, (tokens, length) in waiting:
+                sent[number] = time.monotonic()
+                engine.submit(
+                    Request(request_id=number, prompt=tokens, max_tokens=length, on_token=on_token, on_end=on_end)
+                )
+                return
+
+        def on_token(number: int, _token: int) -> None:
+            outcome.chunks += 1
+            if number not in first:
+                first[number] = time.monotonic()
+
+        def on_end(output: Any) -> None:
+            number = output.request_id
+            outcome.times.append((sent[number], first[number], time.monotonic()))
+            send()
+
+        for _ in range(work.concurrency):
+            send()
+        engine.drain()
+        return outcome
+
+    serve(min(work.concurrency, row.requests), min(32, row.osl), seed=1)
+    with gc_disabled():
+        outcome = serve(row.requests, row.osl, seed=2)
+    out.write_text(json.dumps(figures(outcome, work.concurrency)))
+
+
+# -- over HTTP
+
+
+@contextmanager
+def server(*command: str) -> Any:
+    """Start a server; give its process and port."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if match := re.search(r"serving .* at http://[^:]+:(\d+)/v1", line):
+                yield process, int(match[1])
+                return
+        raise SystemExit("".join(lines) or "the server did not start")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def bodies(row: Row, vocab: int, count: int, osl: int, seed: int) -> list[bytes]:
+    common = {"temperature": 0, "ignore_eos": True, "stream": True}
+    drawn = requests(row, vocab, count, seed, osl)
+    return [json.dumps(common | {"prompt": tokens, "max_tokens": length}).encode() for tokens, length in drawn]
+
+
+def measure(process: Any, port: int, row: Row, vocab: int, concurrency: int, processes: int) -> dict[str, Any]:
+    """Warm up, then send the load; add the CPU time of the HTTP process."""
+    warmup = bodies(row, vocab, min(concurrency, row.requests), min(32, row.osl), seed=1)
+    run_client("127.0.0.1", port, warmup, concurrency, processes)
+    before = cpu_s(process.pid)
+    outcome = run_client("127.0.0.1", port, bodies(row, vocab, row.requests, row.osl, 2), concurrency, processes)
+    seconds, cpu = outcome.seconds, cpu_s(process.pid) - before
+    return figures(outcome, concurrency) | {
+        "cpu_share": cpu / seconds,
+        "chunks_per_cpu_s": outcome.chunks / max(cpu, 1e-9),
+    }
+
+
+def figures(outcome: ClientOutcome, concurrency: int) -> dict[str, Any]:
+    """Return the figures of a load; the TTFT of requests that came one by one, if there are any."""
+    ttft_s = outcome.ttft_s(concurrency) or outcome.ttft_s(0)
+    return {
+        "chunks": outcome.chunks,
+        "seconds": outcome.seconds,
+        "chunks_per_s": outcome.chunks / outcome.seconds,
+        "requests": len(outcome.times),
+        "ttft_ms": 1e3 * statistics.median(ttft_s),
+    }
+
+
+def measure_chunks(folder: Path, concurrency: int, tiny: bool, processes: int) -> dict[str, Any]:
+    row = Row(dtype="fp32", isl=8, osl=40 if tiny else 1000, requests=concurrency, spread=0.0)
+    path = write(folder, config_of(row, concurrency, tiny=True))
+    with server(sys.executable, str(BENCH / "fake_engine.py"), "serve", str(STEPS_PER_S), str(path), "--port", "0") as (
+        process,
+        port,
+    ):
+        result = measure(process, port, row, 512, concurrency, processes)
+    print(
+        f"chunks: {result['chunks_per_s']:,.0f}/s to {concurrency} streams, HTTP process at "
+        f"{result['cpu_share']:.0%} of a core: {result['chunks_per_cpu_s']:,.0f} chunks per second of its CPU time",
+        flush=True,
+    )
+    return result
+
+
+def measure_engine(folder: Path, row: Row, concurrency: int, tiny: bool, processes: int) -> dict[str, Any]:
+    config = config_of(row, concurrency, tiny)
+    path, out = write(folder, config), folder / "in_process.json"
+    subprocess.run([sys.executable, __file__, "--in-process", str(path), str(out)], check=True)
+    inside = json.loads(out.read_text())
+    length = ["--max-model-len", str(longest(row))]
+    with server(sys.executable, "-m", "llmb.serve.http", str(path), "--port", "0", *length) as (process, port):
+        http = measure(process, port, row, config.model.vocab, concurrency, processes)
+    tokens = inside["chunks"]  # one chunk a token
+    if http["chunks"] != tokens:
+        raise SystemExit(f"{http['chunks']} tokens arrived over HTTP, {tokens} in process")
+    lost = 1 - inside["seconds"] / http["seconds"]
+    added = http["ttft_ms"] - inside["ttft_ms"]
+    print(
+        f"{row.title}, {concurrency} streams, {row.requests} requests\n"
+        f"  in process  {tokens / inside['seconds']:10,.0f} output tokens/s   TTFT {inside['ttft_ms']:8.1f} ms\n"
+        f"  over HTTP   {tokens / http['seconds']:10,.0f} output tokens/s   TTFT {http['ttft_ms']:8.1f} ms   "
+        f"{http['chunks_per_s']:,.0f} chunks/s, HTTP process at {http['cpu_share']:.0%} of a core\n"
+        f"  lost {lost:.1%} (aim {MOST_LOST:.0%}), added {added:.1f} ms (aim {MOST_ADDED_MS:g} ms)",
+        flush=True,
+    )
+    return {"in_process": inside, "http": http, "lost": lost, "added_ttft_ms": added}
+
+
+def write(folder: Path, config: RunConfig) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(to_plain(config)))
+    return path
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--in-process"]:
+        run_in_process(Path(sys.argv[2]), Path(sys.argv[3]))
+        return
+    parser = build_parser(__doc__, PARTS)
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--client-processes", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 2)))
+    options = parser.parse_args() if "--only=chunks" in sys.argv else parse_options(parser, PARTS, ROWS)
+    options.parts = frozenset(options.only.split(","))
+    concurrency = min(options.concurrency, 8) if options.tiny else options.concurrency
+    rows = (TINY,) if options.tiny else select_rows(ROWS, options.row)
+    results: dict[str, Any] = {"concurrency": concurrency}
+    with TemporaryDirectory() as folder:
+        if "chunks" in options.parts:
+            results["chunks"] = measure_chunks(Path(folder), concurrency, options.tiny, options.client_processes)
+        for row in rows if "engine" in options.parts else ():
+            arguments = (Path(folder), row, concurrency, options.tiny, options.client_processes)
+            results[row.title] = measure_engine(*arguments)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""llmb-run sweep: options, drivers of single points, the loop over them."""

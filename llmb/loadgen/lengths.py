@@ -1,0 +1,51 @@
+"""Lengths of requests: fixed, uniform, normal, or drawn from a file of measured pairs.
+
+sample_length(random, 1000, 200.0, "normal")
+read_length_pairs(Path("lengths.csv")) -> [(812, 96), ...]       # lines "input,output", or JSON [input, output]
+"""
+
+import json
+from pathlib import Path
+from random import Random
+
+from llmb.errors import ConfigError
+
+LONGEST = 100_000_000  # tokens; beyond that a number in a file is a mistake
+
+
+def sample_length(random: Random, mean: int, spread: float, kind: str) -> int:
+    """Sample a length; spread is the standard deviation (normal) or half the range (uniform)."""
+    if kind == "normal":
+        return max(1, round(random.gauss(mean, spread)))
+    if kind == "uniform":
+        return max(1, random.randint(round(mean - spread), round(mean + spread)))
+    return max(1, mean)
+
+
+def read_length_pairs(path: Path) -> list[tuple[int, int]]:
+    """Read pairs of input and output length; a first line of column names is skipped."""
+    pairs = []
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip() or (number == 1 and line[:1].isalpha()):
+            continue
+        try:
+            values = json.loads(line) if line.lstrip().startswith("[") else line.replace(",", " ").split()
+            isl, osl = (int(value) for value in values)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} line {number}: expected an input and an output length, got {line!r}") from error
+        if not (1 <= isl <= LONGEST and 1 <= osl <= LONGEST):
+            raise ConfigError(f"{path} line {number}: lengths must be 1 or more, got {isl} and {osl}")
+        pairs.append((isl, osl))
+    if not pairs:
+        raise ConfigError(f"{path} holds no lengths")
+    return pairs
+
+
+def read_text(path: Path, noun: str = "") -> str:
+    """Read a text file of the user; a ConfigError says why it cannot be read. `noun`: what it should be."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read {noun}{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{noun}{path} is not text: {error.reason} at byte {error.start}") from error

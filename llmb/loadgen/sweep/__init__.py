@@ -1,0 +1,1 @@
+"""Sweeps over loads: ladders, searches, plans, folders."""

@@ -1,0 +1,74 @@
+"""Warnings of a load on a server: what the client did wrong, what the server did not do as asked."""
+
+from collections.abc import Iterable, Sequence
+
+from llmb.config.load_settings import LoadSettings
+from llmb.events import Event, RequestDone
+from llmb.perfmodel import load_metrics
+from llmb.results.load_figures import client_facts
+
+FULL_TIMES = 2  # how often the requests should fill the concurrency
+RATE_TOLERANCE = 0.05  # of the time that the arrivals were meant to take
+BUSY_LIMIT = 0.9  # of a core
+
+
+def load_cautions(
+    load: LoadSettings, measured: Sequence[RequestDone], fields: dict, events: Sequence[Event]
+) -> Iterable[tuple[str, str]]:
+    """Yield every warning that applies."""
+    completed = [r for r in measured if r.error is None]
+    yield from _about_client(load, completed, events)
+    failed = [r for r in measured if r.error is not None]
+    if failed:
+        example = f"the first: request {failed[0].request}: {failed[0].error}"
+        yield "FAILED_REQUESTS", f"{len(failed)} of {len(measured)} requests failed and are left out; {example}"
+    if wrong := fields.get("lengths_wrong"):
+        text = f"{wrong} of {len(completed)} outputs do not have the requested length: figures per token are not "
+        yield "WRONG_LENGTHS", text + "comparable; does the server honour ignore_eos and max_tokens?"
+    if fields.get("tokens_counted_by") == "chunks":
+        yield "NO_USAGE", "the server reports no usage: chunks are counted as tokens; give --tokenizer to count them"
+    if wrong := fields.get("token_counts_wrong"):
+        yield (
+            "TOKEN_COUNTS_DIFFER",
+            f"the tokenizer counts {wrong} of {len(completed)} outputs otherwise than the server",
+        )
+    if load.concurrency is not None and not load.is_open_loop and len(measured) < FULL_TIMES * load.concurrency:
+        hint = f"--requests {FULL_TIMES * load.concurrency}"
+        yield (
+            "FEW_REQUESTS",
+            f"{len(measured)} requests for {load.concurrency} at a time: filling and draining weigh much; {hint}",
+        )
+    due = [r.scheduled for r in measured if r.scheduled is not None]
+    if load.is_open_loop and len(due) == len(measured) > 1:
+        planned_s, sent_s = max(due) - min(due), max(r.arrival for r in measured) - min(r.arrival for r in measured)
+        if planned_s and sent_s > (1 + RATE_TOLERANCE) * planned_s:
+            held = " (the cap held requests back)" if load.concurrency is not None else ""
+            text = f"{(len(due) - 1) / sent_s:.4g} of {(len(due) - 1) / planned_s:.4g} requests/s were sent{held}"
+            yield "RATE_MISSED", f"{text}; look at the scheduled-time latency"
+
+
+def _about_client(
+    load: LoadSettings, completed: Sequence[RequestDone], events: Sequence[Event]
+) -> Iterable[tuple[str, str]]:
+    moved = client_moved(load, completed, events)
+    if moved is not None:
+        name, fraction = moved
+        remedy = "raise --processes, run the client on another machine or lower the load"
+        yield (
+            "CLIENT_LATE",
+            f"the client itself moves {name} by {100 * fraction:.0f} %: no verdict on the server; {remedy}",
+        )
+    client = client_facts(events)
+    if client is not None and client.cpu_fraction is not None and client.cpu_fraction > BUSY_LIMIT:
+        percent = 100 * client.cpu_fraction
+        yield "CLIENT_BUSY", f"a client process was busy {percent:.0f} % of the time; raise --processes"
+
+
+def client_moved(
+    load: LoadSettings, completed: Sequence[RequestDone], events: Sequence[Event]
+) -> tuple[str, float] | None:
+    """Return the percentile that the client moves by more than it may; None: it is honest, or nothing is known."""
+    client = client_facts(events)
+    has_cap = load.concurrency is not None and load.is_open_loop
+    moved = load_metrics.moved_percentile(completed, client.loop_lag_ms if client else None, has_cap)
+    return moved if moved is not None and moved[1] > load_metrics.MOVED_LIMIT else None

@@ -1,0 +1,1 @@
+"""Sweeps over loads: figures of their points, SLO limits, Pareto sets."""

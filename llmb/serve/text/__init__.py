@@ -1,0 +1,1 @@
+"""Text of a served model: tokenizer, incremental detokenization, stop strings, chat template."""
