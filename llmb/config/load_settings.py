@@ -136,6 +136,8 @@ def check_url(url: str) -> str:
 
 def check_load(settings: LoadSettings) -> None:
     """Raise on the first contradiction between settings, before anything is sent."""
+    if (url := check_url(settings.base_url)) != settings.base_url:
+        raise ConfigError(f"base_url: write it as {url}, without a password or /v1")
     _check_numbers(settings)
     _check_source(settings)
     _check_arrivals(settings)

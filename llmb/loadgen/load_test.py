@@ -35,7 +35,9 @@ OnEvent = Callable[[Event], None]
 HEAD_START_S = 0.2  # from the start command to the first request
 DRAIN_S = 30.0  # for records to arrive after a stop
 POLL_S = 0.05
-TOKEN_TIMES_PER_POLL = 8192  # delivered while the load runs: some milliseconds of the parent's time
+# While a load runs, events take a tenth of the parent's time, as the client needs the cores; others follow at its end.
+DELIVERY_S = 0.01
+DELIVERY_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -133,13 +135,16 @@ class _LoadRun:
         self.on_event(ServingFacts(warmup_requests=self.settings.warmup_requests, warmup_s=seconds))
 
     def _collect(self, pool: WorkerPool, deadline: float | None) -> None:
-        """Read messages until every process has ended its share."""
+        """Read messages until every process has ended its share, and deliver what there is time for."""
+        delivered = 0.0
         while len(self.ends) < len(pool.processes):
             if deadline is not None and perf_counter() > deadline:
                 return
             for number, kind, content in pool.messages(POLL_S):
                 self._take(number, kind, content)
-            self._deliver(TOKEN_TIMES_PER_POLL)
+            if perf_counter() >= delivered + DELIVERY_INTERVAL_S:
+                self._deliver(perf_counter() + DELIVERY_S)
+                delivered = perf_counter()
 
     def _take(self, number: int, kind: str, content: Any) -> None:
         if kind == "records":
@@ -150,12 +155,10 @@ class _LoadRun:
         elif kind == "end":
             self.ends[number] = content
 
-    def _deliver(self, budget: int | None) -> None:
-        while self.undelivered and (budget is None or budget > 0):
+    def _deliver(self, deadline: float | None) -> None:
+        while self.undelivered and (deadline is None or perf_counter() < deadline):
             record = Record(*self.undelivered.popleft())
             event = self._event(record)
-            if budget is not None:
-                budget -= 1 + len(event.token_times)
             if not record.warmup and self.settings.concurrency is None and self.settings.is_open_loop:
                 self.lateness_s.append(record.sent - record.scheduled)
             self.on_event(event)

@@ -5,7 +5,7 @@ from time import perf_counter
 
 import pytest
 
-from llmb.config.load_settings import check_url, without_credentials
+from llmb.config.load_settings import LoadSettings, check_load, check_url, without_credentials
 from llmb.errors import ConfigError
 from llmb.loadgen.client.http_client import Target
 from llmb.loadgen.event_loop import run_loop
@@ -43,6 +43,11 @@ def test_what_is_no_base_url_is_refused_without_its_password(url):
         check_url(url)
     assert "pw" not in str(caught.value)
     assert without_credentials("https://a:b@h/p") == "https://h/p"
+
+
+def test_settings_never_hold_a_password():
+    with pytest.raises(ConfigError, match=r"write it as http://h:1, without a password or /v1$"):
+        check_load(LoadSettings(base_url="http://user:secret@h:1/v1", model="m", concurrency=1, num_requests=1))
 
 
 def test_targets_and_heads():
