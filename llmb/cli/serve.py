@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Resolve, check, create the run folder, and serve until a signal."""
     from llmb.cli.run_options import load_recipes
-    from llmb.cli.submit import check_gpus_here, check_runs_here
+    from llmb.cli.submit import check_runs_here
     from llmb.config.server_options import server_arguments, server_options
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder
@@ -50,8 +50,7 @@ def run(options: argparse.Namespace) -> int:
     check_api_key_variable(settings.api_key_env)
     recipes = load_recipes()
     config = _resolve(options, recipes)
-    check_runs_here(config)
-    check_gpus_here(config.machine.gpu, config.machine.gpus * settings.replicas, "gpu" not in config.recipe_row)
+    check_runs_here(config, settings.replicas, advice="")
     _check_memory(config, settings.replicas, options.force, recipes)
     run_dir = RunFolder.create(install_root(os.environ), config, datetime.now())
     print(f"{config.name}\nrun folder: {run_dir.path}", flush=True)

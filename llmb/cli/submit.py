@@ -13,6 +13,8 @@ from typing import Any
 from llmb.cli.run_options import add_location_options, add_run_options, examples
 from llmb.cli.subcommand import command
 
+DRY_RUN = ", --dry-run shows the run"
+
 
 def add_commands(commands: Any) -> None:
     """Register submit and single."""
@@ -148,7 +150,7 @@ def _print_dry(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
                 print(f"\n{config.name}: {format_engine_command(config)}", end="")
 
 
-def check_runs_here(config: Any) -> None:
+def check_runs_here(config: Any, replicas: int = 1, advice: str = DRY_RUN) -> None:
     """Refuse a run whose engine or GPUs this machine does not have, before anything is created."""
     from llmb.errors import ConfigError
     from llmb.formats.token_file import read_header
@@ -170,7 +172,7 @@ def check_runs_here(config: Any) -> None:
         api_key_of(load)
         return
     uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
-    check_gpus_here(config.machine.gpu, config.machine.gpus, uses_proxy)
+    _check_gpus_here(config.machine.gpu, config.machine.gpus * replicas, uses_proxy, advice)
 
 
 def _check_gpus_before_planning(tasks: list[Any], recipes: dict[str, Any]) -> None:
@@ -182,10 +184,10 @@ def _check_gpus_before_planning(tasks: list[Any], recipes: dict[str, Any]) -> No
         if recipe.kind == "outofcore":
             row, _ = choose_row(recipe, request, {})
             gpu = request.gpu or ("cpu" if request.uses_proxy else gpu_of(row, recipe))
-            check_gpus_here(gpu, request.gpus, request.uses_proxy)
+            _check_gpus_here(gpu, request.gpus, request.uses_proxy)
 
 
-def check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
+def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool, advice: str = DRY_RUN) -> None:
     from llmb.errors import ConfigError
     from llmb.launch.local_machine import gpu_names
 
@@ -196,12 +198,10 @@ def check_gpus_here(gpu: str, requested: int, uses_proxy: bool) -> None:
         layout = f" (in {gpu}'s layout: --layout {gpu})" if requested > 1 and uses_proxy else ""
         raise ConfigError(
             f"{requested} x {gpu} requested, this machine has no GPU; "
-            f"--proxy without --gpu-type runs a small proxy on the CPU{layout}, --dry-run shows the run"
+            f"--proxy without --gpu-type runs a small proxy on the CPU{layout}{advice}"
         )
     if requested > here:
-        raise ConfigError(
-            f"{requested} GPUs requested, this machine has {here}; choose --scale {here} or less, or --dry-run"
-        )
+        raise ConfigError(f"{requested} GPUs requested, this machine has {here}; choose --scale {here} or less{advice}")
 
 
 def run_repeatedly(
