@@ -5,6 +5,7 @@
 It shows what the HTTP process can do, whatever the device.
 """
 
+import argparse
 import socket
 import sys
 import time
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmb.config.serialization import build, read_json
-from llmb.config.server_options import ServerOptions
+from llmb.config.server_options import add_server_options, server_options
 from llmb.config.spec import RunConfig
 from llmb.serve.http.__main__ import run
 from llmb.serve.http.engine_messages import ChannelClosed, EngineChannel, EngineReady, EngineState, StepReport, Submit
@@ -51,7 +52,9 @@ def main(arguments: list[str]) -> int:
     loaded = build(RunConfig, read_json(Path(config)), where=config)
     if role == "serve":
         command = (sys.executable, __file__, "work", steps_per_s)
-        return run(HttpServer(Path(config), loaded, ServerOptions(port=int(rest[1])), command).run())
+        parser = argparse.ArgumentParser()
+        add_server_options(parser)
+        return run(HttpServer(Path(config), loaded, server_options(parser.parse_args(rest)), command).run())
     with suppress(ChannelClosed):
         work(EngineChannel(socket.socket(fileno=int(rest[0]))), loaded.model.vocab, float(steps_per_s))
     return 0

@@ -51,7 +51,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     layout = add("--layout", metavar="GPU", help=layout_help)
     complete_with(layout, _gpu_types)
-    add("--engine", metavar="E", help="native (the default), or one that is installed: trtllm, megatron_bridge")
+    engines = "native (the default), one that is installed (trtllm, megatron_bridge), or openai: a server elsewhere"
+    add("--engine", metavar="E", help=engines)
+    add("--base-url", metavar="URL", help="engine openai: the server, the same as --set base_url=URL")
     add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
     add(
         "--set",
@@ -123,6 +125,7 @@ def run_selection(options: argparse.Namespace) -> Any:
     device_gb = None if fills else options.device_gb
     shortcuts = (
         ("seqlen", options.seqlen, "--seqlen"),
+        ("base_url", _server_url(options.base_url), "--base-url"),
         ("host_gib", options.host_gb, "--host-gb"),
         ("device_gib", device_gb, "--device-gb"),
     )
@@ -150,6 +153,16 @@ def run_selection(options: argparse.Namespace) -> Any:
         repeats=getattr(options, "repeats", 1),
         settings=tuple(settings),
     )
+
+
+def _server_url(url: str | None) -> str | None:
+    """Return a base URL in its normal form; a password in it is refused, as it would be stored."""
+    from llmb.config.load_settings import check_url, without_credentials
+    from llmb.errors import ConfigError
+
+    if url is not None and without_credentials(url) != url:
+        raise ConfigError("--base-url: leave user:password@ out of the URL, and set api_key_env=VARIABLE")
+    return None if url is None else check_url(url)
 
 
 def selected_gpu(options: argparse.Namespace) -> str | None:

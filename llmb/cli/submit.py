@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
             check_runs_here(config)
     else:
         resolved = [(task, submit_slurm.fit_allocation(config, os.environ, options.force)) for task, config in resolved]
-    check_memory([config for _, config in resolved], recipes, local=location == "local", force=options.force)
+    here = [config for _, config in resolved if config.engine != "openai"]
+    check_memory(here, recipes, local=location == "local", force=options.force)
     _print_departures(resolved, options.json)
     requested, codes = sum(task.repeats for task, _ in resolved), []
     for task, config in resolved:
@@ -159,6 +160,15 @@ def check_runs_here(config: Any) -> None:
     data = getattr(config.workload, "data", None)
     if data is not None:
         read_header(Path(data))  # refuses a file that the ranks could not read
+    if config.engine == "openai":  # the GPUs are the server's
+        from llmb.config.load_settings import check_load, load_settings_of
+        from llmb.loadgen.load_test import api_key_of
+
+        load = load_settings_of(config)
+        assert load is not None
+        check_load(load)
+        api_key_of(load)
+        return
     uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
     check_gpus_here(config.machine.gpu, config.machine.gpus, uses_proxy)
 

@@ -43,7 +43,11 @@ PLAN_FIELDS = {
     "gbs", "chunk_tokens", "seqs_per_round", "resident_params", "resident_grads", "resident_states",
     "activation_slots", "full_saves", "attention_saves",
 }  # fmt: skip
-ENGINES = {"training": ("native", "megatron_bridge"), "inference": ("native", "trtllm"), "outofcore": ("native",)}
+ENGINES = {
+    "training": ("native", "megatron_bridge"),
+    "inference": ("native", "trtllm", "openai"),
+    "outofcore": ("native",),
+}
 NOT_SETTINGS = {"gpu", "size", "gpus", "layers", "model", "true_width", "dp", "ga"}
 
 

@@ -7,6 +7,7 @@ which are the same in lower case.
 from collections.abc import Collection
 from math import gcd
 
+from llmb.config.load_settings import check_url, parse_slo
 from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.recipe import Recipe, Row
 from llmb.config.spec import Inference, Model, Override, Precision, RunConfig
@@ -87,6 +88,39 @@ def check_settings(config: RunConfig, overridden: Collection[str]) -> None:
             f"prefix_cache: the Mamba state of {config.model.name} cannot be shared between requests; leave it out"
         )
     _check_precision(config)
+    _check_arrivals(config, overridden)
+    _check_server(config)
+
+
+def _check_arrivals(config: RunConfig, overridden: Collection[str]) -> None:
+    """Check the rate, and that its times can be kept."""
+    work = _work(config)
+    if work.slo is not None:
+        parse_slo(work.slo)
+    if work.rate is None:
+        if work.burstiness != 1:
+            raise ConfigError("burstiness has no effect without a rate; set rate=REQUESTS_PER_SECOND")
+        return
+    if work.mode == "min_latency":
+        raise ConfigError("rate: MODE=min_latency has one request at a time; leave it out or set MODE=max_throughput")
+    if "concurrency" in overridden:
+        raise ConfigError(
+            "concurrency has no effect with a rate: requests are sent at their time; leave one of them out"
+        )
+
+
+def _check_server(config: RunConfig) -> None:
+    """Check that a server is named for the engine that needs one, and for no other."""
+    work = _work(config)
+    if config.engine == "openai":
+        if work.base_url is None:
+            raise ConfigError("engine openai needs a server; give --base-url URL")
+        if check_url(work.base_url) != work.base_url:
+            raise ConfigError(f"base_url: write it as {check_url(work.base_url)}, without a password or /v1")
+        return
+    for name in ("base_url", "served_model", "api_key_env"):
+        if getattr(work, name) is not None:
+            raise ConfigError(f"{name} has no effect with the engine {config.engine}; add --engine openai")
 
 
 def _check_lengths(work: Inference) -> None:

@@ -55,7 +55,7 @@ def read_dataset_file(path: Path, writer: TextWriter, default_output: int | None
 
 def dataset_entries(path: Path) -> list[tuple[str, Any]]:
     """Return the entries of a JSON or JSONL file, each with its place in it."""
-    text = read_text(path)
+    text = read_text(path, "the dataset ")
     if text.lstrip().startswith("["):
         try:
             parsed = json.loads(text)

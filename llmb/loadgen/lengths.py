@@ -41,11 +41,11 @@ def read_length_pairs(path: Path) -> list[tuple[int, int]]:
     return pairs
 
 
-def read_text(path: Path) -> str:
-    """Read a text file of the user; a ConfigError says why it cannot be read."""
+def read_text(path: Path, noun: str = "") -> str:
+    """Read a text file of the user; a ConfigError says why it cannot be read. `noun`: what it should be."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {noun}{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text: {error.reason} at byte {error.start}") from error
+        raise ConfigError(f"{noun}{path} is not text: {error.reason} at byte {error.start}") from error

@@ -19,6 +19,7 @@ from typing import cast
 
 WORD = "word "
 MODEL = "noop"
+FAULTS = ("500", "truncated", "error", "short", "no-usage", "silent", "close")
 _MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens":\s*(\d+)')
 _STREAM = re.compile(rb'"stream":\s*true')
 _FAULT = re.compile(rb'"model":\s*"fault:([\w-]+)"')
@@ -122,7 +123,8 @@ class NoopConnection(asyncio.Protocol):
         method, path = request_line[0], request_line[1]
         if method == b"GET":
             is_route = path.endswith((b"/health", b"/v1/models"))
-            models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+            names = [MODEL, *(f"fault:{fault}" for fault in FAULTS)]
+            models = {"object": "list", "data": [{"id": name, "object": "model"} for name in names]}
             self._transport.write(json_response(models) if is_route else json_response({}, b"404 Not Found"))
             return
         chat = path.endswith(b"/chat/completions")

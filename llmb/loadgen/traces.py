@@ -36,7 +36,7 @@ class TraceRequest:
 
 def read_trace(path: Path, speedup: float = 1.0) -> list[TraceRequest]:
     """Read a trace of either format in order of time; `speedup` 2 sends it in half the time."""
-    text = read_text(path)
+    text = read_text(path, "the trace ")
     first_line = text.lstrip().partition("\n")[0]
     rows = _azure_rows(path, text) if first_line.startswith(AZURE_COLUMNS[0]) else _mooncake_rows(path, text)
     if not rows:

@@ -103,12 +103,14 @@ def _about_serving(config: RunConfig | None, fields: dict, events: Sequence[Even
         example = f"the first: request {failed[0].request}: {failed[0].error}"
         yield "FAILED_REQUESTS", f"{len(failed)} of {len(measured)} requests failed and are left out; {example}"
     full = min(work.concurrency, work.max_batch_size * _replicas(config))
-    if len(measured) < FULL_TIMES * full:
+    if len(measured) < FULL_TIMES * full and work.rate is None:
         hint = f"--set num_requests={FULL_TIMES * full}"
         yield "FEW_REQUESTS", f"{len(measured)} requests for {full} at a time: filling and draining weigh much; {hint}"
-    if fields.get("steady_output_tokens_per_s") is None and work.streaming:  # else nobody saw when tokens came
+    if (
+        fields.get("steady_output_tokens_per_s") is None and work.streaming and work.rate is None
+    ):  # else nobody saw when tokens came
         yield "NOT_STEADY", "the engine was never full for long: no steady window is given; run more requests"
-    late = metrics.late_fraction(measured, work.concurrency)
+    late = metrics.late_fraction(measured, work.concurrency) if work.rate is None else None
     if late is not None and late > LATE_LIMIT:
         yield "CLIENT_BOUND", f"{100 * late:.0f} % of the load was missing: requests were sent late, not served slowly"
     if work.prefix_cache:

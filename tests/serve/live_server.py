@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from email.message import Message
 from pathlib import Path
@@ -28,7 +29,8 @@ DATA = Path(__file__).parents[2] / "data"
 VOCAB = 600
 BOS, EOS, HEADER, END_OF_TURN = "<|begin|>", "<|endoftext|>", "<|role|>", "<|end|>"
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     + HEADER
     + "{{ message.role }}\n{{ message.content | trim }}"
     + END_OF_TURN
@@ -38,6 +40,8 @@ CHAT_TEMPLATE = (
 )
 MODEL: Model = llama_model(name="small-llama", layers=2, hidden=64, ffn=96, heads=4, kv_heads=2, vocab=VOCAB)
 START_S = 90
+SERVER = ("-m", "llmb.serve.http")
+FAKE_ENGINE = (str(DATA.parent / "bench" / "fake_engine.py"), "serve")  # then its steps per second
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -123,10 +127,10 @@ def call(method: str, url: str, body: bytes | None = None, **headers: str) -> Re
 class LiveServer:
     """`python -m llmb.serve.http` with its output, from ready to its end."""
 
-    def __init__(self, config: Path, *arguments: str, port: int = 0, **environment: str):
+    def __init__(self, config: Path, *arguments: str, program: Sequence[str] = SERVER, **environment: str):
         self.lines: list[str] = []
         self.url = ""
-        command = [sys.executable, "-m", "llmb.serve.http", str(config), "--port", str(port), *arguments]
+        command = [sys.executable, *program, str(config), "--port", "0", *arguments]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

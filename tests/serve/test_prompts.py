@@ -136,7 +136,7 @@ def test_invalid_line_is_named_with_its_reason(tmp_path, line, reason: str) -> N
 
 
 def test_unreadable_datasets(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the dataset .*: No such file"):
         read_dataset(tmp_path / "none.jsonl", ModelInfo(100))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not text"):

@@ -25,6 +25,11 @@ def supported_serving(config: RunConfig) -> Inference:
             raise ConfigError(f"workload.{name}={getattr(work, name):g}: must be at least 0")
     if not 0 < work.kv_fraction <= 1:
         raise ConfigError(f"workload.kv_fraction={work.kv_fraction:g}: must be above 0 and at most 1")
+    if work.rate is not None and config.machine.gpus > 1:
+        raise ConfigError(
+            f"rate: arrivals by the clock need one rank, not {config.machine.gpus}, whose clocks would decide "
+            "differently; choose --scale 1, or load a server: --engine openai --base-url URL"
+        )
     if config.profile.profile and config.profile.profile_stop <= config.profile.profile_start:
         raise ConfigError(
             f"profile_start={config.profile.profile_start}, profile_stop={config.profile.profile_stop}: no step is "

@@ -3,9 +3,12 @@
     seconds = BenchmarkPhase(engine, work, eos, load, recorder).run()
 
 The first requests arrive at the beginning of the phase, every other one when one ends. Ranks that compute the same
-requests run the same phase: what is sent depends only on what has ended.
+requests run the same phase: what is sent depends only on what has ended. Requests at a rate are sent before the first
+step that begins after their time; they are refused for several ranks, whose clocks would decide differently.
 """
 
+import time
+from collections import deque
 from itertools import count, islice
 
 from llmb.config.spec import Inference
@@ -32,22 +35,28 @@ class BenchmarkPhase:
         self._engine, self._work, self._eos, self._load = engine, work, eos, load
         self._recorder, self._trace = recorder, trace
         self._arrivals = iter(load.prompts)
+        self._due_s = deque(load.due_s or ())
         self._in_flight: dict[int, InFlightRequest] = {}
         self._num_finished = self._num_finished_tokens = 0
         self._clock = PhaseClock()
 
     def run(self) -> float:
         """Send and step until the last request has ended; return the seconds that took."""
-        for request_id, prompt in islice(self._arrivals, self._load.concurrency):
-            self._send(request_id, prompt)
+        if self._load.due_s is None:
+            for request_id, prompt in islice(self._arrivals, self._load.concurrency):
+                self._send(request_id, prompt)
         for step in count():
+            self._send_due()
             if self._trace is not None:
                 self._trace.before(step)
             self._clock.next_step()
             running = self._engine.step()
             if self._trace is not None:
                 self._trace.after(step)
-            if not running:
+            if not running and self._due_s:
+                time.sleep(max(0.0, self._due_s[0] - self._clock.elapsed()))  # the engine is idle until then
+                self._clock.next_step()
+            elif not running:
                 break
             if self._recorder is not None:
                 self._record(self._recorder)
@@ -68,9 +77,16 @@ class BenchmarkPhase:
             self._sample(self._recorder, seconds, last=True)
         return seconds
 
-    def _send(self, request_id: int, prompt: Prompt) -> None:
+    def _send_due(self) -> None:
+        """Send every request whose time has come."""
+        while self._due_s and self._due_s[0] <= self._clock.elapsed():
+            request_id, prompt = next(self._arrivals)
+            self._send(request_id, prompt, self._due_s.popleft())
+
+    def _send(self, request_id: int, prompt: Prompt, due_s: float | None = None) -> None:
         work = self._work
-        request = InFlightRequest(request_id, prompt, self._clock, self._clock.now())
+        arrival = self._clock.now() if due_s is None else self._clock.elapsed()
+        request = InFlightRequest(request_id, prompt, self._clock, arrival, due_s)
         self._in_flight[request_id] = request
         self._engine.submit(
             Request(
@@ -94,8 +110,9 @@ class BenchmarkPhase:
         self._num_finished_tokens += request.output_tokens
         if self._recorder is not None:
             self._recorder.add(request)
-        for request_id, prompt in islice(self._arrivals, 1):
-            self._send(request_id, prompt)
+        if self._load.due_s is None:
+            for request_id, prompt in islice(self._arrivals, 1):
+                self._send(request_id, prompt)
 
     def _sample(self, recorder: RequestRecorder, elapsed: float, last: bool = False) -> None:
         tokens = self._num_finished_tokens + sum(len(request.token_times) for request in self._in_flight.values())

@@ -1,14 +1,17 @@
-"""Request arrivals: all at once, or at a fixed concurrency, where a new request arrives whenever one ends.
+"""Request arrivals: all at once, at a fixed concurrency, where a new request arrives whenever one ends, or at a rate.
 
     RequestLoad(list(enumerate(prompts)), concurrency).shard(index=1, size=4)
 
 Nothing here reads a clock: ranks that compute the same requests must send them in the same order between the same
-steps. Ranks that have their own requests (attention data parallelism) take them round-robin.
+steps. Ranks that have their own requests (attention data parallelism) take them round-robin. Requests at a rate have
+the times of `llmb/loadgen/arrivals.py`, on a single rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from llmb.config.spec import Inference
+from llmb.loadgen.arrivals import Arrivals, arrival_times
 from llmb.loadgen.prompt_sampler import Prompt
 from llmb.serve.benchmark.prompts import PromptSampler
 
@@ -21,6 +24,7 @@ class RequestLoad:
 
     prompts: list[tuple[int, Prompt]]
     concurrency: int
+    due_s: tuple[float, ...] | None = None  # when each is due; none: when another has ended
 
     def shard(self, index: int, size: int) -> "RequestLoad":
         """Return the load of one data-parallel shard, so that all shards together keep to the concurrency.
@@ -31,7 +35,17 @@ class RequestLoad:
         if index >= senders:
             return RequestLoad([], 0)
         concurrency = self.concurrency // senders + (index < self.concurrency % senders)
-        return RequestLoad(self.prompts[index::senders], concurrency)
+        due_s = None if self.due_s is None else self.due_s[index::senders]
+        return RequestLoad(self.prompts[index::senders], concurrency, due_s)
+
+
+def measured_load(work: Inference, prompts: list[Prompt]) -> RequestLoad:
+    """Return the measured load: at the rate of the run if it has one, else at its concurrency."""
+    if work.rate is None:
+        return make_load(prompts, work.concurrency)
+    arrivals = Arrivals("poisson" if work.burstiness == 1 else "gamma", work.rate, work.burstiness)
+    due_s = tuple(islice(arrival_times(arrivals, work.seed), len(prompts)))
+    return replace(make_load(prompts, work.max_batch_size), due_s=due_s)  # the warm-up fills the batch
 
 
 def make_load(prompts: list[Prompt], concurrency: int) -> RequestLoad:

@@ -53,6 +53,7 @@ class InFlightRequest:
     prompt: Prompt
     clock: PhaseClock
     arrival: float
+    scheduled: float | None = None  # when it was due, of requests at a rate
     token_times: list[float] = field(default_factory=list)
     end: float | None = None
     output_tokens: int = 0
@@ -74,6 +75,7 @@ class InFlightRequest:
             rank=rank,
             request=self.request_id,
             arrival=self.arrival,
+            scheduled=None if self.scheduled is None else round(self.scheduled, 6),
             first_token=self.token_times[0] if self.token_times else None,
             token_times=tuple(self.token_times),
             end=self.end,

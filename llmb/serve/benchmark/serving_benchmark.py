@@ -27,7 +27,7 @@ from llmb.serve.benchmark.request_load import (
     DataParallelShard,
     RequestLoad,
     data_parallel_shard,
-    make_load,
+    measured_load,
     warmup_load,
 )
 from llmb.serve.benchmark.request_recorder import RequestRecorder
@@ -56,7 +56,7 @@ def serve(config: RunConfig, events: EventRecorder) -> None:
         events.add(engine_facts(engine, config, rank))
         check_cache_capacity(config, device, engine.stats.blocks, prompts)
         shard = data_parallel_shard(rank, config.parallel.tp, work.attention_dp)
-        load = make_load(prompts, work.concurrency).shard(shard.index, shard.size)
+        load = measured_load(work, prompts).shard(shard.index, shard.size)
         warmup = warmup_load(work, load, shard.size, engine.stats.blocks * work.block_tokens, sampler)
         benchmark = ServingBenchmark(work, info.eos, engine, rank_info, shard, events)
         warmup_s = benchmark.warm_up(warmup)

@@ -112,7 +112,7 @@ def _chat_token(tokenizer: TextTokenizer, token: int, logprob: float) -> dict[st
 
 
 def token_name(tokenizer: TextTokenizer, token: int) -> str:
-    """Return the text of a token, or its bytes where they are no text, so that different tokens have different names."""
+    """Return the text of a token, or its bytes where they are no text, so that names differ."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()

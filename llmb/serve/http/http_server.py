@@ -37,6 +37,9 @@ from llmb.serve.text.text_tokenizer import eos_tokens, load_tokenizer
 DEFAULT_CONTEXT = 8192  # tokens, of random weights, which say nothing about it
 ERROR_FLUSH_S = 1.0  # for clients to read their errors after an engine has failed
 BACKLOG = 4096
+SEND_BUFFER_BYTES = (
+    128 * 1024
+)  # of the kernel, of a connection: it would grow to megabytes for a client that never reads
 
 
 class HttpServer:
@@ -53,6 +56,7 @@ class HttpServer:
         self._connections: list[WorkerConnection] = []
         self._ready: list[EngineReady] = []
         self._failure: str | None = None
+        self._failed_worker: WorkerProcess | None = None
         self._changed = asyncio.Event()  # an engine is ready or failed, or a signal has arrived
         self._signals = 0
         self._routes: ApiRoutes | None = None
@@ -91,8 +95,7 @@ class HttpServer:
     async def _start_engines(self) -> None:
         """Start the engine processes and connect to them."""
         length, exact = self._max_model_len()
-        arguments = (self._path, self._config, self._options.replicas, length, exact, self._command)
-        self._workers = await asyncio.to_thread(start_workers, *arguments)
+        self._workers = start_workers(self._path, self._config, self._options.replicas, length, exact, self._command)
         loop, shards = asyncio.get_running_loop(), self._config.parallel.tp if self._work.attention_dp else 1
         leaders: dict[int, WorkerConnection] = {}
         for worker in self._workers:
@@ -122,10 +125,9 @@ class HttpServer:
 
     def _startup_code(self) -> int:
         """Return the exit code of a server whose engine did not start; the engine has printed why."""
-        if self._failure is None:
+        if self._failed_worker is None:
             return 0
-        codes = stop_workers([worker for worker in self._workers if worker.process.poll() is not None])
-        return 1 if 1 in codes else 2
+        return 1 if stop_workers([self._failed_worker]) == [1] else 2
 
     async def _serve(self, sock: socket.socket, routes: ApiRoutes) -> int:
         app = routes.build_app(int(self._options.max_body_mb * 2**20))
@@ -200,6 +202,7 @@ class HttpServer:
 
     def _on_lost(self, worker: WorkerProcess) -> None:
         if self._failure is None:
+            self._failed_worker = worker
             self._failure = f"{worker.name} ended, so the server ends; its last lines are above"
             self._router.fail()
             self._changed.set()
@@ -222,6 +225,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host}: {error.strerror}") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
     try:
         sock.bind(address)
     except OSError as error:
