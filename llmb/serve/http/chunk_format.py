@@ -44,13 +44,21 @@ class ChunkFormat:
         self._end = "}]" + (',"usage":null' if head.include_usage else "") + "}\n\n"
         self._plain = f'{self._text_end},"logprobs":null,"finish_reason":null{self._end}'
 
-    def event(self, text: str, logprobs: Any = None, finish_reason: str | None = None, first: bool = False) -> str:
-        """Return the event of some text."""
+    def event(
+        self,
+        text: str,
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        first: bool = False,
+        usage: dict[str, Any] | None = None,
+    ) -> str:
+        """Return the event of some text; `usage`: token counts so far, where every chunk carries them."""
         opening = (self._first if first else self._next) + encode_basestring_ascii(text)
-        if logprobs is None and finish_reason is None:
+        if logprobs is None and finish_reason is None and usage is None:
             return opening + self._plain
         ending = f'"logprobs":{to_compact_json(logprobs)},"finish_reason":{to_compact_json(finish_reason)}'
-        return f"{opening}{self._text_end},{ending}{self._end}"
+        end = self._end if usage is None else f'}}],"usage":{to_compact_json(usage)}}}\n\n'
+        return f"{opening}{self._text_end},{ending}{end}"
 
 
 def usage_event(head: ResponseHead, usage: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ class CompletionRequest:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool  # every chunk has the counts so far, as vLLM's continuous_usage_stats
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -97,6 +98,7 @@ def _common(fields: dict[str, Any]) -> dict[str, Any]:
         raise refuse("model", "must be a string")
     top_k = read_int(fields, "top_k", -1)
     stream = read_bool(fields, "stream")
+    include_usage, continuous_usage = read_stream_options(fields.get("stream_options"), stream)
     temperature = read_number(fields, "temperature", 0.0, MAX_TEMPERATURE)
     top_p = read_number(fields, "top_p", 0.0, 1.0)
     if top_p == 0:
@@ -111,7 +113,8 @@ def _common(fields: dict[str, Any]) -> dict[str, Any]:
         "stop": read_stop(fields.get("stop")),
         "ignore_eos": read_bool(fields, "ignore_eos"),
         "stream": stream,
-        "include_usage": read_stream_options(fields.get("stream_options"), stream),
+        "include_usage": include_usage,
+        "continuous_usage": continuous_usage,
     }
 
 

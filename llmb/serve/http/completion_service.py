@@ -230,8 +230,11 @@ class Completion:
         logprobs: Any = None
         if output.entries:
             logprobs = format_logprobs(self._model.tokenizer, self._request.is_chat, output.take_entries())
+        usage = None
+        if self._request.continuous_usage:
+            usage = format_usage(len(self._prompts[output.index // self._request.n]), output.num_tokens, None)
         event = self._formats[output.index].event(
-            output.take_text(), logprobs, output.finish_reason, first=output.sent_chunks == 0
+            output.take_text(), logprobs, output.finish_reason, first=output.sent_chunks == 0, usage=usage
         )
         output.sent_chunks += 1
         output.sent_end = output.finish_reason is not None

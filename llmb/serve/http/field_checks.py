@@ -9,6 +9,8 @@ MAX_CHOICES = 128  # outputs of one request
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 
+STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+
 GENERATION = (
     "model", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "ignore_eos", "stream",
     "stream_options",
@@ -122,12 +124,13 @@ def read_stop(stop: Any) -> list[str]:
     return stops
 
 
-def read_stream_options(options: Any, stream: bool) -> bool:
-    """Return whether the stream ends with a chunk of usage."""
+def read_stream_options(options: Any, stream: bool) -> tuple[bool, bool]:
+    """Return whether the stream ends with a chunk of usage, and whether every chunk has the usage so far."""
     if options is None:
-        return False
+        return False, False
     if not stream:
         raise refuse("stream_options", "needs stream: true")
-    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise refuse("stream_options", "may hold include_usage only")
-    return read_bool(options, "include_usage")
+    if not isinstance(options, dict) or options.keys() - STREAM_OPTIONS:
+        raise refuse("stream_options", "may hold include_usage and continuous_usage_stats only")
+    include_usage = read_bool(options, "include_usage")
+    return include_usage, include_usage and read_bool(options, "continuous_usage_stats")
