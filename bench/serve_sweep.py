@@ -62,29 +62,21 @@ def parse() -> argparse.Namespace:
 
 
 def client_cost(points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the cost of the load generator: calibrated once, and the worst of all points."""
+    """Return what a request and a token cost the load generator, and how often it refused a verdict."""
     clients = [point["client"] for point in points if point["client"]]
-    if not clients:
-        return {}
-    calibrated = {name: clients[0].get(name) for name in ("request_cost_us", "token_cost_us", "idle_lateness_p99_ms")}
-    lags = [client["loop_lag_ms"]["p99"] for client in clients if client.get("loop_lag_ms")]
-    return {
-        **calibrated,
-        "processes": max(client.get("processes") or 0 for client in clients),
-        "cpu_fraction": max(client.get("cpu_fraction") or 0.0 for client in clients),
-        "loop_lag_p99_ms": max(lags, default=None),
-        "refusals": sum(point["client_refusal"] is not None for point in points),
-    }
+    calibrated = ("request_cost_us", "token_cost_us", "idle_lateness_p99_ms")
+    cost = {name: clients[0].get(name) for name in calibrated} if clients else {}
+    return {**cost, "refusals": sum(point["client_refusal"] is not None for point in points)}
 
 
 def print_times(report: dict[str, Any]) -> None:
     sweep, client = report["sweep"], report["client"]
-    verdict = "under" if report["seconds"] < MOST_S else "OVER"
-    print(
-        f"\n{report['seconds']:.0f} s in all, {verdict} {MOST_S:g} s: {sweep['wall_s']:.0f} s of {sweep['points']} points, "
-        f"{report['seconds'] - sweep['wall_s']:.0f} s of the server's start, stop and the rest"
-    )
+    seconds, measured_s = report["seconds"], sweep["wall_s"]
+    verdict = "under" if seconds < MOST_S else "OVER"
+    print(f"\n{seconds:.0f} s in all, {verdict} {MOST_S:g} s: {sweep['points']} points {measured_s:.0f} s", end=", ")
+    print(f"start and stop of the server {seconds - measured_s:.0f} s")
     if client:
+        client = {**client, **(sweep["client"] or {})}
         print("client: " + ", ".join(f"{name} {value}" for name, value in client.items() if value is not None))
 
 

@@ -95,6 +95,8 @@ def _resolve(options: argparse.Namespace, recipes: dict[str, Any]) -> "RunConfig
         raise ConfigError(
             f"{config.machine.gpus} GPUs are on {config.machine.nodes} nodes; a server runs on one machine"
         )
+    if work.weights is not None and not Path(work.weights, "config.json").is_file():
+        raise ConfigError(f"weights={work.weights} is no weights folder: it holds no config.json")
     for line in departure_lines([config]):
         print(f"departs from the recipe: {line}", flush=True)
     prefix_cache = not options.no_prefix_cache

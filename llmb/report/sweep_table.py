@@ -96,6 +96,12 @@ def _notes(result: SweepResult) -> Iterator[str]:
             yield f"excluded: {describe_load(row)}: {row.excluded}"
         elif row.requests_failed:
             yield f"{describe_load(row)}: {row.requests_failed} requests failed"
+        elif row.lengths_wrong:
+            yield f"{describe_load(row)}: {row.lengths_wrong} outputs do not have the requested length"
+    client = result.client
+    if client is not None and client.cpu_fraction is not None and client.loop_lag_p99_ms is not None:
+        busy = f"the busiest of {client.processes} processes used {100 * client.cpu_fraction:.0f} % of a core"
+        yield f"client: {busy}, its clock was at most {number(client.loop_lag_p99_ms)} ms late (p99)"
     if not result.finished:
         yield "not finished: more points were planned"
 

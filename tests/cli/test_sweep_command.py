@@ -2,14 +2,19 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from llmb.cli.llmb_run import parser
+from llmb.cli.sweep.plan_builder import build_plan
 from llmb.loadgen.calibration import NoopServerProcess
+from llmb.results.sweep.pareto import knee, pareto_set
 
 REFUSED = [
     ([], "give what to measure"),
@@ -47,6 +52,33 @@ def test_a_server_that_is_not_there_is_named(llmb_run):
     code, _, err = llmb_run("sweep", "--base-url", "http://127.0.0.1:9", "--concurrency", "1")
     assert code == 2
     assert "no server responds at http://127.0.0.1:9" in err
+
+
+def documented(command):
+    """Return the lines of docs/serving.md that run a command."""
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    return [line.strip() for line in text.splitlines() if line.strip().startswith(f"llmb-run {command}")]
+
+
+@pytest.mark.parametrize("line", documented("sweep"))
+def test_documented_sweeps_are_accepted(line, tmp_path, monkeypatch):
+    """Up to the server, which is not there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiers.yaml").write_text("interactive: {ttft: 500ms, tpot: 30ms}\n")
+    options = parser().parse_args(shlex.split(line)[1:])
+    options.dry_run = True
+    if options.base_url:
+        options.base_url, options.model = options.base_url.replace("HOST", "127.0.0.1"), "m"
+    if options.workload:
+        options.gpu_type = "h200"
+    if not options.resume:
+        assert build_plan(options).estimate().points > 0
+
+
+def test_documented_knee():
+    points = [(50, 100), (40, 350), (20, 400), (10, 300)]
+    assert pareto_set(points) == [0, 1, 2]
+    assert knee(points) == 1
 
 
 ENGINE = ["-w", "inference_llama3.1", "-s", "8b", "--dtype", "bf16", "--scale", "1", "--proxy"]
@@ -142,4 +174,4 @@ def test_the_highest_load_of_tiers_is_searched_in_one_sweep(server, tmp_path):
 def test_rates_are_swept(server, tmp_path):
     result = sweep("--base-url", server.url, "--rate", "10,20", *LOAD, install=tmp_path)
     assert [row["load"] for row in result["rows"]] == [10, 20]
-    assert [row["requests"] for row in result["rows"]] == [4, 8]
+    assert [row["requests"] for row in result["rows"]] == [16, 16]

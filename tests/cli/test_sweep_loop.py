@@ -142,6 +142,14 @@ def test_a_point_whose_client_was_late_is_marked_and_not_used(folder):
     assert result.knee != 8
 
 
+def test_a_search_measures_a_point_again_whose_client_was_late(folder):
+    server = ScriptedServer(late_at=(2,))
+    search = plan(search=True, tiers={"loose": "ttft=900ms"}, ladder=(1, 8))
+    (answer,) = run_sweep(search, folder(search), server).tiers
+    assert [key.load for key, _ in server.measured] == [1, 2, 2]
+    assert (answer.load, answer.fails_at, answer.broken) == (1, 2, ("client: late by 9 ms",))
+
+
 def test_repeats_state_the_noise(folder):
     ladder = plan(repeats=3, ladder=(1, 2))
     row = run_sweep(ladder, folder(ladder), ScriptedServer()).rows[0]

@@ -80,6 +80,13 @@ def test_rates_are_found_to_the_stated_precision(optimum, relative):
         assert around.failing - around.passing <= max(0.011, relative * around.passing)
 
 
+@given(st.floats(0.011, 5.0), st.floats(1.0, 300.0), st.floats(0.0, 1500.0))
+def test_a_range_of_any_rates_comes_to_an_end(lowest, factor, optimum):
+    search = SearchRange(lowest=lowest, highest=lowest * factor, unit=0.01, precision=Precision(relative=0.05))
+    judged = measure_all(lambda rate: rate <= optimum, search)
+    assert 1 <= len(judged) <= 2 * log2(max(2, search.ticks(lowest * factor))) + 2
+
+
 def test_noise_counts_against_the_load():
     around = bracket({1: True, 2: True, 4: False, 8: True, 16: False})
     assert (around.passing, around.failing, around.contradicted) == (2, 4, (8,))

@@ -92,8 +92,14 @@ def write_weights_folder(folder: Path, model: Model = MODEL) -> Path:
 def server_config(folder: Path | None, **changes: Any) -> RunConfig:
     """Return a run that serves a weights folder, or random weights."""
     weights = None if folder is None else str(folder)
-    defaults = {"prefix_cache": True, "max_batch_size": 8, "max_num_tokens": 64, "kv_fraction": 0.002}
-    return changed(CONFIG, model=MODEL, weights=weights, **(defaults | changes))
+    defaults: dict[str, Any] = {
+        "model": MODEL,
+        "prefix_cache": True,
+        "max_batch_size": 8,
+        "max_num_tokens": 64,
+        "kv_fraction": 0.002,
+    }
+    return changed(CONFIG, weights=weights, **(defaults | changes))
 
 
 def write_config(folder: Path, config: RunConfig) -> Path:

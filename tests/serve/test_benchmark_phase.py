@@ -17,7 +17,7 @@ from llmb.runtime.recorder import EventRecorder
 from llmb.serve.admission import SchedulerLimits
 from llmb.serve.benchmark.benchmark_phase import BenchmarkPhase
 from llmb.serve.benchmark.prompts import ModelInfo, PromptSampler
-from llmb.serve.benchmark.request_load import RequestLoad, make_load
+from llmb.serve.benchmark.request_load import RequestLoad, make_load, measured_load
 from llmb.serve.benchmark.request_recorder import TOKEN_TIMES_PER_STEP, InFlightRequest, PhaseClock, RequestRecorder
 from llmb.serve.block_pool import BlockPool
 from llmb.serve.engine import Engine
@@ -206,3 +206,22 @@ def test_clock_is_constant_within_a_step() -> None:
     first = clock.now()
     assert first == clock.now() > 0.0
     assert clock.elapsed() >= first
+
+
+def test_requests_at_a_rate_are_sent_when_due(tmp_path) -> None:
+    work = replace(WORK, rate=400.0, num_requests=12)
+    load = measured_load(work, prompts(*[(5, 4)] * 12))
+    assert load.due_s is not None
+    actual = requests(run(tmp_path, load, work))
+    assert [r.scheduled for r in actual] == [round(due, 6) for due in load.due_s]
+    assert all(r.arrival >= r.scheduled and r.first_token >= r.arrival for r in actual)
+    assert [r.output_tokens for r in actual] == [4] * 12
+
+
+def test_the_schedule_of_a_rate_depends_on_seed_and_burstiness() -> None:
+    lengths = prompts(*[(5, 4)] * 50)
+    poisson, repeated, gamma = (
+        measured_load(replace(WORK, rate=10.0, burstiness=shape), lengths).due_s for shape in (1.0, 1.0, 0.5)
+    )
+    assert poisson == repeated != gamma
+    assert measured_load(WORK, lengths).due_s is None

@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from llmb.serve.layers.served_model import ServedModel
-from llmb.serve.request import Request, SamplingParams
-from llmb.serve.sampler import greedy, sample, uniform
+from llmb.serve.request import Request, SamplingParams, TokenLogprobs
+from llmb.serve.sampler import compute_logprobs, greedy, sample, uniform
 
 VOCAB = 12
 
@@ -193,3 +193,19 @@ def test_outputs_end_with_stop_sequence_or_eos(served_model: ServedModel) -> Non
     assert all(tokens == whole[: len(tokens)] for tokens in collector.tokens())
     finishes = ["length", "stop", "stop", "stop", "length", "stop", "length"]
     assert [collector.outputs[number].finish_reason for number in range(7)] == finishes
+
+
+def test_logprobs_are_those_of_the_rows_that_ask():
+    logits_SV = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
+    tokens_S = torch.tensor([3, 0, 8, 1])
+    params = [SamplingParams(), SamplingParams(logprobs=2), SamplingParams(temperature=0.5), SamplingParams(logprobs=0)]
+    rows = compute_logprobs(logits_SV, tokens_S, params)
+    expected_SV = logits_SV.log_softmax(dim=-1)
+    entries = rows.to_host().read()
+    assert sorted(entries) == [1, 3]
+    assert entries[1].logprob == pytest.approx(expected_SV[1, 0].item())
+    assert entries[1].top == tuple(
+        (int(i), pytest.approx(expected_SV[1, i].item())) for i in expected_SV[1].topk(2).indices
+    )
+    assert entries[3] == TokenLogprobs(pytest.approx(expected_SV[3, 1].item()))
+    assert compute_logprobs(logits_SV, tokens_S, [SamplingParams()] * 4) is None

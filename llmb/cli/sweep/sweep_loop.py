@@ -20,6 +20,8 @@ from llmb.results.sweep.slo import SloLimit, parse_slo
 from llmb.results.sweep.sweep_points import PointKey, SweepPoint, sweep_rows
 from llmb.results.sweep.sweep_result import SweepResult, conclude, judgements
 
+ATTEMPTS = 2  # at a point of a search whose client was late
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
@@ -107,8 +109,12 @@ def run_sweep(
         driver.prepare(key)
         load = state.point_load(key)
         on_start(key, load, state.points)
-        point_folder, start = folder.point_folder(key.name), time.monotonic()
-        measured = driver.measure(key, load, point_folder)
+        start, attempts = time.monotonic(), ATTEMPTS if plan.search else 1
+        for _ in range(attempts):  # a search would take a moment's lateness of the client for the server's limit
+            point_folder = folder.point_folder(key.name)
+            measured = driver.measure(key, load, point_folder)
+            if measured.client_refusal is None:
+                break
         point = SweepPoint(
             key=key,
             result=measured.result,

@@ -23,10 +23,10 @@ def describe_plan(plan: SweepPlan) -> str:
     lines += [f"tier {name}: {limits}" for name, limits in plan.tiers.items()]
     tokens = "" if cost.tokens is None else f", {number(cost.tokens)} tokens"
     least = "" if plan.search else "at least "
-    lines.append(
-        f"{'at most ' if plan.search else ''}{cost.points} points of about {plan.point_s:g} s: "
-        f"{format_duration(cost.seconds)} and longer where a load of {plan.waves:g} requests per user takes longer"
-    )
+    longer = "the server falls behind" if plan.load_kind == "rate" else f"{plan.waves:g} requests per user take longer"
+    most = "at most " if plan.search else ""
+    time = format_duration(cost.seconds)
+    lines.append(f"{most}{cost.points} points of about {plan.point_s:g} s: {time}, and more where {longer}")
     if not plan.search:
         lines.append(f"{least}{cost.requests:,} requests{tokens}")
     return "\n".join(lines)
@@ -50,11 +50,9 @@ class SweepProgress:
         self.say(f"[{len(points) + 1} {planned}] {self._label}: {amount}{self._left(points)}")
 
     def _left(self, points: Sequence[SweepPoint]) -> str:
-        """Return the time that is left: later points of a ladder take longer, so it is a lower bound."""
-        if not points or self._plan.search:
-            return ""
-        each = max(self._plan.point_s, points[-1].wall_s)
-        return f"; at least {format_duration(each * (self._plan.most_points - len(points)))} left"
+        """Return the expected time of this point and those after it, from the latencies so far."""
+        seconds = self._plan.seconds_left({p.key.load: (p.result.e2e_ms or {}).get("p50") for p in points})
+        return "" if seconds is None else f"; about {format_duration(seconds)} left"
 
     def done(self, point: SweepPoint, result: SweepResult) -> None:
         """Print the figures of a finished point."""

@@ -70,6 +70,7 @@ def point_settings(settings: LoadSettings, key: PointKey, load: PointLoad, warmu
     seed = settings.seed + key.repeat - 1 + 1000 * round(key.load * 100)
     common: dict[str, Any] = {"num_requests": load.requests, "seed": seed, "warmup_requests": warmup}
     if key.load_kind == "rate":
+        common |= {"timeout_s": min(settings.timeout_s, load.timeout_s or settings.timeout_s)}
         return replace(settings, arrivals="poisson", rate=key.load, concurrency=None, **common)
     common |= {"ramp_s": load.ramp_s, "duration_s": load.limit_s}
     common |= {"num_requests": None, "duration_s": load.for_s} if load.for_s is not None else {}

@@ -22,7 +22,7 @@ EXACT = Precision()
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRange:
-    """Loads that a search may measure: multiples of `unit`, and the ends."""
+    """Loads that a search may measure: multiples of `unit` from lowest to highest, which are rounded to them."""
 
     lowest: float
     highest: float
@@ -64,8 +64,8 @@ def bracket(judged: Mapping[float, bool]) -> Bracket:
 
 def next_load(judged: Mapping[float, bool], search: SearchRange) -> float | None:
     """Return the load to measure next, or None when the answer is known: `bracket(judged).passing`."""
-    around = bracket({load: holds for load, holds in judged.items() if search.lowest <= load <= search.highest})
     lowest, highest = search.ticks(search.lowest), search.ticks(search.highest)
+    around = bracket({load: holds for load, holds in judged.items() if lowest <= search.ticks(load) <= highest})
     if around.failing is None:
         if around.passing is None:
             return search.load(lowest)

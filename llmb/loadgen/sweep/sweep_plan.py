@@ -7,16 +7,20 @@ A plan is stored as sweep.json before anything is measured, so that a killed swe
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil, log2
+from math import ceil, floor, log2, log10
 from typing import Any, Literal
 
 from llmb.loadgen.sweep.ladder import Precision
 from llmb.loadgen.sweep.load_search import EXACT, SearchRange, next_of_many
 
-RATE_UNIT = 0.01  # requests/s: rates of a search are multiples of it
+RATE_DIGITS = 2  # decimals of the lowest rate, at least: rates of a search are multiples of 0.01 from 1 request/s
+TIMEOUT_TIMES = 10  # E2E of the lowest load, after which a request of an overloaded server is given up
+LEAST_TIMEOUT_S = 60.0
 LIMIT_TIMES = 10  # point_s, after which a point sends no more
 FEW_USERS = 8  # who send many requests one after the other, however slow the server is
 FEWEST_REQUESTS = 4  # of a point
+FEWEST_AT_RANDOM = 16  # of a rate, where that takes no longer than the limit: fewer random times are no rate
+E2E_GROWTH = 0.8
 MARGIN = 1.25  # of the requests that the last point suggests: throughput rises with the load
 
 
@@ -46,7 +50,9 @@ class SweepPlan:
 
     @property
     def range(self) -> SearchRange:
-        unit = 1.0 if self.load_kind == "concurrency" else min(RATE_UNIT, self.ladder[0])
+        unit = (
+            1.0 if self.load_kind == "concurrency" else 10.0 ** min(0, floor(log10(self.ladder[0]))) / 10**RATE_DIGITS
+        )
         return SearchRange(lowest=self.ladder[0], highest=self.ladder[-1], unit=unit, precision=self.precision)
 
     def next_load(self, measured: Sequence[float], judged: Sequence[Mapping[float, bool]]) -> float | None:
@@ -73,7 +79,8 @@ class SweepPlan:
     def fewest_requests(self, load: float) -> int:
         """Return how many requests a point has at least: enough to fill the server, or to last point_s."""
         if self.load_kind == "rate":
-            return max(FEWEST_REQUESTS, ceil(load * self.point_s))
+            several = min(FEWEST_AT_RANDOM, ceil(load * LIMIT_TIMES * self.point_s))
+            return max(FEWEST_REQUESTS, several, ceil(load * self.point_s))
         return max(FEWEST_REQUESTS, ceil(self.waves * load))
 
     def point_load(self, load: float, earlier: Mapping[float, tuple[float | None, float | None]]) -> "PointLoad":
@@ -85,7 +92,9 @@ class SweepPlan:
         figures = {key: (rate, e2e_ms) for key, (rate, e2e_ms) in earlier.items() if rate and e2e_ms}
         requests = self.fewest_requests(load)
         if self.load_kind == "rate":
-            return PointLoad(requests=requests, limit_s=limit_s)
+            times = [TIMEOUT_TIMES * (e2e_ms or 0.0) / 1000 for _, e2e_ms in figures.values()]
+            timeout_s = max(LEAST_TIMEOUT_S, min(times) + 2 * self.point_s) if times else None
+            return PointLoad(requests=requests, limit_s=limit_s, timeout_s=timeout_s)
         if not figures:
             return PointLoad(requests=requests, limit_s=limit_s, for_s=self.point_s if load <= FEW_USERS else None)
         nearest = min(figures, key=lambda key: (abs(log2(key / load)), key))
@@ -96,6 +105,24 @@ class SweepPlan:
             ramp_s=round(self.ramp * (e2e_ms or 0.0) / 1000, 3) if load > 1 else 0.0,
             limit_s=limit_s,
         )
+
+    def seconds_left(self, measured: Mapping[float, float | None]) -> float | None:
+        """Return the expected time of a ladder's remaining loads, from the E2E (ms) of those measured; None: unknown.
+
+        E2E of more users is taken to grow with the 0.8th power of their number: slower than in proportion, as a larger
+        batch is more efficient. Of a rate it is taken to stay.
+        """
+        known_ms = {load: e2e_ms for load, e2e_ms in measured.items() if e2e_ms}
+        if not known_ms or self.search or len(self.variants) > 1:
+            return None
+        seconds, last = 0.0, max(known_ms)
+        for load in self.ladder:
+            if load not in measured:
+                growth = max(1.0, load / last) ** E2E_GROWTH if self.load_kind == "concurrency" else 1.0
+                e2e_s = known_ms[last] * growth / 1000
+                waves_s = (self.waves + self.ramp) * e2e_s if self.load_kind == "concurrency" else 0.0
+                seconds += self.repeats * max(self.point_s + e2e_s, waves_s)
+        return seconds
 
     def estimate(self) -> "SweepEstimate":
         """Return what the whole sweep costs; the time is a lower bound where the server is slow."""
@@ -116,6 +143,7 @@ class PointLoad:
     requests: int
     limit_s: float  # after which no request is sent
     ramp_s: float = 0.0  # until the concurrency is reached
+    timeout_s: float | None = None  # of a request, where a rate may be beyond the server; null: the usual one
     for_s: float | None = None  # send for this long instead of counting requests, as their speed is unknown
 
 

@@ -37,7 +37,7 @@ class PointKey:
     @property
     def name(self) -> str:
         """Name of the point's folder."""
-        words = [self.variant, f"{self.load_kind}{self.load:g}", f"r{self.repeat}"]
+        words = [self.variant, f"{self.load_kind}{self.load:.12g}", f"r{self.repeat}"]
         return "_".join(word.replace("/", "-").replace("=", "-") for word in words if word)
 
 
@@ -63,6 +63,7 @@ class SweepRow:
     repeats: int
     requests: int | None
     requests_failed: int | None
+    lengths_wrong: int | None = None  # outputs of another length than requested
     request_throughput: float | None = None
     output_tokens_per_s: float | None = None
     output_tokens_per_s_per_gpu: float | None = None
@@ -117,6 +118,7 @@ def _row(points: Sequence[SweepPoint]) -> SweepRow:
         repeats=len(points),
         requests=_total(results, "requests"),
         requests_failed=_total([point.result for point in points], "requests_failed"),
+        lengths_wrong=_total(results, "lengths_wrong"),
         noise=interval("output tokens/s", rates),
         excluded=None if usable else exclusion(points[0]),
         wall_s=sum(point.wall_s for point in points),

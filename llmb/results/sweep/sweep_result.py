@@ -8,6 +8,7 @@ n / E2E with waiting included. Excluded rows (the client was late, the run faile
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmb.results.sweep.pareto import knee, pareto_set
 from llmb.results.sweep.slo import SloLimit, broken_limits
@@ -30,6 +31,15 @@ class TierAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClientCost:
+    """Most that the load generator needed at any point."""
+
+    processes: int | None
+    cpu_fraction: float | None  # of a core, the busiest process
+    loop_lag_p99_ms: float | None  # error of a time stamp
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepResult:
     """One sweep in figures."""
 
@@ -47,6 +57,7 @@ class SweepResult:
     requests: int | None = None
     wall_s: float = 0.0
     target: str | None = None  # what was measured, in words
+    client: ClientCost | None = None  # null: no load generator was used
 
 
 def conclude(
@@ -83,7 +94,24 @@ def conclude(
         requests=sum(requests) if requests else None,
         wall_s=sum(point.wall_s for point in measured),
         target=target,
+        client=_client_cost(measured),
     )
+
+
+def _client_cost(points: Sequence[SweepPoint]) -> ClientCost | None:
+    clients = [point.client for point in points if point.client]
+    if not clients:
+        return None
+    lags = [(client.get("loop_lag_ms") or {}).get("p99") for client in clients]
+    return ClientCost(
+        processes=_most(client.get("processes") for client in clients),
+        cpu_fraction=_most(client.get("cpu_fraction") for client in clients),
+        loop_lag_p99_ms=_most(lags),
+    )
+
+
+def _most(values: Iterable[Any]) -> Any:
+    return max((value for value in values if value is not None), default=None)
 
 
 def holds(row: SweepRow, limits: tuple[SloLimit, ...]) -> bool:

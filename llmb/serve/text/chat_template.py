@@ -33,11 +33,9 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Return the prompt of a conversation, ready for the assistant's turn, or raise TemplateMismatch."""
-        from jinja2 import TemplateError
-
         try:
             text: str = self.template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
-        except (TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+        except Exception as error:  # whatever its own code raises
             raise TemplateMismatch(str(error)) from error
         return text
 
