@@ -22,7 +22,7 @@ from llmb.serve.http.http_server import HttpServer
 
 def work(channel: EngineChannel, vocab: int, steps_per_s: float) -> None:
     """Generate tokens until the channel is closed."""
-    channel.send(EngineReady(max_model_len=1 << 20, kv_blocks=1, block_tokens=64, prefix_cache=False))
+    channel.send(EngineReady(max_model_len=1 << 20, kv_blocks=1, block_tokens=64, slots=1 << 20, prefix_cache=False))
     running: dict[int, int] = {}
     step, next_at = 0, time.perf_counter()
     while True:
@@ -48,15 +48,15 @@ def work(channel: EngineChannel, vocab: int, steps_per_s: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    role, steps_per_s, config, *rest = arguments
+    role, steps_per_s, config, *more = arguments
     loaded = build(RunConfig, read_json(Path(config)), where=config)
     if role == "serve":
         command = (sys.executable, __file__, "work", steps_per_s)
         parser = argparse.ArgumentParser()
         add_server_options(parser)
-        return run(HttpServer(Path(config), loaded, server_options(parser.parse_args(rest)), command).run())
+        return run(HttpServer(Path(config), loaded, server_options(parser.parse_args(more)), command).run())
     with suppress(ChannelClosed):
-        work(EngineChannel(socket.socket(fileno=int(rest[0]))), loaded.model.vocab, float(steps_per_s))
+        work(EngineChannel(socket.socket(fileno=int(more[0]))), loaded.model.vocab, float(steps_per_s))
     return 0
 
 

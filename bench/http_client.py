@@ -21,18 +21,16 @@ RESPONSE_END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 class ClientOutcome:
     """Times of all requests, on the clock that all processes share."""
 
-    sent: list[float] = field(default_factory=list)
-    first: list[float] = field(default_factory=list)
-    ended: list[float] = field(default_factory=list)
+    times: list[tuple[float, float, float]] = field(default_factory=list)  # sent, first token, end
     chunks: int = 0
 
     @property
-    def ttft_s(self) -> list[float]:
-        return [first - sent for first, sent in zip(self.first, self.sent, strict=True)]
-
-    @property
     def seconds(self) -> float:
-        return max(self.ended) - min(self.sent)
+        return max(ended for _, _, ended in self.times) - min(sent for sent, _, _ in self.times)
+
+    def ttft_s(self, skip: int) -> list[float]:
+        """Return the times to first token, without the requests that were sent first, which came all at once."""
+        return [first - sent for sent, first, _ in sorted(self.times)[skip:]]
 
 
 class _Stream(asyncio.Protocol):
@@ -50,19 +48,18 @@ class _Stream(asyncio.Protocol):
         if not self._requests:
             self._transport.close()
             return
-        self._waiting = True
-        self._outcome.sent.append(time.monotonic())
+        self._first = 0.0
+        self._sent = time.monotonic()
         self._transport.write(self._requests.pop())
 
     def data_received(self, data: bytes) -> None:
         count = data.count(b'"text":')
-        if count and self._waiting:
-            self._waiting = False
-            self._outcome.first.append(time.monotonic())
+        if count and not self._first:
+            self._first = time.monotonic()
         self._outcome.chunks += count
         self._tail = (self._tail + data)[-len(RESPONSE_END) :]
         if self._tail == RESPONSE_END:
-            self._outcome.ended.append(time.monotonic())
+            self._outcome.times.append((self._sent, self._first, time.monotonic()))
             self._tail = b""
             self._send_next()
 
@@ -95,7 +92,5 @@ def run_client(host: str, port: int, bodies: Sequence[bytes], streams: int, proc
     shares = [(bodies[i::processes], len(range(i, streams, processes))) for i in range(processes)]
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         outcomes = list(pool.map(_run_process, *zip(*((host, port, b, s) for b, s in shares), strict=True)))
-    return ClientOutcome(
-        *(list(chain.from_iterable(getattr(o, name) for o in outcomes)) for name in ("sent", "first", "ended")),
-        chunks=sum(outcome.chunks for outcome in outcomes),
-    )
+    times = list(chain.from_iterable(outcome.times for outcome in outcomes))
+    return ClientOutcome(times, sum(outcome.chunks for outcome in outcomes))

@@ -1,6 +1,6 @@
 """Pareto chart of `llmb-run serve`: Llama 3.1 8b in fp8 on one GPU, 1000/1000 tokens, 1 to 1,024 requests at once.
 
-    python bench/serve_sweep.py [--json FILE] [--svg FILE] [--concurrency 1..1024] [--point-seconds 8]
+    python bench/serve_sweep.py [--json FILE] [--svg FILE] [--concurrency 1..1024] [--point-seconds 10]
     python bench/serve_sweep.py --tiny       # a small proxy, with or without a GPU: shows only that it runs
 
 It runs `llmb-run sweep`, which starts the server once, with random weights and EOS ignored. Printed: the table, the
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--point-seconds", type=float, metavar="S")
     options = parser.parse_args()
     options.concurrency = options.concurrency or ("1..4" if options.tiny else "1..1024")
-    options.point_seconds = options.point_seconds or (1.0 if options.tiny else 8.0)
+    options.point_seconds = options.point_seconds or (1.0 if options.tiny else 10.0)
     return options
 
 

@@ -228,7 +228,8 @@ def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: 
     from llmb.cli.memory_check import check_memory
 
     check_runs_here(config)
-    check_memory([config], {}, local=True, force=True)
+    if config.engine != "openai":
+        check_memory([config], {}, local=True, force=True)
     return _run_one(config, environment, False, "local", retry_of=retry_of, attempt=attempt)[0]
 
 

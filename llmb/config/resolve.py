@@ -38,6 +38,7 @@ from llmb.perfmodel import hardware
 # A run that differs from its recipe row only in these is still compared with the published result.
 COMPARABLE = {f.name for section in (Profile, Limits) for f in fields(section)}
 COMPARABLE |= {"steps", "window", "seed", "weights", *LR_FIELDS}
+COMPARABLE |= {"slo", "base_url", "served_model", "api_key_env"}
 # Chosen by the plan of an out-of-core run, which is identified by model, sequence length and memory budgets.
 PLAN_FIELDS = {
     "gbs", "chunk_tokens", "seqs_per_round", "resident_params", "resident_grads", "resident_states",

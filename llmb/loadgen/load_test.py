@@ -21,7 +21,7 @@ from typing import Any
 from llmb import __version__
 from llmb.config.load_settings import LoadSettings, check_load
 from llmb.config.spec import Status
-from llmb.errors import ConfigError
+from llmb.errors import ConfigError, LaunchError
 from llmb.events import ClientFacts, Event, RequestDone, RunEnded, RunStarted, ServingFacts, ServingSample
 from llmb.loadgen.calibration import Calibration, calibrate, choose_processes
 from llmb.loadgen.event_loop import loop_name
@@ -113,6 +113,9 @@ class _LoadRun:
             interrupted = True
             pool.command("stop")
             self._collect(pool, perf_counter() + DRAIN_S)
+        except LaunchError as error:  # a process died: what the others measured is kept
+            self._deliver(None)
+            return LoadOutcome("failed", str(error))
         self._deliver(None)
         fault = next((end["fault"] for end in self.ends.values() if end["fault"]), None)
         if interrupted:

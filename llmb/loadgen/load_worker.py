@@ -29,7 +29,9 @@ RENDERED_BYTES = 256 << 20  # of payloads that are rendered before the load star
 HOPELESS = 100  # failed requests without a single success, after which the load ends
 WARMUP_CONCURRENCY = 16  # of a load without a limit
 EXPIRE_S = 0.25  # between two looks for requests that exceed the timeout
-OPEN_AHEAD = 256  # connections opened before the start, at most
+OPEN_AHEAD = 4096  # connections opened before the start, at most
+
+RATE_AHEAD = 128  # of a load at a rate, whose concurrency is not known
 
 
 class Record(NamedTuple):
@@ -116,7 +118,7 @@ class LoadWorker:
                 size += len(payload)
                 if size > RENDERED_BYTES:
                     break
-        limit = self._settings.concurrency or OPEN_AHEAD
+        limit = self._settings.concurrency or (OPEN_AHEAD if self._settings.arrivals == "all_at_once" else RATE_AHEAD)
         most = limit if total is None else min(limit, total)
         await self._client.open(min(OPEN_AHEAD, share(most, self._index, self._size)))
 

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import re
+import resource
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -214,6 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from llmb.loadgen.event_loop import run_loop
 
+    with suppress(OSError, ValueError):  # a connection each
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with suppress(KeyboardInterrupt):
         run_loop(_serve(options))
     return 0

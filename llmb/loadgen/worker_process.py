@@ -140,6 +140,9 @@ def cpu_s() -> float:
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError, ValueError):  # a connection each: the usual limit of 1,024 files is soon reached
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with suppress(OSError, ImportError, AttributeError):
         import fcntl
 

@@ -26,7 +26,9 @@ class LiveLine:
     def show(self, event: Event) -> None:
         """Draw an event."""
         if isinstance(event, RunStarted) and event.rank == 0:
-            self._line.draw(f"started on {event.gpu_name or 'an unknown device'}", force=True)
+            server = getattr(self._config.workload, "base_url", None)  # of a load, which is sent from here
+            place = server or event.gpu_name or "an unknown device"
+            self._line.draw(f"{'preparing the load on' if server else 'started on'} {place}", force=True)
         elif isinstance(event, StepDone) and event.rank == 0 and event.seconds is not None:
             self._line.draw(self._step(event))
         elif isinstance(event, ServingSample) and event.rank == 0:

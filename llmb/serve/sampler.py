@@ -35,12 +35,12 @@ def greedy(logits_SV: Tensor) -> Tensor:
 def sample(logits_SV: Tensor, params: Many[SamplingParams], draws: Many[float]) -> Tensor:
     """Sample a token of each sequence by its own parameters; a temperature of 0 is greedy."""
     device = logits_SV.device
-    temperature_S1, top_p_S1, draw_S1 = (
-        torch.tensor(values, dtype=torch.float32, device=device)[:, None]
-        for values in ([param.temperature for param in params], [param.top_p for param in params], list(draws))
-    )
     vocab = logits_SV.shape[1]
-    top_k_S1 = torch.tensor([param.top_k or vocab for param in params], device=device)[:, None]
+    rows = [
+        [param.temperature, param.top_p, float(param.top_k or vocab), draw]
+        for param, draw in zip(params, draws, strict=True)
+    ]
+    temperature_S1, top_p_S1, top_k_S1, draw_S1 = _upload(rows, torch.float32, device).split(1, dim=1)
     logits_SV = logits_SV.float() / temperature_S1.clamp(min=1e-6)
     sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
     beyond_SV = torch.arange(vocab, device=device)[None] >= top_k_S1
@@ -87,11 +87,17 @@ def compute_logprobs(logits_SV: Tensor, tokens_S: Tensor, params: Many[SamplingP
     if not rows:
         return None
     counts = [params[row].logprobs or 0 for row in rows]
-    rows_R = torch.tensor(rows, device=logits_SV.device)
+    rows_R = _upload(rows, torch.int64, logits_SV.device)
     logprobs_RV = logits_SV[rows_R].float().log_softmax(dim=-1)
     top = logprobs_RV.topk(min(max(counts), logprobs_RV.shape[1]), dim=-1)
     logprob_R = logprobs_RV.gather(1, tokens_S[rows_R, None]).squeeze(1)
     return LogprobRows(rows, counts, logprob_R, top.values, top.indices)
+
+
+def _upload(values: Many[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Start the H2D copy of some values: from pinned memory, so that the host does not wait for launched steps."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def _copy_to_pinned(tensor: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ REFUSED = [
     (["--base-url", "ftp://h", "--model", "m", "--rate", "1"], "expected http://"),
     (["--base-url", "http://h:1", "--rate", "1", "--repeats", "0"], "--repeats 0"),
     (["--base-url", "http://h:1", "--rate", "1", "--point-seconds", "0"], "--point-seconds 0"),
+    (["--base-url", "http://h:1", "--rate", "1", "--ramp", "0.5"], "--ramp is for --concurrency"),
+    (["--base-url", "http://h:1", "--concurrency", "1", "--ramp", "-1"], "--ramp -1"),
     (["--resume", "x", "--rate", "1"], "--resume continues"),
     (["--resume", "x"], "no sweep 'x'; the newest are: none yet"),
     (["-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp32", "--scale", "1", "--proxy", "--concurrency", "1"],
@@ -88,7 +90,7 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(llmb_run, tmp_path):
     code, out, _ = llmb_run("sweep", *ENGINE, "--concurrency", "1..8", "--dry-run", "-o", str(tmp_path / "s"))
     assert code == 0
     assert "concurrency: 1, 2, 4, 8" in out
-    assert "4 points of about 15 s: 1:00" in out
+    assert "4 points of about 10 s: 0:40" in out
     assert "32 requests" in out
     assert not (tmp_path / "s").exists()
 
@@ -118,7 +120,7 @@ def sweep(*arguments, install, wait=True):
     return result
 
 
-LOAD = ["--isl", "8", "--osl", "10", "--point-seconds", "0.4", "--json", "--processes", "1"]
+LOAD = ["--model", "noop", "--isl", "8", "--osl", "10", "--point-seconds", "0.4", "--json", "--processes", "1"]
 
 
 @pytest.mark.slow

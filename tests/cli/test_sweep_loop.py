@@ -79,7 +79,7 @@ def test_a_ladder_is_measured_once_and_reported(folder):
 def test_points_last_long_enough_and_fill_the_server(folder):
     """Ten seconds at the rate of the load before it, or two requests per user where that is more."""
     server = ScriptedServer()
-    run_sweep(plan(point_s=100.0), folder(plan()), server)
+    run_sweep(plan(point_s=100.0, ramp=0.5), folder(plan()), server)
     requests = {key.load: load.requests for key, load in server.measured}
     assert server.measured[0][1].for_s == 100.0  # nothing is known yet
     assert requests[1] == 4

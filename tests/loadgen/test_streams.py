@@ -102,11 +102,11 @@ def test_events_of_several_lines_and_without_a_space():
 
 
 @settings(max_examples=150, deadline=None)
-@given(chat=st.booleans(), tokens=st.integers(1, 12), cuts=CUTS)
+@given(chat=st.booleans(), tokens=st.integers(1, 60), cuts=CUTS)
 def test_a_whole_stream_has_its_tokens_wherever_it_is_split(chat, tokens, cuts):
     parser, sse, reader = ResponseParser(), SseParser(), ResponseReader()
     for moment, piece in enumerate(pieces(whole_stream(chat, tokens, 7, True), cuts)):
-        reader.events(sse.feed(parser.feed(piece)), float(moment))
+        reader.block(sse.feed_block(parser.feed(piece)), float(moment))
     assert parser.complete
     assert reader.done
     assert len(reader.token_times) == tokens

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmb.config.load_settings import LoadSettings, load_config
 from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
@@ -202,6 +203,49 @@ def test_equal_serving_runs_show_no_difference(recipes):
 def test_serving_runs_under_different_loads_are_doubted(recipes, changes, doubt):
     compared = compare_loops(closed_loop(recipes, 1.0, 1), closed_loop(recipes, 1.0, 2, **changes))
     assert any(line.startswith(doubt) for line in compared["doubts"]), compared["doubts"]
+
+
+def load_run(**changes):
+    """Load on another project's server: 60 requests, one after the other."""
+    settings = {
+        "base_url": "http://h",
+        "model": "m",
+        "isl": 8,
+        "osl": 8,
+        "num_requests": 60,
+        "concurrency": 1,
+        **changes,
+    }
+    config = load_config(LoadSettings(**settings))
+    requests = [
+        RequestDone(
+            request=n, arrival=n, first_token=n + 0.1, token_times=(n + 0.1, n + 0.5), end=n + 0.5,
+            input_tokens=8, output_tokens=8, requested_tokens=8,
+        )
+        for n in map(float, range(60))
+    ]  # fmt: skip
+    requests = [replace(request, request=int(request.request)) for request in requests]
+    return (config, derive(config, [*requests, RunEnded(status="ok")])), requests
+
+
+@pytest.mark.parametrize(
+    ("changes", "doubt"),
+    [
+        ({}, None),
+        ({"concurrency": 2}, "their concurrency differs: A 1, B 2"),
+        ({"arrivals": "poisson", "rate": 2.0, "concurrency": None}, "their rates differ: A no rate, B 2 requests/s"),
+        ({"osl": 9}, "their requests differ: A 8/8 tokens, B 8/9 tokens"),
+    ],
+)
+def test_loads_on_servers_are_compared_like_with_like(changes, doubt):
+    doubts = compare_loops(load_run(), load_run(**changes))["doubts"]
+    relevant = [line for line in doubts if "differ" in line]
+    assert relevant == [] if doubt is None else relevant[0].startswith(doubt)
+
+
+def test_at_the_same_rate_only_latencies_tell():
+    load = load_run(arrivals="poisson", rate=2.0, concurrency=None)
+    assert any(line.startswith("both were sent 2 requests/s") for line in compare_loops(load, load)["doubts"])
 
 
 def test_differing_fields_come_first(run):

@@ -282,3 +282,27 @@ def record_plans(engine: Engine) -> list[StepBatch]:
 
     engine.runner.launch = recorded
     return batches
+
+
+def test_start_is_reported_once_with_the_tokens_from_the_prefix_cache():
+    engine = make(blocks=6, prefix_cache=True, max_num_tokens=16)
+    starts: list[tuple[int, int]] = []
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    for number in range(2):
+        engine.submit(
+            Request(request_id=number, prompt=prompt, max_tokens=12, on_start=lambda *start: starts.append(start))
+        )
+        engine.drain()
+    assert starts == [(0, 0), (1, 8)]
+    scheduler = engine.scheduler
+    assert (scheduler.num_prefix_queries, scheduler.num_prefix_hits) == (18, 8)
+    starts.clear()
+    with mock.patch.object(AdmissionCheck, "try_admit", return_value=True):
+        for number in range(3):
+            prompt = [number] * 6
+            engine.submit(
+                Request(request_id=number, prompt=prompt, max_tokens=12, on_start=lambda *start: starts.append(start))
+            )
+        engine.drain()
+    assert scheduler.num_preemptions > 0
+    assert sorted(starts) == [(0, 0), (1, 0), (2, 0)]

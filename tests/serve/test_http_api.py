@@ -252,6 +252,8 @@ def test_errors_are_the_client_s_exceptions(live_server):
         ({"prompt": "a", "stream_options": {"include_usage": True}}, 400, "needs stream: true"),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs must be an integer from 0 to 20"),
         ({"prompt": "a", "temprature": 0}, 400, "did you mean temperature?"),
+        ({"prompt": "a", "min_tokens": 3}, 400, "min_tokens is supported with ignore_eos"),
+        ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options may hold"),
         ({"prompt": list(range(256))}, 400, "the prompt has 256 tokens"),
         (b'{"prompt": "' + b"a" * 60_000 + b'"}', 413, "the body is larger than 52428 bytes"),
     ],
@@ -271,6 +273,17 @@ def test_fields_without_effect_are_accepted(live_server):
         presence_penalty=0.0, stop=None, suffix=None, service_tier="auto",
     )  # fmt: skip
     assert reply.status == 200, reply.text
+
+
+def test_usage_in_every_chunk(live_server):
+    fields = {"prompt": "In the", "max_tokens": 6, "ignore_eos": True, "min_tokens": 6, "n": 2, "stream": True}
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    reply = live_server.complete(**fields, **options)
+    events = [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: {")]
+    ends = [event["usage"] for event in events if event["choices"] and event["choices"][0]["finish_reason"]]
+    assert [usage["completion_tokens"] for usage in ends] == [6, 6]
+    assert events[-1]["usage"]["completion_tokens"] == 12
+    assert all(event["usage"]["prompt_tokens"] == ends[0]["prompt_tokens"] for event in events)
 
 
 def test_unknown_addresses_and_methods_are_errors_in_json(live_server):

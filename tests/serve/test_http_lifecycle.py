@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from live_server import FAKE_ENGINE, LiveServer, server_config, write_config
@@ -70,6 +71,9 @@ def test_disconnect_frees_blocks_and_full_queue_is_429(config):
         for sock in socks + waiting:
             sock.close()
         figures = server.wait_idle()
+        with ThreadPoolExecutor(5) as pool:  # two run, two wait, and the fifth is too many, however fast they come
+            replies = list(pool.map(lambda _: server.complete(**LONG | {"max_tokens": 1500}).status, range(5)))
+        assert sorted(replies) == [200] * 4 + [429]
         assert figures['vllm:request_success_total{finished_reason="abort"}'] == 4
         assert server.complete(**LONG | {"max_tokens": 3}).status == 200
         assert server.stop() == 0

@@ -13,6 +13,7 @@ from llmb.results.sweep.slo import parse_slo, parse_tiers
 DEFAULT_RATE_PRECISION = Precision(relative=0.05)
 SEARCHED = (1, 1024)  # concurrency, where --slo is given without a ladder
 LONGEST_S = 86_400.0
+SLO_RAMP = 0.5  # users who all start at once wait for one another's prompts, which no limit is meant for
 # Options of run_options that `llmb-run serve` takes as well.
 SERVE_OPTIONS = {
     "workload": "-w", "size": "-s", "dtype": "--dtype", "scale": "--scale", "gpu_type": "--gpu-type",
@@ -25,6 +26,7 @@ def build_plan(options: argparse.Namespace) -> SweepPlan:
     _check(options)
     fields: dict[str, Any] = _loads(options) | _limits(options)
     fields |= {"repeats": options.repeats, "point_s": options.point_seconds, "waves": options.waves}
+    fields["ramp"] = options.ramp if options.ramp is not None else SLO_RAMP if "tiers" in fields else 0.0
     if options.base_url:
         from llmb.cli.sweep.url_points import url_fields
 
@@ -55,6 +57,10 @@ def _check(options: argparse.Namespace) -> None:
     for option, value in (("--point-seconds", options.point_seconds), ("--waves", options.waves)):
         if not 0 < value < LONGEST_S:
             raise ConfigError(f"{option} {value:g}: expected more than 0")
+    if options.ramp is not None and not 0 <= options.ramp <= 10:
+        raise ConfigError(f"--ramp {options.ramp:g}: expected a fraction of a request's time, such as 0.5")
+    if options.ramp is not None and options.rate:
+        raise ConfigError("--ramp is for --concurrency: a rate has no users who start at once")
     if options.gpus is not None and options.gpus < 1:
         raise ConfigError(f"--gpus {options.gpus}: expected 1 or more")
 

@@ -35,11 +35,12 @@ def add_commands(commands: Any) -> None:
     add("--precision", metavar="P", help="where a search ends: 2 or 5%% (default: 1 of concurrency, 5%% of rate)")
     add("--all-points", action="store_true", help="with --slo: measure the whole ladder, no search")
     add("--repeats", type=int, default=1, metavar="N", help="measure each load N times: medians, and their noise")
-    add("--point-seconds", type=float, default=15.0, metavar="S", help="send requests for about S a point (15)")
+    add("--point-seconds", type=float, default=10.0, metavar="S", help="send requests for about S a point (10)")
     add("--waves", type=float, default=2.0, metavar="N", help="requests per unit of concurrency at least (2)")
-    server = parser.add_argument_group("a server that runs already")
+    ramp = "spread the start of users over this fraction of a request's time (with --slo 0.5, else 0: all at once)"
+    add("--ramp", type=float, metavar="F", help=ramp)
+    server = parser.add_argument_group("a server that runs already, by --base-url http://HOST:PORT")
     add = server.add_argument
-    add("--base-url", metavar="URL", help="OpenAI-compatible server: http://HOST:PORT")
     add("--model", metavar="NAME", help="its name there; default: the only one that the server lists")
     add("--chat", action="store_true", help="chat completions; default: completions")
     add("--api-key-env", metavar="VARIABLE", help="environment variable that holds the API key")

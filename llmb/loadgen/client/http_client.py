@@ -9,6 +9,7 @@ with a named error and never raises. Measured against aiohttp in bench/loadgen.p
 
 import asyncio
 import json
+import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -93,9 +94,9 @@ class Connection(asyncio.Protocol):
             return
         if body:
             if exchange.sse is not None and parser.status == 200:
-                events = exchange.sse.feed(body)
-                if events:
-                    exchange.reader.events(events, now)
+                block = exchange.sse.feed_block(body)
+                if block:
+                    exchange.reader.block(block, now)
             else:
                 exchange.body.append(body)
         if parser.complete:
@@ -176,6 +177,7 @@ class HttpClient:
         timeout_s: float = 600.0,
     ):
         self._loop, self._target, self.on_end, self._timeout_s = loop, target, on_end, timeout_s
+        self._address = target.host  # or one of its IP addresses, once it is resolved
         self._idle: list[Connection] = []
         self._connections: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
@@ -188,6 +190,7 @@ class HttpClient:
             with suppress(OSError, asyncio.TimeoutError):
                 self._idle.append(await self._connect())
 
+        await self._resolve()
         for first in range(0, count, 64):  # not more at once than a usual listen queue holds
             await asyncio.gather(*(connect() for _ in range(first, min(count, first + 64))))
 
@@ -217,10 +220,25 @@ class HttpClient:
         assert connection.transport is not None
         connection.transport.write(payload)
 
+    async def _resolve(self) -> None:
+        """Look the host up once, not for every connection, and take the first of its addresses that responds."""
+        target = self._target
+        with suppress(OSError, asyncio.TimeoutError):
+            infos = await self._loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+            for address in dict.fromkeys(str(info[4][0]) for info in infos):
+                self._address = address
+                with suppress(OSError, asyncio.TimeoutError):
+                    self._idle.append(await self._connect())
+                    return
+        self._address = target.host
+
     async def _connect(self) -> Connection:
         target = self._target
+        name = target.host if target.tls else None
         _, protocol = await asyncio.wait_for(
-            self._loop.create_connection(lambda: Connection(self), target.host, target.port, ssl=self._tls),
+            self._loop.create_connection(
+                lambda: Connection(self), self._address, target.port, ssl=self._tls, server_hostname=name
+            ),
             timeout=self._timeout_s,
         )
         self._connections.add(protocol)

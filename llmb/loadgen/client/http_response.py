@@ -10,6 +10,8 @@ in Python, and a load generator needs neither cookies nor compression nor redire
 
 MAX_HEAD_BYTES = 65_536
 NO_BODY = (204, 304)
+MAX_SIZES = 4096
+_SIZES: dict[bytes, int] = {}  # by the lines that state them: chunks of a stream have few different sizes
 
 
 class HttpError(Exception):
@@ -101,24 +103,33 @@ class ResponseParser:
         parts: list[bytes] = []
         position, length = 0, len(data)
         remaining = self._remaining  # of the current chunk with its line end; None: a size line follows
+        sizes, find = _SIZES, data.find
         while position < length:
-            if self._in_trailer:
-                position = self._read_trailer(data, position)
-                break
             if remaining is None:
-                line_end = data.find(b"\r\n", position)
+                if self._in_trailer:
+                    position = self._read_trailer(data, position)
+                    break
+                line_end = find(b"\r\n", position)
                 if line_end < 0:
                     if length - position > MAX_HEAD_BYTES:
                         raise HttpError("the size of a chunk does not end")
                     break
-                size = _chunk_size(data[position:line_end])
+                line = data[position:line_end]
+                size = sizes.get(line)
+                if size is None:
+                    size = _chunk_size(line)
                 position = line_end + 2
                 if size == 0:
                     self._in_trailer = True
                     continue
+                end = position + size
+                if end + 2 <= length:  # the whole chunk is here: the usual case
+                    parts.append(data[position:end])
+                    position = end + 2
+                    continue
                 remaining = size + 2
             end = position + remaining
-            if end <= length:  # the whole chunk is here: the usual case
+            if end <= length:
                 if remaining > 2:
                     parts.append(data[position : end - 2])
                 position, remaining = end, None
@@ -153,4 +164,6 @@ def _chunk_size(line: bytes) -> int:
         raise HttpError(f"expected the size of a chunk, got {line[:40]!r}") from error
     if size < 0 or digits[:1] in (b"+", b"-") or b"_" in digits:
         raise HttpError(f"expected the size of a chunk, got {line[:40]!r}")
+    if len(_SIZES) < MAX_SIZES:
+        _SIZES[line] = size
     return size

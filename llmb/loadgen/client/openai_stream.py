@@ -13,11 +13,16 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from llmb.loadgen.client.sse import split_events
+
 TEXT_MARKS = tuple(f'"{key}":{space}"'.encode() for key in ("text", "content") for space in ("", " "))
 RARE_MARKS = (b'"usage":{', b'"usage": {', b'"finish_reason":"', b'"finish_reason": "', b'"error"')
 NO_TEXT = (b'"', b"")  # what follows the mark of an empty text
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 MAX_ERROR_CHARS = 200
+LARGE_BLOCK = 2048  # bytes, from which counting pays
+FIRST_EVENTS = 2  # of a stream: a role, and a first text that tells what the others look like
+LAST_EVENTS = 4  # of a stream: its last text, finish reason, usage and [DONE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,27 @@ class ResponseReader:
     def text(self) -> str | None:
         """The output text, where it is kept."""
         return None if self._texts is None else "".join(self._texts)
+
+    def block(self, block: bytes, now: float) -> None:
+        """Read a block of whole events, as SseParser.feed_block returns it.
+
+        The last events of a large block are read one by one: they tell how the output ended. Those before are counted,
+        not divided, where each has one text.
+        """
+        for _ in range(FIRST_EVENTS):
+            if self._mark is None and self._texts is None and len(block) > LARGE_BLOCK:
+                first, _, block = block.partition(b"\n\n")
+                self.events(split_events(first), now)
+        mark = self._mark
+        if mark is not None and len(block) > LARGE_BLOCK:
+            end = len(block)
+            for _ in range(LAST_EVENTS):
+                end = block.rfind(b"\n\n", 0, end)
+            chunks = block.count(mark, 0, end)
+            if end > 0 and chunks == block.count(b"\n\n", 0, end) + 1 and not block.endswith(mark, 0, end):
+                self.token_times.extend([now] * (chunks - block.count(mark + b'"', 0, end)))
+                block = block[end + 2 :]
+        self.events(split_events(block), now)
 
     def events(self, events: list[bytes], now: float) -> None:
         """Read the events of one read."""

@@ -17,6 +17,10 @@ class SseParser:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the data of all events that these bytes complete."""
+        return split_events(self.feed_block(data))
+
+    def feed_block(self, data: bytes) -> bytes:
+        """Return all events that these bytes complete, undivided, with line ends as LF."""
         if self._cr_pending and data:
             data = data[1:] if data[:1] == b"\n" else data
             self._cr_pending = False
@@ -25,20 +29,29 @@ class SseParser:
             data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         if self._buffer:
             data = self._buffer + data
-        *events, self._buffer = data.split(b"\n\n")
-        results = []
-        for event in events:
-            if event[:6] == b"data: " and event.find(b"\n") < 0:
-                results.append(event[6:])
-            elif (content := _data_of(event)) is not None:
-                results.append(content)
-        return results
+        end = data.rfind(b"\n\n")
+        if end < 0:
+            self._buffer = data
+            return b""
+        self._buffer = data[end + 2 :]
+        return data[:end]
 
     def end(self) -> list[bytes]:
         """Return the data of an event that the stream ended in the middle of."""
         content = _data_of(self._buffer)
         self._buffer = b""
         return [] if content is None else [content]
+
+
+def split_events(block: bytes) -> list[bytes]:
+    """Return the data of each event of a block."""
+    results = []
+    for event in block.split(b"\n\n"):
+        if event[:6] == b"data: " and event.find(b"\n") < 0:
+            results.append(event[6:])
+        elif (content := _data_of(event)) is not None:
+            results.append(content)
+    return results
 
 
 def _data_of(event: bytes) -> bytes | None:

@@ -38,9 +38,9 @@ class SweepPlan:
     precision: Precision = EXACT
     variants: tuple[str, ...] = ("",)  # settings that vary, one engine each: max_num_tokens=2048
     repeats: int = 1
-    point_s: float = 15.0  # for which a point sends requests at least, where the server is fast enough
+    point_s: float = 10.0  # for which a point sends requests at least, where the server is fast enough
     waves: float = 2.0  # requests per unit of concurrency at least: fewer never fill the server
-    ramp: float = 0.5  # of the expected E2E, over which a concurrency is reached: requests do not march in step
+    ramp: float = 0.0  # of the expected E2E, over which a concurrency is reached: requests do not march in step
     isl: int | None = None  # tokens of a request; null: they come from a file
     osl: int | None = None
     gpus: int | None = None

@@ -18,6 +18,7 @@ from llmb.serve.http.openai_error import ApiError, shutting_down
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BODY_TIMEOUT_S = 60.0  # for a client to send its body
+ENGINE_STALL_S = 60.0  # without a step although there are requests
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -75,11 +76,19 @@ class ApiRoutes:
         return web.json_response(card)
 
     async def _health(self, _: web.Request) -> web.Response:
-        status = "failed" if self.service.router.failed else "draining" if self.draining else "ok"
+        router, status = self.service.router, "ok"
+        if router.failed or self.draining:
+            status = "failed" if router.failed else "draining"
+        elif router.is_stalled(ENGINE_STALL_S):
+            status = "stalled"
         return web.json_response({"status": status}, status=200 if status == "ok" else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self.service.metrics.render(), headers={"Content-Type": METRICS_TYPE})
+        try:
+            body = self.service.metrics.render()
+        except ImportError:
+            raise ApiError("metrics need the package prometheus-client on the server", 501, "server_error") from None
+        return web.Response(body=body, headers={"Content-Type": METRICS_TYPE})
 
     def _middleware(self) -> Middleware:
         @web.middleware

@@ -49,10 +49,10 @@ class ChunkFormat:
         text: str,
         logprobs: Any = None,
         finish_reason: str | None = None,
-        first: bool = False,
         usage: dict[str, Any] | None = None,
+        first: bool = False,
     ) -> str:
-        """Return the event of some text; `usage`: token counts so far, where every chunk carries them."""
+        """Return the event of some text."""
         opening = (self._first if first else self._next) + encode_basestring_ascii(text)
         if logprobs is None and finish_reason is None and usage is None:
             return opening + self._plain

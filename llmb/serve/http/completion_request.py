@@ -10,6 +10,7 @@ from typing import Any
 from llmb.serve.http.field_checks import (
     MAX_CHOICES,
     check_fields,
+    check_min_tokens,
     read_bool,
     read_int,
     read_number,
@@ -43,8 +44,8 @@ class CompletionRequest:
     logprobs: int | None  # alternatives; None: no log probabilities
     ignore_eos: bool
     stream: bool
-    include_usage: bool
-    continuous_usage: bool  # every chunk has the counts so far, as vLLM's continuous_usage_stats
+    include_usage: bool  # in a last chunk
+    continuous_usage: bool  # in every chunk
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -98,11 +99,13 @@ def _common(fields: dict[str, Any]) -> dict[str, Any]:
         raise refuse("model", "must be a string")
     top_k = read_int(fields, "top_k", -1)
     stream = read_bool(fields, "stream")
-    include_usage, continuous_usage = read_stream_options(fields.get("stream_options"), stream)
     temperature = read_number(fields, "temperature", 0.0, MAX_TEMPERATURE)
     top_p = read_number(fields, "top_p", 0.0, 1.0)
     if top_p == 0:
         raise refuse("top_p", "must be above 0")
+    stops, ignore_eos = read_stop(fields.get("stop")), read_bool(fields, "ignore_eos")
+    check_min_tokens(fields, ignore_eos, stops)
+    include_usage, continuous_usage = read_stream_options(fields.get("stream_options"), stream)
     return {
         "model": model,
         "n": read_int(fields, "n", 1, MAX_CHOICES) or 1,
@@ -110,8 +113,8 @@ def _common(fields: dict[str, Any]) -> dict[str, Any]:
         "top_p": 1.0 if top_p is None else top_p,
         "top_k": max(0, top_k or 0),
         "seed": read_int(fields, "seed", -SEED_LIMIT, SEED_LIMIT - 1),
-        "stop": read_stop(fields.get("stop")),
-        "ignore_eos": read_bool(fields, "ignore_eos"),
+        "stop": stops,
+        "ignore_eos": ignore_eos,
         "stream": stream,
         "include_usage": include_usage,
         "continuous_usage": continuous_usage,
@@ -147,7 +150,7 @@ def _read_prompts(prompt: Any) -> list[str | list[int]]:
 
 
 def _is_tokens(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    return isinstance(prompt, list) and set(map(type, prompt)) <= {int}  # true and false are of another type
 
 
 def _read_messages(messages: Any) -> list[dict[str, Any]]:

@@ -22,30 +22,14 @@ from llmb.serve.http.chunk_format import (
 )
 from llmb.serve.http.completion_request import CompletionRequest
 from llmb.serve.http.engine_router import EngineRouter
-from llmb.serve.http.field_checks import refuse
 from llmb.serve.http.openai_error import ApiError, timed_out
 from llmb.serve.http.output_text import OutputText
+from llmb.serve.http.served_model_info import ServedModelInfo
 from llmb.serve.http.server_metrics import ServerMetrics
 from llmb.serve.http.sse_writer import SseWriter
 from llmb.serve.request import SamplingParams
-from llmb.serve.text.chat_template import ChatTemplate, TemplateMismatch
-from llmb.serve.text.text_tokenizer import TextTokenizer
 
-THREAD_CHARS = 8192  # longer texts are encoded in a thread, as they would delay all streams
 DONE_EVENT = "data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedModelInfo:
-    """What requests must know of the model."""
-
-    name: str
-    vocab: int
-    max_model_len: int
-    eos: frozenset[int]
-    tokenizer: TextTokenizer
-    chat_template: ChatTemplate | None
-    created: int
 
 
 @dataclass(frozen=True)
@@ -61,9 +45,9 @@ class CompletionService:
     async def respond(self, http_request: web.Request, request: CompletionRequest) -> web.StreamResponse:
         """Serve a request; raise an ApiError if it gets no output."""
         arrival = time.perf_counter()
-        self._check_model(request.model)
-        prompts = await self._encode_prompts(request)
-        max_tokens = [self._max_tokens(request, len(prompt)) for prompt in prompts]
+        self.model.check_name(request.model)
+        prompts = await self.model.encode_prompts(request)
+        max_tokens = [self.model.max_tokens(request, len(prompt)) for prompt in prompts]
         self.router.check_capacity(len(prompts) * request.n)
         completion = Completion(self, request, prompts)
         try:
@@ -73,63 +57,6 @@ class CompletionService:
             return await completion.collect()
         finally:
             completion.cancel()
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.model.name:
-            raise ApiError(
-                f"model {name[:80]!r} does not exist; this server has {self.model.name!r}",
-                404,
-                param="model",
-                code="model_not_found",
-            )
-
-    async def _encode_prompts(self, request: CompletionRequest) -> list[list[int]]:
-        if request.is_chat:
-            if self.model.chat_template is None:
-                raise refuse("messages", "need a chat template, and this model has none; use /v1/completions")
-            try:
-                text = self.model.chat_template.render(request.messages)
-            except TemplateMismatch as error:
-                raise refuse("messages", f"do not fit the model's chat template: {error}") from None
-            return [await self._encode(text, "messages", add_special_tokens=False)]
-        return [
-            await self._encode(prompt, "prompt", add_special_tokens=True)
-            if isinstance(prompt, str)
-            else self._checked_tokens(prompt)
-            for prompt in request.prompts
-        ]
-
-    async def _encode(self, text: str, field: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise refuse(field, "is not valid Unicode: it holds half of a surrogate pair") from None
-        encode = self.model.tokenizer.encode
-        if len(text) > THREAD_CHARS:
-            tokens = await asyncio.to_thread(encode, text, add_special_tokens)
-        else:
-            tokens = encode(text, add_special_tokens)
-        if not tokens:
-            raise refuse(field, "has no tokens")
-        return tokens
-
-    def _checked_tokens(self, tokens: list[int]) -> list[int]:
-        if not all(0 <= token < self.model.vocab for token in tokens):
-            raise refuse("prompt", f"has a token outside the vocabulary, 0 to {self.model.vocab - 1}")
-        return tokens
-
-    def _max_tokens(self, request: CompletionRequest, prompt_tokens: int) -> int:
-        """Return how many tokens an output may have; raise if they do not fit behind the prompt."""
-        space = self.model.max_model_len - prompt_tokens
-        limit = space if request.max_tokens is None else request.max_tokens
-        if space < 1 or limit > space:
-            requested = "" if request.max_tokens is None else f" and max_tokens={request.max_tokens}"
-            raise ApiError(
-                f"the prompt has {prompt_tokens} tokens{requested}, the maximum is {self.model.max_model_len} together",
-                param="messages" if request.is_chat else "prompt",
-                code="context_length_exceeded",
-            )
-        return limit
 
 
 class Completion:
@@ -230,15 +157,20 @@ class Completion:
         logprobs: Any = None
         if output.entries:
             logprobs = format_logprobs(self._model.tokenizer, self._request.is_chat, output.take_entries())
-        usage = None
-        if self._request.continuous_usage:
-            usage = format_usage(len(self._prompts[output.index // self._request.n]), output.num_tokens, None)
         event = self._formats[output.index].event(
-            output.take_text(), logprobs, output.finish_reason, first=output.sent_chunks == 0, usage=usage
+            output.take_text(),
+            logprobs,
+            output.finish_reason,
+            self._output_usage(output) if self._request.continuous_usage else None,
+            first=output.sent_chunks == 0,
         )
         output.sent_chunks += 1
         output.sent_end = output.finish_reason is not None
         writer.write(event)
+
+    def _output_usage(self, output: OutputText) -> dict[str, Any]:
+        prompt = self._prompts[output.index // self._request.n]
+        return format_usage(len(prompt), output.num_tokens, output.cached_tokens)
 
     async def _send_rest(self, writer: SseWriter) -> None:
         """Write what outputs still hold because the client reads slowly."""

@@ -50,6 +50,7 @@ class EngineReady(NamedTuple):
     max_model_len: int  # tokens of prompt and output
     kv_blocks: int
     block_tokens: int
+    slots: int  # sequences that can run at once
     prefix_cache: bool
 
 

@@ -45,8 +45,10 @@ class Route:
     label: str  # in the metrics
     connection: "WorkerConnection"  # to rank 0, which takes the commands
     shard: int
+    slots: int = 0  # sequences that it runs at once
     load: int = 0  # unfinished requests
     state: EngineState = field(default_factory=EngineState)
+    active_at: float = 0.0  # when it last reported, or got a request while it was idle
 
 
 @dataclass(eq=False, slots=True)
@@ -96,11 +98,18 @@ class EngineRouter:
     _next_id: int = 0
 
     def check_capacity(self, count: int) -> None:
-        """Raise a 429 if so many more requests would not fit into the queue; an empty queue takes any."""
+        """Raise a 429 if so many more requests would not fit into the queue; an idle server takes any number."""
         if self.failed:
             raise engine_failed()
-        if self.num_waiting and self.num_waiting + count > self.max_queue:
+        if self.outputs and self.num_waiting + count > self.max_queue + self._num_free_slots():
             raise queue_full(self.max_queue)
+
+    def _num_free_slots(self) -> int:
+        """Return how many waiting requests the next step will start: none while an engine has a queue of its own."""
+        if any(route.state.waiting for route in self.routes):
+            return 0
+        num_started = len(self.outputs) - self.num_waiting
+        return max(0, sum(route.slots for route in self.routes) - num_started)
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int, params: SamplingParams, ignore_eos: bool, receiver: OutputReceiver
@@ -110,6 +119,8 @@ class EngineRouter:
             raise engine_failed()
         route = min(self.routes, key=lambda route: route.load)
         request_id, self._next_id = self._next_id, self._next_id + 1
+        if not route.load:
+            route.active_at = time.perf_counter()
         route.load += 1
         self.num_waiting += 1
         self.outputs[request_id] = PendingOutput(route, receiver)
@@ -127,7 +138,7 @@ class EngineRouter:
     def on_report(self, route: Route, report: StepReport) -> None:
         """Hand out everything that a step changed."""
         now, outputs, touched = time.perf_counter(), self.outputs, []
-        route.state = report.state
+        route.state, route.active_at = report.state, now
         for request_id, cached_tokens in report.starts:
             if (pending := outputs.get(request_id)) is not None:
                 pending.started = True
@@ -149,6 +160,11 @@ class EngineRouter:
         for request_id, message in report.refusals:
             if (pending := self._remove(request_id)) is not None:
                 pending.receiver.on_error(ApiError(message))
+
+    def is_stalled(self, limit_s: float) -> bool:
+        """Return whether an engine has requests and has not reported for so long."""
+        now = time.perf_counter()
+        return any(route.load and now - route.active_at > limit_s for route in self.routes)
 
     def fail(self) -> None:
         """End every request with an error: an engine is gone."""

@@ -24,8 +24,8 @@ from llmb.runtime.provenance import run_started
 from llmb.runtime.rank_info import RankInfo, init_distributed
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import ending_of, print_error
-from llmb.serve.benchmark.request_load import data_parallel_shard
 from llmb.serve.benchmark.engine_facts import engine_facts
+from llmb.serve.benchmark.request_load import data_parallel_shard
 from llmb.serve.engine import Engine
 from llmb.serve.engine_builder import build_engine
 from llmb.serve.http.command_broadcast import CommandBroadcast, CommandSource, any_rank_busy
@@ -78,6 +78,7 @@ def serve(config: RunConfig, folder: Path, channel: EngineChannel, max_model_len
                 max_model_len=engine.scheduler.limits.max_seq_len,
                 kv_blocks=engine.stats.blocks,
                 block_tokens=work.block_tokens,
+                slots=work.max_batch_size,
                 prefix_cache=engine.scheduler.pool.prefix_cache,
             )
         )

@@ -9,11 +9,9 @@ MAX_CHOICES = 128  # outputs of one request
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 
-STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
-
 GENERATION = (
     "model", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "ignore_eos", "stream",
-    "stream_options",
+    "stream_options", "min_tokens",
 )  # fmt: skip
 COMPLETION = (*GENERATION, "prompt")
 CHAT = (*GENERATION, "messages", "max_completion_tokens", "top_logprobs")
@@ -32,7 +30,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "min_p": (0,),
-    "min_tokens": (0,),
     "logit_bias": ({},),
     "use_beam_search": (False,),
     "stop_token_ids": ([],),
@@ -75,8 +72,6 @@ def check_fields(fields: dict[str, Any], chat: bool) -> None:
     for name, value in fields.items():
         if name in valid or name in WITHOUT_EFFECT:
             continue
-        if name == "min_tokens" and fields.get("ignore_eos") is True:
-            continue  # every output has max_tokens then
         if name not in NEUTRAL_VALUES:
             nearest = get_close_matches(name, valid, n=1)
             hint = f" (did you mean {nearest[0]}?)" if nearest else ""
@@ -125,12 +120,20 @@ def read_stop(stop: Any) -> list[str]:
 
 
 def read_stream_options(options: Any, stream: bool) -> tuple[bool, bool]:
-    """Return whether the stream ends with a chunk of usage, and whether every chunk has the usage so far."""
+    """Return whether the stream ends with a chunk of usage, and whether every chunk has it."""
     if options is None:
         return False, False
     if not stream:
         raise refuse("stream_options", "needs stream: true")
-    if not isinstance(options, dict) or options.keys() - STREAM_OPTIONS:
+    names = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+    if not isinstance(options, dict) or options.keys() - names:
         raise refuse("stream_options", "may hold include_usage and continuous_usage_stats only")
     include_usage = read_bool(options, "include_usage")
     return include_usage, include_usage and read_bool(options, "continuous_usage_stats")
+
+
+def check_min_tokens(fields: dict[str, Any], ignore_eos: bool, stops: list[str]) -> None:
+    """Refuse a least number of tokens unless nothing but max_tokens can end the output."""
+    min_tokens = read_int(fields, "min_tokens", 0) or 0
+    if min_tokens and (stops or not ignore_eos):
+        raise refuse("min_tokens", "is supported with ignore_eos: true and without stop only", "unsupported_field")

@@ -26,9 +26,10 @@ from llmb.errors import ConfigError, LaunchError
 from llmb.serve.benchmark.prompts import model_info
 from llmb.serve.http.api_key import read_api_key
 from llmb.serve.http.api_routes import ApiRoutes
-from llmb.serve.http.completion_service import CompletionService, ServedModelInfo
+from llmb.serve.http.completion_service import CompletionService
 from llmb.serve.http.engine_messages import EngineReady, StepReport
 from llmb.serve.http.engine_router import EngineRouter, Route, WorkerConnection
+from llmb.serve.http.served_model_info import ServedModelInfo
 from llmb.serve.http.server_metrics import ServerMetrics
 from llmb.serve.http.worker_processes import WORKER_COMMAND, WorkerProcess, start_workers, stop_workers
 from llmb.serve.text.chat_template import load_chat_template
@@ -37,6 +38,7 @@ from llmb.serve.text.text_tokenizer import eos_tokens, load_tokenizer
 DEFAULT_CONTEXT = 8192  # tokens, of random weights, which say nothing about it
 ERROR_FLUSH_S = 1.0  # for clients to read their errors after an engine has failed
 BACKLOG = 4096
+KEEPALIVE_S = 60  # of silence on a connection, before the kernel asks whether its peer is still there
 SEND_BUFFER_BYTES = (
     128 * 1024
 )  # of the kernel, of a connection: it would grow to megabytes for a client that never reads
@@ -66,7 +68,7 @@ class HttpServer:
         api_key = read_api_key(self._options)
         tokenizer = load_tokenizer(self._config.model, self._work.weights)
         chat_template = load_chat_template(self._work.weights, not tokenizer.is_fallback)
-        sock = bind_socket(self._options.host, self._options.port)
+        sock = bind_socket(self._options.host, self._options.port, self._options.stall_timeout)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         try:
@@ -193,12 +195,16 @@ class HttpServer:
 
     def _on_message(self, worker: WorkerProcess, message: Any) -> None:
         if isinstance(message, StepReport):
-            shards = len(self._router.routes) // self._options.replicas
-            shard = worker.rank % shards
-            self._router.on_report(self._router.routes[worker.replica * shards + shard], message)
+            self._router.on_report(self._route_of(worker), message)
         elif isinstance(message, EngineReady):
+            self._route_of(worker).slots = message.slots
             self._ready.append(message)
             self._changed.set()
+
+    def _route_of(self, worker: WorkerProcess) -> Route:
+        """Return the route that a rank computes requests of; ranks count along tensor parallelism first."""
+        shards = len(self._router.routes) // self._options.replicas
+        return self._router.routes[worker.replica * shards + worker.rank % shards]
 
     def _on_lost(self, worker: WorkerProcess) -> None:
         if self._failure is None:
@@ -217,15 +223,21 @@ class HttpServer:
         stop_workers(self._workers, kill_now=self._signals > 1 or self._router.failed)
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address, before anything expensive is started."""
+def bind_socket(host: str, port: int, stall_timeout_s: float) -> socket.socket:
+    """Return a socket bound to the address, before anything expensive is started. Its connections inherit its options.
+
+    The kernel closes connections whose peer acknowledges nothing for the stall timeout: it may be gone without a word.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from error
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout_s * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S // 4)
     try:
         sock.bind(address)
     except OSError as error:
