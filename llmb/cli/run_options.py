@@ -27,7 +27,7 @@ def examples(verb: str, extra: str = "") -> list[str]:
     return [*(f"llmb-run {verb} {line}{extra}" for line in lines), chat, FITS, "", REFUSED]
 
 
-def add_run_options(parser: argparse.ArgumentParser, base_url: bool = True) -> None:
+def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add -w -s --dtype --scale and the other options that select runs."""
     add = parser.add_argument
     workload = add("-w", "--workload", metavar="W[,W...]", help="workload, or targets such as pretrain_llama3.1_70b")
@@ -53,8 +53,7 @@ def add_run_options(parser: argparse.ArgumentParser, base_url: bool = True) -> N
     complete_with(layout, _gpu_types)
     engines = "native (the default), one that is installed (trtllm, megatron_bridge), or openai: a server elsewhere"
     add("--engine", metavar="E", help=engines)
-    if base_url:  # a sweep has one of its own
-        add("--base-url", metavar="URL", help="engine openai: the server, the same as --set base_url=URL")
+    add("--base-url", metavar="URL", help="engine openai: the server, the same as --set base_url=URL")
     add("-p", "--profile", action="store_true", help="trace the recipe's profile window")
     add(
         "--set",

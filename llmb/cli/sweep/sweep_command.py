@@ -49,7 +49,7 @@ def add_commands(commands: Any) -> None:
     add("--no-calibrate", action="store_true", help="do not measure the client on a no-op server first")
     add_request_options(parser.add_argument_group("requests; of -w the lengths are the recipe's").add_argument)
     run_options = parser.add_argument_group("a server or an engine of llmb, as for submit")
-    add_run_options(run_options, base_url=False)  # type: ignore[arg-type]
+    add_run_options(run_options)  # type: ignore[arg-type]
     add = parser.add_argument
     add("--in-process", action="store_true", help="without HTTP: each point is a run of the engine")
     add("--resume", metavar="SWEEP", help="continue a sweep by its name or folder; finished points are kept")
