@@ -15,7 +15,6 @@ from llmb.loadgen.prompt_text import TextWriter
 from llmb.loadgen.request_source import RequestSource
 from llmb.loadgen.traces import read_trace
 
-
 DATA = Path(__file__).parents[2] / "data"
 
 
