@@ -96,7 +96,7 @@ peers: .venv-guidellm/installed .venv-aiperf/installed .venv-vllm/installed
 	@echo "Installing $(PEER_$*) into .venv-$*, once: 2 minutes"
 	@$(PYTHON) -m venv .venv-$*
 	@if .venv-$*/bin/pip install --quiet --disable-pip-version-check $(PEER_PIP) $(PEER_$*); then \
-	  .venv-$*/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec; touch $@; \
+	  .venv-$*/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null; touch $@; \
 	else rm -rf .venv-$*; echo "cannot install $(PEER_$*)"; fi
 
 clean:

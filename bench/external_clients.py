@@ -13,10 +13,11 @@ aiperf     inter_token_latency is our TPOT; request_latency our E2E, up to the l
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ class ClientFigures:
     input_tokens: int  # of all measured requests
     output_tokens: int
     own_output_tokens: int | None = None  # by the client's tokenizer, where it counts beside the server's usage
+    cpu_s: float = 0.0  # of all its processes, from start to end
 
 
 def environment_of(name: str) -> Path | None:
@@ -77,7 +79,14 @@ def environment_of(name: str) -> Path | None:
 def run_client(name: str, load: ClientLoad, folder: Path, prefix: Sequence[str] = ()) -> ClientFigures:
     """Run a client to its end and read its report; `prefix`: a command before its own, such as taskset."""
     folder.mkdir(parents=True, exist_ok=True)
-    return CLIENTS[name](load, folder, prefix)
+    before = _children_cpu_s()
+    figures = CLIENTS[name](load, folder, prefix)
+    return replace(figures, cpu_s=_children_cpu_s() - before)
+
+
+def _children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def run_llmb(load: ClientLoad, folder: Path, prefix: Sequence[str]) -> ClientFigures:

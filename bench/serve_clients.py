@@ -6,7 +6,8 @@
 
 engine     `llmb-run serve` on a tiny random Llama
 schedule   the no-op server with a first token after 60 ms and one every 8 ms from then on: the truth is known
-ceiling    the no-op server without delays: the tokens/s that a client can read, and so its cost of a token
+ceiling    the no-op server without delays: the tokens/s that a client can read; and the CPU time of a token, by the
+           difference between two numbers of requests, which leaves out the client's start
 
 The server has one core, the client another (taskset; --server-core and --client-core). Each client gets the same
 prompts, warms up with as many requests as there are at once, and reports; rounds are interleaved and medians printed,
@@ -55,11 +56,11 @@ class Row:
 
     @property
     def title(self) -> str:
-        return f"{self.isl}/{self.osl} c{self.concurrency}"
+        return f"{self.isl}/{self.osl} c{self.concurrency} n{self.requests}"
 
 
 ROWS = (Row(128, 32, 1, 24), Row(128, 32, 8, 96), Row(256, 128, 8, 48))
-CEILING = Row(128, 128, 8, 400)
+CEILING = (Row(128, 128, 8, 80), Row(128, 128, 8, 400))
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def measure(part: str, rows: Sequence[Row], folder: Path, options: argparse.Name
                     out = folder.parent / f"{part}-{row.title.replace('/', '-')}-{name}-{number}"
                     figures = run_client(name, load, out, pinned(options.client_core))
                     # GuideLLM ends its warm-up by time, so that it measures some requests more or fewer.
-                    slack = row.concurrency if name == "guidellm" else 0
+                    slack = row.requests / 8 if name == "guidellm" else 0
                     if figures.failed or abs(figures.completed - row.requests) > slack:
                         raise SystemExit(
                             f"{name} on {row.title}: {figures.completed} completed, {figures.failed} failed"
@@ -141,7 +142,7 @@ def measure(part: str, rows: Sequence[Row], folder: Path, options: argparse.Name
 
 
 def median_of(runs: Sequence[ClientFigures]) -> dict[str, float]:
-    return {name: statistics.median(getattr(run, name) for run in runs) for name in FIGURES}
+    return {name: statistics.median(getattr(run, name) for run in runs) for name in (*FIGURES, "cpu_s")}
 
 
 def truth(row: Row) -> dict[str, float]:
@@ -155,7 +156,7 @@ def print_table(title: str, medians: dict[str, dict[str, float]], expected: dict
     """Print a line a client: each figure, and in brackets its ratio to the first line."""
     lines = ({"schedule": expected} if expected else {}) | medians
     base = next(iter(lines.values()))
-    print(f"\n{title:12}" + "".join(f"{head:>22}" for head in HEADS))
+    print(f"\n{title}\n{'':12}" + "".join(f"{head:>22}" for head in HEADS))
     for name, figures in lines.items():
         cells = []
         for figure in FIGURES:
@@ -165,11 +166,13 @@ def print_table(title: str, medians: dict[str, dict[str, float]], expected: dict
         print(f"{name:12}" + "".join(f"{cell:>22}" for cell in cells))
 
 
-def print_ceiling(medians: dict[str, dict[str, float]]) -> None:
-    print(f"\n{'ceiling':12}{'tokens/s read':>16}{'us a token':>12}{'req/s':>10}")
-    for name, figures in medians.items():
-        rate = figures["output_tokens_per_s"]
-        print(f"{name:12}{rate:>16,.0f}{1e6 / rate:>12.1f}{figures['requests_per_s']:>10.1f}")
+def print_ceiling(few: dict[str, dict[str, float]], many: dict[str, dict[str, float]], tokens: int) -> None:
+    """Print what each client can read; `tokens`: by how many the two loads differ."""
+    print(f"\n{'ceiling':12}{'tokens/s read':>16}{'CPU us a token':>16}{'CPU s to start':>16}")
+    for name, figures in many.items():
+        cost_s = (figures["cpu_s"] - few[name]["cpu_s"]) / tokens
+        start_s = few[name]["cpu_s"] - cost_s * CEILING[0].requests * CEILING[0].osl
+        print(f"{name:12}{figures['output_tokens_per_s']:>16,.0f}{1e6 * cost_s:>16.1f}{start_s:>16.1f}")
 
 
 def parse() -> argparse.Namespace:
@@ -201,18 +204,18 @@ def main() -> None:
     if options.tiny:
         options.rounds = 1
         rows = [replace(row, requests=2 * row.concurrency, osl=min(row.osl, 16)) for row in rows[:1]]
-        ceiling = replace(ceiling, requests=16)
+        ceiling = (replace(CEILING[0], requests=16), replace(CEILING[1], requests=32))
     report: dict[str, Any] = {"began": time.strftime("%F %T"), "rounds": options.rounds}
     with TemporaryDirectory() as temporary:
         folder = write_tiny_llama(Path(temporary) / "tiny-llama", SMALL if options.tiny else MEDIUM)
         for part in options.parts:
-            report[part] = measure(part, [ceiling] if part == "ceiling" else rows, folder, options)
-            for title, medians in report[part]["medians"].items():
-                if part == "ceiling":
-                    print_ceiling(medians)
-                else:
-                    row = next(row for row in rows if row.title == title)
-                    print_table(f"{part} {title}", medians, truth(row) if part == "schedule" else None)
+            report[part] = measure(part, ceiling if part == "ceiling" else rows, folder, options)
+            medians = report[part]["medians"]
+            if part == "ceiling":
+                few, many = ceiling
+                print_ceiling(medians[few.title], medians[many.title], (many.requests - few.requests) * many.osl)
+            for row in rows if part != "ceiling" else ():
+                print_table(f"{part} {row.title}", medians[row.title], truth(row) if part == "schedule" else None)
             print(f"load average {report[part]['load_average']}, {options.rounds} rounds", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(report, indent=1) + "\n")
