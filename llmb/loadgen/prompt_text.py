@@ -4,11 +4,14 @@
 
 Texts are common short English words, nearly all of which are one token with the space before them in the BPE
 vocabularies of current models. So without a tokenizer a word counts as a token, and the server's usage tells the true
-number; with one, words are added or removed until the count is exact.
+number; with one, words are removed and words of one token added until the count is exact.
 """
 
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from random import Random
+from string import ascii_lowercase
 from typing import Any
 
 from llmb.errors import ConfigError
@@ -55,11 +58,20 @@ class TextWriter:
             return " ".join(words)
         for _ in range(MAX_ROUNDS):
             text = " ".join(words)
-            missing = tokens - self.count(text, special=not continued)
-            if missing == 0 or len(words) + missing < 1:
+            counted = self.count(text, special=not continued)
+            if counted == tokens:
                 return text
-            words = words + random.choices(WORDS, k=missing) if missing > 0 else words[:missing]
+            if counted < tokens:
+                words = words + random.choices(self._fillers, k=tokens - counted)
+            else:
+                words = words[: int(len(words) * tokens / counted)] or random.choices(self._fillers)
         return " ".join(words)
+
+    @cached_property
+    def _fillers(self) -> Sequence[str]:
+        """Words and letters of one token, which complete a text exactly whatever the vocabulary."""
+        candidates = (*WORDS, *ascii_lowercase)
+        return [word for word in candidates if self.count(f"{word} {word} {word}", special=False) == 3] or WORDS
 
 
 def serial_words(serial: int, most: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,8 @@ from llmb.loadgen.prompt_sampler import random_tokens
 from llmb.loadgen.prompt_text import TextWriter
 from llmb.loadgen.request_source import RequestSource
 from llmb.loadgen.traces import read_trace
+
+DATA = Path(__file__).parents[2] / "data"
 
 
 def load(**changes) -> LoadSettings:
@@ -164,3 +167,10 @@ def test_random_tokens_avoid_the_excluded(count, vocab, excluded):
 
 def test_words_are_counted_without_a_tokenizer():
     assert TextWriter().count("a bc  d") == 3
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40, 500])
+def test_texts_are_exact_where_words_are_several_tokens(tokens):
+    """data/tokenizer.json has a small vocabulary, in which most words are several tokens."""
+    source = RequestSource(load(isl=tokens, tokenizer=str(DATA)))
+    assert {len(source.tokenizer.encode(r.prompt).ids) for r in prompts(source, 20)} == {tokens}

@@ -63,7 +63,9 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.post_processor = template
     assert tokenizer.get_vocab_size() == VOCAB
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"chat_template": CHAT_TEMPLATE, "bos_token": BOS, "eos_token": {"content": EOS}}
+    eos_token = {"__type": "AddedToken", "content": EOS, "special": True}  # as transformers writes it
+    config = {"chat_template": CHAT_TEMPLATE, "bos_token": BOS, "eos_token": eos_token}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

@@ -71,6 +71,24 @@ def test_stream_has_the_same_text_and_usage(live_server, engine_outputs, tokeniz
     assert usage.prompt_tokens_details.cached_tokens >= 0
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_continuous_usage_counts_tokens_of_each_output_so_far(live_server, chat):
+    """vLLM's extension, which GuideLLM always asks for."""
+    client = live_server.client()
+    options = {"n": 2, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    if chat:
+        messages = [{"role": "user", "content": PROMPTS[0]}]
+        chunks = list(client.chat.completions.create(messages=messages, **GREEDY, **options))
+    else:
+        chunks = list(client.completions.create(prompt=PROMPTS[:2], **GREEDY, **options))
+    counts: dict[int, list[int]] = {}
+    for chunk in chunks[:-1]:
+        counts.setdefault(chunk.choices[0].index, []).append(chunk.usage.completion_tokens)
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+    assert all(count == sorted(count) and count[0] >= 1 for count in counts.values())
+    assert sum(count[-1] for count in counts.values()) == chunks[-1].usage.completion_tokens
+
+
 def test_prompts_of_tokens_are_those_of_text(live_server, tokenizer):
     client = live_server.client()
     tokens = [tokenizer.encode(prompt, add_special_tokens=True) for prompt in PROMPTS]
