@@ -115,8 +115,8 @@ def compare(losses: "Losses", dtype: str, layout: Parallel, seeds: range) -> Dis
     )
 
 
-def train_all(base: RunConfig, folder: Path, seeds: range, ranks_at_once: int) -> Losses:
-    """Train every curve, as many at once as there may be ranks."""
+def train_all(base: RunConfig, folder: Path, seeds: range, ranks_at_once: int, report: BenchReport) -> Losses:
+    """Train every curve, as many at once as there may be ranks; each is recorded when it ends."""
     layouts = (Parallel(), *LAYOUTS)
     curves = [Curve(dtype, layout, seed) for layout in layouts for dtype in DTYPES for seed in seeds]
     all_losses: Losses = {}
@@ -126,6 +126,7 @@ def train_all(base: RunConfig, folder: Path, seeds: range, ranks_at_once: int) -
             runs = pool.map(lambda curve: losses_of(curve.config(base), folder / curve.title), same_size)
             for curve, losses in zip(same_size, runs, strict=True):
                 print(f"  {curve.title}: {statistics.fmean(losses[-SMOOTHED:]):.4f}", flush=True)
+                report.record("losses", {"curve": to_plain(curve), "losses": losses})
                 all_losses[curve] = losses
     return all_losses
 
@@ -192,8 +193,7 @@ def main() -> None:
         report.print_heading(title)
         report.record("config", to_plain(config))
         seeds = range(1, options.seeds + 1)
-        losses = train_all(config, folder, seeds, options.ranks_at_once)
-    report.record("losses", *({"curve": to_plain(curve), "losses": values} for curve, values in losses.items()))
+        losses = train_all(config, folder, seeds, options.ranks_at_once, report)
     rows, is_within = [], True
     for dtype in DTYPES:
         for layout in LAYOUTS:
