@@ -9,6 +9,8 @@ from llmb.results.load_figures import client_facts
 
 FULL_TIMES = 2  # how often the requests should fill the concurrency
 RATE_TOLERANCE = 0.05  # of the time that the arrivals were meant to take
+INPUT_TOLERANCE = 0.1  # of the input tokens
+TEMPLATE_TOKENS = 32  # that a chat template may add
 BUSY_LIMIT = 0.9  # of a core
 
 
@@ -25,6 +27,7 @@ def load_cautions(
     if wrong := fields.get("lengths_wrong"):
         text = f"{wrong} of {len(completed)} outputs do not have the requested length: figures per token are not "
         yield "WRONG_LENGTHS", text + "comparable; does the server honour ignore_eos and max_tokens?"
+    yield from _about_inputs(load, completed)
     if fields.get("tokens_counted_by") == "chunks":
         yield "NO_USAGE", "the server reports no usage: chunks are counted as tokens; give --tokenizer to count them"
     if wrong := fields.get("token_counts_wrong"):
@@ -45,6 +48,17 @@ def load_cautions(
             held = " (the cap held requests back)" if load.concurrency is not None else ""
             text = f"{(len(due) - 1) / sent_s:.4g} of {(len(due) - 1) / planned_s:.4g} requests/s were sent{held}"
             yield "RATE_MISSED", f"{text}; look at the scheduled-time latency"
+
+
+def _about_inputs(load: LoadSettings, completed: Sequence[RequestDone]) -> Iterable[tuple[str, str]]:
+    """Compare the input tokens that the server counts with --isl, where all requests have about as many."""
+    has_isl = load.lengths != "empirical" and load.dataset is None and load.trace is None and load.turns == 1
+    if not has_isl or not completed:
+        return
+    mean = sum(r.input_tokens for r in completed) / len(completed)
+    if abs(mean - load.isl) > INPUT_TOLERANCE * load.isl + TEMPLATE_TOKENS:
+        remedy = "give --tokenizer FOLDER, or send token ids (--prompts ids)"
+        yield "WRONG_INPUT_LENGTHS", f"prompts have {mean:.0f} tokens on average instead of {load.isl}; {remedy}"
 
 
 def _about_client(

@@ -61,6 +61,12 @@ def test_a_limit_on_gaps_looks_at_the_largest():
     assert load_metrics.holds(single, SloLimits(itl_ms=1.0, tpot_ms=1.0))
 
 
+def test_prompts_of_other_lengths_are_a_warning():
+    assert "WRONG_INPUT_LENGTHS" in codes(derive(load_config(LOAD), [*FOUR, OK]))  # 10 tokens instead of 1000
+    assert "WRONG_INPUT_LENGTHS" not in codes(derive(load_config(replace(LOAD, isl=40)), [*FOUR, OK]))
+    assert "WRONG_INPUT_LENGTHS" not in codes(derive(load_config(replace(LOAD, turns=2)), [*FOUR, OK]))
+
+
 def test_a_late_client_has_no_verdict():
     honest = [request(n, float(n), float(n), 0.25) for n in range(4)]
     assert "CLIENT_LATE" not in codes(derive(load_config(LOAD), [*honest, OK]))
