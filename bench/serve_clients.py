@@ -139,7 +139,8 @@ def measure(part: str, rows: Sequence[Row], folder: Path, options: argparse.Name
                     before = server_sums(url) if part == "engine" else {}
                     out = folder.parent / f"{part}-{row.title.replace('/', '-')}-{name}-{number}"
                     figures = run_client(name, load, out, pinned(options.client_core))
-                    if figures.failed or figures.completed != row.requests:
+                    least = row.requests * (0.98 if part == "ceiling" else 1)  # GuideLLM then leaves out the last ones
+                    if figures.failed or not least <= figures.completed <= row.requests:
                         raise SystemExit(
                             f"{name} on {row.title}: {figures.completed} completed, {figures.failed} failed"
                         )
