@@ -42,7 +42,7 @@ def _add_server_options(add: Any) -> None:
 
 
 def add_request_options(add: Any) -> None:
-    """Add what the requests are: lengths, prompts, sessions."""
+    """Add the options that say what is sent; a sweep has them too."""
     add("--isl", type=int, metavar="TOKENS", help="input tokens of a request; default: 1000")
     add("--osl", type=int, metavar="TOKENS", help="output tokens of a request; default: 1000")
     add("--lengths", choices=("fixed", "uniform", "normal"), default="fixed", help="distribution of both lengths")

@@ -33,10 +33,18 @@ def random_tokens(random: Random, count: int, vocab: int, excluded: Sequence[int
     """Sample token ids below `vocab` that are not among the excluded ones, which are in rising order."""
     choices = vocab - len(excluded)
     words = array("I", random.randbytes(4 * count))  # 32 random bits each: a thousand times faster than randrange
-    tokens = array("i", [(word * choices) >> 32 for word in words])
-    for token in excluded:  # in rising order: larger ids move up past each
-        tokens = array("i", [value + (value >= token) for value in tokens])
-    return tokens
+    tokens = [(word * choices) >> 32 for word in words]
+    if excluded:
+        first = excluded[0]
+        tokens = [token if token < first else _past(token, excluded) for token in tokens]
+    return array("i", tokens)
+
+
+def _past(token: int, excluded: Sequence[int]) -> int:
+    """Return the token moved up past the excluded ones, which are in rising order."""
+    for gap in excluded:
+        token += token >= gap
+    return token
 
 
 class TokenSampler:

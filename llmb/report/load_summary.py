@@ -55,6 +55,18 @@ def load_distributions(result: Result) -> Iterator[Distribution]:
             yield name, scheduled, "ms", "the same from when the request was due"
 
 
+def interval_line(result: Result) -> str | None:
+    """Return the intervals of the main percentiles over requests, in one line; None where there are none."""
+    names = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "end to end"}
+    parts = [
+        f"{names[name]} {key} {number(interval[0])} to {number(interval[1])} ms"
+        for name, intervals in result.latency_intervals_ms.items()
+        for key, interval in intervals.items()
+        if name in names and key in ("p50", "p99")
+    ]
+    return f"95 % over requests: {', '.join(parts)}" if parts else None
+
+
 def client_line(result: Result) -> str | None:
     """Return what the load generator cost, in one line; None of a run without one."""
     client = result.client

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from llmb.report.load_summary import client_line, load_distributions, load_rows
+from llmb.report.load_summary import client_line, interval_line, load_distributions, load_rows
 from llmb.report.setting_text import precision_text
 from llmb.report.table import number, render, terminal_width
 from llmb.results.result import Result
@@ -25,8 +25,8 @@ def summary(result: Result) -> str:
     distributions = list(_distributions(result))
     if distributions:
         lines += ["", render(("over requests", *STATISTICS, "unit", "what it says"), distributions, width)]
-    if (line := client_line(result)) is not None:
-        lines += ["", line]
+    if (client := client_line(result)) is not None:
+        lines += ["", *filter(None, [interval_line(result), client])]
     if result.time_spent:
         lines += ["", _time_spent(result)]
     if result.collectives:

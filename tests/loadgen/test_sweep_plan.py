@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from llmb.loadgen.sweep.ladder import Precision
 from llmb.loadgen.sweep.load_search import next_of_many
-from llmb.loadgen.sweep.sweep_plan import LIMIT_TIMES, SweepPlan
+from llmb.loadgen.sweep.sweep_plan import E2E_GROWTH, LIMIT_TIMES, SweepPlan
 
 
 def plan(**changes):
@@ -66,6 +66,6 @@ def test_a_concurrency_is_held_for_a_point_or_for_two_waves():
 def test_the_time_that_is_left_grows_with_the_batch():
     spec = plan(point_s=10.0, ladder=(1, 2, 4))
     assert spec.seconds_left({}) is None
-    assert spec.seconds_left({1: 1000.0, 2: 1000.0}) == pytest.approx(10 + 2**0.8)
-    assert spec.seconds_left({1: 100_000.0, 2: 100_000.0}) == pytest.approx(2 * 100 * 2**0.8)
+    assert spec.seconds_left({1: 1000.0, 2: 1000.0}) == pytest.approx(10 + 2**E2E_GROWTH)
+    assert spec.seconds_left({1: 100_000.0, 2: 100_000.0}) == pytest.approx(2 * 100 * 2**E2E_GROWTH)
     assert spec.seconds_left({1: 1000.0, 2: 1000.0, 4: 1000.0}) == 0

@@ -172,8 +172,18 @@ def test_dead_engine_fails_requests_and_ends_the_server(config):
         assert replies[0].status == 500
         assert server.process.wait(15) == 2
         server._reader.join(5)
-    assert server.lines[-1].startswith("llmb.serve.http: engine 0 rank 0 ended")
+    assert server.lines[-1].endswith("engine 0 rank 0 was killed by signal 9, so the server ends")
     assert list(read(config.parent / "events.rank0.jsonl"))[-1].status == "failed"
+
+
+def test_signal_before_the_engine_is_ready_ends_the_server_at_once(config):
+    server = LiveServer(config)
+    wait_for(lambda: children(server.process.pid))
+    time.sleep(0.3)
+    (worker,) = children(server.process.pid)
+    assert server.stop(timeout_s=4) == 0
+    assert not server.url
+    assert not is_alive(worker)
 
 
 def test_engine_ends_with_a_killed_server(config):

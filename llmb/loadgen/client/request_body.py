@@ -2,7 +2,7 @@
 
     RequestRenderer(settings, api_key).payload(request, history=()) -> b"POST /v1/completions HTTP/1.1..."
 
-`ignore_eos` and `min_tokens` are extensions that vLLM, SGLang and llmb understand; servers that do not, ignore them.
+`ignore_eos` is an extension that vLLM, SGLang, TensorRT-LLM and llmb understand; others ignore or refuse it.
 """
 
 import json
@@ -34,8 +34,6 @@ class RequestRenderer:
     def payload(self, request: LoadRequest, history: Sequence[Turn] = ()) -> bytes:
         """Return head and body of a request; `history`: earlier turns of its session."""
         fields: dict[str, Any] = {"max_tokens": request.output_tokens}
-        if self._settings.ignore_eos:
-            fields["min_tokens"] = request.output_tokens
         if self._settings.endpoint == "chat":
             fields["messages"] = _messages(request.prompt, history)
         else:

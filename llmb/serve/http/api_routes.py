@@ -29,6 +29,7 @@ class ApiRoutes:
     service: CompletionService
     api_key: str | None = field(repr=False)
     draining: bool = False
+    num_active: int = 0  # requests whose response is not complete
 
     def build_app(self, max_body_bytes: int) -> web.Application:
         app = web.Application(middlewares=[self._middleware()], client_max_size=max_body_bytes)
@@ -56,7 +57,11 @@ class ApiRoutes:
                 body = await http_request.read()
         except TimeoutError:
             raise ApiError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", 408) from None
-        return await self.service.respond(http_request, parse(body))
+        self.num_active += 1
+        try:
+            return await self.service.respond(http_request, parse(body))
+        finally:
+            self.num_active -= 1
 
     async def _models(self, http_request: web.Request) -> web.Response:
         model = self.service.model

@@ -44,14 +44,17 @@ class CompletionService:
 
     async def respond(self, http_request: web.Request, request: CompletionRequest) -> web.StreamResponse:
         """Serve a request; raise an ApiError if it gets no output."""
+        if request.stream and http_request.version < (1, 1):
+            raise ApiError("streams need HTTP/1.1")
         arrival = time.perf_counter()
         self.model.check_name(request.model)
         prompts = await self.model.encode_prompts(request)
         max_tokens = [self.model.max_tokens(request, len(prompt)) for prompt in prompts]
         self.router.check_capacity(len(prompts) * request.n)
-        completion = Completion(self, request, prompts)
+        completion = Completion(self, request, [len(prompt) for prompt in prompts])
         try:
-            completion.submit(max_tokens, arrival)
+            completion.submit(prompts, max_tokens, arrival)
+            del prompts  # the engine has them now
             if request.stream:
                 return await completion.stream(http_request)
             return await completion.collect()
@@ -62,8 +65,8 @@ class CompletionService:
 class Completion:
     """The outputs of one request on their way."""
 
-    def __init__(self, service: CompletionService, request: CompletionRequest, prompts: list[list[int]]):
-        self._service, self._request, self._prompts = service, request, prompts
+    def __init__(self, service: CompletionService, request: CompletionRequest, prompt_tokens: list[int]):
+        self._service, self._request, self._prompt_tokens = service, request, prompt_tokens
         self._router, self._metrics, self._model = service.router, service.metrics, service.model
         prefix = "chatcmpl-" if request.is_chat else "cmpl-"
         self._head = ResponseHead(
@@ -75,13 +78,13 @@ class Completion:
         self._writer: SseWriter | None = None
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def submit(self, max_tokens: list[int], arrival: float) -> None:
+    def submit(self, prompts: list[list[int]], max_tokens: list[int], arrival: float) -> None:
         """Send every output to an engine."""
         request, model = self._request, self._model
         seed = random.getrandbits(63) if request.seed is None else request.seed
         eos = frozenset[int]() if request.ignore_eos else model.eos
-        for number in range(len(self._prompts) * request.n):
-            prompt, limit = self._prompts[number // request.n], max_tokens[number // request.n]
+        for number in range(len(prompts) * request.n):
+            prompt, limit = prompts[number // request.n], max_tokens[number // request.n]
             params = SamplingParams(
                 temperature=request.temperature,
                 top_k=request.top_k,
@@ -116,8 +119,6 @@ class Completion:
 
     async def stream(self, http_request: web.Request) -> web.StreamResponse:
         """Stream all outputs; an error after the first byte becomes an event."""
-        if http_request.version < (1, 1):
-            raise ApiError("streams need HTTP/1.1")
         self._formats = [ChunkFormat(self._head, output.index) for output in self._outputs]
         writer = SseWriter(http_request, self._service.stall_timeout_s)
         await writer.open()
@@ -169,8 +170,8 @@ class Completion:
         writer.write(event)
 
     def _output_usage(self, output: OutputText) -> dict[str, Any]:
-        prompt = self._prompts[output.index // self._request.n]
-        return format_usage(len(prompt), output.num_tokens, output.cached_tokens)
+        prompt_tokens = self._prompt_tokens[output.index // self._request.n]
+        return format_usage(prompt_tokens, output.num_tokens, output.cached_tokens)
 
     async def _send_rest(self, writer: SseWriter) -> None:
         """Write what outputs still hold because the client reads slowly."""
@@ -185,10 +186,10 @@ class Completion:
                 raise output.error
 
     def _usage(self) -> dict[str, Any]:
-        prompt_tokens = sum(len(prompt) for prompt in self._prompts)
         cached = [output.cached_tokens for output in self._outputs[:: self._request.n]]
         cached_tokens = None if None in cached else sum(tokens or 0 for tokens in cached)
-        return format_usage(prompt_tokens, sum(output.num_tokens for output in self._outputs), cached_tokens)
+        completion_tokens = sum(output.num_tokens for output in self._outputs)
+        return format_usage(sum(self._prompt_tokens), completion_tokens, cached_tokens)
 
 
 @asynccontextmanager

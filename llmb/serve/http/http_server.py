@@ -39,9 +39,8 @@ DEFAULT_CONTEXT = 8192  # tokens, of random weights, which say nothing about it
 ERROR_FLUSH_S = 1.0  # for clients to read their errors after an engine has failed
 BACKLOG = 4096
 KEEPALIVE_S = 60  # of silence on a connection, before the kernel asks whether its peer is still there
-SEND_BUFFER_BYTES = (
-    128 * 1024
-)  # of the kernel, of a connection: it would grow to megabytes for a client that never reads
+SEND_BUFFER_BYTES = 128 * 1024  # of the kernel, for a connection: it would grow to megabytes if nobody reads
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class HttpServer:
@@ -57,8 +56,8 @@ class HttpServer:
         self._workers: list[WorkerProcess] = []
         self._connections: list[WorkerConnection] = []
         self._ready: list[EngineReady] = []
-        self._failure: str | None = None
         self._failed_worker: WorkerProcess | None = None
+        self._is_stopping = False
         self._changed = asyncio.Event()  # an engine is ready or failed, or a signal has arrived
         self._signals = 0
         self._routes: ApiRoutes | None = None
@@ -69,7 +68,7 @@ class HttpServer:
         tokenizer = load_tokenizer(self._config.model, self._work.weights)
         chat_template = load_chat_template(self._work.weights, not tokenizer.is_fallback)
         sock = bind_socket(self._options.host, self._options.port, self._options.stall_timeout)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         try:
             await self._start_engines()
@@ -99,18 +98,14 @@ class HttpServer:
         length, exact = self._max_model_len()
         self._workers = start_workers(self._path, self._config, self._options.replicas, length, exact, self._command)
         loop, shards = asyncio.get_running_loop(), self._config.parallel.tp if self._work.attention_dp else 1
-        leaders: dict[int, WorkerConnection] = {}
         for worker in self._workers:
             connection = WorkerConnection(partial(self._on_message, worker), partial(self._on_lost, worker))
-            await loop.create_connection(lambda c=connection: c, sock=worker.sock)  # type: ignore[misc]
             self._connections.append(connection)
             if worker.rank == 0:
-                leaders[worker.replica] = connection
-        self._router.routes = [
-            Route(f"{replica * shards + shard}", leader, shard)
-            for replica, leader in leaders.items()
-            for shard in range(shards)
-        ]
+                first = worker.replica * shards
+                self._router.routes += [Route(f"{first + shard}", connection, shard) for shard in range(shards)]
+        for worker, connection in zip(self._workers, self._connections, strict=True):
+            await loop.create_connection(lambda c=connection: c, sock=worker.sock)  # type: ignore[misc]
 
     def _max_model_len(self) -> tuple[int, bool]:
         """Return the longest sequence, and whether the cache must hold it."""
@@ -121,9 +116,13 @@ class HttpServer:
 
     async def _engines_ready(self) -> bool:
         """Wait until all engines are ready; False if one failed, or a signal came before."""
-        while len(self._ready) < len(self._workers) and self._failure is None and not self._signals:
+        while len(self._ready) < len(self._workers) and not self._must_stop:
             await self._wait_for_change()
-        return self._failure is None and not self._signals
+        return not self._must_stop
+
+    @property
+    def _must_stop(self) -> bool:
+        return self._failed_worker is not None or self._signals > 0
 
     def _startup_code(self) -> int:
         """Return the exit code of a server whose engine did not start; the engine has printed why."""
@@ -142,14 +141,14 @@ class HttpServer:
         gc.collect()
         gc.freeze()
         self._print_ready(sock, routes)
-        while self._failure is None and not self._signals:
+        while not self._must_stop:
             await self._wait_for_change()
-        if self._failure is None:
+        if self._failed_worker is None:
             await self._drain(routes)
-        else:
-            await self._report_failure()
+        if self._failed_worker is not None:
+            await self._report_failure(self._failed_worker)
         await runner.cleanup()
-        return 0 if self._failure is None else 2
+        return 0 if self._failed_worker is None else 2
 
     def _print_ready(self, sock: socket.socket, routes: ApiRoutes) -> None:
         model, ready = routes.service.model, self._ready[0]
@@ -170,16 +169,19 @@ class HttpServer:
     async def _drain(self, routes: ApiRoutes) -> None:
         """Let unfinished requests end; cancel those that take too long."""
         routes.draining = True
-        print(f"stopping: {len(self._router.outputs)} requests are unfinished", flush=True)
+        print(f"stopping: {routes.num_active} requests are unfinished", flush=True)
         deadline, signals = time.monotonic() + self._options.drain_timeout, self._signals
-        while self._router.outputs and self._failure is None and self._signals == signals:
+        while routes.num_active and self._failed_worker is None and self._signals == signals:
             if time.monotonic() > deadline:
                 break
             await self._wait_for_change(0.05)
 
-    async def _report_failure(self) -> None:
-        print(f"llmb.serve.http: {self._failure}", file=sys.stderr, flush=True)
+    async def _report_failure(self, worker: WorkerProcess) -> None:
+        """Print one line, and give clients the time to read their errors."""
         await asyncio.sleep(ERROR_FLUSH_S)
+        code = worker.process.poll()
+        ending = "hangs" if code is None else f"exited with {code}" if code >= 0 else f"was killed by signal {-code}"
+        print(f"llmb.serve.http: {worker.name} {ending}, so the server ends", file=sys.stderr, flush=True)
 
     async def _wait_for_change(self, timeout_s: float | None = None) -> None:
         try:
@@ -207,20 +209,20 @@ class HttpServer:
         return self._router.routes[worker.replica * shards + worker.rank % shards]
 
     def _on_lost(self, worker: WorkerProcess) -> None:
-        if self._failure is None:
+        if self._failed_worker is None and not self._is_stopping:
             self._failed_worker = worker
-            self._failure = f"{worker.name} ended, so the server ends; its last lines are above"
             self._router.fail()
             self._changed.set()
 
     def _stop_engines(self) -> None:
-        self._failure = self._failure or "stopped"
+        self._is_stopping = True
         for worker in self._workers:
             with suppress(OSError):  # it may be gone already
                 worker.sock.shutdown(socket.SHUT_RDWR)
         for connection in self._connections:
             connection.close()
-        stop_workers(self._workers, kill_now=self._signals > 1 or self._router.failed)
+        is_idle = len(self._ready) == len(self._workers) and not self._router.outputs
+        stop_workers(self._workers, kill_now=not is_idle or self._router.failed)
 
 
 def bind_socket(host: str, port: int, stall_timeout_s: float) -> socket.socket:
