@@ -55,7 +55,7 @@ class ClientLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientFigures:
-    """What a client reports, in our words; times are medians in ms."""
+    """What a client reports, in our words; times are medians in ms, or means where they say so."""
 
     completed: int
     failed: int
@@ -64,6 +64,9 @@ class ClientFigures:
     ttft_ms: float
     tpot_ms: float
     e2e_ms: float
+    ttft_mean_ms: float
+    tpot_mean_ms: float
+    e2e_mean_ms: float
     input_tokens: int  # of all measured requests
     output_tokens: int
     own_output_tokens: int | None = None  # by the client's tokenizer, where it counts beside the server's usage
@@ -106,6 +109,9 @@ def run_llmb(load: ClientLoad, folder: Path, prefix: Sequence[str]) -> ClientFig
         ttft_ms=result["ttft_ms"]["p50"],
         tpot_ms=result["tpot_ms"]["p50"],
         e2e_ms=result["e2e_ms"]["p50"],
+        ttft_mean_ms=result["ttft_ms"]["mean"],
+        tpot_mean_ms=result["tpot_ms"]["mean"],
+        e2e_mean_ms=result["e2e_ms"]["mean"],
         input_tokens=sum(r["input_tokens"] for r in requests),
         output_tokens=sum(r["output_tokens"] for r in requests),
         own_output_tokens=sum(r["client_tokens"] for r in requests),
@@ -141,23 +147,26 @@ def run_vllm(load: ClientLoad, folder: Path, prefix: Sequence[str]) -> ClientFig
         ttft_ms=figures["median_ttft_ms"],
         tpot_ms=figures["median_tpot_ms"],
         e2e_ms=figures["median_e2el_ms"],
+        ttft_mean_ms=figures["mean_ttft_ms"],
+        tpot_mean_ms=figures["mean_tpot_ms"],
+        e2e_mean_ms=figures["mean_e2el_ms"],
         input_tokens=figures["total_input_tokens"],
         output_tokens=figures["total_output_tokens"],
     )
 
 
 def run_guidellm(load: ClientLoad, folder: Path, prefix: Sequence[str]) -> ClientFigures:
-    """Run GuideLLM; it measures from the end of its warm-up requests on, which run in one go with the others."""
-    lines = [{"prompt": prompt, "output_tokens_count": load.osl} for prompt in load.prompts]
+    """Run GuideLLM, without a warm-up: it leaves out so many requests at the start, but up to a time that may be wrong.
+
+    Requests that end together with the last of the warm-up count, the time that they took does not.
+    """
+    lines = [{"prompt": prompt, "output_tokens_count": load.osl} for prompt in load.prompts[load.warmup :]]
     dataset, report = _write_lines(folder / "prompts.jsonl", lines), folder / "report.json"
     backend = {"kind": "openai_http", "target": load.url, "model": load.model, "request_format": load.path}
-    profile: dict[str, Any] = {"kind": "concurrent", "streams": load.concurrency}
-    if load.warmup:
-        profile["warmup"] = {"mode": "requests", "value": load.warmup}
     options = {
         "backend": backend | {"extras": {"body": {"temperature": 0}}},
-        "profile": profile,
-        "constraint": {"kind": "max_requests", "count": len(load.prompts)},
+        "profile": {"kind": "concurrent", "streams": load.concurrency},
+        "constraint": {"kind": "max_requests", "count": load.requests},
         "tokenizer": {"kind": "huggingface_auto", "model": str(load.tokenizer)},
         "data": {"kind": "json_file", "path": str(dataset)},
         "output": {"kind": "json", "path": str(report)},
@@ -179,6 +188,9 @@ def run_guidellm(load: ClientLoad, folder: Path, prefix: Sequence[str]) -> Clien
         ttft_ms=successful["time_to_first_token_ms"]["median"],
         tpot_ms=successful["inter_token_latency_ms"]["median"],
         e2e_ms=1000 * successful["request_latency"]["median"],
+        ttft_mean_ms=successful["time_to_first_token_ms"]["mean"],
+        tpot_mean_ms=successful["inter_token_latency_ms"]["mean"],
+        e2e_mean_ms=1000 * successful["request_latency"]["mean"],
         input_tokens=round(successful["prompt_token_count"]["total_sum"]),
         output_tokens=round(successful["output_token_count"]["total_sum"]),
     )
@@ -207,6 +219,9 @@ def run_aiperf(load: ClientLoad, folder: Path, prefix: Sequence[str]) -> ClientF
         ttft_ms=metrics["time_to_first_token"]["p50"],
         tpot_ms=metrics["inter_token_latency"]["p50"],
         e2e_ms=metrics["request_latency"]["p50"],
+        ttft_mean_ms=metrics["time_to_first_token"]["avg"],
+        tpot_mean_ms=metrics["inter_token_latency"]["avg"],
+        e2e_mean_ms=metrics["request_latency"]["avg"],
         input_tokens=round(metrics["total_usage_prompt_tokens"]["avg"]),
         output_tokens=round(metrics["total_usage_completion_tokens"]["avg"]),
         own_output_tokens=round(metrics["total_osl"]["avg"]) if load.own_count else None,

@@ -4,14 +4,15 @@
     python bench/serve_clients.py [--json FILE] [--rounds 3] [--only=schedule] [--row c8] [--clients llmb,vllm]
     python bench/serve_clients.py --tiny          # a very small model, few requests: shows only that it runs
 
-engine     `llmb-run serve` on a tiny random Llama
+engine     `llmb-run serve` on a tiny random Llama; what the server itself measured in the same run (/metrics) is the
+           truth, whatever else runs on the machine
 schedule   the no-op server with a first token after 60 ms and one every 8 ms from then on: the truth is known
 ceiling    the no-op server without delays: the tokens/s that a client can read; and the CPU time of a token, by the
            difference between two numbers of requests, which leaves out the client's start
 
 The server has one core, the client another (taskset; --server-core and --client-core). Each client gets the same
-prompts, warms up with as many requests as there are at once, and reports; rounds are interleaved and medians printed,
-as ratios to ours. The aim: within 5 %; * marks what is not.
+prompts, warms up with as many requests as there are at once (not GuideLLM), and reports; rounds are interleaved and
+medians printed, as ratios to ours. The aim: within 5 %; * marks what is not.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +41,11 @@ from llmb.loadgen.prompt_text import TextWriter, load_tokenizer
 
 PARTS = ("engine", "schedule", "ceiling")
 TTFT_MS, ITL_MS = 60.0, 8.0  # of the schedule
+MEANS = {  # of a client, and what the server calls it
+    "ttft_mean_ms": "vllm:time_to_first_token_seconds",
+    "tpot_mean_ms": "vllm:time_per_output_token_seconds",
+    "e2e_mean_ms": "vllm:e2e_request_latency_seconds",
+}
 FIGURES = ("requests_per_s", "output_tokens_per_s", "ttft_ms", "tpot_ms", "e2e_ms")
 HEADS = ("req/s", "output tok/s", "TTFT ms", "TPOT ms", "E2E ms")
 AIM = 0.05
@@ -111,34 +118,71 @@ def measure(part: str, rows: Sequence[Row], folder: Path, options: argparse.Name
     runs: dict[str, dict[str, list[ClientFigures]]] = {
         row.title: {name: [] for name in options.clients} for row in rows
     }
+    servers: dict[str, dict[str, list[dict[str, float]]]] = {
+        row.title: {name: [] for name in options.clients} for row in rows
+    }
     loads = []
     with server(server_command(part, folder, options.tiny), options.server_core) as url:
         for number in range(options.rounds):
             for row in rows:
+                warmup = 0 if part == "engine" else row.concurrency  # the server's own figures know no warm-up
                 load = ClientLoad(
                     url=url,
                     model=folder.name if part == "engine" else "noop",
                     tokenizer=folder,
-                    prompts=prompts(folder, row, number),
+                    prompts=prompts(folder, row, number)[row.concurrency - warmup :],
                     osl=row.osl,
                     concurrency=row.concurrency,
-                    warmup=row.concurrency,
+                    warmup=warmup,
                 )
                 for name in options.clients:
+                    before = server_sums(url) if part == "engine" else {}
                     out = folder.parent / f"{part}-{row.title.replace('/', '-')}-{name}-{number}"
                     figures = run_client(name, load, out, pinned(options.client_core))
-                    # GuideLLM ends its warm-up by time, so that it measures some requests more or fewer.
-                    slack = row.requests / 8 if name == "guidellm" else 0
-                    if figures.failed or abs(figures.completed - row.requests) > slack:
+                    least = row.requests * (0.98 if part == "ceiling" else 1)  # GuideLLM then leaves out the last ones
+                    if figures.failed or not least <= figures.completed <= row.requests:
                         raise SystemExit(
                             f"{name} on {row.title}: {figures.completed} completed, {figures.failed} failed"
                         )
                     runs[row.title][name].append(figures)
+                    if part == "engine":
+                        servers[row.title][name].append(server_means(before, server_sums(url)))
                 loads.append(os.getloadavg()[0])
                 print(f"{part} {row.title}: round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     medians = {title: {name: median_of(figures) for name, figures in by.items()} for title, by in runs.items()}
     raw = {title: {name: [asdict(f) for f in figures] for name, figures in by.items()} for title, by in runs.items()}
-    return {"medians": medians, "runs": raw, "load_average": round(statistics.median(loads), 2)}
+    return {"medians": medians, "runs": raw, "servers": servers, "load_average": round(statistics.median(loads), 2)}
+
+
+def server_sums(url: str) -> dict[str, float]:
+    """Return sum and count of the server's latencies so far."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    sums = {}
+    for metric in MEANS.values():
+        for kind in ("sum", "count"):
+            match = re.search(rf"^{metric}_{kind}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+            sums[f"{metric}_{kind}"] = float(match[1]) if match else 0.0
+    return sums
+
+
+def server_means(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Return the server's mean latencies in ms between two moments."""
+    change = {name: after[name] - before[name] for name in after}
+    return {name: 1000 * change[f"{metric}_sum"] / change[f"{metric}_count"] for name, metric in MEANS.items()}
+
+
+def print_server_table(title: str, runs: dict[str, Any], servers: dict[str, Any]) -> None:
+    """Print each client's mean latency over the server's in the same run, and the difference; medians of rounds."""
+    print(f"\n{title}: client / server, same run\n{'':12}" + "".join(f"{head:>22}" for head in HEADS[2:]))
+    for name, figures in runs.items():
+        cells = []
+        for mean in MEANS:
+            pairs = [(figure[mean], server[mean]) for figure, server in zip(figures, servers[name], strict=True)]
+            ratio = statistics.median(client / server for client, server in pairs)
+            added = statistics.median(client - server for client, server in pairs)
+            cells.append(f"{ratio:.3f}{'' if abs(ratio - 1) <= AIM else '*'} ({added:+.2f} ms)")
+        print(f"{name:12}" + "".join(f"{cell:>22}" for cell in cells))
 
 
 def median_of(runs: Sequence[ClientFigures]) -> dict[str, float]:
@@ -216,6 +260,8 @@ def main() -> None:
                 print_ceiling(medians[few.title], medians[many.title], (many.requests - few.requests) * many.osl)
             for row in rows if part != "ceiling" else ():
                 print_table(f"{part} {row.title}", medians[row.title], truth(row) if part == "schedule" else None)
+                if part == "engine":
+                    print_server_table(row.title, report[part]["runs"][row.title], report[part]["servers"][row.title])
             print(f"load average {report[part]['load_average']}, {options.rounds} rounds", flush=True)
             if options.json:
                 options.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -84,9 +84,9 @@ def greedy_outputs(url: str, model: str, texts: Sequence[str], osl: int) -> list
     return outputs
 
 
-def compare_outputs(ours: Sequence[str], theirs: Sequence[str]) -> dict[str, Any]:
+def compare_outputs(outputs: Sequence[str], peer_outputs: Sequence[str]) -> dict[str, Any]:
     """Return how many outputs are equal, and the mean share of characters before the first difference."""
-    pairs = list(zip(ours, theirs, strict=True))
+    pairs = list(zip(outputs, peer_outputs, strict=True))
     shares = [sum(accumulate((x == y for x, y in zip(a, b, strict=False)), and_)) / len(a) for a, b in pairs]
     return {"outputs": len(pairs), "equal": sum(a == b for a, b in pairs), "equal_prefix": statistics.mean(shares)}
 
@@ -138,8 +138,8 @@ def main() -> None:
     with TemporaryDirectory() as temporary:
         folder = write_tiny_llama(Path(temporary) / "tiny-llama", shape)
         texts = prompts(folder, ROWS[0], seed=2)[:COMPARED]
-        ours = server(server_command("engine", folder, options.tiny), options.server_core)
-        for name, context in (("llmb", ours), ("vllm", vllm_server(folder, shape.context, options.server_core))):
+        llmb_server = server(server_command("engine", folder, options.tiny), options.server_core)
+        for name, context in (("llmb", llmb_server), ("vllm", vllm_server(folder, shape.context, options.server_core))):
             with context as url:
                 outputs[name] = greedy_outputs(url, folder.name, texts, ROWS[0].osl)
                 report[name] = measure(name, url, rows, folder, options)
