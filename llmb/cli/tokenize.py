@@ -131,17 +131,11 @@ def _check_paths(texts: list[str], output: Path) -> None:
 
 def _load_tokenizer(path: Path) -> Any:
     from llmb.errors import ConfigError
+    from llmb.formats.tokenizer_file import read_tokenizer
 
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ConfigError("tokenize needs the library tokenizers: pip install tokenizers") from error
     if not path.is_file():
         raise ConfigError(f"no tokenizer file {path}; a model's folder has it as tokenizer.json")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises a bare Exception
-        raise ConfigError(f"{path} is not a tokenizer file: {error}") from error
+    return read_tokenizer(path)
 
 
 def _end_token(tokenizer: Any, requested: str | None) -> int | None:

@@ -15,6 +15,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from llmb.errors import ConfigError
+from llmb.formats.tokenizer_file import read_tokenizer
 
 _COMMON = """
 time year people way day man thing woman life child world school state family student group country problem hand
@@ -88,11 +89,4 @@ def load_tokenizer(folder: Path) -> Any:
     file = folder / "tokenizer.json" if folder.is_dir() else folder
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; give a folder with tokenizer.json")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ConfigError("a tokenizer needs the package tokenizers: pip install tokenizers") from error
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"{file} is not a tokenizer: {error}") from error
+    return read_tokenizer(file)

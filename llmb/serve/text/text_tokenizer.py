@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from llmb.config.serialization import convert, read_json
 from llmb.config.spec import Model
-from llmb.errors import ConfigError
+from llmb.formats.tokenizer_file import read_tokenizer
 from llmb.serve.benchmark.prompts import model_info
 from llmb.serve.text.detokenizer import ByteLevelDetokenizer, DecodingDetokenizer, Detokenizer, TextTable
 
@@ -91,14 +91,7 @@ def load_tokenizer(model: Model, weights: str | None) -> TextTokenizer:
     if file is None or not file.is_file():
         return ByteFallbackTokenizer(model.vocab)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ConfigError(f"{file} needs the package tokenizers: pip install tokenizers") from error
-    try:
-        return HfTokenizer(Tokenizer.from_file(str(file)), model.vocab)
-    except Exception as error:  # the library raises nothing more specific
-        raise ConfigError(f"{file} is not a tokenizer: {error}") from error
+    return HfTokenizer(read_tokenizer(file), model.vocab)
 
 
 def eos_tokens(model: Model, weights: str | None) -> frozenset[int]:
