@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from llmb.config.spec import RunConfig
@@ -42,7 +42,6 @@ def run_server(
         log = run_folder.log.open("a", encoding="utf-8")
     except OSError as error:
         raise LaunchError(f"cannot write {printable_path(run_folder.log)}: {error.strerror}") from error
-    libc = ctypes.CDLL(None)
     with log:
         process = subprocess.Popen(
             command,
@@ -52,7 +51,7 @@ def run_server(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+            preexec_fn=terminate_with_parent(),
         )
         try:
             for number in INTERRUPT_SIGNALS:
@@ -70,6 +69,16 @@ def run_server(
             for number, handler in previous.items():
                 signal.signal(number, handler)
             _terminate(process)
+
+
+def terminate_with_parent() -> Callable[[], None]:
+    """Return a function for a new process to call, after which the kernel ends it by SIGTERM when its parent dies."""
+    libc = ctypes.CDLL(None)  # loaded here: between fork and exec little is safe
+
+    def request_signal() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    return request_signal
 
 
 def check_api_key_variable(name: str | None) -> None:

@@ -1,6 +1,5 @@
 """Server of a sweep: `llmb-run serve` in a process of its own, started once per variant and ended with the sweep."""
 
-import ctypes
 import os
 import signal
 import socket
@@ -12,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from llmb.errors import LaunchError
+from llmb.launch.server_process import terminate_with_parent
 from llmb.loadgen.readiness import get
 
 READY_S = 1200.0  # weights, compilation, graphs
 STOP_S = 60.0
 POLL_S = 0.3
 MODEL_NAME = "sweep"
-PR_SET_PDEATHSIG = 1
 
 
 class SweepServer:
@@ -35,7 +34,6 @@ class SweepServer:
         self._process: subprocess.Popen[Any] | None = None
 
     def __enter__(self) -> "SweepServer":
-        libc = ctypes.CDLL(None)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -43,7 +41,7 @@ class SweepServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the sweep alone, which then ends the server
-                preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+                preexec_fn=terminate_with_parent(),
             )
         try:
             self._wait_ready()
