@@ -6,7 +6,7 @@ They are the workload of a run of the engine `openai`, whose configuration is a 
 not start, neither the GPUs nor the number formats are known unless the user names them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit, urlunsplit
 
@@ -266,19 +266,10 @@ def load_settings_of(config: RunConfig | None) -> LoadSettings | None:
     rated = work.rate is not None
     all_at_once = not rated and work.concurrency >= work.num_requests
     gamma = work.burstiness != 1
-    return LoadSettings(
-        base_url=work.base_url,
-        model=work.served_model or config.model.name,
+    return replace(
+        row_requests(config, work, work.base_url, work.served_model or config.model.name),
         api_key_env=work.api_key_env,
         streaming=work.streaming,
-        isl=work.isl,
-        osl=work.osl,
-        lengths=work.lengths,
-        isl_spread=work.isl_spread,
-        osl_spread=work.osl_spread,
-        dataset=work.dataset,
-        prompt_format="ids",
-        vocab_size=config.model.vocab,
         arrivals=("gamma" if gamma else "poisson") if rated else "all_at_once" if all_at_once else "concurrency",
         rate=work.rate,
         burstiness=work.burstiness if rated else 1.0,
@@ -287,10 +278,26 @@ def load_settings_of(config: RunConfig | None) -> LoadSettings | None:
         warmup_requests=min(work.concurrency, work.num_requests)
         if work.warmup_requests is None
         else work.warmup_requests,
+        slo=parse_slo(work.slo) if work.slo else None,
+    )
+
+
+def row_requests(config: RunConfig, work: Inference, base_url: str, model: str) -> LoadSettings:
+    """Return the requests of a recipe row, as token ids, for a server; when they are sent is left open."""
+    return LoadSettings(
+        base_url=base_url,
+        model=model,
+        isl=work.isl,
+        osl=work.osl,
+        lengths=work.lengths,
+        isl_spread=work.isl_spread,
+        osl_spread=work.osl_spread,
+        dataset=work.dataset,
+        prompt_format="ids",
+        vocab_size=config.model.vocab,
         ignore_eos=work.ignore_eos,
         temperature=work.temperature,
         seed=work.seed,
-        slo=parse_slo(work.slo) if work.slo else None,
     )
 
 

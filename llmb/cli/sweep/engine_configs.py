@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmb.cli.sweep.plan_builder import install_folder, serve_arguments, sweep_name
-from llmb.config.load_settings import LoadSettings
+from llmb.config.load_settings import LoadSettings, row_requests
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
@@ -84,22 +84,11 @@ def _load_settings(config: RunConfig, options: argparse.Namespace) -> LoadSettin
     """Return the load of a recipe's lengths on a server whose address is not known yet; prompts are token ids."""
     work = config.workload
     assert isinstance(work, Inference)
-    return LoadSettings(
-        base_url="http://127.0.0.1",
-        model="sweep",
-        isl=work.isl,
-        osl=work.osl,
-        lengths=work.lengths,
-        isl_spread=work.isl_spread,
-        osl_spread=work.osl_spread,
-        dataset=work.dataset,
+    return replace(
+        row_requests(config, work, "http://127.0.0.1", "sweep"),
         prompt_format="text" if work.dataset else "ids",
-        vocab_size=config.model.vocab,
         concurrency=1,
         num_requests=1,
-        ignore_eos=work.ignore_eos,
-        temperature=work.temperature,
-        seed=work.seed,
         processes=options.processes,
         calibrate=not options.no_calibrate,
     )
