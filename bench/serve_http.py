@@ -18,18 +18,19 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
-from http_client import ClientOutcome, run_client
 from options import build_parser, parse_options, select_rows
 
+from llmb.config.load_settings import LoadSettings
 from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import build, convert, read_json, to_plain
 from llmb.config.spec import Inference, Machine, Model, Parallel, Precision, RunConfig
+from llmb.loadgen.calibration import run_probe
 
 PARTS = ("chunks", "engine")
 BENCH = Path(__file__).parent
@@ -58,6 +59,22 @@ ROWS = (
     Row(dtype="bf16", isl=1000, osl=250, requests=512),
 )
 TINY = Row(dtype="fp32", isl=8, osl=24, requests=24, budget=128)
+
+
+@dataclass
+class Outcome:
+    """Times of all requests of a load, on one clock."""
+
+    times: list[tuple[float, float, float]] = field(default_factory=list)  # sent, first token, end
+    chunks: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return max(ended for _, _, ended in self.times) - min(sent for sent, _, _ in self.times)
+
+    def ttft_s(self, skip: int) -> list[float]:
+        """Return the times to first token, without the requests that were sent first, which came all at once."""
+        return [first - sent for sent, first, _ in sorted(self.times)[skip:]]
 
 
 def config_of(row: Row, concurrency: int, tiny: bool) -> RunConfig:
@@ -117,8 +134,8 @@ def run_in_process(path: Path, out: Path) -> None:
     row = Row(dtype="", isl=work.isl, osl=work.osl, requests=work.num_requests)
     engine = build_engine(config, init_distributed(config, "bench"), longest(row))
 
-    def serve(count: int, osl: int, seed: int) -> ClientOutcome:
-        outcome, waiting = ClientOutcome(), iter(enumerate(requests(row, config.model.vocab, count, seed, osl)))
+    def serve(count: int, osl: int, seed: int) -> Outcome:
+        outcome, waiting = Outcome(), iter(enumerate(requests(row, config.model.vocab, count, seed, osl)))
         sent: dict[int, float] = {}
         first: dict[int, float] = {}
 
@@ -156,15 +173,15 @@ def run_in_process(path: Path, out: Path) -> None:
 
 @contextmanager
 def server(*command: str) -> Any:
-    """Start a server; give its process and port."""
+    """Start a server; give its process and URL."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = []
     try:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            if match := re.search(r"serving .* at http://[^:]+:(\d+)/v1", line):
-                yield process, int(match[1])
+            if match := re.search(r"serving .* at (http://.*)/v1", line):
+                yield process, match[1]
                 return
         raise SystemExit("".join(lines) or "the server did not start")
     finally:
@@ -178,18 +195,29 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def bodies(row: Row, vocab: int, count: int, osl: int, seed: int) -> list[bytes]:
-    common = {"temperature": 0, "ignore_eos": True, "stream": True}
-    drawn = requests(row, vocab, count, seed, osl)
-    return [json.dumps(common | {"prompt": tokens, "max_tokens": length}).encode() for tokens, length in drawn]
+def send(url: str, model: str, load: list[tuple[list[int], int]], concurrency: int, processes: int) -> Outcome:
+    """Send requests over so many streams by the load generator."""
+    with NamedTemporaryFile("w", suffix=".jsonl") as dataset:
+        for tokens, length in load:
+            dataset.write(json.dumps({"input_ids": tokens, "output_tokens": length}) + "\n")
+        dataset.flush()
+        settings = LoadSettings(
+            base_url=url, model=model, dataset=dataset.name, prompt_format="ids", concurrency=concurrency,
+            num_requests=len(load), calibrate=False,
+        )  # fmt: skip
+        records = run_probe(settings, processes).records
+    if failed := [record.error for record in records if record.error is not None]:
+        raise SystemExit(f"{len(failed)} requests failed; the first: {failed[0]}")
+    times = [(record.sent, record.first_token or record.end, record.end) for record in records]
+    return Outcome(times, sum(len(record.token_times) for record in records))
 
 
-def measure(process: Any, port: int, row: Row, vocab: int, concurrency: int, processes: int) -> dict[str, Any]:
+def measure(process: Any, url: str, row: Row, model: Model, concurrency: int, processes: int) -> dict[str, Any]:
     """Warm up, then send the load; add the CPU time of the HTTP process."""
-    warmup = bodies(row, vocab, min(concurrency, row.requests), min(32, row.osl), seed=1)
-    run_client("127.0.0.1", port, warmup, concurrency, processes)
+    warmup = requests(row, model.vocab, min(concurrency, row.requests), 1, min(32, row.osl))
+    send(url, model.name, warmup, concurrency, processes)
     before = cpu_s(process.pid)
-    outcome = run_client("127.0.0.1", port, bodies(row, vocab, row.requests, row.osl, 2), concurrency, processes)
+    outcome = send(url, model.name, requests(row, model.vocab, row.requests, 2, row.osl), concurrency, processes)
     seconds, cpu = outcome.seconds, cpu_s(process.pid) - before
     return figures(outcome, concurrency) | {
         "cpu_share": cpu / seconds,
@@ -197,7 +225,7 @@ def measure(process: Any, port: int, row: Row, vocab: int, concurrency: int, pro
     }
 
 
-def figures(outcome: ClientOutcome, concurrency: int) -> dict[str, Any]:
+def figures(outcome: Outcome, concurrency: int) -> dict[str, Any]:
     """Return the figures of a load; the TTFT of requests that came one by one, if there are any."""
     ttft_s = outcome.ttft_s(concurrency) or outcome.ttft_s(0)
     return {
@@ -211,12 +239,13 @@ def figures(outcome: ClientOutcome, concurrency: int) -> dict[str, Any]:
 
 def measure_chunks(folder: Path, concurrency: int, tiny: bool, processes: int) -> dict[str, Any]:
     row = Row(dtype="fp32", isl=8, osl=40 if tiny else 1000, requests=concurrency, spread=0.0)
-    path = write(folder, config_of(row, concurrency, tiny=True))
+    config = config_of(row, concurrency, tiny=True)
+    path = write(folder, config)
     with server(sys.executable, str(BENCH / "fake_engine.py"), "serve", str(STEPS_PER_S), str(path), "--port", "0") as (
         process,
-        port,
+        url,
     ):
-        result = measure(process, port, row, 512, concurrency, processes)
+        result = measure(process, url, row, config.model, concurrency, processes)
     print(
         f"chunks: {result['chunks_per_s']:,.0f}/s to {concurrency} streams, HTTP process at "
         f"{result['cpu_share']:.0%} of a core: {result['chunks_per_cpu_s']:,.0f} chunks per second of its CPU time",
@@ -231,8 +260,8 @@ def measure_engine(folder: Path, row: Row, concurrency: int, tiny: bool, process
     subprocess.run([sys.executable, __file__, "--in-process", str(path), str(out)], check=True)
     inside = json.loads(out.read_text())
     length = ["--max-model-len", str(longest(row))]
-    with server(sys.executable, "-m", "llmb.serve.http", str(path), "--port", "0", *length) as (process, port):
-        http = measure(process, port, row, config.model.vocab, concurrency, processes)
+    with server(sys.executable, "-m", "llmb.serve.http", str(path), "--port", "0", *length) as (process, url):
+        http = measure(process, url, row, config.model, concurrency, processes)
     tokens = inside["chunks"]  # one chunk a token
     if http["chunks"] != tokens:
         raise SystemExit(f"{http['chunks']} tokens arrived over HTTP, {tokens} in process")
