@@ -15,7 +15,7 @@ from pathlib import Path
 from llmb.config.serialization import build, read_json
 from llmb.config.server_options import add_server_options, server_options
 from llmb.config.spec import RunConfig
-from llmb.serve.http.__main__ import run
+from llmb.loadgen.event_loop import run_loop
 from llmb.serve.http.engine_messages import ChannelClosed, EngineChannel, EngineReady, EngineState, StepReport, Submit
 from llmb.serve.http.http_server import HttpServer
 
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         command = (sys.executable, __file__, "work", steps_per_s)
         parser = argparse.ArgumentParser()
         add_server_options(parser)
-        return run(HttpServer(Path(config), loaded, server_options(parser.parse_args(more)), command).run())
+        return run_loop(HttpServer(Path(config), loaded, server_options(parser.parse_args(more)), command).run())
     with suppress(ChannelClosed):
         work(EngineChannel(socket.socket(fileno=int(more[0]))), loaded.model.vocab, float(steps_per_s))
     return 0

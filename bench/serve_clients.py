@@ -20,7 +20,6 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 import urllib.request
@@ -34,6 +33,7 @@ from typing import Any
 
 from external_clients import CLIENTS, ClientFigures, ClientLoad, environment_of, run_client
 from options import select_rows
+from server_process import running_server
 from tiny_llama import MEDIUM, SMALL, server_config, write_tiny_llama
 
 from llmb.config.serialization import to_plain
@@ -49,7 +49,6 @@ MEANS = {  # of a client, and what the server calls it
 FIGURES = ("requests_per_s", "output_tokens_per_s", "ttft_ms", "tpot_ms", "e2e_ms")
 HEADS = ("req/s", "output tok/s", "TTFT ms", "TPOT ms", "E2E ms")
 AIM = 0.05
-START_S = 120
 
 
 @dataclass(frozen=True)
@@ -72,26 +71,9 @@ CEILING = (Row(128, 128, 8, 80), Row(128, 128, 8, 400))
 
 @contextmanager
 def server(command: Sequence[str], core: str) -> Iterator[str]:
-    """Start a server on a core; give its URL."""
-    process = subprocess.Popen(
-        [*pinned(core), *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    lines = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if match := re.search(r"(?:serving .* at|listening on) (http://[^/\s]+)", line):
-                yield match[1]
-                return
-        raise SystemExit("".join(lines) or "the server did not start")
-    finally:
-        process.terminate()
-        process.wait(START_S)
+    """Start a server with one thread on a core; give its URL."""
+    with running_server([*pinned(core), *command], {"OMP_NUM_THREADS": "1"}) as (_, url):
+        yield url
 
 
 def pinned(core: str) -> tuple[str, ...]:

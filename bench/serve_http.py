@@ -12,12 +12,10 @@ first wave, which come one by one. The aim: at most 3 % of throughput lost, at m
 
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -25,6 +23,7 @@ from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 from options import build_parser, parse_options, select_rows
+from server_process import running_server
 
 from llmb.config.load_settings import LoadSettings
 from llmb.config.recipe import load_all, shipped
@@ -171,24 +170,6 @@ def run_in_process(path: Path, out: Path) -> None:
 # -- over HTTP
 
 
-@contextmanager
-def server(*command: str) -> Any:
-    """Start a server; give its process and URL."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if match := re.search(r"serving .* at (http://.*)/v1", line):
-                yield process, match[1]
-                return
-        raise SystemExit("".join(lines) or "the server did not start")
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
 def cpu_s(pid: int) -> float:
     """Return the CPU time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -241,10 +222,8 @@ def measure_chunks(folder: Path, concurrency: int, tiny: bool, processes: int) -
     row = Row(dtype="fp32", isl=8, osl=40 if tiny else 1000, requests=concurrency, spread=0.0)
     config = config_of(row, concurrency, tiny=True)
     path = write(folder, config)
-    with server(sys.executable, str(BENCH / "fake_engine.py"), "serve", str(STEPS_PER_S), str(path), "--port", "0") as (
-        process,
-        url,
-    ):
+    fake = [sys.executable, str(BENCH / "fake_engine.py"), "serve", str(STEPS_PER_S), str(path), "--port", "0"]
+    with running_server(fake) as (process, url):
         result = measure(process, url, row, config.model, concurrency, processes)
     print(
         f"chunks: {result['chunks_per_s']:,.0f}/s to {concurrency} streams, HTTP process at "
@@ -259,8 +238,8 @@ def measure_engine(folder: Path, row: Row, concurrency: int, tiny: bool, process
     path, out = write(folder, config), folder / "in_process.json"
     subprocess.run([sys.executable, __file__, "--in-process", str(path), str(out)], check=True)
     inside = json.loads(out.read_text())
-    length = ["--max-model-len", str(longest(row))]
-    with server(sys.executable, "-m", "llmb.serve.http", str(path), "--port", "0", *length) as (process, url):
+    command = [sys.executable, "-m", "llmb.serve.http", str(path), "--port", "0"]
+    with running_server([*command, "--max-model-len", str(longest(row))]) as (process, url):
         http = measure(process, url, row, config.model, concurrency, processes)
     tokens = inside["chunks"]  # one chunk a token
     if http["chunks"] != tokens:

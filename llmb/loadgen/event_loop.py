@@ -1,4 +1,4 @@
-"""Event loop of the load generator: uvloop where it is installed, else asyncio's own."""
+"""Event loop of the load generator and of the HTTP server: uvloop where it is installed, else asyncio's own."""
 
 import asyncio
 from collections.abc import Coroutine

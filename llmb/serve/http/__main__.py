@@ -4,16 +4,14 @@ python -m llmb.serve.http run/config.json --port 8000
 """
 
 import argparse
-import asyncio
 import sys
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 from llmb.config.native.serving_support import check_serving_layout, supported_serving
 from llmb.config.serialization import build, read_json
 from llmb.config.server_options import add_server_options, server_options
 from llmb.config.spec import RunConfig
+from llmb.loadgen.event_loop import run_loop
 from llmb.runtime.engine_process import exit_now
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import ending_of, print_error
@@ -34,7 +32,7 @@ def main(arguments: list[str]) -> int:
         check_serving_layout(config)
         from llmb.serve.http.http_server import HttpServer
 
-        code = run(HttpServer(options.config, config, server_options(options)).run())
+        code = run_loop(HttpServer(options.config, config, server_options(options)).run())
     except Exception as error:
         print_error(ENGINE_NAME, error)
         ending = ending_of(error)
@@ -44,16 +42,6 @@ def main(arguments: list[str]) -> int:
     if options.config.parent.is_dir():
         recorder.end(status, reason)
     return code
-
-
-def run(server: Coroutine[Any, Any, int]) -> int:
-    """Run the server on uvloop where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(server)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(server)
 
 
 if __name__ == "__main__":
