@@ -118,7 +118,8 @@ class ServingFacts:
     weight_bytes: int | None = None
     weights_note: str | None = None  # storage format: nvfp4 weights dequantized to bf16
     dequantised: bool | None = None  # GEMMs run in a wider format than the requested dtype
-    graph_batches: tuple[int, ...] | None = None  # batch sizes captured as CUDA graphs; empty: none
+    graph_batches: tuple[int, ...] | None = None  # batch sizes of decodes captured as CUDA graphs; empty: none
+    graph_tokens: tuple[int, ...] | None = None  # token counts of captured steps with prefill chunks
     peak_memory_bytes: int | None = None
     warmup_requests: int | None = None
     warmup_s: float | None = None

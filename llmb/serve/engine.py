@@ -8,10 +8,12 @@ The next step is scheduled and launched before the tokens of the previous one ar
 for the host. Everything happens in the caller's thread; callbacks may submit and cancel.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from llmb.serve.launch_slack import LaunchSlack
 from llmb.serve.request import Request, RequestOutput, Sequence, TokenLogprobs
 from llmb.serve.scheduler import Scheduler
 from llmb.serve.step_batch import ModelRunner, StepBatch, StepHandle
@@ -47,6 +49,12 @@ class Engine:
         self.depth = depth
         self.lockstep = lockstep
         self._unread: deque[tuple[StepBatch, StepHandle]] = deque()
+        self._slack = LaunchSlack()
+
+    @property
+    def slack_s(self) -> float:
+        """Seconds that the next call of `step` can be put off, to wait for requests, without the device running dry."""
+        return self._slack.seconds() if self._unread else 0.0
 
     @property
     def stats(self) -> EngineStats:
@@ -77,10 +85,12 @@ class Engine:
         if not busy:
             self._read_all()
             return False
+        started = time.monotonic()
         batch = self.scheduler.schedule()
         launches = bool(batch.chunks) or self.lockstep is not None
         if launches:
             self._unread.append((batch, self.runner.launch(batch)))
+            self._slack.on_launch(started)
         if len(self._unread) > self.depth or not launches:
             self._read()
         return True
@@ -93,7 +103,9 @@ class Engine:
     def _read(self) -> None:
         """Wait for the oldest launched step and hand out its tokens."""
         batch, handle = self._unread.popleft()
+        is_late = handle.is_done()
         tokens = handle.tokens()
+        self._slack.on_read(not is_late and bool(self._unread), batch.is_decode_only)
         if logprobs := handle.logprobs():
             _notify_logprobs(batch, logprobs)
         for sequence in self.scheduler.update_from_output(batch, tokens):

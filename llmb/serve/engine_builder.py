@@ -18,7 +18,6 @@ from llmb.config.spec import Inference, RunConfig
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import SchedulerLimits
 from llmb.serve.block_pool import BlockPool
-from llmb.serve.decode_graphs import capture_sizes
 from llmb.serve.engine import Engine
 from llmb.serve.group_collectives import DataParallelExperts, min_over_ranks
 from llmb.serve.layers.served_linear import Format
@@ -29,6 +28,7 @@ from llmb.serve.rank_groups import RankGroups
 from llmb.serve.scheduler import Scheduler
 from llmb.serve.serve_layout import join_groups
 from llmb.serve.step_batch import StepInputs
+from llmb.serve.step_graphs import GraphSize, decode_sizes, mixed_sizes
 from llmb.serve.weights.hf_folder import HfFolderWeights
 from llmb.serve.weights.weight_source import RandomWeights, WeightSource
 
@@ -68,7 +68,7 @@ def engine_for_model(model: ServedModel, work: Inference, max_seq_len: int, num_
     slots, device, stages = work.max_batch_size, model.groups.device, model.groups.stage.size
     for mixer in model.mixers():
         mixer.allocate(num_blocks, work.block_tokens, slots + 1, device)
-    sizes = capture_sizes(slots) if uses_cuda_graphs(model.groups, work) else ()
+    sizes = graph_sizes(model, work) if uses_cuda_graphs(model.groups, work) else ()
     runner_class = TorchModelRunner if stages == 1 else PipelineStageRunner
     runner = runner_class(model, slots, max_seq_len, work.block_tokens, work.max_num_tokens, sizes)
     limits = SchedulerLimits(
@@ -84,8 +84,15 @@ def engine_for_model(model: ServedModel, work: Inference, max_seq_len: int, num_
     return Engine(scheduler, runner, depth=max(1, stages - 1), lockstep=lockstep)
 
 
+def graph_sizes(model: ServedModel, work: Inference) -> tuple[GraphSize, ...]:
+    """Return the sizes of steps to capture; prefill chunks only if every layer computes them without host sizes."""
+    slots = work.max_batch_size
+    captures_prefill = all(mixer.captures_prefill for mixer in model.mixers())
+    return decode_sizes(slots) + (mixed_sizes(slots, work.max_num_tokens) if captures_prefill else ())
+
+
 def uses_cuda_graphs(groups: RankGroups, work: Inference) -> bool:
-    """Return whether decodes replay CUDA graphs: on a single rank only, as collectives are not captured."""
+    """Return whether steps replay CUDA graphs: on a single rank only, as collectives are not captured."""
     return work.cuda_graphs and groups.device.type == "cuda" and groups.world_size == 1
 
 

@@ -1,6 +1,7 @@
 """Staging of a batch for the device: numpy fills pinned host buffers, then two H2D copies, whatever the step.
 
-    buffer = StepBuffer.on(device, StepSizes(num_tokens=12, num_seqs=3, num_samples=2, num_blocks=4))
+    sizes = StepSizes(num_tokens=12, num_decodes=2, num_prefills=1, num_samples=2, num_blocks=4)
+    buffer = StepBuffer.on(device, sizes)
     staging.upload(batch, buffer)
     inputs = buffer.inputs(batch, max_seq_len=60, num_decodes=batch.num_decodes)
 
@@ -19,7 +20,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from llmb.serve.request import Sequence
-from llmb.serve.step_batch import ScheduledChunk, StepBatch, StepInputs
+from llmb.serve.step_batch import StepBatch, StepInputs
 
 NUM_HOST_BUFFERS = 4  # more than steps that can be launched at once
 
@@ -29,9 +30,14 @@ class StepSizes:
     """Sizes of a step's tensors; a padded step has more of everything than its batch."""
 
     num_tokens: int
-    num_seqs: int
+    num_decodes: int  # sequences with one token each, which come first
+    num_prefills: int
     num_samples: int
     num_blocks: int  # of a row of the block table
+
+    @property
+    def num_seqs(self) -> int:
+        return self.num_decodes + self.num_prefills
 
     @property
     def num_int64(self) -> int:
@@ -61,8 +67,13 @@ class StepBuffer:
         int64s = torch.empty(sizes.num_int64, dtype=torch.int64, device=device)
         return cls(int64s, torch.empty(sizes.num_int32, dtype=torch.int32, device=device), sizes)
 
-    def inputs(self, batch: StepBatch, max_seq_len: int, num_decodes: int) -> StepInputs:
-        """Return the inputs of the layers. No sequence is longer than `max_seq_len`; the first `num_decodes` decode."""
+    def inputs(
+        self, batch: StepBatch, max_seq_len: int, num_decodes: int, max_query_len: int | None = None
+    ) -> StepInputs:
+        """Return the inputs of the layers. No sequence is longer than `max_seq_len`; the first `num_decodes` decode.
+
+        With `max_query_len`, for a CUDA graph, no sequence has more tokens in this step; without, as the batch says.
+        """
         return StepInputs(
             positions_N=self.positions_N,
             slot_mapping_N=self.slot_mapping_N,
@@ -71,14 +82,18 @@ class StepBuffer:
             seq_lens_P=self.seq_lens_P,
             block_table_PM=self.block_table_PM,
             num_decodes=num_decodes,
-            max_query_len=max((chunk.num_tokens for chunk in batch.chunks), default=0),
+            max_query_len=max_query_len or max((chunk.num_tokens for chunk in batch.chunks), default=0),
             max_seq_len=max_seq_len,
             prefill_chunks=tuple((chunk.start, chunk.num_tokens) for chunk in batch.chunks[num_decodes:]),
+            padded_prefills=self.sizes.num_prefills if max_query_len else 0,
         )
 
 
 class InputStaging:
-    """Host buffers and block tables. `slots`: sequences that may run; slot number `slots` is reserved for padding."""
+    """Host buffers and block tables. `slots`: sequences that may run; slot number `slots` is reserved for padding.
+
+    `max_padding`: rows of padding that a step may have beyond the slots.
+    """
 
     def __init__(
         self,
@@ -88,11 +103,16 @@ class InputStaging:
         max_num_tokens: int,
         device: torch.device,
         num_buffers: int = NUM_HOST_BUFFERS,
+        max_padding: int = 0,
     ):
         self.slots, self.num_blocks, self.block_tokens, self.device = slots, num_blocks, block_tokens, device
         self._block_table = np.zeros((slots, num_blocks), dtype=np.int32)  # of each slot
         sizes = StepSizes(
-            num_tokens=max(max_num_tokens, slots), num_seqs=slots, num_samples=slots, num_blocks=num_blocks
+            num_tokens=max(max_num_tokens, slots),
+            num_decodes=slots,
+            num_prefills=max_padding,
+            num_samples=slots,
+            num_blocks=num_blocks,
         )
         pin = device.type == "cuda"
         self._host_buffers: Iterator[tuple[Tensor, Tensor]] = cycle(
@@ -107,11 +127,12 @@ class InputStaging:
         """Copy the batch, padded to the buffer's sizes, into a buffer on the device; does not wait."""
         host = StepBuffer(*next(self._host_buffers), buffer.sizes)
         self._update_block_table(batch)
-        self._fill(batch.chunks, host)
+        self._fill(batch, host)
         buffer.int64s.copy_(host.int64s, non_blocking=True)
         buffer.int32s.copy_(host.int32s, non_blocking=True)
 
-    def _fill(self, chunks: list[ScheduledChunk], host: StepBuffer) -> None:
+    def _fill(self, batch: StepBatch, host: StepBuffer) -> None:
+        chunks, num_decodes, sizes = batch.chunks, batch.num_decodes, host.sizes
         counts_P = np.fromiter((chunk.num_tokens for chunk in chunks), np.int64, len(chunks))
         firsts_P = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
         slots_P = np.fromiter((chunk.sequence.slot for chunk in chunks), np.int64, len(chunks))
@@ -120,19 +141,25 @@ class InputStaging:
         positions_N = np.arange(cu_seqlens_P1[-1]) + np.repeat(firsts_P - cu_seqlens_P1[:-1], counts_P)
         block_N, offset_N = np.divmod(positions_N, self.block_tokens)
         block_ids_N = self._block_table[np.repeat(slots_P, counts_P), block_N].astype(np.int64)
-        padding_P = np.arange(1, host.sizes.num_seqs - len(chunks) + 1)
 
         tokens_N = [token for chunk in chunks for token in _tokens(chunk.sequence, chunk.start, chunk.end)]
         _fill_padded(host.tokens_N, tokens_N, 0)
         _fill_padded(host.positions_N, positions_N, 0)
         _fill_padded(host.slot_mapping_N, block_ids_N * self.block_tokens + offset_N, -1)
-        _fill_padded(host.slots_P, slots_P, self.slots)
         _fill_padded(host.logits_indices_S, cu_seqlens_P1[1:][sampling_S] - 1, 0)
         _fill_padded(host.sample_slots_S, slots_P[sampling_S], self.slots)
-        # Padding has one token each, like a decode.
-        _fill_padded(host.cu_seqlens_P1, cu_seqlens_P1, cu_seqlens_P1[-1] + padding_P)
-        _fill_padded(host.seq_lens_P, firsts_P + counts_P, 0)
-        host.block_table_PM.numpy()[: len(chunks)] = self._block_table[slots_P, : host.sizes.num_blocks]
+
+        # Decodes are padded to their number, then prefill chunks to theirs. The tokens of both are without a gap.
+        rows_P = np.arange(len(chunks))
+        rows_P[num_decodes:] += sizes.num_decodes - num_decodes
+        _fill_rows(host.slots_P, rows_P, slots_P, self.slots)
+        _fill_rows(host.seq_lens_P, rows_P, firsts_P + counts_P, 0)
+        host.block_table_PM.numpy()[rows_P] = self._block_table[slots_P, : sizes.num_blocks]
+        starts_P1 = host.cu_seqlens_P1.numpy()
+        starts_P1[: sizes.num_decodes + 1] = np.arange(sizes.num_decodes + 1)
+        if sizes.num_prefills:
+            starts_P1[sizes.num_decodes :] = cu_seqlens_P1[-1]
+            starts_P1[sizes.num_decodes :][: len(chunks) - num_decodes] = cu_seqlens_P1[num_decodes:-1]
 
     def _update_block_table(self, batch: StepBatch) -> None:
         """Add the blocks that sequences were given since their last step."""
@@ -148,6 +175,12 @@ def _fill_padded(tensor: Tensor, values: np.ndarray | list[int], padding: ArrayL
     array = tensor.numpy()
     array[: len(values)] = values
     array[len(values) :] = padding
+
+
+def _fill_rows(tensor: Tensor, rows: np.ndarray, values: np.ndarray, padding: int) -> None:
+    array = tensor.numpy()
+    array[:] = padding
+    array[rows] = values
 
 
 def _tokens(sequence: Sequence, start: int, end: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Model runner of one device: uploads a batch, runs the model, samples tokens and copies them to the host.
 
 The sampled tokens stay on the device too, one per slot, so that the next step can be launched before the host has read
-this one. Decode-only steps are replays of CUDA graphs where those are enabled (`decode_graphs.py`).
+this one. Most steps are replays of CUDA graphs where those are enabled (`step_graphs.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmb.serve.decode_graphs import DecodeGraphs, StepOutput
 from llmb.serve.input_staging import NUM_HOST_BUFFERS, InputStaging, StepBuffer, StepSizes
 from llmb.serve.layers.served_model import ServedModel
 from llmb.serve.rank_groups import PendingTransfer
 from llmb.serve.request import TokenLogprobs
 from llmb.serve.sampler import LogprobRows, compute_logprobs, greedy, sample, uniform
 from llmb.serve.step_batch import ScheduledChunk, StepBatch, StepInputs
+from llmb.serve.step_graphs import GraphSize, StepGraphs, StepOutput
 
 
 @dataclass
@@ -27,6 +27,9 @@ class LaunchedStep:
     ready: torch.cuda.Event | None = None
     transfers: Sequence[PendingTransfer] = ()
     logprob_rows: LogprobRows | None = None
+
+    def is_done(self) -> bool:
+        return self.ready is None or self.ready.query()
 
     def tokens(self) -> list[int]:
         if self.ready is not None:
@@ -53,14 +56,17 @@ class TorchModelRunner:
         max_seq_len: int,
         block_tokens: int,
         max_num_tokens: int,
-        graph_sizes: tuple[int, ...] = (),
+        graph_sizes: tuple[GraphSize, ...] = (),
     ):
         self.model, self.device = model, model.groups.device
         num_blocks = -(-max_seq_len // block_tokens)
         num_buffers = max(NUM_HOST_BUFFERS, model.groups.stage.size + 1)  # one launched step per pipeline stage
-        self.staging = InputStaging(slots, num_blocks, block_tokens, max_num_tokens, self.device, num_buffers)
+        max_padding = max((size.num_decodes + size.num_prefills - slots for size in graph_sizes), default=0)
+        self.staging = InputStaging(
+            slots, num_blocks, block_tokens, max_num_tokens, self.device, num_buffers, max_padding
+        )
         self.last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last slot is padding
-        self.graphs = DecodeGraphs(self.staging, self.compute, max_seq_len, self.last_tokens, graph_sizes)
+        self.graphs = StepGraphs(self.staging, self.compute, max_seq_len, self.last_tokens, graph_sizes)
 
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> LaunchedStep:
@@ -105,15 +111,17 @@ class TorchModelRunner:
     def upload(self, batch: StepBatch) -> tuple[StepBuffer, StepInputs]:
         """Upload a batch without padding; an empty one gets one row of padding, as kernels need a row."""
         max_seq_len = max((chunk.end for chunk in batch.chunks), default=1)
+        num_decodes = batch.num_decodes if batch.chunks else 1
         sizes = StepSizes(
             num_tokens=max(1, batch.num_tokens),
-            num_seqs=max(1, len(batch.chunks)),
+            num_decodes=num_decodes,
+            num_prefills=len(batch.chunks[num_decodes:]),
             num_samples=len(batch.sampling_chunks),
             num_blocks=-(-max_seq_len // self.staging.block_tokens),
         )
         buffer = StepBuffer.on(self.device, sizes)
         self.staging.upload(batch, buffer)
-        return buffer, buffer.inputs(batch, max_seq_len, batch.num_decodes if batch.chunks else 1)
+        return buffer, buffer.inputs(batch, max_seq_len, num_decodes)
 
     def copy_to_host(self, tokens_S: Tensor, logprob_rows: LogprobRows | None = None) -> LaunchedStep:
         """Start the D2H copy of the sampled tokens and their log probabilities."""

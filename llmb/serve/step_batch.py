@@ -59,6 +59,10 @@ class StepBatch:
 class StepHandle(Protocol):
     """A launched step that the device may still be computing."""
 
+    def is_done(self) -> bool:
+        """Return whether the device has computed it; does not wait."""
+        ...
+
     def tokens(self) -> list[int]:
         """Wait for the device and return the sampled tokens, one for each of `batch.sampling_chunks`."""
         ...

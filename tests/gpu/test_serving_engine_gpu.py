@@ -12,6 +12,7 @@ from llmb.models.architectures import build_model
 from llmb.models.hf_weights import save_weights
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.engine_builder import build_engine
+from llmb.serve.model_runner import TorchModelRunner
 from llmb.serve.request import Request
 
 pytestmark = NEEDS_GPU
@@ -44,6 +45,8 @@ CONFIG = RunConfig(
 def generate(config: RunConfig, device: torch.device = GPU, **changes) -> dict[int, tuple[int, ...]]:
     config = replace(config, workload=replace(WORK, **changes))
     engine = build_engine(config, RankInfo(0, 1, device), max_seq_len=160)
+    assert isinstance(engine.runner, TorchModelRunner)
+    assert bool(engine.runner.graphs.mixed_sizes) == (device == GPU and config.workload.cuda_graphs)
     outputs: dict[int, tuple[int, ...]] = {}
     for number in range(30):
         prompt = torch.randint(0, 1000, (3 + 3 * number,), generator=torch.Generator().manual_seed(number)).tolist()
@@ -65,6 +68,41 @@ def test_graphs_and_eager_generate_the_same_tokens(dtype):
     with_graphs, without = generate(config), generate(config, cuda_graphs=False)
     assert all(len(tokens) == 40 for tokens in with_graphs.values())
     assert fraction_equal(with_graphs, without) > 0.6
+
+
+def test_captured_mixed_steps_equal_eager_ones():
+    """Decodes beside prefill chunks, some of a sequence that has begun, some longer than torch's attention takes."""
+    config = replace(CONFIG, workload=replace(WORK, max_batch_size=8, max_num_tokens=1024))
+    logits = []
+    for graphs in (True, False):
+        config = replace(config, workload=replace(config.workload, cuda_graphs=graphs))
+        engine = build_engine(config, RankInfo(0, 1, GPU), max_seq_len=1200)
+        runner, rows, mixed = engine.runner, [], 0
+        assert isinstance(runner, TorchModelRunner)
+        replay = runner.graphs.launch
+
+        def record(output, chunks, rows=rows, runner=runner):
+            """Record the logits; the next token is always 7, so that rounding cannot lead to other sequences."""
+            rows.append(output.logits_SV[: len(chunks)].clone())
+            tokens = torch.full_like(output.tokens_S[: len(chunks)], 7)
+            runner.last_tokens[output.sample_slots_S[: len(chunks)]] = tokens
+            return tokens
+
+        def count(batch, replay=replay):
+            nonlocal mixed
+            output = replay(batch)
+            mixed += output is not None and not batch.is_decode_only
+            return output
+
+        runner.sample, runner.graphs.launch = record, count
+        for number, length in enumerate((5, 900, 40, 700, 3, 129)):
+            prompt = torch.randint(0, 1000, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+            engine.submit(Request(request_id=number, prompt=prompt, max_tokens=4))
+            engine.step()
+        engine.drain()
+        assert bool(mixed) == graphs
+        logits.append(torch.cat(rows))
+    torch.testing.assert_close(*logits, rtol=0.05, atol=0.05)
 
 
 def test_fp32_generates_the_tokens_of_the_cpu(tmp_path):

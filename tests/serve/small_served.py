@@ -5,6 +5,7 @@ pool = answered(LLAMA, folder)
 heard = serve(engine_for(served_model_for(config_of(LLAMA, folder)), blocks=9, max_num_tokens=7), requests)
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -27,15 +28,15 @@ from llmb.models.hf_config import HF_ARCHITECTURES, to_hf_config
 from llmb.models.hf_weights import load_weights, save_weights
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import AdmissionCheck
-from llmb.serve.decode_graphs import StepOutput
 from llmb.serve.engine import Engine, EngineStats
 from llmb.serve.engine_builder import engine_for_model, serving_dtypes, weight_source
-from llmb.serve.input_staging import StepBuffer, StepSizes
+from llmb.serve.input_staging import InputStaging, StepBuffer
 from llmb.serve.layers.served_model import ServedModel, build_served_model
 from llmb.serve.model_runner import TorchModelRunner
 from llmb.serve.rank_groups import RankGroups
 from llmb.serve.request import Request, RequestOutput
 from llmb.serve.step_batch import StepBatch
+from llmb.serve.step_graphs import GraphSize, StepOutput, batch_size, padded_inputs, padded_sizes
 
 CPU = torch.device("cpu")
 SINGLE_RANK_INFO = RankInfo(rank=0, world_size=1, device=CPU)
@@ -187,28 +188,33 @@ def engine_for(served_model: ServedModel, blocks: int = 256, longest: int = MAX_
 
 
 class EagerReplays:
-    """Eager replacement of CUDA graphs: padded steps of a fixed size, with the host information of a capture."""
+    """Eager replacement of CUDA graphs: padded steps of fixed sizes, with the host information of a capture."""
 
-    def __init__(self, runner: TorchModelRunner, size: int):
-        self.runner, self.size, self.count = runner, size, 0
+    def __init__(self, runner: TorchModelRunner, sizes: tuple[GraphSize, ...]):
+        self.runner, self.sizes = runner, sorted(sizes)
+        self.counts: Counter[GraphSize] = Counter()
 
     @classmethod
-    def of(cls, engine: Engine, size: int) -> "EagerReplays":
+    def of(cls, engine: Engine, *sizes: GraphSize) -> "EagerReplays":
         """Replace the engine's graphs, of which there are none on a CPU."""
-        assert isinstance(engine.runner, TorchModelRunner)
-        replays = cls(engine.runner, size)
-        engine.runner.graphs = replays  # type: ignore[assignment]
+        runner = engine.runner
+        assert isinstance(runner, TorchModelRunner)
+        old = runner.staging
+        runner.staging = InputStaging(old.slots, old.num_blocks, old.block_tokens, 1000, old.device, max_padding=100)
+        replays = cls(runner, sizes)
+        runner.graphs = replays  # type: ignore[assignment]
         return replays
 
     def launch(self, batch: StepBatch) -> StepOutput | None:
-        if not batch.chunks or not batch.is_decode_only:
+        needed = batch_size(batch)
+        size = next((size for size in self.sizes if batch.chunks and size.fits(needed)), None)
+        if size is None or not (needed.num_prefills or batch.is_decode_only):
             return None
-        staging, size = self.runner.staging, self.size
-        sizes = StepSizes(num_tokens=size, num_seqs=size, num_samples=size, num_blocks=staging.num_blocks)
-        buffer = StepBuffer.on(staging.device, sizes)
+        staging = self.runner.staging
+        buffer = StepBuffer.on(staging.device, padded_sizes(size, staging))
         staging.upload(batch, buffer)
-        self.count += 1
-        return self.runner.compute(buffer, buffer.inputs(StepBatch(), MAX_SEQ_LEN, num_decodes=size))
+        self.counts[size] += 1
+        return self.runner.compute(buffer, padded_inputs(buffer, size, MAX_SEQ_LEN))
 
 
 @torch.inference_mode()

@@ -24,7 +24,8 @@ def staged(staging: InputStaging, batch: StepBatch, sizes: StepSizes | None = No
     longest = max((chunk.end for chunk in batch.chunks), default=0)
     unpadded = StepSizes(
         num_tokens=batch.num_tokens,
-        num_seqs=len(batch.chunks),
+        num_decodes=batch.num_decodes,
+        num_prefills=len(batch.chunks) - batch.num_decodes,
         num_samples=len(batch.sampling_chunks),
         num_blocks=max(1, -(-longest // LENGTH)),
     )
@@ -94,7 +95,7 @@ def test_staged_inputs_equal_hand_built_inputs(batches: list[StepBatch]) -> None
 def test_padding_uses_the_reserved_slot(real: int) -> None:
     staging = InputStaging(SLOTS, BLOCKS, LENGTH, 32, CPU)
     chunks = [ScheduledChunk(sequence(slot, [7] * 6, [slot, slot + 10]), 5, 1, True) for slot in range(real)]
-    sizes = StepSizes(num_tokens=5, num_seqs=5, num_samples=5, num_blocks=BLOCKS)
+    sizes = StepSizes(num_tokens=5, num_decodes=5, num_prefills=0, num_samples=5, num_blocks=BLOCKS)
     buffer, inputs = staged(staging, StepBatch(chunks), sizes)
     more = 5 - real
     assert buffer.tokens_N.tolist() == [7] * real + [0] * more
@@ -105,6 +106,28 @@ def test_padding_uses_the_reserved_slot(real: int) -> None:
     assert inputs.seq_lens_P.tolist() == [6] * real + [0] * more
     assert buffer.logits_indices_S.tolist() == [*range(real), *[0] * more]
     assert buffer.sample_slots_S.tolist() == [*range(real), *[SLOTS] * more]
+
+
+def test_padding_of_a_mixed_step_separates_decodes_from_prefill_chunks() -> None:
+    staging = InputStaging(SLOTS, BLOCKS, LENGTH, 32, CPU, max_padding=2)
+    chunks = [
+        ScheduledChunk(sequence(1, [7] * 6, [1, 2]), 5, 1, True),
+        ScheduledChunk(sequence(4, [8] * 3, [3]), 0, 3, False),
+    ]
+    sizes = StepSizes(num_tokens=7, num_decodes=3, num_prefills=3, num_samples=4, num_blocks=BLOCKS)
+    buffer, inputs = staged(staging, StepBatch(chunks), sizes)
+    assert buffer.tokens_N.tolist() == [7, 8, 8, 8, 0, 0, 0]
+    assert inputs.slot_mapping_N.tolist() == [9, 12, 13, 14, -1, -1, -1]
+    assert inputs.slots_P.tolist() == [1, SLOTS, SLOTS, 4, SLOTS, SLOTS]
+    assert inputs.cu_seqlens_P1.tolist() == [0, 1, 2, 1, 4, 4, 4]
+    assert inputs.seq_lens_P.tolist() == [6, 0, 0, 3, 0, 0]
+    assert inputs.block_table_PM[3, 0].item() == 3
+    assert buffer.logits_indices_S.tolist() == [0, 0, 0, 0]
+    assert buffer.sample_slots_S.tolist() == [1, *[SLOTS] * 3]
+    padded = buffer.inputs(StepBatch(), 20, num_decodes=3, max_query_len=7)
+    assert (padded.padded_prefills, padded.max_query_len) == (3, 7)
+    used = [(tokens, length) for tokens, length, _ in padded.sequences(LENGTH)]
+    assert used == [(slice(0, 1), 6), (slice(1, 4), 3)]
 
 
 def test_empty_batch_has_no_rows() -> None:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from small_served import MAX_OUTPUT, MODELS, EagerReplays, config_of, engine_for, prompts_for, serve, served_model_for
 
-from llmb.serve.decode_graphs import capture_sizes
 from llmb.serve.engine import Engine
 from llmb.serve.layers.served_model import ServedModel
 from llmb.serve.model_runner import sample_with_params
 from llmb.serve.request import Request, SamplingParams, Sequence
 from llmb.serve.sampler import uniform
 from llmb.serve.step_batch import ScheduledChunk, StepBatch
+from llmb.serve.step_graphs import BatchSize, GraphSize, decode_sizes, mixed_sizes
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda model: model.name)
@@ -43,9 +43,20 @@ def outputs(
 @pytest.mark.slow
 def test_padded_steps_give_the_same_outputs(served_model: ServedModel) -> None:
     engine = engine_for(served_model, max_num_tokens=24)
-    replays = EagerReplays.of(engine, size=4)
+    replays = EagerReplays.of(engine, GraphSize(4, 4))
     assert serve(engine, requests_for(served_model)).tokens() == outputs(served_model)
-    assert replays.count > MAX_OUTPUT
+    assert replays.counts.total() > MAX_OUTPUT
+
+
+@pytest.mark.slow
+def test_padded_mixed_steps_give_the_same_outputs(served_model: ServedModel) -> None:
+    if not all(mixer.captures_prefill for mixer in served_model.mixers()):
+        pytest.skip("its prefill chunks are not captured")
+    engine = engine_for(served_model, max_num_tokens=24)
+    small, large = GraphSize(2, 16, 3), GraphSize(4, 32, 3)
+    replays = EagerReplays.of(engine, small, large, GraphSize(4, 4))
+    assert serve(engine, requests_for(served_model)).tokens() == outputs(served_model)
+    assert min(replays.counts[small], replays.counts[large]) > 1
 
 
 @pytest.mark.slow
@@ -84,11 +95,24 @@ def test_sample_depends_only_on_seed_and_output_position() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 9, 100, 384, 2048])
-def test_capture_sizes_reach_the_batch_limit_with_little_padding(most: int) -> None:
-    sizes = capture_sizes(most)
-    assert sizes[-1] == most
+def test_decode_sizes_reach_the_batch_limit_with_little_padding(most: int) -> None:
+    sizes = decode_sizes(most)
+    assert sizes[-1] == GraphSize(most, most)
     assert sorted(set(sizes)) == list(sizes)
     for batch in range(1, most + 1):
-        size = next(size for size in sizes if size >= batch)
-        assert size <= max(2 * batch, 1.25 * batch + 16)
+        size = next(size for size in sizes if size.fits(BatchSize(batch, batch)))
+        assert size.num_decodes <= max(2 * batch, 1.25 * batch + 16)
     assert len(sizes) < 30
+
+
+@pytest.mark.parametrize(("slots", "budget"), [(1, 8192), (12, 256), (256, 8192), (300, 1000), (1024, 2048)])
+def test_mixed_sizes_reach_their_limits_with_little_padding(slots: int, budget: int) -> None:
+    sizes = sorted(mixed_sizes(slots, budget))
+    assert all(size.num_decodes <= size.num_tokens <= budget for size in sizes)
+    largest = max(size.num_tokens for size in sizes)
+    for decodes in range(0, slots, 7):
+        for tokens in range(decodes + 2, largest + 1, 13):
+            size = next(size for size in sizes if size.fits(BatchSize(decodes, tokens, 2)))
+            assert size.num_tokens < max(2 * decodes, 128, tokens + 128) + 64
+    assert not any(size.fits(BatchSize(1, 1)) for size in sizes)
+    assert len(sizes) < 100

@@ -21,6 +21,7 @@ class AttentionMetadata:
     max_query_len: int  # most tokens of a sequence in this step
     max_seq_len: int  # at least the largest of seq_lens_P
     prefill_chunks: tuple[tuple[int, int], ...] = ()  # (first position, tokens) of the other sequences, on the host
+    padded_prefills: int = 0  # in a CUDA graph: most prefill chunks, whose sizes only the device has
 
     def sequences(self, block_tokens: int) -> Iterator[tuple[slice, int, Tensor]]:
         """Yield tokens, length and blocks of each sequence that is not padding; reads sizes on the host."""

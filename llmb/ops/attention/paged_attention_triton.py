@@ -197,10 +197,12 @@ def paged_attention_triton(
     softcap: float | None = None,
 ) -> Tensor:
     """Compute `paged_attention`; q, k and v are slices of one tensor."""
-    out_NHD = torch.empty(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
+    # Rows of padding behind the prefill chunks are not written, but a per-tensor scale of the next layer reads them.
+    allocate = torch.zeros if metadata.padded_prefills else torch.empty
+    out_NHD = allocate(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
     if metadata.num_decodes:
         _decode(q_NHD, cache, metadata, scale, softcap, out_NHD)
-    if metadata.prefill_chunks:
+    if metadata.prefill_chunks or metadata.padded_prefills:
         _prefill(q_NHD, k_NGD, v_NGD, cache, metadata, scale, softcap, out_NHD)
     return out_NHD
 
@@ -240,9 +242,11 @@ def _prefill(
     softcap: float | None,
     out_NHD: Tensor,
 ) -> None:
-    has_sdpa = softcap is None and q_NHD.is_cuda
+    # torch's attention takes sizes from the host, which a CUDA graph does not have.
+    has_sdpa = softcap is None and q_NHD.is_cuda and not metadata.padded_prefills
     skip_from = LONG_CHUNK if has_sdpa else 2**30
-    start, longest = metadata.num_decodes, 0
+    chunks = metadata.padded_prefills or len(metadata.prefill_chunks)
+    start, longest = metadata.num_decodes, metadata.max_query_len if metadata.padded_prefills else 0
     for (context, count), equal in groupby(metadata.prefill_chunks):  # neighbours of one length are one batch
         end = start + count * len(list(equal))
         if context == 0 and count >= skip_from:
@@ -253,7 +257,7 @@ def _prefill(
         start = end
     if longest:
         group = q_NHD.shape[1] // cache.kv_heads
-        _paged_prefill[(triton.cdiv(longest, QUERY_TILE), q_NHD.shape[1], len(metadata.prefill_chunks))](
+        _paged_prefill[(triton.cdiv(longest, QUERY_TILE), q_NHD.shape[1], chunks)](
             q_NHD, k_NGD, v_NGD, cache.keys_BGLD, cache.values_BGDL, out_NHD,
             metadata.block_table_PM, metadata.seq_lens_P, metadata.cu_seqlens_P1,
             scale * LOG2_E, cache.key_scale, cache.value_scale, softcap or 0.0,

@@ -4,7 +4,7 @@
 
 The first requests arrive at the beginning of the phase, every other one when one ends. Ranks that compute the same
 requests run the same phase: what is sent depends only on what has ended. Requests at a rate are sent before the first
-step that begins after their time; they are refused for several ranks, whose clocks would decide differently.
+step that is scheduled after their time; they are refused for several ranks, whose clocks would decide differently.
 """
 
 import time
@@ -78,8 +78,12 @@ class BenchmarkPhase:
         return seconds
 
     def _send_due(self) -> None:
-        """Send every request whose time has come."""
-        while self._due_s and self._due_s[0] <= self._clock.elapsed():
+        """Send every request whose time has come, or comes while the engine can wait for it."""
+        while self._due_s:
+            wait_s = self._due_s[0] - self._clock.elapsed()
+            if wait_s > self._engine.slack_s:
+                return
+            time.sleep(max(0.0, wait_s))
             request_id, prompt = next(self._arrivals)
             self._send(request_id, prompt, self._due_s.popleft())
 

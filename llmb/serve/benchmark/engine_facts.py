@@ -30,7 +30,8 @@ def engine_facts(engine: Engine, config: RunConfig, rank: int) -> ServingFacts:
         weight_bytes=tensor_bytes(objects) - cache_bytes,
         weights_note=f"{config.precision.dtype} weights dequantised to bf16" if dequantised else None,
         dequantised=dequantised,
-        graph_batches=runner.graphs.sizes,
+        graph_batches=runner.graphs.decode_sizes,
+        graph_tokens=runner.graphs.mixed_sizes,
     )
 
 

@@ -11,6 +11,7 @@ import pickle
 import torch
 import torch.distributed as dist
 
+from llmb.serve.engine import Engine
 from llmb.serve.http.engine_messages import ChannelClosed, Command, EngineChannel
 
 HEARTBEAT_S = 5.0
@@ -23,9 +24,15 @@ class CommandSource:
     def __init__(self, channel: EngineChannel):
         self._channel = channel
 
-    def receive(self, idle: bool) -> list[Command]:
-        """Return the commands that have arrived; an idle engine waits for one. Raise ChannelClosed at the end."""
-        return self._channel.receive(None if idle else 0)
+    def receive(self, engine: Engine, idle: bool) -> list[Command]:
+        """Return the commands for the next step: an idle engine waits for one, a busy one as long as it can afford.
+
+        Raise ChannelClosed at the end.
+        """
+        commands: list[Command] = self._channel.receive(None if idle else 0)
+        while slack_s := engine.slack_s:
+            commands += self._channel.receive(slack_s)
+        return commands
 
 
 class CommandBroadcast(CommandSource):
@@ -35,7 +42,7 @@ class CommandBroadcast(CommandSource):
         super().__init__(channel)
         self._rank, self._group = rank, group
 
-    def receive(self, idle: bool) -> list[Command]:
+    def receive(self, engine: Engine, idle: bool) -> list[Command]:
         if self._rank > 0:
             return self._receive_broadcast()
         try:

@@ -20,7 +20,7 @@ class EngineLoop:
         """Step until the channel is closed."""
         idle = True
         while True:
-            for command in commands.receive(idle):
+            for command in commands.receive(self.engine, idle):
                 if command.shard == self.shard:
                     self.apply(command)
             idle = not self.engine.step()

@@ -20,6 +20,7 @@ from llmb.serve.weights.weight_source import WeightShard, WeightSource
 class PagedAttention:
     """Attention sublayer and its KV cache."""
 
+    captures_prefill = True
     bytes_per_slot = 0
 
     def __init__(

@@ -17,6 +17,8 @@ from llmb.serve.step_batch import StepInputs
 class Mixer(Protocol):
     """A sublayer; sizes are those of this rank's shard."""
 
+    captures_prefill: bool  # CUDA graphs can capture its prefill chunks: it takes no chunk's size from the host
+
     @property
     def input_format(self) -> QuantFormat:
         """Quantization format of its input."""

@@ -33,6 +33,7 @@ from llmb.serve.weights.weight_source import WeightShard, WeightSource
 class ServedMamba:
     """Mamba sublayer and the states of its sequences."""
 
+    captures_prefill = False
     bytes_per_token = 0
 
     def __init__(

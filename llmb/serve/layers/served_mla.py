@@ -40,6 +40,7 @@ MIN_EXPANDED_CHUNK = 256  # tokens of a later chunk; shorter ones save less than
 class PagedMla:
     """MLA sublayer and its KV cache, which is replicated on every rank: only heads are sharded."""
 
+    captures_prefill = False
     bytes_per_slot = 0
 
     def __init__(

@@ -15,6 +15,7 @@ from llmb.serve.weights.weight_source import WeightShard, WeightSource
 class _Mlp:
     """A mixer without cache or state."""
 
+    captures_prefill = True
     bytes_per_token = bytes_per_slot = 0
 
     def allocate(self, blocks: int, block_tokens: int, slots: int, device: torch.device) -> None:

@@ -56,6 +56,7 @@ class ServedMoe:
     """Routed experts of this rank plus the shared experts; without cache or state."""
 
     input_format: QuantFormat = "plain"  # the router's; the input of the experts is quantized here
+    captures_prefill = True
     bytes_per_token = bytes_per_slot = 0
 
     def __init__(
