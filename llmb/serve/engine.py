@@ -105,7 +105,8 @@ class Engine:
         batch, handle = self._unread.popleft()
         is_late = handle.is_done()
         tokens = handle.tokens()
-        self._slack.on_read(not is_late and bool(self._unread), batch.is_decode_only)
+        running = self._unread[0][1].graph_size if self._unread else None
+        self._slack.on_read(handle.graph_size, not is_late, running)
         if logprobs := handle.logprobs():
             _notify_logprobs(batch, logprobs)
         for sequence in self.scheduler.update_from_output(batch, tokens):

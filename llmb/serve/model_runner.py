@@ -5,7 +5,7 @@ this one. Most steps are replays of CUDA graphs where those are enabled (`step_g
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class LaunchedStep:
     ready: torch.cuda.Event | None = None
     transfers: Sequence[PendingTransfer] = ()
     logprob_rows: LogprobRows | None = None
+    graph_size: GraphSize | None = None
 
     def is_done(self) -> bool:
         return self.ready is None or self.ready.query()
@@ -60,6 +61,7 @@ class TorchModelRunner:
     ):
         self.model, self.device = model, model.groups.device
         num_blocks = -(-max_seq_len // block_tokens)
+        self.max_seq_len = max_seq_len
         num_buffers = max(NUM_HOST_BUFFERS, model.groups.stage.size + 1)  # one launched step per pipeline stage
         max_padding = max((size.num_decodes + size.num_prefills - slots for size in graph_sizes), default=0)
         self.staging = InputStaging(
@@ -76,7 +78,8 @@ class TorchModelRunner:
         output = self.graphs.launch(batch) or self.compute(*self.upload(batch))
         chunks = batch.sampling_chunks
         tokens_S = self.sample(output, chunks)
-        return self.copy_to_host(tokens_S, self.logprobs(output, tokens_S, chunks))
+        step = self.copy_to_host(tokens_S, self.logprobs(output, tokens_S, chunks))
+        return replace(step, graph_size=output.graph_size)
 
     def compute(self, buffer: StepBuffer, inputs: StepInputs) -> StepOutput:
         """Run the whole step, from input tokens to greedy tokens."""
@@ -121,6 +124,9 @@ class TorchModelRunner:
         )
         buffer = StepBuffer.on(self.device, sizes)
         self.staging.upload(batch, buffer)
+        if self.graphs.decode_sizes:
+            # It determines the number of KV splits: those of the graphs are compiled, others would be while users wait.
+            max_seq_len = self.max_seq_len
         return buffer, buffer.inputs(batch, max_seq_len, num_decodes)
 
     def copy_to_host(self, tokens_S: Tensor, logprob_rows: LogprobRows | None = None) -> LaunchedStep:

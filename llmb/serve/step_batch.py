@@ -6,7 +6,7 @@ and another the chunks; a step with decodes only may be the replay of a CUDA gra
 Shapes: N tokens, P sequences of the step, D half of the rotary dimension.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,6 +58,11 @@ class StepBatch:
 
 class StepHandle(Protocol):
     """A launched step that the device may still be computing."""
+
+    @property
+    def graph_size(self) -> Hashable:
+        """Steps of equal size take the device equally long; None: nothing is known."""
+        ...
 
     def is_done(self) -> bool:
         """Return whether the device has computed it; does not wait."""

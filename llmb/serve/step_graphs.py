@@ -29,6 +29,7 @@ class StepOutput(NamedTuple):
     logits_SV: Tensor
     tokens_S: Tensor  # greedy
     sample_slots_S: Tensor  # slots whose last tokens these are
+    graph_size: "GraphSize | None" = None  # None: computed without a graph
 
 
 ComputeStep = Callable[[StepBuffer, StepInputs], StepOutput]
@@ -64,15 +65,11 @@ def decode_sizes(max_batch_size: int) -> tuple[GraphSize, ...]:
 def mixed_sizes(max_batch_size: int, max_num_tokens: int) -> tuple[GraphSize, ...]:
     """Return the sizes of mixed steps to capture: token counts densely, as they cost time, decodes coarsely."""
     limit = min(max_num_tokens, MAX_MIXED_TOKENS)
-    tokens = [count for count in (*range(128, 512, 64), *range(512, MAX_MIXED_TOKENS + 1, 128)) if count <= limit]
-    decodes = [count for count in (16, 64, 128, 256, 512, 1024) if count < max_batch_size]
+    counts = (*range(128, 512, 64), *range(512, 1536, 128), *range(1536, MAX_MIXED_TOKENS, 256))
+    tokens = (*(count for count in counts if count < limit), limit)
+    decodes = (*(count for count in (64, 256, 512, 1024) if count < max_batch_size), max_batch_size)
     # Padding decodes are rows of the attention output too, of which there is one for each token.
-    return tuple(
-        GraphSize(most, count, MAX_MIXED_PREFILLS)
-        for most in (*decodes, max_batch_size)
-        for count in tokens
-        if count >= most
-    )
+    return tuple(GraphSize(most, count, MAX_MIXED_PREFILLS) for most in decodes for count in tokens if count >= most)
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,13 @@ class StepGraphs:
         self._staging, self._compute, self._max_seq_len = staging, compute, max_seq_len
         self._captured: dict[GraphSize, _CapturedGraph] = {}
         if sizes and last_tokens.is_cuda:
-            pool = torch.cuda.graph_pool_handle()
-            for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):  # the largest sizes the pool
-                self._captured[size] = self._capture(size, pool)
+            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for size in sorted(sizes, key=lambda size: size.num_tokens, reverse=True):  # the largest sizes the pool
+                    self._captured[size] = self._capture(size, pool)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.empty_cache()
         self._sizes = sorted(self._captured)
 
     @property
@@ -127,6 +128,11 @@ class StepGraphs:
         return captured.output
 
     def _capture(self, size: GraphSize, pool: Any) -> _CapturedGraph:
+        """Capture a step on the current stream.
+
+        `torch.cuda.graph` would also free the allocator's cache before each capture, and the warm-up fill it again, which
+        takes longer than the capture.
+        """
         staging = self._staging
         buffer = StepBuffer.on(staging.device, padded_sizes(size, staging))
         staging.upload(StepBatch(), buffer)
@@ -135,9 +141,12 @@ class StepGraphs:
             self._compute(buffer, inputs)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        graph.capture_begin(pool=pool)
+        try:
             output = self._compute(buffer, inputs)
-        return _CapturedGraph(graph, buffer, output)
+        finally:
+            graph.capture_end()
+        return _CapturedGraph(graph, buffer, output._replace(graph_size=size))
 
 
 def batch_size(batch: StepBatch) -> BatchSize:

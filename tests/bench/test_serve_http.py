@@ -20,5 +20,6 @@ def test_tiny_run_compares_in_process_and_http(tmp_path):
     figures = json.loads(out.read_text())
     assert figures["chunks"]["chunks"] == 8 * 40
     row = figures["fp32 8/24"]
-    assert row["in_process"]["chunks"] == row["http"]["chunks"] > 24 * 12
-    assert row["http"]["requests"] == 24
+    for runs in (row["in_process"], row["http"]):
+        assert [run["requests"] for run in (*runs["closed"], runs["open"])] == [24, 24]
+        assert runs["open"]["chunks"] == runs["closed"][0]["chunks"] > 24 * 12

@@ -60,6 +60,8 @@ class Row:
 
 
 class OracleStep:
+    graph_size = None
+
     def __init__(self, runner: "OracleRunner", batch: StepBatch, uploads: list[UploadedChunk]):
         self.runner = runner
         self.batch = batch

@@ -1,4 +1,4 @@
-"""Slack before the next step: from the shortest recent step of decodes and the longest recent launch."""
+"""Slack before the next step: from the shortest recent step of its size and the longest recent launch."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from llmb.serve import launch_slack
 from llmb.serve.launch_slack import MARGIN_FRACTION, MARGIN_S, RECENT_STEPS, LaunchSlack
 
 STEP_S, HOST_S = 0.010, 0.002
+SLACK_S = STEP_S * (1 - MARGIN_FRACTION) - HOST_S - MARGIN_S
 
 
 class Clock:
@@ -26,35 +27,37 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def run_steps(
-    slack: LaunchSlack, clock: Clock, count: int, step_s: float = STEP_S, decode_only: bool = True, waited: bool = True
+    slack: LaunchSlack, clock: Clock, count: int, size: str | None = "a", step_s: float = STEP_S, waited: bool = True
 ) -> None:
-    """Launch and read steps that the device computes without a gap."""
+    """Launch and read steps of one size, which the device computes without a gap."""
     for _ in range(count):
         started, clock.now = clock.now, clock.now + HOST_S
         slack.on_launch(started)
         clock.now += step_s - HOST_S
-        slack.on_read(waited, decode_only)
+        slack.on_read(size, waited, running=size)
 
 
 def test_slack_is_the_shortest_step_less_the_longest_launch(clock: Clock) -> None:
     slack = LaunchSlack()
     run_steps(slack, clock, RECENT_STEPS)
-    assert slack.seconds() == 0.0  # one interval is missing
+    assert slack.seconds() == 0.0  # when the first began is not known
     run_steps(slack, clock, 1, step_s=2 * STEP_S)
-    assert slack.seconds() == pytest.approx(STEP_S * (1 - MARGIN_FRACTION) - HOST_S - MARGIN_S)
+    assert slack.seconds() == pytest.approx(SLACK_S)
     clock.now += 0.001
-    assert slack.seconds() == pytest.approx(STEP_S * (1 - MARGIN_FRACTION) - HOST_S - MARGIN_S - 0.001)
+    assert slack.seconds() == pytest.approx(SLACK_S - 0.001)
     clock.now += STEP_S
     assert slack.seconds() == 0.0
 
 
-def test_mixed_steps_do_not_lengthen_it(clock: Clock) -> None:
-    """The step that the device computes may be one of decodes again."""
+def test_sizes_have_durations_of_their_own(clock: Clock) -> None:
     slack = LaunchSlack()
     run_steps(slack, clock, RECENT_STEPS + 1)
-    expected = slack.seconds()
-    run_steps(slack, clock, 3 * RECENT_STEPS, step_s=5 * STEP_S, decode_only=False)
-    assert slack.seconds() == pytest.approx(expected)
+    run_steps(slack, clock, RECENT_STEPS, size="b", step_s=5 * STEP_S)
+    assert slack.seconds() == pytest.approx(SLACK_S + 4 * STEP_S * (1 - MARGIN_FRACTION))
+    slack.on_read("b", waited=True, running="a")
+    assert slack.seconds() == pytest.approx(SLACK_S)
+    slack.on_read("a", waited=True, running=None)
+    assert slack.seconds() == 0.0
 
 
 def test_late_host_learns_anew(clock: Clock) -> None:
@@ -65,4 +68,4 @@ def test_late_host_learns_anew(clock: Clock) -> None:
     run_steps(slack, clock, RECENT_STEPS)
     assert slack.seconds() == 0.0
     run_steps(slack, clock, 1)
-    assert slack.seconds() > 0.0
+    assert slack.seconds() == pytest.approx(SLACK_S)

@@ -124,7 +124,9 @@ def _combine_splits(
     tl.store(out_ptr + row * D + d, acc.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["block_table_stride", "first_seq"], do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(
+    do_not_specialize=["block_table_stride", "first_seq", "skip_from"], do_not_specialize_on_alignment=UNALIGNED
+)
 def _paged_prefill(
     q_ptr,
     k_ptr,
@@ -142,12 +144,12 @@ def _paged_prefill(
     stride,
     block_table_stride,
     first_seq,
+    skip_from,
     GROUP: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
     L: tl.constexpr,
     TILE: tl.constexpr,
-    SKIP_FROM: tl.constexpr,
     COMPUTE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
@@ -155,7 +157,7 @@ def _paged_prefill(
     start = tl.load(cu_seqlens_ptr + seq)
     count = tl.load(cu_seqlens_ptr + seq + 1) - start
     context = tl.load(seq_lens_ptr + seq) - count
-    if (tile * TILE >= count) | ((context == 0) & (count >= SKIP_FROM)):
+    if (tile * TILE >= count) | ((context == 0) & (count >= skip_from)):
         return
     m, d, t = tile * TILE + tl.arange(0, TILE), tl.arange(0, D), tl.arange(0, L)
     valid = (m < count)[:, None]
@@ -261,8 +263,8 @@ def _prefill(
             q_NHD, k_NGD, v_NGD, cache.keys_BGLD, cache.values_BGDL, out_NHD,
             metadata.block_table_PM, metadata.seq_lens_P, metadata.cu_seqlens_P1,
             scale * LOG2_E, cache.key_scale, cache.value_scale, softcap or 0.0,
-            q_NHD.stride(0), metadata.block_table_PM.stride(0), metadata.num_decodes,
-            GROUP=group, G=cache.kv_heads, D=cache.head_dim, L=cache.block_tokens, TILE=QUERY_TILE, SKIP_FROM=skip_from,
+            q_NHD.stride(0), metadata.block_table_PM.stride(0), metadata.num_decodes, skip_from,
+            GROUP=group, G=cache.kv_heads, D=cache.head_dim, L=cache.block_tokens, TILE=QUERY_TILE,
             COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, num_warps=8,
         )  # fmt: skip
 

@@ -33,6 +33,7 @@ from llmb.serve.http.engine_loop import EngineLoop
 from llmb.serve.http.engine_messages import ChannelClosed, EngineChannel, EngineReady
 from llmb.serve.request import Request, SamplingParams
 from llmb.serve.serve_oom import report_oom
+from llmb.serve.step_graphs import MAX_MIXED_TOKENS
 from llmb.serve.text.text_tokenizer import eos_tokens
 
 ENGINE_NAME = "llmb.serve.http"
@@ -120,9 +121,11 @@ def _warm_up(engine: Engine, vocab: int, on_gpu: bool) -> None:
     if longest < 1:
         return
     sampled = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
-    first = scheduler.limits.max_num_tokens if on_gpu else 8
-    for number, (length, params) in enumerate([(first, SamplingParams()), (8, sampled), (5, SamplingParams())]):
+    # On a GPU a full step, then short chunks of an odd number of tokens, together more than a CUDA graph has.
+    lengths = [scheduler.limits.max_num_tokens, 8, *[301] * (MAX_MIXED_TOKENS // 301 + 1)] if on_gpu else [8, 8, 5]
+    for number, length in enumerate(lengths):
         prompt = [(7 * number + position) % vocab for position in range(min(length, longest))]
+        params = sampled if number == 1 else SamplingParams()
         request_id = -1 - number  # those of users begin at 0
         engine.submit(Request(request_id=request_id, prompt=prompt, max_tokens=WARMUP_TOKENS, sampling_params=params))
     engine.drain()
