@@ -130,7 +130,7 @@ class StepGraphs:
     def _capture(self, size: GraphSize, pool: Any) -> _CapturedGraph:
         """Capture a step on the current stream.
 
-        `torch.cuda.graph` would also free the allocator's cache before each capture, and the warm-up fill it again, which
+        `torch.cuda.graph` would also free the cache of the allocator each time, and the warm-up fill it again, which
         takes longer than the capture.
         """
         staging = self._staging

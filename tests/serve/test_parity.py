@@ -36,6 +36,7 @@ from llmb.serve.engine_builder import build_engine
 from llmb.serve.layers import served_mla
 from llmb.serve.layers.served_model import ServedModel
 from llmb.serve.request import Request, RequestOutput
+from llmb.serve.step_graphs import GraphSize
 
 CLEAR = 1e-3  # far above the rounding error, which is near 1e-6 of logits near 1
 
@@ -148,11 +149,13 @@ def triton_everywhere(force_kernels: None) -> Iterator[None]:  # noqa: F811
 )
 def test_triton_kernels_in_padded_steps(case: Case) -> None:
     engine = engine_for(case.served_model, max_num_tokens=12)
-    replays = EagerReplays.of(engine, size=4)
+    captures_prefill = all(mixer.captures_prefill for mixer in case.served_model.mixers())
+    sizes = (GraphSize(4, 4), GraphSize(4, 16, 3))[: 1 + captures_prefill]
+    replays = EagerReplays.of(engine, *sizes)
     prompts = (8, 2, 4)
     requests = [replace(case.request(number, prompt), max_tokens=4) for number, prompt in enumerate(prompts)]
     assert serve(engine, requests).tokens() == [case.pool.outputs[prompt][:4] for prompt in prompts]
-    assert replays.count > 0
+    assert set(replays.counts) == set(sizes)
 
 
 # -- load
