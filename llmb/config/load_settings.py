@@ -6,6 +6,7 @@ They are the workload of a run of the engine `openai`, whose configuration is a 
 not start, neither the GPUs nor the number formats are known unless the user names them.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit, urlunsplit
@@ -16,6 +17,8 @@ from llmb.errors import ConfigError, UnknownName
 
 ArrivalKind = Literal["all_at_once", "concurrency", "constant", "poisson", "gamma", "trace"]
 ARRIVALS: tuple[str, ...] = get_args(ArrivalKind)
+UNIT_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0, "": 1.0}
+SLO_EXAMPLE = "write ttft=500ms,tpot=50ms or e2e=10s"
 LONGEST = 10_000_000  # tokens of a request, requests of a load: beyond that a number is a mistake
 
 
@@ -217,23 +220,29 @@ def _check_arrivals(settings: LoadSettings) -> None:
         raise ConfigError("arrivals=all_at_once needs the number of requests")
 
 
-def parse_slo(text: str) -> SloLimits:
-    """Parse limits such as ttft=500ms,tpot=50ms,e2e=10s; without a unit they are milliseconds."""
+def parse_latency_limits(text: str, option: str) -> dict[str, float]:
+    """Parse ttft=500ms,tpot.p50=0.05s to limits in ms by name; a number without a unit is in ms. Names are free."""
     limits: dict[str, float] = {}
-    names = [name.removesuffix("_ms") for name in vars(SloLimits())]
     for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = part.partition("=")
-        if name.strip().lower() not in names:
-            raise UnknownName("limit in the SLO:", name.strip(), names)
-        number = value.strip().lower()
-        factor = 1.0 if number.endswith("ms") else 1000.0 if number.endswith("s") else 1.0
-        try:
-            limits[f"{name.strip().lower()}_ms"] = factor * float(number.removesuffix("ms").removesuffix("s"))
-        except ValueError as error:
-            raise ConfigError(f"SLO {part!r}: expected a time such as {name}=500ms") from error
+        name, _, value = (word.strip().lower() for word in part.partition("="))
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|)", value)
+        if match is None or not float(match[1]) > 0:
+            raise ConfigError(f"{option}: {part}: expected a time above 0; {SLO_EXAMPLE}")
+        if name in limits:
+            raise ConfigError(f"{option}: {name} has two limits")
+        limits[name] = float(match[1]) * UNIT_MS[match[2]]
     if not limits:
-        raise ConfigError("the SLO is empty; expected limits such as ttft=500ms,tpot=50ms")
-    return SloLimits(**limits)
+        raise ConfigError(f"{option}: no limit is given; {SLO_EXAMPLE}")
+    return limits
+
+
+def parse_slo(text: str) -> SloLimits:
+    """Parse limits of a request such as ttft=500ms,tpot=50ms,e2e=10s."""
+    limits = parse_latency_limits(text, "SLO")
+    names = [name.removesuffix("_ms") for name in vars(SloLimits())]
+    if unknown := [name for name in limits if name not in names]:
+        raise UnknownName("limit in the SLO:", unknown[0], names)
+    return SloLimits(**{f"{name}_ms": limit for name, limit in limits.items()})
 
 
 def load_config(

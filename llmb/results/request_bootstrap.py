@@ -43,10 +43,6 @@ class RequestRatio:
         """Whether the interval excludes 1; None without an interval."""
         return None if self.low is None or self.high is None else self.low > 1 or self.high < 1
 
-    @property
-    def b_is_better(self) -> bool:
-        return (self.ratio > 1) == self.higher_is_better
-
 
 def _mean(latency: Callable[[TimedRequest], float | None]) -> Callable[[TimedRequest], Sums]:
     def sums(request: TimedRequest) -> Sums:

@@ -126,8 +126,15 @@ def test_lags_between_known_percentiles():
 
 def test_slo_texts():
     assert parse_slo("ttft=500ms, TPOT=50,e2e=1.5s") == SloLimits(ttft_ms=500.0, tpot_ms=50.0, e2e_ms=1500.0)
-    with pytest.raises(ConfigError, match="the SLO is empty"):
-        parse_slo(" ")
+    for text, message in (
+        (" ", "no limit is given"),
+        ("ttft=nan", "expected a time above 0"),
+        ("ttft=-5ms", "expected a time above 0"),
+        ("ttft=1,TTFT=2", "ttft has two limits"),
+        ("ttft.p50=1", "unknown limit in the SLO: 'ttft.p50'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_slo(text)
 
 
 def test_cost_and_energy_of_a_million_tokens():

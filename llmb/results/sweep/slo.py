@@ -6,18 +6,16 @@
 A limit without a statistic is one on p99. A load of which a request failed, or whose figure is unknown, does not hold.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmb.config.load_settings import SLO_EXAMPLE, parse_latency_limits
 from llmb.errors import ConfigError, UnknownName
 
 FIGURES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "itl": "itl_ms", "e2e": "e2e_ms"}
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 DEFAULT_STATISTIC = "p99"
-UNIT_MS = {"us": 0.001, "ms": 1.0, "s": 1000.0, "": 1.0}
-EXAMPLE = "write ttft=500ms,tpot=50ms or ttft.p50=0.2s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +36,9 @@ class SloLimit:
 
 def parse_slo(text: str, option: str = "--slo") -> tuple[SloLimit, ...]:
     """Return the limits of one tier."""
-    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-    if not pairs:
-        raise ConfigError(f"{option}: no limit is given; {EXAMPLE}")
-    limits = tuple(_limit(name.strip(), value.strip(), option) for name, _, value in pairs)
+    limits = tuple(_limit(name, limit, option) for name, limit in parse_latency_limits(text, option).items())
     names = [limit.name for limit in limits]
-    if twice := [name for name in names if names.count(name) > 1]:
+    if twice := [name for name in names if names.count(name) > 1]:  # ttft and ttft.p99
         raise ConfigError(f"{option}: {twice[0]} has two limits")
     return limits
 
@@ -57,23 +52,18 @@ def parse_tiers(tiers: Any, source: str) -> dict[str, tuple[SloLimit, ...]]:
         if isinstance(limits, Mapping):
             limits = ",".join(f"{figure}={value}" for figure, value in limits.items())
         if not isinstance(limits, str):
-            raise ConfigError(f"{source}: tier {name}: expected limits; {EXAMPLE}")
+            raise ConfigError(f"{source}: tier {name}: expected limits; {SLO_EXAMPLE}")
         parsed[str(name)] = parse_slo(limits, f"{source}: tier {name}")
     return parsed
 
 
-def _limit(name: str, value: str, option: str) -> SloLimit:
+def _limit(name: str, limit_ms: float, option: str) -> SloLimit:
     short, dot, statistic = name.partition(".")
     if short not in FIGURES:
         raise UnknownName(f"latency ({option})", short, FIGURES)
     if dot and statistic not in STATISTICS:
         raise UnknownName(f"statistic ({option})", statistic, STATISTICS)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|)", value)
-    if match is None or not float(match[1]) > 0:
-        raise ConfigError(f"{option}: {name}={value}: expected a time above 0; {EXAMPLE}")
-    return SloLimit(
-        figure=FIGURES[short], statistic=statistic or DEFAULT_STATISTIC, limit=float(match[1]) * UNIT_MS[match[2]]
-    )
+    return SloLimit(figure=FIGURES[short], statistic=statistic or DEFAULT_STATISTIC, limit=limit_ms)
 
 
 def broken_limits(figures: Any, limits: tuple[SloLimit, ...]) -> tuple[str, ...]:
