@@ -76,10 +76,9 @@ def explicit_part(
     return network
 
 
-def run_layers(part: Llama, x_BTC: Tensor, dy_BTC: Tensor, mesh: Mesh, times: int = 1) -> LayersResult:
+def run_layers(part: Llama, x_BTC: Tensor, dy_BTC: Tensor, mesh: Mesh) -> LayersResult:
     """Run this rank's tokens of full sequences through explicit layers, forward and backward."""
-    for _ in range(times):
-        out_BTC, dx_BTC = forward_backward(part, *(_tokens(x, mesh) for x in (x_BTC, dy_BTC)))
+    out_BTC, dx_BTC = forward_backward(part, *(_tokens(x, mesh) for x in (x_BTC, dy_BTC)))
     sharded = sharded_parameters(part)
     sharded.end_backward()
     sharded.end_step()

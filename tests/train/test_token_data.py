@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_config import CONFIG, changed
-from training_ranks import trained as trained_by_ranks
 
 from llmb.errors import ConfigError, LaunchError
 from llmb.formats.token_file import HEADER, Header, TokenWriter, read_header
@@ -142,15 +140,6 @@ def test_loss_depends_on_file_not_on_micro_batches(trained, tmp_path: Path) -> N
     at_once = trained(data=str(path), mbs=4, ga=1).losses()
     assert trained(data=str(path), mbs=1, ga=4).losses() == pytest.approx(at_once, rel=1e-5)
     assert trained().losses() != at_once
-
-
-@pytest.mark.slow
-def test_two_ranks_train_on_the_batch_of_one(tmp_path: Path) -> None:
-    path = token_file(tmp_path / "tokens.bin", [(7 * i * i + 3 * i) % 128 for i in range(3000)])
-    config = changed(CONFIG, data=str(path), ga=2)
-    alone = trained_by_ranks(changed(config, mbs=2), tmp_path / "one")
-    spread = trained_by_ranks(changed(config, mbs=1, gpus=2, dp=2), tmp_path / "two")
-    assert spread.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
 @pytest.mark.slow
