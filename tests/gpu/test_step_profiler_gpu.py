@@ -17,7 +17,7 @@ from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
 from llmb.train.step_profiler import ATTENTION, COMMUNICATION, IDLE, KINDS, MATMUL, MEMORY, OPTIMIZER
 
-pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = NEEDS_GPU
 
 MODEL = llama_model(layers=4, hidden=2048, ffn=8192, heads=16, kv_heads=8, vocab=32000)
 CONFIG = run_config(MODEL, "bf16", Training(seqlen=4096, mbs=1, gbs=2, ga=2, steps=8, window=(3, 8)))

@@ -14,8 +14,6 @@ from llmb.config.spec import Model, RunConfig
 from llmb.runtime.checkpoint_folder import latest_checkpoint
 from llmb.train.train_checkpoint import SCALES, Checkpointer
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
-
 LAYOUTS = {
     "one process": {"dp": 1},
     "fsdp 4": {"dp": 4, "fsdp": True},

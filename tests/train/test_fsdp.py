@@ -21,8 +21,6 @@ from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.parameter_shard import ParameterShard, box_of
 from llmb.train.train_checkpoint import Checkpointer, state_tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
-
 MODELS = SMALL_MODELS | {"uneven": UNEVEN}
 
 

@@ -15,10 +15,7 @@ import torch
 from small_models import SMALL_MODELS, UNEVEN
 from training_ranks import Trained, layout_config, trained
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # pytest resets the engine's own filter
-]
+pytestmark = pytest.mark.slow
 
 MODELS = SMALL_MODELS | {
     "uneven": UNEVEN,

@@ -20,8 +20,6 @@ from llmb.train.parallel.bucket import BucketFormats
 from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.precision import compute_in_bf16
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
-
 ROUNDED = BF16._replace(has_low_bits=False)
 LR = 1e-3
 

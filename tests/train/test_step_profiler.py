@@ -25,8 +25,6 @@ from llmb.train.step_profiler import (
     summarize_trace,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
-
 KERNELS = {
     MATMUL: (
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT",

@@ -25,8 +25,6 @@ from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.train_checkpoint import FORMAT, Checkpointer, state_tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
-
 # A fork server with torch already imported starts every process of these tests.
 PROCESSES = get_context("forkserver")
 PROCESSES.set_forkserver_preload(["llmb.train.loop", "torch._dynamo"])

@@ -9,6 +9,8 @@ import pytest
 import torch
 from small_models import SMALL_MODELS
 
+from llmb.events import StepDone
+from llmb.results.readers.megatron_bridge_log import read
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train import loop
 from llmb.train.parallel.fsdp import sharded_parameters
@@ -56,6 +58,10 @@ def test_log_format_is_megatron_bridge(trained, capsys) -> None:
         assert float(lr) == pytest.approx(1e-3 * step.step)
         assert float(loss) == pytest.approx(step.loss, rel=1e-6)
         assert float(norm) == pytest.approx(step.grad_norm, abs=5.1e-4)
+    for event, step in zip((e for e in read(lines) if isinstance(e, StepDone)), done.steps(), strict=True):
+        assert (event.step, event.loss) == (step.step, pytest.approx(step.loss, rel=1e-6))
+        assert event.memory_bytes == pytest.approx(step.memory_bytes, rel=1e-2)
+        assert event.reported_tflops_per_gpu is None or event.reported_tflops_per_gpu < 1
 
 
 def test_loss_decreases(trained) -> None:
