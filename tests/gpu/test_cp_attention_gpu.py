@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_checks import GPU, NEEDS_GPU, no_synchronization, relative_error
+from cuda_checks import GPU, NEEDS_GPU, no_synchronization, peak_allocated, relative_error
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -139,11 +139,8 @@ def test_last_queries_with_softcap_attend_as_among_all_without_logits_in_memory(
         return [out, *torch.autograd.grad(out, qkv, dy)]
 
     attend_last()  # a kernel may have to be compiled
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    actual = attend_last()
-    peak_bytes = torch.cuda.max_memory_allocated() - before
+    actual: list[Tensor] = []
+    peak_bytes = peak_allocated(lambda: actual.extend(attend_last()))
     input_bytes = sum(x.numel() * x.element_size() for x in qkv)
     logit_bytes = 2 * HEADS * queries * keys
     assert peak_bytes < 6 * input_bytes + logit_bytes / 2, f"{peak_bytes / 2**20:.0f} MiB"

@@ -34,12 +34,6 @@ DEEPSEEK = Sizes(32, 7168, 2048, 8, "silu")
 GROK = Sizes(2, 6144, 16384, 2, "gelu")  # a quarter of the experts, half their width
 
 
-@pytest.fixture(autouse=True)
-def give_memory_back():
-    yield
-    torch.cuda.empty_cache()
-
-
 def random_expert_weights(shape: tuple[int, int, int], expert_format: ExpertFormat, seed: int) -> ExpertWeights:
     weights = empty_expert_weights(shape, expert_format, BF16, GPU)
     generator = torch.Generator(GPU).manual_seed(seed)
