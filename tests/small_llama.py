@@ -25,12 +25,12 @@ TIED = replace(MODEL, name="tied", tied_embeddings=True)
 NARROW = replace(MODEL, name="narrow", ffn=16)  # so narrow that gradients do not fit into the memory of gate and up
 
 
-def network_of(model: Model) -> Llama:
+def network_of(model: Model, std: float = 0.25) -> Llama:
     """Return a network with weights large enough that every part of the gradient matters, and norms other than one."""
     network = Llama(model)
     generator = torch.Generator().manual_seed(7)
     for parameter in network.parameters():
-        parameter.data.normal_(0.0, 0.25, generator=generator)
+        parameter.data.normal_(0.0, std, generator=generator)
         if parameter.ndim == 1:
             parameter.data += 1
     return network

@@ -15,12 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmb.config.native.training_support import supported_training
 from llmb.config.spec import RunConfig, Training
 from llmb.events import TimeSpent
 from llmb.models.architectures import Network
 from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import checkpoint_step
 from llmb.runtime.process_memory import peak_bytes
+from llmb.runtime.profile_window import check_gpu_metrics
 from llmb.runtime.provenance import run_started
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import Diverged
@@ -41,7 +43,6 @@ from llmb.train.step_profiler import SOURCES, Profiler, format_time_spent
 from llmb.train.step_timer import StepTimer
 from llmb.train.train_checkpoint import Checkpointer, resume_checkpoint
 from llmb.train.train_oom import advise_on_oom
-from llmb.train.train_support import supported_workload
 
 ModelParts = Sequence[Network]  # the whole network, or one model part for each pipeline stage of this rank
 
@@ -68,7 +69,8 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
 
     With CUDA graphs, `graph` is used if given: its owner may disable it between two steps.
     """
-    workload = supported_workload(config)
+    workload = supported_training(config)
+    check_gpu_metrics(config.profile)
     data = open_token_file(workload, config.model.vocab)
     folder = recorder.path.parent
     checkpoint = resume_checkpoint(config, workload, folder)

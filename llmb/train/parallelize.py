@@ -23,12 +23,12 @@ from llmb.config.native.number_formats import fp8_recipe
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
+from llmb.models.decoder import parameter_generator
 from llmb.models.moe import Router
 from llmb.ops.quant.delayed_scaling import SCALINGS
 from llmb.perfmodel.expert_capacity import initial_capacity_factor
 from llmb.perfmodel.shards import gradient_bytes, has_explicit_layers, rank_stages
 from llmb.train.activation_offload import offload_activations
-from llmb.train.initial_weights import init_weights
 from llmb.train.llama_layers import ExplicitLayer, init_fp8_scaling, use_explicit_layers
 from llmb.train.module_class import wrap_forward
 from llmb.train.optimizer import Optimizer
@@ -59,6 +59,21 @@ def build_model_parts(config: RunConfig, workload: Training, mesh: Mesh) -> list
         sharded = allocate_weights(model_part, config, workload, mesh, mesh.device)
         init_weights(model_part, sharded, workload.seed, mesh.device)
     return model_parts
+
+
+def init_weights(model_part: Network, sharded: ShardedParameters, seed: int, device: torch.device) -> None:
+    """Initialize the allocated weights, in fp32 before they are rounded.
+
+    The values of a parameter depend only on the seed and its name. A rank draws the whole parameter and keeps its
+    shard, so every layout starts from the same model, and no rank needs memory for more than one whole parameter.
+    """
+
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        whole = torch.empty(shape, device=device)
+        model_part.init_parameter(name, whole, parameter_generator(seed, name, device))
+        return whole
+
+    sharded.set_weights(draw)
 
 
 def allocate_weights(

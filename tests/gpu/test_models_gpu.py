@@ -186,14 +186,3 @@ def test_moe_never_synchronizes() -> None:
     block(x).sum().backward()
     with no_synchronization():
         block(x).sum().backward()
-
-
-def test_nemotron_h_never_synchronizes() -> None:
-    network = build_model(NEMOTRON_H)
-    network.init_weights(4)
-    network.to(GPU)
-    compute_in_bf16(network)
-    tokens = synthetic_tokens(1, 0, (2, 258), NEMOTRON_H.vocab, GPU)
-    network(tokens[:, :-1], tokens[:, 1:]).backward()
-    with no_synchronization():
-        network(tokens[:, :-1], tokens[:, 1:]).backward()

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from sharded_network import Box, own_gradients, set_weights
+from sharded_network import Box, own_gradients
 from small_config import CONFIG, changed
+from small_llama import network_of
 from torch import Tensor
 
 from llmb.config.spec import Model, Parallel
@@ -46,13 +47,7 @@ def worst_error(actual: LayersResult, expected: LayersResult) -> float:
     return max(float((tensors[name] - x).double().norm() / x.double().norm()) for name, x in reference.items())
 
 
-def plain_network(model: Model) -> Llama:
-    """Return a network with weights so large that every part of the gradient matters, and norms other than one."""
-    network, generator = Llama(model), torch.Generator().manual_seed(7)
-    for parameter in network.parameters():
-        parameter.data.normal_(0.0, 0.15, generator=generator)
-        parameter.data += parameter.ndim == 1
-    return network
+plain_network = partial(network_of, std=0.15)
 
 
 def explicit_part(
@@ -70,7 +65,7 @@ def explicit_part(
     config = changed(CONFIG, model=model, parallel=mesh.parallel, dtype=dtype, ga=2, **changes)
     apply_passes(network, config, config.workload, mesh)
     sharded = ShardedParameters(network, mesh, formats or bucket_formats(config, config.workload), mesh.device)
-    set_weights(sharded, weights)
+    sharded.set_weights(lambda name, _shape: weights[name])
     init_fp8_scaling(network, partial(SCALINGS[recipe], reduce_max=amax_reduction(mesh, recipe)), weights_stay)
     begin_step(network)
     return network

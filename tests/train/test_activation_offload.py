@@ -17,11 +17,6 @@ from llmb.train.precision import compute_in_bf16, compute_in_fp8
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def offload_small_tensors(monkeypatch) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
-
-
 @pytest.fixture
 def copies(monkeypatch) -> list[tuple]:
     """Record copies to and from the host in order, with a number for each layer's activations."""

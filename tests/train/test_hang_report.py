@@ -19,22 +19,14 @@ from llmb.train import loop
 
 @pytest.mark.slow
 def test_running_process_writes_hang_report_and_continues(start) -> None:
-    outcome, process = start(steps=10**6)
-
-    def wait_until(condition) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    wait_until(outcome.steps)
-    process.send_signal(HANG_REPORT_SIGNAL)
-    wait_until(lambda: any(isinstance(event, HangReport) for event in outcome.events()))
+    outcome = start(steps=10**6)
+    outcome.wait_until(outcome.steps)
+    outcome.process.send_signal(HANG_REPORT_SIGNAL)
+    outcome.wait_until(lambda: any(isinstance(event, HangReport) for event in outcome.events()))
     count = len(outcome.steps())
-    wait_until(lambda: len(outcome.steps()) > count)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    outcome.wait_until(lambda: len(outcome.steps()) > count)
+    outcome.process.send_signal(signal.SIGTERM)
+    _, err = outcome.process.communicate(timeout=30)
     assert err.startswith("Stack (most recent call first):\n")
     assert "in train\n" in err
     (answer,) = [event for event in outcome.events() if isinstance(event, HangReport)]

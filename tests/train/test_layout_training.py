@@ -84,11 +84,6 @@ NIGHTLY: list[Case] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmb.train.activation_offload.MIN_BYTES", 1)
-
-
 @cache
 def outcome(name: str, run: int = 0, **changes: Any) -> Trained:
     """Train two steps; cached, unless `run` differs."""

@@ -167,11 +167,6 @@ QUICK = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmb.train.activation_offload.MIN_BYTES", 1)
-
-
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
     return [] if str(case) in QUICK else [pytest.mark.nightly]
 

@@ -17,14 +17,6 @@ from llmb.train import loop
 PIPELINE = {"model": SMALL_MODELS["llama"], "pp": 2, "mbs": 2, "gbs": 4, "ga": 2}
 
 
-def wait_until(condition, process: subprocess.Popen, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
 def test_non_finite_loss_is_diverged(trained, capsys, dtype: str) -> None:
     done = trained(lr=1e30, dtype=dtype)
@@ -43,14 +35,14 @@ def test_non_finite_loss_is_diverged(trained, capsys, dtype: str) -> None:
 
 @pytest.mark.slow
 def test_sigterm_during_a_long_step(start) -> None:
-    outcome, process = start(hidden=2048, ffn=16384, heads=16, kv_heads=16, head_dim=128, seqlen=4096, layers=1)
-    wait_until(outcome.events, process)
+    outcome = start(hidden=2048, ffn=16384, heads=16, kv_heads=16, head_dim=128, seqlen=4096, layers=1)
+    outcome.wait_until(outcome.events)
     time.sleep(2)  # during the first step, which takes a core more than half a minute
-    process.send_signal(signal.SIGTERM)
+    outcome.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
-    _, err = process.communicate(timeout=30)
+    _, err = outcome.process.communicate(timeout=30)
     assert time.monotonic() - began < 5
-    assert process.returncode == 128 + signal.SIGTERM
+    assert outcome.process.returncode == 128 + signal.SIGTERM
     assert outcome.ended().status == "incomplete"
     assert outcome.ended().reason == "interrupted by SIGTERM after step 0"
     assert err == "llmb.train: interrupted by SIGTERM after step 0\n"
@@ -58,11 +50,11 @@ def test_sigterm_during_a_long_step(start) -> None:
 
 @pytest.mark.slow
 def test_sigusr1_is_timeout(start) -> None:
-    outcome, process = start(steps=10**6)
-    wait_until(lambda: len(outcome.steps()) >= 2, process)
-    process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGUSR1
+    outcome = start(steps=10**6)
+    outcome.wait_until(lambda: len(outcome.steps()) >= 2)
+    outcome.process.send_signal(signal.SIGUSR1)
+    outcome.process.communicate(timeout=30)
+    assert outcome.process.returncode == 128 + signal.SIGUSR1
     ended = outcome.ended()
     assert ended.status == "timeout"
     assert ended.reason == f"interrupted by SIGUSR1 after step {outcome.steps()[-1].step}"
@@ -70,10 +62,10 @@ def test_sigusr1_is_timeout(start) -> None:
 
 @pytest.mark.slow
 def test_killed_run_keeps_its_steps(start) -> None:
-    outcome, process = start(steps=10**6)
-    wait_until(lambda: len(outcome.steps()) >= 2, process)
-    process.kill()
-    process.communicate(timeout=30)
+    outcome = start(steps=10**6)
+    outcome.wait_until(lambda: len(outcome.steps()) >= 2)
+    outcome.process.kill()
+    outcome.process.communicate(timeout=30)
     steps = outcome.steps()
     assert [s.step for s in steps] == list(range(1, len(steps) + 1))
     assert len(outcome.events()) == 1 + len(steps)  # no torn line, and no end

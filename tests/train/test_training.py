@@ -93,9 +93,9 @@ def test_recomputation_is_bit_exact(trained, dtype: str) -> None:
 @pytest.mark.slow
 def test_two_ranks_equal_one_process(trained, start) -> None:
     alone = trained(mbs=2, ga=2)
-    outcome, process = start(ranks=2, gpus=2, dp=2, mbs=1, ga=2, recompute_layers=1)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    outcome = start(ranks=2, gpus=2, dp=2, mbs=1, ga=2, recompute_layers=1)
+    out, err = outcome.process.communicate(timeout=120)
+    assert outcome.process.returncode == 0, err
     assert out.count("Step Time") == 4  # only rank 0 prints
     for rank in (0, 1):
         assert outcome.started(rank).world_size == 2

@@ -17,6 +17,7 @@ from forked_ranks import on_ranks
 from small_config import CONFIG, changed
 from torch import Tensor
 
+from llmb.config.native.training_support import supported_training
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Model, RunConfig, Training
 from llmb.events import StepDone, read
@@ -29,7 +30,6 @@ from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import init_mesh
 from llmb.train.parallel.pipeline import Pipeline
 from llmb.train.parallelize import build_model_parts, build_optimizer
-from llmb.train.train_support import supported_workload
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def layout_config(model: Model, **changes: Any) -> RunConfig:
 
 def build_job(config: RunConfig) -> tuple[TrainJob, list[Network], Optimizer]:
     """Return what trains the configuration on this rank."""
-    job = TrainJob(config, supported_workload(config), init_mesh(config))
+    job = TrainJob(config, supported_training(config), init_mesh(config))
     model_parts = build_model_parts(config, job.workload, job.mesh)
     if job.mesh.size("pp") > 1:
         pipeline = Pipeline(model_parts, config, job.workload, job.mesh, job.trace_range)

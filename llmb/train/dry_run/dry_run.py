@@ -28,6 +28,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from llmb.config.native.training_support import supported_training
 from llmb.config.serialization import build, read_json, to_json
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import LlmbError
@@ -42,7 +43,6 @@ from llmb.train.dry_run.fused_op_shapes import fused_shapes
 from llmb.train.dry_run.memory_tracker import ACTIVATIONS, MemoryTracker
 from llmb.train.dry_run.meta_rank import GRADIENTS, OPTIMIZER, WEIGHTS, MetaRank, StepCost
 from llmb.train.parallel.mesh import Mesh, build_mesh
-from llmb.train.train_support import supported_workload
 
 CPU = torch.device("cpu")
 
@@ -146,7 +146,7 @@ def dry_run(config: RunConfig) -> DryRunSummary:
     """Return the dry run of one rank: of the first or the last pipeline stage, whichever needs more memory."""
     if isinstance(config.workload, Training):  # the memory of a graph is unknown here, and it changes nothing else
         config = replace(config, workload=replace(config.workload, cuda_graphs=False))
-    workload, layout = supported_workload(config), config.parallel
+    workload, layout = supported_training(config), config.parallel
     ends = dict.fromkeys((0, (layout.pp - 1) * layout.world_size // layout.pp))
     # Each in a separate process: the default process group is initialized once per process.
     with ProcessPoolExecutor(len(ends), mp_context=get_context("fork")) as pool:
