@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded_network import BF16, FP32
-from torch import Tensor, nn
+from torch import nn
 
 from llmb.perfmodel.shards import BUCKET_ALIGNMENT
 from llmb.train.parallel.bucket import Bucket, BucketFormats, merged_view
@@ -74,12 +74,6 @@ def test_matrices_are_aligned_and_merged_without_a_copy() -> None:
             merged_view([bucket.parameters[number].data for number in wrong])
 
 
-def gradients(bucket: Bucket) -> Tensor:
-    bucket.reduce()
-    assert bucket.grad_shard is not None
-    return bucket.grad_shard
-
-
 def test_gradients_are_zero_in_padding_and_without_use() -> None:
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
@@ -90,7 +84,8 @@ def test_gradients_are_zero_in_padding_and_without_use() -> None:
         (last * torch.arange(7.0)).sum().backward()  # as autograd does: in memory of its own
         expected = torch.zeros(8 + 16 + 8)
         expected[:3], expected[24:31] = 1.0, torch.arange(7.0)
-        assert torch.equal(gradients(bucket), expected)
+        bucket.reduce()
+        assert torch.equal(bucket.reduced_grad, expected)
         assert first.grad is last.grad is bucket.grads is None
     finally:
         torch.use_deterministic_algorithms(False)

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from small_config import CONFIG, changed
 from training_ranks import on_ranks
 
@@ -83,8 +82,3 @@ def test_waiting_rank_is_ahead_of_hanging_rank(layout, tmp_path) -> None:
     assert any(waits.collectives[group] > hangs.collectives[group] for group in waits.collectives)
     assert find_hang_cause({0: waits, 1: hangs}, (0, 1)).rank == 1
     assert busy[1] > 0.3 > idle[1]  # busy seconds in the second step
-
-
-def test_no_collectives_without_process_group() -> None:
-    assert not dist.is_initialized()
-    assert collectives_entered() == {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_models import SMALL_MODELS
 
-from llmb.config.spec import Inference
+from llmb.config.spec import OutOfCore
 from llmb.train import loop
 
 PIPELINE = {"model": SMALL_MODELS["llama"], "pp": 2, "mbs": 2, "gbs": 4, "ga": 2}
@@ -95,6 +95,7 @@ def test_killed_run_keeps_its_steps(start) -> None:
         ({"ep": 2}, "ep 2 and etp 1 have no effect: tiny has no experts"),
         ({"dp": 2, "gbs": 8}, "needs 2 ranks but 1 started; start it with: torchrun --nproc-per-node 2"),
         ({"engine": "trtllm"}, "engine=trtllm"),
+        ({"workload": OutOfCore(seqlen=8, host_gib=1, device_gib=1)}, "python -m llmb.train runs kind training"),
         ({"lr_warmup_steps": -1}, "lr_warmup_steps=-1: must be at least 0"),
         ({"lr_decay_steps": 10}, "lr_decay_steps=10: must be more than lr_warmup_steps=10"),
         ({"architecture": "grok1"}, "model tiny: a grok1 needs the field experts"),
@@ -112,21 +113,6 @@ def test_invalid_settings_are_refused(trained, capsys, changes: dict, reason: st
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_gpu_run_needs_a_gpu(trained) -> None:
     assert "machine.gpu=h200 needs a CUDA device" in trained(gpu="h200").ended().reason
-
-
-def test_other_workload_kind_is_refused(trained) -> None:
-    serving = Inference(
-        mode="max_throughput",
-        use_case="chat",
-        isl=8,
-        osl=8,
-        max_batch_size=1,
-        concurrency=1,
-        max_num_tokens=8,
-        kv_fraction=0.9,
-        num_requests=1,
-    )
-    assert "runs kind training" in trained(workload=serving).ended().reason
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])

@@ -44,7 +44,7 @@ def test_run_records_start_steps_and_end(trained) -> None:
 
 
 def test_log_format_is_megatron_bridge(trained, capsys) -> None:
-    done = trained()
+    done = trained(lr=1e-2, lr_warmup_steps=2, lr_decay_steps=4)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 12
     for step, rate, iteration, rates in zip(done.steps(), lines[::3], lines[1::3], lines[2::3], strict=True):
@@ -55,7 +55,7 @@ def test_log_format_is_megatron_bridge(trained, capsys) -> None:
         number, samples, milliseconds, lr, batch, loss, norm = match.groups()
         assert (int(number), int(samples), int(batch)) == (step.step, 4 * step.step, 4)
         assert float(milliseconds) == pytest.approx(step.seconds * 1e3, abs=0.051)
-        assert float(lr) == pytest.approx(1e-3 * step.step)
+        assert float(lr) == (5e-3, 1e-2, 5.5e-3, 1e-3)[step.step - 1]
         assert float(loss) == pytest.approx(step.loss, rel=1e-6)
         assert float(norm) == pytest.approx(step.grad_norm, abs=5.1e-4)
     for event, step in zip((e for e in read(lines) if isinstance(e, StepDone)), done.steps(), strict=True):

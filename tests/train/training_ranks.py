@@ -8,7 +8,9 @@ The result has the losses and norms of rank 0, and the full state after the last
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -85,6 +87,13 @@ def trained(config: RunConfig, folder: Path) -> Trained:
     steps = [event for event in read(folder / "events.rank0.jsonl") if isinstance(event, StepDone)]
     (checkpoint,) = complete_checkpoints(folder / "checkpoints")
     return Trained([s.loss for s in steps], [s.grad_norm for s in steps], full_tensors(checkpoint))  # type: ignore[misc]
+
+
+@cache
+def outcome(model: Model, run: int = 0, **changes: Any) -> Trained:
+    """Train the small configuration of a model in a layout; cached, unless `run` differs."""
+    with TemporaryDirectory() as folder:
+        return trained(layout_config(model, **changes), Path(folder))
 
 
 def _train(rank: int, config: RunConfig, folder: Path) -> None:
