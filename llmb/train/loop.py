@@ -84,10 +84,7 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     report = StepReport(config, workload, workload.gbs, recorder, steps[0] if checkpoint else None)
     recorder.add(run_started(mesh))
     with advise_on_oom(mesh.device, config):
-        model_parts = build_model_parts(config, workload, mesh)
-        if mesh.size("pp") > 1:
-            job = replace(job, pipeline=Pipeline(model_parts, config, workload, mesh, job.trace_range))
-        optimizer = build_optimizer(model_parts, workload, mesh)
+        job, model_parts, optimizer = build_training(job)
         with Checkpointer(folder, config, workload, mesh, model_parts, optimizer) as checkpointer:
             if checkpoint is not None:
                 checkpointer.load(checkpoint)
@@ -106,6 +103,14 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
                 stop_if_diverged(job, model_parts, step, loss, grad_norm)
                 report_time_spent(job, recorder, profiler.after_step(step))
                 checkpointer.after_step(step)
+
+
+def build_training(job: TrainJob) -> tuple[TrainJob, list[Network], Optimizer]:
+    """Build the model parts of a job, their pipeline and their optimizer."""
+    model_parts = build_model_parts(job.config, job.workload, job.mesh)
+    if job.mesh.size("pp") > 1:
+        job = replace(job, pipeline=Pipeline(model_parts, job.config, job.workload, job.mesh, job.trace_range))
+    return job, model_parts, build_optimizer(model_parts, job.workload, job.mesh)
 
 
 def train_step(job: TrainJob, model_parts: ModelParts, optimizer: Optimizer, step: int) -> tuple[float, float]:

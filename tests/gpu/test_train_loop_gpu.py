@@ -14,9 +14,8 @@ from small_models import llama_model
 from training_run import run_config, train, train_to_the_end
 
 from llmb.config.spec import Model, Training
-from llmb.train.loop import TrainJob, train_step
+from llmb.train.loop import TrainJob, build_training, train_step
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallelize import build_model_parts, build_optimizer
 
 pytestmark = NEEDS_GPU
 
@@ -96,9 +95,7 @@ def test_out_of_memory_names_a_smaller_batch(tmp_path: Path) -> None:
 def test_step_synchronizes_once() -> None:
     work = replace(WORK, seqlen=256)
     config = run_config(llama_model(hidden=256, ffn=512, vocab=1000), "bf16", work)
-    job = TrainJob(config, work, Mesh(0, 1, GPU))
-    parts = build_model_parts(config, work, job.mesh)
-    optimizer = build_optimizer(parts, work, job.mesh)
+    job, parts, optimizer = build_training(TrainJob(config, work, Mesh(0, 1, GPU)))
     train_step(job, parts, optimizer, 1)
     torch.cuda.set_sync_debug_mode("warn")
     try:

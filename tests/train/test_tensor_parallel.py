@@ -6,16 +6,14 @@ import pytest
 import torch
 from small_models import SMALL_MODELS
 from torch import Tensor
-from training_ranks import layout_config, on_ranks
+from training_ranks import build_job, layout_config, on_ranks
 
-from llmb.config.native.training_support import supported_training
 from llmb.config.spec import RunConfig
 from llmb.models.chunked_loss import chunked_cross_entropy
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import init_mesh
 from llmb.train.parallel.parameter_shard import ParameterShard, box_of, shard_of
 from llmb.train.parallel.vocab_parallel import vocab_parallel_cross_entropy
-from llmb.train.parallelize import build_model_parts
 
 # Replicated: norms of residuals and latents, routers, down projections of MLA, experts; everything else is sharded.
 REPLICATED = re.compile(
@@ -25,7 +23,7 @@ REPLICATED = re.compile(
 
 
 def local_weights(_rank: int, config: RunConfig) -> dict[str, tuple[ParameterShard, Tensor]]:
-    (model_part,) = build_model_parts(config, supported_training(config), init_mesh(config))
+    _, (model_part,), _ = build_job(config)
     sharded_parameters(model_part).gather_all()
     return {name: (shard_of(parameter), parameter.detach()) for name, parameter in model_part.named_parameters()}
 
@@ -33,8 +31,7 @@ def local_weights(_rank: int, config: RunConfig) -> dict[str, tuple[ParameterSha
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "deepseek", "nemotron_h"])
 def test_each_tp_rank_holds_its_shard(name: str) -> None:
-    alone = layout_config(SMALL_MODELS[name])
-    (network,) = build_model_parts(alone, supported_training(alone), init_mesh(alone))
+    _, (network,), _ = build_job(layout_config(SMALL_MODELS[name]))
     ranks = on_ranks(2, local_weights, layout_config(SMALL_MODELS[name], tp=2))
     assert all(weights.keys() == dict(network.named_parameters()).keys() for weights in ranks)
     for path, whole in network.named_parameters():

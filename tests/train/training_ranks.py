@@ -27,11 +27,9 @@ from llmb.models.architectures import Network
 from llmb.runtime.checkpoint_folder import complete_checkpoints
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import ending_of
-from llmb.train.loop import TrainJob, train
+from llmb.train.loop import TrainJob, build_training, train
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import init_mesh
-from llmb.train.parallel.pipeline import Pipeline
-from llmb.train.parallelize import build_model_parts, build_optimizer
 
 
 @dataclass(frozen=True)
@@ -69,12 +67,7 @@ def layout_config(model: Model, **changes: Any) -> RunConfig:
 
 def build_job(config: RunConfig) -> tuple[TrainJob, list[Network], Optimizer]:
     """Return what trains the configuration on this rank."""
-    job = TrainJob(config, supported_training(config), init_mesh(config))
-    model_parts = build_model_parts(config, job.workload, job.mesh)
-    if job.mesh.size("pp") > 1:
-        pipeline = Pipeline(model_parts, config, job.workload, job.mesh, job.trace_range)
-        job = replace(job, pipeline=pipeline)
-    return job, model_parts, build_optimizer(model_parts, job.workload, job.mesh)
+    return build_training(TrainJob(config, supported_training(config), init_mesh(config)))
 
 
 def trained(config: RunConfig, folder: Path) -> Trained:
