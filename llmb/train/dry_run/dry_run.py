@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from multiprocessing import get_context
@@ -61,13 +61,14 @@ def dry_run_rank(config: RunConfig, rank: int) -> Iterator[tuple[Mesh, DispatchW
     watch = DispatchWatch(MemoryTracker(), fraction)
     dispatch.begin_dry_run(partial(_count_scan, watch))
     mesh = _mesh(config, rank)
-    with ExitStack() as stack:
-        stack.enter_context(_untracked())
-        stack.enter_context(_track_resize(watch.memory))
-        stack.enter_context(_track_host_buffers(watch.memory))
-        stack.enter_context(watch)
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(fused_shapes(config.flops_convention, watch.add_flops))
+    with (
+        _untracked(),
+        _track_resize(watch.memory),
+        _track_host_buffers(watch.memory),
+        watch,
+        torch.device("meta"),
+        fused_shapes(config.flops_convention, watch.add_flops),
+    ):
         yield mesh, watch
 
 
@@ -100,8 +101,7 @@ def _untracked() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _track_resize(memory: MemoryTracker) -> Iterator[None]:
+def _track_resize(memory: MemoryTracker) -> AbstractContextManager[Any]:
     """Track storages of gathered weights, which FSDP frees and reallocates without an operator."""
     resize = torch.UntypedStorage.resize_
 
@@ -110,12 +110,10 @@ def _track_resize(memory: MemoryTracker) -> Iterator[None]:
         memory.resized(storage, WEIGHTS)
         return storage
 
-    with patch.object(torch.UntypedStorage, "resize_", tracked):
-        yield
+    return patch.object(torch.UntypedStorage, "resize_", tracked)
 
 
-@contextmanager
-def _track_host_buffers(memory: MemoryTracker) -> Iterator[None]:
+def _track_host_buffers(memory: MemoryTracker) -> AbstractContextManager[Any]:
     """Count buffers of offloaded activations as host memory."""
     allocate = CopyStream.allocate
 
@@ -126,8 +124,7 @@ def _track_host_buffers(memory: MemoryTracker) -> Iterator[None]:
         finally:
             memory.to_host = False
 
-    with patch.object(CopyStream, "allocate", tracked):
-        yield
+    return patch.object(CopyStream, "allocate", tracked)
 
 
 def _count_scan(watch: DispatchWatch, kernel: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
