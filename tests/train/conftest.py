@@ -53,6 +53,11 @@ class Outcome:
         assert not any(isinstance(e, RunEnded) for e in before)
         return last
 
+    def refusal(self) -> str:
+        """Return why the run was refused, before its first step."""
+        assert (self.code, self.ended().status, self.steps()) == (1, "failed", [])
+        return self.ended().reason
+
 
 @pytest.fixture(autouse=True)
 def offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

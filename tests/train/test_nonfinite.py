@@ -73,6 +73,10 @@ def reason_alone(spoil: Spoil, folder: Path, **changes: Any) -> str:
     return str(error)
 
 
+def spoil_output_of(module: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
+    return lambda model: model.get_submodule(module).register_forward_hook(lambda _module, _args, out: change(out))
+
+
 def test_non_finite_weight_is_reported(tmp_path) -> None:
     def spoil(model):
         model.layers[1].mlp.up.weight[3, 4] = float("nan")
@@ -83,9 +87,7 @@ def test_non_finite_weight_is_reported(tmp_path) -> None:
 # Explicit layers are reported as a whole.
 @pytest.mark.parametrize(("name", "module"), [("grok1", "layers.1.attention.o"), ("llama", "layers.1")])
 def test_module_with_non_finite_output_is_reported(tmp_path, name: str, module: str) -> None:
-    def spoil(model):
-        model.get_submodule(module).register_forward_hook(lambda _module, _args, output: output * torch.inf)
-
+    spoil = spoil_output_of(module, lambda out: out * torch.inf)
     reason = reason_alone(spoil, tmp_path, model=SMALL_MODELS[name], mbs=2, ga=2, recompute_layers=2)
     assert reason.startswith("loss became nan at step 1: ")
     assert reason.endswith(f" first in the output of {module}, micro-batch 1")
@@ -96,9 +98,7 @@ def test_module_with_non_finite_output_is_reported(tmp_path, name: str, module: 
     [("grok1", "layers.0.attention", "layers.0.attention.o"), ("llama", "layers.1", "layers.0")],
 )
 def test_non_finite_gradient_is_reported(tmp_path, name: str, module: str, last: str) -> None:
-    def spoil(model):
-        model.get_submodule(module).register_forward_hook(lambda _module, _args, output: NanGradient.apply(output))
-
+    spoil = spoil_output_of(module, NanGradient.apply)
     # The first gradient after it in the backward pass is that of what the module last computed.
     first = f"nan first in the gradient of the output of {last}, micro-batch 1"
     assert reason_alone(spoil, tmp_path, model=SMALL_MODELS[name]) == f"grad norm became nan at step 1: {first}"
@@ -186,9 +186,7 @@ def test_output_of_a_model_part_is_reported_as_loss_or_residual() -> None:
 
 @pytest.mark.slow
 def test_no_failed_rank_if_all_ranks_are_non_finite(tmp_path) -> None:
-    def spoil(model_part: nn.Module) -> None:
-        model_part.norm.register_forward_hook(lambda _module, _args, output: output * torch.nan)
-
+    spoil = spoil_output_of("norm", lambda out: out * torch.nan)
     errors = on_ranks(2, diverge, {"dp": 2, "gbs": 8}, None, spoil, tmp_path)
     assert [error.failed_rank for error in errors] == [None, None]
     assert str(errors[0]).endswith("nan first in the output of norm, micro-batch 1, on every rank")
