@@ -1,6 +1,7 @@
 """Explicit Llama layers on a GPU: gradients against those of plain layers, and peak memory."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from llmb.config.spec import RunConfig, Training
 from llmb.models.architectures import Network, build_model
 from llmb.ops.attention import segment_attention
 from llmb.ops.attention.attention_block import PLAIN
+from llmb.ops.quant.delayed_scaling import DelayedScaling
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train.llama_layers import begin_step, explicit_layers
@@ -64,7 +66,7 @@ def plain_network(dtype: str) -> Network:
     if dtype == "bf16":
         compute_in_bf16(network)
     if dtype == "fp8":
-        compute_in_fp8(network, GPU)
+        compute_in_fp8(network, partial(DelayedScaling, device=GPU))
     return network
 
 

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from llmb.config.spec import Model, Parallel
 from llmb.models.llama import Llama
-from llmb.ops.quant.delayed_scaling import SCALINGS
-from llmb.train.llama_layers import begin_step, init_fp8_scaling
+from llmb.train.llama_layers import begin_step, explicit_layers
 from llmb.train.parallel.bucket import BucketFormats
 from llmb.train.parallel.context_parallel import chunk_indices, shard_sequence
 from llmb.train.parallel.fsdp import ShardedParameters, sharded_parameters
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallel.parameter_shard import ParameterShard, box_of
 from llmb.train.parallelize import apply_passes, bucket_formats
-from llmb.train.precision import amax_reduction
 
 
 @dataclass
@@ -54,7 +52,6 @@ def explicit_part(
     model: Model,
     dtype: str,
     mesh: Mesh,
-    recipe: str = "tensorwise_delayed",
     weights_stay: bool = True,
     formats: BucketFormats | None = None,
     **changes: object,
@@ -66,7 +63,8 @@ def explicit_part(
     apply_passes(network, config, config.workload, mesh)
     sharded = ShardedParameters(network, mesh, formats or bucket_formats(config, config.workload), mesh.device)
     sharded.set_weights(lambda name, _shape: weights[name])
-    init_fp8_scaling(network, partial(SCALINGS[recipe], reduce_max=amax_reduction(mesh, recipe)), weights_stay)
+    for layer in explicit_layers(network):
+        layer.weights_stay = weights_stay
     begin_step(network)
     return network
 

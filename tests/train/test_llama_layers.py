@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_gradients_are_written_into_their_bucket() -> None:
 @pytest.mark.parametrize("recipe", SCALINGS)
 @pytest.mark.parametrize("recompute_layers", [0, 2])
 def test_fp8_weights_of_a_pass_equal_those_of_a_step(recipe: str, recompute_layers: int) -> None:
-    settings = {"recipe": recipe, "recompute_layers": recompute_layers}
+    settings = {"fp8_recipe": recipe, "recompute_layers": recompute_layers}
     assert worst_error(*(explicit_result("fp8", 2, weights_stay=stay, **settings) for stay in (True, False))) == 0
 
 
@@ -161,7 +162,7 @@ def test_names_of_scales_are_those_of_the_whole_model() -> None:
     (_, last), stage.layers = stage.layers, nn.ModuleList()
     stage.layers.add_module("1", last)  # as a pipeline stage has it
     use_explicit_layers(stage, "fp8", CONFIG.workload)
-    init_fp8_scaling(stage, DelayedScaling)
+    init_fp8_scaling(stage, partial(DelayedScaling, device=CPU))
     assert stage.fp8_scaling is not None
     assert {name.rpartition(".")[0] for name in stage.fp8_scaling.state_dict()} == {"layers.1"}
 

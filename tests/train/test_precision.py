@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from llmb.models.blocks import Attention, GatedMlp
 from llmb.models.moe import GroupedLinear, Router
 from llmb.ops.gemm.fp8_linear import OperandNames, fp8_linear
 from llmb.ops.moe import fp8_grouped_gemm
-from llmb.ops.quant.delayed_scaling import SCALINGS, CurrentScaling
+from llmb.ops.quant.delayed_scaling import SCALINGS, CurrentScaling, DelayedScaling
 from llmb.ops.quant.group_quant import Fp8WeightCache
 from llmb.runtime.adamw_settings import BETAS
 from llmb.train import parallelize, precision
@@ -37,6 +38,7 @@ from llmb.train.precision import (
 )
 
 CPU = torch.device("cpu")
+DELAYED = partial(DelayedScaling, device=CPU)
 MODEL = llama_model(name="small", hidden=64, ffn=128, vocab=128)
 
 
@@ -102,7 +104,7 @@ def test_fp8_is_used_in_layers_only(name: str, recipe: str, monkeypatch) -> None
     network.init_weights(1)
     in_bf16 = copy.deepcopy(network)
     compute_in_bf16(in_bf16)
-    compute_in_fp8(network, CPU, recipe)
+    compute_in_fp8(network, partial(SCALINGS[recipe], device=CPU))
     assert classes(network.layers, nn.Linear) == {Fp8Linear}
     experts = {Fp8GroupedLinear} if SMALL_MODELS[name].experts is not None else set()
     assert classes(network.layers, GroupedLinear) == experts
@@ -143,7 +145,7 @@ def test_unsupported_fp8_sizes_compute_in_bf16() -> None:
 def test_fast_accumulation_of_expert_gemms(monkeypatch, fp8_fast_accum: bool) -> None:
     network = build_model(SMALL_MODELS["grok1"])
     network.init_weights(1)
-    compute_in_fp8(network, CPU, fp8_fast_accum=fp8_fast_accum)
+    compute_in_fp8(network, DELAYED, fp8_fast_accum=fp8_fast_accum)
     calls: dict[str, list[bool]] = {"_matmul": [], "_outer": []}
 
     def recorded(name: str) -> Callable[..., torch.Tensor]:
@@ -204,7 +206,7 @@ def test_fp8_weights_cached_for_a_step_are_bit_exact(trained, monkeypatch) -> No
 
 def test_routers_stay_in_fp32() -> None:
     network = build_model(SMALL_MODELS["deepseek"])
-    compute_in_fp8(network, CPU)
+    compute_in_fp8(network, DELAYED)
     router = next(module for module in network.modules() if isinstance(module, Router))
     nn.init.normal_(router.weight)
     x = torch.randn(16, 32).bfloat16()
@@ -221,7 +223,7 @@ def test_balanced_experts(trained) -> None:
 
 def test_experts_can_stay_in_bf16() -> None:
     network = build_model(SMALL_MODELS["grok1"])
-    compute_in_fp8(network, CPU, fp8_experts=False)
+    compute_in_fp8(network, DELAYED, fp8_experts=False)
     assert not fp8_grouped_linears(network)
     assert classes(network.layers, nn.Linear) == {Fp8Linear}
 
