@@ -1,13 +1,10 @@
 """Attention of context-parallel ranks on a GPU: kernels, NCCL, memory."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from cuda_checks import GPU, NEEDS_GPU, no_synchronization, peak_allocated, relative_error
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from llmb.models.blocks import causal_attention
 from llmb.ops.attention.attention_block import CUDNN, FLASH
@@ -94,20 +91,9 @@ def test_attention_of_all_ranks_equals_the_whole(
             assert_close(x.flatten(), y.flatten(), f"rank {cp.rank}, {name}")
 
 
-@pytest.fixture
-def nccl_mesh() -> Iterator[DeviceMesh]:
-    """NCCL with this process as its only rank."""
-    torch.cuda.set_device(GPU)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cuda", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_attention_with_nccl_does_not_synchronize(nccl_mesh: DeviceMesh) -> None:
+def test_attention_with_nccl_does_not_synchronize(nccl: None) -> None:
     """One rank holds both chunks of a sequence: the second attends to the first as gathered."""
-    cp, sequences, scale = ContextParallel(nccl_mesh), 2, 128**-0.5
+    cp, sequences, scale = ContextParallel(init_device_mesh("cuda", (1,))), 2, 128**-0.5
     tensors = queries_keys_values(sequences, 2, (128, 128))
     *inputs, dout = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in tensors)
     for x in inputs:

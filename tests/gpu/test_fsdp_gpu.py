@@ -1,10 +1,8 @@
 """Gathering and reducing over NCCL, on a rank that is its own peer: streams and CUDA graphs change no loss."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch.distributed as dist
 from cuda_checks import GPU, NEEDS_GPU
 from small_models import llama_model
 from training_run import losses_and_norms, run_config
@@ -17,13 +15,6 @@ pytestmark = NEEDS_GPU
 
 MODEL = llama_model(layers=4, hidden=256, ffn=512, vocab=1024)
 WORK = Training(seqlen=256, mbs=2, gbs=6, ga=3, steps=6, window=(5, 6), lr=1e-5, lr_warmup_steps=2)
-
-
-@pytest.fixture
-def nccl() -> Iterator[None]:
-    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=GPU)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("graphs", [False, True])
