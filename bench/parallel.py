@@ -29,7 +29,6 @@ from llmb.config.spec import Machine, Model, MoEConfig, Parallel, Precision, Pro
 from llmb.errors import LaunchError
 from llmb.models.architectures import Network, build_model
 from llmb.report.table import render
-from llmb.train.initial_weights import init_weights
 from llmb.train.kernel_intervals import KernelInterval, clip, resolve_overlaps
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.context_parallel import apply_context_parallel
@@ -38,7 +37,7 @@ from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallel.pipeline import build_stages
 from llmb.train.parallel.tensor_parallel import apply_tensor_parallel
-from llmb.train.parallelize import apply_passes, bucket_formats
+from llmb.train.parallelize import apply_passes, bucket_formats, init_weights
 
 SIZES = {"layers": 4, "hidden": 256, "ffn": 1024, "heads": 8, "kv_heads": 4, "head_dim": 32, "vocab": 4096}
 LLAMA = Model(name="llama", architecture="llama", **SIZES)

@@ -1,8 +1,8 @@
 """Llama layers as one autograd node each (`llmb/models/llama_layer`): on one rank or many, in any precision.
 
     use_explicit_layers(model_part, dtype, workload, tp, cp)    # a pass over the plain model
-    init_fp8_scaling(model_part, DelayedScaling)                # after its weights are initialized
-    begin_step(model_part)                                      # in fp8: update the scales
+    init_fp8_scaling(model_part, new_scaling)                   # in fp8
+    begin_step(model_part)                                      # updates the scales
 
 A layer saves its input, q, k, v, the attention output, the residual after it, gate and up, and with save_norm_outputs
 the outputs of norms and activation; a recomputed layer saves no q and nothing after the attention, which is the most
@@ -49,7 +49,7 @@ class ExplicitLayer(LlamaDecoderLayer):
     saves_norm_outputs: bool  # and that of the activation
     recomputed = False
     scales: Scaling | None = None
-    weights_stay = True  # between passes of a step
+    weights_stay = True  # between passes of a step; see Fp8LayerWeights
     fp8_weights: Fp8LayerWeights | None = None  # of weights that stay
     is_quantized = False  # in this step
 
@@ -195,17 +195,13 @@ def use_explicit_layers(
         use_class(module, ExplicitLayer, **settings)
 
 
-NewScaling = Callable[[dict[str, torch.dtype], torch.device], Scaling]
-
-
-def init_fp8_scaling(model_part: Network, new_scaling: NewScaling, weights_stay: bool = True) -> None:
-    """Give fp8 layers their scales, where the weights are by now; see `Fp8LayerWeights` for weights that stay."""
+def init_fp8_scaling(model_part: Network, new_scaling: Callable[[dict[str, torch.dtype]], Scaling]) -> None:
+    """Give fp8 layers their scales."""
     layers = [layer for layer in explicit_layers(model_part) if layer.fp8]
     if layers:
-        dtypes = scale_dtypes(layer.index for layer in layers)
-        model_part.fp8_scaling = new_scaling(dtypes, layers[0].norms[0].device)
+        model_part.fp8_scaling = new_scaling(scale_dtypes(layer.index for layer in layers))
     for layer in layers:
-        layer.scales, layer.weights_stay = model_part.fp8_scaling, weights_stay
+        layer.scales = model_part.fp8_scaling
 
 
 def begin_step(model_part: Network) -> None:

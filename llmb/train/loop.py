@@ -15,12 +15,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmb.config.native.training_support import supported_training
 from llmb.config.spec import RunConfig, Training
 from llmb.events import TimeSpent
 from llmb.models.architectures import Network
 from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import checkpoint_step
 from llmb.runtime.process_memory import peak_bytes
+from llmb.runtime.profile_window import check_gpu_metrics
 from llmb.runtime.provenance import run_started
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import Diverged
@@ -41,7 +43,6 @@ from llmb.train.step_profiler import SOURCES, Profiler, format_time_spent
 from llmb.train.step_timer import StepTimer
 from llmb.train.train_checkpoint import Checkpointer, resume_checkpoint
 from llmb.train.train_oom import advise_on_oom
-from llmb.train.train_support import supported_workload
 
 ModelParts = Sequence[Network]  # the whole network, or one model part for each pipeline stage of this rank
 
@@ -68,7 +69,8 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
 
     With CUDA graphs, `graph` is used if given: its owner may disable it between two steps.
     """
-    workload = supported_workload(config)
+    workload = supported_training(config)
+    check_gpu_metrics(config.profile)
     data = open_token_file(workload, config.model.vocab)
     folder = recorder.path.parent
     checkpoint = resume_checkpoint(config, workload, folder)
@@ -82,10 +84,7 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     report = StepReport(config, workload, workload.gbs, recorder, steps[0] if checkpoint else None)
     recorder.add(run_started(mesh))
     with advise_on_oom(mesh.device, config):
-        model_parts = build_model_parts(config, workload, mesh)
-        if mesh.size("pp") > 1:
-            job = replace(job, pipeline=Pipeline(model_parts, config, workload, mesh, job.trace_range))
-        optimizer = build_optimizer(model_parts, workload, mesh)
+        job, model_parts, optimizer = build_training(job)
         with Checkpointer(folder, config, workload, mesh, model_parts, optimizer) as checkpointer:
             if checkpoint is not None:
                 checkpointer.load(checkpoint)
@@ -104,6 +103,14 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
                 stop_if_diverged(job, model_parts, step, loss, grad_norm)
                 report_time_spent(job, recorder, profiler.after_step(step))
                 checkpointer.after_step(step)
+
+
+def build_training(job: TrainJob) -> tuple[TrainJob, list[Network], Optimizer]:
+    """Build the model parts of a job, their pipeline and their optimizer."""
+    model_parts = build_model_parts(job.config, job.workload, job.mesh)
+    if job.mesh.size("pp") > 1:
+        job = replace(job, pipeline=Pipeline(model_parts, job.config, job.workload, job.mesh, job.trace_range))
+    return job, model_parts, build_optimizer(model_parts, job.workload, job.mesh)
 
 
 def train_step(job: TrainJob, model_parts: ModelParts, optimizer: Optimizer, step: int) -> tuple[float, float]:

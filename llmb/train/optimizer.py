@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmb.ops.gemm.weight_gradient import existing_gradient
 from llmb.ops.optim.adam import adam_update
@@ -43,13 +43,12 @@ class Optimizer:
         self.replicated = {
             name: weight for part in parts for group in part.replicated for name, weight in group.parameters.items()
         }
-        decayed: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
-        for weight in self.replicated.values():
-            (decayed if weight.ndim > 1 else others).append(weight)
-        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-        self.adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True) if groups else None
+        weights = self.replicated.values()
+        groups = [
+            {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True)
         self.steps = 0  # number of updates so far
         self.bucket_moments: list[tuple[Tensor, ...]] = []
 
@@ -87,8 +86,6 @@ class Optimizer:
         self.steps -= 1
 
     def _update_replicated(self, lr: float, scale: Tensor, finite: Tensor) -> None:
-        if self.adamw is None:
-            return
         for group in self.adamw.param_groups:
             group["lr"] = lr
         # The interface of a gradient scaler: the fused step divides gradients as it reads them, without another pass.
@@ -111,8 +108,6 @@ class Optimizer:
     def init_state(self) -> None:
         """Allocate the AdamW state, to be loaded into: a step over zero gradients that changes nothing."""
         self.init_bucket_moments()
-        if self.adamw is None:
-            return
         for group in self.adamw.param_groups:
             group["lr"] = 0.0  # set by each step
         for weight in self.replicated.values():
@@ -129,7 +124,6 @@ class Optimizer:
     def replicated_state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the state of each replicated parameter, by name."""
         for name, weight in self.replicated.items():
-            assert self.adamw is not None
             for kind, tensor in self.adamw.state.get(weight, {}).items():
                 yield name, kind, tensor
 

@@ -23,13 +23,13 @@ from llmb.config.native.number_formats import fp8_recipe
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
+from llmb.models.decoder import parameter_generator
 from llmb.models.moe import Router
 from llmb.ops.quant.delayed_scaling import SCALINGS
 from llmb.perfmodel.expert_capacity import initial_capacity_factor
 from llmb.perfmodel.shards import gradient_bytes, has_explicit_layers, rank_stages
 from llmb.train.activation_offload import offload_activations
-from llmb.train.initial_weights import init_weights
-from llmb.train.llama_layers import ExplicitLayer, init_fp8_scaling, use_explicit_layers
+from llmb.train.llama_layers import ExplicitLayer, explicit_layers, init_fp8_scaling, use_explicit_layers
 from llmb.train.module_class import wrap_forward
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.bucket import BucketFormats
@@ -61,16 +61,28 @@ def build_model_parts(config: RunConfig, workload: Training, mesh: Mesh) -> list
     return model_parts
 
 
+def init_weights(model_part: Network, sharded: ShardedParameters, seed: int, device: torch.device) -> None:
+    """Initialize the allocated weights, in fp32 before they are rounded.
+
+    The values of a parameter depend only on the seed and its name. A rank draws the whole parameter and keeps its
+    shard, so every layout starts from the same model, and no rank needs memory for more than one whole parameter.
+    """
+
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        whole = torch.empty(shape, device=device)
+        model_part.init_parameter(name, whole, parameter_generator(seed, name, device))
+        return whole
+
+    sharded.set_weights(draw)
+
+
 def allocate_weights(
     model_part: Network, config: RunConfig, workload: Training, mesh: Mesh, device: torch.device
 ) -> ShardedParameters:
     """Allocate the weights, and what is computed from them once per step."""
     sharded = ShardedParameters(model_part, mesh, bucket_formats(config, workload), device)
-    if config.precision.dtype == "fp8":
-        recipe = fp8_recipe(config)
-        assert recipe is not None
-        new_scaling = partial(SCALINGS[recipe], reduce_max=amax_reduction(mesh, recipe))
-        init_fp8_scaling(model_part, new_scaling, weights_stay=not sharded.is_fsdp)
+    for layer in explicit_layers(model_part):
+        layer.weights_stay = not sharded.is_fsdp
     cache_fp8_weights(model_part)
     return sharded
 
@@ -121,22 +133,16 @@ def apply_passes(model_part: Network, config: RunConfig, workload: Training, mes
 
 
 def apply_precision(model_part: Network, config: RunConfig, workload: Training, mesh: Mesh) -> None:
-    """Let what has no explicit forward and backward compute in the dtype of the run."""
-    dtype = config.precision.dtype
-    if dtype == "fp8":
-        check_fp8_device(model_part, mesh.device, workload.fp8_experts is not False)
-    if dtype == "fp8" and not has_explicit_layers(config):
-        recipe = fp8_recipe(config)
-        assert recipe is not None
-        compute_in_fp8(
-            model_part,
-            mesh.device,
-            recipe,
-            reduce_max=amax_reduction(mesh, recipe),
-            fp8_fast_accum=workload.fp8_fast_accum,
-            fp8_experts=workload.fp8_experts is not False,
-        )
-    elif dtype != "fp32":
+    """Let what has no explicit forward and backward compute in the dtype of the run, and scale what is in fp8."""
+    recipe, fp8_experts = fp8_recipe(config), workload.fp8_experts is not False
+    if recipe is not None:
+        check_fp8_device(model_part, mesh.device, fp8_experts)
+        new_scaling = partial(SCALINGS[recipe], device=mesh.device, reduce_max=amax_reduction(mesh, recipe))
+        if not has_explicit_layers(config):
+            compute_in_fp8(model_part, new_scaling, workload.fp8_fast_accum, fp8_experts)
+            return
+        init_fp8_scaling(model_part, new_scaling)
+    if config.precision.dtype != "fp32":
         compute_in_bf16(model_part)
 
 

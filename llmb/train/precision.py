@@ -15,7 +15,7 @@ Modules of a plain network change their class to one of those here (`module_clas
 a forward pass reads anew each time: between two, they may be sharded or move.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -32,7 +32,7 @@ from llmb.ops.gemm.fp8_linear import OperandNames, fits_fp8, fp8_linear
 from llmb.ops.gemm.linear_autograd import linear, linears
 from llmb.ops.moe.fp8_grouped_gemm import fp8_grouped_gemm
 from llmb.ops.moe.grouped_gemm import grouped_gemm
-from llmb.ops.quant.delayed_scaling import SCALINGS, ReduceMax, Scaling
+from llmb.ops.quant.delayed_scaling import ReduceMax, Scaling
 from llmb.ops.quant.fp8_quant import FP8_ALIGNMENT
 from llmb.ops.quant.group_quant import Fp8WeightCache
 from llmb.train.module_class import use_class
@@ -127,15 +127,13 @@ def compute_in_bf16(network: Network) -> None:
 
 def compute_in_fp8(
     network: Network,
-    device: torch.device,
-    recipe: str = "tensorwise_delayed",
-    reduce_max: ReduceMax | None = None,
+    new_scaling: Callable[[dict[str, torch.dtype]], Scaling],
     fp8_fast_accum: bool = False,
     fp8_experts: bool = True,
 ) -> None:
     """Make a network compute the GEMMs of its layers in fp8 and the rest in bf16.
 
-    Without `fp8_experts` the grouped GEMMs of experts belong to the rest. `reduce_max`: see `amax_reduction`.
+    Without `fp8_experts` the grouped GEMMs of experts belong to the rest.
     """
     if fp8_experts:
         for module in network.layers.modules():
@@ -143,7 +141,7 @@ def compute_in_fp8(
                 use_class(module, Fp8GroupedLinear, fp8_fast_accum=fp8_fast_accum)
     names = operand_names(network)
     dtypes = {name: dtype for operands in names.values() for name, dtype in operands.dtypes.items()}
-    network.fp8_scaling = SCALINGS[recipe](dtypes, device, reduce_max)
+    network.fp8_scaling = new_scaling(dtypes)
     for path, operands in names.items():
         settings = {"scaling": network.fp8_scaling, "operands": operands, "fp8_fast_accum": fp8_fast_accum}
         use_class(network.get_submodule(path), Fp8Linear, **settings)

@@ -3,17 +3,16 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from llmb.config.spec import RunConfig, Training
+from llmb.config.native.training_support import supported_training
+from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.runtime.process_memory import is_out_of_memory, peak_bytes, requested_bytes
 from llmb.runtime.run_ending import OutOfMemory
-from llmb.train.train_support import supported_workload
 
 MAX_REMEDIES = 3  # named in a message
 
@@ -54,7 +53,8 @@ def advice(config: RunConfig, budget: float | None, requested: float) -> str:
     `requested`: the failed allocation, a lower bound of the missing memory even if the estimate says that all fits.
     """
     missing = max(requested, memory_estimate(config).total - budget) if budget is not None else requested
-    candidates = [_mildest(remedies, missing) for remedies in _all_remedies(config) if remedies]
+    kinds = (_remedies(config, changes) for changes in _all_changes(config))
+    candidates = [_mildest(remedies, missing) for remedies in kinds if remedies]
     sufficient = [remedy for remedy in candidates if remedy.frees >= missing]
     if not candidates:
         return "no setting reduces memory; use a smaller model"
@@ -70,39 +70,33 @@ def _mildest(remedies: list[Remedy], missing: float) -> Remedy:
     return next((remedy for remedy in remedies if remedy.frees >= missing), remedies[-1])
 
 
-def _all_remedies(config: RunConfig) -> Iterator[list[Remedy]]:
-    """Yield supported remedies by kind, cheapest kind first and changes of the workload last; each mild to strong."""
-    workload, layers = supported_workload(config), config.model.layers
+def _all_changes(config: RunConfig) -> Iterator[list[tuple[str, RunConfig]]]:
+    """Yield changes by kind, cheapest kind first and changes of the workload last; each mild to strong."""
+    workload, layers = supported_training(config), config.model.layers
+
+    def changed(**fields: int) -> RunConfig:
+        return replace(config, workload=replace(workload, **fields))  # type: ignore[arg-type]
+
     sequences = workload.mbs * workload.ga  # sequences per rank and step
     smaller = [n for n in range(workload.mbs - 1, 0, -1) if sequences % n == 0]
-    yield _remedies(
-        config, [(f"lower mbs from {workload.mbs} to {n}", {"mbs": n, "ga": sequences // n}) for n in smaller]
-    )
+    yield [(f"lower mbs from {workload.mbs} to {n}", changed(mbs=n, ga=sequences // n)) for n in smaller]
     if config.parallel.dp > 1 and not config.parallel.fsdp:
-        sharded = replace(config, parallel=replace(config.parallel, fsdp=True))
-        yield _effective(config, [("set fsdp=true", sharded)])
+        yield [("set fsdp=true", replace(config, parallel=replace(config.parallel, fsdp=True)))]
     for setting in ("recompute_layers", "offload_layers"):
         current = getattr(workload, setting)
         more = range(current + 1, layers // config.parallel.pp + 1)
-        yield _remedies(config, [(f"raise {setting} from {current} to {n} of {layers}", {setting: n}) for n in more])
+        yield [(f"raise {setting} from {current} to {n} of {layers}", changed(**{setting: n})) for n in more]
     shorter = [n for n in (workload.seqlen // 2, workload.seqlen // 4, workload.seqlen // 8) if n]
-    yield _remedies(config, [(f"lower seqlen from {workload.seqlen} to {n}", {"seqlen": n}) for n in shorter])
+    yield [(f"lower seqlen from {workload.seqlen} to {n}", changed(seqlen=n)) for n in shorter]
 
 
-def _remedies(config: RunConfig, changes: list[tuple[str, dict[str, Any]]]) -> list[Remedy]:
-    workload = config.workload
-    assert isinstance(workload, Training)
-    changed = [(change, replace(config, workload=replace(workload, **fields))) for change, fields in changes]
-    return _effective(config, changed)
-
-
-def _effective(config: RunConfig, changed: list[tuple[str, RunConfig]]) -> list[Remedy]:
+def _remedies(config: RunConfig, changes: list[tuple[str, RunConfig]]) -> list[Remedy]:
     """Return the changes that are supported and free any memory."""
     current = memory_estimate(config).total
     remedies = []
-    for change, candidate in changed:
+    for change, candidate in changes:
         try:
-            supported_workload(candidate)
+            supported_training(candidate)
         except ConfigError:
             continue
         remedies.append(Remedy(change, current - memory_estimate(candidate).total))

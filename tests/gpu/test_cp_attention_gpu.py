@@ -1,13 +1,10 @@
 """Attention of context-parallel ranks on a GPU: kernels, NCCL, memory."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
-from cuda_checks import GPU, NEEDS_GPU, no_synchronization, relative_error
+from cuda_checks import GPU, NEEDS_GPU, no_synchronization, peak_allocated, relative_error
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from llmb.models.blocks import causal_attention
 from llmb.ops.attention.attention_block import CUDNN, FLASH
@@ -94,20 +91,9 @@ def test_attention_of_all_ranks_equals_the_whole(
             assert_close(x.flatten(), y.flatten(), f"rank {cp.rank}, {name}")
 
 
-@pytest.fixture
-def nccl_mesh() -> Iterator[DeviceMesh]:
-    """NCCL with this process as its only rank."""
-    torch.cuda.set_device(GPU)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cuda", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_attention_with_nccl_does_not_synchronize(nccl_mesh: DeviceMesh) -> None:
+def test_attention_with_nccl_does_not_synchronize(nccl: None) -> None:
     """One rank holds both chunks of a sequence: the second attends to the first as gathered."""
-    cp, sequences, scale = ContextParallel(nccl_mesh), 2, 128**-0.5
+    cp, sequences, scale = ContextParallel(init_device_mesh("cuda", (1,))), 2, 128**-0.5
     tensors = queries_keys_values(sequences, 2, (128, 128))
     *inputs, dout = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in tensors)
     for x in inputs:
@@ -139,11 +125,8 @@ def test_last_queries_with_softcap_attend_as_among_all_without_logits_in_memory(
         return [out, *torch.autograd.grad(out, qkv, dy)]
 
     attend_last()  # a kernel may have to be compiled
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    actual = attend_last()
-    peak_bytes = torch.cuda.max_memory_allocated() - before
+    actual: list[Tensor] = []
+    peak_bytes = peak_allocated(lambda: actual.extend(attend_last()))
     input_bytes = sum(x.numel() * x.element_size() for x in qkv)
     logit_bytes = 2 * HEADS * queries * keys
     assert peak_bytes < 6 * input_bytes + logit_bytes / 2, f"{peak_bytes / 2**20:.0f} MiB"

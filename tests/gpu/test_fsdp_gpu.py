@@ -1,19 +1,15 @@
 """Gathering and reducing over NCCL, on a rank that is its own peer: streams and CUDA graphs change no loss."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch.distributed as dist
 from cuda_checks import GPU, NEEDS_GPU
 from small_models import llama_model
-from training_run import run_config
+from training_run import losses_and_norms, run_config
 
-from llmb.config.spec import Parallel, RunConfig, Training
+from llmb.config.spec import Parallel, Training
 from llmb.train.cuda_graphs import MicroBatchGraph
-from llmb.train.loop import TrainJob, train_step
 from llmb.train.parallel.mesh import Mesh, build_mesh
-from llmb.train.parallelize import build_model_parts, build_optimizer
 
 pytestmark = NEEDS_GPU
 
@@ -21,31 +17,14 @@ MODEL = llama_model(layers=4, hidden=256, ffn=512, vocab=1024)
 WORK = Training(seqlen=256, mbs=2, gbs=6, ga=3, steps=6, window=(5, 6), lr=1e-5, lr_warmup_steps=2)
 
 
-@pytest.fixture
-def nccl() -> Iterator[None]:
-    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=GPU)
-    yield
-    dist.destroy_process_group()
-
-
-def losses(config: RunConfig, mesh: Mesh, graphs: bool) -> list[tuple[float, float]]:
-    """Return loss and gradient norm of each step."""
-    work = config.workload
-    assert isinstance(work, Training)
-    job = TrainJob(config, work, mesh, graph=MicroBatchGraph() if graphs else None)
-    parts = build_model_parts(config, work, mesh)
-    optimizer = build_optimizer(parts, work, mesh)
-    return [train_step(job, parts, optimizer, step) for step in range(1, work.steps + 1)]
-
-
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_collectives_of_one_rank_change_no_loss(nccl: None, dtype: str, fsdp: bool, graphs: bool) -> None:
     config = run_config(MODEL, dtype, WORK)
-    expected = losses(config, Mesh(0, 1, GPU), graphs=False)
+    expected = losses_and_norms(config, Mesh(0, 1, GPU))
     parallel = Parallel(fsdp=fsdp)
     mesh = build_mesh(0, GPU, parallel, experts=False)
-    actual = losses(replace(config, parallel=parallel), mesh, graphs)
+    actual = losses_and_norms(replace(config, parallel=parallel), mesh, MicroBatchGraph() if graphs else None)
     for step, (loss, reference) in enumerate(zip(actual, expected, strict=True), start=1):
         assert loss == pytest.approx(reference, rel=1e-3 if dtype == "bf16" else 1e-2), step

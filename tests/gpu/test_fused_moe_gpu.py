@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cuda_checks import GPU, NEEDS_GPU, no_synchronization, randn, relative_error
+from cuda_checks import GPU, NEEDS_GPU, randn, relative_error
 from torch import Tensor
 
 from llmb.config.spec import Model, MoEConfig
@@ -32,12 +32,6 @@ class Sizes(NamedTuple):
 
 DEEPSEEK = Sizes(32, 7168, 2048, 8, "silu")
 GROK = Sizes(2, 6144, 16384, 2, "gelu")  # a quarter of the experts, half their width
-
-
-@pytest.fixture(autouse=True)
-def give_memory_back():
-    yield
-    torch.cuda.empty_cache()
 
 
 def random_expert_weights(shape: tuple[int, int, int], expert_format: ExpertFormat, seed: int) -> ExpertWeights:
@@ -152,11 +146,3 @@ def test_bf16_router_scores_in_fp32(tokens: int) -> None:
     topk_weights_NK, topk_ids_NK = ServedRouter(RouterWeights(), "router", model)(x_NC, None)
     scores_NE = (x_NC.double() @ RouterWeights.weight.to(GPU).double().T).sigmoid()
     assert (topk_weights_NK - scores_NE.gather(1, topk_ids_NK)).abs().max() < 1e-5  # bf16 scores: 1e-3
-
-
-def test_fused_moe_never_synchronizes() -> None:
-    gate_up, down = gate_up_and_down(DEEPSEEK._replace(experts=8), "1x128")
-    x, routing = quantize_activation(random_tokens(16, DEEPSEEK), "1x128"), routing_of(16, DEEPSEEK._replace(experts=8))
-    fused_moe(x, routing, gate_up, down, "silu", BF16)
-    with no_synchronization():
-        fused_moe(x, routing, gate_up, down, "silu", BF16)

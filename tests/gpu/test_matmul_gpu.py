@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_checks import NEEDS_GPU, relative_error
+from cuda_checks import FP8_GEMM, NEEDS_GPU, relative_error
 from torch import Tensor
 
 from llmb.ops.gemm import algorithm_trial, cublas_lt
@@ -12,9 +12,6 @@ from llmb.ops.quant.fp8_quant import E5M2
 
 pytestmark = NEEDS_GPU
 
-HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no fp8 GEMM"
-)
 BF16 = torch.bfloat16
 SIZES = [(512, 768, 1024), (2048, 4096, 6144), (1000, 520, 776), (33, 4096, 1024)]
 TRANSPOSED = [(False, False), (False, True), (True, False), (True, True)]
@@ -51,7 +48,7 @@ def test_bf16_in_any_layout(size, dtype, transposed):
         assert_close_after_rounding(out, left, right, addend)
 
 
-@HOPPER
+@FP8_GEMM
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_checks import GPU, NEEDS_GPU, no_synchronization, randn, relative_error
+from cuda_checks import GPU, HOPPER, NEEDS_GPU, no_synchronization, peak_allocated, randn, relative_error
 from small_models import deepseek_model, grok1_model, llama_model, nemotron_h_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -98,9 +98,7 @@ def test_synthetic_tokens_are_the_same_on_cpu_and_gpu() -> None:
     assert torch.equal(on_cpu, on_gpu.cpu())
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="older than Hopper"
-)
+@HOPPER
 def test_gqa_uses_cudnn_forward_and_backward() -> None:
     assert attention_backends(GPU)[0] is SDPBackend.CUDNN_ATTENTION
     q, k, v = (
@@ -174,11 +172,7 @@ def test_unpermute_backward_allocates_the_gradient_of_rows_only() -> None:
     x, dout = randn(tokens, channels).requires_grad_(), randn(tokens, channels, seed=1)
     weights = randn(tokens, top_k, dtype=torch.float32).requires_grad_()
     rows, _ = permute_tokens_with_input(x, row_map)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    unpermute_tokens(rows, row_map, weights).backward(dout)
-    peak_bytes = torch.cuda.max_memory_allocated() - before
+    peak_bytes = peak_allocated(lambda: unpermute_tokens(rows, row_map, weights).backward(dout))
     assert peak_bytes < (tokens * top_k + 4 * tokens) * channels * x.element_size()
 
 
@@ -192,14 +186,3 @@ def test_moe_never_synchronizes() -> None:
     block(x).sum().backward()
     with no_synchronization():
         block(x).sum().backward()
-
-
-def test_nemotron_h_never_synchronizes() -> None:
-    network = build_model(NEMOTRON_H)
-    network.init_weights(4)
-    network.to(GPU)
-    compute_in_bf16(network)
-    tokens = synthetic_tokens(1, 0, (2, 258), NEMOTRON_H.vocab, GPU)
-    network(tokens[:, :-1], tokens[:, 1:]).backward()
-    with no_synchronization():
-        network(tokens[:, :-1], tokens[:, 1:]).backward()

@@ -1,6 +1,5 @@
 """Out-of-core training on a GPU: CUDA streams, pinned memory, kernels; the same training as in memory."""
 
-import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_checks import GPU, NEEDS_GPU, no_synchronization
+from recipe_models import recipe_model
 from reference_training import LEAST, SEED, SMOOTH, UNTIED, lr, train_reference, trained, trainer_of, weights_in
-from small_models import llama_model
 
 from llmb.config.offload_plan import UPDATES, Plan
 from llmb.config.serialization import to_plain
-from llmb.config.spec import Machine, OutOfCore, Parallel, Precision, Profile, RopeConfig, RunConfig
+from llmb.config.spec import Machine, OutOfCore, Parallel, Precision, Profile, RunConfig
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.llama import Llama
 from llmb.offload.__main__ import run
@@ -32,17 +31,7 @@ from llmb.runtime.synthetic_tokens import synthetic_tokens
 
 pytestmark = NEEDS_GPU
 
-ONE_B = llama_model(
-    name="1b",
-    layers=16,
-    hidden=2048,
-    ffn=8192,
-    heads=32,
-    kv_heads=8,
-    vocab=128256,
-    tied_embeddings=True,
-    rope=RopeConfig(scaling="llama3", factor=32.0),
-)
+ONE_B = recipe_model("outofcore_llama3", "1b")
 PLANS = {
     "everything moves": replace(LEAST, chunk_tokens=4, levels="FAIAIFIFA"),
     "several groups per round": replace(LEAST, update_at="forward", gbs=5, groups_per_round=2, levels="FAIIAF"),
@@ -53,8 +42,6 @@ PLANS = {
 @pytest.fixture(autouse=True)
 def unlimited_allocator() -> Iterator[None]:
     """A run limits torch's allocator to its budget; lift the limit for the next test."""
-    gc.collect()
-    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)

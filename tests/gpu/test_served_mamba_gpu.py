@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_checks import GPU, NEEDS_GPU, no_synchronization, randn, relative_error
-from small_models import nemotron_h_model
+from recipe_models import recipe_model
 from torch import Tensor
 
-from llmb.config.spec import MambaConfig
 from llmb.models.mamba2 import MambaMixer
 from llmb.serve.layers.served_mamba import ServedMamba
 from llmb.serve.rank_groups import RankGroup
@@ -17,16 +16,7 @@ from llmb.serve.weights.weight_source import RandomWeights
 
 pytestmark = NEEDS_GPU
 
-MODEL = nemotron_h_model(
-    name="8b of 1 layer",
-    hidden=4096,
-    ffn=21504,
-    heads=32,
-    kv_heads=8,
-    vocab=1000,
-    pattern="M",
-    mamba=MambaConfig(heads=128, head_dim=64, groups=8, state=128, chunk=128),
-)
+MODEL = recipe_model("pretrain_nemotronh", "8b", layers=1, pattern="M")
 SLOTS = 70
 
 

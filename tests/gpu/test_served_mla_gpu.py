@@ -3,10 +3,9 @@
 import pytest
 import torch
 from cuda_checks import GPU, NEEDS_GPU, randn, relative_error
-from small_models import deepseek_model
+from recipe_models import recipe_model
 from torch import Tensor
 
-from llmb.config.spec import MlaConfig, MoEConfig, RopeConfig
 from llmb.models.blocks import rope_table
 from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.mla_attention import MlaCache, mla_attention
@@ -18,20 +17,8 @@ from llmb.serve.weights.weight_source import RandomWeights
 
 pytestmark = NEEDS_GPU
 
+MODEL = recipe_model("inference_deepseek-r1", "671b", layers=1)
 RANK, ROPE, BLOCK, SCALE = 512, 64, 64, 192**-0.5
-MODEL = deepseek_model(
-    name="of-true-width",
-    layers=1,
-    hidden=7168,
-    ffn=256,
-    heads=128,
-    kv_heads=128,
-    head_dim=128,
-    vocab=1024,
-    mla=MlaConfig(q_rank=1536, kv_rank=RANK, nope_dim=128, rope_dim=ROPE, value_dim=128),
-    rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
-    experts=MoEConfig(count=8, top_k=3, ffn=128, shared=1, dense_layers=1),
-)
 
 
 def integers(*numbers: int) -> Tensor:

@@ -8,16 +8,12 @@ from pathlib import Path
 import pytest
 from cuda_checks import NEEDS_GPU
 from small_models import llama_model
-from training_run import run_config
+from training_run import run_config, train_to_the_end
 
-from llmb.config.serialization import to_plain
-from llmb.config.spec import Profile, RunConfig, Training
-from llmb.events import RunEnded, StepDone, TimeSpent, read
-from llmb.runtime.recorder import EventRecorder
-from llmb.train.__main__ import run
+from llmb.config.spec import Profile, Training
 from llmb.train.step_profiler import ATTENTION, COMMUNICATION, IDLE, KINDS, MATMUL, MEMORY, OPTIMIZER
 
-pytestmark = [*NEEDS_GPU, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+pytestmark = NEEDS_GPU
 
 MODEL = llama_model(layers=4, hidden=2048, ffn=8192, heads=16, kv_heads=8, vocab=32000)
 CONFIG = run_config(MODEL, "bf16", Training(seqlen=4096, mbs=1, gbs=2, ga=2, steps=8, window=(3, 8)))
@@ -25,35 +21,22 @@ CONFIG = run_config(MODEL, "bf16", Training(seqlen=4096, mbs=1, gbs=2, ga=2, ste
 SMALL = replace(MODEL, hidden=512, ffn=2048, heads=4, kv_heads=2)
 
 
-def events_of(config: RunConfig, folder: Path) -> list:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(to_plain(config)))
-    assert run(folder / "config.json", EventRecorder(folder, 0)) == 0
-    events = list(read(folder / "events.rank0.jsonl"))
-    assert isinstance(events[-1], RunEnded)
-    return events
-
-
-def steps_of(events: list) -> list[StepDone]:
-    return [event for event in events if isinstance(event, StepDone)]
-
-
 @pytest.mark.exclusive  # measures time
 def test_kernels_add_up_to_the_step(tmp_path: Path) -> None:
     profiled = replace(CONFIG, profile=Profile(profile=True, profile_start=5, profile_stop=8))
-    events = events_of(profiled, tmp_path / "run")
-    fractions = {event.kind: event.share for event in events if isinstance(event, TimeSpent)}
+    steps = train_to_the_end(profiled, tmp_path)
+    time = json.loads((tmp_path / "profile" / "time.json").read_text())
+    fractions = {row["kind"]: row["share"] for row in time["time_spent"]}
     assert tuple(fractions) == KINDS
     assert sum(fractions.values()) == pytest.approx(1)
     assert all(fractions[kind] > 0.005 for kind in (MATMUL, ATTENTION, OPTIMIZER, MEMORY))
     assert fractions[MATMUL] > 0.2  # most of the FLOPs of a step of more than a billion parameter uses
     assert fractions[COMMUNICATION] == 0
     assert 0 <= fractions[IDLE] < 0.7
-    time = json.loads((tmp_path / "run" / "profile" / "time.json").read_text())
     assert time["steps"] == [5, 6, 7]
     assert time["source"] == "GPU kernels"
-    assert time["step_s"] == pytest.approx(sum(s.seconds for s in steps_of(events)[4:7]) / 3, rel=0.2)
-    with gzip.open(tmp_path / "run" / "profile" / "trace.rank0.json.gz") as file:
+    assert time["step_s"] == pytest.approx(sum(s.seconds for s in steps[4:7]) / 3, rel=0.2)
+    with gzip.open(tmp_path / "profile" / "trace.rank0.json.gz") as file:
         trace = json.load(file)["traceEvents"]
     kernels = {event["name"] for event in trace if event.get("cat") == "kernel"}
     print("\n".join(sorted(f"{row['seconds_per_step']:.6f} {row['kind']}: {row['name']}" for row in time["longest"])))
@@ -62,24 +45,24 @@ def test_kernels_add_up_to_the_step(tmp_path: Path) -> None:
 
 @pytest.mark.exclusive  # measures time
 def test_profiling_does_not_slow_other_steps(tmp_path: Path) -> None:
-    plain = steps_of(events_of(CONFIG, tmp_path / "plain"))
+    plain = train_to_the_end(CONFIG, tmp_path / "plain")
     profile = Profile(profile=True, profile_start=4, profile_stop=5)
-    profiled = steps_of(events_of(replace(CONFIG, profile=profile), tmp_path / "profiled"))
+    profiled = train_to_the_end(replace(CONFIG, profile=profile), tmp_path / "profiled")
     fastest = [min(s.seconds for s in steps[5:]) for steps in (plain, profiled)]
     assert fastest[1] < 1.3 * fastest[0]
 
 
 def test_resumed_run_continues_where_the_first_ended(tmp_path: Path) -> None:
     config = replace(CONFIG, model=SMALL)
-    straight = steps_of(events_of(config, tmp_path / "straight"))
+    straight = train_to_the_end(config, tmp_path / "straight")
     half = replace(config, workload=replace(config.workload, steps=4, checkpoint_every=2))
-    first = steps_of(events_of(half, tmp_path / "first"))
+    first = train_to_the_end(half, tmp_path / "first")
     resumed = replace(config, workload=replace(config.workload, resume=str(tmp_path / "first")))
-    resumed_steps = steps_of(events_of(resumed, tmp_path / "resumed"))
+    resumed_steps = train_to_the_end(resumed, tmp_path / "resumed")
     assert [step.step for step in resumed_steps] == [5, 6, 7, 8]
     # Equal runs differ by the order of atomic additions in the backward pass of attention.
     losses, expected = ([s.loss for s in steps] for steps in (first + resumed_steps, straight))
     assert losses == pytest.approx(expected, rel=2e-3)
     # A checkpoint is loaded to the bit: the first loss depends on nothing else.
     repeated = replace(resumed, workload=replace(resumed.workload, steps=5))
-    assert steps_of(events_of(repeated, tmp_path / "repeated"))[0].loss == resumed_steps[0].loss
+    assert train_to_the_end(repeated, tmp_path / "repeated")[0].loss == resumed_steps[0].loss

@@ -9,71 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_checks import GPU, NEEDS_GPU
-from small_models import deepseek_model, grok1_model, llama_model, nemotron_h_model
+from recipe_models import recipe_model
+from small_models import llama_model
 from training_run import run_config, train, train_to_the_end
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig, Training
-from llmb.models.architectures import build_model
-from llmb.train.loop import TrainJob, train_step
+from llmb.config.spec import Model, Training
+from llmb.train.loop import TrainJob, build_training, train_step
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallelize import build_model_parts, build_optimizer
 
 pytestmark = NEEDS_GPU
 
-WIDTHS_OF_8B = {"hidden": 4096, "heads": 32, "kv_heads": 8}
-LLAMA = llama_model(name="8b of 2 layers", ffn=14336, vocab=128256, **WIDTHS_OF_8B)
-NEMOTRON_H = nemotron_h_model(
-    name="8b of 4 layers",
-    ffn=21504,
-    vocab=131072,
-    pattern="M-M*",
-    mamba=MambaConfig(heads=128, head_dim=64, groups=8, state=128, chunk=128),
-    **WIDTHS_OF_8B,
-)
-GROK = grok1_model(
-    name="a layer of grok",
-    layers=1,
-    hidden=6144,
-    ffn=32768,
-    heads=48,
-    kv_heads=8,
-    vocab=32064,
-    rope=RopeConfig(theta=10_000.0),
-    embedding_scale=78.38367176906169,
-    logit_scale=0.5773502691896257,
-    experts=MoEConfig(count=4, top_k=2, ffn=32768, renormalise=False),
-)
-DEEPSEEK = deepseek_model(
-    name="layers of deepseek",
-    layers=2,
-    hidden=7168,
-    ffn=18432,
-    heads=128,
-    kv_heads=128,
-    head_dim=64,
-    vocab=32064,
-    rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
-    experts=MoEConfig(
-        count=32, top_k=8, ffn=2048, shared=1, dense_layers=1, groups=8, top_groups=4, score="sigmoid", scale=2.5
-    ),
-    mla=MlaConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
-)
+LLAMA = recipe_model("pretrain_llama3.1", "8b", layers=2)
+NEMOTRON_H = recipe_model("pretrain_nemotronh", "8b", layers=4, pattern="M-M*")
+GROK = recipe_model("pretrain_grok1", "314b", layers=1, vocab=32064, experts={"count": 4})
+DEEPSEEK = recipe_model("pretrain_deepseek-v3", "671b", layers=2, vocab=32064, experts={"count": 32, "dense_layers": 1})
 WORK = Training(seqlen=8192, mbs=1, gbs=2, ga=2, steps=4, window=(3, 4), lr=3e-5)
 
 
 def loss_of_chance(model: Model) -> float:
     """Initial logits are random with variance hidden * 0.02^2, which adds half of that to the logarithm."""
     return math.log(model.vocab) + model.hidden * 0.02**2 / 2
-
-
-def test_layers_of_8b_train(tmp_path: Path) -> None:
-    steps = train_to_the_end(run_config(LLAMA, "bf16", WORK), tmp_path)
-    assert len(steps) == 4
-    assert steps[0].loss == pytest.approx(loss_of_chance(LLAMA), rel=0.01)
-    assert steps[-1].loss < steps[0].loss
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in build_model(LLAMA).parameters())
-    assert 16 * parameters < steps[-1].memory_bytes < 16 * parameters + 20 * 2**30
 
 
 @pytest.mark.parametrize(
@@ -140,9 +95,7 @@ def test_out_of_memory_names_a_smaller_batch(tmp_path: Path) -> None:
 def test_step_synchronizes_once() -> None:
     work = replace(WORK, seqlen=256)
     config = run_config(llama_model(hidden=256, ffn=512, vocab=1000), "bf16", work)
-    job = TrainJob(config, work, Mesh(0, 1, GPU))
-    parts = build_model_parts(config, work, job.mesh)
-    optimizer = build_optimizer(parts, work, job.mesh)
+    job, parts, optimizer = build_training(TrainJob(config, work, Mesh(0, 1, GPU)))
     train_step(job, parts, optimizer, 1)
     torch.cuda.set_sync_debug_mode("warn")
     try:

@@ -14,6 +14,9 @@ from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Tra
 from llmb.events import RunEnded, StepDone, read
 from llmb.runtime.recorder import EventRecorder
 from llmb.train.__main__ import run
+from llmb.train.cuda_graphs import MicroBatchGraph
+from llmb.train.loop import TrainJob, build_training, train_step
+from llmb.train.parallel.mesh import Mesh
 
 
 def run_config(model: Model, dtype: str, workload: Training) -> RunConfig:
@@ -49,3 +52,10 @@ def train_to_the_end(config: RunConfig, folder: Path) -> list[StepDone]:
     steps, ended = train(config, folder)
     assert (ended.status, ended.reason) == ("ok", None)
     return steps
+
+
+def losses_and_norms(config: RunConfig, mesh: Mesh, graph: MicroBatchGraph | None = None) -> list[tuple[float, float]]:
+    """Return loss and gradient norm of each step, without the files of a run."""
+    assert isinstance(config.workload, Training)
+    job, parts, optimizer = build_training(TrainJob(config, config.workload, mesh, graph=graph))
+    return [train_step(job, parts, optimizer, step) for step in range(1, config.workload.steps + 1)]

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,18 @@ from llmb.train.__main__ import run
 
 @dataclass
 class Outcome:
-    """Run folder and exit code of a run."""
+    """Run folder and exit code of a run, or the process that runs it."""
 
     folder: Path
     code: int | None = None
+    process: subprocess.Popen | None = None
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
     def events(self, rank: int = 0) -> list:
         return list(read(self.folder / f"events.rank{rank}.jsonl"))
@@ -43,6 +52,16 @@ class Outcome:
         assert isinstance(last, RunEnded)
         assert not any(isinstance(e, RunEnded) for e in before)
         return last
+
+    def refusal(self) -> str:
+        """Return why the run was refused, before its first step."""
+        assert (self.code, self.ended().status, self.steps()) == (1, "failed", [])
+        return self.ended().reason
+
+
+@pytest.fixture(autouse=True)
+def offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmb.train.activation_offload.MIN_BYTES", 1)
 
 
 @pytest.fixture
@@ -70,10 +89,10 @@ def trained(folder_of: Callable[..., Path]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def start(folder_of: Callable[..., Path]) -> Callable[..., tuple[Outcome, subprocess.Popen]]:
+def start(folder_of: Callable[..., Path]) -> Callable[..., Outcome]:
     """Start the changed configuration as a user would, on one or more ranks."""
 
-    def start(ranks: int = 1, **changes: Any) -> tuple[Outcome, subprocess.Popen]:
+    def start(ranks: int = 1, **changes: Any) -> Outcome:
         folder = folder_of(**changes)
         launcher = ["-m"]
         if ranks > 1:
@@ -85,6 +104,6 @@ def start(folder_of: Callable[..., Path]) -> Callable[..., tuple[Outcome, subpro
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        return Outcome(folder), process
+        return Outcome(folder, process=process)
 
     return start

@@ -9,21 +9,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from sharded_network import Box, own_gradients, set_weights
+from sharded_network import Box, own_gradients
 from small_config import CONFIG, changed
+from small_llama import network_of
 from torch import Tensor
 
 from llmb.config.spec import Model, Parallel
 from llmb.models.llama import Llama
-from llmb.ops.quant.delayed_scaling import SCALINGS
-from llmb.train.llama_layers import begin_step, init_fp8_scaling
+from llmb.train.llama_layers import begin_step, explicit_layers
 from llmb.train.parallel.bucket import BucketFormats
 from llmb.train.parallel.context_parallel import chunk_indices, shard_sequence
 from llmb.train.parallel.fsdp import ShardedParameters, sharded_parameters
 from llmb.train.parallel.mesh import Mesh
 from llmb.train.parallel.parameter_shard import ParameterShard, box_of
 from llmb.train.parallelize import apply_passes, bucket_formats
-from llmb.train.precision import amax_reduction
 
 
 @dataclass
@@ -46,20 +45,13 @@ def worst_error(actual: LayersResult, expected: LayersResult) -> float:
     return max(float((tensors[name] - x).double().norm() / x.double().norm()) for name, x in reference.items())
 
 
-def plain_network(model: Model) -> Llama:
-    """Return a network with weights so large that every part of the gradient matters, and norms other than one."""
-    network, generator = Llama(model), torch.Generator().manual_seed(7)
-    for parameter in network.parameters():
-        parameter.data.normal_(0.0, 0.15, generator=generator)
-        parameter.data += parameter.ndim == 1
-    return network
+plain_network = partial(network_of, std=0.15)
 
 
 def explicit_part(
     model: Model,
     dtype: str,
     mesh: Mesh,
-    recipe: str = "tensorwise_delayed",
     weights_stay: bool = True,
     formats: BucketFormats | None = None,
     **changes: object,
@@ -70,16 +62,16 @@ def explicit_part(
     config = changed(CONFIG, model=model, parallel=mesh.parallel, dtype=dtype, ga=2, **changes)
     apply_passes(network, config, config.workload, mesh)
     sharded = ShardedParameters(network, mesh, formats or bucket_formats(config, config.workload), mesh.device)
-    set_weights(sharded, weights)
-    init_fp8_scaling(network, partial(SCALINGS[recipe], reduce_max=amax_reduction(mesh, recipe)), weights_stay)
+    sharded.set_weights(lambda name, _shape: weights[name])
+    for layer in explicit_layers(network):
+        layer.weights_stay = weights_stay
     begin_step(network)
     return network
 
 
-def run_layers(part: Llama, x_BTC: Tensor, dy_BTC: Tensor, mesh: Mesh, times: int = 1) -> LayersResult:
+def run_layers(part: Llama, x_BTC: Tensor, dy_BTC: Tensor, mesh: Mesh) -> LayersResult:
     """Run this rank's tokens of full sequences through explicit layers, forward and backward."""
-    for _ in range(times):
-        out_BTC, dx_BTC = forward_backward(part, *(_tokens(x, mesh) for x in (x_BTC, dy_BTC)))
+    out_BTC, dx_BTC = forward_backward(part, *(_tokens(x, mesh) for x in (x_BTC, dy_BTC)))
     sharded = sharded_parameters(part)
     sharded.end_backward()
     sharded.end_step()

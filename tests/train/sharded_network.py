@@ -6,7 +6,7 @@ sharded.end_step()
 Optimizer([sharded], ONE, lr).update(lr)
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from llmb.train.parallel.bucket import Bucket, BucketFormats
 from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallel.parameter_shard import box_of, shard_of
+from llmb.train.parallel.parameter_shard import shard_of
 
 ONE = Mesh(0, 1, torch.device("cpu"))
 FP32 = BucketFormats(torch.float32, False, torch.float32, torch.float32)
@@ -25,21 +25,10 @@ def shard(module: nn.Module, formats: BucketFormats = FP32, mesh: Mesh = ONE) ->
     """Move the weights of a module, which are whole, into buckets."""
     weights, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     sharded = ShardedParameters(module, mesh, formats, mesh.device)
-    set_weights(sharded, weights)
+    sharded.set_weights(lambda name, _shape: weights[name])
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
     return sharded
-
-
-@torch.no_grad()
-def set_weights(sharded: ShardedParameters, weights: Mapping[str, Tensor]) -> None:
-    """Copy this rank's shards of whole weights."""
-    for bucket in sharded.buckets:
-        for number, name in enumerate(bucket.names):
-            bucket.set_weight(number, weights[name].detach())
-    for group in sharded.replicated:
-        for name, parameter in group.parameters.items():
-            parameter.copy_(box_of(weights[name], shard_of(parameter), parameter.shape))
 
 
 Box = tuple[str, tuple[int, ...], Tensor]  # name of a parameter, offset and values of a box of it

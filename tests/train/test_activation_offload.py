@@ -1,6 +1,7 @@
 """Activation offload is bit-exact and bounds the activations on the device."""
 
 import gc
+from functools import partial
 from itertools import count
 from weakref import WeakSet
 
@@ -9,17 +10,13 @@ import torch
 from small_models import SMALL_MODELS
 
 from llmb.models.architectures import build_model
+from llmb.ops.quant.delayed_scaling import DelayedScaling
 from llmb.train import activation_offload as activation_offload
 from llmb.train.activation_offload import CopyStream, OffloadedActivations, offload_activations
 from llmb.train.parallelize import apply_recompute
 from llmb.train.precision import compute_in_bf16, compute_in_fp8
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def offload_small_tensors(monkeypatch) -> None:
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def gradients(name: str, dtype: str, offloaded: int, recomputed: int = 0) -> lis
     if dtype == "bf16":
         compute_in_bf16(network)
     elif dtype == "fp8":
-        compute_in_fp8(network, CPU)
+        compute_in_fp8(network, partial(DelayedScaling, device=CPU))
     apply_recompute(network, recomputed)
     offload_activations(network, first=recomputed, layers=offloaded)
     tokens = torch.randint(128, (2, 2, 33), generator=torch.Generator().manual_seed(2))

@@ -6,16 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from sharded_network import BF16, FP32
+from torch import nn
 
 from llmb.perfmodel.shards import BUCKET_ALIGNMENT
 from llmb.train.parallel.bucket import Bucket, BucketFormats, merged_view
 from llmb.train.parallel.mesh import Replicas
-from llmb.train.parallel.parameter_shard import ParameterShard, box_of, boxes_of_range, local_parameter, mark_shard
+from llmb.train.parallel.parameter_shard import ParameterShard, box_of, boxes_of_range
 
 CPU = torch.device("cpu")
-FP32 = BucketFormats(torch.float32, False, torch.float32, torch.float32)
-BF16 = BucketFormats(torch.bfloat16, True, torch.float32, torch.float32)
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
 
@@ -61,18 +60,6 @@ def test_shards_are_every_parameter_once(shapes: list[list[int]], ranks: int, fo
     assert size < sum(w.numel() + BUCKET_ALIGNMENT for w in weights) + ranks * BUCKET_ALIGNMENT
 
 
-def test_boxes_are_at_the_offset_of_the_cut() -> None:
-    whole = torch.randn(4, 6, 5)
-    local = local_parameter(nn.Parameter(whole.to("meta")), [(0, 1, 2), (1, 2, 3)], "edp")
-    bucket = Bucket({"experts": local}, Replicas(2, 1), FP32, CPU, resident=True)
-    bucket.set_weight(0, whole)
-    boxes = [*bucket.own_boxes(bucket.shard, 0)]
-    assert sum(box.numel() for _, box in boxes) == 20 - bucket.shard_size
-    for offset, box in boxes:
-        assert torch.equal(box, box_of(whole, ParameterShard((), offset), box.shape))
-        assert offset >= (2, 4, 0)
-
-
 def test_matrices_are_aligned_and_merged_without_a_copy() -> None:
     bucket = bucket_of([[3, 5], [1, 5], [3, 5], [4, 16], [2, 16], [6, 16]])
     for number, parameter in enumerate(bucket.parameters):
@@ -87,12 +74,6 @@ def test_matrices_are_aligned_and_merged_without_a_copy() -> None:
             merged_view([bucket.parameters[number].data for number in wrong])
 
 
-def gradients(bucket: Bucket) -> Tensor:
-    bucket.reduce()
-    assert bucket.grad_shard is not None
-    return bucket.grad_shard
-
-
 def test_gradients_are_zero_in_padding_and_without_use() -> None:
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
@@ -103,19 +84,8 @@ def test_gradients_are_zero_in_padding_and_without_use() -> None:
         (last * torch.arange(7.0)).sum().backward()  # as autograd does: in memory of its own
         expected = torch.zeros(8 + 16 + 8)
         expected[:3], expected[24:31] = 1.0, torch.arange(7.0)
-        assert torch.equal(gradients(bucket), expected)
+        bucket.reduce()
+        assert torch.equal(bucket.reduced_grad, expected)
         assert first.grad is last.grad is bucket.grads is None
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_freed_weights_have_no_memory() -> None:
-    parameter = mark_shard(nn.Parameter(torch.empty(4, 4, device="meta")), (4, 4), (0, 0), "replicas")
-    bucket = Bucket({"weight": parameter}, Replicas(2, 0, object()), FP32, CPU, resident=False)  # type: ignore[arg-type]
-    (weight,) = bucket.parameters
-    assert weight.untyped_storage().nbytes() == 0
-    bucket.allocate_gathered()
-    assert weight.untyped_storage().nbytes() == 4 * 4 * 4
-    bucket.free()
-    assert weight.untyped_storage().nbytes() == 0
-    assert bucket.shard.untyped_storage().nbytes() == 4 * 4 * 2

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import training_ranks
+from small_config import changed
 from small_models import SMALL_MODELS
 from training_ranks import Trained, build_job, full_tensors, layout_config, on_ranks
 
@@ -14,11 +15,10 @@ from llmb.config.spec import Model, RunConfig
 from llmb.runtime.checkpoint_folder import latest_checkpoint
 from llmb.train.train_checkpoint import SCALES, Checkpointer
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
-
 LAYOUTS = {
     "one process": {"dp": 1},
     "fsdp 4": {"dp": 4, "fsdp": True},
+    "dp 2": {"dp": 2},
     "dp 3": {"dp": 3},
     "tp 2 pp 2": {"tp": 2, "pp": 2},
     "fsdp 2 tp 2": {"dp": 2, "fsdp": True, "tp": 2},
@@ -60,6 +60,25 @@ def test_resume_with_another_layout(tmp_path, model: str, route: list[str]) -> N
         losses += last.losses
         norms += last.norms
     assert Trained(losses, norms, last.tensors).max_distance(straight) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one process", "dp 2"])
+@pytest.mark.parametrize(
+    "formats",
+    [
+        *({"dtype": dtype} for dtype in ("fp32", "bf16", "fp8")),
+        *({"dtype": "bf16", state: "bf16"} for state in ("moments", "master_weights")),
+    ],
+    ids=str,
+)
+def test_resume_is_bit_exact(tmp_path, formats: dict[str, str], layout: str) -> None:
+    config = in_layout(layout, SMALL_MODELS["llama"], **formats)
+    straight, first = (training_ranks.trained(changed(config, steps=n), tmp_path / str(n)) for n in (6, 3))
+    resumed = training_ranks.trained(changed(config, steps=6, resume=str(tmp_path / "3")), tmp_path / "resumed")
+    assert first.losses + resumed.losses == straight.losses
+    assert first.norms + resumed.norms == straight.norms
+    assert all(torch.equal(resumed.tensors[name], tensor) for name, tensor in straight.tensors.items())
 
 
 def rewrite(_rank: int, config: RunConfig, saved: Path, folder: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_network import FP32, set_weights
 from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,13 +17,11 @@ from training_ranks import on_ranks, trained
 from llmb.config.spec import MoEConfig, Parallel
 from llmb.models.moe import MoE, collect_aux_losses
 from llmb.train.module_class import use_class
-from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.expert_parallel import apply_expert_parallel, expert_dispatchers, pop_overflow
-from llmb.train.parallel.fsdp import ShardedParameters
 from llmb.train.parallel.mesh import Mesh, build_mesh
-from llmb.train.parallel.parameter_shard import box_of, shard_of
+from llmb.train.parallel.parameter_shard import ParameterShard, box_of, shard_of
 from llmb.train.parallelize import apply_recompute
-from llmb.train.precision import Fp8GroupedLinear, cache_fp8_weights, fp8_grouped_linears
+from llmb.train.precision import Fp8GroupedLinear
 
 EXPERTS = MoEConfig(count=8, top_k=2, ffn=32, renormalise=False)
 TOKENS = 24  # of all ranks
@@ -78,15 +75,10 @@ def block_on_rank(
     dist.init_process_group("gloo")
     mesh = build_mesh(rank, torch.device("cpu"), Parallel(**degrees), experts=True)
     block = moe_block(experts)
-    if fp8:
-        in_fp8(block)
+    for layer in (block.gate, block.up, block.down) if fp8 else ():
+        use_class(layer, Fp8GroupedLinear)
     apply_expert_parallel(block, mesh, mesh.size("ep") if factor is None else factor)
     return block, mesh
-
-
-def in_fp8(block: MoE) -> None:
-    for layer in (block.gate, block.up, block.down):
-        use_class(layer, Fp8GroupedLinear)
 
 
 def load(block: MoE, weights: dict[str, torch.Tensor]) -> None:
@@ -145,24 +137,14 @@ def run_on_ranks(
     degrees: dict[str, int], weights: dict[str, torch.Tensor], kind: str = "plain"
 ) -> dict[str, torch.Tensor]:
     """Combine the results of all ranks: tokens are split in order, weight gradients summed over replicas."""
-    results = on_ranks(degrees["dp"], on_rank, degrees, weights, kind)
+    results = on_ranks(Parallel(**degrees).world_size, on_rank, degrees, weights, kind)
     outputs, input_gradients, of_weights = zip(*results, strict=True)
     whole = {"output": torch.cat(outputs), "input": torch.cat(input_gradients)}
     for name in weights:
         whole[name] = torch.zeros_like(weights[name])
         for offset, shard in (gradients[name] for gradients in of_weights):
-            place = tuple(slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True))
-            whole[name][place] += shard
+            box_of(whole[name], ParameterShard((), offset), shard.shape).add_(shard)
     return whole
-
-
-def run_one_process(weights: dict[str, torch.Tensor], kind: str = "plain") -> dict[str, torch.Tensor]:
-    block = moe_block()
-    if kind == "fp8":
-        in_fp8(block)
-    load(block, weights)
-    y_NC, grad_NC, gradients = forward_backward(block, *inputs(), kind)
-    return {"output": y_NC, "input": grad_NC, **{name: gradient for name, (_, gradient) in gradients.items()}}
 
 
 def differences(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -181,10 +163,13 @@ LAYOUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
-@pytest.mark.parametrize("routing", ["all", "two experts", "none on the first"])
-def test_dispatch_equals_one_process(degrees: dict[str, int], routing: str) -> None:
+@pytest.mark.parametrize(
+    ("routing", "kind"),
+    [("all", "plain"), ("two experts", "plain"), ("none on the first", "plain"), ("all", "recomputed")],
+)
+def test_dispatch_equals_one_process(degrees: dict[str, int], routing: str, kind: str) -> None:
     weights = weights_for(routing)
-    assert max(differences(run_on_ranks(degrees, weights), run_one_process(weights)).values()) < 1e-5
+    assert max(differences(run_on_ranks(degrees, weights, kind), run_on_ranks({}, weights)).values()) < 1e-5
 
 
 def test_routing_cases() -> None:
@@ -198,17 +183,10 @@ def test_routing_cases() -> None:
     assert len(experts_used["all"]) > 5
 
 
-@pytest.mark.slow
-def test_recomputed_dispatch_equals_one_process() -> None:
-    weights = weights_for("all")
-    recomputed = run_on_ranks({"dp": 4, "ep": 2, "etp": 2}, weights, "recomputed")
-    assert max(differences(recomputed, run_one_process(weights)).values()) < 1e-5
-
-
 @pytest.mark.parametrize("degrees", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2, "etp": 2}], ids=str)
 def test_dispatch_reads_nothing_on_the_host(degrees: dict[str, int]) -> None:
     weights = weights_for("all")
-    assert max(differences(run_on_ranks(degrees, weights, "bf16"), run_one_process(weights)).values()) < 2e-2
+    assert max(differences(run_on_ranks(degrees, weights, "bf16"), run_on_ranks({}, weights)).values()) < 2e-2
 
 
 def overflow_on_rank(rank: int, factor: float) -> tuple[float, bool]:
@@ -228,64 +206,36 @@ def test_overflow_is_counted_and_drops_tokens(factor: float, overflow: int) -> N
     assert on_ranks(2, overflow_on_rank, factor) == [(overflow, True)] * 2
 
 
-def after_an_update(rank: int, degrees: dict[str, int], weights: dict[str, torch.Tensor]) -> list[bool]:
-    """Return whether cached and uncached fp8 weights give the same outputs, and whether the update changed them."""
-    block, mesh = block_on_rank(rank, degrees, fp8=True)
-    sharded = ShardedParameters(block, mesh, FP32, mesh.device)
-    set_weights(sharded, weights)
-    cache_fp8_weights(block)
-    x_NC, d_y_NC = (x.chunk(mesh.world_size)[rank] for x in inputs())
-    before = forward_backward(block, x_NC, d_y_NC, "plain")[0]
-    sharded.end_step()
-    Optimizer([sharded], mesh, 0.1).update(0.1)
-    cached = block(x_NC).detach()
-    for experts in fp8_grouped_linears(block):
-        experts.fp8_cache = None
-    return [torch.equal(cached, block(x_NC).detach()), not torch.equal(cached, before)]
-
-
-def test_fp8_cache_of_sharded_experts_follows_updates() -> None:
-    results = on_ranks(2, after_an_update, {"dp": 2, "ep": 2}, weights_for("all"))
-    assert results == [[True, True]] * 2
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("routing", ["all", "two experts", "none on the first"])
 def test_fp8_dispatch_is_as_accurate_as_one_process(routing: str) -> None:
     """Each rank has its own scales, so rounding differs, but not by more than in one process."""
     weights = weights_for(routing)
-    exact = run_one_process(weights)
-    alone = differences(run_one_process(weights, "fp8"), exact)
+    exact = run_on_ranks({}, weights)
+    alone = differences(run_on_ranks({}, weights, "fp8"), exact)
     spread = differences(run_on_ranks({"dp": 4, "ep": 2, "etp": 2}, weights, "fp8"), exact)
     assert min(spread.values()) > 0
     assert max(spread.values()) < 1.2 * max(alone.values()), (spread, alone)
 
 
 def balance_on_rank(rank: int, degrees: dict[str, int], weights: dict[str, torch.Tensor]) -> Any:
+    """Return the auxiliary loss, and this rank's term of the router's gradient."""
     block, mesh = block_on_rank(rank, degrees, replace(EXPERTS, aux_loss=0.5))
     load(block, weights)
-    loss = balance_loss(block, inputs()[0].chunk(mesh.world_size)[rank])
+    with collect_aux_losses(block) as losses:
+        block(inputs()[0].chunk(mesh.world_size)[rank])
+    (loss,) = losses
     (loss / mesh.size("cp")).backward()
     return loss.item(), block.router.weight.grad
-
-
-def balance_loss(block: MoE, x_NC: torch.Tensor) -> torch.Tensor:
-    with collect_aux_losses(block) as losses:
-        block(x_NC)
-    (loss,) = losses
-    return loss
 
 
 @pytest.mark.parametrize("degrees", [{"cp": 2}, {"tp": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "ep": 2}], ids=str)
 def test_aux_loss_is_over_all_tokens_of_a_micro_batch(degrees: dict[str, int]) -> None:
     weights = weights_for("all")
-    block = moe_block(replace(EXPERTS, aux_loss=0.5))
-    load(block, weights)
-    expected = balance_loss(block, inputs()[0])
-    expected.backward()
+    ((expected, gradient),) = on_ranks(1, balance_on_rank, {}, weights)
     losses, gradients = zip(*on_ranks(Parallel(**degrees).world_size, balance_on_rank, degrees, weights), strict=True)
-    assert losses == pytest.approx([expected.item()] * len(losses), rel=1e-6)
-    torch.testing.assert_close(sum(gradients), block.router.weight.grad, rtol=1e-5, atol=1e-7)
+    assert losses == pytest.approx([expected] * len(losses), rel=1e-6)
+    torch.testing.assert_close(sum(gradients), gradient, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from small_config import CONFIG, changed
 from training_ranks import on_ranks
 
@@ -19,22 +18,14 @@ from llmb.train import loop
 
 @pytest.mark.slow
 def test_running_process_writes_hang_report_and_continues(start) -> None:
-    outcome, process = start(steps=10**6)
-
-    def wait_until(condition) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    wait_until(outcome.steps)
-    process.send_signal(HANG_REPORT_SIGNAL)
-    wait_until(lambda: any(isinstance(event, HangReport) for event in outcome.events()))
+    outcome = start(steps=10**6)
+    outcome.wait_until(outcome.steps)
+    outcome.process.send_signal(HANG_REPORT_SIGNAL)
+    outcome.wait_until(lambda: any(isinstance(event, HangReport) for event in outcome.events()))
     count = len(outcome.steps())
-    wait_until(lambda: len(outcome.steps()) > count)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    outcome.wait_until(lambda: len(outcome.steps()) > count)
+    outcome.process.send_signal(signal.SIGTERM)
+    _, err = outcome.process.communicate(timeout=30)
     assert err.startswith("Stack (most recent call first):\n")
     assert "in train\n" in err
     (answer,) = [event for event in outcome.events() if isinstance(event, HangReport)]
@@ -91,8 +82,3 @@ def test_waiting_rank_is_ahead_of_hanging_rank(layout, tmp_path) -> None:
     assert any(waits.collectives[group] > hangs.collectives[group] for group in waits.collectives)
     assert find_hang_cause({0: waits, 1: hangs}, (0, 1)).rank == 1
     assert busy[1] > 0.3 > idle[1]  # busy seconds in the second step
-
-
-def test_no_collectives_without_process_group() -> None:
-    assert not dist.is_initialized()
-    assert collectives_entered() == {}

@@ -5,20 +5,14 @@ Layouts of the recipes, over more steps, are in `test_parallel_layouts.py`.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from small_models import SMALL_MODELS, UNEVEN
-from training_ranks import Trained, layout_config, trained
+from training_ranks import Trained, outcome
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # pytest resets the engine's own filter
-]
+pytestmark = pytest.mark.slow
 
 MODELS = SMALL_MODELS | {
     "uneven": UNEVEN,
@@ -87,23 +81,15 @@ NIGHTLY: list[Case] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmb.train.activation_offload.MIN_BYTES", 1)
-
-
-@cache
-def outcome(name: str, run: int = 0, **changes: Any) -> Trained:
-    """Train two steps; cached, unless `run` differs."""
+def trained(name: str, **changes: Any) -> Trained:
+    """Train two steps."""
     # With some other seeds a weight's first gradient is zero but for rounding, and Adam takes a full step for it.
-    settings: dict[str, Any] = {"mbs": 2, "gbs": 12, "steps": 2, "lr": 1e-3, "seed": 11} | changes
-    with TemporaryDirectory() as folder:
-        return trained(layout_config(MODELS[name], **settings), Path(folder))
+    return outcome(MODELS[name], **({"mbs": 2, "gbs": 12, "steps": 2, "lr": 1e-3, "seed": 11} | changes))
 
 
 def alone(name: str, changes: dict[str, Any]) -> Trained:
     """Train in one process that saves all activations."""
-    return outcome(name, **{key: value for key, value in changes.items() if key not in PARALLEL})
+    return trained(name, **{key: value for key, value in changes.items() if key not in PARALLEL})
 
 
 def named(cases: Iterable[Case], *marks: pytest.MarkDecorator) -> list[Any]:
@@ -115,14 +101,14 @@ def named(cases: Iterable[Case], *marks: pytest.MarkDecorator) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "changes"), [*named(CASES), *named(NIGHTLY, pytest.mark.nightly)])
 def test_layout_equals_one_process(name: str, changes: dict[str, Any]) -> None:
-    distance = outcome(name, **changes).max_distance(alone(name, changes))
+    distance = trained(name, **changes).max_distance(alone(name, changes))
     assert distance < CLOSE[changes.get("dtype", "fp32")]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_residual_is_sent_in_its_dtype(dtype: str) -> None:
     """Sends do not round: only the order of sums differs, and a last bit of a weight can flip one bf16 rounding."""
-    split, reference = outcome("grok1", dtype=dtype, pp=2), outcome("grok1", dtype=dtype)
+    split, reference = trained("grok1", dtype=dtype, pp=2), trained("grok1", dtype=dtype)
     assert split.losses[0] == pytest.approx(reference.losses[0], rel=1e-6)
     assert split.max_distance(reference) < 2**-8
 
@@ -142,6 +128,6 @@ def test_residual_is_sent_in_its_dtype(dtype: str) -> None:
 )
 def test_bits_are_the_same(name: str, layout: dict[str, Any], changes: dict[str, Any]) -> None:
     """In another run, without overlap of communication, and with recomputation."""
-    actual, expected = outcome(name, **layout, **changes), outcome(name, **layout)
+    actual, expected = trained(name, **layout, **changes), trained(name, **layout)
     assert (actual.losses, actual.norms) == (expected.losses, expected.norms)
     assert all(torch.equal(actual.tensors[key], tensor) for key, tensor in expected.tensors.items())

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -53,12 +54,12 @@ def inputs(dtype: str, sequences: int) -> tuple[Tensor, Tensor]:
 
 
 def explicit_result(
-    dtype: str, sequences: int, model: Model = MODEL, mesh: Mesh = ONE, times: int = 1, **settings: object
+    dtype: str, sequences: int, model: Model = MODEL, mesh: Mesh = ONE, **settings: object
 ) -> LayersResult:
     """Return what a rank computes, by default the only one."""
     part = explicit_part(model, dtype, mesh, mbs=sequences, **settings)
     is_exact = settings.get("formats") is FP32
-    return run_layers(part, *inputs("fp32" if is_exact else dtype, sequences), mesh, times)
+    return run_layers(part, *inputs("fp32" if is_exact else dtype, sequences), mesh)
 
 
 def plain_result(dtype: str, sequences: int) -> LayersResult:
@@ -125,12 +126,6 @@ def test_saved_norm_outputs_equal_recomputed_ones(dtype: str, recompute_layers: 
             begin_step(part)
 
 
-def test_gradients_accumulate() -> None:
-    single, double = (explicit_result("fp32", 2, times=times).tensors() for times in (1, 2))
-    for name in single.keys() - {"out", "dx"}:
-        torch.testing.assert_close(double[name], 2 * single[name])
-
-
 def test_gradients_are_written_into_their_bucket() -> None:
     part = explicit_part(MODEL, "bf16", ONE)
     for _ in range(2):
@@ -142,7 +137,7 @@ def test_gradients_are_written_into_their_bucket() -> None:
 @pytest.mark.parametrize("recipe", SCALINGS)
 @pytest.mark.parametrize("recompute_layers", [0, 2])
 def test_fp8_weights_of_a_pass_equal_those_of_a_step(recipe: str, recompute_layers: int) -> None:
-    settings = {"recipe": recipe, "recompute_layers": recompute_layers}
+    settings = {"fp8_recipe": recipe, "recompute_layers": recompute_layers}
     assert worst_error(*(explicit_result("fp8", 2, weights_stay=stay, **settings) for stay in (True, False))) == 0
 
 
@@ -167,7 +162,7 @@ def test_names_of_scales_are_those_of_the_whole_model() -> None:
     (_, last), stage.layers = stage.layers, nn.ModuleList()
     stage.layers.add_module("1", last)  # as a pipeline stage has it
     use_explicit_layers(stage, "fp8", CONFIG.workload)
-    init_fp8_scaling(stage, DelayedScaling)
+    init_fp8_scaling(stage, partial(DelayedScaling, device=CPU))
     assert stage.fp8_scaling is not None
     assert {name.rpartition(".")[0] for name in stage.fp8_scaling.state_dict()} == {"layers.1"}
 

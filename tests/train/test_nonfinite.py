@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,9 @@ from torch import nn
 from training_ranks import on_ranks
 
 from llmb.config.spec import Machine
-from llmb.events import StepDone
 from llmb.models.architectures import build_model
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.results.readers.megatron_bridge_log import read
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import Diverged
 from llmb.train import loop
@@ -46,41 +45,50 @@ class NanGradient(torch.autograd.Function):
         return grad * torch.nan
 
 
-@pytest.fixture
-def spoiled_run(trained, monkeypatch):
-    """Run a model that is spoilt before the first step; return the reason of the failure."""
+Spoil = Callable[[nn.Module], None]
 
-    def train(spoil, **changes):
-        build = loop.build_model_parts
 
-        def build_spoilt(*arguments):
-            (model,) = build(*arguments)
+def diverge(rank: int, changes: dict, failed_rank: int | None, spoil: Spoil, folder: Path) -> Diverged:
+    """Train until the non-finite values of the spoilt rank, or of all, reach all ranks."""
+    build = loop.build_model_parts
+
+    def build_spoilt(*arguments):
+        model_parts = build(*arguments)
+        if failed_rank in (rank, None):
             with torch.no_grad():
-                spoil(model)
-            return [model]
+                spoil(model_parts[0])
+        return model_parts
 
-        monkeypatch.setattr(loop, "build_model_parts", build_spoilt)
-        done = trained(**changes)
-        assert (done.code, done.ended().status) == (2, "diverged")
-        return done.ended().reason
+    loop.build_model_parts = build_spoilt
+    try:
+        loop.train(changed(CONFIG, **changes), EventRecorder(folder, rank))
+    except Diverged as error:
+        return error
+    raise AssertionError("it trained on")
 
-    return train
+
+def reason_alone(spoil: Spoil, folder: Path, **changes: Any) -> str:
+    """Return why one process diverges whose model is spoilt before the first step."""
+    (error,) = on_ranks(1, diverge, changes, None, spoil, folder)
+    return str(error)
 
 
-def test_non_finite_weight_is_reported(spoiled_run) -> None:
+def spoil_output_of(module: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
+    return lambda model: model.get_submodule(module).register_forward_hook(lambda _module, _args, out: change(out))
+
+
+def test_non_finite_weight_is_reported(tmp_path) -> None:
     def spoil(model):
         model.layers[1].mlp.up.weight[3, 4] = float("nan")
 
-    assert spoiled_run(spoil) == "loss became nan at step 1: nan in the weight layers.1.mlp.up.weight"
+    assert reason_alone(spoil, tmp_path) == "loss became nan at step 1: nan in the weight layers.1.mlp.up.weight"
 
 
 # Explicit layers are reported as a whole.
 @pytest.mark.parametrize(("name", "module"), [("grok1", "layers.1.attention.o"), ("llama", "layers.1")])
-def test_module_with_non_finite_output_is_reported(spoiled_run, name: str, module: str) -> None:
-    def spoil(model):
-        model.get_submodule(module).register_forward_hook(lambda _module, _args, output: output * torch.inf)
-
-    reason = spoiled_run(spoil, model=SMALL_MODELS[name], mbs=2, ga=2, recompute_layers=2)
+def test_module_with_non_finite_output_is_reported(tmp_path, name: str, module: str) -> None:
+    spoil = spoil_output_of(module, lambda out: out * torch.inf)
+    reason = reason_alone(spoil, tmp_path, model=SMALL_MODELS[name], mbs=2, ga=2, recompute_layers=2)
     assert reason.startswith("loss became nan at step 1: ")
     assert reason.endswith(f" first in the output of {module}, micro-batch 1")
 
@@ -89,16 +97,14 @@ def test_module_with_non_finite_output_is_reported(spoiled_run, name: str, modul
     ("name", "module", "last"),
     [("grok1", "layers.0.attention", "layers.0.attention.o"), ("llama", "layers.1", "layers.0")],
 )
-def test_non_finite_gradient_is_reported(spoiled_run, name: str, module: str, last: str) -> None:
-    def spoil(model):
-        model.get_submodule(module).register_forward_hook(lambda _module, _args, output: NanGradient.apply(output))
-
+def test_non_finite_gradient_is_reported(tmp_path, name: str, module: str, last: str) -> None:
+    spoil = spoil_output_of(module, NanGradient.apply)
     # The first gradient after it in the backward pass is that of what the module last computed.
     first = f"nan first in the gradient of the output of {last}, micro-batch 1"
-    assert spoiled_run(spoil, model=SMALL_MODELS[name]) == f"grad norm became nan at step 1: {first}"
+    assert reason_alone(spoil, tmp_path, model=SMALL_MODELS[name]) == f"grad norm became nan at step 1: {first}"
 
 
-def test_micro_batch_is_reported(spoiled_run) -> None:
+def test_micro_batch_is_reported(tmp_path) -> None:
     def spoil(model):
         calls = []
 
@@ -108,27 +114,8 @@ def test_micro_batch_is_reported(spoiled_run) -> None:
 
         model.norm.register_forward_hook(hook)
 
-    reason = spoiled_run(spoil, mbs=1, gbs=3, ga=3)
+    reason = reason_alone(spoil, tmp_path, mbs=1, gbs=3, ga=3)
     assert reason == "loss became nan at step 1: nan first in the output of norm, micro-batch 2"
-
-
-def diverge(rank: int, layout: dict, failed_rank: int, spoil: Callable[[nn.Module], None], folder: Path) -> Diverged:
-    """Train until the non-finite values of the spoilt rank reach all ranks."""
-    build = loop.build_model_parts
-
-    def build_spoilt(*arguments):
-        model_parts = build(*arguments)
-        if rank == failed_rank:
-            with torch.no_grad():
-                spoil(model_parts[0])
-        return model_parts
-
-    loop.build_model_parts = build_spoilt
-    try:
-        loop.train(changed(CONFIG, **layout), EventRecorder(folder, rank))
-    except Diverged as error:
-        return error
-    raise AssertionError("it trained on")
 
 
 def spoil_weight(model_part: nn.Module) -> None:
@@ -183,10 +170,12 @@ def test_pipeline_gradient_is_reported_with_layers_and_micro_batch(spoilt_call, 
     assert [error.failed_rank for error in errors] == [1, 1]
 
 
-def test_output_of_inner_stage_is_reported_as_residual() -> None:
+def test_output_of_a_model_part_is_reported_as_loss_or_residual() -> None:
     model = build_model(CONFIG.model)
     shard(model)
     tokens = torch.zeros(1, 32, dtype=torch.int64)
+    report = find_first_nonfinite([model], lambda: model(tokens, tokens).backward())
+    assert report == ("every tensor was finite when the step was repeated", None)
     model.register_forward_hook(lambda _module, _args, output: output * torch.nan)
     report = find_first_nonfinite([model], lambda: model(tokens, tokens))
     assert report.text == "nan first in the loss, micro-batch 1"
@@ -197,35 +186,10 @@ def test_output_of_inner_stage_is_reported_as_residual() -> None:
 
 @pytest.mark.slow
 def test_no_failed_rank_if_all_ranks_are_non_finite(tmp_path) -> None:
-    def spoil(model_part: nn.Module) -> None:
-        model_part.norm.register_forward_hook(lambda _module, _args, output: output * torch.nan)
-
-    errors = on_ranks(2, diverge_everywhere, spoil, tmp_path)
+    spoil = spoil_output_of("norm", lambda out: out * torch.nan)
+    errors = on_ranks(2, diverge, {"dp": 2, "gbs": 8}, None, spoil, tmp_path)
     assert [error.failed_rank for error in errors] == [None, None]
     assert str(errors[0]).endswith("nan first in the output of norm, micro-batch 1, on every rank")
-
-
-def diverge_everywhere(rank: int, spoil: Callable[[nn.Module], None], folder: Path) -> Diverged:
-    return diverge(rank, {"dp": 2, "gbs": 8}, rank, spoil, folder)
-
-
-def test_report_if_repeated_step_is_finite() -> None:
-    model = build_model(CONFIG.model)
-    shard(model)
-    tokens = torch.zeros(1, 32, dtype=torch.int64)
-    report = find_first_nonfinite([model], lambda: model(tokens, tokens).backward())
-    assert report == ("every tensor was finite when the step was repeated", None)
-
-
-def test_megatron_bridge_parser_reads_the_log(trained, capsys) -> None:
-    done = trained()
-    lines = capsys.readouterr().out.splitlines()
-    read_back = [event for event in read(lines) if isinstance(event, StepDone)]
-    assert [event.step for event in read_back] == [1, 2, 3, 4]
-    for event, step in zip(read_back, done.steps(), strict=True):
-        assert event.loss == pytest.approx(step.loss, rel=1e-6)
-        assert event.memory_bytes == pytest.approx(step.memory_bytes, rel=1e-2)
-        assert event.reported_tflops_per_gpu is None or event.reported_tflops_per_gpu < 1
 
 
 def fits(config, **changes) -> bool:

@@ -8,23 +8,20 @@ or two dimensions, which fail more plainly. `docs/parallelism.md` holds what was
 """
 
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from small_config import CONFIG, changed
 from small_models import SMALL_MODELS
-from training_ranks import Trained, trained
+from training_ranks import Trained, outcome
 
 from llmb.config.parallel_layout import format_layout
 from llmb.config.proxy_layout import shrink_layout
 from llmb.config.recipe import Recipe, Row, expand_gpus, load_all, shipped
-from llmb.config.spec import Model, Parallel, RunConfig
+from llmb.config.spec import Model, Parallel
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- proved layouts -->", "<!-- end -->"
@@ -35,7 +32,6 @@ TOLERANCE = {"fp32": (1e-5, 1e-5, 1e-5), "bf16": (3e-4, 5e-3, 3e-2), "fp8": (2e-
 SPLIT = ("tp", "pp", "cp", "dp", "ep", "etp")
 MOST_RANKS = 16
 Distances = tuple[float, float, float]
-STEPS, MBS, GBS = 5, 2, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +53,12 @@ class Case:
     def __str__(self) -> str:
         return f"{self.architecture} {self.layout} {self.dtype}"
 
-    def config(self) -> RunConfig:
-        model = _model(self.architecture)
-        p = self.parallel
-        return changed(
-            CONFIG,
-            **{"model": model, "parallel": p, "dtype": self.dtype, "seqlen": 32, "lr": 3e-4, "lr_warmup_steps": 0},
-            **{"steps": STEPS, "mbs": MBS, "gbs": GBS, "ga": GBS // MBS // p.dp},
-            **{"recompute_layers": int(self.recompute), "offload_layers": int(self.offload)},
-        )
+    def outcome(self, run: int = 0) -> Trained:
+        """Train; cached, unless `run` differs."""
+        return outcome(
+            _model(self.architecture), run, parallel=self.parallel, dtype=self.dtype, steps=5, mbs=2, gbs=8, lr=3e-4,
+            lr_warmup_steps=0, recompute_layers=int(self.recompute), offload_layers=int(self.offload),
+        )  # fmt: skip
 
     def alone(self) -> "Case":
         """Return the reference: one process that saves all activations."""
@@ -167,11 +160,6 @@ QUICK = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _offload_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmb.train.activation_offload.MIN_BYTES", 1)
-
-
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
     return [] if str(case) in QUICK else [pytest.mark.nightly]
 
@@ -188,7 +176,7 @@ def test_layout_trains_as_one_process(case: Case) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [case for case in RECIPES if case.parallel.world_size == MOST_RANKS], ids=str)
 def test_layout_is_deterministic(case: Case) -> None:
-    first, second = _run(case), _trained(case)
+    first, second = case.outcome(), case.outcome(run=1)
     assert first.losses == second.losses
     assert first.norms == second.norms
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
@@ -214,17 +202,7 @@ def test_documentation_lists_the_tested_layouts() -> None:
 
 def distances(case: Case) -> Distances:
     """Return the largest relative differences of a loss, a norm and a weight from one process."""
-    return _run(case).distances(_run(case.alone()))
-
-
-@cache
-def _run(case: Case) -> Trained:
-    return _trained(case)
-
-
-def _trained(case: Case) -> Trained:
-    with tempfile.TemporaryDirectory() as folder:
-        return trained(case.config(), Path(folder))
+    return case.outcome().distances(case.alone().outcome())
 
 
 def _cells(case: Case) -> list[str]:

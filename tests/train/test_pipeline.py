@@ -14,45 +14,15 @@ from training_ranks import build_job, on_ranks
 
 from llmb.config.parallel_layout import max_layers_per_rank, stage_layers
 from llmb.config.spec import Parallel, RunConfig
-from llmb.models.architectures import build_model
 from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, rank_order
 from llmb.train.loop import accumulate_gradients
-from llmb.train.parallel.mesh import Mesh, init_mesh
-from llmb.train.parallel.pipeline import Stage, build_stages, tied_copies
+from llmb.train.parallel.pipeline import Stage, tied_copies
 
 
 def small(architecture: str, **changes: Any) -> RunConfig:
     """Return a configuration of four micro-batches of two sequences per step."""
     base = changed(CONFIG, model=SMALL_MODELS[architecture], seqlen=32, mbs=2, gbs=8, ga=4, steps=3)
     return changed(base, **changes)
-
-
-@pytest.mark.parametrize("architecture", SMALL_MODELS)
-def test_weights_are_partitioned_except_tied_embeddings(architecture: str) -> None:
-    model = SMALL_MODELS[architecture]
-    with torch.device("meta"):
-        names_of_network = [name for name, _ in build_model(model).named_parameters()]
-        ranks = on_ranks(2, _parameter_names, model)
-    names = [name for rank in ranks for model_part in rank for name in model_part]
-    tied = ["embedding.weight"] if model.tied_embeddings else []
-    assert sorted(names) == sorted(names_of_network + tied)
-    first, last = ranks[0][0], ranks[1][-1]
-    assert "embedding.weight" in first
-    assert "norm.weight" in last
-
-
-def _parameter_names(_rank: int, model: Any) -> list[list[str]]:
-    config = changed(CONFIG, model=model, pp=2, vp=2)
-    with torch.device("meta"):
-        return [
-            [name for name, _ in model_part.named_parameters()]
-            for model_part in build_stages(build_model(model), _mesh(config))
-        ]
-
-
-def _mesh(config: RunConfig) -> Mesh:
-    with torch.device("cpu"):
-        return init_mesh(config)
 
 
 @pytest.mark.slow

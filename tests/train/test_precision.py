@@ -2,10 +2,11 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from sharded_network import BF16, ONE, fp32_weights, shard
+from sharded_network import BF16, ONE, shard
 from small_models import SMALL_MODELS, llama_model
 from torch import nn
 
@@ -15,7 +16,8 @@ from llmb.models.blocks import Attention, GatedMlp
 from llmb.models.moe import GroupedLinear, Router
 from llmb.ops.gemm.fp8_linear import OperandNames, fp8_linear
 from llmb.ops.moe import fp8_grouped_gemm
-from llmb.ops.quant.delayed_scaling import SCALINGS, CurrentScaling
+from llmb.ops.quant.delayed_scaling import SCALINGS, CurrentScaling, DelayedScaling
+from llmb.ops.quant.group_quant import Fp8WeightCache
 from llmb.runtime.adamw_settings import BETAS
 from llmb.train import parallelize, precision
 from llmb.train.module_class import use_class
@@ -28,7 +30,6 @@ from llmb.train.precision import (
     FusedEmbedding,
     FusedGatedMlp,
     FusedQkvAttention,
-    cache_fp8_weights,
     check_fp8_device,
     compute_in_bf16,
     compute_in_fp8,
@@ -37,6 +38,7 @@ from llmb.train.precision import (
 )
 
 CPU = torch.device("cpu")
+DELAYED = partial(DelayedScaling, device=CPU)
 MODEL = llama_model(name="small", hidden=64, ffn=128, vocab=128)
 
 
@@ -82,18 +84,6 @@ def test_gemms_are_bf16_and_gradients_fp32(exact_and_rounded) -> None:
         assert 0 < error < 0.03, f"{name}: {error:.3f}"
 
 
-def test_update_below_bf16_precision_is_kept(exact_and_rounded) -> None:
-    _, rounded = exact_and_rounded
-    sharded, name = sharded_parameters(rounded), "layers.0.mlp.up.weight"
-    before = fp32_weights(sharded)[name]
-    update(rounded, 1e-7)
-    after = fp32_weights(sharded)[name]
-    change = (after - before).abs()
-    assert (change > 0).double().mean() > 0.99
-    assert change.max() < 1.2e-7
-    assert (after.bfloat16() == before.bfloat16()).double().mean() > 0.99  # bf16 weights would not have changed
-
-
 def test_gradient_clipping_returns_norm_before_clipping(exact_and_rounded) -> None:
     _, rounded = exact_and_rounded
     for parameter in rounded.parameters():
@@ -114,7 +104,7 @@ def test_fp8_is_used_in_layers_only(name: str, recipe: str, monkeypatch) -> None
     network.init_weights(1)
     in_bf16 = copy.deepcopy(network)
     compute_in_bf16(in_bf16)
-    compute_in_fp8(network, CPU, recipe)
+    compute_in_fp8(network, partial(SCALINGS[recipe], device=CPU))
     assert classes(network.layers, nn.Linear) == {Fp8Linear}
     experts = {Fp8GroupedLinear} if SMALL_MODELS[name].experts is not None else set()
     assert classes(network.layers, GroupedLinear) == experts
@@ -155,7 +145,7 @@ def test_unsupported_fp8_sizes_compute_in_bf16() -> None:
 def test_fast_accumulation_of_expert_gemms(monkeypatch, fp8_fast_accum: bool) -> None:
     network = build_model(SMALL_MODELS["grok1"])
     network.init_weights(1)
-    compute_in_fp8(network, CPU, fp8_fast_accum=fp8_fast_accum)
+    compute_in_fp8(network, DELAYED, fp8_fast_accum=fp8_fast_accum)
     calls: dict[str, list[bool]] = {"_matmul": [], "_outer": []}
 
     def recorded(name: str) -> Callable[..., torch.Tensor]:
@@ -186,21 +176,37 @@ def test_names_of_fp8_tensors_are_those_of_the_whole_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "nemotron_h", "grok1"])
-def test_both_recipes_train_as_bf16(trained, name: str) -> None:
-    run = {"model": SMALL_MODELS[name], "steps": 40, "mbs": 2, "ga": 2, "lr": 5e-3}
-    bf16 = trained(dtype="bf16", **run).losses()
-    assert sum(bf16[-10:]) / 10 < bf16[0] - 0.3, "there is something to learn"
-    for recipe in SCALINGS:
-        fp8 = trained(dtype="fp8", fp8_recipe=recipe, **run).losses()
-        assert fp8 != bf16
-        assert fp8[0] == pytest.approx(bf16[0], rel=1e-3)
-        assert sum(fp8[-10:]) == pytest.approx(sum(bf16[-10:]), rel=0.01)
+@pytest.mark.parametrize(("name", "steps"), [("llama", 40), ("nemotron_h", 40), ("grok1", 40), ("deepseek", 20)])
+def test_every_dtype_and_recipe_trains_as_fp32(trained, name: str, steps: int) -> None:
+    run = {"model": SMALL_MODELS[name], "steps": steps, "mbs": 2, "ga": 2, "lr": 5e-3}
+    fp32 = trained(dtype="fp32", **run).losses()
+    assert sum(fp32[-10:]) / 10 < fp32[0] - 0.3, "there is something to learn"
+    for dtype, recipe in (("bf16", None), *(("fp8", recipe) for recipe in SCALINGS)):
+        losses = trained(dtype=dtype, fp8_recipe=recipe, **run).losses()
+        assert losses != fp32
+        assert losses[0] == pytest.approx(fp32[0], rel=1e-3)
+        # Rounding moves some tokens of DeepSeek to other experts.
+        assert losses[:12] == pytest.approx(fp32[:12], rel=0.02 if dtype == "fp8" or name == "deepseek" else 5e-3)
+        assert sum(losses[-10:]) == pytest.approx(sum(fp32[-10:]), rel=0.01)
+
+
+@pytest.mark.slow
+def test_fp8_weights_cached_for_a_step_are_bit_exact(trained, monkeypatch) -> None:
+    """Updates of shards do not bump the versions of weights; our optimizer does, so that caches are refreshed."""
+    caches, get = [], Fp8WeightCache.get
+    monkeypatch.setattr(
+        Fp8WeightCache, "get", lambda cache, *args, **kw: (caches.append(cache), get(cache, *args, **kw))[1]
+    )
+    run = {"model": SMALL_MODELS["grok1"], "dtype": "fp8", "steps": 4, "ga": 2, "gbs": 4, "mbs": 2}
+    losses = trained(**run).losses()
+    assert caches
+    monkeypatch.setattr(parallelize, "cache_fp8_weights", lambda *_: None)
+    assert trained(**run).losses() == losses
 
 
 def test_routers_stay_in_fp32() -> None:
     network = build_model(SMALL_MODELS["deepseek"])
-    compute_in_fp8(network, CPU)
+    compute_in_fp8(network, DELAYED)
     router = next(module for module in network.modules() if isinstance(module, Router))
     nn.init.normal_(router.weight)
     x = torch.randn(16, 32).bfloat16()
@@ -209,62 +215,15 @@ def test_routers_stay_in_fp32() -> None:
     assert torch.equal(weights, plain / plain.sum(dim=1, keepdim=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
-@pytest.mark.parametrize("name", ["grok1", "deepseek", "nemotron_h"])
-def test_every_architecture_learns_in_every_dtype(trained, name: str, dtype: str) -> None:
-    done = trained(model=SMALL_MODELS[name], dtype=dtype, steps=12)
-    assert done.ended().status == "ok", done.ended().reason
-    assert done.losses()[-1] < done.losses()[0] - 0.1
-
-
 def test_balanced_experts(trained) -> None:
     balanced = trained(model=SMALL_MODELS["grok1"], balanced_experts=True)
     assert balanced.ended().status == "ok"
     assert balanced.losses() != trained(model=SMALL_MODELS["grok1"]).losses()
 
 
-def trained_experts() -> tuple:
-    """Return a small network with cached fp8 experts, after a backward pass."""
-    network = build_model(SMALL_MODELS["grok1"])
-    network.init_weights(1)
-    compute_in_fp8(network, CPU)
-    shard(network, BF16)
-    cache_fp8_weights(network)
-    tokens = torch.randint(128, (2, 33), generator=torch.Generator().manual_seed(2))
-    network(tokens[:, :-1], tokens[:, 1:]).backward()
-    return network, tokens
-
-
-def cached_rows(layer: Fp8GroupedLinear) -> torch.Tensor:
-    return layer.fp8_cache.get(layer.weight, torch.bfloat16).rows.view(torch.uint8)
-
-
-def test_fp8_cache_is_refreshed_after_an_update() -> None:
-    """An update of a shard does not bump the version of its weights; our optimizer does."""
-    network, tokens = trained_experts()
-    layers = fp8_grouped_linears(network)
-    assert all(layer.fp8_cache is not None for layer in layers)
-    before = [cached_rows(layer).clone() for layer in layers]
-    update(network, 0.1)
-    loss = network(tokens[:, :-1], tokens[:, 1:])
-    for layer, old in zip(layers, before, strict=True):
-        assert not torch.equal(cached_rows(layer), old)
-        layer.fp8_cache = None
-    assert torch.equal(network(tokens[:, :-1], tokens[:, 1:]), loss), "equal without a cache"
-
-
-@pytest.mark.slow
-def test_fp8_cache_is_bit_exact(trained, monkeypatch) -> None:
-    run = {"model": SMALL_MODELS["grok1"], "dtype": "fp8", "steps": 4, "ga": 2, "gbs": 4, "mbs": 2}
-    losses = trained(**run).losses()
-    monkeypatch.setattr(parallelize, "cache_fp8_weights", lambda *_: None)
-    assert trained(**run).losses() == losses
-
-
 def test_experts_can_stay_in_bf16() -> None:
     network = build_model(SMALL_MODELS["grok1"])
-    compute_in_fp8(network, CPU, fp8_experts=False)
+    compute_in_fp8(network, DELAYED, fp8_experts=False)
     assert not fp8_grouped_linears(network)
     assert classes(network.layers, nn.Linear) == {Fp8Linear}
 

@@ -15,7 +15,7 @@ from small_models import SMALL_MODELS
 from torch import nn
 
 from llmb.config.serialization import build
-from llmb.config.spec import RunConfig
+from llmb.config.spec import RopeConfig, RunConfig
 from llmb.models.architectures import build_model
 from llmb.results.derive import derive
 from llmb.runtime.checkpoint_folder import IDENTITY, checkpoint_step, complete_checkpoints, latest_checkpoint
@@ -24,8 +24,6 @@ from llmb.train.__main__ import main
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.train_checkpoint import FORMAT, Checkpointer, state_tensors
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
 # A fork server with torch already imported starts every process of these tests.
 PROCESSES = get_context("forkserver")
@@ -37,21 +35,6 @@ def engine(config: Path) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os._exit(main([str(config)]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
-def test_resume_is_bit_exact(trained, dtype: str) -> None:
-    straight = trained(steps=20, dtype=dtype)
-    first = trained(steps=10, dtype=dtype, checkpoint_every=5)
-    assert [path.name for path in complete_checkpoints(first.folder / "checkpoints")] == ["step_5", "step_10"]
-    resumed = trained(steps=20, dtype=dtype, resume=str(first.folder))
-    assert resumed.ended().status == "ok"
-    assert [s.step for s in resumed.steps()] == list(range(11, 21))
-    assert first.losses() + resumed.losses() == straight.losses()
-    norms = [s.grad_norm for outcome in (first, resumed) for s in outcome.steps()]
-    assert norms == [s.grad_norm for s in straight.steps()]
-    assert not (resumed.folder / "checkpoints").exists()  # none were requested
 
 
 @pytest.mark.slow
@@ -116,6 +99,7 @@ def test_resume_after_kills_at_random_times(folder_of, trained, kills: int, part
     [
         ({"hidden": 64}, "was made with model.hidden=32, this run has 64"),
         ({"architecture": "nemotron_h"}, "was made with model.architecture=llama, this run has nemotron_h"),
+        ({"rope": RopeConfig(theta=1e4)}, "was made with model.rope.theta=500000.0, this run has 10000.0"),
         ({"dtype": "bf16"}, "was made with dtype=fp32, this run has bf16"),
         ({"seed": 5}, "was made with seed=1234, this run has 5"),
         ({"steps": 2}, "step_2 is past the last step, 2; raise steps to continue"),
@@ -124,11 +108,9 @@ def test_resume_after_kills_at_random_times(folder_of, trained, kills: int, part
 def test_incompatible_checkpoint_is_refused(trained, capsys, changes: dict, reason: str) -> None:
     first = trained(steps=2, checkpoint_every=2)
     capsys.readouterr()
-    done = trained(**{"steps": 4, "resume": str(first.folder), **changes})
-    assert done.code == 1
-    assert done.ended().status == "failed"
-    assert reason in done.ended().reason
-    assert capsys.readouterr().err == f"llmb.train: {done.ended().reason}\n"
+    refusal = trained(**{"steps": 4, "resume": str(first.folder), **changes}).refusal()
+    assert reason in refusal
+    assert capsys.readouterr().err == f"llmb.train: {refusal}\n"
 
 
 def test_resume_in_other_number_formats_warns_in_one_line(trained, capsys) -> None:
@@ -143,39 +125,26 @@ def test_resume_in_other_number_formats_warns_in_one_line(trained, capsys) -> No
     assert capsys.readouterr().err == ""
 
 
-def test_resume_of_a_checkpoint_without_number_formats_is_silent(trained, capsys) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("precision", None, None),  # not recorded: resumes without a warning
+        ("format", None, "has format 1"),  # not recorded
+        ("format", FORMAT + 1, f"has format {FORMAT + 1}"),
+    ],
+)
+def test_identity_of_another_version(trained, capsys, field: str, value: int | None, reason: str | None) -> None:
     first = trained(steps=2, dtype="bf16", checkpoint_every=2)
     path = latest_checkpoint(first.folder) / IDENTITY
     saved = json.loads(path.read_text())
-    assert saved.pop("precision")["master_weights"] == "fp32"
-    path.write_text(json.dumps(saved))
+    assert saved.pop(field)
+    path.write_text(json.dumps(saved if value is None else saved | {field: value}))
     capsys.readouterr()
-    assert trained(steps=4, dtype="bf16", gradients="bf16", resume=str(first.folder)).ended().status == "ok"
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("saved_format", "reported_format"), [(None, 1), (FORMAT + 1, FORMAT + 1)])
-def test_checkpoint_of_another_format_is_refused(trained, saved_format: int | None, reported_format: int) -> None:
-    first = trained(steps=2, checkpoint_every=2)
-    path = latest_checkpoint(first.folder) / IDENTITY
-    saved = json.loads(path.read_text())
-    assert saved.pop("format") == FORMAT
-    path.write_text(json.dumps(saved if saved_format is None else saved | {"format": saved_format}))
-    done = trained(steps=4, resume=str(first.folder))
-    assert done.code == 1
-    only = f"this version of llmb reads format {FORMAT} only"
-    assert done.ended().reason == f"resume: {path.parent} has format {reported_format}, {only}"
-
-
-def test_nested_difference_is_reported(trained) -> None:
-    first = trained(steps=2, checkpoint_every=2)
-    config = json.loads((first.folder / "config.json").read_text())
-    config["model"]["rope"]["theta"] = 10_000.0
-    config["workload"] |= {"steps": 4, "resume": str(first.folder), "checkpoint_every": None}
-    (first.folder / "config.json").write_text(json.dumps(config))
-    assert main([str(first.folder / "config.json")]) == 1
-    last = (first.folder / "events.rank0.jsonl").read_text().splitlines()[-1]
-    assert "made with model.rope.theta=500000.0, this run has 10000.0" in last
+    done = trained(steps=4, dtype="bf16", gradients="bf16", resume=str(first.folder))
+    if reason is not None:
+        reason = f"resume: {path.parent} {reason}, this version of llmb reads format {FORMAT} only"
+    assert (done.code, done.ended().reason) == (0 if reason is None else 1, reason)
+    assert capsys.readouterr().err == ("" if reason is None else f"llmb.train: {reason}\n")
 
 
 @pytest.mark.parametrize(
@@ -204,10 +173,9 @@ def test_failed_resume_is_one_line(trained, tmp_path) -> None:
     first = trained(steps=2, checkpoint_every=2)
     for written in latest_checkpoint(first.folder).glob("*.distcp"):
         written.write_bytes(written.read_bytes()[:100])
-    broken = trained(steps=4, resume=str(first.folder))
-    assert broken.code == 1
-    assert "resume: cannot read checkpoint" in broken.ended().reason
-    assert "\n" not in broken.ended().reason
+    refusal = trained(steps=4, resume=str(first.folder)).refusal()
+    assert "resume: cannot read checkpoint" in refusal
+    assert "\n" not in refusal
 
 
 def test_existing_checkpoints_are_not_overwritten(trained) -> None:

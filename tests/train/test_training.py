@@ -9,6 +9,8 @@ import pytest
 import torch
 from small_models import SMALL_MODELS
 
+from llmb.events import StepDone
+from llmb.results.readers.megatron_bridge_log import read
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.train import loop
 from llmb.train.parallel.fsdp import sharded_parameters
@@ -42,7 +44,7 @@ def test_run_records_start_steps_and_end(trained) -> None:
 
 
 def test_log_format_is_megatron_bridge(trained, capsys) -> None:
-    done = trained()
+    done = trained(lr=1e-2, lr_warmup_steps=2, lr_decay_steps=4)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 12
     for step, rate, iteration, rates in zip(done.steps(), lines[::3], lines[1::3], lines[2::3], strict=True):
@@ -53,9 +55,13 @@ def test_log_format_is_megatron_bridge(trained, capsys) -> None:
         number, samples, milliseconds, lr, batch, loss, norm = match.groups()
         assert (int(number), int(samples), int(batch)) == (step.step, 4 * step.step, 4)
         assert float(milliseconds) == pytest.approx(step.seconds * 1e3, abs=0.051)
-        assert float(lr) == pytest.approx(1e-3 * step.step)
+        assert float(lr) == (5e-3, 1e-2, 5.5e-3, 1e-3)[step.step - 1]
         assert float(loss) == pytest.approx(step.loss, rel=1e-6)
         assert float(norm) == pytest.approx(step.grad_norm, abs=5.1e-4)
+    for event, step in zip((e for e in read(lines) if isinstance(e, StepDone)), done.steps(), strict=True):
+        assert (event.step, event.loss) == (step.step, pytest.approx(step.loss, rel=1e-6))
+        assert event.memory_bytes == pytest.approx(step.memory_bytes, rel=1e-2)
+        assert event.reported_tflops_per_gpu is None or event.reported_tflops_per_gpu < 1
 
 
 def test_loss_decreases(trained) -> None:
@@ -85,27 +91,11 @@ def test_recomputation_is_bit_exact(trained, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "nemotron_h"])
-def test_bf16_follows_fp32(trained, name: str) -> None:
-    """The learning rate is small enough that rounding errors do not grow."""
-    run = {"model": SMALL_MODELS[name], "steps": 12, "lr": 3e-3}
-    fp32, bf16 = (trained(dtype=dtype, **run).losses() for dtype in ("fp32", "bf16"))
-    assert bf16 != fp32
-    assert bf16 == pytest.approx(fp32, rel=5e-3)
-
-
-def test_tied_embeddings_learn(trained) -> None:
-    done = trained(tied_embeddings=True, dtype="bf16", steps=12)
-    assert done.ended().status == "ok"
-    assert done.losses()[-1] < done.losses()[0]
-
-
-@pytest.mark.slow
 def test_two_ranks_equal_one_process(trained, start) -> None:
     alone = trained(mbs=2, ga=2)
-    outcome, process = start(ranks=2, gpus=2, dp=2, mbs=1, ga=2, recompute_layers=1)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    outcome = start(ranks=2, gpus=2, dp=2, mbs=1, ga=2, recompute_layers=1)
+    out, err = outcome.process.communicate(timeout=120)
+    assert outcome.process.returncode == 0, err
     assert out.count("Step Time") == 4  # only rank 0 prints
     for rank in (0, 1):
         assert outcome.started(rank).world_size == 2
@@ -121,10 +111,6 @@ def test_tokens_depend_only_on_their_index() -> None:
     tokens = synthetic_tokens(1234, 10, (6, 33), 1000, cpu)
     assert torch.equal(tokens[2:5], synthetic_tokens(1234, 12, (3, 33), 1000, cpu))
     assert not torch.equal(tokens, synthetic_tokens(1235, 10, (6, 33), 1000, cpu))
-    many = synthetic_tokens(1, 0, (100, 1000), 1000, cpu)
-    assert (many.min(), many.max()) == (0, 999)
-    # The fraction of tokens below a tenth of the vocabulary is the cube root of a tenth.
-    assert (many < 100).double().mean().item() == pytest.approx(0.1 ** (1 / 3), abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ The result has the losses and norms of rank 0, and the full state after the last
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from forked_ranks import on_ranks
 from small_config import CONFIG, changed
 from torch import Tensor
 
+from llmb.config.native.training_support import supported_training
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Model, RunConfig, Training
 from llmb.events import StepDone, read
@@ -24,12 +27,9 @@ from llmb.models.architectures import Network
 from llmb.runtime.checkpoint_folder import complete_checkpoints
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import ending_of
-from llmb.train.loop import TrainJob, train
+from llmb.train.loop import TrainJob, build_training, train
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.mesh import init_mesh
-from llmb.train.parallel.pipeline import Pipeline
-from llmb.train.parallelize import build_model_parts, build_optimizer
-from llmb.train.train_support import supported_workload
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,7 @@ def layout_config(model: Model, **changes: Any) -> RunConfig:
 
 def build_job(config: RunConfig) -> tuple[TrainJob, list[Network], Optimizer]:
     """Return what trains the configuration on this rank."""
-    job = TrainJob(config, supported_workload(config), init_mesh(config))
-    model_parts = build_model_parts(config, job.workload, job.mesh)
-    if job.mesh.size("pp") > 1:
-        pipeline = Pipeline(model_parts, config, job.workload, job.mesh, job.trace_range)
-        job = replace(job, pipeline=pipeline)
-    return job, model_parts, build_optimizer(model_parts, job.workload, job.mesh)
+    return build_training(TrainJob(config, supported_training(config), init_mesh(config)))
 
 
 def trained(config: RunConfig, folder: Path) -> Trained:
@@ -85,6 +80,13 @@ def trained(config: RunConfig, folder: Path) -> Trained:
     steps = [event for event in read(folder / "events.rank0.jsonl") if isinstance(event, StepDone)]
     (checkpoint,) = complete_checkpoints(folder / "checkpoints")
     return Trained([s.loss for s in steps], [s.grad_norm for s in steps], full_tensors(checkpoint))  # type: ignore[misc]
+
+
+@cache
+def outcome(model: Model, run: int = 0, **changes: Any) -> Trained:
+    """Train the small configuration of a model in a layout; cached, unless `run` differs."""
+    with TemporaryDirectory() as folder:
+        return trained(layout_config(model, **changes), Path(folder))
 
 
 def _train(rank: int, config: RunConfig, folder: Path) -> None:

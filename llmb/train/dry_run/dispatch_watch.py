@@ -4,6 +4,7 @@ FLOPs are those of matmuls, by their shapes; FLOPs of fused kernels are reported
 of a collective are those of its larger side on this rank: the output of an all-gather, the input of a reduce-scatter.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -48,28 +49,14 @@ GROUPED_FLOPS: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     aten._grouped_mm: lambda args: _matmul_flops(args[0], args[1]),
     aten._scaled_grouped_mm: lambda args: _scaled_grouped_flops(*args[:5]),
 }
-KINDS = {
-    "_allgather_base_": "all-gather",
-    "allgather_": "all-gather",
-    "allgather_into_tensor_coalesced_": "all-gather",
-    "all_gather_into_tensor": "all-gather",
-    "all_gather_into_tensor_out": "all-gather",
-    "all_gather_into_tensor_coalesced": "all-gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "reduce_scatter_tensor_out": "reduce-scatter",
-    "reduce_scatter_tensor_coalesced": "reduce-scatter",
-    "allreduce_": "all-reduce",
-    "all_reduce": "all-reduce",
-    "all_reduce_": "all-reduce",
-    "alltoall_": "all-to-all",
-    "alltoall_base_": "all-to-all",
-    "all_to_all_single": "all-to-all",
-    "broadcast_": "broadcast",
+KINDS = {  # pattern of the operation's name: kind
+    "all_?gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_?reduce": "all-reduce",
+    "all_?to_?all": "all-to-all",
     "broadcast": "broadcast",
     "send": "send",
-    "recv_": "receive",
+    "recv": "receive",
 }
 
 
@@ -119,7 +106,8 @@ class DispatchWatch(TorchDispatchMode):
         return result
 
     def _count_collective(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        kind = KINDS.get(function._schema.name.partition("::")[2])
+        name = function._schema.name.partition("::")[2]
+        kind = next((kind for pattern, kind in KINDS.items() if re.match(f"_?{pattern}", name)), None)
         if kind is None:
             return
         sides = (*args[:2],) if function.namespace == "c10d" else (args, result)  # in place: both are arguments

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from multiprocessing import get_context
@@ -28,6 +28,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from llmb.config.native.training_support import supported_training
 from llmb.config.serialization import build, read_json, to_json
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import LlmbError
@@ -42,7 +43,6 @@ from llmb.train.dry_run.fused_op_shapes import fused_shapes
 from llmb.train.dry_run.memory_tracker import ACTIVATIONS, MemoryTracker
 from llmb.train.dry_run.meta_rank import GRADIENTS, OPTIMIZER, WEIGHTS, MetaRank, StepCost
 from llmb.train.parallel.mesh import Mesh, build_mesh
-from llmb.train.train_support import supported_workload
 
 CPU = torch.device("cpu")
 
@@ -61,13 +61,14 @@ def dry_run_rank(config: RunConfig, rank: int) -> Iterator[tuple[Mesh, DispatchW
     watch = DispatchWatch(MemoryTracker(), fraction)
     dispatch.begin_dry_run(partial(_count_scan, watch))
     mesh = _mesh(config, rank)
-    with ExitStack() as stack:
-        stack.enter_context(_untracked())
-        stack.enter_context(_track_resize(watch.memory))
-        stack.enter_context(_track_host_buffers(watch.memory))
-        stack.enter_context(watch)
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(fused_shapes(config.flops_convention, watch.add_flops))
+    with (
+        _untracked(),
+        _track_resize(watch.memory),
+        _track_host_buffers(watch.memory),
+        watch,
+        torch.device("meta"),
+        fused_shapes(config.flops_convention, watch.add_flops),
+    ):
         yield mesh, watch
 
 
@@ -100,8 +101,7 @@ def _untracked() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _track_resize(memory: MemoryTracker) -> Iterator[None]:
+def _track_resize(memory: MemoryTracker) -> AbstractContextManager[Any]:
     """Track storages of gathered weights, which FSDP frees and reallocates without an operator."""
     resize = torch.UntypedStorage.resize_
 
@@ -110,12 +110,10 @@ def _track_resize(memory: MemoryTracker) -> Iterator[None]:
         memory.resized(storage, WEIGHTS)
         return storage
 
-    with patch.object(torch.UntypedStorage, "resize_", tracked):
-        yield
+    return patch.object(torch.UntypedStorage, "resize_", tracked)
 
 
-@contextmanager
-def _track_host_buffers(memory: MemoryTracker) -> Iterator[None]:
+def _track_host_buffers(memory: MemoryTracker) -> AbstractContextManager[Any]:
     """Count buffers of offloaded activations as host memory."""
     allocate = CopyStream.allocate
 
@@ -126,8 +124,7 @@ def _track_host_buffers(memory: MemoryTracker) -> Iterator[None]:
         finally:
             memory.to_host = False
 
-    with patch.object(CopyStream, "allocate", tracked):
-        yield
+    return patch.object(CopyStream, "allocate", tracked)
 
 
 def _count_scan(watch: DispatchWatch, kernel: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -146,7 +143,7 @@ def dry_run(config: RunConfig) -> DryRunSummary:
     """Return the dry run of one rank: of the first or the last pipeline stage, whichever needs more memory."""
     if isinstance(config.workload, Training):  # the memory of a graph is unknown here, and it changes nothing else
         config = replace(config, workload=replace(config.workload, cuda_graphs=False))
-    workload, layout = supported_workload(config), config.parallel
+    workload, layout = supported_training(config), config.parallel
     ends = dict.fromkeys((0, (layout.pp - 1) * layout.world_size // layout.pp))
     # Each in a separate process: the default process group is initialized once per process.
     with ProcessPoolExecutor(len(ends), mp_context=get_context("fork")) as pool:

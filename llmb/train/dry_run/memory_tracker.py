@@ -37,9 +37,7 @@ class MemoryTracker:
         """Track the memory of an operation's result, unless it is already tracked."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self._indices:
-            return
-        if address in self._on_host:
+        if address in self._indices or address in self._on_host:
             return
         if self.to_host:
             self.host_peak += storage.nbytes()

@@ -57,10 +57,11 @@ class StepCost:
 
     def add(self, cost: PassCost) -> None:
         """Add one more pass."""
-        highest = _sum(self.held, cost.peak)
+        highest = Counter(self.held)
+        highest.update(cost.peak)  # unlike +, keeps negative counts
         if highest.total() > self.peak.total():
             self.peak = highest
-        self.held = _sum(self.held, cost.change)
+        self.held.update(cost.change)
         self.flops += cost.flops
         self.calls.update(cost.calls)
         self.bytes.update(cost.bytes)
@@ -91,8 +92,7 @@ class MetaRank:
         weights = self.optimizer.replicated.values()
         self._moments = [torch.empty_like(weight) for weight in (*weights, *weights)]
         self.optimizer.init_bucket_moments()
-        if self.optimizer.adamw is not None:
-            vars(self.optimizer.adamw)["step"] = _no_op  # in place, and not implemented on the meta device
+        vars(self.optimizer.adamw)["step"] = lambda: None  # in place, and not implemented on the meta device
         self._memory.claim(OPTIMIZER)
 
     @property
@@ -188,21 +188,11 @@ class MetaRank:
         return PassCost(peak, change, watch.flops, watch.calls, watch.bytes)
 
 
-def _no_op() -> None:
-    """Replace the optimizer step."""
-
-
 def _kind(micro: int, ga: int) -> str:
     """Return the kind of a micro-batch; those of the same kind cost the same."""
     if ga == 1:
         return "only"
     return "first" if micro == 0 else "last" if micro == ga - 1 else "middle"
-
-
-def _sum(a: BytesByPurpose, b: BytesByPurpose) -> BytesByPurpose:
-    total = Counter(a)
-    total.update(b)  # unlike +, keeps negative counts
-    return total
 
 
 def _difference(a: dict[str, int], b: dict[str, int]) -> BytesByPurpose:

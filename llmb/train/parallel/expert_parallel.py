@@ -153,16 +153,6 @@ def _sum_over_tokens(mesh: Mesh, sums: Tensor) -> Tensor:
     for dimension in ("cp", "tp"):
         if mesh.size(dimension) > 1:
             sums = all_reduce(sums, mesh.submesh(dimension))
-    return _ScaleGradient.apply(sums, mesh.size("cp"))
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+    if sums.requires_grad:
+        sums.register_hook(lambda grad: grad * mesh.size("cp"))
+    return sums

@@ -18,7 +18,7 @@ all-reduced after the last backward pass. Gradients are summed, never averaged: 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -33,7 +33,7 @@ from llmb.models.moe import GroupedLinear
 from llmb.ops.gemm.weight_gradient import existing_gradient
 from llmb.train.parallel.bucket import Bucket, BucketFormats
 from llmb.train.parallel.mesh import Mesh, Replicas
-from llmb.train.parallel.parameter_shard import mark_shard, shard_of
+from llmb.train.parallel.parameter_shard import box_of, mark_shard, shard_of
 from llmb.train.side_stream import SideStream
 
 MATRIX_MODULES = (nn.Linear, nn.Embedding, GroupedLinear)  # whose weights are used in the dtype of activations
@@ -157,6 +157,17 @@ class ShardedParameters:
             yield from ((name, bucket.own_part(bucket.shard, number)) for number, name in enumerate(bucket.names))
         for group in self.replicated:
             yield from group.parameters.items()
+
+    @torch.no_grad()
+    def set_weights(self, whole: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+        """Copy this rank's shards of whole weights, in fp32, which a function returns by name and shape."""
+        for bucket in self.buckets:
+            for number, (name, parameter) in enumerate(zip(bucket.names, bucket.parameters, strict=True)):
+                bucket.set_weight(number, whole(name, parameter.shard.shape))
+        for group in self.replicated:
+            for name, weight in group.parameters.items():
+                shard = shard_of(weight)
+                weight.copy_(box_of(whole(name, shard.shape), shard, weight.shape))
 
     # Gathering and reducing, while the model part runs
 
