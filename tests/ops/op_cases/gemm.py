@@ -14,7 +14,7 @@ SHAPES = [(1, 64, 1), (1, 128, 9), (3, 200, 4), (16, 1, 2), (17, 130, 3), (64, 2
 
 
 @cases(block_scaled_mm, *SHAPES, tolerance=FP8_MMA)
-@cases(block_scaled_mm, *((*shape, bfloat16) for shape in SHAPES), tolerance=2**-7)  # the interpreter truncates
+@cases(block_scaled_mm, (1, 128, 9, bfloat16), (17, 130, 3, bfloat16), tolerance=2**-7)  # the interpreter truncates
 @full_size_cases(block_scaled_mm, *((n, 576, 8, bfloat16) for n in (66, 129, 4096)), tolerance=0.004, exact=None)
 def block_scaled(g: Generator, d: device, n: int, o: int, groups: int, out_dtype: dtype = float32) -> Arguments:
     block_scales = torch.randn(groups, generator=g).exp().repeat_interleave(128).to(d)
