@@ -22,6 +22,15 @@ def block_scaled(g: Generator, d: device, n: int, o: int, groups: int, out_dtype
     return (quantize_activation(x, "1x128"), quantize_blocks(weight), o, out_dtype), {}
 
 
+@cases(block_scaled_mm, (5, 128, 4), (4, 70, 2), tolerance=FP8_MMA)
+def block_scaled_with_transposed_scales_and_nan_padding(
+    g: Generator, d: device, n: int, o: int, groups: int
+) -> Arguments:
+    (x, weight, *others), _ = block_scaled(g, d, n, o, groups)
+    weight.values.view(torch.uint8)[o:] = 0x7F  # not a number
+    return (x._replace(scales=x.scales.T.contiguous().T), weight, *others), {}
+
+
 @cases(skinny_gemm, (1, 128, 32), (4, 1100, 14, True), (2, 2304, 6, False, "silu"), tolerance=2e-5)
 @cases(skinny_gemm, (4, 16, 2, False, "silu", True), (1, 2304, 14, True, "gelu"), tolerance=2e-5)
 @cases(skinny_gemm, (3, 16, 32, True, "gelu", True), (1, 1100, 32, True, None, True), (2, 8, 2), tolerance=2e-5)

@@ -56,9 +56,7 @@ def rms_backward_into(g: Generator, d: device, where: str, dtype: dtype) -> Argu
     return (dy, x, randn(g, d, 600, dtype=dtype), EPS, d_residual, out, randn(g, d, 600, dtype=dtype), True), {}
 
 
-@cases(
-    rms_norm_fp8, (0, 16, "rc"), *((n, c, "rc") for n, c in ((5, 12), (130, 70), (3, 1), (16, 200))), tolerance=1e-5
-)
+@cases(rms_norm_fp8, (0, 16, "rc"), *((n, c, "rc") for n, c in ((5, 12), (130, 70), (3, 1), (16, 200))), tolerance=1e-5)
 @cases(
     rms_norm_fp8, *((5, 12, which) for which in ("r", "c", "")), (5, 12, "rc", 0.0), (5, 12, "r", 1e4), tolerance=1e-5
 )

@@ -1,5 +1,7 @@
 """Quantization to fp8."""
 
+from math import inf, nan
+
 import torch
 from torch import Generator, Tensor, bfloat16, device, dtype, float32
 
@@ -64,6 +66,18 @@ def matrix(
     return (x, scale_amax(d, 0.37), *fp8_layouts(d, n, k, which, fp8)), {}
 
 
+@cases(quantize_fp8, (E4M3,), (E5M2,), tolerance=0)
+def special_values(g: Generator, d: device, fp8: dtype) -> Arguments:
+    """Beyond the range, infinite and NaN, each with its own effect on amax."""
+    x = torch.tensor([[1e5, -1e5, 3e38, -inf, 1.0], [nan, inf, -inf, 0.0, -1.0]], device=d)
+    return (x, scale_amax(d, 1.0, 3.0), *fp8_layouts(d, 2, 5, "rc", fp8)), {}
+
+
+@cases(quantize_fp8, (3.0,), (-2.0,), (inf,), tolerance=0)
+def amax_of_earlier_tensors(g: Generator, d: device, value: float) -> Arguments:
+    return (torch.full((3, 3), value, device=d), scale_amax(d, 1.0, 2.5), None, None), {}
+
+
 @cases(quantize_fp8, (6, 24), tolerance=0)
 def matrix_inside_wider_rows(g: Generator, d: device, n: int, k: int) -> Arguments:
     rows, columns = fp8_layouts(d, n, k, "rc")
@@ -87,9 +101,7 @@ FULL_SIZE_GROUPS = ([512, 512], [1, 0, 700, 323], [0, 130, 0, 0, 71, 0], MANY_GR
 
 @cases(quantize_groups_, ([1, 0, 40, 23], 48, "rc"), ([130, 0, 1, 128, 17], 80, "rc"), tolerance=0)
 @cases(quantize_groups_, ([16, 32, 16], 48, "r"), ([0, 0, 5], 33, "c"), ([64], 48, "rc"), tolerance=0)
-@cases(
-    quantize_groups_, *(([130, 0, 1, 128, 17], 48, which, bfloat16) for which in ("rc", "r", "c")), tolerance=0
-)
+@cases(quantize_groups_, *(([130, 0, 1, 128, 17], 48, which, bfloat16) for which in ("rc", "r", "c")), tolerance=0)
 @full_size_cases(
     quantize_groups_,
     *((sizes, k, "rc", t) for sizes in FULL_SIZE_GROUPS for k, t in ((512, float32), (2048, bfloat16))),
