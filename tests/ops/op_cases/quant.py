@@ -114,6 +114,13 @@ def groups(g: Generator, d: device, sizes: list[int], k: int, which: str, dtype:
     return (x, group_offsets(ends_E, n), _grouped(d, n, k, len(sizes), which)), {}
 
 
+@cases(quantize_groups_, (nan,), (inf,), (-inf,), tolerance=0)
+def groups_with_a_nonfinite_value(g: Generator, d: device, value: float) -> Arguments:
+    arguments, _ = groups(g, d, [16, 16], 32, "rc")  # without padding, which the kernel divides by the scale too
+    arguments[0][3, 5] = value
+    return arguments, {}
+
+
 @cases(quantize_groups_, (3, 64, 48), (2, 16, 144), (3, 160, 48, bfloat16), tolerance=0)
 @full_size_cases(quantize_groups_, (3, 336, 1040), (3, 336, 1040, bfloat16), tolerance=0, exact=None)
 def expert_weights(g: Generator, d: device, e: int, o: int, i: int, dtype: dtype = float32) -> Arguments:
