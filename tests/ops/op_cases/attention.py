@@ -30,12 +30,14 @@ def kv_cache(g: Generator, d: device, blocks: int = BLOCKS) -> KvCache:
 
 
 def step(
-    g: Generator, d: device, sequences: Sequences, blocks: int = BLOCKS, block_tokens: int = BLOCK_TOKENS
-) -> tuple[AttentionMetadata, torch.Tensor]:
-    """Return the metadata and slot mapping of a step whose sequences have shuffled blocks."""
+    g: Generator, d: device, sequences: Sequences, blocks: int = BLOCKS, block_tokens: int = BLOCK_TOKENS,
+    table: torch.Tensor | None = None,
+) -> tuple[AttentionMetadata, torch.Tensor]:  # fmt: skip
+    """Return the metadata and slot mapping of a step whose sequences have shuffled blocks, or those of a table."""
     lengths, counts = [first + count for first, count in sequences], [count for _, count in sequences]
     max_blocks = -(-max(lengths) // block_tokens)
-    table = torch.randperm(blocks, generator=g)[: len(sequences) * max_blocks].view(len(sequences), max_blocks)
+    if table is None:
+        table = torch.randperm(blocks, generator=g)[: len(sequences) * max_blocks].view(len(sequences), max_blocks)
     slots = [
         int(table[row, p // block_tokens]) * block_tokens + p % block_tokens
         for row, (first, count) in enumerate(sequences)
@@ -70,8 +72,12 @@ def rope_cache(g: Generator, d: device, n: int, has_rope: bool) -> Arguments:
 @cases(
     paged_attention, *((s, cap) for s in (DECODES, PREFILLS, CONTINUED, MIXED) for cap in (None, 2.0)), tolerance=2e-5
 )
-def paged(g: Generator, d: device, sequences: Sequences, softcap: float | None) -> Arguments:
+@cases(paged_attention, (DECODES, None, 512), tolerance=2e-5)  # four KV splits
+def paged(
+    g: Generator, d: device, sequences: Sequences, softcap: float | None, max_seq_len: int | None = None
+) -> Arguments:
     metadata, slots = step(g, d, sequences)
+    metadata = replace(metadata, max_seq_len=max_seq_len or metadata.max_seq_len)
     cache = kv_cache(g, d)
     qkv = randn(g, d, len(slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     q, k, v = rope_and_cache.reference(qkv, None, None, cache, slots)
@@ -111,15 +117,15 @@ LONG_DECODES: Sequences = ((149, 1), (0, 1), (16, 1), (96, 1))
 # The longest sequence that a CUDA graph expects decides the KV splits: 4, and 16, more than there are blocks.
 @cases(
     decode_attention, (DECODES, True, None), (DECODES, False, 2.0),
-    (LONG_DECODES, True, 2.0, 256, 0.5), (LONG_DECODES, False, None, 1024),
+    (LONG_DECODES, True, 2.0, 256, 0.5, 6), (LONG_DECODES, False, None, 1024),
     tolerance=5e-3 if torch.cuda.is_available() else 2e-5,  # on a GPU its products are in tf32
 )  # fmt: skip
 def decode(
     g: Generator, d: device, sequences: Sequences, has_rope: bool, softcap: float | None,
-    max_seq_len: int = 64, key_scale: float = 1.0,
+    max_seq_len: int = 64, key_scale: float = 1.0, heads: int = HEADS,
 ) -> Arguments:  # fmt: skip
     metadata, slots = step(g, d, sequences, blocks=48)
-    qkv = randn(g, d, len(slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    qkv = randn(g, d, len(slots), (heads + 2 * KV_HEADS) * HEAD_DIM)
     table = rope_tables(g, d, len(slots), HEAD_DIM) if has_rope else (None, None)
     cache = replace(kv_cache(g, d, 48), key_scale=key_scale, value_scale=1 / key_scale)
     return (qkv, *table, cache, slots, replace(metadata, max_seq_len=max_seq_len), SCALE, softcap), {}
