@@ -68,7 +68,7 @@ class StreamClocks:
         task, cost = operation.task, self.durations.cost(operation.task)
         ready = max(self._done("inbound", operation.wait_inbound), self._done("outbound", operation.wait_outbound))
         start, end = self._take("compute", ready, self.durations.seconds_of(cost))
-        shown = [(task.kind, start, end, cost.flops)]
+        shown: list[tuple[str, float, float, float]] = [(task.kind, start, end, cost.flops)]
         if task.kind == "backward" and task.level != FULL and task.chunk is not None:
             recompute = self.durations.recompute(task.chunk, task.level)
             split = start + self.durations.seconds_of(recompute)
