@@ -67,8 +67,8 @@ def tokens_to_rows(
     return (randn(g, d, tokens, channels, dtype=dtype), row_map_NK, rows), {}
 
 
-@cases(unpermute, *((*flags, *shape) for shape in PERMUTATIONS for flags in ((0, 0), (1, 0), (1, 1))), tolerance=1e-5)
-@cases(unpermute, *((1, 1, *shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:6]), tolerance=2**-7)
+@cases(unpermute, *((*flags, *shape) for shape in PERMUTATIONS for flags in ((0, 0), (1, 1))), tolerance=1e-5)
+@cases(unpermute, *((1, 0, *shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:4]), tolerance=2**-7)
 @full_size_cases(
     unpermute,
     *((*flags, *shape, 0, dtype) for flags in ((0, 0), (1, 1)) for shape in FULL_SIZE["rows"] for dtype in FLOATS),
@@ -85,7 +85,7 @@ def rows_to_tokens(
 
 
 @cases(unpermute_backward, *PERMUTATIONS, tolerance=1e-5)
-@cases(unpermute_backward, *((*shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:6]), tolerance=2**-7)
+@cases(unpermute_backward, *((*shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:4]), tolerance=2**-7)
 @full_size_cases(
     unpermute_backward, *((*shape, 0, dtype) for shape in FULL_SIZE["rows"] for dtype in FLOATS), tolerance=1e-5
 )
