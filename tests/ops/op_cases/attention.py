@@ -147,7 +147,8 @@ def mla_cache(g: Generator, d: device, blocks: int = BLOCKS) -> MlaCache:
 def mla_write(g: Generator, d: device, n: int, heads: int, kv_dtype: dtype = float32, scale: float = 1.0) -> Arguments:
     q, norm = randn(g, d, n, heads, 4 + ROPE), randn(g, d, RANK)
     _, latent, key = randn(g, d, n, 3 + RANK + ROPE).split((3, RANK, ROPE), dim=-1)
-    norm[0] = 1e4  # beyond what e4m3 holds
+    if kv_dtype == E4M3:
+        norm[0] = 1e4  # beyond what it holds
     slots = torch.randperm(3 * BLOCK_TOKENS, generator=g)[:n].to(d)
     slots[n // 2] = -1
     cache = mla_cache(g, d, 3)
