@@ -68,15 +68,15 @@ class StreamClocks:
         task, cost = operation.task, self.durations.cost(operation.task)
         ready = max(self._done("inbound", operation.wait_inbound), self._done("outbound", operation.wait_outbound))
         start, end = self._take("compute", ready, self.durations.seconds_of(cost))
-        shown: list[tuple[str, float, float, float]] = [(task.kind, start, end, cost.flops)]
+        segments: list[tuple[str, float, float, float]] = [(task.kind, start, end, cost.flops)]
         if task.kind == "backward" and task.level != FULL and task.chunk is not None:
             recompute = self.durations.recompute(task.chunk, task.level)
             split = start + self.durations.seconds_of(recompute)
-            shown = [
+            segments = [
                 ("recompute", start, split, recompute.flops),
                 (task.kind, split, end, cost.flops - recompute.flops),
             ]
-        for name, begin, stop, flops in shown:
+        for name, begin, stop, flops in segments:
             yield timeline_event("compute", name, begin, stop, task, step, self.durations.model.layers, flops=flops)
 
     def _copy(
