@@ -26,6 +26,29 @@ from llmb.ops.quant.delayed_scaling import Scaling
 INIT_STD = 0.02
 
 
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each with pre-norm and residual; with `post_norms` their outputs are normed too."""
+
+    def __init__(self, model: Model, attention: nn.Module, mlp: nn.Module):
+        super().__init__()
+        self.attention_norm = RMSNorm(model.hidden, model.norm_eps)
+        self.attention = attention
+        self.attention_post_norm = _post_norm(model)
+        self.mlp_norm = RMSNorm(model.hidden, model.norm_eps)
+        self.mlp = mlp
+        self.mlp_post_norm = _post_norm(model)
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
+        x_BTC = x_BTC + self.attention_post_norm(self.attention(normed_BTC, cos_TD, sin_TD))
+        normed_BTC, x_BTC = self.mlp_norm(x_BTC, with_residual=True)
+        return x_BTC + self.mlp_post_norm(self.mlp(normed_BTC))
+
+
+def _post_norm(model: Model) -> nn.Module:
+    return RMSNorm(model.hidden, model.norm_eps) if model.post_norms else nn.Identity()
+
+
 class Decoder(nn.Module):
     """Decoder-only transformer. With tied embeddings the head uses the embedding's weight.
 

@@ -7,11 +7,9 @@ Compared with `transformers` in tests/models. The multi-token prediction (MTP) l
 update the routers' biases.
 """
 
-from torch import Tensor, nn
-
 from llmb.config.spec import Model
-from llmb.models.blocks import GatedMlp, RMSNorm
-from llmb.models.decoder import Decoder, hf_decoder_names, reject_fields, rope_config
+from llmb.models.blocks import GatedMlp
+from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config
 from llmb.models.mla import MLAAttention, mla_config
 from llmb.models.moe import MoE, moe_config
 
@@ -36,30 +34,13 @@ MOE_NAMES = {
 SHARED_NAMES = {f"mlp.shared.{matrix}.weight": f"mlp.shared_experts.{matrix}_proj.weight" for matrix in MATRICES}
 
 
-class DeepSeekDecoderLayer(nn.Module):
-    """MLA and a dense MLP or MoE, each with pre-norm and residual."""
-
-    def __init__(self, model: Model, dense: bool):
-        super().__init__()
-        self.attention_norm = RMSNorm(model.hidden, model.norm_eps)
-        self.attention = MLAAttention(model, rope_config(model))
-        self.mlp_norm = RMSNorm(model.hidden, model.norm_eps)
-        self.mlp = GatedMlp(model.hidden, model.ffn, model.activation) if dense else MoE(model)
-
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
-        x_BTC = x_BTC + self.attention(normed_BTC, cos_TD, sin_TD)
-        normed_BTC, x_BTC = self.mlp_norm(x_BTC, with_residual=True)
-        return x_BTC + self.mlp(normed_BTC)
-
-
 class DeepSeek(Decoder):
     """DeepSeek network."""
 
     def __init__(self, model: Model):
         reject_fields(model, "pattern", "mamba", "gated", "post_norms", "attn_logit_softcap")
         dense_layers = moe_config(model).dense_layers
-        layers = (DeepSeekDecoderLayer(model, dense=index < dense_layers) for index in range(model.layers))
+        layers = (_layer(model, dense=index < dense_layers) for index in range(model.layers))
         super().__init__(model, layers, mla_config(model).rope_dim)
 
     @staticmethod
@@ -74,3 +55,8 @@ class DeepSeek(Decoder):
             return ATTENTION_NAMES | (DENSE_NAMES if index < experts.dense_layers else moe_names)
 
         return hf_decoder_names(model, layer_names)
+
+
+def _layer(model: Model, dense: bool) -> DecoderLayer:
+    mlp = GatedMlp(model.hidden, model.ffn, model.activation) if dense else MoE(model)
+    return DecoderLayer(model, MLAAttention(model, rope_config(model)), mlp)

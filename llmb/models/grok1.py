@@ -12,12 +12,10 @@ Differences of the published code from the other decoders:
 All of these are fields of spec.Model; the published values are in the recipe.
 """
 
-from torch import Tensor, nn
-
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
-from llmb.models.blocks import Attention, RMSNorm
-from llmb.models.decoder import Decoder, hf_decoder_names, reject_fields, rope_config
+from llmb.models.blocks import Attention
+from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config
 from llmb.models.moe import MoE, moe_config
 
 # There is no Hugging Face layout for Grok-1: these names are analogous to the others.
@@ -37,32 +35,14 @@ POST_NORM_NAMES = {
 }
 
 
-class Grok1DecoderLayer(nn.Module):
-    """Attention and MoE, each with pre-norm, post-norm and residual."""
-
-    def __init__(self, model: Model):
-        super().__init__()
-        self.attention_norm = RMSNorm(model.hidden, model.norm_eps)
-        self.attention = Attention(model)
-        self.attention_post_norm = _post_norm(model)
-        self.mlp_norm = RMSNorm(model.hidden, model.norm_eps)
-        self.mlp = MoE(model)
-        self.mlp_post_norm = _post_norm(model)
-
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
-        x_BTC = x_BTC + self.attention_post_norm(self.attention(normed_BTC, cos_TD, sin_TD))
-        normed_BTC, x_BTC = self.mlp_norm(x_BTC, with_residual=True)
-        return x_BTC + self.mlp_post_norm(self.mlp(normed_BTC))
-
-
 class Grok1(Decoder):
     """Grok-1 network."""
 
     def __init__(self, model: Model):
         reject_fields(model, "pattern", "mla", "mamba", "gated")
         _check(model)
-        super().__init__(model, (Grok1DecoderLayer(model) for _ in range(model.layers)), model.head_dim)
+        layers = (DecoderLayer(model, Attention(model), MoE(model)) for _ in range(model.layers))
+        super().__init__(model, layers, model.head_dim)
 
     @staticmethod
     def hf_names(model: Model) -> dict[str, str]:
@@ -84,7 +64,3 @@ def _check(model: Model) -> None:
         raise ConfigError(f"model {model.name}: a grok1 cannot have {', '.join(errors)}")
     if rope_config(model).scaling != "none":
         raise ConfigError(f"model {model.name}: rope scaling of a grok1 is not supported; the only choice is: none")
-
-
-def _post_norm(model: Model) -> nn.Module:
-    return RMSNorm(model.hidden, model.norm_eps) if model.post_norms else nn.Identity()

@@ -7,12 +7,10 @@
 Compared with `transformers` in tests/models. Tensor names end in their shape, as in `blocks.py`.
 """
 
-from torch import Tensor, nn
-
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
-from llmb.models.blocks import Attention, GatedMlp, RMSNorm
-from llmb.models.decoder import Decoder, hf_decoder_names, reject_fields, rope_config
+from llmb.models.blocks import Attention, GatedMlp
+from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config
 
 LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -22,21 +20,14 @@ LAYER_NAMES = {
 }
 
 
-class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP, each with pre-norm and residual."""
+class LlamaDecoderLayer(DecoderLayer):
+    """Grouped-query attention and gated MLP."""
+
+    attention: Attention
+    mlp: GatedMlp
 
     def __init__(self, model: Model):
-        super().__init__()
-        self.attention_norm = RMSNorm(model.hidden, model.norm_eps)
-        self.attention = Attention(model)
-        self.mlp_norm = RMSNorm(model.hidden, model.norm_eps)
-        self.mlp = GatedMlp(model.hidden, model.ffn, model.activation)
-
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        normed_BTC, x_BTC = self.attention_norm(x_BTC, with_residual=True)
-        x_BTC = x_BTC + self.attention(normed_BTC, cos_TD, sin_TD)
-        normed_BTC, x_BTC = self.mlp_norm(x_BTC, with_residual=True)
-        return x_BTC + self.mlp(normed_BTC)
+        super().__init__(model, Attention(model), GatedMlp(model.hidden, model.ffn, model.activation))
 
 
 class Llama(Decoder):

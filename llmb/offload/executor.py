@@ -44,31 +44,26 @@ class Executor:
         self._check_host_slots(program)
         self.streams.begin()
         for copy in program.first_copies_out:
-            self._issue_copy_out(copy, program.operations[0].task, observer)
+            self._issue_copy("outbound", copy, program.operations[0].task, observer)
         for operation in program.operations:
             for copy in operation.copies_in:
-                self._issue_copy_in(copy, operation.task, observer)
+                self._issue_copy("inbound", copy, operation.task, observer)
             waits: dict[StreamName, int] = {"inbound": operation.wait_inbound, "outbound": operation.wait_outbound}
             self._issue("compute", partial(compute, operation), waits, operation.task, None, observer)
             for copy in operation.copies_out:
-                self._issue_copy_out(copy, operation.task, observer)
+                self._issue_copy("outbound", copy, operation.task, observer)
             poll()
 
-    def _issue_copy_in(self, copy: Copy, task: StepTask, observer: StreamObserver | None) -> None:
-        waits: dict[StreamName, int] = {"compute": copy.wait_compute, "outbound": copy.wait_other}
-        self._issue("inbound", partial(self._copy_in, copy), waits, task, copy, observer)
+    def _issue_copy(self, stream: StreamName, copy: Copy, task: StepTask, observer: StreamObserver | None) -> None:
+        opposite: StreamName = "outbound" if stream == "inbound" else "inbound"
+        waits: dict[StreamName, int] = {"compute": copy.wait_compute, opposite: copy.wait_other}
+        self._issue(stream, partial(self._copy, stream, copy), waits, task, copy, observer)
 
-    def _issue_copy_out(self, copy: Copy, task: StepTask, observer: StreamObserver | None) -> None:
-        waits: dict[StreamName, int] = {"compute": copy.wait_compute, "inbound": copy.wait_other}
-        self._issue("outbound", partial(self._copy_out, copy), waits, task, copy, observer)
-
-    def _copy_in(self, copy: Copy) -> None:
-        host_slot = self.arena.host_slot(copy.key.kind, copy.host_slot)
-        self.arena.buffer(copy.key.kind, copy.buffer).copy_(host_slot, non_blocking=True)
-
-    def _copy_out(self, copy: Copy) -> None:
+    def _copy(self, stream: StreamName, copy: Copy) -> None:
         buffer = self.arena.buffer(copy.key.kind, copy.buffer)
-        self.arena.host_slot(copy.key.kind, copy.host_slot).copy_(buffer, non_blocking=True)
+        host_slot = self.arena.host_slot(copy.key.kind, copy.host_slot)
+        target, source = (buffer, host_slot) if stream == "inbound" else (host_slot, buffer)
+        target.copy_(source, non_blocking=True)
 
     def _issue(
         self, stream: StreamName, action: Callable[[], None], waits: dict[StreamName, int], task: StepTask,

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llmb.config.spec import Model, RunConfig, Training
+from llmb.config.spec import Model, RunConfig
+from llmb.perfmodel.activation_memory import ActivationSizes
 from llmb.perfmodel.expert_capacity import dispatched_rows
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.shards import (
@@ -81,14 +82,6 @@ def step_traffic(config: RunConfig, rank: int = 0) -> list[CollectiveTraffic]:
     return list(counter)
 
 
-def _sizes(config: RunConfig) -> tuple[Training, float, float]:
-    """Return the workload, the tokens of a rank inside a block, and the bytes per value of the residual."""
-    work = config.workload
-    assert isinstance(work, Training)
-    value_bytes = BYTES["fp32" if config.precision.dtype == "fp32" else "bf16"]
-    return work, work.mbs * work.seqlen / config.parallel.cp, value_bytes
-
-
 def _add_explicit_layer(counter: _TrafficCounter, config: RunConfig, recomputed: bool) -> None:
     """Add the collectives of a Llama layer.
 
@@ -96,10 +89,10 @@ def _add_explicit_layer(counter: _TrafficCounter, config: RunConfig, recomputed:
     again unless they were saved: all of them as GEMMs take them, in fp8 one byte per value. Keys and values are never
     gathered again.
     """
-    work, tokens, value_bytes = _sizes(config)
-    values, gemm_bytes = tokens * config.model.hidden, BYTES["fp8"] if config.precision.dtype == "fp8" else value_bytes
+    sizes = ActivationSizes(config)
+    work, values, value_bytes = sizes.work, sizes.tokens * config.model.hidden, sizes.value_bytes
     gathers = 6 + 2 * recomputed if recomputed or not work.save_norm_outputs else 4
-    counter.add(ALL_GATHER, "tp", work.ga * gathers, values * gemm_bytes)
+    counter.add(ALL_GATHER, "tp", work.ga * gathers, values * sizes.gemm_bytes)
     counter.add(REDUCE_SCATTER, "tp", work.ga * (4 + recomputed), values * value_bytes)
     size = work.mbs * work.seqlen * _kv_width(config.model) / config.parallel.tp * value_bytes
     for kind in (ALL_GATHER, REDUCE_SCATTER):
@@ -111,8 +104,8 @@ def _add_block(counter: _TrafficCounter, config: RunConfig, block: str, recomput
 
     A recomputed layer all-gathers again; the reduce-scatter after its last block is not needed.
     """
-    work, tokens, value_bytes = _sizes(config)
-    model, parallel = config.model, config.parallel
+    sizes, model, parallel = ActivationSizes(config), config.model, config.parallel
+    work, tokens, value_bytes = sizes.work, sizes.tokens, sizes.value_bytes
     residual = tokens * model.hidden * value_bytes
     widths = [model.hidden]
     if block == "mla" and model.mla:
@@ -141,8 +134,8 @@ def _kv_width(model: Model) -> int:
 
 def _add_experts(counter: _TrafficCounter, config: RunConfig, recomputed: bool) -> None:
     """Add the collectives of routed tokens and their padding: dispatch and combine, forward and backward."""
-    work, _, value_bytes = _sizes(config)
-    sent = dispatched_rows(config) * config.model.hidden * value_bytes
+    sizes = ActivationSizes(config)
+    work, sent = sizes.work, dispatched_rows(config) * config.model.hidden * sizes.value_bytes
     counter.add(ALL_TO_ALL, "ep", work.ga * (4 + 2 * recomputed), sent)
     for kind in (ALL_GATHER, REDUCE_SCATTER):
         counter.add(kind, "etp", work.ga * (2 + recomputed), sent * config.parallel.etp)
@@ -150,8 +143,8 @@ def _add_experts(counter: _TrafficCounter, config: RunConfig, recomputed: bool) 
 
 def _add_ends(counter: _TrafficCounter, config: RunConfig, stage: StageShape) -> None:
     """Add the collectives of the residual after the embedding, before the LM head and between pipeline stages."""
-    work, tokens, value_bytes = _sizes(config)
-    residual = tokens * config.model.hidden * value_bytes
+    sizes = ActivationSizes(config)
+    work, residual = sizes.work, sizes.tokens * config.model.hidden * sizes.value_bytes
     for present in (stage.first, stage.last):
         counter.add(REDUCE_SCATTER, "tp", work.ga * present, residual)
         counter.add(ALL_GATHER, "tp", work.ga * present, residual)
@@ -170,8 +163,8 @@ def _add_sharding(counter: _TrafficCounter, config: RunConfig, stage: StageShape
     reduces its gradients after each. Embedding and LM head are gathered once per step, as is everything without FSDP,
     where gradients are reduced once, too. So are those of fp32 weights, which are replicated.
     """
-    work, _, value_bytes = _sizes(config)
-    fsdp, replicated = config.parallel.fsdp, Counter[str]()
+    sizes, fsdp, replicated = ActivationSizes(config), config.parallel.fsdp, Counter[str]()
+    work, value_bytes = sizes.work, sizes.value_bytes
     reduced_bytes = BYTES["fp32" if config.precision.dtype == "fp32" else work.reduce_dtype]
     for number, weights in enumerate(stage_units(config.model, stage)):  # 0: embedding and LM head
         stays = stage.last and number == len(stage.layers)

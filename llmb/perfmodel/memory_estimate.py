@@ -8,7 +8,7 @@ Every estimate carries its assumptions.
 import math
 from dataclasses import dataclass, field
 
-from llmb.config.spec import Inference, Model, OutOfCore, Parallel, Prediction, RunConfig, Training
+from llmb.config.spec import Inference, Model, OutOfCore, Parallel, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel import serving_capacity
 from llmb.perfmodel.block_costs import block_stack
@@ -61,18 +61,16 @@ def memory_estimate(config: RunConfig) -> MemoryEstimate:
         if getattr(config.parallel, degree) < 1:
             raise ConfigError(f"{degree} must be 1 or more, got {getattr(config.parallel, degree)}")
     match config.workload:
+        case Training() as work if config.engine == "native":
+            return _native_training_memory(config, work)
         case Training() as work:
-            return _training_memory(config, work)
+            return _external_training_memory(config, work)
         case Inference():
             return _inference_memory(config)
+        case OutOfCore(prediction=None) as work:  # before there is a plan
+            return _minimum_out_of_core(config, work)
         case OutOfCore() as work:
-            return _out_of_core_memory(config, work)
-
-
-def _training_memory(config: RunConfig, work: Training) -> MemoryEstimate:
-    if config.engine == "native":
-        return _native_training_memory(config, work)
-    return _external_training_memory(config, work)
+            return _planned_memory(work)
 
 
 def _native_training_memory(config: RunConfig, work: Training) -> MemoryEstimate:
@@ -171,19 +169,15 @@ def _inference_memory(config: RunConfig) -> MemoryEstimate:
     )
 
 
-def _out_of_core_memory(config: RunConfig, work: OutOfCore) -> MemoryEstimate:
-    """Memory of the plan, or, before there is one, the minimum."""
-    return _minimum_out_of_core(config, work) if work.prediction is None else _planned_memory(work, work.prediction)
-
-
-def _planned_memory(work: OutOfCore, prediction: Prediction) -> MemoryEstimate:
-    by_kind = dict(prediction.device_bytes)
+def _planned_memory(work: OutOfCore) -> MemoryEstimate:
+    assert work.prediction is not None
+    by_kind = dict(work.prediction.device_bytes)
     return MemoryEstimate(
         weights=by_kind.pop("param", 0),
         gradients=by_kind.pop("grad", 0),
         optimizer=by_kind.pop("state", 0),
         activations=sum(by_kind.values()),
-        host=sum(prediction.host_bytes.values()),
+        host=sum(work.prediction.host_bytes.values()),
         device_budget=work.device_gib * GIB,
         host_budget=work.host_gib * GIB,
         assumptions="by the plan: its allocations on device and host, and the CUDA context",

@@ -158,32 +158,28 @@ class StagePasses:
             self._gather(ledger, self.root, -1)
         return ledger.result()
 
-    @property
-    def _fsdp(self) -> bool:
-        return self.parallel.fsdp
-
     def _gather(self, ledger: _Ledger, unit: UnitValues, sign: int = 1) -> None:
         """Allocate the memory of gathered weights, or free it."""
-        if self._fsdp:
+        if self.parallel.fsdp:
             ledger.add(WEIGHTS, sign * self.sizes.value_bytes * unit.gathered)
 
     def _add_gradients(self, ledger: _Ledger, unit: UnitValues, first: bool) -> None:
         """Allocate full gradients that do not exist yet."""
         if first:
             ledger.add(GRADIENTS, self.grad_bytes * (unit.full - unit.gathered) + FP32 * unit.replicated)
-        if first or self._fsdp:
+        if first or self.parallel.fsdp:
             ledger.add(GRADIENTS, self.grad_bytes * unit.gathered)
 
     def _reduce(
         self, ledger: _Ledger, unit: UnitValues, pending: UnitValues | None, first: bool, last: bool
     ) -> UnitValues | None:
         """Reduce gradients to shards, then free those of the unit before; return the unit whose are to be freed."""
-        if not (self._fsdp or last):
+        if not (self.parallel.fsdp or last):
             return pending
         is_cast = self.reduced_bytes != self.grad_bytes
         ledger.add(GRADIENTS, self.reduced_bytes * unit.gathered * is_cast)
         ledger.add(GRADIENTS, self.grad_bytes * unit.gathered_shards)
-        if self._fsdp and not first:
+        if self.parallel.fsdp and not first:
             ledger.add(GRADIENTS, -self.grad_bytes * unit.gathered_shards)  # added to those of earlier micro-batches
         self._free_reduced(ledger, pending)
         return unit

@@ -62,13 +62,8 @@ def _stage_bytes(config: RunConfig, layers: range, first: bool, last: bool) -> f
     total = other_bytes * (matrices + sum(w.size for w in end_weights(model, stage) if len(w.shape) == 1))
     for layer in layers:
         for weight in layer_weights(model, layer):
-            total += _on_rank(config, weight) * (gemm_bytes if _is_gemm_weight(weight) else other_bytes)
+            total += _on_rank(config, weight) * (gemm_bytes if weight.is_matrix else other_bytes)
     return total
-
-
-def _is_gemm_weight(weight: Weight) -> bool:
-    """Return whether a weight is in the run's dtype: routers, norms and convolutions are not."""
-    return len(weight.shape) > 1 and not weight.replicated
 
 
 def _on_rank(config: RunConfig, weight: Weight) -> float:

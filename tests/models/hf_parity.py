@@ -1,9 +1,7 @@
-"""Comparison of a network with its reference: that of `transformers`, closeness of tensors, greedy decoding."""
+"""Comparison of a network with its reference: that of `transformers`, closeness of tensors."""
 
 import os
-from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from llmb.config.spec import Model
@@ -27,11 +25,3 @@ def assert_near(actual: Tensor, expected: Tensor, label: str, tolerance: float) 
     assert expected.abs().max() > 0, f"{label}: the reference is all zero, nothing is compared"
     error = ((actual - expected).abs().max() / expected.abs().max()).item()
     assert error < tolerance, f"{label}: {error:.2e}"
-
-
-def greedy_decode(logits: Callable[[Tensor], Tensor], tokens: Tensor, count: int = 16) -> list[list[int]]:
-    """Append the likeliest next token `count` times, recomputing the whole sequence each time."""
-    with torch.no_grad():
-        for _ in range(count):
-            tokens = torch.cat((tokens, logits(tokens)[:, -1:].argmax(-1)), dim=1)
-    return tokens.tolist()

@@ -1,17 +1,21 @@
-"""What holds for networks of every architecture: causality, initial weights, sizes and names of their tensors."""
+"""What holds for networks of every architecture: causality, initial weights, tensors, rejected fields."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from small_models import SMALL_MODELS
+from small_models import MLA, SMALL_MODELS
 from test_hf_parity import MODELS
 
 from llmb.config.recipe import load_all, shipped
-from llmb.config.spec import Model
+from llmb.config.spec import MambaConfig, Model, MoEConfig, RopeConfig
+from llmb.errors import ConfigError
 from llmb.models.architectures import ARCHITECTURES, Network, build_model
 from llmb.perfmodel import params
 
+MAMBA = MambaConfig(heads=8, head_dim=16, groups=2, state=16, chunk=16)
 PUBLISHED = [recipe.model(size) for recipe in load_all([shipped()]).values() for size in recipe.sizes]
 
 
@@ -54,3 +58,56 @@ def test_parameter_count_matches_the_cost_model_and_every_tensor_has_a_hf_name(m
     names = network.hf_names(model)
     assert names.keys() == network.state_dict().keys()
     assert len(set(names.values())) == len(names)
+
+
+REJECTED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "llama": [
+        ({"architecture": "gpt2"}, "'gpt2' is not supported; choices are: llama"),
+        ({"experts": MoEConfig(count=4, top_k=2, ffn=8)}, "not experts"),
+        ({"gated": False}, "not gated=false"),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
+        ({"head_dim": 7}, "must be even"),
+        ({"rope": RopeConfig(scaling="yarn")}, "choices are: none, llama3"),
+    ],
+    "grok1": [
+        ({"experts": None}, "a grok1 needs the field experts"),
+        ({"experts": MoEConfig(count=4, top_k=2, ffn=8, shared=1)}, "a grok1 cannot have shared=1"),
+        ({"experts": MoEConfig(count=4, top_k=5, ffn=8)}, "top_k=5 must be 1 to 4"),
+        ({"experts": MoEConfig(count=6, top_k=2, ffn=8, groups=4)}, "6 experts .* top_groups=1 of groups=4"),
+        ({"experts": MoEConfig(count=6, top_k=2, ffn=8, groups=3, top_groups=4)}, "top_groups=4 of groups=3"),
+        ({"experts": MoEConfig(count=6, top_k=2, ffn=8, groups=6)}, "more than the experts in top_groups"),
+        ({"rope": None}, "needs the field rope"),
+        ({"rope": RopeConfig(scaling="llama3")}, "rope scaling of a grok1 is not supported"),
+        ({"gated": False}, "a grok1 cannot have gated=false"),
+        ({"mla": MLA}, "cannot have mla="),
+    ],
+    "deepseek": [
+        ({"mla": None}, "a deepseek needs the field mla"),
+        ({"experts": None}, "a deepseek needs the field experts"),
+        ({"rope": None}, "a deepseek needs the field rope"),
+        ({"post_norms": True}, "a deepseek cannot have post_norms=true"),
+        ({"attn_logit_softcap": 30.0}, "a deepseek cannot have attn_logit_softcap=30.0"),
+        ({"mla": replace(MLA, rope_dim=7)}, "rope_dim=7 must be even"),
+    ],
+    "nemotron_h": [
+        ({"pattern": None}, "must be 5 letters of M"),
+        ({"pattern": "M-M*"}, "must be 5 letters of M .*, got 'M-M"),
+        ({"pattern": "M-ME-"}, "must be 5 letters of M"),
+        ({"mamba": None}, "needs the field mamba"),
+        ({"mamba": replace(MAMBA, groups=3)}, "groups=3 does not divide heads=8"),
+        ({"mamba": replace(MAMBA, chunk=0)}, "chunk=0: must be at least 1"),
+        ({"rope": RopeConfig()}, "needs rope: null"),
+        ({"gated": True}, "needs rope: null and gated: false"),
+        ({"tied_embeddings": True}, "tied_embeddings=true"),
+        ({"experts": MoEConfig(count=4, top_k=2, ffn=8)}, "experts"),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"), [(name, *rejected) for name, listed in REJECTED.items() for rejected in listed]
+)
+def test_unsupported_fields_are_rejected(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_model(replace(SMALL_MODELS[name], **change))

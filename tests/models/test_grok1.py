@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_parity import assert_near, greedy_decode
+from hf_parity import assert_near
 from small_models import grok1_model
 from torch import Tensor
 
-from llmb.config.spec import MlaConfig, Model, MoEConfig, RopeConfig
-from llmb.errors import ConfigError
+from llmb.config.spec import Model, RopeConfig
 from llmb.events import RunEnded, StepDone, read
 from llmb.models.architectures import build_model
 from llmb.models.grok1 import Grok1
@@ -126,7 +125,9 @@ def test_logits_loss_and_gradients_match(model: Model) -> None:
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
 
     logits = reference_logits(inputs, weights, model)
-    assert_near(network(inputs), logits, "logits", TOLERANCE)
+    actual_logits = network(inputs)
+    assert_near(actual_logits, logits, "logits", TOLERANCE)
+    assert torch.equal(actual_logits.argmax(-1), logits.argmax(-1))
     likelihood = torch.log_softmax(logits, dim=-1)
     reference = -sum(likelihood[b, t, labels[b, t]] for b in range(2) for t in range(24)) / 48
     actual = network(inputs, labels)
@@ -136,31 +137,6 @@ def test_logits_loss_and_gradients_match(model: Model) -> None:
     actual.backward()
     for name, parameter in network.named_parameters():
         assert_near(parameter.grad, weights[name].grad, name, TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
-def test_greedy_decoding_matches(model: Model) -> None:
-    network = network_of(model)
-    weights = dict(network.named_parameters())
-    prompt = torch.randint(model.vocab, (2, 5), generator=torch.Generator().manual_seed(2))
-    assert greedy_decode(network, prompt) == greedy_decode(
-        lambda tokens: reference_logits(tokens, weights, model), prompt
-    )
-
-
-def test_softcap_and_both_scales_change_the_logits() -> None:
-    network = network_of(SMALL)
-    tokens = torch.arange(61)[None]
-    for change in (
-        {"attn_logit_softcap": 2.0},
-        {"attn_logit_softcap": None},
-        {"embedding_scale": 1.0},
-        {"logit_scale": 1.0},
-    ):
-        changed = build_model(replace(SMALL, **change))
-        changed.load_state_dict(network.state_dict())
-        assert (network(tokens) - changed(tokens)).abs().max() > 1e-3, change
 
 
 def test_experts_have_a_hf_name_each(recipes) -> None:
@@ -191,20 +167,3 @@ def test_recipe_trains_on_a_cpu(llmb_run, tmp_path: Path, dtype: str) -> None:
     losses = [event.loss for event in events if isinstance(event, StepDone)]
     assert losses[0] == pytest.approx(math.log(4096), rel=0.05)
     assert losses[-1] < losses[0] - 0.2
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"experts": None}, "a grok1 needs the field experts"),
-        ({"experts": MoEConfig(count=4, top_k=2, ffn=8, shared=1)}, "a grok1 cannot have shared=1"),
-        ({"experts": MoEConfig(count=4, top_k=5, ffn=8)}, "top_k=5 must be 1 to 4"),
-        ({"rope": None}, "needs the field rope"),
-        ({"rope": RopeConfig(scaling="llama3")}, "rope scaling of a grok1 is not supported"),
-        ({"gated": False}, "a grok1 cannot have gated=false"),
-        ({"mla": MlaConfig(q_rank=1, kv_rank=1, nope_dim=1, rope_dim=2, value_dim=1)}, "cannot have mla="),
-    ],
-)
-def test_unsupported_fields_are_rejected(change: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build_model(replace(SMALL, **change))

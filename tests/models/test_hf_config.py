@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import published_models
 import pytest
-from small_models import deepseek_model, nemotron_h_model
+from small_models import nemotron_h_model
 
-from llmb.config.spec import MlaConfig, Model, MoEConfig, RopeConfig
+from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.models.hf_config import HF_ARCHITECTURES, from_hf_config, load_hf_config, to_hf_config
 
@@ -78,21 +79,13 @@ DEEPSEEK_V3: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-DEEPSEEK = deepseek_model(
+DEEPSEEK = replace(
+    published_models.DEEPSEEK,
     name="DeepSeek-V3",
-    layers=61,
-    hidden=7168,
-    ffn=18432,
-    heads=128,
-    kv_heads=128,
     head_dim=128,
-    vocab=129280,
     norm_eps=1e-6,
     rope=RopeConfig(theta=10_000.0, scaling="yarn", factor=40.0, original_tokens=4096, mscale_all_dim=1.0),
-    experts=MoEConfig(
-        count=256, top_k=8, ffn=2048, shared=1, dense_layers=3, groups=8, top_groups=4, score="sigmoid", scale=2.5
-    ),
-    mla=MlaConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    experts=replace(published_models.DEEPSEEK.experts, scale=2.5),
 )
 NEMOTRON = nemotron_h_model(name="nemotron", hidden=48, ffn=80, head_dim=16, vocab=97, pattern="M-*-")
 

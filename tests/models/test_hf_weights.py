@@ -153,80 +153,55 @@ def test_shards_and_index(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(bytes_of)
 
 
-def remove_tensor(folder: Path, name: str) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file)
+def remove_tensors(file: Path, part: str) -> None:
+    save_file({name: tensor for name, tensor in load_file(file).items() if part not in name}, file)
 
 
-def add_tensor(name: str, *shape: int) -> Callable[[Path], None]:
-    def add(folder: Path) -> None:
-        file = folder / "model.safetensors"
-        save_file(load_file(file) | {name: torch.zeros(shape)}, file)
-
-    return add
+def add_tensor(name: str, *shape: int) -> Callable[[Path, Path], None]:
+    return lambda _folder, file: save_file(load_file(file) | {name: torch.zeros(shape)}, file)
 
 
-def truncate(folder: Path, file: str = "model.safetensors") -> None:
-    content = (folder / file).read_bytes()
-    (folder / file).write_bytes(content[: len(content) // 2])
+def truncate(_folder: Path, file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
 
 
-def remove_all_layers(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    save_file({name: t for name, t in load_file(file).items() if "layers" not in name}, file)
-
-
-DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda f: remove_tensor(f, "model.norm.weight"), "lacks 1 tensor (model.norm.weight)"),
+INDEX = "model.safetensors.index.json"
+# Bytes of a shard, what happens to the folder and to one of its files, and the message.
+DAMAGES: list[tuple[float, Callable[[Path, Path], Any], str]] = [
+    (1e9, lambda _f, file: remove_tensors(file, "model.norm.weight"), "lacks 1 tensor (model.norm.weight)"),
     (
-        remove_all_layers,
+        1e9,
+        lambda _f, file: remove_tensors(file, "layers"),
         "lacks 18 tensors (model.layers.0.input_layernorm.weight, model.layers.0.mlp.down_proj.weight, "
         "model.layers.0.mlp.gate_proj.weight, ...)",
     ),
-    (add_tensor("model.layers.2.norm", 4), "has 1 tensor (model.layers.2.norm) that the model does not"),
-    (
-        add_tensor("model.norm.weight", 47),
-        "has 1 tensor (model.norm.weight [47] (the model has [48])) of another shape",
-    ),
-    (truncate, "model.safetensors is cut off or not a safetensors file"),
-    (lambda f: (f / "model.safetensors").write_text("weights"), "is cut off or not a safetensors file"),
-    (lambda f: (f / "model.safetensors").unlink(), "holds neither model.safetensors nor model.safetensors.index.json"),
-    (shutil.rmtree, "holds neither model.safetensors nor"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=range(len(DAMAGES)))
-def test_damaged_folder_is_rejected_and_the_network_unchanged(damage: Callable, message: str, tmp_path: Path) -> None:
-    save_weights(network_of(LLAMA), tmp_path / "out", torch.float32)
-    damage(tmp_path / "out")
-    assert_rejected(tmp_path / "out", message)
-
-
-SHARD_DAMAGES: list[tuple[Callable[[Path, Path], Any], str]] = [
-    (lambda _f, shard: shard.unlink(), "index.json names 1 file (SHARD) not there"),
-    (lambda f, shard: truncate(f, shard.name), "SHARD is cut off"),
-    (lambda f, _s: (f / "model.safetensors.index.json").write_text("{}"), "index.json has no weight_map"),
-    (lambda f, _s: (f / "model.safetensors.index.json").write_text("{"), "index.json is not valid JSON"),
-    (lambda f, shard: save_file({"x": torch.zeros(1)}, shard), "and has 1 tensor (x) that the model does not"),
+    (1e9, add_tensor("model.layers.2.norm", 4), "has 1 tensor (model.layers.2.norm) that the model does not"),
+    (1e9, add_tensor("model.norm.weight", 47), "(model.norm.weight [47] (the model has [48])) of another shape"),
+    (1e9, truncate, "FILE is cut off or not a safetensors file"),
+    (1e9, lambda _f, file: file.write_text("weights"), "is cut off or not a safetensors file"),
+    (1e9, lambda _f, file: file.unlink(), "holds neither model.safetensors nor model.safetensors.index.json"),
+    (1e9, lambda folder, _: shutil.rmtree(folder), "holds neither model.safetensors nor"),
+    (32_000, lambda _f, file: file.unlink(), "index.json names 1 file (FILE) not there"),
+    (32_000, truncate, "FILE is cut off"),
+    (32_000, lambda folder, _: (folder / INDEX).write_text("{}"), "index.json has no weight_map"),
+    (32_000, lambda folder, _: (folder / INDEX).write_text("{"), "index.json is not valid JSON"),
+    (32_000, lambda _f, file: save_file({"x": torch.zeros(1)}, file), "has 1 tensor (x) that the model does not"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), SHARD_DAMAGES, ids=range(len(SHARD_DAMAGES)))
-def test_damaged_shard_is_rejected_and_the_network_unchanged(damage: Callable, message: str, tmp_path: Path) -> None:
-    save_weights(network_of(LLAMA), tmp_path / "out", torch.float32, 32_000)
-    shard = sorted((tmp_path / "out").glob("*.safetensors"))[1]
-    damage(tmp_path / "out", shard)
-    assert_rejected(tmp_path / "out", message.replace("SHARD", shard.name))
-
-
-def assert_rejected(folder: Path, message: str) -> None:
-    network = build_model(LLAMA)
+@pytest.mark.parametrize(("shard", "damage", "message"), DAMAGES, ids=range(len(DAMAGES)))
+def test_damaged_folder_is_rejected_and_the_network_unchanged(
+    shard: float, damage: Callable, message: str, tmp_path: Path
+) -> None:
+    folder, network = tmp_path / "out", build_model(LLAMA)
+    save_weights(network_of(LLAMA), folder, torch.float32, shard)
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    damage(folder, file)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     with pytest.raises(ConfigError) as error:
         load_weights(network, folder)
-    assert message in str(error.value)
+    assert message.replace("FILE", file.name) in str(error.value)
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())

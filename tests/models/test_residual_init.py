@@ -1,13 +1,16 @@
-"""Initial weights: projections that write to the residual stream are scaled down with depth, in every architecture."""
+"""Initial weights: what writes to the residual stream is scaled down with depth; Mamba as published."""
 
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_models import SMALL_MODELS, deepseek_model, grok1_model, llama_model, nemotron_h_model
 
+from llmb.config.spec import MambaConfig
 from llmb.models.architectures import build_model
 from llmb.models.decoder import INIT_STD
+from llmb.models.mamba2 import MambaMixer
 from llmb.serve.weights.weight_source import RandomWeights
 
 WIDTHS = {"hidden": 128, "ffn": 256, "vocab": 512}
@@ -46,3 +49,17 @@ def test_served_random_weights_are_those_of_training(architecture):
     network, served = build_model(model), RandomWeights(model, 7, torch.float32, torch.device("cpu"))
     network.init_weights(7)
     assert all(torch.equal(served.load(name), parameter) for name, parameter in network.named_parameters())
+
+
+def test_mamba_parameters_are_initialized_as_published():
+    network = build_model(nemotron_h_model(mamba=MambaConfig(heads=512, head_dim=4, groups=2, state=4, chunk=8)))
+    network.init_weights(1)
+    mixer = next(module for module in network.modules() if isinstance(module, MambaMixer))
+    steps, rates = F.softplus(mixer.dt_bias), mixer.a_log.exp()
+    assert 0.00099 < steps.min() < 0.0012
+    assert 0.09 < steps.max() < 0.1001
+    assert steps.log().mean().exp().item() == pytest.approx(0.01, rel=0.2)
+    assert 1.0 <= rates.min() < 1.2
+    assert 15.8 < rates.max() <= 16.0
+    assert (mixer.d == 1).all()
+    assert 0.45 < mixer.conv_weight.abs().max() <= 0.5

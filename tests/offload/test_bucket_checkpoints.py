@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from reference_training import LEAST
 from small_models import llama_model
 from torch import Tensor
 
-from llmb.config.offload_plan import Plan
 from llmb.config.spec import OutOfCore, RopeConfig
 from llmb.errors import ConfigError, LaunchError
 from llmb.formats.token_file import TokenWriter
@@ -25,11 +25,9 @@ from llmb.runtime.checkpoint_folder import checkpoint_step, complete_checkpoints
 from llmb.runtime.token_data import TokenFile
 
 MODEL = llama_model(name="small", vocab=96)
-PLAN = Plan(
-    dtype="bf16", seqlen=32, gbs=4, chunk_tokens=16, seqs_per_group=1, groups_per_round=2, loss_tokens=16,
-    update="master", update_at="forward", resident_params=0, resident_grads=0, resident_states=0, param_blocks=1,
-    grad_blocks=1, state_blocks=1, inp_slots=1, kv_slots=1, attn_slots=1, rest_slots=1, levels="FFFF" * 2,
-)  # fmt: skip
+PLAN = replace(
+    LEAST, dtype="bf16", seqlen=32, gbs=4, chunk_tokens=16, groups_per_round=2, update_at="forward", levels="F" * 8
+)
 NUMBERS = 1024  # of a unit here
 
 

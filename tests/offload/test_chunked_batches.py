@@ -1,5 +1,6 @@
 """Batches of a plan: the tokens of ordinary training, and packed documents that do not see one another."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from reference_training import CPU, LEAST
 from small_models import llama_model
 
 from llmb.config.offload_plan import Plan
@@ -20,17 +22,14 @@ from llmb.perfmodel.offload.step_tasks import round_chunks
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.runtime.token_data import TokenFile
 
-CPU = torch.device("cpu")
 MODEL = llama_model(name="small", vocab=96, rope=RopeConfig(scaling="llama3", factor=8.0, original_tokens=64))
 END = 7
 
 
 def plan_of(seqlen: int, gbs: int, chunk: int, seqs_per_group: int = 1, groups_per_round: int = 2) -> Plan:
-    return Plan(
-        dtype="fp32", seqlen=seqlen, gbs=gbs, chunk_tokens=chunk, seqs_per_group=seqs_per_group,
-        groups_per_round=groups_per_round, loss_tokens=chunk, update="master", update_at="forward", resident_params=0,
-        resident_grads=0, resident_states=0, param_blocks=1, grad_blocks=1, state_blocks=1, inp_slots=1, kv_slots=1,
-        attn_slots=1, rest_slots=1, levels="",
+    return replace(
+        LEAST, seqlen=seqlen, gbs=gbs, chunk_tokens=chunk, seqs_per_group=seqs_per_group,
+        groups_per_round=groups_per_round, levels="",
     )  # fmt: skip
 
 

@@ -1,8 +1,12 @@
 """Triton kernels run compiled where there is a GPU, and in Triton's interpreter elsewhere (tests/conftest.py)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton_interpreter import force_kernels, interpreter  # noqa: F401  # fixtures
+
+from llmb.ops.dispatch import triton_installed
 
 
 @pytest.fixture(scope="session")
@@ -12,7 +16,11 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreted(interpreter: None) -> None:  # noqa: F811
-    pass
+    """Without debug mode the interpreter discards its checks for overflow, which take a quarter of the time."""
+    if triton_installed():
+        from triton.runtime.interpreter import interpreter_builder as builder
+
+        builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 @pytest.fixture(params=["reference", "triton"])

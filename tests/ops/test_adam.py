@@ -4,57 +4,39 @@ from typing import Any
 
 import pytest
 import torch
+from op_cases.optim import STATES
+from op_cases.optim import step as adam_case
+from seeded_tensors import same_bits
 from torch import Tensor
 
-from llmb.ops.optim.adam import (
-    BF16_MAX,
-    Rounding,
-    adam_scalars,
-    adam_step,
-    adam_update,
-    join_master_weight,
-    random_bits,
-)
+from llmb.ops.optim.adam import BF16_MAX, adam_scalars, adam_step, adam_update, join_master_weight, random_bits
 
 pytest.importorskip("triton")
 
 SETTINGS: dict[str, Any] = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-IMPLEMENTATIONS = ["reference", "triton"]
-BF16, FP32 = torch.bfloat16, torch.float32
-STATES = {  # dtypes of param, grad, m and v; low bits; rounding
-    "fp32": (FP32, FP32, FP32, False, "nearest"),
-    "master": (BF16, FP32, FP32, True, "nearest"),
-    "stochastic": (BF16, BF16, BF16, False, "stochastic"),
-}
+BF16 = torch.bfloat16
+FP32_STATE, MASTER, STOCHASTIC = STATES[0], STATES[1], STATES[3]
+both_implementations = pytest.mark.parametrize("implementation", ["reference", "triton"])
 
 
-def state(name: str, n: int, device: torch.device) -> tuple[list[Tensor | None], Rounding]:
+def state(dtypes: tuple, n: int, device: torch.device) -> list[Tensor | None]:
     """param, grad, m, v, low."""
-    param_dtype, grad_dtype, moment_dtype, has_low, rounding = STATES[name]
-    generator = torch.Generator().manual_seed(n)
-    param, grad, m = (torch.randn(n, generator=generator) for _ in range(3))
-    v = torch.rand(n, generator=generator)
-    low = torch.randint(-(2**15), 2**15, (n,), generator=generator).to(torch.int16) if has_low else None
-    tensors = [param.to(param_dtype), grad.to(grad_dtype), m.to(moment_dtype), v.to(moment_dtype), low]
-    return [None if x is None else x.to(device) for x in tensors], rounding  # type: ignore[return-value]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+    arguments, _ = adam_case(torch.Generator().manual_seed(n), device, *dtypes, n)
+    return list(arguments[:5])
 
 
 def step_with(
-    implementation: str, tensors: list, rounding: Rounding, factor: float = 0.5, step: int = 3, seed: int = 11
+    implementation: str, tensors: list, dtypes: tuple, factor: float = 0.5, step: int = 3, seed: int = 11
 ) -> list:
     """Updated copies of the tensors."""
     tensors = [None if x is None else x.clone() for x in tensors]
     scalars = adam_scalars(**SETTINGS, step=step, seed=seed)
-    getattr(adam_step, implementation)(*tensors, scalars, torch.tensor(factor, device=tensors[0].device), rounding)
+    getattr(adam_step, implementation)(*tensors, scalars, torch.tensor(factor, device=tensors[0].device), dtypes[-1])
     return tensors
 
 
 def test_fp32_matches_torch_adamw() -> None:
-    (param, grad, *_), _ = state("fp32", 500, torch.device("cpu"))
+    param, grad, *_ = state(FP32_STATE, 500, torch.device("cpu"))
     reference = torch.nn.Parameter(param.clone())
     optimizer = torch.optim.AdamW([reference], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     m, v = torch.zeros(500), torch.zeros(500)
@@ -69,13 +51,11 @@ def test_fp32_matches_torch_adamw() -> None:
 
 
 def test_split_master_weights_have_the_bits_of_fp32_weights(device: torch.device) -> None:
-    (param, grad, m, v, low), rounding = state("master", 700, device)
-    assert low is not None
+    split = param, grad, m, v, low = state(MASTER, 700, device)
     fp32 = [join_master_weight(param, low), grad, m, v, None]
-    split = [param, grad, m, v, low]
     for step in range(1, 5):
-        fp32 = step_with("triton", fp32, rounding, step=step)
-        split = step_with("triton", split, rounding, step=step)
+        fp32 = step_with("triton", fp32, FP32_STATE, step=step)
+        split = step_with("triton", split, MASTER, step=step)
         assert same_bits(join_master_weight(split[0], split[4]), fp32[0])
         rounded = split[0].double()
         spacing = rounded.abs() * 2**-7
@@ -83,12 +63,11 @@ def test_split_master_weights_have_the_bits_of_fp32_weights(device: torch.device
 
 
 @pytest.mark.parametrize("factor", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", ["master", "stochastic"])
-def test_nonfinite_gradients_change_nothing(name: str, factor: float, device: torch.device) -> None:
-    tensors, rounding = state(name, 50, device)
-    for implementation in IMPLEMENTATIONS:
-        for before, after in zip(tensors, step_with(implementation, tensors, rounding, factor), strict=True):
-            assert (before is None and after is None) or same_bits(before, after)
+@pytest.mark.parametrize("dtypes", [MASTER, STOCHASTIC], ids=["master", "stochastic"])
+def test_nonfinite_gradients_change_nothing(dtypes: tuple, factor: float) -> None:
+    tensors = state(dtypes, 50, torch.device("cpu"))
+    for before, after in zip(tensors, step_with("reference", tensors, dtypes, factor), strict=True):
+        assert (before is None and after is None) or same_bits(before, after)
 
 
 def decayed(value: float, n: int, seed: int, device: torch.device) -> tuple[float, Tensor]:
@@ -132,16 +111,16 @@ def test_random_bits_are_uniform_and_uncorrelated() -> None:
 def test_results_depend_on_the_seed_and_not_on_the_block_size(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors, rounding = state("stochastic", 1500, device)
-    first = step_with("triton", tensors, rounding)
-    other_seed = step_with("triton", tensors, rounding, seed=12)
+    tensors = state(STOCHASTIC, 1500, device)
+    first = step_with("triton", tensors, STOCHASTIC)
+    other_seed = step_with("triton", tensors, STOCHASTIC, seed=12)
     monkeypatch.setattr("llmb.ops.optim.adam_triton.BLOCK", 256)
-    repeated = step_with("triton", tensors, rounding)
+    repeated = step_with("triton", tensors, STOCHASTIC)
     assert all(same_bits(first[index], repeated[index]) for index in (0, 2, 3))
     assert not any(same_bits(first[index], other_seed[index]) for index in (0, 2, 3))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@both_implementations
 def test_stochastic_rounding_keeps_nan_and_stays_finite(implementation: str, device: torch.device) -> None:
     """Observed in m: its gradient brings it just below the largest bf16, or to a value that it cannot leave."""
     n = 200
@@ -161,11 +140,11 @@ def test_stochastic_rounding_keeps_nan_and_stays_finite(implementation: str, dev
     assert param.cpu()[:n].isnan().all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@both_implementations
 def test_nan_shows_in_the_high_half(implementation: str, device: torch.device) -> None:
-    (param, grad, m, v, low), rounding = state("master", 3, device)
-    grad[1] = torch.nan  # type: ignore[index]
-    after = step_with(implementation, [param, grad, m, v, low], rounding)
+    tensors = state(MASTER, 3, device)
+    tensors[1][1] = torch.nan  # type: ignore[index]
+    after = step_with(implementation, tensors, MASTER)
     assert after[0].isnan().tolist() == [False, True, False]
     assert join_master_weight(after[0], after[4]).isnan().tolist() == [False, True, False]
 
@@ -175,7 +154,7 @@ def test_nan_shows_in_the_high_half(implementation: str, device: torch.device) -
 def test_kernel_is_compiled_once_for_all_steps(device: torch.device) -> None:
     from llmb.ops.optim.adam_triton import _adam_update
 
-    tensors, _ = state("fp32", 4096, device)
+    tensors = state(FP32_STATE, 4096, device)
 
     def compiled_after(lr: float, step: int, seed: int) -> int:
         scalars = adam_scalars(**SETTINGS | {"lr": lr}, step=step, seed=seed)

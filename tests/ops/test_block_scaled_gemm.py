@@ -1,32 +1,26 @@
-"""Block-scaled fp8 weights: their quantization, and strides and edge cases of the Triton GEMM."""
+"""Block-scaled fp8 weights: their quantization, and how the GEMM is split; its kernel: op_cases/gemm.py."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmb.ops.gemm.block_scaled_gemm import (
-    BlockScaledWeight,
-    block_scaled_gemm,
-    block_scaled_mm,
-    dequantize_blocks,
-    quantize_blocks,
-)
+from llmb.ops.gemm.block_scaled_gemm import dequantize_blocks, quantize_blocks
 from llmb.ops.gemm.block_scaled_gemm_triton import num_k_splits
-from llmb.ops.quant.activation_quant import E4M3_MAX, GroupFp8, quantize_activation
+from llmb.ops.quant.activation_quant import E4M3_MAX
 
 OUTPUTS = st.integers(1, 300)
 GROUPS = st.integers(1, 6)
 
 
-def randn(*shape: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
+def randn(*shape: int, seed: int = 0) -> Tensor:
     """Return random numbers whose magnitude differs from block to block."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     for dim in (-2, -1):
         sizes = torch.randn(-(-shape[dim] // 128), generator=generator).exp().repeat_interleave(128)[: shape[dim]]
         x = x * (sizes[:, None] if dim == -2 else sizes)
-    return x.to(device)
+    return x
 
 
 def quantize_dequantize(weight_OK: Tensor) -> Tensor:
@@ -67,31 +61,6 @@ def test_stacked_weights_are_quantized_independently() -> None:
         assert torch.equal(stack.values[index].float(), single.values.float())
         assert torch.equal(stack.scales[index], single.scales)
     assert torch.equal(dequantize_blocks(stack, 200)[1], dequantize_blocks(quantize_blocks(weight[1]), 200))
-
-
-def operands(tokens: int, outputs: int, groups: int, device: torch.device) -> tuple[GroupFp8, BlockScaledWeight]:
-    x = quantize_activation(randn(tokens, 128 * groups, seed=1, device=device), "1x128")
-    assert isinstance(x, GroupFp8)
-    return x, quantize_blocks(randn(outputs, 128 * groups, seed=2, device=device))
-
-
-def test_activation_scales_may_be_transposed(device: torch.device) -> None:
-    x, weight = operands(5, 128, 4, device)
-    assert block_scaled_mm.triton(x, weight, 128, torch.bfloat16).is_contiguous()
-    transposed = GroupFp8(x.values, x.scales.T.contiguous().T)
-    assert torch.equal(
-        block_scaled_mm.triton(x, weight, 128, torch.float32),
-        block_scaled_mm.triton(transposed, weight, 128, torch.float32),
-    )
-
-
-def test_padding_of_the_last_block_is_ignored(device: torch.device) -> None:
-    x, weight = operands(4, 70, 2, device)
-    for gemm in (block_scaled_gemm, block_scaled_mm.triton):
-        poisoned = weight.values.clone().view(torch.uint8)
-        poisoned[70:] = 0x7F  # not a number
-        actual = gemm(x, BlockScaledWeight(poisoned.view(torch.float8_e4m3fn), weight.scales), 70, torch.float32)
-        assert torch.equal(actual, gemm(x, weight, 70, torch.float32))
 
 
 @given(st.integers(1, 500), st.integers(1, 150), st.integers(1, 2000))

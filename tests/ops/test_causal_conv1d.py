@@ -3,24 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from op_cases.mamba import conv_with_gradients
 
 from llmb.ops.mamba.causal_conv1d import causal_conv1d
 
 pytest.importorskip("triton")
-
-
-def inputs(
-    batch: int, tokens: int, groups: int, sections: tuple[int, ...], kernel_size: int, scale: float = 1.0
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(tokens)
-    channels = groups * sum(sections)
-    shapes = ((batch, tokens, groups, sum(sections)), (channels, 1, kernel_size), (channels,))
-    return [torch.randn(*shape, generator=generator) * scale for shape in shapes]
+CPU = torch.device("cpu")
 
 
 def test_reference_matches_the_definition() -> None:
-    x, weight, bias = inputs(2, 9, 1, (5,), 4)
+    (x, weight, bias, _), _ = conv_with_gradients(torch.Generator(), CPU, 2, 9, 1, (5,), 4)
     out = causal_conv1d(x, weight, bias, (5,))
     for t in range(9):
         window = range(max(0, t - 3), t + 1)
@@ -30,7 +22,7 @@ def test_reference_matches_the_definition() -> None:
 
 def test_grouped_channels_become_sectioned() -> None:
     sections_of_group = ["value0", "value1", "b", "c"]
-    x, weight, bias = inputs(1, 3, 2, (2, 1, 1), 2)
+    (x, weight, bias, _), _ = conv_with_gradients(torch.Generator(), CPU, 1, 3, 2, (2, 1, 1), 2)
     out = causal_conv1d(x, weight, bias, (2, 1, 1))
     grouped = [(group, name) for group in range(2) for name in sections_of_group]
     sectioned = [(0, "value0"), (0, "value1"), (1, "value0"), (1, "value1"), (0, "b"), (1, "b"), (0, "c"), (1, "c")]

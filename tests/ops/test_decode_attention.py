@@ -1,117 +1,45 @@
-"""Decode attention: RoPE, KV cache write and attention in one kernel."""
+"""Decode attention: padding, fp8 caches and the number of KV splits; numbers: op_cases/attention.py."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
+from op_cases.attention import E4M3, KV_HEADS, decode, kv_cache
+from torch import Generator, Tensor
 
-from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.decode_attention import decode_attention
-from llmb.ops.attention.decode_attention_triton import (
-    MAX_PROGRAMS,
-    MAX_SPLITS,
-    MIN_SPLIT_TOKENS,
-    _arrival_counters,
-)
+from llmb.ops.attention.decode_attention_triton import MAX_PROGRAMS, MAX_SPLITS, MIN_SPLIT_TOKENS, _arrival_counters
 from llmb.ops.attention.online_softmax_triton import num_kv_splits
 from llmb.ops.attention.paged_attention import KvCache
 
-E4M3 = torch.float8_e4m3fn
-MAX_TOKENS = 4
+
+def tensors_of(cache: KvCache) -> tuple[Tensor, Tensor]:
+    return cache.keys_BGLD, cache.values_BGDL
 
 
-def randn(device: torch.device, *shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-HEADS, KV_HEADS, WIDTH, BLOCK_TOKENS = 6, 2, 16, 16  # the last: tokens of a block
-MAX_SEQ_LEN = 150
-
-
-def caches(device: torch.device, dtype: torch.dtype, scales: tuple[float, float], seed: int) -> tuple[KvCache, KvCache]:
-    """Return two equal caches, full of older tokens."""
-    shapes = ((48, KV_HEADS, BLOCK_TOKENS, WIDTH), (48, KV_HEADS, WIDTH, BLOCK_TOKENS))
-    contents = [randn(device, *shape, seed=seed + index).to(dtype) for index, shape in enumerate(shapes)]
-    first, second = (KvCache(*(x.clone() for x in contents), *scales) for _ in range(2))
-    return first, second
-
-
-def decode_metadata(lengths: list[int], device: torch.device) -> tuple[AttentionMetadata, Tensor]:
-    """Return metadata and slots of decodes; sequence i has blocks from 10 i, one of length 0 (padding) none."""
-    n, max_blocks = len(lengths), -(-MAX_SEQ_LEN // BLOCK_TOKENS)
-    table = torch.arange(max_blocks, dtype=torch.int32) + 10 * torch.arange(n, dtype=torch.int32)[:, None]
-    slots = [
-        int(table[i, (m - 1) // BLOCK_TOKENS]) * BLOCK_TOKENS + (m - 1) % BLOCK_TOKENS if m else -1
-        for i, m in enumerate(lengths)
-    ]
-    table[[m == 0 for m in lengths]] = 10**6
-    metadata = AttentionMetadata(
-        cu_seqlens_P1=torch.arange(n + 1, dtype=torch.int32, device=device),
-        seq_lens_P=torch.tensor(lengths, dtype=torch.int32, device=device),
-        block_table_PM=table.to(device),
-        num_decodes=n,
-        max_query_len=1,
-        max_seq_len=MAX_SEQ_LEN,
-    )
-    return metadata, torch.tensor(slots, device=device)
-
-
-@pytest.mark.slow
-@given(
-    lengths=st.lists(st.sampled_from([0, 1, 2, 15, 16, 17, 33, 64, 97, 149, 150]), min_size=1, max_size=MAX_TOKENS),
-    has_rope=st.booleans(),
-    softcap=st.sampled_from([None, 2.0]),
-    splits=st.sampled_from([1, 4, 16]),
-    scales=st.sampled_from([(1.0, 1.0), (0.5, 2.0)]),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=20, deadline=None)
-def test_rope_cache_and_attention(
-    lengths: list[int],
-    has_rope: bool,
-    softcap: float | None,
-    splits: int,
-    scales: tuple[float, float],
-    seed: int,
-    device: torch.device,
-) -> None:
-    metadata, slots = decode_metadata(lengths, device)
-    qkv = randn(device, len(lengths), (HEADS + 2 * KV_HEADS) * WIDTH, seed=seed)
-    angles = randn(device, len(lengths), WIDTH // 2, seed=seed + 1)
-    table = (angles.cos(), angles.sin()) if has_rope else (None, None)
-    reference_cache, cache = caches(device, torch.float32, scales, seed + 2)
-    before = qkv.clone()
-    expected = decode_attention.reference(qkv.clone(), *table, reference_cache, slots, metadata, 0.25, softcap)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llmb.ops.attention.decode_attention_triton.num_kv_splits", lambda *_: splits)
-        actual = decode_attention.triton(qkv, *table, cache, slots, metadata, 0.25, softcap)
-    valid = metadata.seq_lens_P > 0
+def test_padding_neither_reads_nor_writes(device: torch.device) -> None:
+    results, caches = [], []
+    for kernel in (decode_attention.reference, decode_attention.triton):
+        arguments, _ = decode(Generator().manual_seed(0), device, ((149, 1), (30, 1), (96, 1)), True, None, 1024)
+        _, _, _, cache, slots, metadata, *_ = arguments
+        metadata.seq_lens_P[1], metadata.block_table_PM[1], slots[1] = 0, 10**6, -1
+        results.append(kernel(*arguments)[[0, 2]])
+        caches.append(tensors_of(cache))
     # A compiled kernel multiplies queries and keys in tf32: rounding both changed these outputs by 1.4e-3 at most.
     rtol, atol = (0.0, 5e-3) if device.type == "cuda" else (1e-4, 1e-5)
-    torch.testing.assert_close(actual[valid], expected[valid], rtol=rtol, atol=atol)
-    torch.testing.assert_close(
-        (cache.keys_BGLD, cache.values_BGDL), (reference_cache.keys_BGLD, reference_cache.values_BGDL)
-    )
-    assert torch.equal(qkv, before)
-    assert not _arrival_counters(qkv.device, len(lengths) * KV_HEADS).any(), "ready for the next kernel"
+    torch.testing.assert_close(results[1], results[0], rtol=rtol, atol=atol)
+    torch.testing.assert_close(caches[1], caches[0])
+    assert not _arrival_counters(device, 3 * KV_HEADS).any(), "ready for the next kernel"
 
 
 def test_fp8_cache_quantizes_older_tokens_only(device: torch.device) -> None:
-    metadata, slots = decode_metadata([40, 1], device)
-    qkv = randn(device, 2, (HEADS + 2 * KV_HEADS) * WIDTH, seed=1)
-    reference_cache, cache = caches(device, E4M3, (0.5, 0.25), seed=2)
-    exact, _ = caches(device, torch.float32, (1.0, 1.0), seed=2)
-    exact.keys_BGLD.copy_(reference_cache.keys_BGLD.float() * 0.5)
-    exact.values_BGDL.copy_(reference_cache.values_BGDL.float() * 0.25)
-    expected = decode_attention.reference(qkv.clone(), None, None, exact, slots, metadata, 0.25, None)
-    actual = decode_attention.triton(qkv.clone(), None, None, cache, slots, metadata, 0.25, None)
+    (qkv, *table, _, slots, metadata, scale, _), _ = decode(Generator(), device, ((39, 1), (0, 1)), False, None)
+    contents = [x.to(E4M3) for x in tensors_of(kv_cache(Generator(), device, 48))]
+    reference_cache, cache = (KvCache(*(x.clone() for x in contents), 0.5, 0.25) for _ in range(2))
+    exact = KvCache(contents[0].float() * 0.5, contents[1].float() * 0.25)
+    expected = decode_attention.reference(qkv.clone(), *table, exact, slots, metadata, scale, None)
+    actual = decode_attention.triton(qkv.clone(), *table, cache, slots, metadata, scale, None)
     torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)  # GEMMs are in fp16
-    decode_attention.reference(qkv, None, None, reference_cache, slots, metadata, 0.25, None)
-    for actual_cache, expected_cache in (
-        (cache.keys_BGLD, reference_cache.keys_BGLD),
-        (cache.values_BGDL, reference_cache.values_BGDL),
-    ):
+    decode_attention.reference(qkv, *table, reference_cache, slots, metadata, scale, None)
+    for actual_cache, expected_cache in zip(tensors_of(cache), tensors_of(reference_cache), strict=True):
         differ = actual_cache.float() != expected_cache.float()
         assert differ.float().mean() < 0.01  # the interpreter loses carries in rounding
 

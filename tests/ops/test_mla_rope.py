@@ -1,4 +1,4 @@
-"""RoPE of MLA: against the interleaved RoPE of serving, gradients in attention's layout."""
+"""RoPE of MLA: against the interleaved RoPE of serving; kernels and gradients: op_cases/rope.py."""
 
 import pytest
 import torch
@@ -25,19 +25,6 @@ def inputs(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     return q, kv, key[..., 3:], angle.cos(), angle.sin()
 
 
-def with_gradients(shape: tuple[int, ...], tensors: tuple[Tensor, ...], implementation: str) -> list[Tensor]:
-    """Queries, keys, values; gradients of the three inputs."""
-    q, kv, key, cos, sin = tensors
-    q, kv, key = (x.detach().requires_grad_() for x in (q, kv, key))
-    queries, keys = (getattr(op, implementation) for op in (mla_rope_queries, mla_rope_keys))
-    outputs = (queries(q, cos, sin), *keys(kv, key, cos, sin, shape[3]))
-    grads = [
-        torch.randn(x.transpose(1, 2).shape, generator=torch.Generator().manual_seed(n)).to(x).transpose(1, 2)
-        for n, x in enumerate(outputs)
-    ]  # as attention leaves them: heads before tokens
-    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, (q, kv, key), grads)]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_scores_match_interleaved_rope(shape: tuple[int, ...]) -> None:
     q, kv, key, cos, sin = inputs(shape)
@@ -49,17 +36,6 @@ def test_attention_scores_match_interleaved_rope(shape: tuple[int, ...]) -> None
     actual, expected = (torch.einsum("bthd,bshd->bhts", *pair) for pair in ((q_out, k_out), (expected_q, expected_k)))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(v, kv[..., nope:])
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
-@pytest.mark.parametrize("shape", SHAPES[:3])
-def test_gradients_with_heads_before_tokens(shape: tuple[int, ...], scale: float, device: torch.device) -> None:
-    q, kv, key, cos, sin = inputs(shape)
-    tensors = (scale * q, scale * kv, scale * key, cos, sin)
-    exact = with_gradients(shape, tuple(x.double() for x in tensors), "reference")
-    actual = with_gradients(shape, tuple(x.to(device) for x in tensors), "triton")
-    for x, expected in zip(actual, exact, strict=True):
-        torch.testing.assert_close(x.cpu().double(), expected, rtol=1e-5, atol=1e-5 * max(scale, 1.0))
 
 
 def test_values_are_a_view(device: torch.device) -> None:

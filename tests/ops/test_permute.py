@@ -3,28 +3,16 @@
 import pytest
 import torch
 from op_cases.moe import uneven_topk_ids
+from seeded_tensors import randn
 from torch import Tensor
 
-import llmb.ops.moe.permute as permute_module
-from llmb.ops.moe.permute import permute_tokens_with_input, unpermute_tokens
+from llmb.ops.moe.permute import permute_tokens_with_input, sort_by_expert, unpermute_tokens
 
-FP64 = torch.float64
-
-
-@pytest.fixture(params=["plain", "kernels"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once with plain torch and once with the Triton kernels, interpreted where there is no GPU."""
-    for name in ("sort_by_expert", "permute", "unpermute", "unpermute_backward"):
-        op = getattr(permute_module, name)
-        monkeypatch.setattr(permute_module, name, op.triton if request.param == "kernels" else op.reference)
-
-
-def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=FP64).to(dtype)
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 def row_map_of(tokens: int, top_k: int, experts: int, device: torch.device) -> Tensor:
-    return permute_module.sort_by_expert(uneven_topk_ids(torch.Generator(), device, tokens, top_k, experts), experts)[0]
+    return sort_by_expert(uneven_topk_ids(torch.Generator(), device, tokens, top_k, experts), experts)[0]
 
 
 def output_and_grads(out: Tensor, d_out: Tensor, *inputs: Tensor) -> list[Tensor]:
@@ -40,7 +28,7 @@ def test_sort_by_expert_is_stable(
 ) -> None:
     likely = max(experts - 2, 1)  # nobody is routed to the last
     topk_ids = torch.randint(likely, shape, generator=torch.Generator().manual_seed(1), dtype=dtype)
-    row_map, ends = permute_module.sort_by_expert(topk_ids.to(device), experts)
+    row_map, ends = sort_by_expert(topk_ids.to(device), experts)
     assert row_map.shape == topk_ids.shape
     assert row_map.dtype == ends.dtype == torch.int32
     order = sorted(range(topk_ids.numel()), key=lambda pair: (topk_ids.flatten()[pair].item(), pair))
@@ -50,14 +38,14 @@ def test_sort_by_expert_is_stable(
 
 @pytest.mark.parametrize("expert", [0, 3])
 def test_sort_with_all_tokens_routed_to_one_expert(device: torch.device, expert: int) -> None:
-    row_map, ends = permute_module.sort_by_expert(torch.full((150, 2), expert, device=device), 4)
+    row_map, ends = sort_by_expert(torch.full((150, 2), expert, device=device), 4)
     assert torch.equal(row_map.cpu(), torch.arange(300, dtype=torch.int32).view(150, 2))
     assert ends.tolist() == [0] * expert + [300] * (4 - expert)
 
 
 def test_gradients_of_permuted_rows_and_of_the_input_are_added(device: torch.device) -> None:
-    row_map, x = row_map_of(37, 8, 16, device), random_tensor(37, 96).to(device).requires_grad_()
-    drows, d_input = random_tensor(296, 96, seed=1).to(device), random_tensor(37, 96, seed=2).to(device)
+    row_map, x = row_map_of(37, 8, 16, device), randn(37, 96, device=device).requires_grad_()
+    drows, d_input = randn(296, 96, seed=1, device=device), randn(37, 96, seed=2, device=device)
     rows, same_x = permute_tokens_with_input(x, row_map)
     assert torch.equal(same_x, x)
     (dx,) = torch.autograd.grad((rows, same_x), x, (drows, d_input), retain_graph=True)
@@ -66,7 +54,7 @@ def test_gradients_of_permuted_rows_and_of_the_input_are_added(device: torch.dev
 
 
 def test_unpermute_backward_of_an_expanded_gradient(device: torch.device) -> None:
-    row_map, rows = row_map_of(13, 1, 4, device), random_tensor(13, 64).to(device).requires_grad_()
+    row_map, rows = row_map_of(13, 1, 4, device), randn(13, 64, device=device).requires_grad_()
     weights = torch.full((13, 1), 3.0, device=device, requires_grad=True)
     unpermute_tokens(rows, row_map, weights).sum().backward()
     assert (rows.grad == 3).all()
@@ -74,15 +62,15 @@ def test_unpermute_backward_of_an_expanded_gradient(device: torch.device) -> Non
 
 
 def test_unpermute_without_weights_inverts_permute(device: torch.device) -> None:
-    row_map, x = row_map_of(13, 1, 4, device), random_tensor(13, 64).to(device).requires_grad_()
-    d_out = random_tensor(13, 64, seed=1).to(device)
+    row_map, x = row_map_of(13, 1, 4, device), randn(13, 64, device=device).requires_grad_()
+    d_out = randn(13, 64, seed=1, device=device)
     out, dx = output_and_grads(unpermute_tokens(permute_tokens_with_input(x, row_map)[0], row_map), d_out, x)
     assert torch.equal(out, x)
     assert torch.equal(dx, d_out)
 
 
 def test_no_tokens(device: torch.device) -> None:
-    row_map, ends = permute_module.sort_by_expert(torch.zeros(0, 2, dtype=torch.int64, device=device), 3)
+    row_map, ends = sort_by_expert(torch.zeros(0, 2, dtype=torch.int64, device=device), 3)
     assert ends.tolist() == [0, 0, 0]
     x = torch.zeros(0, 16, device=device, requires_grad=True)
     weights = torch.zeros(0, 2, device=device, requires_grad=True)
@@ -92,9 +80,9 @@ def test_no_tokens(device: torch.device) -> None:
 
 
 def test_equal_inputs_give_equal_bits(device: torch.device) -> None:
-    row_map, x = row_map_of(5, 2, 3, device), random_tensor(5, 1100).to(device).requires_grad_()
-    weights = random_tensor(5, 2, seed=1).to(device).requires_grad_()
-    d_out = random_tensor(5, 1100, seed=2).to(device)
+    row_map, x = row_map_of(5, 2, 3, device), randn(5, 1100, device=device).requires_grad_()
+    weights = randn(5, 2, seed=1, device=device).requires_grad_()
+    d_out = randn(5, 1100, seed=2, device=device)
     runs = [
         output_and_grads(
             unpermute_tokens(permute_tokens_with_input(x, row_map)[0].sin(), row_map, weights), d_out, x, weights
@@ -104,11 +92,12 @@ def test_equal_inputs_give_equal_bits(device: torch.device) -> None:
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("implementation", ["plain"], indirect=True)  # kernels accumulate in fp32
+@pytest.mark.parametrize("implementation", ["reference"], indirect=True)  # kernels accumulate in fp32
 def test_gradients_by_finite_differences() -> None:
     row_map = row_map_of(4, 3, 5, torch.device("cpu"))
-    x, addend = (random_tensor(4, 2, seed=seed, dtype=FP64).requires_grad_() for seed in range(2))
-    weights = random_tensor(4, 3, dtype=FP64).requires_grad_()
+    x, addend, weights = (
+        randn(4, width, seed=seed, dtype=torch.float64).requires_grad_() for seed, width in enumerate((2, 2, 3))
+    )
 
     def forward(x: Tensor, weights: Tensor, addend: Tensor) -> Tensor:
         rows, same_x = permute_tokens_with_input(x, row_map)

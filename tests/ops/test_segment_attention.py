@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from seeded_tensors import randn
 from torch import Tensor
 
 from llmb.ops.attention import segment_attention
@@ -22,10 +23,6 @@ SEGMENTS = {
     "packed, the first continued": [Segment(0, 3, 4, 9), Segment(3, 4, 12, 12), Segment(4, 10, 13, 13)],
     "several continued": [Segment(0, 3, 0, 9), Segment(3, 8, 2, 12), Segment(8, 12, 5, 5)],  # not in their context
 }
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def attention_mask(segments: list[Segment], context: int) -> Tensor:

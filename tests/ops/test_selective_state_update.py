@@ -1,11 +1,9 @@
 """Mamba decode with cached states: token by token, or in chunks, against the whole sequence."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases.mamba import running_starting_and_padding_rows
+from op_cases.mamba import running_starting_and_padding_rows, scan_inputs
 from torch import Tensor
 
 from llmb.ops.mamba.causal_conv1d import causal_conv1d
@@ -56,36 +54,26 @@ def test_decode_matches_the_whole_sequence(sizes: tuple[int, int, int, int, int]
     assert all(torch.equal(tensor[:4], before) for tensor, before in zip(state, untouched, strict=True))
 
 
-def chunked_scan(
-    function: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor], state: Tensor, boundaries: list[int]
-) -> tuple[Tensor, Tensor]:
+def chunked_scan(tensors: list[Tensor], state: Tensor, boundaries: list[int]) -> tuple[Tensor, Tensor]:
     """Return y and the final state of a sequence scanned in chunks, each from the state of the one before."""
     x, dt, a, b, c, d = tensors
     chunks = []
     for begin, end in zip([0, *boundaries], [*boundaries, len(x)], strict=True):
-        y, state = function(state, x[begin:end], dt[begin:end], a, b[begin:end], c[begin:end], d, 8)
+        y, state = ssd_with_state(state, x[begin:end], dt[begin:end], a, b[begin:end], c[begin:end], d, 8)
         chunks.append(y)
     return torch.cat(chunks), state
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("boundaries", [[], [8], [1, 2, 13], [20, 24]])
-def test_chunked_prefill_matches_the_whole_sequence(boundaries: list[int], device: torch.device) -> None:
-    """From a zero state as `ssd_sequential`; from another one the same in torch and in kernels."""
+def test_chunked_prefill_matches_the_whole_sequence(boundaries: list[int]) -> None:
+    """From a zero state as `ssd_sequential`, from another one as token by token; kernels: op_cases/mamba.py."""
     generator = torch.Generator().manual_seed(1)
-    shapes = ((29, 4, 6), (29, 4), (4,), (29, 2, 10), (29, 2, 10), (4,))
-    x, dt, a, b, c, d = (torch.randn(*shape, generator=generator) for shape in shapes)
-    tensors = [x, F.softplus(dt), -a.exp(), b, c, d]
+    tensors = scan_inputs(generator, torch.device("cpu"), (29,), 4, 6, 2, 10)
     exact = ssd_sequential(*(tensor[None].double() if tensor.ndim > 1 else tensor.double() for tensor in tensors))[0]
     zero_state, initial_state = torch.zeros(4, 6, 10), torch.randn(4, 6, 10, generator=generator)
-    assert_close(chunked_scan(ssd_with_state, tensors, zero_state, boundaries)[0], exact, 1e-5)
-
-    device_tensors = [tensor.to(device) for tensor in tensors]
-    assert_close(chunked_scan(ssd_with_state.triton, device_tensors, zero_state.to(device), boundaries)[0], exact, 1e-5)
-    expected, expected_state = chunked_scan(
-        ssd_with_state, [tensor.double() for tensor in tensors], initial_state.double(), list(range(1, 29))
-    )
-    for function, given_tensors in ((ssd_with_state, tensors), (ssd_with_state.triton, device_tensors)):
-        y, after = chunked_scan(function, given_tensors, initial_state.to(given_tensors[0].device), boundaries)
-        assert_close(y, expected, 1e-5)
-        assert_close(after, expected_state, 1e-5)
+    assert_close(chunked_scan(tensors, zero_state, boundaries)[0], exact, 1e-5)
+    one_by_one = [tensor.double() for tensor in tensors], initial_state.double(), list(range(1, 29))
+    for actual, expected in zip(
+        chunked_scan(tensors, initial_state, boundaries), chunked_scan(*one_by_one), strict=True
+    ):
+        assert_close(actual, expected, 1e-5)

@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
+from seeded_tensors import randn
 
 from llmb.ops.gemm import skinny_gemm_triton
 from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight, skinny_gemm
 from llmb.ops.gemm.skinny_gemm_triton import step_of, tile_of
-
-
-def randn(device: torch.device, *shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 @pytest.mark.slow
@@ -20,8 +16,8 @@ def test_programs_take_several_groups_and_long_rows_in_chunks(
     monkeypatch.setattr(skinny_gemm_triton, "MULTIPROCESSORS", 1)
     monkeypatch.setattr(skinny_gemm_triton, "MAX_INPUTS", 2)
     for inputs, activation in ((256, None), (256, "silu"), (1300, None), (1300, "gelu")):
-        x, weight = randn(device, 2, inputs, seed=1), SkinnyGemmWeight(randn(device, 60, inputs, seed=2) * inputs**-0.5)
-        norm = InputNorm(randn(device, inputs, seed=3), 1e-5)
+        x, weight, norm = (randn(*shape, inputs, device=device) for shape in ((2,), (60,), ()))
+        weight, norm = SkinnyGemmWeight(weight * inputs**-0.5), InputNorm(norm, 1e-5)
         expected = skinny_gemm.reference(x, weight, torch.float32, norm, activation)
         actual = skinny_gemm.triton(x, weight, torch.float32, norm, activation)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -129,17 +129,3 @@ def test_kernels_take_strided_tensors(small_tiles) -> None:
         actual = attend(*some, SCALE, 5.0)
         assert actual.transpose(1, 2).is_contiguous()
         assert_equal(with_gradients(actual, some), plain)
-
-
-@pytest.mark.slow
-@interpreted
-def test_kernels_in_bf16_with_their_own_tiles() -> None:
-    inputs = tuple(x.detach().bfloat16().requires_grad_() for x in qkv(150))
-    exact = tuple(x.detach().float().requires_grad_() for x in inputs)
-    plain = softcap_attention.reference(*exact, SCALE, 30.0)
-    fused = attend(*inputs, SCALE, 30.0)
-    dy = torch.randn(plain.shape, generator=torch.Generator().manual_seed(5))
-    actual = [fused, *torch.autograd.grad(fused, inputs, dy.bfloat16())]
-    for x, reference in zip(actual, [plain, *torch.autograd.grad(plain, exact, dy)], strict=True):
-        assert x.dtype == torch.bfloat16
-        assert (x.float() - reference).norm() / reference.norm() < 0.02

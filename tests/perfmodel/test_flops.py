@@ -7,10 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published_models import ALL, DEEPSEEK, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
 
-from llmb.config.spec import (
-    MambaConfig,
-    Model,
-)
+from llmb.config.spec import MambaConfig, Model
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import block_costs, flops, params
 

@@ -1,7 +1,6 @@
 """The metrics against worked examples and tables of the sources, numpy, and invalid inputs."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -58,55 +57,34 @@ def test_grok_text_examples() -> None:
     assert percent(run_mfu(256, GROK_FLOPS_PRINTED, 6.631, 128, 4.9e15), 1) == "26.3"
 
 
-def test_nemotron_text_examples() -> None:
-    assert f"{metrics.tokens_per_s(8192, 768, 15.892):.0f}" == "395888"
-    assert f"{metrics.days_to_train(TRILLION, 395895):.2f}" == "29.24"
-    assert percent(run_mfu(768, NEMOTRON_FLOPS_PRINTED, 15.892, 256, 1979e12)) == "26.86"
+def test_printed_flops_are_rounded() -> None:
+    assert pytest.approx(NEMOTRON_FLOPS_PRINTED, rel=3e-4) == NEMOTRON_FLOPS
+    assert pytest.approx(GROK_FLOPS_PRINTED, rel=2e-3) == GROK_FLOPS
 
 
+# Grok-1: columns printed with two digits take 4.27E15 as printed, the later ones the exact product. One cell is not
+# ours: FP8 on 256 GB200 prints 14.41 days where its own tokens/s give 14.4155.
 @pytest.mark.parametrize(
-    ("gpus", "step_time_s", "rate", "mfu", "days"),
+    ("gpu", "dtype", "gpus", "gbs", "step_time_s", "rate", "flops", "mfu", "days"),
     [
-        (32, 15.119, "52016", "28.23", "222.51"),
-        (64, 15.058, "104454", "28.35", "110.81"),
-        (128, 15.496, "203003", "27.55", "57.01"),
-        (256, 15.892, "395888", "26.86", "29.24"),
-        (512, 15.586, "807321", "27.39", "14.34"),
-        (1024, 15.678, "1605168", "27.23", "7.21"),
-        (2048, 15.723, "3201148", "27.15", "3.62"),
+        ("h100", "fp8", 32, 96, 15.119, "52016", NEMOTRON_FLOPS_PRINTED, "28.23", "222.51"),
+        ("h100", "fp8", 64, 192, 15.058, "104454", NEMOTRON_FLOPS_PRINTED, "28.35", "110.81"),
+        ("h100", "fp8", 128, 384, 15.496, "203003", NEMOTRON_FLOPS_PRINTED, "27.55", "57.01"),
+        ("h100", "fp8", 256, 768, 15.892, "395888", NEMOTRON_FLOPS_PRINTED, "26.86", "29.24"),
+        ("h100", "fp8", 512, 1536, 15.586, "807321", NEMOTRON_FLOPS_PRINTED, "27.39", "14.34"),
+        ("h100", "fp8", 1024, 3072, 15.678, "1605168", NEMOTRON_FLOPS_PRINTED, "27.23", "7.21"),
+        ("h100", "fp8", 2048, 6144, 15.723, "3201148", NEMOTRON_FLOPS_PRINTED, "27.15", "3.62"),
+        ("gb200", "bf16", 128, 256, 7.325, "286300.61", GROK_FLOPS_PRINTED, "47.59", "40.43"),
+        ("gb200", "bf16", 256, 512, 7.39, "567564.82", GROK_FLOPS_PRINTED, "47.17", "20.39"),
+        ("gb200", "fp8", 128, 256, 5.298, "395838.43", GROK_FLOPS_PRINTED, "32.90", "29.24"),
+        ("gb200", "fp8", 256, 512, 5.224, "802891.27", GROK_FLOPS_PRINTED, "33.36", "14.42"),
+        ("h100", "bf16", 512, 1024, 15.933, "526493", GROK_FLOPS, "54.2", "21.98"),
+        ("h100", "fp8", 512, 1024, 13.433, "624478", GROK_FLOPS, "32.2", "18.53"),
     ],
 )
-def test_nemotron_table(gpus: int, step_time_s: float, rate: str, mfu: str, days: str) -> None:
-    """Nemotron-H 56b, FP8, H100; MFU with the rounded model FLOPs that the document states."""
-    gbs = 3 * gpus
-    rate_per_s = metrics.tokens_per_s(8192, gbs, step_time_s)
-    assert f"{rate_per_s:.0f}" == rate
-    assert f"{metrics.days_to_train(TRILLION, rate_per_s):.2f}" == days
-    peak = peak_flops("h100", "fp8")
-    assert percent(run_mfu(gbs, NEMOTRON_FLOPS_PRINTED, step_time_s, gpus, peak)) == mfu
-    exact = run_mfu(gbs, NEMOTRON_FLOPS, step_time_s, gpus, peak)
-    assert exact == pytest.approx(float(mfu) / 100, rel=3e-4)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "dtype", "gpus", "step_time_s", "rate", "flops", "mfu", "days"),
-    [
-        ("gb200", "bf16", 128, 7.325, "286300.61", GROK_FLOPS_PRINTED, "47.59", "40.43"),
-        ("gb200", "bf16", 256, 7.39, "567564.82", GROK_FLOPS_PRINTED, "47.17", "20.39"),
-        ("gb200", "fp8", 128, 5.298, "395838.43", GROK_FLOPS_PRINTED, "32.90", "29.24"),
-        ("gb200", "fp8", 256, 5.224, "802891.27", GROK_FLOPS_PRINTED, "33.36", "14.42"),
-        ("h100", "bf16", 512, 15.933, "526493", GROK_FLOPS, "54.2", "21.98"),
-        ("h100", "fp8", 512, 13.433, "624478", GROK_FLOPS, "32.2", "18.53"),
-    ],
-)
-def test_grok_tables(
-    gpu: str, dtype: str, gpus: int, step_time_s: float, rate: str, flops: float, mfu: str, days: str
+def test_tables_of_nemotron_h_56b_and_grok_1(
+    gpu: str, dtype: str, gpus: int, gbs: int, step_time_s: float, rate: str, flops: float, mfu: str, days: str
 ) -> None:
-    """Grok-1: columns printed with two digits take 4.27E15 as printed, the later ones the exact product.
-
-    One cell is not ours: FP8 on 256 GB200 prints 14.41 days where its own tokens/s give 14.4155.
-    """
-    gbs = 2 * gpus
     rate_per_s = metrics.tokens_per_s(8192, gbs, step_time_s)
     assert f"{rate_per_s:.{len(rate.partition('.')[2])}f}" == rate
     assert f"{metrics.days_to_train(TRILLION, rate_per_s):.2f}" == days
@@ -188,17 +166,6 @@ TIMES = st.lists(st.floats(1e-6, 1e6), min_size=2, max_size=50)
 def test_percentile_equals_numpy(samples: list[float], q: float) -> None:
     scale = max(abs(x) for x in samples)
     assert metrics.percentile(samples, q) == pytest.approx(np.percentile(samples, q), rel=1e-9, abs=1e-12 * scale)
-
-
-@settings(deadline=None)  # the machine may be shared
-@given(VALUES, st.floats(0, 100), st.floats(0, 100))
-def test_percentile_is_ordered_and_within_the_samples(samples: list[float], a: float, b: float) -> None:
-    low, high = metrics.percentile(samples, min(a, b)), metrics.percentile(samples, max(a, b))
-    assert low is not None
-    assert high is not None
-    slack = 1e-12 * max(abs(x) for x in samples)
-    assert min(samples) <= low <= high + slack
-    assert high <= max(samples)
 
 
 def test_percentile_interpolates_where_an_index_would_not() -> None:
@@ -363,16 +330,3 @@ def test_throughput_without_requests_is_none() -> None:
     assert metrics.throughput([]) is None
     assert metrics.throughput([request(1.0, 1.0, (), 1.0, 1)]) is None
     assert metrics.throughput([STREAMED, request(0.0, 0.1, (), math.nan, 1)]) is None
-
-
-def test_any_object_with_the_fields_is_accepted() -> None:
-    @dataclass
-    class Plain:
-        arrival: float = 0.0
-        first_token: float | None = 0.25
-        token_times: tuple[float, ...] = ()
-        end: float = 1.0
-        input_tokens: int = 1
-        output_tokens: int = 4
-
-    assert metrics.tpot_ms(Plain()) == 250

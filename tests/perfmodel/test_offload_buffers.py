@@ -1,6 +1,7 @@
 """Sizes of what moves, against the figures that are published for an 8B."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 from llama_plans import LLAMA_8B, TINY, plan_of
@@ -33,18 +34,11 @@ def test_state_of_each_weight(update, state, grad):
 def test_buckets_hold_all_weights_once(model, tied):
     model = replace(model, tied_embeddings=tied)
     buckets = ParamBuckets(model)
-    numbers = sum(_product(shape) for bucket in range(buckets.count) for shape in buckets.tensors(bucket))
+    numbers = sum(prod(shape) for bucket in range(buckets.count) for shape in buckets.tensors(bucket))
     assert numbers == parameters(model)
     rows = [row for part in range(buckets.vocab_shards) for row in buckets.shard_rows(part)]
     assert rows == list(range(model.vocab))
     assert all(padded_numel(buckets.tensors(bucket)) <= buckets.bucket_numel for bucket in range(buckets.count))
-
-
-def _product(shape):
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def test_fp32_takes_twice_the_bytes():

@@ -3,10 +3,7 @@
 import pytest
 from published_models import DEEPSEEK, GROK, LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, NEMOTRON
 
-from llmb.config.spec import (
-    Model,
-    Precision,
-)
+from llmb.config.spec import Model, Precision
 from llmb.perfmodel import params
 
 # Parameters

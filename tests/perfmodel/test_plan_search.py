@@ -100,15 +100,8 @@ def test_bad_constraints_are_refused_in_one_line(changed, words):
 def test_a_plan_is_within_its_budgets(seqlen, host, device, gbs, chunk, update):
     if chunk is not None and seqlen < chunk:
         chunk = chunk // seqlen * seqlen
-    constraints = PlanConstraints(
-        dtype="bf16",
-        seqlen=seqlen,
-        host_gib=host * MIB,
-        device_gib=device * MIB,
-        gbs=gbs,
-        chunk_tokens=chunk,
-        update=update,
-    )
+    budgets = {"host_gib": host * MIB, "device_gib": device * MIB}
+    constraints = replace(CONSTRAINTS, seqlen=seqlen, **budgets, gbs=gbs, chunk_tokens=chunk, update=update)
     try:
         result = best_plan(TINY, constraints, NOMINAL_CPU)
     except ConfigError:

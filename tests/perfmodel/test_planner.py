@@ -8,22 +8,20 @@ from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.serialization import build, to_json
-from llmb.config.spec import OutOfCore, RunConfig
+from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.memory_estimate import memory_estimate
 
 
-def proxy(recipes, dtype="fp32", **overrides):
+def proxy(recipes, size="8b", dtype="fp32", **overrides):
     settings = tuple(Setting(field=name, value=str(value), source="--set") for name, value in overrides.items())
-    request = RunRequest(size="8b", dtype=dtype, gpus=1, proxy="small", settings=settings)
+    request = RunRequest(size=size, dtype=dtype, gpus=1, proxy="small", settings=settings)
     return resolve(recipes["outofcore_llama3"], request)
 
 
 def test_configuration_is_complete_and_survives_serialization(recipes):
     config = proxy(recipes)
     work = config.workload
-    assert isinstance(work, OutOfCore)
-    assert work.plan is not None
     assert work.gbs == work.plan.gbs == 2
     assert (work.plan.seqlen, work.plan.dtype, work.plan.update) == (1024, "fp32", "stochastic")
     assert len(work.plan.levels) == config.model.layers * work.plan.chunks_per_round
@@ -33,10 +31,7 @@ def test_configuration_is_complete_and_survives_serialization(recipes):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("size", ["1b", "3b", "8b", "15b", "32b", "70b"])
 def test_every_proxy_fits_its_budgets_and_offloads(recipes, size, dtype):
-    config = resolve(recipes["outofcore_llama3"], RunRequest(size=size, dtype=dtype, gpus=1, proxy="small"))
-    work = config.workload
-    assert isinstance(work, OutOfCore)
-    assert work.prediction is not None
+    work = proxy(recipes, size, dtype).workload
     assert sum(work.prediction.device_bytes.values()) <= work.device_gib * 2**30
     assert sum(work.prediction.host_bytes.values()) <= work.host_gib * 2**30
     assert work.prediction.inbound_bytes > 0 < work.prediction.outbound_bytes
@@ -46,8 +41,6 @@ def test_every_proxy_fits_its_budgets_and_offloads(recipes, size, dtype):
 def test_fixed_choices_are_kept_and_recorded(recipes):
     config = proxy(recipes, gbs=3, chunk_tokens=512, resident_params=0, update="stochastic", clip=1.0)
     work = config.workload
-    assert isinstance(work, OutOfCore)
-    assert work.plan is not None
     assert (work.plan.gbs, work.plan.chunk_tokens, work.plan.resident_params) == (3, 512, 0)
     assert work.plan.update_at == "forward"  # only then the norm of all gradients is known
     assert {o.field for o in config.overrides} == {
@@ -59,16 +52,12 @@ def test_fixed_choices_are_kept_and_recorded(recipes):
 @pytest.mark.parametrize(("seqlen", "chunks"), [(1, 1), (101, 1), (256, 1), (257, 2), (1021, 4)])
 def test_proxy_takes_any_sequence_length(recipes, seqlen, chunks):
     work = proxy(recipes, seqlen=seqlen).workload
-    assert isinstance(work, OutOfCore)
-    assert work.plan is not None
     assert work.plan.chunks_per_group == chunks
 
 
 def test_the_memory_shown_is_the_plans(recipes):
     config = proxy(recipes)
     work = config.workload
-    assert isinstance(work, OutOfCore)
-    assert work.prediction is not None
     estimate = memory_estimate(config)
     assert estimate.fits
     assert estimate.total == sum(work.prediction.device_bytes.values())
@@ -77,8 +66,6 @@ def test_the_memory_shown_is_the_plans(recipes):
 
 def test_nothing_is_predicted_from_nominal_rates(recipes):
     work = proxy(recipes).workload
-    assert isinstance(work, OutOfCore)
-    assert work.prediction is not None
     assert work.prediction.step_s is work.prediction.compute_s is None
     assert work.prediction.hardware_flops > 0
 

@@ -32,11 +32,8 @@ class Replay:
         self.content: dict[Slot, tuple[BufferKey, int]] = {}
         self.writer: dict[Slot, tuple[int, int]] = {}  # stream and entry
         self.readers: dict[Slot, list[tuple[int, int]]] = defaultdict(list)
-        self.progress: list[list[tuple[int, int, int]]] = [
-            [],
-            [],
-            [],
-        ]  # per entry: operations of each stream done before
+        # Of each stream and its entries: operations of each stream done before.
+        self.progress: list[list[tuple[int, int, int]]] = [[] for _ in range(3)]
         self.base = [0, 0, 0]
         for bucket in range(ParamBuckets(model).count):
             key = BufferKey("param", bucket)

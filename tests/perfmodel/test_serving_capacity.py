@@ -139,19 +139,19 @@ def test_advice_raises_a_fraction_too_small_for_a_request() -> None:
     )
 
 
-def test_advice_reduces_a_step_that_is_too_large() -> None:
-    config = with_work(llama(), max_num_tokens=100_000, max_batch_size=64)
-    assert serving_capacity.cache_capacity(config, 5 * GIB).missing > 0
-    (smaller,) = advised(config, 5 * GIB)
-    assert serving_capacity.cache_capacity(smaller, 5 * GIB).requests >= 1
-    assert smaller.workload.max_num_tokens > 8192  # type: ignore[union-attr]
-
-
-def test_advice_reduces_a_batch_whose_logits_are_too_large() -> None:
-    config = with_work(llama(), max_batch_size=8192, concurrency=8192)
-    (smaller,) = advised(config, 4 * GIB)
-    assert 1 <= smaller.workload.max_batch_size < 8192  # type: ignore[union-attr]
-    assert serving_capacity.cache_capacity(smaller, 4 * GIB).requests >= 1
+@pytest.mark.parametrize(
+    ("changes", "free_gib", "reduced", "least"),
+    [
+        ({"max_num_tokens": 100_000, "max_batch_size": 64}, 5, "max_num_tokens", 8193),  # too large a step
+        ({"max_batch_size": 8192, "concurrency": 8192}, 4, "max_batch_size", 1),  # too large logits
+    ],
+)
+def test_advice_reduces_what_is_too_large(changes: dict[str, int], free_gib: float, reduced: str, least: int) -> None:
+    config = with_work(llama(), **changes)
+    assert serving_capacity.cache_capacity(config, free_gib * GIB).missing > 0
+    (smaller,) = advised(config, free_gib * GIB)
+    assert least <= getattr(smaller.workload, reduced) < changes[reduced]
+    assert serving_capacity.cache_capacity(smaller, free_gib * GIB).requests >= 1
 
 
 def test_advice_reduces_a_batch_larger_than_the_cache() -> None:

@@ -4,8 +4,10 @@ from itertools import chain
 
 import pytest
 from published_models import ALL, GROK, LLAMA_70B, LLAMA_405B, NEMOTRON
+from test_memory_estimate import run as run_config
+from test_memory_estimate import train
 
-from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.config.spec import Model, Parallel, RunConfig
 from llmb.perfmodel import flops, params
 from llmb.perfmodel.shards import (
     Weight,
@@ -19,12 +21,8 @@ from llmb.perfmodel.shards import (
 
 
 def run(model: Model, ga: int = 1, recompute_layers: int = 0, **split) -> RunConfig:
-    parallel = Parallel(**split)
-    work = Training(seqlen=8192, mbs=1, gbs=ga * parallel.dp, ga=ga, recompute_layers=recompute_layers)
-    return RunConfig(
-        name="test", target="test", size="test", model=model, parallel=parallel, precision=Precision(dtype="bf16"),
-        machine=Machine(gpu="h100", gpus=parallel.world_size, gpus_per_node=8), workload=work,
-    )  # fmt: skip
+    gpus = Parallel(**split).world_size
+    return run_config(model, "h100", gpus, train(ga=ga, recompute_layers=recompute_layers), **split)
 
 
 @pytest.mark.parametrize("model", ALL, ids=lambda model: model.name)

@@ -61,7 +61,8 @@ class Fp8Linears(ResidualLinears):
 
     def down_proj(self, gate_up_N2F: Tensor, residual_SC: Tensor, out_SC: Tensor, save: bool) -> None:
         """Leaves gate and up as they are in any case."""
-        act = _quantized(self.layer, "act", partial(swiglu_fp8, gate_up_N2F), gate_up_N2F, self.model.ffn, rows=True)
+        quantize = partial(swiglu_fp8, gate_up_N2F)
+        act = self._quantized("act", quantize, gate_up_N2F, self.model.ffn, rows=True, columns=False)
         self._add_output(act, self.layer.rows("w2"), residual_SC, out_SC, len(gate_up_N2F))
 
     def mlp_backward(
@@ -110,7 +111,7 @@ class Fp8Linears(ResidualLinears):
         self, name: str, quantize: Quantize, like: Tensor, tp: TensorParallel | None = None
     ) -> Fp8Tensor:
         """Return the input of a forward GEMM; the layout for its weight gradient is saved if inputs are."""
-        x = _gathered(self.layer, name, quantize, like, tp, rows=True, columns=self.inputs is not None)
+        x = self._gathered(name, quantize, like, tp, rows=True, columns=self.inputs is not None)
         if self.inputs is not None:
             self.inputs[name] = x._replace(rows=x.rows.new_empty(0))
         return x
@@ -121,10 +122,10 @@ class Fp8Linears(ResidualLinears):
         """Return the input of a weight gradient. A saved one is given up, so that it is freed after its GEMM."""
         if self.inputs is not None:
             return self.inputs.pop(name)
-        return _gathered(self.layer, name, quantize, like, tp, columns=True)
+        return self._gathered(name, quantize, like, tp, rows=False, columns=True)
 
     def _gradient(self, name: str, x_NK: Tensor, tp: TensorParallel | None = None) -> Fp8Tensor:
-        return _gathered(self.layer, name, partial(quantize_fp8, x_NK), x_NK, tp, rows=True, columns=True)
+        return self._gathered(name, partial(quantize_fp8, x_NK), x_NK, tp, rows=True, columns=True)
 
     def _activation_backward(self, dout: Fp8Tensor, gate_up_N2F: Tensor) -> tuple[Fp8Tensor, Fp8Tensor]:
         """Return the gradient of gate and up, and the activation, which the gradient of the down projection takes."""
@@ -142,42 +143,26 @@ class Fp8Linears(ResidualLinears):
             Fp8Tensor(act_rows, act_columns, act_scale.scale),
         )
 
+    def _gathered(
+        self, name: str, quantize: Quantize, like: Tensor, tp: TensorParallel | None, rows: bool, columns: bool
+    ) -> Fp8Tensor:
+        """Return a tensor, all tokens of it, in the requested layouts; `tp` gathers it, None if it is whole."""
+        if tp is None:
+            return self._quantized(name, quantize, like, like.shape[1], rows, columns)
+        shard = self._quantized(name, quantize, like, like.shape[1], rows=True, columns=False)
+        rows_NK = tp.gather(shard.rows)
+        _, columns_KP = _empty_layouts(name, rows_NK, like.shape[1], False, columns)
+        if columns:
+            unit = torch.ones((), device=rows_NK.device)
+            quantize_fp8(rows_NK, ScaleAmax(unit, None), None, columns_KP)  # transposes the same bits
+        return Fp8Tensor(rows_NK if rows else rows_NK.new_empty(0), columns_KP, shard.scale)
 
-def _gathered(
-    layer: Fp8LayerWeights,
-    name: str,
-    quantize: Quantize,
-    like: Tensor,
-    tp: TensorParallel | None,
-    rows: bool = False,
-    columns: bool = False,
-) -> Fp8Tensor:
-    """Return a tensor, all tokens of it, in the requested layouts; `tp` gathers it from ranks, None if it is whole."""
-    if tp is None:
-        return _quantized(layer, name, quantize, like, like.shape[1], rows, columns)
-    shard = _quantized(layer, name, quantize, like, like.shape[1], rows=True)
-    rows_NK = tp.gather(shard.rows)
-    _, columns_KP = _empty_layouts(name, rows_NK, like.shape[1], False, columns)
-    if columns:
-        unit = torch.ones((), device=rows_NK.device)
-        quantize_fp8(rows_NK, ScaleAmax(unit, None), None, columns_KP)  # transposes the same bits
-    return Fp8Tensor(rows_NK if rows else rows_NK.new_empty(0), columns_KP, shard.scale)
-
-
-def _quantized(
-    layer: Fp8LayerWeights,
-    name: str,
-    quantize: Quantize,
-    like: Tensor,
-    k: int,
-    rows: bool = False,
-    columns: bool = False,
-) -> Fp8Tensor:
-    """Return a tensor of so many channels in the requested layouts."""
-    (scale_amax,) = layer.scale_amax_of(name, measure=quantize)
-    rows_NK, columns_KP = _empty_layouts(name, like, k, rows, columns)
-    quantize(scale_amax, rows_NK if rows else None, columns_KP if columns else None)
-    return Fp8Tensor(rows_NK, columns_KP, scale_amax.scale)
+    def _quantized(self, name: str, quantize: Quantize, like: Tensor, k: int, rows: bool, columns: bool) -> Fp8Tensor:
+        """Return a tensor of so many channels in the requested layouts."""
+        (scale_amax,) = self.layer.scale_amax_of(name, measure=quantize)
+        rows_NK, columns_KP = _empty_layouts(name, like, k, rows, columns)
+        quantize(scale_amax, rows_NK if rows else None, columns_KP if columns else None)
+        return Fp8Tensor(rows_NK, columns_KP, scale_amax.scale)
 
 
 def _empty_layouts(name: str, like: Tensor, k: int, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:

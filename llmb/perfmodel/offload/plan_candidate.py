@@ -196,11 +196,7 @@ class PlanCandidate:
         buckets = self.costs.buckets.count
         usage = sum(device_bytes(self.model, self.plan, self.rates.gpu).values())
         for kind, name in enumerate(BUCKET_KINDS):
-            override = (
-                self.constraints.resident_params,
-                self.constraints.resident_grads,
-                self.constraints.resident_states,
-            )[kind]
+            override = getattr(self.constraints, f"resident_{name}s")
             as_many_as_fit = int((self.constraints.device_gib * GIB - usage) / self._sizes[name])
             for change in (as_many_as_fit, -4, -2, 2, 4) if override is None else ():
                 count = min(buckets, max(0, self.resident[kind] + change))

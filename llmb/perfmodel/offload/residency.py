@@ -63,11 +63,8 @@ class Residency:
 
     def __init__(self, model: Model, plan: Plan):
         buckets = ParamBuckets(model)
-        resident = {
-            "param": evenly_spread(plan.resident_params, model.layers, buckets.count),
-            "grad": evenly_spread(plan.resident_grads, model.layers, buckets.count),
-            "state": evenly_spread(plan.resident_states, model.layers, buckets.count),
-        }
+        counts = zip(BUCKET_KINDS, (plan.resident_params, plan.resident_grads, plan.resident_states), strict=True)
+        resident = {kind: evenly_spread(count, model.layers, buckets.count) for kind, count in counts}
         self.resident = {BufferKey(kind, bucket) for kind, chosen in resident.items() for bucket in chosen}
         self.buffers = buffer_counts(plan)
         self.where: dict[BufferKey, int] = {}

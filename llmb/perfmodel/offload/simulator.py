@@ -68,42 +68,23 @@ class StreamClocks:
         task, cost = operation.task, self.durations.cost(operation.task)
         ready = max(self._done("inbound", operation.wait_inbound), self._done("outbound", operation.wait_outbound))
         start, end = self._take("compute", ready, self.durations.seconds_of(cost))
+        segments: list[tuple[str, float, float, float]] = [(task.kind, start, end, cost.flops)]
         if task.kind == "backward" and task.level != FULL and task.chunk is not None:
-            recompute_cost = self.durations.recompute(task.chunk, task.level)
-            split = start + self.durations.seconds_of(recompute_cost)
-            yield timeline_event(
-                "compute",
-                "recompute",
-                start,
-                split,
-                task,
-                step,
-                self.durations.model.layers,
-                flops=recompute_cost.flops,
-            )
-            yield timeline_event(
-                "compute",
-                task.kind,
-                split,
-                end,
-                task,
-                step,
-                self.durations.model.layers,
-                flops=cost.flops - recompute_cost.flops,
-            )
-        else:
-            yield timeline_event(
-                "compute", task.kind, start, end, task, step, self.durations.model.layers, flops=cost.flops
-            )
+            recompute = self.durations.recompute(task.chunk, task.level)
+            split = start + self.durations.seconds_of(recompute)
+            segments = [
+                ("recompute", start, split, recompute.flops),
+                (task.kind, split, end, cost.flops - recompute.flops),
+            ]
+        for name, begin, stop, flops in segments:
+            yield timeline_event("compute", name, begin, stop, task, step, self.durations.model.layers, flops=flops)
 
     def _copy(
         self, stream: StreamName, opposite: StreamName, gbs: float, copy: Copy, task: StepTask, step: int
     ) -> TimelineEvent:
         ready = max(self._done("compute", copy.wait_compute), self._done(opposite, copy.wait_other))
         size = self.sizes[copy.key.kind]
-        link_busy = self.now[opposite] > max(
-            ready, self.now[stream]
-        )  # the link is slower when both directions are busy
+        link_busy = self.now[opposite] > max(ready, self.now[stream])  # slower when both directions are
         start, end = self._take(stream, ready, size / (self.rates.link_both_gbs if link_busy else gbs) / 1e9)
         return timeline_event(
             stream, copy.key.kind, start, end, task, step, self.durations.model.layers, size, key=copy.key

@@ -15,6 +15,7 @@ import math
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,15 +48,25 @@ class OpCase:
 
 
 def cases(
-    op: Op[..., Any], *params: tuple[Any, ...], tolerance: float, scratch: tuple[int, ...] = ()
+    op: Op[..., Any],
+    *params: tuple[Any, ...],
+    tolerance: float,
+    scratch: tuple[int, ...] = (),
+    full_size: bool = False,
+    exact: torch.dtype | None = None,
 ) -> Callable[[Callable[..., Arguments]], Callable[..., Arguments]]:
     """Register one case of an op for each tuple of parameters, or a single one without parameters."""
 
     def register(build: Callable[..., Arguments]) -> Callable[..., Arguments]:
-        OP_CASES.setdefault(op.name, []).extend(OpCase(op, build, p, tolerance, scratch) for p in params or ((),))
+        op_cases = (OpCase(op, build, p, tolerance, scratch, full_size, exact) for p in params or ((),))
+        OP_CASES.setdefault(op.name, []).extend(op_cases)
         return build
 
     return register
+
+
+# bf16 and fp8 tensors may have the error of being rounded once in addition.
+full_size_cases = partial(cases, full_size=True, exact=torch.float64)
 
 
 def all_cases(full_size: bool) -> list[OpCase]:
@@ -63,22 +74,6 @@ def all_cases(full_size: bool) -> list[OpCase]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return [case for op_cases in OP_CASES.values() for case in op_cases if case.full_size == full_size]
-
-
-def full_size_cases(
-    op: Op[..., Any],
-    *params: tuple[Any, ...],
-    tolerance: float,
-    exact: torch.dtype | None = torch.float64,
-    scratch: tuple[int, ...] = (),
-) -> Callable[[Callable[..., Arguments]], Callable[..., Arguments]]:
-    """Register cases of full size. bf16 and fp8 tensors may have the error of being rounded once in addition."""
-
-    def register(build: Callable[..., Arguments]) -> Callable[..., Arguments]:
-        OP_CASES.setdefault(op.name, []).extend(OpCase(op, build, p, tolerance, scratch, True, exact) for p in params)
-        return build
-
-    return register
 
 
 PERIOD = 1_000_003  # larger tensors repeat their numbers after a prime, so that no two rows are alike

@@ -97,7 +97,7 @@ def saturated_gate(g: Generator, d: device, gate: float) -> Arguments:
     return (ones(1, 1, device=d), gate_up[0], "silu", gate_up[1], gate_up, True), {}
 
 
-@cases(swiglu_fp8, *((n, f, "rc") for n, f in ((3, 10), (1, 1), (300, 70), (64, 65), (0, 16))), tolerance=1e-5)
+@cases(swiglu_fp8, *((n, f, "rc") for n, f in ((3, 10), (1, 1), (140, 70), (64, 65), (0, 16))), tolerance=1e-5)
 @cases(
     swiglu_fp8,
     *((17, 64, which) for which in ("r", "c", "")),
@@ -116,7 +116,7 @@ def fp8(g: Generator, d: device, n: int, f: int, which: str, scale: float = 1) -
     return (h, scale_amax(d, 0.013 * max(scale, 1)), *fp8_layouts(d, n, f, which)), {}
 
 
-@cases(swiglu_backward_fp8, (3, 10), (1, 1), (300, 70), (64, 65), (17, 64, 0.0), (17, 64, 30.0), tolerance=1e-5)
+@cases(swiglu_backward_fp8, (300, 10), (64, 65), (17, 64, 0.0), (17, 64, 30.0), tolerance=1e-5)
 @cases(swiglu_backward_fp8, (17, 64, 1, False), (0, 16), tolerance=1e-5)
 @full_size_cases(swiglu_backward_fp8, (8192, 14336), (33, 1008), (1, 14336), tolerance=1e-5, exact=None)
 def fp8_backward(g: Generator, d: device, n: int, f: int, scale: float = 1, writes: bool = True) -> Arguments:

@@ -1,5 +1,7 @@
 """Attention over KV caches, MLA, softcap, and the merge of attention states."""
 
+from dataclasses import replace
+
 import torch
 from torch import Generator, bfloat16, device, dtype, float8_e4m3fn, float32
 
@@ -28,12 +30,14 @@ def kv_cache(g: Generator, d: device, blocks: int = BLOCKS) -> KvCache:
 
 
 def step(
-    g: Generator, d: device, sequences: Sequences, blocks: int = BLOCKS, block_tokens: int = BLOCK_TOKENS
-) -> tuple[AttentionMetadata, torch.Tensor]:
-    """Return the metadata and slot mapping of a step whose sequences have shuffled blocks."""
+    g: Generator, d: device, sequences: Sequences, blocks: int = BLOCKS, block_tokens: int = BLOCK_TOKENS,
+    table: torch.Tensor | None = None,
+) -> tuple[AttentionMetadata, torch.Tensor]:  # fmt: skip
+    """Return the metadata and slot mapping of a step whose sequences have shuffled blocks, or those of a table."""
     lengths, counts = [first + count for first, count in sequences], [count for _, count in sequences]
     max_blocks = -(-max(lengths) // block_tokens)
-    table = torch.randperm(blocks, generator=g)[: len(sequences) * max_blocks].view(len(sequences), max_blocks)
+    if table is None:
+        table = torch.randperm(blocks, generator=g)[: len(sequences) * max_blocks].view(len(sequences), max_blocks)
     slots = [
         int(table[row, p // block_tokens]) * block_tokens + p % block_tokens
         for row, (first, count) in enumerate(sequences)
@@ -68,8 +72,12 @@ def rope_cache(g: Generator, d: device, n: int, has_rope: bool) -> Arguments:
 @cases(
     paged_attention, *((s, cap) for s in (DECODES, PREFILLS, CONTINUED, MIXED) for cap in (None, 2.0)), tolerance=2e-5
 )
-def paged(g: Generator, d: device, sequences: Sequences, softcap: float | None) -> Arguments:
+@cases(paged_attention, (DECODES, None, 512), tolerance=2e-5)  # four KV splits
+def paged(
+    g: Generator, d: device, sequences: Sequences, softcap: float | None, max_seq_len: int | None = None
+) -> Arguments:
     metadata, slots = step(g, d, sequences)
+    metadata = replace(metadata, max_seq_len=max_seq_len or metadata.max_seq_len)
     cache = kv_cache(g, d)
     qkv = randn(g, d, len(slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     q, k, v = rope_and_cache.reference(qkv, None, None, cache, slots)
@@ -103,15 +111,24 @@ def _llama_step(
     return (randn(g, d, len(slots), 48 * 128, dtype=bfloat16), cache, slots), metadata
 
 
+LONG_DECODES: Sequences = ((149, 1), (0, 1), (16, 1), (96, 1))
+
+
+# The longest sequence that a CUDA graph expects decides the KV splits: 4, and 8, more than most sequences have blocks.
 @cases(
-    decode_attention, (True, None), (False, 2.0),
+    decode_attention, (DECODES, True, None), (DECODES, False, 2.0),
+    (LONG_DECODES, True, 2.0, 256, 0.5, 6), (LONG_DECODES, False, None, 512),
     tolerance=5e-3 if torch.cuda.is_available() else 2e-5,  # on a GPU its products are in tf32
 )  # fmt: skip
-def decode(g: Generator, d: device, has_rope: bool, softcap: float | None) -> Arguments:
-    metadata, slots = step(g, d, DECODES)
-    qkv = randn(g, d, len(slots), (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+def decode(
+    g: Generator, d: device, sequences: Sequences, has_rope: bool, softcap: float | None,
+    max_seq_len: int = 64, key_scale: float = 1.0, heads: int = HEADS,
+) -> Arguments:  # fmt: skip
+    metadata, slots = step(g, d, sequences, blocks=48)
+    qkv = randn(g, d, len(slots), (heads + 2 * KV_HEADS) * HEAD_DIM)
     table = rope_tables(g, d, len(slots), HEAD_DIM) if has_rope else (None, None)
-    return (qkv, *table, kv_cache(g, d), slots, metadata, SCALE, softcap), {}
+    cache = replace(kv_cache(g, d, 48), key_scale=key_scale, value_scale=1 / key_scale)
+    return (qkv, *table, cache, slots, replace(metadata, max_seq_len=max_seq_len), SCALE, softcap), {}
 
 
 @cases(merge_attn_states, (13, 6, 16), (8, 4, 24), tolerance=1e-5)
@@ -126,12 +143,17 @@ def mla_cache(g: Generator, d: device, blocks: int = BLOCKS) -> MlaCache:
     return MlaCache(randn(g, d, blocks, BLOCK_TOKENS, RANK), randn(g, d, blocks, BLOCK_TOKENS, ROPE))
 
 
-@cases(mla_rope_and_cache, (5, 19), (1, 3), tolerance=2e-5)
-def mla_write(g: Generator, d: device, n: int, heads: int) -> Arguments:
-    q, latent, key = randn(g, d, n, heads, 4 + ROPE), randn(g, d, n, RANK), randn(g, d, n, ROPE)
+@cases(mla_rope_and_cache, (5, 19), (1, 3), (5, 3, E4M3), (5, 3, E4M3, 0.5), tolerance=2e-5)
+def mla_write(g: Generator, d: device, n: int, heads: int, kv_dtype: dtype = float32, scale: float = 1.0) -> Arguments:
+    q, norm = randn(g, d, n, heads, 4 + ROPE), randn(g, d, RANK)
+    _, latent, key = randn(g, d, n, 3 + RANK + ROPE).split((3, RANK, ROPE), dim=-1)
+    if kv_dtype == E4M3:
+        norm[0] = 1e4  # beyond what it holds
     slots = torch.randperm(3 * BLOCK_TOKENS, generator=g)[:n].to(d)
     slots[n // 2] = -1
-    return (q, latent, key, randn(g, d, RANK), 1e-6, *rope_tables(g, d, n, ROPE), mla_cache(g, d, 3), slots), {}
+    cache = mla_cache(g, d, 3)
+    cache = replace(cache, latents_BLR=cache.latents_BLR.to(kv_dtype), scale=scale)
+    return (q, latent, key, norm, 1e-6, *rope_tables(g, d, n, ROPE), cache, slots), {}
 
 
 @cases(mla_attention, (DECODES, 24), (MIXED, 8), (CONTINUED, 3), tolerance=2e-5)
@@ -230,10 +252,11 @@ def deepseek_write(g: Generator, d: device, kv_dtype: dtype) -> Arguments:
     return (q, latent, key, norm, 1e-6, *rope_tables(g, d, 37, 64), cache, slots), {}
 
 
-@cases(softcap_attention, (31, 31, 1), (70, 70, 4), (17, 70, 2), tolerance=0.05)  # logits of the reference are in bf16
-def softcapped(g: Generator, d: device, queries: int, keys: int, kv_heads: int) -> Arguments:
+# Logits of the reference are in bf16.
+@cases(softcap_attention, (2, 31, 31, 1), (1, 70, 70, 4), (1, 17, 70, 2), tolerance=0.05)
+def softcapped(g: Generator, d: device, batch: int, queries: int, keys: int, kv_heads: int) -> Arguments:
     shapes = ((HEADS, queries), (kv_heads, keys), (kv_heads, keys))
-    qkv = (randn(g, d, 2, *shape, 16, dtype=bfloat16, scale=3).requires_grad_() for shape in shapes)
+    qkv = (randn(g, d, batch, *shape, 16, dtype=bfloat16, scale=3).requires_grad_() for shape in shapes)
     return (*qkv, 0.4, 30.0), {}
 
 

@@ -23,7 +23,7 @@ ROUTING_RULES = {
 }
 # Tokens, experts per token, experts, channels, sometimes routed tokens that are dropped.
 PERMUTATIONS = (
-    *((13, 1, 4, 64), (37, 8, 16, 96), (11, 3, 5, 53), (5, 2, 3, 1100), (1, 4, 9, 32), (6, 2, 2, 1)),
+    *((13, 1, 4, 64), (9, 8, 16, 96), (11, 3, 5, 53), (5, 2, 3, 1100), (1, 4, 9, 32), (6, 2, 2, 1)),
     (9, 3, 4, 40, 5),
 )
 
@@ -67,8 +67,8 @@ def tokens_to_rows(
     return (randn(g, d, tokens, channels, dtype=dtype), row_map_NK, rows), {}
 
 
-@cases(unpermute, *((*flags, *shape) for shape in PERMUTATIONS for flags in ((0, 0), (1, 0), (1, 1))), tolerance=1e-5)
-@cases(unpermute, *((1, 1, *shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:6]), tolerance=2**-7)
+@cases(unpermute, *((*flags, *shape) for shape in PERMUTATIONS for flags in ((0, 0), (1, 1))), tolerance=1e-5)
+@cases(unpermute, *((1, 0, *shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:4]), tolerance=2**-7)
 @full_size_cases(
     unpermute,
     *((*flags, *shape, 0, dtype) for flags in ((0, 0), (1, 1)) for shape in FULL_SIZE["rows"] for dtype in FLOATS),
@@ -85,7 +85,7 @@ def rows_to_tokens(
 
 
 @cases(unpermute_backward, *PERMUTATIONS, tolerance=1e-5)
-@cases(unpermute_backward, *((*shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:6]), tolerance=2**-7)
+@cases(unpermute_backward, *((*shape, 0, torch.bfloat16) for shape in PERMUTATIONS[:4]), tolerance=2**-7)
 @full_size_cases(
     unpermute_backward, *((*shape, 0, dtype) for shape in FULL_SIZE["rows"] for dtype in FLOATS), tolerance=1e-5
 )
@@ -107,16 +107,15 @@ def send_buffer(g: Generator, d: device, tokens: int, top_k: int, ranks: int, ex
 
 
 # Ranks, experts, rows of each rank.
-@cases(sort_received_rows, (2, 1, 16), (8, 4, 48), (3, 5, 300), (6, 256, 512), (1, 3, 7), tolerance=0)
+@cases(sort_received_rows, (2, 1, 16), (8, 4, 48), (3, 5, 300), (2, 256, 64), (1, 3, 7), tolerance=0)
 def received_rows(g: Generator, d: device, ranks: int, experts: int, rows: int) -> Arguments:
     ends_BE = torch.randint(rows + 1, (ranks, experts), generator=g, dtype=torch.int32).sort(1).values
     return (ends_BE.to(d), ranks * rows), {}
 
 
-@cases(fused_moe, (1, "plain"), (17, "plain"), (0, "plain"), (3, "nvfp4"), (17, "nvfp4"), tolerance=1e-5)
+@cases(fused_moe, (1, "plain"), (17, "plain"), (0, "plain"), (17, "nvfp4"), tolerance=1e-5)
 @cases(fused_moe, (7, "plain", 48, 80), (7, "nvfp4", 48, 80), tolerance=1e-5)  # partial blocks
-@cases(fused_moe, (1, "per_token"), (3, "per_token"), (3, "1x128"), tolerance=5e-3)
-@cases(fused_moe, (17, "per_token"), (17, "1x128"), tolerance=1e-2)
+@cases(fused_moe, (3, "per_token"), (3, "1x128"), tolerance=5e-3)
 def routed_tokens(
     g: Generator, d: device, tokens: int, expert_format: ExpertFormat, hidden: int = 256, ffn: int = 128
 ) -> Arguments:
@@ -144,7 +143,7 @@ def expert_weights(g: Generator, d: device, shape: tuple[int, int, int], expert_
 
 
 # The order of K is undefined: top_k > 1 is compared in test_router.py.
-@cases(route, *((name, tokens) for name in ROUTING_RULES for tokens in (1, 19)), tolerance=1e-5)
+@cases(route, *((name, tokens) for name in ROUTING_RULES for tokens in (1, 5)), tolerance=1e-5)
 def best_expert(g: Generator, d: device, name: str, tokens: int) -> Arguments:
     rule = replace(ROUTING_RULES[name], top_k=1)
     logits_NE = 2 * torch.randn(tokens, rule.count, generator=g)

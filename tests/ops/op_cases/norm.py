@@ -56,11 +56,9 @@ def rms_backward_into(g: Generator, d: device, where: str, dtype: dtype) -> Argu
     return (dy, x, randn(g, d, 600, dtype=dtype), EPS, d_residual, out, randn(g, d, 600, dtype=dtype), True), {}
 
 
+@cases(rms_norm_fp8, (0, 16, "rc"), *((n, c, "rc") for n, c in ((5, 12), (130, 70), (3, 1), (16, 200))), tolerance=1e-5)
 @cases(
-    rms_norm_fp8, (0, 16, "rc"), *((n, c, "rc") for n, c in ((5, 12), (130, 70), (3, 1), (16, 1000))), tolerance=1e-5
-)
-@cases(
-    rms_norm_fp8, *((5, 12, which) for which in ("r", "c", "")), (130, 70, "rc", 0.0), (5, 12, "r", 1e4), tolerance=1e-5
+    rms_norm_fp8, *((5, 12, which) for which in ("r", "c", "")), (5, 12, "rc", 0.0), (5, 12, "r", 1e4), tolerance=1e-5
 )
 @full_size_cases(
     rms_norm_fp8,
@@ -101,7 +99,7 @@ def add_rms(
     return (x, residual_NC if residual else None, randn(g, d, c, dtype=dtype), EPS, quant_format), {}
 
 
-@cases(gated_norm, (2, 5, 2, 12), (1, 1, 1, 64), (1, 37, 2, 10, 1e3), (1, 3, 3, 2, 0.0), tolerance=2e-5)
+@cases(gated_norm, (2, 5, 2, 12), (1, 1, 1, 64), (1, 37, 1, 10, 1e3), (1, 3, 1, 2, 0.0), tolerance=2e-5)
 def gated(g: Generator, d: device, b: int, t: int, groups: int, c: int, scale: float = 1) -> Arguments:
     shapes = ((b, t, groups * c), (b, t, groups, c), (groups * c,))
     y, gate, weight = (randn(g, d, *shape, scale=scale).requires_grad_() for shape in shapes)
