@@ -37,7 +37,7 @@ from llmb.train.parallel.context_parallel import ContextParallel, apply_context_
 from llmb.train.parallel.expert_parallel import apply_expert_parallel
 from llmb.train.parallel.fsdp import ShardedParameters, sharded_parameters
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallel.pipeline import build_stages, tied_copies
+from llmb.train.parallel.pipeline_stages import build_stages, tied_copies
 from llmb.train.parallel.sequence_parallel import SequenceParallel
 from llmb.train.parallel.tensor_parallel import apply_tensor_parallel
 from llmb.train.precision import (
@@ -88,7 +88,7 @@ def build_optimizer(model_parts: list[Network], workload: Training, mesh: Mesh) 
     """Build the optimizer of all weights of this rank."""
     parts = [sharded_parameters(model_part) for model_part in model_parts]
     moments = torch.float32 if workload.moments == "fp32" else torch.bfloat16
-    return Optimizer(parts, mesh, workload.lr, tied_copies(model_parts), moments, workload.seed)
+    return Optimizer(parts, mesh, tied_copies(model_parts), moments, workload.seed)
 
 
 def build_meta_parts(config: RunConfig, workload: Training, mesh: Mesh) -> list[Network]:

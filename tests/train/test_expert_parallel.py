@@ -237,7 +237,7 @@ def after_an_update(rank: int, degrees: dict[str, int], weights: dict[str, torch
     x_NC, d_y_NC = (x.chunk(mesh.world_size)[rank] for x in inputs())
     before = forward_backward(block, x_NC, d_y_NC, "plain")[0]
     sharded.end_step()
-    Optimizer([sharded], mesh, 0.1).update(0.1)
+    Optimizer([sharded], mesh).update(0.1)
     cached = block(x_NC).detach()
     for experts in fp8_grouped_linears(block):
         experts.fp8_cache = None

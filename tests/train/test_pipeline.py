@@ -18,7 +18,8 @@ from llmb.models.architectures import build_model
 from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, rank_order
 from llmb.train.loop import accumulate_gradients
 from llmb.train.parallel.mesh import Mesh, init_mesh
-from llmb.train.parallel.pipeline import Stage, build_stages, tied_copies
+from llmb.train.parallel.pipeline import Stage
+from llmb.train.parallel.pipeline_stages import build_stages, tied_copies
 
 
 def small(architecture: str, **changes: Any) -> RunConfig:

@@ -21,9 +21,10 @@ from llmb.results.derive import derive
 from llmb.runtime.checkpoint_folder import IDENTITY, checkpoint_step, complete_checkpoints, latest_checkpoint
 from llmb.train import loop
 from llmb.train.__main__ import main
+from llmb.train.checkpoint_identity import FORMAT
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.fsdp import sharded_parameters
-from llmb.train.train_checkpoint import FORMAT, Checkpointer, state_tensors
+from llmb.train.train_checkpoint import Checkpointer, state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # pytest resets the engine's own filter
 
@@ -284,7 +285,7 @@ def test_state_tensors_are_complete() -> None:
     model.register_buffer("usage", torch.ones(2))
     names = {name for name, _ in model.named_parameters()}
     sharded = shard(model)
-    optimizer = Optimizer([sharded], ONE, 1e-3)
+    optimizer = Optimizer([sharded], ONE)
     model(torch.arange(8)[None], torch.arange(8)[None]).backward()
     sharded.end_step()
     optimizer.update(1e-3)
