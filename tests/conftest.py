@@ -21,7 +21,8 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-# Of tests that are handed out by file, those of these files begin first: none of them should be the last to end.
+# Of tests that are handed out by file, those of these files begin first: none of them should be the last to end. Other
+# files with slow tests follow, and files with fast ones fill the gaps at the end.
 LONGEST_FILES = (
     "test_multi_node_parity",
     "test_fault_injection",
@@ -42,7 +43,8 @@ LONGEST_FILES = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("slurm")}
+    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), item.path not in slow))
 
 
 @pytest.fixture(autouse=True)
