@@ -1,5 +1,6 @@
 """Every test starts with a clean environment: no recipe variable, no proxy, its own $LLMB_INSTALL."""
 
+import gc
 import os
 import signal
 import sys
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("slurm")}
     items.sort(key=lambda item: (places.get(item.path.stem, len(places)), item.path not in slow))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through all imported modules again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
