@@ -187,7 +187,7 @@ class MetaRank:
         return PassCost(peak, change, watch.flops, watch.calls, watch.bytes)
 
 
-def _no_op() -> None:
+def _no_op(_lr: float, **_tensors: Tensor) -> None:
     """Replace the optimizer step."""
 
 
