@@ -16,7 +16,6 @@ from llmb.runtime.hang_report import collectives_entered, hang_report
 from llmb.runtime.recorder import EventRecorder
 from llmb.train import loop
 
-
 HANG_S = 0.5
 
 

@@ -186,7 +186,7 @@ def test_names_of_fp8_tensors_are_those_of_the_whole_model() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "nemotron_h", "grok1"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("nemotron_h", marks=pytest.mark.nightly), "grok1"])
 def test_both_recipes_train_as_bf16(trained, name: str) -> None:
     run = {"model": SMALL_MODELS[name], "steps": 40, "mbs": 2, "ga": 2, "lr": 5e-3}
     bf16 = trained(dtype="bf16", **run).losses()
