@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from llmb.config.overrides import SELECTOR_VARIABLES, VARIABLES
 from llmb.config.recipe import load_all, shipped
@@ -14,6 +15,11 @@ from llmb.config.recipe import load_all, shipped
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     # No GPU: Triton kernels run in its interpreter. That is chosen when Triton is first imported, which torch may do.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# Nothing is timed: an example that takes 0.2 s on a busy machine is no failure.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
