@@ -1,11 +1,13 @@
 """Every test starts with a clean environment: no recipe variable, no proxy, its own $LLMB_INSTALL."""
 
+import gc
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from llmb.config.overrides import SELECTOR_VARIABLES, VARIABLES
 from llmb.config.recipe import load_all, shipped
@@ -15,22 +17,38 @@ if not list(Path("/dev").glob("nvidia[0-9]*")):
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+# Nothing is timed: an example that takes 0.2 s on a busy machine is no failure.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+
 def pytest_configure() -> None:
     """A suite started in the background inherits that Ctrl-C and hang-up are ignored; what it starts must not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-# Of tests that are handed out by file, those of these files begin first: none of them should be the last to end.
+# Of tests that are handed out by file, those of these files begin first: none of them should be the last to end. Other
+# files with slow tests follow, and files with fast ones fill the gaps at the end.
 LONGEST_FILES = (
-    "test_multi_node_parity",
-    "test_fault_injection",
     "test_readme",
+    "test_layout_training",
+    "test_fault_injection",
+    "test_multi_node_parity",
+    "test_http_lifecycle",
+    "test_slurm_commands",
+    "test_sweep_engines",
     "test_faults",
     "test_parallel_layouts",
-    "test_layout_training",
-    "test_fsdp",
+    "test_precision",
+    "test_slurm_runs",
+    "test_http_faults",
+    "test_http_parallel",
+    "test_registered_ops",
     "test_parallel_serving",
+    "test_checkpoint_layouts",
+    "test_plan_search",
+    "test_serve_clients",
     "test_parity",
     "test_offload_trainer_gpu",
     "test_models_gpu",
@@ -42,7 +60,14 @@ LONGEST_FILES = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    slow = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("slurm")}
+    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), item.path not in slow))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking through all imported modules again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

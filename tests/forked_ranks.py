@@ -29,16 +29,15 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
         port = sock.getsockname()[1]
     pipes = [os.pipe() for _ in range(world)]
     pids = []
-    gc.freeze()  # else the first collection of a rank writes to, and so copies, every page that it shares with this one
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
+            gc.freeze()  # else the first collection writes to, and so copies, every page that is shared with the parent
             for peer, (_, writer) in enumerate(pipes):
                 if peer != rank:
                     os.close(writer)  # a reader waits until every writer has closed its pipe
             _run_rank(rank, world, port, pipes[rank][1], work, arguments)
         pids.append(pid)
-    gc.unfreeze()
     try:
         for _, writer in pipes:
             os.close(writer)

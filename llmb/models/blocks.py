@@ -37,6 +37,15 @@ class RMSNorm(nn.Module):
         return (normed_BTC, x_BTC) if with_residual else normed_BTC
 
 
+class TokenEmbedding(nn.Embedding):
+    """Embedding of tokens."""
+
+    def reset_parameters(self) -> None:
+        """Draw initial weights; on the meta device torch would import its compiler, for two seconds, to draw none."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 def rope_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
     """Return the angular frequency of each of the head_dim / 2 rotated pairs, in radians per token, scaled.
 

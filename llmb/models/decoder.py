@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
-from llmb.models.blocks import RMSNorm, rope_table, sequential_positions
+from llmb.models.blocks import RMSNorm, TokenEmbedding, rope_table, sequential_positions
 from llmb.models.chunked_loss import chunked_cross_entropy
 from llmb.models.hf_layout import GroupedRowLayout
 from llmb.models.moe import collect_aux_losses
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         self.model = model
         self.rope = rope_config(model) if rope_dim else None
         self.rope_dim = rope_dim  # of each head; 0: no positional embedding
-        self.embedding: nn.Embedding | None = nn.Embedding(model.vocab, model.hidden)
+        self.embedding: nn.Embedding | None = TokenEmbedding(model.vocab, model.hidden)
         self.layers = nn.ModuleList(layers)
         self.norm: RMSNorm | None = RMSNorm(model.hidden, model.norm_eps)
         self.head = None if model.tied_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)

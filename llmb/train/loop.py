@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from llmb.runtime.run_ending import Diverged
 from llmb.runtime.step_log import MeasuredStep, StepReport
 from llmb.runtime.synthetic_tokens import synthetic_tokens
 from llmb.runtime.token_data import TokenFile, open_token_file
+from llmb.train.checkpoint_identity import resume_checkpoint
 from llmb.train.cuda_graphs import MicroBatchGraph
 from llmb.train.llama_layers import begin_step, quantize_weights
 from llmb.train.nonfinite import find_first_nonfinite
@@ -37,12 +40,14 @@ from llmb.train.parallel.context_parallel import shard_sequence
 from llmb.train.parallel.expert_parallel import expert_dispatchers, grow_capacity, pop_overflow
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh, init_mesh
-from llmb.train.parallel.pipeline import Pipeline
 from llmb.train.parallelize import build_model_parts, build_optimizer
 from llmb.train.step_profiler import SOURCES, Profiler, format_time_spent
 from llmb.train.step_timer import StepTimer
-from llmb.train.train_checkpoint import Checkpointer, resume_checkpoint
 from llmb.train.train_oom import advise_on_oom
+
+if TYPE_CHECKING:  # imported where they are used: each takes a second, and most runs on one GPU need neither
+    from llmb.train.parallel.pipeline import Pipeline
+    from llmb.train.train_checkpoint import Checkpointer
 
 ModelParts = Sequence[Network]  # the whole network, or one model part for each pipeline stage of this rank
 
@@ -57,7 +62,7 @@ class TrainJob:
     data: TokenFile | None = None  # None: synthetic tokens
     profiler: Profiler | None = None  # None: no profiling
     graph: MicroBatchGraph | None = None  # None: eager
-    pipeline: Pipeline | None = None  # None: no pipeline parallelism
+    pipeline: "Pipeline | None" = None  # None: no pipeline parallelism
 
     def trace_range(self, name: str) -> AbstractContextManager[None]:
         """Return a context that names a range of a step in the trace."""
@@ -85,8 +90,8 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     recorder.add(run_started(mesh))
     with advise_on_oom(mesh.device, config):
         job, model_parts, optimizer = build_training(job)
-        with Checkpointer(folder, config, workload, mesh, model_parts, optimizer) as checkpointer:
-            if checkpoint is not None:
+        with open_checkpointer(job, folder, model_parts, optimizer) as checkpointer:
+            if checkpointer is not None and checkpoint is not None:
                 checkpointer.load(checkpoint)
             for step in steps:
                 profiler.before_step(step)
@@ -102,13 +107,27 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
                 )
                 stop_if_diverged(job, model_parts, step, loss, grad_norm)
                 report_time_spent(job, recorder, profiler.after_step(step))
-                checkpointer.after_step(step)
+                if checkpointer is not None:
+                    checkpointer.after_step(step)
+
+
+def open_checkpointer(
+    job: TrainJob, folder: Path, model_parts: ModelParts, optimizer: Optimizer
+) -> AbstractContextManager["Checkpointer | None"]:
+    """Return the reader and writer of checkpoints; None: the run neither resumes from one nor writes any."""
+    if job.workload.resume is None and job.workload.checkpoint_every is None:
+        return nullcontext()
+    from llmb.train.train_checkpoint import Checkpointer
+
+    return Checkpointer(folder, job.config, job.workload, job.mesh, model_parts, optimizer)
 
 
 def build_training(job: TrainJob) -> tuple[TrainJob, list[Network], Optimizer]:
     """Build the model parts of a job, their pipeline and their optimizer."""
     model_parts = build_model_parts(job.config, job.workload, job.mesh)
     if job.mesh.size("pp") > 1:
+        from llmb.train.parallel.pipeline import Pipeline
+
         job = replace(job, pipeline=Pipeline(model_parts, job.config, job.workload, job.mesh, job.trace_range))
     return job, model_parts, build_optimizer(model_parts, job.workload, job.mesh)
 

@@ -37,7 +37,7 @@ from llmb.train.parallel.context_parallel import ContextParallel, apply_context_
 from llmb.train.parallel.expert_parallel import apply_expert_parallel
 from llmb.train.parallel.fsdp import ShardedParameters, sharded_parameters
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallel.pipeline import build_stages, tied_copies
+from llmb.train.parallel.pipeline_stages import build_stages, tied_copies
 from llmb.train.parallel.sequence_parallel import SequenceParallel
 from llmb.train.parallel.tensor_parallel import apply_tensor_parallel
 from llmb.train.precision import (

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from llmb.errors import ConfigError
 from llmb.models.architectures import Network
-from llmb.models.blocks import Attention, GatedMlp
+from llmb.models.blocks import Attention, GatedMlp, TokenEmbedding
 from llmb.models.moe import GroupedLinear
 from llmb.ops.activation.activation_autograd import gated_mlp
 from llmb.ops.embedding.embedding_autograd import fused_embedding
@@ -51,7 +51,7 @@ class CastLinear(nn.Linear):
         return linear(x, self.weight)
 
 
-class FusedEmbedding(nn.Embedding):
+class FusedEmbedding(TokenEmbedding):
     """Embedding whose gradient is reduced in fp32 and accumulated in place; tokens outside of its rows give zeros."""
 
     first_row = 0  # of the vocabulary
@@ -119,7 +119,7 @@ def compute_in_bf16(network: Network) -> None:
     for module in network.modules():
         if type(module) is nn.Linear:
             use_class(module, CastLinear)
-        if type(module) is nn.Embedding:
+        if type(module) is TokenEmbedding:
             use_class(module, FusedEmbedding)
     if network.embedding is not None:
         network.embedding.register_forward_hook(lambda _module, _args, x_BTC: x_BTC.to(torch.bfloat16))

@@ -23,12 +23,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from llmb.config.native.number_formats import fp8_recipe
-from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError, LaunchError
 from llmb.models.architectures import Network
 from llmb.runtime import checkpoint_folder
+from llmb.train.checkpoint_identity import FORMAT, identity, precision
 from llmb.train.chunked_tensor import (
     ChunkedTensor,
     bucket_tensors,
@@ -41,14 +40,8 @@ from llmb.train.parallel.mesh import Mesh
 
 FAILURES = (Exception, dcp.CheckpointException)  # which is not an Exception
 SCALES = "scales."  # prefix of fp8 scaling history by tensor: optional on both sides
-FORMAT = 2  # incremented when a tensor of the same name and shape changes its meaning; 1 was not recorded
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended with one process
-
-
-def resume_checkpoint(config: RunConfig, workload: Training, folder: Path) -> Path | None:
-    """Return the checkpoint that a run resumes from, checked against its configuration; None: a new run."""
-    return checkpoint_folder.resume_checkpoint(workload, folder, identity(config, workload), FORMAT)
 
 
 class Checkpointer:
@@ -166,19 +159,6 @@ class Checkpointer:
         except FAILURES as error:
             checkpoint_folder.discard_partial(final)
             raise LaunchError(f"cannot write checkpoint {final}: {_reason(error)}") from error
-
-
-def identity(config: RunConfig, workload: Training) -> dict[str, Any]:
-    """Return what must match for a bit-exact resume: model shape, dtype and data order."""
-    shape = {f"model.{name}": value for name, value in to_plain(config.model).items() if name != "name"}
-    data = {name: getattr(workload, name) for name in ("seqlen", "gbs", "seed")}
-    return shape | {"dtype": config.precision.dtype} | data
-
-
-def precision(config: RunConfig, workload: Training) -> dict[str, Any]:
-    """Return the number formats that a resumed run may change, with a warning."""
-    formats = {name: getattr(workload, name) for name in ("master_weights", "gradients", "moments")}
-    return {"fp8_recipe": fp8_recipe(config)} | formats
 
 
 def state_tensors(model_parts: Sequence[Network], optimizer: Optimizer) -> dict[str, Tensor]:

@@ -42,9 +42,9 @@ def processes_of(install):
     return ids
 
 
-def test_a_sweep_starts_a_server_is_killed_and_resumes(tmp_path):
-    """Neither the server nor a finished point survives or is lost."""
-    process = start(tmp_path, *ENGINE, *CLIENT, "--concurrency", "1..4")
+def test_a_sweep_of_two_servers_is_killed_and_resumes(tmp_path):
+    """No server survives, no finished point is lost, and each variant has a server of its own."""
+    process = start(tmp_path, *ENGINE, *CLIENT, "--concurrency", "1..2", "--set", "max_num_tokens=64,128")
     points = None
     while points is None or not points.read_text().count("\n"):
         time.sleep(0.05)
@@ -59,20 +59,15 @@ def test_a_sweep_starts_a_server_is_killed_and_resumes(tmp_path):
     assert processes_of(tmp_path) == []
     result = finish(start(tmp_path, "--resume", points.parent.name))
     assert points.read_text().splitlines()[0] == first
-    assert [row["load"] for row in result["rows"]] == [1, 2, 4]
+    rows = [(row["variant"], row["load"]) for row in result["rows"]]
+    assert rows == [(f"max_num_tokens={tokens}", load) for tokens in (64, 128) for load in (1, 2)]
+    log = (points.parent / "server.log").read_text()
+    assert len(re.findall(r"serving sweep at", log)) == 3  # one was killed
     assert result["gpus"] == 1
     for row in result["rows"]:
         assert row["requests_failed"] == 0
         assert row["output_tokens_per_s"] > 0
     assert processes_of(tmp_path) == []
-
-
-def test_each_variant_has_a_server_of_its_own(tmp_path):
-    process = start(tmp_path, *ENGINE, *CLIENT, "--concurrency", "2", "--set", "max_num_tokens=64,128")
-    result = finish(process)
-    assert [row["variant"] for row in result["rows"]] == ["max_num_tokens=64", "max_num_tokens=128"]
-    log = next((tmp_path / "sweeps").glob("*/server.log")).read_text()
-    assert len(re.findall(r"serving sweep at", log)) == 2
 
 
 def test_the_engine_is_swept_without_a_server(tmp_path):
@@ -91,6 +86,7 @@ def test_the_engine_is_swept_without_a_server(tmp_path):
     ]
 
 
+@pytest.mark.nightly  # rates are swept over HTTP by test_sweep_command.py, and the engine with a concurrency above
 def test_the_engine_is_swept_over_rates(tmp_path):
     result = finish(start(tmp_path, *ENGINE, "--in-process", "--rate", "4"))
     (row,) = result["rows"]

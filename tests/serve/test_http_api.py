@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 
-import openai
 import pytest
 import torch
 from live_server import MODEL, LiveServer, server_config
@@ -206,6 +205,8 @@ def test_many_asynchronous_streams(live_server, engine_outputs, tokenizer):
 
 
 def test_errors_are_the_client_s_exceptions(live_server):
+    import openai  # a second, which only the worker of this file spends
+
     client = live_server.client()
     with pytest.raises(openai.BadRequestError, match="temperature must be a number from 0 to 2"):
         client.completions.create(model=NAME, prompt="a", temperature=9)

@@ -1,4 +1,7 @@
-"""Start, limits, disconnects, signals and failures of the server, each with a process of its own."""
+"""Start, limits, disconnects, signals and failures of the server, each with a process of its own.
+
+Where only the HTTP process is asked for something, its engine is a fake, which starts without torch.
+"""
 
 import json
 import os
@@ -133,7 +136,7 @@ def test_request_timeout_ends_streams_and_others(config):
 
 
 def test_sigterm_drains_and_refuses_new_requests(config):
-    with LiveServer(config, "--drain-timeout", "30") as server:
+    with LiveServer(config, "--drain-timeout", "30", program=(*FAKE_ENGINE, "1000")) as server:
         sock = connect(server, LONG | {"max_tokens": 2500})
         wait_for(lambda: running(server) == 1)
         server.process.send_signal(signal.SIGTERM)
@@ -147,7 +150,7 @@ def test_sigterm_drains_and_refuses_new_requests(config):
 
 @pytest.mark.parametrize("second", [False, True])
 def test_drain_ends_after_its_timeout_or_a_second_signal(config, second):
-    with LiveServer(config, "--drain-timeout", "60" if second else "0.2") as server:
+    with LiveServer(config, "--drain-timeout", "60" if second else "0.2", program=(*FAKE_ENGINE, "100")) as server:
         sock = connect(server, LONG | {"max_tokens": 8000})
         wait_for(lambda: running(server) == 1)
         server.process.send_signal(signal.SIGINT)
@@ -196,7 +199,8 @@ def test_engine_ends_with_a_killed_server(config):
 def test_api_key_is_required_and_never_printed(config, tmp_path):
     file = tmp_path / "key"
     file.write_text("a-secret-key\n")
-    with LiveServer(config, "--api-key-file", str(file), "--served-model-name", "m") as server:
+    arguments = ("--api-key-file", str(file), "--served-model-name", "m")
+    with LiveServer(config, *arguments, program=(*FAKE_ENGINE, "1000")) as server:
         assert server.complete(**LONG | {"max_tokens": 1}).status == 401
         assert server.get("/v1/models", Authorization="Bearer wrong").status == 401
         assert server.get("/v1/models", Authorization="Bearer a-secret-key").json()["data"][0]["id"] == "m"

@@ -43,7 +43,7 @@ def layout_config(folder, name: str):
     return write_config(folder / "run", config), arguments, ranks
 
 
-NIGHTLY = ("ep", "dense attention_dp")  # the others meet the same code
+NIGHTLY = ("pp", "ep", "dense attention_dp")  # the others meet the same code
 
 
 @pytest.mark.parametrize(

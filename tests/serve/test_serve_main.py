@@ -43,14 +43,6 @@ def test_interrupted_run_records_the_signal(tmp_path, number: signal.Signals, st
     assert err == f"llmb.serve: {ended.reason}\n"
 
 
-@pytest.mark.slow
-def test_engines_start_without_torch_dynamo() -> None:
-    """Its import would take a second of every start."""
-    engines = "llmb.serve.benchmark.serving_benchmark, llmb.offload.offload_loop"
-    code = f"import sys, {engines}; print('torch._dynamo' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
-
-
 def test_invalid_config_is_one_line_and_needs_no_torch(tmp_path) -> None:
     config = write_config(tmp_path / "run")
     config.write_text(config.read_text().replace('"isl"', '"ils"'))

@@ -89,13 +89,18 @@ def rewrite(_rank: int, config: RunConfig, saved: Path, folder: Path) -> None:
         checkpointer.after_step(2)
 
 
+LLAMA_ROUTE = ["fsdp 2", "tp 2", "pp 2", "one process", "fsdp 2"]
+DEEPSEEK_ROUTE = ["fsdp 4 ep 2", "dp 2 etp 2", "one process", "fsdp 4 ep 2"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("model", "route"),
+    ("model", "route", "dtype"),
     [
-        ("llama", ["fsdp 2", "tp 2", "pp 2", "one process", "fsdp 2"]),
-        ("deepseek", ["fsdp 4 ep 2", "dp 2 etp 2", "one process", "fsdp 4 ep 2"]),
+        pytest.param("llama", LLAMA_ROUTE, "fp32", marks=pytest.mark.nightly),
+        ("llama", LLAMA_ROUTE, "bf16"),
+        ("deepseek", DEEPSEEK_ROUTE, "fp32"),
+        pytest.param("deepseek", DEEPSEEK_ROUTE, "bf16", marks=pytest.mark.nightly),
     ],
 )
 def test_every_layout_reads_and_writes_the_same_state(tmp_path, model: str, route: list[str], dtype: str) -> None:

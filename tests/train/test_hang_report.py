@@ -15,6 +15,15 @@ from llmb.runtime.hang_report import collectives_entered, hang_report
 from llmb.runtime.recorder import EventRecorder
 from llmb.train import loop
 
+HANG_S = 0.5
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
 
 @pytest.mark.slow
 def test_running_process_writes_hang_report_and_continues(start) -> None:
@@ -49,36 +58,46 @@ def test_ranks_of_a_group_count_the_same_collectives(tmp_path) -> None:
             assert len({counts[rank][group] for rank in members[group]}) == 1
 
 
-def one_hangs(rank: int, layout: dict, folder: Path) -> tuple[HangReport, list[float | None]]:
-    """Rank 1 is slow in the second step and late in the third, when both ranks report."""
-    train_step = loop.train_step
-    answers: list[HangReport] = []
+def one_hangs(rank: int, layout: dict, folder: Path) -> tuple[HangReport, list[StepDone]]:
+    """Rank 1 begins the second and third step when rank 0 waits for it, and both ranks have reported.
 
-    def ask() -> None:
-        time.sleep(1)
-        answers.append(hang_report(rank))
+    In the second step it lets rank 0 wait for longer.
+    """
+    train_step = loop.train_step
+    reports: dict[int, HangReport] = {}
+
+    def report(step: int, entered: dict[str, int]) -> None:
+        answer = hang_report(rank)
+        while rank == 0 and not (answer.waiting and answer.collectives != entered):
+            time.sleep(0.01)
+            answer = hang_report(rank)
+        reports[step] = answer
+        (folder / f"step{step}.rank{rank}").touch()
 
     def hang(job, model_parts, optimizer, step):
-        if step == 2 and rank == 1:
-            time.sleep(0.3)
-        if step == 3:
-            threading.Thread(target=ask, daemon=True).start()
+        if step > 1:
+            thread = threading.Thread(target=report, args=(step, collectives_entered()), daemon=True)
             if rank == 1:
-                time.sleep(1.5)
+                wait_until((folder / f"step{step}.rank0").exists)
+            thread.start()
+            if rank == 1:
+                thread.join()
+                time.sleep(HANG_S if step == 2 else 0)
         return train_step(job, model_parts, optimizer, step)
 
     loop.train_step = hang
     loop.train(changed(CONFIG, steps=3, **layout), EventRecorder(folder, rank))
-    steps = [event for event in read(folder / f"events.rank{rank}.jsonl") if isinstance(event, StepDone)]
-    return answers[0], [step.busy_s for step in steps]
+    return reports[3], [event for event in read(folder / f"events.rank{rank}.jsonl") if isinstance(event, StepDone)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"dp": 2, "gbs": 8}, {"tp": 2}, {"pp": 2, "mbs": 2, "ga": 2}], ids=str)
 def test_waiting_rank_is_ahead_of_hanging_rank(layout, tmp_path) -> None:
-    (waits, idle), (hangs, busy) = on_ranks(2, one_hangs, layout, tmp_path)
+    (waits, steps), (hangs, hanging_steps) = on_ranks(2, one_hangs, layout, tmp_path)
     assert (waits.waiting, hangs.waiting) == (True, False)
     assert waits.collectives.keys() == hangs.collectives.keys()
     assert any(waits.collectives[group] > hangs.collectives[group] for group in waits.collectives)
     assert find_hang_cause({0: waits, 1: hangs}, (0, 1)).rank == 1
-    assert busy[1] > 0.3 > idle[1]  # busy seconds in the second step
+    # Of the second step, rank 0 was busy for all but the time it waited, however long its own work took.
+    assert hanging_steps[1].busy_s > HANG_S
+    assert steps[1].seconds - steps[1].busy_s > 0.3

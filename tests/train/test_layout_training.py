@@ -122,7 +122,7 @@ def test_residual_is_sent_in_its_dtype(dtype: str) -> None:
         ("grok1", {"dp": 2, "fsdp": True}, {"overlap_gather": False, "overlap_reduce": False}),
         pytest.param("grok1", {"dp": 2}, {"overlap_gather": False, "overlap_reduce": False}, marks=pytest.mark.nightly),
         ("deepseek", {"tp": 2}, {"recompute_layers": 4}),
-        ("nemotron_h", {"tp": 2}, {"recompute_layers": 4}),
+        pytest.param("nemotron_h", {"tp": 2}, {"recompute_layers": 4}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -150,8 +150,16 @@ def bf16_outcome(**changes: Any) -> Trained:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, {"dp": 2, "fsdp": True}], ids=str)
-@pytest.mark.parametrize("state", ["moments", "master_weights"])
+@pytest.mark.parametrize(
+    ("state", "layout"),
+    [
+        ("moments", {}),
+        pytest.param("moments", {"dp": 2, "fsdp": True}, marks=pytest.mark.nightly),
+        pytest.param("master_weights", {}, marks=pytest.mark.nightly),
+        ("master_weights", {"dp": 2, "fsdp": True}),
+    ],
+    ids=str,
+)
 def test_bf16_state_learns_as_fp32(state: str, layout: dict[str, Any]) -> None:
     fp32, bf16 = (bf16_outcome(steps=40, **{state: dtype}, **layout).losses for dtype in ("fp32", "bf16"))
     assert fp32 != bf16

@@ -16,7 +16,8 @@ from llmb.config.parallel_layout import max_layers_per_rank, stage_layers
 from llmb.config.spec import Parallel, RunConfig
 from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS, rank_order
 from llmb.train.loop import accumulate_gradients
-from llmb.train.parallel.pipeline import Stage, tied_copies
+from llmb.train.parallel.pipeline import Stage
+from llmb.train.parallel.pipeline_stages import tied_copies
 
 
 def small(architecture: str, **changes: Any) -> RunConfig:

@@ -21,9 +21,10 @@ from llmb.results.derive import derive
 from llmb.runtime.checkpoint_folder import IDENTITY, checkpoint_step, complete_checkpoints, latest_checkpoint
 from llmb.train import loop
 from llmb.train.__main__ import main
+from llmb.train.checkpoint_identity import FORMAT
 from llmb.train.optimizer import Optimizer
 from llmb.train.parallel.fsdp import sharded_parameters
-from llmb.train.train_checkpoint import FORMAT, Checkpointer, state_tensors
+from llmb.train.train_checkpoint import Checkpointer, state_tensors
 
 # A fork server with torch already imported starts every process of these tests.
 PROCESSES = get_context("forkserver")

@@ -60,12 +60,14 @@ def activation_backward(
     With `recompute` the activation overwrites `dact`.
     """
     dgate, dup = empty_gradients(gate, up) if out is None else out
+    dact32 = at_least_fp32(dact)
+    up32 = torch.ones_like(dact32) if up is None else at_least_fp32(up)
     with torch.enable_grad():
         leaf = at_least_fp32(gate.detach()).requires_grad_()
         ungated = ACTIVATIONS[activation](leaf)
-    dact32, act = at_least_fp32(dact), ungated.detach()
-    up32 = torch.ones_like(act) if up is None else at_least_fp32(up)
-    (dgate32,) = torch.autograd.grad(ungated, leaf, dact32 * up32)
+        # Of a sum: torch would import sympy, for half a second, to compare the shape of another output's gradient.
+        (dgate32,) = torch.autograd.grad((ungated * (dact32 * up32)).sum(), leaf)
+    act = ungated.detach()
     dup32, act = dact32 * act, act * up32
     dgate.copy_(dgate32)
     if dup is not None:

@@ -24,7 +24,7 @@ from llmb.train.dry_run.memory_tracker import ACTIVATIONS
 from llmb.train.llama_layers import begin_step, quantize_weights
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh
-from llmb.train.parallel.pipeline import TIED, stage_boundary_tensor
+from llmb.train.parallel.pipeline_stages import TIED, stage_boundary_tensor
 from llmb.train.parallelize import allocate_weights, build_meta_parts, build_optimizer
 from llmb.train.precision import fp8_grouped_linears
 

@@ -1,30 +1,26 @@
 """Pipeline parallelism: each rank has some of the layers, and activations are sent from rank to rank.
 
-    model_parts = build_stages(network, mesh)                                # before any other pass over the network
     loss = Pipeline(model_parts, config, workload, mesh, trace_range)(batches)   # all micro-batches of a step
 
-Rank r of pp has the stages r, r + pp, r + 2 pp and so on (`parallel_layout.stage_layers`), each a decoder with only the
-layers of that stage, under their names in the full network. The first stage has the embedding, the last one the norm,
-the head and the loss. The schedule is torch's: 1F1B, or interleaved 1F1B where a rank has several stages.
+The model parts are those of `pipeline_stages.py`. The schedule is torch's: 1F1B, or interleaved 1F1B where a rank has
+several stages. Its import takes a second, so only runs with a pipeline import this module.
 
-With tied embeddings, the first and the last stage hold a copy of the matrix each. Both get the sum of the two gradients
-after every step, so the copies stay bitwise equal.
+With tied embeddings, both copies of the matrix get the sum of the two gradients after every step, so they stay bitwise
+equal.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _batch_p2p  # sends must begin the way receives do
 
-from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import RunConfig, Training
 from llmb.models.architectures import Network
 from llmb.models.decoder import attach_aux_loss
@@ -32,44 +28,12 @@ from llmb.perfmodel.pipeline_schedule import MAX_PENDING_SENDS
 from llmb.train.parallel.bucket import Bucket
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh
+from llmb.train.parallel.pipeline_stages import TIED, stage_boundary_tensor
 
-TIED = "embedding.weight"
 TraceRange = Callable[[str], AbstractContextManager[None]]
 
 # On any error torch's schedules print the whole schedule of every rank.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
-
-
-def build_stages(network: Network, mesh: Mesh) -> list[Network]:
-    """Return this rank's model parts, one for each of its stages, first to last; the network is consumed."""
-    pp = mesh.size("pp")
-    if pp == 1:
-        return [network]
-    layers, network.layers = list(network.layers), nn.ModuleList()  # a network without layers is cheap to copy
-    stages = stage_layers(len(layers), pp, mesh.parallel.vp)
-    model_parts = []
-    for stage in range(mesh.index("pp"), len(stages), pp):
-        model_part = deepcopy(network)
-        for index in stages[stage]:
-            model_part.layers.add_module(str(index), layers[index])
-        _drop_unused_ends(model_part, first=stage == 0, last=stage == len(stages) - 1)
-        model_parts.append(model_part)
-    return model_parts
-
-
-def _drop_unused_ends(model_part: Network, first: bool, last: bool) -> None:
-    """Drop embedding, norm and head unless this stage uses them."""
-    model_part.first, model_part.last = first, last
-    if not first and not (last and model_part.model.tied_embeddings):
-        model_part.embedding = None
-    if not last:
-        model_part.norm = model_part.head = None
-
-
-def tied_copies(model_parts: list[Network]) -> set[str]:
-    """Return the names of tied weights whose other copy, on an earlier stage, counts in the gradient norm."""
-    last = model_parts[-1]
-    return {TIED} if last.last and not last.first and last.model.tied_embeddings else set()
 
 
 class Pipeline:
@@ -286,13 +250,6 @@ def _schedule(stages: list[Stage], micro_batches: int) -> Schedule1F1B | Schedul
 
 def _tokens(workload: Training, mesh: Mesh) -> Tensor:
     return torch.empty(workload.mbs, workload.seqlen // mesh.size("cp"), dtype=torch.int64, device="meta")
-
-
-def stage_boundary_tensor(config: RunConfig, workload: Training, mesh: Mesh) -> Tensor:
-    """Return the residual between two stages, on the meta device."""
-    shape = (workload.mbs, workload.seqlen // mesh.size("cp") // mesh.size("tp"), config.model.hidden)
-    dtype = torch.float32 if config.precision.dtype == "fp32" else torch.bfloat16
-    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
 def _loss() -> Tensor:
