@@ -61,7 +61,6 @@ class TorchModelRunner:
     ):
         self.model, self.device = model, model.groups.device
         num_blocks = -(-max_seq_len // block_tokens)
-        self.max_seq_len = max_seq_len
         num_buffers = max(NUM_HOST_BUFFERS, model.groups.stage.size + 1)  # one launched step per pipeline stage
         max_padding = max((size.num_decodes + size.num_prefills - slots for size in graph_sizes), default=0)
         self.staging = InputStaging(
@@ -69,6 +68,8 @@ class TorchModelRunner:
         )
         self.last_tokens = torch.zeros(slots + 1, dtype=torch.int64, device=self.device)  # the last slot is padding
         self.graphs = StepGraphs(self.staging, self.compute, max_seq_len, self.last_tokens, graph_sizes)
+        # It determines the number of KV splits: those of the graphs are compiled, others would be while users wait.
+        self._graph_seq_len = max_seq_len if self.graphs.decode_sizes else None
 
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> LaunchedStep:
@@ -124,10 +125,7 @@ class TorchModelRunner:
         )
         buffer = StepBuffer.on(self.device, sizes)
         self.staging.upload(batch, buffer)
-        if self.graphs.decode_sizes:
-            # It determines the number of KV splits: those of the graphs are compiled, others would be while users wait.
-            max_seq_len = self.max_seq_len
-        return buffer, buffer.inputs(batch, max_seq_len, num_decodes)
+        return buffer, buffer.inputs(batch, self._graph_seq_len or max_seq_len, num_decodes)
 
     def copy_to_host(self, tokens_S: Tensor, logprob_rows: LogprobRows | None = None) -> LaunchedStep:
         """Start the D2H copy of the sampled tokens and their log probabilities."""

@@ -190,8 +190,6 @@ def engine_for(served_model: ServedModel, blocks: int = 256, longest: int = MAX_
 class EagerReplays:
     """Eager replacement of CUDA graphs: padded steps of fixed sizes, with the host information of a capture."""
 
-    decode_sizes = ()
-
     def __init__(self, runner: TorchModelRunner, sizes: tuple[GraphSize, ...]):
         self.runner, self.sizes = runner, sorted(sizes)
         self.counts: Counter[GraphSize] = Counter()
