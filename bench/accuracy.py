@@ -20,9 +20,9 @@ from step_time_fit import fit, log_errors
 
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, Constants, calibrated, constants, interval_data
 from llmb.perfmodel.step_time.predictor import interval_class, predict, run_config
 from llmb.perfmodel.step_time.published_rows import PublishedRow, is_possible, read_rows
+from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, Constants, calibrated, constants, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.waterfall import StepWork, step_work
 
@@ -270,8 +270,8 @@ def store(samples: Sequence[Sample], c: Constants) -> None:
 INTRODUCTION = """# Accuracy of the step-time predictor
 
 Written by `python bench/accuracy.py`, which needs no GPU. `llmb-run predict` computes the time of a training step from
-the work of one rank (`llmb/perfmodel/step_time/`) with the constants of `step_constants.yaml`. Here its predictions stand
-beside published results of NVIDIA's NeMo and Megatron Bridge recipes, torchtitan, and MaxText.
+the work of one rank (`llmb/perfmodel/step_time/`) with the constants of `step_constants.yaml`. Here its predictions
+stand beside published results of NVIDIA's NeMo and Megatron Bridge recipes, torchtitan, and MaxText.
 Errors are |predicted / measured - 1|; the mean is that of log(predicted / measured)."""
 
 MISSES = """Likely causes:

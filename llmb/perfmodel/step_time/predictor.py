@@ -11,8 +11,8 @@ from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Tra
 from llmb.perfmodel.flops import flops_breakdown
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.step_time.step_constants import Constants, calibrated, interval_data
 from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.step_constants import Constants, calibrated, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.waterfall import StepWork, step_terms, step_work
 

@@ -9,9 +9,9 @@ slowest rank, and idles for (pp - 1) / vp more; data-parallel communication hide
 import math
 from dataclasses import dataclass
 
-from llmb.perfmodel.step_time.step_constants import ENGINES, Constants
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.collective_time import RankTraffic, Transfer, rank_traffic
+from llmb.perfmodel.step_time.step_constants import ENGINES, Constants
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import QUANTIZED_KERNELS, SELECTIVE, BlockWork, RankWork, rank_work
 
