@@ -212,6 +212,14 @@ def test_rows_without_a_needed_cell_say_which():
     assert not is_possible(row.setup, row.step_time_s / 2)
 
 
+def test_cells_may_be_spelled_as_other_tables_do():
+    cells = {"model": "Llama3.1", "size": "8B", "gpu": "H100", "dtype": "BF16", "gpus": "8", "seqlen": "8192"}
+    setup = parse_row(cells | {"mbs": "1", "tp": "1", "vp": "None", "fsdp": "True"}).setup
+    assert setup.parallel.fsdp
+    assert setup.parallel.vp is None
+    assert (setup.gpu, setup.dtype) == ("h100", "bf16")
+
+
 def test_the_engine_is_read_from_the_source():
     assert engine_of("NVIDIA/dgxc-benchmarking grok1/README_314b.md v25.02..v25.04.02@1", "") == "megatron-2024"
     assert engine_of("NVIDIA/dgxc-benchmarking grok1/README.md v25.05.01@6", "") == "megatron"

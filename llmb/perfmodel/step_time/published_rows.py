@@ -52,12 +52,20 @@ def read_rows(path: Path) -> list[PublishedRow]:
 
 def parse_row(cells: dict[str, str], number: int = 0) -> PublishedRow:
     """Return the description of one row."""
-    cells = {name: (value or "").strip() for name, value in cells.items() if name}
+    cells = {name: _cell(name, value) for name, value in cells.items() if name}
     try:
         setup = _setup(cells)
         return PublishedRow(number=number, cells=cells, setup=setup, step_time_s=measured_step_time(cells, setup))
     except LlmbError as error:
         return PublishedRow(number=number, cells=cells, reason=str(error).split("; choices are")[0])
+
+
+def _cell(name: str, value: str | None) -> str:
+    """Return a cell as text; in settings, case does not matter and none is empty."""
+    text = (value or "").strip()
+    if name in ("source", "notes"):
+        return text
+    return "" if text.lower() in ("none", "null", "nan") and name != "cuda_graphs" else text.lower()
 
 
 def measured_step_time(cells: dict[str, str], setup: StepSetup) -> float | None:
@@ -123,7 +131,7 @@ def _layout(cells: dict[str, str], engine: str) -> Parallel:
     tp, pp, cp = (_count(cells, name) or 1 for name in ("tp", "pp", "cp"))
     return Parallel(
         dp=max(1, int(cells["gpus"]) // (tp * pp * cp)),
-        fsdp=(_count(cells, "fsdp") or 0) > 1 or engine == "torchtitan",
+        fsdp=_is_sharded(cells, engine),
         tp=tp,
         pp=pp,
         cp=cp,
@@ -132,6 +140,14 @@ def _layout(cells: dict[str, str], engine: str) -> Parallel:
         # Megatron of 2024 split experts over tp too.
         etp=_count(cells, "etp") or (tp if engine == "megatron-2024" else 1),
     )
+
+
+def _is_sharded(cells: dict[str, str], engine: str) -> bool:
+    """Return whether weights are sharded: a number of FSDP ranks, true, or a word in the notes."""
+    text = cells.get("fsdp", "")
+    if text in ("true", "false"):
+        return text == "true"
+    return (_count(cells, "fsdp") or 0) > 1 or engine == "torchtitan" or "FSDP" in cells.get("notes", "")
 
 
 def engine_of(source: str, notes: str) -> str:
