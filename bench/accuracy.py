@@ -210,6 +210,7 @@ def report(samples: Sequence[Sample], left_out: dict[str, list[PublishedRow]], c
         by_group(samples, errors, lambda s: s.setup.task, "task"),
         "## Left-out models: constants refitted without any row of the model",
         by_group(samples, models, lambda s: s.model, "model"),
+        by_group(samples, models, lambda s: interval_class(s.setup), "kind of run"),
         "## Left-out GPUs: constants refitted without any row of the GPU",
         by_group(samples, gpus, lambda s: s.setup.gpu, "GPU"),
         "## Weak scaling\n\nLargest difference between the predicted and the measured shape of a curve "
