@@ -11,7 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmb import __version__
-from llmb.cli import archive_import, compare_read, list_show, load, plan, probe_command, serve, submit, tokenize
+from llmb.cli import (
+    archive_import,
+    compare_read,
+    list_show,
+    load,
+    plan,
+    predict,
+    probe_command,
+    serve,
+    submit,
+    tokenize,
+)
 from llmb.cli.jobs import jobs
 from llmb.cli.subcommand import Parser, add_help_command
 from llmb.cli.sweep import sweep_command
@@ -27,7 +38,8 @@ exit codes: 0 success, 1 wrong request, 2 the system or a run failed
 completion: eval "$(llmb-run completion bash)"
 """
 MODULES: tuple[Any, ...] = (
-    submit, serve, load, sweep_command, list_show, plan, probe_command, jobs, compare_read, archive_import, tokenize,
+    submit, serve, load, sweep_command, list_show, plan, predict, probe_command, jobs, compare_read, archive_import,
+    tokenize,
 )  # fmt: skip
 
 

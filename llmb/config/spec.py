@@ -108,7 +108,7 @@ class Model:
     attn_logit_softcap: float | None = None  # cap * tanh(logits / cap) before the softmax
     embedding_scale: float = 1.0  # of the embedding's output
     logit_scale: float = 1.0  # of the logits
-    pattern: str | None = None  # hybrids, one letter per layer: M mamba, * attention, - MLP
+    pattern: str | None = None  # hybrids, one letter per layer: M mamba, * attention, - MLP, E experts
     experts: MoEConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
@@ -117,8 +117,8 @@ class Model:
     def blocks(self) -> dict[str, int]:
         """Number of blocks of each kind."""
         if self.pattern is not None:
-            counts = {"mamba": self.pattern.count("M"), "mlp": self.pattern.count("-")}
-            return counts | {"attention": self.pattern.count("*")}
+            letters = {"mamba": "M", "mlp": "-", "experts": "E", "attention": "*"}
+            return {kind: self.pattern.count(letter) for kind, letter in letters.items()}
         dense = self.experts.dense_layers if self.experts else self.layers
         attention = "mla" if self.mla else "attention"
         return {attention: self.layers, "mlp": dense, "experts": self.layers - dense}

@@ -107,13 +107,15 @@ def moe(model: Model) -> BlockCost:
     if model.experts is None:
         raise ConfigError(f"model {model.name}: an expert block needs the field experts")
     experts = model.experts
-    expert_weights = 3 * model.hidden * experts.ffn
+    projections = 3 if model.gated else 2
+    expert_weights = projections * model.hidden * experts.ffn
     return BlockCost(
         dense_weights=experts.shared * expert_weights,
         routed_weights=experts.count * expert_weights,
         active_routed_weights=experts.top_k * expert_weights,
         router_weights=model.hidden * experts.count + (experts.count if experts.score == "sigmoid" else 0),
-        saved_values=2 * model.hidden * (1 + experts.top_k) + 3 * experts.ffn * (experts.top_k + experts.shared),
+        saved_values=2 * model.hidden * (1 + experts.top_k)
+        + projections * experts.ffn * (experts.top_k + experts.shared),
     )
 
 
@@ -158,6 +160,6 @@ def block_stack(model: Model) -> list[tuple[str, int, BlockCost]]:
         raise ConfigError(f"model {model.name}: layers must be 1 or more, got {model.layers}")
     if model.pattern is not None and sum(model.blocks.values()) != model.layers:
         raise ConfigError(
-            f"model {model.name}: the pattern must be {model.layers} letters of M, * and -, got {model.pattern!r}"
+            f"model {model.name}: the pattern must be {model.layers} letters of M, *, - and E, got {model.pattern!r}"
         )
     return [(kind, count, BLOCK_COSTS[kind](model)) for kind, count in model.blocks.items() if count]

@@ -144,7 +144,7 @@ def rank_stages(config: RunConfig, rank: int = 0) -> list[StageShape]:
 def layer_blocks(model: Model, layer: int) -> tuple[str, ...]:
     """Return the kinds of the blocks of a layer, in order."""
     if model.pattern is not None:
-        return ({"M": "mamba", "*": "attention", "-": "mlp"}[model.pattern[layer]],)
+        return ({"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}[model.pattern[layer]],)
     is_moe = model.experts is not None and layer >= model.experts.dense_layers
     return "mla" if model.mla else "attention", "experts" if is_moe else "mlp"
 

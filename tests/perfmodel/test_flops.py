@@ -141,7 +141,8 @@ def test_block_without_its_configuration_is_rejected(missing: str) -> None:
     [
         (replace(LLAMA_8B, layers=0), "layers must be 1 or more"),
         (replace(NEMOTRON, pattern="M-*"), "must be 118 letters of M"),
-        (replace(NEMOTRON, layers=3, pattern="M-E"), "must be 3 letters of M"),
+        (replace(NEMOTRON, layers=3, pattern="M-X"), "must be 3 letters of M"),
+        (replace(NEMOTRON, layers=3, pattern="M-E"), "an expert block needs the field experts"),
         (
             replace(NEMOTRON, mamba=MambaConfig(heads=1, head_dim=1, groups=1, state=1, chunk=0)),
             "chunk must be 1 or more",

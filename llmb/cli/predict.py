@@ -1,0 +1,188 @@
+"""`llmb-run predict`: the time of a training step before it runs, with its waterfall and an interval."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from llmb.cli.run_options import complete_with
+from llmb.cli.subcommand import command
+
+EXAMPLES = (
+    "llmb-run predict -w pretrain_grok1 -s 314b --dtype fp8 --scale 512 --gpu-type h100",
+    "llmb-run predict -w pretrain_llama3.1 -s 70b --dtype fp8 --gpu-type h100 --scale 64..16384",
+    "llmb-run predict --model llama3.1-405b --gpu-type h100 --scale 512 --dtype bf16 --set tp=8 --set pp=8 --set cp=2 "
+    "--set vp=8 --set gbs=256 --set seqlen=8192",
+    "llmb-run predict --model config.json --gpu-type gb200 --scale 64 --set fsdp=true --set mbs=2 --json",
+    "llmb-run predict --model qwen3-32b --gpu-type b200 --scale 64 --set tp=2 --what-if gpu.hbm_bw=2x,network=0.5x",
+    "llmb-run predict --rows runs.csv --json    # columns: model size gpu dtype gpus seqlen gbs mbs tp pp cp vp ep ...",
+)
+TASKS = ("train",)
+
+
+def add_commands(commands: Any) -> None:
+    """Register predict."""
+    summary = "the time of a training step before it runs: waterfall, throughput, memory, interval"
+    parser = command(commands, "predict", run, summary, *EXAMPLES)
+    add = parser.add_argument
+    add("-w", "--workload", metavar="W", help="a workload with recipe rows")
+    add("-s", "--size", metavar="SIZE", help="its model size")
+    complete_with(
+        add("--model", metavar="M", help="instead: a name of the catalog, or a Hugging Face config.json"), _names
+    )
+    add("--rows", type=Path, metavar="CSV", help="instead: many runs, one per row")
+    add("--task", default="train", help="train")
+    add("--dtype", help="bf16, fp8, fp8-mx or nvfp4; default bf16, or the recipe's")
+    add("--scale", metavar="N", help="number of GPUs: 512, 8,64 or a curve 8..16384")
+    add("--gpu-type", metavar="GPU", help="type of GPU")
+    add(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="layout, batch, recompute, engine; repeatable"
+    )
+    add("--what-if", metavar="CHANGES", help="changed hardware: gpu.hbm_bw=2x,gpu.flops=2x,gpu.nvlink=2x,network=0.5x")
+    add("--json", action="store_true", help="as JSON: step_time_s, tokens_per_s_per_gpu, interval_80, terms, ...")
+
+
+def _names() -> list[str]:
+    from llmb.perfmodel.model_catalog import catalog_names
+
+    return sorted(set(catalog_names().values()))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Predict one run, a scaling curve or a file of runs."""
+    from llmb.errors import ConfigError, UnknownName
+
+    if options.task not in TASKS:
+        raise UnknownName("value of --task", options.task, TASKS)
+    if sum(source is not None for source in (options.workload, options.model, options.rows)) != 1:
+        raise ConfigError("predict: name the run with one of -w WORKLOAD, --model NAME|config.json or --rows FILE.csv")
+    return _predict_rows(options) if options.rows else _predict_setups(options)
+
+
+def _predict_setups(options: argparse.Namespace) -> int:
+    from llmb.perfmodel.step_time.predictor import predict
+    from llmb.perfmodel.step_time.setup_fields import changed_device
+    from llmb.report.prediction_text import describe_curve, describe_prediction
+
+    setups = _recipe_setups(options) if options.workload else _model_setups(options)
+    on = changed_device(setups[0].gpu, options.what_if) if options.what_if else None
+    points = [(setup, predict(setup, on)) for setup in setups]
+    if options.json:
+        data = [_as_data(setup, prediction) for setup, prediction in points]
+        print(json.dumps(data[0] if len(data) == 1 else data))
+    elif len(points) > 1:
+        print(describe_curve(points))
+    else:
+        print(describe_prediction(*points[0], predict(setups[0]) if on else None))
+    return 0
+
+
+def _model_setups(options: argparse.Namespace) -> list[Any]:
+    """Return the descriptions of any model at each scale; the batch grows with the number of GPUs."""
+    from llmb.errors import ConfigError
+    from llmb.perfmodel.model_catalog import find_model
+    from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+    from llmb.perfmodel.step_time.hf_shape import read_hf_shape
+    from llmb.perfmodel.step_time.setup_fields import build_setup, parse_scales, parse_settings
+
+    if options.size:
+        raise ConfigError("-s names a size of -w; with --model write the whole name, such as llama3.1-8b")
+    if options.gpu_type is None or options.scale is None:
+        raise ConfigError(f"--model needs --gpu-type ({', '.join(FABRICS)}) and --scale, a number of GPUs")
+    is_path = options.model.endswith(".json") or os.sep in options.model or Path(options.model).is_dir()
+    shape = read_hf_shape(Path(options.model)) if is_path else find_model(options.model)
+    gpu, values = options.gpu_type.lower(), parse_settings(options.set)
+    device(gpu)
+    scales, dtype = parse_scales(options.scale), (options.dtype or "bf16").lower()
+    if len(scales) == 1:
+        return [build_setup(shape, gpu, scales[0], dtype, values)]
+    ranks = values.get("tp", 1) * values.get("pp", 1) * values.get("cp", 1)
+    usable = [scale for scale in scales if scale % ranks == 0]
+    if not usable:
+        raise ConfigError(f"no scale of {options.scale} is a multiple of tp x pp x cp = {ranks}")
+    return _curve(build_setup(shape, gpu, usable[0], dtype, values), usable)
+
+
+def _curve(base: Any, scales: list[int]) -> list[Any]:
+    from llmb.perfmodel.step_time.setup_fields import scaled
+
+    return [scaled(base, scale) for scale in scales]
+
+
+def _recipe_setups(options: argparse.Namespace) -> list[Any]:
+    """Return the descriptions of a recipe row, at its own scale or with its layout at others (weak scaling)."""
+    from llmb.cli.run_options import load_recipes
+    from llmb.config.overrides import from_arguments
+    from llmb.config.resolve import resolve_all
+    from llmb.config.run_list import RunSelection, split_target, tasks_for
+    from llmb.errors import ConfigError
+    from llmb.launch.install_root import install_root
+    from llmb.perfmodel.step_time.cluster_fabric import device
+    from llmb.perfmodel.step_time.setup_fields import parse_scales
+    from llmb.perfmodel.step_time.step_setup import setup_of
+
+    recipes = load_recipes()
+    recipe, size = split_target(options.workload, recipes)
+    size, gpu = options.size or size or recipe.default_size, (options.gpu_type or recipe.default_gpu).lower()
+    dtype = (options.dtype or recipe.default_dtype).lower()
+    device(gpu)
+    listed = recipe.values("gpus", size=size, dtype=dtype, gpu=gpu)
+    scales = parse_scales(options.scale) if options.scale else listed[:1]
+    base = max((scale for scale in listed if scale <= scales[0]), default=listed[0] if listed else scales[0])
+    selection = RunSelection(
+        targets=(recipe.workload,), size=size, dtypes=(dtype,), scales=(base,), gpu=gpu,
+        settings=tuple(from_arguments(options.set)),
+    )  # fmt: skip
+    resolved, bad = resolve_all(tasks_for(selection, recipes), recipes, install_root(os.environ))
+    if bad:
+        raise ConfigError(bad[0])
+    setup = setup_of(resolved[0][1])
+    ranks = setup.gpus // setup.dp
+    usable = [scale for scale in scales if scale % ranks == 0]
+    if not usable:
+        raise ConfigError(f"the layout takes {ranks} GPUs; --scale must be a multiple of {ranks}")
+    return _curve(setup, usable)
+
+
+def _predict_rows(options: argparse.Namespace) -> int:
+    """Predict every row of a CSV file; a row that cannot be predicted says why."""
+    from llmb.perfmodel.step_time.predictor import predict
+    from llmb.perfmodel.step_time.published_rows import read_rows
+    from llmb.perfmodel.step_time.setup_fields import changed_device
+    from llmb.report.table import render
+
+    data: list[dict[str, Any]] = []
+    for row in read_rows(options.rows):
+        if row.setup is None:
+            data.append({"row": row.number, "error": row.reason})
+            continue
+        on = changed_device(row.setup.gpu, options.what_if) if options.what_if else None
+        data.append({"row": row.number, **_as_data(row.setup, predict(row.setup, on))})
+    if options.json:
+        print("[" + ",\n".join(map(json.dumps, data)) + "]")
+    else:
+        header = ("row", "model", "GPUs", "dtype", "step s", "tokens/s/GPU", "TFLOP/s/GPU")
+        cells = [_row_cells(item) for item in data if "error" not in item]
+        print(render(header, cells))
+        for item in data:
+            if "error" in item:
+                print(f"row {item['row']}: {item['error']}", file=sys.stderr)
+    return 0 if any("error" not in item for item in data) else 1
+
+
+def _row_cells(item: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        item["row"], item["model"], f"{item['gpus']} {item['gpu']}", item["dtype"], f"{item['step_time_s']:.3f}",
+        f"{item['tokens_per_s_per_gpu']:.0f}", f"{item['tflops_per_gpu']:.0f}",
+    )  # fmt: skip
+
+
+def _as_data(setup: Any, prediction: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "model": setup.shape.model.name, "gpu": setup.gpu, "gpus": setup.gpus, "dtype": setup.dtype,
+        "seqlen": setup.seqlen, "mbs": setup.mbs, "gbs": setup.gbs, "engine": setup.engine, **asdict(prediction),
+    }  # fmt: skip

@@ -1,0 +1,69 @@
+"""Shapes of published models by name, from `model_catalog.yaml` and the shipped recipes.
+
+find_model("llama3.1", "405b").model.layers       -> 126
+find_model("qwen3-30b-a3b").model.experts.count   -> 128
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llmb.config.recipe import load, load_yaml, shipped
+from llmb.config.serialization import build
+from llmb.config.spec import Model
+from llmb.errors import UnknownName
+
+CATALOG_FILE = Path(__file__).with_name("model_catalog.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model, and the sliding window that some of its attention layers have."""
+
+    model: Model
+    window: int | None = None  # tokens that a query of a windowed layer attends to
+    window_layers: int = 0
+
+
+def find_model(name: str, size: str = "") -> ModelShape:
+    """Return the shape of a model by its name, or by family and size; unknown names list the known ones."""
+    names = catalog_names()
+    candidates = [f"{name}-{size}" if size else name, name]
+    for candidate in candidates:
+        key = names.get(candidate.lower().replace("_", "-")) or names.get(candidate.lower())
+        if key is not None:
+            return _shape(key)
+    raise UnknownName("model", candidates[0], sorted(set(names.values())))
+
+
+@cache
+def catalog_names() -> dict[str, str]:
+    """Return every name and alias, in lower case, with the key of its entry."""
+    names: dict[str, str] = {}
+    for section in _catalog().values():
+        for key, entry in section.items():
+            names |= dict.fromkeys([key, *entry.get("aliases", ())], key)
+    return names
+
+
+@cache
+def _catalog() -> dict[str, dict[str, Any]]:
+    data: dict[str, dict[str, Any]] = load_yaml(CATALOG_FILE, "sections recipes and models")
+    return data
+
+
+@cache
+def _recipe(workload: str) -> Any:
+    return load(shipped() / workload / "recipe.yaml")
+
+
+@cache
+def _shape(key: str) -> ModelShape:
+    if key in _catalog()["recipes"]:
+        entry = _catalog()["recipes"][key]
+        return ModelShape(model=_recipe(entry["recipe"]).model(entry["size"]))
+    fields = {name: value for name, value in _catalog()["models"][key].items() if name != "aliases"}
+    window, window_layers = fields.pop("window", None), fields.pop("window_layers", 0)
+    model = build(Model, {"name": key, "architecture": "llama", **fields}, f"{CATALOG_FILE.name}: {key}")
+    return ModelShape(model=model, window=window, window_layers=window_layers)

@@ -1,0 +1,1 @@
+"""Time of one training step, predicted from first principles with few constants."""

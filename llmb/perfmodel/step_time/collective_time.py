@@ -1,0 +1,147 @@
+"""Communication of one rank: bytes and messages of each parallel dimension, and the bandwidth they travel with.
+
+Ring collectives move (n - 1) / n of the data. Ranks are numbered tp, cp, dp, pp from the inside out, so a group of n
+ranks with stride s stays in one NVLink domain when n * s does. Between domains every GPU has its own network card, and
+a group with g members per domain uses g of them.
+"""
+
+from dataclasses import dataclass
+
+from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.step_work import BF16, RankWork
+
+GRADIENT_BYTES = 4.0  # reduced in fp32
+TP_FORWARD, TP_BACKWARD = 2, 3  # all-gathers and reduce-scatters per block; backward gathers the input again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """Data that a rank sends in a micro-batch or a step."""
+
+    link_bytes: float = 0.0  # inside an NVLink domain
+    network_bytes: float = 0.0  # of each network card
+    hops: float = 0.0  # latencies between domains, one after another
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTraffic:
+    """Communication of the average pipeline rank."""
+
+    tp: Transfer  # per micro-batch
+    tp_forward: Transfer  # its part that recompute repeats
+    cp: Transfer
+    ep: Transfer
+    etp: Transfer  # gather and scatter of routed tokens
+    pp: Transfer
+    fsdp: Transfer
+    dp: Transfer  # per step
+
+
+def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffic:
+    """Return what the average pipeline rank sends."""
+    split = setup.parallel
+    fsdp = split.fsdp and setup.dp > 1
+    tp_bytes = _tp_bytes(setup)
+    nothing = Transfer()
+    data = _data_parallel(setup, work, device)
+    return RankTraffic(
+        tp=_transfer(device, split.tp, 1, tp_bytes * (TP_FORWARD + TP_BACKWARD)),
+        tp_forward=_transfer(device, split.tp, 1, tp_bytes * TP_FORWARD),
+        cp=_transfer(device, split.cp, split.tp, _cp_bytes(setup)),
+        ep=_experts(setup, work, device),
+        etp=_expert_tp(setup, work),
+        pp=_sends(setup, device),
+        fsdp=data if fsdp else nothing,
+        dp=nothing if fsdp or setup.task == "lora" else data,
+    )
+
+
+def _transfer(device: Device, ranks: int, stride: int, size: float) -> Transfer:
+    """Ring collective of `size` bytes in all over `ranks` ranks."""
+    if ranks <= 1:
+        return Transfer()
+    sent, domain = size * (ranks - 1) / ranks, device.fabric.link_domain
+    if ranks * stride <= domain:
+        return Transfer(link_bytes=sent)
+    members = max(1, domain // stride)
+    return Transfer(link_bytes=sent if members > 1 else 0.0, network_bytes=sent / members, hops=ranks / members)
+
+
+def _blocks_with_tp(setup: StepSetup) -> float:
+    """Blocks of a rank whose GEMMs tp splits; routed experts are split by etp instead."""
+    model = setup.shape.model
+    scale = setup.layer_count / model.layers / setup.parallel.pp
+    counts = model.blocks
+    shared = model.experts is not None and model.experts.shared > 0
+    experts = counts.get("experts", 0) * (1.0 if shared or setup.parallel.etp > 1 else 0.0)
+    return scale * (sum(count for kind, count in counts.items() if kind != "experts") + experts)
+
+
+def _tp_bytes(setup: StepSetup) -> float:
+    """Bytes of one gather or scatter in every block of a micro-batch."""
+    return _blocks_with_tp(setup) * setup.tokens * setup.shape.model.hidden * BF16
+
+
+def _cp_bytes(setup: StepSetup) -> float:
+    """Keys and values of the whole sequence, forward and backward, and their gradients."""
+    model, split = setup.shape.model, setup.parallel
+    layers = (model.blocks.get("attention", 0) + model.blocks.get("mla", 0)) * setup.layer_count / model.layers
+    width = model.kv_heads * model.head_dim
+    return 3 * 2 * width / split.tp * layers / split.pp * setup.tokens * split.cp * BF16
+
+
+def _experts(setup: StepSetup, work: RankWork, device: Device) -> Transfer:
+    """Dispatch and combine, forward and backward."""
+    experts, split = setup.shape.model.experts, setup.parallel
+    ranks = split.ep * split.etp
+    if experts is None or split.ep <= 1:
+        return Transfer()
+    token = setup.tokens / split.tp * setup.shape.model.hidden * BF16
+    domain = device.fabric.link_domain
+    passes = 4.0 * work.expert_layers
+    routed = passes * token * experts.top_k * (split.ep - 1) / split.ep
+    if ranks <= domain:
+        return Transfer(link_bytes=routed)
+    nodes = ranks / domain
+    copies = experts.top_k * (nodes - 1) / nodes
+    if setup.dispatcher != "alltoall":  # a token travels once to each node
+        copies = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.top_k)
+    return Transfer(link_bytes=routed, network_bytes=passes * token * copies, hops=passes)
+
+
+def _expert_tp(setup: StepSetup, work: RankWork) -> Transfer:
+    """Tokens of all etp ranks gathered before their experts and scattered after them, forward and backward."""
+    experts, split = setup.shape.model.experts, setup.parallel
+    if experts is None or split.etp <= 1:
+        return Transfer()
+    routed = setup.tokens / split.tp * experts.top_k * setup.shape.model.hidden * BF16
+    return Transfer(link_bytes=4.0 * work.expert_layers * routed * (split.etp - 1))
+
+
+def _sends(setup: StepSetup, device: Device) -> Transfer:
+    """Activations and their gradients between pipeline stages."""
+    split = setup.parallel
+    if split.pp == 1:
+        return Transfer()
+    stages = split.vp or 1
+    size = 2.0 * stages * setup.tokens / split.tp * setup.shape.model.hidden * BF16
+    if setup.gpus <= device.fabric.link_domain:
+        return Transfer(link_bytes=size, hops=2.0 * stages)
+    return Transfer(network_bytes=size, hops=2.0 * stages)
+
+
+def _data_parallel(setup: StepSetup, work: RankWork, device: Device) -> Transfer:
+    """Gradients reduced and weights gathered; with FSDP weights twice, and all of it for every micro-batch."""
+    split = setup.parallel
+    fsdp = split.fsdp
+    weight_bytes = BF16 if setup.dtype == "bf16" or not fsdp else 1.0
+    per_weight = (2.0 * weight_bytes + BF16) if fsdp else (weight_bytes + GRADIENT_BYTES)
+    dense = _transfer(device, setup.dp * split.cp, split.tp, per_weight * work.dense_weights)
+    replicas = setup.dp * split.cp * split.tp // (split.ep * split.etp)
+    routed = _transfer(device, replicas, split.ep * split.etp, per_weight * work.routed_weights)
+    return Transfer(
+        link_bytes=dense.link_bytes + routed.link_bytes,
+        network_bytes=dense.network_bytes + routed.network_bytes,
+        hops=dense.hops + routed.hops,
+    )

@@ -1,0 +1,111 @@
+"""Prediction of a training step: time, waterfall, throughput, MFU, memory and an 80 % interval.
+
+predict(setup).step_time_s
+predict(setup).interval_80            -> (shortest, longest) step time in seconds
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
+from llmb.perfmodel.flops import flops_breakdown
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.step_constants import Constants, calibrated, interval_data
+from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.waterfall import StepWork, step_terms, step_work
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """Predicted step time with its waterfall."""
+
+    step_time_s: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float  # model FLOPs, causal attention, without recompute
+    mfu: float  # against the dense peak of the run's dtype
+    memory_gib: float  # estimate for the fullest GPU
+    interval_80: tuple[float, float]  # of the step time, in seconds
+    terms: dict[str, float]  # seconds
+
+
+def predict(setup: StepSetup, on: Device | None = None, c: Constants | None = None) -> StepPrediction:
+    """Predict one training step, on a GPU of the table or one with what-if changes."""
+    step = step_work(setup, on)
+    terms = step_terms(step, c or calibrated())
+    seconds = sum(terms.values())
+    rate = model_flops(setup) / seconds / setup.gpus
+    half_width = log_half_width(setup)
+    return StepPrediction(
+        step_time_s=seconds,
+        tokens_per_s_per_gpu=setup.gbs * setup.seqlen / seconds / setup.gpus,
+        tflops_per_gpu=rate / 1e12,
+        mfu=rate / peak_flops(step),
+        memory_gib=memory_estimate(run_config(setup)).total / GIB,
+        interval_80=(seconds * math.exp(-half_width), seconds * math.exp(half_width)),
+        terms=terms,
+    )
+
+
+def model_flops(setup: StepSetup) -> float:
+    """Return the model FLOPs of a step: causal attention, backward twice the forward, or once with frozen weights."""
+    parts = flops_breakdown(setup.shape.model, setup.seqlen, "causal")
+    layers = (sum(parts.values()) - parts["lm_head"]) * setup.layer_count / setup.shape.model.layers
+    return (layers + parts["lm_head"]) * setup.gbs * (2 / 3 if setup.task == "lora" else 1.0)
+
+
+def peak_flops(step: StepWork) -> float:
+    """Return the dense peak of the run's dtype, or of bf16 where the GPU has no such units."""
+    peaks = step.device.gpu.peak_flops
+    return peaks.get(step.setup.dtype.removesuffix("-mx")) or peaks["bf16"]
+
+
+def interval_class(setup: StepSetup) -> str:
+    """Return the kind of run whose left-out residuals give the width of the interval."""
+    if not setup.engine.startswith("megatron"):
+        return "other_engine"
+    model = setup.shape.model
+    return "experts_or_mamba" if model.experts or model.mamba else "dense"
+
+
+def log_half_width(setup: StepSetup) -> float:
+    """Return half the width of the 80 % interval, in log space; wider for a GPU without published rows."""
+    data = interval_data()
+    unseen = 1.0 if setup.gpu in data["gpus"] else float(data["unseen_gpu"])
+    return float(data["half_width"][interval_class(setup)]) * unseen
+
+
+def _with_layers(setup: StepSetup) -> Model:
+    """Return the model with the number of layers of the run; dense layers of a mixture shrink with it."""
+    model = setup.shape.model
+    if setup.layers is None or setup.layers == model.layers:
+        return model
+    experts = model.experts and replace(model.experts, dense_layers=min(model.experts.dense_layers, setup.layers - 1))
+    return replace(model, layers=setup.layers, experts=experts)
+
+
+def run_config(setup: StepSetup) -> RunConfig:
+    """Return the run as a configuration of an external engine, for the memory estimate."""
+    split, recompute = setup.parallel, setup.recompute_layers or 0
+    layers = -(-setup.layer_count // split.pp)
+    return RunConfig(
+        name=setup.shape.model.name,
+        target="predict",
+        size="",
+        engine="megatron_bridge",
+        machine=Machine(gpu=setup.gpu, gpus=setup.gpus, gpus_per_node=8),
+        model=_with_layers(setup),
+        parallel=Parallel(
+            dp=setup.dp, fsdp=split.fsdp, tp=split.tp, pp=split.pp, cp=split.cp, ep=split.ep, etp=split.etp, vp=split.vp
+        ),
+        precision=Precision(dtype="bf16"),
+        workload=Training(
+            seqlen=setup.seqlen,
+            mbs=setup.mbs,
+            gbs=setup.gbs,
+            ga=setup.ga,
+            recompute_layers=(recompute or layers) if setup.recompute == "full" else 0,
+            offload_layers=setup.offload_layers,
+        ),
+    )

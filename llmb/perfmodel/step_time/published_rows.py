@@ -1,0 +1,211 @@
+"""Rows of a CSV of training runs as step descriptions, and why a row cannot be used.
+
+    for row in read_rows(Path("published_training.csv")): row.setup, row.step_time_s, row.reason
+
+Columns: model, size, task, gpu, dtype, gpus, seqlen, gbs, mbs, tp, pp, cp, vp, ep, etp, fsdp, cuda_graphs,
+recompute_layers; optional source and notes name engine, release and knobs; measured values may be empty.
+"""
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmb.config.spec import Parallel
+from llmb.errors import ConfigError, LlmbError
+from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.step_time.predictor import model_flops, peak_flops
+from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, Recompute, StepSetup
+from llmb.perfmodel.step_time.waterfall import step_work
+
+DEFAULT_SEQLEN = 8192  # of Llama 3 in torchtitan, whose tables leave it out
+REDUCED_WATTS = 500.0  # of the H100 with 96 GB in torchtitan's tables
+PACKED_TOKENS = 512  # per document of the question-answering data that fine-tuning recipes pack into sequences
+PARTIAL_GRAPHS = 0.8  # of a layer's launches when all its parts that can be captured are
+POSITIVE = ("gpus", "mbs", "tp", "pp", "cp", "ep")
+GRAPH_PARTS = ("attn", "mamba", "moe_router", "moe_preprocess")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRow:
+    """One row: what ran, what was measured, or why the row cannot be used."""
+
+    number: int  # line of the file
+    cells: dict[str, str]
+    setup: StepSetup | None = None
+    step_time_s: float | None = None
+    reason: str | None = None
+
+    @property
+    def model(self) -> str:
+        return f"{self.cells['model']} {self.cells['size']}".strip()
+
+
+def read_rows(path: Path) -> list[PublishedRow]:
+    """Read a CSV file; every row comes back, with a description or a reason."""
+    try:
+        with path.open(newline="") as file:
+            return [parse_row(cells, number) for number, cells in enumerate(csv.DictReader(file), 2)]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def parse_row(cells: dict[str, str], number: int = 0) -> PublishedRow:
+    """Return the description of one row."""
+    cells = {name: _cell(name, value) for name, value in cells.items() if name}
+    try:
+        setup = _setup(cells)
+        return PublishedRow(number=number, cells=cells, setup=setup, step_time_s=measured_step_time(cells, setup))
+    except LlmbError as error:
+        return PublishedRow(number=number, cells=cells, reason=str(error).split("; choices are")[0])
+
+
+def _cell(name: str, value: str | None) -> str:
+    """Return a cell as text; in settings, case does not matter and none is empty."""
+    text = (value or "").strip()
+    if name in ("source", "notes"):
+        return text
+    return "" if text.lower() in ("none", "null", "nan") and name != "cuda_graphs" else text.lower()
+
+
+def measured_step_time(cells: dict[str, str], setup: StepSetup) -> float | None:
+    """Return the measured step time: printed, or from tokens/s of all GPUs or of one."""
+    tokens = setup.gbs * setup.seqlen
+    if cells.get("step_time_s"):
+        return float(cells["step_time_s"])
+    if cells.get("tokens_per_s_per_gpu"):
+        return tokens / setup.gpus / float(cells["tokens_per_s_per_gpu"])
+    return tokens / float(cells["tokens_per_s"]) if cells.get("tokens_per_s") else None
+
+
+def is_possible(setup: StepSetup, seconds: float) -> bool:
+    """Return whether a measured step stays below the GPU's peak in the dtype of the run."""
+    return model_flops(setup) / setup.gpus / seconds < peak_flops(step_work(setup))
+
+
+def _setup(cells: dict[str, str]) -> StepSetup:
+    if not cells.get("model"):
+        raise ConfigError("no model")
+    shape, notes = find_model(cells["model"], cells.get("size", "")), cells.get("notes", "")
+    for name in ("gpu", "gpus", "dtype", "mbs"):
+        if not cells.get(name):
+            raise ConfigError(f"no {name}")
+    engine = engine_of(cells.get("source", ""), notes)
+    seqlen = _count(cells, "seqlen") or (DEFAULT_SEQLEN if engine == "torchtitan" else None)
+    if seqlen is None:
+        raise ConfigError("no seqlen")
+    parallel, gpus, mbs = _layout(cells, engine), int(cells["gpus"]), int(cells["mbs"])
+    task = cells.get("task") or "pretrain"
+    return StepSetup(
+        shape=shape,
+        gpu=cells["gpu"],
+        gpus=gpus,
+        dtype=_dtype(cells["dtype"]),
+        seqlen=seqlen,
+        # torchtitan names the local batch, which a pipeline splits into micro-batches of one sequence.
+        mbs=1 if engine == "torchtitan" and parallel.pp > 1 else mbs,
+        gbs=_count(cells, "gbs") or mbs * parallel.dp,
+        parallel=parallel,
+        layers=_layers(notes),
+        recompute=_recompute(notes, cells),
+        recompute_layers=_count(cells, "recompute_layers") or None,
+        recompute_modules=_modules(notes),
+        offload_layers=_count(cells, "offload_layers") or 0,
+        graphs=_graphs(cells.get("cuda_graphs", "")),
+        engine=engine,
+        dispatcher=_dispatcher(notes),
+        overlap_tp="vanilla TP" not in notes,
+        overlap_experts="moe_a2a_overlap" in notes,
+        task=task,
+        document_tokens=None if task == "pretrain" else PACKED_TOKENS,
+        watts=REDUCED_WATTS if "500W" in notes or "lower TDP" in notes else None,
+    )
+
+
+def _layout(cells: dict[str, str], engine: str) -> Parallel:
+    """Return the parallel layout; torchtitan shards over all GPUs unless told otherwise."""
+    for name in ("gpus", "mbs"):
+        _count(cells, name)
+    if not cells.get("tp") and not cells.get("fsdp") and engine != "torchtitan":
+        raise ConfigError("no layout")
+    tp, pp, cp = (_count(cells, name) or 1 for name in ("tp", "pp", "cp"))
+    return Parallel(
+        dp=max(1, int(cells["gpus"]) // (tp * pp * cp)),
+        fsdp=_is_sharded(cells, engine),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        vp=_count(cells, "vp"),
+        ep=_count(cells, "ep") or 1,
+        # Megatron of 2024 split experts over tp too.
+        etp=_count(cells, "etp") or (tp if engine == "megatron-2024" else 1),
+    )
+
+
+def _is_sharded(cells: dict[str, str], engine: str) -> bool:
+    """Return whether weights are sharded: a number of FSDP ranks, true, or a word in the notes."""
+    text = cells.get("fsdp", "")
+    if text in ("true", "false"):
+        return text == "true"
+    return (_count(cells, "fsdp") or 0) > 1 or engine == "torchtitan" or "FSDP" in cells.get("notes", "")
+
+
+def engine_of(source: str, notes: str) -> str:
+    """Return the engine and its generation from where a row was published."""
+    framework = re.search(r"framework=([\w+-]+)", notes)
+    if framework:
+        engines = {"torchtitan": "torchtitan", "maxtext": "jax", "paxml": "jax"}
+        if framework[1] not in engines:
+            raise ConfigError(f"engine {framework[1]} is not modelled")
+        return engines[framework[1]]
+    if "Megatron-Bridge" in source:
+        recent = re.search(r"verified=2026|container-26\.(0[6-9]|1)", f"{notes} {source}")
+        return "megatron-bridge-2026" if recent else "megatron-bridge"
+    release = re.search(r"v(\d\d\.\d\d)", source)
+    if release is None:
+        return DEFAULT_ENGINE
+    return "megatron-2024" if float(release[1]) < 25.04 else "megatron"
+
+
+def _count(cells: dict[str, str], name: str) -> int | None:
+    text = cells.get(name, "")
+    if not text:
+        return None
+    if not text.isdigit() or (not int(text) and name in POSITIVE):
+        raise ConfigError(f"{name} must be a whole number, got {text!r}")
+    return int(text)
+
+
+def _dtype(text: str) -> str:
+    if text == "fp8-rowwise":
+        raise ConfigError("row-wise scaled fp8 is not modelled")
+    return {"fp8-cs": "fp8", "fp8-tensorwise": "fp8"}.get(text, text)
+
+
+def _layers(notes: str) -> int | None:
+    match = re.search(r"\blayers=(\d+)", notes)
+    return int(match[1]) if match else None
+
+
+def _recompute(notes: str, cells: dict[str, str]) -> Recompute:
+    if int(cells.get("recompute_layers") or 0) > 0 or re.search(r"full AC|AC full", notes):
+        return "full"
+    return "selective" if re.search(r"SAC|selective AC|AC selective", notes) else "none"
+
+
+def _graphs(text: str) -> float:
+    """Return the fraction of launches inside CUDA graphs."""
+    if text == "true" or "full_iteration" in text:
+        return 1.0
+    parts = sum(part in text for part in GRAPH_PARTS)
+    return PARTIAL_GRAPHS * (parts / len(GRAPH_PARTS) if parts else 0.5) if "transformer_engine" in text else 0.0
+
+
+def _dispatcher(notes: str) -> str:
+    match = re.search(r"dispatcher=(\w+)|(tokendrop)", notes)
+    return (match[1] or match[2]) if match else "alltoall"
+
+
+def _modules(notes: str) -> tuple[str, ...]:
+    match = re.search(r"recompute_modules=([\w+]+)", notes)
+    return tuple(match[1].split("+")) if match else ()

@@ -1,0 +1,128 @@
+"""Step descriptions from text: `--set tp=4`, GPU counts such as 8..16384, what-if changes such as network=0.5x."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from llmb.config.spec import Parallel
+from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.step_time.cluster_fabric import Device, device
+from llmb.perfmodel.step_time.step_constants import ENGINES
+from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, DTYPES, StepSetup
+
+COUNTS = ("seqlen", "mbs", "gbs", "layers", "recompute_layers", "offload_layers")
+LAYOUT = ("tp", "pp", "cp", "vp", "ep", "etp")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "recompute": ("none", "selective", "full"),
+    "dispatcher": ("alltoall", "deepep", "hybridep", "tokendrop"),
+    "engine": tuple(ENGINES),
+    "task": ("pretrain", "sft", "lora"),
+    "cuda_graphs": ("true", "false"),
+    "fsdp": ("true", "false"),
+}
+FIELDS = (*LAYOUT, *COUNTS, *CHOICES)
+CHANGES = ("gpu.hbm_bw", "gpu.flops", "gpu.nvlink", "gpu.link_domain", "network")
+DTYPE_ALIASES = {"fp8-cs": "fp8", "fp8-tensorwise": "fp8", "mxfp8": "fp8-mx"}
+DEFAULT_SEQLEN, MOST_GPUS = 4096, 1 << 22
+
+
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """Return `FIELD=VALUE` settings by field, checked."""
+    values: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text}: expected FIELD=VALUE; fields are: {', '.join(FIELDS)}")
+        if name not in FIELDS:
+            raise UnknownName("field of --set", name, FIELDS)
+        values[name] = _parse_value(name, value.strip().lower())
+    return values
+
+
+def _parse_value(name: str, text: str) -> Any:
+    if name in CHOICES:
+        if text not in CHOICES[name]:
+            raise UnknownName(f"value of {name}", text, CHOICES[name])
+        return text == "true" if CHOICES[name] == ("true", "false") else text
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise ConfigError(f"{name} must be a whole number, 1 or more, got {text!r}")
+    return int(text)
+
+
+def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict[str, Any]) -> StepSetup:
+    """Return the description of any model and layout; the batch is one micro-batch per replica unless given."""
+    dtype = DTYPE_ALIASES.get(dtype, dtype)
+    if dtype not in DTYPES:
+        raise UnknownName("dtype", dtype, DTYPES)
+    layout = {name: values[name] for name in LAYOUT if name in values}
+    parallel = Parallel(fsdp=values.get("fsdp", False), **layout)
+    ranks, mbs = parallel.tp * parallel.pp * parallel.cp, values.get("mbs", 1)
+    if gpus % ranks:
+        raise ConfigError(f"tp x pp x cp = {ranks} does not divide {gpus} GPUs; use a multiple of {ranks}")
+    return StepSetup(
+        shape=shape,
+        gpu=gpu,
+        gpus=gpus,
+        dtype=dtype,
+        seqlen=values.get("seqlen", DEFAULT_SEQLEN),
+        mbs=mbs,
+        gbs=values.get("gbs", mbs * gpus // ranks),
+        parallel=parallel,
+        layers=values.get("layers"),
+        recompute=values.get("recompute", "full" if "recompute_layers" in values else "none"),
+        recompute_layers=values.get("recompute_layers"),
+        offload_layers=values.get("offload_layers", 0),
+        graphs=float(values.get("cuda_graphs", False)),
+        engine=values.get("engine", DEFAULT_ENGINE),
+        dispatcher=values.get("dispatcher", "alltoall"),
+        task=values.get("task", "pretrain"),
+    )
+
+
+def parse_scales(text: str) -> list[int]:
+    """Return the GPU counts of `512`, `8,64` or `8..16384` (8 and its doublings)."""
+    ends = re.fullmatch(r"(\d{1,8})\.\.(\d{1,8})", text)
+    if ends and 0 < int(ends[1]) <= int(ends[2]) <= MOST_GPUS:
+        first, last = int(ends[1]), int(ends[2])
+        return [first << power for power in range((last // first).bit_length())]
+    parts = text.split(",")
+    if not all(re.fullmatch(r"\d{1,8}", part) and 0 < int(part) <= MOST_GPUS for part in parts):
+        raise ConfigError(f"--scale: expected GPU counts such as 512, 8,64 or 8..16384, got {text[:60]!r}")
+    return [int(part) for part in parts]
+
+
+def scaled(setup: StepSetup, gpus: int) -> StepSetup:
+    """Return the same layout on another number of GPUs, with as many sequences per GPU (weak scaling)."""
+    if setup.gbs * gpus % setup.gpus:
+        raise ConfigError(f"gbs {setup.gbs} on {setup.gpus} GPUs does not scale to {gpus}")
+    return replace(setup, gpus=gpus, gbs=setup.gbs * gpus // setup.gpus)
+
+
+def changed_device(gpu: str, text: str) -> Device:
+    """Return a GPU with changes such as `gpu.hbm_bw=2x,network=0.5x`."""
+    on = device(gpu)
+    for change in text.split(","):
+        name, _, value = change.strip().partition("=")
+        if name not in CHANGES:
+            raise UnknownName("field of --what-if", name, CHANGES)
+        on = _changed(on, name, value)
+    return on
+
+
+def _changed(on: Device, name: str, value: str) -> Device:
+    if name == "gpu.link_domain":
+        if not re.fullmatch(r"[1-9]\d{0,5}", value):
+            raise ConfigError(f"--what-if {name}: expected a number of GPUs such as 72, got {value!r}")
+        return replace(on, fabric=replace(on.fabric, link_domain=int(value)))
+    if not re.fullmatch(r"\d+(\.\d+)?x", value) or not float(value[:-1]):
+        raise ConfigError(f"--what-if {name}: expected a factor such as 2x or 0.5x, got {value!r}")
+    factor = float(value[:-1])
+    if name == "network":
+        return replace(on, fabric=replace(on.fabric, network=on.fabric.network * factor))
+    if name == "gpu.flops":
+        peaks = {dtype: peak * factor for dtype, peak in on.gpu.peak_flops.items()}
+        return replace(on, gpu=replace(on.gpu, peak_flops=peaks))
+    if name == "gpu.nvlink":
+        return replace(on, gpu=replace(on.gpu, link_bandwidth=on.link_bandwidth * factor))
+    return replace(on, gpu=replace(on.gpu, memory_bandwidth=on.memory_bandwidth * factor))

@@ -1,0 +1,111 @@
+"""Description of one training step: model, layout, precision, batch, GPUs and engine.
+
+StepSetup(shape=find_model("llama3.1-8b"), gpu="h100", gpus=8, dtype="fp8", seqlen=8192, mbs=1, gbs=128)
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmb.config.spec import Parallel, RunConfig, Training
+from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel.model_catalog import ModelShape
+
+DTYPES = ("bf16", "fp8", "fp8-mx", "nvfp4")  # fp8: one scale per tensor; fp8-mx: one per 32 values
+Recompute = Literal["none", "selective", "full"]
+DEFAULT_ENGINE = "megatron-bridge"
+TASKS = ("pretrain", "sft", "lora")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSetup:
+    """Everything that the predictor needs to know of a training run."""
+
+    shape: ModelShape
+    gpu: str
+    gpus: int
+    dtype: str
+    seqlen: int  # tokens per sequence
+    mbs: int  # sequences per micro-batch
+    gbs: int  # sequences per step
+    parallel: Parallel = field(default_factory=Parallel)  # its dp is not used: gpus give it
+    layers: int | None = None  # of a model with fewer layers than the published one
+    recompute: Recompute = "none"
+    recompute_layers: int | None = None  # of a pipeline rank, with recompute full; none: all
+    recompute_modules: tuple[str, ...] = ()  # of every layer: Megatron's core_attn, layernorm, moe_act, moe, mlp
+    offload_layers: int = 0  # of a pipeline rank: activations in host memory; copies overlap, only memory changes
+    graphs: float = 0.0  # fraction of the launches that CUDA graphs replace; 1: the whole step, experts too
+    engine: str = DEFAULT_ENGINE  # a key of step_constants.ENGINES
+    dispatcher: str = "alltoall"  # of experts: alltoall, deepep, hybridep, tokendrop
+    overlap_tp: bool = True  # TP collectives overlapped with GEMMs
+    overlap_experts: bool = False  # all-to-all of experts overlapped with another micro-batch
+    task: str = "pretrain"
+    document_tokens: int | None = None  # of packed sequences, within which tokens attend; none: one document
+    watts: float | None = None  # power limit of the GPU; none: its nominal one
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "seqlen", "mbs", "gbs"):
+            _check_count(name, getattr(self, name))
+        for name in ("tp", "pp", "cp", "ep", "etp"):
+            _check_count(name, getattr(self.parallel, name))
+        if self.dtype not in DTYPES:
+            raise UnknownName("dtype", self.dtype, DTYPES)
+        if self.task not in TASKS:
+            raise UnknownName("task", self.task, TASKS)
+        ranks = self.parallel.tp * self.parallel.pp * self.parallel.cp
+        if self.gpus % ranks:
+            raise ConfigError(f"tp x pp x cp = {ranks} does not divide {self.gpus} GPUs; use a multiple of {ranks}")
+        if self.gbs % (self.dp * self.mbs):
+            raise ConfigError(
+                f"gbs {self.gbs} is not a multiple of dp x mbs = {self.dp} x {self.mbs} = {self.dp * self.mbs}"
+            )
+        if self.shape.model.experts and self.shape.model.experts.count % self.parallel.ep:
+            raise ConfigError(f"ep {self.parallel.ep} does not divide {self.shape.model.experts.count} experts")
+        if self.layer_count < self.parallel.pp * (self.parallel.vp or 1) // 2:
+            raise ConfigError(f"pp x vp = {self.parallel.pp * (self.parallel.vp or 1)} for {self.layer_count} layers")
+
+    @property
+    def dp(self) -> int:
+        return self.gpus // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
+
+    @property
+    def ga(self) -> int:
+        """Micro-batches of a rank in a step."""
+        return self.gbs // (self.dp * self.mbs)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank, before sequence parallelism."""
+        return self.mbs * self.seqlen // self.parallel.cp
+
+    @property
+    def layer_count(self) -> int:
+        return self.layers or self.shape.model.layers
+
+
+def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str = DEFAULT_ENGINE) -> StepSetup:
+    """Return the description of a resolved training run."""
+    work = config.workload
+    if not isinstance(work, Training):
+        raise ConfigError(f"{config.name} is not a training run; choices of --task are: train")
+    if config.precision.dtype == "fp32":
+        raise UnknownName("dtype", "fp32", DTYPES)
+    return StepSetup(
+        shape=shape or ModelShape(model=config.model),
+        gpu=config.machine.gpu,
+        gpus=config.machine.gpus,
+        dtype=config.precision.dtype,
+        seqlen=work.seqlen,
+        mbs=work.mbs,
+        gbs=work.gbs,
+        parallel=config.parallel,
+        recompute="full" if work.recompute_layers else "none",
+        recompute_layers=work.recompute_layers or None,
+        offload_layers=work.offload_layers,
+        graphs=float(work.cuda_graphs),
+        engine=engine,
+    )
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number, 1 or more, got {value!r}")

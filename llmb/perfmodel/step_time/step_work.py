@@ -1,0 +1,208 @@
+"""Work of one rank in a training step: FLOPs, bytes and messages, before any efficiency.
+
+    rank_work(setup, device("h100")).gemms      -> flops and bytes of every GEMM of a micro-batch
+
+Amounts are those of one micro-batch on the average pipeline rank, unless a name says step.
+"""
+
+from dataclasses import dataclass
+
+from llmb.config.spec import Model
+from llmb.perfmodel.block_costs import BLOCK_COSTS
+from llmb.perfmodel.params import BYTES
+from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.gemm_shapes import ACCUMULATE_BYTES, Gemm, block_gemms, head_gemm, padded_flops
+from llmb.perfmodel.step_time.step_setup import StepSetup
+
+BF16 = 2.0
+BACKWARD_ATTENTION = 2.5  # of the forward FLOPs: five products instead of two
+KERNELS = {"attention": 25, "mla": 45, "mlp": 15, "experts": 60, "mamba": 40}  # launched forward and backward, bf16
+QUANTIZED_KERNELS = 1.5  # times as many in fp8 and fp4
+# Bytes per value to quantize a GEMM operand in both layouts: read in bf16, amax, write; nvfp4: Hadamard transform too.
+QUANTIZE_BYTES = {"bf16": 0.0, "fp8": 6.0, "fp8-mx": 4.2, "nvfp4": 7.0}
+OPERAND_BYTES = {"bf16": BYTES["bf16"], "fp8": BYTES["fp8"], "fp8-mx": 1.03, "nvfp4": BYTES["nvfp4"]}
+SOFTMAX_DIM = 64  # the softmax of a pair takes as long as this many MACs of its head
+SELECTIVE = 0.35  # of a layer's forward that selective recompute repeats: attention, norms and every second GEMM
+UPDATE_BYTES = (
+    34.0  # of Adam per parameter: fp32 weight and moments read and written, gradient read twice, bf16 written
+)
+
+
+@dataclass(frozen=True)
+class GemmPass:
+    """All executions of one pass of a GEMM in a micro-batch."""
+
+    flops: float  # with wave quantization and pipeline fill
+    bytes: float
+    low: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWork:
+    """Forward or backward of all blocks of a rank for one micro-batch."""
+
+    gemms: tuple[GemmPass, ...] = ()
+    attention_flops: float = 0.0
+    scan_flops: float = 0.0
+    memory_bytes: float = 0.0
+    quantize_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWork:
+    """Work of the average pipeline rank."""
+
+    forward: BlockWork
+    backward: BlockWork
+    head: BlockWork  # LM head and loss, forward and backward, of the last rank
+    kernels: float  # of a micro-batch
+    mlp_flops: float  # forward, of MLPs and experts, as a fraction of all GEMMs
+    expert_layers: float
+    local_experts: float
+    step_bytes: float  # memory traffic of the optimizer in a step
+    dense_weights: float  # of the rank, whole
+    routed_weights: float
+
+
+def rank_work(setup: StepSetup, device: Device) -> RankWork:
+    """Return the work of the average pipeline rank."""
+    model, split = setup.shape.model, setup.parallel
+    scale = setup.layer_count / model.layers / split.pp
+    counts = {kind: count * scale for kind, count in model.blocks.items() if count}
+    dense = routed = 0.0
+    for kind, count in counts.items():
+        block = BLOCK_COSTS[kind](model)
+        dense += count * block.dense_weights / split.tp
+        routed += count * block.routed_weights / (split.ep * split.etp)
+    ends = model.vocab * model.hidden / split.tp * (1 if model.tied_embeddings else 2) / split.pp
+    sharded = (dense + ends) / (setup.dp * split.cp) + routed / max(1, _expert_replicas(setup))
+    trained = 0.0 if setup.task == "lora" else 1.0
+    factor = 1.0 if setup.dtype == "bf16" else QUANTIZED_KERNELS
+    return RankWork(
+        forward=_blocks(setup, device, counts, backward=False),
+        backward=_blocks(setup, device, counts, backward=True),
+        head=_head(setup, device),
+        kernels=factor * sum(count * KERNELS[kind] for kind, count in counts.items()),
+        mlp_flops=_mlp_fraction(setup, counts),
+        expert_layers=counts.get("experts", 0.0),
+        local_experts=model.experts.count / split.ep if model.experts else 0.0,
+        step_bytes=trained * (UPDATE_BYTES * sharded + 4.0 * (dense + routed + ends)),
+        dense_weights=dense + ends,
+        routed_weights=routed,
+    )
+
+
+def _mlp_fraction(setup: StepSetup, counts: dict[str, float]) -> float:
+    macs = {kind: count * sum(gemm.macs for gemm in block_gemms(setup, kind)) for kind, count in counts.items()}
+    return (macs.get("mlp", 0.0) + macs.get("experts", 0.0)) / sum(macs.values())
+
+
+def _expert_replicas(setup: StepSetup) -> float:
+    split = setup.parallel
+    return setup.dp * split.cp * split.tp / (split.ep * split.etp)
+
+
+def _blocks(setup: StepSetup, device: Device, counts: dict[str, float], backward: bool) -> BlockWork:
+    gemms: list[GemmPass] = []
+    memory = quantize = 0.0
+    for kind, count in counts.items():
+        for gemm in block_gemms(setup, kind):
+            gemms += _passes(setup, device, gemm, count, backward)
+            quantize += count * _quantized(setup, gemm, backward)
+        memory += count * _memory_bytes(setup, kind, backward)
+    return BlockWork(
+        gemms=tuple(gemms),
+        attention_flops=_attention_flops(setup, device, counts) * (BACKWARD_ATTENTION if backward else 1.0),
+        scan_flops=_scan_flops(setup, counts) * (2.0 if backward else 1.0),
+        memory_bytes=memory,
+        quantize_bytes=quantize,
+    )
+
+
+def _passes(setup: StepSetup, device: Device, gemm: Gemm, layers: float, backward: bool) -> list[GemmPass]:
+    operand = OPERAND_BYTES[setup.dtype if gemm.low else "bf16"]
+    x, w, y = gemm.m * gemm.k * gemm.count, gemm.weights, gemm.m * gemm.n * gemm.count
+    sms = device.fabric.sms
+
+    def gemm_pass(m: float, n: float, k: float, traffic: float) -> GemmPass:
+        return GemmPass(layers * padded_flops(m, n, k, gemm.count, sms), layers * traffic, gemm.low)
+
+    if not backward:
+        return [gemm_pass(gemm.m, gemm.n, gemm.k, operand * (x + w) + BF16 * y)]
+    passes = [gemm_pass(gemm.m, gemm.k, gemm.n, operand * (y + w) + BF16 * x)]
+    if setup.task != "lora":
+        passes.append(gemm_pass(gemm.n, gemm.k, gemm.m, operand * (x + y) + ACCUMULATE_BYTES * w))
+    return passes
+
+
+def _quantized(setup: StepSetup, gemm: Gemm, backward: bool) -> float:
+    """Bytes to quantize the input of a GEMM, or in backward the gradient of its output."""
+    values = gemm.m * (gemm.n if backward else gemm.k) * gemm.count
+    return QUANTIZE_BYTES[setup.dtype] * values if gemm.low else 0.0
+
+
+def _attention_flops(setup: StepSetup, on: Device, counts: dict[str, float]) -> float:
+    """Forward FLOPs over the causal half of all pairs; windowed layers attend to their window."""
+    shape, total = setup.shape, 0.0
+    for kind in ("attention", "mla"):
+        if count := counts.get(kind, 0.0):
+            windowed = shape.window_layers / shape.model.layers
+            pairs = min(setup.seqlen, setup.document_tokens or setup.seqlen) / 2
+            mean = pairs * (1 - windowed) + min(shape.window or pairs, pairs) * windowed
+            macs = BLOCK_COSTS[kind](shape.model).pair_macs * softmax_cost(shape.model, on.fabric.family)
+            total += count * 2.0 * setup.tokens * mean * macs / setup.parallel.tp
+    return total
+
+
+def softmax_cost(model: Model, family: str) -> float:
+    """Return the time of attention per MAC against heads of 128: the softmax of a pair costs as much for any head."""
+    softmax = SOFTMAX_DIM / 2 if family == "blackwell-ultra" else SOFTMAX_DIM  # which exponentiates twice as fast
+    mla = model.mla
+    head_dim = (mla.nope_dim + mla.rope_dim + mla.value_dim) / 2 if mla else model.head_dim
+    return (1 + softmax / head_dim) / (1 + SOFTMAX_DIM / 128)
+
+
+def _scan_flops(setup: StepSetup, counts: dict[str, float]) -> float:
+    count = counts.get("mamba", 0.0)
+    if not count:
+        return 0.0
+    return count * 2.0 * setup.tokens * BLOCK_COSTS["mamba"](setup.shape.model).scan_macs / setup.parallel.tp
+
+
+def _memory_bytes(setup: StepSetup, kind: str, backward: bool) -> float:
+    """Traffic of the memory-bound kernels of one block: norm, residual add, RoPE, activation, permutation."""
+    model, tp = setup.shape.model, setup.parallel.tp
+    values = (6.0 if backward else 5.0) * model.hidden  # norm and residual add
+    if kind == "attention":
+        values += 2.0 * (model.heads + model.kv_heads) * model.head_dim
+    elif kind == "mla":
+        assert model.mla is not None
+        values += 4.0 * model.heads * (model.mla.nope_dim + model.mla.rope_dim)
+        values += 4.0 * (model.mla.q_rank + model.mla.kv_rank) * tp
+    elif kind == "mlp":
+        values += _activation(model.gated, backward) * model.ffn
+    elif kind == "experts":
+        assert model.experts is not None
+        experts = model.experts
+        values += _activation(model.gated, backward) * experts.ffn * (experts.top_k + experts.shared)
+        permutations = 4.0 if setup.dispatcher == "alltoall" else 2.0  # NCCL's needs tokens sorted before and after
+        values += 2.0 * permutations * model.hidden * experts.top_k
+    else:
+        assert model.mamba is not None
+        m = model.mamba
+        values += (14.0 if backward else 7.0) * (m.heads * m.head_dim + m.groups * m.state)
+    return BF16 * setup.tokens / tp * values
+
+
+def _activation(gated: bool, backward: bool) -> float:
+    """Values read and written per value of the intermediate width."""
+    if gated:
+        return 5.0 if backward else 3.0
+    return 3.0 if backward else 2.0
+
+
+def _head(setup: StepSetup, device: Device) -> BlockWork:
+    """LM head and cross-entropy: logits written and read in bf16 and fp32, forward and backward."""
+    gemm = head_gemm(setup)
+    passes = _passes(setup, device, gemm, 1.0, False) + _passes(setup, device, gemm, 1.0, True)
+    return BlockWork(gemms=tuple(passes), memory_bytes=16.0 * gemm.m * gemm.n)

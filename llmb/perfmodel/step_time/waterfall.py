@@ -1,0 +1,193 @@
+"""Time of a training step as a sum of terms, from the work of a rank and the calibrated constants.
+
+    step_terms(step_work(setup), calibrated())    -> {"gemm": ..., "attention": ..., ..., "overhead": ...}, in seconds
+
+A micro-batch takes the sum of its compute and exposed communication. A pipeline runs `ga` of them, at the pace of its
+slowest rank, and idles for (pp - 1) / vp more; data-parallel communication hides behind one micro-batch.
+"""
+
+import math
+from dataclasses import dataclass
+
+from llmb.perfmodel.step_time.cluster_fabric import Device, device
+from llmb.perfmodel.step_time.collective_time import RankTraffic, Transfer, rank_traffic
+from llmb.perfmodel.step_time.step_constants import ENGINES, Constants
+from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.step_work import QUANTIZED_KERNELS, SELECTIVE, BlockWork, RankWork, rank_work
+
+TERMS = (
+    "gemm", "attention", "scan", "memory_bound", "quantization", "recompute", "tp", "cp", "ep", "pp", "dp", "fsdp",
+    "bubble", "optimizer", "launch", "host", "overhead", "jitter", "engine",
+)  # fmt: skip
+
+
+HOST_NORM = 4
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """A described step with its work and traffic, ready to be timed with any constants."""
+
+    setup: StepSetup
+    device: Device
+    work: RankWork
+    traffic: RankTraffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Sustained rates of one GPU: FLOP/s and bytes/s."""
+
+    low: float  # GEMMs in the dtype of the run
+    bf16: float
+    attention: float
+    scan: float
+    memory: float
+    quantize: float
+    hbm: float
+
+
+def step_work(setup: StepSetup, on: Device | None = None) -> StepWork:
+    """Return the work of a step, on a GPU of the table or one with what-if changes."""
+    on = on or device(setup.gpu)
+    work = rank_work(setup, on)
+    return StepWork(setup, on, work, rank_traffic(setup, work, on))
+
+
+def rates(step: StepWork, c: Constants) -> Rates:
+    """Return the sustained rates for a step."""
+    family, watts = step.device.fabric.family, step.setup.watts
+    generation = family.removesuffix("-ultra")
+    gain = step.device.fabric.clock * (c["ultra_gain"] if family != generation else 1.0)
+    if watts is not None:
+        gain *= min(1.0, watts / step.device.fabric.watts) ** c["power"]
+    peaks, kind = step.device.gpu.peak_flops, step.setup.dtype.removesuffix("-mx")
+    bf16 = peaks["bf16"] * c[f"gemm_bf16_{generation}"] * gain
+    low_name = f"gemm_{kind}_{generation}"
+    low = bf16 if kind not in peaks or low_name not in c else _low_peak(step, kind) * c[low_name] * gain
+    bandwidth = step.device.memory_bandwidth
+    return Rates(
+        low=low,
+        bf16=bf16,
+        attention=peaks["bf16"] * c[f"attention_{generation}"] * gain * _attention_kernel(step.setup.engine, c),
+        scan=peaks["bf16"] * c["scan"],
+        memory=bandwidth * c["memory"],
+        quantize=bandwidth * c["quantize"],
+        hbm=bandwidth,
+    )
+
+
+def _attention_kernel(engine: str, c: Constants) -> float:
+    return c["attention_torchtitan"] if engine == "torchtitan" else 1.0
+
+
+def _low_peak(step: StepWork, kind: str) -> float:
+    """Peak of a dtype; nvfp4 training GEMMs gain nothing from the higher nvfp4 peak of Blackwell Ultra."""
+    peaks = step.device.gpu.peak_flops
+    return min(peaks[kind], 2 * peaks["fp8"]) if kind == "nvfp4" else peaks[kind]
+
+
+def block_terms(block: BlockWork, r: Rates) -> dict[str, float]:
+    """Return the seconds of a forward or backward by kind of work; a GEMM is bound by FLOPs or by its traffic."""
+    gemm = sum(max(g.flops / (r.low if g.low else r.bf16), g.bytes / r.hbm) for g in block.gemms)
+    return {
+        "gemm": gemm,
+        "attention": block.attention_flops / r.attention,
+        "scan": block.scan_flops / r.scan,
+        "memory_bound": block.memory_bytes / r.memory,
+        "quantization": block.quantize_bytes / r.quantize,
+    }
+
+
+def transfer_time(transfer: Transfer, on: Device, c: Constants, link_efficiency: str = "link") -> float:
+    """Return the seconds of a transfer: links and network work at the same time, hops one after another."""
+    link = transfer.link_bytes / (on.link_bandwidth * c[link_efficiency])
+    network = transfer.network_bytes / (on.fabric.network * c["network"])
+    return max(link, network) + transfer.hops * c["latency"]
+
+
+def step_terms(step: StepWork, c: Constants) -> dict[str, float]:
+    """Return the seconds of every term; they sum to the step time."""
+    setup, work, traffic, on = step.setup, step.work, step.traffic, step.device
+    split, ga, r = setup.parallel, setup.ga, rates(step, c)
+    forward, backward, head = (block_terms(block, r) for block in (work.forward, work.backward, work.head))
+    terms = dict.fromkeys(TERMS, 0.0)
+    for name in forward:
+        terms[name] = forward[name] + backward[name]
+    terms["recompute"] = _recompute(step, forward, transfer_time(traffic.tp_forward, on, c))
+    terms["tp"] = (c["exposed_tp"] if setup.overlap_tp else 1.0) * transfer_time(traffic.tp, on, c)
+    terms["cp"] = c["exposed_cp"] * transfer_time(traffic.cp, on, c)
+    all_to_all = "all_to_all" if setup.dispatcher in ("alltoall", "tokendrop") else "fused_all_to_all"
+    ep = transfer_time(traffic.ep, on, c, all_to_all) + transfer_time(traffic.etp, on, c)
+    terms["ep"] = ep * (c["exposed_overlapped_experts"] if setup.overlap_experts else 1.0)
+    exposed_pp = c["exposed_pp"] if (split.vp or 1) > 1 else 1.0
+    terms["pp"] = exposed_pp * transfer_time(traffic.pp, on, c)
+    launched = 1.0 - setup.graphs
+    terms["launch"] = work.kernels * c["launch"] * launched
+    terms["host"] = _exposed_host(step, c, sum(terms.values()))
+    layers = sum(terms.values())
+    fsdp = transfer_time(traffic.fsdp, on, c)
+    terms["fsdp"] = c["exposed_fsdp"] * fsdp + max(0.0, (1 - c["exposed_fsdp"]) * fsdp - layers)
+    micro_batch = layers + terms["fsdp"]
+    head_time = sum(head.values())
+    terms = {name: seconds * ga for name, seconds in terms.items()}
+    for name in head:
+        terms[name] += ga * head[name] / split.pp
+    terms["bubble"] = _pipeline_idle(step, micro_batch, head_time)
+    dp = transfer_time(traffic.dp, on, c)
+    terms["dp"] = c["exposed_dp"] * dp + max(0.0, (1 - c["exposed_dp"]) * dp - micro_batch - head_time / split.pp)
+    terms["optimizer"] = work.step_bytes / (on.memory_bandwidth * c["optimizer"])
+    terms["overhead"] = c["step"]
+    nodes = max(1.0, setup.gpus / on.gpu.gpus_per_node)
+    total = sum(terms.values())
+    terms["jitter"] = total * c["jitter"] * math.log2(nodes)
+    factor = ENGINES[setup.engine][0]
+    terms["engine"] = (total + terms["jitter"]) * ((c[factor] if factor else 1.0) - 1.0)
+    return terms
+
+
+def _recompute(step: StepWork, forward: dict[str, float], tp: float) -> float:
+    setup = step.setup
+    if setup.recompute == "full":
+        layers = setup.layer_count / setup.parallel.pp
+        part = 1.0 if setup.recompute_layers is None else min(1.0, setup.recompute_layers / layers)
+        return part * (sum(forward.values()) + tp)
+    if setup.recompute == "selective":
+        return SELECTIVE * sum(forward.values())
+    modules = {
+        "core_attn": forward["attention"],
+        "layernorm": forward["memory_bound"] / 4,
+        "moe_act": forward["memory_bound"] / 4,
+        "moe": forward["gemm"] * step.work.mlp_flops,
+        "mlp": forward["gemm"] * step.work.mlp_flops,
+    }
+    return sum(modules.get(name, 0.0) for name in setup.recompute_modules)
+
+
+def _exposed_host(step: StepWork, c: Constants, gpu: float) -> float:
+    """Time of a micro-batch that the GPU waits for launches, with the host running ahead where the GPU is slower.
+
+    The transition is smooth, as layers differ: a norm of 4 of both times.
+    """
+    setup, work = step.setup, step.work
+    launches = work.kernels * c["host_kernel"] * (1.0 - setup.graphs)
+    kernels = 1.0 if setup.dtype == "bf16" else QUANTIZED_KERNELS
+    dispatch = work.expert_layers * (c["host_dispatch"] + c["host_expert"] * work.local_experts * kernels)
+    if setup.dispatcher != "alltoall":
+        dispatch *= c["fused_dispatch"]
+    factor = ENGINES[setup.engine][1]
+    host = launches + (0.0 if setup.graphs == 1.0 else dispatch) * (c[factor] if factor else 1.0)
+    return float((gpu**HOST_NORM + host**HOST_NORM) ** (1 / HOST_NORM) - gpu)
+
+
+def _pipeline_idle(step: StepWork, micro_batch: float, head: float) -> float:
+    """Idle time of the average rank: warm-up and cool-down, and waiting for the slowest rank in between."""
+    setup, split = step.setup, step.setup.parallel
+    if split.pp == 1:
+        return 0.0
+    layer = micro_batch * split.pp / setup.layer_count
+    most = -(-setup.layer_count // split.pp)
+    last = max(0, setup.layer_count - most * (split.pp - 1))
+    slowest = max(most * layer, last * layer + head)
+    ramp = (split.pp - 1) / (split.vp or 1) * micro_batch
+    return setup.ga * (slowest - micro_batch - head / split.pp) + ramp

@@ -1,0 +1,77 @@
+"""Text of a predicted training step: the waterfall of its terms, and a scaling curve."""
+
+from collections.abc import Sequence
+
+from llmb.perfmodel.hardware import GIB, GPUS
+from llmb.perfmodel.step_time.predictor import StepPrediction, model_flops, peak_flops
+from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.waterfall import step_work
+from llmb.report.table import render
+
+TITLES = {
+    "gemm": "GEMM", "attention": "attention", "scan": "Mamba scan", "memory_bound": "memory-bound kernels",
+    "quantization": "quantization", "recompute": "recompute", "tp": "exposed TP collectives",
+    "cp": "exposed CP ring", "ep": "expert all-to-all", "pp": "exposed pipeline sends", "dp": "exposed DP collectives",
+    "fsdp": "exposed FSDP collectives", "bubble": "pipeline bubble and imbalance", "optimizer": "optimizer",
+    "launch": "kernel launch gaps", "host": "waiting for the host", "overhead": "per step", "jitter": "slowest rank",
+    "engine": "engine generation",
+}  # fmt: skip
+BAR = 30  # characters of the whole step
+DAY, TERA_TOKENS = 86400.0, 1e12
+
+
+def describe_prediction(setup: StepSetup, prediction: StepPrediction, base: StepPrediction | None = None) -> str:
+    """Return the waterfall and figures of one prediction; `base` is that without what-if changes."""
+    seconds = prediction.step_time_s
+    at_peak = model_flops(setup) / setup.gpus / peak_flops(step_work(setup))
+    rows = [("model FLOPs at peak", f"{at_peak:.3f}", f"{100 * at_peak / seconds:.1f}", "")]
+    for name, value in prediction.terms.items():
+        if abs(value) >= 5e-4 * seconds:
+            bar = "#" * max(0, round(BAR * value / seconds))
+            rows.append((TITLES[name], f"{value:.3f}", f"{100 * value / seconds:.1f}", bar))
+    rows.append(("step", f"{seconds:.3f}", "100.0", ""))
+    return "\n".join([_title(setup), "", render(("term", "s", "%", ""), rows), "", *_figures(setup, prediction, base)])
+
+
+def _title(setup: StepSetup) -> str:
+    split = setup.parallel
+    layout = f"tp {split.tp} pp {split.pp} cp {split.cp} vp {split.vp or 1} ep {split.ep} dp {setup.dp}"
+    fsdp = " fsdp" if split.fsdp else ""
+    return (
+        f"{setup.shape.model.name}, {setup.dtype}, {setup.gpus} x {setup.gpu}, {layout}{fsdp}, seqlen {setup.seqlen}, "
+        f"mbs {setup.mbs}, gbs {setup.gbs} (ga {setup.ga}), engine {setup.engine}"
+    )
+
+
+def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -> list[str]:
+    tokens_per_s = p.tokens_per_s_per_gpu * setup.gpus
+    low, high = p.interval_80
+    capacity = GPUS[setup.gpu].memory_bytes
+    limit = f" of {capacity / GIB:.0f}" if capacity else ""
+    lines = [
+        f"step time {p.step_time_s:.3f} s, 80 % interval {low:.3f} to {high:.3f} s",
+        f"{p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {tokens_per_s:,.0f} tokens/s, "
+        f"{TERA_TOKENS / tokens_per_s / DAY:,.1f} days per 1T tokens",
+        f"{p.tflops_per_gpu:,.0f} TFLOP/s/GPU, MFU {100 * p.mfu:.1f} %, memory estimate {p.memory_gib:.0f}{limit} GiB",
+    ]
+    if base is not None:
+        change = 100 * (p.step_time_s / base.step_time_s - 1)
+        lines.append(f"without the what-if changes: {base.step_time_s:.3f} s ({change:+.1f} % with them)")
+    return lines
+
+
+def describe_curve(points: Sequence[tuple[StepSetup, StepPrediction]]) -> str:
+    """Return one line per number of GPUs."""
+    header = ("GPUs", "gbs", "step s", "80 % interval", "tokens/s/GPU", "tokens/s", "MFU %", "largest exposed term")
+    return render(header, [_curve_row(setup, p) for setup, p in points])
+
+
+def _curve_row(setup: StepSetup, p: StepPrediction) -> tuple[str, ...]:
+    exposed = {name: p.terms[name] for name in ("tp", "cp", "ep", "pp", "dp", "fsdp", "bubble", "host", "jitter")}
+    name = max(exposed, key=lambda term: exposed[term])
+    low, high = p.interval_80
+    return (
+        f"{setup.gpus}", f"{setup.gbs}", f"{p.step_time_s:.3f}", f"{low:.3f}-{high:.3f}",
+        f"{p.tokens_per_s_per_gpu:,.0f}", f"{p.tokens_per_s_per_gpu * setup.gpus:,.0f}", f"{100 * p.mfu:.1f}",
+        f"{TITLES[name]} {100 * exposed[name] / p.step_time_s:.1f} %" if exposed[name] > 0 else "",
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""`bench/accuracy.py` on the published rows of tests/golden: fit, errors, interval, scaling curves, picture."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmb.perfmodel.step_time.published_rows import parse_row, read_rows
+from llmb.perfmodel.step_time.step_constants import calibrated, constants
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+accuracy = import_module("accuracy")
+PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
+LLAMA = {"source": "v25.04", "model": "llama3.1", "size": "8b", "gpu": "h100", "dtype": "bf16", "seqlen": "8192",
+         "mbs": "1", "tp": "1", "cp": "2"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return accuracy.usable(read_rows(PUBLISHED))[0]
+
+
+def test_the_fit_lowers_the_error_and_is_deterministic(samples):
+    priors = {name: constant.prior for name, constant in constants().items()}
+    fitted = accuracy.fitted(samples, rounds=2)
+    before, after = (np.median(np.abs(accuracy.errors_with(samples, c))) for c in (priors, fitted))
+    assert after < before
+    assert accuracy.fitted(samples, rounds=2) == fitted
+
+
+def test_a_constant_without_rows_stays_at_its_prior(samples):
+    hopper = [sample for sample in samples if sample.setup.gpu == "h100"]
+    fitted = accuracy.fitted(hopper, rounds=2)
+    assert fitted["gemm_bf16_ampere"] == pytest.approx(constants()["gemm_bf16_ampere"].prior)
+
+
+def test_widths_and_coverage_of_known_errors(samples):
+    errors = np.linspace(0.0, 0.1, len(samples))
+    assert 0 < accuracy.half_widths(samples, [errors])["dense"] <= 0.1
+    assert 0 < accuracy.coverage(samples, lambda s: s.model, errors) <= 100
+
+
+def test_rows_that_cannot_be_used_are_listed_by_reason():
+    row = parse_row(LLAMA | {"gpus": "8", "gbs": "128"})
+    impossible = parse_row(LLAMA | {"gpus": "8", "gbs": "128", "step_time_s": "1"})
+    _, left_out = accuracy.usable([row, impossible, parse_row(LLAMA | {"model": ""})])
+    assert {reason: len(rows) for reason, rows in left_out.items()} == {
+        "no measured time": 1, "above the peak of the GPU": 1, "no model": 1,
+    }  # fmt: skip
+
+
+def test_a_curve_shifted_as_a_whole_has_the_right_shape():
+    rows = [parse_row(LLAMA | {"gpus": str(n), "gbs": str(16 * n), "step_time_s": "20"}) for n in (8, 16, 32)]
+    (curve,) = accuracy.scaling_curves(accuracy.usable(rows)[0], calibrated())
+    assert curve[1:3] == ("8-32", "3")
+    assert float(curve[3]) < 2
+
+
+def test_the_picture_has_a_point_for_each_row(samples):
+    picture = accuracy.scatter(samples, accuracy.errors_with(samples, calibrated()))
+    assert picture.count("<circle") == len(samples)

@@ -1,0 +1,112 @@
+"""`llmb-run predict`: recipes, any model, files of rows, curves, what-if, and refusals in one line."""
+
+import json
+
+import pytest
+
+MODEL = ["predict", "--model", "llama3.1-8b", "--gpu-type", "h100", "--scale", "8", "--set", "gbs=128"]
+KEYS = {
+    "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "memory_gib", "interval_80", "terms",
+}  # fmt: skip
+QWEN3_8B = {
+    "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_a_recipe_row_prints_its_waterfall(llmb_run):
+    code, out, err = llmb_run("predict", "-w", "pretrain_grok1", "-s", "314b", "--dtype", "fp8", "--scale", "512",
+                              "--gpu-type", "h100")  # fmt: skip
+    assert (code, err) == (0, "")
+    for text in ("model FLOPs at peak", "GEMM", "expert all-to-all", "pipeline bubble", "80 % interval", "MFU"):
+        assert text in out
+
+
+def test_json_carries_every_figure(llmb_run):
+    code, out, _ = llmb_run(*MODEL, "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data.keys() >= KEYS
+    assert sum(data["terms"].values()) == pytest.approx(data["step_time_s"])
+    assert data["tokens_per_s_per_gpu"] == pytest.approx(128 * 4096 / data["step_time_s"] / 8)
+
+
+def test_a_config_json_is_the_model_it_describes(llmb_run, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_8B))
+    args = ["--gpu-type", "h100", "--scale", "8", "--json"]
+    described = json.loads(llmb_run("predict", "--model", str(path), *args)[1])
+    named = json.loads(llmb_run("predict", "--model", "qwen3-8b", *args)[1])
+    assert described["step_time_s"] == pytest.approx(named["step_time_s"])
+
+
+def test_a_config_json_with_experts_and_mla(llmb_run, tmp_path):
+    path = tmp_path / "config.json"
+    mla = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    experts = {"n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1}
+    sizes = {"hidden_size": 7168, "num_hidden_layers": 61, "intermediate_size": 18432, "num_attention_heads": 64,
+             "vocab_size": 163840, "first_k_dense_replace": 1, "model_type": "kimi_k2"}  # fmt: skip
+    path.write_text(json.dumps(sizes | mla | experts))
+    args = ["--gpu-type", "gb300", "--scale", "256", "--set", "pp=4", "--set", "ep=64", "--json"]
+    described = json.loads(llmb_run("predict", "--model", str(path), *args)[1])
+    named = json.loads(llmb_run("predict", "--model", "kimi-k2", *args)[1])
+    assert described["step_time_s"] == pytest.approx(named["step_time_s"], rel=1e-6)
+
+
+def test_a_range_of_scales_is_a_curve(llmb_run):
+    code, out, _ = llmb_run("predict", "-w", "pretrain_nemotronh", "-s", "56b", "--dtype", "fp8", "--gpu-type", "h100",
+                            "--scale", "32..16384", "--json")  # fmt: skip
+    points = json.loads(out)
+    assert code == 0
+    assert [point["gpus"] for point in points] == [32 << power for power in range(10)]
+    assert all(point["gbs"] == 3 * point["gpus"] for point in points)
+
+
+def test_what_if_stands_beside_what_is(llmb_run):
+    code, out, _ = llmb_run(*MODEL, "--what-if", "gpu.hbm_bw=2x,network=0.5x")
+    assert code == 0
+    assert "without the what-if changes" in out
+
+
+def test_rows_of_a_file_come_back_in_order_with_reasons(llmb_run, tmp_path):
+    path = tmp_path / "rows.csv"
+    header = "model,size,gpu,dtype,gpus,seqlen,gbs,mbs,tp,pp,cp"
+    path.write_text(f"{header}\nllama3.1,8b,h100,bf16,8,8192,128,1,1,1,2\nnobody,1b,h100,bf16,8,8192,128,1,1,1,1\n")
+    code, out, _ = llmb_run("predict", "--rows", str(path), "--json")
+    good, bad = json.loads(out)
+    assert code == 0
+    assert good["row"] == 2
+    assert good.keys() >= KEYS
+    assert bad == {"row": 3, "error": "unknown model 'nobody-1b'"}
+    code, out, err = llmb_run("predict", "--rows", str(path))
+    assert code == 0
+    assert "Llama-3.1-8B" in out
+    assert err == "row 3: unknown model 'nobody-1b'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["predict"], "name the run with one of -w"),
+        (["predict", "--model", "nobody", "--gpu-type", "h100", "--scale", "8"], "choices are: deepseek-v3-671b"),
+        (["predict", "--model", "llama3.1-8b", "--scale", "8"], "--model needs --gpu-type (a100, h100"),
+        (["predict", "--model", "llama3.1-8b", "--gpu-type", "h900", "--scale", "8"], "did you mean h"),
+        ([*MODEL, "--set", "tpp=2"], "did you mean tp?"),
+        ([*MODEL, "--set", "tp=3"], "tp x pp x cp = 3 does not divide 8 GPUs; use a multiple of 3"),
+        ([*MODEL, "--set", "tp=-1"], "tp must be a whole number, 1 or more, got '-1'"),
+        ([*MODEL, "--set", "engine=vllm"], "choices are: megatron"),
+        ([*MODEL, "--dtype", "int4"], "choices are: bf16, fp8, fp8-mx, nvfp4"),
+        ([*MODEL, "--what-if", "gpu.speed=2x"], "choices are: gpu.hbm_bw"),
+        ([*MODEL, "--what-if", "network=fast"], "expected a factor such as 2x"),
+        ([*MODEL, "--task", "serve"], "choices are: train"),
+        (["predict", "--model", "no/config.json", "--gpu-type", "h100", "--scale", "8"], "no such file"),
+        (["predict", "--rows", "no.csv"], "cannot read no.csv"),
+        (["predict", "-w", "pretrain_nobody", "--scale", "8"], "choices are:"),
+        (["predict", "-w", "pretrain_grok1", "--gpu-type", "h100", "--scale", "48"], "multiple of 64"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_one_line_with_the_choices(llmb_run, arguments, message):
+    code, out, err = llmb_run(*arguments)
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert message in err

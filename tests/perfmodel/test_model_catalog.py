@@ -1,0 +1,50 @@
+"""The catalog of published shapes: every entry builds, and its FLOPs are those that its authors print."""
+
+import pytest
+
+from llmb.errors import UnknownName
+from llmb.perfmodel.flops import train_flops_per_sequence
+from llmb.perfmodel.model_catalog import catalog_names, find_model
+from llmb.perfmodel.params import active_parameters, parameters
+
+# Billions of parameters in the model's name or card; tied embeddings count once.
+SIZES = {
+    "gpt3-175b": 175, "llama2-7b": 6.74, "llama2-13b": 13.0, "llama2-70b": 69.0, "llama3.1-405b": 405.9,
+    "llama4-scout-109b": 107.8, "llama4-maverick-400b": 400.7, "mistral-7b": 7.24, "mixtral-8x7b": 46.7,
+    "mixtral-8x22b": 140.6, "nemotron4-15b": 15.6, "nemotron4-340b": 341, "nemotron3-nano-30b-a3b": 31.6,
+    "qwen2.5-7b": 7.62, "qwen2.5-72b": 72.7, "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235.1, "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8,
+    "glm-4.5-air": 106.9, "kimi-k2-1t": 1026, "deepseek-v3-671b": 671, "grok1-314b": 315.7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "billions"), SIZES.items())
+def test_parameters_are_the_published_ones(name, billions):
+    assert parameters(find_model(name).model) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_every_entry_builds_a_model():
+    for name in set(catalog_names().values()):
+        model = find_model(name).model
+        assert 0 < active_parameters(model) <= parameters(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "seqlen", "gflops"),
+    [("qwen3-30b-a3b", 4096, 23.0), ("qwen3-235b-a22b", 4096, 148), ("kimi-k2-1t", 4096, 204)],
+)
+def test_flops_per_token_are_those_of_the_authors(name, seqlen, gflops):
+    flops = train_flops_per_sequence(find_model(name).model, seqlen, "causal") / seqlen
+    assert flops / 1e9 == pytest.approx(gflops, rel=0.005)
+
+
+def test_names_are_found_by_family_and_size_in_any_spelling():
+    assert find_model("llama3", "70b") is find_model("llama3.1-70b")
+    assert find_model("Qwen3-8B").model.layers == 36
+    assert find_model("gpt_oss_120b").window == 128
+    assert find_model("kimi-k2", "1t").model.mla is not None
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(UnknownName, match="did you mean qwen3-8b"):
+        find_model("qwen3-9b")

@@ -1,0 +1,228 @@
+"""The step-time predictor: formulas by hand, terms that sum, monotonicity, published rows in aggregate."""
+
+import math
+import re
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmb.config.spec import Parallel
+from llmb.errors import ConfigError
+from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.pipeline_schedule import bubble
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+from llmb.perfmodel.step_time.collective_time import Transfer, rank_traffic
+from llmb.perfmodel.step_time.gemm_shapes import Gemm, block_gemms, expert_rows, padded_flops
+from llmb.perfmodel.step_time.predictor import log_half_width, model_flops, predict
+from llmb.perfmodel.step_time.published_rows import engine_of, is_possible, parse_row, read_rows
+from llmb.perfmodel.step_time.setup_fields import changed_device, parse_scales, scaled
+from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, calibrated, constants
+from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.step_work import rank_work, softmax_cost
+from llmb.perfmodel.step_time.waterfall import TERMS, step_terms, step_work, transfer_time
+
+PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
+LLAMA_70B = StepSetup(
+    shape=find_model("llama3.1-70b"), gpu="h100", gpus=64, dtype="fp8", seqlen=8192, mbs=1, gbs=128,
+    parallel=Parallel(tp=4, pp=4, cp=2, vp=5),
+)  # fmt: skip
+LLAMA_8B = StepSetup(
+    shape=find_model("llama3.1-8b"), gpu="h100", gpus=8, dtype="bf16", seqlen=8192, mbs=1, gbs=128,
+    parallel=Parallel(fsdp=True),
+)  # fmt: skip
+GROK = StepSetup(
+    shape=find_model("grok1"), gpu="gb200", gpus=128, dtype="bf16", seqlen=8192, mbs=1, gbs=256,
+    parallel=Parallel(tp=4, ep=8, etp=4),
+)  # fmt: skip
+QWEN = StepSetup(
+    shape=find_model("qwen3-30b-a3b"), gpu="b200", gpus=64, dtype="fp8-mx", seqlen=4096, mbs=1, gbs=512,
+    parallel=Parallel(ep=64),
+)  # fmt: skip
+NEMOTRON_H = StepSetup(
+    shape=find_model("nemotron-h-56b"), gpu="h100", gpus=32, dtype="fp8", seqlen=8192, mbs=1, gbs=96,
+    parallel=Parallel(tp=8),
+)  # fmt: skip
+SETUPS = (LLAMA_70B, LLAMA_8B, GROK, QWEN, NEMOTRON_H)
+
+
+def test_a_gemm_loses_half_a_wave_and_fills_its_pipeline():
+    waves = (16384 / 128) * (4096 / 256) / 132
+    flops = 2.0 * 16384 * 4096 * 4096
+    assert padded_flops(16384, 4096, 4096, 1, sms=132) == pytest.approx(flops * (1 + 0.5 / waves) * (1 + 128 / 4096))
+
+
+def test_a_small_gemm_costs_at_most_twice_and_n_is_padded():
+    assert padded_flops(128, 256, 4096, 1, 132) == pytest.approx(2 * 2.0 * 128 * 256 * 4096 * (1 + 1 / 32))
+    assert padded_flops(8192, 2880, 4096, 1, 132) == padded_flops(8192, 2944, 4096, 1, 132)
+
+
+def test_gemms_of_a_tensor_parallel_layer_have_its_shapes():
+    tokens = 8192 // 2
+    attention = [Gemm(tokens, (8192 + 2 * 1024) / 4, 8192), Gemm(tokens, 8192, 2048)]
+    assert block_gemms(LLAMA_70B, "attention") == attention
+    assert block_gemms(LLAMA_70B, "mlp") == [Gemm(tokens, 2 * 28672 / 4, 8192), Gemm(tokens, 8192, 7168)]
+
+
+def test_experts_see_the_tokens_of_their_group():
+    """128 experts, 8 per token: 64 ranks with 4,096 tokens each give an expert 64 * 4,096 * 8 / 128."""
+    assert expert_rows(QWEN) == 16384
+    routed = [gemm for gemm in block_gemms(QWEN, "experts") if gemm.count > 1]
+    assert [gemm.count for gemm in routed] == [2, 2]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_gemms_of_all_ranks_are_the_models(setup):
+    """Without the wave and fill overheads, GEMMs, attention and scan of all ranks are the model's FLOPs."""
+    model, split = setup.shape.model, setup.parallel
+    macs = sum(
+        count * gemm.macs
+        for kind, count in model.blocks.items() if count
+        for gemm in block_gemms(setup, kind) if gemm.low
+    )  # fmt: skip
+    head = setup.tokens * model.hidden * model.vocab / split.tp
+    work = rank_work(setup, device(setup.gpu))
+    attention = work.forward.attention_flops / softmax_cost(model, FABRICS[setup.gpu].family) * split.pp
+    total = setup.dp * split.cp * split.tp * setup.ga * 3 * (2 * (macs + head) + attention + work.forward.scan_flops)
+    assert total == pytest.approx(model_flops(setup), rel=1e-3)
+
+
+def test_ring_bytes_of_tensor_parallelism():
+    """40 blocks, two gathers forward and three backward, 4,096 tokens of 8,192 values in bf16, three quarters sent."""
+    traffic = rank_traffic(LLAMA_70B, rank_work(LLAMA_70B, device("h100")), device("h100"))
+    blocks = 2 * 80 / 4
+    assert traffic.tp.link_bytes == pytest.approx(blocks * 5 * 4096 * 8192 * 2 * 3 / 4)
+    assert traffic.tp.network_bytes == 0
+
+
+def test_groups_leave_the_link_domain_when_they_must():
+    inside = rank_traffic(QWEN, rank_work(QWEN, device("gb200")), device("gb200")).ep
+    outside = rank_traffic(QWEN, rank_work(QWEN, device("b200")), device("b200")).ep
+    assert inside.network_bytes == 0
+    token_bytes, passes = 4096 * 2048 * 2, 4 * 48
+    assert outside.network_bytes == pytest.approx(passes * token_bytes * 8 * 7 / 8)
+
+
+def test_data_parallel_bytes_of_a_replicated_model():
+    setup = replace(LLAMA_8B, parallel=Parallel())
+    traffic = rank_traffic(setup, rank_work(setup, device("h100")), device("h100"))
+    matrices = 8.03e9
+    assert traffic.dp.link_bytes == pytest.approx((2 + 4) * matrices * 7 / 8, rel=0.01)
+
+
+def test_transfers_use_links_and_network_at_once():
+    c = calibrated() | {"link": 0.5, "network": 0.5, "latency": 1e-5}
+    both = Transfer(link_bytes=450e9, network_bytes=50e9, hops=100)
+    assert transfer_time(both, device("h100"), c) == pytest.approx(2.0 + 1e-3)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_terms_sum_to_the_step_time(setup):
+    prediction = predict(setup)
+    assert set(prediction.terms) == set(TERMS)
+    assert sum(prediction.terms.values()) == pytest.approx(prediction.step_time_s)
+    assert all(seconds >= -1e-9 for name, seconds in prediction.terms.items() if name != "engine")
+    low, high = prediction.interval_80
+    assert low < prediction.step_time_s < high
+    assert 0 < prediction.mfu < 1
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("change", ["gpu.hbm_bw=2x", "gpu.flops=2x", "gpu.nvlink=2x", "network=2x"])
+def test_better_hardware_is_never_slower(setup, change):
+    assert predict(setup, changed_device(setup.gpu, change)).step_time_s <= predict(setup).step_time_s + 1e-12
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_more_work_takes_longer(setup):
+    base = predict(setup).step_time_s
+    assert predict(replace(setup, recompute="full")).step_time_s > base
+    assert predict(replace(setup, gbs=2 * setup.gbs)).step_time_s > base
+    assert predict(replace(setup, seqlen=2 * setup.seqlen)).step_time_s > base
+    assert predict(replace(setup, graphs=1.0)).step_time_s <= base
+
+
+def test_idle_time_of_the_pipeline_is_that_of_the_schedule():
+    """Without head or uneven layers, warm-up and cool-down are the simulated bubble."""
+    setup = replace(LLAMA_70B, parallel=Parallel(tp=4, pp=4, vp=5), gpus=16, gbs=16)
+    shape = replace(setup.shape, model=replace(setup.shape.model, vocab=1))
+    terms = step_terms(step_work(replace(setup, shape=shape)), calibrated())
+    outside = ("dp", "optimizer", "overhead", "jitter", "engine")
+    pipeline = sum(seconds for name, seconds in terms.items() if name not in outside)
+    assert terms["bubble"] / pipeline == pytest.approx(bubble(4, 5, setup.ga), abs=2e-3)
+
+
+def test_weak_scaling_grows_slowly():
+    times = [predict(scaled(NEMOTRON_H, gpus)).step_time_s for gpus in parse_scales("32..2048")]
+    assert times == sorted(times)
+    assert times[-1] / times[0] < 1.06
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": 60}, "tp x pp x cp = 32 does not divide 60 GPUs"),
+        ({"gbs": 3}, "not a multiple of dp x mbs"),
+        ({"dtype": "fp7"}, "unknown dtype 'fp7'"),
+        ({"mbs": 0}, "mbs must be a whole number"),
+        ({"parallel": Parallel(tp=4, pp=4, cp=2, vp=80)}, "pp x vp = 320 for 80 layers"),
+    ],
+)
+def test_impossible_descriptions_say_what_is_wrong(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        replace(LLAMA_70B, **changes)
+
+
+def test_every_constant_is_positive_used_and_documented():
+    source = "".join(path.read_text() for path in CONSTANTS_FILE.parent.glob("*.py"))
+    for name, constant in constants().items():
+        assert constant.prior > 0
+        assert constant.value is None or constant.value > 0
+        assert constant.unit
+        assert constant.meaning
+        stem = re.sub(r"_(ampere|hopper|blackwell)$", "_{", name)
+        stem = re.sub(r"^gemm_(bf16|fp8|nvfp4)_{", "gemm_", stem)
+        assert stem in source, name
+
+
+def test_the_interval_is_wider_for_what_is_rarer():
+    assert log_half_width(LLAMA_70B) < log_half_width(GROK)
+    assert log_half_width(replace(LLAMA_70B, gpu="b300")) > log_half_width(LLAMA_70B)
+
+
+def test_published_rows_are_predicted_within_the_stated_errors():
+    rows = read_rows(PUBLISHED)
+    assert all(row.setup is not None and row.step_time_s is not None for row in rows), [row.reason for row in rows]
+    errors = sorted(abs(predict(row.setup).step_time_s / row.step_time_s - 1) for row in rows)
+    assert len(errors) >= 25
+    assert statistics.median(errors) < 0.06
+    assert errors[math.ceil(0.9 * len(errors)) - 1] < 0.15
+
+
+def test_rows_without_a_needed_cell_say_which():
+    cells = {"model": "llama3.1", "size": "8b", "gpu": "h100", "dtype": "bf16", "gpus": "8", "seqlen": "8192"}
+    assert parse_row(cells).reason == "no mbs"
+    assert parse_row(cells | {"mbs": "1"}).reason == "no layout"
+    assert parse_row(cells | {"mbs": "1", "tp": "two"}).reason == "tp must be a whole number, got 'two'"
+    assert parse_row(cells | {"model": "nobody"}).reason == "unknown model 'nobody-8b'"
+    row = parse_row(cells | {"mbs": "1", "tp": "1", "gbs": "128", "tokens_per_s": "85459"})
+    assert row.step_time_s == pytest.approx(128 * 8192 / 85459)
+    assert is_possible(row.setup, row.step_time_s)
+    assert not is_possible(row.setup, row.step_time_s / 2)
+
+
+def test_cells_may_be_spelled_as_other_tables_do():
+    cells = {"model": "Llama3.1", "size": "8B", "gpu": "H100", "dtype": "BF16", "gpus": "8", "seqlen": "8192"}
+    setup = parse_row(cells | {"mbs": "1", "tp": "1", "vp": "None", "fsdp": "True"}).setup
+    assert setup.parallel.fsdp
+    assert setup.parallel.vp is None
+    assert (setup.gpu, setup.dtype) == ("h100", "bf16")
+
+
+def test_the_engine_is_read_from_the_source():
+    assert engine_of("NVIDIA/dgxc-benchmarking grok1/README_314b.md v25.02..v25.04.02@1", "") == "megatron-2024"
+    assert engine_of("NVIDIA/dgxc-benchmarking grok1/README.md v25.05.01@6", "") == "megatron"
+    assert engine_of("NVIDIA-NeMo/Megatron-Bridge docs container-26.04@1", "") == "megatron-bridge"
+    assert engine_of("pytorch/torchtitan docs", "grade=published; framework=torchtitan; compile") == "torchtitan"
+    assert engine_of("", "") == "megatron-bridge"
