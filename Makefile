@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh Debian with Python 3.11:
 #   make run       trains a proxy of Llama 3.1 8B on this machine and explains the result
-#   make test      checks, then tests all that this machine can run (8 minutes on 2 cores)
+#   make test      checks, then tests all that this machine can run (9 minutes on 2 cores)
 # While working:
 #   make check     format, lint, types (30 s)
 #   make test-fast tests that take seconds, without daemons (2 minutes)
