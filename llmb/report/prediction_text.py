@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from llmb.perfmodel.hardware import GIB, GPUS
-from llmb.perfmodel.step_time.predictor import StepPrediction, model_flops, peak_flops
+from llmb.perfmodel.metrics import days_to_train
+from llmb.perfmodel.step_time.predictor import StepPrediction
 from llmb.perfmodel.step_time.step_setup import StepSetup
-from llmb.perfmodel.step_time.waterfall import step_work
 from llmb.report.table import render
 
 TITLES = {
@@ -17,14 +17,13 @@ TITLES = {
     "engine": "engine generation",
 }  # fmt: skip
 BAR = 30  # characters of the whole step
-DAY, TERA_TOKENS = 86400.0, 1e12
+TERA_TOKENS = 1e12
 
 
 def describe_prediction(setup: StepSetup, prediction: StepPrediction, base: StepPrediction | None = None) -> str:
     """Return the waterfall and figures of one prediction; `base` is that without what-if changes."""
     seconds = prediction.step_time_s
-    at_peak = model_flops(setup) / setup.gpus / peak_flops(step_work(setup))
-    rows = [("model FLOPs at peak", f"{at_peak:.3f}", f"{100 * at_peak / seconds:.1f}", "")]
+    rows = [("model FLOPs at peak", f"{prediction.mfu * seconds:.3f}", f"{100 * prediction.mfu:.1f}", "")]
     for name, value in prediction.terms.items():
         if abs(value) >= 5e-4 * seconds:
             bar = "#" * max(0, round(BAR * value / seconds))
@@ -51,7 +50,7 @@ def _figures(setup: StepSetup, p: StepPrediction, base: StepPrediction | None) -
     lines = [
         f"step time {p.step_time_s:.3f} s, 80 % interval {low:.3f} to {high:.3f} s",
         f"{p.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, {tokens_per_s:,.0f} tokens/s, "
-        f"{TERA_TOKENS / tokens_per_s / DAY:,.1f} days per 1T tokens",
+        f"{days_to_train(TERA_TOKENS, tokens_per_s):,.1f} days per 1T tokens",
         f"{p.tflops_per_gpu:,.0f} TFLOP/s/GPU, MFU {100 * p.mfu:.1f} %, memory estimate {p.memory_gib:.0f}{limit} GiB",
     ]
     if base is not None:

@@ -110,3 +110,51 @@ def test_a_wrong_request_is_one_line_with_the_choices(llmb_run, arguments, messa
     assert (code, out) == (1, "")
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no rows"),
+        (b"\xff\xfe\x00", "is not a CSV file"),
+    ],
+)
+def test_a_file_without_rows_is_one_line(llmb_run, tmp_path, content, message):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(content)
+    code, out, err = llmb_run("predict", "--rows", path)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(("column", "text"), [("step_time_s", "abc"), ("step_time_s", "0"), ("recompute_layers", "x")])
+def test_a_wrong_cell_is_named(llmb_run, tmp_path, column, text):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"model,gpu,dtype,gpus,seqlen,mbs,tp,{column}\nllama3.1-8b,h100,bf16,8,8192,1,1,{text}\n")
+    code, _, err = llmb_run("predict", "--rows", path)
+    assert code == 1
+    assert err.startswith(f"row 2: {column} must be ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number, 1 or more, got 0"),
+        ({"intermediate_size": "x"}, "intermediate_size='x' is not a whole number"),
+        ({"q_lora_rank": 8, "kv_lora_rank": 8}, "qk_nope_head_dim must be a whole number"),
+        ({"layer_types": 3}, "layer_types: expected a list, got 3"),
+    ],
+)
+def test_a_wrong_field_of_config_json_is_one_line(llmb_run, tmp_path, fields, message):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"intermediate_size": 128} | fields))
+    code, out, err = llmb_run("predict", "--model", tmp_path, "--gpu-type", "h100", "--scale", "8")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
+
+
+def test_share_of_the_peak_follows_a_changed_peak(llmb_run):
+    row = ("predict", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "fp8", "--scale", "8", "--gpu-type", "h100")
+    _, out, _ = llmb_run(*row, "--what-if", "gpu.flops=2x")
+    at_peak = next(line.split() for line in out.splitlines() if line.startswith("model FLOPs at peak"))
+    assert f"MFU {at_peak[-1]} %" in out

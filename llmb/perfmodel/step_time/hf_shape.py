@@ -9,7 +9,7 @@ that run here.
 from pathlib import Path
 from typing import Any
 
-from llmb.config.serialization import read_json
+from llmb.config.serialization import convert, read_json
 from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.model_catalog import ModelShape
@@ -28,15 +28,32 @@ def read_hf_shape(path: Path) -> ModelShape:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a JSON object, as a Hugging Face config.json is")
     config = {**data, **data["text_config"]} if isinstance(data.get("text_config"), dict) else data
-    if missing := [name for name in REQUIRED if not isinstance(config.get(name), int)]:
-        raise ConfigError(f"{path} has no whole number for {', '.join(missing)}: not a language model's config.json")
+    if missing := [name for name in REQUIRED if config.get(name) is None]:
+        raise ConfigError(f"{path} has no {', '.join(missing)}: not a language model's config.json")
     return _shape(config, path)
 
 
+def _count(config: dict[str, Any], *names: str) -> int | None:
+    """Return the first of these fields that is given and not 0."""
+    for name in names:
+        if value := config.get(name):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"config.json: {name}={value!r} is not a whole number, 1 or more")
+            return value
+    return None
+
+
+def _required(config: dict[str, Any], name: str) -> int:
+    """Return a field without which the shape is not known."""
+    if (value := _count(config, name)) is None:
+        raise ConfigError(f"config.json: {name} must be a whole number, 1 or more, got {config.get(name)!r}")
+    return value
+
+
 def _shape(config: dict[str, Any], path: Path) -> ModelShape:
-    layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
+    hidden, layers, heads, vocab = (_required(config, name) for name in REQUIRED)
     experts = _experts(config, layers)
-    ffn = config.get("intermediate_size_mlp") or config.get("intermediate_size") or (experts.ffn if experts else None)
+    ffn = _count(config, "intermediate_size_mlp", "intermediate_size") or (experts.ffn if experts else None)
     if ffn is None:
         raise ConfigError(f"{path} has no intermediate_size")
     model = Model(
@@ -47,54 +64,51 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         ffn=ffn,
         gated=config.get("model_type") not in UNGATED,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        vocab=config["vocab_size"],
+        kv_heads=_count(config, "num_key_value_heads") or heads,
+        head_dim=_count(config, "head_dim") or hidden // heads,
+        vocab=vocab,
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        pattern=config.get("hybrid_override_pattern"),
+        pattern=convert(str | None, config.get("hybrid_override_pattern"), "config.json: hybrid_override_pattern"),
         experts=experts,
         mla=_mla(config),
         mamba=_mamba(config),
     )
-    kinds = config.get("layer_types") or []
-    windowed = sum(kind == "sliding_attention" for kind in kinds)
-    return ModelShape(model=model, window=config.get("sliding_window") if windowed else None, window_layers=windowed)
+    kinds = convert(tuple[str, ...], config.get("layer_types") or (), "config.json: layer_types")
+    windowed = kinds.count("sliding_attention")
+    return ModelShape(
+        model=model, window=_count(config, "sliding_window") if windowed else None, window_layers=windowed
+    )
 
 
 def _experts(config: dict[str, Any], layers: int) -> MoEConfig | None:
-    count = next((config[name] for name in EXPERT_COUNTS if config.get(name)), None)
+    count = _count(config, *EXPERT_COUNTS)
     if count is None:
         return None
-    ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
-    shared_width = config.get("moe_shared_expert_intermediate_size") or config.get("shared_expert_intermediate_size")
-    shared = shared_width // ffn if shared_width else config.get("n_shared_experts") or 0
+    ffn = _count(config, "moe_intermediate_size") or _required(config, "intermediate_size")
+    shared_width = _count(config, "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+    shared = shared_width // ffn if shared_width else _count(config, "n_shared_experts") or 0
     if "llama4" in str(config.get("model_type")):
         shared = 1
-    step = config.get("interleave_moe_layer_step") or config.get("decoder_sparse_step") or 1
-    dense = config.get("first_k_dense_replace") or layers - layers // step
-    top_k = config.get("num_experts_per_tok") or config.get("top_k_experts") or 1
+    step = _count(config, "interleave_moe_layer_step", "decoder_sparse_step") or 1
+    dense = _count(config, "first_k_dense_replace") or layers - layers // step
+    top_k = _count(config, "num_experts_per_tok", "top_k_experts") or 1
     return MoEConfig(count=count, top_k=top_k, ffn=ffn, shared=shared, dense_layers=dense)
 
 
 def _mla(config: dict[str, Any]) -> MlaConfig | None:
-    if not config.get("kv_lora_rank") or not config.get("q_lora_rank"):
+    q_rank, kv_rank = _count(config, "q_lora_rank"), _count(config, "kv_lora_rank")
+    if q_rank is None or kv_rank is None:
         return None
-    return MlaConfig(
-        q_rank=config["q_lora_rank"],
-        kv_rank=config["kv_lora_rank"],
-        nope_dim=config["qk_nope_head_dim"],
-        rope_dim=config["qk_rope_head_dim"],
-        value_dim=config["v_head_dim"],
+    nope_dim, rope_dim, value_dim = (
+        _required(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
+    return MlaConfig(q_rank=q_rank, kv_rank=kv_rank, nope_dim=nope_dim, rope_dim=rope_dim, value_dim=value_dim)
 
 
 def _mamba(config: dict[str, Any]) -> MambaConfig | None:
-    if not config.get("mamba_num_heads"):
+    heads = _count(config, "mamba_num_heads")
+    if heads is None:
         return None
-    return MambaConfig(
-        heads=config["mamba_num_heads"],
-        head_dim=config["mamba_head_dim"],
-        groups=config["n_groups"],
-        state=config["ssm_state_size"],
-        chunk=config.get("chunk_size") or 128,
-    )
+    head_dim, groups, state = (_required(config, name) for name in ("mamba_head_dim", "n_groups", "ssm_state_size"))
+    chunk = _count(config, "chunk_size") or 128
+    return MambaConfig(heads=heads, head_dim=head_dim, groups=groups, state=state, chunk=chunk)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel.flops import flops_breakdown
-from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.hardware import GIB, gpu
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.step_constants import Constants, calibrated, interval_data
@@ -94,7 +94,7 @@ def run_config(setup: StepSetup) -> RunConfig:
         target="predict",
         size="",
         engine="megatron_bridge",
-        machine=Machine(gpu=setup.gpu, gpus=setup.gpus, gpus_per_node=8),
+        machine=Machine(gpu=setup.gpu, gpus=setup.gpus, gpus_per_node=gpu(setup.gpu).gpus_per_node),
         model=_with_layers(setup),
         parallel=Parallel(
             dp=setup.dp, fsdp=split.fsdp, tp=split.tp, pp=split.pp, cp=split.cp, ep=split.ep, etp=split.etp, vp=split.vp

@@ -7,6 +7,7 @@ recompute_layers; optional source and notes name engine, release and knobs; meas
 """
 
 import csv
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +46,14 @@ def read_rows(path: Path) -> list[PublishedRow]:
     """Read a CSV file; every row comes back, with a description or a reason."""
     try:
         with path.open(newline="") as file:
-            return [parse_row(cells, number) for number, cells in enumerate(csv.DictReader(file), 2)]
+            rows = [parse_row(cells, number) for number, cells in enumerate(csv.DictReader(file), 2)]
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is not a CSV file: {error}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows; it needs a line of columns such as model,gpu,dtype,gpus,seqlen,mbs,tp")
+    return rows
 
 
 def parse_row(cells: dict[str, str], number: int = 0) -> PublishedRow:
@@ -71,11 +77,24 @@ def _cell(name: str, value: str | None) -> str:
 def measured_step_time(cells: dict[str, str], setup: StepSetup) -> float | None:
     """Return the measured step time: printed, or from tokens/s of all GPUs or of one."""
     tokens = setup.gbs * setup.seqlen
-    if cells.get("step_time_s"):
-        return float(cells["step_time_s"])
-    if cells.get("tokens_per_s_per_gpu"):
-        return tokens / setup.gpus / float(cells["tokens_per_s_per_gpu"])
-    return tokens / float(cells["tokens_per_s"]) if cells.get("tokens_per_s") else None
+    if (seconds := _positive(cells, "step_time_s")) is not None:
+        return seconds
+    if (rate := _positive(cells, "tokens_per_s_per_gpu")) is not None:
+        return tokens / setup.gpus / rate
+    return tokens / rate if (rate := _positive(cells, "tokens_per_s")) is not None else None
+
+
+def _positive(cells: dict[str, str], name: str) -> float | None:
+    text = cells.get(name, "")
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise ConfigError(f"{name} must be a number above 0, got {text!r}")
+    return number
 
 
 def is_possible(setup: StepSetup, seconds: float) -> bool:
@@ -123,7 +142,7 @@ def _setup(cells: dict[str, str]) -> StepSetup:
 
 
 def _layout(cells: dict[str, str], engine: str) -> Parallel:
-    """Return the parallel layout; torchtitan shards over all GPUs unless told otherwise."""
+    """Return the parallel layout; torchtitan shards over all GPUs unless the row says otherwise."""
     for name in ("gpus", "mbs"):
         _count(cells, name)
     if not cells.get("tp") and not cells.get("fsdp") and engine != "torchtitan":
@@ -188,7 +207,7 @@ def _layers(notes: str) -> int | None:
 
 
 def _recompute(notes: str, cells: dict[str, str]) -> Recompute:
-    if int(cells.get("recompute_layers") or 0) > 0 or re.search(r"full AC|AC full", notes):
+    if _count(cells, "recompute_layers") or re.search(r"full AC|AC full", notes):
         return "full"
     return "selective" if re.search(r"SAC|selective AC|AC selective", notes) else "none"
 
