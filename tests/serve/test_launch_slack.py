@@ -10,7 +10,7 @@ SLACK_S = STEP_S * (1 - MARGIN_FRACTION) - HOST_S - MARGIN_S
 
 
 class Clock:
-    """A clock that moves when told."""
+    """A clock that moves only when a test sets it."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -21,6 +21,8 @@ CLOSED = -1  # instead of the number of bytes
 class CommandSource:
     """Commands of an engine with a single rank, straight from the HTTP process."""
 
+    idle_timeout_s: float | None = None  # None: an idle engine waits until a command comes
+
     def __init__(self, channel: EngineChannel):
         self._channel = channel
 
@@ -29,7 +31,7 @@ class CommandSource:
 
         Raise ChannelClosed at the end.
         """
-        commands: list[Command] = self._channel.receive(None if idle else 0)
+        commands: list[Command] = self._channel.receive(self.idle_timeout_s if idle else 0)
         while slack_s := engine.slack_s:
             commands += self._channel.receive(slack_s)
         return commands
@@ -37,6 +39,8 @@ class CommandSource:
 
 class CommandBroadcast(CommandSource):
     """The same commands on every rank; a collective call."""
+
+    idle_timeout_s = HEARTBEAT_S
 
     def __init__(self, channel: EngineChannel, rank: int, group: dist.ProcessGroup):
         super().__init__(channel)
@@ -46,7 +50,7 @@ class CommandBroadcast(CommandSource):
         if self._rank > 0:
             return self._receive_broadcast()
         try:
-            commands: list[Command] = self._channel.receive(HEARTBEAT_S if idle else 0)
+            commands = super().receive(engine, idle)
         except ChannelClosed:
             self._broadcast(torch.tensor([CLOSED]))
             raise
