@@ -64,7 +64,7 @@ def exact_and_rounded() -> tuple:
 def update(network: Network, lr: float) -> tuple[Optimizer, torch.Tensor]:
     """Update the weights; return the optimizer and the gradients' norm."""
     sharded_parameters(network).end_step()
-    optimizer = Optimizer([sharded_parameters(network)], ONE, lr)
+    optimizer = Optimizer([sharded_parameters(network)], ONE)
     return optimizer, optimizer.update(lr)
 
 
