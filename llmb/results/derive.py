@@ -26,7 +26,6 @@ from llmb.perfmodel import flops, hardware, metrics
 from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
 from llmb.results.load_warnings import client_moved
 from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
-from llmb.results.one_rank_figures import CLUSTER_FIGURES, one_rank_step
 from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeShare
 from llmb.results.serving_figures import measured_requests, serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
@@ -66,6 +65,8 @@ def derive(
             problems = fields.setdefault("log_problems", {})
             problems[event.problem] = problems.get(event.problem, 0) + event.count
     if config is not None and config.one_rank is not None:
+        from llmb.results.one_rank_figures import CLUSTER_FIGURES, one_rank_step  # here: few runs need the predictor
+
         fields = {name: value for name, value in fields.items() if name not in CLUSTER_FIGURES}
         fields["one_rank"] = one_rank_step(config, fields)
     if not _is_client_late(config, recorded):  # else no figure of the server is known well enough to compare

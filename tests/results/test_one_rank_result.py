@@ -14,6 +14,7 @@ from llmb.report.summary import summary
 from llmb.results.derive import derive
 from llmb.results.job_store import job_row
 from llmb.results.result import Result
+from llmb.results.timed_run import timed_run
 
 HERE = Machine(gpu="h200", gpus=1, gpus_per_node=1)
 
@@ -55,6 +56,11 @@ def test_nothing_reads_as_a_run_of_all_ranks(result):
     assert "ONE_RANK" in codes
     assert "OTHER_GPU" not in codes  # it ran where it was meant to
     assert build(Result, to_plain(result), "result") == result
+
+
+def test_timing_scripts_print_no_rate_of_the_cluster(alone, tmp_path):
+    timed = timed_run(tmp_path / "log", alone, events(12.0), None)
+    assert {(step.seconds, step.tflops_per_gpu) for step in timed.steps.values()} == {(12.0, None)}
 
 
 def test_text_says_what_is_measured_and_what_is_modelled(result):
