@@ -61,6 +61,7 @@ class LocalGroup(ProcessGroup):
 
     # Collectives
 
+    @torch.no_grad()
     def all_gather_single(self, output: Tensor, x: Tensor, _options: Any = None) -> Work:
         """Repeat this rank's shard, except where it is already a part of the output."""
         rows, shard, rank = output.view(self.size(), -1), x.view(1, -1), self.rank()
@@ -74,6 +75,7 @@ class LocalGroup(ProcessGroup):
         works = [self.all_gather_single(output, x) for output, x in zip(outputs, inputs, strict=True)]
         return works[-1]
 
+    @torch.no_grad()
     def reduce_scatter_single(self, output: Tensor, x: Tensor, _options: Any = None) -> Work:
         """Sum the slices of what this rank contributes, in place of what its peers contribute to its slice."""
         torch.sum(x.view(self.size(), *output.shape), dim=0, out=output)
@@ -86,12 +88,14 @@ class LocalGroup(ProcessGroup):
         works = [self.reduce_scatter_single(output, x) for output, x in zip(outputs, inputs, strict=True)]
         return works[-1]
 
+    @torch.no_grad()
     def allreduce(self, tensors: list[Tensor], _options: Any = None) -> Work:
         """Read and write the tensor."""
         (x,) = tensors
         x.copy_(x.clone())
         return self._done("all-reduce", x)
 
+    @torch.no_grad()
     def all_to_all_single(
         self, output: Tensor, x: Tensor, _output_sizes: list[int], _input_sizes: list[int], _options: Any = None
     ) -> Work:
@@ -104,6 +108,7 @@ class LocalGroup(ProcessGroup):
         (x,) = tensors
         return self._done("send", x)
 
+    @torch.no_grad()
     def recv(self, tensors: list[Tensor], _rank: int, _tag: int) -> Work:
         """Copy random values; integers are ones, by which pipeline stages agree that they know their shapes."""
         (x,) = tensors
@@ -111,8 +116,7 @@ class LocalGroup(ProcessGroup):
         if key not in self._received:
             draw = torch.randn if x.is_floating_point() else torch.ones
             self._received[key] = draw(x.shape, device=x.device, dtype=x.dtype)
-        with torch.no_grad():
-            x.copy_(self._received[key])
+        x.copy_(self._received[key])
         return self._done("receive", x)
 
     def broadcast(self, _tensors: list[Tensor], _options: Any = None) -> Work:
