@@ -7,8 +7,8 @@ from llmb.perfmodel.serving_time.serving_work import ServingWork
 
 WORKSPACE = 2 * GIB  # activations of a step, CUDA graphs, NCCL buffers
 # Engines that allocate blocks as a request grows; the others reserve its whole length on admission.
-ON_DEMAND = ("vllm", "sglang", "native")
-FRACTION_OF_FREE = ("trtllm", "native")
+ON_DEMAND = ("vllm", "sglang")
+FRACTION_OF_FREE = ("trtllm", "sglang", "native")
 
 
 def request_bytes(setup: ServingSetup, work: ServingWork) -> float:
@@ -37,7 +37,7 @@ def cache_slots(setup: ServingSetup, work: ServingWork) -> int:
 
 
 def _cache_bytes(setup: ServingSetup, memory: float, taken: float) -> float:
-    """Return the cache: TensorRT-LLM's fraction is of the memory that weights leave, the others' of all memory."""
+    """Return the cache: vLLM's fraction is of all memory, the others' of what the weights leave."""
     if setup.engine in FRACTION_OF_FREE:
         return setup.memory_fraction * (memory - taken)
     return setup.memory_fraction * memory - taken

@@ -35,6 +35,7 @@ class Load:
     waves: Number
     replicas: Number
     stages: Number
+    interval: Number  # steps between two looks at new requests
     mixed: Number  # 1: prefill in decode steps; 0: in steps of its own
     window: Number
 
@@ -69,6 +70,7 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
         waves=float(setup.waves),
         replicas=float(setup.attention_dp),
         stages=float(setup.pp),
+        interval=float(setup.receive_interval),
         mixed=float(mixed),
         window=float(setup.shape.window or 0),
     )
@@ -78,6 +80,7 @@ def loop_times(work: ServingWork, load: Load, r: ServingRates, queue: Number) ->
     """Return TTFT and TPOT; `queue` scales waiting for other prefills."""
     tokens, context = load.osl - 1, load.isl + load.osl / 2
     batch = load.slots / load.replicas
+    steady = 1 - 0.5 / load.waves  # nobody follows the last requests: they wait for half as many others
     decode = prefill = {}
     tpot = ttft = waiting = 0.0
     for _ in range(ROUNDS):
@@ -88,14 +91,13 @@ def loop_times(work: ServingWork, load: Load, r: ServingRates, queue: Number) ->
         crowded = total(_prefill(work, load, r, batch, context, together=load.together)) / load.together
         hidden = load.mixed * load.chunks * step  # these steps emit tokens too
         added = (alone - hidden) / (load.replicas * load.stages)
-        others = load.slots - 1
-        tpot = step + others * (1 - 1 / load.waves) * added / tokens
+        tpot = step + (load.slots - 1) * steady * added / tokens
         busy = load.slots * added / (alone + tokens * tpot)
         first = (load.slots + load.together * load.replicas) / 2 * crowded / load.replicas
-        later = alone * (1 + queue * busy) + step / 2
+        later = alone * (1 + queue * busy) + load.interval * tpot / 2
         ttft = (first + (load.waves - 1) * later) / load.waves + r.first_token
         stay = ttft + tokens * tpot
-        waiting = (load.concurrency - load.slots) / load.slots * stay
+        waiting = (load.concurrency - load.slots) / load.slots * steady * stay
         batch = load.slots / load.replicas * (tokens * tpot) / stay
     return LoopTimes(ttft=ttft + waiting, tpot=tpot, queue=waiting, decode=decode, prefill=prefill)
 

@@ -13,7 +13,7 @@ CONSTANTS_FILE = Path(__file__).with_name("serving_constants.yaml")
 # Engine -> the first release of 2026 (none: one generation), as host costs fell much between the two years.
 ENGINES: dict[str, tuple[int, ...] | None] = {
     "vllm": (0, 13),
-    "sglang": None,
+    "sglang": (0, 5, 7),
     "trtllm": (1, 2),
     "native": None,
 }

@@ -44,7 +44,7 @@ def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants 
     times = loop_times(work, load, serving_rates(setup, on, c), c["queue"])
     ttft, tpot = float(times.ttft), float(times.tpot)
     e2e = ttft + (setup.osl - 1) * tpot
-    rate = setup.concurrency * setup.osl / e2e
+    rate = float(load.slots) * setup.osl / (e2e - float(times.queue))
     values = {
         "ttft_ms": ttft * MS, "tpot_ms": tpot * MS, "e2e_ms": e2e * MS, "output_tokens_per_s": rate,
         "output_tokens_per_s_per_gpu": rate / setup.gpus,

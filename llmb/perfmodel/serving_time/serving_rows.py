@@ -20,7 +20,8 @@ from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 DTYPES = {"": "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4", "mxfp4": "nvfp4"}
 MOST_RANKS = 16  # of one engine; published rows with more are disaggregated
 # InferenceMAX draws lengths uniformly from 0.8 to 1 of the nominal ones, which are 1,024 or 8,192.
-RANDOM_LENGTHS, RANDOM_RATIO = (1024, 8192), 0.9
+RECIPE_LENGTHS, RANDOM_RATIO = (1024, 8192), 0.9
+DEFAULT_TOKENS = {"vllm": 8192, "trtllm": 8192, "sglang": 16384, "native": 8192}  # of a step
 UNVERSIONED = "0"  # rows without a version are from the first published runs, of 2025
 SUFFIXES = re.compile(r"(-instruct|-chat|-it)?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+)?$")
 
@@ -84,7 +85,7 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
         raise ConfigError(f"precision {cells['precision']} is not modelled")
     dtype, engine, isl, osl = DTYPES[cells.get("precision", "")], cells["backend"], *_counts(cells, "isl", "osl")
     tp, attention_dp, ep, moe_tp = _layout(cells, shape)
-    random_lengths = bool(cells.get("attention_dp")) and isl in RANDOM_LENGTHS and osl in RANDOM_LENGTHS
+    recipe = _is_recipe(cells)
     return ServingSetup(
         shape=shape,
         gpu=gpu,
@@ -100,12 +101,35 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
         moe_tp=moe_tp,
         engine=engine,
         engine_version=cells.get("backend_version") or UNVERSIONED,
-        max_num_tokens=_optional(cells, "max_num_tokens") or DEFAULT_TOKENS[engine],
-        length_ratio=_positive(cells, "length_ratio") or (RANDOM_RATIO if random_lengths else 1.0),
+        length_ratio=_positive(cells, "length_ratio") or (RANDOM_RATIO if recipe else 1.0),
+        **_knobs(cells, engine, gpu, attention_dp, shape.model.mla is not None),
     )
 
 
-DEFAULT_TOKENS = {"vllm": 8192, "trtllm": 8192, "sglang": 16384, "native": 8192}
+def _is_recipe(cells: dict[str, str]) -> bool:
+    """Return whether a row has the form of InferenceMAX's recipes: all layout columns, lengths of 1,024 and 8,192."""
+    return bool(cells.get("attention_dp")) and all(int(cells[name]) in RECIPE_LENGTHS for name in ("isl", "osl"))
+
+
+def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, int]:
+    """Return engine settings that no column tells: given ones, or those of the published recipes.
+
+    TensorRT-LLM's token budget with MLA holds one prompt and the decodes; with attention_dp it waits up to 60 steps to
+    prefill on all replicas together. SGLang on Blackwell looks for new requests every 10 or 30 steps. Rows of other
+    benchmarks keep one client waiting with TensorRT-LLM: their batch limit is one less than the clients.
+    """
+    clients, isl = _counts(cells, "concurrency", "isl")
+    knobs = {"max_num_tokens": DEFAULT_TOKENS[engine]}
+    if _is_recipe(cells):
+        if engine == "trtllm":
+            knobs["max_num_tokens"] = clients + isl + 64 if mla else DEFAULT_TOKENS[engine]
+            knobs["receive_interval"] = 60 if attention_dp > 1 else 1
+        if engine == "sglang" and gpu not in ("h100", "h200"):
+            knobs["receive_interval"] = 30 if clients >= 16 else 10
+    elif engine == "trtllm" and clients > 1 and "attention_dp" in cells:
+        knobs["max_batch_size"] = clients - 1
+    given = {name: _optional(cells, name) for name in ("max_num_tokens", "max_batch_size", "receive_interval")}
+    return knobs | {name: value for name, value in given.items() if value is not None}
 
 
 def default_kv_dtype(engine: str, gpu: str, dtype: str) -> str:

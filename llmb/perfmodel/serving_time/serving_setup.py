@@ -41,10 +41,11 @@ class ServingSetup:
     max_batch_size: int = 4096
     memory_fraction: float = 0.9  # of the GPU's memory, for weights and KV cache
     length_ratio: float = 1.0  # mean length over nominal length: 0.9 where lengths vary uniformly in 0.8 to 1
+    receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
     waves: int = WAVES  # requests per client: the first ones arrive together
 
     def __post_init__(self) -> None:
-        for name in (*COUNTS, "waves"):
+        for name in (*COUNTS, "receive_interval", "waves"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number, 1 or more, got {value!r}")

@@ -14,7 +14,8 @@ from llmb.perfmodel.step_time.step_constants import Constants
 
 TERMS = ("gemm", "experts", "attention", "memory_bound", "communication", "launch", "host")
 NORM = 4
-EXPERT_TILE = 32  # rows of padding per active expert: half a tile of 64
+# Rows of padding per active expert: about half a tile; tiles have 16 to 64 rows, by the number of tokens.
+LEAST_PADDING, MOST_PADDING = 8, 32
 
 Number = Any  # float, or an array with one value per row
 
@@ -35,7 +36,10 @@ class ServingRates:
     memory: Number
     link: Number
     reduce: Number
+    ring: Number
+    skew: Number
     kernel: Number
+    expert_kernel: Number  # more per kernel of a block with experts
     eager: Number
     host_step: Number
     host_request: Number
@@ -58,7 +62,7 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
     read = bandwidth * c[f"read_{family}"]
     low_read = read * (c["read_4bit"] if setup.dtype == "nvfp4" else 1.0)
     generation = setup.generation
-    spread = setup.tp * setup.attention_dp
+    kernel = c[f"kernel_{family}"] * c[f"kernels_{generation}"]
     return ServingRates(
         low=low,
         high=bf16,
@@ -66,13 +70,16 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         expert=low * c["experts"],
         low_read=low_read,
         high_read=read,
-        expert_read=low_read * c["experts_read"] / (1.0 + c["ep_imbalance"] * (1 - 1 / setup.ep)),
+        expert_read=read * c["experts_read"] / (1.0 + c["ep_imbalance"] * (1 - 1 / setup.ep)),
         kv_read=bandwidth * c["kv_read"] * (c["mla_read"] if setup.shape.model.mla else 1.0),
         attention=peaks["bf16"] * c[f"attention_{family}"] * clock,
         memory=bandwidth * c["memory"],
         link=on.link_bandwidth * c["link"],
-        reduce=c["reduce"] if spread > 1 else 0.0,
-        kernel=c[f"kernel_{family}"] * c[f"kernels_{generation}"],
+        reduce=c["reduce"],
+        ring=c["ring"],
+        skew=c["routing_skew"],
+        kernel=kernel,
+        expert_kernel=kernel * (c["expert_kernels_2025"] - 1) if generation.endswith("2025") else 0.0,
         eager=c[f"eager_{setup.engine}"],
         host_step=c[f"host_step_{generation}"],
         host_request=c[f"host_request_{generation}"],
@@ -83,6 +90,20 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
 def longer(a: Number, b: Number) -> Number:
     """Return about the longer of two times; more where they are near each other."""
     return (a**NORM + b**NORM) ** (1 / NORM)
+
+
+def shorter(a: Number, b: Number) -> Number:
+    """Return about the shorter of two times."""
+    return (a**-NORM + b**-NORM) ** (-1 / NORM)
+
+
+def active_experts(routed: Number, tokens: Number, skew: Number) -> Number:
+    """Return the fraction of experts that some token is routed to.
+
+    Popularities of experts follow a gamma distribution of mean 1 and variance `skew`: 1 - (1 + skew p n)^(-1 / skew)
+    of them are active with n tokens and probability p; with equal ones it would be 1 - exp(-p n).
+    """
+    return 1 - (1 + skew * routed * tokens) ** (-1 / skew)
 
 
 def step_seconds(
@@ -102,8 +123,10 @@ def step_seconds(
     `tokens`: of this replica; `all_tokens`: of all replicas; `sampled`: tokens whose logits are needed; `decodes`:
     requests in decode with `context` cached tokens each; `pairs`: (query, key) pairs of prefill.
     """
-    active = 1 - (1 - work.routed) ** all_tokens
-    expert_rows = work.expert_macs * (all_tokens + EXPERT_TILE * active / _positive(work.routed))
+    active = active_experts(work.routed, all_tokens, r.skew)
+    rows = work.routed * all_tokens / _positive(active)  # of an active expert
+    padding = _smaller(LEAST_PADDING + rows / 2, MOST_PADDING)
+    expert_rows = work.expert_macs * (all_tokens + padding * active / _positive(work.routed))
     cached = decodes * (context * work.kv_bytes + _smaller(context, work.window) * work.window_kv_bytes)
     return {
         "gemm": longer(work.low_bytes / r.low_read, 2 * work.low_macs * tokens / r.low)
@@ -115,8 +138,9 @@ def step_seconds(
         )
         + 2 * (pairs * work.pair_macs + window_pairs * work.window_pair_macs) / r.attention,
         "memory_bound": tokens * work.activation_bytes / r.memory,
-        "communication": work.reduces * r.reduce + all_tokens * work.reduce_bytes / r.link,
-        "launch": work.kernels * r.kernel,
+        "communication": work.reduces
+        * shorter(r.reduce + all_tokens * work.direct_bytes / r.link, r.ring + all_tokens * work.ring_bytes / r.link),
+        "launch": work.kernels * r.kernel + work.expert_kernels * r.expert_kernel,
         "host": r.host_step + r.host_request * decodes,
     }
 

@@ -12,9 +12,15 @@ from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 
 BF16 = BYTES["bf16"]
-# Kernels of a block with CUDA graphs: norm, GEMMs, RoPE and cache write, attention; routing, permutation, combine.
-KERNELS = {"attention": 5, "mla": 9, "mlp": 4, "experts": 9, "mamba": 6}
-QUANTIZED_GEMMS = {"attention": 2, "mla": 3, "mlp": 2, "experts": 2, "mamba": 2}  # each with a kernel for its input
+# Kernels of a block in a CUDA graph. attention: norm, qkv, RoPE, cache write, attention, output. mla: norms, down
+# and up projections, RoPE, cache write, absorbed projections, attention and its combine, output. mlp: norm, two GEMMs,
+# activation. experts: norm, router, top-k, sort, permute, two GEMMs, activation, combine; shared ones: two GEMMs,
+# activation, add. mamba: norm, in, convolution, scan, gate, out.
+KERNELS = {"attention": 6, "mla": 14, "mlp": 4, "experts": 9, "mamba": 6}
+SHARED_KERNELS = 4
+QUANTIZED_GEMMS = {"attention": 2, "mla": 4, "mlp": 2, "experts": 2, "mamba": 2}
+# Kernels per quantized input: fp8 with static scales is fused with the norm or activation before it.
+QUANTIZE = {"bf16": 0.0, "fp8": 0.5, "nvfp4": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +45,10 @@ class ServingWork:
     window_pair_macs: float = 0.0
     activation_bytes: float = 0.0  # of memory-bound kernels, per token
     reduces: float = 0.0  # all-reduces, or gathers and scatters of attention replicas
-    reduce_bytes: float = 0.0  # sent per token of a replica, by all of them
+    direct_bytes: float = 0.0  # that a rank receives in one of them, per token, when all send to all
+    ring_bytes: float = 0.0  # the same in a ring
     kernels: float = 0.0
+    expert_kernels: float = 0.0  # of these, in blocks with experts
 
     @property
     def weight_bytes(self) -> float:
@@ -55,10 +63,20 @@ def serving_work(setup: ServingSetup) -> ServingWork:
     for kind, count, block in block_stack(model):
         for name, value in _block(setup, kind, block, bytes_low).items():
             total[name] = total.get(name, 0.0) + count * value
+    total |= _collective_bytes(setup)
     if model.experts:
         total["routed"] = model.experts.top_k / model.experts.count
     _move_windowed(setup, total)
     return ServingWork(**total)
+
+
+def _collective_bytes(setup: ServingSetup) -> dict[str, float]:
+    """Return the bytes of one collective per token: an all-reduce, or a gather of all replicas' tokens."""
+    size = setup.shape.model.hidden * BF16
+    if setup.attention_dp > 1:
+        ranks = setup.tp * setup.attention_dp
+        return {"direct_bytes": size * (ranks - 1) / ranks, "ring_bytes": size * (ranks - 1) / ranks}
+    return {"direct_bytes": size * (setup.tp - 1), "ring_bytes": 2 * size * (setup.tp - 1) / setup.tp}
 
 
 def four_bit_experts_only(setup: ServingSetup) -> bool:
@@ -92,13 +110,15 @@ def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -
             "expert_macs": block.active_routed_weights / ranks,
         }
     counts["activation_bytes"] = BF16 * (4 * model.hidden + (block.saved_values - 2 * model.hidden) / tp)
-    quantized = setup.dtype != "bf16" and not (kind in ("attention", "mla") and four_bit_experts_only(setup))
-    counts["kernels"] = KERNELS[kind] + (QUANTIZED_GEMMS[kind] if quantized else 0)
+    plain = kind in ("attention", "mla") and four_bit_experts_only(setup)
+    counts["kernels"] = KERNELS[kind] + (0.0 if plain else QUANTIZED_GEMMS[kind] * QUANTIZE[setup.dtype])
+    if kind == "experts" and model.experts and model.experts.shared:
+        counts["kernels"] += SHARED_KERNELS + QUANTIZE[setup.dtype]
+    counts["expert_kernels"] = counts["kernels"] if kind == "experts" else 0.0
     if kind == "experts" and setup.attention_dp > 1:
-        ranks = setup.tp * setup.attention_dp
-        counts |= {"reduces": 2.0, "reduce_bytes": 2.0 * model.hidden * BF16 * (ranks - 1) / ranks}
+        counts["reduces"] = 2.0
     elif tp > 1:
-        counts |= {"reduces": 1.0, "reduce_bytes": 2.0 * model.hidden * BF16 * (tp - 1) / tp}
+        counts["reduces"] = 1.0
     return counts
 
 
