@@ -130,10 +130,11 @@ def report(rows: Sequence[ServingRow], c: Constants) -> str:
             ("left-out GPUs, each in turn", len(samples), *figures(gpus)),
             ("all described rows, also those left out by rule", len(everything), *figures(described)),
         ]),
-        "Aims: TTFT 30, TPOT 10, E2E 10 (p90 30); left-out models E2E 13. NVIDIA's AIConfigurator 0.12 on 459 rows of the "
-        "same file: TTFT 59, TPOT 11.5 (p90 47.5), E2E 11.0 (p90 46.5).",
-        f"The 80 % intervals hold, of TTFT, TPOT and E2E: {', '.join(coverage(samples, models, widths))} % of the rows of "
-        f"left-out models and {', '.join(coverage(samples, gpus, widths))} % of left-out GPUs (aim: 75 to 88).",
+        "Aims: TTFT 30, TPOT 10, E2E 10 (p90 30); left-out models E2E 13. NVIDIA's AIConfigurator 0.12 on 459 rows of "
+        "the same file: TTFT 59, TPOT 11.5 (p90 47.5), E2E 11.0 (p90 46.5).",
+        "The 80 % intervals hold, of TTFT, TPOT and E2E: "
+        f"{', '.join(coverage(samples, models, widths))} % of the rows of left-out models and "
+        f"{', '.join(coverage(samples, gpus, widths))} % of left-out GPUs (aim: 75 to 88).",
         f"Speed: about {round(rate, -2):.0f} rows/s on one core (aim: 50).",
         "![predicted against measured TPOT](pictures/serving_tpot_accuracy.svg)",
         "![predicted against measured TTFT](pictures/serving_ttft_accuracy.svg)",
@@ -195,7 +196,8 @@ def worst(samples: Sequence[Sample], errors: Predicted, count: int = 15) -> list
     return [
         (
             s.row.number, s.model, f"{s.setup.gpus} {s.setup.gpu}", s.setup.dtype, s.setup.generation,
-            f"{s.setup.isl}/{s.setup.osl}", s.setup.concurrency, f"{s.e2e:.2f}", f"{100 * np.expm1(errors.e2e[i]):+.0f}",
+            f"{s.setup.isl}/{s.setup.osl}", s.setup.concurrency, f"{s.e2e:.2f}",
+            f"{100 * np.expm1(errors.e2e[i]):+.0f}",
         )
         for i in order
         for s in [samples[i]]

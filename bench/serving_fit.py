@@ -73,7 +73,7 @@ class Rows:
         self.osl = np.array([s.setup.osl for s in samples])
         self.measured = Predicted(*(np.array([getattr(s, name) for s in samples]) for name in ("ttft", "tpot", "e2e")))
         kinds = [
-            (s.setup.gpu, s.setup.dtype, s.setup.generation, s.setup.ep, s.setup.tp * s.setup.attention_dp > 1,
+            (s.setup.gpu, s.setup.dtype, s.setup.generation, s.setup.ep, s.setup.tp * s.setup.attention_dp,
              s.setup.shape.model.mla is not None, s.setup.shape.model.experts is not None)
             for s in samples
         ]  # fmt: skip

@@ -68,6 +68,7 @@ def _offline_setup(cells: dict[str, str]) -> ServingSetup | None:
     try:
         shape = find_served_model(cells["model"].replace(" ", "-"))
         experts = shape.model.experts is not None
+        dtype = "nvfp4" if shape.checkpoint == "nvfp4" else dtype
         return ServingSetup(
             shape=shape, gpu=gpu, dtype=dtype, kv_dtype="bf16" if dtype == "bf16" else "fp8", isl=int(cells["isl"]),
             osl=int(cells["osl"]), concurrency=CLIENTS, tp=tp, attention_dp=replicas, moe_tp=1 if replicas > 1 else tp,

@@ -61,7 +61,8 @@ def _model_setups(options: argparse.Namespace) -> list[ServingSetup]:
         raise ConfigError("--scale is for training; the layout gives the GPUs of an engine: --set tp=2")
     gpu, values = options.gpu_type.lower(), parse_serving_settings(options.set)
     device(gpu)
-    shape, dtype, engine = _shape(options.model), (options.dtype or "bf16").lower(), options.engine or "vllm"
+    shape, engine = _shape(options.model), options.engine or "vllm"
+    dtype = (options.dtype or shape.checkpoint or "bf16").lower()
     return [
         build_serving_setup(shape, gpu, dtype, engine, (options.isl, options.osl), clients, values)
         for clients in parse_concurrencies(options.concurrency)

@@ -93,7 +93,7 @@ def loop_times(work: ServingWork, load: Load, r: ServingRates, queue: Number) ->
         added = (alone - hidden) / (load.replicas * load.stages)
         tpot = step + (load.slots - 1) * steady * added / tokens
         busy = load.slots * added / (alone + tokens * tpot)
-        first = (load.slots + load.together * load.replicas) / 2 * crowded / load.replicas
+        first = (load.slots / load.replicas + load.together) / 2 * crowded / load.stages + alone * (1 - 1 / load.stages)
         later = alone * (1 + queue * busy) + load.interval * tpot / 2
         ttft = (first + (load.waves - 1) * later) / load.waves + r.first_token
         stay = ttft + tokens * tpot
@@ -110,9 +110,11 @@ def total(terms: dict[str, Number]) -> Number:
 def _decode_step(work: ServingWork, load: Load, r: ServingRates, batch: Number, context: Number) -> dict[str, Number]:
     """Return a step of decode only; each pipeline stage works on its own part of the batch."""
     tokens = batch / load.stages
-    return step_seconds(
+    terms = step_seconds(
         work, r, tokens=tokens, all_tokens=tokens * load.replicas, sampled=tokens, decodes=tokens, context=context
     )
+    terms["communication"] = terms["communication"] + (load.stages - 1) * r.ring  # sends between stages
+    return terms
 
 
 def _prefill(

@@ -23,7 +23,7 @@ MOST_RANKS = 16  # of one engine; published rows with more are disaggregated
 RECIPE_LENGTHS, RANDOM_RATIO = (1024, 8192), 0.9
 DEFAULT_TOKENS = {"vllm": 8192, "trtllm": 8192, "sglang": 16384, "native": 8192}  # of a step
 UNVERSIONED = "0"  # rows without a version are from the first published runs, of 2025
-SUFFIXES = re.compile(r"(-instruct|-chat|-it)?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+)?$")
+SUFFIXES = re.compile(r"(-instruct|-thinking|-chat|-it)?(-2507|-0324|-0528)?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+)?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,8 @@ def parse_serving_row(cells: dict[str, str], number: int = 0) -> ServingRow:
 def find_served_model(name: str) -> ModelShape:
     """Return the shape of a model named as on Hugging Face, with or without owner and suffixes of a checkpoint."""
     base = name.rsplit("/", 1)[-1].lower()
-    for candidate in (base, SUFFIXES.sub("", base), SUFFIXES.sub("", base).replace("llama-3", "llama3")):
+    short = SUFFIXES.sub("", base)
+    for candidate in (base, short, short.removeprefix("meta-").replace("llama-", "llama")):
         try:
             return find_model(candidate)
         except LlmbError:
@@ -83,7 +84,9 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
     shape, gpu = find_served_model(cells["model"]), cells["system"].removesuffix("_sxm")
     if cells.get("precision", "") not in DTYPES:
         raise ConfigError(f"precision {cells['precision']} is not modelled")
-    dtype, engine, isl, osl = DTYPES[cells.get("precision", "")], cells["backend"], *_counts(cells, "isl", "osl")
+    engine, dtype = cells["backend"], DTYPES[cells.get("precision", "")]
+    if shape.checkpoint == "nvfp4" and dtype == "fp8":  # named after its activations or its KV cache
+        dtype = "nvfp4"
     tp, attention_dp, ep, moe_tp = _layout(cells, shape)
     recipe = _is_recipe(cells)
     return ServingSetup(
@@ -91,8 +94,8 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
         gpu=gpu,
         dtype=dtype,
         kv_dtype=cells.get("kv_dtype") or default_kv_dtype(engine, gpu, dtype),
-        isl=isl,
-        osl=osl,
+        isl=_counts(cells, "isl")[0],
+        osl=_counts(cells, "osl")[0],
         concurrency=_counts(cells, "concurrency")[0],
         tp=tp,
         pp=_optional(cells, "pp") or 1,

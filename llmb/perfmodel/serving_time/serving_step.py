@@ -61,7 +61,7 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
     bandwidth = on.memory_bandwidth
     read = bandwidth * c[f"read_{family}"]
     low_read = read * (c["read_4bit"] if setup.dtype == "nvfp4" else 1.0)
-    generation = setup.generation
+    generation, ranks = setup.generation, setup.tp * setup.attention_dp
     kernel = c[f"kernel_{family}"] * c[f"kernels_{generation}"]
     return ServingRates(
         low=low,
@@ -74,7 +74,7 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         kv_read=bandwidth * c["kv_read"] * (c["mla_read"] if setup.shape.model.mla else 1.0),
         attention=peaks["bf16"] * c[f"attention_{family}"] * clock,
         memory=bandwidth * c["memory"],
-        link=on.link_bandwidth * c["link"],
+        link=(on.link_bandwidth if ranks <= on.fabric.link_domain else on.fabric.network) * c["link"],
         reduce=c["reduce"],
         ring=c["ring"],
         skew=c["routing_skew"],
