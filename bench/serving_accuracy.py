@@ -52,9 +52,9 @@ def left_out_errors(samples: Sequence[Sample], key: Callable[[Sample], str]) -> 
     for group in sorted({key(s) for s in samples}):
         inside = np.array([key(s) == group for s in samples])
         c = fitted([s for s, member in zip(samples, inside, strict=True) if not member])
-        found = Rows([s for s, member in zip(samples, inside, strict=True) if member]).log_errors(c)
+        group_errors = Rows([s for s, member in zip(samples, inside, strict=True) if member]).log_errors(c)
         for name in METRICS:
-            getattr(errors, name)[inside] = getattr(found, name)
+            getattr(errors, name)[inside] = getattr(group_errors, name)
     return errors
 
 

@@ -111,7 +111,7 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
 
 def _is_recipe(cells: dict[str, str]) -> bool:
     """Return whether a row has the form of InferenceMAX's recipes: all layout columns, lengths of 1,024 and 8,192."""
-    return bool(cells.get("attention_dp")) and all(int(cells[name]) in RECIPE_LENGTHS for name in ("isl", "osl"))
+    return bool(cells.get("attention_dp")) and all(_optional(cells, name) in RECIPE_LENGTHS for name in ("isl", "osl"))
 
 
 def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, int]:
@@ -131,8 +131,8 @@ def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla:
             knobs["receive_interval"] = 30 if clients >= 16 else 10
     elif engine == "trtllm" and clients > 1 and "attention_dp" in cells:
         knobs["max_batch_size"] = clients - 1
-    given = {name: _optional(cells, name) for name in ("max_num_tokens", "max_batch_size", "receive_interval")}
-    return knobs | {name: value for name, value in given.items() if value is not None}
+    columns = {name: _optional(cells, name) for name in ("max_num_tokens", "max_batch_size", "receive_interval")}
+    return knobs | {name: value for name, value in columns.items() if value is not None}
 
 
 def default_kv_dtype(engine: str, gpu: str, dtype: str) -> str:

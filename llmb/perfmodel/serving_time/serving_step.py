@@ -100,10 +100,10 @@ def shorter(a: Number, b: Number) -> Number:
 def active_experts(routed: Number, tokens: Number, skew: Number) -> Number:
     """Return the fraction of experts that some token is routed to.
 
-    Popularities of experts follow a gamma distribution of mean 1 and variance `skew`: 1 - (1 + skew p n)^(-1 / skew)
-    of them are active with n tokens and probability p; with equal ones it would be 1 - exp(-p n).
+    The first token has its own. Popularities of experts follow a gamma distribution of mean 1 and variance `skew`:
+    n more tokens of probability p reach 1 - (1 + skew p n)^(-1 / skew) of the others; 1 - exp(-p n) if all were equal.
     """
-    return 1 - (1 + skew * routed * tokens) ** (-1 / skew)
+    return routed + (1 - routed) * (1 - (1 + skew * routed * (tokens - 1)) ** (-1 / skew))
 
 
 def step_seconds(

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if sum(source is not None for source in (options.workload, options.model, options.rows)) != 1:
         raise ConfigError("predict: name the run with one of -w WORKLOAD, --model NAME|config.json or --rows FILE.csv")
     if options.task == "serve":
-        from llmb.cli.predict_serving import run_serving
+        from llmb.cli.predictions.predict_serving import run_serving
 
         return run_serving(options)
     return _predict_rows(options) if options.rows else _predict_setups(options)
