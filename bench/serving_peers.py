@@ -110,7 +110,7 @@ def native_tokens_per_s(row: NativeRow, c: Constants) -> float:
     )  # fmt: skip
     if row.osl == 2:
         return 1e3 / predict_serving(setup, c=c).tpot_ms
-    slots = min(row.requests, cache_slots(setup, serving_work(setup)))
+    slots = min(row.requests, cache_slots(setup, serving_work(setup)), setup.max_batch_size)
     batches, remainder = divmod(row.requests, slots)
     seconds = batches * predict_serving(replace(setup, concurrency=slots), c=c).e2e_ms / 1e3
     if remainder:

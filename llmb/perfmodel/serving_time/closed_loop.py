@@ -32,6 +32,7 @@ class Load:
     chunk: Number  # prompt tokens of a step of one request
     chunks: Number  # steps of its prefill
     together: Number  # prompts prefilled in one step when many wait
+    arriving: Number  # prompts prefilled in one step later: as many requests as finish in one, at least one
     waves: Number
     replicas: Number
     stages: Number
@@ -59,6 +60,7 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
     decodes = slots / setup.attention_dp
     budget = max(setup.max_num_tokens - (decodes if mixed else 0), setup.max_num_tokens / 8)
     chunks = -(-isl // budget)
+    together = max(1.0, min(decodes, budget // isl))
     return Load(
         concurrency=float(setup.concurrency),
         slots=float(slots),
@@ -66,7 +68,8 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
         osl=osl,
         chunk=isl / chunks,
         chunks=float(chunks),
-        together=float(max(1, min(decodes, budget // isl))),
+        together=together,
+        arriving=max(1.0, min(together, decodes * setup.receive_interval / osl)),
         waves=float(setup.waves),
         replicas=float(setup.attention_dp),
         stages=float(setup.pp),
@@ -86,19 +89,23 @@ def loop_times(work: ServingWork, load: Load, r: ServingRates, queue: Number) ->
     for _ in range(ROUNDS):
         decode = _decode_step(work, load, r, batch, context)
         step = total(decode)
-        prefill = _prefill(work, load, r, batch, context, together=1.0)
+        prefill = _prefill(work, load, r, batch, context, together=load.arriving)
         alone = total(prefill)
-        crowded = total(_prefill(work, load, r, batch, context, together=load.together)) / load.together
+        crowd = total(_prefill(work, load, r, batch, context, together=load.together))
         hidden = load.mixed * load.chunks * step  # these steps emit tokens too
-        added = (alone - hidden) / (load.replicas * load.stages)
+        added = (crowd - hidden) / load.together + (load.waves - 1) * (alone - hidden) / load.arriving
+        added = added / (load.waves * load.replicas * load.stages)  # by the prefill of one request
         tpot = step + (load.slots - 1) * steady * added / tokens
         busy = load.slots * added / (alone + tokens * tpot)
-        first = (load.slots / load.replicas + load.together) / 2 * crowded / load.stages + alone * (1 - 1 / load.stages)
+        first = (load.slots / load.replicas / load.together + 1) / 2 * crowd / load.stages
+        first = first + alone * (1 - 1 / load.stages)
         later = alone * (1 + queue * busy) + load.interval * tpot / 2
         ttft = (first + (load.waves - 1) * later) / load.waves + r.first_token
         stay = ttft + tokens * tpot
         waiting = (load.concurrency - load.slots) / load.slots * steady * stay
-        batch = load.slots / load.replicas * (tokens * tpot) / stay
+        # Some requests are in prefill or wait for it; of one wave, only before the others decode.
+        idle = (1 - tokens * tpot / stay) * (1 - 1 / load.waves)
+        batch = load.slots / load.replicas * (1 - idle)
     return LoopTimes(ttft=ttft + waiting, tpot=tpot, queue=waiting, decode=decode, prefill=prefill)
 
 
