@@ -33,7 +33,7 @@ class Load:
     chunks: Number  # steps of its prefill
     together: Number  # prompts prefilled in one step when many wait
     arriving: Number  # prompts prefilled in one step later: as many requests as finish in one, at least one
-    waves: Number
+    waves: Number  # requests per slot
     replicas: Number
     stages: Number
     interval: Number  # steps between two looks at new requests
@@ -70,7 +70,7 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
         chunks=float(chunks),
         together=together,
         arriving=max(1.0, min(together, decodes * setup.receive_interval / osl)),
-        waves=float(setup.waves),
+        waves=setup.waves * setup.concurrency / slots,
         replicas=float(setup.attention_dp),
         stages=float(setup.pp),
         interval=float(setup.receive_interval),
