@@ -242,7 +242,9 @@ Here its predictions stand beside published measurements of vLLM, SGLang and Ten
 measured - 1|; E2E is TTFT + (osl - 1) x TPOT; the bias is the median of predicted / measured - 1."""
 
 OFFLINE = """Output tokens/s with all requests at once, from `published_inference.csv`: none of these rows was fitted.
-The predictor takes 3,000 clients, the largest batch that fits, and the newest TensorRT-LLM of the year."""
+The predictor takes 3,000 clients, the largest batch that fits, and the newest TensorRT-LLM of the year. Rows of
+mixtures that say TP8 (release 1.0) have the throughput of attention data parallelism, which their table does not
+name; of Llama 4 no serving row was fitted."""
 
 NATIVE = """Measured in `bench/RESULTS.md`. Its kernel and host times are fitted to these rows alone, all rates are
 those of the published rows."""

@@ -104,6 +104,11 @@ def test_rows_are_predicted_or_say_why_not(llmb_run, tmp_path):
         ([*SERVE[1:], "--dtype", "int8"], "unknown dtype 'int8'"),
         ([*SERVE[1:], "--concurrency", "no"], "--concurrency: expected clients such as 64"),
         (["-w", "pretrain_grok1", "--task", "serve"], "is not an inference run; leave out --task serve"),
+        (
+            ["-w", "inference_llama3.1", "--task", "train"],
+            "is not a training run; predict an inference run with --task",
+        ),
+        (["-w", "pretrain_grok1", "--isl", "8", "--task", "train"], "--isl is for serving; add --task serve"),
     ],
 )
 def test_refusals_are_one_line(llmb_run, args, message):

@@ -118,7 +118,7 @@ def test_requests_that_do_not_fit_wait():
     assert p.terms["scheduler"]["kv_cache_queue"] > 1
     assert p.ttft_ms > 1e3 * p.terms["scheduler"]["kv_cache_queue"]
     unlimited = predict_serving(replace(setup, concurrency=slots))
-    assert p.output_tokens_per_s == pytest.approx(unlimited.output_tokens_per_s)
+    assert p.output_tokens_per_s == pytest.approx(unlimited.output_tokens_per_s, rel=0.05)
 
 
 def test_the_cache_of_a_request_counts_windows_and_latents():

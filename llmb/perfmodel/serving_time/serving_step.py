@@ -17,6 +17,9 @@ NORM = 4
 # Rows of padding per active expert: about half a tile; tiles have 16 to 64 rows, by the number of tokens.
 LEAST_PADDING, MOST_PADDING = 8, 32
 
+# Family of a GPU -> that of its constants: there is no published row of the others.
+FAMILIES = {"ampere": "hopper", "hopper": "hopper", "blackwell": "blackwell", "blackwell-ultra": "blackwell"}
+
 Number = Any  # float, or an array with one value per row
 
 
@@ -48,7 +51,7 @@ class ServingRates:
 
 def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates:
     """Return the rates of a setup."""
-    family, peaks = on.fabric.family.removesuffix("-ultra"), on.gpu.peak_flops
+    family, peaks = FAMILIES[on.fabric.family], on.gpu.peak_flops
     clock = on.fabric.clock
     bf16 = peaks["bf16"] * c[f"gemm_bf16_{family}"] * clock
     low = {
@@ -62,7 +65,8 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
     read = bandwidth * c[f"read_{family}"]
     low_read = read * (c["read_4bit"] if setup.dtype == "nvfp4" else 1.0)
     generation, ranks = setup.generation, setup.tp * setup.attention_dp
-    kernel = c[f"kernel_{family}"] * c[f"kernels_{generation}"]
+    old, native = generation.endswith("2025"), "_native" if setup.engine == "native" else ""
+    kernel = c[f"kernel_{family}"] * (c["kernels_2025"] if old else c["kernels_native"] if native else 1.0)
     return ServingRates(
         low=low,
         high=bf16,
@@ -79,10 +83,10 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         ring=c["ring"],
         skew=c["routing_skew"],
         kernel=kernel,
-        expert_kernel=kernel * (c["expert_kernels_2025"] - 1) if generation.endswith("2025") else 0.0,
-        eager=c[f"eager_{setup.engine}"],
+        expert_kernel=kernel * (c["expert_kernels_2025"] - 1) if old else 0.0,
+        eager=c[f"eager{native}"],
         host_step=c[f"host_step_{generation}"],
-        host_request=c[f"host_request_{generation}"],
+        host_request=c[f"host_request{native}"],
         first_token=c[f"first_token_{setup.engine}"],
     )
 
