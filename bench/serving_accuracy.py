@@ -251,7 +251,7 @@ those of the published rows."""
 
 MISSES = """Likely causes:
 
-- Rows that speculate with a multi-token-prediction layer where no slower row of the same description shows it.
+- Rows that speculate where no release and no slower row of the same description shows it.
 - SGLang's first runs with nvfp4 on B200 have TTFTs of 7 s from 32 clients on: kernels are compiled during the run.
 - TensorRT-LLM with Llama 70B at 1024/1024 and tp below 8 has a TTFT 20 decode steps longer than at 1024/8192, an
   engine setting that no column tells; so has SGLang with 512 clients of Llama 8B (a batch limit).

@@ -60,6 +60,8 @@ def test_settings_of_the_recipes_fill_what_no_column_tells():
     other = parse_serving_row(LLAMA).setup
     assert other.length_ratio == 1.0
     assert other.dtype == "fp8"
+    assert recipe.draft_tokens == 0
+    assert parse_serving_row(DEEPSEEK | {"backend_version": "1.2.0rc6.post3"}).setup.draft_tokens == 1
     explicit = parse_serving_row(DEEPSEEK | {"kv_dtype": "bf16", "max_num_tokens": "4096", "length_ratio": "1"}).setup
     assert (explicit.kv_dtype, explicit.max_num_tokens, explicit.length_ratio) == ("bf16", 4096, 1.0)
 

@@ -110,6 +110,15 @@ def test_pipeline_stages_share_the_memory_and_keep_the_step():
     assert two.tpot_ms < alone.tpot_ms
 
 
+def test_accepted_drafts_shorten_a_token_and_refused_ones_lengthen_it():
+    base, speculative, refused = (
+        predict_serving(replace(DEEPSEEK, concurrency=4, draft_tokens=drafts, acceptance=acceptance)).tpot_ms
+        for drafts, acceptance in ((0, 0.8), (1, 0.8), (1, 0.01))
+    )
+    assert 0.5 * base < speculative < 0.8 * base
+    assert refused > base
+
+
 def test_requests_that_do_not_fit_wait():
     setup = replace(LLAMA_70B, tp=1, isl=8192, concurrency=256)
     slots = cache_slots(setup, serving_work(setup))
@@ -158,7 +167,8 @@ def test_active_experts_grow_with_tokens_up_to_all():
         ({"engine": "vlm"}, "unknown engine 'vlm'"),
         ({"gpu": "h300"}, "unknown GPU type 'h300'"),
         ({"pp": 81}, "pp 81 for 80 layers"),
-        ({"memory_fraction": 1.5}, "memory_fraction and length_ratio must be above 0 and at most 1"),
+        ({"memory_fraction": 1.5}, "memory_fraction must be above 0 and at most 1, got 1.5"),
+        ({"draft_tokens": -1}, "draft_tokens must be a whole number, 0 to 16, got -1"),
     ],
 )
 def test_impossible_setups_say_what_is_possible(changes, message):

@@ -94,4 +94,5 @@ def _description(row: ServingRow) -> tuple[object, ...]:
     assert setup is not None
     return (
         setup.shape, setup.generation, setup.gpu, setup.dtype, setup.isl, setup.osl, setup.concurrency, setup.gpus,
+        setup.draft_tokens,
     )  # fmt: skip
