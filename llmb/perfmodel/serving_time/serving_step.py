@@ -14,8 +14,8 @@ from llmb.perfmodel.step_time.step_constants import Constants
 
 TERMS = ("gemm", "experts", "attention", "memory_bound", "communication", "launch", "host")
 NORM = 4
-# Rows of padding per active expert: about half a tile; tiles have 16 to 64 rows, by the number of tokens.
-LEAST_PADDING, MOST_PADDING = 8, 32
+# Rows of an expert that are lost to its tiles and to filling them, by the number of its tokens.
+LEAST_PADDING, MOST_PADDING = 16, 128
 
 # Family of a GPU -> that of its constants: there is no published row of the others.
 FAMILIES = {"ampere": "hopper", "hopper": "hopper", "blackwell": "blackwell", "blackwell-ultra": "blackwell"}
@@ -59,7 +59,7 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         "fp8": peaks["fp8"] * c[f"gemm_fp8_{family}"] * clock if "fp8" in peaks else bf16,
         "nvfp4": min(peaks["nvfp4"], 2 * peaks["fp8"]) * c["gemm_nvfp4_blackwell"] * clock
         if "nvfp4" in peaks
-        else bf16,
+        else bf16 * c["weight_only"],
     }[setup.dtype]
     bandwidth = on.memory_bandwidth
     read = bandwidth * c[f"read_{family}"]
