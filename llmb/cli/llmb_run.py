@@ -17,13 +17,13 @@ from llmb.cli import (
     list_show,
     load,
     plan,
-    predict,
     probe_command,
     serve,
     submit,
     tokenize,
 )
 from llmb.cli.jobs import jobs
+from llmb.cli.predictions import predict
 from llmb.cli.subcommand import Parser, add_help_command
 from llmb.cli.sweep import sweep_command
 

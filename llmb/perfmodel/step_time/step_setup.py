@@ -86,7 +86,7 @@ def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str = D
     """Return the description of a resolved training run."""
     work = config.workload
     if not isinstance(work, Training):
-        raise ConfigError(f"{config.name} is not a training run; choices of --task are: train")
+        raise ConfigError(f"{config.name} is not a training run; predict an inference run with --task serve")
     if config.precision.dtype == "fp32":
         raise UnknownName("dtype", "fp32", DTYPES)
     return StepSetup(
