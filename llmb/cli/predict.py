@@ -121,7 +121,7 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     from llmb.launch.install_root import install_root
     from llmb.perfmodel.step_time.cluster_fabric import device
     from llmb.perfmodel.step_time.setup_fields import parse_scales
-    from llmb.perfmodel.step_time.step_setup import setup_of
+    from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, setup_of
 
     recipes = load_recipes()
     recipe, size = split_target(options.workload, recipes)
@@ -138,7 +138,9 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     resolved, bad = resolve_all(tasks_for(selection, recipes), recipes, install_root(os.environ))
     if bad:
         raise ConfigError(bad[0])
-    setup = setup_of(resolved[0][1])
+    # Rows are those of published runs: without a word about the engine, the one that ran them.
+    engine = None if any(text.startswith("engine=") for text in options.set) else DEFAULT_ENGINE
+    setup = setup_of(resolved[0][1], engine=engine)
     ranks = setup.gpus // setup.dp
     usable = [scale for scale in scales if scale % ranks == 0]
     if not usable:

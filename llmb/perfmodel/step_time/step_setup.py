@@ -13,6 +13,7 @@ from llmb.perfmodel.model_catalog import ModelShape
 DTYPES = ("bf16", "fp8", "fp8-mx", "nvfp4")  # fp8: one scale per tensor; fp8-mx: one per 32 values
 Recompute = Literal["none", "selective", "full"]
 DEFAULT_ENGINE = "megatron-bridge"
+ENGINE_OF = {"native": "native", "megatron_bridge": "megatron-bridge"}  # engine of a run -> key of ENGINES
 TASKS = ("pretrain", "sft", "lora")
 
 
@@ -82,8 +83,8 @@ class StepSetup:
         return self.layers or self.shape.model.layers
 
 
-def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str = DEFAULT_ENGINE) -> StepSetup:
-    """Return the description of a resolved training run."""
+def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str | None = None) -> StepSetup:
+    """Return the description of a resolved training run, by its own engine unless another is named."""
     work = config.workload
     if not isinstance(work, Training):
         raise ConfigError(f"{config.name} is not a training run; choices of --task are: train")
@@ -102,7 +103,7 @@ def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str = D
         recompute_layers=work.recompute_layers or None,
         offload_layers=work.offload_layers,
         graphs=float(work.cuda_graphs),
-        engine=engine,
+        engine=engine or ENGINE_OF.get(config.engine, DEFAULT_ENGINE),
     )
 
 

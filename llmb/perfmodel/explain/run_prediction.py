@@ -1,0 +1,73 @@
+"""Prediction of a resolved run, stored in its config.json: time with an interval, memory, terms.
+
+    predict_run(config, install).value            seconds of a step
+
+Out-of-core runs take theirs from the plan. Where nothing can be predicted, a note says why.
+"""
+
+from pathlib import Path
+
+from llmb.config.spec import Inference, OutOfCore, Predicted, RunConfig, Training
+from llmb.errors import ConfigError
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS
+from llmb.perfmodel.step_time.predictor import predict
+from llmb.perfmodel.step_time.step_setup import setup_of
+
+ON_CPU = "the speed of a CPU is not predicted"
+
+
+def predict_run(config: RunConfig, install: Path | None = None) -> Predicted:
+    """Return the prediction of a run; `install`: folder with the measured rates of this machine."""
+    memory_gib = memory_estimate(config).total / GIB
+    match config.workload:
+        case Training():
+            return _training(config, memory_gib)
+        case OutOfCore() as work:
+            return _out_of_core(config, work, memory_gib)
+        case Inference():
+            return Predicted(metric="output_tokens_per_s", memory_gib=memory_gib, note="serving is not predicted")
+
+
+def _training(config: RunConfig, memory_gib: float) -> Predicted:
+    note = unpredictable(config)
+    if note is not None:
+        return Predicted(metric="step_time_s", memory_gib=memory_gib, note=note)
+    try:
+        setup = setup_of(config)
+    except ConfigError as error:  # a layout that the predictor does not describe
+        return Predicted(metric="step_time_s", memory_gib=memory_gib, note=str(error))
+    prediction = predict(setup)
+    return Predicted(
+        metric="step_time_s",
+        value=prediction.step_time_s,
+        interval_80=prediction.interval_80,
+        memory_gib=memory_gib,
+        terms={name: seconds for name, seconds in prediction.terms.items() if seconds},
+        source=f"constants of engine {setup.engine}",
+    )
+
+
+def unpredictable(config: RunConfig) -> str | None:
+    """Return why the time of a run is not predicted; None: it is."""
+    gpu = config.machine.gpu
+    if gpu == "cpu":
+        return ON_CPU
+    if gpu not in FABRICS:
+        return f"the rates of {gpu} are not known"
+    return "fp32 is not predicted" if config.precision.dtype == "fp32" else None
+
+
+def _out_of_core(config: RunConfig, work: OutOfCore, memory_gib: float) -> Predicted:
+    """Take the time that the plan was chosen for; no interval is known for it."""
+    plan = work.prediction
+    if plan is None or plan.step_s is None:
+        note = ON_CPU if config.machine.gpu == "cpu" else f"the rates of {config.machine.gpu} are not known"
+        return Predicted(metric="step_time_s", memory_gib=memory_gib, note=note)
+    return Predicted(
+        metric="step_time_s",
+        value=plan.step_s,
+        memory_gib=memory_gib,
+        source=f"its plan, by rates {plan.rates['source']}",
+    )
