@@ -11,6 +11,7 @@ from llmb.config.spec import Inference, OutOfCore, Predicted, RunConfig, Trainin
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.perfmodel.offload.machine_rates import measured_rates
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import setup_of
@@ -23,19 +24,20 @@ def predict_run(config: RunConfig, install: Path | None = None) -> Predicted:
     memory_gib = memory_estimate(config).total / GIB
     match config.workload:
         case Training():
-            return _training(config, memory_gib)
+            return _training(config, memory_gib, install)
         case OutOfCore() as work:
             return _out_of_core(config, work, memory_gib)
         case Inference():
             return Predicted(metric="output_tokens_per_s", memory_gib=memory_gib, note="serving is not predicted")
 
 
-def _training(config: RunConfig, memory_gib: float) -> Predicted:
+def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Predicted:
     note = unpredictable(config)
     if note is not None:
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=note)
+    rates = measured_rates(config.machine.gpu, install) if install and config.engine == "native" else None
     try:
-        setup = setup_of(config)
+        setup = setup_of(config, rates=rates)
     except ConfigError as error:  # a layout that the predictor does not describe
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=str(error))
     prediction = predict(setup)
@@ -45,7 +47,7 @@ def _training(config: RunConfig, memory_gib: float) -> Predicted:
         interval_80=prediction.interval_80,
         memory_gib=memory_gib,
         terms={name: seconds for name, seconds in prediction.terms.items() if seconds},
-        source=f"constants of engine {setup.engine}",
+        source=f"constants of engine {setup.engine}" + (f", rates {rates.source}" if rates else ""),
     )
 
 

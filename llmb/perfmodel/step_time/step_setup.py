@@ -9,6 +9,8 @@ from typing import Literal
 from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.offload.machine_rates import Rates as MachineRates
+from llmb.perfmodel.step_time.native_formats import NativeFormats, native_formats
 
 DTYPES = ("bf16", "fp8", "fp8-mx", "nvfp4")  # fp8: one scale per tensor; fp8-mx: one per 32 values
 Recompute = Literal["none", "selective", "full"]
@@ -42,6 +44,8 @@ class StepSetup:
     task: str = "pretrain"
     document_tokens: int | None = None  # of packed sequences, within which tokens attend; none: one document
     watts: float | None = None  # power limit of the GPU; none: its nominal one
+    formats: NativeFormats = field(default_factory=NativeFormats)  # engine native: of the training state
+    rates: MachineRates | None = None  # engine native: measured by `probe`; none: known ones of the GPU
 
     def __post_init__(self) -> None:
         for name in ("gpus", "seqlen", "mbs", "gbs"):
@@ -79,11 +83,16 @@ class StepSetup:
         return self.mbs * self.seqlen // self.parallel.cp
 
     @property
+    def peak_dtype(self) -> str:
+        """Dtype whose peak the GEMMs have: a key of `Gpu.peak_flops`."""
+        return self.dtype.removesuffix("-mx")
+
+    @property
     def layer_count(self) -> int:
         return self.layers or self.shape.model.layers
 
 
-def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str | None = None) -> StepSetup:
+def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates | None = None) -> StepSetup:
     """Return the description of a resolved training run, by its own engine unless another is named."""
     work = config.workload
     if not isinstance(work, Training):
@@ -91,7 +100,7 @@ def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str | N
     if config.precision.dtype == "fp32":
         raise UnknownName("dtype", "fp32", DTYPES)
     return StepSetup(
-        shape=shape or ModelShape(model=config.model),
+        shape=ModelShape(model=config.model),
         gpu=config.machine.gpu,
         gpus=config.machine.gpus,
         dtype=config.precision.dtype,
@@ -104,6 +113,8 @@ def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str | N
         offload_layers=work.offload_layers,
         graphs=float(work.cuda_graphs),
         engine=engine or ENGINE_OF.get(config.engine, DEFAULT_ENGINE),
+        formats=native_formats(config),
+        rates=rates,
     )
 
 
