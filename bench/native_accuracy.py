@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,11 +51,15 @@ class Sample:
         return 100 * (self.predicted_s / self.measured_s - 1)
 
 
+@cache
+def _configuration(title: str) -> RunConfig:
+    return configuration(next(row for row in TRAINING_ROWS if row.title == title), "h200", [])
+
+
 def training(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
     """Yield the rows of train_gpu.py: whole optimizer steps, proxies of true width among them."""
-    by_title = {row.title: row for row in TRAINING_ROWS}
     for figure in figures["training"]:
-        setup = setup_of(configuration(by_title[figure["row"]], "h200", []), rates=rates)
+        setup = setup_of(_configuration(figure["row"]), rates=rates)
         yield Sample(
             kind="training", row=figure["row"], pool=figure["pool"],
             measured_s=setup.gbs * setup.seqlen / figure["tokens_per_s"], predicted_s=predict(setup).step_time_s,

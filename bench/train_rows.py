@@ -6,11 +6,10 @@ then a larger share of a step than in a long run, which accumulates more.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal
 
 from llmb.config.overrides import from_arguments
-from llmb.config.recipe import Recipe, load_all, shipped
+from llmb.config.recipe import load_all, shipped
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.config.spec import RunConfig, Training
@@ -83,11 +82,6 @@ MEMORY_ROW = ROWS[0]
 HOST_GIB = 24  # of the host, for what a smaller device does not hold
 
 
-@cache
-def _recipes() -> dict[str, Recipe]:
-    return load_all([shipped()])
-
-
 def without_aims(row: Row) -> Row:
     """Return the row without aims, for a tiny model."""
     return replace(row, aim=None, floor=None, aim_share=None, floor_share=None)
@@ -100,7 +94,7 @@ def configuration(row: Row, gpu: str, settings: Sequence[str]) -> RunConfig:
         size=row.size, dtype=row.dtype, gpus=1, gpu=gpu, proxy="true-width" if row.true_width else None,
         settings=overrides,
     )  # fmt: skip
-    return resolve(_recipes()[row.workload], request)
+    return resolve(load_all([shipped()])[row.workload], request)
 
 
 def tiny_configuration(row: Row, settings: Sequence[str]) -> RunConfig:
@@ -108,13 +102,13 @@ def tiny_configuration(row: Row, settings: Sequence[str]) -> RunConfig:
     experts = ["balanced_experts=true"] if row.true_width else []
     overrides = tuple(from_arguments(["seqlen=64", "mbs=1", "gbs=2", *experts, *settings, *ENDLESS]))
     request = RunRequest(size=row.size, dtype=row.dtype, gpus=1, gpu="cpu", proxy="small", settings=overrides)
-    config = resolve(_recipes()[row.workload], request)
+    config = resolve(load_all([shipped()])[row.workload], request)
     return replace(config, model=replace(config.model, vocab=512))
 
 
 def within_memory(gib: float, gpu: str, tiny: bool) -> RunConfig:
     """MEMORY_ROW out of core, of the same sequences a step, on a device of so much memory."""
-    recipe = _recipes()["outofcore_llama3"]
+    recipe = load_all([shipped()])["outofcore_llama3"]
     if tiny:
         endless = tuple(from_arguments(ENDLESS))
         return resolve(recipe, RunRequest(size="8b", dtype="bf16", gpus=1, gpu="cpu", proxy="small", settings=endless))
