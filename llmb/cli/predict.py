@@ -1,4 +1,4 @@
-"""`llmb-run predict`: the time of a training step before it runs, with its waterfall and an interval."""
+"""`llmb-run predict`: the time of a training step or of served requests before they run, with an interval."""
 
 import argparse
 import json
@@ -17,14 +17,17 @@ EXAMPLES = (
     "--set vp=8 --set gbs=256 --set seqlen=8192",
     "llmb-run predict --model config.json --gpu-type gb200 --scale 64 --set fsdp=true --set mbs=2 --json",
     "llmb-run predict --model qwen3-32b --gpu-type b200 --scale 64 --set tp=2 --what-if gpu.hbm_bw=2x,network=0.5x",
+    "llmb-run predict --model llama3.1-70b --task serve --engine vllm --gpu-type h200 --dtype fp8 --isl 1024 "
+    "--osl 1024 --concurrency 1..256 --set tp=2",
+    "llmb-run predict -w inference_llama3.1 -s 8b --dtype fp8 --gpu-type h200 --task serve --json",
     "llmb-run predict --rows runs.csv --json    # columns: model size gpu dtype gpus seqlen gbs mbs tp pp cp vp ep ...",
 )
-TASKS = ("train",)
+TASKS = ("train", "serve")
 
 
 def add_commands(commands: Any) -> None:
     """Register predict."""
-    summary = "the time of a training step before it runs: waterfall, throughput, memory, interval"
+    summary = "the time of a training step or of served requests before they run: terms, throughput, memory, interval"
     parser = command(commands, "predict", run, summary, *EXAMPLES)
     add = parser.add_argument
     add("-w", "--workload", metavar="W", help="a workload with recipe rows")
@@ -33,7 +36,7 @@ def add_commands(commands: Any) -> None:
         add("--model", metavar="M", help="instead: a name of the catalog, or a Hugging Face config.json"), _names
     )
     add("--rows", type=Path, metavar="CSV", help="instead: many runs, one per row")
-    add("--task", default="train", help="train")
+    add("--task", default="train", help="train (default) or serve")
     add("--dtype", help="bf16, fp8, fp8-mx or nvfp4; default bf16, or the recipe's")
     add("--scale", metavar="N", help="number of GPUs: 512, 8,64 or a curve 8..16384")
     add("--gpu-type", metavar="GPU", help="type of GPU")
@@ -42,6 +45,10 @@ def add_commands(commands: Any) -> None:
     )
     add("--what-if", metavar="CHANGES", help="changed hardware: gpu.hbm_bw=2x,gpu.flops=2x,gpu.nvlink=2x,network=0.5x")
     add("--json", action="store_true", help="as JSON: step_time_s, tokens_per_s_per_gpu, interval_80, terms, ...")
+    add("--engine", help="serve: vllm (default), sglang, trtllm or native (default of -w)")
+    add("--isl", type=int, metavar="N", help="serve: input tokens of a request")
+    add("--osl", type=int, metavar="N", help="serve: output tokens of a request")
+    add("--concurrency", metavar="N", help="serve: clients, each with one request at a time: 64, 1,4,16 or 1..1024")
 
 
 def _names() -> list[str]:
@@ -58,6 +65,10 @@ def run(options: argparse.Namespace) -> int:
         raise UnknownName("value of --task", options.task, TASKS)
     if sum(source is not None for source in (options.workload, options.model, options.rows)) != 1:
         raise ConfigError("predict: name the run with one of -w WORKLOAD, --model NAME|config.json or --rows FILE.csv")
+    if options.task == "serve":
+        from llmb.cli.predict_serving import run_serving
+
+        return run_serving(options)
     return _predict_rows(options) if options.rows else _predict_setups(options)
 
 
@@ -113,34 +124,14 @@ def _curve(base: Any, scales: list[int]) -> list[Any]:
 
 def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     """Return the descriptions of a recipe row, at its own scale or with its layout at others (weak scaling)."""
-    from llmb.cli.run_options import load_recipes
-    from llmb.config.overrides import from_arguments
-    from llmb.config.resolve import resolve_all
-    from llmb.config.run_list import RunSelection, split_target, tasks_for
+    from llmb.cli.recipe_row import resolve_row
     from llmb.errors import ConfigError
-    from llmb.launch.install_root import install_root
-    from llmb.perfmodel.step_time.cluster_fabric import device
-    from llmb.perfmodel.step_time.setup_fields import parse_scales
     from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, setup_of
 
-    recipes = load_recipes()
-    recipe, size = split_target(options.workload, recipes)
-    size, gpu = options.size or size or recipe.default_size, (options.gpu_type or recipe.default_gpu).lower()
-    dtype = (options.dtype or recipe.default_dtype).lower()
-    device(gpu)
-    listed = recipe.values("gpus", size=size, dtype=dtype, gpu=gpu)
-    scales = parse_scales(options.scale) if options.scale else listed[:1]
-    base = max((scale for scale in listed if scale <= scales[0]), default=listed[0] if listed else scales[0])
-    selection = RunSelection(
-        targets=(recipe.workload,), size=size, dtypes=(dtype,), scales=(base,), gpu=gpu,
-        settings=tuple(from_arguments(options.set)),
-    )  # fmt: skip
-    resolved, bad = resolve_all(tasks_for(selection, recipes), recipes, install_root(os.environ))
-    if bad:
-        raise ConfigError(bad[0])
+    config, scales = resolve_row(options)
     # Rows are those of published runs: without a word about the engine, the one that ran them.
     engine = None if any(text.startswith("engine=") for text in options.set) else DEFAULT_ENGINE
-    setup = setup_of(resolved[0][1], engine=engine)
+    setup = setup_of(config, engine=engine)
     ranks = setup.gpus // setup.dp
     usable = [scale for scale in scales if scale % ranks == 0]
     if not usable:

@@ -14,6 +14,7 @@ from llmb.config.serialization import build
 from llmb.config.spec import Model
 from llmb.errors import UnknownName
 
+SHAPE_FIELDS = ("window", "window_layers", "checkpoint")
 CATALOG_FILE = Path(__file__).with_name("model_catalog.yaml")
 
 
@@ -24,6 +25,7 @@ class ModelShape:
     model: Model
     window: int | None = None  # tokens that a query of a windowed layer attends to
     window_layers: int = 0
+    checkpoint: str | None = None  # dtype of the published weights; none: bf16
 
 
 def find_model(name: str, size: str = "") -> ModelShape:
@@ -61,9 +63,10 @@ def _recipe(workload: str) -> Any:
 @cache
 def _shape(key: str) -> ModelShape:
     if key in _catalog()["recipes"]:
-        entry = _catalog()["recipes"][key]
-        return ModelShape(model=_recipe(entry["recipe"]).model(entry["size"]))
-    fields = {name: value for name, value in _catalog()["models"][key].items() if name != "aliases"}
-    window, window_layers = fields.pop("window", None), fields.pop("window_layers", 0)
-    model = build(Model, {"name": key, "architecture": "llama", **fields}, f"{CATALOG_FILE.name}: {key}")
-    return ModelShape(model=model, window=window, window_layers=window_layers)
+        fields = dict(_catalog()["recipes"][key])
+        model = _recipe(fields["recipe"]).model(fields["size"])
+    else:
+        fields = dict(_catalog()["models"][key])
+        sizes = {name: value for name, value in fields.items() if name not in (*SHAPE_FIELDS, "aliases")}
+        model = build(Model, {"name": key, "architecture": "llama", **sizes}, f"{CATALOG_FILE.name}: {key}")
+    return ModelShape(model=model, **{name: fields[name] for name in SHAPE_FIELDS if name in fields})

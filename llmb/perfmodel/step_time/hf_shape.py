@@ -76,8 +76,17 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
     kinds = convert(tuple[str, ...], config.get("layer_types") or (), "config.json: layer_types")
     windowed = kinds.count("sliding_attention")
     return ModelShape(
-        model=model, window=_count(config, "sliding_window") if windowed else None, window_layers=windowed
+        model=model,
+        window=_count(config, "sliding_window") if windowed else None,
+        window_layers=windowed,
+        checkpoint=_checkpoint(config.get("quantization_config")),
     )
+
+
+def _checkpoint(quantization: object) -> str | None:
+    """Return the dtype of quantized weights; None: bf16, or a format that is not known."""
+    method = str(quantization.get("quant_method", "")) if isinstance(quantization, dict) else ""
+    return {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "nvfp4"}.get(method)
 
 
 def _experts(config: dict[str, Any], layers: int) -> MoEConfig | None:

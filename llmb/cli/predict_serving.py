@@ -1,0 +1,125 @@
+"""`llmb-run predict --task serve`: TTFT, TPOT and throughput of a serving engine before it runs."""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from llmb.errors import ConfigError
+from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+from llmb.perfmodel.step_time.setup_fields import changed_device
+
+
+def run_serving(options: argparse.Namespace) -> int:
+    """Predict one load, a curve over concurrency or a file of loads."""
+    from llmb.report.serving_text import describe_serving, describe_serving_curve
+
+    if options.rows:
+        return _predict_rows(options)
+    setups = _recipe_setups(options) if options.workload else _model_setups(options)
+    on = changed_device(setups[0].gpu, options.what_if) if options.what_if else None
+    points = [(setup, predict_serving(setup, on)) for setup in setups]
+    if options.json:
+        data = [serving_data(setup, prediction) for setup, prediction in points]
+        print(json.dumps(data[0] if len(data) == 1 else data))
+    elif len(points) > 1:
+        print(describe_serving_curve(points))
+    else:
+        print(describe_serving(*points[0], predict_serving(setups[0]) if on else None))
+    return 0
+
+
+def _shape(name: str) -> ModelShape:
+    from llmb.perfmodel.serving_time.serving_rows import find_served_model
+    from llmb.perfmodel.step_time.hf_shape import read_hf_shape
+
+    is_path = name.endswith(".json") or name.startswith((".", os.sep)) or Path(name).is_dir()
+    return read_hf_shape(Path(name)) if is_path else find_served_model(name)
+
+
+def _model_setups(options: argparse.Namespace) -> list[ServingSetup]:
+    from llmb.perfmodel.serving_time.serving_fields import (
+        build_serving_setup,
+        parse_concurrencies,
+        parse_serving_settings,
+    )
+
+    missing = [name for name in ("gpu_type", "isl", "osl", "concurrency") if getattr(options, name) is None]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise ConfigError(
+            f"--model with --task serve needs {flags}; GPU types are: {', '.join(FABRICS)}; "
+            "lengths and concurrency such as --isl 1024 --osl 1024 --concurrency 64"
+        )
+    if options.scale is not None:
+        raise ConfigError("--scale is for training; the layout gives the GPUs of an engine: --set tp=2")
+    gpu, values = options.gpu_type.lower(), parse_serving_settings(options.set)
+    device(gpu)
+    shape, engine = _shape(options.model), options.engine or "vllm"
+    dtype = (options.dtype or shape.checkpoint or "bf16").lower()
+    return [
+        build_serving_setup(shape, gpu, dtype, engine, (options.isl, options.osl), clients, values)
+        for clients in parse_concurrencies(options.concurrency)
+    ]
+
+
+def _recipe_setups(options: argparse.Namespace) -> list[ServingSetup]:
+    """Return the description of an inference row, at its own concurrency and lengths or at others."""
+    from llmb.cli.recipe_row import resolve_row
+    from llmb.perfmodel.serving_time.serving_fields import parse_concurrencies, serving_setup_of
+
+    setup = serving_setup_of(resolve_row(options)[0], options.engine or "native")
+    lengths = {name: getattr(options, name) for name in ("isl", "osl") if getattr(options, name) is not None}
+    clients = parse_concurrencies(options.concurrency) if options.concurrency else [setup.concurrency]
+    return [replace(setup, concurrency=count, **lengths) for count in clients]
+
+
+def _predict_rows(options: argparse.Namespace) -> int:
+    """Predict every row of a CSV file; a row that cannot be predicted says why."""
+    from llmb.perfmodel.serving_time.serving_rows import read_serving_rows
+    from llmb.report.table import render
+
+    data: list[dict[str, Any]] = []
+    for row in read_serving_rows(options.rows):
+        data.append({"row": row.number, **_row_data(row.setup, row.reason, options.what_if)})
+    if options.json:
+        print("[" + ",\n".join(map(json.dumps, data)) + "]")
+    else:
+        header = ("row", "model", "GPUs", "dtype", "isl", "osl", "concurrency", "TTFT ms", "TPOT ms", "output tokens/s")
+        print(render(header, [_row_cells(item) for item in data if "error" not in item]))
+        for item in data:
+            if "error" in item:
+                print(f"row {item['row']}: {item['error']}", file=sys.stderr)
+    return 0 if any("error" not in item for item in data) else 1
+
+
+def _row_data(setup: ServingSetup | None, reason: str | None, what_if: str | None) -> dict[str, Any]:
+    if setup is None:
+        return {"error": reason}
+    try:
+        on = changed_device(setup.gpu, what_if) if what_if else None
+        return serving_data(setup, predict_serving(setup, on))
+    except ConfigError as error:
+        return {"error": str(error)}
+
+
+def _row_cells(item: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        item["row"], item["model"], f"{item['gpus']} {item['gpu']}", item["dtype"], item["isl"], item["osl"],
+        item["concurrency"], f"{item['ttft_ms']:.0f}", f"{item['tpot_ms']:.2f}", f"{item['output_tokens_per_s']:.0f}",
+    )  # fmt: skip
+
+
+def serving_data(setup: ServingSetup, prediction: ServingPrediction) -> dict[str, Any]:
+    """Return a prediction with what it is of, as JSON shows it."""
+    return {
+        "model": setup.shape.model.name, "engine": setup.engine, "gpu": setup.gpu, "gpus": setup.gpus,
+        "dtype": setup.dtype, "kv_dtype": setup.kv_dtype, "isl": setup.isl, "osl": setup.osl,
+        "concurrency": setup.concurrency, **asdict(prediction),
+    }  # fmt: skip

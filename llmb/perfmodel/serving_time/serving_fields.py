@@ -1,0 +1,115 @@
+"""Serving descriptions from text: `--set tp=2`, concurrencies such as 1,4,16..1024, a resolved inference run."""
+
+import re
+from typing import Any
+
+from llmb.config.spec import Inference, RunConfig
+from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.serving_time.serving_rows import DEFAULT_TOKENS, DTYPES, default_kv_dtype
+from llmb.perfmodel.serving_time.serving_setup import KV_DTYPES, WAVES, ServingSetup
+
+COUNTS = (
+    "tp", "pp", "ep", "attention_dp", "moe_tp", "max_num_tokens", "max_batch_size", "receive_interval", "waves",
+)  # fmt: skip
+FRACTIONS = ("memory_fraction", "length_ratio")
+FIELDS = (*COUNTS, *FRACTIONS, "kv_dtype", "engine_version")
+MOST_CLIENTS = 1 << 20
+
+
+def parse_serving_settings(settings: list[str]) -> dict[str, Any]:
+    """Return `FIELD=VALUE` settings by field, checked."""
+    values: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text}: expected FIELD=VALUE; fields are: {', '.join(FIELDS)}")
+        if name not in FIELDS:
+            raise UnknownName("field of --set", name, FIELDS)
+        values[name] = _parse_value(name, value.strip().lower())
+    return values
+
+
+def _parse_value(name: str, text: str) -> Any:
+    if name in COUNTS:
+        if not re.fullmatch(r"[1-9]\d{0,8}", text):
+            raise ConfigError(f"{name} must be a whole number, 1 or more, got {text!r}")
+        return int(text)
+    if name in FRACTIONS:
+        if not re.fullmatch(r"0?\.\d{1,6}|1(\.0)?", text):
+            raise ConfigError(f"{name} must be above 0 and at most 1, got {text!r}")
+        return float(text)
+    if name == "kv_dtype" and text not in KV_DTYPES:
+        raise UnknownName("value of kv_dtype", text, KV_DTYPES)
+    return text
+
+
+def build_serving_setup(
+    shape: ModelShape,
+    gpu: str,
+    dtype: str,
+    engine: str,
+    lengths: tuple[int, int],
+    concurrency: int,
+    values: dict[str, Any],
+) -> ServingSetup:
+    """Return the description of any model and layout; experts are split by moe_tp unless ep is given."""
+    if dtype not in DTYPES:
+        raise UnknownName("dtype", dtype, [name for name in DTYPES if name])
+    dtype = DTYPES[dtype]
+    fields: dict[str, Any] = {
+        "max_num_tokens": DEFAULT_TOKENS.get(engine, 8192),
+        "kv_dtype": default_kv_dtype(engine, gpu, dtype),
+    }
+    if shape.model.experts:
+        ranks = values.get("tp", 1) * values.get("attention_dp", 1)
+        fields["moe_tp"] = max(1, ranks // values.get("ep", 1))
+        if "moe_tp" in values and "ep" not in values:
+            fields["ep"] = max(1, ranks // values["moe_tp"])
+    return ServingSetup(
+        shape=shape, gpu=gpu, dtype=dtype, engine=engine, isl=lengths[0], osl=lengths[1], concurrency=concurrency,
+        **(fields | values),
+    )  # fmt: skip
+
+
+def parse_concurrencies(text: str) -> list[int]:
+    """Return the clients of `64`, `1,4,16` or `1..1024` (1 and its doublings), or of both: `1,4,16..1024`."""
+    counts: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d{1,7})(?:\.\.(\d{1,7}))?", part.strip())
+        first, last = (int(ends[1]), int(ends[2] or ends[1])) if ends else (0, 0)
+        if not 0 < first <= last <= MOST_CLIENTS:
+            raise ConfigError(f"--concurrency: expected clients such as 64, 1,4,16 or 1..1024, got {text[:60]!r}")
+        counts += [first << power for power in range((last // first).bit_length())]
+    return list(dict.fromkeys(counts))
+
+
+def serving_setup_of(config: RunConfig, engine: str = "native") -> ServingSetup:
+    """Return the description of a resolved inference run."""
+    work = config.workload
+    if not isinstance(work, Inference):
+        raise ConfigError(f"{config.name} is not an inference run; leave out --task serve")
+    split, dtype = config.parallel, config.precision.dtype
+    if dtype not in DTYPES:
+        raise UnknownName("dtype", dtype, [name for name in DTYPES if name])
+    dp = split.tp if work.attention_dp else 1
+    ep = split.ep if config.model.experts else 1
+    return ServingSetup(
+        shape=ModelShape(model=config.model),
+        gpu=config.machine.gpu,
+        dtype=dtype,
+        kv_dtype=config.precision.kv_dtype if config.precision.kv_dtype in KV_DTYPES else "bf16",
+        isl=work.isl,
+        osl=work.osl,
+        concurrency=min(work.concurrency, work.num_requests),
+        tp=split.tp // dp,
+        pp=split.pp,
+        attention_dp=dp,
+        ep=ep,
+        moe_tp=split.tp // ep if config.model.experts else 1,
+        engine=engine,
+        max_num_tokens=work.max_num_tokens,
+        max_batch_size=work.max_batch_size,
+        memory_fraction=work.kv_fraction,
+        waves=max(1, min(WAVES, work.num_requests // work.concurrency)),
+    )

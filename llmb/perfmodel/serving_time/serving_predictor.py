@@ -1,0 +1,88 @@
+"""Prediction of TTFT, TPOT and throughput of a serving engine, with memory, terms and 80 % intervals.
+
+predict_serving(setup).tpot_ms
+predict_serving(setup).interval_80["tpot_ms"]      -> (shortest, longest)
+"""
+
+import math
+from dataclasses import dataclass
+
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.serving_time.cache_slots import memory_bytes_of
+from llmb.perfmodel.serving_time.closed_loop import Load, LoopTimes, load_of, loop_times
+from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, serving_interval
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_step import serving_rates
+from llmb.perfmodel.serving_time.serving_work import serving_work
+from llmb.perfmodel.step_time.cluster_fabric import Device, device
+from llmb.perfmodel.step_time.step_constants import Constants
+
+MS = 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPrediction:
+    """Predicted means over all requests of a benchmark."""
+
+    ttft_ms: float
+    tpot_ms: float
+    e2e_ms: float  # ttft + (osl - 1) x tpot
+    output_tokens_per_s: float
+    output_tokens_per_s_per_gpu: float
+    batch: float  # requests that run at once: the concurrency, or what the KV cache holds
+    memory_gib: float  # of one GPU, with that batch
+    interval_80: dict[str, tuple[float, float]]  # by name of the metric
+    terms: dict[str, dict[str, float]]  # seconds of a decode step, of the prefill of a request, and of waiting
+
+
+def predict_serving(setup: ServingSetup, on: Device | None = None, c: Constants | None = None) -> ServingPrediction:
+    """Predict a serving benchmark, on a GPU of the table or one with what-if changes."""
+    c = c or calibrated_serving()
+    on = on or device(setup.gpu)
+    work = serving_work(setup)
+    load = load_of(setup, work)
+    times = loop_times(work, load, serving_rates(setup, on, c), c["queue"])
+    ttft, tpot = float(times.ttft), float(times.tpot)
+    e2e = ttft + (setup.osl - 1) * tpot
+    rate = float(load.slots) * setup.osl / (e2e - float(times.queue))
+    values = {
+        "ttft_ms": ttft * MS, "tpot_ms": tpot * MS, "e2e_ms": e2e * MS, "output_tokens_per_s": rate,
+        "output_tokens_per_s_per_gpu": rate / setup.gpus,
+    }  # fmt: skip
+    return ServingPrediction(
+        **values,
+        batch=float(load.slots),
+        memory_gib=memory_bytes_of(setup, work, load.slots) / GIB,
+        interval_80={name: _interval(setup, name, value) for name, value in values.items()},
+        terms=_terms(load, times),
+    )
+
+
+def _terms(load: Load, times: LoopTimes) -> dict[str, dict[str, float]]:
+    """Return seconds by kind; `scheduler` holds what is neither a decode step nor a request's own prefill."""
+    decode = {name: float(seconds) for name, seconds in times.decode.items()}
+    prefill = {name: float(seconds) for name, seconds in times.prefill.items()}
+    waiting = {
+        "prefill_of_others_per_token": float(times.tpot) - sum(decode.values()),
+        "kv_cache_queue": float(times.queue),
+        "ttft_besides_own_prefill": float(times.ttft - times.queue) - sum(prefill.values()),
+    }
+    return {"decode_step": decode, "prefill": prefill, "scheduler": waiting}
+
+
+def serving_class(setup: ServingSetup) -> str:
+    """Return the kind of model whose left-out residuals give the width of the interval."""
+    return "experts" if setup.shape.model.experts else "dense"
+
+
+def log_half_width(setup: ServingSetup, metric: str) -> float:
+    """Return half the width of the 80 % interval in log space; wider for a GPU without published rows."""
+    data = serving_interval()
+    unseen = 1.0 if setup.gpu in data["gpus"] else float(data["unseen_gpu"])
+    kind = {"ttft_ms": "ttft", "tpot_ms": "tpot"}.get(metric, "e2e")
+    return float(data["half_width"][serving_class(setup)][kind]) * unseen
+
+
+def _interval(setup: ServingSetup, name: str, value: float) -> tuple[float, float]:
+    width = log_half_width(setup, name)
+    return value * math.exp(-width), value * math.exp(width)

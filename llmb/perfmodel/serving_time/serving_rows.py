@@ -1,0 +1,189 @@
+"""Rows of a CSV of serving benchmarks as descriptions, and why a row cannot be used.
+
+    for row in read_serving_rows(Path("published_serving.csv")): row.setup, row.ttft_ms, row.tpot_ms, row.reason
+
+Columns: model, backend, backend_version, system, precision, isl, osl, concurrency, tp, pp, attention_dp, moe_tp,
+moe_ep; optional kv_dtype, max_num_tokens, length_ratio; measured ttft_ms and tpot_ms may be empty.
+"""
+
+import csv
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmb.errors import ConfigError, LlmbError
+from llmb.perfmodel.model_catalog import ModelShape, find_model
+from llmb.perfmodel.serving_time.serving_constants import ENGINES
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+
+DTYPES = {"": "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4", "mxfp4": "nvfp4"}
+MOST_RANKS = 16  # of one engine; published rows with more are disaggregated
+# InferenceMAX draws lengths uniformly from 0.8 to 1 of the nominal ones, which are 1,024 or 8,192.
+RECIPE_LENGTHS, RANDOM_RATIO = (1024, 8192), 0.9
+DEFAULT_TOKENS = {"vllm": 8192, "trtllm": 8192, "sglang": 16384, "native": 8192}  # of a step
+UNVERSIONED = "0"  # rows without a version are from the first published runs, of 2025
+SUFFIXES = re.compile(r"(-instruct|-thinking|-chat|-it)?(-2507|-0324|-0528)?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+)?$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRow:
+    """One row: what ran, what was measured, or why the row cannot be used."""
+
+    number: int  # line of the file
+    cells: dict[str, str]
+    setup: ServingSetup | None = None
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    reason: str | None = None
+
+
+def read_serving_rows(path: Path) -> list[ServingRow]:
+    """Read a CSV file; every row comes back, with a description or a reason."""
+    try:
+        with path.open(newline="") as file:
+            rows = [parse_serving_row(cells, number) for number, cells in enumerate(csv.DictReader(file), 2)]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is not a CSV file: {error}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows; it needs a line of columns such as model,backend,system,precision,isl")
+    return rows
+
+
+def parse_serving_row(cells: dict[str, str], number: int = 0) -> ServingRow:
+    """Return the description of one row."""
+    cells = {name: (value or "").strip().lower() for name, value in cells.items() if name}
+    try:
+        setup = _setup(cells)
+        ttft, tpot = _positive(cells, "ttft_ms"), _positive(cells, "tpot_ms")
+    except LlmbError as error:
+        return ServingRow(number=number, cells=cells, reason=str(error).split("; choices are")[0])
+    return ServingRow(number=number, cells=cells, setup=setup, ttft_ms=ttft, tpot_ms=tpot)
+
+
+def find_served_model(name: str) -> ModelShape:
+    """Return the shape of a model named as on Hugging Face, with or without owner and suffixes of a checkpoint."""
+    base = name.rsplit("/", 1)[-1].lower()
+    short = SUFFIXES.sub("", base)
+    for candidate in (base, short, short.removeprefix("meta-").replace("llama-", "llama")):
+        try:
+            return find_model(candidate)
+        except LlmbError:
+            continue
+    return find_model(base)
+
+
+def _setup(cells: dict[str, str]) -> ServingSetup:
+    for name in ("model", "backend", "system", "isl", "osl", "concurrency"):
+        if not cells.get(name):
+            raise ConfigError(f"no {name}")
+    if cells["backend"] not in ENGINES:
+        raise ConfigError(f"engine {cells['backend']} is not modelled")
+    shape, gpu = find_served_model(cells["model"]), cells["system"].removesuffix("_sxm")
+    if cells.get("precision", "") not in DTYPES:
+        raise ConfigError(f"precision {cells['precision']} is not modelled")
+    engine, dtype = cells["backend"], DTYPES[cells.get("precision", "")]
+    if shape.checkpoint == "nvfp4" and dtype == "fp8":  # named after its activations or its KV cache
+        dtype = "nvfp4"
+    tp, attention_dp, ep, moe_tp = _layout(cells, shape)
+    recipe = _is_recipe(cells)
+    return ServingSetup(
+        shape=shape,
+        gpu=gpu,
+        dtype=dtype,
+        kv_dtype=cells.get("kv_dtype") or default_kv_dtype(engine, gpu, dtype),
+        isl=_counts(cells, "isl")[0],
+        osl=_counts(cells, "osl")[0],
+        concurrency=_counts(cells, "concurrency")[0],
+        tp=tp,
+        pp=_optional(cells, "pp") or 1,
+        attention_dp=attention_dp,
+        ep=ep,
+        moe_tp=moe_tp,
+        engine=engine,
+        engine_version=cells.get("backend_version") or UNVERSIONED,
+        length_ratio=_positive(cells, "length_ratio") or (RANDOM_RATIO if recipe else 1.0),
+        **_knobs(cells, engine, gpu, attention_dp, shape.model.mla is not None),
+    )
+
+
+def _is_recipe(cells: dict[str, str]) -> bool:
+    """Return whether a row has the form of InferenceMAX's recipes: all layout columns, lengths of 1,024 and 8,192."""
+    return bool(cells.get("attention_dp")) and all(int(cells[name]) in RECIPE_LENGTHS for name in ("isl", "osl"))
+
+
+def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, int]:
+    """Return engine settings that no column tells: given ones, or those of the published recipes.
+
+    TensorRT-LLM's token budget with MLA holds one prompt and the decodes; with attention_dp it waits up to 60 steps to
+    prefill on all replicas together. SGLang on Blackwell looks for new requests every 10 or 30 steps. Rows of other
+    benchmarks keep one client waiting with TensorRT-LLM: their batch limit is one less than the clients.
+    """
+    clients, isl = _counts(cells, "concurrency", "isl")
+    knobs = {"max_num_tokens": DEFAULT_TOKENS[engine]}
+    if _is_recipe(cells):
+        if engine == "trtllm":
+            knobs["max_num_tokens"] = clients + isl + 64 if mla else DEFAULT_TOKENS[engine]
+            knobs["receive_interval"] = 60 if attention_dp > 1 else 1
+        if engine == "sglang" and gpu not in ("h100", "h200"):
+            knobs["receive_interval"] = 30 if clients >= 16 else 10
+    elif engine == "trtllm" and clients > 1 and "attention_dp" in cells:
+        knobs["max_batch_size"] = clients - 1
+    given = {name: _optional(cells, name) for name in ("max_num_tokens", "max_batch_size", "receive_interval")}
+    return knobs | {name: value for name, value in given.items() if value is not None}
+
+
+def default_kv_dtype(engine: str, gpu: str, dtype: str) -> str:
+    """Return the dtype of the KV cache where nobody says: fp8 with quantized weights, as the published recipes set it.
+
+    vLLM's recipes left it in bf16 on H100, and SGLang's on Hopper; the batch that fits shows it.
+    """
+    plain = {"vllm": ("h100",), "sglang": ("h100", "h200")}
+    return "bf16" if dtype == "bf16" or gpu in plain.get(engine, ()) else "fp8"
+
+
+def _layout(cells: dict[str, str], shape: ModelShape) -> tuple[int, int, int, int]:
+    """Return tp, attention_dp, ep and moe_tp.
+
+    The published rows multiply both expert dimensions where the experts of n ranks are split by ep n: there tp (or
+    attention_dp), moe_tp and moe_ep are n x n, n and n. The same measurement also stands there with the plain numbers.
+    """
+    tp, dp = _optional(cells, "tp") or 1, _optional(cells, "attention_dp") or 1
+    moe_tp, ep = _optional(cells, "moe_tp") or 1, _optional(cells, "moe_ep") or 1
+    if shape.model.experts is None:
+        ep = moe_tp = 1
+    elif cells.get("attention_dp") and moe_tp == ep > 1 and tp * dp == ep * ep:
+        tp, dp, moe_tp = (tp // ep, 1, 1) if tp > 1 else (1, dp // ep, 1)
+    if tp * dp > MOST_RANKS or shape.model.heads % tp:
+        raise ConfigError(f"{tp * dp} GPUs: disaggregated prefill and decode, whose split no column tells")
+    if shape.model.experts and (ep * moe_tp != tp * dp):
+        moe_tp = tp * dp // ep
+    return tp, dp, ep, moe_tp
+
+
+def _counts(cells: dict[str, str], *names: str) -> list[int]:
+    return [_optional(cells, name) or 0 for name in names]
+
+
+def _optional(cells: dict[str, str], name: str) -> int | None:
+    text = cells.get(name, "")
+    if not text:
+        return None
+    if not re.fullmatch(r"\d{1,9}(\.0)?", text) or not float(text):
+        raise ConfigError(f"{name} must be a whole number, 1 or more, got {text!r}")
+    return int(float(text))
+
+
+def _positive(cells: dict[str, str], name: str) -> float | None:
+    text = cells.get(name, "")
+    if not text:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise ConfigError(f"{name} must be a number above 0, got {text!r}")
+    return number

@@ -1,0 +1,90 @@
+"""Description of a served model under load: shape, layout, precision, lengths, concurrency, GPUs and engine.
+
+ServingSetup(shape=find_model("llama3.1-70b"), gpu="h200", dtype="fp8", isl=1024, osl=1024, concurrency=64, tp=2)
+"""
+
+from dataclasses import dataclass
+
+from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.serving_time.serving_constants import ENGINES, engine_generation
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS
+
+DTYPES = ("bf16", "fp8", "nvfp4")  # of the weights; nvfp4 also stands for mxfp4
+KV_DTYPES = ("bf16", "fp8")
+COUNTS = ("isl", "osl", "concurrency", "tp", "pp", "ep", "attention_dp", "moe_tp", "max_num_tokens", "max_batch_size")
+WAVES = 10  # requests per client of a benchmark
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSetup:
+    """Everything that the predictor needs to know of an engine and its load.
+
+    `concurrency` clients send a request each and the next one when it is finished.
+    """
+
+    shape: ModelShape
+    gpu: str
+    dtype: str  # of the weights
+    isl: int  # input tokens of a request
+    osl: int  # output tokens
+    concurrency: int
+    kv_dtype: str = "bf16"
+    tp: int = 1  # tensor parallelism of attention and dense layers, inside one attention replica
+    pp: int = 1
+    attention_dp: int = 1  # replicas of attention, each with its own requests
+    ep: int = 1  # experts over ranks
+    moe_tp: int = 1  # the width of every expert over ranks; ep x moe_tp = tp x attention_dp
+    engine: str = "vllm"
+    engine_version: str = ""  # none: the newest generation
+    max_num_tokens: int = 8192  # token budget of a step: longer prompts are prefilled in chunks
+    max_batch_size: int = 4096
+    memory_fraction: float = 0.9  # of the GPU's memory, for weights and KV cache
+    length_ratio: float = 1.0  # mean length over nominal length: 0.9 where lengths vary uniformly in 0.8 to 1
+    receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
+    waves: int = WAVES  # requests per client: the first ones arrive together
+
+    def __post_init__(self) -> None:
+        for name in (*COUNTS, "receive_interval", "waves"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} must be a whole number, 1 or more, got {value!r}")
+        for title, value, choices in (
+            ("GPU type", self.gpu, FABRICS), ("dtype", self.dtype, DTYPES), ("kv_dtype", self.kv_dtype, KV_DTYPES),
+            ("engine", self.engine, ENGINES),
+        ):  # fmt: skip
+            if value not in choices:
+                raise UnknownName(title, value, choices)
+        if not 0 < self.memory_fraction <= 1 or not 0 < self.length_ratio <= 1:
+            raise ConfigError("memory_fraction and length_ratio must be above 0 and at most 1")
+        _check_layout(self)
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.pp * self.attention_dp
+
+    @property
+    def generation(self) -> str:
+        """Engine with the year of its release, as constants are fitted by."""
+        return engine_generation(self.engine, self.engine_version)
+
+
+def _check_layout(setup: ServingSetup) -> None:
+    model = setup.shape.model
+    if model.heads % setup.tp:
+        divisors = [n for n in (1, 2, 4, 8, 16, 32) if model.heads % n == 0]
+        raise ConfigError(f"tp {setup.tp} does not divide {model.heads} attention heads; possible: {divisors}")
+    if setup.pp > model.layers:
+        raise ConfigError(f"pp {setup.pp} for {model.layers} layers; at most {model.layers}")
+    if model.experts is None:
+        if setup.ep > 1:
+            raise ConfigError(f"{model.name} has no experts: ep {setup.ep} is not possible, use tp or pp")
+        return
+    ranks = setup.tp * setup.attention_dp
+    if setup.ep * setup.moe_tp != ranks:
+        raise ConfigError(
+            f"ep x moe_tp = {setup.ep} x {setup.moe_tp} must be tp x attention_dp = {setup.tp} x {setup.attention_dp} "
+            f"= {ranks}: for example ep={ranks} moe_tp=1, or ep=1 moe_tp={ranks}"
+        )
+    if model.experts.count % setup.ep:
+        raise ConfigError(f"ep {setup.ep} does not divide {model.experts.count} experts")

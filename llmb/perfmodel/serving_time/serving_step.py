@@ -1,0 +1,154 @@
+"""Seconds of one engine step on one rank, by kind of work.
+
+Weights are read once per step and multiplied with all its tokens: whichever takes longer bounds a GEMM, with a smooth
+transition, as shapes differ. All arithmetic works on floats and on arrays of rows alike, which the fit uses.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_work import ServingWork
+from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.step_constants import Constants
+
+TERMS = ("gemm", "experts", "attention", "memory_bound", "communication", "launch", "host")
+NORM = 4
+# Rows of padding per active expert: about half a tile; tiles have 16 to 64 rows, by the number of tokens.
+LEAST_PADDING, MOST_PADDING = 8, 32
+
+Number = Any  # float, or an array with one value per row
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRates:
+    """Sustained rates of one GPU and times of its engine: FLOP/s, bytes/s, seconds."""
+
+    low: Number
+    high: Number
+    head: Number
+    expert: Number
+    low_read: Number
+    high_read: Number
+    expert_read: Number
+    kv_read: Number
+    attention: Number
+    memory: Number
+    link: Number
+    reduce: Number
+    ring: Number
+    skew: Number
+    kernel: Number
+    expert_kernel: Number  # more per kernel of a block with experts
+    eager: Number
+    host_step: Number
+    host_request: Number
+    first_token: Number
+
+
+def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates:
+    """Return the rates of a setup."""
+    family, peaks = on.fabric.family.removesuffix("-ultra"), on.gpu.peak_flops
+    clock = on.fabric.clock
+    bf16 = peaks["bf16"] * c[f"gemm_bf16_{family}"] * clock
+    low = {
+        "bf16": bf16,
+        "fp8": peaks["fp8"] * c[f"gemm_fp8_{family}"] * clock if "fp8" in peaks else bf16,
+        "nvfp4": min(peaks["nvfp4"], 2 * peaks["fp8"]) * c["gemm_nvfp4_blackwell"] * clock
+        if "nvfp4" in peaks
+        else bf16,
+    }[setup.dtype]
+    bandwidth = on.memory_bandwidth
+    read = bandwidth * c[f"read_{family}"]
+    low_read = read * (c["read_4bit"] if setup.dtype == "nvfp4" else 1.0)
+    generation, ranks = setup.generation, setup.tp * setup.attention_dp
+    kernel = c[f"kernel_{family}"] * c[f"kernels_{generation}"]
+    return ServingRates(
+        low=low,
+        high=bf16,
+        head=bf16,
+        expert=low * c["experts"],
+        low_read=low_read,
+        high_read=read,
+        expert_read=read * c["experts_read"] / (1.0 + c["ep_imbalance"] * (1 - 1 / setup.ep)),
+        kv_read=bandwidth * c["kv_read"] * (c["mla_read"] if setup.shape.model.mla else 1.0),
+        attention=peaks["bf16"] * c[f"attention_{family}"] * clock,
+        memory=bandwidth * c["memory"],
+        link=(on.link_bandwidth if ranks <= on.fabric.link_domain else on.fabric.network) * c["link"],
+        reduce=c["reduce"],
+        ring=c["ring"],
+        skew=c["routing_skew"],
+        kernel=kernel,
+        expert_kernel=kernel * (c["expert_kernels_2025"] - 1) if generation.endswith("2025") else 0.0,
+        eager=c[f"eager_{setup.engine}"],
+        host_step=c[f"host_step_{generation}"],
+        host_request=c[f"host_request_{generation}"],
+        first_token=c[f"first_token_{setup.engine}"],
+    )
+
+
+def longer(a: Number, b: Number) -> Number:
+    """Return about the longer of two times; more where they are near each other."""
+    return (a**NORM + b**NORM) ** (1 / NORM)
+
+
+def shorter(a: Number, b: Number) -> Number:
+    """Return about the shorter of two times."""
+    return (a**-NORM + b**-NORM) ** (-1 / NORM)
+
+
+def active_experts(routed: Number, tokens: Number, skew: Number) -> Number:
+    """Return the fraction of experts that some token is routed to.
+
+    Popularities of experts follow a gamma distribution of mean 1 and variance `skew`: 1 - (1 + skew p n)^(-1 / skew)
+    of them are active with n tokens and probability p; with equal ones it would be 1 - exp(-p n).
+    """
+    return 1 - (1 + skew * routed * tokens) ** (-1 / skew)
+
+
+def step_seconds(
+    work: ServingWork,
+    r: ServingRates,
+    *,
+    tokens: Number,
+    all_tokens: Number,
+    sampled: Number,
+    decodes: Number,
+    context: Number,
+    pairs: Number = 0.0,
+    window_pairs: Number = 0.0,
+) -> dict[str, Number]:
+    """Return the seconds of a step by kind.
+
+    `tokens`: of this replica; `all_tokens`: of all replicas; `sampled`: tokens whose logits are needed; `decodes`:
+    requests in decode with `context` cached tokens each; `pairs`: (query, key) pairs of prefill.
+    """
+    active = active_experts(work.routed, all_tokens, r.skew)
+    rows = work.routed * all_tokens / _positive(active)  # of an active expert
+    padding = _smaller(LEAST_PADDING + rows / 2, MOST_PADDING)
+    expert_rows = work.expert_macs * (all_tokens + padding * active / _positive(work.routed))
+    cached = decodes * (context * work.kv_bytes + _smaller(context, work.window) * work.window_kv_bytes)
+    return {
+        "gemm": longer(work.low_bytes / r.low_read, 2 * work.low_macs * tokens / r.low)
+        + longer(work.high_bytes / r.high_read, 2 * work.high_macs * tokens / r.high)
+        + longer(work.head_bytes / r.high_read, 2 * work.head_macs * sampled / r.head),
+        "experts": longer(work.expert_bytes * active / r.expert_read, 2 * expert_rows / r.expert),
+        "attention": longer(
+            (cached + decodes * work.state_bytes) / r.kv_read, 2 * decodes * context * work.kv_macs / r.attention
+        )
+        + 2 * (pairs * work.pair_macs + window_pairs * work.window_pair_macs) / r.attention,
+        "memory_bound": tokens * work.activation_bytes / r.memory,
+        "communication": work.reduces
+        * shorter(r.reduce + all_tokens * work.direct_bytes / r.link, r.ring + all_tokens * work.ring_bytes / r.link),
+        "launch": work.kernels * r.kernel + work.expert_kernels * r.expert_kernel,
+        "host": r.host_step + r.host_request * decodes,
+    }
+
+
+def _positive(value: Number) -> Number:
+    return value + (value == 0.0)
+
+
+def _smaller(a: Number, b: Number) -> Number:
+    """Return the smaller of two numbers, of floats and arrays alike."""
+    return (a + b - abs(a - b)) / 2

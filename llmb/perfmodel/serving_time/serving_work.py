@@ -1,0 +1,144 @@
+"""Work of one rank in an engine step: bytes of weights and cache, MACs per token, collectives, kernels.
+
+Numbers only, independent of constants; `serving_step.py` gives them a time. Counts are those of all layers: with
+pipeline parallelism a stage has 1/pp of them.
+"""
+
+from dataclasses import dataclass
+
+from llmb.config.spec import Model
+from llmb.perfmodel.block_costs import BlockCost, block_stack
+from llmb.perfmodel.params import BYTES
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+
+BF16 = BYTES["bf16"]
+# Kernels of a block in a CUDA graph. attention: norm, qkv, RoPE, cache write, attention, output. mla: norms, down
+# and up projections, RoPE, cache write, absorbed projections, attention and its combine, output. mlp: norm, two GEMMs,
+# activation. experts: norm, router, top-k, sort, permute, two GEMMs, activation, combine; shared ones: two GEMMs,
+# activation, add. mamba: norm, in, convolution, scan, gate, out.
+KERNELS = {"attention": 6, "mla": 14, "mlp": 4, "experts": 9, "mamba": 6}
+SHARED_KERNELS = 4
+QUANTIZED_GEMMS = {"attention": 2, "mla": 4, "mlp": 2, "experts": 2, "mamba": 2}
+# Kernels per quantized input: fp8 with static scales is fused with the norm or activation before it.
+QUANTIZE = {"bf16": 0.0, "fp8": 0.5, "nvfp4": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingWork:
+    """Counts of one rank over all layers."""
+
+    low_bytes: float = 0.0  # weights in the run's dtype, read in every step
+    low_macs: float = 0.0  # per token
+    high_bytes: float = 0.0  # weights left in bf16
+    high_macs: float = 0.0
+    head_bytes: float = 0.0
+    head_macs: float = 0.0  # per sampled token
+    expert_bytes: float = 0.0  # of all local routed experts
+    expert_macs: float = 0.0  # per token of all replicas
+    routed: float = 0.0  # fraction of the experts that one token is routed to
+    kv_bytes: float = 0.0  # per cached token, in layers that attend to all of them
+    kv_macs: float = 0.0
+    window_kv_bytes: float = 0.0  # the same in layers with a sliding window
+    window: float = 0.0
+    state_bytes: float = 0.0  # recurrent state of a request, read and written
+    pair_macs: float = 0.0  # of prefill, per (query, key) pair
+    window_pair_macs: float = 0.0
+    activation_bytes: float = 0.0  # of memory-bound kernels, per token
+    reduces: float = 0.0  # all-reduces, or gathers and scatters of attention replicas
+    direct_bytes: float = 0.0  # that a rank receives in one of them, per token, when all send to all
+    ring_bytes: float = 0.0  # the same in a ring
+    kernels: float = 0.0
+    expert_kernels: float = 0.0  # of these, in blocks with experts
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.low_bytes + self.high_bytes + self.head_bytes + self.expert_bytes
+
+
+def serving_work(setup: ServingSetup) -> ServingWork:
+    """Return the counts of one rank."""
+    model, bytes_low = setup.shape.model, BYTES[setup.dtype]
+    total: dict[str, float] = {"head_macs": model.hidden * model.vocab / setup.tp, "window": setup.shape.window or 0}
+    total["head_bytes"] = total["head_macs"] * BF16
+    for kind, count, block in block_stack(model):
+        for name, value in _block(setup, kind, block, bytes_low).items():
+            total[name] = total.get(name, 0.0) + count * value
+    total |= _collective_bytes(setup)
+    if model.experts:
+        total["routed"] = model.experts.top_k / model.experts.count
+    _move_windowed(setup, total)
+    return ServingWork(**total)
+
+
+def _collective_bytes(setup: ServingSetup) -> dict[str, float]:
+    """Return the bytes of one collective per token: an all-reduce, or a gather of all replicas' tokens."""
+    size = setup.shape.model.hidden * BF16
+    if setup.attention_dp > 1:
+        ranks = setup.tp * setup.attention_dp
+        return {"direct_bytes": size * (ranks - 1) / ranks, "ring_bytes": size * (ranks - 1) / ranks}
+    return {"direct_bytes": size * (setup.tp - 1), "ring_bytes": 2 * size * (setup.tp - 1) / setup.tp}
+
+
+def four_bit_experts_only(setup: ServingSetup) -> bool:
+    """4-bit checkpoints of mixtures quantize the experts and leave attention in bf16."""
+    return setup.dtype == "nvfp4" and setup.shape.model.experts is not None
+
+
+def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -> dict[str, float]:
+    model, tp = setup.shape.model, setup.tp
+    dense = _dense_on_rank(model, kind, block, tp)
+    counts: dict[str, float] = {"high_macs": float(block.router_weights)}
+    if kind in ("attention", "mla") and four_bit_experts_only(setup):
+        counts["high_macs"] += dense
+    else:
+        counts |= {"low_macs": dense, "low_bytes": dense * bytes_low}
+    counts["high_bytes"] = counts["high_macs"] * BF16
+    if kind in ("attention", "mla"):
+        value_bytes = BYTES[setup.kv_dtype]
+        kv_values = block.kv_values if kind == "mla" else block.kv_values / min(tp, model.kv_heads)
+        counts |= {
+            "kv_bytes": kv_values * value_bytes,
+            "kv_macs": block.decode_pair_macs / tp,
+            "pair_macs": block.pair_macs / tp,
+        }
+    if kind == "mamba":
+        counts["state_bytes"] = 2 * block.state_values * BYTES["fp32"] / tp
+    if kind == "experts":
+        ranks = setup.ep * setup.moe_tp
+        counts |= {
+            "expert_bytes": block.routed_weights / ranks * bytes_low,
+            "expert_macs": block.active_routed_weights / ranks,
+        }
+    counts["activation_bytes"] = BF16 * (4 * model.hidden + (block.saved_values - 2 * model.hidden) / tp)
+    plain = kind in ("attention", "mla") and four_bit_experts_only(setup)
+    counts["kernels"] = KERNELS[kind] + (0.0 if plain else QUANTIZED_GEMMS[kind] * QUANTIZE[setup.dtype])
+    if kind == "experts" and model.experts and model.experts.shared:
+        counts["kernels"] += SHARED_KERNELS + QUANTIZE[setup.dtype]
+    counts["expert_kernels"] = counts["kernels"] if kind == "experts" else 0.0
+    if kind == "experts" and setup.attention_dp > 1:
+        counts["reduces"] = 2.0
+    elif tp > 1:
+        counts["reduces"] = 1.0
+    return counts
+
+
+def _dense_on_rank(model: Model, kind: str, block: BlockCost, tp: int) -> float:
+    """Return the weights of a block on one rank; KV heads and MLA's down projections are replicated."""
+    if kind == "attention":
+        q_and_o = 2 * model.hidden * model.heads * model.head_dim
+        return q_and_o / tp + (block.dense_weights - q_and_o) / min(tp, model.kv_heads)
+    if kind == "mla":
+        assert model.mla is not None
+        down = model.hidden * (model.mla.q_rank + model.mla.kv_rank + model.mla.rope_dim)
+        return down + (block.dense_weights - down) / tp
+    return block.dense_weights / tp
+
+
+def _move_windowed(setup: ServingSetup, total: dict[str, float]) -> None:
+    """Count the cache and pairs of layers with a sliding window apart."""
+    layers = setup.shape.model.blocks.get("attention", 0) + setup.shape.model.blocks.get("mla", 0)
+    part = setup.shape.window_layers / layers if layers and setup.shape.window else 0.0
+    total["window_kv_bytes"] = part * total.get("kv_bytes", 0.0)
+    total["window_pair_macs"] = part * total.get("pair_macs", 0.0)
+    for name in ("kv_bytes", "kv_macs", "pair_macs"):
+        total[name] = (1 - part) * total.get(name, 0.0)
