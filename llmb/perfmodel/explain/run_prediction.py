@@ -12,10 +12,13 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.offload.machine_rates import measured_rates
+from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
+from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import setup_of
 
+SERVING_ENGINES = {"native": "native", "trtllm": "trtllm"}  # engine of a run -> that of the serving predictor
 ON_CPU = "the speed of a CPU is not predicted"
 
 
@@ -28,7 +31,7 @@ def predict_run(config: RunConfig, install: Path | None = None) -> Predicted:
         case OutOfCore() as work:
             return _out_of_core(config, work, memory_gib)
         case Inference():
-            return Predicted(metric="output_tokens_per_s", memory_gib=memory_gib, note="serving is not predicted")
+            return _serving(config, memory_gib)
 
 
 def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Predicted:
@@ -48,6 +51,36 @@ def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Pre
         memory_gib=memory_gib,
         terms={name: seconds for name, seconds in prediction.terms.items() if seconds},
         source=f"constants of engine {setup.engine}" + (f", rates {rates.source}" if rates else ""),
+    )
+
+
+def _serving(config: RunConfig, memory_gib: float) -> Predicted:
+    work, engine = config.workload, SERVING_ENGINES.get(config.engine)
+    assert isinstance(work, Inference)
+    note = unpredictable(config)
+    if engine is None:
+        note = "the engine behind the server is not known"
+    elif work.rate is not None:
+        note = "a request rate is not predicted, only a fixed concurrency"
+    try:
+        prediction = None if note or engine is None else predict_serving(serving_setup_of(config, engine))
+    except ConfigError as error:
+        prediction, note = None, str(error)
+    if prediction is None:
+        return Predicted(metric="output_tokens_per_s", memory_gib=memory_gib, note=note)
+    terms = {
+        f"{phase}_{name}": seconds
+        for phase in ("decode_step", "prefill")
+        for name, seconds in prediction.terms[phase].items()
+        if seconds
+    }
+    return Predicted(
+        metric="output_tokens_per_s",
+        value=prediction.output_tokens_per_s,
+        interval_80=prediction.interval_80["output_tokens_per_s"],
+        memory_gib=memory_gib,
+        terms=terms,
+        source=f"constants of engine {engine}",
     )
 
 
