@@ -76,10 +76,11 @@ def _block(setup: StepSetup, block: BlockWork, explicit: bool, accumulated: floa
     )
 
 
-def native_rates(setup: StepSetup, on: Device) -> dict[str, float]:
+def native_rates(setup: StepSetup, on: Device, power_gain: float = 1.0) -> dict[str, float]:
     """Return the fields of waterfall.Rates: fractions of a GPU's peaks, scaled by what `probe` measured here."""
     c, peaks = native_constants("rates"), on.gpu.peak_flops
     speed, bandwidth = _chip_speed(setup, on)
+    speed *= power_gain
     bf16, hbm = peaks["bf16"] * speed, on.memory_bandwidth * bandwidth
     low = min(peaks[setup.peak_dtype], 2 * peaks.get("fp8", 0.0)) * c["gemm_fp8"] * speed
     ratio = H200.square_tokens / setup.seqlen

@@ -61,12 +61,11 @@ def step_work(setup: StepSetup, on: Device | None = None) -> StepWork:
 def rates(step: StepWork, c: Constants) -> Rates:
     """Return the sustained rates for a step."""
     if step.setup.engine == NATIVE:
-        return Rates(**native_rates(step.setup, step.device))
-    family, watts = step.device.fabric.family, step.setup.watts
+        return Rates(**native_rates(step.setup, step.device, _power_gain(step, c)))
+    family = step.device.fabric.family
     generation = family.removesuffix("-ultra")
     gain = step.device.fabric.clock * (c["ultra_gain"] if family != generation else 1.0)
-    if watts is not None:
-        gain *= min(1.0, watts / step.device.fabric.watts) ** c["power"]
+    gain *= _power_gain(step, c)
     peaks, kind = step.device.gpu.peak_flops, step.setup.dtype.removesuffix("-mx")
     bf16 = peaks["bf16"] * c[f"gemm_bf16_{generation}"] * gain
     low_name = f"gemm_{kind}_{generation}"
@@ -81,6 +80,12 @@ def rates(step: StepWork, c: Constants) -> Rates:
         quantize=bandwidth * c["quantize"],
         hbm=bandwidth,
     )
+
+
+def _power_gain(step: StepWork, c: Constants) -> float:
+    """Return the compute rate at the run's power limit against the nominal one."""
+    watts, nominal = step.setup.watts, step.device.fabric.watts
+    return 1.0 if watts is None else float(min(1.0, watts / nominal) ** c["power"])
 
 
 def _attention_kernel(engine: str, c: Constants) -> float:
