@@ -52,9 +52,9 @@ def left_out_errors(samples: Sequence[Sample], key: Callable[[Sample], str]) -> 
     for group in sorted({key(s) for s in samples}):
         inside = np.array([key(s) == group for s in samples])
         c = fitted([s for s, member in zip(samples, inside, strict=True) if not member])
-        found = Rows([s for s, member in zip(samples, inside, strict=True) if member]).log_errors(c)
+        group_errors = Rows([s for s, member in zip(samples, inside, strict=True) if member]).log_errors(c)
         for name in METRICS:
-            getattr(errors, name)[inside] = getattr(found, name)
+            getattr(errors, name)[inside] = getattr(group_errors, name)
     return errors
 
 
@@ -242,14 +242,16 @@ Here its predictions stand beside published measurements of vLLM, SGLang and Ten
 measured - 1|; E2E is TTFT + (osl - 1) x TPOT; the bias is the median of predicted / measured - 1."""
 
 OFFLINE = """Output tokens/s with all requests at once, from `published_inference.csv`: none of these rows was fitted.
-The predictor takes 3,000 clients, the largest batch that fits, and the newest TensorRT-LLM of the year."""
+The predictor takes 3,000 clients, the largest batch that fits, and the newest TensorRT-LLM of the year. Rows of
+mixtures that say TP8 (release 1.0) have the throughput of attention data parallelism, which their table does not
+name; of Llama 4 no serving row was fitted."""
 
 NATIVE = """Measured in `bench/RESULTS.md`. Its kernel and host times are fitted to these rows alone, all rates are
 those of the published rows."""
 
 MISSES = """Likely causes:
 
-- Rows that speculate with a multi-token-prediction layer where no slower row of the same description shows it.
+- Rows that speculate where no release and no slower row of the same description shows it.
 - SGLang's first runs with nvfp4 on B200 have TTFTs of 7 s from 32 clients on: kernels are compiled during the run.
 - TensorRT-LLM with Llama 70B at 1024/1024 and tp below 8 has a TTFT 20 decode steps longer than at 1024/8192, an
   engine setting that no column tells; so has SGLang with 512 clients of Llama 8B (a batch limit).

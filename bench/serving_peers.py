@@ -110,23 +110,23 @@ def native_tokens_per_s(row: NativeRow, c: Constants) -> float:
     )  # fmt: skip
     if row.osl == 2:
         return 1e3 / predict_serving(setup, c=c).tpot_ms
-    slots = min(row.requests, cache_slots(setup, serving_work(setup)))
-    batches, rest = divmod(row.requests, slots)
+    slots = min(row.requests, cache_slots(setup, serving_work(setup)), setup.max_batch_size)
+    batches, remainder = divmod(row.requests, slots)
     seconds = batches * predict_serving(replace(setup, concurrency=slots), c=c).e2e_ms / 1e3
-    if rest:
-        seconds += predict_serving(replace(setup, concurrency=rest), c=c).e2e_ms / 1e3
+    if remainder:
+        seconds += predict_serving(replace(setup, concurrency=remainder), c=c).e2e_ms / 1e3
     return row.requests * row.osl / seconds
 
 
 def with_native(c: Constants) -> Constants:
     """Return the constants with those of the native engine fitted to its own rows."""
-    own = {name: constant for name, constant in serving_constants().items() if name.endswith("_native")}
+    native = {name: constant for name, constant in serving_constants().items() if name.endswith("_native")}
 
     def errors_of(values: Constants) -> np.ndarray:
         return np.log([native_tokens_per_s(row, c | values) / row.tokens_per_s for row in NATIVE_ROWS])
 
-    start = {name: constant.prior for name, constant in own.items()}
-    return c | least_squares(errors_of, NATIVE_NOISE, np.ones(len(NATIVE_ROWS)), own, start)
+    start = {name: constant.prior for name, constant in native.items()}
+    return c | least_squares(errors_of, NATIVE_NOISE, np.ones(len(NATIVE_ROWS)), native, start)
 
 
 def native_table() -> str:

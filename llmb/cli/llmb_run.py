@@ -17,7 +17,6 @@ from llmb.cli import (
     list_show,
     load,
     plan,
-    predict,
     probe_command,
     serve,
     submit,
@@ -25,6 +24,7 @@ from llmb.cli import (
 )
 from llmb.cli.explain import explain_command
 from llmb.cli.jobs import jobs
+from llmb.cli.predictions import predict
 from llmb.cli.subcommand import Parser, add_help_command
 from llmb.cli.sweep import sweep_command
 

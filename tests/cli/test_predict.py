@@ -98,7 +98,7 @@ def test_rows_of_a_file_come_back_in_order_with_reasons(llmb_run, tmp_path):
         ([*MODEL, "--dtype", "int4"], "choices are: bf16, fp8, fp8-mx, nvfp4"),
         ([*MODEL, "--what-if", "gpu.speed=2x"], "choices are: gpu.hbm_bw"),
         ([*MODEL, "--what-if", "network=fast"], "expected a factor such as 2x"),
-        ([*MODEL, "--task", "serve"], "choices are: train"),
+        ([*MODEL, "--task", "sing"], "choices are: train, serve"),
         (["predict", "--model", "no/config.json", "--gpu-type", "h100", "--scale", "8"], "no such file"),
         (["predict", "--rows", "no.csv"], "cannot read no.csv"),
         (["predict", "-w", "pretrain_nobody", "--scale", "8"], "choices are:"),

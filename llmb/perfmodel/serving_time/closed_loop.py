@@ -17,6 +17,7 @@ from llmb.perfmodel.serving_time.serving_step import Number, ServingRates, longe
 from llmb.perfmodel.serving_time.serving_work import ServingWork
 
 ROUNDS = 3  # of the fixed point between TPOT and the number of requests in decode
+DRAFT_LAYERS = 2  # a multi-token-prediction layer and the LM head, in layers
 # Engines that prefill in steps of their own; the others mix chunks of prompts into decode steps.
 SEPARATE_PREFILL = ("sglang",)
 
@@ -32,9 +33,13 @@ class Load:
     chunk: Number  # prompt tokens of a step of one request
     chunks: Number  # steps of its prefill
     together: Number  # prompts prefilled in one step when many wait
-    waves: Number
+    arriving: Number  # prompts prefilled in one step later: as many requests as finish in one, at least one
+    waves: Number  # requests per slot
     replicas: Number
     stages: Number
+    drafts: Number  # tokens of speculative decoding, per request and step
+    draft_cost: Number  # of a step, for each of them
+    emitted: Number  # output tokens of a request in a step
     interval: Number  # steps between two looks at new requests
     mixed: Number  # 1: prefill in decode steps; 0: in steps of its own
     window: Number
@@ -59,6 +64,7 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
     decodes = slots / setup.attention_dp
     budget = max(setup.max_num_tokens - (decodes if mixed else 0), setup.max_num_tokens / 8)
     chunks = -(-isl // budget)
+    together = max(1.0, min(decodes, budget // isl))
     return Load(
         concurrency=float(setup.concurrency),
         slots=float(slots),
@@ -66,10 +72,14 @@ def load_of(setup: ServingSetup, work: ServingWork) -> Load:
         osl=osl,
         chunk=isl / chunks,
         chunks=float(chunks),
-        together=float(max(1, min(decodes, budget // isl))),
-        waves=float(setup.waves),
+        together=together,
+        arriving=max(1.0, min(together, decodes * setup.receive_interval / osl)),
+        waves=setup.waves * setup.concurrency / slots,
         replicas=float(setup.attention_dp),
         stages=float(setup.pp),
+        drafts=float(setup.draft_tokens),
+        draft_cost=DRAFT_LAYERS / setup.shape.model.layers,
+        emitted=setup.emitted,
         interval=float(setup.receive_interval),
         mixed=float(mixed),
         window=float(setup.shape.window or 0),
@@ -86,19 +96,23 @@ def loop_times(work: ServingWork, load: Load, r: ServingRates, queue: Number) ->
     for _ in range(ROUNDS):
         decode = _decode_step(work, load, r, batch, context)
         step = total(decode)
-        prefill = _prefill(work, load, r, batch, context, together=1.0)
+        prefill = _prefill(work, load, r, batch, context, together=load.arriving)
         alone = total(prefill)
-        crowded = total(_prefill(work, load, r, batch, context, together=load.together)) / load.together
+        crowd = total(_prefill(work, load, r, batch, context, together=load.together))
         hidden = load.mixed * load.chunks * step  # these steps emit tokens too
-        added = (alone - hidden) / (load.replicas * load.stages)
-        tpot = step + (load.slots - 1) * steady * added / tokens
+        added = (crowd - hidden) / load.together + (load.waves - 1) * (alone - hidden) / load.arriving
+        added = added / (load.waves * load.replicas * load.stages)  # by the prefill of one request
+        tpot = step / load.emitted + (load.slots - 1) * steady * added / tokens
         busy = load.slots * added / (alone + tokens * tpot)
-        first = (load.slots / load.replicas + load.together) / 2 * crowded / load.stages + alone * (1 - 1 / load.stages)
-        later = alone * (1 + queue * busy) + load.interval * tpot / 2
+        first = (load.slots / load.replicas / load.together + 1) / 2 * crowd / load.stages
+        first = first + alone * (1 - 1 / load.stages)
+        later = alone * (1 + queue * busy) + load.interval * step / 2
         ttft = (first + (load.waves - 1) * later) / load.waves + r.first_token
         stay = ttft + tokens * tpot
         waiting = (load.concurrency - load.slots) / load.slots * steady * stay
-        batch = load.slots / load.replicas * (tokens * tpot) / stay
+        # Some requests are in prefill or wait for it; of one wave, only before the others decode.
+        idle = (1 - tokens * tpot / stay) * (1 - 1 / load.waves)
+        batch = load.slots / load.replicas * (1 - idle)
     return LoopTimes(ttft=ttft + waiting, tpot=tpot, queue=waiting, decode=decode, prefill=prefill)
 
 
@@ -109,12 +123,13 @@ def total(terms: dict[str, Number]) -> Number:
 
 def _decode_step(work: ServingWork, load: Load, r: ServingRates, batch: Number, context: Number) -> dict[str, Number]:
     """Return a step of decode only; each pipeline stage works on its own part of the batch."""
-    tokens = batch / load.stages
+    requests = batch / load.stages
+    tokens = requests * (1 + load.drafts)
     terms = step_seconds(
-        work, r, tokens=tokens, all_tokens=tokens * load.replicas, sampled=tokens, decodes=tokens, context=context
+        work, r, tokens=tokens, all_tokens=tokens * load.replicas, sampled=tokens, decodes=requests, context=context
     )
     terms["communication"] = terms["communication"] + (load.stages - 1) * r.ring  # sends between stages
-    return terms
+    return {name: seconds * (1 + load.drafts * load.draft_cost) for name, seconds in terms.items()}
 
 
 def _prefill(
@@ -122,7 +137,7 @@ def _prefill(
 ) -> dict[str, Number]:
     """Return the steps that prefill `together` prompts on every replica, with the decodes mixed into them."""
     decodes = load.mixed * batch / load.stages
-    tokens = load.chunk * together + decodes
+    tokens = load.chunk * together + decodes * (1 + load.drafts)
     inside = load.isl - load.window  # prompt positions whose window is full
     inside = (inside + abs(inside)) / 2
     window_pairs = inside * load.window + (load.isl - inside) ** 2 / 2

@@ -78,14 +78,14 @@ def _speculative(rows: Sequence[ServingRow]) -> tuple[list[ServingRow], list[Ser
         key = _description(row)
         slowest[key], counts[key] = max(slowest[key], row.tpot_ms or 0.0), counts[key] + 1
         by_series[_series(row)].append(row)
-    faster, rest = [], []
+    faster, series_rows = [], []
     for members in by_series.values():
         with_like = [row for row in members if counts[_description(row)] > 1]
         fast = [row for row in with_like if (row.tpot_ms or 0.0) < SPECULATIVE * slowest[_description(row)]]
         faster += fast
         if 2 * len(fast) > len(with_like):
-            rest += [row for row in members if row not in with_like]
-    return faster, rest
+            series_rows += [row for row in members if row not in with_like]
+    return faster, series_rows
 
 
 def _description(row: ServingRow) -> tuple[object, ...]:
@@ -94,4 +94,5 @@ def _description(row: ServingRow) -> tuple[object, ...]:
     assert setup is not None
     return (
         setup.shape, setup.generation, setup.gpu, setup.dtype, setup.isl, setup.osl, setup.concurrency, setup.gpus,
+        setup.draft_tokens,
     )  # fmt: skip

@@ -7,13 +7,12 @@ from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.serving_time.serving_rows import DEFAULT_TOKENS, DTYPES, default_kv_dtype
-from llmb.perfmodel.serving_time.serving_setup import KV_DTYPES, WAVES, ServingSetup
+from llmb.perfmodel.serving_time.serving_setup import FRACTIONS, KV_DTYPES, WAVES, ServingSetup
 
 COUNTS = (
     "tp", "pp", "ep", "attention_dp", "moe_tp", "max_num_tokens", "max_batch_size", "receive_interval", "waves",
 )  # fmt: skip
-FRACTIONS = ("memory_fraction", "length_ratio")
-FIELDS = (*COUNTS, *FRACTIONS, "kv_dtype", "engine_version")
+FIELDS = (*COUNTS, *FRACTIONS, "draft_tokens", "kv_dtype", "engine_version")
 MOST_CLIENTS = 1 << 20
 
 
@@ -39,6 +38,10 @@ def _parse_value(name: str, text: str) -> Any:
         if not re.fullmatch(r"0?\.\d{1,6}|1(\.0)?", text):
             raise ConfigError(f"{name} must be above 0 and at most 1, got {text!r}")
         return float(text)
+    if name == "draft_tokens":
+        if not re.fullmatch(r"\d{1,2}", text):
+            raise ConfigError(f"{name} must be a whole number, got {text!r}")
+        return int(text)
     if name == "kv_dtype" and text not in KV_DTYPES:
         raise UnknownName("value of kv_dtype", text, KV_DTYPES)
     return text

@@ -16,7 +16,7 @@ def impossible(setup: ServingSetup, ttft_ms: float, tpot_ms: float) -> str | Non
     """Return why a result is above the limit of the GPUs; None if it is possible."""
     work, on = serving_work(setup), device(setup.gpu)
     e2e_s = (ttft_ms + (setup.osl - 1) * tpot_ms) / 1e3
-    floor_ms = decode_bytes_at_least(setup, work, e2e_s, tpot_ms) / on.memory_bandwidth * 1e3
+    floor_ms = decode_bytes_at_least(setup, work, e2e_s, tpot_ms) / on.memory_bandwidth / setup.emitted * 1e3
     if tpot_ms < floor_ms:
         return f"TPOT {tpot_ms:.3g} ms is below the {floor_ms:.3g} ms in which HBM can be read"
     peak = on.gpu.peak_flops.get(setup.dtype) or on.gpu.peak_flops["bf16"]

@@ -63,7 +63,7 @@ def _terms(load: Load, times: LoopTimes) -> dict[str, dict[str, float]]:
     decode = {name: float(seconds) for name, seconds in times.decode.items()}
     prefill = {name: float(seconds) for name, seconds in times.prefill.items()}
     waiting = {
-        "prefill_of_others_per_token": float(times.tpot) - sum(decode.values()),
+        "prefill_of_others_per_token": float(times.tpot) - sum(decode.values()) / load.emitted,
         "kv_cache_queue": float(times.queue),
         "ttft_besides_own_prefill": float(times.ttft - times.queue) - sum(prefill.values()),
     }

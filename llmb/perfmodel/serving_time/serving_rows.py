@@ -3,7 +3,8 @@
     for row in read_serving_rows(Path("published_serving.csv")): row.setup, row.ttft_ms, row.tpot_ms, row.reason
 
 Columns: model, backend, backend_version, system, precision, isl, osl, concurrency, tp, pp, attention_dp, moe_tp,
-moe_ep; optional kv_dtype, max_num_tokens, length_ratio; measured ttft_ms and tpot_ms may be empty.
+moe_ep; optional kv_dtype, max_num_tokens, max_batch_size, receive_interval, draft_tokens, length_ratio; measured
+ttft_ms and tpot_ms may be empty.
 """
 
 import csv
@@ -21,7 +22,9 @@ DTYPES = {"": "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "nvfp
 MOST_RANKS = 16  # of one engine; published rows with more are disaggregated
 # InferenceMAX draws lengths uniformly from 0.8 to 1 of the nominal ones, which are 1,024 or 8,192.
 RECIPE_LENGTHS, RANDOM_RATIO = (1024, 8192), 0.9
+KNOBS = ("max_num_tokens", "max_batch_size", "receive_interval", "draft_tokens")
 DEFAULT_TOKENS = {"vllm": 8192, "trtllm": 8192, "sglang": 16384, "native": 8192}  # of a step
+SPECULATIVE = ("1.2.0rc6.post3",)  # TensorRT-LLM of recipes with a multi-token-prediction layer
 UNVERSIONED = "0"  # rows without a version are from the first published runs, of 2025
 SUFFIXES = re.compile(r"(-instruct|-thinking|-chat|-it)?(-2507|-0324|-0528)?(-fp8|-fp4|-nvfp4|-bf16|-mxfp4)?(-v\d+)?$")
 
@@ -111,15 +114,16 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
 
 def _is_recipe(cells: dict[str, str]) -> bool:
     """Return whether a row has the form of InferenceMAX's recipes: all layout columns, lengths of 1,024 and 8,192."""
-    return bool(cells.get("attention_dp")) and all(int(cells[name]) in RECIPE_LENGTHS for name in ("isl", "osl"))
+    return bool(cells.get("attention_dp")) and all(_optional(cells, name) in RECIPE_LENGTHS for name in ("isl", "osl"))
 
 
 def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla: bool) -> dict[str, int]:
     """Return engine settings that no column tells: given ones, or those of the published recipes.
 
-    TensorRT-LLM's token budget with MLA holds one prompt and the decodes; with attention_dp it waits up to 60 steps to
-    prefill on all replicas together. SGLang on Blackwell looks for new requests every 10 or 30 steps. Rows of other
-    benchmarks keep one client waiting with TensorRT-LLM: their batch limit is one less than the clients.
+    TensorRT-LLM's token budget with MLA holds one prompt and the decodes, and one release speculates; with attention_dp
+    it waits up to 60 steps to prefill on all replicas together. SGLang on Blackwell looks for new requests every 10 or
+    30 steps. Rows of other benchmarks keep one client waiting with TensorRT-LLM: their batch limit is one less than the
+    clients.
     """
     clients, isl = _counts(cells, "concurrency", "isl")
     knobs = {"max_num_tokens": DEFAULT_TOKENS[engine]}
@@ -127,12 +131,13 @@ def _knobs(cells: dict[str, str], engine: str, gpu: str, attention_dp: int, mla:
         if engine == "trtllm":
             knobs["max_num_tokens"] = clients + isl + 64 if mla else DEFAULT_TOKENS[engine]
             knobs["receive_interval"] = 60 if attention_dp > 1 else 1
+            knobs["draft_tokens"] = int(mla and cells.get("backend_version") in SPECULATIVE)
         if engine == "sglang" and gpu not in ("h100", "h200"):
             knobs["receive_interval"] = 30 if clients >= 16 else 10
     elif engine == "trtllm" and clients > 1 and "attention_dp" in cells:
         knobs["max_batch_size"] = clients - 1
-    given = {name: _optional(cells, name) for name in ("max_num_tokens", "max_batch_size", "receive_interval")}
-    return knobs | {name: value for name, value in given.items() if value is not None}
+    columns = {name: _optional(cells, name) for name in KNOBS}
+    return knobs | {name: value for name, value in columns.items() if value is not None}
 
 
 def default_kv_dtype(engine: str, gpu: str, dtype: str) -> str:

@@ -13,6 +13,8 @@ from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 DTYPES = ("bf16", "fp8", "nvfp4")  # of the weights; nvfp4 also stands for mxfp4
 KV_DTYPES = ("bf16", "fp8")
 COUNTS = ("isl", "osl", "concurrency", "tp", "pp", "ep", "attention_dp", "moe_tp", "max_num_tokens", "max_batch_size")
+FRACTIONS = ("memory_fraction", "length_ratio", "acceptance")
+MOST_DRAFTS = 16
 WAVES = 10  # requests per client of a benchmark
 
 
@@ -41,6 +43,8 @@ class ServingSetup:
     max_batch_size: int = 4096
     memory_fraction: float = 0.9  # of the GPU's memory, for weights and KV cache
     length_ratio: float = 1.0  # mean length over nominal length: 0.9 where lengths vary uniformly in 0.8 to 1
+    draft_tokens: int = 0  # of speculative decoding with a multi-token-prediction layer, per step and request
+    acceptance: float = 0.8  # probability that a draft token is accepted after the one before it
     receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
     waves: int = WAVES  # requests per client: the first ones arrive together
 
@@ -55,13 +59,21 @@ class ServingSetup:
         ):  # fmt: skip
             if value not in choices:
                 raise UnknownName(title, value, choices)
-        if not 0 < self.memory_fraction <= 1 or not 0 < self.length_ratio <= 1:
-            raise ConfigError("memory_fraction and length_ratio must be above 0 and at most 1")
+        if not isinstance(self.draft_tokens, int) or not 0 <= self.draft_tokens <= MOST_DRAFTS:
+            raise ConfigError(f"draft_tokens must be a whole number, 0 to {MOST_DRAFTS}, got {self.draft_tokens!r}")
+        for name in FRACTIONS:
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be above 0 and at most 1, got {getattr(self, name)!r}")
         _check_layout(self)
 
     @property
     def gpus(self) -> int:
         return self.tp * self.pp * self.attention_dp
+
+    @property
+    def emitted(self) -> float:
+        """Mean output tokens of a request in a decode step."""
+        return sum(self.acceptance**place for place in range(self.draft_tokens + 1))
 
     @property
     def generation(self) -> str:

@@ -14,8 +14,11 @@ from llmb.perfmodel.step_time.step_constants import Constants
 
 TERMS = ("gemm", "experts", "attention", "memory_bound", "communication", "launch", "host")
 NORM = 4
-# Rows of padding per active expert: about half a tile; tiles have 16 to 64 rows, by the number of tokens.
-LEAST_PADDING, MOST_PADDING = 8, 32
+# Rows of an expert that are lost to its tiles and to filling them, by the number of its tokens.
+LEAST_PADDING, MOST_PADDING = 16, 128
+
+# Family of a GPU -> that of its constants: there is no published row of the others.
+FAMILIES = {"ampere": "hopper", "hopper": "hopper", "blackwell": "blackwell", "blackwell-ultra": "blackwell"}
 
 Number = Any  # float, or an array with one value per row
 
@@ -48,7 +51,7 @@ class ServingRates:
 
 def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates:
     """Return the rates of a setup."""
-    family, peaks = on.fabric.family.removesuffix("-ultra"), on.gpu.peak_flops
+    family, peaks = FAMILIES[on.fabric.family], on.gpu.peak_flops
     clock = on.fabric.clock
     bf16 = peaks["bf16"] * c[f"gemm_bf16_{family}"] * clock
     low = {
@@ -56,13 +59,14 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         "fp8": peaks["fp8"] * c[f"gemm_fp8_{family}"] * clock if "fp8" in peaks else bf16,
         "nvfp4": min(peaks["nvfp4"], 2 * peaks["fp8"]) * c["gemm_nvfp4_blackwell"] * clock
         if "nvfp4" in peaks
-        else bf16,
+        else bf16 * c["weight_only"],
     }[setup.dtype]
     bandwidth = on.memory_bandwidth
     read = bandwidth * c[f"read_{family}"]
     low_read = read * (c["read_4bit"] if setup.dtype == "nvfp4" else 1.0)
     generation, ranks = setup.generation, setup.tp * setup.attention_dp
-    kernel = c[f"kernel_{family}"] * c[f"kernels_{generation}"]
+    old, native = generation.endswith("2025"), "_native" if setup.engine == "native" else ""
+    kernel = c[f"kernel_{family}"] * (c["kernels_2025"] if old else c["kernels_native"] if native else 1.0)
     return ServingRates(
         low=low,
         high=bf16,
@@ -79,10 +83,10 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         ring=c["ring"],
         skew=c["routing_skew"],
         kernel=kernel,
-        expert_kernel=kernel * (c["expert_kernels_2025"] - 1) if generation.endswith("2025") else 0.0,
-        eager=c[f"eager_{setup.engine}"],
+        expert_kernel=kernel * (c["expert_kernels_2025"] - 1) if old else 0.0,
+        eager=c[f"eager{native}"],
         host_step=c[f"host_step_{generation}"],
-        host_request=c[f"host_request_{generation}"],
+        host_request=c[f"host_request{native}"],
         first_token=c[f"first_token_{setup.engine}"],
     )
 
@@ -100,10 +104,10 @@ def shorter(a: Number, b: Number) -> Number:
 def active_experts(routed: Number, tokens: Number, skew: Number) -> Number:
     """Return the fraction of experts that some token is routed to.
 
-    Popularities of experts follow a gamma distribution of mean 1 and variance `skew`: 1 - (1 + skew p n)^(-1 / skew)
-    of them are active with n tokens and probability p; with equal ones it would be 1 - exp(-p n).
+    The first token has its own. Popularities of experts follow a gamma distribution of mean 1 and variance `skew`:
+    n more tokens of probability p reach 1 - (1 + skew p n)^(-1 / skew) of the others; 1 - exp(-p n) if all were equal.
     """
-    return 1 - (1 + skew * routed * tokens) ** (-1 / skew)
+    return routed + (1 - routed) * (1 - (1 + skew * routed * (tokens - 1)) ** (-1 / skew))
 
 
 def step_seconds(

@@ -109,7 +109,7 @@ def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -
             "expert_bytes": block.routed_weights / ranks * bytes_low,
             "expert_macs": block.active_routed_weights / ranks,
         }
-    counts["activation_bytes"] = BF16 * (4 * model.hidden + (block.saved_values - 2 * model.hidden) / tp)
+    counts["activation_bytes"] = BF16 * (4 * model.hidden + _inner_values(setup, kind, block))
     plain = kind in ("attention", "mla") and four_bit_experts_only(setup)
     counts["kernels"] = KERNELS[kind] + (0.0 if plain else QUANTIZED_GEMMS[kind] * QUANTIZE[setup.dtype])
     if kind == "experts" and model.experts and model.experts.shared:
@@ -120,6 +120,20 @@ def _block(setup: ServingSetup, kind: str, block: BlockCost, bytes_low: float) -
     elif tp > 1:
         counts["reduces"] = 1.0
     return counts
+
+
+def _inner_values(setup: ServingSetup, kind: str, block: BlockCost) -> float:
+    """Return the values that a block's memory-bound kernels read and write per token, on one rank.
+
+    Permuted inputs and outputs of experts have the full width on every rank that holds some of their experts.
+    """
+    model, experts = setup.shape.model, setup.shape.model.experts
+    if kind != "experts" or experts is None:
+        return (block.saved_values - 2 * model.hidden) / setup.tp
+    projections = 3 if model.gated else 2
+    routed = experts.top_k * setup.attention_dp / setup.ep  # rows of this rank per token of its replica
+    inner = projections * experts.ffn * (routed / setup.moe_tp + experts.shared / setup.tp)
+    return 2 * model.hidden * routed + inner
 
 
 def _dense_on_rank(model: Model, kind: str, block: BlockCost, tp: int) -> float:

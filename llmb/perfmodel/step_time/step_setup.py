@@ -96,7 +96,7 @@ def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates |
     """Return the description of a resolved training run, by its own engine unless another is named."""
     work = config.workload
     if not isinstance(work, Training):
-        raise ConfigError(f"{config.name} is not a training run; choices of --task are: train")
+        raise ConfigError(f"{config.name} is not a training run; predict an inference run with --task serve")
     if config.precision.dtype == "fp32":
         raise UnknownName("dtype", "fp32", DTYPES)
     return StepSetup(

@@ -26,6 +26,7 @@ EXAMPLES = (
     "llmb-run predict --rows runs.csv --json    # columns: model size gpu dtype gpus seqlen gbs mbs tp pp cp vp ep ...",
 )
 TASKS = ("train", "serve")
+SERVING = ("engine", "isl", "osl", "concurrency")  # options of --task serve
 
 
 def add_commands(commands: Any) -> None:
@@ -40,14 +41,14 @@ def add_commands(commands: Any) -> None:
     )
     add("--rows", type=Path, metavar="CSV", help="instead: many runs, one per row")
     add("--task", default="train", help="train (default) or serve")
-    add("--dtype", help="bf16, fp8, fp8-mx or nvfp4; default bf16, or the recipe's")
+    add("--dtype", help="bf16, fp8, fp8-mx (training) or nvfp4; default bf16, or the recipe's or checkpoint's")
     add("--scale", metavar="N", help="number of GPUs: 512, 8,64 or a curve 8..16384")
     add("--gpu-type", metavar="GPU", help="type of GPU")
     add(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="layout, batch, recompute, engine; repeatable"
     )
     add("--what-if", metavar="CHANGES", help="changed hardware: gpu.hbm_bw=2x,gpu.flops=2x,gpu.nvlink=2x,network=0.5x")
-    add("--json", action="store_true", help="as JSON: step_time_s, tokens_per_s_per_gpu, interval_80, terms, ...")
+    add("--json", action="store_true", help="as JSON: step_time_s or ttft_ms and tpot_ms, interval_80, terms, ...")
     add("--engine", help="serve: vllm (default), sglang, trtllm or native (default of -w)")
     add("--isl", type=int, metavar="N", help="serve: input tokens of a request")
     add("--osl", type=int, metavar="N", help="serve: output tokens of a request")
@@ -71,9 +72,11 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("predict: name the run with one of -w WORKLOAD, --model NAME|config.json or --rows FILE.csv")
     check_prices(options)
     if options.task == "serve":
-        from llmb.cli.predict_serving import run_serving
+        from llmb.cli.predictions.predict_serving import run_serving
 
         return run_serving(options)
+    if unused := [name for name in SERVING if getattr(options, name) is not None]:
+        raise ConfigError(f"--{unused[0]} is for serving; add --task serve")
     return _predict_rows(options) if options.rows else _predict_setups(options)
 
 

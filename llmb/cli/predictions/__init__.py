@@ -1,0 +1,1 @@
+"""`llmb-run predict`: training steps and serving."""

@@ -1,0 +1,73 @@
+"""`bench/serving_accuracy.py` on the published rows of tests/golden: fit, errors, intervals, pictures, native rows."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmb.perfmodel.serving_time.serving_constants import calibrated_serving, serving_constants
+from llmb.perfmodel.serving_time.serving_predictor import predict_serving
+from llmb.perfmodel.serving_time.serving_rows import read_serving_rows
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+serving_accuracy = import_module("serving_accuracy")
+serving_fit = import_module("serving_fit")
+serving_peers = import_module("serving_peers")
+ratio_picture = import_module("ratio_picture")
+PUBLISHED = Path(__file__).parent.parent / "golden" / "published_serving_rows.csv"
+
+
+@pytest.fixture(scope="module")
+def samples():
+    return serving_accuracy.usable(read_serving_rows(PUBLISHED))[0]
+
+
+def test_rows_timed_together_equal_rows_timed_alone(samples):
+    together = serving_fit.Rows(samples).predict(calibrated_serving())
+    for index, sample in enumerate(samples):
+        alone = predict_serving(sample.setup)
+        assert together.ttft[index] == pytest.approx(alone.ttft_ms / 1e3)
+        assert together.tpot[index] == pytest.approx(alone.tpot_ms / 1e3)
+
+
+def test_the_fit_lowers_the_error_and_is_deterministic(samples):
+    priors = {name: constant.prior for name, constant in serving_constants().items()}
+    fitted = serving_fit.fitted(samples, rounds=2)
+    rows = serving_fit.Rows(samples)
+    before, after = (np.median(np.abs(rows.log_errors(c).tpot)) for c in (priors, fitted))
+    assert after < before
+    assert serving_fit.fitted(samples, rounds=2) == fitted
+    assert fitted["kernels_native"] == pytest.approx(priors["kernels_native"])
+
+
+def test_widths_and_coverage_of_known_errors(samples):
+    errors = serving_fit.Predicted(*(np.linspace(0.0, 0.1, len(samples)) for _ in range(3)))
+    widths = serving_accuracy.half_widths(samples, [errors])
+    assert all(0 < width <= 0.1 for metrics in widths.values() for width in metrics.values())
+    assert all(70 <= float(cell) <= 90 for cell in serving_accuracy.coverage(samples, errors, widths))
+
+
+def test_the_table_has_a_line_for_each_group(samples):
+    errors = serving_fit.Rows(samples).log_errors(calibrated_serving())
+    text = serving_accuracy.by_group(samples, errors, lambda s: s.setup.gpu, "GPU")
+    assert len(text.splitlines()) == 2 + len({s.setup.gpu for s in samples})
+    assert len(serving_accuracy.worst(samples, errors, 5)) == 5
+
+
+def test_the_picture_has_a_point_for_each_row():
+    picture = ratio_picture.ratio_svg([1.0, 10.0, 100.0], [0.0, 0.1, -3.0], ["a", "b", "a"], "ms")
+    assert picture.count("<circle") == 3
+
+
+def test_numbers_are_written_so_that_yaml_reads_numbers():
+    assert serving_accuracy.yaml_number(3e-06) == "3.0e-06"
+    assert serving_accuracy.yaml_number(2.5e-06) == "2.5e-06"
+    assert serving_accuracy.yaml_number(0.7391) == "0.7391"
+
+
+def test_the_native_engine_is_predicted_within_the_documented_error():
+    c = calibrated_serving()
+    for row in serving_peers.NATIVE_ROWS:
+        assert serving_peers.native_tokens_per_s(row, c) == pytest.approx(row.tokens_per_s, rel=0.18)

@@ -1,0 +1,117 @@
+"""`llmb-run predict --task serve`: any model, recipe rows, curves, files of rows, what-if, refusals in one line."""
+
+import json
+
+import pytest
+
+SERVE = ["predict", "--model", "llama3.1-70b", "--task", "serve", "--engine", "vllm", "--gpu-type", "h200", "--dtype",
+         "fp8", "--isl", "1024", "--osl", "1024", "--concurrency", "64", "--set", "tp=2"]  # fmt: skip
+METRICS = {"ttft_ms", "tpot_ms", "e2e_ms", "output_tokens_per_s"}
+
+
+def test_json_carries_every_metric_with_its_interval(llmb_run):
+    code, out, err = llmb_run(*SERVE, "--json")
+    data = json.loads(out)
+    assert (code, err) == (0, "")
+    assert data.keys() >= METRICS | {"output_tokens_per_s_per_gpu", "interval_80", "terms", "memory_gib", "batch"}
+    for name in METRICS:
+        low, high = data["interval_80"][name]
+        assert low < data[name] < high
+    assert data["gpus"] == 2
+
+
+def test_the_text_shows_metrics_terms_and_batch(llmb_run):
+    code, out, err = llmb_run(*SERVE)
+    assert (code, err) == (0, "")
+    for text in ("TTFT", "TPOT", "80 % from", "attention, KV cache", "prefills of other requests", "batch 64 of 64"):
+        assert text in out
+
+
+def test_a_range_of_concurrencies_is_a_curve(llmb_run):
+    serve = [*SERVE[: SERVE.index("64")], "1..256", "--set", "tp=2"]
+    points = json.loads(llmb_run(*serve, "--json")[1])
+    assert [point["concurrency"] for point in points] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    rates = [point["output_tokens_per_s"] for point in points]
+    assert rates == sorted(rates)
+    table = llmb_run(*serve)[1]
+    assert "tokens/s/user" in table
+    assert len(table.splitlines()) == 13
+
+
+def test_a_config_json_is_the_model_it_describes(llmb_run, tmp_path):
+    config = {"hidden_size": 5120, "num_hidden_layers": 64, "intermediate_size": 25600, "num_attention_heads": 64,
+              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    described, named = (
+        json.loads(llmb_run("predict", "--model", model, *SERVE[3:], "--json")[1])
+        for model in (tmp_path / "config.json", "Qwen/Qwen3-32B")
+    )
+    assert described["tpot_ms"] == pytest.approx(named["tpot_ms"])
+
+
+def test_weights_default_to_the_published_checkpoint(llmb_run):
+    args = ["--task", "serve", "--gpu-type", "h100", "--isl", "8", "--osl", "8", "--concurrency", "1", "--json"]
+    assert json.loads(llmb_run("predict", "--model", "gpt-oss-20b", *args)[1])["dtype"] == "nvfp4"
+    assert json.loads(llmb_run("predict", "--model", "llama3.1-8b", *args)[1])["dtype"] == "bf16"
+
+
+@pytest.mark.parametrize("workload", ["inference_llama3.1", "inference_deepseek-r1"])
+def test_a_recipe_row_of_inference(llmb_run, workload):
+    code, out, err = llmb_run("predict", "-w", workload, "--task", "serve", "--json")
+    data = json.loads(out)
+    assert (code, err) == (0, "")
+    assert data["engine"] == "native"
+    assert data["output_tokens_per_s"] > 0
+    curve = json.loads(llmb_run("predict", "-w", workload, "--task", "serve", "--concurrency", "1,8", "--json")[1])
+    assert curve[0]["tpot_ms"] < curve[1]["tpot_ms"]
+
+
+def test_what_if_changes_the_hardware(llmb_run):
+    base = json.loads(llmb_run(*SERVE, "--json")[1])
+    faster = json.loads(llmb_run(*SERVE, "--what-if", "gpu.hbm_bw=2x", "--json")[1])
+    assert faster["tpot_ms"] < base["tpot_ms"]
+    assert "without the what-if changes" in llmb_run(*SERVE, "--what-if", "gpu.hbm_bw=2x")[1]
+
+
+def test_rows_are_predicted_or_say_why_not(llmb_run, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        "model,backend,backend_version,system,precision,isl,osl,concurrency,tp\n"
+        "Qwen3-32B,vllm,0.15.1,b200_sxm,fp8,1024,1024,16,2\n"
+        "Qwen3-32B,vllm,0.15.1,b200_sxm,fp8,1024,1024,,2\n"
+        "Llama-3.1-405B,trtllm,1.2,h100_sxm,bf16,1024,1024,16,1\n"
+    )
+    code, out, _ = llmb_run("predict", "--rows", path, "--task", "serve", "--json")
+    first, second, third = json.loads(out)
+    assert code == 0
+    assert first["row"] == 2
+    assert first.keys() >= METRICS
+    assert second == {"row": 3, "error": "no concurrency"}
+    assert "use more GPUs" in third["error"]
+    code, out, err = llmb_run("predict", "--rows", path, "--task", "serve")
+    assert code == 0
+    assert "qwen3-32b" in out
+    assert err.startswith("row 3: no concurrency\nrow 4: ")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "llama3.1-8b"], "needs --gpu-type, --isl, --osl, --concurrency; GPU types are: a100, h100"),
+        ([*SERVE[1:], "--scale", "8"], "--scale is for training; the layout gives the GPUs of an engine: --set tp=2"),
+        ([*SERVE[1:], "--set", "tp=3"], "tp 3 does not divide 64 attention heads; possible: [1, 2, 4, 8, 16, 32]"),
+        ([*SERVE[1:], "--engine", "tgi"], "unknown engine 'tgi'; choices are: vllm, sglang, trtllm, native"),
+        ([*SERVE[1:], "--dtype", "int8"], "unknown dtype 'int8'"),
+        ([*SERVE[1:], "--concurrency", "no"], "--concurrency: expected clients such as 64"),
+        (["-w", "pretrain_grok1", "--task", "serve"], "is not an inference run; leave out --task serve"),
+        (
+            ["-w", "inference_llama3.1", "--task", "train"],
+            "is not a training run; predict an inference run with --task",
+        ),
+        (["-w", "pretrain_grok1", "--isl", "8", "--task", "train"], "--isl is for serving; add --task serve"),
+    ],
+)
+def test_refusals_are_one_line(llmb_run, args, message):
+    code, out, err = llmb_run("predict", *args, *([] if "--task" in args else ["--task", "serve"]))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert message in err
