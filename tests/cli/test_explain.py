@@ -9,8 +9,11 @@ from llmb.cli.stored_runs import write_result
 from llmb.config.overrides import from_arguments
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
+from llmb.config.serialization import to_json
 from llmb.events import RunEnded, RunStarted, StepDone, TimeSpent, append
 from llmb.launch.run_folder import RunFolder
+from llmb.perfmodel.metrics import summarize
+from llmb.results.result import Result
 
 SERVED = ["explain", "--isl", "1000", "--osl", "100", "--model", "llama3.1-8b", "--dtype", "fp8"]
 TRAINED = ["explain", "--model", "llama3.1-8b", "--gpu-type", "h200", "--set", "gbs=6", "--set", "seqlen=8192"]
@@ -75,6 +78,29 @@ def test_a_proxy_on_a_cpu_has_no_limit(llmb_run, stored_run):
     assert data["verdict"] == "unknown"
     assert data["terms"][0]["measured_s"] is not None
     assert "the speed of a CPU is not predicted" in data["notes"]
+
+
+def test_a_served_run_is_explained_by_its_figures(llmb_run, recipes, tmp_path):
+    config = resolve(recipes["inference_llama3.1"], RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200"))
+    run = RunFolder.create(tmp_path / "llmb", config, datetime.now())
+    figures = {"output_tokens_per_s": 18463.0, "output_tokens_per_s_per_gpu": 18463.0, "requests": 3000}
+    run.result.write_text(to_json(Result(name=config.name, status="ok", **figures)))
+    data = json.loads(llmb_run("explain", run.path, "--json")[1])
+    assert data["verdict"] == "possible"
+    assert {limit["name"] for limit in data["limits"]} == {"compute", "HBM bandwidth"}
+    assert data["expected"][0]["ratio"] == pytest.approx(18463 / config.predicted.value)
+    assert data["published"][0]["ratio"] == pytest.approx(18463 / 17744)
+    assert any(pair["kind"].startswith("decode step") for pair in data["terms"])
+
+
+def test_an_out_of_core_run_shows_the_times_of_its_plan(llmb_run, recipes, tmp_path):
+    config = resolve(recipes["outofcore_llama3"], RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small"))
+    run = RunFolder.create(tmp_path / "llmb", config, datetime.now())
+    times = summarize([2.0, 2.1])
+    run.result.write_text(to_json(Result(name=config.name, status="ok", step_time_s=times)))
+    data = json.loads(llmb_run("explain", run.path, "--json")[1])
+    assert data["verdict"] == "unknown"  # of a CPU
+    assert data["published"] == []
 
 
 def test_a_failed_run_has_nothing_to_explain(llmb_run, stored_run):

@@ -15,7 +15,7 @@ class PublishedMatch:
     metric: str
     value: float
     ratio: float | None
-    what: str  # how the published run differs from the measured one in what its table says
+    run: str  # lengths and GPUs of the published run
     source: str
 
 
@@ -29,9 +29,9 @@ def serving_matches(
             value = row["output_tokens_per_s"] / row["gpus"]
             isl, osl = _lengths(recipe, row)
             ratio = measured / value if (isl, osl) == lengths else None
-            what = f"{isl}/{osl}, {row['gpus']} GPU"
+            run = f"{isl}/{osl}, {row['gpus']} GPUs"
             matches.append(
-                PublishedMatch(metric="output tokens/s/GPU", value=value, ratio=ratio, what=what, source=row["source"])
+                PublishedMatch(metric="output tokens/s/GPU", value=value, ratio=ratio, run=run, source=row["source"])
             )
     return sorted(matches, key=lambda match: match.ratio is None)
 
@@ -46,7 +46,7 @@ def training_matches(
             value = row["tokens_per_s"] / row["gpus"]
             matches.append(
                 PublishedMatch(
-                    metric="tokens/s/GPU", value=value, ratio=tokens_per_s_per_gpu / value, what=f"{row['gpus']} GPUs",
+                    metric="tokens/s/GPU", value=value, ratio=tokens_per_s_per_gpu / value, run=f"{row['gpus']} GPUs",
                     source=row["source"],
                 )
             )  # fmt: skip

@@ -59,7 +59,7 @@ def _bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
     batch = max(1.0, min(setup.concurrency, setup.max_batch_size * replicas) / replicas)
     context = (setup.isl + setup.osl / 2) * setup.length_ratio
     cache = context * work.kv_bytes + min(context, work.window) * work.window_kv_bytes
-    needed = tokens * (cache + _step_weights(setup) / batch) / setup.pp
+    needed = tokens / setup.emitted * (cache + _step_weights(setup) / batch) / setup.pp
     return Limit(name="HBM bandwidth", needed=needed / GB, limit=limit / GB, unit="GB/s/GPU")
 
 
@@ -70,7 +70,7 @@ def _decode_bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | No
         return None
     ttft_ms, tpot_ms = figures.latency_ms
     e2e_s = (ttft_ms + (setup.osl - 1) * tpot_ms) / MS
-    needed = decode_bytes_at_least(setup, serving_work(setup), e2e_s, tpot_ms) / (tpot_ms / MS)
+    needed = decode_bytes_at_least(setup, serving_work(setup), e2e_s, tpot_ms) / (tpot_ms * setup.emitted / MS)
     return Limit(name="HBM bandwidth of a decode step", needed=needed / GB, limit=limit / GB, unit="GB/s/GPU")
 
 

@@ -31,7 +31,7 @@ def explain_text(explanation: Explanation) -> str:
             (
                 match.metric,
                 number(match.value),
-                match.what,
+                match.run,
                 "-" if match.ratio is None else f"{match.ratio:.3f}",
                 match.source,
             )
