@@ -129,7 +129,7 @@ def passed_step(model: Model, apply: Callable[[Network, Mesh], object]) -> Calla
     apply(network, mesh)
     sharded = ShardedParameters(network, mesh, bucket_formats(configuration(model, {}), WORK), mesh.device)
     init_weights(network, sharded, 1, mesh.device)
-    optimizer = Optimizer([sharded], mesh, 1e-3)
+    optimizer = Optimizer([sharded], mesh)
     tokens, labels = batch(model)
 
     def step() -> None:

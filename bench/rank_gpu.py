@@ -3,19 +3,16 @@
     python bench/rank_gpu.py [--row "8b tp2"] [--json FILE]
     python bench/rank_gpu.py --tiny             # very small models, with or without a GPU: shows only that it runs
 
-A rank is built as in training, by the same passes, in a process group without other ranks (torch's `fake`), so nothing
-waits for a network. What a collective delivers is copied inside the device's memory instead, the least that it takes of
-a GPU. (Without any copies GEMMs would work on whatever is in memory, and such numbers cost less power.) The peer is the
-same engine on one GPU alone: the same model, or for tp, whose GEMMs are narrower, a model of the shard's sizes. Both
-run micro-batches forward and backward, a few layers of the model; the rate is that of the FLOPs that they compute.
+A rank is built as in training, by the same passes, in a process group without other ranks
+(`llmb/runtime/local_group.py`), so nothing waits for a network. What a collective delivers is copied inside the
+device's memory instead, the least that it takes of a GPU. (Without any copies GEMMs would work on whatever is in
+memory, and such numbers cost less power.) The peer is the same engine on one GPU alone: the same model, or for tp,
+whose GEMMs are narrower, a model of the shard's sizes. Both run micro-batches forward and backward, a few layers of the
+model; the rate is that of the FLOPs that they compute.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,19 +21,17 @@ from device import describe_machine, gpu_name, release_memory
 from device_timer import time_sustained
 from options import build_parser, parse_options, select_rows
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from train_rows import GROK, LLAMA, NEMOTRON
 
 from llmb.config.recipe import load_all, shipped
 from llmb.config.serialization import convert
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel.shards import rank_flops
+from llmb.runtime.local_group import LOCAL
 from llmb.train.llama_layers import begin_step
-from llmb.train.parallel import activation_collectives, bucket, context_parallel
 from llmb.train.parallel.fsdp import sharded_parameters
 from llmb.train.parallel.mesh import Mesh, build_mesh
 from llmb.train.parallel.pipeline import stage_boundary_tensor
-from llmb.train.parallel.sequence_parallel import SequenceParallel
 from llmb.train.parallelize import build_model_parts
 
 AIM, FLOOR = 0.97, 0.92
@@ -114,38 +109,6 @@ def config_of(row: Row, model: Model, parallel: Parallel, gpu: str, tiny: bool) 
     )  # fmt: skip
 
 
-@contextmanager
-def local_collectives() -> Iterator[None]:
-    """Replace collectives by copies: all ranks are taken to have what this one has."""
-
-    def all_gather(out: Tensor, x: Tensor, *_args: Any, **_kwargs: Any) -> None:
-        out.view(out.numel() // x.numel(), *x.shape).copy_(x.clone())
-
-    def reduce_scatter(out: Tensor, x: Tensor, *_args: Any, **_kwargs: Any) -> None:
-        out.copy_(x.flatten()[: out.numel()].view_as(out))
-
-    def gather(tp: SequenceParallel, x_SC: Tensor) -> Tensor:
-        return x_SC.repeat(tp.ranks, *[1] * (x_SC.ndim - 1))
-
-    def scatter(tp: SequenceParallel, partial_NC: Tensor) -> Tensor:
-        return partial_NC[: len(partial_NC) // tp.ranks].clone()
-
-    def redistribute(x: Tensor, mesh: Any, before: Any, after: Any, gradient: Any) -> Tensor:
-        if before.is_shard():
-            return torch.cat([x] * mesh.size(), dim=before.dim)
-        return x.chunk(mesh.size(), after.dim)[0].clone() if after.is_shard() else x
-
-    with (
-        patch.multiple(bucket, all_gather_flat=all_gather, reduce_scatter_flat=reduce_scatter),
-        patch.multiple(context_parallel, all_gather_flat=all_gather, reduce_scatter_flat=reduce_scatter),
-        patch.object(dist, "all_to_all_single", lambda out, x, **_kwargs: out.copy_(x)),
-        patch.object(SequenceParallel, "gather", gather),
-        patch.object(SequenceParallel, "reduce_scatter", scatter),
-        patch.object(activation_collectives, "_redistribute", redistribute),
-    ):
-        yield
-
-
 def micro_batch_seconds(config: RunConfig, mesh: Mesh, tiny: bool) -> float:
     """Return the seconds of a micro-batch, forward and backward."""
     work = config.workload
@@ -185,11 +148,10 @@ def rank_rate(row: Row, model: Model, gpu: str, device: torch.device, tiny: bool
     config = config_of(row, model, row.parallel, gpu, tiny)
     ranks = row.parallel.world_size
     rank = row.stage * ranks // row.parallel.pp
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    dist.init_process_group(LOCAL, rank=rank, world_size=ranks, store=dist.HashStore())
     try:
         mesh = build_mesh(rank, device, row.parallel, experts=model.experts is not None)
-        with local_collectives():
-            return rate(config, micro_batch_seconds(config, mesh, tiny), row.stage)
+        return rate(config, micro_batch_seconds(config, mesh, tiny), row.stage)
     finally:
         dist.destroy_process_group()
 

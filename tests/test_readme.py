@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # A shorter run of the same kind; `--set` in a command wins, so its steps are replaced.
-SHORT = {"-w pretrain": {"MAX_STEPS": "6"}, "-w inference": {"NUM_REQUESTS": "4", "CONCURRENCY": "4"}}
+SHORT = {"-w pretrain": {"MAX_STEPS": "3"}, "-w inference": {"NUM_REQUESTS": "4", "CONCURRENCY": "4"}}
 
 
 def printed_commands() -> list[str]:
@@ -39,7 +39,7 @@ def test_every_printed_command_works(as_printed: bool):
     servers = []
     try:
         for printed in printed_commands():
-            command = printed if as_printed else re.sub(r"--set steps=\d+", "--set steps=5", printed)
+            command = printed if as_printed else re.sub(r"--set steps=\d+", "--set steps=3", printed)
             environment = os.environ | ({} if as_printed else shortening(command))
             if command.startswith("llmb-run serve"):  # serves the commands after it, which wait until it is ready
                 servers.append(subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=ROOT, env=environment))

@@ -39,7 +39,7 @@ def check_memory(
 
 def check_node_memory(config: RunConfig, *, force: bool) -> None:
     """Refuse a run whose ranks need more host memory than this node of its allocation has, unless forced."""
-    ranks = min(config.machine.gpus, config.machine.gpus_per_node)
+    ranks = min(config.launch_machine.gpus, config.launch_machine.gpus_per_node)
     line = memory_fit.host_misfit(config, ranks, available_memory_bytes())
     if line is not None and not force:
         raise ConfigError(f"{line}; {OVERRIDE}")
@@ -58,7 +58,7 @@ def misfits(config: RunConfig, recipes: Mapping[str, "Recipe"], *, local: bool) 
         target = out_of_core_target(config.size, recipes) if _is_on_one_gpu(config) else None
         yield line if target is None else f"{line}; out of core it runs: {target}"
     elif local and _is_for_here(config):
-        line = memory_fit.host_misfit(config, config.machine.gpus, available_memory_bytes())
+        line = memory_fit.host_misfit(config, config.launch_machine.gpus, available_memory_bytes())
         if line is not None:
             yield line
 
@@ -69,11 +69,11 @@ def _is_on_one_gpu(config: RunConfig) -> bool:
 
 def _unchecked(config: RunConfig) -> str | None:
     """Return that the memory of a run's GPU is unknown, if it is."""
-    if config.machine.gpu == "cpu" or hardware.memory_bytes(config.machine) is not None:
+    if config.launch_machine.gpu == "cpu" or hardware.memory_bytes(config.launch_machine) is not None:
         return None
-    return f"the memory of {config.machine.gpu} is not known, so whether the run fits is not checked"
+    return f"the memory of {config.launch_machine.gpu} is not known, so whether the run fits is not checked"
 
 
 def _is_for_here(config: RunConfig) -> bool:
     names = gpu_names()
-    return config.machine.gpu == (hardware.gpu_key(names[0]) if names else "cpu")
+    return config.launch_machine.gpu == (hardware.gpu_key(names[0]) if names else "cpu")

@@ -10,6 +10,7 @@ FITS = (
     "llmb-run show -w pretrain_llama3.1 -s 70b --dtype fp8 --scale 64 --gpu-type gb200 --memory"
     "    # dry run: what does one rank need?"
 )
+BUSIEST = "busiest"  # of --one-rank without a number
 MOST_DIGITS = 20  # of a scale that is read: one of more is refused all the same
 REFUSED = "settings may also come from the environment (MAX_BATCH_SIZE, TP, ...); what has no effect is refused"
 
@@ -21,6 +22,7 @@ def examples(verb: str, extra: str = "") -> list[str]:
         "-w pretrain_llama3.1_70b,pretrain_grok1 --max-scale 512 --gpu-type gb200",
         "-w pretrain_llama3.1 -s 8b --dtype bf16 --scale 1 --gpu-type h200 --set mbs=2 --set steps=20",
         "-w pretrain_llama3.1 -s 405b --dtype fp8 --scale 16 --proxy --layout h100",
+        "-w pretrain_nemotronh -s 56b --dtype fp8 --scale 32 --gpu-type h100 --one-rank",
     )
     serving = "-w inference_deepseek-r1 -s 671b --dtype nvfp4 --scale 4 --gpu-type gb200"
     chat = f"USE_CASE=chat:128/128 llmb-run {verb} {serving}{extra}"
@@ -51,6 +53,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     layout = add("--layout", metavar="GPU", help=layout_help)
     complete_with(layout, _gpu_types)
+    one_rank_help = (
+        "run one rank of the layout here, on one GPU: its compute is measured, communication and bubble are modelled; "
+        "default: a rank of the pipeline stage with the most work"
+    )
+    add("--one-rank", nargs="?", const=BUSIEST, metavar="RANK", help=one_rank_help)
     engines = "native (the default), one that is installed (trtllm, megatron_bridge), or openai: a server elsewhere"
     add("--engine", metavar="E", help=engines)
     add("--base-url", metavar="URL", help="engine openai: the server, the same as --set base_url=URL")
@@ -149,10 +156,27 @@ def run_selection(options: argparse.Namespace) -> Any:
         proxy=options.proxy,
         layout=options.layout.lower() if options.layout else None,
         memory_gib=parse_value(float, options.device_gb, "--device-gb") if fills else None,
+        one_rank=_one_rank(options.one_rank),
         force=options.force,
         repeats=getattr(options, "repeats", 1),
         settings=tuple(settings),
     )
+
+
+def _one_rank(text: str | None) -> Any:
+    """Return the rank that runs alone, and the GPU of this machine that it runs on."""
+    from llmb.config.row_selection import OneRankRequest
+    from llmb.config.spec import Machine
+    from llmb.errors import ConfigError
+
+    if text is None:
+        return None
+    if text != BUSIEST and not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
+        raise ConfigError(f"--one-rank: expected the number of a rank, from 0, or nothing, got {text[:60]!r}")
+    gpu = gpu_here()
+    memory = _reported_memory(gpu)
+    machine = None if gpu is None else Machine(gpu=gpu, gpus=1, gpus_per_node=1, gpu_memory_bytes=memory)
+    return OneRankRequest(rank=None if text == BUSIEST else int(text), machine=machine)
 
 
 def _server_url(url: str | None) -> str | None:

@@ -45,12 +45,15 @@ def run(options: argparse.Namespace) -> int:
     from llmb.cli.batch_confirmation import describe_totals
     from llmb.cli.memory_check import check_memory, misfits, warn
     from llmb.config.resolve import resolve_all
+    from llmb.errors import ConfigError
     from llmb.launch.install_root import install_root
     from llmb.launch.secrets import mask
 
     recipes = run_options.load_recipes()
     tasks, location = _tasks(options, recipes), submit_slurm.run_location(options, os.environ)
     dry = options.dry_run or options.on == "dry"
+    if options.one_rank is not None and location != "local":
+        raise ConfigError("--one-rank runs on one GPU of this machine, not through Slurm; add --on local")
     if location == "local" and not dry:
         _check_gpus_before_planning(tasks, recipes)
     resolved, bad = resolve_all(tasks, recipes, install_root(os.environ))
@@ -172,7 +175,7 @@ def check_runs_here(config: Any, replicas: int = 1, advice: str = DRY_RUN) -> No
         api_key_of(load)
         return
     uses_proxy = "gpu" not in config.recipe_row  # only proxies run on any machine
-    _check_gpus_here(config.machine.gpu, config.machine.gpus * replicas, uses_proxy, advice)
+    _check_gpus_here(config.launch_machine.gpu, config.launch_machine.gpus * replicas, uses_proxy, advice)
 
 
 def _check_gpus_before_planning(tasks: list[Any], recipes: dict[str, Any]) -> None:

@@ -107,6 +107,7 @@ def _expand_entry(
                 gpu_memory_bytes=selection.gpu_memory_bytes,
                 proxy=selection.proxy or ("small" if entry.proxy or section.proxy else None),
                 layout=selection.layout,
+                one_rank=selection.one_rank,
                 repeats=1 if profiled == "added" else _repeats(selection, entry.repeats or section.repeats),
                 settings=(*selection.settings, *settings, *swept, *extra),
             )

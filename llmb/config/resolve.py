@@ -14,6 +14,7 @@ from typing import Any
 from llmb.config.lr_schedule import LR_FIELDS, fill_lr_steps, with_default_lr
 from llmb.config.native.departures import adapt_to_engine, check_engine_support
 from llmb.config.native.number_formats import check_fp8_recipe
+from llmb.config.native.one_rank import with_one_rank
 from llmb.config.parallel_layout import (
     accumulation_steps,
     check_has_experts,
@@ -168,6 +169,8 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     )
     if recipe.kind == "inference":
         check_settings(config, {o.field for o in overrides})
+    if request.one_rank is not None:
+        config = with_one_rank(config, request.one_rank, request.uses_proxy)
     config = adapt_to_engine(config, {o.field for o in overrides})
     if request.proxy == "true-width":
         config = at_true_width(config, request.memory_gib)

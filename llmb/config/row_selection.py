@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe, Row, expand_gpus, selector_values
-from llmb.config.spec import Override
+from llmb.config.spec import Machine, Override
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
 
@@ -24,6 +24,14 @@ SCALED_DOWN = ("training", "inference")  # kinds whose proxies run on any number
 def uses_proxy(proxy: str | None, gpu: str | None) -> bool:
     """Return whether a proxy runs instead of the model: if requested, and always on a CPU."""
     return proxy is not None or gpu == "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneRankRequest:
+    """Run of one rank of the layout only."""
+
+    rank: int | None = None  # null: one of the pipeline stage with the most work
+    machine: Machine | None = None  # this machine, with its first GPU; null: it has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,7 @@ class RunRequest:
         None  # GPU type whose layout a proxy scales down; null: that of the GPU, or the recipe's default
     )
     memory_gib: float | None = None  # memory budget of a true-width proxy; null: the GPU's memory
+    one_rank: OneRankRequest | None = None  # null: all ranks run
     force: bool = False  # accept a GPU type, dtype or GPU count the recipe does not list
     settings: tuple[Setting, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)

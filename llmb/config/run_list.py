@@ -12,7 +12,7 @@ from typing import Literal
 
 from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe, as_listed
-from llmb.config.row_selection import RunRequest, row_gpu, uses_proxy
+from llmb.config.row_selection import OneRankRequest, RunRequest, row_gpu, uses_proxy
 from llmb.errors import ConfigError, UnknownName
 
 MOST_GPUS = 1_000_000  # of one run: more than any machine has
@@ -43,6 +43,7 @@ class RunSelection:
     proxy: Literal["small", "true-width"] | None = None
     layout: str | None = None
     memory_gib: float | None = None
+    one_rank: OneRankRequest | None = None
     force: bool = False
     repeats: int = 1
     settings: tuple[Setting, ...] = ()
@@ -127,7 +128,7 @@ def _expand_target(target: str, selection: RunSelection, recipes: dict[str, Reci
                 request = RunRequest(
                     size=model_size, dtype=dtype, gpus=gpus, gpu=selection.gpu,
                     gpu_memory_bytes=selection.gpu_memory_bytes, proxy=selection.proxy, force=selection.force,
-                    layout=selection.layout, memory_gib=selection.memory_gib,
+                    layout=selection.layout, memory_gib=selection.memory_gib, one_rank=selection.one_rank,
                     settings=selection.settings,
                 )  # fmt: skip
                 yield Task(workload=recipe.workload, request=request, repeats=selection.repeats)

@@ -71,7 +71,7 @@ def check_layout(parallel: Parallel, model: Model, values: Row) -> None:
 
 def at_true_width(config: RunConfig, memory_gib: float | None) -> RunConfig:
     """Return the run with as many of the model's real layers as fit into memory."""
-    budget = memory_gib * hardware.GIB if memory_gib else hardware.memory_bytes(config.machine)
+    budget = memory_gib * hardware.GIB if memory_gib else hardware.memory_bytes(config.launch_machine)
     if budget is None:
         raise ConfigError("a true-width proxy needs a memory budget; add --device-gb GIB")
 

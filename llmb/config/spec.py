@@ -353,6 +353,14 @@ class Override:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OneRank:
+    """The rank of the layout that runs alone, with copies in place of collectives."""
+
+    rank: int  # of all ranks of the layout
+    machine: Machine  # where it runs; RunConfig.machine has the layout
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Complete configuration of a run, with its recipe row and all overrides."""
 
@@ -362,6 +370,7 @@ class RunConfig:
     size: str  # 8b
     engine: str = "native"
     proxy: str | None = None  # how the proxy model differs from the real one; a proxy run has no reference
+    one_rank: OneRank | None = None  # none: all ranks run
     flops_convention: Literal["causal", "full"] = "causal"
     machine: Machine
     model: Model
@@ -375,3 +384,15 @@ class RunConfig:
     overrides: tuple[Override, ...] = ()
     reference: Reference | None = None
     predicted: Predicted | None = None  # null: a file from before runs were predicted
+
+    @property
+    def launch_machine(self) -> Machine:
+        """GPUs on which processes start, one each: those of the layout, or the one of a single rank."""
+        return self.machine if self.one_rank is None else self.one_rank.machine
+
+    @property
+    def pipeline_rank(self) -> int | None:
+        """Position in the pipeline of a rank that runs alone; none: all ranks run."""
+        if self.one_rank is None:
+            return None
+        return self.one_rank.rank * self.parallel.pp // self.parallel.world_size

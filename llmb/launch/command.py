@@ -39,7 +39,7 @@ def engine_command(
         return [*nsys, *trtllm.local_command(config)]
     if config.engine == "megatron_bridge":
         return _torchrun(config, "python3", [*nsys, "python3"] if nsys else [], megatron_bridge.script(config, environ))
-    if config.machine.gpus == 1 or config.engine == "openai":
+    if config.launch_machine.gpus == 1 or config.engine == "openai":
         return [*nsys, python, *_module(config)]
     return _torchrun(config, python, [*nsys, python] if nsys else [], _module(config))
 
@@ -66,7 +66,7 @@ def format_engine_command(config: RunConfig, environ: Mapping[str, str] = os.env
         return trtllm.script(config)
     if config.engine == "megatron_bridge":
         return shlex.join(["python3", *megatron_bridge.script(config, environ)]) + "\n"
-    single = config.machine.gpus == 1 or config.engine == "openai"
+    single = config.launch_machine.gpus == 1 or config.engine == "openai"
     return shlex.join(["python", *_module(config)] if single else _torchrun(config, "python", [], _module(config)))
 
 
@@ -117,7 +117,8 @@ def engine_environment(config: RunConfig, environ: Mapping[str, str], overrides:
     """Return the variables to set on top of `environ`: the user's `overrides`, secrets included, and the engine's."""
     _check_variables(overrides)
     explicit = {**environ, **overrides}
-    local_ranks = 1 if config.engine == "openai" else min(config.machine.gpus, config.machine.gpus_per_node)
+    machine = config.launch_machine
+    local_ranks = 1 if config.engine == "openai" else min(machine.gpus, machine.gpus_per_node)
     defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // local_ranks))}  # else each rank uses every core
     if config.profile.nccl_trace:
         defaults |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "COLL"}  # every collective call, in the log

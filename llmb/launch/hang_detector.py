@@ -115,7 +115,8 @@ class HangDetector:
 
     def _is_idle(self, now: float) -> bool:
         """Return whether a CPU run used no CPU time for long; with GPUs the host may sleep while they compute."""
-        if self._config.machine.gpu != "cpu" or self._config.limits.stall_limit_s is not None or self._is_client():
+        on_gpu = self._config.launch_machine.gpu != "cpu"
+        if on_gpu or self._config.limits.stall_limit_s is not None or self._is_client():
             return False
         if now - self._sampled_at >= CPU_SAMPLE_S:
             cpu_time_s = self._engine.cpu_time_s()

@@ -69,6 +69,7 @@ def build_job_record(
         "job_config": {
             "profile_enabled": config.profile.profile,
             "proxy": config.proxy,
+            "one_rank": config.one_rank.rank if config.one_rank else None,
             "strong_scaling": config.environment.get("STRONG_SCALING"),
             "env_overrides": mask(config.environment),
             "model_overrides": to_plain({change.field: _list_if_tuple(change.value) for change in config.overrides}),
@@ -87,6 +88,8 @@ def job_record_yaml(data: Mapping[str, Any]) -> str:
 def experiment_id(config: RunConfig) -> str:
     """Return a hash that is equal for two runs that measure the same thing with the same version."""
     compared = {field: value for field, value in to_plain(config).items() if field in COMPARED_FIELDS}
+    if config.one_rank is not None:
+        compared["one_rank"] = to_plain(config.one_rank)
     compared["workload"].pop("prediction", None)  # does not change what is measured
     return sha256(f"{__version__} {_torch_version()} {to_json(compared)}".encode()).hexdigest()
 

@@ -158,7 +158,7 @@ def run_local(
             tails.ends,
             log,
             tails.silent,
-            single_rank=config.machine.gpus == 1 or config.engine == "openai",
+            single_rank=config.launch_machine.gpus == 1 or config.engine == "openai",
             oom_kills=_oom_kills_since(oom_kills_before) if launcher is None else 0,  # a launcher's ranks are elsewhere
         )
     lines = [] if verdict.failed_rank is None else last_lines(verdict.failed_rank, log)

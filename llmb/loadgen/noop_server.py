@@ -13,6 +13,7 @@ import json
 import re
 import resource
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -140,7 +141,7 @@ class NoopConnection(asyncio.Protocol):
             return
         prompt_tokens = count_prompt_tokens(body)
         if not _STREAM.search(body):
-            self._later(self._ttft_s + self._itl_s * (tokens - 1), whole_response(chat, tokens, prompt_tokens))
+            self._respond_whole(self._ttft_s + self._itl_s * (tokens - 1), whole_response(chat, tokens, prompt_tokens))
         elif not self._ttft_s and not self._itl_s:
             self._transport.write(whole_stream(chat, tokens, prompt_tokens, b"include_usage" in body))
         else:
@@ -148,12 +149,11 @@ class NoopConnection(asyncio.Protocol):
 
     async def _stream(self, chat: bool, tokens: int, prompt_tokens: int) -> None:
         """Send one token after the other at absolute times."""
-        loop = asyncio.get_running_loop()
         first, token, last = stream_parts(chat, tokens, True)
         finish, done, end = last.partition(_http_chunk(b"data: [DONE]\n\n"))
-        start = loop.time() + self._ttft_s
+        start = time.monotonic() + self._ttft_s
         for number in range(tokens):
-            await asyncio.sleep(max(0.0, start + number * self._itl_s - loop.time()))
+            await _wait_until(start + number * self._itl_s)
             self._write(first if number == 0 else token)
         self._write(finish + usage_event(prompt_tokens, tokens) + done + end)
 
@@ -172,15 +172,25 @@ class NoopConnection(asyncio.Protocol):
         if fault in ("truncated", "close") and self._transport is not None:
             self._transport.close()
 
-    def _later(self, delay_s: float, response: bytes) -> None:
+    def _respond_whole(self, delay_s: float, response: bytes) -> None:
         if delay_s <= 0:
             self._write(response)
         else:
-            asyncio.get_running_loop().call_later(delay_s, self._write, response)
+            asyncio.get_running_loop().create_task(self._write_at(time.monotonic() + delay_s, response))
+
+    async def _write_at(self, due: float, response: bytes) -> None:
+        await _wait_until(due)
+        self._write(response)
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None:
             self._transport.write(data)
+
+
+async def _wait_until(due: float) -> None:
+    """Sleep until a time of the monotonic clock; uvloop counts whole milliseconds, so its timers may fire early."""
+    while (left := due - time.monotonic()) > 0:
+        await asyncio.sleep(left)
 
 
 def count_prompt_tokens(body: bytes) -> int:

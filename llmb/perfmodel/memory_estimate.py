@@ -75,14 +75,17 @@ def memory_estimate(config: RunConfig) -> MemoryEstimate:
 
 def _native_training_memory(config: RunConfig, work: Training) -> MemoryEstimate:
     """Native engine, all of whose tensors are known."""
+    whose = "the first or last pipeline stage, whichever needs more"
+    if config.one_rank is not None:
+        whose = f"rank {config.one_rank.rank} of {config.parallel.world_size}"
     return MemoryEstimate(
         **peak_memory(config),
         host=offloaded(config),
-        device_budget=memory_bytes(config.machine),
+        device_budget=memory_bytes(config.launch_machine),
         assumptions=(
             f"estimate: weights of {BYTES[work.master_weights]:g} bytes, gradients of {gradient_bytes(config)}, "
             f"two {work.moments} moments, sharded over replicas by the layout; saved activations of each block, with "
-            "balanced experts; the first or last pipeline stage, whichever needs more, at its peak"
+            f"balanced experts; {whose}, at its peak"
         ),
     )
 
@@ -122,7 +125,7 @@ def _external_training_memory(config: RunConfig, work: Training) -> MemoryEstima
         optimizer=per_optimizer * sharded,
         activations=activations,
         host=in_flight * layer * offloaded_layers,
-        device_budget=memory_bytes(config.machine),
+        device_budget=memory_bytes(config.launch_machine),
         assumptions=(
             f"estimate: weights {per_weight:g}, gradients {per_gradient:g}, optimizer {per_optimizer:g} bytes per "
             f"parameter, {sharding}; activations split by tp and cp, fused attention and MLP, chunked loss, "
@@ -159,7 +162,7 @@ def _inference_memory(config: RunConfig) -> MemoryEstimate:
         weights=serving_capacity.weight_bytes(config),
         activations=serving_capacity.workspace_bytes(config),
         kv_cache=min(needed, available),
-        device_budget=memory_bytes(config.machine),
+        device_budget=memory_bytes(config.launch_machine),
         assumptions=(
             f"estimate: {bytes_per_value(config.precision.dtype):g} bytes per weight, embedding, head, norms and "
             f"router bf16 or wider; KV cache in {config.precision.kv_dtype or 'bf16'} of as many whole requests as "

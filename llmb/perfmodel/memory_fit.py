@@ -29,7 +29,7 @@ SMALLER_BATCHES = 8  # divisors of the batch that are tried below the largest th
 
 def misfit(config: RunConfig) -> str | None:
     """Return why a run does not fit on its GPUs and what would; None if it does, or their memory is unknown."""
-    memory = memory_bytes(config.machine)
+    memory = memory_bytes(config.launch_machine)
     if memory is None:
         return None
     match config.workload:
@@ -49,7 +49,7 @@ def _training_misfit(config: RunConfig, memory: float) -> str | None:
     numbers = ", ".join(f"{part} {getattr(estimate, part) / GIB:,.1f}" for part in parts)
     reserve = f", {_gib(usable)} of them usable" if usable < memory else ""
     needs = f"{_subject(config)} needs about {_gib(estimate.total)} on each GPU ({numbers})"
-    has = f"{with_article(config.machine.gpu)} has {_gib(memory)}{reserve}"
+    has = f"{with_article(config.launch_machine.gpu)} has {_gib(memory)}{reserve}"
     return f"{needs}; {has}; {_join(remedies(config, usable))}"
 
 
@@ -59,7 +59,7 @@ def _plan_misfit(config: RunConfig, work: OutOfCore, memory: float) -> str | Non
     if planned <= memory:
         return None
     uses = f"the plan uses {_gib(planned)} of the {work.device_gib:g} GiB of device memory that --device-gb allows"
-    return f"{uses}, {with_article(config.machine.gpu)} has {_gib(memory)}; lower --device-gb"
+    return f"{uses}, {with_article(config.launch_machine.gpu)} has {_gib(memory)}; lower --device-gb"
 
 
 def _usable(config: RunConfig, memory: float) -> float:
@@ -83,6 +83,9 @@ def remedies(config: RunConfig, limit: float) -> Iterator[str]:
     gpus = _fewest_gpus(config, limit)
     if gpus is not None:
         yield f"--scale {gpus} fits"
+    fewer = _most_layers(config, limit) if config.one_rank is not None else None
+    if fewer is not None:
+        yield f"--set model.layers={fewer} fits, as a proxy"
 
 
 def _fits(config: RunConfig, limit: float) -> bool:
@@ -132,6 +135,25 @@ def _fewest_gpus(config: RunConfig, limit: float) -> int | None:
     return None
 
 
+def _most_layers(config: RunConfig, limit: float) -> int | None:
+    """Return the largest smaller number of layers, the same on every stage, with which the run fits."""
+    model, parallel, work = config.model, config.parallel, _training(config)
+    if model.pattern is not None:  # one letter per layer: not a number that can be set
+        return None
+    stages = parallel.pp * (parallel.vp or 1)
+
+    def fits(per_stage: int) -> bool:
+        layers = per_stage * stages
+        on_rank = max_layers_per_rank(layers, parallel)
+        recomputed = min(work.recompute_layers, on_rank)
+        offloaded = min(work.offload_layers, on_rank - recomputed)
+        smaller = replace(work, recompute_layers=recomputed, offload_layers=offloaded)
+        return _fits(replace(config, model=replace(model, layers=layers), workload=smaller), limit)
+
+    per_stage = _last(1, (model.layers - 1) // stages, fits)
+    return None if per_stage is None else per_stage * stages
+
+
 def _last(first: int, last: int, holds: Callable[[int], bool]) -> int | None:
     """Return the last number of a range for which a condition holds that no later one fulfils again."""
     if first > last or not holds(first):
@@ -144,7 +166,7 @@ def _last(first: int, last: int, holds: Callable[[int], bool]) -> int | None:
 
 def recomputed_layers_to_fit(config: RunConfig) -> int | None:
     """Return how many layers a training run must recompute to fit; None: it fits as it is, or not even with all."""
-    memory = memory_bytes(config.machine)
+    memory = memory_bytes(config.launch_machine)
     if memory is None or not isinstance(config.workload, Training) or _fits(config, _usable(config, memory)):
         return None
     return _fewest_recomputed_layers(config, _usable(config, memory))
@@ -161,20 +183,20 @@ def host_misfit(config: RunConfig, ranks: int, available: float) -> str | None:
 
 def host_bytes(config: RunConfig, ranks: int) -> float:
     """Return the host memory of this many ranks on one machine; on a CPU it holds everything."""
-    estimate, on_cpu = memory_estimate(config), config.machine.gpu == "cpu"
+    estimate, on_cpu = memory_estimate(config), config.launch_machine.gpu == "cpu"
     rank = CPU_RANK_BYTES + estimate.total if on_cpu else GPU_RANK_BYTES
     return ranks * (rank + estimate.host) + (LAUNCHER_BYTES if ranks > 1 else 0.0)
 
 
 def _host_remedy(config: RunConfig, ranks: int, available: float) -> str:
     if isinstance(config.workload, OutOfCore):
-        return "lower --host-gb" + (" or --device-gb" if config.machine.gpu == "cpu" else "")
+        return "lower --host-gb" + (" or --device-gb" if config.launch_machine.gpu == "cpu" else "")
     fewer = _last(1, ranks - 1, lambda count: host_bytes(config, count) <= available)
-    if fewer is not None and config.machine.gpu == "cpu":
+    if fewer is not None and config.launch_machine.gpu == "cpu":
         return f"--scale {fewer}{' or less' if fewer > 1 else ''} fits"
     if isinstance(config.workload, Inference):
         return "choose a smaller MAX_BATCH_SIZE or MAX_NUM_TOKENS"
-    if config.machine.gpu != "cpu":
+    if config.launch_machine.gpu != "cpu":
         return "choose fewer offload_layers"
     return _join(remedies(config, (available - LAUNCHER_BYTES) / ranks - CPU_RANK_BYTES))
 

@@ -33,8 +33,9 @@ SIMULATED_ROUNDS = 4  # of pp micro-batches each: warm-up, two steady rounds and
 
 
 def peak_memory(config: RunConfig) -> dict[str, float]:
-    """Return the memory of a rank of the first or last stage, whichever needs more, at its peak."""
-    peaks = [_peak_of_rank(config, rank) for rank in dict.fromkeys((0, config.parallel.pp - 1))]
+    """Return the peak memory of a rank: of the first or last stage, whichever needs more, or of the one that runs."""
+    ends = (0, config.parallel.pp - 1) if config.pipeline_rank is None else (config.pipeline_rank,)
+    peaks = [_peak_of_rank(config, rank) for rank in dict.fromkeys(ends)]
     return max(peaks, key=lambda memory: sum(memory.values()))
 
 

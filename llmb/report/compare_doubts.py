@@ -27,6 +27,7 @@ def doubts(a: Run, b: Run) -> Iterator[str]:
             if warning.code in MEASUREMENT_WARNINGS:
                 yield f"{label}: {warning.text}"
     yield from _about_hardware(a[1], b[1])
+    yield from _about_ranks(a[1], b[1])
     yield from _about_model(a, b)
     yield from _about_work(a, b)
 
@@ -49,6 +50,14 @@ def _about_hardware(a: Result, b: Result) -> Iterator[str]:
         yield f"the ranks that share {names[0]} differ in number: A has {a.gpus}, B has {b.gpus}"
     else:
         yield f"they ran on other hardware: A on {a.gpus or '?'} x {names[0]}, B on {b.gpus or '?'} x {names[1]}"
+
+
+def _about_ranks(a: Result, b: Result) -> Iterator[str]:
+    """Yield that a run of one rank is compared with another rank, or with all of them."""
+    ranks = [None if r.one_rank is None else f"rank {r.one_rank.rank} of {r.one_rank.ranks}" for r in (a, b)]
+    if ranks[0] != ranks[1]:
+        texts = [rank or "all its ranks" for rank in ranks]
+        yield f"without communication one rank runs alone: A is {texts[0]}, B is {texts[1]}"
 
 
 def _about_model(a: Run, b: Run) -> Iterator[str]:

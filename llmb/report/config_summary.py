@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from llmb.config.native.departures import departure_lines, departures, is_departure
+from llmb.config.native.one_rank import describe_rank
 from llmb.config.serialization import to_plain
 from llmb.config.spec import Inference, OutOfCore, RunConfig
 from llmb.perfmodel import flops, hardware, params
@@ -22,6 +23,7 @@ def describe(config: RunConfig, command: str) -> str:
             [
                 config.name,
                 *([f"proxy: {config.proxy}"] if config.proxy else []),
+                *([_one_rank(config)] if config.one_rank else []),
                 *(f"departs from the recipe: {line}" for line in departures(config)),
                 *predicted_lines(config),
             ]
@@ -44,6 +46,12 @@ def describe(config: RunConfig, command: str) -> str:
     parts.append(f"memory {memory_estimate(config).assumptions}")
     parts.append(f"command: {command}")
     return "\n\n".join(parts)
+
+
+def _one_rank(config: RunConfig) -> str:
+    """Return which rank runs where, without the others."""
+    machine = hardware.gpu(config.launch_machine.gpu).title
+    return f"one rank only: {describe_rank(config)}, on {machine}; communication and bubble are modelled"
 
 
 def _needs(config: RunConfig) -> Iterator[tuple[str, Any, str]]:
@@ -89,6 +97,7 @@ def dry_table(runs: list[tuple[RunConfig, int]]) -> str:
         for o in c.overrides
         if o.value != o.replaced and not is_departure(o)
     ]
+    notes += [f"{c.name}: {_one_rank(c)}" for c, _ in runs if c.one_rank is not None]
     notes += [f"departs from the recipe: {line}" for line in departure_lines(c for c, _ in runs)]
     predictions = [line for c, _ in runs for line in predicted_lines(c, f" of {c.name}" if len(runs) > 1 else "")]
     blocks = [block for block in (predictions, notes) if block]

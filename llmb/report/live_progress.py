@@ -47,7 +47,9 @@ class LiveLine:
         parts = [f"step {event.step}/{getattr(work, 'steps', '?')}"]
         if event.warmup:
             parts.append("warm-up")
-        if event.tokens and seconds > 0 and not isinstance(work, Inference):
+        if self._config.one_rank is not None:
+            parts += [f"{number(seconds)} s a step of one rank", f"{(work.steps - event.step) * seconds:.0f} s left"]  # type: ignore[union-attr]
+        elif event.tokens and seconds > 0 and not isinstance(work, Inference):
             parts.append(f"{number(event.tokens / seconds)} tokens/s")
             sequence_flops = flops.train_flops_per_sequence(
                 self._config.model, work.seqlen, self._config.flops_convention

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 
 from llmb.report.load_summary import client_line, interval_line, load_distributions, load_rows
+from llmb.report.one_rank_text import one_rank_line, one_rank_rows
 from llmb.report.setting_text import precision_text
 from llmb.report.table import number, render, terminal_width
 from llmb.results.result import PredictionCheck, Result
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
-NOTES = ("PROXY", "NO_PEAK")  # warnings of what was requested, not of what went wrong
+NOTES = ("PROXY", "ONE_RANK", "NO_PEAK")  # warnings of what was requested, not of what went wrong
 
 
 def summary(result: Result) -> str:
@@ -18,6 +19,8 @@ def summary(result: Result) -> str:
         lines.append(f"precision: {precision_text(result.number_formats)}")
     if result.last_lines:
         lines += ["", f"last lines of rank {result.failed_rank}:", *(f"  {line}" for line in result.last_lines)]
+    if result.one_rank is not None:
+        lines.append(one_rank_line(result.one_rank))
     width = terminal_width()
     rows = list(_rows(result))
     if rows:
@@ -38,6 +41,8 @@ def summary(result: Result) -> str:
 
 def _rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     yield from _training_rows(result)
+    if result.one_rank is not None:
+        yield from one_rank_rows(result.one_rank, result.gpu)
     yield from _serving_rows(result)
     predicted = result.predicted
     if predicted is not None:
@@ -94,7 +99,7 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     if result.days_per_1t_tokens is not None:
         yield "time to train", number(result.days_per_1t_tokens), "days", "for 1T tokens at this throughput"
     if result.peak_memory_gib is not None:
-        where = "process" if result.gpu == "cpu" else "device"
+        where = "process" if _machine(result) == "cpu" else "device"
         yield "peak memory", number(result.peak_memory_gib), "GiB", f"highest {where} memory in use"
     for slow in result.slow_ranks:
         where = f" on {slow.host}" if slow.host else ""
@@ -156,7 +161,12 @@ def _resource_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
 def _time_spent(result: Result) -> str:
     rows = [(t.kind, number(t.seconds_per_step), f"{100 * t.share:.1f}%") for t in result.time_spent]
     table = render(("where the time went", "s per step", "share"), rows)
-    return table + ("\n(own times of CPU operations; idle is Python between them)" if result.gpu == "cpu" else "")
+    return table + ("\n(own times of CPU operations; idle is Python between them)" if _machine(result) == "cpu" else "")
+
+
+def _machine(result: Result) -> str | None:
+    """Return the type of GPU that a run ran on, or cpu."""
+    return result.gpu if result.one_rank is None else result.one_rank.machine
 
 
 def _collectives(result: Result) -> str:

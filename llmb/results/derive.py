@@ -65,6 +65,11 @@ def derive(
         if isinstance(event, LogProblem):
             problems = fields.setdefault("log_problems", {})
             problems[event.problem] = problems.get(event.problem, 0) + event.count
+    if config is not None and config.one_rank is not None:
+        from llmb.results.one_rank_figures import CLUSTER_FIGURES, one_rank_step  # here: few runs need the predictor
+
+        fields = {name: value for name, value in fields.items() if name not in CLUSTER_FIGURES}
+        fields["one_rank"] = one_rank_step(config, fields)
     if not _is_client_late(config, recorded):  # else no figure of the server is known well enough to compare
         fields["reference"] = _compare_with_reference(config, fields)
     warnings = cautions(config, fields, recorded, steps)
@@ -217,8 +222,8 @@ def _hardware_flops(config: RunConfig, sequences: float) -> float | None:
 
 
 def _compare_with_reference(config: RunConfig | None, fields: dict) -> Comparison | None:
-    """Compare with the published step time, or rate where no step time is printed. Never for a proxy."""
-    if config is None or config.reference is None or config.proxy or fields["status"] != "ok":
+    """Compare with the published step time, or rate where no step time is printed. Never for a proxy or one rank."""
+    if config is None or config.reference is None or config.proxy or config.one_rank or fields["status"] != "ok":
         return None
     ref, step = config.reference, fields.get("step_time_s")
     if ref.step_time_s is not None and step is not None:

@@ -69,6 +69,23 @@ class SlowRank:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OneRankStep:
+    """Step of one rank that ran alone: its measured compute, and the modelled time of what it did not do."""
+
+    rank: int
+    ranks: int  # of the layout, on as many GPUs of type `Result.gpu`
+    layout: str  # tp8 pp8 cp2 dp8
+    pipeline_rank: int
+    machine: str  # type of the GPU that it ran on
+    measured_s: float  # of a step: compute, copies in place of collectives, optimizer; median
+    tflops: float  # FLOP/s that this rank computes, recomputation included, in the measured time
+    communication_s: dict[str, float] | None  # modelled, not hidden behind compute, by kind; null: no model of the GPU
+    bubble_s: float  # modelled: waiting for other pipeline stages
+    step_time_s: float | None  # the sum of all three: not a measurement
+    reference: Comparison | None = None  # of that sum, with the published step time of all ranks
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """One run in figures."""
 
@@ -81,6 +98,7 @@ class Result:
     gpus: int | None = None
     engine: str | None = None  # null: a log does not say for sure
     proxy: str | None = None
+    one_rank: OneRankStep | None = None  # of a run of one rank only; rates of the cluster are then null
     number_formats: dict[str, Any] = field(default_factory=dict)  # dtype, fp8 recipe, master weights, gradients, ...
     status: Status
     reason: str | None = None

@@ -11,11 +11,12 @@ from llmb.config.spec import Inference, RunConfig
 
 SHOWN_OTHERWISE = {"use_case", "mode", "isl", "osl", "profile", "engine", "gpu", "gpus"}
 WITHOUT_INFLUENCE = {"slurm_params", "time_limit_s", "stall_limit_s"}  # on what is measured
+ONE_RANK_WORD = "one-rank="  # begins the word of a run of one rank
 DEGREES = ("tp", "pp", "cp", "ep")
 
 
 def run_settings(config: RunConfig) -> str:
-    """Return use case, engine, proxy, overrides and variables of the ranks, one word each."""
+    """Return use case, engine, proxy, rank, overrides and variables of the ranks, one word each."""
     words = []
     work = config.workload
     if isinstance(work, Inference):
@@ -27,6 +28,8 @@ def run_settings(config: RunConfig) -> str:
     if config.proxy is not None:
         words += ["true-width"] if config.proxy.startswith("true width") else []
         words += [f"{name}={degree}" for name in DEGREES if (degree := getattr(config.parallel, name)) > 1]
+    if config.one_rank is not None:
+        words.append(f"{ONE_RANK_WORD}{config.one_rank.rank}")
     if config.profile.profile:
         words.append("profile")
     values = {o.field: o.value for o in config.overrides if _is_chosen(o.source)}

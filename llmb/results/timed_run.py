@@ -100,7 +100,7 @@ def timed_run(log: Path, config: RunConfig, events: list[Event], job_id: str | N
     for event in sorted(_steps(events), key=lambda step: step.rank):
         step_flops = sequence_flops * event.tokens / work.seqlen if event.tokens else None
         tflops = event.reported_tflops_per_gpu
-        if tflops is None:
+        if tflops is None and config.one_rank is None:
             tflops = metrics.tflops_per_gpu(step_flops, event.seconds, config.machine.gpus)
         steps.setdefault(event.step, _timed_step(event, tflops))
     windows = (

@@ -133,6 +133,9 @@ def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str,
         return
     if config.proxy:
         yield "PROXY", "a proxy of the model; do not compare it with published results or scale it up"
+    if config.one_rank is not None:
+        ranks = config.parallel.world_size
+        yield "ONE_RANK", f"one rank of {ranks} ran, without its peers; do not compare it with a run of all {ranks}"
     if config.profile.profile or config.profile.nccl_trace:
         yield "PROFILER_ON", "tracing slows a run; take the figures from a run without it"
     if fields.get("tflops_per_gpu") is not None and fields.get("mfu") is None:
@@ -140,10 +143,10 @@ def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str,
 
 
 def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, str]]:
-    if config.machine.gpu in ("cpu", None) or start.gpu_name is None:
+    expected = config.launch_machine.gpu
+    if expected in ("cpu", None) or start.gpu_name is None:
         return
-    if gpu_key(start.gpu_name) != config.machine.gpu:
-        expected = config.machine.gpu
+    if gpu_key(start.gpu_name) != expected:
         yield (
             "OTHER_GPU",
             f"ran on {start.gpu_name}, not on {expected}: MFU and references are for {expected}; fix --gpu-type",

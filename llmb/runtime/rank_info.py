@@ -1,7 +1,8 @@
 """Rank, world size and device of this process, and the initialization of its process group.
 
 torchrun (or any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT) starts the ranks; without
-it there is one process. The backend is NCCL for GPUs and gloo for CPUs.
+it there is one process. The backend is NCCL for GPUs and gloo for CPUs. A rank that runs alone needs no launcher and no
+network: `local_group.py`.
 """
 
 import os
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from llmb.config.spec import RunConfig
+from llmb.config.spec import OneRank, RunConfig
 from llmb.errors import ConfigError
 
 
@@ -26,6 +27,8 @@ class RankInfo:
 def init_distributed(config: RunConfig, engine: str) -> RankInfo:
     """Select this rank's device and initialize the process group."""
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if config.one_rank is not None:
+        return _init_alone(config, config.one_rank, world_size)
     expected = config.parallel.world_size
     if world_size != expected:
         raise ConfigError(
@@ -38,6 +41,20 @@ def init_distributed(config: RunConfig, engine: str) -> RankInfo:
     elif world_size > 1:
         dist.init_process_group("gloo")
     return RankInfo(rank, world_size, device)
+
+
+def _init_alone(config: RunConfig, one_rank: OneRank, processes: int) -> RankInfo:
+    """Initialize a process group in which the other ranks do not exist."""
+    if processes != 1:
+        raise ConfigError(
+            f"one_rank: one rank runs alone, but {processes} processes started; start it without torchrun"
+        )
+    from llmb.runtime.local_group import LOCAL
+
+    world_size = config.parallel.world_size
+    device = _device(one_rank.machine.gpu, 0)
+    dist.init_process_group(LOCAL, rank=one_rank.rank, world_size=world_size, store=dist.HashStore())
+    return RankInfo(one_rank.rank, world_size, device)
 
 
 def _device(gpu: str, local_rank: int) -> torch.device:

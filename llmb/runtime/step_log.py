@@ -25,8 +25,8 @@ class MeasuredStep:
     step: int
     seconds: float
     busy_s: float | None = None  # not spent waiting for other ranks; None: unknown
-    loss: float
-    grad_norm: float
+    loss: float | None  # this and the next: None of one rank alone, which does not have the sums over ranks
+    grad_norm: float | None
     memory_bytes: int
 
 
@@ -51,8 +51,8 @@ class StepReport:
                 seconds=done.seconds,
                 busy_s=done.busy_s,
                 tokens=self._gbs * workload.seqlen,
-                loss=done.loss if math.isfinite(done.loss) else None,  # JSON has no NaN; the last event reports it
-                grad_norm=done.grad_norm if math.isfinite(done.grad_norm) else None,
+                loss=_finite(done.loss),
+                grad_norm=_finite(done.grad_norm),
                 memory_bytes=done.memory_bytes,
                 warmup=done.step < workload.window[0] or done.step == self._resumed,
             )
@@ -66,30 +66,38 @@ class StepReport:
         flops = gbs * train_flops_per_sequence(config.model, workload.seqlen, config.flops_convention)
         tflops = tflops_per_gpu(flops, done.seconds, config.parallel.world_size)
         utilization = mfu(tflops, peak_flops(config.machine.gpu, config.precision.dtype))
-        is_nan = not (math.isfinite(done.loss) and math.isfinite(done.grad_norm))
+        is_nan = any(value is not None and not math.isfinite(value) for value in (done.loss, done.grad_norm))
         iteration = (
             f"[{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {done.step:8d}/{workload.steps:8d}",
             f"consumed samples: {done.step * gbs:12d}",
             f"elapsed time per iteration (ms): {done.seconds * 1e3:.1f}",
             f"learning rate: {learning_rate(done.step, workload):.6E}",
             f"global batch size: {gbs:5d}",
-            f"lm loss: {done.loss:.6E}",
+            f"lm loss: {_format(done.loss, '.6E')}",
             "loss scale: 1.0",
-            f"grad norm: {done.grad_norm:.3f}",
+            f"grad norm: {_format(done.grad_norm, '.3f')}",
             "number of skipped iterations:   0",
             f"number of nan iterations: {is_nan:3d}",
         )
-        rates = (
+        rates: tuple[str, ...] = (
             f"(after {done.step} iterations) "
             f"tokens/s: {_format(tokens_per_s(workload.seqlen, gbs, done.seconds), '.1f')}",
             f"TFLOP/s of a GPU: {_format(tflops, '.3f')}",
             f"MFU: {_format(utilization, '.2%')}",
             f"mem-max-allocated-gigabytes: {done.memory_bytes / 1e9:.3f}",
         )
+        if config.one_rank is not None:  # a rate would be that of a cluster without communication
+            alone = f"(after {done.step} iterations) one rank of {config.parallel.world_size} without communication"
+            rates, tflops = (alone, rates[-1]), None
         lines = [f" {' | '.join(fields)} |" for fields in (iteration, rates)]
         if tflops is not None:
             lines.insert(0, f"Step Time : {done.seconds:.2f}s GPU utilization: {tflops:.1f}MODEL_TFLOP/s/GPU")
         return "\n".join(lines)
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a value as JSON has it, without NaN; the last event of a run reports one."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _format(value: float | None, spec: str) -> str:

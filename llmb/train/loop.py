@@ -26,6 +26,7 @@ from llmb.runtime.checkpoint_folder import checkpoint_step
 from llmb.runtime.process_memory import peak_bytes
 from llmb.runtime.profile_window import check_gpu_metrics
 from llmb.runtime.provenance import run_started
+from llmb.runtime.rank_info import RankInfo
 from llmb.runtime.recorder import EventRecorder
 from llmb.runtime.run_ending import Diverged
 from llmb.runtime.step_log import MeasuredStep, StepReport
@@ -81,13 +82,14 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     checkpoint = resume_checkpoint(config, workload, folder)
     steps = range(checkpoint_step(checkpoint) + 1 if checkpoint else 1, workload.steps + 1)
     mesh = init_mesh(config)
+    process = RankInfo(recorder.rank, mesh.world_size, mesh.device)  # whose rank is 0 where one rank runs alone
     timer = StepTimer(mesh.device, mesh.world_size)
-    profiler = Profiler(folder, config.profile, steps, mesh)
+    profiler = Profiler(folder, config.profile, steps, process)
     job = TrainJob(config, workload, mesh, data, profiler)
     if workload.cuda_graphs:
         job = replace(job, graph=graph or MicroBatchGraph())
     report = StepReport(config, workload, workload.gbs, recorder, steps[0] if checkpoint else None)
-    recorder.add(run_started(mesh))
+    recorder.add(run_started(process))
     with advise_on_oom(mesh.device, config):
         job, model_parts, optimizer = build_training(job)
         with open_checkpointer(job, folder, model_parts, optimizer) as checkpointer:
@@ -99,13 +101,15 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
                 with job.trace_range(f"step {step}"):
                     loss, grad_norm = train_step(job, model_parts, optimizer, step)
                 seconds, busy_s = timer.stop()
-                memory = peak_bytes(mesh.device)
-                report.add(
-                    MeasuredStep(
-                        step=step, seconds=seconds, busy_s=busy_s, loss=loss, grad_norm=grad_norm, memory_bytes=memory
-                    )
-                )
-                stop_if_diverged(job, model_parts, step, loss, grad_norm)
+                measured = MeasuredStep(
+                    step=step, seconds=seconds, busy_s=busy_s, loss=loss, grad_norm=grad_norm,
+                    memory_bytes=peak_bytes(mesh.device),
+                )  # fmt: skip
+                if config.one_rank is not None:  # no sum over ranks is correct
+                    measured = replace(measured, loss=None, grad_norm=None)
+                report.add(measured)
+                if config.one_rank is None:
+                    stop_if_diverged(job, model_parts, step, loss, grad_norm)
                 report_time_spent(job, recorder, profiler.after_step(step))
                 if checkpointer is not None:
                     checkpointer.after_step(step)

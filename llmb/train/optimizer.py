@@ -4,7 +4,7 @@ The update needs no communication; only the gradient norm is reduced over all ra
 bucket in one pass over memory, which reads and writes the fp32 weight exactly where it has low bits. State in bf16,
 moments or weights without low bits, uses stochastic rounding (`llmb/ops/optim/adam.py`): an update is often smaller
 than the spacing of bf16, and rounding to nearest would discard it every time. Replicated fp32 parameters are updated on
-every rank alike, by torch's optimizer.
+every rank alike, by torch's fused kernel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llmb.ops.gemm.weight_gradient import existing_gradient
 from llmb.ops.optim.adam import adam_update
+from llmb.ops.optim.fused_adamw import FusedAdamW
 from llmb.runtime.adamw_settings import BETAS, EPS, WEIGHT_DECAY
 from llmb.train.parallel.bucket import Bucket
 from llmb.train.parallel.fsdp import ShardedParameters
@@ -32,7 +33,6 @@ class Optimizer:
         self,
         parts: Sequence[ShardedParameters],
         mesh: Mesh,
-        lr: float,
         tied_copies: AbstractSet[str] = frozenset(),
         moments: torch.dtype = torch.float32,
         seed: int = 0,
@@ -43,12 +43,7 @@ class Optimizer:
         self.replicated = {
             name: weight for part in parts for group in part.replicated for name, weight in group.parameters.items()
         }
-        weights = self.replicated.values()
-        groups = [
-            {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(groups, lr=lr, betas=BETAS, eps=EPS, fused=True)
+        self.fused_adamw = FusedAdamW([*self.replicated.values()], BETAS, EPS, WEIGHT_DECAY)
         self.steps = 0  # number of updates so far
         self.bucket_moments: list[tuple[Tensor, ...]] = []
 
@@ -65,7 +60,7 @@ class Optimizer:
         scale, finite = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0), norm.isfinite()
         if discard is not None:
             finite &= ~discard
-        self._update_replicated(lr, scale, finite)
+        self.fused_adamw.step(lr, scale, finite.logical_not().float())
         factor = scale.reciprocal().where(finite, torch.nan)
         for number, (bucket, (m, v)) in enumerate(zip(self.buckets, self.bucket_moments, strict=True)):
             exact = bucket.low is not None or bucket.shard.dtype == torch.float32
@@ -82,15 +77,8 @@ class Optimizer:
         return norm
 
     def repeat(self) -> None:
-        """Give the next update the number of the last one, which was discarded; torch's optimizer did so itself."""
+        """Give the next update the number of the last one, which was discarded; the fused step did so itself."""
         self.steps -= 1
-
-    def _update_replicated(self, lr: float, scale: Tensor, finite: Tensor) -> None:
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        # The interface of a gradient scaler: the fused step divides gradients as it reads them, without another pass.
-        self.adamw.grad_scale, self.adamw.found_inf = scale, finite.logical_not().float()  # type: ignore[attr-defined]
-        self.adamw.step()
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -106,14 +94,9 @@ class Optimizer:
             ]
 
     def init_state(self) -> None:
-        """Allocate the AdamW state, to be loaded into: a step over zero gradients that changes nothing."""
+        """Allocate the AdamW state, to be loaded into."""
         self.init_bucket_moments()
-        for group in self.adamw.param_groups:
-            group["lr"] = 0.0  # set by each step
-        for weight in self.replicated.values():
-            weight.grad = torch.zeros_like(weight)
-        self.adamw.step()
-        self.zero_grad()
+        self.fused_adamw.init_state()
 
     def bucket_state(self) -> Iterator[tuple[Bucket, str, Tensor]]:
         """Yield each bucket's moments, by name."""
@@ -124,7 +107,7 @@ class Optimizer:
     def replicated_state(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the state of each replicated parameter, by name."""
         for name, weight in self.replicated.items():
-            for kind, tensor in self.adamw.state.get(weight, {}).items():
+            for kind, tensor in self.fused_adamw.state.get(weight, {}).items():
                 yield name, kind, tensor
 
     def _norm(self) -> Tensor:

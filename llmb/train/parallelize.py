@@ -100,7 +100,7 @@ def build_optimizer(model_parts: list[Network], workload: Training, mesh: Mesh) 
     """Build the optimizer of all weights of this rank."""
     parts = [sharded_parameters(model_part) for model_part in model_parts]
     moments = torch.float32 if workload.moments == "fp32" else torch.bfloat16
-    return Optimizer(parts, mesh, workload.lr, tied_copies(model_parts), moments, workload.seed)
+    return Optimizer(parts, mesh, tied_copies(model_parts), moments, workload.seed)
 
 
 def build_meta_parts(config: RunConfig, workload: Training, mesh: Mesh) -> list[Network]:

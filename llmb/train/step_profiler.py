@@ -28,8 +28,8 @@ from llmb.config.spec import Profile
 from llmb.errors import LaunchError
 from llmb.events import TimeSpent
 from llmb.runtime.profile_window import NsightWindow, is_under_nsight, profiled_steps
+from llmb.runtime.rank_info import RankInfo
 from llmb.train.kernel_intervals import KernelInterval, clip, resolve_nesting, resolve_overlaps
-from llmb.train.parallel.mesh import Mesh
 
 MATMUL, ATTENTION, OPTIMIZER = "matrix products", "attention", "optimizer"
 MEMORY, COMMUNICATION, IDLE = "memory-bound work", "communication", "idle"
@@ -59,7 +59,7 @@ def kernel_kind(name: str) -> str | None:
 class Profiler:
     """Profiler of some steps of a run: call `before_step` and `after_step`; no overhead outside the window."""
 
-    def __init__(self, folder: Path, settings: Profile, steps: range, mesh: Mesh):
+    def __init__(self, folder: Path, settings: Profile, steps: range, mesh: RankInfo):
         self._folder, self._mesh = folder / "profile", mesh
         profiles_rank = not settings.profile_ranks or mesh.rank in settings.profile_ranks
         self._steps = profiled_steps(settings, steps) if profiles_rank else range(0)

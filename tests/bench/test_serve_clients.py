@@ -11,6 +11,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # tests/bench/test_serve_http.py runs the same server and client
 def test_tiny_run_measures_by_our_client(tmp_path):
     out = tmp_path / "results.json"
     cores = ["--server-core", "", "--client-core", ""]

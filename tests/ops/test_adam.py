@@ -10,6 +10,7 @@ from seeded_tensors import same_bits
 from torch import Tensor
 
 from llmb.ops.optim.adam import BF16_MAX, adam_scalars, adam_step, adam_update, join_master_weight, random_bits
+from llmb.ops.optim.fused_adamw import FusedAdamW
 
 pytest.importorskip("triton")
 
@@ -48,6 +49,30 @@ def test_fp32_matches_torch_adamw() -> None:
             param, gradient, m, v, None, **SETTINGS, step=step, factor=torch.tensor(0.5), rounding="nearest", seed=step
         )
         torch.testing.assert_close(param, reference.detach(), rtol=2e-6, atol=1e-7)
+
+
+def test_fused_adamw_is_the_optimizer_of_torch(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    matrix, vector = torch.randn(6, 5, generator=generator), torch.randn(7, generator=generator)
+    actual, expected = ([torch.nn.Parameter(x.to(device, copy=True)) for x in (matrix, vector)] for _ in range(2))
+    fused = FusedAdamW(actual, (0.9, 0.95), 1e-8, 0.1)
+    groups = [{"params": expected[:1], "weight_decay": 0.1}, {"params": expected[1:], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    for step in range(4):
+        discarded = step == 2
+        for weight, reference in zip(actual, expected, strict=True):
+            weight.grad = torch.randn(weight.shape, generator=generator).to(device)
+            reference.grad = None if discarded else weight.grad / 4
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (step + 1)
+        optimizer.step()
+        with torch.no_grad():
+            fused.step(
+                0.01 / (step + 1), torch.tensor(4.0, device=device), torch.tensor(float(discarded), device=device)
+            )
+    for weight, reference in zip(actual, expected, strict=True):
+        assert same_bits(weight.detach(), reference.detach())
+        assert fused.state[weight]["step"] == 3
 
 
 def test_split_master_weights_have_the_bits_of_fp32_weights(device: torch.device) -> None:

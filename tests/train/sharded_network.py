@@ -3,7 +3,7 @@
 sharded = shard(network, BF16)
 network(tokens, labels).backward()
 sharded.end_step()
-Optimizer([sharded], ONE, lr).update(lr)
+Optimizer([sharded], ONE).update(lr)
 """
 
 from collections.abc import Callable, Iterator

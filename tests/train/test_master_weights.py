@@ -59,7 +59,7 @@ def test_losses_and_gradients_equal_fp32_weights(name: str, micro_batches: int) 
 
 def test_updates_equal_fp32_weights() -> None:
     networks = [network_of("llama", formats) for formats in (FP32, BF16)]
-    optimizers = [Optimizer([sharded], ONE, LR) for _, sharded in networks]
+    optimizers = [Optimizer([sharded], ONE) for _, sharded in networks]
     for number in range(1, 6):
         for network, sharded in networks:
             set_gradients(sharded, network, number)
@@ -112,7 +112,7 @@ def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_non_finite_or_discarded_update_changes_nothing(moments: torch.dtype, formats: BucketFormats) -> None:
     network, sharded = network_of("llama", formats)
-    optimizer = Optimizer([sharded], ONE, LR, moments=moments)
+    optimizer = Optimizer([sharded], ONE, moments=moments)
     set_gradients(sharded, network, 0)
     optimizer.update(LR)
     before = state_of(optimizer)
@@ -130,7 +130,7 @@ def test_repeated_update_replaces_the_discarded_one() -> None:
     states = []
     for discarded in (0, 2):
         network, sharded = network_of("llama", ROUNDED)
-        optimizer = Optimizer([sharded], ONE, LR)
+        optimizer = Optimizer([sharded], ONE)
         for number in (1, 2):
             for _ in range(discarded):
                 set_gradients(sharded, network, 9)

@@ -41,7 +41,7 @@ def test_sigterm_during_a_long_step(start) -> None:
     outcome.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     _, err = outcome.process.communicate(timeout=30)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert outcome.process.returncode == 128 + signal.SIGTERM
     assert outcome.ended().status == "incomplete"
     assert outcome.ended().reason == "interrupted by SIGTERM after step 0"

@@ -253,7 +253,7 @@ def test_state_tensors_are_complete() -> None:
     model.register_buffer("usage", torch.ones(2))
     names = {name for name, _ in model.named_parameters()}
     sharded = shard(model)
-    optimizer = Optimizer([sharded], ONE, 1e-3)
+    optimizer = Optimizer([sharded], ONE)
     model(torch.arange(8)[None], torch.arange(8)[None]).backward()
     sharded.end_step()
     optimizer.update(1e-3)

@@ -31,6 +31,7 @@ COLUMNS: tuple[tuple[str, Callable[[Any, float], Any], int], ...] = (
     ("TPOT ms", lambda job, now: job.tpot_ms, 2),
     ("vs ref", lambda job, now: job.reference_ratio, 4),
 )
+ONE_RANK_NOTE = "+ one rank of the layout, alone: its step has no communication"
 PROXY_NOTE = "* a proxy: a smaller model of the same structure"
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -95,7 +96,8 @@ def table(jobs: Sequence[Any], width: int | None = None) -> str:
         cells["settings"] = [shorten(words, room) or None for words in settings]
         titles = [title for title in cells if title in titles or title == "settings"]
         text = draw()
-    return f"{text}\n\n{PROXY_NOTE}" if any(job.proxy for job in jobs) else text
+    notes = [PROXY_NOTE] * any(job.proxy for job in jobs) + [ONE_RANK_NOTE] * any(map(_is_one_rank, jobs))
+    return "\n".join([text, *([""] if notes else []), *notes])
 
 
 def _room(text: str, width: int | None) -> int:
@@ -111,9 +113,9 @@ def _required(longest: int, drop_order: int) -> int:
 
 
 def describe_run(job: Any) -> str:
-    """Return size, dtype and scale in one word each: "8b fp8 x16"; a proxy is marked with *."""
+    """Return size, dtype and scale in one word each: "8b fp8 x16"; a proxy is marked with *, one rank with +."""
     words = [job.size, job.dtype, None if job.scale is None else f"x{job.scale}"]  # of a server some are unknown
-    return " ".join(word for word in words if word is not None) + ("*" if job.proxy else "")
+    return " ".join(word for word in words if word is not None) + "*" * bool(job.proxy) + "+" * _is_one_rank(job)
 
 
 def distinct_settings(jobs: Sequence[Any]) -> list[list[str]]:
@@ -122,6 +124,12 @@ def distinct_settings(jobs: Sequence[Any]) -> list[list[str]]:
     for job in jobs:
         counts.update((*_peer_key(job), word) for word in set(_words(job)))
     return [sorted(_words(job), key=lambda word: counts[(*_peer_key(job), word)]) for job in jobs]
+
+
+def _is_one_rank(job: Any) -> bool:
+    from llmb.results.run_settings import ONE_RANK_WORD
+
+    return any(word.startswith(ONE_RANK_WORD) for word in _words(job))
 
 
 def _words(job: Any) -> list[str]:

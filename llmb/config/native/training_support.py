@@ -5,6 +5,7 @@
 
 from llmb.config.lr_schedule import check_lr_steps
 from llmb.config.native.number_formats import check_fp8_recipe, has_fp8_experts
+from llmb.config.native.one_rank import check_one_rank
 from llmb.config.parallel_layout import check_model, check_schedule, check_sequence, max_layers_per_rank
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
@@ -46,14 +47,17 @@ def supported_training(config: RunConfig) -> Training:
         f"fp8_fast_accum=true with dtype={dtype}": workload.fp8_fast_accum and dtype != "fp8",
         f"fp8_experts={workload.fp8_experts} with {config.model.name} in {dtype}": workload.fp8_experts is not None
         and not has_fp8_experts(config),
-        f"fp8_experts=true on {config.machine.gpu}": workload.fp8_experts is not False and not runs_fp8_experts(config),
+        f"fp8_experts=true on {config.launch_machine.gpu}": workload.fp8_experts is not False
+        and not runs_fp8_experts(config),
     }
     refused = [setting for setting, is_set in unsupported.items() if is_set]
     if refused:
         raise ConfigError(f"the native training engine does not run {', '.join(refused)}; it runs {SUPPORTED}")
+    if config.one_rank is not None:
+        check_one_rank(config.one_rank.rank, workload, parallel.world_size)
     check_fp8_recipe(precision.fp8_recipe, workload.kind, dtype)
     check_fp8_gpu(config)
-    if workload.cuda_graphs and config.machine.gpu == "cpu":
+    if workload.cuda_graphs and config.launch_machine.gpu == "cpu":
         raise ConfigError("cuda_graphs=true needs a CUDA GPU; machine.gpu=cpu has none")
     if workload.balanced_experts and config.model.experts is None:
         raise ConfigError(f"balanced_experts=true: model {config.model.name} has no experts")
@@ -69,12 +73,12 @@ def supported_training(config: RunConfig) -> Training:
 
 def runs_fp8_experts(config: RunConfig) -> bool:
     """Return whether the GEMMs of experts can be in fp8 on these GPUs; a model without experts has none to run."""
-    return not has_fp8_experts(config) or config.machine.gpu in GROUPED_FP8_GPUS
+    return not has_fp8_experts(config) or config.launch_machine.gpu in GROUPED_FP8_GPUS
 
 
 def check_fp8_gpu(config: RunConfig) -> None:
     """Refuse fp8 on a GPU that is known to have no fp8 GEMMs."""
-    hardware = gpu(config.machine.gpu)
+    hardware = gpu(config.launch_machine.gpu)
     if config.precision.dtype == "fp8" and hardware.peak_flops and "fp8" not in hardware.peak_flops:
         raise ConfigError(f"dtype fp8: {hardware.title} has no fp8 GEMMs; choose bf16")
 

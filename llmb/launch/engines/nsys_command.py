@@ -41,7 +41,7 @@ def is_used(config: RunConfig) -> bool:
     Out-of-core runs record their own timelines, so nsys is used only on request.
     """
     profile = config.profile
-    if not profile.profile or profile.profiler == "torch" or config.machine.gpu == "cpu":
+    if not profile.profile or profile.profiler == "torch" or config.launch_machine.gpu == "cpu":
         return False
     if isinstance(config.workload, OutOfCore):
         return profile.profiler == "nsight"
@@ -53,7 +53,7 @@ def check(config: RunConfig) -> None:
     profile = config.profile
     if not profile.profile:
         return
-    if config.machine.gpu == "cpu" and profile.profiler == "nsight":
+    if config.launch_machine.gpu == "cpu" and profile.profiler == "nsight":
         raise ConfigError("profiler=nsight records a GPU, this run has none; use profiler=torch")
     if is_used(config) and which(PROGRAM) is None:
         raise ConfigError(f"this profile needs {PROGRAM} (Nsight Systems) on the PATH; or use --set profiler=torch")

@@ -46,9 +46,9 @@ def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffi
     nothing = Transfer()
     data = _data_parallel(setup, work, device)
     return RankTraffic(
-        tp=_transfer(device, split.tp, 1, tp_bytes * (TP_FORWARD + TP_BACKWARD)),
-        tp_forward=_transfer(device, split.tp, 1, tp_bytes * TP_FORWARD),
-        cp=_transfer(device, split.cp, split.tp, _cp_bytes(setup)),
+        tp=ring_transfer(device, split.tp, 1, tp_bytes * (TP_FORWARD + TP_BACKWARD)),
+        tp_forward=ring_transfer(device, split.tp, 1, tp_bytes * TP_FORWARD),
+        cp=ring_transfer(device, split.cp, split.tp, _cp_bytes(setup)),
         ep=_experts(setup, work, device),
         etp=_expert_tp(setup, work),
         pp=_sends(setup, device),
@@ -57,7 +57,7 @@ def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffi
     )
 
 
-def _transfer(device: Device, ranks: int, stride: int, size: float) -> Transfer:
+def ring_transfer(device: Device, ranks: int, stride: int, size: float) -> Transfer:
     """Ring collective of `size` bytes in all over `ranks` ranks."""
     if ranks <= 1:
         return Transfer()
@@ -137,9 +137,9 @@ def _data_parallel(setup: StepSetup, work: RankWork, device: Device) -> Transfer
     fsdp = split.fsdp
     weight_bytes = BF16 if setup.dtype == "bf16" or not fsdp else 1.0
     per_weight = (2.0 * weight_bytes + BF16) if fsdp else (weight_bytes + GRADIENT_BYTES)
-    dense = _transfer(device, setup.dp * split.cp, split.tp, per_weight * work.dense_weights)
+    dense = ring_transfer(device, setup.dp * split.cp, split.tp, per_weight * work.dense_weights)
     replicas = setup.dp * split.cp * split.tp // (split.ep * split.etp)
-    routed = _transfer(device, replicas, split.ep * split.etp, per_weight * work.routed_weights)
+    routed = ring_transfer(device, replicas, split.ep * split.etp, per_weight * work.routed_weights)
     return Transfer(
         link_bytes=dense.link_bytes + routed.link_bytes,
         network_bytes=dense.network_bytes + routed.network_bytes,

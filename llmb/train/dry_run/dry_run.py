@@ -140,11 +140,13 @@ def _count_scan(watch: DispatchWatch, kernel: str, arguments: tuple[Any, ...], c
 
 
 def dry_run(config: RunConfig) -> DryRunSummary:
-    """Return the dry run of one rank: of the first or the last pipeline stage, whichever needs more memory."""
+    """Return the dry run of one rank: of the first or last pipeline stage, by memory, or of the one that runs."""
     if isinstance(config.workload, Training):  # the memory of a graph is unknown here, and it changes nothing else
         config = replace(config, workload=replace(config.workload, cuda_graphs=False))
     workload, layout = supported_training(config), config.parallel
     ends = dict.fromkeys((0, (layout.pp - 1) * layout.world_size // layout.pp))
+    if config.one_rank is not None:
+        ends = dict.fromkeys((config.one_rank.rank,))
     # Each in a separate process: the default process group is initialized once per process.
     with ProcessPoolExecutor(len(ends), mp_context=get_context("fork")) as pool:
         return max(pool.map(partial(_dry_run_of, config, workload), ends), key=lambda summary: summary.peak_bytes)

@@ -89,10 +89,8 @@ class MetaRank:
                 bucket.invalidate()  # as the update before a step does
         self._memory.claim(WEIGHTS)
         self.optimizer = build_optimizer(self.model_parts, workload, mesh)
-        weights = self.optimizer.replicated.values()
-        self._moments = [torch.empty_like(weight) for weight in (*weights, *weights)]
-        self.optimizer.init_bucket_moments()
-        vars(self.optimizer.adamw)["step"] = lambda: None  # in place, and not implemented on the meta device
+        self.optimizer.init_state()
+        vars(self.optimizer.fused_adamw)["step"] = lambda *_: None  # in place, and not implemented on the meta device
         self._memory.claim(OPTIMIZER)
 
     @property

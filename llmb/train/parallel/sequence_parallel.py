@@ -14,30 +14,28 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-collectives = torch.ops._c10d_functional
+from llmb.runtime.flat_collectives import all_gather_flat, reduce_scatter_flat
 
 
 class SequenceParallel:
     """Implements `llmb.models.llama_layer.layer_collectives.TensorParallel`."""
 
     def __init__(self, group: ProcessGroup, sequences: int):
-        self.sequences, self.ranks, self._name = sequences, group.size(), group.group_name
+        self.sequences, self.ranks, self._group = sequences, group.size(), group
 
     def gather(self, x_SC: Tensor) -> Tensor:
         """Return the rows of all ranks, sequence after sequence."""
         x = x_SC.contiguous()
         out_NC = x.new_empty(self.ranks * len(x), *x.shape[1:])
         for part, rows in zip(self._bytes(x), self._bytes(out_NC), strict=True):
-            collectives.wait_tensor(collectives.all_gather_into_tensor_out(part, self.ranks, self._name, out=rows))
+            all_gather_flat(rows, part, group=self._group)
         return out_NC
 
     def reduce_scatter(self, partial_NC: Tensor) -> Tensor:
         """Return this rank's rows of the sum over ranks."""
         out_SC = partial_NC.new_empty(len(partial_NC) // self.ranks, *partial_NC.shape[1:])
         for rows, part in zip(partial_NC.chunk(self.sequences), out_SC.chunk(self.sequences), strict=True):
-            collectives.wait_tensor(
-                collectives.reduce_scatter_tensor_out(rows, "sum", self.ranks, self._name, out=part)
-            )
+            reduce_scatter_flat(part, rows, group=self._group)
         return out_SC
 
     def _bytes(self, x_SC: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,77 @@
+"""Modelled time beside a rank that ran alone: communication by its bytes, and the bubble by the measured step."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import OneRankRequest, RunRequest
+from llmb.config.spec import Machine, RunConfig
+from llmb.perfmodel.communication import step_traffic
+from llmb.perfmodel.hardware import GB
+from llmb.perfmodel.pipeline_schedule import bubble
+from llmb.perfmodel.shards import rank_flops
+from llmb.perfmodel.step_time.one_rank_time import one_rank_time
+from llmb.perfmodel.step_time.step_constants import calibrated
+
+HERE = Machine(gpu="h200", gpus=1, gpus_per_node=1)
+
+
+@pytest.fixture
+def llama(recipes) -> RunConfig:
+    """Llama 70b with tp4 pp8 vp5 dp2."""
+    return _config(recipes, "pretrain_llama3.1", "70b", 64)
+
+
+def _config(recipes, workload: str, size: str, gpus: int, rank: int | None = None) -> RunConfig:
+    request = OneRankRequest(rank=rank, machine=HERE)
+    return resolve(recipes[workload], RunRequest(size=size, dtype="fp8", gpus=gpus, gpu="h100", one_rank=request))
+
+
+def on_rank(config: RunConfig, rank: int) -> RunConfig:
+    return replace(config, one_rank=replace(config.one_rank, rank=rank))
+
+
+def test_tp_takes_its_bytes_over_nvlink_and_is_not_hidden(llama):
+    sent = sum(t.bytes for t in step_traffic(llama, 7) if t.dimension == "tp") * 3 / 4  # a ring of four
+    modelled = one_rank_time(llama, 10.0)
+    assert modelled.communication_s["tp"] == pytest.approx(sent / (450 * GB * calibrated()["link"]))
+
+
+def test_kinds_are_those_of_the_layout(recipes, llama):
+    assert set(one_rank_time(llama, 10.0).communication_s) == {"tp", "pp", "dp"}
+    grok = one_rank_time(_config(recipes, "pretrain_grok1", "314b", 512), 10.0)
+    assert set(grok.communication_s) == {"tp", "cp", "ep", "pp", "dp"}
+    assert grok.total_s == pytest.approx(sum(grok.communication_s.values()) + grok.bubble_s)
+    fsdp = _config(recipes, "pretrain_llama3.1", "8b", 8)
+    assert set(one_rank_time(fsdp, 10.0).communication_s) == {"fsdp"}
+
+
+def test_gradients_that_no_micro_batch_hides_are_added(recipes):
+    config = _config(recipes, "pretrain_nemotronh", "56b", 32)
+    hidden, exposed = (one_rank_time(config, seconds).communication_s["dp"] for seconds in (1e3, 1e-3))
+    assert exposed == pytest.approx(hidden / calibrated()["exposed_dp"], rel=1e-3)
+
+
+def test_bubble_of_equal_stages_is_that_of_the_schedule(llama):
+    model = replace(llama.model, vocab=1)  # without an LM head all stages have the same work
+    config = replace(llama, model=model, machine=replace(llama.machine, gpu="cpu"))
+    config = replace(config, workload=replace(config.workload, recompute_layers=0))
+    modelled = one_rank_time(config, 10.0)
+    assert modelled.communication_s is None
+    assert modelled.total_s is None
+    assert modelled.bubble_s / (10.0 + modelled.bubble_s) == pytest.approx(bubble(8, 5, 64), rel=1e-3)
+
+
+def test_any_stage_predicts_the_same_step_if_time_is_proportional_to_work(llama):
+    config = replace(llama, machine=replace(llama.machine, gpu="cpu"))
+    rate = 4e14
+    steps = []
+    for stage in (0, 3, 7):
+        measured = rank_flops(config, stage) / rate
+        steps.append(measured + one_rank_time(on_rank(config, stage * 8), measured).bubble_s)
+    assert steps == pytest.approx([steps[0]] * 3)
+
+
+def test_no_pipeline_has_no_bubble(recipes):
+    assert one_rank_time(_config(recipes, "pretrain_nemotronh", "56b", 32), 10.0).bubble_s == 0.0
