@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from llmb.report.load_summary import client_line, interval_line, load_distributions, load_rows
-from llmb.report.one_rank_text import one_rank_line, one_rank_rows
+from llmb.report.predictions.one_rank_text import one_rank_line, one_rank_rows
 from llmb.report.setting_text import precision_text
 from llmb.report.table import number, render, terminal_width
 from llmb.results.result import PredictionCheck, Result

@@ -8,7 +8,7 @@ import pytest
 from llmb.config.load_settings import config_from_json
 from llmb.config.overrides import from_arguments
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import RunRequest
+from llmb.config.row_selection import OneRankRequest, RunRequest
 from llmb.config.serialization import build, to_json
 from llmb.config.spec import Machine
 from llmb.events import RunEnded, StepDone
@@ -104,3 +104,11 @@ def test_a_proxy_on_a_cpu_says_why_it_is_not_predicted(recipes):
     assert config.predicted.value is None
     assert predicted_lines(config)[0] == "predicted step time: unknown (the speed of a CPU is not predicted)"
     assert predicted_lines(config)[1].endswith("GiB per process")
+
+
+def test_a_rank_that_runs_alone_is_predicted_without_its_peers(recipes):
+    whole = RunRequest(size="70b", dtype="fp8", gpus=64, gpu="h100")
+    here = OneRankRequest(rank=0, machine=Machine(gpu="h200", gpus=1, gpus_per_node=8))
+    config = resolve(recipes["pretrain_llama3.1"], replace(whole, one_rank=here))
+    assert config.predicted.terms.keys().isdisjoint({"tp", "pp", "dp", "bubble", "jitter"})
+    assert config.predicted.value < resolve(recipes["pretrain_llama3.1"], whole).predicted.value

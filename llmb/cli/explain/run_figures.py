@@ -73,7 +73,10 @@ def _training(config: RunConfig, result: Result) -> Explanation:
             for kind, seconds in _measured_terms(result).items()
         )
         return Explanation(subject=result.name, verdict="unknown", terms=terms, notes=(note,))
-    return explain_training(result.name, setup_of(config), result.step_time_s.median, _measured_terms(result))
+    return explain_training(
+        result.name, setup_of(config), result.step_time_s.median, _measured_terms(result), config.predicted,
+        config.launch_machine.gpu,
+    )  # fmt: skip
 
 
 def _out_of_core(config: RunConfig, work: OutOfCore, result: Result) -> Explanation:

@@ -5,9 +5,10 @@ explain_serving(setup, ServedFigures(output_tokens_per_s=9446))  -> Explanation(
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from llmb.config.spec import Predicted
 from llmb.perfmodel.explain.chip_limits import Limit, StepAmount, training_limits
 from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
 from llmb.perfmodel.explain.published_matches import PublishedMatch
@@ -92,16 +93,29 @@ def step_amount(setup: StepSetup) -> StepAmount:
 
 
 def explain_training(
-    subject: str, setup: StepSetup, step_time_s: float, measured_terms: Mapping[str, float]
+    subject: str,
+    setup: StepSetup,
+    step_time_s: float,
+    measured_terms: Mapping[str, float],
+    predicted: Predicted | None = None,
+    gpu: str | None = None,
 ) -> Explanation:
-    """Explain a step time; `measured_terms`: seconds by kind, of a profiled run."""
-    amount = step_amount(setup)
-    limits, prediction = training_limits(amount, step_time_s), predict(setup)
+    """Explain a step time.
+
+    `measured_terms`: seconds by kind, of a profiled run; `predicted`: stored with the run, where it is not that of the
+    whole setup; `gpu`: where a rank ran alone, if not on the GPU of its layout.
+    """
+    amount = replace(step_amount(setup), gpu=gpu or setup.gpu)
+    limits = training_limits(amount, step_time_s)
     verdict = verdict_of(limits)
-    low, high = prediction.interval_80
+    if predicted is not None and predicted.value is not None and predicted.interval_80 is not None:
+        value, (low, high), terms = predicted.value, predicted.interval_80, predicted.terms
+    else:
+        prediction = predict(setup)
+        value, (low, high), terms = prediction.step_time_s, prediction.interval_80, prediction.terms
     expected = Expected(
-        metric="step_time_s", measured=step_time_s, predicted=prediction.step_time_s, interval_80=(low, high),
-        ratio=prediction.step_time_s / step_time_s, within=low <= step_time_s <= high,
+        metric="step_time_s", measured=step_time_s, predicted=value, interval_80=(low, high),
+        ratio=value / step_time_s, within=low <= step_time_s <= high,
     )  # fmt: skip
     return Explanation(
         subject=subject,
@@ -109,7 +123,7 @@ def explain_training(
         limits=tuple(limits),
         causes=tuple(training_causes(amount, step_time_s, setup.ga)) if verdict == "impossible" else (),
         expected=(expected,),
-        terms=_term_pairs(prediction.terms, measured_terms, step_time_s),
+        terms=_term_pairs(terms, measured_terms, step_time_s),
         notes=_usual_reasons("training", verdict, expected),
     )
 

@@ -14,11 +14,12 @@ from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.offload.machine_rates import measured_rates
 from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
-from llmb.perfmodel.step_time.cluster_fabric import FABRICS
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import setup_of
 
 SERVING_ENGINES = {"native": "native", "trtllm": "trtllm"}  # engine of a run -> that of the serving predictor
+BETWEEN_RANKS = ("tp", "cp", "ep", "pp", "dp", "fsdp", "bubble", "jitter")  # terms
 ON_CPU = "the speed of a CPU is not predicted"
 
 
@@ -38,18 +39,23 @@ def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Pre
     note = unpredictable(config)
     if note is not None:
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=note)
-    rates = measured_rates(config.machine.gpu, install) if install and config.engine == "native" else None
+    rates = measured_rates(config.launch_machine.gpu, install) if install and config.engine == "native" else None
     try:
         setup = setup_of(config, rates=rates)
     except ConfigError as error:  # a layout that the predictor does not describe
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=str(error))
-    prediction = predict(setup)
+    prediction = predict(setup, device(config.launch_machine.gpu))
+    # A rank that runs alone, perhaps on another GPU than its layout is for, neither communicates nor waits for peers.
+    absent = BETWEEN_RANKS if config.one_rank is not None else ()
+    terms = {name: seconds for name, seconds in prediction.terms.items() if seconds and name not in absent}
+    value = sum(terms.values())
+    low, high = (value / prediction.step_time_s * bound for bound in prediction.interval_80)
     return Predicted(
         metric="step_time_s",
-        value=prediction.step_time_s,
-        interval_80=prediction.interval_80,
+        value=value,
+        interval_80=(low, high),
         memory_gib=memory_gib,
-        terms={name: seconds for name, seconds in prediction.terms.items() if seconds},
+        terms=terms,
         source=f"constants of engine {setup.engine}" + (f", rates {rates.source}" if rates else ""),
     )
 
@@ -86,11 +92,12 @@ def _serving(config: RunConfig, memory_gib: float) -> Predicted:
 
 def unpredictable(config: RunConfig) -> str | None:
     """Return why the time of a run is not predicted; None: it is."""
-    gpu = config.machine.gpu
+    gpu = config.launch_machine.gpu
     if gpu == "cpu":
         return ON_CPU
-    if gpu not in FABRICS:
-        return f"the rates of {gpu} are not known"
+    for gpu_type in (gpu, config.machine.gpu):
+        if gpu_type not in FABRICS:
+            return f"the rates of {gpu_type} are not known"
     return "fp32 is not predicted" if config.precision.dtype == "fp32" else None
 
 
