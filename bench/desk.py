@@ -3,6 +3,7 @@
     python bench/desk.py [--log-gib 1.0] [--json FILE]
 
 1. start-up of `llmb-run --help` and `llmb-run list` against `python -c pass`          aim <= 6
+   `import llmb`, what it adds to `python -c pass`                                      aim < 60 ms
 2. a communication log of 1 GiB summarised, against `grep -c` on the same file          aim <= 4, memory < 200 MB
 3. `llmb-run jobs` over 1,000 runs against 10 runs                                      aim < 1.5 x + 1 s
 """
@@ -42,6 +43,7 @@ def start_up(install: str) -> dict:
         took = seconds([str(BIN / "llmb-run"), *arguments], LLMB_INSTALL=install)
         results[f"llmb-run {' '.join(arguments)}, ms"] = 1e3 * took
         results[f"llmb-run {' '.join(arguments)}, x of pass"] = took / bare
+    results["import llmb, ms more than pass"] = 1e3 * (seconds([sys.executable, "-c", "import llmb"]) - bare)
     return results
 
 

@@ -19,6 +19,7 @@ ALLOWED = {
     "loadgen": FOUNDATION,
     "report": FOUNDATION | {"results"},
     "cli": DESK,
+    "api": DESK | {"cli"},  # the same functions as the commands, without their text
     "ops": {"errors"},
     "models": {"errors", "config", "ops"},
     "runtime": FOUNDATION,

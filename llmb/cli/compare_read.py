@@ -61,12 +61,12 @@ def run_compare(options: argparse.Namespace) -> int:
     a, b = open_run(options.a), open_run(options.b)
     run_a, run_b = load_run(a), load_run(b)
     requests = load_requests(a, run_a[0]), load_requests(b, run_b[0])
-    compared = compare(run_a, run_b, options.force, (_cluster(a), _cluster(b)), requests)
+    compared = compare(run_a, run_b, options.force, (cluster_of(a), cluster_of(b)), requests)
     print(to_json(compared) if options.json else text(compared))
     return 0
 
 
-def _cluster(run: Any) -> str | None:
+def cluster_of(run: Any) -> str | None:
     """Return the cluster of an imported run, or None for a run of this installation."""
     from llmb.launch.archive.run_origin import read_origin
 

@@ -152,7 +152,7 @@ def run_selection(options: argparse.Namespace) -> Any:
         min_scale=options.min_scale,
         exact_scales=options.exact_scales,
         gpu=gpu,
-        gpu_memory_bytes=_reported_memory(gpu),
+        gpu_memory_bytes=reported_memory(gpu),
         proxy=options.proxy,
         layout=options.layout.lower() if options.layout else None,
         memory_gib=parse_value(float, options.device_gb, "--device-gb") if fills else None,
@@ -174,7 +174,7 @@ def _one_rank(text: str | None) -> Any:
     if text != BUSIEST and not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
         raise ConfigError(f"--one-rank: expected the number of a rank, from 0, or nothing, got {text[:60]!r}")
     gpu = gpu_here()
-    memory = _reported_memory(gpu)
+    memory = reported_memory(gpu)
     machine = None if gpu is None else Machine(gpu=gpu, gpus=1, gpus_per_node=1, gpu_memory_bytes=memory)
     return OneRankRequest(rank=None if text == BUSIEST else int(text), machine=machine)
 
@@ -191,16 +191,22 @@ def _server_url(url: str | None) -> str | None:
 
 def selected_gpu(options: argparse.Namespace) -> str | None:
     """Return --gpu-type, GPU_TYPE, the cluster's GPU type or this machine's GPU, or None."""
-    from llmb.perfmodel.hardware import is_listed, parse_gpu_type
+    from llmb.perfmodel.hardware import parse_gpu_type
 
     requested = _flag_or_variable(options.gpu_type, "GPU_TYPE", "--gpu-type")
     if requested is not None:
-        key = requested.strip().lower()
-        return parse_gpu_type(requested, () if is_listed(key) else _unlisted_gpu_types())
+        return known_gpu_type(requested)
     cluster = None if getattr(options, "on", None) == "local" else cluster_here()
     if cluster is not None and cluster.gpu_type is not None:
         return parse_gpu_type(cluster.gpu_type)
     return gpu_here()
+
+
+def known_gpu_type(name: str) -> str:
+    """Return the key of a GPU type that is in the table, in a recipe or in this machine."""
+    from llmb.perfmodel.hardware import is_listed, parse_gpu_type
+
+    return parse_gpu_type(name, () if is_listed(name.strip().lower()) else _unlisted_gpu_types())
 
 
 def gpu_here() -> str | None:
@@ -218,7 +224,7 @@ def _unlisted_gpu_types() -> list[str]:
     return [*in_recipes, *filter(None, [gpu_here()])]
 
 
-def _reported_memory(gpu: str | None) -> int | None:
+def reported_memory(gpu: str | None) -> int | None:
     """Return the memory that the driver reports for this machine's GPU, if the table does not list that GPU."""
     from llmb.launch.local_machine import gpu_memory_bytes
     from llmb.perfmodel.hardware import is_listed

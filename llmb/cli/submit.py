@@ -6,6 +6,7 @@ On a cluster it submits all runs to Slurm and exits; inside an allocation (`sbat
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -239,41 +240,28 @@ def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: 
 def run_one(
     config: Any, environment: dict[str, str], as_json: bool, location: str, **lineage: Any
 ) -> tuple[int, bool, Any]:
-    """Run once, from folder to result; return exit code, whether it was interrupted, and the result.
+    """Run once and print the result; return exit code, whether it was interrupted, and the result.
 
-    Each step leaves a readable folder if the next one fails. `lineage`: retry_of and attempt of a retry.
+    `lineage`: retry_of and attempt of a retry.
     """
-    from contextlib import nullcontext
-
     from llmb.cli.profile_pictures import describe_profile
-    from llmb.cli.stored_runs import write_result
-    from llmb.launch.install_root import install_root
-    from llmb.launch.run_folder import RunFolder, store_path
-    from llmb.launch.run_lock import exclusive_run_lock
     from llmb.report.live_progress import LiveLine
     from llmb.report.serving_overview import overview
     from llmb.report.summary import summary
-    from llmb.results.job_store import Store
 
     output = sys.stderr if as_json else sys.stdout
-    root = install_root(os.environ)
-    lock = exclusive_run_lock(root, config) if location == "local" else nullcontext()
-    with lock, Store(store_path(root)) as store:
-        run_dir = RunFolder.create(root, config, datetime.now())
-        job = _add_job(store, config, run_dir, location, **lineage)
+
+    def announce(job: str, run_dir: Any) -> None:
         print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=output, flush=True)
-        live = LiveLine(config)
-        try:
-            outcome = _launch(config, run_dir, environment, live.show, location)
-        finally:
-            live.close()
-            result = write_result(run_dir, config)
-            store.finish(job, result)
+
+    live = LiveLine(config)
+    try:
+        run_dir, outcome, result = execute(config, environment, location, announce, live.show, **lineage)
+    finally:
+        live.close()
     block = overview(result, config)
     if block:
         print(f"\n{block}", file=output)
-        if config.engine == "native":  # other engines print their own
-            run_dir.add_to_log(block)
     print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=output)
     for line in describe_profile(run_dir, config):
         print(line, file=output)
@@ -282,6 +270,44 @@ def run_one(
     refused = outcome.exit_code == 1 and config.engine == "native"  # the engine refused the configuration
     code = 0 if result.status == "ok" else 1 if refused else 2
     return code, outcome.interrupted is not None, result
+
+
+def execute(
+    config: Any,
+    environment: dict[str, str],
+    location: str,
+    announce: Callable[[str, Any], None],
+    on_event: Callable[[Any], None],
+    **lineage: Any,
+) -> tuple[Any, Any, Any]:
+    """Run once, from folder to stored result; return run folder, outcome and result.
+
+    Each step leaves a readable folder if the next one fails. `announce` gets job id and folder before the start.
+    """
+    from contextlib import nullcontext
+
+    from llmb.cli.stored_runs import write_result
+    from llmb.launch.install_root import install_root
+    from llmb.launch.run_folder import RunFolder, store_path
+    from llmb.launch.run_lock import exclusive_run_lock
+    from llmb.report.serving_overview import overview
+    from llmb.results.job_store import Store
+
+    root = install_root(os.environ)
+    lock = exclusive_run_lock(root, config) if location == "local" else nullcontext()
+    with lock, Store(store_path(root)) as store:
+        run_dir = RunFolder.create(root, config, datetime.now())
+        job = _add_job(store, config, run_dir, location, **lineage)
+        announce(job, run_dir)
+        try:
+            outcome = _launch(config, run_dir, environment, on_event, location)
+        finally:
+            result = write_result(run_dir, config)
+            store.finish(job, result)
+    block = overview(result, config)
+    if block and config.engine == "native":  # other engines print their own
+        run_dir.add_to_log(block)
+    return run_dir, outcome, result
 
 
 def _add_job(store: Any, config: Any, run_dir: Any, location: str, **lineage: Any) -> str:

@@ -9,6 +9,8 @@ from llmb.report.table import number, render, terminal_width
 from llmb.results.result import PredictionCheck, Result
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+FIGURE_HEADER = ("figure", "value", "unit", "what it says")
+DISTRIBUTION_HEADER = ("over requests", *STATISTICS, "unit", "what it says")
 NOTES = ("PROXY", "ONE_RANK", "NO_PEAK")  # warnings of what was requested, not of what went wrong
 
 
@@ -22,12 +24,12 @@ def summary(result: Result) -> str:
     if result.one_rank is not None:
         lines.append(one_rank_line(result.one_rank))
     width = terminal_width()
-    rows = list(_rows(result))
+    rows = list(figure_rows(result))
     if rows:
-        lines += ["", render(("figure", "value", "unit", "what it says"), rows, width)]
-    distributions = list(_distributions(result))
+        lines += ["", render(FIGURE_HEADER, rows, width)]
+    distributions = list(distribution_rows(result))
     if distributions:
-        lines += ["", render(("over requests", *STATISTICS, "unit", "what it says"), distributions, width)]
+        lines += ["", render(DISTRIBUTION_HEADER, distributions, width)]
     if (client := client_line(result)) is not None:
         lines += ["", *filter(None, [interval_line(result), client])]
     if result.time_spent:
@@ -39,7 +41,7 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
+def figure_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     yield from _training_rows(result)
     if result.one_rank is not None:
         yield from one_rank_rows(result.one_rank, result.gpu)
@@ -127,7 +129,7 @@ def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     yield from _resource_rows(result)
 
 
-def _distributions(result: Result) -> Iterator[tuple[str | None, ...]]:
+def distribution_rows(result: Result) -> Iterator[tuple[str | None, ...]]:
     """Yield a row for each figure with a distribution over requests or tokens."""
     speed = result.output_speed_tokens_per_s
     speeds = result.output_speed_summary_tokens_per_s or (None if speed is None else {"mean": speed})

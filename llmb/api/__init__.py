@@ -1,0 +1,1 @@
+"""Implementation of the Python API; import its names from `llmb`."""

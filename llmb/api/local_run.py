@@ -1,0 +1,50 @@
+"""One run on this machine, started from Python: the same steps as `llmb-run submit`, without its text."""
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from llmb.api.run_record import Result, of_figures
+from llmb.cli.memory_check import check_memory
+from llmb.cli.submit import check_runs_here, execute
+from llmb.config.spec import RunConfig
+from llmb.events import Event
+from llmb.launch.run_folder import RunFolder
+from llmb.launch.secrets import mask
+from llmb.report.live_progress import LiveLine
+
+
+def run(
+    config: RunConfig, progress: bool = True, *, environment: Mapping[str, str] | None = None, force: bool = False
+) -> Result:
+    """Run a configuration here and return its result, which is stored as that of `llmb-run submit` is.
+
+    What cannot run here, or does not fit into memory unless `force`, raises a ConfigError before anything starts. A
+    run that fails returns a Result whose `status` and `reason` say so. `environment`: variables for the ranks.
+
+    >>> config = llmb.resolve("pretrain_llama3.1", size="8b", dtype="fp32", gpus=1, proxy=True, steps=3)
+    >>> result = llmb.run(config, progress=False)
+    >>> result.status, result.job_id, len(result.samples)
+    ('ok', 'L1', 3)
+    """
+    variables = dict(environment or {})
+    config = replace(config, environment=mask({**config.environment, **variables}))
+    check_runs_here(config, advice="")
+    if config.engine != "openai":
+        check_memory([config], {}, local=True, force=force)
+    live = LiveLine(config) if progress else None
+    show: Callable[[Event], None] = live.show if live else _ignore
+    jobs: list[str] = []
+    try:
+        folder, outcome, figures = execute(config, variables, "local", lambda job, _: jobs.append(job), show)
+    finally:
+        if live:
+            live.close()
+    if outcome.interrupted == signal.SIGINT:
+        raise KeyboardInterrupt
+    assert isinstance(folder, RunFolder)
+    return of_figures(figures, config, folder, jobs[0])
+
+
+def _ignore(event: Event) -> None:
+    """Ignore an event; it is in its file."""
