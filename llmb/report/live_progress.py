@@ -10,6 +10,7 @@ from llmb.events import Event, RunStarted, ServingSample, StepDone
 from llmb.perfmodel import flops, metrics
 from llmb.report.status_line import StatusLine
 from llmb.report.table import number
+from llmb.report.terminal.clock_time import format_duration
 
 RECENT_S = 5.0  # what "now" means for a rate
 
@@ -30,11 +31,13 @@ class LiveLine:
             place = server or event.gpu_name or "an unknown device"
             self._line.draw(f"{'preparing the load on' if server else 'started on'} {place}", force=True)
         elif isinstance(event, StepDone) and event.rank == 0 and event.seconds is not None:
-            self._line.draw(self._step(event))
+            steps = getattr(self._config.workload, "steps", None)
+            self._line.draw(self._step(event), fraction=event.step / steps if steps else None)
         elif isinstance(event, ServingSample) and event.rank == 0:
             work = self._config.workload
             if isinstance(work, (Inference, LoadSettings)):
-                self._line.draw(self._serving(event, work))
+                fraction = _fraction_done(event, _requested(event, work), work)
+                self._line.draw(self._serving(event, work, fraction), fraction=fraction)
 
     def close(self) -> None:
         """End the line, so that what follows starts on a new one."""
@@ -44,11 +47,14 @@ class LiveLine:
         self._recent = [*self._recent[-9:], event.seconds or 0.0]
         seconds = sorted(self._recent)[len(self._recent) // 2]
         work, gpus = self._config.workload, self._config.machine.gpus
-        parts = [f"step {event.step}/{getattr(work, 'steps', '?')}"]
+        steps = getattr(work, "steps", None)
+        parts = [f"step {event.step}/{steps or '?'}"]
+        if steps is not None:
+            parts.append(f"{format_duration((steps - event.step) * seconds)} left")
         if event.warmup:
             parts.append("warm-up")
         if self._config.one_rank is not None:
-            parts += [f"{number(seconds)} s a step of one rank", f"{(work.steps - event.step) * seconds:.0f} s left"]  # type: ignore[union-attr]
+            parts.append(f"{number(seconds)} s a step of one rank")
         elif event.tokens and seconds > 0 and not isinstance(work, Inference):
             parts.append(f"{number(event.tokens / seconds)} tokens/s")
             sequence_flops = flops.train_flops_per_sequence(
@@ -57,15 +63,16 @@ class LiveLine:
             tflops = metrics.tflops_per_gpu(sequence_flops * event.tokens / work.seqlen, seconds, gpus)
             if tflops is not None:
                 parts.append(f"{number(tflops)} TFLOP/s{'/GPU' if gpus > 1 else ''}")
-            parts.append(f"{(work.steps - event.step) * seconds:.0f} s left")
         if event.loss is not None:
             parts.append(f"loss {event.loss:.4f}")
         return " | ".join(parts)
 
-    def _serving(self, sample: ServingSample, work: Inference | LoadSettings) -> str:
-        requested = sample.requests if sample.requests is not None else work.num_requests
+    def _serving(self, sample: ServingSample, work: Inference | LoadSettings, fraction: float) -> str:
+        requested = _requested(sample, work)
         total = "" if requested is None else f"/{requested}"  # a load of a given duration has no number
         parts = [f"{'warm-up: ' if sample.warmup else ''}{sample.done}{total} requests"]
+        if fraction > 0:
+            parts.append(f"{format_duration(sample.elapsed_s * (1 - fraction) / fraction)} left")
         recent, so_far = self._recent_rate(sample), _rate(sample.output_tokens, sample.elapsed_s)
         if recent is not None and so_far is not None:
             parts.append(f"{number(recent)} tokens/s now, {number(so_far)} so far")
@@ -73,10 +80,7 @@ class LiveLine:
             parts.append(f"KV {100 * sample.blocks_used / sample.blocks:.0f} %")
         if sample.running is not None and sample.waiting is not None:
             parts.append(f"{sample.running} running, {sample.waiting} waiting")
-        parts.append(f"{sample.elapsed_s:.0f} s")
-        fraction = _fraction_done(sample, requested, work)
-        if fraction > 0:
-            parts.append(f"{sample.elapsed_s * (1 - fraction) / fraction:.0f} s left")
+        parts.append(f"{format_duration(sample.elapsed_s)} elapsed")
         return " | ".join(parts)
 
     def _recent_rate(self, sample: ServingSample) -> float | None:
@@ -97,6 +101,10 @@ class LiveLine:
 
 def _rate(tokens: int | None, seconds: float) -> float | None:
     return tokens / seconds if tokens is not None and seconds > 0 else None
+
+
+def _requested(sample: ServingSample, work: Inference | LoadSettings) -> int | None:
+    return sample.requests if sample.requests is not None else work.num_requests
 
 
 def _fraction_done(sample: ServingSample, requested: int | None, work: Inference | LoadSettings) -> float:

@@ -1,10 +1,16 @@
-"""One-line progress of long work: redrawn on a terminal, printed now and then into a file."""
+"""One-line progress of long work: one row that is redrawn on a terminal, lines printed now and then into a file."""
 
+import os
+import shutil
 import sys
 import time
 from typing import TextIO
 
+from llmb.report.terminal.colour import shows_colour
+
 QUIET_S = 10.0  # between lines where nothing can be redrawn
+REDRAW_S = 0.1  # between rows: faster is only flicker
+ERASE = "\r\x1b[J"  # the row of the cursor and all below
 
 
 class StatusLine:
@@ -14,20 +20,55 @@ class StatusLine:
         self._out = out if out is not None else sys.stderr
         self._redraws = self._out.isatty()
         self._last_line = float("-inf")
-        self._open = False
+        self._last_row: tuple[str, float | None] | None = None  # drawn, or to be drawn before the line ends
+        self._drawn_cells = 0  # of the row on the screen
 
-    def draw(self, text: str, force: bool = False) -> None:
-        """Show the text; where nothing can be redrawn only now and then, unless forced."""
+    def draw(self, text: str, force: bool = False, fraction: float | None = None) -> None:
+        """Show the text, with a bar if the fraction done is known; only now and then, unless forced."""
+        now = time.monotonic()
+        is_due = force or now - self._last_line >= (REDRAW_S if self._redraws else QUIET_S)
         if self._redraws:
-            self._out.write(f"\r\x1b[2K{text}")
-            self._open = True
-        elif force or time.monotonic() - self._last_line >= QUIET_S:
+            self._last_row = (text, fraction)
+            if is_due:
+                self._draw_row()
+        elif is_due:
             self._out.write(text + "\n")
-            self._last_line = time.monotonic()
+            self._out.flush()
+        if is_due:
+            self._last_line = now
+
+    def _draw_row(self) -> None:
+        from llmb.report.terminal.progress_row import progress_row
+
+        assert self._last_row is not None
+        width = self._width()
+        text, fraction = self._last_row
+        self._out.write(self._erasure(width) + progress_row(text, fraction, width, shows_colour(self._out)))
         self._out.flush()
+        self._drawn_cells = width - 1  # at most
+
+    def _erasure(self, width: int) -> str:
+        """Return what erases the row, which a terminal wraps when it becomes narrower."""
+        wrapped = max(self._drawn_cells - 1, 0) // width
+        return (f"\x1b[{wrapped}A" if wrapped else "") + ERASE
+
+    def _width(self) -> int:
+        try:
+            return os.get_terminal_size(self._out.fileno()).columns or shutil.get_terminal_size().columns
+        except (OSError, ValueError):  # not a file, or no longer one
+            return shutil.get_terminal_size().columns
+
+    def erase(self) -> None:
+        """Remove the row, so that something else can be printed in its place."""
+        if self._drawn_cells:
+            self._out.write(self._erasure(self._width()))
+            self._out.flush()
+            self._drawn_cells, self._last_row = 0, None
 
     def close(self) -> None:
-        if self._open:
+        """End the line with what was drawn last, so that what follows starts on a new one."""
+        if self._last_row is not None:
+            self._draw_row()
             self._out.write("\n")
             self._out.flush()
-            self._open = False
+            self._drawn_cells, self._last_row = 0, None

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from llmb.cli.jobs.job_table import elapsed_s, format_duration, shorten, table, waited_s
+from llmb.cli.jobs.job_table import elapsed_s, shorten, table, waited_s
 from llmb.config.overrides import Setting
 from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.events import RunEnded, StepDone
+from llmb.report.terminal.clock_time import format_duration
 from llmb.results.derive import derive
 from llmb.results.job_store import Store
 from llmb.results.run_settings import run_settings
@@ -40,7 +41,7 @@ def test_table_has_every_column_that_has_a_value(store):
     assert "MFU %" not in lines[0]
     assert "TTFT" not in lines[0]
     assert lines[2].split()[:5] == ["L1", "pretrain_llama3.1", "8b", "fp32", "x1*"]
-    for word in ("4711", "other", "failed", "NODE_FAIL", "n[1-2]", "1:00", "1:02:03"):
+    for word in ("4711", "other", "failed", "NODE_FAIL", "n[1-2]", "0:01:00", "1:02:03"):
         assert word in lines[3]
     assert lines[-1].startswith("* a proxy")
     assert "nodes" not in table(store.jobs(launcher="local"))
@@ -159,4 +160,4 @@ def test_waited_and_elapsed_times(store):
     assert (waited_s(pending, 1090.0), elapsed_s(pending, 1090.0)) == (90.0, None)
     assert elapsed_s(replace(job, status="running", ended_at=None), 1070.0) == 10.0
     durations = [format_duration(s) for s in (None, 7.9, 65, 3600, 200000)]
-    assert durations == [None, "0:07", "1:05", "1:00:00", "2-07:33:20"]
+    assert durations == [None, "0:00:07", "0:01:05", "1:00:00", "2-07:33:20"]

@@ -90,7 +90,7 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(llmb_run, tmp_path):
     code, out, _ = llmb_run("sweep", *ENGINE, "--concurrency", "1..8", "--dry-run", "-o", str(tmp_path / "s"))
     assert code == 0
     assert "concurrency: 1, 2, 4, 8" in out
-    assert "4 points of about 10 s: 0:40" in out
+    assert "4 points of about 10 s: 0:00:40" in out
     assert "32 requests" in out
     assert not (tmp_path / "s").exists()
 

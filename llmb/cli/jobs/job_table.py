@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
+from llmb.report.terminal.clock_time import format_duration
+
 # Title, value, and drop order where the terminal is too narrow: the highest first, 0 never.
 COLUMNS: tuple[tuple[str, Callable[[Any, float], Any], int], ...] = (
     ("job", lambda job, now: job.job_id, 0),
@@ -178,18 +180,6 @@ def elapsed_s(job: Any, now: float) -> float | None:
         return None
     until = job.ended_at or (now if job.going else None)
     return None if until is None else max(0.0, until - job.started_at)
-
-
-def format_duration(seconds: float | None) -> str | None:
-    """Format a duration as Slurm does: 0:07, 1:02:03 or 2-03:04:05."""
-    if seconds is None:
-        return None
-    minutes, whole_seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}-{hours:02}:{minutes:02}:{whole_seconds:02}"
-    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
 def _split(text: str | None) -> list[str]:

@@ -127,7 +127,8 @@ def run_show(options: argparse.Namespace) -> int:
 
 def _describe(job: Any, retries: list[str]) -> list[str]:
     """Describe a job beyond its result."""
-    from llmb.cli.jobs.job_table import elapsed_s, format_duration, waited_s
+    from llmb.cli.jobs.job_table import elapsed_s, waited_s
+    from llmb.report.terminal.clock_time import format_duration
 
     now = time.time()
     lines = [f"job {job.job_id}, {job.status}" + (f" ({job.reason})" if job.reason and job.status != "ok" else "")]

@@ -4,10 +4,11 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from llmb.cli.jobs.job_table import format_duration
 from llmb.events import Event, ServingSample
 from llmb.loadgen.sweep.sweep_plan import PointLoad, SweepPlan
+from llmb.report.status_line import StatusLine
 from llmb.report.table import number
+from llmb.report.terminal.clock_time import format_duration
 from llmb.results.sweep.sweep_points import PointKey, SweepPoint, exclusion
 from llmb.results.sweep.sweep_result import SweepResult
 
@@ -37,7 +38,7 @@ class SweepProgress:
 
     def __init__(self, plan: SweepPlan, output: TextIO):
         self._plan, self._output = plan, output
-        self._label, self._live = "", ""
+        self._label, self._line = "", StatusLine()
 
     def start(self, key: PointKey, load: PointLoad, points: Sequence[SweepPoint]) -> None:
         """Announce a point."""
@@ -78,14 +79,9 @@ class SweepProgress:
         """Show the requests of the current point on a terminal."""
         if isinstance(event, ServingSample) and sys.stderr.isatty():
             total = "" if event.requests is None else f" of {event.requests}"
-            self.clear()
-            self._live = f"  {self._label}: {event.done}{total} done, {event.running or 0} running"
-            sys.stderr.write(self._live)
-            sys.stderr.flush()
+            fraction = event.done / event.requests if event.requests else None
+            self._line.draw(f"{self._label}: {event.done}{total} done, {event.running or 0} running", fraction=fraction)
 
     def clear(self) -> None:
         """Erase the live line."""
-        if self._live:
-            sys.stderr.write("\r" + " " * len(self._live) + "\r")
-            sys.stderr.flush()
-            self._live = ""
+        self._line.erase()

@@ -1,0 +1,47 @@
+"""Colours of verdicts, statuses and warnings, on a terminal only: the text itself is the same everywhere.
+
+    print_coloured(summary(result))
+
+NO_COLOR (no-color.org) and TERM=dumb leave colours out; then Rich is not imported.
+"""
+
+import os
+import re
+import sys
+from typing import TextIO
+
+GOOD, DOUBTFUL, BAD, MINOR = "green", "yellow", "red", "dim"
+RULES = tuple(
+    (re.compile(pattern, re.MULTILINE), style)
+    for pattern, style in (
+        (r"^\S+: (?P<word>ok)(?=$| \()", GOOD),
+        (r"^\S+: (?P<word>(failed|oom|timeout|incomplete|diverged)\b.*)$", BAD),
+        (r"^(?P<word>warning [A-Z_]+):", DOUBTFUL),
+        (r"^(?P<word>note [A-Z_]+:.*)$", MINOR),
+        (r"^verdict: (?P<word>.*)$", "bold"),
+        (r"^verdict: .*?(?P<word>faster|higher|possible|more output tokens/s)", GOOD),
+        (r"^verdict: .*?(?P<word>slower|lower|impossible|not possible|fewer output tokens/s)", BAD),
+        (r"^verdict: .*?(?P<word>too few samples|no difference|; but$)", DOUBTFUL),
+    )
+)
+
+
+def shows_colour(output: TextIO) -> bool:
+    """Return whether colours are wanted there."""
+    return output.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def print_coloured(text: str, output: TextIO | None = None) -> None:
+    """Print a report; on a terminal with its verdict, status and warnings in colour."""
+    output = sys.stdout if output is None else output
+    if not shows_colour(output):
+        print(text, file=output)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    coloured = Text(text)
+    for pattern, style in RULES:
+        for match in pattern.finditer(text):
+            coloured.stylize(style, *match.span("word"))
+    Console(file=output, force_terminal=True, soft_wrap=True, highlight=False).print(coloured)
