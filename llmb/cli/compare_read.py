@@ -57,12 +57,16 @@ def run_compare(options: argparse.Namespace) -> int:
     from llmb.cli.stored_runs import load_requests, load_run
     from llmb.config.serialization import to_json
     from llmb.report.compare import compare, text
+    from llmb.report.terminal.colour import print_coloured
 
     a, b = open_run(options.a), open_run(options.b)
     run_a, run_b = load_run(a), load_run(b)
     requests = load_requests(a, run_a[0]), load_requests(b, run_b[0])
     compared = compare(run_a, run_b, options.force, (cluster_of(a), cluster_of(b)), requests)
-    print(to_json(compared) if options.json else text(compared))
+    if options.json:
+        print(to_json(compared))
+    else:
+        print_coloured(text(compared))
     return 0
 
 

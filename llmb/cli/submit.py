@@ -248,10 +248,13 @@ def run_one(
     from llmb.report.live_progress import LiveLine
     from llmb.report.serving_overview import overview
     from llmb.report.summary import summary
+    from llmb.report.terminal.colour import print_coloured
 
     output = sys.stderr if as_json else sys.stdout
+    jobs: list[str] = []
 
     def announce(job: str, run_dir: Any) -> None:
+        jobs.append(job)
         print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=output, flush=True)
 
     live = LiveLine(config)
@@ -259,10 +262,9 @@ def run_one(
         run_dir, outcome, result = execute(config, environment, location, announce, live.show, **lineage)
     finally:
         live.close()
-    block = overview(result, config)
-    if block:
-        print(f"\n{block}", file=output)
-    print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=output)
+    print_coloured(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", output)
+    if overview(result, config):
+        print(f"all figures, in the layout of trtllm-bench: llmb-run jobs log {jobs[0]}", file=output)
     for line in describe_profile(run_dir, config):
         print(line, file=output)
     if as_json:
@@ -305,7 +307,7 @@ def execute(
             result = write_result(run_dir, config)
             store.finish(job, result)
     block = overview(result, config)
-    if block and config.engine == "native":  # other engines print their own
+    if block and config.engine in ("native", "openai"):  # other engines print their own
         run_dir.add_to_log(block)
     return run_dir, outcome, result
 

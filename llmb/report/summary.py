@@ -113,11 +113,12 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
 
 def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     steady = "" if result.steady_window_s is None else "from {:.4g} to {:.4g} s".format(*result.steady_window_s)
+    per_gpu = result.output_tokens_per_s_per_gpu if (result.gpus or 0) != 1 else None
     rates = (
         ("requests", result.request_throughput, "requests/s", "finished, over the whole run"),
         ("output, whole run", result.output_tokens_per_s, "tokens/s", "generated, all GPUs together"),
         ("output, steady", result.steady_output_tokens_per_s, "tokens/s", f"while the engine was full, {steady}"),
-        ("output per GPU", result.output_tokens_per_s_per_gpu, "tokens/s", "of the whole run, for one GPU"),
+        ("output per GPU", per_gpu, "tokens/s", "of the whole run, for one GPU"),
         ("tokens/s/user", result.output_tokens_per_s_per_user, "tokens/s", "of one request, waiting included; mean"),
         ("input and output", result.total_tokens_per_s, "tokens/s", "read and generated, over the whole run"),
         ("concurrency", result.mean_concurrency, "requests", "in progress at once, on average"),
@@ -134,11 +135,11 @@ def distribution_rows(result: Result) -> Iterator[tuple[str | None, ...]]:
     speed = result.output_speed_tokens_per_s
     speeds = result.output_speed_summary_tokens_per_s or (None if speed is None else {"mean": speed})
     distributions = (
-        ("TTFT", result.ttft_ms, "ms", "from arrival to the first token"),
-        ("TPOT", result.tpot_ms, "ms", "per output token after the first"),
-        ("ITL", result.itl_ms, "ms", "between two tokens as they arrive"),
-        ("end to end", result.e2e_ms, "ms", "from arrival to the last token"),
-        ("output speed", speeds, "tokens/s", "of one request, after its first token; p99 is fast"),
+        ("TTFT", result.ttft_ms, "ms", "to the first token"),
+        ("TPOT", result.tpot_ms, "ms", "per token after it"),
+        ("ITL", result.itl_ms, "ms", "between two tokens"),
+        ("end to end", result.e2e_ms, "ms", "to the last token"),
+        ("output speed", speeds, "tokens/s", "p99 is the fastest"),
     )
     for name, values, unit, explanation in (*distributions, *load_distributions(result)):
         if values:

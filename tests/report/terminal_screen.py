@@ -3,7 +3,7 @@
 import io
 import re
 
-TOKEN = re.compile(r"\x1b\[(\d*)([A-Za-z])|(.)", re.DOTALL)
+TOKEN = re.compile(r"\x1b\[([\d;]*)([A-Za-z])|(.)", re.DOTALL)
 
 
 class Screen(io.StringIO):

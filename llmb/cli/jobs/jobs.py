@@ -107,6 +107,7 @@ def run_show(options: argparse.Namespace) -> int:
     from llmb.config.serialization import to_json
     from llmb.launch.run_folder import RunFolder
     from llmb.report.summary import summary
+    from llmb.report.terminal.colour import print_coloured
 
     with open_store() as store:
         (job,) = _refresh(store, [store.job(options.job_id)])
@@ -118,7 +119,7 @@ def run_show(options: argparse.Namespace) -> int:
         return 0
     print("\n".join(_describe(job, retries)))
     if job.status not in ("submitting", "pending"):  # which have no figures
-        print(f"\n{summary(result)}")
+        print_coloured(f"\n{summary(result)}")
     print(f"\nrun folder: {job.run_dir}")
     if not job.going:
         print("".join(f"{line}\n" for line in describe_profile(run, config)), end="")

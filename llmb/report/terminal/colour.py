@@ -19,9 +19,11 @@ RULES = tuple(
         (r"^(?P<word>warning [A-Z_]+):", DOUBTFUL),
         (r"^(?P<word>note [A-Z_]+:.*)$", MINOR),
         (r"^verdict: (?P<word>.*)$", "bold"),
-        (r"^verdict: .*?(?P<word>faster|higher|possible|more output tokens/s)", GOOD),
-        (r"^verdict: .*?(?P<word>slower|lower|impossible|not possible|fewer output tokens/s)", BAD),
-        (r"^verdict: .*?(?P<word>too few samples|no difference|; but$)", DOUBTFUL),
+        (r"^verdict: .*?(?P<word>faster|more output tokens/s)", GOOD),
+        (r"^verdict: .*?(?P<word>slower|fewer output tokens/s)", BAD),
+        (r"^verdict: .*?(?P<word>too few samples to tell|no difference|but$)", DOUBTFUL),
+        (r"^(?P<word>possible):", GOOD),
+        (r"^(?P<word>IMPOSSIBLE)\b", BAD),
     )
 )
 

@@ -2,7 +2,7 @@
 
 from io import StringIO
 
-BAR_CELLS = 20
+BAR_FRACTION = 1 / 8  # of the width
 NARROW = 60  # columns, below which the text is worth more than a bar
 
 
@@ -19,7 +19,8 @@ def progress_row(text: str, fraction: float | None, width: int, colour: bool) ->
         row.add_row(line)
     else:
         percent = Text(f"{100 * fraction:3.0f} %", no_wrap=True)
-        row.add_row(ProgressBar(total=1.0, completed=fraction, width=BAR_CELLS), percent, line)
+        cells = int(width * BAR_FRACTION)
+        row.add_row(ProgressBar(1.0, fraction, cells, complete_style="cyan", finished_style="green"), percent, line)
     captured = StringIO()
     # One column stays free: a terminal may wrap once its last one is written.
     console = Console(

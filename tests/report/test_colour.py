@@ -1,0 +1,87 @@
+"""Colours of statuses, warnings and verdicts on a terminal; plain text everywhere else, without importing Rich."""
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+from terminal_screen import Screen
+
+from llmb.report.terminal.colour import print_coloured
+
+TEXT = """\
+pretrain_llama3.1_8b: ok
+pretrain_grok1: oom (rank 3 ran out of memory)
+warning FEW_SAMPLES: only 2 steps were measured
+note PROXY: a proxy of the model
+verdict: B is faster, by 2.0 % in tokens/s; but
+IMPOSSIBLE as described: it needs 1.20 times what the chip sustains
+figure: okay [not a style] \u00b5s"""
+COLOUR = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
+
+
+class ColourScreen(Screen):
+    """Terminal that keeps what was written to it."""
+
+    def __init__(self):
+        super().__init__(200)
+        self.raw = ""
+
+    def write(self, text: str) -> int:
+        self.raw += text
+        return super().write(text)
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def printed(text):
+    screen = ColourScreen()
+    print_coloured(text, screen)
+    return screen
+
+
+def test_statuses_warnings_and_verdicts_are_coloured_and_nothing_is_changed():
+    screen = printed(TEXT)
+    assert "\n".join(screen.rows).rstrip() == TEXT
+    coloured = {text: code for code, text in COLOUR.findall(screen.raw)}
+    assert coloured["ok"] == "32"
+    assert coloured["oom (rank 3 ran out of memory)"] == "31"
+    assert coloured["warning FEW_SAMPLES"] == "33"
+    assert coloured["faster"] == "1;32"
+    assert coloured["IMPOSSIBLE"] == "31"
+    assert not any("okay" in text for text in coloured)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_can_be_refused(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    assert printed(TEXT).raw == TEXT + "\n"
+
+
+def test_lines_longer_than_the_terminal_are_left_to_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert printed("x" * 70 + " " + "y" * 70).raw.strip() == "x" * 70 + " " + "y" * 70
+
+
+def test_a_pipe_gets_plain_text():
+    out = io.StringIO()
+    print_coloured(TEXT, out)
+    assert out.getvalue() == TEXT + "\n"
+
+
+def test_nothing_imports_rich_where_no_terminal_shows_it():
+    code = (
+        "import sys, llmb.cli.llmb_run as r\n"
+        "from llmb.report.status_line import StatusLine\n"
+        "from llmb.report.terminal.colour import print_coloured\n"
+        "r.parser(); print_coloured('run: ok'); line = StatusLine(); line.draw('1/2', True, 0.5); line.close()\n"
+        "print('rich' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["run:", "ok", "False"]
+    assert done.stderr == "1/2\n"
