@@ -100,7 +100,7 @@ def _recipe_table(rows: list[dict[str, Any]], width: int) -> str:
     keys = [name for name in KEY_COLUMNS if name in present]
     header = [*keys, *(name for name in present if name not in keys)]
     cells = [[_text(row.get(name)) for name in header] for row in rows]
-    text = render(header, cells)
+    text = render(header, cells, None)
     if max(map(len, text.splitlines())) <= width or len(rows) == 1:
         return render(header, cells, width, keys=len(keys))
     common = [i for i, name in enumerate(header) if name not in keys and all(c[i] == cells[0][i] for c in cells)]

@@ -1,7 +1,7 @@
 """Plain text tables: columns as wide as their widest cell, numbers to the right, nothing that breaks in a pipe.
 
-    render(("workload", "sizes"), rows)                           one line a row, however long
-    render(("size", "gpu", "seqlen", ...), rows, 80, keys=2)      within 80 columns
+    render(("workload", "sizes"), rows)                           within the terminal; in a pipe one line a row
+    render(("size", "gpu", "seqlen", ...), rows, 80, keys=2)      within 80 columns; None: however long
 
 Within a width nothing is cut: cells break at spaces, headers after underscores, and columns for which there is still no
 space continue in a second table below, which repeats the first `keys` columns.
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 GAP = "  "  # between columns
 
@@ -25,8 +25,14 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if has_width else None
 
 
-def render(header: Sequence[str], rows: Iterable[Sequence[Any]], width: int | None = None, keys: int = 1) -> str:
+def render(
+    header: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    width: int | Literal["terminal"] | None = "terminal",
+    keys: int = 1,
+) -> str:
     """Return a table with a header line; None is shown as a dash."""
+    width = terminal_width() if width == "terminal" else width
     body = [[_cell(value) for value in row] for row in rows]
     columns = [_Column(title, [row[i] for row in body]) for i, title in enumerate(header)]
     blocks = [columns] if width is None else _blocks(columns, width, keys)

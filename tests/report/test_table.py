@@ -34,6 +34,13 @@ def test_narrow_table_breaks_cells_at_spaces_and_headers_after_underscores():
     )
 
 
+def test_a_table_fits_the_terminal_and_uses_all_of_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "36")
+    assert render(HEADER, ROWS) == render(HEADER, ROWS, 36)
+    monkeypatch.setenv("COLUMNS", "160")
+    assert render(HEADER, ROWS) == render(HEADER, ROWS, None)
+
+
 def test_columns_without_space_continue_below_with_the_keys():
     first, second = render(HEADER, ROWS, 22).split("\n\n")
     assert first.splitlines()[0].split() == ["name", "max_", "GPUs"]

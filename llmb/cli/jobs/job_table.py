@@ -79,7 +79,7 @@ def table(jobs: Sequence[Any], width: int | None = None) -> str:
     from llmb.report.table import render
 
     def draw() -> str:
-        return render(titles, list(zip(*(cells[title] for title in titles), strict=True)))
+        return render(titles, list(zip(*(cells[title] for title in titles), strict=True)), None)
 
     now = time.time()
     cells = {title: [value(job, now) for job in jobs] for title, value, _ in COLUMNS}
