@@ -14,6 +14,9 @@ from llmb.perfmodel.step_time.step_setup import StepSetup
 TILE_M, TILE_N = 128, 256  # of the largest CUTLASS and cuBLAS tiles on Hopper and Blackwell
 PADDED_N = 128  # n is computed in multiples of half a tile
 FILL_K = 128  # values of K loaded before the first product of a tile
+FILL_K_OF = {
+    "native": 0
+}  # engines that choose algorithms by trial: narrow GEMMs of Llama 1B are as fast as those of 70B
 LOST_WAVES = 0.5
 ACCUMULATE_BYTES = 8  # a weight gradient is read and written in fp32
 
@@ -37,14 +40,14 @@ class Gemm:
         return self.count * self.n * self.k
 
 
-def padded_flops(m: float, n: float, k: float, count: float, sms: int) -> float:
+def padded_flops(m: float, n: float, k: float, count: float, sms: int, fill_k: int = FILL_K) -> float:
     """Return the FLOPs of `count` equal GEMMs run together, with those of lost waves and of filling the pipeline.
 
     16,384 x 4,096 x 4,096 on 132 SMs: 2,048 tiles in 15.5 waves lose 0.5, 3.2 %; filling 128 of 4,096 costs 3.1 %.
     """
     used_m, used_n = max(m, TILE_M / 2), math.ceil(n / PADDED_N) * PADDED_N
     waves = count * max(1.0, m / TILE_M) * max(1.0, used_n / TILE_N) / sms
-    return 2.0 * count * used_m * used_n * k * (1 + min(1.0, LOST_WAVES / waves)) * (1 + FILL_K / k)
+    return 2.0 * count * used_m * used_n * k * (1 + min(1.0, LOST_WAVES / waves)) * (1 + fill_k / k)
 
 
 def block_gemms(setup: StepSetup, kind: str) -> list[Gemm]:
