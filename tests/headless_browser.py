@@ -62,8 +62,7 @@ class HeadlessBrowser:
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
         )
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        self.prefer("dark" if dark else "light")
         began = time.monotonic()
         self._call("Page.navigate", url=page.as_uri())
         while not self.evaluate(COMPLETE):
@@ -80,6 +79,10 @@ class HeadlessBrowser:
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500
         )
         self.evaluate("new Promise(done => setTimeout(done, 250))")
+
+    def prefer(self, scheme: str) -> None:
+        """Prefer light or dark pages, as the settings of a system do."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""

@@ -74,7 +74,8 @@ def pareto_figure(result: SweepResult) -> Chart:
                 "x": values(_values(result, i)[0] for i in shown), "y": values(_values(result, i)[1] for i in shown),
                 "text": [f"{result.rows[i].load:g}" for i in shown], "textposition": "top right", "cliponaxis": False,
                 "marker": {"color": colour, "size": 9, "symbol": [_symbol(result, i, symbol) for i in shown]},
-                "customdata": [plain(_hover(result, i)) for i in shown], "hovertemplate": "%{customdata}<extra></extra>",
+                "customdata": [plain(_hover(result, i)) for i in shown],
+                "hovertemplate": "%{customdata}<extra></extra>",
             }
         )  # fmt: skip
     special = {result.knee: ["knee"]} if result.knee is not None else {}
