@@ -90,9 +90,11 @@ class HeadlessBrowser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        """Write a picture of the page as PNG."""
-        path.write_bytes(b64decode(self._call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]))
+    def screenshot(self, path: Path, width: int, height: int) -> None:
+        """Write a picture of the upper part of the page as PNG."""
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        answer = self._call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        path.write_bytes(b64decode(answer["data"]))
 
     async def _connect(self, port_file: Path) -> None:
         import aiohttp

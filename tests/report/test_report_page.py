@@ -32,8 +32,8 @@ def named(charts, name):
 
 
 def test_the_top_says_what_ran_how_fast_and_is_that_good(recipes):
-    what, speed, standing = sentences(trained(recipes))
-    assert "1 x NVIDIA H200" in what
+    description, speed, standing = sentences(trained(recipes))
+    assert "1 x NVIDIA H200" in description
     assert "A step takes 4.2" in speed
     assert "MFU" in speed
     assert "times the predicted speed" in standing

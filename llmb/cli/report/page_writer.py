@@ -33,6 +33,16 @@ def write_sweep_report(folder: SweepFolder) -> str:
     return _write(folder.report_page, html)
 
 
+def write_page(page: Path, html: str) -> None:
+    """Write a page to the file that the user named."""
+    from llmb.config.serialization import write_atomic
+    from llmb.errors import ConfigError
+
+    if not page.parent.is_dir():
+        raise ConfigError(f"-o {page}: cannot write, there is no folder {page.parent}")
+    write_atomic(page, html)
+
+
 def _write(page: Path, html: Callable[[], str]) -> str:
     from llmb.config.serialization import write_atomic
     from llmb.errors import LlmbError

@@ -29,6 +29,8 @@ def add_commands(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page and print its path."""
+    from llmb.cli.report.page_writer import write_page
+
     if len(options.runs) == 1 and (sweep := _sweep(options.runs[0])) is not None:
         from llmb.cli.report.sweep_records import sweep_html
 
@@ -36,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         text = sweep_html(sweep, page)
     else:
         page, text = _runs_page(options.runs, options.output)
-    _write(page, text)
+    write_page(page, text)
     print(page)
     return 0
 
@@ -64,13 +66,3 @@ def _sweep(name: str) -> Any:
     return (
         SweepFolder.open(parent, name) if any((p / PLAN_FILE).is_file() for p in (Path(name), parent / name)) else None
     )
-
-
-def _write(page: Path, text: str) -> None:
-    from llmb.config.serialization import write_atomic
-    from llmb.launch.run_folder import write_error
-
-    try:
-        write_atomic(page, text)
-    except OSError as error:
-        raise write_error(page, error) from error

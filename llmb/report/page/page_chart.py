@@ -87,10 +87,13 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **options}
 
 
-def horizontal_line(y: float, label: str, dash: str = "dash") -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a line across the chart and its label at the right end, as a shape and an annotation."""
+def horizontal_line(
+    y: float, label: str, dash: str = "dash", left: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a line across the chart and its label at one end, as a shape and an annotation."""
     shape = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": {"dash": dash, "width": 1}}
-    note = {"xref": "paper", "x": 1, "xanchor": "right", "y": y, "yanchor": "bottom", "text": plain(label)}
+    end = {"x": 0, "xanchor": "left"} if left else {"x": 1, "xanchor": "right"}
+    note = {"xref": "paper", **end, "y": y, "yanchor": "bottom", "text": plain(label)}
     return shape, note
 
 

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from math import log10
+from math import log10, sqrt
 from typing import Any
 
 from llmb.events import RequestDone, ServingSample
@@ -14,8 +14,8 @@ from llmb.report.page.thinning import thin
 from llmb.report.table import number
 from llmb.results.serving_figures import measured_requests
 
-COLUMNS = 60  # of a histogram
-TIME_BINS = 200
+COLUMNS = (12, 60)  # of a histogram: with few samples, and at most
+TIME_BINS = 100
 WIDE = 50.0  # ratio of p99.9 to p0.1 from which on columns are equally wide on a logarithmic scale
 MOST_GAPS = 200_000  # between tokens, taken for a histogram
 MOST_TOKENS = 500_000  # counted one by one in tokens/s
@@ -67,7 +67,8 @@ def _histogram(
     ranked = sorted(samples)
     low, high = percentile(ranked, 0.1), percentile(ranked, 99.9)
     logarithmic = bool(low and high and high / low > WIDE)
-    edges = _edges(ranked[0], ranked[-1], logarithmic)
+    columns = min(max(COLUMNS[0], round(2 * sqrt(len(ranked)))), COLUMNS[1])
+    edges = _edges(ranked[0], ranked[-1], logarithmic, columns)
     counts = [bisect_right(ranked, b) - bisect_right(ranked, a) for a, b in pairwise(edges)]
     counts[0] += bisect_right(ranked, edges[0])
     traces: list[dict[str, Any]] = [
@@ -95,13 +96,13 @@ def _histogram(
     return Chart(name=name, title=title, traces=traces, layout=layout, captions=[spread], height=260)
 
 
-def _edges(low: float, high: float, logarithmic: bool) -> list[float]:
+def _edges(low: float, high: float, logarithmic: bool, columns: int) -> list[float]:
     if high <= low:
         pad = abs(low) * 0.05 or 0.5
         return [low - pad, low + pad]
     if logarithmic and low > 0:
-        return [low * (high / low) ** (i / COLUMNS) for i in range(COLUMNS)] + [high]
-    return [low + (high - low) * i / COLUMNS for i in range(COLUMNS)] + [high]
+        return [low * (high / low) ** (i / columns) for i in range(columns)] + [high]
+    return [low + (high - low) * i / columns for i in range(columns)] + [high]
 
 
 def _over_time(record: RunRecord, done: Sequence[RequestDone]) -> list[Chart | None]:

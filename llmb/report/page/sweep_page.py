@@ -56,8 +56,8 @@ def pareto_figure(result: SweepResult) -> Chart:
     traces: list[Trace] = []
     notes = []
     for v, variant in enumerate(dict.fromkeys(row.variant for row in result.rows)):
-        shown = [i for i, row in enumerate(result.rows) if row.variant == variant and None not in _values(result, i)]
-        usable = [i for i in shown if result.rows[i].excluded is None]
+        rows = [i for i, row in enumerate(result.rows) if row.variant == variant and None not in _values(result, i)]
+        usable = [i for i in rows if result.rows[i].excluded is None]
         places = [(x or 0.0, y or 0.0) for x, y in (_values(result, i) for i in usable)]
         front = sorted(places[k] for k in pareto_set(places))
         colour, name = COLOURS[v % len(COLOURS)], plain(variant or "points")
@@ -71,10 +71,10 @@ def pareto_figure(result: SweepResult) -> Chart:
         traces.append(
             {
                 "type": "scatter", "mode": "markers+text", "name": name,
-                "x": values(_values(result, i)[0] for i in shown), "y": values(_values(result, i)[1] for i in shown),
-                "text": [f"{result.rows[i].load:g}" for i in shown], "textposition": "top right", "cliponaxis": False,
-                "marker": {"color": colour, "size": 9, "symbol": [_symbol(result, i, symbol) for i in shown]},
-                "customdata": [plain(_hover(result, i)) for i in shown],
+                "x": values(_values(result, i)[0] for i in rows), "y": values(_values(result, i)[1] for i in rows),
+                "text": [f"{result.rows[i].load:g}" for i in rows], "textposition": "top right", "cliponaxis": False,
+                "marker": {"color": colour, "size": 9, "symbol": [_symbol(result, i, symbol) for i in rows]},
+                "customdata": [plain(_hover(result, i)) for i in rows],
                 "hovertemplate": "%{customdata}<extra></extra>",
             }
         )  # fmt: skip

@@ -84,7 +84,7 @@ def _step_times(record: RunRecord, steps: Sequence[StepDone]) -> Chart | None:
         if result.predicted is not None and result.predicted.metric == "step_time_s":
             lines.append((result.predicted.value, f"predicted {number(result.predicted.value)} s", "dash"))
         for value, label, dash in lines:
-            shape, note = horizontal_line(value, label, dash)
+            shape, note = horizontal_line(value, label, dash, left=dash == "dash")
             shapes.append(shape)
             notes.append(note)
         far = outliers(steps, first, last)

@@ -12,6 +12,7 @@ from llmb.report.page.run_record import RunRecord
 from llmb.report.table import number
 from llmb.results.result import Result
 
+DECODE_LIMIT = "HBM bandwidth of a decode step"  # of TPOT: a larger batch moves more tokens within it
 KIND_WORDS = {"training": "trained", "outofcore": "trained out of core", "inference": "served"}
 
 
@@ -97,14 +98,15 @@ def _standing(record: RunRecord) -> Iterator[str]:
         )
 
 
-def nearest_limit(record: RunRecord) -> Limit | None:
-    """Return the limit of the chip that the run is closest to; None: none is known."""
+def nearest_limit(record: RunRecord, of_rate: bool = False) -> Limit | None:
+    """Return the limit of the chip that the run is closest to; None: none is known. `of_rate`: of tokens/s only."""
     limits = record.explanation.limits if record.explanation is not None else ()
+    limits = tuple(limit for limit in limits if not (of_rate and limit.name == DECODE_LIMIT))
     return max(limits, key=lambda limit: limit.fraction, default=None)
 
 
 def bar_chart(record: RunRecord) -> Chart | None:
-    """Return measured, predicted, published and possible rates as bars; None without a measured rate."""
+    """Return measured, predicted, published and possible rates as bars; None where nothing is known beside it."""
     result = record.result
     rate, unit = _rate(result)
     if rate is None or result.status != "ok":
@@ -121,9 +123,11 @@ def bar_chart(record: RunRecord) -> Chart | None:
         rows.append(("predicted", rate / predicted.ratio, 1, interval))
     if result.reference is not None:
         rows.append(("published", rate / result.reference.ratio, 2, None))
-    limit = nearest_limit(record)
+    limit = nearest_limit(record, of_rate=True)
     if limit is not None:
         rows.append((f"limit of the chip ({limit.name})", rate / limit.fraction, 3, None))
+    if len(rows) == 1:
+        return None
     rows.reverse()
     traces = [
         {
@@ -142,8 +146,6 @@ def bar_chart(record: RunRecord) -> Chart | None:
         }
     ]  # fmt: skip
     captions = ["Longer is faster." + (" The line on the predicted bar is its 80 % interval." if predicted else "")]
-    if len(rows) == 1:
-        captions = ["Nothing to compare it with: see the third sentence above."]
     return Chart(
         name="standing", title=f"Measured against what was to be expected, {unit}", traces=traces, whole=True,
         layout={"xaxis": axis(unit, rangemode="tozero"), "yaxis": {"automargin": True}, "hovermode": "closest"},

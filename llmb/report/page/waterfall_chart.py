@@ -28,14 +28,16 @@ TERMS = {
     "optimizer": ("optimizer",),
     "idle": ("launch", "host", "overhead", "jitter", "engine"),
 }
+SERVING_TERMS = {"gemm": "matrix products", "memory_bound": "memory-bound work"}  # others keep their names
 ATTENTION_FLOPS_PER_MAC = 6.0  # forward and backward
+LABEL_SPACE = 1.09  # of the longest bar
 AT_PEAK = "at the chip's peak"
 NEGLIGIBLE = 1e-4  # of the step: shorter bars are left out
 BAR_STYLE = {
     AT_PEAK: (GREY, ""), "matrix products": (COLOURS[0], ""), "attention": (COLOURS[4], "/"),
     "memory-bound work": (COLOURS[5], "."), "recompute": (COLOURS[7], "x"), "communication": (COLOURS[3], "-"),
     "bubble": (COLOURS[1], "\\"), "optimizer": (COLOURS[2], "+"), "idle": (COLOURS[6], "|"),
-    "not explained": (COLOURS[1], "/"),
+    "not explained": (COLOURS[1], "/"), "launch": (COLOURS[6], "|"), "host": (COLOURS[7], "x"),
 }  # fmt: skip
 
 
@@ -151,7 +153,9 @@ def waterfall(name: str, title: str, bars: list[Bar], captions: list[str]) -> Ch
             "pattern": pattern([shape for _, shape in styles]),
         },
     }  # fmt: skip
-    layout = {"xaxis": axis("s", rangemode="tozero"), "yaxis": {"automargin": True}, "hovermode": "closest"}
+    ends = [bar.start_s + bar.seconds for bar in bars]
+    space = [min(0.0, *ends), LABEL_SPACE * max(ends)]  # a label beside the last bar has its place
+    layout = {"xaxis": axis("s", range=values(space)), "yaxis": {"automargin": True}, "hovermode": "closest"}
     return Chart(
         name=name, title=title, traces=[trace], layout=layout, captions=captions, height=80 + 34 * len(bars), whole=True
     )
@@ -166,7 +170,8 @@ def serving_charts(record: RunRecord) -> list[Chart]:
         seconds = {name.removeprefix(prefix): value for name, value in terms.items() if name.startswith(prefix)}
         bars: list[Bar] = []
         for name, value in seconds.items():
-            _append(bars, name.replace("_", " "), value, "predicted", sum(seconds.values()))
+            label = SERVING_TERMS.get(name, name.replace("_", " "))
+            _append(bars, label, value, f"predicted: {name.replace('_', ' ')}", sum(seconds.values()))
         if not bars:
             continue
         end = bars[-1].start_s + bars[-1].seconds
