@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from llmb.api.comparison import Comparison, compare
     from llmb.api.configuration import predict, resolve
     from llmb.api.local_run import run
-    from llmb.api.run_record import Result, load
     from llmb.api.stored_jobs import runs
+    from llmb.api.stored_result import Result, load
     from llmb.config.spec import Predicted, RunConfig
     from llmb.errors import ConfigError, LaunchError, LlmbError
     from llmb.results.job_store import Job
@@ -33,10 +33,10 @@ _MODULES = {
     "LaunchError": "llmb.errors",
     "LlmbError": "llmb.errors",
     "Predicted": "llmb.config.spec",
-    "Result": "llmb.api.run_record",
+    "Result": "llmb.api.stored_result",
     "RunConfig": "llmb.config.spec",
     "compare": "llmb.api.comparison",
-    "load": "llmb.api.run_record",
+    "load": "llmb.api.stored_result",
     "predict": "llmb.api.configuration",
     "resolve": "llmb.api.configuration",
     "run": "llmb.api.local_run",

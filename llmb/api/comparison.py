@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llmb.api.html_table import html_table, section
-from llmb.api.run_record import Result, load
+from llmb.api.stored_result import Result, load
 from llmb.cli.compare_read import cluster_of
 from llmb.cli.stored_runs import load_requests
 from llmb.launch.run_folder import RunFolder

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from llmb.api.run_record import Result, of_figures
+from llmb.api.stored_result import Result, of_figures
 from llmb.cli.memory_check import check_memory
 from llmb.cli.submit import check_runs_here, execute
 from llmb.config.spec import RunConfig

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 import llmb
-from llmb.api.run_record import Result
 from llmb.api.sample_rows import sample_rows
+from llmb.api.stored_result import Result
 from llmb.events import RequestDone
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -52,7 +52,7 @@ def test_docstrings_without_a_run(function):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("stored")
-@pytest.mark.parametrize("thing", [llmb.runs, llmb.load, llmb.Result, llmb.compare])
+@pytest.mark.parametrize("thing", [llmb.runs, llmb.load, llmb.Result, llmb.Result.report, llmb.compare])
 def test_docstrings_over_a_run(thing):
     done = run_docstring(thing)
     assert done.failed == 0
@@ -84,6 +84,13 @@ class TestResult:
         monkeypatch.setitem(sys.modules, "pandas", None)
         with pytest.raises(llmb.ConfigError, match=r"^to_frame\(\) needs pandas"):
             llmb.load("L1").to_frame()
+
+    def test_its_page_is_a_file_and_a_frame(self, tmp_path):
+        page = llmb.load("L1").report(tmp_path / "page.html")
+        assert page.path.read_text().lower().startswith("<!doctype html")
+        assert page._repr_html_().startswith('<iframe srcdoc="&lt;!')
+        with pytest.raises(llmb.ConfigError, match="there is no folder"):
+            llmb.load("L1").report(tmp_path / "missing" / "page.html")
 
     def test_compare_of_several_runs_has_an_entry_for_each(self):
         result = llmb.load("L1")

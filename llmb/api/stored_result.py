@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmb.api.html_table import html_table, section
+from llmb.api.inline_page import InlinePage
 from llmb.api.sample_rows import sample_rows
 from llmb.cli.jobs.jobs import open_run
+from llmb.cli.report.page_writer import write_page
+from llmb.cli.report.run_records import run_record
 from llmb.cli.stored_runs import load_events, load_run
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.events import RequestDone, StepDone
 from llmb.launch.run_folder import RunFolder
+from llmb.report.page.run_page import run_page
 from llmb.report.summary import DISTRIBUTION_HEADER, FIGURE_HEADER, distribution_rows, figure_rows, summary
 from llmb.report.table import number
 from llmb.results.job_store import Job
@@ -64,6 +68,18 @@ class Result(Figures):
         except ImportError as error:
             raise ConfigError("to_frame() needs pandas, which is not installed: pip install pandas") from error
         return DataFrame(sample_rows(self.samples))
+
+    def report(self, path: str | Path | None = None) -> InlinePage:
+        """Write the HTML page of `llmb-run report`, into the run's folder unless told otherwise; a notebook shows it.
+
+        >>> page = llmb.load("L1").report()
+        >>> page.path.name
+        'report.html'
+        """
+        folder = RunFolder.open(self.folder)
+        page = (folder.report_page if path is None else Path(path)).absolute()
+        write_page(page, run_page(run_record(folder, page)))
+        return InlinePage(page)
 
     def __repr__(self) -> str:
         rate = self.output_tokens_per_s if self.tokens_per_s is None else self.tokens_per_s
