@@ -13,15 +13,16 @@ from typing import Any
 from llmb import __version__
 from llmb.cli import (
     archive_import,
-    compare_read,
     list_show,
     load,
     plan,
     probe_command,
+    read_timing,
     serve,
     submit,
     tokenize,
 )
+from llmb.cli.compare import compare_command
 from llmb.cli.jobs import jobs
 from llmb.cli.predictions import predict
 from llmb.cli.subcommand import Parser, add_help_command
@@ -39,8 +40,8 @@ exit codes: 0 success, 1 wrong request, 2 the system or a run failed
 completion: eval "$(llmb-run completion bash)"
 """
 MODULES: tuple[Any, ...] = (
-    submit, serve, load, sweep_command, list_show, plan, predict, tune_command, probe_command, jobs, compare_read,
-    archive_import, tokenize,
+    submit, serve, load, sweep_command, list_show, plan, predict, tune_command, probe_command, jobs, compare_command,
+    read_timing, archive_import, tokenize,
 )  # fmt: skip
 
 
