@@ -6,7 +6,10 @@ speed_ratio(seconds_per_token_a, seconds_per_token_b, "tokens/s") -> SpeedRatio(
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmb.config.lr_schedule import configured_tokens_per_step
+from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.results.median_interval import MedianInterval, median_interval, ratio_of
+from llmb.results.result import Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +47,13 @@ def ratio_of_speeds(a: MedianInterval, b: MedianInterval, unit: str) -> SpeedRat
     """Return the speed of B over that of A from intervals of their median times."""
     times = ratio_of(a, b)
     return SpeedRatio(ratio=times.ratio, low=times.low, high=times.high, unit=unit, times=(a, b))
+
+
+def tokens_per_step(config: RunConfig | None, result: Result) -> float | None:
+    """Return the tokens of an optimizer step, as recorded or else as configured."""
+    if result.tokens_per_s is not None and result.step_time_s is not None:
+        return result.tokens_per_s * result.step_time_s.median
+    work = config.workload if config is not None else None
+    if isinstance(work, Training) or (isinstance(work, OutOfCore) and work.plan is not None):
+        return configured_tokens_per_step(work)
+    return None

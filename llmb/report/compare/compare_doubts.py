@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from llmb.config.lr_schedule import configured_tokens_per_step
 from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.report.compare.compare_serving import load_doubts
 from llmb.results.result import Result
+from llmb.results.speed_ratio import tokens_per_step
 
 # Warnings of a Result that say that its figures may not be those of the configuration.
 MEASUREMENT_WARNINGS = {
@@ -34,16 +34,6 @@ def doubts(a: Run, b: Run, labels: Labels = ("A", "B")) -> Iterator[str]:
     yield from _about_ranks(a[1], b[1], labels)
     yield from _about_model(a, b, labels)
     yield from _about_work(a, b, labels)
-
-
-def tokens_per_step(config: RunConfig | None, result: Result) -> float | None:
-    """Return the tokens of an optimizer step, as recorded or else as configured."""
-    if result.tokens_per_s is not None and result.step_time_s is not None:
-        return result.tokens_per_s * result.step_time_s.median
-    work = config.workload if config is not None else None
-    if isinstance(work, Training) or (isinstance(work, OutOfCore) and work.plan is not None):
-        return configured_tokens_per_step(work)
-    return None
 
 
 def _about_hardware(a: Result, b: Result, labels: Labels) -> Iterator[str]:

@@ -14,14 +14,12 @@ from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.metrics import TimedRequest
-from llmb.report.compare.compare_doubts import doubts, tokens_per_step
+from llmb.report.compare.compare_doubts import doubts
 from llmb.report.compare.compare_serving import serving_verdict
+from llmb.results.differing_settings import differing_fields
 from llmb.results.request_bootstrap import RequestRatio, request_ratios
 from llmb.results.result import Result
-from llmb.results.speed_ratio import SpeedRatio, speed_ratio
-
-# Fields that tell runs apart without making them different experiments.
-IDENTITY = {"name", "overrides", "recipe_row", "reference", "environment", "workload.prediction"}
+from llmb.results.speed_ratio import SpeedRatio, speed_ratio, tokens_per_step
 
 FIGURES = (
     "tokens_per_s",
@@ -107,25 +105,6 @@ def _conclusion(speed: SpeedRatio | None, label: str) -> str:
     change = f"{100 * abs(speed.ratio - 1):.1f} % {'more' if speed.ratio > 1 else 'fewer'}"
     advice = "a run has one figure and no interval: repeat each (-r 5) to see the noise"
     return f"{label} generates {change} {speed.unit}; {advice}"
-
-
-def differing_fields(configs: Sequence[RunConfig | None]) -> dict[str, list[Any]]:
-    """Return the settings in which configurations differ, with the value of each."""
-    flat = [_flat(to_plain(config)) for config in configs]
-    keys = sorted(set().union(*flat))
-    values = {key: [fields.get(key) for fields in flat] for key in keys}
-    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        path = f"{prefix}.{key}" if prefix else key
-        if path not in IDENTITY:
-            flat |= _flat(item, path)
-    return flat
 
 
 def figures_of(config: RunConfig | None, result: Result) -> dict[str, float | None]:
