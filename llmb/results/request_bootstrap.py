@@ -17,7 +17,7 @@ from math import ceil
 
 from llmb.perfmodel import metrics
 from llmb.perfmodel.metrics import TimedRequest
-from llmb.results.median_interval import MedianInterval
+from llmb.results.compare.median_interval import MedianInterval
 
 BLOCKS = 50
 FEWEST_BLOCKS = 10  # for an interval

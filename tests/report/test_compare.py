@@ -16,8 +16,8 @@ from llmb.errors import ConfigError
 from llmb.events import RequestDone, RunEnded, RunStarted, StepDone
 from llmb.report.compare.compare_text import text
 from llmb.report.compare.run_pair import compare
+from llmb.results.compare.speed_ratio import speed_ratio
 from llmb.results.derive import derive
-from llmb.results.speed_ratio import speed_ratio
 
 
 def noisy(mean, count=20, spread=0.01, seed=1):

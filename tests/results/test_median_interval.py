@@ -5,9 +5,9 @@ import random
 import pytest
 
 from llmb.errors import ConfigError
-from llmb.results.median_interval import MOST_BLOCKS, block_length, median_interval, ratio_of
+from llmb.results.compare.median_interval import MOST_BLOCKS, block_length, median_interval, ratio_of
+from llmb.results.compare.student import student_quantile
 from llmb.results.repeats import T_95
-from llmb.results.student import student_quantile
 
 
 def series(n, correlation=0.0, seed=1, mean=1.0, spread=0.01):

@@ -34,7 +34,7 @@ def add_commands(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write a baseline, or print one line and return whether the limit holds."""
     from llmb.config.serialization import build, read_json, to_json, to_plain, write_atomic
-    from llmb.results.baseline import Baseline, baseline_of, check_comparable, judge
+    from llmb.results.compare.baseline import Baseline, baseline_of, check_comparable, judge
 
     limit = percentage(options.max_slowdown, "--max-slowdown")
     current = baseline_of([_measured(name) for name in options.runs])

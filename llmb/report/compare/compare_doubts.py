@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from llmb.config.spec import OutOfCore, RunConfig, Training
 from llmb.report.compare.compare_serving import load_doubts
+from llmb.results.compare.speed_ratio import tokens_per_step
 from llmb.results.result import Result
-from llmb.results.speed_ratio import tokens_per_step
 
 # Warnings of a Result that say that its figures may not be those of the configuration.
 MEASUREMENT_WARNINGS = {

@@ -6,7 +6,7 @@ from typing import Any
 from llmb.report.compare.compare_serving import METHOD
 from llmb.report.compare.run_pair import same_size
 from llmb.report.table import number, render
-from llmb.results.median_interval import FEWEST_BLOCKS
+from llmb.results.compare.median_interval import FEWEST_BLOCKS
 
 
 def text(compared: dict[str, Any]) -> str:

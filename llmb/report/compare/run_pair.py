@@ -2,7 +2,7 @@
 
 The speed of training is tokens over time, whatever the batch; that of serving is output tokens over time. The ratio is
 that of the medians, which the figures print too. Its interval accounts for the correlation of neighbouring steps
-(`llmb/results/median_interval.py`). The intervals of serving come from its requests
+(`llmb/results/compare/median_interval.py`). The intervals of serving come from its requests
 (`llmb/results/request_bootstrap.py`); totals of another engine have none. Whatever keeps the ratio from answering the
 question stands in the verdict.
 """
@@ -16,10 +16,10 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.metrics import TimedRequest
 from llmb.report.compare.compare_doubts import doubts
 from llmb.report.compare.compare_serving import serving_verdict
-from llmb.results.differing_settings import differing_fields
+from llmb.results.compare.differing_settings import differing_fields
+from llmb.results.compare.speed_ratio import SpeedRatio, speed_ratio, tokens_per_step
 from llmb.results.request_bootstrap import RequestRatio, request_ratios
 from llmb.results.result import Result
-from llmb.results.speed_ratio import SpeedRatio, speed_ratio, tokens_per_step
 
 FIGURES = (
     "tokens_per_s",

@@ -13,7 +13,7 @@ from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.metrics import TimedRequest
 from llmb.report.compare.run_pair import compare, figures_of
-from llmb.results.differing_settings import differing_fields
+from llmb.results.compare.differing_settings import differing_fields
 from llmb.results.result import Result
 
 

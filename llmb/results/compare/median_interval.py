@@ -22,7 +22,7 @@ from statistics import NormalDist, median
 
 from llmb.errors import ConfigError
 from llmb.perfmodel.metrics import percentile
-from llmb.results.student import student_quantile
+from llmb.results.compare.student import student_quantile
 
 CONFIDENCE = 0.95
 FEWEST_SAMPLES = 5  # for an interval

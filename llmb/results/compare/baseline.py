@@ -19,12 +19,12 @@ from llmb.config.serialization import to_json
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.metrics import TimedRequest
-from llmb.results.differing_settings import settings_of
-from llmb.results.median_interval import CONFIDENCE, MedianInterval, median_interval, ratio_of
+from llmb.results.compare.differing_settings import settings_of
+from llmb.results.compare.median_interval import CONFIDENCE, MedianInterval, median_interval, ratio_of
+from llmb.results.compare.speed_ratio import tokens_per_step
+from llmb.results.compare.student import student_quantile
 from llmb.results.request_bootstrap import request_times
 from llmb.results.result import Result
-from llmb.results.speed_ratio import tokens_per_step
-from llmb.results.student import student_quantile
 
 MeasuredRun = tuple[RunConfig, Result, Sequence[TimedRequest]]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llmb.config.lr_schedule import configured_tokens_per_step
 from llmb.config.spec import OutOfCore, RunConfig, Training
-from llmb.results.median_interval import MedianInterval, median_interval, ratio_of
+from llmb.results.compare.median_interval import MedianInterval, median_interval, ratio_of
 from llmb.results.result import Result
 
 
@@ -57,3 +57,11 @@ def tokens_per_step(config: RunConfig | None, result: Result) -> float | None:
     if isinstance(work, Training) or (isinstance(work, OutOfCore) and work.plan is not None):
         return configured_tokens_per_step(work)
     return None
+
+
+def time_per_token(config: RunConfig | None, result: Result) -> float | None:
+    """Return seconds per token of training, or per output token of serving; None: neither is known."""
+    tokens = tokens_per_step(config, result)
+    if result.step_time_s is not None and tokens:
+        return result.step_time_s.median / tokens
+    return 1 / result.output_tokens_per_s if result.output_tokens_per_s else None
