@@ -6,11 +6,11 @@ from typing import Any
 
 from llmb.api.html_table import html_table, section
 from llmb.api.stored_result import Result, load
-from llmb.cli.compare_read import cluster_of
-from llmb.cli.stored_runs import load_requests
+from llmb.cli.compare.compare_command import compared_run
 from llmb.launch.run_folder import RunFolder
-from llmb.report.compare import compare as compare_pair
-from llmb.report.compare import text
+from llmb.report.compare.compare_export import set_markdown
+from llmb.report.compare.compare_text import set_text
+from llmb.report.compare.run_set import compare_runs
 from llmb.report.table import number
 from llmb.results.job_store import Job
 
@@ -21,32 +21,49 @@ class Comparison:
 
     baseline: Result
     runs: tuple[Result, ...]  # without the baseline
-    details: tuple[dict[str, Any], ...]  # what `llmb-run compare --json` prints
+    data: dict[str, Any]  # everything, as plain data: what `llmb-run compare --json` prints of several runs
 
     @property
     def speedups(self) -> tuple[float | None, ...]:
         """Speeds in tokens/s over that of the baseline: above 1 is faster; None: the runs share no figure of speed."""
-        return tuple(each["speed"]["ratio"] if each["speed"] else None for each in self.details)
+        return tuple(each["speed"]["ratio"] if each["speed"] else None for each in self.data["comparisons"])
 
     @property
     def intervals(self) -> tuple[tuple[float, float] | None, ...]:
         """95 % intervals of the speedups; None: too few samples."""
-        speeds = [each["speed"] for each in self.details]
+        speeds = [each["speed"] for each in self.data["comparisons"]]
         return tuple((s["low"], s["high"]) if s and s["low"] is not None else None for s in speeds)
 
     @property
     def verdicts(self) -> tuple[str, ...]:
-        """A sentence each, in which A is the baseline and B the other run."""
-        return tuple(each["verdict"] for each in self.details)
+        """A sentence each, in which A is the baseline and B, C, ... are the other runs."""
+        return tuple(each["verdict"] for each in self.data["comparisons"])
+
+    def to_markdown(self) -> str:
+        """Return the comparison as a comment of a pull request."""
+        return set_markdown(self.data)
 
     def __repr__(self) -> str:
         return f"<llmb.Comparison {'; '.join(self.verdicts)}>"
 
     def __str__(self) -> str:
-        return "\n\n".join(map(text, self.details))
+        return set_text(self.data)
 
     def _repr_html_(self) -> str:
-        return "".join(map(_html, self.details))
+        labels = [run["label"] for run in self.data["runs"]]
+        header = [f"{run['label']}: {run['name']}" for run in self.data["runs"]]
+        ratios = [f"{label}/{labels[0]}" for label in labels[1:]]
+        figures = [
+            (each["figure"], *map(_number, each["values"]), *map(_number, each["ratios"]))
+            for each in self.data["figures"]
+        ]
+        differing = [(field, *values) for field, values in self.data["differing"].items()]
+        return section(
+            "; ".join(self.verdicts),
+            html_table(("figure", *header, *ratios), figures),
+            html_table(("differing field", *labels), differing) if differing else "",
+            notes=dict.fromkeys(doubt for each in self.data["comparisons"] for doubt in each["doubts"]),
+        )
 
 
 def compare(
@@ -60,28 +77,10 @@ def compare(
     >>> compared.speedups, len(compared.verdicts)
     ((1.0,), 1)
     """
-    baseline, *others = (run if isinstance(run, Result) else load(run) for run in (a, b, *more))
-    details = tuple(_pair(baseline, other, force) for other in others)
-    return Comparison(baseline=baseline, runs=tuple(others), details=details)
+    baseline, *others = results = [run if isinstance(run, Result) else load(run) for run in (a, b, *more)]
+    runs = [compared_run(RunFolder.open(result.folder), result.config, result) for result in results]
+    return Comparison(baseline=baseline, runs=tuple(others), data=compare_runs(runs, force))
 
 
-def _pair(a: Result, b: Result, force: bool) -> dict[str, Any]:
-    folders = [RunFolder.open(result.folder) for result in (a, b)]
-    return compare_pair(
-        (a.config, a),
-        (b.config, b),
-        force,
-        (cluster_of(folders[0]), cluster_of(folders[1])),
-        (load_requests(folders[0], a.config), load_requests(folders[1], b.config)),
-    )
-
-
-def _html(details: dict[str, Any]) -> str:
-    differing = [(field, *values) for field, values in details["differing"].items()]
-    figures = [(each["figure"], *(number(each[key]) for key in ("a", "b", "ratio"))) for each in details["figures"]]
-    return section(
-        f"verdict: {details['verdict']}",
-        html_table(("figure", f"A: {details['a']}", f"B: {details['b']}", "B/A"), figures),
-        html_table(("differing field", "A", "B"), differing) if differing else "",
-        notes=details["doubts"],
-    )
+def _number(value: float | None) -> str | None:
+    return None if value is None else number(value)

@@ -13,15 +13,16 @@ from typing import Any
 from llmb import __version__
 from llmb.cli import (
     archive_import,
-    compare_read,
     list_show,
     load,
     plan,
     probe_command,
+    read_timing,
     serve,
     submit,
     tokenize,
 )
+from llmb.cli.compare import ab_command, compare_command, gate_command
 from llmb.cli.explain import explain_command
 from llmb.cli.jobs import jobs
 from llmb.cli.predictions import predict
@@ -43,7 +44,7 @@ completion: eval "$(llmb-run completion bash)"
 """
 MODULES: tuple[Any, ...] = (
     submit, serve, load, sweep_command, list_show, plan, predict, explain_command, tune_command, probe_command, jobs,
-    compare_read, report_command, archive_import, tokenize,
+    compare_command, ab_command, gate_command, report_command, read_timing, archive_import, tokenize,
 )  # fmt: skip
 
 

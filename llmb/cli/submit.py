@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.launch.secrets import mask
 
     recipes = run_options.load_recipes()
-    tasks, location = _tasks(options, recipes), submit_slurm.run_location(options, os.environ)
+    tasks, location = tasks_of(options, recipes), submit_slurm.run_location(options, os.environ)
     dry = options.dry_run or options.on == "dry"
     if options.one_rank is not None and location != "local":
         raise ConfigError("--one-rank runs on one GPU of this machine, not through Slurm; add --on local")
@@ -105,7 +105,7 @@ def _print_departures(resolved: list[tuple[Any, Any]], as_json: bool) -> None:
         print(f"departs from the recipe: {line}", file=sys.stderr if as_json else sys.stdout, flush=True)
 
 
-def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
+def tasks_of(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     """Return the tasks of the flags or the bulk file; an `--env` that names a setting becomes one."""
     from llmb.cli import run_options
     from llmb.config.bulk_file import read_bulk
@@ -118,7 +118,7 @@ def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     if not options.file and bool((options.workload or "").strip(", ")) == options.all:
         wrong = "--all and -w exclude each other" if options.all else "no workload is named"
         raise ConfigError(f"{wrong}; give -w WORKLOAD (see llmb-run list), a bulk file with -f, or --all")
-    environment = _environment(options.env)
+    environment = parse_environment(options.env)
     settings = [
         Setting(field=VARIABLES[k], value=v, source=f"--env {k}") for k, v in environment.items() if k in VARIABLES
     ]
@@ -130,7 +130,8 @@ def _tasks(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     return largest_first([with_settings(task, settings, for_ranks) for task in tasks])
 
 
-def _environment(pairs: list[str]) -> dict[str, str]:
+def parse_environment(pairs: list[str]) -> dict[str, str]:
+    """Return the variables of NAME=VALUE pairs."""
     from llmb.errors import ConfigError
 
     variables = {}
@@ -221,7 +222,7 @@ def run_repeatedly(
     results: list[Any] = []
     interrupted = False
     while len(codes) < repeats and not interrupted:
-        code, interrupted, result = run_one(config, environment, as_json, location, report)
+        code, interrupted, result = run_one(config, environment, as_json, location, report=report)
         codes.append(code)
         results.append(result)
     table = repeat_table.repeats(results)
@@ -241,11 +242,18 @@ def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: 
 
 
 def run_one(
-    config: Any, environment: dict[str, str], as_json: bool, location: str, report: bool = True, **lineage: Any
+    config: Any,
+    environment: dict[str, str],
+    as_json: bool,
+    location: str,
+    *,
+    report: bool = True,
+    python: str = sys.executable,
+    **lineage: Any,
 ) -> tuple[int, bool, Any]:
     """Run once and print the result; return exit code, whether it was interrupted, and the result.
 
-    `lineage`: retry_of and attempt of a retry.
+    `lineage`: retry_of and attempt of a retry. `python`: the interpreter of local ranks.
     """
     from llmb.cli.profile_pictures import describe_profile
     from llmb.cli.report.page_writer import write_report
@@ -264,7 +272,7 @@ def run_one(
 
     live = LiveLine(config)
     try:
-        run_dir, outcome, result = execute(config, environment, location, announce, live.show, **lineage)
+        run_dir, outcome, result = execute(config, environment, location, announce, live.show, python=python, **lineage)
     finally:
         live.close()
     print_coloured(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", output)
@@ -287,6 +295,7 @@ def execute(
     location: str,
     announce: Callable[[str, Any], None],
     on_event: Callable[[Any], None],
+    python: str = sys.executable,
     **lineage: Any,
 ) -> tuple[Any, Any, Any]:
     """Run once, from folder to stored result; return run folder, outcome and result.
@@ -309,7 +318,7 @@ def execute(
         job = _add_job(store, config, run_dir, location, **lineage)
         announce(job, run_dir)
         try:
-            outcome = _launch(config, run_dir, environment, on_event, location)
+            outcome = _launch(config, run_dir, environment, on_event, location, python)
         finally:
             result = write_result(run_dir, config)
             store.finish(job, result)
@@ -334,13 +343,13 @@ def _add_job(store: Any, config: Any, run_dir: Any, location: str, **lineage: An
     return store.add(config, run_dir.path, "slurm", store.free_id(slurm_id), nodes=os.environ.get("SLURM_JOB_NODELIST"))
 
 
-def _launch(config: Any, run_dir: Any, environment: dict[str, str], on_event: Any, location: str) -> Any:
+def _launch(config: Any, run_dir: Any, environment: dict[str, str], on_event: Any, location: str, python: str) -> Any:
     from llmb.cli.run_options import cluster_here
     from llmb.launch.command import engine_command
     from llmb.launch.local import run_local
 
     if location == "local":
-        command = engine_command(config, run_dir, sys.executable)
+        command = engine_command(config, run_dir, python)
         return run_local(config, run_dir, command, environment, on_event, config.limits.time_limit_s)
     from llmb.cli.job_runner import run_in_allocation
     from llmb.cli.submit_batch import container_flags, rank_settings

@@ -127,9 +127,16 @@ def engine_environment(config: RunConfig, environ: Mapping[str, str], overrides:
     settings |= {name: value for name, value in defaults.items() if name not in explicit}
     if nsys_command.is_used(config):
         settings[NSIGHT_VARIABLE] = "1"
+    if _has_package(overrides.get("PYTHONPATH", "")):  # ranks of another checkout
+        return settings
     if path := python_path(explicit.get("PYTHONPATH", ""), defaults.get("PYTHONPATH", "")):
         settings["PYTHONPATH"] = path
     return settings
+
+
+def _has_package(path: str) -> bool:
+    """Return whether the first folder of a PYTHONPATH is a checkout of llmb."""
+    return bool(path) and (Path(path.split(os.pathsep)[0]) / "llmb" / "__init__.py").exists()
 
 
 def python_path(*python_paths: str) -> str:

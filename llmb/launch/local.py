@@ -30,7 +30,7 @@ from llmb.config.spec import RunConfig, Status
 from llmb.errors import LaunchError
 from llmb.events import HANG_REPORT_SIGNAL, Event, RunEnded
 from llmb.launch import supervisor
-from llmb.launch.command import engine_environment, job_script
+from llmb.launch.command import engine_environment, job_script, python_path
 from llmb.launch.engine_log import read_log_tail
 from llmb.launch.event_tail import EventTails, append_run_end
 from llmb.launch.hang_detector import HangDetector
@@ -202,7 +202,7 @@ class _Engine:
             request["launcher_signal"] = int(launcher.stop_signal)
         self._request = json.dumps(request).encode()
         self._report = b""
-        path = {"PYTHONPATH": settings["PYTHONPATH"]} if "PYTHONPATH" in settings else {}
+        path = {"PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))}  # of this checkout, whatever the ranks use
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", supervisor.__name__, str(run_folder.path), str(run_folder.restart)],

@@ -17,6 +17,7 @@ from math import ceil
 
 from llmb.perfmodel import metrics
 from llmb.perfmodel.metrics import TimedRequest
+from llmb.results.compare.median_interval import MedianInterval
 
 BLOCKS = 50
 FEWEST_BLOCKS = 10  # for an interval
@@ -92,6 +93,29 @@ def request_ratios(a: Sequence[TimedRequest], b: Sequence[TimedRequest]) -> list
     return ratios
 
 
+def request_times(requests: Sequence[TimedRequest]) -> dict[str, MedianInterval]:
+    """Return the time per output token of the whole load (s) and mean latencies (ms) of one run with intervals.
+
+    The estimate is a mean, in the place of the median.
+    """
+    whole = metrics.throughput(requests)
+    times = {}
+    for figure, (sums, higher_is_better) in FIGURES.items() if whole is not None else ():
+        blocks = _blocks(requests, sums)
+        value = _quotient(blocks)
+        if not value or whole is None:
+            continue
+        low, high = _interval(blocks, None, 1.0)
+        if higher_is_better:  # output tokens/s
+            scale = whole.mean_concurrency
+            value, low, high = 1 / (value * scale), high and 1 / (high * scale), low and 1 / (low * scale)
+        n = len(requests)
+        times[figure] = MedianInterval(
+            median=value, low=low, high=high, n=n, block=ceil(n / BLOCKS), blocks=len(blocks)
+        )
+    return times
+
+
 def _blocks(requests: Sequence[TimedRequest], sums: Callable[[TimedRequest], Sums]) -> list[Sums]:
     """Return the sums of each block of neighbours; the last block may be smaller."""
     ordered = [sums(request) for request in sorted(requests, key=lambda request: request.arrival)]
@@ -105,13 +129,13 @@ def _quotient(blocks: Sequence[Sums]) -> float | None:
     return top / bottom if bottom > 0 else None
 
 
-def _interval(a: list[Sums], b: list[Sums], scale: float) -> tuple[float | None, float | None]:
-    if min(len(a), len(b)) < FEWEST_BLOCKS:
+def _interval(a: list[Sums], b: list[Sums] | None, scale: float) -> tuple[float | None, float | None]:
+    """Return the interval of B over A; without B that of A."""
+    if len(a) < FEWEST_BLOCKS or (b is not None and len(b) < FEWEST_BLOCKS):
         return None, None
     chance = random.Random(SEED)
-    resampled = (
-        (_quotient(chance.choices(a, k=len(a))), _quotient(chance.choices(b, k=len(b)))) for _ in range(2 * RESAMPLES)
-    )
+    pairs = ((a, b) for _ in range(2 * RESAMPLES)) if b is not None else (([(1.0, 1.0)], a) for _ in range(RESAMPLES))
+    resampled = ((_quotient(chance.choices(x, k=len(x))), _quotient(chance.choices(y, k=len(y)))) for x, y in pairs)
     ratios = sorted(islice((y / x * scale for x, y in resampled if x and y), RESAMPLES))
     if len(ratios) < RESAMPLES:
         return None, None

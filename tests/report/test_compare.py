@@ -14,7 +14,9 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.errors import ConfigError
 from llmb.events import RequestDone, RunEnded, RunStarted, StepDone
-from llmb.report.compare import compare, speed_ratio, text
+from llmb.report.compare.compare_text import text
+from llmb.report.compare.run_pair import compare
+from llmb.results.compare.speed_ratio import speed_ratio
 from llmb.results.derive import derive
 
 
@@ -25,11 +27,11 @@ def noisy(mean, count=20, spread=0.01, seed=1):
 
 def test_a_real_difference_is_seen_and_noise_is_not():
     faster = speed_ratio(noisy(1.0, seed=1), noisy(0.9, seed=2))
-    assert faster.words.startswith("B is faster, by 11")
+    assert faster.words().startswith("B is faster, by 11")
     assert faster.low < 1 / 0.9 < faster.high
-    assert speed_ratio(noisy(0.9, seed=3), noisy(1.0, seed=4)).words.startswith("B is slower")
-    assert speed_ratio(noisy(1.0, seed=5), noisy(1.0, seed=6)).words == "no difference seen in steps/s"
-    assert "too few" in speed_ratio([1.0, 1.0], [0.5, 0.5]).words
+    assert speed_ratio(noisy(0.9, seed=3), noisy(1.0, seed=4)).words().startswith("B is slower")
+    assert speed_ratio(noisy(1.0, seed=5), noisy(1.0, seed=6)).words() == "no difference seen in steps/s"
+    assert "too few" in speed_ratio([1.0, 1.0], [0.5, 0.5]).words()
 
 
 def test_one_slow_step_does_not_move_the_verdict():

@@ -1,4 +1,4 @@
-"""`llmb-run compare`, `read` and `timing`: figures of finished runs, ours or of other engines."""
+"""`llmb-run read` and `timing`: figures of finished runs, ours or of other engines."""
 
 import argparse
 from pathlib import Path
@@ -8,16 +8,7 @@ from llmb.cli.subcommand import command
 
 
 def add_commands(commands: Any) -> None:
-    """Register compare, read and timing."""
-    compare = command(
-        commands, "compare", run_compare, "is run B faster than run A?",
-        "llmb-run compare L1 L2", "llmb-run compare RUN_FOLDER_A RUN_FOLDER_B",
-    )  # fmt: skip
-    compare.add_argument("a", help="a job id or a run folder")
-    compare.add_argument("b", help="a job id or a run folder")
-    compare.add_argument("--force", action="store_true", help="compare different workloads anyway")
-    compare.add_argument("--json", action="store_true", help="as JSON")
-
+    """Register read and timing."""
     read = command(
         commands, "read", run_read, "figures from another engine's log",
         "llmb-run read log-pretrain.out", "llmb-run read nccl.log --reader nccl --json",
@@ -49,33 +40,6 @@ def _window(text: str) -> tuple[int, int]:
     if not (dash and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
         raise ConfigError(f"--window: expected FIRST-LAST such as 35-44, got {text!r}")
     return int(first), int(last)
-
-
-def run_compare(options: argparse.Namespace) -> int:
-    """Print differing fields, ratios with an interval, and a verdict."""
-    from llmb.cli.jobs.jobs import open_run
-    from llmb.cli.stored_runs import load_requests, load_run
-    from llmb.config.serialization import to_json
-    from llmb.report.compare import compare, text
-    from llmb.report.terminal.colour import print_coloured
-
-    a, b = open_run(options.a), open_run(options.b)
-    run_a, run_b = load_run(a), load_run(b)
-    requests = load_requests(a, run_a[0]), load_requests(b, run_b[0])
-    compared = compare(run_a, run_b, options.force, (cluster_of(a), cluster_of(b)), requests)
-    if options.json:
-        print(to_json(compared))
-    else:
-        print_coloured(text(compared))
-    return 0
-
-
-def cluster_of(run: Any) -> str | None:
-    """Return the cluster of an imported run, or None for a run of this installation."""
-    from llmb.launch.archive.run_origin import read_origin
-
-    origin = read_origin(run)
-    return origin.cluster if origin else None
 
 
 def run_read(options: argparse.Namespace) -> int:

@@ -20,40 +20,42 @@ Run = tuple[RunConfig | None, Result]
 Load = Inference | LoadSettings
 
 
-def serving_verdict(ratios: Sequence[RequestRatio]) -> str:
+def serving_verdict(ratios: Sequence[RequestRatio], label: str = "B") -> str:
     """Return the verdict in one sentence."""
-    clauses = [_clause(ratio) for ratio in ratios]
+    clauses = [_clause(ratio, label) for ratio in ratios]
     return clauses[0] + (f"; {', '.join(clauses[1:])}" if clauses[1:] else "")
 
 
-def _clause(ratio: RequestRatio) -> str:
+def _clause(ratio: RequestRatio, label: str) -> str:
     name, percent = NAMES[ratio.figure], f"{100 * abs(ratio.ratio - 1):.1f} %"
     uncertain = " (too few requests to tell)" if ratio.differs is None else ""
     if ratio.differs is False:
         return f"no difference seen in {name}"
     if ratio.higher_is_better:
-        return f"B generates {percent} {'more' if ratio.ratio > 1 else 'fewer'} {name}{uncertain}"
+        return f"{label} generates {percent} {'more' if ratio.ratio > 1 else 'fewer'} {name}{uncertain}"
     return f"{name} {percent} {'longer' if ratio.ratio > 1 else 'shorter'}{uncertain}"
 
 
-def load_doubts(a: Run, b: Run) -> Iterator[str]:
+def load_doubts(a: Run, b: Run, labels: tuple[str, str]) -> Iterator[str]:
     """Yield how the loads differ: lengths, concurrency and rate change every figure, whatever the engine."""
+    first, second = labels
     work_a, work_b = (config.workload if config is not None else None for config, _ in (a, b))
     if not isinstance(work_a, Inference | LoadSettings) or not isinstance(work_b, Inference | LoadSettings):
         return
     if _lengths(work_a) != _lengths(work_b):
-        yield f"their requests differ: A {_describe(work_a)}, B {_describe(work_b)}"
+        yield f"their requests differ: {first} {_describe(work_a)}, {second} {_describe(work_b)}"
     if work_a.rate != work_b.rate:
-        yield f"their rates differ: A {_rate(work_a)}, B {_rate(work_b)}; a higher rate raises tokens/s and latencies"
+        rates = f"{first} {_rate(work_a)}, {second} {_rate(work_b)}"
+        yield f"their rates differ: {rates}; a higher rate raises tokens/s and latencies"
     elif work_a.rate is not None:
         yield f"both were sent {work_a.rate:g} requests/s: while a server keeps up, only its latencies tell its speed"
     elif work_a.concurrency != work_b.concurrency:
         yield (
-            f"their concurrency differs: A {_most(work_a)}, B {_most(work_b)}; "
+            f"their concurrency differs: {first} {_most(work_a)}, {second} {_most(work_b)}; "
             "with more requests at once, tokens/s and latencies rise together"
         )
     elif _differ(*(loads := [result.mean_concurrency for _, result in (a, b)])):
-        yield f"the concurrency reached differs: A {loads[0]:.4g}, B {loads[1]:.4g} on average"
+        yield f"the concurrency reached differs: {first} {loads[0]:.4g}, {second} {loads[1]:.4g} on average"
 
 
 def _lengths(work: Load) -> tuple[object, ...]:

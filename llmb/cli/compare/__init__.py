@@ -1,0 +1,1 @@
+"""llmb-run compare, gate, ab and exemplar: is a run faster, slower, or good enough?"""

@@ -1,0 +1,60 @@
+"""`llmb-run compare`: any number of finished runs, each against the first."""
+
+import argparse
+from typing import Any
+
+from llmb.cli.subcommand import command
+
+
+def add_commands(commands: Any) -> None:
+    """Register compare."""
+    compare = command(
+        commands, "compare", run, "which run is faster?",
+        "llmb-run compare L1 L2", "llmb-run compare L1 L2 L3 --markdown",
+        "llmb-run compare RUN_FOLDER_A RUN_FOLDER_B --json",
+    )  # fmt: skip
+    compare.add_argument("a", help="the baseline: a job id or a run folder")
+    compare.add_argument("b", nargs="+", help="job ids or run folders")
+    compare.add_argument("--force", action="store_true", help="compare different workloads anyway")
+    formats = compare.add_mutually_exclusive_group()
+    formats.add_argument("--json", action="store_true", help="as JSON")
+    formats.add_argument("--csv", action="store_true", help="every figure as a row")
+    formats.add_argument("--markdown", action="store_true", help="for a pull request")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print differing fields, ratios with intervals, and verdicts."""
+    from llmb.config.serialization import to_json
+    from llmb.report.compare.compare_export import set_csv, set_markdown
+    from llmb.report.compare.compare_text import set_text
+    from llmb.report.compare.run_set import compare_runs
+    from llmb.report.terminal.colour import print_coloured
+
+    compared = compare_runs([_compared_run(name) for name in (options.a, *options.b)], options.force)
+    if options.json:
+        pair = compared["comparisons"][0]
+        print(to_json(pair if len(options.b) == 1 else compared))
+    elif options.csv or options.markdown:
+        print((set_csv if options.csv else set_markdown)(compared))
+    else:
+        print_coloured(set_text(compared))
+    return 0
+
+
+def _compared_run(name: str) -> Any:
+    from llmb.cli.jobs.jobs import open_run
+    from llmb.cli.stored_runs import load_run
+
+    run = open_run(name)
+    return compared_run(run, *load_run(run))
+
+
+def compared_run(run: Any, config: Any, result: Any) -> Any:
+    """Return a run with what its comparison needs."""
+    from llmb.cli.stored_runs import load_requests
+    from llmb.launch.archive.run_origin import read_origin
+    from llmb.report.compare.run_set import ComparedRun
+
+    origin = read_origin(run)
+    requests = load_requests(run, config)
+    return ComparedRun(config=config, result=result, cluster=origin.cluster if origin else None, requests=requests)

@@ -1,0 +1,99 @@
+"""Comparisons as text: differing fields first, then figures, then verdicts and what speaks against them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from llmb.report.compare.compare_serving import METHOD
+from llmb.report.compare.run_pair import same_size
+from llmb.report.table import number, render
+from llmb.results.compare.median_interval import FEWEST_BLOCKS
+
+
+def text(compared: dict[str, Any]) -> str:
+    """Format the comparison of two runs."""
+    from_where = [_origin(cluster) for cluster in compared["clusters"]]
+    parts = [f"A: {compared['a']}{from_where[0]}\nB: {compared['b']}{from_where[1]}"]
+    parts.append(_differing(compared["differing"], ("A", "B")))
+    rows = [(f["figure"], f["a"], f["b"], f["ratio"]) for f in compared["figures"]]
+    parts.append(render(("figure", "A", "B", "B/A"), rows))
+    speed = compared["speed"]
+    if compared["requests"]:
+        rows = [(r["figure"], r["ratio"], r["low"], r["high"]) for r in compared["requests"]]
+        parts.append(f"{METHOD}\n{render(('B/A of', 'ratio', 'from', 'to'), rows)}")
+    elif speed and speed["low"] is not None:
+        interval = f"{number(speed['low'])} to {number(speed['high'])}"
+        larger = _step_size(*compared["step_tokens"])
+        ratio = f"{speed['unit']} of B over A: {number(speed['ratio'])} (95 % interval {interval}){larger}"
+        parts.append(f"{ratio}\n{step_method(compared)}")
+    parts.append(f"verdict: {compared['verdict']}{_doubts(compared['doubts'])}")
+    return "\n\n".join(parts)
+
+
+def set_text(compared: dict[str, Any]) -> str:
+    """Format the comparison of several runs with the first; two runs are printed as a pair."""
+    comparisons = compared["comparisons"]
+    if len(comparisons) == 1:
+        return text(comparisons[0])
+    labels = [run["label"] for run in compared["runs"]]
+    first = labels[0]
+    parts = ["\n".join(f"{run['label']}: {run['name']}{_origin(run['cluster'])}" for run in compared["runs"])]
+    parts.append(_differing(compared["differing"], labels))
+    rows = [(f["figure"], *f["values"], *f["ratios"]) for f in compared["figures"]]
+    parts.append(render(("figure", *labels, *(f"{label}/{first}" for label in labels[1:])), rows))
+    parts.append(render((f"over {first}", "figure", "ratio", "from", "to"), ratio_rows(comparisons)))
+    parts += sorted({METHOD if c["requests"] else step_method(c) for c in comparisons if c["speed"]} - {""})
+    shared = [d for d in comparisons[0]["doubts"] if all(d in c["doubts"] for c in comparisons)]
+    verdicts = [f"verdict: {c['verdict']}{_doubts([d for d in c['doubts'] if d not in shared])}" for c in comparisons]
+    parts.append("\n".join(verdicts))
+    if shared:
+        parts.append("against all of them speaks that\n" + "\n".join(f"- {doubt}" for doubt in shared))
+    return "\n\n".join(parts)
+
+
+def ratio_rows(comparisons: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Return label, figure, ratio and interval of every ratio with which runs are judged."""
+    rows: list[tuple[Any, ...]] = []
+    for compared in comparisons:
+        label, speed = compared["labels"][1], compared["speed"]
+        if compared["requests"]:
+            rows += [(label, r["figure"], r["ratio"], r["low"], r["high"]) for r in compared["requests"]]
+        elif speed:
+            rows.append((label, speed["unit"], speed["ratio"], speed["low"], speed["high"]))
+    return rows
+
+
+def step_method(compared: dict[str, Any]) -> str:
+    """Return how the interval of a ratio of steps was made, with the length of the blocks; empty without one."""
+    speed = compared["speed"]
+    if not speed or not speed.get("times") or speed["low"] is None:
+        return ""
+    blocks = [
+        f"{label} {time['blocks']} of {time['block']}"
+        + (" (the range of its steps, which depend on one another too much)" if time["blocks"] < FEWEST_BLOCKS else "")
+        for label, time in zip(compared["labels"], speed["times"], strict=True)
+    ]
+    return (
+        f"95 % interval by a block bootstrap over steps, blocks as long as the autocorrelation requires: "
+        f"{', '.join(blocks)}; noise between runs is not in it: llmb-run ab"
+    )
+
+
+def _differing(differing: dict[str, list[Any]], labels: Sequence[str]) -> str:
+    if not differing:
+        return "same configuration"
+    return "differing fields\n" + render(("field", *labels), [(field, *row) for field, row in differing.items()])
+
+
+def _doubts(doubts: Sequence[str]) -> str:
+    return "; but\n" + "\n".join(f"- {doubt}" for doubt in doubts) if doubts else ""
+
+
+def _origin(cluster: str | None) -> str:
+    return f" (imported from {cluster})" if cluster else ""
+
+
+def _step_size(tokens_a: float | None, tokens_b: float | None) -> str:
+    """Return the clause that explains why the ratio of step times is another one."""
+    if tokens_a is None or tokens_b is None or same_size(tokens_a, tokens_b):
+        return ""
+    return f"; step times have no ratio: a step of B has {number(tokens_b / tokens_a)} x the tokens of A's"
