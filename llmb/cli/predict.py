@@ -34,7 +34,7 @@ def add_commands(commands: Any) -> None:
     )
     add("--rows", type=Path, metavar="CSV", help="instead: many runs, one per row")
     add("--task", default="train", help="train")
-    add("--dtype", help="bf16, fp8, fp8-mx or nvfp4; default bf16, or the recipe's")
+    add("--dtype", help="bf16, fp8, fp8-row, fp8-block, fp8-mx or nvfp4; default bf16, or the recipe's")
     add("--scale", metavar="N", help="number of GPUs: 512, 8,64 or a curve 8..16384")
     add("--gpu-type", metavar="GPU", help="type of GPU")
     add(

@@ -30,6 +30,7 @@ class Fabric:
     link_domain: int  # GPUs that share NVLink
     network: float  # bytes/s per GPU and direction, between link domains: one NIC per GPU
     clock: float = 1.0  # sustained under load, relative to the family's at equal nominal peak
+    grace: bool = False  # launched by a Grace CPU, whose cores are slower than those of x86 servers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +58,10 @@ def _peaks(
 
 
 # The nominal peaks of GB200 and GB300 are higher than those of B200 and B300 by their boost clock, which no long GEMM
-# sustains on either.
+# sustains on either; power limits make the difference. MLPerf Training v5.1, Llama 3.1 8B on 8 GPUs, minutes: B200
+# 84.4, GB200 79.3, B300 75.8, GB300 67.4.
 GB_CLOCK = 2450 / 2250
+B200_CLOCK, B300_CLOCK = GB_CLOCK * 79.3 / 84.4, GB_CLOCK * 67.4 / 75.8
 # Fabrics: NVIDIA data sheets of A100, H100, H200, DGX B200, DGX B300, GB200 NVL72, GB300 NVL72.
 _RECIPES = "NVIDIA dgxc-benchmarking, recipe READMEs (dense peaks); memory as CUDA reports it (B300, GB300: nominal)"
 
@@ -68,21 +71,22 @@ GPUS: dict[str, Gpu] = {
         Gpu(key="gb300", title="NVIDIA GB300", peak_flops=_peaks(2450, 4900, 14700), memory_bytes=288 * GB,
             memory_bandwidth=8000 * GB, link_bandwidth=900 * GB, host_bandwidth=450 * GB, gpus_per_node=4,
             fabric=Fabric(family="blackwell-ultra", sms=148, watts=1400, link_domain=72,
-                          network=100 * GB),
+                          network=100 * GB, grace=True),
             source=_RECIPES, name_words=("gb300",)),
         Gpu(key="gb200", title="NVIDIA GB200", peak_flops=_peaks(2450, 4900, 9800), memory_bytes=184.3 * GIB,
             memory_bandwidth=8000 * GB, link_bandwidth=900 * GB, host_bandwidth=450 * GB, gpus_per_node=4,
-            fabric=Fabric(family="blackwell", sms=148, watts=1200, link_domain=72, network=50 * GB),
+            fabric=Fabric(family="blackwell", sms=148, watts=1200, link_domain=72,
+                          network=50 * GB, grace=True),
             source=_RECIPES, name_words=("gb200",)),
         Gpu(key="b300", title="NVIDIA B300", peak_flops=_peaks(2250, 4500, 13500), memory_bytes=288 * GB,
             memory_bandwidth=8000 * GB, link_bandwidth=900 * GB, host_bandwidth=64 * GB,
             fabric=Fabric(family="blackwell-ultra", sms=148, watts=1100, link_domain=8,
-                          network=100 * GB, clock=GB_CLOCK),
+                          network=100 * GB, clock=B300_CLOCK),
             source=_RECIPES, name_words=("b300",)),
         Gpu(key="b200", title="NVIDIA B200", peak_flops=_peaks(2250, 4500, 9000), memory_bytes=178.3 * GIB,
             memory_bandwidth=8000 * GB, link_bandwidth=900 * GB, host_bandwidth=64 * GB,
             fabric=Fabric(family="blackwell", sms=148, watts=1000, link_domain=8,
-                          network=50 * GB, clock=GB_CLOCK),
+                          network=50 * GB, clock=B200_CLOCK),
             source=_RECIPES, name_words=("b200",)),
         Gpu(key="h200", title="NVIDIA H200 SXM", peak_flops=_peaks(989, 1979, fp32=67), memory_bytes=139 * GIB,
             memory_bandwidth=4800 * GB, link_bandwidth=450 * GB, host_bandwidth=64 * GB,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from llmb.errors import UnknownName
 from llmb.perfmodel.hardware import GPUS, Fabric, Gpu
 
-FABRICS: dict[str, Fabric] = {key: gpu.fabric for key, gpu in GPUS.items() if gpu.fabric is not None}
+# Oldest first.
+FABRICS: dict[str, Fabric] = {key: gpu.fabric for key, gpu in reversed(GPUS.items()) if gpu.fabric is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
