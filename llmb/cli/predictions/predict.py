@@ -38,7 +38,10 @@ def add_commands(commands: Any) -> None:
     )
     add("--rows", type=Path, metavar="CSV", help="instead: many runs, one per row")
     add("--task", default="train", help="train (default) or serve")
-    add("--dtype", help="bf16, fp8, fp8-mx (training) or nvfp4; default bf16, or the recipe's or checkpoint's")
+    add(
+        "--dtype",
+        help="bf16, fp8, nvfp4, for training also fp8-row, fp8-block, fp8-mx; default: the recipe's, the checkpoint's or bf16",
+    )
     add("--scale", metavar="N", help="number of GPUs: 512, 8,64 or a curve 8..16384")
     add("--gpu-type", metavar="GPU", help="type of GPU")
     add(
