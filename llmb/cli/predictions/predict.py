@@ -40,7 +40,7 @@ def add_commands(commands: Any) -> None:
     add("--task", default="train", help="train (default) or serve")
     add(
         "--dtype",
-        help="bf16, fp8, nvfp4, for training also fp8-row, fp8-block, fp8-mx; default: the recipe's, the checkpoint's or bf16",
+        help="bf16, fp8, nvfp4, to train also fp8-row, fp8-block, fp8-mx; default: that of the recipe or weights",
     )
     add("--scale", metavar="N", help="number of GPUs: 512, 8,64 or a curve 8..16384")
     add("--gpu-type", metavar="GPU", help="type of GPU")
