@@ -11,7 +11,7 @@ from llmb.cli.subcommand import command
 def add_commands(commands: Any) -> None:
     """Register probe."""
     parser = command(
-        commands, "probe", run, "measure this machine's rates for plans and predictions: GEMMs, attention, memory, link",
+        commands, "probe", run, "measure this machine's rates for plans and predictions: compute, memory, link",
         "llmb-run probe",
         "llmb-run probe --gpu-type cpu       # the CPU of a machine that has a GPU", "",
         "takes less than a minute; stop other work on the machine meanwhile",
