@@ -22,7 +22,7 @@ def resolve_row(options: argparse.Namespace) -> tuple[RunConfig, list[int]]:
     dtype = (options.dtype or recipe.default_dtype).lower()
     device(gpu)
     listed = recipe.values("gpus", size=size, dtype=dtype, gpu=gpu)
-    scales = parse_scales(options.scale) if options.scale else listed[:1]
+    scales = parse_scales(options.scale) if options.scale else listed[:1] or [1]  # not listed: refused below
     base = max((scale for scale in listed if scale <= scales[0]), default=listed[0] if listed else scales[0])
     selection = RunSelection(
         targets=(recipe.workload,), size=size, dtypes=(dtype,), scales=(base,), gpu=gpu,

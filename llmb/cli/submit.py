@@ -217,7 +217,7 @@ def run_repeatedly(
     results: list[Any] = []
     interrupted = False
     while len(codes) < repeats and not interrupted:
-        code, interrupted, result = _run_one(config, environment, as_json, location)
+        code, interrupted, result = run_one(config, environment, as_json, location)
         codes.append(code)
         results.append(result)
     table = report.repeats(results)
@@ -233,10 +233,10 @@ def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: 
     check_runs_here(config)
     if config.engine != "openai":
         check_memory([config], {}, local=True, force=True)
-    return _run_one(config, environment, False, "local", retry_of=retry_of, attempt=attempt)[0]
+    return run_one(config, environment, False, "local", retry_of=retry_of, attempt=attempt)[0]
 
 
-def _run_one(
+def run_one(
     config: Any, environment: dict[str, str], as_json: bool, location: str, **lineage: Any
 ) -> tuple[int, bool, Any]:
     """Run once, from folder to result; return exit code, whether it was interrupted, and the result.

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
+from llmb.perfmodel.tune.pareto import pareto_set
 from llmb.report.sweep_table import describe_load, marks
 from llmb.report.table import number
 from llmb.report.timeline.svg_rows import CHARACTER, text
 from llmb.report.timeline.svg_rows import number as coordinate
 from llmb.report.timeline.svg_style import style
-from llmb.results.sweep.pareto import pareto_set
 from llmb.results.sweep.sweep_points import LOAD_UNITS, SweepRow
 from llmb.results.sweep.sweep_result import SweepResult
 

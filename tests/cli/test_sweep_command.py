@@ -14,7 +14,7 @@ import pytest
 from llmb.cli.llmb_run import parser
 from llmb.cli.sweep.plan_builder import build_plan
 from llmb.loadgen.calibration import NoopServerProcess
-from llmb.results.sweep.pareto import knee, pareto_set
+from llmb.perfmodel.tune.pareto import knee, pareto_set
 
 REFUSED = [
     ([], "give what to measure"),

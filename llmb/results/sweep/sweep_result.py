@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmb.results.sweep.pareto import knee, pareto_set
+from llmb.perfmodel.tune.pareto import knee, pareto_set
 from llmb.results.sweep.slo import SloLimit, broken_limits
 from llmb.results.sweep.sweep_points import LoadKind, SweepPoint, SweepRow, sweep_rows
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmb.results.sweep.pareto import knee, pareto_set
+from llmb.perfmodel.tune.pareto import knee, pareto_set
 
 POINTS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=30)
 

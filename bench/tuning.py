@@ -1,0 +1,206 @@
+"""Published layouts against the best predicted ones. No GPU.
+
+    python bench/tuning.py [../shared/data/published_training.csv] [--out docs/tuning.md]
+
+For every training row of the recipes and every published configuration: the predicted step time of its own layout over
+that of the best layout found by `llmb-run tune`, and the terms that make the difference. Writes the tables between the
+marks in docs/tuning.md. Five to ten minutes on one core.
+"""
+
+import argparse
+import re
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmb.config.overrides import Setting
+from llmb.config.recipe import expand_gpus, load_all, selector_values, shipped
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import RunRequest
+from llmb.config.spec import RunConfig, Training
+from llmb.perfmodel.hardware import GIB
+from llmb.perfmodel.step_time.predictor import predict
+from llmb.perfmodel.step_time.published_rows import is_possible, read_rows
+from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
+from llmb.perfmodel.tune.layout_search import LayoutSearch, search_layouts
+from llmb.perfmodel.tune.native_layouts import native_room, runs_natively
+from llmb.report.tune.tune_table import describe_settings, describe_terms, layout_text
+
+ROOT = Path(__file__).parent.parent
+PUBLISHED = ROOT.parent / "shared" / "data" / "published_training.csv"
+DOCUMENT = ROOT / "docs" / "tuning.md"
+BEGIN, END = "<!-- written by bench/tuning.py -->", "<!-- end -->"
+AIM, EXPLAINED = 1.08, 1.05  # own layout over the best: what is aimed at, and above what the reason is given
+TUNED = ("rows of the recipes", "Megatron, pre-training")  # layouts that somebody chose for speed
+MOST_TERMS = 4  # named for a row
+BF16_STATE = ("master_weights", "gradients", "moments", "reduce_dtype")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One published layout."""
+
+    source: str  # recipe or published
+    model: str
+    setup: StepSetup
+    config: RunConfig | None = None  # of rows for the native engine: its own memory counts
+
+    @property
+    def kind(self) -> str:
+        if self.source == "recipe":
+            return "rows of the recipes"
+        kind = {"torchtitan": "torchtitan's tables", "jax": "MaxText and PaxML"}.get(self.setup.engine, "Megatron")
+        if kind != "Megatron":
+            return kind
+        if self.setup.task != "pretrain":
+            return "Megatron, fine-tuning"
+        is_whole = self.setup.layer_count == self.setup.shape.model.layers
+        return "Megatron, pre-training" if is_whole else "Megatron, models with fewer layers"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case with what the search found."""
+
+    case: Case
+    search: LayoutSearch
+    seconds: float  # of the search
+
+    @property
+    def own_s(self) -> float:
+        return predict(self.case.setup).step_time_s
+
+    @property
+    def ratio(self) -> float | None:
+        """Own layout over the best; none: nothing fits by the estimate."""
+        return self.own_s / self.search.candidates[0].seconds if self.search.candidates else None
+
+    @property
+    def own_memory(self) -> float:
+        return self.search.room.estimate(self.case.setup).total
+
+
+def recipe_cases() -> Iterator[Case]:
+    """Yield every training row of the recipes, at its smallest and largest scale."""
+    external = Setting(field="engine", value="megatron_bridge", source="bench")
+    for recipe in load_all([shipped()]).values():
+        for row in recipe.rows if recipe.kind == "training" else ():
+            for dtype in selector_values(row, "dtype"):
+                for gpus in dict.fromkeys((expand_gpus(row["gpus"])[0], expand_gpus(row["gpus"])[-1])):
+                    request = RunRequest(
+                        size=row["size"], dtype=dtype, gpus=gpus, gpu=row["gpu"], settings=(external,)
+                    )  # fmt: skip
+                    config = resolve(recipe, request)
+                    assert isinstance(config.workload, Training)
+                    native = any(getattr(config.workload, name) == "bf16" for name in BF16_STATE)
+                    if native:
+                        config = resolve(recipe, replace(request, settings=()))
+                    yield Case("recipe", config.model.name, setup_of(config), config if native else None)
+
+
+def published_cases(path: Path) -> Iterator[Case]:
+    """Yield published configurations: one for each layout, at its smallest and largest scale."""
+    series: dict[tuple[object, ...], list[Case]] = {}
+    for row in read_rows(path):
+        setup = row.setup
+        if setup is None or row.step_time_s is None or not is_possible(setup, row.step_time_s):
+            continue
+        case = Case("published", row.model, setup)
+        key = (
+            row.model, setup.gpu, setup.dtype, replace(setup.parallel, dp=1), setup.mbs, setup.seqlen, setup.layers,
+            case.kind, setup.gbs / setup.gpus,
+        )  # fmt: skip
+        series.setdefault(key, []).append(case)
+    for cases in series.values():
+        cases.sort(key=lambda case: case.setup.gpus)
+        yield from dict.fromkeys((cases[0], cases[-1]))
+
+
+def tune(case: Case) -> Outcome:
+    """Search the layouts of one case."""
+    start = time.process_time()
+    if case.config is None:
+        search = search_layouts(case.setup, {})
+    else:
+        search = search_layouts(case.setup, {}, native_room(case.config), runs_natively(case.config))
+    return Outcome(case, search, time.process_time() - start)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return how far published layouts are from the best, by kind."""
+    rows = []
+    for kind in dict.fromkeys(outcome.case.kind for outcome in outcomes):
+        members = [outcome for outcome in outcomes if outcome.case.kind == kind]
+        ratios = [ratio for outcome in members if (ratio := outcome.ratio) is not None]
+        rows.append(
+            (
+                kind, len(members), f"{statistics.median(ratios):.3f}", f"{max(ratios):.3f}",
+                f"{sum(r <= EXPLAINED for r in ratios)}", f"{sum(r <= AIM for r in ratios)}",
+                len(members) - len(ratios), f"{max(outcome.seconds for outcome in members):.1f}",
+            )
+        )  # fmt: skip
+    header = (
+        "layouts", "count", "median", "largest", "within 5 %", "within 8 %", "none fits", "longest search, s of a core",
+    )  # fmt: skip
+    return table(header, rows)
+
+
+def explained(outcomes: Sequence[Outcome]) -> str:
+    """Return why the best is faster than tuned layouts that are more than 5 % slower; one for each layout and GPU."""
+    worst: dict[tuple[str, ...], Outcome] = {}
+    for outcome in outcomes:
+        setup = outcome.case.setup
+        key = (
+            outcome.case.kind,
+            outcome.case.model,
+            setup.gpu,
+            layout_text(replace(setup, gpus=setup.gpus // setup.dp, gbs=setup.mbs)),
+        )
+        if outcome.case.kind in TUNED and (outcome.ratio or 0) > max(EXPLAINED, _ratio(worst.get(key))):
+            worst[key] = outcome
+    rows = []
+    for outcome in sorted(worst.values(), key=lambda o: (TUNED.index(o.case.kind), -_ratio(o))):
+        setup, best = outcome.case.setup, outcome.search.candidates[0].setup
+        rows.append(
+            (
+                f"{outcome.case.model} {setup.dtype}, {setup.gpus} {setup.gpu}, {outcome.case.source}",
+                f"{layout_text(setup)} mbs{setup.mbs}", f"{outcome.own_memory / GIB:.0f}", f"{outcome.ratio:.3f}",
+                describe_settings(setup, best), describe_terms(predict(setup), predict(best), MOST_TERMS),
+            )
+        )  # fmt: skip
+    return table(("run", "its layout", "GiB", "ratio", "change", "largest changes of terms"), rows)
+
+
+def _ratio(outcome: Outcome | None) -> float:
+    return 0.0 if outcome is None or outcome.ratio is None else outcome.ratio
+
+
+def report(outcomes: Sequence[Outcome]) -> str:
+    """Return the tables of the document."""
+    return "\n\n".join((summary(outcomes), "### More than 5 % slower than the best", explained(outcomes)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", nargs="?", type=Path, default=PUBLISHED)
+    parser.add_argument("--out", type=Path, default=DOCUMENT)
+    options = parser.parse_args()
+    outcomes = [tune(case) for case in (*recipe_cases(), *published_cases(options.csv))]
+    text = report(outcomes)
+    document = options.out.read_text()
+    if BEGIN not in document:
+        raise SystemExit(f"{options.out} has no line {BEGIN}")
+    options.out.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n\n{text}\n\n{END}", document, flags=re.S))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

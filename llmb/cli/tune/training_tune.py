@@ -1,0 +1,138 @@
+"""Tune of a training run: the row or model to start from, the search, its output."""
+
+import argparse
+import copy
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmb.cli.recipe_row import resolve_row
+from llmb.cli.run_options import load_recipes
+from llmb.cli.tune.measured_layouts import machine_for, measure_layouts
+from llmb.config.parallel_layout import divisors
+from llmb.config.run_list import split_target
+from llmb.config.spec import RunConfig, Training
+from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel.hardware import GIB, with_article
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+from llmb.perfmodel.step_time.setup_fields import build_setup, parse_scales, parse_settings, scaled
+from llmb.perfmodel.step_time.step_constants import ENGINES
+from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
+from llmb.perfmodel.tune.fixed_fields import split_settings
+from llmb.perfmodel.tune.layout_remedies import layout_remedies
+from llmb.perfmodel.tune.layout_search import LayoutSearch, search_layouts
+from llmb.perfmodel.tune.memory_savings import external_room
+from llmb.perfmodel.tune.native_layouts import native_room, runs_natively
+from llmb.report.tune.tune_table import TunedRun, tuned_data, tuned_text
+
+EXTERNAL = "engine=megatron_bridge"  # rows as published, without departures of the native engine
+BF16_STATE = ("master_weights", "gradients", "moments", "reduce_dtype")  # formats that only the native engine has
+
+
+def tune_training(options: argparse.Namespace) -> int:
+    """Search the layouts of one run and print the best; measure them if requested."""
+    fixed, settings = split_settings(options.set)
+    engine, settings = _engine(settings)
+    config, setup = _recipe_run(options, settings) if options.workload else (None, _model_run(options, settings))
+    if engine is not None:
+        setup = replace(setup, engine=engine)
+    start = time.perf_counter()
+    search = _search(options, setup, fixed, config)
+    if not search.candidates:
+        raise ConfigError(_why_nothing_fits(setup, fixed, search))
+    recipe = setup if options.workload else None
+    tuned = TunedRun(search=search, recipe=recipe, top=options.top, seconds=time.perf_counter() - start)
+    data = tuned_data(tuned)
+    if not options.json:
+        print(tuned_text(tuned))
+    code = 0
+    if options.measure is not None:
+        code, data["measured"] = measure_layouts(options, settings, tuned)
+    if options.json:
+        print(json.dumps(data))
+    return code
+
+
+def _search(
+    options: argparse.Namespace, setup: StepSetup, fixed: dict[str, Any], config: RunConfig | None
+) -> LayoutSearch:
+    """Search what the native engine runs where it is to run; with its exact memory unless proxies run instead."""
+    if config is None or config.engine != "native":
+        return search_layouts(setup, fixed)
+    in_full = options.measure is None or machine_for(setup, options.ranks).proxy is None
+    room = native_room(config) if in_full else external_room(setup)
+    return search_layouts(setup, fixed, room, runs_natively(config))
+
+
+def _engine(settings: list[str]) -> tuple[str | None, list[str]]:
+    """Return the engine whose constants predict, and the other settings."""
+    names = [text.partition("=")[2] for text in settings if text.startswith("engine=")]
+    if names and names[-1] not in ENGINES:
+        raise UnknownName("value of engine", names[-1], ENGINES)
+    return (names[-1] if names else None), [text for text in settings if not text.startswith("engine=")]
+
+
+def _model_run(options: argparse.Namespace, settings: list[str]) -> StepSetup:
+    """Return a description of any model; the batch is one sequence per GPU unless set."""
+    from llmb.perfmodel.model_catalog import find_model
+    from llmb.perfmodel.step_time.hf_shape import read_hf_shape
+
+    if options.size:
+        raise ConfigError("-s names a size of -w; with --model write the whole name, such as llama3.1-8b")
+    if options.gpu_type is None or options.scale is None:
+        raise ConfigError(f"--model needs --gpu-type ({', '.join(FABRICS)}) and --scale, a number of GPUs")
+    is_path = options.model.endswith(".json") or os.sep in options.model or Path(options.model).is_dir()
+    shape = read_hf_shape(Path(options.model)) if is_path else find_model(options.model)
+    gpu, gpus = options.gpu_type.lower(), _one_scale(parse_scales(options.scale))
+    device(gpu)
+    values = {"gbs": gpus, **parse_settings(settings)}
+    # Any layout will do to start from whose replicas divide the batch.
+    values["cp"] = next(ranks for ranks in divisors(gpus) if values["gbs"] % (gpus // ranks) == 0)
+    return build_setup(shape, gpu, gpus, (options.dtype or "bf16").lower(), values)
+
+
+def _recipe_run(options: argparse.Namespace, settings: list[str]) -> tuple[RunConfig, StepSetup]:
+    """Return a recipe row as published; or as the native engine runs it, where it is measured or made for it."""
+    recipe, _ = split_target(options.workload, load_recipes())
+    if recipe.kind != "training":
+        hint = "; add --task serve" if recipe.kind == "inference" else ""
+        raise ConfigError(f"{recipe.workload} is not a training workload{hint}")
+    config, gpus = _row(options, [*settings, EXTERNAL])
+    assert isinstance(config.workload, Training)
+    if options.measure is not None or any(getattr(config.workload, name) == "bf16" for name in BF16_STATE):
+        config, gpus = _row(options, settings)
+    setup = scaled(setup_of(config), gpus)
+    return replace(config, machine=replace(config.machine, gpus=gpus)), setup
+
+
+def _row(options: argparse.Namespace, settings: list[str]) -> tuple[RunConfig, int]:
+    """Return the row for the scale or the largest below it, resolved, and the scale."""
+    chosen = copy.copy(options)
+    chosen.set = settings
+    config, scales = resolve_row(chosen)
+    return config, _one_scale(scales)
+
+
+def _one_scale(scales: list[int]) -> int:
+    if len(scales) > 1:
+        raise ConfigError(f"tune takes one number of GPUs; --scale names {', '.join(map(str, scales))}")
+    return scales[0]
+
+
+def _why_nothing_fits(setup: StepSetup, fixed: dict[str, Any], search: LayoutSearch) -> str:
+    """Return what was found instead of a layout that fits, and what would be possible."""
+    name = f"{setup.shape.model.name} on {setup.gpus} x {setup.gpu}"
+    if search.smallest is None:
+        return (
+            f"no layout divides {name}: tp x pp x cp x dp = {setup.gpus}, gbs {setup.gbs} must be a multiple of "
+            "dp x mbs, with a micro-batch for every pipeline stage; change --scale or --set gbs"
+        )
+    needed, usable = search.smallest.memory / GIB, search.limit / GIB
+    remedies = ", or ".join(layout_remedies(setup, fixed)) or "nothing that was tried"
+    return (
+        f"no layout of {name} fits: the smallest of {search.considered} needs {needed:,.0f} GiB with every layer "
+        f"recomputed, {with_article(setup.gpu)} has {usable:,.0f} GiB usable; possible with {remedies}"
+    )

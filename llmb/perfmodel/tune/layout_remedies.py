@@ -1,0 +1,41 @@
+"""What would make a run possible of which no layout fits: more GPUs, or GPUs with more memory."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from llmb.perfmodel.hardware import GPUS
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS
+from llmb.perfmodel.step_time.setup_fields import scaled
+from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.tune.layout_space import layout_space
+from llmb.perfmodel.tune.memory_savings import USABLE_FRACTION, external_room, layers_of_rank, with_recompute
+
+MOST_GPUS = 16384
+
+
+def layout_remedies(base: StepSetup, fixed: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the options that let some layout fit, with every layer recomputed."""
+    gpus = 2 * base.gpus
+    while gpus <= MOST_GPUS and math.isfinite(limit := external_room(base).limit):
+        if least_memory(scaled(base, gpus), fixed) <= limit:
+            yield f"--scale {gpus}"
+            break
+        gpus *= 2
+    needed = least_memory(base, fixed) / USABLE_FRACTION
+    larger = sorted((GPUS[key].memory_bytes or 0.0, key) for key in FABRICS)
+    for memory, key in larger:
+        if memory >= needed and least_memory(replace(base, gpu=key), fixed) <= USABLE_FRACTION * memory:
+            yield f"--gpu-type {key}"
+            break
+    if fixed:
+        yield f"fewer fixed settings than {', '.join(f'{name}={value}' for name, value in fixed.items())}"
+
+
+def least_memory(base: StepSetup, fixed: Mapping[str, Any]) -> float:
+    """Return the least bytes of any layout, with every layer recomputed."""
+    room = external_room(base)
+    free = {name: value for name, value in fixed.items() if name not in ("recompute_layers", "offload_layers")}
+    totals = (room.estimate(with_recompute(s, layers_of_rank(s))).total for s in layout_space(base, free))
+    return min(totals, default=math.inf)

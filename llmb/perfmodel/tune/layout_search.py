@@ -1,0 +1,118 @@
+"""Search of the layout with the least predicted step time that fits in memory.
+
+    result = search_layouts(setup, {"tp": 8})
+    result.best.setup, result.best.seconds, result.pareto
+
+All layouts of the space are predicted, some ten thousand for a mixture of experts, in a few seconds. Memory, which is
+dear for the native engine, is estimated from the fastest one on, up to those that are half as slow again as the best.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmb.perfmodel.step_time.step_constants import calibrated
+from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.waterfall import step_terms, step_work
+from llmb.perfmodel.tune.layout_space import check_fixed, layout_space
+from llmb.perfmodel.tune.memory_savings import (
+    MemoryRoom,
+    copies_are_hidden,
+    external_room,
+    fitting_variants,
+    layers_of_rank,
+    with_offload,
+    with_recompute,
+)
+from llmb.perfmodel.tune.pareto import pareto_set
+
+SLOWEST = 1.5  # times the fastest: slower layouts are left out, however small
+EXTENDED = 100  # fastest candidates that are also tried with every layer recomputed
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its predicted time and estimated memory."""
+
+    setup: StepSetup
+    seconds: float
+    memory: float  # bytes on the fullest GPU
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSearch:
+    """Outcome of a search."""
+
+    candidates: tuple[Candidate, ...]  # that fit, fastest first
+    considered: int  # layouts with their micro-batch sizes
+    room: MemoryRoom
+    smallest: Candidate | None  # of layouts that do not fit, all recomputed: the one with the least memory; none: fit
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a candidate may take."""
+        return self.room.limit
+
+    @property
+    def pareto(self) -> list[Candidate]:
+        """Candidates than which no other is both faster and smaller, fastest first."""
+        points = [(-candidate.seconds, -candidate.memory) for candidate in self.candidates]
+        return [self.candidates[index] for index in pareto_set(points)]
+
+
+def search_layouts(
+    base: StepSetup,
+    fixed: Mapping[str, Any],
+    room: MemoryRoom | None = None,
+    is_runnable: Callable[[StepSetup], bool] | None = None,
+) -> LayoutSearch:
+    """Predict every layout of a run that fits; `is_runnable` leaves out those that an engine refuses."""
+    check_fixed(base, fixed)
+    room = room or external_room(base)
+    setups = list(layout_space(base, fixed))
+    runnable = setups if is_runnable is None else [setup for setup in setups if is_runnable(setup)]
+    candidates: list[Candidate] = []
+    fastest = math.inf
+    for seconds, setup in sorted(((step_seconds(setup), setup) for setup in runnable), key=lambda pair: pair[0]):
+        if seconds > SLOWEST * fastest:  # recompute would make it slower still
+            break
+        for variant, estimate in fitting_variants(setup, fixed, room):
+            candidate = Candidate(variant, step_seconds(variant), estimate.total)
+            if copies_are_hidden(variant, estimate.host, candidate.seconds):
+                candidates.append(candidate)
+                fastest = min(fastest, candidate.seconds)
+    if "recompute_layers" not in fixed and "offload_layers" not in fixed:
+        candidates += _all_recomputed(sorted(candidates, key=_rank)[:EXTENDED], room)
+    return LayoutSearch(
+        candidates=tuple(sorted(candidates, key=_rank)),
+        considered=len(setups),
+        room=room,
+        smallest=None if candidates else _smallest(runnable, room),
+    )
+
+
+def step_seconds(setup: StepSetup) -> float:
+    """Return the predicted step time."""
+    return sum(step_terms(step_work(setup), calibrated()).values())
+
+
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    return candidate.seconds, candidate.memory
+
+
+def _all_recomputed(candidates: list[Candidate], room: MemoryRoom) -> list[Candidate]:
+    """Return the same layouts with every layer recomputed: the low-memory end of the Pareto set."""
+    listed = {candidate.setup for candidate in candidates}
+    setups = dict.fromkeys(
+        with_recompute(with_offload(c.setup, 0), layers_of_rank(c.setup)) for c in candidates
+    )  # two variants of a layout become one
+    return [Candidate(s, step_seconds(s), room.estimate(s).total) for s in setups if s not in listed]
+
+
+def _smallest(setups: list[StepSetup], room: MemoryRoom) -> Candidate | None:
+    """Return the layout with the least memory, every layer recomputed; None: there is none."""
+    recomputed = [with_recompute(setup, layers_of_rank(setup)) for setup in setups]
+    totals = [(room.estimate(setup).total, setup) for setup in recomputed]
+    memory, setup = min(totals, key=lambda pair: pair[0], default=(math.inf, None))
+    return None if setup is None else Candidate(setup, step_seconds(setup), memory)

@@ -1,0 +1,131 @@
+"""Search of serving settings with the most predicted throughput that keep an SLO.
+
+    result = search_serving(setup, gpus=8, limits={"ttft_ms": 500, "tpot_ms": 50})
+    result.best.setup, result.best.tokens_per_s_per_gpu, result.pareto
+
+For each layout and token budget the concurrency rises until a limit is exceeded or the KV cache is full; the last one
+that keeps the limits is found by bisection. A fixed concurrency is served with batches of any size. TTFT and TPOT are
+predicted means.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llmb.errors import ConfigError
+from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.tune.pareto import pareto_set
+from llmb.perfmodel.tune.serving_space import serving_space
+
+MOST_CLIENTS = 1 << 14  # of one engine
+PRECISION = 0.03  # of the concurrency at a limit
+Limits = Mapping[str, float]  # ttft_ms, tpot_ms, e2e_ms
+
+
+@dataclass(frozen=True)
+class ServingCandidate:
+    """Settings of an engine with their prediction."""
+
+    setup: ServingSetup
+    prediction: ServingPrediction
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.prediction.output_tokens_per_s_per_gpu
+
+    @property
+    def tokens_per_s_per_user(self) -> float:
+        return 1e3 / self.prediction.tpot_ms
+
+    def keeps(self, limits: Limits) -> bool:
+        """Return whether every limited mean is within its limit."""
+        return all(getattr(self.prediction, name) <= limit for name, limit in limits.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSearch:
+    """Outcome of a search."""
+
+    gpus: int
+    limits: Limits
+    candidates: tuple[ServingCandidate, ...]  # that keep the limits, most throughput first
+    considered: int  # layouts with token budgets
+    predicted: int  # settings predicted
+    least: dict[str, ServingCandidate] = field(default_factory=dict)  # by limited metric: the lowest of all predicted
+    misfit: str | None = None  # why the layout that comes nearest does not fit; none: some do
+
+    @property
+    def pareto(self) -> list[ServingCandidate]:
+        """Candidates than which none has both more tokens/s/GPU and more tokens/s/user, most throughput first."""
+        points = [(c.tokens_per_s_per_gpu, c.tokens_per_s_per_user) for c in self.candidates]
+        return [self.candidates[index] for index in pareto_set(points)]
+
+
+def search_serving(
+    base: ServingSetup,
+    gpus: int,
+    limits: Limits,
+    fixed: Mapping[str, Any] | None = None,
+    is_runnable: Callable[[ServingSetup], bool] | None = None,
+) -> ServingSearch:
+    """Predict settings of engines on these GPUs; `is_runnable` leaves out those that an engine refuses."""
+    fixed = fixed or {}
+    loaded: list[ServingCandidate] = []
+    misfit, considered = None, 0
+    for setup in serving_space(base, gpus, fixed):
+        considered += 1
+        if is_runnable is not None and not is_runnable(setup):
+            continue
+        try:
+            loaded += _loads(setup, limits, fixed)
+        except ConfigError as error:  # the weights do not fit
+            misfit = str(error)
+    passing = sorted((c for c in loaded if c.keeps(limits)), key=lambda c: -c.tokens_per_s_per_gpu)
+    least = {name: min(loaded, key=lambda c: getattr(c.prediction, name)) for name in limits} if loaded else {}
+    return ServingSearch(
+        gpus=gpus, limits=limits, candidates=tuple(passing), considered=considered, predicted=len(loaded), least=least,
+        misfit=None if loaded else misfit,
+    )  # fmt: skip
+
+
+def _loads(setup: ServingSetup, limits: Limits, fixed: Mapping[str, Any]) -> Iterator[ServingCandidate]:
+    """Yield one layout under more and more clients; under a fixed number of them, with larger and larger batches."""
+    batch, clients = fixed.get("max_batch_size"), fixed.get("concurrency")
+    if clients is not None:
+        slots = int(_candidate(setup, clients, MOST_CLIENTS).prediction.batch)
+        for size in (batch,) if batch else _ladder(-(-slots // setup.attention_dp)):
+            yield _candidate(setup, clients, size)
+        return
+    before = 0
+    for count in _ladder(int(_candidate(setup, MOST_CLIENTS, batch).prediction.batch)):  # more would wait for the cache
+        candidate = _candidate(setup, count, batch)
+        yield candidate
+        if not candidate.keeps(limits):
+            yield from _bisected(setup, before, count, limits, batch)
+            return
+        before = count
+
+
+def _ladder(most: int) -> list[int]:
+    """Return the powers of two below a number, three quarters of it, and itself."""
+    powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return sorted({*powers, max(1, 3 * most // 4), most})
+
+
+def _bisected(
+    setup: ServingSetup, passing: int, exceeded: int, limits: Limits, batch: int | None
+) -> Iterator[ServingCandidate]:
+    """Yield concurrencies between one that keeps the limits and one that does not."""
+    while exceeded - passing > max(1.0, PRECISION * passing):
+        middle = (passing + exceeded) // 2
+        candidate = _candidate(setup, middle, batch)
+        yield candidate
+        passing, exceeded = (middle, exceeded) if candidate.keeps(limits) else (passing, middle)
+
+
+def _candidate(setup: ServingSetup, clients: int, batch: int | None) -> ServingCandidate:
+    """Return the prediction for a number of clients; without a batch, an engine runs the requests of all of them."""
+    size = batch or -(-clients // setup.attention_dp)
+    under_load = replace(setup, concurrency=clients, max_batch_size=size)
+    return ServingCandidate(under_load, predict_serving(under_load))
