@@ -22,6 +22,7 @@ from llmb.cli import (
     submit,
     tokenize,
 )
+from llmb.cli.explain import explain_command
 from llmb.cli.jobs import jobs
 from llmb.cli.predictions import predict
 from llmb.cli.subcommand import Parser, add_help_command
@@ -39,8 +40,8 @@ exit codes: 0 success, 1 wrong request, 2 the system or a run failed
 completion: eval "$(llmb-run completion bash)"
 """
 MODULES: tuple[Any, ...] = (
-    submit, serve, load, sweep_command, list_show, plan, predict, tune_command, probe_command, jobs, compare_read,
-    archive_import, tokenize,
+    submit, serve, load, sweep_command, list_show, plan, predict, tune_command, explain_command, probe_command, jobs,
+    compare_read, archive_import, tokenize,
 )  # fmt: skip
 
 

@@ -331,6 +331,19 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """Time and memory of a run, predicted before it starts; no engine reads it. Null: `note` says why."""
+
+    metric: Literal["step_time_s", "output_tokens_per_s"]
+    value: float | None = None
+    interval_80: tuple[float, float] | None = None  # lowest and highest value; none: not known
+    memory_gib: float | None = None  # of the fullest GPU
+    terms: dict[str, float] = field(default_factory=dict)  # seconds of a step by kind of work
+    source: str | None = None  # of the rates
+    note: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Override:
     """A setting that differs from the recipe row, and where it came from."""
 
@@ -371,6 +384,7 @@ class RunConfig:
     recipe_row: dict[str, Any] = field(default_factory=dict)  # as the recipe prints it
     overrides: tuple[Override, ...] = ()
     reference: Reference | None = None
+    predicted: Predicted | None = None  # null: a file from before runs were predicted
 
     @property
     def launch_machine(self) -> Machine:

@@ -26,7 +26,7 @@ from llmb.results.result import Result
 Z_95 = 1.96
 FEWEST_SAMPLES = 5  # of a run, for an interval
 # Fields that tell runs apart without making them different experiments.
-IDENTITY = {"name", "overrides", "recipe_row", "reference", "environment", "workload.prediction"}
+IDENTITY = {"name", "overrides", "recipe_row", "reference", "environment", "predicted", "workload.prediction"}
 
 FIGURES = (
     "tokens_per_s",

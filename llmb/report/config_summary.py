@@ -10,6 +10,7 @@ from llmb.config.spec import Inference, OutOfCore, RunConfig
 from llmb.perfmodel import flops, hardware, params
 from llmb.perfmodel.memory_estimate import memory_estimate
 from llmb.perfmodel.memory_fit import misfit
+from llmb.report.predictions.predicted_lines import predicted_lines
 from llmb.report.setting_text import override_text, settings
 from llmb.report.table import number, render, terminal_width
 
@@ -24,6 +25,7 @@ def describe(config: RunConfig, command: str) -> str:
                 *([f"proxy: {config.proxy}"] if config.proxy else []),
                 *([_one_rank(config)] if config.one_rank else []),
                 *(f"departs from the recipe: {line}" for line in departures(config)),
+                *predicted_lines(config),
             ]
         ),
         render(("setting", "value"), list(settings(config)), width),
@@ -97,4 +99,6 @@ def dry_table(runs: list[tuple[RunConfig, int]]) -> str:
     ]
     notes += [f"{c.name}: {_one_rank(c)}" for c, _ in runs if c.one_rank is not None]
     notes += [f"departs from the recipe: {line}" for line in departure_lines(c for c, _ in runs)]
-    return "\n".join(["dry run, nothing was started", "", render(header, rows), *([""] if notes else []), *notes])
+    predictions = [line for c, _ in runs for line in predicted_lines(c, f" of {c.name}" if len(runs) > 1 else "")]
+    blocks = [block for block in (predictions, notes) if block]
+    return "\n".join(["dry run, nothing was started", "", render(header, rows), *(x for b in blocks for x in ("", *b))])

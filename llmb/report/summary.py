@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from llmb.report.load_summary import client_line, interval_line, load_distributions, load_rows
-from llmb.report.one_rank_text import one_rank_line, one_rank_rows
+from llmb.report.predictions.one_rank_text import one_rank_line, one_rank_rows
 from llmb.report.setting_text import precision_text
 from llmb.report.table import number, render, terminal_width
-from llmb.results.result import Result
+from llmb.results.result import PredictionCheck, Result
 
 STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 NOTES = ("PROXY", "ONE_RANK", "NO_PEAK")  # warnings of what was requested, not of what went wrong
@@ -46,10 +46,7 @@ def _rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     yield from _serving_rows(result)
     predicted = result.predicted
     if predicted is not None:
-        explanation = (
-            f"of the speed predicted, {number(predicted.value)} s a step ({predicted.source}); above 1 is faster"
-        )
-        yield "against prediction", f"{predicted.ratio:.3f}", "x", explanation
+        yield "against prediction", f"{predicted.ratio:.3f}", "x", _prediction_text(predicted)
     reference = result.reference
     if reference is not None:
         value = f"{reference.ratio:.3f}"
@@ -57,6 +54,19 @@ def _rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
         yield "against reference", value, "x", f"{explanation}; above 1 is faster"
     elif result.proxy and (result.steps_done or result.requests):
         yield "against reference", "-", "", f"none: a proxy ({result.proxy})"
+
+
+def _prediction_text(check: PredictionCheck) -> str:
+    unit = "s a step" if check.metric == "step_time_s" else "tokens/s"
+    text = (
+        f"measured {number(check.measured)}, predicted {number(check.value)} {unit} ({check.source}); above 1 is faster"
+    )
+    if check.interval_80 is None:
+        return text
+    interval = f"the 80 % interval, {number(check.interval_80[0])} to {number(check.interval_80[1])}"
+    if check.likely_reason is None:
+        return f"{text}; within {interval}"
+    return f"{text}; outside {interval}; likely reason: {check.likely_reason}"
 
 
 def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:

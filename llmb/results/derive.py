@@ -26,6 +26,7 @@ from llmb.perfmodel import flops, hardware, metrics
 from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
 from llmb.results.load_warnings import client_moved
 from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
+from llmb.results.prediction_check import check_prediction
 from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeShare
 from llmb.results.serving_figures import measured_requests, serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
@@ -71,8 +72,8 @@ def derive(
         fields["one_rank"] = one_rank_step(config, fields)
     if not _is_client_late(config, recorded):  # else no figure of the server is known well enough to compare
         fields["reference"] = _compare_with_reference(config, fields)
-    fields["predicted"] = _compare_with_prediction(config, fields)
-    return Result(**fields, warnings=cautions(config, fields, recorded, steps))
+    warnings = cautions(config, fields, recorded, steps)
+    return Result(**fields, predicted=check_prediction(config, fields, warnings), warnings=warnings)
 
 
 def _is_client_late(config: RunConfig | None, events: list[Event]) -> bool:
@@ -236,16 +237,3 @@ def _compare_with_reference(config: RunConfig | None, fields: dict) -> Compariso
             ratio = measured / published
             return Comparison(metric=metric, value=published, measured=measured, ratio=ratio, source=ref.source)
     return None
-
-
-def _compare_with_prediction(config: RunConfig | None, fields: dict) -> Comparison | None:
-    """Compare with the step time that the out-of-core plan predicted; proxies have plans of their own."""
-    step = fields.get("step_time_s")
-    if config is None or not isinstance(config.workload, OutOfCore) or step is None or fields["status"] != "ok":
-        return None
-    expected = config.workload.prediction
-    if expected is None or expected.step_s is None:
-        return None
-    source = f"its plan, by rates {expected.rates['source']}"
-    ratio = expected.step_s / step.median
-    return Comparison(metric="step_time_s", value=expected.step_s, measured=step.median, ratio=ratio, source=source)

@@ -22,6 +22,14 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictionCheck(Comparison):
+    """A measured value beside the predicted one."""
+
+    interval_80: tuple[float, float] | None = None  # of the prediction; null: not known
+    likely_reason: str | None = None  # why the measured value is outside of it; null: it is not
+
+
+@dataclass(frozen=True, kw_only=True)
 class Caution:
     """One warning of the closed list in warnings.py, with what to do about it."""
 
@@ -172,7 +180,7 @@ class Result:
     time_spent: tuple[TimeShare, ...] = ()  # of a profiled run; the shares sum to 1
     collectives: tuple[Collective, ...] = ()
     reference: Comparison | None = None
-    predicted: Comparison | None = None
+    predicted: PredictionCheck | None = None
     warnings: tuple[Caution, ...] = ()
     log_problems: dict[str, int] = field(default_factory=dict)
 

@@ -158,3 +158,29 @@ def test_share_of_the_peak_follows_a_changed_peak(llmb_run):
     _, out, _ = llmb_run(*row, "--what-if", "gpu.flops=2x")
     at_peak = next(line.split() for line in out.splitlines() if line.startswith("model FLOPs at peak"))
     assert f"MFU {at_peak[-1]} %" in out
+
+
+def test_energy_cost_and_days_of_a_whole_training_run(llmb_run):
+    prices = ["--tokens", "15e12", "--gpu-cost-per-hour", "2", "--cost-per-kwh", "0.1"]
+    prediction = json.loads(llmb_run(*MODEL, *prices, "--json")[1])
+    energy, rate = prediction["energy"], 8 * prediction["tokens_per_s_per_gpu"]
+    assert energy["watts_per_gpu"] == 700
+    assert energy["joules_per_million_tokens"] == pytest.approx(8 * 700 / rate * 1e6)
+    assert energy["days_to_train"] == pytest.approx(15e12 / rate / 86400)
+    hours = energy["days_to_train"] * 24
+    assert energy["cost_to_train"] == pytest.approx(8 * 2 * hours + energy["kwh_to_train"] * 0.1)
+    assert energy["kwh_to_train"] == pytest.approx(8 * 0.7 * hours)
+    assert "1.5e+13 tokens: " in llmb_run(*MODEL, *prices)[1]
+
+
+@pytest.mark.parametrize("engine", ["megatron-bridge", "native"])
+def test_a_lower_power_limit_is_slower_and_takes_less_energy(llmb_run, engine):
+    run = [*MODEL, "--set", f"engine={engine}", "--json"]
+    full, limited = (json.loads(llmb_run(*run, *watts)[1]) for watts in ([], ["--watts", "500"]))
+    assert limited["step_time_s"] > full["step_time_s"]
+    assert limited["energy"]["joules_per_million_tokens"] < full["energy"]["joules_per_million_tokens"]
+
+
+def test_a_price_must_be_above_zero(llmb_run):
+    code, _, err = llmb_run(*MODEL, "--watts", "-5")
+    assert (code, err) == (1, "ERROR: --watts must be a number above 0, got -5\n")

@@ -1,15 +1,22 @@
-"""Out-of-core results: predicted against measured, and HFU with what the plan computes again."""
+"""Results beside their predictions: of a training step, of an out-of-core plan; HFU with what the plan recomputes."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from llmb.config.load_settings import config_from_json
+from llmb.config.overrides import from_arguments
 from llmb.config.resolve import resolve
-from llmb.config.row_selection import RunRequest
+from llmb.config.row_selection import OneRankRequest, RunRequest
+from llmb.config.serialization import build, to_json
 from llmb.config.spec import Machine
 from llmb.events import RunEnded, StepDone
+from llmb.perfmodel.explain.run_prediction import predict_run
+from llmb.report.predictions.predicted_lines import predicted_lines
 from llmb.report.summary import summary
 from llmb.results.derive import derive
+from llmb.results.result import Result
 
 
 @pytest.fixture
@@ -17,7 +24,8 @@ def config(recipes):
     """A stand-in whose plan was made for 2 s a step."""
     actual = resolve(recipes["outofcore_llama3"], RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small"))
     expected = replace(actual.workload.prediction, step_s=2.0)
-    return replace(actual, workload=replace(actual.workload, prediction=expected))
+    planned = replace(actual, workload=replace(actual.workload, prediction=expected))
+    return replace(planned, predicted=predict_run(planned))
 
 
 def events(seconds=2.5, tokens=2048, status="ok"):
@@ -43,7 +51,64 @@ def test_hfu_counts_what_the_plan_computes_again(config):
 
 
 def test_without_a_prediction_there_is_nothing_to_compare(config):
-    unknown = replace(config.workload, prediction=replace(config.workload.prediction, step_s=None))
-    assert derive(replace(config, workload=unknown), events()).predicted is None
+    unknown = replace(config, workload=replace(config.workload, prediction=None), predicted=None)
+    assert derive(unknown, events()).predicted is None
     assert derive(config, events(status="failed")).predicted is None
-    assert "against prediction" not in summary(derive(replace(config, workload=unknown), events()))
+    assert "against prediction" not in summary(derive(unknown, events()))
+
+
+def test_an_older_out_of_core_run_has_the_prediction_of_its_plan(config):
+    assert derive(replace(config, predicted=None), events()).predicted == derive(config, events()).predicted
+
+
+@pytest.fixture
+def training(recipes):
+    settings = tuple(from_arguments(["steps=7", "window=3-7"]))
+    request = RunRequest(size="8b", dtype="fp8", gpus=8, gpu="h100", settings=settings)
+    return resolve(recipes["pretrain_llama3.1"], request)
+
+
+def test_a_training_run_stores_its_prediction_and_config_json_reads_it_back(training):
+    assert training.predicted.interval_80[0] < training.predicted.value < training.predicted.interval_80[1]
+    assert sum(training.predicted.terms.values()) == pytest.approx(training.predicted.value)
+    assert config_from_json(json.loads(to_json(training)), "config.json") == training
+
+
+def test_a_config_json_from_before_predictions_is_read(training):
+    data = json.loads(to_json(training))
+    del data["predicted"]
+    older = config_from_json(data, "config.json")
+    assert older.predicted is None
+    assert derive(older, events()).predicted is None
+
+
+def test_inside_the_interval_there_is_no_reason_to_look_for(training):
+    result = derive(training, events(seconds=1.001 * training.predicted.value, tokens=128 * 8192))
+    assert result.predicted.ratio == pytest.approx(1 / 1.001)
+    assert result.predicted.likely_reason is None
+    assert "within the 80 % interval" in summary(result)
+
+
+def test_outside_the_interval_a_warning_of_the_run_is_the_likely_reason(training):
+    slow = events(seconds=2 * training.predicted.value, tokens=128 * 8192)
+    assert "profile it" in derive(training, slow).predicted.likely_reason
+    traced = replace(training, profile=replace(training.profile, profile=True))
+    result = derive(traced, slow)
+    assert result.predicted.likely_reason == "tracing slows it"
+    assert "outside the 80 % interval" in summary(result)
+    assert build(Result, json.loads(to_json(result)), "result.json") == result
+
+
+def test_a_proxy_on_a_cpu_says_why_it_is_not_predicted(recipes):
+    config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small"))
+    assert config.predicted.value is None
+    assert predicted_lines(config)[0] == "predicted step time: unknown (the speed of a CPU is not predicted)"
+    assert predicted_lines(config)[1].endswith("GiB per process")
+
+
+def test_a_rank_that_runs_alone_is_predicted_without_its_peers(recipes):
+    whole = RunRequest(size="70b", dtype="fp8", gpus=64, gpu="h100")
+    here = OneRankRequest(rank=0, machine=Machine(gpu="h200", gpus=1, gpus_per_node=8))
+    config = resolve(recipes["pretrain_llama3.1"], replace(whole, one_rank=here))
+    assert config.predicted.terms.keys().isdisjoint({"tp", "pp", "dp", "bubble", "jitter"})
+    assert config.predicted.value < resolve(recipes["pretrain_llama3.1"], whole).predicted.value

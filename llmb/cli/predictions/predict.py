@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.explain.cost_options import add_cost_options, check_prices, energy_of
 from llmb.cli.run_options import complete_with
 from llmb.cli.subcommand import command
 
@@ -20,6 +21,8 @@ EXAMPLES = (
     "llmb-run predict --model llama3.1-70b --task serve --engine vllm --gpu-type h200 --dtype fp8 --isl 1024 "
     "--osl 1024 --concurrency 1..256 --set tp=2",
     "llmb-run predict -w inference_llama3.1 -s 8b --dtype fp8 --gpu-type h200 --task serve --json",
+    "llmb-run predict -w pretrain_llama3.1 -s 405b --dtype fp8 --gpu-type h100 --scale 1024 --tokens 15e12 "
+    "--gpu-cost-per-hour 2 --cost-per-kwh 0.1",
     "llmb-run predict --rows runs.csv --json    # columns: model size gpu dtype gpus seqlen gbs mbs tp pp cp vp ep ...",
 )
 TASKS = ("train", "serve")
@@ -53,6 +56,7 @@ def add_commands(commands: Any) -> None:
     add("--isl", type=int, metavar="N", help="serve: input tokens of a request")
     add("--osl", type=int, metavar="N", help="serve: output tokens of a request")
     add("--concurrency", metavar="N", help="serve: clients, each with one request at a time: 64, 1,4,16 or 1..1024")
+    add_cost_options(parser)
 
 
 def _names() -> list[str]:
@@ -69,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
         raise UnknownName("value of --task", options.task, TASKS)
     if sum(source is not None for source in (options.workload, options.model, options.rows)) != 1:
         raise ConfigError("predict: name the run with one of -w WORKLOAD, --model NAME|config.json or --rows FILE.csv")
+    check_prices(options)
     if options.task == "serve":
         from llmb.cli.predictions.predict_serving import run_serving
 
@@ -79,21 +84,47 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _predict_setups(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+
     from llmb.perfmodel.step_time.predictor import predict
     from llmb.perfmodel.step_time.setup_fields import changed_device
-    from llmb.report.prediction_text import describe_curve, describe_prediction
+    from llmb.report.predictions.prediction_text import describe_curve, describe_prediction
 
     setups = _recipe_setups(options) if options.workload else _model_setups(options)
+    setups = [replace(setup, watts=options.watts) for setup in setups]
     on = changed_device(setups[0].gpu, options.what_if) if options.what_if else None
     points = [(setup, predict(setup, on)) for setup in setups]
     if options.json:
-        data = [_as_data(setup, prediction) for setup, prediction in points]
+        data = [
+            _as_data(setup, prediction) | _energy_data(options, *_rate(setup, prediction))
+            for setup, prediction in points
+        ]
         print(json.dumps(data[0] if len(data) == 1 else data))
     elif len(points) > 1:
         print(describe_curve(points))
     else:
         print(describe_prediction(*points[0], predict(setups[0]) if on else None))
+        _print_energy(options, *points[0])
     return 0
+
+
+def _rate(setup: Any, prediction: Any) -> tuple[str, int, float]:
+    return setup.gpu, setup.gpus, prediction.tokens_per_s_per_gpu * setup.gpus
+
+
+def _energy_data(options: argparse.Namespace, gpu: str, gpus: int, tokens_per_s: float) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {"energy": asdict(energy_of(options, gpu, gpus, tokens_per_s))}
+
+
+def _print_energy(options: argparse.Namespace, setup: Any, prediction: Any) -> None:
+    """Print energy at the power limit, and costs as far as prices are given."""
+    from llmb.report.predictions.energy_lines import energy_lines
+
+    energy = energy_of(options, *_rate(setup, prediction))
+    joules_per_step = setup.gpus * energy.watts_per_gpu * prediction.step_time_s
+    print("\n".join(energy_lines(energy, joules_per_step)))
 
 
 def _model_setups(options: argparse.Namespace) -> list[Any]:
@@ -132,10 +163,12 @@ def _recipe_setups(options: argparse.Namespace) -> list[Any]:
     """Return the descriptions of a recipe row, at its own scale or with its layout at others (weak scaling)."""
     from llmb.cli.recipe_row import resolve_row
     from llmb.errors import ConfigError
-    from llmb.perfmodel.step_time.step_setup import setup_of
+    from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, setup_of
 
     config, scales = resolve_row(options)
-    setup = setup_of(config)
+    # Rows are those of published runs: without a word about the engine, the one that ran them.
+    engine = None if any(text.startswith("engine=") for text in options.set) else DEFAULT_ENGINE
+    setup = setup_of(config, engine=engine)
     ranks = setup.gpus // setup.dp
     usable = [scale for scale in scales if scale % ranks == 0]
     if not usable:

@@ -8,7 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from llmb.cli.explain.cost_options import energy_of
 from llmb.errors import ConfigError
+from llmb.perfmodel.explain.energy_cost import EnergyCost
 from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
@@ -18,7 +20,8 @@ from llmb.perfmodel.step_time.setup_fields import changed_device
 
 def run_serving(options: argparse.Namespace) -> int:
     """Predict one load, a curve over concurrency or a file of loads."""
-    from llmb.report.serving_text import describe_serving, describe_serving_curve
+    from llmb.report.predictions.energy_lines import energy_lines
+    from llmb.report.predictions.serving_text import describe_serving, describe_serving_curve
 
     if options.rows:
         return _predict_rows(options)
@@ -26,13 +29,20 @@ def run_serving(options: argparse.Namespace) -> int:
     on = changed_device(setups[0].gpu, options.what_if) if options.what_if else None
     points = [(setup, predict_serving(setup, on)) for setup in setups]
     if options.json:
-        data = [serving_data(setup, prediction) for setup, prediction in points]
+        data = [serving_data(setup, p) | {"energy": asdict(_energy(options, setup, p))} for setup, p in points]
         print(json.dumps(data[0] if len(data) == 1 else data))
     elif len(points) > 1:
         print(describe_serving_curve(points))
     else:
         print(describe_serving(*points[0], predict_serving(setups[0]) if on else None))
+        print("\n".join(energy_lines(_energy(options, *points[0]), unit="output tokens")))
     return 0
+
+
+def _energy(options: argparse.Namespace, setup: ServingSetup, prediction: ServingPrediction) -> EnergyCost:
+    """Return energy and cost of a million output tokens."""
+    energy: EnergyCost = energy_of(options, setup.gpu, setup.gpus, prediction.output_tokens_per_s)
+    return energy
 
 
 def _shape(name: str) -> ModelShape:

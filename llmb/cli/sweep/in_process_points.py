@@ -14,6 +14,7 @@ from llmb.config.serialization import build
 from llmb.config.spec import Inference, Override, RunConfig
 from llmb.events import Event
 from llmb.loadgen.sweep.sweep_plan import PointLoad
+from llmb.perfmodel.explain.run_prediction import predict_run
 from llmb.results.sweep.sweep_points import PointKey
 
 
@@ -69,4 +70,5 @@ def point_config(config: RunConfig, key: PointKey, load: PointLoad) -> RunConfig
     )
     overrides = tuple(override for override in config.overrides if override.field not in values)
     name = config.name.replace(f"_CON{work.concurrency}_", f"_CON{values.get('concurrency', work.concurrency)}_")
-    return replace(config, name=name, workload=replace(work, **values), overrides=(*overrides, *chosen))
+    point = replace(config, name=name, workload=replace(work, **values), overrides=(*overrides, *chosen))
+    return replace(point, predicted=predict_run(point))

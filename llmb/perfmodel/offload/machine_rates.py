@@ -92,12 +92,17 @@ def rates_path(install: Path, gpu: str) -> Path:
     return install / ".llmb" / "rates" / f"{gpu}.json"
 
 
-def rates_of(gpu: str, install: Path) -> Rates:
-    """Return the rates measured on this machine, else the known ones of the GPU."""
+def measured_rates(gpu: str, install: Path) -> Rates | None:
+    """Return the rates that `probe` measured on this machine; None: it has not run."""
     path = rates_path(install, gpu)
     if not path.exists():
-        return known_rates(gpu)
+        return None
     try:
         return build(Rates, read_json(path), f"{path}")
     except ConfigError as error:  # damaged, or measured before a rate was added
         raise ConfigError(f"{error}; run `llmb-run probe` again, which measures this machine anew") from error
+
+
+def rates_of(gpu: str, install: Path) -> Rates:
+    """Return the rates measured on this machine, else the known ones of the GPU."""
+    return measured_rates(gpu, install) or known_rates(gpu)

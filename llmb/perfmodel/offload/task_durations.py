@@ -130,8 +130,8 @@ class TaskDurations:
         rates, tokens = self.rates, min(self.plan.seqlen, self.plan.chunk_tokens)
         ratio = rates.square_tokens / tokens
         return (
-            _causal_tflops(rates.attention_forward_tflops, rates.past_attention_forward_tflops, ratio),
-            _causal_tflops(rates.attention_backward_tflops, rates.past_attention_backward_tflops, ratio),
+            causal_rate(rates.attention_forward_tflops, rates.past_attention_forward_tflops, ratio),
+            causal_rate(rates.attention_backward_tflops, rates.past_attention_backward_tflops, ratio),
         )
 
     def attention(self, chunk: Chunk) -> tuple[float, float]:
@@ -211,8 +211,8 @@ class TaskDurations:
         return chunk.tokens * elements * self.itemsize
 
 
-def _causal_tflops(measured: float, rectangle: float, ratio: float) -> float:
-    """Return the rate of a causal square, where one that is `ratio` times as long was measured.
+def causal_rate(measured: float, rectangle: float, ratio: float) -> float:
+    """Return the rate of a causal square of attention, where one that is `ratio` times as long was measured.
 
     A square is slower than a rectangle because of its diagonal, where half of every tile is computed for nothing: a
     constant time per query, so that longer squares lose less.

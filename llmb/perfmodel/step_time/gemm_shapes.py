@@ -13,6 +13,9 @@ from llmb.perfmodel.step_time.step_setup import StepSetup
 
 TILE_M, TILE_N = 128, 256  # of the largest CUTLASS and cuBLAS tiles on Hopper and Blackwell
 FILL_K = 128  # values of K loaded before the first product of a tile
+FILL_K_OF = {
+    "native": 0
+}  # engines that choose algorithms by trial: narrow GEMMs of Llama 1B are as fast as those of 70B
 LOST_WAVES = 0.5
 ACCUMULATE_BYTES = 8  # a weight gradient is read and written in fp32
 
@@ -36,7 +39,9 @@ class Gemm:
         return self.count * self.n * self.k
 
 
-def padded_flops(m: float, n: float, k: float, count: float, sms: int, ragged: bool = False) -> float:
+def padded_flops(
+    m: float, n: float, k: float, count: float, sms: int, ragged: bool = False, fill_k: int = FILL_K
+) -> float:
     """Return the FLOPs of `count` GEMMs run together, with those of partial tiles, lost waves and pipeline fill.
 
     `ragged`: m is the mean of uneven numbers of rows, each of which leaves half a tile empty on average.
@@ -45,7 +50,7 @@ def padded_flops(m: float, n: float, k: float, count: float, sms: int, ragged: b
     used_m = m + TILE_M / 2 if ragged else math.ceil(m / TILE_M) * TILE_M
     used_n = math.ceil(n / TILE_N) * TILE_N if n > TILE_N else math.ceil(2 * n / TILE_N) * TILE_N / 2
     waves = count * max(1.0, m / TILE_M) * max(1.0, used_n / TILE_N) / sms
-    return 2.0 * count * used_m * used_n * k * (1 + min(1.0, LOST_WAVES / waves)) * (1 + FILL_K / k)
+    return 2.0 * count * used_m * used_n * k * (1 + min(1.0, LOST_WAVES / waves)) * (1 + fill_k / k)
 
 
 def block_gemms(setup: StepSetup, kind: str) -> list[Gemm]:

@@ -12,10 +12,11 @@ from llmb.perfmodel.flops import flops_breakdown
 from llmb.perfmodel.hardware import GIB, gpu
 from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
 from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.native_work import native_constants, native_interval
 from llmb.perfmodel.step_time.saved_activations import saved_fraction
 from llmb.perfmodel.step_time.step_constants import Constants, calibrated, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
-from llmb.perfmodel.step_time.waterfall import StepWork, step_terms, step_work
+from llmb.perfmodel.step_time.waterfall import NATIVE, StepWork, step_terms, step_work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class StepPrediction:
 def predict(setup: StepSetup, on: Device | None = None, c: Constants | None = None) -> StepPrediction:
     """Predict one training step, on a GPU of the table or one with what-if changes."""
     step = step_work(setup, on)
-    terms = step_terms(step, c or calibrated())
+    terms = step_terms(step, c or _constants(setup))
     seconds = sum(terms.values())
     rate = model_flops(setup) / seconds / setup.gpus
     half_width = log_half_width(setup)
@@ -47,6 +48,10 @@ def predict(setup: StepSetup, on: Device | None = None, c: Constants | None = No
         interval_80=(seconds * math.exp(-half_width), seconds * math.exp(half_width)),
         terms=terms,
     )
+
+
+def _constants(setup: StepSetup) -> Constants:
+    return calibrated() | native_constants("replaced") if setup.engine == NATIVE else calibrated()
 
 
 def model_flops(setup: StepSetup) -> float:
@@ -76,6 +81,8 @@ def interval_class(setup: StepSetup) -> str:
 def log_half_width(setup: StepSetup) -> float:
     """Return half the width of the 80 % interval, in log space; wider for a GPU without published rows."""
     data = interval_data()
+    if setup.engine == NATIVE and setup.gpus == 1 and setup.gpu in native_interval()["measured_gpus"]:
+        return float(native_interval()["one_gpu"])
     unseen = 1.0 if setup.gpu in data["gpus"] else float(data["unseen_gpu"])
     return float(data["half_width"][interval_class(setup)]) * unseen
 
@@ -99,20 +106,20 @@ def step_memory(setup: StepSetup) -> MemoryEstimate:
 
 
 def run_config(setup: StepSetup) -> RunConfig:
-    """Return the run as a configuration of an external engine, for the memory estimate."""
+    """Return the run as a configuration of its kind of engine, for the memory estimate."""
     split, recompute = setup.parallel, setup.recompute_layers or 0
     layers = -(-setup.layer_count // split.pp)
     return RunConfig(
         name=setup.shape.model.name,
         target="predict",
         size="",
-        engine="megatron_bridge",
+        engine="native" if setup.engine == NATIVE else "megatron_bridge",
         machine=Machine(gpu=setup.gpu, gpus=setup.gpus, gpus_per_node=gpu(setup.gpu).gpus_per_node),
         model=_with_layers(setup),
         parallel=Parallel(
             dp=setup.dp, fsdp=split.fsdp, tp=split.tp, pp=split.pp, cp=split.cp, ep=split.ep, etp=split.etp, vp=split.vp
         ),
-        precision=Precision(dtype="bf16"),
+        precision=Precision(dtype="fp8" if setup.engine == NATIVE and setup.dtype == "fp8" else "bf16"),
         workload=Training(
             seqlen=setup.seqlen,
             mbs=setup.mbs,
@@ -121,5 +128,6 @@ def run_config(setup: StepSetup) -> RunConfig:
             # XLA rematerializes by default.
             recompute_layers=(recompute or layers) if setup.recompute == "full" or setup.engine == "jax" else 0,
             offload_layers=setup.offload_layers,
+            **(setup.formats.fields() if setup.engine == NATIVE else {}),
         ),
     )

@@ -20,6 +20,7 @@ ENGINES: dict[str, tuple[str | None, str | None]] = {
     "megatron-bridge-2026": ("engine_bridge_2026", "host_2026"),
     "torchtitan": ("engine_torchtitan", None),
     "jax": ("engine_jax", None),
+    "native": (None, None),
 }
 
 Constants = dict[str, float]

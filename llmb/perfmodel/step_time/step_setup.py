@@ -9,6 +9,8 @@ from typing import Literal
 from llmb.config.spec import Parallel, RunConfig, Training
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.offload.machine_rates import Rates as MachineRates
+from llmb.perfmodel.step_time.native_formats import NativeFormats, native_formats
 
 # fp8: one scale per tensor; fp8-row: per row; fp8-block: per 128 values or 128 x 128 weights; fp8-mx: per 32 values
 DTYPES = ("bf16", "fp8", "fp8-row", "fp8-block", "fp8-mx", "nvfp4")
@@ -18,6 +20,7 @@ DTYPE_ALIASES = {
 }  # fmt: skip
 Recompute = Literal["none", "selective", "full"]
 DEFAULT_ENGINE = "megatron-bridge"
+ENGINE_OF = {"native": "native", "megatron_bridge": "megatron-bridge"}  # engine of a run -> key of ENGINES
 TASKS = ("pretrain", "sft", "lora")
 
 
@@ -49,6 +52,8 @@ class StepSetup:
     task: str = "pretrain"
     document_tokens: int | None = None  # of packed sequences, within which tokens attend; none: one document
     watts: float | None = None  # power limit of the GPU; none: its nominal one
+    formats: NativeFormats = field(default_factory=NativeFormats)  # engine native: of the training state
+    rates: MachineRates | None = None  # engine native: measured by `probe`; none: known ones of the GPU
 
     def __post_init__(self) -> None:
         for name in ("gpus", "seqlen", "mbs", "gbs"):
@@ -103,15 +108,15 @@ def parse_dtype(text: str) -> str:
     return dtype
 
 
-def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str = DEFAULT_ENGINE) -> StepSetup:
-    """Return the description of a resolved training run."""
+def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates | None = None) -> StepSetup:
+    """Return the description of a resolved training run, by its own engine unless another is named."""
     work = config.workload
     if not isinstance(work, Training):
         raise ConfigError(f"{config.name} is not a training run; predict an inference run with --task serve")
     if config.precision.dtype == "fp32":
         raise UnknownName("dtype", "fp32", DTYPES)
     return StepSetup(
-        shape=shape or ModelShape(model=config.model),
+        shape=ModelShape(model=config.model),
         gpu=config.machine.gpu,
         gpus=config.machine.gpus,
         dtype=config.precision.dtype,
@@ -123,7 +128,9 @@ def setup_of(config: RunConfig, shape: ModelShape | None = None, engine: str = D
         recompute_layers=work.recompute_layers or None,
         offload_layers=work.offload_layers,
         graphs=float(work.cuda_graphs),
-        engine=engine,
+        engine=engine or ENGINE_OF.get(config.engine, DEFAULT_ENGINE),
+        formats=native_formats(config),
+        rates=rates,
     )
 
 

@@ -11,7 +11,15 @@ from llmb.config.spec import Model
 from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.step_time.cluster_fabric import Device
-from llmb.perfmodel.step_time.gemm_shapes import ACCUMULATE_BYTES, Gemm, block_gemms, head_gemms, padded_flops
+from llmb.perfmodel.step_time.gemm_shapes import (
+    ACCUMULATE_BYTES,
+    FILL_K,
+    FILL_K_OF,
+    Gemm,
+    block_gemms,
+    head_gemms,
+    padded_flops,
+)
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 BF16 = 2.0
@@ -46,7 +54,7 @@ class GemmPass:
     flops: float  # with wave quantization and pipeline fill
     bytes: float
     low: bool
-    grouped: bool = False  # of several experts
+    grouped: bool = False  # GEMMs of several experts in one kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +84,8 @@ class RankWork:
     step_bytes: float  # memory traffic of the optimizer in a step
     dense_weights: float  # of the rank, whole
     routed_weights: float
+    end_weights: float  # of the dense ones: embedding and LM head
+    sharded_weights: float  # that the rank's optimizer updates
 
 
 def rank_work(setup: StepSetup, device: Device) -> RankWork:
@@ -104,6 +114,8 @@ def rank_work(setup: StepSetup, device: Device) -> RankWork:
         step_bytes=trained * (UPDATE_BYTES * sharded + 4.0 * (dense + routed + ends)),
         dense_weights=dense + ends,
         routed_weights=routed,
+        end_weights=ends,
+        sharded_weights=trained * sharded,
     )
 
 
@@ -156,11 +168,11 @@ def _blocks(setup: StepSetup, device: Device, counts: dict[str, float], backward
 def _passes(setup: StepSetup, device: Device, gemm: Gemm, layers: float, backward: bool) -> list[GemmPass]:
     operand = OPERAND_BYTES[setup.dtype if gemm.low else "bf16"]
     x, w, y = gemm.m * gemm.k * gemm.count, gemm.weights, gemm.m * gemm.n * gemm.count
-    sms = device.fabric.sms
+    sms, fill_k = device.fabric.sms, FILL_K_OF.get(setup.engine, FILL_K)
 
     def gemm_pass(m: float, n: float, k: float, traffic: float) -> GemmPass:
         ragged = gemm.count > 1 and m == gemm.m
-        flops = layers * padded_flops(m, n, k, gemm.count, sms, ragged)
+        flops = layers * padded_flops(m, n, k, gemm.count, sms, ragged, fill_k)
         return GemmPass(flops, layers * traffic, gemm.low, gemm.count > 1)
 
     if not backward:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.collective_time import RankTraffic, Transfer, rank_traffic
+from llmb.perfmodel.step_time.native_work import explicit_recompute, is_explicit, native_rates, native_work
 from llmb.perfmodel.step_time.saved_activations import offloaded_bytes
 from llmb.perfmodel.step_time.step_constants import ENGINES, Constants
 from llmb.perfmodel.step_time.step_setup import StepSetup
@@ -24,6 +25,7 @@ TERMS = (
 
 HOST_NORM = 4
 FORWARD = 1 / 3  # of a micro-batch
+NATIVE = "native"  # the engine of this repository
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,19 @@ def step_work(setup: StepSetup, on: Device | None = None) -> StepWork:
     """Return the work of a step, on a GPU of the table or one with what-if changes."""
     on = on or device(setup.gpu)
     work = rank_work(setup, on)
+    if setup.engine == NATIVE:
+        work = native_work(setup, work)
     return StepWork(setup, on, work, rank_traffic(setup, work, on), offloaded_bytes(setup))
 
 
 def rates(step: StepWork, c: Constants) -> Rates:
     """Return the sustained rates for a step."""
-    family, watts = step.device.fabric.family, step.setup.watts
+    if step.setup.engine == NATIVE:
+        return Rates(**native_rates(step.setup, step.device, _power_gain(step, c)))
+    family = step.device.fabric.family
     generation = family.removesuffix("-ultra")
     gain = step.device.fabric.clock * (c["ultra_gain"] if family != generation else 1.0)
-    if watts is not None:
-        gain *= min(1.0, watts / step.device.fabric.watts) ** c["power"]
+    gain *= _power_gain(step, c)
     peaks, kind = step.device.gpu.peak_flops, step.setup.peak_dtype
     bf16 = peaks["bf16"] * c[f"gemm_bf16_{generation}"] * gain
     low_name = f"gemm_{kind}_{generation}"
@@ -82,6 +87,12 @@ def rates(step: StepWork, c: Constants) -> Rates:
         quantize=bandwidth * c["quantize"],
         hbm=bandwidth,
     )
+
+
+def _power_gain(step: StepWork, c: Constants) -> float:
+    """Return the compute rate at the run's power limit against the nominal one."""
+    watts, nominal = step.setup.watts, step.device.fabric.watts
+    return 1.0 if watts is None else float(min(1.0, watts / nominal) ** c["power"])
 
 
 def _attention_kernel(setup: StepSetup, c: Constants) -> float:
@@ -163,7 +174,10 @@ def _recompute(step: StepWork, forward: dict[str, float], tp: float) -> float:
     if setup.recompute == "full":
         layers = setup.layer_count / setup.parallel.pp
         part = 1.0 if setup.recompute_layers is None else min(1.0, setup.recompute_layers / layers)
-        return part * (sum(forward.values()) + tp)
+        repeated = sum(forward.values())
+        if setup.engine == NATIVE and is_explicit(setup):
+            repeated = explicit_recompute(setup, forward)
+        return part * (repeated + tp)
     if setup.recompute == "selective":
         return SELECTIVE * sum(forward.values())
     modules = {

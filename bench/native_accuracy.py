@@ -1,0 +1,137 @@
+"""How well is our own engine predicted? Predictions beside the H200 figures of bench/RESULTS.md, without a GPU.
+
+    python bench/native_accuracy.py [--rates probe.json] [--without-plans] [--json]
+
+`--rates`: rates that `llmb-run probe --json` measured, in place of the known ones of an H200. Plans of the out-of-core
+rows take about a minute; `--without-plans` leaves those rows out.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from outofcore_rows import ROWS as OUT_OF_CORE_ROWS
+from outofcore_rows import models, planned
+from train_rows import ROWS as TRAINING_ROWS
+from train_rows import configuration
+
+from llmb.config.recipe import load_all, load_yaml, shipped
+from llmb.config.serialization import build, convert, read_json
+from llmb.config.spec import Machine, MambaConfig, Model, Parallel, Precision, RunConfig, Training
+from llmb.perfmodel.offload.machine_rates import Rates, known_rates
+from llmb.perfmodel.shards import rank_flops
+from llmb.perfmodel.step_time.predictor import predict
+from llmb.perfmodel.step_time.step_setup import setup_of
+from llmb.report.table import render
+
+FIGURES = Path(__file__).with_name("native_rows.yaml")
+AIM = 5.0  # percent
+PER_STEP = ("optimizer", "overhead")  # terms that a micro-batch does not have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A measured step or micro-batch and its prediction."""
+
+    kind: str
+    row: str
+    pool: str
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Percent; above 0 the prediction is too slow."""
+        return 100 * (self.predicted_s / self.measured_s - 1)
+
+
+@cache
+def _configuration(title: str) -> RunConfig:
+    return configuration(next(row for row in TRAINING_ROWS if row.title == title), "h200", [])
+
+
+def training(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
+    """Yield the rows of train_gpu.py: whole optimizer steps, proxies of true width among them."""
+    for figure in figures["training"]:
+        setup = setup_of(_configuration(figure["row"]), rates=rates)
+        yield Sample(
+            kind="training", row=figure["row"], pool=figure["pool"],
+            measured_s=setup.gbs * setup.seqlen / figure["tokens_per_s"], predicted_s=predict(setup).step_time_s,
+        )  # fmt: skip
+
+
+def micro_batches(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
+    """Yield the peers of rank_gpu.py: forward and backward of a few layers, without an optimizer."""
+    recipes = load_all([shipped()])
+    for figure in figures["micro_batches"]:
+        model = convert(Model, recipes[figure["workload"]].models[figure["size"]], figure["size"])
+        shard = dict(figure.get("shard", {}))
+        if "mamba" in shard:
+            shard["mamba"] = build(MambaConfig, shard["mamba"], figure["row"])
+        layers = figure["layers"]
+        model = replace(model, layers=layers, pattern=model.pattern and model.pattern[:layers], **shard)
+        for dtype in ("bf16", "fp8"):
+            config = RunConfig(
+                name="rank", target=figure["workload"], size=figure["size"], model=model, parallel=Parallel(),
+                machine=Machine(gpu="h200", gpus=1, gpus_per_node=8), precision=Precision(dtype=dtype),
+                workload=Training(seqlen=figure.get("seqlen", 8192), mbs=1, gbs=2, ga=2, balanced_experts=True),
+            )  # fmt: skip
+            terms = predict(setup_of(config, rates=rates)).terms
+            seconds = sum(seconds for name, seconds in terms.items() if name not in PER_STEP)
+            yield Sample(
+                kind="micro-batch", row=f"{figure['row']} {dtype}", pool=figure["pool"],
+                measured_s=rank_flops(config) / figure[dtype] / 1e12, predicted_s=seconds,
+            )  # fmt: skip
+
+
+def out_of_core(figures: dict[str, Any], rates: Rates | None) -> Iterator[Sample]:
+    """Yield the rows of outofcore_gpu.py, by their plans."""
+    by_title, sized = {row.title: row for row in OUT_OF_CORE_ROWS}, models()
+    plans = {
+        title: planned(sized[by_title[title].size], by_title[title], rates or known_rates("h200"))
+        for title in {figure["row"] for figure in figures["out_of_core"]}
+    }
+    for figure in figures["out_of_core"]:
+        plan = plans[figure["row"]]
+        yield Sample(
+            kind="out of core", row=figure["row"], pool=figure["pool"],
+            measured_s=plan.plan.step_tokens / figure["tokens_per_s"], predicted_s=plan.simulation.step_s,
+        )  # fmt: skip
+
+
+def samples(rates: Rates | None = None, plans: bool = True) -> list[Sample]:
+    """Return all rows with their predictions."""
+    figures: dict[str, Any] = load_yaml(FIGURES, "sections training, micro_batches, out_of_core")
+    parts = [training, micro_batches, *([out_of_core] if plans else [])]
+    return [sample for part in parts for sample in part(figures, rates)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=Path, metavar="JSON")
+    parser.add_argument("--without-plans", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rates = build(Rates, read_json(options.rates), str(options.rates)) if options.rates else None
+    rows = samples(rates, not options.without_plans)
+    if options.json:
+        print(json.dumps([asdict(row) | {"error_percent": row.error} for row in rows]))
+        return 0
+    cells = [(s.kind, s.row, s.pool, f"{s.measured_s:.3f}", f"{s.predicted_s:.3f}", f"{s.error:+.1f}") for s in rows]
+    print(render(("kind", "row", "measured", "s", "predicted s", "error %"), cells))
+    errors = [abs(row.error) for row in rows]
+    within = sum(error <= AIM for error in errors)
+    print(
+        f"\n{within} of {len(rows)} rows within {AIM:g} %; median {median(errors):.1f} %, largest {max(errors):.1f} %"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`llmb-run explain`, and the options that price a prediction."""

@@ -1,0 +1,80 @@
+"""Limits of serving: FLOPs of prompts and outputs against GEMM rates, weights and KV cache against HBM bandwidth.
+
+    serving_limits(setup, ServedFigures(output_tokens_per_s=9446))      -> compute, bandwidth
+
+Both are lower bounds of the work: mixed steps may overlap them, so each must hold by itself.
+"""
+
+from dataclasses import dataclass
+
+from llmb.perfmodel.block_costs import block_stack
+from llmb.perfmodel.explain.chip_limits import Limit, compute_limit, sustained_bandwidth
+from llmb.perfmodel.hardware import GB
+from llmb.perfmodel.serving_time.serving_limits import decode_bytes_at_least
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.serving_time.serving_work import serving_work
+
+MS = 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedFigures:
+    """Measured figures of a serving run, all GPUs together. Null: not known."""
+
+    output_tokens_per_s: float
+    latency_ms: tuple[float, float] | None = None  # mean TTFT and TPOT at the setup's concurrency
+    prefix_hit_rate: float = 0.0  # of prompt tokens, that need no prefill
+
+
+def serving_limits(setup: ServingSetup, figures: ServedFigures) -> list[Limit]:
+    """Return the limits of one GPU; none where its peaks are not known."""
+    limits = [_compute(setup, figures), _bandwidth(setup, figures), _decode_bandwidth(setup, figures)]
+    return [limit for limit in limits if limit is not None]
+
+
+def _compute(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
+    """Limit of prefill and decode: every token passes all GEMMs of the layers, every output token the LM head."""
+    model, isl, osl = setup.shape.model, setup.isl * setup.length_ratio, setup.osl * setup.length_ratio
+    prompt = isl * (1 - figures.prefix_hit_rate)
+    token = score = decode_score = 0.0
+    for _, count, block in block_stack(model):
+        token += count * block.token_macs
+        score += count * block.pair_macs
+        decode_score += count * block.decode_pair_macs
+    window = min(1.0, (setup.shape.window or isl) / isl) if setup.shape.window_layers else 1.0
+    low = 2.0 * token * (prompt + osl - 1)
+    attention = window * (score * prompt * (isl - prompt / 2) + decode_score * (osl - 1) * (isl + osl / 2))
+    bf16 = 2.0 * (model.hidden * model.vocab * osl + attention)
+    requests = figures.output_tokens_per_s / osl / setup.gpus
+    return compute_limit(low, bf16, requests, setup.gpu, setup.dtype)
+
+
+def _bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
+    """Limit of decode steps: the KV cache for every token, the weights once for all requests that run at once."""
+    limit = sustained_bandwidth(setup.gpu)
+    if limit is None:
+        return None
+    work, replicas = serving_work(setup), setup.attention_dp
+    tokens = figures.output_tokens_per_s / replicas
+    batch = max(1.0, min(setup.concurrency, setup.max_batch_size * replicas) / replicas)
+    context = (setup.isl + setup.osl / 2) * setup.length_ratio
+    cache = context * work.kv_bytes + min(context, work.window) * work.window_kv_bytes
+    needed = tokens / setup.emitted * (cache + _step_weights(setup) / batch) / setup.pp
+    return Limit(name="HBM bandwidth", needed=needed / GB, limit=limit / GB, unit="GB/s/GPU")
+
+
+def _decode_bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
+    """Limit of the time per output token: a decode step reads the weights, and the caches of all that decode."""
+    limit = sustained_bandwidth(setup.gpu)
+    if limit is None or figures.latency_ms is None:
+        return None
+    ttft_ms, tpot_ms = figures.latency_ms
+    e2e_s = (ttft_ms + (setup.osl - 1) * tpot_ms) / MS
+    needed = decode_bytes_at_least(setup, serving_work(setup), e2e_s, tpot_ms) / (tpot_ms * setup.emitted / MS)
+    return Limit(name="HBM bandwidth of a decode step", needed=needed / GB, limit=limit / GB, unit="GB/s/GPU")
+
+
+def _step_weights(setup: ServingSetup) -> float:
+    """Return the weights that a rank reads in a step at the least: of experts, those of one token."""
+    work = serving_work(setup)
+    return work.low_bytes + work.high_bytes + work.head_bytes + work.expert_bytes * work.routed

@@ -1,0 +1,1 @@
+"""Text of predictions and of what explains a measured figure."""

@@ -1,0 +1,42 @@
+"""Predicted time and memory of a run, one line each, for `show` and `submit --dry-run`."""
+
+from llmb.config.spec import Inference, RunConfig
+from llmb.perfmodel.hardware import GIB, memory_bytes
+from llmb.perfmodel.metrics import tokens_per_s
+from llmb.report.table import number
+
+TITLES = {"step_time_s": "predicted step time", "output_tokens_per_s": "predicted output"}
+UNITS = {"step_time_s": "s", "output_tokens_per_s": "tokens/s"}
+
+
+def predicted_lines(config: RunConfig, subject: str = "") -> list[str]:
+    """Return the line of the predicted time and that of the predicted memory; none without a prediction.
+
+    `subject`: " of NAME" where there are several runs.
+    """
+    return [] if config.predicted is None else [_time_line(config, subject), _memory_line(config, subject)]
+
+
+def _time_line(config: RunConfig, subject: str) -> str:
+    p = config.predicted
+    assert p is not None
+    title, unit = TITLES[p.metric] + subject, UNITS[p.metric]
+    if p.value is None:
+        return f"{title}: unknown ({p.note})"
+    interval = ""
+    if p.interval_80 is not None:
+        interval = f" (80 % interval {number(p.interval_80[0])} to {number(p.interval_80[1])})"
+    rate = ""
+    if not isinstance(config.workload, Inference) and config.workload.gbs is not None:
+        rate = f", {tokens_per_s(config.workload.seqlen, config.workload.gbs, p.value):,.0f} tokens/s"
+    return f"{title}: {number(p.value)} {unit}{interval}{rate}; by {p.source}"
+
+
+def _memory_line(config: RunConfig, subject: str) -> str:
+    p, capacity = config.predicted, memory_bytes(config.machine)
+    assert p is not None
+    if p.memory_gib is None:
+        return f"predicted memory{subject}: unknown"
+    of = f" of {capacity / GIB:,.0f}" if capacity else ""
+    where = "per process" if config.machine.gpu == "cpu" else "on the fullest GPU"
+    return f"predicted memory{subject}: {number(p.memory_gib)}{of} GiB {where}"

@@ -1,0 +1,42 @@
+"""Our own engine on one H200: predictions beside the figures of bench/RESULTS.md."""
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from llmb.perfmodel.offload.machine_rates import H200
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+native = import_module("native_accuracy")
+
+
+@pytest.fixture(scope="module")
+def in_core():
+    return native.samples(plans=False)
+
+
+def test_every_row_that_fits_the_gpu_is_within_five_percent(in_core):
+    assert len(in_core) >= 30
+    assert not [f"{row.row}: {row.error:+.1f} %" for row in in_core if abs(row.error) > native.AIM]
+
+
+def test_predictions_are_not_all_on_one_side(in_core):
+    assert any(row.error > 1 for row in in_core)
+    assert any(row.error < -1 for row in in_core)
+
+
+@pytest.mark.nightly
+def test_out_of_core_rows_are_within_five_percent():
+    rows = [row for row in native.samples() if row.kind == "out of core"]
+    assert len(rows) == 8
+    assert not [f"{row.row}: {row.error:+.1f} %" for row in rows if abs(row.error) > native.AIM]
+
+
+def test_probed_rates_scale_the_prediction(in_core):
+    chip = replace(H200, matmul_tflops=0.9 * H200.matmul_tflops, memory_gbs=0.9 * H200.memory_gbs)
+    slower = native.samples(chip, plans=False)
+    for usual, slow in zip(in_core, slower, strict=True):
+        assert 1.08 < slow.predicted_s / usual.predicted_s < 1.112

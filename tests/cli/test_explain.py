@@ -1,0 +1,172 @@
+"""`llmb-run explain`: stored runs, a result.json, figures typed by hand, refusals in one line."""
+
+import json
+from datetime import datetime
+
+import pytest
+
+from llmb.cli.stored_runs import write_result
+from llmb.config.overrides import from_arguments
+from llmb.config.resolve import resolve
+from llmb.config.row_selection import RunRequest
+from llmb.config.serialization import to_json
+from llmb.events import RunEnded, RunStarted, StepDone, TimeSpent, append
+from llmb.launch.run_folder import RunFolder
+from llmb.perfmodel.metrics import summarize
+from llmb.results.result import Result
+
+SERVED = ["explain", "--isl", "1000", "--osl", "100", "--model", "llama3.1-8b", "--dtype", "fp8"]
+TRAINED = ["explain", "--model", "llama3.1-8b", "--gpu-type", "h200", "--set", "gbs=6", "--set", "seqlen=8192"]
+
+
+@pytest.fixture
+def stored_run(recipes, tmp_path):
+    """Stores a run of Llama 8B on one H200 with the given step time, profiled."""
+
+    def store(seconds: float, **request):
+        settings = tuple(from_arguments(["steps=7", "window=3-7", "gbs=6", "mbs=2"]))
+        fields = {"size": "8b", "dtype": "bf16", "gpus": 1, "gpu": "h200", "settings": settings, **request}
+        config = resolve(recipes["pretrain_llama3.1"], RunRequest(**fields))
+        run = RunFolder.create(tmp_path / "llmb", config, datetime.now())
+        tokens = config.workload.gbs * config.workload.seqlen
+        steps = [StepDone(step=n, steps=7, seconds=seconds, tokens=tokens, time=float(n)) for n in range(1, 8)]
+        kinds = {"matrix products": 0.75, "attention": 0.2, "idle": 0.05}
+        spent = [TimeSpent(kind=kind, seconds_per_step=share * seconds, share=share) for kind, share in kinds.items()]
+        for event in (RunStarted(time=0.0, gpu_name="NVIDIA H200"), *steps, *spent, RunEnded(time=9.0, status="ok")):
+            append(run.events(0), event)
+        write_result(run, config)
+        return run
+
+    return store
+
+
+def test_a_run_is_possible_and_its_breakdown_stands_beside_the_prediction(llmb_run, stored_run):
+    run = stored_run(4.2)
+    code, out, _ = llmb_run("explain", run.path)
+    assert code == 0
+    assert "possible: at " in out
+    assert "where the time goes" in out
+    data = json.loads(llmb_run("explain", run.path, "--json")[1])
+    assert data["verdict"] == "possible"
+    products = next(pair for pair in data["terms"] if pair["kind"] == "matrix products")
+    assert products["measured_s"] == pytest.approx(0.75 * 4.2)
+    assert products["predicted_s"] > 2
+
+
+def test_an_impossible_run_says_so_with_exit_code_0(llmb_run, stored_run):
+    run = stored_run(1.5)
+    code, out, _ = llmb_run("explain", run.path)
+    assert code == 0
+    assert "IMPOSSIBLE as described" in out
+    assert "one micro-batch, not of a step of 3" in out
+    assert json.loads(llmb_run("explain", run.result, "--json")[1])["verdict"] == "impossible"
+
+
+def test_a_result_json_alone_is_checked_by_its_tflops(llmb_run, stored_run, tmp_path):
+    alone = tmp_path / "elsewhere" / "result.json"
+    alone.parent.mkdir()
+    alone.write_text(stored_run(1.5).result.read_text())
+    data = json.loads(llmb_run("explain", alone, "--json")[1])
+    assert data["verdict"] == "impossible"
+    assert "no config.json" in data["notes"][0]
+
+
+def test_a_proxy_on_a_cpu_has_no_limit(llmb_run, stored_run):
+    settings = tuple(from_arguments(["steps=7", "window=3-7"]))
+    run = stored_run(0.5, gpu=None, proxy="small", settings=settings)
+    data = json.loads(llmb_run("explain", run.path, "--json")[1])
+    assert data["verdict"] == "unknown"
+    assert data["terms"][0]["measured_s"] is not None
+    assert "the speed of a CPU is not predicted" in data["notes"]
+
+
+def test_a_served_run_is_explained_by_its_figures(llmb_run, recipes, tmp_path):
+    config = resolve(recipes["inference_llama3.1"], RunRequest(size="8b", dtype="fp8", gpus=1, gpu="h200"))
+    run = RunFolder.create(tmp_path / "llmb", config, datetime.now())
+    figures = {"output_tokens_per_s": 18463.0, "output_tokens_per_s_per_gpu": 18463.0, "requests": 3000}
+    run.result.write_text(to_json(Result(name=config.name, status="ok", **figures)))
+    data = json.loads(llmb_run("explain", run.path, "--json")[1])
+    assert data["verdict"] == "possible"
+    assert {limit["name"] for limit in data["limits"]} == {"compute", "HBM bandwidth"}
+    assert data["expected"][0]["ratio"] == pytest.approx(18463 / config.predicted.value)
+    assert data["published"][0]["ratio"] == pytest.approx(18463 / 17744)
+    assert any(pair["kind"].startswith("decode step") for pair in data["terms"])
+
+
+def test_an_out_of_core_run_shows_the_times_of_its_plan(llmb_run, recipes, tmp_path):
+    config = resolve(recipes["outofcore_llama3"], RunRequest(size="8b", dtype="bf16", gpus=1, proxy="small"))
+    run = RunFolder.create(tmp_path / "llmb", config, datetime.now())
+    times = summarize([2.0, 2.1])
+    run.result.write_text(to_json(Result(name=config.name, status="ok", step_time_s=times)))
+    data = json.loads(llmb_run("explain", run.path, "--json")[1])
+    assert data["verdict"] == "unknown"  # of a CPU
+    assert data["published"] == []
+
+
+def test_a_failed_run_has_nothing_to_explain(llmb_run, stored_run):
+    run = stored_run(4.2)
+    result = json.loads(run.result.read_text()) | {"status": "oom"}
+    run.result.write_text(json.dumps(result))
+    code, _, err = llmb_run("explain", run.path)
+    assert code == 1
+    assert "status oom" in err
+
+
+def test_the_row_of_vllm_is_caught_as_the_issue_types_it(llmb_run):
+    code, out, _ = llmb_run(*SERVED, "--tokens-per-s", "9446", "--gpu", "h200")
+    assert code == 0
+    assert "IMPOSSIBLE as described" in out
+    assert "prefix caching" in out
+    assert "1,560 TFLOP/s/GPU" in out
+    data = json.loads(
+        llmb_run(*SERVED, "--ttft-ms", "71.91", "--tpot-ms", "11.25", "--concurrency", "112", "--gpu-type", "h200",
+                 "--json")[1]
+    )  # fmt: skip
+    assert data["verdict"] == "impossible"
+    assert {item["metric"] for item in data["expected"]} == {"output_tokens_per_s", "ttft_ms", "tpot_ms"}
+
+
+def test_a_published_row_is_named_with_its_ratio(llmb_run):
+    arguments = [*SERVED, "--tokens-per-s", "17744", "--gpu-type", "h200", "--json"]
+    arguments[arguments.index("100")] = "1000"
+    data = json.loads(llmb_run(*arguments)[1])
+    assert data["verdict"] == "possible"
+    assert data["published"][0]["ratio"] == pytest.approx(1.0)
+    assert data["published"][-1]["ratio"] is None  # other lengths
+
+
+def test_training_figures_in_three_units_agree(llmb_run):
+    step = json.loads(llmb_run(*TRAINED, "--step-time-s", "4.188", "--json")[1])
+    tokens = json.loads(llmb_run(*TRAINED, "--tokens-per-s", str(6 * 8192 / 4.188), "--json")[1])
+    needed = step["limits"][0]["needed"]
+    tflops = json.loads(llmb_run(*TRAINED, "--tflops-per-gpu", str(needed), "--json")[1])
+    assert tokens["limits"][0]["needed"] == pytest.approx(needed)
+    assert tflops["limits"][0]["fraction"] == pytest.approx(step["limits"][0]["fraction"])
+    assert "attention in full" in tflops["notes"][-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a run"),
+        (["L1", "--model", "llama3.1-8b"], "name a run"),
+        (["--model", "llama3.1-8b", "--step-time-s", "1"], "need --model"),
+        (["--model", "llama3.1-8b", "--gpu-type", "h200"], "give one figure"),
+        (["--model", "llama3.1-8b", "--gpu-type", "h201", "--step-time-s", "1"], "did you mean h200"),
+        (
+            ["--model", "llama3.1-8b", "--gpu-type", "h200", "--step-time-s", "0"],
+            "--step-time-s must be a number above 0",
+        ),
+        (["--model", "llama3.1-8b", "--gpu-type", "h200", "--isl", "9", "--tokens-per-s", "1"], "both --isl and --osl"),
+        (["--model", "llama3.1-8b", "--gpu-type", "h200", "--isl", "9", "--osl", "9", "--tpot-ms", "1"], "need all of"),
+        (
+            ["--model", "llama3.1-8b", "--gpu-type", "h200", "--isl", "9", "--osl", "9", "--scale", "2"],
+            "is for training",
+        ),
+    ],
+)
+def test_a_wrong_request_is_one_line(llmb_run, arguments, message):
+    code, _, err = llmb_run("explain", *arguments)
+    assert code == 1
+    assert err.count("\n") == 1
+    assert message in err

@@ -1,0 +1,120 @@
+"""Limits of chips: published figures that are possible, one that is not, and what would explain it."""
+
+from dataclasses import replace
+
+import pytest
+
+from llmb.perfmodel.explain.chip_limits import StepAmount, sustained_flops, training_limits
+from llmb.perfmodel.explain.explanation import explain_serving, explain_training, verdict_of
+from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
+from llmb.perfmodel.explain.serving_bounds import ServedFigures, serving_limits
+from llmb.perfmodel.flops import train_flops_per_sequence
+from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.step_time.step_setup import StepSetup
+
+
+def served(isl=1000, osl=100, concurrency=112, **fields):
+    return ServingSetup(
+        shape=find_model("llama3.1-8b"), gpu="h200", dtype="fp8", isl=isl, osl=osl, concurrency=concurrency, **fields
+    )
+
+
+VLLM_ROW = (71.91, 11.25)  # vLLM 0.12.0, Llama 3.1 8B fp8 on one H200, 1000/100 at concurrency 112: TTFT, TPOT in ms
+
+
+def vllm_figures():
+    ttft, tpot = VLLM_ROW
+    return ServedFigures(output_tokens_per_s=112 * 100 / (ttft + 99 * tpot) * 1e3, latency_ms=VLLM_ROW)
+
+
+def test_a_published_row_of_vllm_needs_more_than_an_h200_sustains():
+    explanation = explain_serving("row", served(), vllm_figures())
+    assert explanation.verdict == "impossible"
+    compute = explanation.limits[0]
+    assert (compute.name, compute.unit) == ("compute", "TFLOP/s/GPU")
+    assert compute.needed == pytest.approx(1489, rel=0.01)  # without the LM head for prompt tokens
+    assert compute.limit < 1400
+    assert "1,560 TFLOP/s/GPU" in explanation.notes[-1]
+    assert explanation.causes[0].startswith("prefix caching")
+
+
+def test_the_named_causes_make_the_row_possible():
+    figures = vllm_figures()
+    assert not holds(serving_limits(served(), figures))
+    assert holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.1)))
+    assert not holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.05)))
+    assert "another GPU: b200, gb200, b300, gb300" in serving_causes(served(), figures)
+
+
+@pytest.mark.parametrize(
+    ("isl", "osl", "tokens_per_s"),
+    [(128, 128, 30_049), (1000, 1000, 18_463), (128, 2048, 26_793), (20_000, 2000, 1_804), (2048, 128, 3_794)],
+)
+def test_measured_and_published_h200_figures_are_possible(isl, osl, tokens_per_s):
+    setup = served(isl, osl, concurrency=4096, kv_dtype="fp8")
+    limits = serving_limits(setup, ServedFigures(output_tokens_per_s=tokens_per_s))
+    assert verdict_of(limits) == "possible"
+    assert max(limit.fraction for limit in limits) > 0.3
+
+
+def test_one_request_cannot_decode_faster_than_weights_are_read():
+    setup = served(128, 128, concurrency=1)
+    fast = ServedFigures(output_tokens_per_s=1e3 / 1.5, latency_ms=(10.0, 1.5))  # measured: 2.5 ms
+    failed = [limit.name for limit in serving_limits(setup, fast) if limit.fraction > 1]
+    assert "HBM bandwidth of a decode step" in failed
+    assert holds(serving_limits(setup, ServedFigures(output_tokens_per_s=1e3 / 2.5, latency_ms=(10.0, 2.5))))
+
+
+def amount(**fields):
+    defaults = {"seqlen": 8192, "sequences": 6, "gpus": 1, "gpu": "h200", "dtype": "bf16"}
+    return StepAmount(model=find_model("llama3.1-8b").model, **{**defaults, **fields})
+
+
+def test_training_at_bf16_is_bound_by_model_flops():
+    (limit,) = training_limits(amount(), 4.188)
+    flops = 6 * train_flops_per_sequence(amount().model, 8192, "causal")
+    assert limit.needed == pytest.approx(flops / 4.188 / 1e12)
+    assert limit.limit == pytest.approx(sustained_flops("h200", "bf16") / 1e12)
+    assert 0.8 < limit.fraction < 0.9
+
+
+def test_attention_and_head_lower_the_limit_of_fp8():
+    (limit,) = training_limits(amount(dtype="fp8", sequences=4), 1.864)
+    assert sustained_flops("h200", "bf16") < limit.limit * 1e12 < sustained_flops("h200", "fp8")
+    assert limit.fraction < 1
+
+
+def test_causes_of_an_impossible_step_are_tried():
+    causes = training_causes(amount(), 2.6, micro_batches=3)
+    assert "the time is of one micro-batch, not of a step of 3" in causes
+    assert "GEMMs in fp8, not bf16" in causes
+    assert "the figure is of 2 GPUs, not 1" in causes
+    assert not any(cause.startswith("a short run") for cause in causes)  # 1.36 times the limit is no burst
+    assert any(cause.startswith("a short run") for cause in training_causes(amount(), 3.2))
+
+
+def test_an_unlisted_gpu_has_no_limit():
+    assert training_limits(amount(gpu="l40s"), 1.0) == []
+    assert verdict_of([]) == "unknown"
+
+
+def test_terms_stand_beside_a_measured_breakdown():
+    setup = StepSetup(
+        shape=find_model("llama3.1-8b"), gpu="h200", gpus=1, dtype="bf16", seqlen=8192, mbs=2, gbs=6, graphs=1.0,
+        engine="native",
+    )  # fmt: skip
+    profile = {
+        "matrix products": 3.139,
+        "attention": 0.839,
+        "memory-bound work": 0.164,
+        "optimizer": 0.031,
+        "idle": 0.011,
+    }
+    pairs = {pair.kind: pair for pair in explain_training("run", setup, 4.188, profile).terms}
+    assert pairs["matrix products"].measured_s == 3.139
+    assert pairs["matrix products"].predicted_s == pytest.approx(3.139, rel=0.02)
+    assert "not explained" not in pairs
+    without = explain_training("run", setup, 4.188, {})
+    assert without.terms[-1].kind == "not explained"
+    assert sum(p.predicted_s or 0 for p in without.terms) + without.terms[-1].measured_s == pytest.approx(4.188)
