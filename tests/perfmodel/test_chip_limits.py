@@ -44,7 +44,7 @@ def test_the_named_causes_make_the_row_possible():
     assert not holds(serving_limits(served(), figures))
     assert holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.1)))
     assert not holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.05)))
-    assert "another GPU: b200, gb200, b300, gb300" in serving_causes(served(), figures)
+    assert "another GPU: b200, b300, gb200, gb300" in serving_causes(served(), figures)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class StepPrediction:
 def predict(setup: StepSetup, on: Device | None = None, c: Constants | None = None) -> StepPrediction:
     """Predict one training step, on a GPU of the table or one with what-if changes."""
     step = step_work(setup, on)
-    terms = step_terms(step, c or _constants(setup))
+    terms = step_terms(step, c or constants_of(setup))
     seconds = sum(terms.values())
     rate = model_flops(setup) / seconds / setup.gpus
     half_width = log_half_width(setup)
@@ -50,7 +50,8 @@ def predict(setup: StepSetup, on: Device | None = None, c: Constants | None = No
     )
 
 
-def _constants(setup: StepSetup) -> Constants:
+def constants_of(setup: StepSetup) -> Constants:
+    """Return the calibrated constants of the run's engine."""
     return calibrated() | native_constants("replaced") if setup.engine == NATIVE else calibrated()
 
 
@@ -101,6 +102,8 @@ def _with_layers(setup: StepSetup) -> Model:
 def step_memory(setup: StepSetup) -> MemoryEstimate:
     """Return the memory estimate of the fullest GPU; frozen weights have neither gradients nor optimizer state."""
     estimate = memory_estimate(run_config(setup))
+    if setup.engine == NATIVE:  # exact
+        return estimate
     estimate = replace(estimate, activations=estimate.activations * saved_fraction(setup))
     return replace(estimate, gradients=0.0, optimizer=0.0) if setup.task == "lora" else estimate
 
