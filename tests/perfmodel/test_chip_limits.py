@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from llmb.perfmodel.explain.chip_limits import StepAmount, sustained_flops, training_limits
+from llmb.perfmodel.chip_limits import StepAmount, sustained_flops, training_limits
 from llmb.perfmodel.explain.explanation import explain_serving, explain_training, verdict_of
 from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
-from llmb.perfmodel.explain.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.flops import train_flops_per_sequence
 from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
