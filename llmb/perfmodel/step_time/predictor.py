@@ -32,8 +32,10 @@ class StepPrediction:
     terms: dict[str, float]  # seconds
 
 
-def predict(setup: StepSetup, on: Device | None = None, c: Constants | None = None) -> StepPrediction:
-    """Predict one training step, on a GPU of the table or one with what-if changes."""
+def predict(
+    setup: StepSetup, on: Device | None = None, c: Constants | None = None, memory_gib: float | None = None
+) -> StepPrediction:
+    """Predict one training step, on a GPU of the table or one with what-if changes; estimate its memory if not given."""
     step = step_work(setup, on)
     terms = step_terms(step, c or constants_of(setup))
     seconds = sum(terms.values())
@@ -44,7 +46,7 @@ def predict(setup: StepSetup, on: Device | None = None, c: Constants | None = No
         tokens_per_s_per_gpu=setup.gbs * setup.seqlen / seconds / setup.gpus,
         tflops_per_gpu=rate / 1e12,
         mfu=rate / peak_flops(step),
-        memory_gib=step_memory(setup).total / GIB,
+        memory_gib=step_memory(setup).total / GIB if memory_gib is None else memory_gib,
         interval_80=(seconds * math.exp(-half_width), seconds * math.exp(half_width)),
         terms=terms,
     )
