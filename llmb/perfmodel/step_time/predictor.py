@@ -35,7 +35,7 @@ class StepPrediction:
 def predict(
     setup: StepSetup, on: Device | None = None, c: Constants | None = None, memory_gib: float | None = None
 ) -> StepPrediction:
-    """Predict one training step, on a GPU of the table or one with what-if changes; estimate its memory if not given."""
+    """Predict one training step, on a GPU of the table or one with what-if changes; estimates memory if not given."""
     step = step_work(setup, on)
     terms = step_terms(step, c or constants_of(setup))
     seconds = sum(terms.values())
