@@ -3,8 +3,8 @@
     python examples/gate_regression.py baseline.json --write        once, on the machine that runs the job
     python examples/gate_regression.py baseline.json                in the job
 
-`llmb-run gate` is the same as a command. The baseline is a small file that lives in the repository. Seconds of another machine are no baseline, so the device has
-to be the same.
+`llmb-run gate` is the same as a command. The baseline is a small file that lives in the repository. Seconds of another
+machine are no baseline, so the device has to be the same.
 """
 
 import argparse

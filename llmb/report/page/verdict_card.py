@@ -6,7 +6,7 @@ All bars are the same rate, higher is better: step times are turned into tokens/
 from collections.abc import Iterator
 
 from llmb.config.spec import OutOfCore, Training
-from llmb.perfmodel.explain.chip_limits import Limit
+from llmb.perfmodel.chip_limits import Limit
 from llmb.report.page.page_chart import COLOURS, GREY, PATTERNS, Chart, axis, pattern, plain, values
 from llmb.report.page.run_record import RunRecord
 from llmb.report.table import number
