@@ -137,6 +137,22 @@ def step_chart(record: RunRecord) -> Chart | None:
     return waterfall("waterfall", title, rows, captions)
 
 
+def plan_chart(record: RunRecord) -> Chart | None:
+    """Return what the plan of an out-of-core run expects of a step; copies run beside the computation."""
+    terms = record.explanation.terms if record.explanation is not None else ()
+    bars = [
+        Bar(f"planned {term.kind}", 0.0, term.predicted_s, "by the plan's rates")
+        for term in terms
+        if term.predicted_s is not None
+    ]
+    step = record.result.step_time_s
+    if not bars or step is None:
+        return None
+    bars.append(Bar("measured step", 0.0, step.median, "median of the window"))
+    captions = ["All begin together: copies run beside the computation, and the longest stream bounds the step."]
+    return waterfall("waterfall", "A step by stream, seconds", bars, captions)
+
+
 def waterfall(name: str, title: str, bars: list[Bar], captions: list[str]) -> Chart:
     """Return a chart of bars that begin where the one above ends."""
     drawn = bars[::-1]  # Plotly draws the first at the bottom
