@@ -51,6 +51,7 @@ def test_a_run_writes_its_page_and_says_where(run):
 def test_report_writes_where_it_is_told(llmb_run, run, tmp_path):
     code, out, _ = llmb_run("report", "L1")
     assert (code, out.strip()) == (0, str(run.report_page))
+    assert llmb_run("jobs", "show", "L1")[1].splitlines()[-1] == f"report: {run.report_page}"
     page = tmp_path / "page.html"
     assert llmb_run("report", run.path, "L1", "-o", page)[:2] == (0, f"{page}\n")
     links = re.findall(r'href="([^"]*report\.html)"', page.read_text())

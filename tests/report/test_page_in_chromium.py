@@ -21,7 +21,9 @@ CUT_OFF = "document.documentElement.scrollWidth - document.documentElement.clien
 OUTSIDE = """[...document.querySelectorAll('.plot')].filter(plot => {
   const figure = plot.closest('figure').getBoundingClientRect();
   const drawing = plot.querySelector('.main-svg').getBoundingClientRect();
-  return drawing.right > figure.right + 1 || drawing.width < 100;
+  const texts = [...plot.querySelectorAll('text')].map(text => text.getBoundingClientRect()).filter(box => box.width);
+  return drawing.right > figure.right + 1 || drawing.width < 100
+    || texts.some(box => box.right > drawing.right + 1 || box.left < drawing.left - 1);
 }).map(plot => plot.id)"""
 WITHOUT_DATA = (
     "[...document.querySelectorAll('.plot')].filter(p => !p.data.some(t => (t.x || t.q1).length)).map(p => p.id)"

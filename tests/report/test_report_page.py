@@ -9,6 +9,7 @@ import pytest
 from page_runs import HOSTILE, hostile, served, trained
 
 from llmb.errors import ConfigError
+from llmb.perfmodel.explain.explanation import TermPair
 from llmb.report.page import chart_library
 from llmb.report.page.configuration_cards import flatten
 from llmb.report.page.page_chart import plain
@@ -18,7 +19,7 @@ from llmb.report.page.several_page import several_page
 from llmb.report.page.thinning import BINS, MOST_POINTS, thin
 from llmb.report.page.training_charts import outliers, steps_by_rank, training_charts
 from llmb.report.page.verdict_card import bar_chart, sentences
-from llmb.report.page.waterfall_chart import step_bars
+from llmb.report.page.waterfall_chart import plan_chart, step_bars
 
 MOST_BYTES = 8_000_000
 
@@ -44,11 +45,11 @@ def test_the_top_says_what_ran_how_fast_and_is_that_good(recipes):
 def test_the_bar_shows_all_rates_in_one_unit(recipes):
     record = trained(recipes)
     (trace,) = bar_chart(record).traces
-    rates = dict(zip(trace["y"], trace["x"], strict=True))
+    rates = {label.split("<br>")[0]: rate for label, rate in zip(trace["y"], trace["x"], strict=True)}
     assert rates["measured"] == pytest.approx(record.result.tokens_per_s_per_gpu, rel=1e-5)
     assert rates["predicted"] == pytest.approx(rates["measured"] / record.result.predicted.ratio, rel=1e-4)
     limit = record.explanation.limits[0]
-    assert rates["limit of the chip (compute)"] == pytest.approx(rates["measured"] / limit.fraction, rel=1e-4)
+    assert rates["limit of the chip"] == pytest.approx(rates["measured"] / limit.fraction, rel=1e-4)
 
 
 def test_the_waterfall_of_a_prediction_ends_at_the_measured_step(recipes):
@@ -67,6 +68,18 @@ def test_the_waterfall_of_a_profile_is_the_measured_breakdown(recipes):
     assert sum(bar.seconds for bar in bars) == pytest.approx(4.3)
     peak = {bar.name: bar.seconds for bar in bars}
     assert peak["at the chip's peak"] + peak["matrix products"] + peak["attention"] == pytest.approx(4.3 * 0.8)
+
+
+def test_an_out_of_core_run_shows_its_plan_by_stream(recipes):
+    record = trained(recipes)
+    terms = (
+        TermPair(kind="computation", measured_s=None, predicted_s=4.0),
+        TermPair(kind="H2D copies", measured_s=None, predicted_s=1.5),
+    )
+    (trace,) = plan_chart(replace(record, explanation=replace(record.explanation, terms=terms))).traces
+    assert trace["x"][::-1] == [4.0, 1.5, pytest.approx(record.result.step_time_s.median, rel=1e-5)]
+    assert set(trace["base"]) == {0.0}
+    assert plan_chart(replace(record, explanation=None)) is None
 
 
 def test_an_outlier_is_marked_and_the_window_is_shaded(recipes):

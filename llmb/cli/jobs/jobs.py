@@ -137,6 +137,8 @@ def run_show(options: argparse.Namespace) -> int:
     print(f"\nrun folder: {job.run_dir}")
     if not job.going:
         print("".join(f"{line}\n" for line in describe_profile(run, config)), end="")
+        if run.report_page.exists():
+            print(f"report: {run.report_page}")
     return 0
 
 

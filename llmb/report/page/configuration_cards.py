@@ -54,7 +54,8 @@ def configuration(record: RunRecord) -> str:
     pairs = to_plain(config.workload).items() if isinstance(config, LoadConfig) else settings(config)
     every = table("settings", ("setting", "value"), [(name, _text(value)) for name, value in pairs], "words pairs")
     environment = table("environment", ("variable", "value"), sorted(config.environment.items()))
-    changed = changed or "<p>Nothing differs from the recipe.</p>"
+    if not changed and not isinstance(config, LoadConfig):  # which has no recipe
+        changed = "<p>Nothing differs from the recipe.</p>"
     content = f"{changed}<details><summary>All settings</summary>{every}{environment}</details>"
     return section("configuration", "Configuration", content, css="long")
 

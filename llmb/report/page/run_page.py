@@ -51,6 +51,12 @@ def _time(record: RunRecord) -> tuple[list[Chart], str]:
     """Return the charts of where the time went, and their block with the arithmetic as a table."""
     if record.config.workload.kind in ("training", "outofcore"):
         chart = waterfall_chart.step_chart(record)
+        if chart is None and record.config.workload.kind == "outofcore":
+            chart = waterfall_chart.plan_chart(record)
+            if chart is not None:
+                return [chart], charts_block([chart])
+        if chart is None and record.timelines:
+            return [], paragraphs(["The timelines below show it, stream by stream."], "place")
         if chart is None:
             note = record.config.predicted.note if record.config.predicted is not None else None
             why = f"It is neither profiled nor predicted{f' ({note})' if note else ''}: run it with -p to measure it."

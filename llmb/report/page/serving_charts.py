@@ -51,7 +51,7 @@ def _latency_charts(record: RunRecord, done: Sequence[RequestDone]) -> list[Char
         latencies = [value for value in samples.get(name, []) if value is not None]
         noun = "gaps" if name == "itl" else "requests"
         thinned = f" The columns are of every {stride}th request." if name == "itl" and stride > 1 else ""
-        limit = (record.result.slo or {}).get(f"{name}_ms", (record.result.slo or {}).get(name))
+        limit = (record.result.slo or {}).get(f"{name}_ms")
         charts.append(
             _histogram(f"{name}-distribution", f"{title}, ms: {words}", latencies, summary, noun, i, limit, thinned)
         )

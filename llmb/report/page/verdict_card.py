@@ -5,6 +5,7 @@ All bars are the same rate, higher is better: step times are turned into tokens/
 
 from collections.abc import Iterator
 
+from llmb.config.load_settings import LoadSettings
 from llmb.config.spec import OutOfCore, Training
 from llmb.perfmodel.chip_limits import Limit
 from llmb.report.page.page_chart import COLOURS, GREY, PATTERNS, Chart, axis, pattern, plain, values
@@ -29,13 +30,16 @@ def sentences(record: RunRecord) -> list[str]:
 
 def _description(record: RunRecord) -> str:
     config, result = record.config, record.result
+    work = config.workload
+    if isinstance(work, LoadSettings):
+        requests = f"{result.requests:,} requests" if result.requests is not None else "No request"
+        return f"{requests} to {work.model or 'the model'} at {work.base_url} were answered."
     gpu = result.gpu_name or result.gpu or "unknown hardware"
     machine = config.launch_machine.gpus
-    verb = KIND_WORDS.get(config.workload.kind, "loaded")
-    model = config.model.name if config.model else config.target
+    verb = KIND_WORDS[config.workload.kind]
+    model = config.model.name
     proxy = f" as a proxy ({config.proxy})" if config.proxy else ""
     dtype = f" in {config.precision.dtype}" if config.precision.dtype else ""
-    work = config.workload
     amount = ""
     if isinstance(work, Training | OutOfCore) and result.steps_done:
         amount = f", {result.steps_done} steps of {number((work.gbs or 0) * work.seqlen)} tokens"
@@ -125,15 +129,14 @@ def bar_chart(record: RunRecord) -> Chart | None:
         rows.append(("published", rate / result.reference.ratio, 2, None))
     limit = nearest_limit(record, of_rate=True)
     if limit is not None:
-        rows.append((f"limit of the chip ({limit.name})", rate / limit.fraction, 3, None))
+        rows.append(("limit of the chip", rate / limit.fraction, 3, None))
     if len(rows) == 1:
         return None
     rows.reverse()
     traces = [
         {
-            "type": "bar", "orientation": "h", "y": [plain(name) for name, *_ in rows],
-            "x": values(value for _, value, *_ in rows), "text": [number(value) for _, value, *_ in rows],
-            "textposition": "auto", "cliponaxis": False, "hovertemplate": "%{y}: %{x:.5g} " + unit + "<extra></extra>",
+            "type": "bar", "orientation": "h", "y": [f"{plain(name)}<br>{number(value)}" for name, value, *_ in rows],
+            "x": values(value for _, value, *_ in rows), "hovertemplate": "%{y}: %{x:.5g} " + unit + "<extra></extra>",
             "marker": {
                 "color": [COLOURS[i] if i < 3 else GREY for _, _, i, _ in rows],
                 "pattern": pattern([PATTERNS[i] for _, _, i, _ in rows]),
@@ -146,10 +149,12 @@ def bar_chart(record: RunRecord) -> Chart | None:
         }
     ]  # fmt: skip
     captions = ["Longer is faster." + (" The line on the predicted bar is its 80 % interval." if predicted else "")]
+    if limit is not None:
+        captions.append(f"The limit is that of {limit.name}: what long runs sustain of the chip's peak.")
     return Chart(
         name="standing", title=f"Measured against what was to be expected, {unit}", traces=traces, whole=True,
         layout={"xaxis": axis(unit, rangemode="tozero"), "yaxis": {"automargin": True}, "hovermode": "closest"},
-        captions=captions, height=90 + 38 * len(rows),
+        captions=captions, height=80 + 42 * len(rows),
     )  # fmt: skip
 
 

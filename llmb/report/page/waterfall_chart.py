@@ -30,7 +30,6 @@ TERMS = {
 }
 SERVING_TERMS = {"gemm": "matrix products", "memory_bound": "memory-bound work"}  # others keep their names
 ATTENTION_FLOPS_PER_MAC = 6.0  # forward and backward
-LABEL_SPACE = 1.09  # of the longest bar
 AT_PEAK = "at the chip's peak"
 NEGLIGIBLE = 1e-4  # of the step: shorter bars are left out
 BAR_STYLE = {
@@ -138,26 +137,39 @@ def step_chart(record: RunRecord) -> Chart | None:
     return waterfall("waterfall", title, rows, captions)
 
 
+def plan_chart(record: RunRecord) -> Chart | None:
+    """Return what the plan of an out-of-core run expects of a step; copies run beside the computation."""
+    terms = record.explanation.terms if record.explanation is not None else ()
+    bars = [
+        Bar(f"planned {term.kind}", 0.0, term.predicted_s, "by the plan's rates")
+        for term in terms
+        if term.predicted_s is not None
+    ]
+    step = record.result.step_time_s
+    if not bars or step is None:
+        return None
+    bars.append(Bar("measured step", 0.0, step.median, "median of the window"))
+    captions = ["All begin together: copies run beside the computation, and the longest stream bounds the step."]
+    return waterfall("waterfall", "A step by stream, seconds", bars, captions)
+
+
 def waterfall(name: str, title: str, bars: list[Bar], captions: list[str]) -> Chart:
     """Return a chart of bars that begin where the one above ends."""
     drawn = bars[::-1]  # Plotly draws the first at the bottom
     styles = [BAR_STYLE.get(bar.name, (GREY, "")) for bar in drawn]
     trace: Trace = {
-        "type": "bar", "orientation": "h", "y": [plain(bar.name) for bar in drawn],
+        "type": "bar", "orientation": "h", "y": [f"{plain(bar.name)}<br>{number(bar.seconds)} s" for bar in drawn],
         "x": values(bar.seconds for bar in drawn), "base": values(bar.start_s for bar in drawn),
-        "text": [f"{number(bar.seconds)} s" for bar in drawn], "textposition": "auto", "cliponaxis": False,
-        "customdata": [plain(f"{number(bar.seconds)} s: {bar.arithmetic}") for bar in drawn],
+        "customdata": [plain(bar.arithmetic) for bar in drawn],
         "hovertemplate": "%{y}<br>%{customdata}<extra></extra>",
         "marker": {
             "color": [colour for colour, _ in styles],
             "pattern": pattern([shape for _, shape in styles]),
         },
     }  # fmt: skip
-    ends = [bar.start_s + bar.seconds for bar in bars]
-    space = [min(0.0, *ends), LABEL_SPACE * max(ends)]  # a label beside the last bar has its place
-    layout = {"xaxis": axis("s", range=values(space)), "yaxis": {"automargin": True}, "hovermode": "closest"}
+    layout = {"xaxis": axis("s", rangemode="tozero"), "yaxis": {"automargin": True}, "hovermode": "closest"}
     return Chart(
-        name=name, title=title, traces=[trace], layout=layout, captions=captions, height=80 + 34 * len(bars), whole=True
+        name=name, title=title, traces=[trace], layout=layout, captions=captions, height=80 + 38 * len(bars), whole=True
     )
 
 
