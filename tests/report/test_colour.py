@@ -57,6 +57,19 @@ def test_statuses_warnings_and_verdicts_are_coloured_and_nothing_is_changed():
     assert not any("okay" in text for text in coloured)
 
 
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        "too few samples to tell; B looks slower, by 0.4 % in tokens/s",
+        "B generates 2.0 % fewer output tokens/s (too few requests to tell)",
+    ],
+)
+def test_an_undecided_verdict_is_neither_good_nor_bad(verdict):
+    colours = {code.rpartition(";")[2] for code, _ in COLOUR.findall(printed(f"verdict: {verdict}").raw)}
+    assert "33" in colours
+    assert not colours & {"31", "32"}
+
+
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_colours_can_be_refused(monkeypatch, variable, value):
     monkeypatch.setenv(variable, value)

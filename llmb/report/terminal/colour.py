@@ -19,9 +19,10 @@ RULES = tuple(
         (r"^(?P<word>warning [A-Z_]+):", DOUBTFUL),
         (r"^(?P<word>note [A-Z_]+:.*)$", MINOR),
         (r"^verdict: (?P<word>.*)$", "bold"),
-        (r"^verdict: .*?(?P<word>faster|more output tokens/s)", GOOD),
-        (r"^verdict: .*?(?P<word>slower|fewer output tokens/s)", BAD),
-        (r"^verdict: .*?(?P<word>too few samples to tell|no difference|but$)", DOUBTFUL),
+        (r"^verdict: (?!too few).*?(?P<word>faster|more output tokens/s)(?! \(too few)", GOOD),
+        (r"^verdict: (?!too few).*?(?P<word>slower|fewer output tokens/s)(?! \(too few)", BAD),
+        (r"(?<=^verdict: )(?P<word>too few samples to tell|no difference)", DOUBTFUL),
+        (r"(?P<word>\(too few requests to tell\))", DOUBTFUL),
         (r"^(?P<word>possible):", GOOD),
         (r"^(?P<word>IMPOSSIBLE)\b", BAD),
     )
