@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     current = baseline_of([_measured(name) for name in options.runs])
     if options.save:
         write_atomic(options.save, to_json(current, indent=1) + "\n")
-        print(f"{options.save}: {current.name}, {current.runs} run(s), {', '.join(current.times)}")
+        print(f"{options.save}: {current.name}, runs: {current.runs}, {', '.join(current.times)}")
         return 0
     baseline = build(Baseline, read_json(options.baseline), str(options.baseline))
     check_comparable(baseline, current)

@@ -24,7 +24,7 @@ def text(compared: dict[str, Any]) -> str:
         interval = f"{number(speed['low'])} to {number(speed['high'])}"
         larger = _step_size(*compared["step_tokens"])
         ratio = f"{speed['unit']} of B over A: {number(speed['ratio'])} (95 % interval {interval}){larger}"
-        parts.append(f"{ratio}\n{step_method(compared)}")
+        parts.append(f"{ratio}\n{step_method([compared])}")
     parts.append(f"verdict: {compared['verdict']}{_doubts(compared['doubts'])}")
     return "\n\n".join(parts)
 
@@ -41,10 +41,15 @@ def set_text(compared: dict[str, Any]) -> str:
     rows = [(f["figure"], *f["values"], *f["ratios"]) for f in compared["figures"]]
     parts.append(render(("figure", *labels, *(f"{label}/{first}" for label in labels[1:])), rows))
     parts.append(render((f"over {first}", "figure", "ratio", "from", "to"), ratio_rows(comparisons)))
-    parts += sorted({METHOD if c["requests"] else step_method(c) for c in comparisons if c["speed"]} - {""})
+    parts += [METHOD] if any(c["requests"] for c in comparisons) else []
+    parts += filter(None, [step_method(comparisons)])
     shared = [d for d in comparisons[0]["doubts"] if all(d in c["doubts"] for c in comparisons)]
-    verdicts = [f"verdict: {c['verdict']}{_doubts([d for d in c['doubts'] if d not in shared])}" for c in comparisons]
-    parts.append("\n".join(verdicts))
+    parts.append(
+        "\n".join(
+            f"verdict on {c['labels'][1]}: {c['verdict']}{_doubts([d for d in c['doubts'] if d not in shared])}"
+            for c in comparisons
+        )
+    )
     if shared:
         parts.append("against all of them speaks that\n" + "\n".join(f"- {doubt}" for doubt in shared))
     return "\n\n".join(parts)
@@ -62,20 +67,26 @@ def ratio_rows(comparisons: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return rows
 
 
-def step_method(compared: dict[str, Any]) -> str:
-    """Return how the interval of a ratio of steps was made, with the length of the blocks; empty without one."""
-    speed = compared["speed"]
-    if not speed or not speed.get("times") or speed["low"] is None:
+def step_method(comparisons: Sequence[dict[str, Any]]) -> str:
+    """Return how intervals of ratios of steps were made, with the length of each run's blocks; empty without any."""
+    blocks: dict[str, str] = {}
+    for compared in comparisons:
+        speed = compared["speed"]
+        if speed and speed["times"] and speed["low"] is not None:
+            blocks |= dict(zip(compared["labels"], map(_blocks, speed["times"]), strict=True))
+    if not blocks:
         return ""
-    blocks = [
-        f"{label} {time['blocks']} of {time['block']}"
-        + (" (the range of its steps, which depend on one another too much)" if time["blocks"] < FEWEST_BLOCKS else "")
-        for label, time in zip(compared["labels"], speed["times"], strict=True)
-    ]
+    runs = ", ".join(f"{label} {text}" for label, text in blocks.items())
     return (
-        f"95 % interval by a block bootstrap over steps, blocks as long as the autocorrelation requires: "
-        f"{', '.join(blocks)}; noise between runs is not in it: llmb-run ab"
+        f"95 % intervals by a bootstrap over blocks of steps, as long as their autocorrelation requires: {runs}; "
+        "noise between runs is not in them: llmb-run ab"
     )
+
+
+def _blocks(time: dict[str, Any]) -> str:
+    if time["blocks"] < FEWEST_BLOCKS:
+        return f"the range of its {time['n']} steps, which depend on one another too much"
+    return f"{time['blocks']} of {time['block']}"
 
 
 def _differing(differing: dict[str, list[Any]], labels: Sequence[str]) -> str:
