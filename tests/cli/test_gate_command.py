@@ -139,3 +139,7 @@ def test_serving_is_gated_by_output_tokens_or_a_latency(llmb_run, recipes, tmp_p
     slower = load("b", 0.8, 2)
     assert llmb_run("gate", "--baseline", file, slower)[0] == 1
     assert llmb_run("gate", "--baseline", file, "--figure", "ttft_ms", slower)[0] == 0
+    more = load("c", 0.81, 3)
+    out = llmb_run("compare", tmp_path / "a", f"{slower},{more}")[1]
+    assert "Student's distribution over repeats" in out
+    assert "B generates" in out

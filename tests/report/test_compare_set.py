@@ -96,6 +96,21 @@ def test_markdown_begins_with_the_verdict_and_has_tables(run):
     assert all(line.count("|") == header.count("|") for line in lines if line.startswith("| tokens_per_s"))
 
 
+def test_repeats_add_the_noise_between_runs_to_the_interval(llmb_run, run, tmp_path):
+    """Runs of one configuration differ by 4 %, their steps by 0.2 %: 3 % is no difference."""
+    for name, seconds in zip("abcdef", (1.0, 1.04, 0.96, 0.97, 1.01, 0.93), strict=True):
+        run(seconds, folder=tmp_path / name)
+    assert "B is faster, by 3.1 %" in llmb_run("compare", tmp_path / "a", tmp_path / "d")[1]
+    sides = [",".join(str(tmp_path / name) for name in names) for names in ("abc", "def")]
+    out = llmb_run("compare", *sides)[1]
+    assert "verdict: no difference seen in tokens/s" in out
+    assert "(mean of 3 runs)" in out
+    assert "Student's distribution over repeats" in out
+    run(1.0, folder=tmp_path / "g", gbs="8")
+    code, _, error = llmb_run("compare", sides[0], f"{tmp_path / 'd'},{tmp_path / 'g'}")
+    assert (code, "not repeats of one configuration: workload.ga is" in error) == (1, True)
+
+
 def test_labels_go_on_after_z_and_one_run_is_refused(run):
     assert run_labels(28)[24:] == ["Y", "Z", "AA", "AB"]
     with pytest.raises(ConfigError, match="two runs or more"):
