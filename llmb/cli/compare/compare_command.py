@@ -1,6 +1,7 @@
 """`llmb-run compare`: any number of finished runs, each against the first."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.report.compare.compare_text import set_text
     from llmb.report.compare.run_set import compare_runs
 
-    compared = compare_runs([_load(name) for name in (options.a, *options.b)], options.force)
+    compared = compare_runs([_compared_run(name) for name in (options.a, *options.b)], options.force)
     if options.json:
         pair = compared["comparisons"][0]
         print(to_json(pair if len(options.b) == 1 else compared))
@@ -41,19 +42,28 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load(names: str) -> Any:
-    """Return a run, or several runs of one configuration, with what their comparison needs."""
+def _compared_run(names: str) -> Any:
+    """Return a run, or several runs of one configuration, joined by commas."""
     from llmb.cli.compare.gate_command import measured_run
     from llmb.cli.jobs.jobs import open_run
-    from llmb.launch.archive.run_origin import read_origin
-    from llmb.report.compare.run_set import ComparedRun
+    from llmb.cli.stored_runs import load_run
     from llmb.results.compare.baseline import check_repeats
 
     first, *more = [names] if Path(names).is_dir() else names.split(",")
-    config, result, requests = measured_run(first)
+    run = open_run(first)
+    config, result = load_run(run)
     repeats = [measured_run(name) for name in more]
     if repeats:
-        check_repeats([(config, result, requests), *repeats])
-    origin = read_origin(open_run(first))
-    cluster = origin.cluster if origin else None
+        check_repeats([(config, result, ()), *repeats])
+    return compared_run(run, config, result, repeats)
+
+
+def compared_run(run: Any, config: Any, result: Any, repeats: Sequence[Any] = ()) -> Any:
+    """Return a run with what its comparison needs."""
+    from llmb.cli.stored_runs import load_requests
+    from llmb.launch.archive.run_origin import read_origin
+    from llmb.report.compare.run_set import ComparedRun
+
+    origin = read_origin(run)
+    cluster, requests = origin.cluster if origin else None, load_requests(run, config)
     return ComparedRun(config=config, result=result, cluster=cluster, requests=requests, repeats=repeats)

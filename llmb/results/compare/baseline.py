@@ -26,6 +26,8 @@ from llmb.results.compare.student import student_quantile
 from llmb.results.request_bootstrap import request_times
 from llmb.results.result import Result
 
+HARMLESS = ("schema", "limits.")  # settings that change no figure
+
 MeasuredRun = tuple[RunConfig, Result, Sequence[TimedRequest]]
 
 
@@ -108,9 +110,8 @@ def repeated(times: Sequence[MedianInterval]) -> MedianInterval:
 
 def mismatches(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Return a clause for each setting that differs."""
-    return [
-        f"{key} is {a.get(key)} and {b.get(key)}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
-    ]
+    keys = sorted(key for key in a.keys() | b.keys() if not key.startswith(HARMLESS))
+    return [f"{key} is {a.get(key)} and {b.get(key)}" for key in keys if a.get(key) != b.get(key)]
 
 
 def check_comparable(baseline: Baseline, current: Baseline) -> None:

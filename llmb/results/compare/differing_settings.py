@@ -7,7 +7,7 @@ from llmb.config.serialization import to_plain
 from llmb.config.spec import RunConfig
 
 # Fields that tell runs apart without making them different experiments.
-IDENTITY = {"name", "overrides", "recipe_row", "reference", "environment", "workload.prediction"}
+IDENTITY = {"name", "overrides", "recipe_row", "reference", "environment", "predicted", "workload.prediction"}
 
 
 def differing_fields(configs: Sequence[RunConfig | None]) -> dict[str, list[Any]]:
