@@ -22,7 +22,7 @@ from llmb.cli import (
     submit,
     tokenize,
 )
-from llmb.cli.compare import ab_command, compare_command, gate_command
+from llmb.cli.compare import ab_command, compare_command, exemplar_command, gate_command
 from llmb.cli.explain import explain_command
 from llmb.cli.jobs import jobs
 from llmb.cli.predictions import predict
@@ -44,7 +44,7 @@ completion: eval "$(llmb-run completion bash)"
 """
 MODULES: tuple[Any, ...] = (
     submit, serve, load, sweep_command, list_show, plan, predict, explain_command, tune_command, probe_command, jobs,
-    compare_command, ab_command, gate_command, report_command, read_timing, archive_import, tokenize,
+    compare_command, ab_command, gate_command, exemplar_command, report_command, read_timing, archive_import, tokenize,
 )  # fmt: skip
 
 

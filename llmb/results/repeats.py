@@ -9,14 +9,10 @@ from dataclasses import dataclass
 from math import sqrt
 
 from llmb.perfmodel import metrics
+from llmb.results.compare.student import student_quantile
 from llmb.results.result import Result
 
-# Two-sided 95 % quantiles of Student's distribution by degrees of freedom; between two of them the wider one is taken.
-T_95 = {
-    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
-    11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131, 16: 2.120, 17: 2.110, 18: 2.101, 19: 2.093, 20: 2.086,
-    25: 2.060, 30: 2.042, 40: 2.021, 60: 2.000, 120: 1.980,
-}  # fmt: skip
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +28,12 @@ class Interval:
     spread: float  # (largest - smallest) / mean
 
 
-def student_t(freedom: int) -> float:
-    """Return the 95 % quantile for at least one degree of freedom."""
-    return T_95[max(key for key in T_95 if key <= freedom)]
-
-
 def interval(metric: str, samples: Sequence[float]) -> Interval | None:
     """Return the interval, or None for fewer than two samples or when one is not finite."""
     statistics = metrics.summarize(samples)
     if statistics is None or statistics.std is None or not statistics.mean:
         return None
-    half = student_t(statistics.n - 1) * statistics.std / sqrt(statistics.n)
+    half = student_quantile(CONFIDENCE, statistics.n - 1) * statistics.std / sqrt(statistics.n)
     return Interval(
         metric=metric,
         n=statistics.n,

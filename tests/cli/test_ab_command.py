@@ -51,7 +51,9 @@ def test_a_faster_configuration_is_found_by_tokens(llmb_run, simulated_runs):
 
 
 def test_environments_are_compared_and_equal_ones_do_not_differ(llmb_run, simulated_runs):
-    assert re.search(r"B is slower, by (1\.[89]|2\.[0-2])", llmb_run("ab", PROXY, PROXY, "--env-b", "SLOW=1")[1])
+    out = llmb_run("ab", PROXY, PROXY, "--env-b", "SLOW=1")[1]
+    assert re.search(r"B is slower, by (1\.[89]|2\.[0-2])", out)
+    assert "_proxy (SLOW=1)" in out
     assert {environment.get("SLOW") for _, environment, _ in simulated_runs} == {None, "1"}
     output = json.loads(llmb_run("ab", PROXY, PROXY, "--json")[1])
     assert output["verdict"].startswith("no difference larger than 0.")

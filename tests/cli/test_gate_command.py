@@ -65,6 +65,10 @@ def test_a_run_is_judged_by_its_whole_interval(llmb_run, run, baseline, seconds,
     assert verdict["low"] <= verdict["slowdown"] <= verdict["high"]
 
 
+def test_another_time_limit_is_no_other_configuration(llmb_run, run, baseline):
+    assert llmb_run("gate", "--baseline", baseline, run(1.0, seed=2, time_limit_s="99"))[0] == 0
+
+
 def test_the_baseline_is_small_and_has_what_it_is_of(baseline):
     assert baseline.stat().st_size < 8000
     data = json.loads(baseline.read_text())
@@ -139,3 +143,7 @@ def test_serving_is_gated_by_output_tokens_or_a_latency(llmb_run, recipes, tmp_p
     slower = load("b", 0.8, 2)
     assert llmb_run("gate", "--baseline", file, slower)[0] == 1
     assert llmb_run("gate", "--baseline", file, "--figure", "ttft_ms", slower)[0] == 0
+    more = load("c", 0.81, 3)
+    out = llmb_run("compare", tmp_path / "a", f"{slower},{more}")[1]
+    assert "Student's distribution over repeats" in out
+    assert "B generates" in out

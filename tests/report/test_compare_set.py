@@ -50,7 +50,7 @@ def test_every_run_is_judged_against_the_first_by_tokens(run):
     assert verdicts == [
         "B is faster, by 2.6 % in tokens/s",
         "C is slower, by 4.8 % in tokens/s",
-        "D: no difference seen in tokens/s",
+        "no difference seen in tokens/s",
     ]
     assert compared["differing"]["workload.gbs"] == [4, 8, 4, 4]
     figures = {figure["figure"]: figure for figure in compared["figures"]}
@@ -61,8 +61,10 @@ def test_every_run_is_judged_against_the_first_by_tokens(run):
     assert figures["time_per_sample_ms"]["values"][0] == pytest.approx(250, rel=0.01)
     printed = set_text(compared)
     assert "they ran on other hardware: A on 1 x this CPU, D on 1 x other CPU" in printed
-    assert "block bootstrap over steps" in printed
-    assert printed.index("workload.gbs") < printed.index("time_per_token_us") < printed.index("verdict: B")
+    assert "bootstrap over blocks of steps" in printed
+    assert (
+        printed.index("workload.gbs") < printed.index("time_per_token_us") < printed.index("verdict on B: B is faster")
+    )
 
 
 def test_what_speaks_against_the_baseline_is_said_once(run):
@@ -88,10 +90,25 @@ def test_csv_has_a_row_per_run_and_figure_with_intervals(run):
 
 def test_markdown_begins_with_the_verdict_and_has_tables(run):
     lines = set_markdown(compare_runs([run(1.0), run(0.5), run(1.0)])).splitlines()
-    assert lines[0] == "- **B is faster, by 100.0 % in tokens/s**"
+    assert lines[0] == "- B against A: **B is faster, by 100.0 % in tokens/s**"
     header = next(line for line in lines if line.startswith("| figure |"))
     assert header == "| figure | A | B | C | B/A | C/A |"
     assert all(line.count("|") == header.count("|") for line in lines if line.startswith("| tokens_per_s"))
+
+
+def test_repeats_add_the_noise_between_runs_to_the_interval(llmb_run, run, tmp_path):
+    """Runs of one configuration differ by 4 %, their steps by 0.2 %: 3 % is no difference."""
+    for name, seconds in zip("abcdef", (1.0, 1.04, 0.96, 0.97, 1.01, 0.93), strict=True):
+        run(seconds, folder=tmp_path / name)
+    assert "B is faster, by 3.1 %" in llmb_run("compare", tmp_path / "a", tmp_path / "d")[1]
+    sides = [",".join(str(tmp_path / name) for name in names) for names in ("abc", "def")]
+    out = llmb_run("compare", *sides)[1]
+    assert "verdict: no difference seen in tokens/s" in out
+    assert "(mean of 3 runs)" in out
+    assert "Student's distribution over repeats" in out
+    run(1.0, folder=tmp_path / "g", gbs="8")
+    code, _, error = llmb_run("compare", sides[0], f"{tmp_path / 'd'},{tmp_path / 'g'}")
+    assert (code, "not repeats of one configuration: workload.ga is" in error) == (1, True)
 
 
 def test_labels_go_on_after_z_and_one_run_is_refused(run):
@@ -108,6 +125,6 @@ def test_the_command_prints_each_format(llmb_run, run, tmp_path):
     assert json.loads(llmb_run("compare", *folders[:2], "--json")[1])["verdict"].startswith("B is faster")
     assert len(json.loads(llmb_run("compare", *folders, "--json")[1])["comparisons"]) == 2
     assert llmb_run("compare", *folders, "--csv")[1].startswith("run,name,status,figure")
-    assert llmb_run("compare", *folders, "--markdown")[1].startswith("- **B is faster")
+    assert llmb_run("compare", *folders, "--markdown")[1].startswith("- B against A: **B is faster")
     code, _, error = llmb_run("compare", *folders, "--csv", "--json")
     assert (code, error.count("\n")) == (1, 1)

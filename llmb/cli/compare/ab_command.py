@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     }
     output = sys.stderr if options.json else sys.stdout
     for label, side in sides.items():
-        print(f"{label}: {side.config.name}", file=output)
+        print(f"{label}: {side.config.name}{side.process}", file=output)
     for field, (a, b) in differing_fields([side.config for side in sides.values()]).items():
         print(f"  {field}: A {a}, B {b}", file=output)
     most = 2 * (AA_PAIRS + options.repeats)

@@ -27,6 +27,13 @@ class Side:
     environment: dict[str, str]  # of the ranks, secrets included
     python: str
 
+    @property
+    def process(self) -> str:
+        """What its ranks have that others may not have, in brackets; empty: nothing."""
+        interpreter = [] if self.python == sys.executable else [self.python]
+        details = interpreter + [f"{name}={value}" for name, value in mask(self.environment).items()]
+        return f" ({', '.join(details)})" if details else ""
+
 
 def side_of(spec: str, variables: list[str], python: str | None, checkout: Path | None) -> Side:
     """Return a side from options of submit (`-w ... --proxy`), a job id, a run folder or its config.json."""

@@ -1,6 +1,8 @@
 """`llmb-run compare`: any number of finished runs, each against the first."""
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from llmb.cli.subcommand import command
@@ -11,10 +13,11 @@ def add_commands(commands: Any) -> None:
     compare = command(
         commands, "compare", run, "which run is faster?",
         "llmb-run compare L1 L2", "llmb-run compare L1 L2 L3 --markdown",
+        "llmb-run compare L1,L2,L3 L4,L5,L6                 # repeats of two configurations",
         "llmb-run compare RUN_FOLDER_A RUN_FOLDER_B --json",
     )  # fmt: skip
-    compare.add_argument("a", help="the baseline: a job id or a run folder")
-    compare.add_argument("b", nargs="+", help="job ids or run folders")
+    compare.add_argument("a", help="the baseline: a job id, a run folder, or several of one configuration: L1,L2")
+    compare.add_argument("b", nargs="+", help="the runs to compare with it")
     compare.add_argument("--force", action="store_true", help="compare different workloads anyway")
     formats = compare.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="as JSON")
@@ -41,20 +44,28 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compared_run(name: str) -> Any:
+def _compared_run(names: str) -> Any:
+    """Return a run, or several runs of one configuration, joined by commas."""
+    from llmb.cli.compare.gate_command import measured_run
     from llmb.cli.jobs.jobs import open_run
     from llmb.cli.stored_runs import load_run
+    from llmb.results.compare.baseline import check_repeats
 
-    run = open_run(name)
-    return compared_run(run, *load_run(run))
+    first, *more = [names] if Path(names).is_dir() else names.split(",")
+    run = open_run(first)
+    config, result = load_run(run)
+    repeats = [measured_run(name) for name in more]
+    if repeats:
+        check_repeats([(config, result, ()), *repeats])
+    return compared_run(run, config, result, repeats)
 
 
-def compared_run(run: Any, config: Any, result: Any) -> Any:
+def compared_run(run: Any, config: Any, result: Any, repeats: Sequence[Any] = ()) -> Any:
     """Return a run with what its comparison needs."""
     from llmb.cli.stored_runs import load_requests
     from llmb.launch.archive.run_origin import read_origin
     from llmb.report.compare.run_set import ComparedRun
 
     origin = read_origin(run)
-    requests = load_requests(run, config)
-    return ComparedRun(config=config, result=result, cluster=origin.cluster if origin else None, requests=requests)
+    cluster, requests = origin.cluster if origin else None, load_requests(run, config)
+    return ComparedRun(config=config, result=result, cluster=cluster, requests=requests, repeats=repeats)

@@ -37,10 +37,10 @@ def run(options: argparse.Namespace) -> int:
     from llmb.results.compare.baseline import Baseline, baseline_of, check_comparable, judge
 
     limit = percentage(options.max_slowdown, "--max-slowdown")
-    current = baseline_of([_measured(name) for name in options.runs])
+    current = baseline_of([measured_run(name) for name in options.runs])
     if options.save:
         write_atomic(options.save, to_json(current, indent=1) + "\n")
-        print(f"{options.save}: {current.name}, {current.runs} run(s), {', '.join(current.times)}")
+        print(f"{options.save}: {current.name}, runs: {current.runs}, {', '.join(current.times)}")
         return 0
     baseline = build(Baseline, read_json(options.baseline), str(options.baseline))
     check_comparable(baseline, current)
@@ -77,7 +77,8 @@ def percentage(text: str, option: str) -> float:
     return value
 
 
-def _measured(name: str) -> Any:
+def measured_run(name: str) -> Any:
+    """Return configuration, result and requests of a job id or a run folder."""
     from llmb.cli.jobs.jobs import open_run
     from llmb.cli.stored_runs import load_requests, load_run
 

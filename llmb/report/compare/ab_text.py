@@ -34,7 +34,7 @@ def ab_text(test: PairedTest, unit: str, doubts: list[str]) -> str:
         f"A against itself, {itself.pairs} pairs: {number(itself.ratio)} (95 % {number(itself.low)} to "
         f"{number(itself.high)}); noise floor {100 * test.floor:.2f} %",
         look_line(test.last),
-        f"{len(test.looks)} looks at the data; all their intervals hold together in 95 % of tests (union bound)",
+        f"looks at the data: {len(test.looks)}; all their intervals hold together in 95 % of tests (union bound)",
     ]
     if itself.differs:
         doubts = ["A differs from itself: the machine changed during the test; let it settle, then repeat", *doubts]

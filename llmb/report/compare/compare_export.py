@@ -39,7 +39,12 @@ def set_markdown(compared: dict[str, Any]) -> str:
     """Return verdicts, ratios and differing fields as Markdown tables."""
     runs, comparisons = compared["runs"], compared["comparisons"]
     labels = [run["label"] for run in runs]
-    parts = ["\n".join(f"- **{_plain(c['verdict'])}**" + _doubts(c["doubts"]) for c in comparisons)]
+    parts = [
+        "\n".join(
+            f"- {c['labels'][1]} against {c['labels'][0]}: **{_plain(c['verdict'])}**" + _doubts(c["doubts"])
+            for c in comparisons
+        )
+    ]
     rows = [
         (label, name, number(ratio), "-" if low is None else f"{number(low)} to {number(high)}")
         for label, name, ratio, low, high in ratio_rows(comparisons)

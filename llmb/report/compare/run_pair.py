@@ -8,6 +8,7 @@ question stands in the verdict.
 """
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from llmb.config.serialization import to_plain
@@ -16,7 +17,9 @@ from llmb.errors import ConfigError
 from llmb.perfmodel.metrics import TimedRequest
 from llmb.report.compare.compare_doubts import doubts
 from llmb.report.compare.compare_serving import serving_verdict
+from llmb.results.compare.baseline import MeasuredRun
 from llmb.results.compare.differing_settings import differing_fields
+from llmb.results.compare.repeat_ratios import repeat_ratios
 from llmb.results.compare.speed_ratio import SpeedRatio, speed_ratio, tokens_per_step
 from llmb.results.request_bootstrap import RequestRatio, request_ratios
 from llmb.results.result import Result
@@ -50,10 +53,12 @@ def compare(
     clusters: tuple[str | None, str | None] = (None, None),
     requests: tuple[Sequence[TimedRequest], Sequence[TimedRequest]] = ((), ()),
     labels: tuple[str, str] = ("A", "B"),
+    repeats: tuple[Sequence[MeasuredRun], Sequence[MeasuredRun]] = ((), ()),
 ) -> dict[str, Any]:
     """Return everything `llmb-run compare` prints of two runs, as plain data.
 
-    `clusters`: where A and B were imported from; `requests`: measured and successful, of serving runs.
+    `clusters`: where A and B were imported from; `requests`: measured and successful, of serving runs; `repeats`: more
+    runs of the same configurations, which add the noise between runs to the intervals.
     """
     (config_a, result_a), (config_b, result_b) = a, b
     for label, result in zip(labels, (result_a, result_b), strict=True):
@@ -63,15 +68,21 @@ def compare(
         raise ConfigError(
             f"different workloads: {result_a.target} and {result_b.target}; add --force to compare them all the same"
         )
-    ratios = request_ratios(*requests)
-    speed = _speed(a, b, ratios)
+    ratios = [] if any(repeats) else request_ratios(*requests)
+    speed = None if any(repeats) else _speed(a, b, ratios)
+    if any(repeats) and config_a is not None and config_b is not None:
+        speed, ratios = repeat_ratios(
+            [(config_a, result_a, requests[0]), *repeats[0]], [(config_b, result_b, requests[1]), *repeats[1]]
+        )
+        speed = speed or _speed(a, b, ratios)
     return {
         "a": result_a.name,
         "b": result_b.name,
         "labels": list(labels),
+        "runs": [1 + len(more) for more in repeats],
         "clusters": list(clusters),
         "differing": differing_fields([config_a, config_b]),
-        "figures": list(_figures(a, b)),
+        "figures": list(_figures([a, *_runs(repeats[0])], [b, *_runs(repeats[1])])),
         "step_tokens": [tokens_per_step(*a), tokens_per_step(*b)],
         "speed": to_plain(speed),
         "requests": [to_plain(ratio) for ratio in ratios],
@@ -125,10 +136,24 @@ def figures_of(config: RunConfig | None, result: Result) -> dict[str, float | No
     }
 
 
-def _figures(a: Run, b: Run) -> Iterator[dict[str, Any]]:
-    """Yield each figure both runs have; the ratio is B over A, whatever its direction."""
-    values_a, values_b = figures_of(*a), figures_of(*b)
-    same_step = same_size(tokens_per_step(*a), tokens_per_step(*b))
+def mean_figures(runs: Sequence[Run]) -> dict[str, float | None]:
+    """Return the figures of repeats, each the mean over them; None where one lacks it."""
+    each = [figures_of(*run) for run in runs]
+    means: dict[str, float | None] = {}
+    for name in each[0]:
+        values = [value for figures in each if (value := figures[name]) is not None]
+        means[name] = fmean(values) if len(values) == len(each) else None
+    return means
+
+
+def _runs(repeats: Sequence[MeasuredRun]) -> list[Run]:
+    return [(config, result) for config, result, _ in repeats]
+
+
+def _figures(a: Sequence[Run], b: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """Yield each figure both sides have; the ratio is B over A, whatever its direction."""
+    values_a, values_b = mean_figures(a), mean_figures(b)
+    same_step = same_size(tokens_per_step(*a[0]), tokens_per_step(*b[0]))
     for name, value_a in values_a.items():
         value_b = values_b[name]
         if value_a and value_b is not None:

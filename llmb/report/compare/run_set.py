@@ -12,7 +12,8 @@ from typing import Any
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError
 from llmb.perfmodel.metrics import TimedRequest
-from llmb.report.compare.run_pair import compare, figures_of
+from llmb.report.compare.run_pair import compare, mean_figures
+from llmb.results.compare.baseline import MeasuredRun
 from llmb.results.compare.differing_settings import differing_fields
 from llmb.results.result import Result
 
@@ -25,6 +26,7 @@ class ComparedRun:
     result: Result
     cluster: str | None = None  # from where it was imported
     requests: Sequence[TimedRequest] = ()
+    repeats: Sequence[MeasuredRun] = ()  # more runs of the same configuration
 
 
 def compare_runs(runs: Sequence[ComparedRun], force: bool = False) -> dict[str, Any]:
@@ -41,13 +43,20 @@ def compare_runs(runs: Sequence[ComparedRun], force: bool = False) -> dict[str, 
             (baseline.cluster, run.cluster),
             (baseline.requests, run.requests),
             (labels[0], label),
+            (baseline.repeats, run.repeats),
         )
         for label, run in zip(labels[1:], runs[1:], strict=True)
     ]
-    values = [figures_of(run.config, run.result) for run in runs]
+    values = [mean_figures([(run.config, run.result), *((c, r) for c, r, _ in run.repeats)]) for run in runs]
     return {
         "runs": [
-            {"label": label, "name": run.result.name, "cluster": run.cluster, "status": run.result.status}
+            {
+                "label": label,
+                "name": run.result.name,
+                "runs": 1 + len(run.repeats),
+                "cluster": run.cluster,
+                "status": run.result.status,
+            }
             for label, run in zip(labels, runs, strict=True)
         ],
         "differing": differing_fields([run.config for run in runs]),

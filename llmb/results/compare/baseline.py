@@ -26,6 +26,8 @@ from llmb.results.compare.student import student_quantile
 from llmb.results.request_bootstrap import request_times
 from llmb.results.result import Result
 
+HARMLESS = ("schema", "limits.")  # settings that change no figure
+
 MeasuredRun = tuple[RunConfig, Result, Sequence[TimedRequest]]
 
 
@@ -57,17 +59,10 @@ class GateVerdict:
 
 def baseline_of(runs: Sequence[MeasuredRun]) -> Baseline:
     """Return the baseline of a run, or of several runs of one configuration on one kind of hardware."""
+    check_repeats(runs)
     config, result, _ = runs[0]
-    for other_config, other_result, _ in runs:
-        if other_result.status != "ok":
-            raise ConfigError(f"{other_result.name} is {other_result.status}: only a complete run can be judged")
-        if differences := mismatches(settings_of(config), settings_of(other_config)):
-            raise ConfigError(f"the runs are not repeats of one configuration: {differences[0]}")
-        if (other_result.gpu_name, other_result.gpus) != (result.gpu_name, result.gpus):
-            raise ConfigError(f"the runs are not on one kind of hardware: {result.gpu_name}, {other_result.gpu_name}")
-    times = [_times(*run) for run in runs]
-    shared = [name for name in times[0] if all(name in figures for figures in times)]
-    if not shared:
+    times = repeated_times(runs)
+    if not times:
         raise ConfigError(f"{result.name} has no samples of its speed to judge")
     samples = [[list(r.step_time_s.samples) if r.step_time_s else [q.end for q in requests]] for _, r, requests in runs]
     return Baseline(
@@ -77,10 +72,29 @@ def baseline_of(runs: Sequence[MeasuredRun]) -> Baseline:
         commit=result.commit,
         versions=result.versions,
         runs=len(runs),
-        times={name: repeated([figures[name] for figures in times]) for name in shared},
+        times=times,
         samples_sha256=sha256(repr(samples).encode()).hexdigest(),
         settings=json.loads(to_json(settings_of(config))),  # as the file will hold them
     )
+
+
+def check_repeats(runs: Sequence[MeasuredRun]) -> None:
+    """Raise ConfigError unless all runs are complete, of one configuration and on one kind of hardware."""
+    config, result, _ = runs[0]
+    for other_config, other_result, _ in runs:
+        if other_result.status != "ok":
+            raise ConfigError(f"{other_result.name} is {other_result.status}: only a complete run can be judged")
+        if differences := mismatches(settings_of(config), settings_of(other_config)):
+            raise ConfigError(f"the runs are not repeats of one configuration: {differences[0]}")
+        if (other_result.gpu_name, other_result.gpus) != (result.gpu_name, result.gpus):
+            raise ConfigError(f"the runs are not on one kind of hardware: {result.gpu_name}, {other_result.gpu_name}")
+
+
+def repeated_times(runs: Sequence[MeasuredRun]) -> dict[str, MedianInterval]:
+    """Return the times over repeats of every figure that all of them have."""
+    times = [times_of(*run) for run in runs]
+    shared = [name for name in times[0] if all(name in figures for figures in times)]
+    return {name: repeated([figures[name] for figures in times]) for name in shared}
 
 
 def repeated(times: Sequence[MedianInterval]) -> MedianInterval:
@@ -96,9 +110,8 @@ def repeated(times: Sequence[MedianInterval]) -> MedianInterval:
 
 def mismatches(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """Return a clause for each setting that differs."""
-    return [
-        f"{key} is {a.get(key)} and {b.get(key)}" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
-    ]
+    keys = sorted(key for key in a.keys() | b.keys() if not key.startswith(HARMLESS))
+    return [f"{key} is {a.get(key)} and {b.get(key)}" for key in keys if a.get(key) != b.get(key)]
 
 
 def check_comparable(baseline: Baseline, current: Baseline) -> None:
@@ -128,7 +141,8 @@ def judge(baseline: Baseline, current: Baseline, figure: str, limit: float) -> G
     )
 
 
-def _times(config: RunConfig, result: Result, requests: Sequence[TimedRequest]) -> dict[str, MedianInterval]:
+def times_of(config: RunConfig, result: Result, requests: Sequence[TimedRequest]) -> dict[str, MedianInterval]:
+    """Return the times of a run by figure, lower is better; their intervals do not hold the noise between runs."""
     tokens = tokens_per_step(config, result)
     if result.step_time_s is not None and tokens:
         return {"tokens_per_s": median_interval([seconds / tokens for seconds in result.step_time_s.samples])}

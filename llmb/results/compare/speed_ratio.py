@@ -35,7 +35,7 @@ class SpeedRatio:
             return f"too few samples to tell; {label} looks {direction}, {percent}"
         if self.differs:
             return f"{label} is {direction}, {percent}"
-        return f"no difference seen in {self.unit}" if label == "B" else f"{label}: no difference seen in {self.unit}"
+        return f"no difference seen in {self.unit}"
 
 
 def speed_ratio(a: Sequence[float], b: Sequence[float], unit: str = "steps/s") -> SpeedRatio:
