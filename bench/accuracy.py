@@ -19,8 +19,7 @@ import numpy as np
 from step_time_fit import ROUNDS, fit, log_errors
 
 from llmb.perfmodel.hardware import GIB, GPUS
-from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.step_time.predictor import interval_class, predict, run_config
+from llmb.perfmodel.step_time.predictor import interval_class, predict, step_memory
 from llmb.perfmodel.step_time.published_rows import PublishedRow, is_possible, read_rows
 from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, Constants, calibrated, constants, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
@@ -96,13 +95,10 @@ def left_out_errors(samples: Sequence[Sample], key: Callable[[Sample], str]) -> 
     return errors
 
 
-def half_widths(samples: Sequence[Sample], errors: Sequence[np.ndarray]) -> dict[str, float]:
+def half_widths(samples: Sequence[Sample], errors: np.ndarray) -> dict[str, float]:
     """Return half the width of the interval by kind of run, from left-out errors."""
     kinds = np.array([interval_class(s.setup) for s in samples])
-    return {
-        kind: float(np.percentile(np.concatenate([np.abs(e[kinds == kind]) for e in errors]), LEVEL))
-        for kind in sorted(set(kinds))
-    }
+    return {kind: float(np.percentile(np.abs(errors[kinds == kind]), LEVEL)) for kind in sorted(set(kinds))}
 
 
 def coverage(samples: Sequence[Sample], key: Callable[[Sample], str], errors: np.ndarray) -> float:
@@ -110,7 +106,7 @@ def coverage(samples: Sequence[Sample], key: Callable[[Sample], str], errors: np
     covered = 0
     for group in {key(s) for s in samples}:
         others = [i for i, s in enumerate(samples) if key(s) != group]
-        widths = half_widths([samples[i] for i in others], [errors[others]])
+        widths = half_widths([samples[i] for i in others], errors[others])
         everything = float(np.percentile(np.abs(errors[others]), LEVEL))
         members = [i for i, s in enumerate(samples) if key(s) == group]
         covered += sum(abs(errors[i]) <= widths.get(interval_class(samples[i].setup), everything) for i in members)
@@ -170,10 +166,10 @@ def memory_misfits(samples: Sequence[Sample], recompute: bool) -> list[str]:
     """Return the configurations that ran and whose memory estimate exceeds the GPU, as described or all recomputed."""
     misfits = []
     for setup in dict.fromkeys(s.setup for s in samples):
-        config = run_config(replace(setup, recompute="full", recompute_layers=None) if recompute else setup)
-        needed, capacity = memory_estimate(config).total, GPUS[setup.gpu].memory_bytes
+        described = replace(setup, recompute="full", recompute_layers=None) if recompute else setup
+        needed, capacity = step_memory(described).total, GPUS[setup.gpu].memory_bytes
         if capacity is not None and needed > capacity:
-            name = f"{setup.shape.model.name} {setup.dtype} {setup.task}"
+            name = f"{setup.shape.model.name} {setup.dtype} {setup.task} ({setup.engine}, mbs {setup.mbs})"
             misfits.append(f"{name} on {setup.gpus} {setup.gpu}: {needed / GIB:.0f} GiB")
     return misfits
 
@@ -216,6 +212,7 @@ def report(samples: Sequence[Sample], left_out: dict[str, list[PublishedRow]], c
         "## Weak scaling\n\nLargest difference between the predicted and the measured shape of a curve "
         "(step time over the curve's mean; aim: 3 %).",
         table(("curve", "GPUs", "rows", "largest difference %", "source"), scaling_curves(samples, c)),
+        CURVES,
         "## Memory",
         memory_section(samples),
         "## Largest errors",
@@ -240,10 +237,12 @@ def memory_section(samples: Sequence[Sample]) -> str:
     count = len(dict.fromkeys(s.setup for s in samples))
     head = (
         f"Of {count} different configurations that ran, {count - len(described)} are predicted to fit as described, "
-        f"and {count - len(recomputed)} with recompute in every layer: most rows do not say what they recompute or "
-        "offload, and the estimate then assumes nothing."
+        f"and {count - len(recomputed)} with recompute in every layer. Frozen weights have no gradients and no "
+        "optimizer state; inputs of fp8 and fp4 GEMMs are saved in their dtype; recomputed modules save nothing; "
+        "MaxText rematerializes. As described, these do not fit:"
     )
-    return head + ("" if not recomputed else " Not even then:\n\n- " + "\n- ".join(recomputed))
+    lines = [head, "- " + "\n- ".join(described), MEMORY_MISSES]
+    return "\n\n".join(lines if described else lines[:1])
 
 
 def worst(samples: Sequence[Sample], errors: np.ndarray, count: int = 15) -> list[tuple[object, ...]]:
@@ -299,7 +298,8 @@ def store(samples: Sequence[Sample], c: Constants) -> None:
         text = re.sub(rf"^  {name}: {{(value: [^,]*, )?", f"  {name}: {{value: {value:.4g}, ", text, flags=re.M)
     models = left_out_errors(samples, lambda s: s.model)
     gpus = left_out_errors(samples, lambda s: s.setup.gpu)
-    widths = ", ".join(f"{kind}: {width:.3f}" for kind, width in half_widths(samples, [models, gpus]).items())
+    by_model, by_gpu = half_widths(samples, models), half_widths(samples, gpus)
+    widths = ", ".join(f"{kind}: {max(width, by_gpu[kind]):.3f}" for kind, width in by_model.items())
     text = re.sub(r"^  half_width: .*$", f"  half_width: {{{widths}}}", text, flags=re.M)
     keys = ", ".join(key for key in GPUS if any(s.setup.gpu == key for s in samples))
     CONSTANTS_FILE.write_text(re.sub(r"^  gpus: .*$", f"  gpus: [{keys}]", text, flags=re.M))
@@ -314,14 +314,36 @@ Errors are |predicted / measured - 1|; the mean is that of log(predicted / measu
 
 MISSES = """Likely causes:
 
-- The same configuration differs between releases: Qwen3 30B on H100 by almost 2x (lines of one layout), Grok-1 on H100
-  by 6 %. No description in the file tells such rows apart, so the predictor cannot.
-- gpt-oss in bf16 is slower than its GEMMs, attention and traffic explain, on every GPU. Its experts have biases and a
-  clamped activation, which early releases did not fuse; the predictor has no constant for one model.
+- The same configuration differs between releases: Qwen3 30B on H100 takes 51 s a step in 26.02 and 29 s in 26.02.01
+  (lines 526, 527), 25 s in 25.11 and 12 s, with tokens dropped, in 25.09 (lines 524, 525); Lightning on H100 improved
+  by 11 % within a week (lines 448, 449). The description of such rows is the same, so the prediction is too.
+- Rows of 25.11 do not say which dispatcher they used (lines 11, 16, 22, 28, 514, 525): the predictor takes NCCL's
+  all-to-all.
+- gpt-oss is slower by 10 to 20 % than its GEMMs, attention and traffic explain, on every GPU, in bf16 and in MXFP8,
+  at 4,096 and at 8,192 tokens: neither its windows nor its small heads are the cause.
+- Overlapped all-to-all helps Qwen3 and hardly gpt-oss (lines 17 to 21: 5.2 s without, 4.9 to 5.1 s with it).
+- Nemotron 3 Super with tp 2 on GB200 takes as long in bf16, MXFP8 and NVFP4: it waits for the host, whose time per
+  layer is the least certain constant.
 - The first Blackwell releases (NeMo 25.05, Megatron Bridge 25.09 with MXFP8) ran fp8 slower than later ones; there is
   one constant for all of them.
-- Verification cards of 2026 capture whole iterations in CUDA graphs, which not all of them say.
-- torchtitan's experts and its tables of long sequences: few rows, and one constant for the engine."""
+- Llama 4 Scout in torchtitan: described without recompute, it would need 640 GiB of activations. With recompute the
+  errors would be +7 and -6 %.
+- The example of Nemotron-H of v25.08 (line 405) is 23 % faster than the table of v25.05 for the same layout."""
+
+CURVES = """Curves above the aim, and why no model of the layout alone can follow them:
+
+- GPT-3 175b fp8 of v24.11: 5.92, 5.96, 6.44, 6.72, 6.24 s from 128 to 2,048 GPUs: 1,024 GPUs are slower than 2,048.
+  The same curve of v25.02 is within 2 %.
+- Llama 2 70b fp8 in MaxText of v24.11: 4.32 s on 64 GPUs, 4.96 on 256, 4.93 on 2,048. In bf16, and for Llama 3 70b in
+  both dtypes, the curve is flat within 2.5 %.
+- Llama 3.1 405b fp8 of v24.11: 11.24, 11.31, 12.35 s: 9 % more on 2,304 GPUs. In bf16 it is 1 %, in v25.02 nothing.
+- Llama 3 70b LoRA fp8: 6.5, 6.7, 7.6 s on 8, 16 and 32 GPUs, printed to 0.1 s; in bf16 it is flat within 2 %.
+- Nemotron4 15b fp8 of v25.04: 1.98 to 2.03 s up to 1,024 GPUs, and 2.09 on 2,048."""
+
+MEMORY_MISSES = """Llama 3 70b and 405b with FSDP on GB200 offload activations in later releases (40 of 80 layers of
+70b), which earlier tables do not say. The row of gpt-oss on H100 (25.11) does not say what it recomputes: later ones
+recompute norms and activations and use micro-batches of 1 instead of 4. Llama 4 Scout cannot have run without
+recompute, as its row says it did."""
 
 CONSTANTS = """Fitted together to all usable rows: Gauss-Newton on log step times, robust weights, every constant drawn
 to its prior. None belongs to a model. Priors are data sheets, measurements on one H200 and estimates. The structure of

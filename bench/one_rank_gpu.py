@@ -23,7 +23,7 @@ from options import build_parser, parse_options, select_rows
 from llmb.config.serialization import build
 from llmb.config.spec import RunConfig
 from llmb.perfmodel.step_time.predictor import predict
-from llmb.perfmodel.step_time.step_setup import setup_of
+from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, setup_of
 
 LLAMA, NEMOTRON, GROK = "pretrain_llama3.1", "pretrain_nemotronh", "pretrain_grok1"
 STEPS = ("--set", "steps=2", "--set", "window=2-2")  # a step has 24 to 128 micro-batches; the first warms up
@@ -92,7 +92,7 @@ def run_row(row: Row, tiny: bool, folder: str) -> tuple[RunConfig, dict[str, Any
 
 def explain(config: RunConfig, step: dict[str, Any]) -> dict[str, float]:
     """Return each part of the step minus the same part of the predicted step of the published engine, in seconds."""
-    terms = predict(setup_of(config)).terms
+    terms = predict(setup_of(config, engine=DEFAULT_ENGINE)).terms
     communication = sum(terms[kind] for kind in COMMUNICATION)
     compute = sum(terms.values()) - communication - sum(terms[name] for name in OTHER)
     return {

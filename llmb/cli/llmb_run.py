@@ -42,7 +42,7 @@ exit codes: 0 success, 1 wrong request, 2 the system or a run failed
 completion: eval "$(llmb-run completion bash)"
 """
 MODULES: tuple[Any, ...] = (
-    submit, serve, load, sweep_command, list_show, plan, predict, explain_command, tune_command, probe_command, jobs,
+    submit, serve, load, sweep_command, list_show, plan, predict, tune_command, explain_command, probe_command, jobs,
     compare_read, report_command, archive_import, tokenize,
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`llmb-run probe`: measure this machine's sustained rates, which plans of out-of-core runs use."""
+"""`llmb-run probe`: measure this machine's sustained rates, which plans of out-of-core runs and predictions use."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from llmb.cli.subcommand import command
 def add_commands(commands: Any) -> None:
     """Register probe."""
     parser = command(
-        commands, "probe", run, "measure this machine's rates for `plan`: GEMMs, attention, memory, link",
+        commands, "probe", run, "measure this machine's rates for plans and predictions: compute, memory, link",
         "llmb-run probe",
         "llmb-run probe --gpu-type cpu       # the CPU of a machine that has a GPU", "",
         "takes less than a minute; stop other work on the machine meanwhile",
@@ -46,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(to_json(rates))
     else:
-        print(f"{describe_rates(asdict(rates))}\n\nstored in {path}: plans for {gpu} use them from now on")
+        print(
+            f"{describe_rates(asdict(rates))}\n\nstored in {path}: plans and predictions for {gpu} use them from now on"
+        )
     return 0
 
 

@@ -54,6 +54,7 @@ class MoEConfig:
     top_k: int
     ffn: int  # intermediate width of one expert
     shared: int = 0  # experts that every token is routed to
+    latent: int | None = None  # width of the routed experts, projected from hidden and back (LatentMoE); none: hidden
     dense_layers: int = 0  # leading layers with a dense MLP
     groups: int = 1  # group-limited routing: experts are chosen from `top_groups` of these groups
     top_groups: int = 1

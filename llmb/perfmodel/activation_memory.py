@@ -215,8 +215,9 @@ class ActivationSizes:
 
     def is_gathered(self, layer: int) -> bool:
         """Return whether matrices of a layer are gathered for each pass."""
-        buckets = weight_buckets(layer_weights(self.model, layer), self.parallel)
-        return self.parallel.fsdp and any(bucket.ranks > 1 for bucket in buckets)
+        if not self.parallel.fsdp:
+            return False
+        return any(bucket.ranks > 1 for bucket in weight_buckets(layer_weights(self.model, layer), self.parallel))
 
     def fp8_cache(self, layer: int) -> float:
         """Bytes of weights quantized once per step, in both layouts: those of explicit layers and of experts."""

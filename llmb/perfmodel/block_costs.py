@@ -102,19 +102,21 @@ def moe(model: Model) -> BlockCost:
     The router (hidden x count, and a correction bias of `count` with sigmoid scores) counts as parameters but not as
     model FLOPs: the published formulas leave it out. That is 0.004 % of Grok-1 and 0.3 % of DeepSeek-V3. Also left out:
     dispatch, combine, load imbalance and dropped tokens. Saved: also each token-expert pair, before and after the
-    expert.
+    expert. With `latent`, routed experts work at that width, and every token is projected to it and back.
     """
     if model.experts is None:
         raise ConfigError(f"model {model.name}: an expert block needs the field experts")
     experts = model.experts
     projections = 3 if model.gated else 2
-    expert_weights = projections * model.hidden * experts.ffn
+    width = experts.latent or model.hidden
+    expert_weights = projections * width * experts.ffn
+    latent_weights = 2 * model.hidden * experts.latent if experts.latent else 0
     return BlockCost(
-        dense_weights=experts.shared * expert_weights,
+        dense_weights=experts.shared * projections * model.hidden * experts.ffn + latent_weights,
         routed_weights=experts.count * expert_weights,
         active_routed_weights=experts.top_k * expert_weights,
         router_weights=model.hidden * experts.count + (experts.count if experts.score == "sigmoid" else 0),
-        saved_values=2 * model.hidden * (1 + experts.top_k)
+        saved_values=2 * (model.hidden + width * experts.top_k)
         + projections * experts.ffn * (experts.top_k + experts.shared),
     )
 

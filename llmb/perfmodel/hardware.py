@@ -1,4 +1,4 @@
-"""Table of GPUs: peak FLOP/s per dtype, memory, bandwidths, GPUs per node, and the source of the figures.
+"""Table of GPUs: peak FLOP/s per dtype, memory, bandwidths, links between GPUs, and the source of the figures.
 
 Peaks are dense (no structured sparsity), in FLOP/s. A new GPU is one row. Unpublished figures are null: an MFU against
 a guessed peak would be worse than none. A GPU without a row runs too, under its driver's name (rtx-4090, h100-pcie):
@@ -21,6 +21,19 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Chip family, power and network of one type of GPU: what the time of a training step depends on besides peaks."""
+
+    family: str  # ampere, hopper, blackwell: efficiencies are fitted per family
+    sms: int  # streaming multiprocessors: GEMM tiles computed at once
+    watts: float  # nominal power limit
+    link_domain: int  # GPUs that share NVLink
+    network: float  # bytes/s per GPU and direction, between link domains: one NIC per GPU
+    clock: float = 1.0  # sustained under load, relative to the family's at equal nominal peak
+    grace: bool = False  # launched by a Grace CPU, whose cores are slower than those of x86 servers
+
+
+@dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One type of accelerator."""
 
@@ -32,6 +45,7 @@ class Gpu:
     link_bandwidth: float | None = None  # GPU to GPU inside a node, bytes/s per direction
     host_bandwidth: float | None = None  # host to device, bytes/s per direction
     gpus_per_node: int = 8
+    fabric: Fabric | None = None
     source: str
     name_words: tuple[str, ...] = ()  # words that identify the driver's device name
 
@@ -43,6 +57,12 @@ def _peaks(
     return {dtype: value * TERA for dtype, value in peaks.items() if value is not None}
 
 
+# The nominal peaks of GB200 and GB300 are higher than those of B200 and B300 by their boost clock, which no long GEMM
+# sustains on either; power limits make the difference. MLPerf Training v5.1, Llama 3.1 8B on 8 GPUs, minutes: B200
+# 84.4, GB200 79.3, B300 75.8, GB300 67.4.
+GB_CLOCK = 2450 / 2250
+B200_CLOCK, B300_CLOCK = GB_CLOCK * 79.3 / 84.4, GB_CLOCK * 67.4 / 75.8
+# Fabrics: NVIDIA data sheets of A100, H100, H200, DGX B200, DGX B300, GB200 NVL72, GB300 NVL72.
 _RECIPES = "NVIDIA dgxc-benchmarking, recipe READMEs (dense peaks); memory as CUDA reports it (B300, GB300: nominal)"
 
 GPUS: dict[str, Gpu] = {
@@ -50,24 +70,35 @@ GPUS: dict[str, Gpu] = {
     for gpu in (
         Gpu(key="gb300", title="NVIDIA GB300", peak_flops=_peaks(2450, 4900, 14700), memory_bytes=288 * GB,
             memory_bandwidth=8000 * GB, link_bandwidth=900 * GB, host_bandwidth=450 * GB, gpus_per_node=4,
+            fabric=Fabric(family="blackwell-ultra", sms=148, watts=1400, link_domain=72,
+                          network=100 * GB, grace=True),
             source=_RECIPES, name_words=("gb300",)),
         Gpu(key="gb200", title="NVIDIA GB200", peak_flops=_peaks(2450, 4900, 9800), memory_bytes=184.3 * GIB,
             memory_bandwidth=8000 * GB, link_bandwidth=900 * GB, host_bandwidth=450 * GB, gpus_per_node=4,
+            fabric=Fabric(family="blackwell", sms=148, watts=1200, link_domain=72,
+                          network=50 * GB, grace=True),
             source=_RECIPES, name_words=("gb200",)),
         Gpu(key="b300", title="NVIDIA B300", peak_flops=_peaks(2250, 4500, 13500), memory_bytes=288 * GB,
             memory_bandwidth=8000 * GB, link_bandwidth=900 * GB, host_bandwidth=64 * GB,
+            fabric=Fabric(family="blackwell-ultra", sms=148, watts=1100, link_domain=8,
+                          network=100 * GB, clock=B300_CLOCK),
             source=_RECIPES, name_words=("b300",)),
         Gpu(key="b200", title="NVIDIA B200", peak_flops=_peaks(2250, 4500, 9000), memory_bytes=178.3 * GIB,
             memory_bandwidth=8000 * GB, link_bandwidth=900 * GB, host_bandwidth=64 * GB,
+            fabric=Fabric(family="blackwell", sms=148, watts=1000, link_domain=8,
+                          network=50 * GB, clock=B200_CLOCK),
             source=_RECIPES, name_words=("b200",)),
         Gpu(key="h200", title="NVIDIA H200 SXM", peak_flops=_peaks(989, 1979, fp32=67), memory_bytes=139 * GIB,
             memory_bandwidth=4800 * GB, link_bandwidth=450 * GB, host_bandwidth=64 * GB,
+            fabric=Fabric(family="hopper", sms=132, watts=700, link_domain=8, network=50 * GB),
             source="NVIDIA H200 data sheet, dense; driver-reported memory (nominally 141 GB)", name_words=("h200",)),
         Gpu(key="h100", title="NVIDIA H100 SXM", peak_flops=_peaks(989, 1979, fp32=67), memory_bytes=79.1 * GIB,
             memory_bandwidth=3350 * GB, link_bandwidth=450 * GB, host_bandwidth=64 * GB,
+            fabric=Fabric(family="hopper", sms=132, watts=700, link_domain=8, network=50 * GB),
             source=_RECIPES, name_words=("h100",)),
         Gpu(key="a100", title="NVIDIA A100 SXM 80 GB", peak_flops=_peaks(312, fp32=19.5), memory_bytes=79.1 * GIB,
             memory_bandwidth=2039 * GB, link_bandwidth=300 * GB, host_bandwidth=32 * GB,
+            fabric=Fabric(family="ampere", sms=108, watts=400, link_domain=8, network=25 * GB),
             source="NVIDIA A100 data sheet, dense", name_words=("a100",)),
         Gpu(key="cpu", title="this machine's CPU", gpus_per_node=1024,
             source="no published peak: MFU is null"),

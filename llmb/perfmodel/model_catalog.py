@@ -14,18 +14,26 @@ from llmb.config.serialization import build
 from llmb.config.spec import Model
 from llmb.errors import UnknownName
 
-SHAPE_FIELDS = ("window", "window_layers", "checkpoint")
+SHAPE_FIELDS = ("window", "window_layers", "checkpoint", "expert_bias", "mtp_depth", "mtp_blocks")
 CATALOG_FILE = Path(__file__).with_name("model_catalog.yaml")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model, and the sliding window that some of its attention layers have."""
+    """A model, the sliding window that some of its attention layers have, and its multi-token prediction (MTP)."""
 
     model: Model
     window: int | None = None  # tokens that a query of a windowed layer attends to
     window_layers: int = 0
     checkpoint: str | None = None  # dtype of the published weights; none: bf16
+    expert_bias: bool = False  # projections of experts have biases
+    mtp_depth: int = 0  # tokens predicted beyond the next one, each by one more pass through the MTP blocks and head
+    mtp_blocks: tuple[str, ...] = ()  # kinds of block of one pass; passes share their weights
+
+    @property
+    def mtp_layers(self) -> int:
+        """Layers that the passes add to the stack: a layer of a hybrid is one block, of others two."""
+        return self.mtp_depth * len(self.mtp_blocks) // (1 if self.model.pattern else 2)
 
 
 def find_model(name: str, size: str = "") -> ModelShape:
@@ -69,4 +77,5 @@ def _shape(key: str) -> ModelShape:
         fields = dict(_catalog()["models"][key])
         sizes = {name: value for name, value in fields.items() if name not in (*SHAPE_FIELDS, "aliases")}
         model = build(Model, {"name": key, "architecture": "llama", **sizes}, f"{CATALOG_FILE.name}: {key}")
-    return ModelShape(model=model, **{name: fields[name] for name in SHAPE_FIELDS if name in fields})
+    extras = {name: fields[name] for name in SHAPE_FIELDS if name in fields}
+    return ModelShape(model=model, **extras | {"mtp_blocks": tuple(extras.get("mtp_blocks", ()))})

@@ -12,6 +12,7 @@ that hold the same ones share equally; vectors and routers stay whole.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, Parallel, RunConfig, Training
@@ -81,8 +82,13 @@ class WeightBucket:
         return self.ranks * self.shard
 
 
-def weight_buckets(weights: Iterable[Weight], parallel: Parallel) -> list[WeightBucket]:
+def weight_buckets(weights: Iterable[Weight], parallel: Parallel) -> tuple[WeightBucket, ...]:
     """Return the buckets of a layer's matrices, or of those outside of layers."""
+    return _weight_buckets(tuple(weights), parallel)
+
+
+@lru_cache(maxsize=64)
+def _weight_buckets(weights: tuple[Weight, ...], parallel: Parallel) -> tuple[WeightBucket, ...]:
     ranks = {
         "replicas": parallel.dp_cp_size,
         "stage": parallel.dp_cp_size * parallel.tp,
@@ -92,7 +98,7 @@ def weight_buckets(weights: Iterable[Weight], parallel: Parallel) -> list[Weight
     for weight in weights:
         if weight.is_matrix:
             shapes.setdefault(weight.replicas(parallel), []).append(weight.on_rank(parallel).shape)
-    return [_bucket(replicas, ranks[replicas], listed) for replicas, listed in shapes.items()]
+    return tuple(_bucket(replicas, ranks[replicas], listed) for replicas, listed in shapes.items())
 
 
 def _bucket(replicas: str, ranks: int, shapes: list[tuple[int, ...]]) -> WeightBucket:

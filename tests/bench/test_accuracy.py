@@ -38,7 +38,7 @@ def test_a_constant_without_rows_stays_at_its_prior(samples):
 
 def test_widths_and_coverage_of_known_errors(samples):
     errors = np.linspace(0.0, 0.1, len(samples))
-    assert 0 < accuracy.half_widths(samples, [errors])["dense"] <= 0.1
+    assert 0 < accuracy.half_widths(samples, errors)["dense"] <= 0.1
     assert 0 < accuracy.coverage(samples, lambda s: s.model, errors) <= 100
 
 

@@ -39,4 +39,5 @@ def test_probed_rates_scale_the_prediction(in_core):
     chip = replace(H200, matmul_tflops=0.9 * H200.matmul_tflops, memory_gbs=0.9 * H200.memory_gbs)
     slower = native.samples(chip, plans=False)
     for usual, slow in zip(in_core, slower, strict=True):
-        assert 1.08 < slow.predicted_s / usual.predicted_s < 1.112
+        least = 1.05 if "Nemotron" in slow.row else 1.08  # launches of Mamba kernels bound a part of it
+        assert least < slow.predicted_s / usual.predicted_s < 1.112

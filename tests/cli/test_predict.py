@@ -95,7 +95,7 @@ def test_rows_of_a_file_come_back_in_order_with_reasons(llmb_run, tmp_path):
         ([*MODEL, "--set", "tp=3"], "tp x pp x cp = 3 does not divide 8 GPUs; use a multiple of 3"),
         ([*MODEL, "--set", "tp=-1"], "tp must be a whole number, 1 or more, got '-1'"),
         ([*MODEL, "--set", "engine=vllm"], "choices are: megatron"),
-        ([*MODEL, "--dtype", "int4"], "choices are: bf16, fp8, fp8-mx, nvfp4"),
+        ([*MODEL, "--dtype", "int4"], "choices are: bf16, fp8, fp8-row, fp8-block, fp8-mx, nvfp4"),
         ([*MODEL, "--what-if", "gpu.speed=2x"], "choices are: gpu.hbm_bw"),
         ([*MODEL, "--what-if", "network=fast"], "expected a factor such as 2x"),
         ([*MODEL, "--task", "sing"], "choices are: train, serve"),

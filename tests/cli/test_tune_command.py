@@ -119,13 +119,20 @@ def launched(monkeypatch):
 def test_measured_candidates_are_proxies_where_the_gpus_are_missing(llmb_run, launched):
     code, out, _ = llmb_run(*RUN, "--measure", "2", "--ranks", "4", "--set", "gbs=256")
     assert code == 0
-    assert len(launched.configs) == 2  # the best two, whose proxies are the same, and the recipe's row
+    runs = {repr((config.parallel, config.workload)) for config in launched.configs}
+    assert (
+        2 <= len(runs) == len(launched.configs) <= 3
+    )  # the recipe, and the best two: once if their proxies are the same
     assert all(config.machine.gpus == 4 and config.machine.gpu == "cpu" and config.proxy for config in launched.configs)
     recipe = launched.configs[-1]
     assert (recipe.parallel.tp, recipe.parallel.pp, recipe.parallel.vp) == (2, 2, 2)
     assert recipe.workload.recompute_layers == 1  # half of the layers of a rank
     assert recipe.workload.gbs != 256
-    for text in ("the speed of this machine is not predicted", "0 of 1 pairs", "fastest measured: recipe"):
+    for text in (
+        "the speed of this machine is not predicted",
+        "pairs are measured in the predicted order",
+        "fastest measured: recipe",
+    ):
         assert text in out
 
 
@@ -151,7 +158,7 @@ def test_candidates_run_in_full_where_the_gpus_are(llmb_run, launched, monkeypat
     assert code == 0
     assert all(config.proxy is None and config.workload.steps == 8 for config in launched.configs)
     assert {config.engine for config in launched.configs} == {"native"}
-    assert launched.configs[-1].workload.mbs == 2  # the recipe's own
+    assert 2 in {config.workload.mbs for config in launched.configs}  # the recipe's own
     assert "times the recipe's own" in out
     assert "not predicted" not in out
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from llmb.perfmodel.explain.chip_limits import StepAmount, sustained_flops, training_limits
+from llmb.perfmodel.chip_limits import StepAmount, sustained_flops, training_limits
 from llmb.perfmodel.explain.explanation import explain_serving, explain_training, verdict_of
 from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
-from llmb.perfmodel.explain.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.flops import train_flops_per_sequence
 from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
@@ -44,7 +44,7 @@ def test_the_named_causes_make_the_row_possible():
     assert not holds(serving_limits(served(), figures))
     assert holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.1)))
     assert not holds(serving_limits(served(), replace(figures, prefix_hit_rate=0.05)))
-    assert "another GPU: b200, gb200, b300, gb300" in serving_causes(served(), figures)
+    assert "another GPU: b200, b300, gb200, gb300" in serving_causes(served(), figures)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from llmb.config.resolve import resolve
 from llmb.config.row_selection import RunRequest
 from llmb.perfmodel.hardware import GIB, GPUS
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.step_time.predictor import predict, run_config
+from llmb.perfmodel.step_time.predictor import predict, step_memory
 from llmb.perfmodel.step_time.step_setup import setup_of
 from llmb.perfmodel.tune.layout_reasons import setting_changes, term_changes
 from llmb.perfmodel.tune.layout_remedies import layout_remedies, least_memory
@@ -35,9 +35,9 @@ def search():
 def test_the_best_is_the_fastest_that_fits(search):
     best, limit = search.candidates[0], USABLE_FRACTION * GPUS["h100"].memory_bytes
     assert best.seconds == pytest.approx(predict(best.setup).step_time_s)
-    assert best.memory == pytest.approx(memory_estimate(run_config(best.setup)).total)
+    assert best.memory == pytest.approx(step_memory(best.setup).total)
     assert all(c.memory <= limit and c.seconds >= best.seconds for c in search.candidates)
-    fitting = [s for s in layout_space(run_of("llama3.1-70b"), {}) if memory_estimate(run_config(s)).total <= limit]
+    fitting = [s for s in layout_space(run_of("llama3.1-70b"), {}) if step_memory(s).total <= limit]
     assert best.seconds <= min(predict(setup).step_time_s for setup in fitting) + 1e-9
 
 
@@ -69,7 +69,7 @@ def test_offload_is_proposed_over_coherent_links_and_hides_behind_the_forward():
     assert offloading
     for candidate in offloading:
         forward = FORWARD_FRACTION * candidate.seconds / candidate.setup.ga
-        copied = memory_estimate(run_config(candidate.setup)).host
+        copied = step_memory(candidate.setup).host
         assert copied <= forward * COPY_EFFICIENCY * GPUS["gb200"].host_bandwidth
     assert not [c for c in search_layouts(run_of("llama3.1-70b"), {}).candidates if c.setup.offload_layers]
 

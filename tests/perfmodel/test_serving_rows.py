@@ -16,7 +16,6 @@ from llmb.perfmodel.serving_time.serving_fields import (
     parse_concurrencies,
     parse_serving_settings,
 )
-from llmb.perfmodel.serving_time.serving_limits import impossible
 from llmb.perfmodel.serving_time.serving_rows import find_served_model, parse_serving_row, read_serving_rows
 
 LLAMA = {"model": "Llama-3.1-8B-Instruct-FP8", "backend": "vllm", "backend_version": "0.12.0", "system": "h200_sxm",
@@ -87,14 +86,6 @@ def test_a_row_that_cannot_be_used_says_why(changes, reason):
     row = parse_serving_row(DEEPSEEK | changes)
     assert row.setup is None
     assert row.reason.startswith(reason)
-
-
-def test_a_result_above_the_limit_of_the_chip_is_refused():
-    row = parse_serving_row(LLAMA)
-    assert "1,450 TFLOP/s/GPU in GEMMs" in impossible(row.setup, 72, 11.25)
-    assert "prefix cache" in impossible(row.setup, 72, 11.25)
-    assert impossible(row.setup, 1612, 26.98) is None
-    assert "HBM" in impossible(row.setup, 1612, 1.0)
 
 
 def test_rules_leave_rows_out_by_reason():

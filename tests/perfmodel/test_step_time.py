@@ -10,6 +10,7 @@ import pytest
 
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError
+from llmb.perfmodel.block_costs import BLOCK_COSTS
 from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.pipeline_schedule import bubble
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
@@ -17,10 +18,11 @@ from llmb.perfmodel.step_time.collective_time import Transfer, rank_traffic
 from llmb.perfmodel.step_time.gemm_shapes import Gemm, block_gemms, expert_rows, padded_flops
 from llmb.perfmodel.step_time.predictor import log_half_width, model_flops, predict
 from llmb.perfmodel.step_time.published_rows import engine_of, is_possible, parse_row, read_rows
+from llmb.perfmodel.step_time.saved_activations import saved_fraction
 from llmb.perfmodel.step_time.setup_fields import changed_device, parse_scales, scaled
 from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, calibrated, constants
 from llmb.perfmodel.step_time.step_setup import StepSetup
-from llmb.perfmodel.step_time.step_work import rank_work, softmax_cost
+from llmb.perfmodel.step_time.step_work import block_counts, launched, rank_work, softmax_cost
 from llmb.perfmodel.step_time.waterfall import TERMS, step_terms, step_work, transfer_time
 
 PUBLISHED = Path(__file__).parent.parent / "golden" / "published_training_rows.csv"
@@ -47,6 +49,13 @@ NEMOTRON_H = StepSetup(
 SETUPS = (LLAMA_70B, LLAMA_8B, GROK, QWEN, NEMOTRON_H)
 
 
+def saved_bytes_per_token(setup):
+    """Bytes that an average layer saves for backward."""
+    model = setup.shape.model
+    values = sum(count * BLOCK_COSTS[kind](model).saved_values for kind, count in model.blocks.items() if count)
+    return 2 * values / model.layers * saved_fraction(setup)
+
+
 def test_a_gemm_loses_half_a_wave_and_fills_its_pipeline():
     waves = (16384 / 128) * (4096 / 256) / 132
     flops = 2.0 * 16384 * 4096 * 4096
@@ -55,7 +64,13 @@ def test_a_gemm_loses_half_a_wave_and_fills_its_pipeline():
 
 def test_a_small_gemm_costs_at_most_twice_and_n_is_padded():
     assert padded_flops(128, 256, 4096, 1, 132) == pytest.approx(2 * 2.0 * 128 * 256 * 4096 * (1 + 1 / 32))
-    assert padded_flops(8192, 2880, 4096, 1, 132) == padded_flops(8192, 2944, 4096, 1, 132)
+    assert padded_flops(8192, 2880, 4096, 1, 132) == padded_flops(8192, 3072, 4096, 1, 132)
+    assert padded_flops(8192, 100, 4096, 1, 132) == padded_flops(8192, 128, 4096, 1, 132)
+
+
+def test_uneven_experts_leave_half_a_tile_empty():
+    even, uneven = (padded_flops(512, 2048, 2048, 16, 148, ragged) for ragged in (False, True))
+    assert uneven / even == pytest.approx((512 + 64) / 512)
 
 
 def test_gemms_of_a_tensor_parallel_layer_have_its_shapes():
@@ -84,7 +99,9 @@ def test_gemms_of_all_ranks_are_the_models(setup):
     head = setup.tokens * model.hidden * model.vocab / split.tp
     work = rank_work(setup, device(setup.gpu))
     attention = work.forward.attention_flops / softmax_cost(model, FABRICS[setup.gpu].family) * split.pp
-    total = setup.dp * split.cp * split.tp * setup.ga * 3 * (2 * (macs + head) + attention + work.forward.scan_flops)
+    mamba = model.blocks.get("mamba", 0) and model.blocks["mamba"] * BLOCK_COSTS["mamba"](model).scan_macs
+    scan = 2 * mamba * setup.tokens / split.tp
+    total = setup.dp * split.cp * split.tp * setup.ga * 3 * (2 * (macs + head) + attention + scan)
     assert total == pytest.approx(model_flops(setup), rel=1e-3)
 
 
@@ -104,11 +121,70 @@ def test_groups_leave_the_link_domain_when_they_must():
     assert outside.network_bytes == pytest.approx(passes * token_bytes * 8 * 7 / 8)
 
 
-def test_data_parallel_bytes_of_a_replicated_model():
-    setup = replace(LLAMA_8B, parallel=Parallel())
+@pytest.mark.parametrize(("engine", "gradient_bytes"), [("megatron", 4), ("megatron-bridge", 2)])
+def test_data_parallel_bytes_of_a_replicated_model(engine, gradient_bytes):
+    setup = replace(LLAMA_8B, parallel=Parallel(), engine=engine)
     traffic = rank_traffic(setup, rank_work(setup, device("h100")), device("h100"))
     matrices = 8.03e9
-    assert traffic.dp.link_bytes == pytest.approx((2 + 4) * matrices * 7 / 8, rel=0.01)
+    assert traffic.dp.link_bytes == pytest.approx((2 + gradient_bytes) * matrices * 7 / 8, rel=0.01)
+    assert traffic.dp_gradients == pytest.approx(gradient_bytes / (2 + gradient_bytes))
+
+
+def test_multi_token_prediction_adds_a_layer_and_a_head():
+    """DeepSeek-V3 at 4,096 tokens: 249.8 GFLOP a token without, 260.0 with its prediction layer, as published."""
+    setup = StepSetup(
+        shape=find_model("deepseek-v3"), gpu="gb200", gpus=64, dtype="bf16", seqlen=4096, mbs=1, gbs=64,
+        parallel=Parallel(ep=64),
+    )  # fmt: skip
+    without = replace(setup, shape=replace(setup.shape, mtp_depth=0))
+    tokens = setup.gbs * setup.seqlen
+    assert model_flops(without) / tokens == pytest.approx(249.8e9, rel=1e-3)
+    assert model_flops(setup) / tokens == pytest.approx(260.0e9, rel=1e-3)
+    added = {kind: count - block_counts(without)[kind] for kind, count in block_counts(setup).items()}
+    assert added == {"mla": 1, "mlp": 0, "experts": 1}
+    assert predict(setup).step_time_s > predict(without).step_time_s
+
+
+def test_latent_experts_work_and_travel_at_their_width():
+    """Nemotron 3 Super: 84.7 GFLOP a token published; a token of 1,024 values travels to 22 experts."""
+    setup = StepSetup(
+        shape=find_model("nemotron3-super"), gpu="gb200", gpus=64, dtype="bf16", seqlen=8192, mbs=1, gbs=64,
+        parallel=Parallel(ep=64), dispatcher="hybridep",
+    )  # fmt: skip
+    assert model_flops(setup) / setup.gbs / setup.seqlen == pytest.approx(84.7e9, rel=0.01)
+    routed = [gemm for gemm in block_gemms(setup, "experts") if gemm.count > 1]
+    assert [(gemm.n, gemm.k) for gemm in routed] == [(2688, 1024), (1024, 2688)]
+    traffic = rank_traffic(setup, rank_work(setup, device("gb200")), device("gb200"))
+    assert traffic.ep.link_bytes == pytest.approx(4 * 42 * 8192 * 1024 * 2 * 22 * 63 / 64)
+
+
+def test_cuda_graphs_replace_launches_of_the_parts_they_capture():
+    kinds = ("attention", "mamba", "mlp", "experts")
+    parts = replace(NEMOTRON_H, graph_parts=("attn", "mamba", "moe_router", "moe_preprocess"))
+    assert [launched(NEMOTRON_H, kind) for kind in kinds] == [1, 1, 1, 1]
+    assert [launched(parts, kind) for kind in kinds] == pytest.approx([0, 0, 1, 0.6])
+    assert launched(replace(parts, graph_parts=("moe_router",)), "mamba") == 1
+    assert launched(replace(NEMOTRON_H, graphs=1.0), "mamba") == 0
+    assert predict(parts).step_time_s < predict(NEMOTRON_H).step_time_s
+
+
+def test_the_first_micro_batch_has_no_all_to_all_to_overlap_with():
+    once, often = (replace(QWEN, gbs=64 * ga, overlap_experts=True) for ga in (1, 64))
+    alone = replace(once, overlap_experts=False)
+    assert predict(once).terms["ep"] == pytest.approx(predict(alone).terms["ep"])
+    assert predict(often).terms["ep"] < 64 * 0.7 * predict(once).terms["ep"]
+
+
+def test_offloaded_activations_take_time_where_the_link_is_slow():
+    """40 of 80 layers of 70b: hidden behind the compute of a GB200, whose host link is seven times that of an H100."""
+    shape = find_model("llama3.1-70b")
+    setup = StepSetup(shape=shape, gpu="gb200", gpus=64, dtype="fp8", seqlen=8192, mbs=2, gbs=256,
+                      parallel=Parallel(fsdp=True), offload_layers=40)  # fmt: skip
+    assert predict(setup).terms["offload"] == 0
+    slow = predict(replace(setup, gpu="h100"))
+    copy = 40 * saved_bytes_per_token(setup) * 2 * 8192 / (64e9 * calibrated()["host_link"])
+    gpu_time = (slow.step_time_s - slow.terms["offload"]) / setup.ga
+    assert 2 * copy - gpu_time < slow.terms["offload"] / setup.ga < 2 * copy
 
 
 def test_transfers_use_links_and_network_at_once():

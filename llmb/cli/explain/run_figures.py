@@ -9,7 +9,7 @@ from llmb.config.load_settings import LoadConfig, config_from_json
 from llmb.config.serialization import build, read_json
 from llmb.config.spec import Inference, OutOfCore, RunConfig, Training
 from llmb.errors import ConfigError
-from llmb.perfmodel.explain.chip_limits import Limit, StepAmount, sustained_flops, training_limits
+from llmb.perfmodel.chip_limits import Limit, StepAmount, sustained_flops, training_limits
 from llmb.perfmodel.explain.explanation import (
     Explanation,
     TermPair,
@@ -20,8 +20,8 @@ from llmb.perfmodel.explain.explanation import (
 from llmb.perfmodel.explain.impossible_causes import training_causes
 from llmb.perfmodel.explain.published_matches import PublishedMatch, serving_matches, training_matches
 from llmb.perfmodel.explain.run_prediction import SERVING_ENGINES, unpredictable
-from llmb.perfmodel.explain.serving_bounds import ServedFigures
 from llmb.perfmodel.hardware import TERA
+from llmb.perfmodel.serving_time.serving_bounds import ServedFigures
 from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
 from llmb.perfmodel.step_time.step_setup import setup_of
 from llmb.results.result import Result

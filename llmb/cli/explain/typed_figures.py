@@ -10,7 +10,7 @@ from llmb.cli.run_options import load_recipes
 from llmb.errors import ConfigError
 from llmb.perfmodel.explain.explanation import Explanation, explain_serving, explain_training
 from llmb.perfmodel.explain.published_matches import serving_matches, training_matches
-from llmb.perfmodel.explain.serving_bounds import ServedFigures
+from llmb.perfmodel.serving_time.serving_bounds import ServedFigures
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings
 from llmb.perfmodel.serving_time.serving_rows import find_served_model
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup

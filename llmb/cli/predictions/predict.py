@@ -41,7 +41,10 @@ def add_commands(commands: Any) -> None:
     )
     add("--rows", type=Path, metavar="CSV", help="instead: many runs, one per row")
     add("--task", default="train", help="train (default) or serve")
-    add("--dtype", help="bf16, fp8, fp8-mx (training) or nvfp4; default bf16, or the recipe's or checkpoint's")
+    add(
+        "--dtype",
+        help="bf16, fp8, nvfp4, to train also fp8-row, fp8-block, fp8-mx; default: that of the recipe or weights",
+    )
     add("--scale", metavar="N", help="number of GPUs: 512, 8,64 or a curve 8..16384")
     add("--gpu-type", metavar="GPU", help="type of GPU")
     add(
@@ -85,7 +88,7 @@ def _predict_setups(options: argparse.Namespace) -> int:
 
     from llmb.perfmodel.step_time.predictor import predict
     from llmb.perfmodel.step_time.setup_fields import changed_device
-    from llmb.report.prediction_text import describe_curve, describe_prediction
+    from llmb.report.predictions.prediction_text import describe_curve, describe_prediction
 
     setups = _recipe_setups(options) if options.workload else _model_setups(options)
     setups = [replace(setup, watts=options.watts) for setup in setups]

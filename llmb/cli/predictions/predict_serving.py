@@ -21,7 +21,7 @@ from llmb.perfmodel.step_time.setup_fields import changed_device
 def run_serving(options: argparse.Namespace) -> int:
     """Predict one load, a curve over concurrency or a file of loads."""
     from llmb.report.predictions.energy_lines import energy_lines
-    from llmb.report.serving_text import describe_serving, describe_serving_curve
+    from llmb.report.predictions.serving_text import describe_serving, describe_serving_curve
 
     if options.rows:
         return _predict_rows(options)

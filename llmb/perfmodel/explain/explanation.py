@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llmb.config.spec import Predicted
-from llmb.perfmodel.explain.chip_limits import Limit, StepAmount, training_limits
+from llmb.perfmodel.chip_limits import Limit, StepAmount, training_limits
 from llmb.perfmodel.explain.impossible_causes import holds, serving_causes, training_causes
 from llmb.perfmodel.explain.published_matches import PublishedMatch
-from llmb.perfmodel.explain.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.params import active_parameters
+from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.predictor import predict
@@ -25,7 +25,7 @@ KINDS = {
     "attention": ("attention",),
     "memory-bound work": ("memory_bound", "quantization", "scan"),
     "optimizer": ("optimizer",),
-    "communication": ("tp", "cp", "ep", "pp", "dp", "fsdp"),
+    "communication": ("tp", "cp", "ep", "pp", "dp", "fsdp", "offload"),
     "idle": ("bubble", "launch", "host", "overhead", "jitter"),
     "engine": ("engine",),
 }

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from llmb.perfmodel.explain.chip_limits import BURST, SUSTAINED, Limit, StepAmount, training_limits
-from llmb.perfmodel.explain.serving_bounds import ServedFigures, serving_limits
+from llmb.perfmodel.chip_limits import BURST, SUSTAINED, Limit, StepAmount, training_limits
 from llmb.perfmodel.hardware import GPUS
+from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 

@@ -44,7 +44,7 @@ def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Pre
         setup = setup_of(config, rates=rates)
     except ConfigError as error:  # a layout that the predictor does not describe
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=str(error))
-    prediction = predict(setup, device(config.launch_machine.gpu))
+    prediction = predict(setup, device(config.launch_machine.gpu), memory_gib=memory_gib)
     # A rank that runs alone, perhaps on another GPU than its layout is for, neither communicates nor waits for peers.
     absent = BETWEEN_RANKS if config.one_rank is not None else ()
     terms = {name: seconds for name, seconds in prediction.terms.items() if seconds and name not in absent}

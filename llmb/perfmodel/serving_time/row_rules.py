@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 
 from llmb.errors import ConfigError
 from llmb.perfmodel.serving_time.cache_slots import cache_slots
-from llmb.perfmodel.serving_time.serving_limits import impossible
+from llmb.perfmodel.serving_time.serving_bounds import ServedFigures, serving_limits
 from llmb.perfmodel.serving_time.serving_rows import ServingRow
+from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import serving_work
 
 SPECULATIVE = 0.8  # TPOT against the slowest row of the same description: no release alone gained so much
@@ -53,7 +54,7 @@ def _alone(row: ServingRow) -> str | None:
         return row.reason or "not described"
     if row.ttft_ms is None or row.tpot_ms is None:
         return "no measured time"
-    if impossible(row.setup, row.ttft_ms, row.tpot_ms):
+    if _is_impossible(row.setup, row.ttft_ms, row.tpot_ms):
         return IMPOSSIBLE
     try:
         slots = cache_slots(row.setup, serving_work(row.setup))
@@ -63,6 +64,13 @@ def _alone(row: ServingRow) -> str | None:
     if row.ttft_ms > WAITING * e2e and slots >= row.setup.concurrency and row.setup.osl > row.setup.isl / 16:
         return WAITED
     return None
+
+
+def _is_impossible(setup: ServingSetup, ttft_ms: float, tpot_ms: float) -> bool:
+    e2e_s = (ttft_ms + (setup.osl - 1) * tpot_ms) / 1e3
+    rate = setup.concurrency * setup.osl * setup.length_ratio / e2e_s
+    limits = serving_limits(setup, ServedFigures(output_tokens_per_s=rate, latency_ms=(ttft_ms, tpot_ms)))
+    return any(limit.fraction > 1 for limit in limits)
 
 
 def _series(row: ServingRow) -> tuple[str, ...]:

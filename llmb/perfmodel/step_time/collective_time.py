@@ -7,11 +7,13 @@ a group with g members per domain uses g of them.
 
 from dataclasses import dataclass
 
+from llmb.perfmodel.params import BYTES
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.step_setup import StepSetup
-from llmb.perfmodel.step_time.step_work import BF16, RankWork
+from llmb.perfmodel.step_time.step_work import BF16, RankWork, block_counts
 
-GRADIENT_BYTES = 4.0  # reduced in fp32
+# Gradients are reduced in fp32, in recipes of Megatron Bridge in bf16.
+GRADIENT_BYTES = {"megatron-bridge": BF16, "megatron-bridge-2026": BF16}
 TP_FORWARD, TP_BACKWARD = 2, 3  # all-gathers and reduce-scatters per block; backward gathers the input again
 
 
@@ -36,6 +38,7 @@ class RankTraffic:
     pp: Transfer
     fsdp: Transfer
     dp: Transfer  # per step
+    dp_gradients: float  # fraction of dp that is the reduction of gradients; the rest gathers weights
 
 
 def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffic:
@@ -54,6 +57,7 @@ def rank_traffic(setup: StepSetup, work: RankWork, device: Device) -> RankTraffi
         pp=_sends(setup, device),
         fsdp=data if fsdp else nothing,
         dp=nothing if fsdp or setup.task == "lora" else data,
+        dp_gradients=_gradient_bytes(setup) / (_gradient_bytes(setup) + BF16),
     )
 
 
@@ -70,12 +74,10 @@ def ring_transfer(device: Device, ranks: int, stride: int, size: float) -> Trans
 
 def _blocks_with_tp(setup: StepSetup) -> float:
     """Blocks of a rank whose GEMMs tp splits; routed experts are split by etp instead."""
-    model = setup.shape.model
-    scale = setup.layer_count / model.layers / setup.parallel.pp
-    counts = model.blocks
+    model, counts = setup.shape.model, block_counts(setup)
     shared = model.experts is not None and model.experts.shared > 0
     experts = counts.get("experts", 0) * (1.0 if shared or setup.parallel.etp > 1 else 0.0)
-    return scale * (sum(count for kind, count in counts.items() if kind != "experts") + experts)
+    return sum(count for kind, count in counts.items() if kind != "experts") + experts
 
 
 def _tp_bytes(setup: StepSetup) -> float:
@@ -85,10 +87,10 @@ def _tp_bytes(setup: StepSetup) -> float:
 
 def _cp_bytes(setup: StepSetup) -> float:
     """Keys and values of the whole sequence, forward and backward, and their gradients."""
-    model, split = setup.shape.model, setup.parallel
-    layers = (model.blocks.get("attention", 0) + model.blocks.get("mla", 0)) * setup.layer_count / model.layers
+    model, split, counts = setup.shape.model, setup.parallel, block_counts(setup)
+    layers = counts.get("attention", 0) + counts.get("mla", 0)
     width = model.kv_heads * model.head_dim
-    return 3 * 2 * width / split.tp * layers / split.pp * setup.tokens * split.cp * BF16
+    return 3 * 2 * width / split.tp * layers * setup.tokens * split.cp * BF16
 
 
 def _experts(setup: StepSetup, work: RankWork, device: Device) -> Transfer:
@@ -97,7 +99,7 @@ def _experts(setup: StepSetup, work: RankWork, device: Device) -> Transfer:
     ranks = split.ep * split.etp
     if experts is None or split.ep <= 1:
         return Transfer()
-    token = setup.tokens / split.tp * setup.shape.model.hidden * BF16
+    token = setup.tokens / split.tp * (experts.latent or setup.shape.model.hidden) * BF16
     domain = device.fabric.link_domain
     passes = 4.0 * work.expert_layers
     routed = passes * token * experts.top_k * (split.ep - 1) / split.ep
@@ -115,7 +117,7 @@ def _expert_tp(setup: StepSetup, work: RankWork) -> Transfer:
     experts, split = setup.shape.model.experts, setup.parallel
     if experts is None or split.etp <= 1:
         return Transfer()
-    routed = setup.tokens / split.tp * experts.top_k * setup.shape.model.hidden * BF16
+    routed = setup.tokens / split.tp * experts.top_k * (experts.latent or setup.shape.model.hidden) * BF16
     return Transfer(link_bytes=4.0 * work.expert_layers * routed * (split.etp - 1))
 
 
@@ -131,12 +133,17 @@ def _sends(setup: StepSetup, device: Device) -> Transfer:
     return Transfer(network_bytes=size, hops=2.0 * stages)
 
 
+def _gradient_bytes(setup: StepSetup) -> float:
+    return GRADIENT_BYTES.get(setup.engine, BYTES["fp32"])
+
+
 def _data_parallel(setup: StepSetup, work: RankWork, device: Device) -> Transfer:
     """Gradients reduced and weights gathered; with FSDP weights twice, and all of it for every micro-batch."""
     split = setup.parallel
     fsdp = split.fsdp
-    weight_bytes = BF16 if setup.dtype == "bf16" or not fsdp else 1.0
-    per_weight = (2.0 * weight_bytes + BF16) if fsdp else (weight_bytes + GRADIENT_BYTES)
+    # Weights are gathered in the dtype of their GEMMs, by JAX before they are quantized.
+    weight_bytes = BF16 if setup.dtype == "bf16" or setup.engine == "jax" else 1.0
+    per_weight = (2.0 * weight_bytes + BF16) if fsdp else (BF16 + _gradient_bytes(setup))
     dense = ring_transfer(device, setup.dp * split.cp, split.tp, per_weight * work.dense_weights)
     replicas = setup.dp * split.cp * split.tp // (split.ep * split.etp)
     routed = ring_transfer(device, replicas, split.ep * split.etp, per_weight * work.routed_weights)

@@ -12,7 +12,6 @@ from llmb.config.spec import Model
 from llmb.perfmodel.step_time.step_setup import StepSetup
 
 TILE_M, TILE_N = 128, 256  # of the largest CUTLASS and cuBLAS tiles on Hopper and Blackwell
-PADDED_N = 128  # n is computed in multiples of half a tile
 FILL_K = 128  # values of K loaded before the first product of a tile
 FILL_K_OF = {
     "native": 0
@@ -40,12 +39,16 @@ class Gemm:
         return self.count * self.n * self.k
 
 
-def padded_flops(m: float, n: float, k: float, count: float, sms: int, fill_k: int = FILL_K) -> float:
-    """Return the FLOPs of `count` equal GEMMs run together, with those of lost waves and of filling the pipeline.
+def padded_flops(
+    m: float, n: float, k: float, count: float, sms: int, ragged: bool = False, fill_k: int = FILL_K
+) -> float:
+    """Return the FLOPs of `count` GEMMs run together, with those of partial tiles, lost waves and pipeline fill.
 
+    `ragged`: m is the mean of uneven numbers of rows, each of which leaves half a tile empty on average.
     16,384 x 4,096 x 4,096 on 132 SMs: 2,048 tiles in 15.5 waves lose 0.5, 3.2 %; filling 128 of 4,096 costs 3.1 %.
     """
-    used_m, used_n = max(m, TILE_M / 2), math.ceil(n / PADDED_N) * PADDED_N
+    used_m = m + TILE_M / 2 if ragged else math.ceil(m / TILE_M) * TILE_M
+    used_n = math.ceil(n / TILE_N) * TILE_N if n > TILE_N else math.ceil(2 * n / TILE_N) * TILE_N / 2
     waves = count * max(1.0, m / TILE_M) * max(1.0, used_n / TILE_N) / sms
     return 2.0 * count * used_m * used_n * k * (1 + min(1.0, LOST_WAVES / waves)) * (1 + fill_k / k)
 
@@ -61,10 +64,11 @@ def block_gemms(setup: StepSetup, kind: str) -> list[Gemm]:
     }[kind](setup, setup.shape.model)
 
 
-def head_gemm(setup: StepSetup) -> Gemm:
-    """Return the LM head, in bf16."""
-    model = setup.shape.model
-    return Gemm(setup.tokens, model.vocab / setup.parallel.tp, model.hidden, low=False)
+def head_gemms(setup: StepSetup) -> list[Gemm]:
+    """Return the LM head of every predicted token, in bf16, and the projection that joins MTP's two inputs."""
+    model, tp, depth = setup.shape.model, setup.parallel.tp, setup.shape.mtp_depth
+    head = Gemm(setup.tokens, model.vocab / tp, model.hidden, low=False)
+    return [head] * (1 + depth) + [Gemm(setup.tokens, model.hidden / tp, 2 * model.hidden)] * depth
 
 
 def expert_rows(setup: StepSetup) -> float:
@@ -102,10 +106,12 @@ def _mlp(setup: StepSetup, model: Model) -> list[Gemm]:
 def _experts(setup: StepSetup, model: Model) -> list[Gemm]:
     assert model.experts is not None
     experts, split = model.experts, setup.parallel
-    routed = _projections(
-        expert_rows(setup), model.hidden, experts.ffn / split.etp, model.gated, experts.count / split.ep
-    )
+    width = experts.latent or model.hidden
+    routed = _projections(expert_rows(setup), width, experts.ffn / split.etp, model.gated, experts.count / split.ep)
     router = [Gemm(setup.tokens / split.tp, experts.count, model.hidden, low=False)]
+    if experts.latent:
+        tokens = setup.tokens / split.tp
+        routed += [Gemm(tokens, experts.latent, model.hidden), Gemm(tokens, model.hidden, experts.latent)]
     shared = (
         _projections(setup.tokens, model.hidden, experts.shared * experts.ffn / split.tp, model.gated)
         if experts.shared

@@ -16,6 +16,7 @@ from llmb.perfmodel.model_catalog import ModelShape
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+BLOCKS_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
 UNGATED = ("gpt2", "gpt_neox", "nemotron", "nemotron_h")  # model types with up and down projections only
 
 
@@ -73,14 +74,36 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
         mla=_mla(config),
         mamba=_mamba(config),
     )
-    kinds = convert(tuple[str, ...], config.get("layer_types") or (), "config.json: layer_types")
-    windowed = kinds.count("sliding_attention")
+    window, windowed = _window(config)
+    depth = _count(config, "num_nextn_predict_layers") or 0
     return ModelShape(
         model=model,
-        window=_count(config, "sliding_window") if windowed else None,
+        window=window,
         window_layers=windowed,
         checkpoint=_checkpoint(config.get("quantization_config")),
+        expert_bias=config.get("model_type") == "gpt_oss",
+        mtp_depth=depth,
+        mtp_blocks=_mtp_blocks(config, model) if depth else (),
     )
+
+
+def _window(config: dict[str, Any]) -> tuple[int | None, int]:
+    """Return the tokens that a query of a windowed layer attends to, on average, and the number of such layers."""
+    kinds = convert(tuple[str, ...], config.get("layer_types") or (), "config.json: layer_types")
+    if chunked := kinds.count("chunked_attention"):  # a query attends to half of its chunk
+        return _required(config, "attention_chunk_size") // 2, chunked
+    windowed = kinds.count("sliding_attention")
+    return (_count(config, "sliding_window"), windowed) if windowed else (None, 0)
+
+
+def _mtp_blocks(config: dict[str, Any], model: Model) -> tuple[str, ...]:
+    """Return the blocks of a pass of multi-token prediction: the hybrid's own pattern, or those of the last layer."""
+    name = "mtp_hybrid_override_pattern"
+    if pattern := convert(str | None, config.get(name), f"config.json: {name}"):
+        if unknown := set(pattern) - set(BLOCKS_BY_LETTER):
+            raise ConfigError(f"config.json: {name} must be letters of M, *, - and E, got {''.join(sorted(unknown))!r}")
+        return tuple(BLOCKS_BY_LETTER[letter] for letter in pattern)
+    return ("mla" if model.mla else "attention", "experts" if model.experts else "mlp")
 
 
 def _checkpoint(quantization: object) -> str | None:
@@ -101,7 +124,8 @@ def _experts(config: dict[str, Any], layers: int) -> MoEConfig | None:
     step = _count(config, "interleave_moe_layer_step", "decoder_sparse_step") or 1
     dense = _count(config, "first_k_dense_replace") or layers - layers // step
     top_k = _count(config, "num_experts_per_tok", "top_k_experts") or 1
-    return MoEConfig(count=count, top_k=top_k, ffn=ffn, shared=shared, dense_layers=dense)
+    latent = _count(config, "moe_latent_size")
+    return MoEConfig(count=count, top_k=top_k, ffn=ffn, shared=shared, latent=latent, dense_layers=dense)
 
 
 def _mla(config: dict[str, Any]) -> MlaConfig | None:

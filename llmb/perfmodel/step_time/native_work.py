@@ -66,10 +66,8 @@ def native_work(setup: StepSetup, work: RankWork) -> RankWork:
 
 def _block(setup: StepSetup, block: BlockWork, explicit: bool, accumulated: float, casts: float) -> BlockWork:
     c = native_constants("work")
-    grouped = c["grouped_bf16" if setup.dtype == "bf16" else "grouped_fp8"]
     return replace(
         block,
-        gemms=tuple(replace(g, flops=g.flops * grouped) if g.grouped else g for g in block.gemms),
         attention_flops=block.attention_flops * (c["softcap"] if setup.shape.model.attn_logit_softcap else 1.0),
         memory_bytes=block.memory_bytes * (c["fused_passes"] if explicit else 1.0) + accumulated,
         quantize_bytes=block.quantize_bytes * (c["fused_quantization"] if explicit else 1.0) + casts,
@@ -90,8 +88,9 @@ def native_rates(setup: StepSetup, on: Device, power_gain: float = 1.0) -> dict[
     return {
         "low": low if setup.dtype != "bf16" else bf16 * c["gemm_bf16"],
         "bf16": bf16 * c["gemm_bf16"],
+        "grouped": 1 / c["grouped_bf16" if setup.dtype == "bf16" else "grouped_fp8"],
         "attention": bf16 * attention,
-        "scan": bf16 * c["scan"],
+        "scan": hbm * c["scan"],
         "memory": hbm * c["memory"],
         "quantize": hbm * c["memory"],
         "hbm": hbm,

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel.flops import flops_breakdown
 from llmb.perfmodel.hardware import GIB, gpu
-from llmb.perfmodel.memory_estimate import memory_estimate
+from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
 from llmb.perfmodel.step_time.cluster_fabric import Device
 from llmb.perfmodel.step_time.native_work import native_constants, native_interval
+from llmb.perfmodel.step_time.saved_activations import saved_fraction
 from llmb.perfmodel.step_time.step_constants import Constants, calibrated, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.waterfall import NATIVE, StepWork, step_terms, step_work
@@ -31,10 +32,12 @@ class StepPrediction:
     terms: dict[str, float]  # seconds
 
 
-def predict(setup: StepSetup, on: Device | None = None, c: Constants | None = None) -> StepPrediction:
-    """Predict one training step, on a GPU of the table or one with what-if changes."""
+def predict(
+    setup: StepSetup, on: Device | None = None, c: Constants | None = None, memory_gib: float | None = None
+) -> StepPrediction:
+    """Predict one training step, on a GPU of the table or one with what-if changes; estimates memory if not given."""
     step = step_work(setup, on)
-    terms = step_terms(step, c or _constants(setup))
+    terms = step_terms(step, c or constants_of(setup))
     seconds = sum(terms.values())
     rate = model_flops(setup) / seconds / setup.gpus
     half_width = log_half_width(setup)
@@ -43,27 +46,31 @@ def predict(setup: StepSetup, on: Device | None = None, c: Constants | None = No
         tokens_per_s_per_gpu=setup.gbs * setup.seqlen / seconds / setup.gpus,
         tflops_per_gpu=rate / 1e12,
         mfu=rate / peak_flops(step),
-        memory_gib=memory_estimate(run_config(setup)).total / GIB,
+        memory_gib=step_memory(setup).total / GIB if memory_gib is None else memory_gib,
         interval_80=(seconds * math.exp(-half_width), seconds * math.exp(half_width)),
         terms=terms,
     )
 
 
-def _constants(setup: StepSetup) -> Constants:
+def constants_of(setup: StepSetup) -> Constants:
+    """Return the calibrated constants of the run's engine."""
     return calibrated() | native_constants("replaced") if setup.engine == NATIVE else calibrated()
 
 
 def model_flops(setup: StepSetup) -> float:
     """Return the model FLOPs of a step: causal attention, backward twice the forward, or once with frozen weights."""
-    parts = flops_breakdown(setup.shape.model, setup.seqlen, "causal")
-    layers = (sum(parts.values()) - parts["lm_head"]) * setup.layer_count / setup.shape.model.layers
-    return (layers + parts["lm_head"]) * setup.gbs * (2 / 3 if setup.task == "lora" else 1.0)
+    shape = setup.shape
+    parts = flops_breakdown(shape.model, setup.seqlen, "causal")
+    layers = (sum(parts.values()) - parts["lm_head"]) * setup.layer_count / shape.model.layers
+    blocks = sum(parts[kind] / shape.model.blocks[kind] for kind in shape.mtp_blocks)
+    mtp = shape.mtp_depth * (blocks + parts["lm_head"] + 6.0 * setup.seqlen * 2 * shape.model.hidden**2)
+    return (layers + parts["lm_head"] + mtp) * setup.gbs * (2 / 3 if setup.task == "lora" else 1.0)
 
 
 def peak_flops(step: StepWork) -> float:
     """Return the dense peak of the run's dtype, or of bf16 where the GPU has no such units."""
     peaks = step.device.gpu.peak_flops
-    return peaks.get(step.setup.dtype.removesuffix("-mx")) or peaks["bf16"]
+    return peaks.get(step.setup.peak_dtype) or peaks["bf16"]
 
 
 def interval_class(setup: StepSetup) -> str:
@@ -84,12 +91,23 @@ def log_half_width(setup: StepSetup) -> float:
 
 
 def _with_layers(setup: StepSetup) -> Model:
-    """Return the model with the number of layers of the run; dense layers of a mixture shrink with it."""
-    model = setup.shape.model
-    if setup.layers is None or setup.layers == model.layers:
+    """Return the model with the layers of the run, MTP's included; dense layers of a mixture shrink with them."""
+    model, added = setup.shape.model, setup.shape.mtp_layers
+    layers = setup.layer_count + added
+    if layers == model.layers:
         return model
-    experts = model.experts and replace(model.experts, dense_layers=min(model.experts.dense_layers, setup.layers - 1))
-    return replace(model, layers=setup.layers, experts=experts)
+    experts = model.experts and replace(model.experts, dense_layers=min(model.experts.dense_layers, layers - 1))
+    pattern = model.pattern and (model.pattern + "*E" * added)[:layers]
+    return replace(model, layers=layers, experts=experts, pattern=pattern)
+
+
+def step_memory(setup: StepSetup) -> MemoryEstimate:
+    """Return the memory estimate of the fullest GPU; frozen weights have neither gradients nor optimizer state."""
+    estimate = memory_estimate(run_config(setup))
+    if setup.engine == NATIVE:  # exact
+        return estimate
+    estimate = replace(estimate, activations=estimate.activations * saved_fraction(setup))
+    return replace(estimate, gradients=0.0, optimizer=0.0) if setup.task == "lora" else estimate
 
 
 def run_config(setup: StepSetup) -> RunConfig:
@@ -112,7 +130,8 @@ def run_config(setup: StepSetup) -> RunConfig:
             mbs=setup.mbs,
             gbs=setup.gbs,
             ga=setup.ga,
-            recompute_layers=(recompute or layers) if setup.recompute == "full" else 0,
+            # XLA rematerializes by default.
+            recompute_layers=(recompute or layers) if setup.recompute == "full" or setup.engine == "jax" else 0,
             offload_layers=setup.offload_layers,
             **(setup.formats.fields() if setup.engine == NATIVE else {}),
         ),

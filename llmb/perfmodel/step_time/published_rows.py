@@ -9,20 +9,21 @@ recompute_layers; optional source and notes name engine, release and knobs; meas
 import csv
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError, LlmbError
 from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.step_time.predictor import model_flops, peak_flops
-from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, Recompute, StepSetup
+from llmb.perfmodel.step_time.recipe_settings import with_recipe
+from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, Recompute, StepSetup, parse_dtype
 from llmb.perfmodel.step_time.waterfall import step_work
 
 DEFAULT_SEQLEN = 8192  # of Llama 3 in torchtitan, whose tables leave it out
 REDUCED_WATTS = 500.0  # of the H100 with 96 GB in torchtitan's tables
 PACKED_TOKENS = 512  # per document of the question-answering data that fine-tuning recipes pack into sequences
-PARTIAL_GRAPHS = 0.8  # of a layer's launches when all its parts that can be captured are
+BATCH_TOLERANCE = 0.2  # of log FLOPs: formulas for attention and MTP differ by less, batches by a factor of 2
 POSITIVE = ("gpus", "mbs", "tp", "pp", "cp", "ep")
 GRAPH_PARTS = ("attn", "mamba", "moe_router", "moe_preprocess")
 
@@ -61,7 +62,9 @@ def parse_row(cells: dict[str, str], number: int = 0) -> PublishedRow:
     cells = {name: _cell(name, value) for name, value in cells.items() if name}
     try:
         setup = _setup(cells)
-        return PublishedRow(number=number, cells=cells, setup=setup, step_time_s=measured_step_time(cells, setup))
+        seconds = measured_step_time(cells, setup)
+        _check_batch(cells, setup, seconds)
+        return PublishedRow(number=number, cells=cells, setup=setup, step_time_s=seconds)
     except LlmbError as error:
         return PublishedRow(number=number, cells=cells, reason=str(error).split("; choices are")[0])
 
@@ -82,6 +85,16 @@ def measured_step_time(cells: dict[str, str], setup: StepSetup) -> float | None:
     if (rate := _positive(cells, "tokens_per_s_per_gpu")) is not None:
         return tokens / setup.gpus / rate
     return tokens / rate if (rate := _positive(cells, "tokens_per_s")) is not None else None
+
+
+def _check_batch(cells: dict[str, str], setup: StepSetup, seconds: float | None) -> None:
+    """Reject a row whose batch came from its recipe and does not give the TFLOP/s that it prints."""
+    printed = _positive(cells, "tflops_per_gpu")
+    if cells.get("gbs") or printed is None or seconds is None:
+        return
+    ratio = model_flops(setup) / setup.gpus / seconds / 1e12 / printed
+    if abs(math.log(ratio)) > BATCH_TOLERANCE:
+        raise ConfigError("the batch of its recipe does not give the printed TFLOP/s")
 
 
 def _positive(cells: dict[str, str], name: str) -> float | None:
@@ -105,21 +118,29 @@ def is_possible(setup: StepSetup, seconds: float) -> bool:
 def _setup(cells: dict[str, str]) -> StepSetup:
     if not cells.get("model"):
         raise ConfigError("no model")
-    shape, notes = find_model(cells["model"], cells.get("size", "")), cells.get("notes", "")
-    for name in ("gpu", "gpus", "dtype", "mbs"):
-        if not cells.get(name):
-            raise ConfigError(f"no {name}")
-    engine = engine_of(cells.get("source", ""), notes)
+    shape = find_model(cells["model"], cells.get("size", ""))
+    _require(cells, "gpu", "gpus", "dtype")
+    engine = engine_of(cells.get("source", ""), cells.get("notes", ""))
+    dtype = parse_dtype(cells["dtype"])
+    cells = with_recipe(cells, shape, dtype, recent=engine == "megatron-bridge-2026")
+    _require(cells, "mbs")
+    notes = cells.get("notes", "")
+    if not engine.startswith("megatron") or "without MTP" in notes:
+        shape = replace(shape, mtp_depth=0)
     seqlen = _count(cells, "seqlen") or (DEFAULT_SEQLEN if engine == "torchtitan" else None)
     if seqlen is None:
         raise ConfigError("no seqlen")
     parallel, gpus, mbs = _layout(cells, engine), int(cells["gpus"]), int(cells["mbs"])
     task = cells.get("task") or "pretrain"
+    captures = cells.get("cuda_graphs", "")
+    graphs = float(captures == "true" or "full_iteration" in captures)
+    # Whole iterations with experts can only be captured without waiting for the host, which these kernels do not.
+    captured = shape.model.experts is not None and graphs == 1.0 and engine == "megatron-bridge-2026"
     return StepSetup(
         shape=shape,
         gpu=cells["gpu"],
         gpus=gpus,
-        dtype=_dtype(cells["dtype"]),
+        dtype=dtype,
         seqlen=seqlen,
         # torchtitan names the local batch, which a pipeline splits into micro-batches of one sequence.
         mbs=1 if engine == "torchtitan" and parallel.pp > 1 else mbs,
@@ -130,15 +151,24 @@ def _setup(cells: dict[str, str]) -> StepSetup:
         recompute_layers=_count(cells, "recompute_layers") or None,
         recompute_modules=_modules(notes),
         offload_layers=_count(cells, "offload_layers") or 0,
-        graphs=_graphs(cells.get("cuda_graphs", "")),
+        graphs=graphs,
+        graph_parts=_graph_parts(captures),
         engine=engine,
         dispatcher=_dispatcher(notes),
         overlap_tp="vanilla TP" not in notes,
         overlap_experts="moe_a2a_overlap" in notes,
+        fused_experts="op_fuser" in notes or captured,
+        fp8_attention="fp8_attention" in notes or (captured and dtype == "fp8-mx"),
         task=task,
         document_tokens=None if task == "pretrain" else PACKED_TOKENS,
         watts=REDUCED_WATTS if "500W" in notes or "lower TDP" in notes else None,
     )
+
+
+def _require(cells: dict[str, str], *names: str) -> None:
+    for name in names:
+        if not cells.get(name):
+            raise ConfigError(f"no {name}")
 
 
 def _layout(cells: dict[str, str], engine: str) -> Parallel:
@@ -195,12 +225,6 @@ def _count(cells: dict[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _dtype(text: str) -> str:
-    if text == "fp8-rowwise":
-        raise ConfigError("row-wise scaled fp8 is not modelled")
-    return {"fp8-cs": "fp8", "fp8-tensorwise": "fp8"}.get(text, text)
-
-
 def _layers(notes: str) -> int | None:
     match = re.search(r"\blayers=(\d+)", notes)
     return int(match[1]) if match else None
@@ -212,12 +236,11 @@ def _recompute(notes: str, cells: dict[str, str]) -> Recompute:
     return "selective" if re.search(r"SAC|selective AC|AC selective", notes) else "none"
 
 
-def _graphs(text: str) -> float:
-    """Return the fraction of launches inside CUDA graphs."""
-    if text == "true" or "full_iteration" in text:
-        return 1.0
-    parts = sum(part in text for part in GRAPH_PARTS)
-    return PARTIAL_GRAPHS * (parts / len(GRAPH_PARTS) if parts else 0.5) if "transformer_engine" in text else 0.0
+def _graph_parts(text: str) -> tuple[str, ...]:
+    """Return the parts of layers that are captured one by one; those that can be when the row names none."""
+    if "transformer_engine" not in text:
+        return ()
+    return tuple(part for part in GRAPH_PARTS if part in text) or GRAPH_PARTS
 
 
 def _dispatcher(notes: str) -> str:

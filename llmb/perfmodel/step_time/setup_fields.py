@@ -9,7 +9,7 @@ from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.step_constants import ENGINES
-from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, DTYPES, StepSetup
+from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, StepSetup, parse_dtype
 
 COUNTS = ("seqlen", "mbs", "gbs", "layers", "recompute_layers", "offload_layers")
 LAYOUT = ("tp", "pp", "cp", "vp", "ep", "etp")
@@ -20,10 +20,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "task": ("pretrain", "sft", "lora"),
     "cuda_graphs": ("true", "false"),
     "fsdp": ("true", "false"),
+    "mtp": ("true", "false"),
+    "overlap_experts": ("true", "false"),
+    "fused_experts": ("true", "false"),
+    "fp8_attention": ("true", "false"),
 }
 FIELDS = (*LAYOUT, *COUNTS, *CHOICES)
 CHANGES = ("gpu.hbm_bw", "gpu.flops", "gpu.nvlink", "gpu.link_domain", "network")
-DTYPE_ALIASES = {"fp8-cs": "fp8", "fp8-tensorwise": "fp8", "mxfp8": "fp8-mx"}
 DEFAULT_SEQLEN, MOST_GPUS = 4096, 1 << 22
 
 
@@ -52,9 +55,8 @@ def _parse_value(name: str, text: str) -> Any:
 
 def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict[str, Any]) -> StepSetup:
     """Return the description of any model and layout; the batch is one micro-batch per replica unless given."""
-    dtype = DTYPE_ALIASES.get(dtype, dtype)
-    if dtype not in DTYPES:
-        raise UnknownName("dtype", dtype, DTYPES)
+    if not values.get("mtp", True):
+        shape = replace(shape, mtp_depth=0)
     layout = {name: values[name] for name in LAYOUT if name in values}
     parallel = Parallel(fsdp=values.get("fsdp", False), **layout)
     ranks, mbs = parallel.tp * parallel.pp * parallel.cp, values.get("mbs", 1)
@@ -64,7 +66,7 @@ def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict
         shape=shape,
         gpu=gpu,
         gpus=gpus,
-        dtype=dtype,
+        dtype=parse_dtype(dtype),
         seqlen=values.get("seqlen", DEFAULT_SEQLEN),
         mbs=mbs,
         gbs=values.get("gbs", mbs * gpus // ranks),
@@ -76,6 +78,9 @@ def build_setup(shape: ModelShape, gpu: str, gpus: int, dtype: str, values: dict
         graphs=float(values.get("cuda_graphs", False)),
         engine=values.get("engine", DEFAULT_ENGINE),
         dispatcher=values.get("dispatcher", "alltoall"),
+        overlap_experts=values.get("overlap_experts", False),
+        fused_experts=values.get("fused_experts", False),
+        fp8_attention=values.get("fp8_attention", False),
         task=values.get("task", "pretrain"),
     )
 

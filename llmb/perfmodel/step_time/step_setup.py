@@ -12,7 +12,12 @@ from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.offload.machine_rates import Rates as MachineRates
 from llmb.perfmodel.step_time.native_formats import NativeFormats, native_formats
 
-DTYPES = ("bf16", "fp8", "fp8-mx", "nvfp4")  # fp8: one scale per tensor; fp8-mx: one per 32 values
+# fp8: one scale per tensor; fp8-row: per row; fp8-block: per 128 values or 128 x 128 weights; fp8-mx: per 32 values
+DTYPES = ("bf16", "fp8", "fp8-row", "fp8-block", "fp8-mx", "nvfp4")
+DTYPE_ALIASES = {
+    "fp8-cs": "fp8", "fp8-ds": "fp8", "fp8-tensorwise": "fp8", "fp8-rowwise": "fp8-row", "fp8-sc": "fp8-block",
+    "fp8-blockwise": "fp8-block", "mxfp8": "fp8-mx", "fp8-mx-rceil": "fp8-mx",
+}  # fmt: skip
 Recompute = Literal["none", "selective", "full"]
 DEFAULT_ENGINE = "megatron-bridge"
 ENGINE_OF = {"native": "native", "megatron_bridge": "megatron-bridge"}  # engine of a run -> key of ENGINES
@@ -35,12 +40,15 @@ class StepSetup:
     recompute: Recompute = "none"
     recompute_layers: int | None = None  # of a pipeline rank, with recompute full; none: all
     recompute_modules: tuple[str, ...] = ()  # of every layer: Megatron's core_attn, layernorm, moe_act, moe, mlp
-    offload_layers: int = 0  # of a pipeline rank: activations in host memory; copies overlap, only memory changes
+    offload_layers: int = 0  # of a pipeline rank: activations in host memory
     graphs: float = 0.0  # fraction of the launches that CUDA graphs replace; 1: the whole step, experts too
+    graph_parts: tuple[str, ...] = ()  # instead, parts of layers captured: attn, mamba, moe_router, moe_preprocess
     engine: str = DEFAULT_ENGINE  # a key of step_constants.ENGINES
     dispatcher: str = "alltoall"  # of experts: alltoall, deepep, hybridep, tokendrop
     overlap_tp: bool = True  # TP collectives overlapped with GEMMs
     overlap_experts: bool = False  # all-to-all of experts overlapped with another micro-batch
+    fused_experts: bool = False  # grouped GEMMs that activate and quantize in their epilogue
+    fp8_attention: bool = False  # products of attention in fp8
     task: str = "pretrain"
     document_tokens: int | None = None  # of packed sequences, within which tokens attend; none: one document
     watts: float | None = None  # power limit of the GPU; none: its nominal one
@@ -69,6 +77,11 @@ class StepSetup:
             raise ConfigError(f"pp x vp = {self.parallel.pp * (self.parallel.vp or 1)} for {self.layer_count} layers")
 
     @property
+    def peak_dtype(self) -> str:
+        """Data type whose peak the GEMMs are measured against."""
+        return self.dtype.partition("-")[0]
+
+    @property
     def dp(self) -> int:
         return self.gpus // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
 
@@ -83,13 +96,16 @@ class StepSetup:
         return self.mbs * self.seqlen // self.parallel.cp
 
     @property
-    def peak_dtype(self) -> str:
-        """Dtype whose peak the GEMMs have: a key of `Gpu.peak_flops`."""
-        return self.dtype.removesuffix("-mx")
-
-    @property
     def layer_count(self) -> int:
         return self.layers or self.shape.model.layers
+
+
+def parse_dtype(text: str) -> str:
+    """Return a data type by its name or an alias; unknown names list the known ones."""
+    dtype = DTYPE_ALIASES.get(text, text)
+    if dtype not in DTYPES:
+        raise UnknownName("dtype", text, DTYPES)
+    return dtype
 
 
 def setup_of(config: RunConfig, engine: str | None = None, rates: MachineRates | None = None) -> StepSetup:

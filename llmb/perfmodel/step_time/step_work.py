@@ -17,7 +17,7 @@ from llmb.perfmodel.step_time.gemm_shapes import (
     FILL_K_OF,
     Gemm,
     block_gemms,
-    head_gemm,
+    head_gemms,
     padded_flops,
 )
 from llmb.perfmodel.step_time.step_setup import StepSetup
@@ -25,10 +25,21 @@ from llmb.perfmodel.step_time.step_setup import StepSetup
 BF16 = 2.0
 BACKWARD_ATTENTION = 2.5  # of the forward FLOPs: five products instead of two
 KERNELS = {"attention": 25, "mla": 45, "mlp": 15, "experts": 60, "mamba": 40}  # launched forward and backward, bf16
+BACKWARD_SCAN = 3.0  # of the forward traffic: states computed again, gradients of states and of all inputs
+STATE_PASSES = 4  # chunk states: written, read and written when passed on, read
+CAPTURED = {"attn": "attention", "mamba": "mamba"}  # parts of CUDA graphs that are whole blocks
+CAPTURED_ROUTING = 0.2  # of an expert block's launches: those of router and of preprocessing, each
 QUANTIZED_KERNELS = 1.5  # times as many in fp8 and fp4
 # Bytes per value to quantize a GEMM operand in both layouts: read in bf16, amax, write; nvfp4: Hadamard transform too.
-QUANTIZE_BYTES = {"bf16": 0.0, "fp8": 6.0, "fp8-mx": 4.2, "nvfp4": 7.0}
-OPERAND_BYTES = {"bf16": BYTES["bf16"], "fp8": BYTES["fp8"], "fp8-mx": 1.03, "nvfp4": BYTES["nvfp4"]}
+QUANTIZE_BYTES = {"bf16": 0.0, "fp8": 6.0, "fp8-row": 6.0, "fp8-block": 4.1, "fp8-mx": 4.2, "nvfp4": 7.0}
+OPERAND_BYTES = {
+    "bf16": BYTES["bf16"], "fp8": BYTES["fp8"], "fp8-row": BYTES["fp8"], "fp8-block": 1.01, "fp8-mx": 1.03,
+    "nvfp4": BYTES["nvfp4"],
+}  # fmt: skip
+# Values read and written per output value of experts to add their bias, expert by expert: bias times probability, sum,
+# concatenation; in backward gradients of output, bias and probability.
+BIAS_FORWARD, BIAS_BACKWARD = 6.0, 9.0
+FUSED_ACTIVATION = 0.2  # of the traffic of an activation that a fused epilogue leaves: quantized values written
 SOFTMAX_DIM = 64  # the softmax of a pair takes as long as this many MACs of its head
 SELECTIVE = 0.35  # of a layer's forward that selective recompute repeats: attention, norms and every second GEMM
 UPDATE_BYTES = (
@@ -52,7 +63,7 @@ class BlockWork:
 
     gemms: tuple[GemmPass, ...] = ()
     attention_flops: float = 0.0
-    scan_flops: float = 0.0
+    scan_bytes: float = 0.0
     memory_bytes: float = 0.0
     quantize_bytes: float = 0.0
 
@@ -64,7 +75,9 @@ class RankWork:
     forward: BlockWork
     backward: BlockWork
     head: BlockWork  # LM head and loss, forward and backward, of the last rank
-    kernels: float  # of a micro-batch
+    kernels: float  # of a micro-batch, outside CUDA graphs
+    mamba_layers: float  # blocks of Mamba outside CUDA graphs
+    sharded_blocks: float  # blocks whose weights FSDP gathers, outside CUDA graphs
     mlp_flops: float  # forward, of MLPs and experts, as a fraction of all GEMMs
     expert_layers: float
     local_experts: float
@@ -78,10 +91,9 @@ class RankWork:
 def rank_work(setup: StepSetup, device: Device) -> RankWork:
     """Return the work of the average pipeline rank."""
     model, split = setup.shape.model, setup.parallel
-    scale = setup.layer_count / model.layers / split.pp
-    counts = {kind: count * scale for kind, count in model.blocks.items() if count}
+    counts = block_counts(setup)
     dense = routed = 0.0
-    for kind, count in counts.items():
+    for kind, count in block_counts(setup, min(1, setup.shape.mtp_depth)).items():
         block = BLOCK_COSTS[kind](model)
         dense += count * block.dense_weights / split.tp
         routed += count * block.routed_weights / (split.ep * split.etp)
@@ -93,7 +105,9 @@ def rank_work(setup: StepSetup, device: Device) -> RankWork:
         forward=_blocks(setup, device, counts, backward=False),
         backward=_blocks(setup, device, counts, backward=True),
         head=_head(setup, device),
-        kernels=factor * sum(count * KERNELS[kind] for kind, count in counts.items()),
+        kernels=factor * sum(count * KERNELS[kind] * launched(setup, kind) for kind, count in counts.items()),
+        mamba_layers=counts.get("mamba", 0.0) * launched(setup, "mamba"),
+        sharded_blocks=sum(counts.values()) * (1.0 - setup.graphs) if split.fsdp else 0.0,
         mlp_flops=_mlp_fraction(setup, counts),
         expert_layers=counts.get("experts", 0.0),
         local_experts=model.experts.count / split.ep if model.experts else 0.0,
@@ -103,6 +117,25 @@ def rank_work(setup: StepSetup, device: Device) -> RankWork:
         end_weights=ends,
         sharded_weights=trained * sharded,
     )
+
+
+def block_counts(setup: StepSetup, mtp_depth: int | None = None) -> dict[str, float]:
+    """Return the blocks of each kind of the average rank, with `mtp_depth` passes of multi-token prediction."""
+    shape, pp = setup.shape, setup.parallel.pp
+    scale = setup.layer_count / shape.model.layers / pp
+    counts = {kind: count * scale for kind, count in shape.model.blocks.items() if count}
+    for kind in shape.mtp_blocks:
+        counts[kind] = counts.get(kind, 0.0) + (shape.mtp_depth if mtp_depth is None else mtp_depth) / pp
+    return counts
+
+
+def launched(setup: StepSetup, kind: str) -> float:
+    """Return the fraction of a block's kernels that the host launches one by one."""
+    if not setup.graph_parts:
+        return 1.0 - setup.graphs
+    if kind == "experts":
+        return 1.0 - CAPTURED_ROUTING * sum(part.startswith("moe_") for part in setup.graph_parts)
+    return 0.0 if kind.replace("mla", "attention") in [CAPTURED.get(part) for part in setup.graph_parts] else 1.0
 
 
 def _mlp_fraction(setup: StepSetup, counts: dict[str, float]) -> float:
@@ -126,7 +159,7 @@ def _blocks(setup: StepSetup, device: Device, counts: dict[str, float], backward
     return BlockWork(
         gemms=tuple(gemms),
         attention_flops=_attention_flops(setup, device, counts) * (BACKWARD_ATTENTION if backward else 1.0),
-        scan_flops=_scan_flops(setup, counts) * (2.0 if backward else 1.0),
+        scan_bytes=_scan_bytes(setup, counts) * (BACKWARD_SCAN if backward else 1.0),
         memory_bytes=memory,
         quantize_bytes=quantize,
     )
@@ -138,8 +171,9 @@ def _passes(setup: StepSetup, device: Device, gemm: Gemm, layers: float, backwar
     sms, fill_k = device.fabric.sms, FILL_K_OF.get(setup.engine, FILL_K)
 
     def gemm_pass(m: float, n: float, k: float, traffic: float) -> GemmPass:
-        flops = padded_flops(m, n, k, gemm.count, sms, fill_k)
-        return GemmPass(layers * flops, layers * traffic, gemm.low, gemm.count > 1)
+        ragged = gemm.count > 1 and m == gemm.m
+        flops = layers * padded_flops(m, n, k, gemm.count, sms, ragged, fill_k)
+        return GemmPass(flops, layers * traffic, gemm.low, gemm.count > 1)
 
     if not backward:
         return [gemm_pass(gemm.m, gemm.n, gemm.k, operand * (x + w) + BF16 * y)]
@@ -152,7 +186,8 @@ def _passes(setup: StepSetup, device: Device, gemm: Gemm, layers: float, backwar
 def _quantized(setup: StepSetup, gemm: Gemm, backward: bool) -> float:
     """Bytes to quantize the input of a GEMM, or in backward the gradient of its output."""
     values = gemm.m * (gemm.n if backward else gemm.k) * gemm.count
-    return QUANTIZE_BYTES[setup.dtype] * values if gemm.low else 0.0
+    fused = setup.fused_experts and gemm.count > 1  # by the epilogue of the GEMM before
+    return QUANTIZE_BYTES[setup.dtype] * values if gemm.low and not fused else 0.0
 
 
 def _attention_flops(setup: StepSetup, on: Device, counts: dict[str, float]) -> float:
@@ -176,11 +211,14 @@ def softmax_cost(model: Model, family: str) -> float:
     return (1 + softmax / head_dim) / (1 + SOFTMAX_DIM / 128)
 
 
-def _scan_flops(setup: StepSetup, counts: dict[str, float]) -> float:
-    count = counts.get("mamba", 0.0)
-    if not count:
+def _scan_bytes(setup: StepSetup, counts: dict[str, float]) -> float:
+    """Traffic of the chunked scan: x, z, B, C and y; chunk states in fp32, written, passed on and read."""
+    m = setup.shape.model.mamba
+    if m is None:
         return 0.0
-    return count * 2.0 * setup.tokens * BLOCK_COSTS["mamba"](setup.shape.model).scan_macs / setup.parallel.tp
+    inner, b_and_c = m.heads * m.head_dim, 2 * m.groups * m.state
+    values = BF16 * (4 * inner + b_and_c) + STATE_PASSES * BYTES["fp32"] * inner * m.state / m.chunk
+    return counts.get("mamba", 0.0) * setup.tokens / setup.parallel.tp * values
 
 
 def _memory_bytes(setup: StepSetup, kind: str, backward: bool) -> float:
@@ -198,9 +236,13 @@ def _memory_bytes(setup: StepSetup, kind: str, backward: bool) -> float:
     elif kind == "experts":
         assert model.experts is not None
         experts = model.experts
-        values += _activation(model.gated, backward) * experts.ffn * (experts.top_k + experts.shared)
+        # Fused experts activate the routed tokens in the epilogue of their GEMMs.
+        activated = experts.shared + (FUSED_ACTIVATION if setup.fused_experts else 1.0) * experts.top_k
+        values += _activation(model.gated, backward) * experts.ffn * activated
+        if setup.shape.expert_bias and not setup.fused_experts:
+            values += (BIAS_BACKWARD if backward else BIAS_FORWARD) * model.hidden * experts.top_k
         permutations = 4.0 if setup.dispatcher == "alltoall" else 2.0  # NCCL's needs tokens sorted before and after
-        values += 2.0 * permutations * model.hidden * experts.top_k
+        values += 2.0 * permutations * (experts.latent or model.hidden) * experts.top_k
     else:
         assert model.mamba is not None
         m = model.mamba
@@ -217,6 +259,8 @@ def _activation(gated: bool, backward: bool) -> float:
 
 def _head(setup: StepSetup, device: Device) -> BlockWork:
     """LM head and cross-entropy: logits written and read in bf16 and fp32, forward and backward."""
-    gemm = head_gemm(setup)
-    passes = _passes(setup, device, gemm, 1.0, False) + _passes(setup, device, gemm, 1.0, True)
-    return BlockWork(gemms=tuple(passes), memory_bytes=16.0 * gemm.m * gemm.n)
+    passes: list[GemmPass] = []
+    for gemm in head_gemms(setup):
+        passes += _passes(setup, device, gemm, 1.0, False) + _passes(setup, device, gemm, 1.0, True)
+    logits = setup.tokens * setup.shape.model.vocab / setup.parallel.tp * (1 + setup.shape.mtp_depth)
+    return BlockWork(gemms=tuple(passes), memory_bytes=16.0 * logits)

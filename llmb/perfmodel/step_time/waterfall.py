@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.collective_time import RankTraffic, Transfer, rank_traffic
 from llmb.perfmodel.step_time.native_work import explicit_recompute, is_explicit, native_rates, native_work
+from llmb.perfmodel.step_time.saved_activations import offloaded_bytes
 from llmb.perfmodel.step_time.step_constants import ENGINES, Constants
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import QUANTIZED_KERNELS, SELECTIVE, BlockWork, RankWork, rank_work
 
 TERMS = (
     "gemm", "attention", "scan", "memory_bound", "quantization", "recompute", "tp", "cp", "ep", "pp", "dp", "fsdp",
-    "bubble", "optimizer", "launch", "host", "overhead", "jitter", "engine",
+    "offload", "bubble", "optimizer", "launch", "host", "overhead", "jitter", "engine",
 )  # fmt: skip
 
 
 HOST_NORM = 4
+FORWARD = 1 / 3  # of a micro-batch
 NATIVE = "native"  # the engine of this repository
 
 
@@ -34,6 +36,7 @@ class StepWork:
     device: Device
     work: RankWork
     traffic: RankTraffic
+    offloaded: float  # bytes of activations of a micro-batch, in one direction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class Rates:
 
     low: float  # GEMMs in the dtype of the run
     bf16: float
+    grouped: float  # ratio for the GEMMs of several experts
     attention: float
     scan: float
     memory: float
@@ -55,7 +59,7 @@ def step_work(setup: StepSetup, on: Device | None = None) -> StepWork:
     work = rank_work(setup, on)
     if setup.engine == NATIVE:
         work = native_work(setup, work)
-    return StepWork(setup, on, work, rank_traffic(setup, work, on))
+    return StepWork(setup, on, work, rank_traffic(setup, work, on), offloaded_bytes(setup))
 
 
 def rates(step: StepWork, c: Constants) -> Rates:
@@ -66,16 +70,19 @@ def rates(step: StepWork, c: Constants) -> Rates:
     generation = family.removesuffix("-ultra")
     gain = step.device.fabric.clock * (c["ultra_gain"] if family != generation else 1.0)
     gain *= _power_gain(step, c)
-    peaks, kind = step.device.gpu.peak_flops, step.setup.dtype.removesuffix("-mx")
+    peaks, kind = step.device.gpu.peak_flops, step.setup.peak_dtype
     bf16 = peaks["bf16"] * c[f"gemm_bf16_{generation}"] * gain
     low_name = f"gemm_{kind}_{generation}"
     low = bf16 if kind not in peaks or low_name not in c else _low_peak(step, kind) * c[low_name] * gain
+    if step.setup.dtype in ("fp8-row", "fp8-block"):
+        low *= c["gemm_many_scales"]
     bandwidth = step.device.memory_bandwidth
     return Rates(
         low=low,
         bf16=bf16,
-        attention=peaks["bf16"] * c[f"attention_{generation}"] * gain * _attention_kernel(step.setup.engine, c),
-        scan=peaks["bf16"] * c["scan"],
+        grouped=c["grouped_gemm"],
+        attention=peaks["bf16"] * c[f"attention_{generation}"] * gain * _attention_kernel(step.setup, c),
+        scan=bandwidth * c["scan"],
         memory=bandwidth * c["memory"],
         quantize=bandwidth * c["quantize"],
         hbm=bandwidth,
@@ -88,8 +95,10 @@ def _power_gain(step: StepWork, c: Constants) -> float:
     return 1.0 if watts is None else float(min(1.0, watts / nominal) ** c["power"])
 
 
-def _attention_kernel(engine: str, c: Constants) -> float:
-    return c["attention_torchtitan"] if engine == "torchtitan" else 1.0
+def _attention_kernel(setup: StepSetup, c: Constants) -> float:
+    if setup.fp8_attention:
+        return c["attention_fp8"]
+    return c["attention_torchtitan"] if setup.engine == "torchtitan" else 1.0
 
 
 def _low_peak(step: StepWork, kind: str) -> float:
@@ -100,11 +109,14 @@ def _low_peak(step: StepWork, kind: str) -> float:
 
 def block_terms(block: BlockWork, r: Rates) -> dict[str, float]:
     """Return the seconds of a forward or backward by kind of work; a GEMM is bound by FLOPs or by its traffic."""
-    gemm = sum(max(g.flops / (r.low if g.low else r.bf16), g.bytes / r.hbm) for g in block.gemms)
+    gemm = 0.0
+    for g in block.gemms:
+        rate = (r.low if g.low else r.bf16) * (r.grouped if g.grouped else 1.0)
+        gemm += max(g.flops / rate, g.bytes / r.hbm)
     return {
         "gemm": gemm,
         "attention": block.attention_flops / r.attention,
-        "scan": block.scan_flops / r.scan,
+        "scan": block.scan_bytes / r.scan,
         "memory_bound": block.memory_bytes / r.memory,
         "quantization": block.quantize_bytes / r.quantize,
     }
@@ -130,23 +142,23 @@ def step_terms(step: StepWork, c: Constants) -> dict[str, float]:
     terms["cp"] = c["exposed_cp"] * transfer_time(traffic.cp, on, c)
     all_to_all = "all_to_all" if setup.dispatcher in ("alltoall", "tokendrop") else "fused_all_to_all"
     ep = transfer_time(traffic.ep, on, c, all_to_all) + transfer_time(traffic.etp, on, c)
-    terms["ep"] = ep * (c["exposed_overlapped_experts"] if setup.overlap_experts else 1.0)
+    hidden = (1 - c["exposed_overlapped_experts"]) * (ga - 1) / ga  # the first forward and last backward are alone
+    terms["ep"] = ep * (1 - hidden if setup.overlap_experts else 1.0)
     exposed_pp = c["exposed_pp"] if (split.vp or 1) > 1 else 1.0
     terms["pp"] = exposed_pp * transfer_time(traffic.pp, on, c)
-    launched = 1.0 - setup.graphs
-    terms["launch"] = work.kernels * c["launch"] * launched
+    terms["launch"] = work.kernels * c["launch"]
     terms["host"] = _exposed_host(step, c, sum(terms.values()))
     layers = sum(terms.values())
     fsdp = transfer_time(traffic.fsdp, on, c)
     terms["fsdp"] = c["exposed_fsdp"] * fsdp + max(0.0, (1 - c["exposed_fsdp"]) * fsdp - layers)
-    micro_batch = layers + terms["fsdp"]
+    terms["offload"] = _exposed_offload(step, c, layers + terms["fsdp"])
+    micro_batch = layers + terms["fsdp"] + terms["offload"]
     head_time = sum(head.values())
     terms = {name: seconds * ga for name, seconds in terms.items()}
     for name in head:
         terms[name] += ga * head[name] / split.pp
     terms["bubble"] = _pipeline_idle(step, micro_batch, head_time)
-    dp = transfer_time(traffic.dp, on, c)
-    terms["dp"] = c["exposed_dp"] * dp + max(0.0, (1 - c["exposed_dp"]) * dp - micro_batch - head_time / split.pp)
+    terms["dp"] = _exposed_dp(step, c, micro_batch + head_time / split.pp)
     terms["optimizer"] = work.step_bytes / (on.memory_bandwidth * c["optimizer"])
     terms["overhead"] = c["step"]
     nodes = max(1.0, setup.gpus / on.gpu.gpus_per_node)
@@ -184,14 +196,40 @@ def _exposed_host(step: StepWork, c: Constants, gpu: float) -> float:
     The transition is smooth, as layers differ: a norm of 4 of both times.
     """
     setup, work = step.setup, step.work
-    launches = work.kernels * c["host_kernel"] * (1.0 - setup.graphs)
+    launches = work.kernels * c["host_kernel"] + work.mamba_layers * c["host_mamba"]
+    if setup.engine.startswith("megatron"):
+        launches += work.sharded_blocks * c["host_fsdp"]
     kernels = 1.0 if setup.dtype == "bf16" else QUANTIZED_KERNELS
     dispatch = work.expert_layers * (c["host_dispatch"] + c["host_expert"] * work.local_experts * kernels)
-    if setup.dispatcher != "alltoall":
-        dispatch *= c["fused_dispatch"]
+    if setup.dispatcher == "tokendrop":
+        dispatch *= c["sync_free"]
+    wait = work.expert_layers * c["sync"]
     factor = ENGINES[setup.engine][1]
-    host = launches + (0.0 if setup.graphs == 1.0 else dispatch) * (c[factor] if factor else 1.0)
-    return float((gpu**HOST_NORM + host**HOST_NORM) ** (1 / HOST_NORM) - gpu)
+    if factor and setup.dispatcher == "hybridep":
+        dispatch, wait = dispatch * c[factor], wait * c[factor]
+    if setup.graphs == 1.0:
+        dispatch = wait = 0.0
+    slower = c["grace"] if step.device.fabric.grace else 1.0
+    host = slower * (launches + dispatch) * (4 / 3 if setup.recompute == "full" else 1.0)
+    busy = gpu + slower * (0.0 if setup.dispatcher == "tokendrop" else wait)
+    return float((busy**HOST_NORM + host**HOST_NORM) ** (1 / HOST_NORM) - gpu)
+
+
+def _exposed_offload(step: StepWork, c: Constants, micro_batch: float) -> float:
+    """Time of the copies to the host that the forward does not hide, and back that the backward does not."""
+    if not step.offloaded or step.device.gpu.host_bandwidth is None:
+        return 0.0
+    copy = step.offloaded / (step.device.gpu.host_bandwidth * c["host_link"])
+    return max(0.0, copy - FORWARD * micro_batch) + max(0.0, copy - (1 - FORWARD) * micro_batch)
+
+
+def _exposed_dp(step: StepWork, c: Constants, micro_batch: float) -> float:
+    """Time that the last backward does not hide of reducing gradients, nor the first forward of gathering weights."""
+    dp, exposed = transfer_time(step.traffic.dp, step.device, c), c["exposed_dp"]
+    gradients = step.traffic.dp_gradients
+    reduction = (1 - exposed) * dp * gradients - (1 - FORWARD) * micro_batch
+    gather = (1 - exposed) * dp * (1 - gradients) - FORWARD * micro_batch
+    return exposed * dp + max(0.0, reduction) + max(0.0, gather)
 
 
 def _pipeline_idle(step: StepWork, micro_batch: float, head: float) -> float:
@@ -199,9 +237,10 @@ def _pipeline_idle(step: StepWork, micro_batch: float, head: float) -> float:
     setup, split = step.setup, step.setup.parallel
     if split.pp == 1:
         return 0.0
-    layer = micro_batch * split.pp / setup.layer_count
-    most = -(-setup.layer_count // split.pp)
-    last = max(0, setup.layer_count - most * (split.pp - 1))
+    layers = setup.layer_count + setup.shape.mtp_layers
+    layer = micro_batch * split.pp / layers
+    most = -(-layers // split.pp)
+    last = max(0, layers - most * (split.pp - 1))
     slowest = max(most * layer, last * layer + head)
     ramp = (split.pp - 1) / (split.vp or 1) * micro_batch
     return setup.ga * (slowest - micro_batch - head / split.pp) + ramp

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmb.perfmodel.step_time.step_constants import calibrated
+from llmb.perfmodel.step_time.predictor import constants_of
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.waterfall import step_terms, step_work
 from llmb.perfmodel.tune.layout_space import check_fixed, layout_space
@@ -94,7 +94,7 @@ def search_layouts(
 
 def step_seconds(setup: StepSetup) -> float:
     """Return the predicted step time."""
-    return sum(step_terms(step_work(setup), calibrated()).values())
+    return sum(step_terms(step_work(setup), constants_of(setup)).values())
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:

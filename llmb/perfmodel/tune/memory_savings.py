@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmb.perfmodel.hardware import GIB, gpu
-from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
-from llmb.perfmodel.step_time.predictor import run_config
-from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.memory_estimate import MemoryEstimate
+from llmb.perfmodel.step_time.predictor import step_memory
+from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, StepSetup
 
 # Of a GPU's memory, for layouts that nobody has run: CUDA context and NCCL buffers (3 to 5 GiB), fragmentation.
 USABLE_FRACTION = 0.90
@@ -40,7 +40,11 @@ def external_room(setup: StepSetup) -> MemoryRoom:
     """Return the memory of the run's GPU for engines whose memory is only estimated; unlimited where unknown."""
     capacity = gpu(setup.gpu).memory_bytes
     limit = math.inf if capacity is None else USABLE_FRACTION * capacity
-    return MemoryRoom(limit=limit, estimate=lambda candidate: memory_estimate(run_config(candidate)))
+    native = setup.engine == "native"  # whose own estimate is exact and takes longer
+    return MemoryRoom(
+        limit=limit,
+        estimate=lambda candidate: step_memory(replace(candidate, engine=DEFAULT_ENGINE) if native else candidate),
+    )
 
 
 def fitting_variants(

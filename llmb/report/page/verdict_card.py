@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from llmb.config.load_settings import LoadSettings
 from llmb.config.spec import OutOfCore, Training
-from llmb.perfmodel.explain.chip_limits import Limit
+from llmb.perfmodel.chip_limits import Limit
 from llmb.report.page.page_chart import COLOURS, GREY, PATTERNS, Chart, axis, pattern, plain, values
 from llmb.report.page.run_record import RunRecord
 from llmb.report.table import number

@@ -7,7 +7,7 @@ from typing import Any
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.tune.serving_reasons import serving_changes, token_changes
 from llmb.perfmodel.tune.serving_search import ServingCandidate, ServingSearch
-from llmb.report.serving_text import TITLES
+from llmb.report.predictions.serving_text import TITLES
 from llmb.report.table import render
 
 FASTER = 1.1  # a point of the Pareto set is listed if it has this many times the tokens/s/user of the one before it

@@ -9,7 +9,7 @@ from llmb.perfmodel.step_time.predictor import StepPrediction, predict
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.tune.layout_reasons import layout_fields, setting_changes, term_changes
 from llmb.perfmodel.tune.layout_search import Candidate, LayoutSearch
-from llmb.report.prediction_text import TITLES
+from llmb.report.predictions.prediction_text import TITLES
 from llmb.report.table import render
 
 SMALLER = 0.9  # a point of the Pareto set is listed if it takes at most this much of the memory of the one before

@@ -8,11 +8,10 @@ Both are lower bounds of the work: mixed steps may overlap them, so each must ho
 from dataclasses import dataclass
 
 from llmb.perfmodel.block_costs import block_stack
-from llmb.perfmodel.explain.chip_limits import Limit, compute_limit, sustained_bandwidth
+from llmb.perfmodel.chip_limits import Limit, compute_limit, sustained_bandwidth
 from llmb.perfmodel.hardware import GB
-from llmb.perfmodel.serving_time.serving_limits import decode_bytes_at_least
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
-from llmb.perfmodel.serving_time.serving_work import serving_work
+from llmb.perfmodel.serving_time.serving_work import ServingWork, serving_work
 
 MS = 1e3
 
@@ -59,7 +58,7 @@ def _bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | None:
     batch = max(1.0, min(setup.concurrency, setup.max_batch_size * replicas) / replicas)
     context = (setup.isl + setup.osl / 2) * setup.length_ratio
     cache = context * work.kv_bytes + min(context, work.window) * work.window_kv_bytes
-    needed = tokens / setup.emitted * (cache + _step_weights(setup) / batch) / setup.pp
+    needed = tokens / setup.emitted * (cache + _step_weights(work) / batch) / setup.pp
     return Limit(name="HBM bandwidth", needed=needed / GB, limit=limit / GB, unit="GB/s/GPU")
 
 
@@ -70,11 +69,17 @@ def _decode_bandwidth(setup: ServingSetup, figures: ServedFigures) -> Limit | No
         return None
     ttft_ms, tpot_ms = figures.latency_ms
     e2e_s = (ttft_ms + (setup.osl - 1) * tpot_ms) / MS
-    needed = decode_bytes_at_least(setup, serving_work(setup), e2e_s, tpot_ms) / (tpot_ms * setup.emitted / MS)
+    needed = _decode_bytes(setup, serving_work(setup), e2e_s, tpot_ms) / (tpot_ms * setup.emitted / MS)
     return Limit(name="HBM bandwidth of a decode step", needed=needed / GB, limit=limit / GB, unit="GB/s/GPU")
 
 
-def _step_weights(setup: ServingSetup) -> float:
+def _decode_bytes(setup: ServingSetup, work: ServingWork, e2e_s: float, tpot_ms: float) -> float:
+    """Return the bytes that a rank reads in a decode step at the least: one token's experts, the running KV caches."""
+    decoding = min(1.0, (setup.osl - 1) * tpot_ms / MS / e2e_s)
+    cached = setup.concurrency / setup.attention_dp * decoding * setup.isl * setup.length_ratio * work.kv_bytes
+    return _step_weights(work) + cached / setup.pp
+
+
+def _step_weights(work: ServingWork) -> float:
     """Return the weights that a rank reads in a step at the least: of experts, those of one token."""
-    work = serving_work(setup)
     return work.low_bytes + work.high_bytes + work.head_bytes + work.expert_bytes * work.routed

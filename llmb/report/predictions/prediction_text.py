@@ -12,7 +12,8 @@ TITLES = {
     "gemm": "GEMM", "attention": "attention", "scan": "Mamba scan", "memory_bound": "memory-bound kernels",
     "quantization": "quantization", "recompute": "recompute", "tp": "exposed TP collectives",
     "cp": "exposed CP ring", "ep": "expert all-to-all", "pp": "exposed pipeline sends", "dp": "exposed DP collectives",
-    "fsdp": "exposed FSDP collectives", "bubble": "pipeline bubble and imbalance", "optimizer": "optimizer",
+    "fsdp": "exposed FSDP collectives", "offload": "exposed offload copies", "bubble": "pipeline bubble and imbalance",
+    "optimizer": "optimizer",
     "launch": "kernel launch gaps", "host": "waiting for the host", "overhead": "per step", "jitter": "slowest rank",
     "engine": "engine generation",
 }  # fmt: skip

@@ -1,0 +1,51 @@
+"""Settings that published rows leave out, from the public recipe that they ran: `recipe_settings.yaml`.
+
+with_recipe({"notes": "recipe=qwen3_30b_a3b_pretrain_8gpu_gb300_fp8mx_config", ...})["mbs"]       -> "8"
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llmb.config.recipe import load_yaml
+from llmb.perfmodel.model_catalog import ModelShape, find_model
+
+SETTINGS_FILE = Path(__file__).with_name("recipe_settings.yaml")
+IDENTITY = ("model", "gpu", "dtype", "gpus")  # of a recipe; the other fields are its settings
+KNOBS = ("cuda_graphs", "notes")  # settings that hold on any number of GPUs
+
+
+def with_recipe(cells: dict[str, str], shape: ModelShape, dtype: str, recent: bool) -> dict[str, str]:
+    """Return a row with empty cells filled from the recipe it names.
+
+    A `recent` row, of the releases that the recipes are of, that names none and describes no knobs gets those of the
+    recipe for the same model, GPU and dtype.
+    """
+    notes = cells.get("notes", "")
+    named = re.search(r"recipe=(\w+?)(_config)?\b", notes)
+    if named and named[1] in _recipes():
+        return _filled(cells, _recipes()[named[1]], tuple(_recipes()[named[1]]))
+    described = cells.get("cuda_graphs") or re.search(r"dispatcher=|recompute_modules=|moe_a2a_overlap", notes)
+    if recent and not described:
+        for settings in _recipes().values():
+            same = (settings["gpu"], settings["dtype"]) == (cells.get("gpu"), dtype)
+            if same and find_model(settings["model"]) == shape:
+                return _filled(cells, settings, KNOBS)
+    return cells
+
+
+def _filled(cells: dict[str, str], settings: dict[str, Any], names: tuple[str, ...]) -> dict[str, str]:
+    filled = dict(cells)
+    for name in names:
+        if name == "notes" and name in settings:
+            filled[name] = f"{cells.get(name, '')}; {settings[name]}"
+        elif name in settings and name not in IDENTITY and not cells.get(name):
+            filled[name] = str(settings[name]).lower()
+    return filled
+
+
+@cache
+def _recipes() -> dict[str, dict[str, Any]]:
+    data: dict[str, dict[str, dict[str, Any]]] = load_yaml(SETTINGS_FILE, "a section recipes")
+    return data["recipes"]

@@ -1,0 +1,72 @@
+"""Activations that an external engine saves for backward, with low-precision GEMM inputs and recomputed modules.
+
+    saved_fraction(setup)     -> bytes saved, relative to the memory estimate's, in bf16 and with no module recomputed
+
+An input of a low-precision GEMM is saved in its dtype. Megatron recomputes modules by name: layernorm, core_attn,
+mla_up_proj, mlp, moe_act, moe.
+"""
+
+from llmb.config.spec import Model
+from llmb.perfmodel.block_costs import block_stack
+from llmb.perfmodel.step_time.step_setup import StepSetup
+from llmb.perfmodel.step_time.step_work import BF16, OPERAND_BYTES
+
+SELECTIVE_SAVED = 0.6  # of the activations, with every second GEMM and the attention saved
+
+
+def saved_fraction(setup: StepSetup) -> float:
+    """Return the bytes saved over those of bf16 without recompute of single modules."""
+    plain = saved = 0.0
+    for kind, count, block in block_stack(setup.shape.model):
+        plain += count * BF16 * block.saved_values
+        saved += count * _saved_bytes(setup, kind, BF16 * block.saved_values)
+    return saved / plain * (SELECTIVE_SAVED if setup.recompute == "selective" else 1.0)
+
+
+def offloaded_bytes(setup: StepSetup) -> float:
+    """Return the activations of a micro-batch that a rank copies to the host, and back for backward."""
+    model, split = setup.shape.model, setup.parallel
+    layers = min(setup.offload_layers, -(-setup.layer_count // split.pp))
+    values = sum(count * block.saved_values for _, count, block in block_stack(model)) / model.layers
+    return layers * BF16 * values * saved_fraction(setup) * setup.tokens / split.tp if layers else 0.0
+
+
+def _saved_bytes(setup: StepSetup, kind: str, plain: float) -> float:
+    """Bytes per token of one block: the residual, the normalized input, and what the block itself saves."""
+    model, operand = setup.shape.model, OPERAND_BYTES[setup.dtype]
+    modules = setup.recompute_modules
+    residual = BF16 * model.hidden
+    normalized = 0.0 if "layernorm" in modules else operand * model.hidden
+    if kind == "attention":
+        width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        output = 0.0 if "core_attn" in modules else operand * width
+        return residual + normalized + BF16 * (width + 2 * kv_width) + output
+    if kind == "mla":
+        return residual + normalized + _mla(model, operand, "mla_up_proj" in modules)
+    if kind == "mlp":
+        return residual if "mlp" in modules else residual + normalized + _projections(model, model.ffn, operand)
+    if kind == "experts":
+        return residual if "moe" in modules else residual + normalized + _experts(model, operand, "moe_act" in modules)
+    return plain - 2 * BF16 * model.hidden + residual + normalized
+
+
+def _mla(model: Model, operand: float, recomputed: bool) -> float:
+    assert model.mla is not None
+    ranks = model.mla
+    key, value = ranks.nope_dim + ranks.rope_dim, ranks.value_dim
+    expanded = 0.0 if recomputed else BF16 * model.heads * (2 * key + value)
+    return (BF16 + operand) * (ranks.q_rank + ranks.kv_rank) + expanded + operand * model.heads * value
+
+
+def _projections(model: Model, width: int, operand: float, activated: float = 1.0) -> float:
+    """Outputs of the first projections, and of the activation."""
+    return (BF16 * (2 if model.gated else 1) + activated * operand) * width
+
+
+def _experts(model: Model, operand: float, recomputed: bool) -> float:
+    """Each routed token once before its expert; routing weights are part of the activation, so none after it."""
+    assert model.experts is not None
+    experts = model.experts
+    routed = operand * (experts.latent or model.hidden)
+    routed += _projections(model, experts.ffn, operand, 0.0 if recomputed else 1.0)
+    return experts.top_k * routed + experts.shared * _projections(model, experts.ffn, operand)
