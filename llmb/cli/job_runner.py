@@ -16,6 +16,7 @@ from pathlib import Path
 
 from llmb.cli.llmb_run import guarded
 from llmb.cli.memory_check import check_node_memory
+from llmb.cli.report.page_writer import write_report
 from llmb.cli.stored_runs import load_run, write_result
 from llmb.config.serialization import to_json, write_atomic
 from llmb.config.spec import RunConfig
@@ -63,6 +64,7 @@ def run_job(run: RunFolder, container: Sequence[str], environ: Mapping[str, str]
             print(f"ERROR: {error}", file=sys.stderr)
         result = write_result(run, config)
         _print_result(run, config, result)
+        print(write_report(run))
     return _exit_code(result)
 
 

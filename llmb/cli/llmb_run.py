@@ -25,6 +25,7 @@ from llmb.cli import (
 from llmb.cli.explain import explain_command
 from llmb.cli.jobs import jobs
 from llmb.cli.predictions import predict
+from llmb.cli.report import report_command
 from llmb.cli.subcommand import Parser, add_help_command
 from llmb.cli.sweep import sweep_command
 from llmb.cli.tune import tune_command
@@ -35,13 +36,14 @@ EXAMPLES = """examples: what can be run; one run in full; a small proxy here and
   llmb-run submit -w pretrain_llama3.1 -s 8b --dtype fp32 --scale 1 --proxy
   llmb-run jobs
   llmb-run compare L1 L2
+  llmb-run report L1
 
 exit codes: 0 success, 1 wrong request, 2 the system or a run failed
 completion: eval "$(llmb-run completion bash)"
 """
 MODULES: tuple[Any, ...] = (
     submit, serve, load, sweep_command, list_show, plan, predict, tune_command, explain_command, probe_command, jobs,
-    compare_read, archive_import, tokenize,
+    compare_read, report_command, archive_import, tokenize,
 )  # fmt: skip
 
 

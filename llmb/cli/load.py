@@ -82,6 +82,7 @@ def _add_measurement_options(add: Any) -> None:
     add("--processes", type=int, metavar="N", help="of the client; default: as many as the load needs")
     add("--no-calibrate", action="store_true", help="do not measure the client on a no-op server first")
     add("--timeout", type=int, metavar="S", help="stop the run after this time")
+    add("--no-report", action="store_true", help="write no report.html when the load ends")
     add("--dry-run", action="store_true", help="check everything and print the configuration, send nothing")
     add("--json", action="store_true", help="print the stored Result as the last line")
 
@@ -110,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(to_json(config, indent=None if options.json else 2))
         return 0
-    codes, _ = run_repeatedly(config, {}, options.repeats, options.json, "local")
+    codes, _ = run_repeatedly(config, {}, options.repeats, options.json, "local", report=not options.no_report)
     failed = sum(code != 0 for code in codes) + options.repeats - len(codes)
     if failed:
         print(f"ERROR: {failed} of {options.repeats} runs failed", file=sys.stderr)

@@ -47,13 +47,13 @@ def draw_profile(run: RunFolder, config: RunConfig) -> None:
     try:
         figures = expectations(plan_figures(config))
         write_profile(
-            run.profile, read_timeline(run.stream_timeline), _predicted_timeline(config, work), config.name, figures
+            run.profile, read_timeline(run.stream_timeline), predicted_timeline(config, work), config.name, figures
         )
     except LlmbError as error:
         print(f"warning: no profile.html: {error}", file=sys.stderr)
 
 
-def _predicted_timeline(config: RunConfig, work: OutOfCore) -> StreamTimeline | None:
+def predicted_timeline(config: RunConfig, work: OutOfCore) -> StreamTimeline | None:
     """Return the timeline of the plan's simulation, or None if the machine's rates are unknown."""
     from llmb.perfmodel.offload.machine_rates import Rates
     from llmb.perfmodel.offload.simulator import simulate

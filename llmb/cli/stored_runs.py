@@ -24,19 +24,19 @@ def load_run(run: RunFolder) -> tuple[RunConfig, Result]:
     config = config_from_json(read_json(run.config), "config.json")
     if run.result.exists():
         return config, build(Result, read_json(run.result), "result.json")
-    return config, derive(config, _events(run, config))
+    return config, derive(config, load_events(run, config))
 
 
 def load_requests(run: RunFolder, config: RunConfig) -> list[RequestDone]:
     """Return the measured and successful requests of a serving run; none of other runs."""
     if isinstance(config.workload, Training | OutOfCore):
         return []
-    return [request for request in measured_requests(_events(run, config)) if request.error is None]
+    return [request for request in measured_requests(load_events(run, config)) if request.error is None]
 
 
 def write_result(run: RunFolder, config: RunConfig) -> Result:
     """Derive the result of a finished run and write it beside its events."""
-    result = derive(config, _events(run, config))
+    result = derive(config, load_events(run, config))
     write_atomic(run.result, to_json(result) + "\n")
     if run.stream_timeline.exists():
         draw_profile(run, config)
@@ -51,7 +51,7 @@ def read_timed_run(log: Path) -> TimedRun | None:
     config = _config_of_log(log, run)
     if run is None or config is None:
         return read_timed_log(log)
-    return timed_run(log, config, _events(run, config), run.job_id)
+    return timed_run(log, config, load_events(run, config), run.job_id)
 
 
 def usual_window(log: Path, log_format: str | None, recipe_windows: Mapping[str, Window]) -> Window:
@@ -72,7 +72,7 @@ def _config_of_log(log: Path, run: RunFolder | None) -> RunConfig | None:
         return None
 
 
-def _events(run: RunFolder, config: RunConfig) -> list[Event]:
+def load_events(run: RunFolder, config: RunConfig) -> list[Event]:
     """Return the events of a run; those of another engine come from its log and from llmb-run's record of its end.
 
     Of the two ends the log's counts, unless llmb-run stopped the run or the log has none.

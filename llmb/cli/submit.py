@@ -33,6 +33,7 @@ def add_commands(commands: Any) -> None:
         add("-r", "--repeats", type=int, default=1, metavar="N", help="run each configuration N times")
         add("--env", action="append", default=[], metavar="K=V", help="environment variable for the ranks")
         add("--timeout", type=int, metavar="S", help="the same as --set time_limit_s=S")
+        add("--no-report", action="store_true", help="write no report.html when a run ends here")
         add("--dry-run", action="store_true", help="say what would run, and run nothing")
         add("--json", action="store_true", help="print the stored Result as the last line; of Slurm, a line a job")
 
@@ -83,7 +84,9 @@ def run(options: argparse.Namespace) -> int:
     _print_departures(resolved, options.json)
     requested, codes = sum(task.repeats for task, _ in resolved), []
     for task, config in resolved:
-        done, interrupted = run_repeatedly(config, task.request.environment, task.repeats, options.json, location)
+        done, interrupted = run_repeatedly(
+            config, task.request.environment, task.repeats, options.json, location, report=not options.no_report
+        )
         codes += done
         if interrupted:  # Ctrl-C means the whole command
             break
@@ -208,19 +211,19 @@ def _check_gpus_here(gpu: str, requested: int, uses_proxy: bool, advice: str = D
 
 
 def run_repeatedly(
-    config: Any, environment: dict[str, str], repeats: int, as_json: bool, location: str
+    config: Any, environment: dict[str, str], repeats: int, as_json: bool, location: str, report: bool = True
 ) -> tuple[list[int], bool]:
     """Repeat a run and print intervals of its figures; return exit codes and whether it was interrupted."""
-    from llmb.report import repeat_table as report
+    from llmb.report import repeat_table
 
     codes: list[int] = []
     results: list[Any] = []
     interrupted = False
     while len(codes) < repeats and not interrupted:
-        code, interrupted, result = run_one(config, environment, as_json, location)
+        code, interrupted, result = run_one(config, environment, as_json, location, report)
         codes.append(code)
         results.append(result)
-    table = report.repeats(results)
+    table = repeat_table.repeats(results)
     if table:
         print(f"\n{table}", file=sys.stderr if as_json else sys.stdout)
     return codes, interrupted
@@ -237,7 +240,7 @@ def run_again(config: Any, environment: dict[str, str], retry_of: str, attempt: 
 
 
 def run_one(
-    config: Any, environment: dict[str, str], as_json: bool, location: str, **lineage: Any
+    config: Any, environment: dict[str, str], as_json: bool, location: str, report: bool = True, **lineage: Any
 ) -> tuple[int, bool, Any]:
     """Run once, from folder to result; return exit code, whether it was interrupted, and the result.
 
@@ -246,6 +249,7 @@ def run_one(
     from contextlib import nullcontext
 
     from llmb.cli.profile_pictures import describe_profile
+    from llmb.cli.report.page_writer import write_report
     from llmb.cli.stored_runs import write_result
     from llmb.launch.install_root import install_root
     from llmb.launch.run_folder import RunFolder, store_path
@@ -260,6 +264,7 @@ def run_one(
     lock = exclusive_run_lock(root, config) if location == "local" else nullcontext()
     with lock, Store(store_path(root)) as store:
         run_dir = RunFolder.create(root, config, datetime.now())
+        run_dir.write_command_line([Path(sys.argv[0]).name, *sys.argv[1:]])
         job = _add_job(store, config, run_dir, location, **lineage)
         print(f"job {job}: {config.name}\nrun folder: {run_dir.path}", file=output, flush=True)
         live = LiveLine(config)
@@ -277,6 +282,8 @@ def run_one(
     print(f"\n{summary(result)}\n\nrun folder: {run_dir.path}", file=output)
     for line in describe_profile(run_dir, config):
         print(line, file=output)
+    if report:
+        print(write_report(run_dir), file=output)
     if as_json:
         print(run_dir.result.read_text(), end="")
     refused = outcome.exit_code == 1 and config.engine == "native"  # the engine refused the configuration

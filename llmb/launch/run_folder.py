@@ -5,7 +5,8 @@
       workloads/<target>/experiments/<name>/
         .lock
         <name>_<timestamp>/<name>/
-          config.json job.sh pid events.rank0.jsonl log-<name>.out result.json llmb-config_<jobid>.yaml profile/
+          config.json job.sh pid events.rank0.jsonl log-<name>.out result.json report.html
+          command.txt llmb-config_<jobid>.yaml profile/
           (the log of serving runs is <name>_streaming-<on/off>_<jobid>.out)
           submission.json slurm-<jobid>.out allocation.json restart-<n>/         of Slurm jobs
 
@@ -17,8 +18,9 @@ pid, events, log and result, and the newest start counts.
 import errno
 import json
 import os
+import shlex
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +32,7 @@ from llmb.config.serialization import read_json, to_json, write_atomic
 from llmb.config.spec import RunConfig
 from llmb.errors import ConfigError, LaunchError, LlmbError
 from llmb.launch.procfs import find_process
-from llmb.launch.secrets import mask
+from llmb.launch.secrets import mask, scrub_thoroughly
 
 CONFIG_FILE = "config.json"
 TIMESTAMP = "%Y%m%d-%H%M%S"
@@ -171,6 +173,10 @@ class RunFolder:
         )
         write_atomic(self.record(job_id), job_record_yaml(data))
 
+    def write_command_line(self, arguments: Sequence[str]) -> None:
+        """Write the command that started the run, secrets masked."""
+        write_atomic(self.command_line, scrub_thoroughly(shlex.join(arguments)) + "\n")
+
     def add_to_log(self, text: str) -> None:
         """Append text to the log after the engine has exited."""
         try:
@@ -263,6 +269,15 @@ class RunFolder:
     @property
     def pid_file(self) -> Path:
         return self.work / "pid"
+
+    @property
+    def report_page(self) -> Path:
+        return self.work / "report.html"
+
+    @property
+    def command_line(self) -> Path:
+        """The command that started the run, as it was typed; runs of an older llmb have none."""
+        return self.path / "command.txt"
 
     @property
     def profile(self) -> Path:

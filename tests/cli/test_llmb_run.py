@@ -170,6 +170,8 @@ def test_real_run_writes_a_result_that_jobs_and_compare_can_read(llmb_run, tmp_p
         "llmb",
     }
     assert json.loads((runs[-1] / "config.json").read_text())["environment"]["NOTE"] == "seen"
+    assert f"report: {runs[-1] / 'report.html'}" in err.splitlines()
+    assert (runs[-1] / "report.html").is_file()
     for path in (tmp_path / "llmb").rglob("*"):
         assert path.is_dir() or b"hf_abcdef" not in path.read_bytes()
 
@@ -205,9 +207,11 @@ def test_engine_that_refuses_exits_1_and_one_that_fails_exits_2(llmb_run):
     )  # fmt: skip
     assert code == 1
     assert "failed" in out
-    code, out, _ = llmb_run(*SMALL, "--set", "lr=1e9")
+    assert Path(out.splitlines()[-1].removeprefix("report: ")).is_file()
+    code, out, _ = llmb_run(*SMALL, "--set", "lr=1e9", "--no-report")
     assert code == 2
     assert "diverged" in out
+    assert "report" not in out.splitlines()[-1]
 
 
 @pytest.mark.slow

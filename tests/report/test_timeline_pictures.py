@@ -12,7 +12,7 @@ from synthetic_timeline import Engine, small
 
 from llmb.perfmodel.offload.stream_timeline import MemoryUse, StreamTimeline, TimelineEvent
 from llmb.report.timeline.pixel_columns import Columns, levels, runs, spread, stacked
-from llmb.report.timeline.svg_picture import LEFT, RIGHT, WIDTH, picture
+from llmb.report.timeline.svg_picture import LEFT, MARGIN, WIDTH, picture
 from llmb.report.timeline.task_kinds import COMPUTE_KINDS, COPY_KINDS
 from llmb.report.timeline.tracks import Timeline
 from llmb.report.timeline.views import views
@@ -45,7 +45,7 @@ def assert_inside(tree):
     _, _, width, height = map(float, tree.get("viewBox").split())
     assert width == WIDTH
     for x, y, w, h in boxes(tree):
-        assert LEFT <= x < x + w <= RIGHT + 0.02, (x, w)
+        assert LEFT <= x < x + w <= (WIDTH - MARGIN) + 0.02, (x, w)
         assert 0 <= y < y + h <= height, (y, h)
     for text in tree.iter(f"{SVG}text"):
         assert 0 <= float(text.get("x")) <= WIDTH
@@ -95,7 +95,7 @@ def test_each_event_is_drawn_at_its_time():
     tree = drawn(streams)["training_overview"]
     actual = {r.get("class").split()[0]: r for r in tree.iter(f"{SVG}rect") if r.get("class").startswith("k-")
              and float(r.get("height")) > 20}  # fmt: skip
-    quarter = (RIGHT - LEFT) / 4
+    quarter = ((WIDTH - MARGIN) - LEFT) / 4
     assert float(actual["k-forward"].get("x")) == LEFT
     assert float(actual["k-forward"].get("width")) == quarter
     assert float(actual["k-wait"].get("x")) == LEFT + quarter

@@ -29,7 +29,11 @@ from llmb.results.result import Result
 
 def explain_run(name: str) -> Explanation:
     """Explain a job id, a run folder or a result.json."""
-    config, result = _load(name)
+    return explain_result(*_load(name))
+
+
+def explain_result(config: RunConfig | None, result: Result) -> Explanation:
+    """Explain the result of a run; without its configuration, by its TFLOP/s alone."""
     if config is None or isinstance(config, LoadConfig):
         return _without_config(result)
     if result.status != "ok":

@@ -16,6 +16,7 @@ def add_commands(commands: Any) -> None:
     jobs = command(
         commands, "jobs", run_list, "runs so far: list, show, log, cancel, retry, refresh, rebuild",
         "llmb-run jobs", "llmb-run jobs --watch --on slurm", "llmb-run jobs --status failed,lost --since 2d",
+        "llmb-run jobs --html -o runs.html",
         "llmb-run jobs show L3", "llmb-run jobs log 4711 -f", "llmb-run jobs cancel --all --status pending",
         "llmb-run jobs retry 4711 --exclude-node n7",
     )  # fmt: skip
@@ -24,6 +25,10 @@ def add_commands(commands: Any) -> None:
         listing.add_argument("-n", "--limit", type=int, metavar="N", help="only the newest N")
         listing.add_argument("--json", action="store_true", help="as JSON, one job per line")
         listing.add_argument("--watch", action="store_true", help="show changes until no job is active")
+        listing.add_argument(
+            "--html", action="store_true", help="write a page that sorts and filters, and print its path"
+        )
+        listing.add_argument("-o", "--output", type=Path, metavar="FILE", help="of --html; default: runs.html here")
         add_filters(listing)
     show = command(verbs, "show", run_show, "one run with its figures")
     show.add_argument("job_id")
@@ -81,6 +86,10 @@ def run_list(options: argparse.Namespace) -> int:
     selected = filters(options)
     if options.watch and options.json:
         raise ConfigError("--watch shows a table; leave out --json, or call: llmb-run jobs --json")
+    if options.output is not None and not options.html:
+        raise ConfigError("-o names the page of --html; add --html")
+    if options.html and (options.watch or options.json):
+        raise ConfigError("--html writes a page; leave out --watch and --json")
     with open_store() as store:
         if options.watch:
             from llmb.cli.jobs.watch import watch
@@ -90,6 +99,11 @@ def run_list(options: argparse.Namespace) -> int:
         jobs = store.jobs(options.limit, **selected)
         no_jobs = "" if jobs else empty_text(store, options)
         to_retry = [job.job_id for job in store.jobs_to_retry()]
+    if options.html:
+        from llmb.cli.report.jobs_page import write_jobs_page
+
+        print(write_jobs_page(jobs, options.output or Path("runs.html")))
+        return 0
     if options.json:
         for job in jobs:
             print(to_json(job))
@@ -122,6 +136,8 @@ def run_show(options: argparse.Namespace) -> int:
     print(f"\nrun folder: {job.run_dir}")
     if not job.going:
         print("".join(f"{line}\n" for line in describe_profile(run, config)), end="")
+        if run.report_page.exists():
+            print(f"report: {run.report_page}")
     return 0
 
 

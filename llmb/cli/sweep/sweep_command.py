@@ -54,6 +54,7 @@ def add_commands(commands: Any) -> None:
     add("--in-process", action="store_true", help="without HTTP: each point is a run of the engine")
     add("--resume", metavar="SWEEP", help="continue a sweep by its name or folder; finished points are kept")
     add("-o", "--output", type=Path, metavar="FOLDER", help="where sweep folders go; default: $LLMB_INSTALL/sweeps")
+    add("--no-report", action="store_true", help="write no report.html")
     add("--dry-run", action="store_true", help="print plan and estimate, measure nothing")
     add("--json", action="store_true", help="print the stored result as the last line")
 
@@ -86,10 +87,10 @@ def run(options: argparse.Namespace) -> int:
         folder = SweepFolder.create(parent, plan.name, plan, datetime.now())
     print(f"sweep folder: {folder.path}", file=output, flush=True)
     with folder.locked():
-        return _measure(plan, folder, SweepProgress(plan, output), options.json, output)
+        return _measure(plan, folder, SweepProgress(plan, output), options, output)
 
 
-def _measure(plan: Any, folder: Any, progress: Any, as_json: bool, output: Any) -> int:
+def _measure(plan: Any, folder: Any, progress: Any, options: argparse.Namespace, output: Any) -> int:
     from llmb.cli.sweep.point_drivers import open_driver
     from llmb.cli.sweep.sweep_loop import run_sweep
     from llmb.report.sweep_table import sweep_text
@@ -104,7 +105,11 @@ def _measure(plan: Any, folder: Any, progress: Any, as_json: bool, output: Any) 
         raise
     print(f"\n{sweep_text(result, terminal_width())}\n", file=output)
     print(f"{folder.svg}\n{folder.csv}\n{folder.result}", file=output)
-    if as_json:
+    if not options.no_report:
+        from llmb.cli.report.page_writer import write_sweep_report
+
+        print(write_sweep_report(folder), file=output)
+    if options.json:
         from llmb.config.serialization import to_json
 
         print(to_json(result))

@@ -5,6 +5,7 @@
       points.jsonl                                one line per finished point, flushed as it finishes
       points/<point>/events.rank0.jsonl           requests of each point: every figure can be derived again
       result.json sweep.csv sweep.svg             rewritten after every point
+      report.html                                 written at the end
       server.log                                  of a server that the sweep started
 
 A point without its line in points.jsonl was not finished: its folder is set aside and it is measured again.
@@ -83,6 +84,10 @@ class SweepFolder:
     @property
     def svg(self) -> Path:
         return self.path / "sweep.svg"
+
+    @property
+    def report_page(self) -> Path:
+        return self.path / "report.html"
 
     @property
     def server_log(self) -> Path:

@@ -30,8 +30,8 @@ from llmb.report.timeline.task_kinds import STREAM_LABELS, WAIT, WorkKind, order
 from llmb.report.timeline.tracks import Timeline, Wait
 from llmb.report.timeline.views import View
 
-WIDTH = 1200
-LEFT, RIGHT = 156, 1186  # of the columns
+WIDTH, NARROW_WIDTH = 1200, 600  # for a window, and for a small screen
+LEFT, MARGIN = 156, 14  # beside the columns
 HEIGHTS: dict[StreamName, int] = {"compute": 36, "inbound": 26, "outbound": 26}
 PREDICTED_HEIGHT = 16
 STRIP = 36
@@ -49,6 +49,7 @@ class Picture:
     captions: str
     svg: str
     height: int
+    width: int = WIDTH
 
     def on_page(self) -> str:
         """Return the drawing for a page, which has style, textures and a heading of its own."""
@@ -57,30 +58,35 @@ class Picture:
     def alone(self) -> str:
         """Return the drawing with all that it needs."""
         height = self.height + HEADING
-        ground = f'<rect class="paper" width="{WIDTH}" height="{height}"/>'
+        ground = f'<rect class="paper" width="{self.width}" height="{height}"/>'
         moved = f'<g transform="translate(0 {HEADING})">\n{self.svg}</g>\n'
         return self._svg(
             height, f"<style>{style()}</style>{textures()}{ground}{text(8, 22, self.name, 'heading')}{moved}"
         )
 
     def _svg(self, height: int, content: str) -> str:
-        frame = f'xmlns="http://www.w3.org/2000/svg" class="lanes" viewBox="0 0 {WIDTH} {height}" role="img"'
+        frame = f'xmlns="http://www.w3.org/2000/svg" class="lanes" viewBox="0 0 {self.width} {height}" role="img"'
         description = f"<title>{escape(self.name)}</title><desc>{escape(self.captions)}</desc>"
         return f"<svg {frame}>{description}\n{content}</svg>\n"
 
 
 def picture(
-    timeline: Timeline, view: View, predicted: tuple[Timeline, View] | None = None, captions: Sequence[str] = ()
+    timeline: Timeline,
+    view: View,
+    predicted: tuple[Timeline, View] | None = None,
+    captions: Sequence[str] = (),
+    width: int = WIDTH,
 ) -> Picture:
     """Draw a view; a prediction of the same interval adds a track."""
-    columns = Columns(LEFT, RIGHT - LEFT, view.start, view.end)
+    right = width - MARGIN
+    columns = Columns(LEFT, right - LEFT, view.start, view.end)
     visible = VisibleEvents.of(timeline, view)
     rows, bottom = _rows(visible, predicted, columns)
     lines, ticks = axis(columns, TOP, bottom)
-    explained, height = legend(_kinds(visible, columns), LEFT, RIGHT, bottom + 32)
+    explained, height = legend(_kinds(visible, columns), LEFT, right, bottom + 32)
     name = f"{view.title}: {view.place}, {duration(view.seconds)} {timeline.streams.source}"
     svg = "\n".join([*rows, lines, ticks, explained, ""])
-    return Picture(name, " ".join(captions), svg, round(bottom + 32 + height + 4))
+    return Picture(name, " ".join(captions), svg, round(bottom + 32 + height + 4), width)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""`llmb-run report`, and the pages that runs and sweeps write by themselves."""

@@ -1,0 +1,30 @@
+"""One finished run as a page needs it: configuration, result, events, explanation, and files beside the page."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from llmb.config.spec import RunConfig
+from llmb.events import Event
+from llmb.perfmodel.explain.explanation import Explanation
+from llmb.results.result import Result
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Everything known of a run. Null: not recorded, or not applicable."""
+
+    label: str  # a job id, or the name of the folder
+    config: RunConfig
+    result: Result
+    events: Sequence[Event]
+    explanation: Explanation | None = None
+    command: str | None = None  # as it was typed, secrets masked
+    files: Sequence[tuple[str, str]] = ()  # what it is, path relative to the page
+    timelines: str = ""  # HTML: pictures of an out-of-core profile
+
+    def of_type(self, kind: type[T]) -> list[T]:
+        """Return the events of one type."""
+        return [event for event in self.events if isinstance(event, kind)]
