@@ -154,5 +154,5 @@ def test_the_longest_runs_stay_small(recipes):
 
 def test_without_the_library_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(chart_library, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="pip install 'llmb\\[report\\]'"):
+    with pytest.raises(ConfigError, match="-m pip install plotly"):
         chart_library.compressed_script()

@@ -4,13 +4,14 @@ Plotly's figures are plain JSON, so the library is never imported: its script is
 """
 
 import gzip
+import sys
 from base64 import b64encode
 from importlib.util import find_spec
 from pathlib import Path
 
 from llmb.errors import ConfigError
 
-INSTALL = "pip install 'llmb[report]'"
+INSTALL = f"{sys.executable} -m pip install plotly"
 
 
 def compressed_script() -> str:
