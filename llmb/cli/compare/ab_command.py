@@ -99,7 +99,9 @@ class Runner:
         side = self._sides[label]
         self._count += 1
         with redirect_stdout(StringIO()) as printed:
-            _, interrupted, result = run_one(side.config, side.environment, False, "local", python=side.python)
+            _, interrupted, result = run_one(
+                side.config, side.environment, False, "local", python=side.python, report=False
+            )
         if interrupted:
             raise KeyboardInterrupt
         time = time_per_token(side.config, result) if result.status == "ok" else None

@@ -112,7 +112,9 @@ def _run_here(sides: Any, output: Any) -> Any:
     def judge(row: Any, side: Any) -> Any:
         start = monotonic()
         with redirect_stdout(StringIO()):
-            _, interrupted, result = submit.run_one(side.config, side.environment, False, "local", python=side.python)
+            _, interrupted, result = submit.run_one(
+                side.config, side.environment, False, "local", python=side.python, report=False
+            )
         if interrupted:
             raise KeyboardInterrupt
         seconds, name = monotonic() - start, row.name or side.config.name
