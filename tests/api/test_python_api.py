@@ -158,6 +158,7 @@ def example(name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # the notebook and the gate run the same API
 def test_the_sweep_runs_each_value_and_says_which_cannot(capsys):
     assert example("sweep_setting").main(["--field", "seqlen", "--values", "32", "64", "0", "--steps", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -37,6 +37,7 @@ def test_the_curve_ends_with_the_last_step():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # loss curves of training are compared by tests/train, and the parts of the program above
 def test_the_program_judges_a_proxy(tmp_path):
     command = [sys.executable, BENCH / "loss_curves.py", "--proxy", "--rows", "deepseek-v3 671b fp32", "--steps", "8"]
     done = subprocess.run(

@@ -231,7 +231,7 @@ def test_ctrl_c_leaves_a_readable_incomplete_run(tmp_path):
 
 @pytest.mark.slow
 def test_timeout_is_reported(llmb_run):
-    code, out, _ = llmb_run(*PROXY, *TINY, "--seqlen", "32", "--set", "steps=100000", "--timeout", "6")
+    code, out, _ = llmb_run(*PROXY, *TINY, "--seqlen", "32", "--set", "steps=100000", "--timeout", "3")
     assert code == 2
     assert "timeout" in out
 
