@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-READY_S = 20.0
+READY_S = 60.0  # only a hang takes longer, also beside other tests
 COMPLETE = (
     "document.readyState === 'complete' && "
     "(!document.getElementById('charts') || !!document.documentElement.dataset.charts)"
@@ -54,7 +54,7 @@ class HeadlessBrowser:
         self._loop.run_until_complete(self._session.close())
         self._loop.close()
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(READY_S)
 
     def open(self, page: Path, width: int = 1600, dark: bool = False) -> Visit:
         """Open a page in a window of this width; return when its charts are drawn."""
@@ -99,7 +99,7 @@ class HeadlessBrowser:
     async def _connect(self, port_file: Path) -> None:
         import aiohttp
 
-        for _ in range(400):
+        for _ in range(1200):
             if port_file.exists() and port_file.read_text().count("\n"):
                 break
             await asyncio.sleep(0.05)
@@ -119,7 +119,7 @@ class HeadlessBrowser:
         self._number += 1
         await self._socket.send_str(json.dumps({"id": self._number, "method": method, "params": parameters}))
         while True:
-            message = json.loads((await self._socket.receive(30)).data)
+            message = json.loads((await self._socket.receive(READY_S)).data)
             if message.get("id") == self._number:
                 assert "error" not in message, (method, message["error"])
                 return message["result"]
