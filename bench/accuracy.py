@@ -19,9 +19,10 @@ import numpy as np
 from step_time_fit import ROUNDS, fit, log_errors
 
 from llmb.perfmodel.hardware import GIB, GPUS
+from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.predictor import interval_class, predict, step_memory
 from llmb.perfmodel.step_time.published_rows import PublishedRow, is_possible, read_rows
-from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, Constants, calibrated, constants, interval_data
+from llmb.perfmodel.step_time.step_constants import CONSTANTS_FILE, calibrated, constants, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.waterfall import StepWork, step_work
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from llmb.perfmodel.step_time.step_constants import Constant, Constants
+from llmb.perfmodel.step_time.fitted_constants import Constant, Constants
 
 ROUNDS = 8
 DIFFERENCE = 0.01  # in log space

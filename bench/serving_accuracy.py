@@ -29,7 +29,7 @@ from llmb.perfmodel.serving_time.serving_constants import (
 )
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving, serving_class
 from llmb.perfmodel.serving_time.serving_rows import ServingRow, read_serving_rows
-from llmb.perfmodel.step_time.step_constants import Constants
+from llmb.perfmodel.step_time.fitted_constants import Constants
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared" / "data"

@@ -14,7 +14,7 @@ from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_step import ServingRates, serving_rates
 from llmb.perfmodel.serving_time.serving_work import ServingWork, serving_work
 from llmb.perfmodel.step_time.cluster_fabric import device
-from llmb.perfmodel.step_time.step_constants import Constants
+from llmb.perfmodel.step_time.fitted_constants import Constants
 
 METRICS = ("ttft", "tpot", "e2e")
 TPOT_NOISE, TTFT_NOISE = 0.07, 0.30  # log standard deviation of published values

@@ -20,7 +20,7 @@ from llmb.perfmodel.serving_time.serving_rows import find_served_model
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import serving_work
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS
-from llmb.perfmodel.step_time.step_constants import Constants
+from llmb.perfmodel.step_time.fitted_constants import Constants
 
 CLIENTS = 3000  # requests of most of TensorRT-LLM's tables
 DTYPES = {"fp16": "bf16", "bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}

@@ -1,9 +1,7 @@
 """Explanation of figures typed by hand: a model, a GPU type, and how fast it is said to be."""
 
 import argparse
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from llmb.cli.run_options import load_recipes
@@ -12,10 +10,10 @@ from llmb.perfmodel.explain.explanation import Explanation, explain_serving, exp
 from llmb.perfmodel.explain.published_matches import serving_matches, training_matches
 from llmb.perfmodel.serving_time.serving_bounds import ServedFigures
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings
-from llmb.perfmodel.serving_time.serving_rows import find_served_model
+from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import device
-from llmb.perfmodel.step_time.hf_shape import read_hf_shape
+from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 from llmb.perfmodel.step_time.predictor import model_flops
 from llmb.perfmodel.step_time.setup_fields import build_setup, parse_settings
 
@@ -39,18 +37,13 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _shape(name: str, find: Any) -> Any:
-    is_path = name.endswith(".json") or os.sep in name
-    return read_hf_shape(Path(name)) if is_path else find(name)
-
-
 def _serving(options: argparse.Namespace) -> Explanation:
     if not (options.isl and options.osl):
         raise ConfigError("serving needs both --isl and --osl")
     for name in ("step_time_s", "tflops_per_gpu", "scale"):
         if getattr(options, name) is not None:
             raise ConfigError(f"{_flag(name)} is for training; leave out --isl and --osl")
-    shape = _shape(options.model, find_served_model)
+    shape = served_shape(options.model)
     dtype = (options.dtype or shape.checkpoint or "bf16").lower()
     setup = build_serving_setup(
         shape, options.gpu_type.lower(), dtype, options.engine or "vllm", (options.isl, options.osl),
@@ -91,7 +84,6 @@ def _serving_subject(options: argparse.Namespace, setup: ServingSetup) -> str:
 
 
 def _training(options: argparse.Namespace) -> Explanation:
-    from llmb.perfmodel.model_catalog import find_model
 
     figures = [name for name in ("step_time_s", "tokens_per_s", "tflops_per_gpu") if getattr(options, name) is not None]
     if len(figures) != 1:
@@ -103,7 +95,7 @@ def _training(options: argparse.Namespace) -> Explanation:
             raise ConfigError(f"{_flag(name)} is for serving; add --isl and --osl")
     values = parse_settings(options.set) | ({"engine": options.engine} if options.engine else {})
     setup = build_setup(
-        _shape(options.model, find_model), options.gpu_type.lower(), options.scale or 1,
+        find_or_read_shape(options.model), options.gpu_type.lower(), options.scale or 1,
         (options.dtype or "bf16").lower(), values,
     )  # fmt: skip
     seconds = {

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -130,17 +129,15 @@ def _print_energy(options: argparse.Namespace, setup: Any, prediction: Any) -> N
 def _model_setups(options: argparse.Namespace) -> list[Any]:
     """Return the descriptions of any model at each scale; the batch grows with the number of GPUs."""
     from llmb.errors import ConfigError
-    from llmb.perfmodel.model_catalog import find_model
     from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
-    from llmb.perfmodel.step_time.hf_shape import read_hf_shape
+    from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
     from llmb.perfmodel.step_time.setup_fields import build_setup, parse_scales, parse_settings
 
     if options.size:
         raise ConfigError("-s names a size of -w; with --model write the whole name, such as llama3.1-8b")
     if options.gpu_type is None or options.scale is None:
         raise ConfigError(f"--model needs --gpu-type ({', '.join(FABRICS)}) and --scale, a number of GPUs")
-    is_path = options.model.endswith(".json") or os.sep in options.model or Path(options.model).is_dir()
-    shape = read_hf_shape(Path(options.model)) if is_path else find_model(options.model)
+    shape = find_or_read_shape(options.model)
     gpu, values = options.gpu_type.lower(), parse_settings(options.set)
     device(gpu)
     scales, dtype = parse_scales(options.scale), (options.dtype or "bf16").lower()

@@ -2,17 +2,15 @@
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from llmb.cli.explain.cost_options import energy_of
 from llmb.errors import ConfigError
 from llmb.perfmodel.explain.energy_cost import EnergyCost
-from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.serving_time.serving_predictor import ServingPrediction, predict_serving
+from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
 from llmb.perfmodel.step_time.setup_fields import changed_device
@@ -45,14 +43,6 @@ def _energy(options: argparse.Namespace, setup: ServingSetup, prediction: Servin
     return energy
 
 
-def _shape(name: str) -> ModelShape:
-    from llmb.perfmodel.serving_time.serving_rows import find_served_model
-    from llmb.perfmodel.step_time.hf_shape import read_hf_shape
-
-    is_path = name.endswith(".json") or name.startswith((".", os.sep)) or Path(name).is_dir()
-    return read_hf_shape(Path(name)) if is_path else find_served_model(name)
-
-
 def _model_setups(options: argparse.Namespace) -> list[ServingSetup]:
     from llmb.perfmodel.serving_time.serving_fields import (
         build_serving_setup,
@@ -71,7 +61,7 @@ def _model_setups(options: argparse.Namespace) -> list[ServingSetup]:
         raise ConfigError("--scale is for training; the layout gives the GPUs of an engine: --set tp=2")
     gpu, values = options.gpu_type.lower(), parse_serving_settings(options.set)
     device(gpu)
-    shape, engine = _shape(options.model), options.engine or "vllm"
+    shape, engine = served_shape(options.model), options.engine or "vllm"
     dtype = (options.dtype or shape.checkpoint or "bf16").lower()
     return [
         build_serving_setup(shape, gpu, dtype, engine, (options.isl, options.osl), clients, values)

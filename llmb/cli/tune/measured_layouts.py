@@ -6,13 +6,12 @@ GPUs and of a small model on a CPU. Two candidates whose proxies are the same ar
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llmb.cli.run_options import gpu_here, load_recipes
+from llmb.cli.tune.measured_runs import MeasuredRuns, NamedRun
 from llmb.config.overrides import Setting, from_arguments
 from llmb.config.parallel_layout import max_layers_per_rank
 from llmb.config.proxy_layout import shrink_layout
@@ -54,30 +53,18 @@ def measure_layouts(
     options: argparse.Namespace, settings: list[str], tuned: TunedRun
 ) -> tuple[int, list[dict[str, Any]]]:
     """Run the best layouts and the recipe's row one after the other; return the exit code and the figures."""
-    from llmb.cli.memory_check import check_memory
-    from llmb.cli.submit import check_runs_here, run_one
-
     here = machine_for(tuned.best.setup, options.ranks)
-    runs = list(_runs(options, settings, tuned, here))
-    for _, config in runs:
-        check_runs_here(config)
-    check_memory([config for _, config in runs], load_recipes(), local=True)
-    measured, codes = [], []
-    for names, config in runs:
-        with standard_output(to_stderr=options.json):
-            code, interrupted, result = run_one(config, {}, False, "local")
-        codes.append(code)
-        measured.append(MeasuredLayout(names=names, config=config, predicted_s=_predicted(config), result=result))
-        if interrupted:
-            break
+    runs = MeasuredRuns(list(_runs(options, settings, tuned, here)), options.json)
+    measured = [
+        MeasuredLayout(names=names, config=config, predicted_s=_predicted(config), result=result)
+        for names, config, result in runs
+    ]
     if not options.json:
         print(f"\n{measured_text(measured)}")
-    return max(codes), measured_data(measured)
+    return runs.code, measured_data(measured)
 
 
-def _runs(
-    options: argparse.Namespace, settings: list[str], tuned: TunedRun, here: Here
-) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+def _runs(options: argparse.Namespace, settings: list[str], tuned: TunedRun, here: Here) -> Iterator[NamedRun]:
     """Yield the configurations to measure, with the candidates that each stands for."""
     named: list[tuple[str, Candidate]] = []
     for place, candidate in enumerate(tuned.search.candidates[: options.measure], 1):
@@ -137,8 +124,3 @@ def _predicted(config: RunConfig) -> float | None:
     if config.machine.gpu not in FABRICS or config.precision.dtype not in DTYPES:
         return None
     return predict(setup_of(config)).step_time_s
-
-
-def standard_output(to_stderr: bool) -> AbstractContextManager[Any]:
-    """Send what a run prints to the standard error, so that the output stays JSON."""
-    return redirect_stdout(sys.stderr) if to_stderr else nullcontext()

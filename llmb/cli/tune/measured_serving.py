@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from llmb.cli.run_options import gpu_here, load_recipes
-from llmb.cli.tune.measured_layouts import CPU_RANKS, standard_output
+from llmb.cli.tune.measured_layouts import CPU_RANKS
+from llmb.cli.tune.measured_runs import MeasuredRuns, NamedRun
 from llmb.config.overrides import Setting, from_arguments
 from llmb.config.proxy_layout import shrink_layout
 from llmb.config.spec import Inference, Parallel, RunConfig
@@ -32,29 +33,17 @@ def measure_serving(
     options: argparse.Namespace, settings: list[str], tuned: TunedServing, row: RunConfig
 ) -> tuple[int, list[dict[str, Any]]]:
     """Run the best settings and the recipe's row one after the other; return the exit code and the figures."""
-    from llmb.cli.memory_check import check_memory
-    from llmb.cli.submit import check_runs_here, run_one
-
-    runs = list(_runs(options, settings, tuned, row))
-    for _, config in runs:
-        check_runs_here(config)
-    check_memory([config for _, config in runs], load_recipes(), local=True)
-    measured, codes = [], []
-    for names, config in runs:
-        with standard_output(to_stderr=options.json):
-            code, interrupted, result = run_one(config, {}, False, "local")
-        codes.append(code)
-        measured.append(MeasuredServing(names=names, config=config, predicted=_predicted(config), result=result))
-        if interrupted:
-            break
+    runs = MeasuredRuns(list(_runs(options, settings, tuned, row)), options.json)
+    measured = [
+        MeasuredServing(names=names, config=config, predicted=_predicted(config), result=result)
+        for names, config, result in runs
+    ]
     if not options.json:
         print(f"\n{measured_serving_text(measured)}")
-    return max(codes), measured_serving_data(measured)
+    return runs.code, measured_serving_data(measured)
 
 
-def _runs(
-    options: argparse.Namespace, settings: list[str], tuned: TunedServing, row: RunConfig
-) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+def _runs(options: argparse.Namespace, settings: list[str], tuned: TunedServing, row: RunConfig) -> Iterator[NamedRun]:
     """Yield the configurations to measure, with the candidates that each stands for."""
     configs: dict[str, tuple[list[str], RunConfig]] = {}
 

@@ -3,19 +3,17 @@
 import argparse
 import copy
 import json
-import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from llmb.cli.recipe_row import resolve_row
 from llmb.config.load_settings import parse_slo
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
-from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.serving_time.serving_fields import build_serving_setup, parse_serving_settings, serving_setup_of
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
+from llmb.perfmodel.serving_time.serving_rows import served_shape
 from llmb.perfmodel.serving_time.serving_setup import WAVES, ServingSetup
 from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
 from llmb.perfmodel.step_time.setup_fields import parse_scales
@@ -110,18 +108,10 @@ def _model_run(options: argparse.Namespace, settings: list[str]) -> tuple[Servin
         raise ConfigError(f"--model with --task serve needs {flags}; GPU types are: {', '.join(FABRICS)}")
     gpu = options.gpu_type.lower()
     device(gpu)
-    shape, dtype, engine = _shape(options.model), (options.dtype or "bf16").lower(), options.engine or "vllm"
+    shape, dtype, engine = served_shape(options.model), (options.dtype or "bf16").lower(), options.engine or "vllm"
     lengths, values = (options.isl, options.osl), parse_serving_settings(settings)
     base = build_serving_setup(shape, gpu, dtype, engine, lengths, 1, values)
     return base, _one_scale(parse_scales(options.scale))
-
-
-def _shape(name: str) -> ModelShape:
-    from llmb.perfmodel.serving_time.serving_rows import find_served_model
-    from llmb.perfmodel.step_time.hf_shape import read_hf_shape
-
-    is_path = name.endswith(".json") or name.startswith((".", os.sep)) or Path(name).is_dir()
-    return read_hf_shape(Path(name)) if is_path else find_served_model(name)
 
 
 def _one_scale(scales: list[int]) -> int:

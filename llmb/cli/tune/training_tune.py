@@ -3,10 +3,8 @@
 import argparse
 import copy
 import json
-import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from llmb.cli.recipe_row import resolve_row
@@ -77,15 +75,13 @@ def _engine(settings: list[str]) -> tuple[str | None, list[str]]:
 
 def _model_run(options: argparse.Namespace, settings: list[str]) -> StepSetup:
     """Return a description of any model; the batch is one sequence per GPU unless set."""
-    from llmb.perfmodel.model_catalog import find_model
-    from llmb.perfmodel.step_time.hf_shape import read_hf_shape
+    from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 
     if options.size:
         raise ConfigError("-s names a size of -w; with --model write the whole name, such as llama3.1-8b")
     if options.gpu_type is None or options.scale is None:
         raise ConfigError(f"--model needs --gpu-type ({', '.join(FABRICS)}) and --scale, a number of GPUs")
-    is_path = options.model.endswith(".json") or os.sep in options.model or Path(options.model).is_dir()
-    shape = read_hf_shape(Path(options.model)) if is_path else find_model(options.model)
+    shape = find_or_read_shape(options.model)
     gpu, gpus = options.gpu_type.lower(), _one_scale(parse_scales(options.scale))
     device(gpu)
     values = {"gbs": gpus, **parse_settings(settings)}

@@ -1,13 +1,10 @@
 """Constants of the serving predictor, from `serving_constants.yaml`: values with unit, meaning and prior."""
 
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmb.config.recipe import load_yaml
-from llmb.config.serialization import build
-from llmb.perfmodel.step_time.step_constants import Constant, Constants
+from llmb.perfmodel.step_time.fitted_constants import Constant, Constants, fitted_values, read_constants, read_interval
 
 CONSTANTS_FILE = Path(__file__).with_name("serving_constants.yaml")
 # Engine -> the first release of 2026 (none: one generation), as host costs fell much between the two years.
@@ -30,25 +27,16 @@ def engine_generation(engine: str, version: str) -> str:
     return f"{engine}_2026" if numbers >= first else f"{engine}_2025"
 
 
-@cache
 def serving_constants() -> dict[str, Constant]:
     """Return all constants by name."""
-    return {name: build(Constant, fields, f"constant {name}") for name, fields in _data()["constants"].items()}
+    return read_constants(CONSTANTS_FILE)
 
 
-@cache
 def calibrated_serving() -> Constants:
     """Return the fitted value of every constant."""
-    return {name: c.prior if c.value is None else c.value for name, c in serving_constants().items()}
+    return fitted_values(CONSTANTS_FILE)
 
 
 def serving_interval() -> dict[str, Any]:
     """Return half the widths of the 80 % intervals in log space."""
-    data: dict[str, Any] = _data().get("interval", {})
-    return data
-
-
-@cache
-def _data() -> dict[str, Any]:
-    data: dict[str, Any] = load_yaml(CONSTANTS_FILE, "a section constants")
-    return data
+    return read_interval(CONSTANTS_FILE)

@@ -8,6 +8,7 @@ from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.serving_time.serving_rows import DEFAULT_TOKENS, DTYPES, default_kv_dtype
 from llmb.perfmodel.serving_time.serving_setup import FRACTIONS, KV_DTYPES, WAVES, ServingSetup
+from llmb.perfmodel.step_time.setup_fields import parse_fields
 
 COUNTS = (
     "tp", "pp", "ep", "attention_dp", "moe_tp", "max_num_tokens", "max_batch_size", "receive_interval", "waves",
@@ -18,15 +19,7 @@ MOST_CLIENTS = 1 << 20
 
 def parse_serving_settings(settings: list[str]) -> dict[str, Any]:
     """Return `FIELD=VALUE` settings by field, checked."""
-    values: dict[str, Any] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {text}: expected FIELD=VALUE; fields are: {', '.join(FIELDS)}")
-        if name not in FIELDS:
-            raise UnknownName("field of --set", name, FIELDS)
-        values[name] = _parse_value(name, value.strip().lower())
-    return values
+    return parse_fields(settings, FIELDS, _parse_value)
 
 
 def _parse_value(name: str, text: str) -> Any:

@@ -15,7 +15,7 @@ from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_step import serving_rates
 from llmb.perfmodel.serving_time.serving_work import serving_work
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
-from llmb.perfmodel.step_time.step_constants import Constants
+from llmb.perfmodel.step_time.fitted_constants import Constants
 
 MS = 1e3
 

@@ -7,8 +7,6 @@ moe_ep; optional kv_dtype, max_num_tokens, max_batch_size, receive_interval, dra
 ttft_ms and tpot_ms may be empty.
 """
 
-import csv
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,8 @@ from llmb.errors import ConfigError, LlmbError
 from llmb.perfmodel.model_catalog import ModelShape, find_model
 from llmb.perfmodel.serving_time.serving_constants import ENGINES
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
+from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
+from llmb.perfmodel.step_time.hf_shape import find_or_read_shape
 
 DTYPES = {"": "bf16", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4", "mxfp4": "nvfp4"}
 MOST_RANKS = 16  # of one engine; published rows with more are disaggregated
@@ -43,16 +43,7 @@ class ServingRow:
 
 def read_serving_rows(path: Path) -> list[ServingRow]:
     """Read a CSV file; every row comes back, with a description or a reason."""
-    try:
-        with path.open(newline="") as file:
-            rows = [parse_serving_row(cells, number) for number, cells in enumerate(csv.DictReader(file), 2)]
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path} is not a CSV file: {error}") from error
-    if not rows:
-        raise ConfigError(f"{path} has no rows; it needs a line of columns such as model,backend,system,precision,isl")
-    return rows
+    return read_table(path, parse_serving_row, "model,backend,system,precision,isl")
 
 
 def parse_serving_row(cells: dict[str, str], number: int = 0) -> ServingRow:
@@ -60,10 +51,15 @@ def parse_serving_row(cells: dict[str, str], number: int = 0) -> ServingRow:
     cells = {name: (value or "").strip().lower() for name, value in cells.items() if name}
     try:
         setup = _setup(cells)
-        ttft, tpot = _positive(cells, "ttft_ms"), _positive(cells, "tpot_ms")
+        ttft, tpot = positive_cell(cells, "ttft_ms"), positive_cell(cells, "tpot_ms")
     except LlmbError as error:
         return ServingRow(number=number, cells=cells, reason=str(error).split("; choices are")[0])
     return ServingRow(number=number, cells=cells, setup=setup, ttft_ms=ttft, tpot_ms=tpot)
+
+
+def served_shape(text: str) -> ModelShape:
+    """Return the shape of a served model by its name, or from a config.json or its folder."""
+    return find_or_read_shape(text, find_served_model, owners=True)
 
 
 def find_served_model(name: str) -> ModelShape:
@@ -107,7 +103,7 @@ def _setup(cells: dict[str, str]) -> ServingSetup:
         moe_tp=moe_tp,
         engine=engine,
         engine_version=cells.get("backend_version") or UNVERSIONED,
-        length_ratio=_positive(cells, "length_ratio") or (RANDOM_RATIO if recipe else 1.0),
+        length_ratio=positive_cell(cells, "length_ratio") or (RANDOM_RATIO if recipe else 1.0),
         **_knobs(cells, engine, gpu, attention_dp, shape.model.mla is not None),
     )
 
@@ -179,16 +175,3 @@ def _optional(cells: dict[str, str], name: str) -> int | None:
     if not re.fullmatch(r"\d{1,9}(\.0)?", text) or not float(text):
         raise ConfigError(f"{name} must be a whole number, 1 or more, got {text!r}")
     return int(float(text))
-
-
-def _positive(cells: dict[str, str], name: str) -> float | None:
-    text = cells.get(name, "")
-    if not text:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise ConfigError(f"{name} must be a number above 0, got {text!r}")
-    return number

@@ -10,7 +10,7 @@ from typing import Any
 from llmb.perfmodel.serving_time.serving_setup import ServingSetup
 from llmb.perfmodel.serving_time.serving_work import ServingWork
 from llmb.perfmodel.step_time.cluster_fabric import Device
-from llmb.perfmodel.step_time.step_constants import Constants
+from llmb.perfmodel.step_time.fitted_constants import Constants
 
 TERMS = ("gemm", "experts", "attention", "memory_bound", "communication", "launch", "host")
 NORM = 4

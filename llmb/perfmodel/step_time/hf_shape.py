@@ -6,18 +6,29 @@ Settings that change no count of weights or FLOPs are ignored. `models/hf_config
 that run here.
 """
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from llmb.config.serialization import convert, read_json
 from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig
 from llmb.errors import ConfigError
-from llmb.perfmodel.model_catalog import ModelShape
+from llmb.perfmodel.model_catalog import ModelShape, find_model
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 BLOCKS_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
 UNGATED = ("gpt2", "gpt_neox", "nemotron", "nemotron_h")  # model types with up and down projections only
+
+
+def find_or_read_shape(text: str, find: Callable[[str], ModelShape] = find_model, owners: bool = False) -> ModelShape:
+    """Return the shape of a model by its name, or from a config.json or its folder.
+
+    `owners`: names may have the owner of Hugging Face before a slash, so that not every slash makes a path.
+    """
+    has_path = text.startswith((".", os.sep)) if owners else os.sep in text
+    return read_hf_shape(Path(text)) if text.endswith(".json") or has_path or Path(text).is_dir() else find(text)
 
 
 def read_hf_shape(path: Path) -> ModelShape:

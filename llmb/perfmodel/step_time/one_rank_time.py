@@ -19,7 +19,8 @@ from llmb.perfmodel.communication import ALL_REDUCE, ALL_TO_ALL, CollectiveTraff
 from llmb.perfmodel.shards import rank_flops
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.collective_time import Transfer, ring_transfer
-from llmb.perfmodel.step_time.step_constants import Constants, calibrated
+from llmb.perfmodel.step_time.fitted_constants import Constants
+from llmb.perfmodel.step_time.step_constants import calibrated
 from llmb.perfmodel.step_time.waterfall import transfer_time
 
 # Mesh dimension of a collective -> kind under which its time is added.

@@ -12,9 +12,10 @@ from llmb.perfmodel.flops import flops_breakdown
 from llmb.perfmodel.hardware import GIB, gpu
 from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
 from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.native_work import native_constants, native_interval
 from llmb.perfmodel.step_time.saved_activations import saved_fraction
-from llmb.perfmodel.step_time.step_constants import Constants, calibrated, interval_data
+from llmb.perfmodel.step_time.step_constants import calibrated, interval_data
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.waterfall import NATIVE, StepWork, step_terms, step_work
 

@@ -6,7 +6,6 @@ Columns: model, size, task, gpu, dtype, gpus, seqlen, gbs, mbs, tp, pp, cp, vp, 
 recompute_layers; optional source and notes name engine, release and knobs; measured values may be empty.
 """
 
-import csv
 import math
 import re
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from llmb.config.spec import Parallel
 from llmb.errors import ConfigError, LlmbError
 from llmb.perfmodel.model_catalog import find_model
+from llmb.perfmodel.step_time.csv_table import positive_cell, read_table
 from llmb.perfmodel.step_time.predictor import model_flops, peak_flops
 from llmb.perfmodel.step_time.recipe_settings import with_recipe
 from llmb.perfmodel.step_time.step_setup import DEFAULT_ENGINE, Recompute, StepSetup, parse_dtype
@@ -45,16 +45,7 @@ class PublishedRow:
 
 def read_rows(path: Path) -> list[PublishedRow]:
     """Read a CSV file; every row comes back, with a description or a reason."""
-    try:
-        with path.open(newline="") as file:
-            rows = [parse_row(cells, number) for number, cells in enumerate(csv.DictReader(file), 2)]
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path} is not a CSV file: {error}") from error
-    if not rows:
-        raise ConfigError(f"{path} has no rows; it needs a line of columns such as model,gpu,dtype,gpus,seqlen,mbs,tp")
-    return rows
+    return read_table(path, parse_row, "model,gpu,dtype,gpus,seqlen,mbs,tp")
 
 
 def parse_row(cells: dict[str, str], number: int = 0) -> PublishedRow:
@@ -80,34 +71,21 @@ def _cell(name: str, value: str | None) -> str:
 def measured_step_time(cells: dict[str, str], setup: StepSetup) -> float | None:
     """Return the measured step time: printed, or from tokens/s of all GPUs or of one."""
     tokens = setup.gbs * setup.seqlen
-    if (seconds := _positive(cells, "step_time_s")) is not None:
+    if (seconds := positive_cell(cells, "step_time_s")) is not None:
         return seconds
-    if (rate := _positive(cells, "tokens_per_s_per_gpu")) is not None:
+    if (rate := positive_cell(cells, "tokens_per_s_per_gpu")) is not None:
         return tokens / setup.gpus / rate
-    return tokens / rate if (rate := _positive(cells, "tokens_per_s")) is not None else None
+    return tokens / rate if (rate := positive_cell(cells, "tokens_per_s")) is not None else None
 
 
 def _check_batch(cells: dict[str, str], setup: StepSetup, seconds: float | None) -> None:
     """Reject a row whose batch came from its recipe and does not give the TFLOP/s that it prints."""
-    printed = _positive(cells, "tflops_per_gpu")
+    printed = positive_cell(cells, "tflops_per_gpu")
     if cells.get("gbs") or printed is None or seconds is None:
         return
     ratio = model_flops(setup) / setup.gpus / seconds / 1e12 / printed
     if abs(math.log(ratio)) > BATCH_TOLERANCE:
         raise ConfigError("the batch of its recipe does not give the printed TFLOP/s")
-
-
-def _positive(cells: dict[str, str], name: str) -> float | None:
-    text = cells.get(name, "")
-    if not text:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise ConfigError(f"{name} must be a number above 0, got {text!r}")
-    return number
 
 
 def is_possible(setup: StepSetup, seconds: float) -> bool:

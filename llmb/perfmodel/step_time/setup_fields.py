@@ -1,6 +1,7 @@
 """Step descriptions from text: `--set tp=4`, GPU counts such as 8..16384, what-if changes such as network=0.5x."""
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,15 +32,20 @@ DEFAULT_SEQLEN, MOST_GPUS = 4096, 1 << 22
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """Return `FIELD=VALUE` settings by field, checked."""
+    """Return `FIELD=VALUE` settings of a training run by field, checked."""
+    return parse_fields(settings, FIELDS, _parse_value)
+
+
+def parse_fields(settings: list[str], fields: Sequence[str], parse: Callable[[str, str], Any]) -> dict[str, Any]:
+    """Return `FIELD=VALUE` settings by field; `parse` checks the value of a field."""
     values: dict[str, Any] = {}
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"--set {text}: expected FIELD=VALUE; fields are: {', '.join(FIELDS)}")
-        if name not in FIELDS:
-            raise UnknownName("field of --set", name, FIELDS)
-        values[name] = _parse_value(name, value.strip().lower())
+            raise ConfigError(f"--set {text}: expected FIELD=VALUE; fields are: {', '.join(fields)}")
+        if name not in fields:
+            raise UnknownName("field of --set", name, fields)
+        values[name] = parse(name, value.strip().lower())
     return values
 
 

@@ -3,13 +3,10 @@
 calibrated()["gemm_bf16_hopper"]        -> 0.7, a fraction of the peak
 """
 
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmb.config.recipe import load_yaml
-from llmb.config.serialization import build
+from llmb.perfmodel.step_time.fitted_constants import Constant, Constants, fitted_values, read_constants, read_interval
 
 CONSTANTS_FILE = Path(__file__).with_name("step_constants.yaml")
 # Engine -> (constant of its step time, constant of its host time per expert layer); none: 1.
@@ -23,39 +20,17 @@ ENGINES: dict[str, tuple[str | None, str | None]] = {
     "native": (None, None),
 }
 
-Constants = dict[str, float]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Constant:
-    """One constant: where the fit starts, how far it may go, and what it came to."""
-
-    prior: float
-    spread: float  # standard deviation of its logarithm
-    unit: str
-    meaning: str
-    value: float | None = None  # none: the prior
-
-
-@cache
 def constants() -> dict[str, Constant]:
     """Return all constants by name."""
-    return {name: build(Constant, fields, f"constant {name}") for name, fields in _data()["constants"].items()}
+    return read_constants(CONSTANTS_FILE)
 
 
-@cache
 def calibrated() -> Constants:
     """Return the fitted value of every constant."""
-    return {name: c.prior if c.value is None else c.value for name, c in constants().items()}
+    return fitted_values(CONSTANTS_FILE)
 
 
 def interval_data() -> dict[str, Any]:
     """Return the spread of residuals of left-out groups, by kind of row."""
-    data: dict[str, Any] = _data().get("interval", {})
-    return data
-
-
-@cache
-def _data() -> dict[str, Any]:
-    data: dict[str, Any] = load_yaml(CONSTANTS_FILE, "a section constants")
-    return data
+    return read_interval(CONSTANTS_FILE)

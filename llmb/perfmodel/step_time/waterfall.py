@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.collective_time import RankTraffic, Transfer, rank_traffic
+from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.native_work import explicit_recompute, is_explicit, native_rates, native_work
 from llmb.perfmodel.step_time.saved_activations import offloaded_bytes
-from llmb.perfmodel.step_time.step_constants import ENGINES, Constants
+from llmb.perfmodel.step_time.step_constants import ENGINES
 from llmb.perfmodel.step_time.step_setup import StepSetup
 from llmb.perfmodel.step_time.step_work import QUANTIZED_KERNELS, SELECTIVE, BlockWork, RankWork, rank_work
 
