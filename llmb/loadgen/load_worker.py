@@ -32,6 +32,7 @@ EXPIRE_S = 0.25  # between two looks for requests that exceed the timeout
 OPEN_AHEAD = 4096  # connections opened before the start, at most
 
 RATE_AHEAD = 128  # of a load at a rate, whose concurrency is not known
+RENDER_AHEAD = 8  # payloads of a closed loop, so that the gap to the next request is not the time to render it
 
 
 class Record(NamedTuple):
@@ -96,6 +97,7 @@ class LoadWorker:
         self._order = count()
         self._waiting: deque[tuple[int, float]] = deque()  # sessions that are due but held back by the cap
         self._numbers: Iterator[int] = iter(())  # indexes of sessions that have not begun
+        self._ahead: deque[int] = deque()  # such indexes whose payloads are rendered
         self._due_times: Iterator[float] = iter(())
         self._cap: int | None = None
         self._start, self._deadline = 0.0, float("inf")
@@ -109,17 +111,15 @@ class LoadWorker:
     async def prepare(self) -> None:
         """Render payloads and open connections, before the load starts."""
         total = self._source.count
-        if total is not None and self._settings.turns == 1:
+        limit = self._settings.concurrency or (OPEN_AHEAD if self._settings.arrivals == "all_at_once" else RATE_AHEAD)
+        most = limit if total is None else min(limit, total)
+        if self._settings.turns == 1:
             size = 0
-            for number in range(self._index, total, self._size):
-                session = self._source.session(number)
-                payload = self._renderer.payload(session.turns[0])
-                self._rendered[number] = session, payload
+            for number in range(self._index, limit if total is None else total, self._size):
+                _, payload = self._rendered_session(number)
                 size += len(payload)
                 if size > RENDERED_BYTES:
                     break
-        limit = self._settings.concurrency or (OPEN_AHEAD if self._settings.arrivals == "all_at_once" else RATE_AHEAD)
-        most = limit if total is None else min(limit, total)
         await self._client.open(min(OPEN_AHEAD, share(most, self._index, self._size)))
 
     async def warm_up(self, requests: int) -> None:
@@ -226,17 +226,26 @@ class LoadWorker:
 
     def _begin_next(self, due: float) -> None:
         """Begin the next session of a closed loop."""
-        number = None if due >= self._deadline else next(self._numbers, None)
+        if due >= self._deadline:
+            return
+        number = self._ahead.popleft() if self._ahead else next(self._numbers, None)
         if number is not None:
             self._begin(number, due)
+            if not self._warmup:
+                self._loop.call_soon(self._render_ahead)
+
+    def _render_ahead(self) -> None:
+        """Render the payload of a session to come while the server works."""
+        number = next(self._numbers, None) if len(self._ahead) < RENDER_AHEAD else None
+        if number is not None:
+            self._rendered_session(number)
+            self._ahead.append(number)
 
     def _rendered_session(self, number: int) -> tuple[Session, bytes]:
         entry = self._rendered.get(number)
         if entry is None:
             session = self._source.session(number)
-            entry = session, self._renderer.payload(session.turns[0])
-            if self._settings.is_open_loop:
-                self._rendered[number] = entry
+            entry = self._rendered[number] = session, self._renderer.payload(session.turns[0])
         return entry
 
     def _begin(self, number: int, due: float) -> None:

@@ -1,7 +1,9 @@
 """Whole loads on the no-op server, from settings to a Result."""
 
+import asyncio
 import time
 from dataclasses import replace
+from time import perf_counter
 
 import pytest
 
@@ -10,6 +12,8 @@ from llmb.errors import ConfigError, LaunchError
 from llmb.events import ClientFacts, RequestDone, RunEnded, ServingFacts
 from llmb.loadgen.calibration import Calibration, NoopServerProcess, choose_processes
 from llmb.loadgen.load_test import run_load
+from llmb.loadgen.load_worker import LoadWorker
+from llmb.loadgen.request_source import RequestSource
 from llmb.results.derive import derive
 
 
@@ -71,6 +75,27 @@ def test_a_rate_keeps_its_times_and_a_cap_shows_the_waiting(server):
     mean = sum(waits) / len(waits)
     assert held.ttft_scheduled_ms["mean"] == pytest.approx(held.ttft_ms["mean"] + mean)  # no coordinated omission
     assert "RATE_MISSED" in {warning.code for warning in held.warnings}
+
+
+def test_a_closed_loop_without_a_count_renders_before_it_sends(server, monkeypatch):
+    begin, rendered = LoadWorker._begin, []
+
+    def watched(self, number, due):
+        rendered.append(number in self._rendered)
+        begin(self, number, due)
+
+    monkeypatch.setattr(LoadWorker, "_begin", watched)
+
+    async def load() -> int:
+        parsed = settings(server, num_requests=None, duration_s=0.2, concurrency=2)
+        worker = LoadWorker(asyncio.get_running_loop(), parsed, RequestSource(parsed))
+        await worker.prepare()
+        await worker.run(perf_counter())
+        worker.close()
+        return worker.done
+
+    assert asyncio.run(load()) == len(rendered) > 4
+    assert all(rendered)
 
 
 def test_a_duration_ends_the_load_and_waits_for_the_last_responses(server):
