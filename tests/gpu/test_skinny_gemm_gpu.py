@@ -100,7 +100,7 @@ def without_skinny_gemm(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize("lengths", [[1000], [700, 1, 0, 2048]], ids=str)
+@pytest.mark.parametrize("lengths", [[1000], [700, 2048], [2048, 0]], ids=str)
 @pytest.mark.parametrize(("format", "kv_dtype"), [("plain", BF16), ("fp8_channel", E4M3)], ids=["bf16", "fp8"])
 @torch.inference_mode()
 def test_llama_layers_of_full_width(

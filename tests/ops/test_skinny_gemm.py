@@ -24,7 +24,7 @@ def test_programs_take_several_groups_and_long_rows_in_chunks(
 
 
 def test_step_is_as_long_as_registers_allow() -> None:
-    down = tile_of(torch.empty(4096, 14336, dtype=torch.bfloat16, device="meta"))
+    down = tile_of(torch.empty(4096, 14336, dtype=torch.bfloat16, device="meta"), tokens=2)
     assert [step_of(down, tokens, 14336, packed=False) for tokens in (1, 2, 4)] == [16384, 8192, 4096]
     assert step_of(down, 2, 14336, packed=True) == 16384
     assert step_of(down, 1, 100, packed=False) == 256
