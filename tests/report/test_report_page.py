@@ -42,6 +42,13 @@ def test_the_top_says_what_ran_how_fast_and_is_that_good(recipes):
     assert "% of what the chip sustains" in standing
 
 
+def test_the_top_says_a_power_limit_that_is_not_the_default(recipes):
+    record = trained(recipes)
+    device = {"power_limit_w": 400.0, "power_default_w": 700.0}
+    description = sentences(replace(record, result=replace(record.result, device=device)))[0]
+    assert "1 x NVIDIA H200 (power limit 400 W, the part's default is 700 W)" in description
+
+
 def test_the_bar_shows_all_rates_in_one_unit(recipes):
     record = trained(recipes)
     (trace,) = bar_chart(record).traces
