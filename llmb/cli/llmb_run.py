@@ -16,7 +16,6 @@ from llmb.cli import (
     list_show,
     load,
     plan,
-    probe_command,
     read_timing,
     serve,
     submit,
@@ -25,7 +24,7 @@ from llmb.cli import (
 from llmb.cli.compare import ab_command, compare_command, exemplar_command, gate_command
 from llmb.cli.explain import explain_command
 from llmb.cli.jobs import jobs
-from llmb.cli.machine import doctor_command
+from llmb.cli.machine import doctor_command, probe_command
 from llmb.cli.predictions import predict
 from llmb.cli.report import report_command
 from llmb.cli.subcommand import Parser, add_help_command

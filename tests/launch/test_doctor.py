@@ -144,7 +144,7 @@ def test_examinations_travel_as_json_and_a_silent_node_is_reported():
 
 def test_labelled_output_is_put_together_by_node():
     text = '1: llmb-node n2\n0: llmb-node n1\n1: {"a": \n0: {}\n1: 1}\nsrun: noise\n'
-    assert parse_labelled(text) == {"n1": "{}", "n2": '{"a": 1}'}
+    assert parse_labelled(text) == {0: ("n1", "{}"), 1: ("n2", '{"a": 1}')}
 
 
 def test_srun_takes_the_same_nodes_as_a_run():

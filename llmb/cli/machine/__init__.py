@@ -1,1 +1,1 @@
-"""Commands about machines: doctor."""
+"""Commands about machines: doctor and probe."""

@@ -11,9 +11,7 @@ from llmb.launch.command import python_path
 from llmb.launch.doctor.examination import Examination
 from llmb.launch.doctor.odd_nodes import OddFact, odd_nodes
 from llmb.launch.slurm.cluster_config import Cluster
-from llmb.launch.slurm.node_tasks import NodeState, node_options, node_states, run_on_nodes, srun_on_nodes
-from llmb.launch.slurm.nodelist import node_names
-from llmb.launch.slurm.srun import in_allocation
+from llmb.launch.slurm.node_tasks import NodeState, choose_nodes, run_on_nodes, srun_on_nodes
 
 NODE_TIMEOUT_S = 600.0  # to get an allocation of idle nodes and look at them
 COMMAND = ("-m", "llmb.cli.llmb_run", "doctor", "--json")
@@ -31,24 +29,12 @@ class ClusterExamination:
 
 def examine_cluster(cluster: Cluster | None, nodelist: str | None, environ: Mapping[str, str]) -> ClusterExamination:
     """Look at the nodes of this allocation, of a nodelist, or at all idle nodes of the cluster's partition."""
-    not_asked: tuple[NodeState, ...] = ()
-    options: dict[str, str] = {}
-    if in_allocation(environ):
-        names = node_names(nodelist or environ.get("SLURM_JOB_NODELIST"))
-    else:
-        options = {**node_options(cluster, on_cpu=cluster is not None and cluster.gpu_type == "cpu"), "time": "10"}
-        names = node_names(nodelist)
-        if not names:
-            states = node_states(options.get("partition"))
-            names = tuple(state.name for state in states if state.usable)
-            not_asked = tuple(state for state in states if not state.usable)
-    if not names:
-        raise ConfigError(f"no node to look at: {_states(not_asked)}; name some with --nodelist")
+    chosen = choose_nodes(cluster, nodelist, environ)
     environment = {**environ, **(cluster.environment if cluster else {})}
     environment["PYTHONPATH"] = python_path(environment.get("PYTHONPATH", ""))
-    command = srun_on_nodes([sys.executable, *COMMAND], names, options)
+    command = srun_on_nodes([sys.executable, *COMMAND], chosen.names, chosen.options)
     outputs = run_on_nodes(command, environment, NODE_TIMEOUT_S)
-    return gathered(names, outputs.by_node, outputs.errors, not_asked)
+    return gathered(chosen.names, outputs.by_node, outputs.errors, chosen.not_asked)
 
 
 def gathered(
@@ -63,7 +49,3 @@ def gathered(
             silent[name] = outputs.get(name, "").strip()[:200] or errors[:200] or "no output"
     odd = odd_nodes({name: examination.facts for name, examination in examined.items()})
     return ClusterExamination(nodes=tuple(examined.values()), odd=tuple(odd), silent=silent, not_asked=not_asked)
-
-
-def _states(states: Sequence[NodeState]) -> str:
-    return ", ".join(f"{state.name} is {state.state}" for state in states) or "Slurm lists none"

@@ -1,7 +1,7 @@
 """One task on each of several nodes through srun, outside of any run: what each printed, by node.
 
-    nodes(partition) -> [NodeState(name="n1", state="idle", reason=None), ...]
-    run_on_nodes(command, names, options, environ) -> NodeOutputs
+    chosen = choose_nodes(cluster, nodelist, os.environ)
+    run_on_nodes(srun_on_nodes(["hostname"], chosen.names, chosen.options), os.environ, timeout_s=60) -> NodeOutputs
 
 Inside an allocation the tasks run there; elsewhere srun waits for one with the options of the cluster's file.
 """
@@ -11,13 +11,16 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmb.errors import LaunchError
+from llmb.errors import ConfigError, LaunchError
 from llmb.launch.slurm.cluster_config import Cluster
+from llmb.launch.slurm.nodelist import node_names
 from llmb.launch.slurm.slurm_command import run_slurm, unexpected_output
+from llmb.launch.slurm.srun import in_allocation
 
 USABLE_STATES = ("idle",)
 # Options of a cluster's file that srun needs to get the same nodes, with their GPUs.
 OPTIONS = ("account", "partition", "qos", "reservation", "constraint", "gres", "gpus-per-node", "mem", "exclusive")
+TIME_LIMIT_MINUTES = "10"
 LABEL = re.compile(r"\s*(\d+): ?(.*)")  # of srun --label
 MARK = "llmb-node"  # first word of the line that names a task's node
 
@@ -39,8 +42,9 @@ class NodeState:
 class NodeOutputs:
     """What tasks printed to stdout, and srun to stderr."""
 
-    by_node: dict[str, str]
+    by_node: dict[str, str]  # of the last task of a node
     errors: str
+    first: str = ""  # of task 0
 
 
 def node_states(partition: str | None) -> list[NodeState]:
@@ -55,6 +59,33 @@ def node_states(partition: str | None) -> list[NodeState]:
         name, state, reason = [*line.split("|", 2), "", ""][:3]
         states[name] = NodeState(name=name, state=state, reason=reason if reason not in ("", "none") else None)
     return list(states.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenNodes:
+    """Nodes to run on, and srun's options to get them."""
+
+    names: tuple[str, ...]
+    options: dict[str, str]
+    not_asked: tuple[NodeState, ...] = ()  # busy, down or drained
+
+
+def choose_nodes(cluster: Cluster | None, nodelist: str | None, environ: Mapping[str, str]) -> ChosenNodes:
+    """Choose the nodes of this allocation, of a nodelist, or all idle nodes of the cluster's partition."""
+    if in_allocation(environ):
+        return ChosenNodes(names=node_names(nodelist or environ.get("SLURM_JOB_NODELIST")), options={})
+    on_cpu = cluster is not None and cluster.gpu_type == "cpu"
+    options = {**node_options(cluster, on_cpu), "time": TIME_LIMIT_MINUTES}
+    names = node_names(nodelist)
+    others: tuple[NodeState, ...] = ()
+    if not names:
+        states = node_states(options.get("partition"))
+        names = tuple(state.name for state in states if state.usable)
+        others = tuple(state for state in states if not state.usable)
+    if not names:
+        listed = ", ".join(f"{state.name} is {state.state}" for state in others) or "Slurm lists none"
+        raise ConfigError(f"no idle node: {listed}; name some with --nodelist to wait for them")
+    return ChosenNodes(names=names, options=options, not_asked=others)
 
 
 def node_options(cluster: Cluster | None, on_cpu: bool) -> dict[str, str]:
@@ -92,17 +123,17 @@ def run_on_nodes(command: Sequence[str], environment: Mapping[str, str], timeout
     errors = " ".join(process.stderr.split())
     if not outputs:
         raise LaunchError(f"srun failed: {errors or f'exit {process.returncode}'}")
-    return NodeOutputs(by_node=outputs, errors=errors)
+    return NodeOutputs(by_node=dict(outputs.values()), errors=errors, first=outputs.get(0, ("", ""))[1])
 
 
-def parse_labelled(text: str) -> dict[str, str]:
-    """Return the output of each task by its node, put together again: srun breaks long lines."""
+def parse_labelled(text: str) -> dict[int, tuple[str, str]]:
+    """Return node and output of each task, put together again: srun breaks long lines."""
     pieces: dict[str, list[str]] = {}
     for line in text.splitlines():
         if label := LABEL.fullmatch(line):
             pieces.setdefault(label[1], []).append(label[2])
     outputs = {}
-    for lines in pieces.values():
+    for task, lines in pieces.items():
         if lines[0].startswith(MARK):
-            outputs[lines[0].removeprefix(MARK).strip()] = "".join(lines[1:])
+            outputs[int(task)] = lines[0].removeprefix(MARK).strip(), "".join(lines[1:])
     return outputs
