@@ -1,7 +1,7 @@
 """Stored probes of this and older versions, definitions of bus bandwidth, and the GEMM shapes of a model."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,7 +11,17 @@ from llmb.perfmodel.model_catalog import find_model
 from llmb.perfmodel.offload.machine_rates import H200, machine_path, measured_rates, rates_path, read_rates
 from llmb.perfmodel.probe.bus_bandwidth import bandwidths_gbs, bus_factor
 from llmb.perfmodel.probe.model_gemms import model_gemms
-from llmb.perfmodel.probe.probe_record import ProbeDetails, read_probe, spread, stored_probe
+from llmb.perfmodel.probe.probe_record import (
+    CollectiveRate,
+    Collectives,
+    ProbeDetails,
+    bus_gbs,
+    read_probe,
+    spread,
+    stored_probe,
+)
+from llmb.perfmodel.step_time.predictor import predict
+from llmb.perfmodel.step_time.setup_fields import build_setup
 
 DETAILS = ProbeDetails(
     host="n1", gpu_name="NVIDIA H200", measured_at="2026-11-17 20:02", gemm_tflops={"fp8": spread([1.0, 2.0, 3.0])}
@@ -77,6 +87,36 @@ def test_spread():
 def test_bus_bandwidth_by_the_definitions_of_nccl_tests(operation, factor):
     assert bus_factor(operation, 8) == factor
     assert bandwidths_gbs(operation, 8, 10**9, 0.01) == pytest.approx((100.0, 100.0 * factor))
+
+
+def collectives(backend="nccl", nodes=1):
+    rates = [
+        CollectiveRate(operation=operation, bytes=size, seconds=spread([1.0]), algbw_gbs=bus, busbw_gbs=bus)
+        for operation, size, bus in (
+            ("all_reduce", 1 << 30, 480.0), ("all_gather", 1 << 30, 360.0), ("reduce_scatter", 1 << 30, 350.0),
+            ("reduce_scatter", 1 << 20, 40.0),
+        )
+    ]  # fmt: skip
+    return Collectives(backend=backend, ranks=8, nodes=nodes, rates=tuple(rates))
+
+
+def test_bus_bandwidth_of_large_messages_within_a_node():
+    assert bus_gbs(collectives()) == 350.0
+    assert bus_gbs(None) is bus_gbs(collectives("gloo")) is bus_gbs(collectives(nodes=2)) is None
+
+
+def test_measured_link_replaces_the_calibrated_one_for_the_native_engine_only():
+    native, other = (
+        build_setup(find_model("llama3.1-70b"), "h200", 8, "bf16", {"tp": 8, "engine": engine})
+        for engine in ("native", "megatron")
+    )
+    slow = replace(H200, bus_gbs=50.0)
+    before, after = (predict(replace(native, rates=rates)).terms for rates in (H200, slow))
+    assert after["tp"] > 3 * before["tp"]
+    assert {name: after[name] for name in ("gemm", "attention")} == {
+        name: before[name] for name in ("gemm", "attention")
+    }
+    assert predict(replace(other, rates=slow)) == predict(replace(other, rates=H200))
 
 
 def test_gemms_of_models():

@@ -56,7 +56,7 @@ def _run_here(options: argparse.Namespace) -> int:
     from llmb.launch.torch_process import run_probe
     from llmb.perfmodel.offload.machine_rates import DETAILS, Rates, machine_path, rates_path
     from llmb.perfmodel.probe.model_gemms import model_gemms
-    from llmb.perfmodel.probe.probe_record import ProbeDetails, ProbeRecord
+    from llmb.perfmodel.probe.probe_record import ProbeDetails, ProbeRecord, bus_gbs
     from llmb.report.machine.probe_text import describe_probe
 
     gpu, name = _probe_target(options.gpu_type or os.environ.get("GPU_TYPE") or None)
@@ -73,10 +73,9 @@ def _run_here(options: argparse.Namespace) -> int:
     if ranks > 1:
         details["collectives"] = collectives_here(device, ranks, _say_progress)
     source = f"measured on {facts['host']}, {name}, {facts['measured_at']}"
-    record = ProbeRecord(
-        rates=build(Rates, {"gpu": gpu, "source": source, **measured}, "what the probe measured"),
-        details=build(ProbeDetails, details, "what the probe measured"),
-    )
+    stored_details = build(ProbeDetails, details, "what the probe measured")
+    values = {"gpu": gpu, "source": source, **measured, "bus_gbs": bus_gbs(stored_details.collectives)}
+    record = ProbeRecord(rates=build(Rates, values, "what the probe measured"), details=stored_details)
     stored = {**to_plain(record.rates), DETAILS: to_plain(record.details)}
     for path in paths:
         write_atomic(path, _json(stored, indent=2) + "\n")

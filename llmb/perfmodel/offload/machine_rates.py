@@ -33,6 +33,7 @@ class Rates:
     link_in_gbs: float  # host to device
     link_out_gbs: float
     link_both_gbs: float  # per direction, when both are busy
+    bus_gbs: float | None = None  # bus bandwidth among the GPUs of a node; null: not measured, or one GPU
     source: str  # when and where measured, or whose figures these are
 
 

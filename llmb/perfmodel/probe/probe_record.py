@@ -15,6 +15,7 @@ from typing import Any
 from llmb.config.serialization import build, read_json
 from llmb.perfmodel.metrics import percentile
 from llmb.perfmodel.offload.machine_rates import DETAILS, Rates, machine_path, rates_path, read_rates
+from llmb.perfmodel.probe.bus_bandwidth import ALL_GATHER, REDUCE_SCATTER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,18 @@ def spread(samples: Iterable[float]) -> Spread | None:
     if median is None or p5 is None or p95 is None:
         return None
     return Spread(median=median, p5=p5, p95=p95, n=len(values))
+
+
+def bus_gbs(collectives: Collectives | None) -> float | None:
+    """Return the bus bandwidth of large messages among the GPUs of a node, which training depends on.
+
+    Of all-gather and reduce-scatter, the slower: switches that add up make an all-reduce look faster than its links.
+    """
+    if collectives is None or collectives.nodes > 1 or collectives.ranks < 2 or collectives.backend != "nccl":
+        return None
+    rates = [rate for rate in collectives.rates if rate.operation in (ALL_GATHER, REDUCE_SCATTER)]
+    largest = max((rate.bytes for rate in rates), default=0)
+    return min((rate.busbw_gbs for rate in rates if rate.bytes == largest), default=None)
 
 
 def read_probe(path: Path) -> ProbeRecord:
