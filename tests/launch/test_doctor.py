@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from recorded_gpus import machine
@@ -14,7 +15,8 @@ from llmb.launch.doctor.host_facts import Port, host_facts
 from llmb.launch.doctor.node_examinations import gathered
 from llmb.launch.doctor.odd_nodes import OddFact, odd_nodes
 from llmb.launch.doctor.software_facts import has_token, software_facts
-from llmb.launch.slurm.node_tasks import NodeState, parse_labelled, srun_on_nodes
+from llmb.launch.slurm.cluster_config import Cluster
+from llmb.launch.slurm.node_tasks import NodeState, choose_nodes, parse_labelled, srun_on_nodes
 
 
 def lines(examination: Examination, topic: str) -> list[tuple[str, str]]:
@@ -158,6 +160,16 @@ def test_srun_takes_the_same_nodes_as_a_run():
         "--nodelist=n1,n2",
     ]
     assert "--ntasks-per-node=1" in command
+
+
+def test_nodes_of_an_allocation_or_of_a_nodelist_are_asked_without_asking_slurm():
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    inside = choose_nodes(None, None, allocation)
+    assert (inside.names, inside.options) == (("n1", "n2"), {"overlap": ""})
+    assert choose_nodes(None, "n2", allocation).names == ("n2",)
+    cluster = Cluster(path=Path("c.yaml"), sbatch={"partition": "gpu", "gpus-per-node": "8", "comment": "x"})
+    outside = choose_nodes(cluster, "n[3-4]", {})
+    assert (outside.names, outside.options) == (("n3", "n4"), {"partition": "gpu", "gpus-per-node": "8", "time": "10"})
 
 
 def test_node_states():

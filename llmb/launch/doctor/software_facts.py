@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from llmb.launch.secrets import mask
 from llmb.launch.slurm.slurm_command import SlurmUnavailable, run_slurm
 
 RUNTIMES = ("enroot", "docker", "podman", "apptainer", "singularity")
@@ -44,7 +45,7 @@ def software_facts(environ: Mapping[str, str]) -> SoftwareFacts:
         torch=_version("torch"),
         torch_cuda=_torch_cuda(),
         nccl=_version("nvidia-nccl-cu13") or _version("nvidia-nccl-cu12"),
-        nccl_settings={name: environ[name] for name in sorted(environ) if name.startswith("NCCL_")},
+        nccl_settings=mask({name: environ[name] for name in sorted(environ) if name.startswith("NCCL_")}),
         slurm=slurm,
         slurm_error=slurm_error,
         containers=_containers(slurm is not None),

@@ -73,7 +73,8 @@ class ChosenNodes:
 def choose_nodes(cluster: Cluster | None, nodelist: str | None, environ: Mapping[str, str]) -> ChosenNodes:
     """Choose the nodes of this allocation, of a nodelist, or all idle nodes of the cluster's partition."""
     if in_allocation(environ):
-        return ChosenNodes(names=node_names(nodelist or environ.get("SLURM_JOB_NODELIST")), options={})
+        names = node_names(nodelist or environ.get("SLURM_JOB_NODELIST"))
+        return ChosenNodes(names=names, options={"overlap": ""})  # beside a run that has all CPUs and GPUs
     on_cpu = cluster is not None and cluster.gpu_type == "cpu"
     options = {**node_options(cluster, on_cpu), "time": TIME_LIMIT_MINUTES}
     names = node_names(nodelist)
