@@ -1,4 +1,4 @@
-"""GPUs from recorded output of nvidia-smi, of drivers that name things differently."""
+"""GPUs from output of nvidia-smi in the forms of drivers that name things differently."""
 
 import pytest
 from recorded_gpus import install_fake_smi, recorded_gpus

@@ -16,7 +16,7 @@ EXAMPLES = (
     "llmb-run probe --slurm --nodelist n[1-2]     # only collectives, among all GPUs of these nodes",
     "llmb-run probe --gpu-type cpu                # the CPU of a machine that has a GPU",
     "",
-    "takes about a minute on a GPU, two at most; stop other work on the machine meanwhile",
+    "takes less than two minutes on a GPU; stop other work on the machine meanwhile",
 )
 
 
