@@ -22,9 +22,9 @@ from train_rows import ROWS as TRAINING_ROWS
 from train_rows import configuration
 
 from llmb.config.recipe import load_all, load_yaml, shipped
-from llmb.config.serialization import build, convert, read_json
+from llmb.config.serialization import build, convert
 from llmb.config.spec import Machine, MambaConfig, Model, Parallel, Precision, RunConfig, Training
-from llmb.perfmodel.offload.machine_rates import Rates, known_rates
+from llmb.perfmodel.offload.machine_rates import Rates, known_rates, read_rates
 from llmb.perfmodel.shards import rank_flops
 from llmb.perfmodel.step_time.predictor import predict
 from llmb.perfmodel.step_time.step_setup import setup_of
@@ -118,7 +118,7 @@ def main() -> int:
     parser.add_argument("--without-plans", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rates = build(Rates, read_json(options.rates), str(options.rates)) if options.rates else None
+    rates = read_rates(options.rates) if options.rates else None
     rows = samples(rates, not options.without_plans)
     if options.json:
         print(json.dumps([asdict(row) | {"error_percent": row.error} for row in rows]))

@@ -54,14 +54,14 @@ def measured_rates(gpu: str, device: torch.device, tiny: bool) -> Rates:
     torch.manual_seed(0)
     usual = machine_probe.ON_GPU if device.type == "cuda" else machine_probe.ON_CPU
     sizes = replace(usual, seconds=0.06 if tiny else PROBE_S)
-    attention = {name: rate / hardware.TERA for name, rate in machine_probe.attention_rates(device, sizes).items()}
-    link = {name: rate / hardware.GB for name, rate in machine_probe.link_rates(device, sizes).items()}
+    attention = {name: m.rate / hardware.TERA for name, m in machine_probe.attention_rates(device, sizes).items()}
+    link = {name: m.rate / hardware.GB for name, m in machine_probe.link_rates(device, sizes).items()}
     return Rates(
         gpu=gpu,
-        matmul_tflops=machine_probe.gemm_rate(LinearGemms(), device, sizes) / hardware.TERA,
+        matmul_tflops=machine_probe.gemm_rate(LinearGemms(), device, sizes).rate / hardware.TERA,
         **attention,
         square_tokens=sizes.square_tokens,
-        memory_gbs=machine_probe.memory_rate(device, sizes) / hardware.GB,
+        memory_gbs=machine_probe.memory_rate(device, sizes).rate / hardware.GB,
         **link,
         source="measured in this process",
     )

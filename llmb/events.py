@@ -33,6 +33,7 @@ class RunStarted:
     pid: int | None = None
     commit: str | None = None  # of llmb; ends in -dirty when files differ from it
     versions: dict[str, str] = field(default_factory=dict)
+    device: dict[str, Any] | None = None  # power limit, clocks, throttling, ...: fields of formats.device_facts
 
 
 @dataclass(frozen=True, kw_only=True)

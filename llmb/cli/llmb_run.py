@@ -16,7 +16,6 @@ from llmb.cli import (
     list_show,
     load,
     plan,
-    probe_command,
     read_timing,
     serve,
     submit,
@@ -25,6 +24,7 @@ from llmb.cli import (
 from llmb.cli.compare import ab_command, compare_command, exemplar_command, gate_command
 from llmb.cli.explain import explain_command
 from llmb.cli.jobs import jobs
+from llmb.cli.machine import doctor_command, probe_command
 from llmb.cli.predictions import predict
 from llmb.cli.report import report_command
 from llmb.cli.subcommand import Parser, add_help_command
@@ -43,8 +43,9 @@ exit codes: 0 success, 1 wrong request, 2 the system or a run failed
 completion: eval "$(llmb-run completion bash)"
 """
 MODULES: tuple[Any, ...] = (
-    submit, serve, load, sweep_command, list_show, plan, predict, explain_command, tune_command, probe_command, jobs,
-    compare_command, ab_command, gate_command, exemplar_command, report_command, read_timing, archive_import, tokenize,
+    submit, serve, load, sweep_command, list_show, plan, predict, explain_command, tune_command, probe_command,
+    doctor_command, jobs, compare_command, ab_command, gate_command, exemplar_command, report_command, read_timing,
+    archive_import, tokenize,
 )  # fmt: skip
 
 

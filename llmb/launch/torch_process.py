@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def run_dry_run(config: RunConfig, on_progress: Callable[[float], None] = lambda
     """
     if config.workload.kind != "training":
         raise ConfigError(f"--memory: only training runs have a dry run, not those of kind {config.workload.kind}")
-    _require_torch("--memory")
+    require_torch("--memory")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, CONFIG_FILE)
         path.write_text(to_json(config))
@@ -67,11 +67,17 @@ def _wait(process: subprocess.Popen[str], on_progress: Callable[[float], None]) 
             raise
 
 
-def run_probe(device: str, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the rates of a device, `cuda` or `cpu`, and return them by name."""
-    _require_torch("probe")
+def run_probe(
+    device: str, on_progress: Callable[[str], None], shapes: Sequence[tuple[int, int, int]] = ()
+) -> dict[str, Any]:
+    """Measure the rates of a device, `cuda` or `cpu`, and of GEMMs of these shapes, and return them by name."""
+    require_torch("probe")
+    return measure_in([sys.executable, "-m", PROBE_MODULE, device, json.dumps(shapes)], on_progress)
+
+
+def measure_in(command: Sequence[str], on_progress: Callable[[str], None]) -> dict[str, Any]:
+    """Run a process that prints progress on stderr and one line of JSON on stdout; return the JSON."""
     environment = {**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH", ""))}
-    command = [sys.executable, "-m", PROBE_MODULE, device]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     last_line = ""
     with subprocess.Popen(command, env=environment, **pipes) as process:
@@ -86,10 +92,11 @@ def run_probe(device: str, on_progress: Callable[[str], None]) -> dict[str, Any]
             raise
     if process.returncode or not output.strip():
         raise LaunchError(f"the probe failed: {last_line or f'exit {process.returncode}'}")
-    rates: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return rates
+    measured: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return measured
 
 
-def _require_torch(command: str) -> None:
+def require_torch(command: str) -> None:
+    """Raise a ConfigError where torch is not installed."""
     if find_spec("torch") is None:
         raise ConfigError(f"{command} needs torch, which is not installed: {engine_install_command()}")

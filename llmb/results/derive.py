@@ -22,6 +22,7 @@ from llmb.events import (
     StepDone,
     TimeSpent,
 )
+from llmb.formats.device_facts import recorded_facts
 from llmb.perfmodel import flops, hardware, metrics
 from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
 from llmb.results.load_warnings import client_moved
@@ -126,6 +127,7 @@ def _identity(config: RunConfig | None, events: list[Event]) -> dict:
     if start is not None:
         fields |= {"started": start.time, "gpu_name": start.gpu_name, "host": start.host}
         fields |= {"commit": start.commit, "versions": start.versions}
+        fields["device"] = {k: v for k, v in asdict(recorded_facts(start.device)).items() if v not in (None, (), [])}
     if config is not None:
         fields |= {"target": config.target, "size": config.size, "dtype": config.precision.dtype}
         fields |= {"gpu": config.machine.gpu, "gpus": config.machine.gpus, "engine": config.engine}

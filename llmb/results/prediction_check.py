@@ -9,6 +9,10 @@ from llmb.results.result import Caution, PredictionCheck
 # Warnings that make a run slower than a quiet machine would be, with the words of a reason; the first counts.
 SLOWING = {
     "OTHER_GPU": "it ran on another GPU than predicted for",
+    "THROTTLED": "the GPU was slowed down when it started",
+    "POWER_LIMIT": "the power limit is not the part's default",
+    "PCIE_NARROW": "the PCIe link is narrower than it could be",
+    "UNEQUAL_GPUS": "the others wait for the slowest GPU",
     "PROFILER_ON": "tracing slows it",
     "SLOW_RANK": "the others wait for a slow rank",
     "CLIENT_BOUND": "requests were sent late",
@@ -19,6 +23,7 @@ SLOWING = {
 }
 FASTER = {
     "OTHER_GPU": SLOWING["OTHER_GPU"],
+    "POWER_LIMIT": SLOWING["POWER_LIMIT"],
     "PREFIX_CACHE_ON": "prompts were read from the prefix cache",
 }
 

@@ -189,4 +189,7 @@ class Result:
     host: str | None = None
     commit: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    device: dict[str, Any] = field(
+        default_factory=dict
+    )  # of rank 0: power limit, clocks, driver; unknown ones left out
     overrides: tuple[dict[str, Any], ...] = ()

@@ -9,6 +9,7 @@ from llmb.config.spec import Inference, RunConfig
 from llmb.events import Event, RunStarted, StepDone
 from llmb.perfmodel import metrics
 from llmb.perfmodel.hardware import gpu_key
+from llmb.results.device_warnings import device_cautions
 from llmb.results.load_warnings import load_cautions
 from llmb.results.result import Caution, SlowRank
 from llmb.results.serving_figures import engine_facts, measured_requests
@@ -33,6 +34,7 @@ def cautions(
     start = next((e for e in events if isinstance(e, RunStarted)), None)
     if config is not None and start is not None:
         warnings += _about_machine(config, start)
+    warnings += device_cautions(events)
     return tuple(Caution(code=code, text=text) for code, text in warnings)
 
 

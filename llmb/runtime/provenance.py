@@ -1,16 +1,18 @@
-"""Provenance of a run, recorded as its first event: device name, versions, commit."""
+"""Provenance of a run, recorded as its first event: device, its power limit and clocks, versions, commit."""
 
 import os
 import platform
 import socket
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 import llmb
 from llmb.events import RunStarted
+from llmb.formats.device_facts import device_facts
 from llmb.runtime.rank_info import RankInfo
 
 HOST = "LLMB_HOST"  # set by the launcher where its name of this machine differs from the hostname
@@ -27,6 +29,7 @@ def run_started(rank_info: RankInfo) -> RunStarted:
         pid=os.getpid(),
         commit=commit() if rank_info.rank == 0 else None,  # with a thousand ranks not every one needs to call git
         versions=versions(),
+        device=asdict(device_facts(device_uuid(rank_info.device))),
     )
 
 
@@ -39,6 +42,11 @@ def device_name(device: torch.device) -> str | None:
     except OSError:
         return None
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """Return the UUID of a GPU, by which nvidia-smi knows it whatever CUDA_VISIBLE_DEVICES says; None of a CPU."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
 
 
 def versions() -> dict[str, str]:

@@ -1,8 +1,12 @@
 """`llmb-run predict`: recipes, any model, files of rows, curves, what-if, and refusals in one line."""
 
 import json
+from dataclasses import replace
 
 import pytest
+
+from llmb.config.serialization import to_json
+from llmb.perfmodel.offload.machine_rates import H200, rates_path
 
 MODEL = ["predict", "--model", "llama3.1-8b", "--gpu-type", "h100", "--scale", "8", "--set", "gbs=128"]
 KEYS = {
@@ -184,3 +188,15 @@ def test_a_lower_power_limit_is_slower_and_takes_less_energy(llmb_run, engine):
 def test_a_price_must_be_above_zero(llmb_run):
     code, _, err = llmb_run(*MODEL, "--watts", "-5")
     assert (code, err) == (1, "ERROR: --watts must be a number above 0, got -5\n")
+
+
+def test_rates_that_the_probe_measured_scale_the_native_engine_only(llmb_run, tmp_path):
+    row = ["predict", "-w", "pretrain_llama3.1", "-s", "8b", "--dtype", "bf16", "--gpu-type", "h200", "--scale", "1"]
+    commands = ([*row, "--json"], [*row, "--set", "engine=native", "--json"])
+    before = [json.loads(llmb_run(*command)[1])["step_time_s"] for command in commands]
+    path = rates_path(tmp_path / "llmb", "h200")
+    path.parent.mkdir(parents=True)
+    path.write_text(to_json(replace(H200, matmul_tflops=H200.matmul_tflops / 2, memory_gbs=H200.memory_gbs / 2)))
+    other, native = [json.loads(llmb_run(*command)[1])["step_time_s"] for command in commands]
+    assert other == before[0]
+    assert 1.8 * before[1] < native < 2.2 * before[1]

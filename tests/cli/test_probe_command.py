@@ -1,13 +1,15 @@
 """`llmb-run probe`: a real measurement of this CPU, stored for plans; GPUs that are not present are refused."""
 
 import json
+import socket
 from dataclasses import asdict
 
 import pytest
 
-from llmb.cli.probe_command import _probe_target
+from llmb.cli.machine.probe_command import _probe_target
 from llmb.launch.command import engine_install_command
-from llmb.perfmodel.offload.machine_rates import H200, rates_of, rates_path
+from llmb.perfmodel.offload.machine_rates import H200, machine_path, rates_of, rates_path
+from llmb.perfmodel.probe.probe_record import read_probe, stored_probe
 
 CPU = ["probe", "--gpu-type", "cpu"]
 PLAN = ["plan", "-w", "outofcore_llama3", "-s", "8b", "--gpu-type", "h200", "--host-gb", "60", "--device-gb", "24"]
@@ -23,14 +25,23 @@ def test_probe_measures_stores_and_prints_the_rates_of_plans(llmb_run, tmp_path)
     assert rates.gpu == "cpu"
     assert rates.fp8_tflops is None
     for name, rate in asdict(rates).items():
-        assert name in ("gpu", "fp8_tflops", "source") or rate > 0
+        assert name in ("gpu", "fp8_tflops", "bus_gbs", "source") or rate > 0
     assert rates.source.startswith("measured on ")
     assert rates.source in out
     progress = [line.split(":")[0].strip() for line in err.splitlines()]
     assert progress[1:] == [
         "matmul", "attention forward", "past attention forward", "attention backward", "past attention backward",
-        "memory", "link in", "link out", "link both",
+        "memory", "link in", "link out", "link both", "gemms of the model, fp32", "gemms of the model, bf16", "launch",
+        "host memory",
     ]  # fmt: skip
+    stored = stored_probe("cpu", tmp_path / "llmb")
+    assert stored == read_probe(machine_path(tmp_path / "llmb", "cpu", socket.gethostname()))
+    details = stored.details
+    assert (details.model, details.collectives, details.gpu_uuid) == ("Llama-3.1-8B", None, None)
+    assert details.gemm_tflops.keys() == {"fp32", "bf16"}
+    assert all(
+        0 < s.p5 <= s.median <= s.p95 for s in (details.launch_us, details.host_memory_gbs, *details.rates.values())
+    )
 
 
 def test_json_output_equals_the_stored_file(llmb_run, monkeypatch, tmp_path):
@@ -39,10 +50,43 @@ def test_json_output_equals_the_stored_file(llmb_run, monkeypatch, tmp_path):
         "square_tokens": 1, "past_attention_forward_tflops": 1.0, "past_attention_backward_tflops": 1.0,
         "memory_gbs": 1.0, "link_in_gbs": 1.0, "link_out_gbs": 1.0, "link_both_gbs": 1.0,
     }  # fmt: skip
-    monkeypatch.setattr("llmb.launch.torch_process.run_probe", lambda device, on_progress: measured)
-    code, out, _ = llmb_run(*CPU, "--json")
+    shapes_of = {}
+
+    def run_probe(device, on_progress, shapes):
+        shapes_of[device] = shapes
+        return dict(measured)
+
+    seconds = {"median": 1e-3, "p5": 1e-3, "p95": 2e-3, "n": 7}
+    rate = {"operation": "all_reduce", "bytes": 1024, "seconds": seconds, "algbw_gbs": 1.0, "busbw_gbs": 1.5}
+    collectives = {"backend": "gloo", "ranks": 4, "nodes": 1, "rates": [rate]}
+    monkeypatch.setattr("llmb.launch.torch_process.run_probe", run_probe)
+    monkeypatch.setattr("llmb.launch.probe.collective_ranks.collectives_here", lambda device, ranks, say: collectives)
+    code, out, _ = llmb_run(*CPU, "--json", "--ranks", "4", "--model", "llama3.1-70b")
     assert code == 0
-    assert json.loads(out) == json.loads(rates_path(tmp_path / "llmb", "cpu").read_text())
+    data = json.loads(out)
+    assert data == json.loads(rates_path(tmp_path / "llmb", "cpu").read_text())
+    assert data.items() >= measured.items()  # the keys of older versions
+    assert (data["details"]["model"], data["details"]["collectives"]) == ("Llama-3.1-70B", collectives)
+    assert (256, 640, 512) in shapes_of["cpu"]  # keys, values and queries of the 70B, 1/16 as wide
+    code, out, _ = llmb_run(*CPU, "--ranks", "4")
+    assert "all-reduce  1 KiB  1,000  1,000 to 2,000  us" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "--ranks: expected a number of processes, 1 or more"),
+        (["--nodelist", "n1"], "--nodelist names nodes of Slurm; add --slurm"),
+        (["--model", "llama3.1-8b", "-w", "pretrain_llama3.1"], "with --model or with -w, not with both"),
+        (["-s", "8b"], "-s names a size of -w"),
+        (["--model", "llama9"], "llama9"),
+    ],
+)
+def test_wrong_request_is_one_line_before_anything_is_measured(llmb_run, arguments, message):
+    code, out, err = llmb_run(*CPU, *arguments)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.slow

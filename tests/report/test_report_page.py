@@ -10,7 +10,10 @@ from page_runs import HOSTILE, hostile, served, trained
 
 from llmb.errors import ConfigError
 from llmb.perfmodel.explain.explanation import TermPair
+from llmb.perfmodel.offload.machine_rates import H200
+from llmb.perfmodel.probe.probe_record import CollectiveRate, Collectives, ProbeDetails, ProbeRecord, spread
 from llmb.report.page import chart_library
+from llmb.report.page.ceilings_card import ceilings
 from llmb.report.page.configuration_cards import flatten
 from llmb.report.page.page_chart import plain
 from llmb.report.page.run_page import run_page
@@ -40,6 +43,32 @@ def test_the_top_says_what_ran_how_fast_and_is_that_good(recipes):
     assert "times the predicted speed" in standing
     assert "80 % interval" in standing
     assert "% of what the chip sustains" in standing
+
+
+def test_the_top_says_a_power_limit_that_is_not_the_default(recipes):
+    record = trained(recipes)
+    device = {"power_limit_w": 400.0, "power_default_w": 700.0}
+    description = sentences(replace(record, result=replace(record.result, device=device)))[0]
+    assert "1 x NVIDIA H200 (power limit 400 W, the part's default is 700 W)" in description
+
+
+def test_ceilings_that_the_probe_measured_stand_beside_the_result(recipes):
+    record = trained(recipes)
+    assert 'id="ceilings"' not in run_page(record)
+    seconds = spread([0.002, 0.003, 0.004])
+    rate = CollectiveRate(operation="all_reduce", bytes=1 << 30, seconds=seconds, algbw_gbs=200.0, busbw_gbs=350.0)
+    details = ProbeDetails(
+        host="n1", gpu_name="NVIDIA H200", measured_at="now", model=HOSTILE, gemm_tflops={"fp8": spread([1200.0] * 3)},
+        rates={"matmul_tflops": spread([670.0, 680.0, 690.0])}, launch_us=spread([4.5]),
+        collectives=Collectives(backend="nccl", ranks=8, nodes=1, rates=(rate,)),
+    )  # fmt: skip
+    text = ceilings(replace(record, probe=ProbeRecord(rates=H200, details=details)))
+    percent = round(100 * record.result.tflops_per_gpu / H200.matmul_tflops)
+    assert f"{percent} % of what GEMMs sustain there" in text
+    assert "An all-reduce of 1 GiB among 8 ranks has a bus bandwidth of 350 GB/s." in text
+    assert "680" in text
+    assert "<script>" not in text
+    assert "54.5" in ceilings(replace(record, probe=ProbeRecord(rates=H200)))  # a file of an older version
 
 
 def test_the_bar_shows_all_rates_in_one_unit(recipes):

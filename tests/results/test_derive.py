@@ -132,6 +132,13 @@ def test_warnings_say_what_to_do(recipes, nemotron):
     assert result.tflops_per_gpu > 0
 
 
+def test_result_says_a_power_limit_by_itself(nemotron):
+    device = {"power_limit_w": 400.0, "power_default_w": 700.0, "driver": "570.133.20", "ecc": None}
+    result = derive(nemotron, [RunStarted(time=1.0, gpu_name="NVIDIA H100", device=device), *steps(), OK])
+    assert result.device == {"power_limit_w": 400.0, "power_default_w": 700.0, "driver": "570.133.20"}
+    assert "warning POWER_LIMIT: power limit 400 W, the part's default is 700 W; " in summary(result)
+
+
 def test_unlisted_gpu_has_no_peak_and_no_utilization(recipes):
     request = RunRequest(size="8b", dtype="bf16", gpus=1, gpu="rtx-4090")
     config = resolve(recipes["pretrain_llama3.1"], request)

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import llmb
-from llmb.runtime.provenance import commit, device_name, versions
+from llmb.formats.device_facts import recorded_facts
+from llmb.runtime.provenance import commit, device_name, run_started, versions
+from llmb.runtime.rank_info import RankInfo
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -52,3 +54,9 @@ def test_versions_and_device_name() -> None:
     assert versions().keys() >= {"llmb", "python", "torch"}
     assert all(isinstance(version, str) for version in versions().values())
     assert device_name(torch.device("cpu"))
+
+
+def test_first_event_records_the_device() -> None:
+    event = run_started(RankInfo(1, 2, torch.device("cpu")))
+    assert (event.rank, event.world_size, event.commit) == (1, 2, None)
+    assert recorded_facts(event.device).power_limit_w is None  # of a CPU only the governor is known

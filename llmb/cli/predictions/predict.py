@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,20 @@ def run(options: argparse.Namespace) -> int:
 def _predict_setups(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
+    from llmb.launch.install_root import install_root
+    from llmb.perfmodel.offload.machine_rates import measured_rates
     from llmb.perfmodel.step_time.predictor import predict
     from llmb.perfmodel.step_time.setup_fields import changed_device
     from llmb.report.predictions.prediction_text import describe_curve, describe_prediction
 
     setups = _recipe_setups(options) if options.workload else _model_setups(options)
-    setups = [replace(setup, watts=options.watts) for setup in setups]
+    install = install_root(os.environ)
+    setups = [
+        replace(
+            setup, watts=options.watts, rates=measured_rates(setup.gpu, install) if setup.engine == "native" else None
+        )
+        for setup in setups
+    ]
     on = changed_device(setups[0].gpu, options.what_if) if options.what_if else None
     points = [(setup, predict(setup, on)) for setup in setups]
     if options.json:

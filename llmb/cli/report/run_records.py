@@ -8,13 +8,16 @@ from typing import Any
 from llmb.cli.explain.run_figures import explain_result
 from llmb.cli.profile_pictures import predicted_timeline
 from llmb.cli.stored_runs import load_events, load_run
+from llmb.config.load_settings import LoadConfig
 from llmb.config.spec import OutOfCore, RunConfig
 from llmb.errors import LlmbError
 from llmb.events import Event, RequestDone
+from llmb.launch.install_root import install_root
 from llmb.launch.run_folder import RunFolder
 from llmb.launch.secrets import scrub_thoroughly
 from llmb.perfmodel.explain.explanation import Explanation
 from llmb.perfmodel.offload.stream_timeline import read_timeline
+from llmb.perfmodel.probe.probe_record import ProbeRecord, stored_probe
 from llmb.report.page.run_record import RunRecord
 from llmb.report.timeline.profile_page import timeline_sections
 from llmb.results.result import Result
@@ -31,6 +34,7 @@ def run_record(run: RunFolder, page: Path) -> RunRecord:
         explanation=_explanation(config, result),
         command=run.command_line.read_text().strip() if run.command_line.exists() else None,
         files=_files(run, page),
+        probe=_probe(config, result),
         timelines=_timelines(run, config),
     )
 
@@ -51,6 +55,16 @@ def _explanation(config: RunConfig, result: Result) -> Explanation | None:
     """Return the limits and terms of a run; None of a failed one."""
     try:
         return explain_result(config, result)
+    except LlmbError:
+        return None
+
+
+def _probe(config: RunConfig, result: Result) -> ProbeRecord | None:
+    """Return what `llmb-run probe` measured on the machine of a run; None: nothing, or a damaged file."""
+    if isinstance(config, LoadConfig):  # the server is elsewhere
+        return None
+    try:
+        return stored_probe(config.launch_machine.gpu, install_root(os.environ), result.host)
     except LlmbError:
         return None
 

@@ -4,6 +4,8 @@ All are sustained rates, not peaks: a power-limited GPU lowers its clock within 
 direction: for a chunk's own keys, in causal squares, and for the keys before the chunk, in rectangles.
 """
 
+import re
+import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from llmb.config.serialization import build, read_json
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import gpu as hardware_of
 from llmb.perfmodel.hardware import is_listed
+
+DETAILS = "details"  # key of everything else that the probe stores beside the rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,7 @@ class Rates:
     link_in_gbs: float  # host to device
     link_out_gbs: float
     link_both_gbs: float  # per direction, when both are busy
+    bus_gbs: float | None = None  # bus bandwidth among the GPUs of a node; null: not measured, or one GPU
     source: str  # when and where measured, or whose figures these are
 
 
@@ -88,17 +93,29 @@ def known_rates(gpu: str) -> Rates:
 
 
 def rates_path(install: Path, gpu: str) -> Path:
-    """Return where the probe stores its measurements."""
+    """Return where the probe stores its measurements: of the last machine with this GPU."""
     return install / ".llmb" / "rates" / f"{gpu}.json"
 
 
+def machine_path(install: Path, gpu: str, host: str) -> Path:
+    """Return where the probe stores its measurements of one machine."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", host)[:100]
+    return rates_path(install, f"{gpu}@{name}")
+
+
 def measured_rates(gpu: str, install: Path) -> Rates | None:
-    """Return the rates that `probe` measured on this machine; None: it has not run."""
-    path = rates_path(install, gpu)
-    if not path.exists():
-        return None
+    """Return the rates that `probe` measured on this machine, or on the last one with this GPU; None: on none."""
+    paths = (machine_path(install, gpu, socket.gethostname()), rates_path(install, gpu))
+    path = next((path for path in paths if path.exists()), None)
+    return None if path is None else read_rates(path)
+
+
+def read_rates(path: Path) -> Rates:
+    """Read the rates of a file that the probe wrote, of this or an older version."""
     try:
-        return build(Rates, read_json(path), f"{path}")
+        data = read_json(path)
+        values = {name: value for name, value in data.items() if name != DETAILS} if isinstance(data, dict) else data
+        return build(Rates, values, f"{path}")
     except ConfigError as error:  # damaged, or measured before a rate was added
         raise ConfigError(f"{error}; run `llmb-run probe` again, which measures this machine anew") from error
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from llmb.config.spec import Machine, Model, Parallel, Precision, RunConfig, Training
 from llmb.perfmodel.flops import flops_breakdown
-from llmb.perfmodel.hardware import GIB, gpu
+from llmb.perfmodel.hardware import GB, GIB, gpu
 from llmb.perfmodel.memory_estimate import MemoryEstimate, memory_estimate
-from llmb.perfmodel.step_time.cluster_fabric import Device
+from llmb.perfmodel.step_time.cluster_fabric import Device, device
 from llmb.perfmodel.step_time.fitted_constants import Constants
 from llmb.perfmodel.step_time.native_work import native_constants, native_interval
 from llmb.perfmodel.step_time.saved_activations import saved_fraction
@@ -54,8 +54,12 @@ def predict(
 
 
 def constants_of(setup: StepSetup) -> Constants:
-    """Return the calibrated constants of the run's engine."""
-    return calibrated() | native_constants("replaced") if setup.engine == NATIVE else calibrated()
+    """Return the calibrated constants of the run's engine; with the link between GPUs that `probe` measured here."""
+    if setup.engine != NATIVE:
+        return calibrated()
+    constants = calibrated() | native_constants("replaced")
+    measured = setup.rates.bus_gbs if setup.rates is not None else None
+    return constants if measured is None else constants | {"link": measured * GB / device(setup.gpu).link_bandwidth}
 
 
 def model_flops(setup: StepSetup) -> float:

@@ -23,7 +23,14 @@ REQUEST_COLUMNS = (
     "rank", "request", "scheduled", "arrival", "first_token", "end", "input_tokens", "output_tokens", "finish",
     "warmup", "error",
 )  # fmt: skip
-LEFT_OUT = ("last_lines", "warnings", "overrides", "versions", "number_formats")  # shown in blocks of their own
+LEFT_OUT = (
+    "last_lines",
+    "warnings",
+    "overrides",
+    "versions",
+    "device",
+    "number_formats",
+)  # shown in blocks of their own
 
 
 def warning_blocks(result: Result) -> str:
@@ -70,7 +77,8 @@ def provenance(record: RunRecord) -> str:
     )
     facts = {
         "host": result.host, "hardware": result.gpu_name, "commit": result.commit, "engine": result.engine,
-        **result.versions, **{name: _text(value) for name, value in result.number_formats.items()},
+        **result.versions, **{name: _text(value) for name, value in result.device.items()},
+        **{name: _text(value) for name, value in result.number_formats.items()},
     }  # fmt: skip
     versions = table("versions", ("what", "value"), [(k, v) for k, v in facts.items() if v is not None])
     files = "".join(f"<li>{link(label, path)}</li>" for label, path in record.files)

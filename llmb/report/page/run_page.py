@@ -3,6 +3,7 @@
 from llmb.config.spec import Inference
 from llmb.report.page import serving_charts as serving
 from llmb.report.page import waterfall_chart
+from llmb.report.page.ceilings_card import ceilings
 from llmb.report.page.configuration_cards import configuration, figures_table, provenance, samples, warning_blocks
 from llmb.report.page.html_blocks import charts_block, paragraphs, section, table
 from llmb.report.page.page_chart import Chart
@@ -30,6 +31,7 @@ def run_page(record: RunRecord) -> str:
         warning_blocks(record.result),
         section("time", "Where the time went", time_block),
         section("measured", title, charts_block(measured), css="long"),
+        ceilings(record),
         record.timelines,
         configuration(record),
         provenance(record),

@@ -7,6 +7,7 @@ from typing import TypeVar
 from llmb.config.spec import RunConfig
 from llmb.events import Event
 from llmb.perfmodel.explain.explanation import Explanation
+from llmb.perfmodel.probe.probe_record import ProbeRecord
 from llmb.results.result import Result
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ class RunRecord:
     explanation: Explanation | None = None
     command: str | None = None  # as it was typed, secrets masked
     files: Sequence[tuple[str, str]] = ()  # what it is, path relative to the page
+    probe: ProbeRecord | None = None  # measured on the machine of the run, or on another with the same GPU
     timelines: str = ""  # HTML: pictures of an out-of-core profile
 
     def of_type(self, kind: type[T]) -> list[T]:

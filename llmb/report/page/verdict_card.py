@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from llmb.config.load_settings import LoadSettings
 from llmb.config.spec import OutOfCore, Training
+from llmb.formats.device_facts import power_limit_text, recorded_facts
 from llmb.perfmodel.chip_limits import Limit
 from llmb.report.page.page_chart import COLOURS, GREY, PATTERNS, Chart, axis, pattern, plain, values
 from llmb.report.page.run_record import RunRecord
@@ -46,7 +47,9 @@ def _description(record: RunRecord) -> str:
     elif result.requests is not None:
         amount = f", {result.requests:,} requests"
     count = f"{machine} x {gpu}" if machine else gpu
-    return f"{model}{proxy} was {verb}{dtype} on {count} by engine {result.engine}{amount}."
+    limit = power_limit_text(recorded_facts(result.device))
+    power = f" ({limit})" if limit else ""
+    return f"{model}{proxy} was {verb}{dtype} on {count}{power} by engine {result.engine}{amount}."
 
 
 def _speed(result: Result) -> str:

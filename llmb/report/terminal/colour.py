@@ -25,6 +25,10 @@ RULES = tuple(
         (r"(?P<word>\(too few requests to tell\))", DOUBTFUL),
         (r"^(?P<word>possible):", GOOD),
         (r"^(?P<word>IMPOSSIBLE)\b", BAD),
+        (r"^ *(?P<word>ok)  ", GOOD),  # the levels of doctor
+        (r"^ *(?P<word>warning)  ", DOUBTFUL),
+        (r"^ *(?P<word>problem)  ", BAD),
+        (r"^(?P<word>differs)  ", DOUBTFUL),
     )
 )
 

@@ -1,0 +1,1 @@
+"""Processes that measure this machine for `llmb-run probe`."""

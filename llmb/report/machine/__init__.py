@@ -1,0 +1,1 @@
+"""Texts about machines: doctor and probe."""

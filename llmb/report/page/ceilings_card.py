@@ -1,0 +1,58 @@
+"""Ceilings of a run's page: what `llmb-run probe` measured on the machine, beside what the run reached."""
+
+from collections.abc import Iterator
+
+from llmb.perfmodel.probe.probe_record import ProbeRecord
+from llmb.report.machine.probe_text import size_text, spread_rows
+from llmb.report.page.html_blocks import section, table
+from llmb.report.page.run_record import RunRecord
+from llmb.report.plan_text import RATES
+from llmb.report.table import number
+
+HEADER = ("measured", "median", "p5 to p95", "unit", "n")
+
+
+def ceilings(record: RunRecord) -> str:
+    """Return the section; empty where the machine was not measured."""
+    probe = record.probe
+    if probe is None:
+        return ""
+    rows = list(spread_rows(probe.details)) if probe.details is not None else list(_plain_rows(probe))
+    note = f"By llmb-run probe, {probe.rates.source}. {_reached(record, probe)}".strip()
+    return section("ceilings", "Ceilings measured by probe", table("ceilings-table", HEADER, rows), note)
+
+
+def _plain_rows(probe: ProbeRecord) -> Iterator[tuple[str, ...]]:
+    """Yield the rates of a file without spreads."""
+    for name, (title, unit) in RATES.items():
+        value = getattr(probe.rates, name)
+        if value is not None:
+            yield title, number(value), "", unit, ""
+
+
+def _reached(record: RunRecord, probe: ProbeRecord) -> str:
+    """Return the run's own rate against the ceiling of its dtype; nothing where the run has no FLOP/s."""
+    result = record.result
+    if result.tflops_per_gpu is None or result.tflops_source != "model FLOPs" or result.one_rank is not None:
+        return ""
+    is_fp8 = (result.dtype or "").startswith("fp8") and probe.rates.fp8_tflops is not None
+    ceiling = probe.rates.fp8_tflops if is_fp8 else probe.rates.matmul_tflops
+    assert ceiling is not None
+    kind = "fp8 GEMMs" if is_fp8 else "GEMMs"
+    text = (
+        f"The run computes {number(result.tflops_per_gpu)} TFLOP/s per GPU, "
+        f"{100 * result.tflops_per_gpu / ceiling:.0f} % of what {kind} sustain there."
+    )
+    return f"{text} {_largest_all_reduce(probe)}".strip()
+
+
+def _largest_all_reduce(probe: ProbeRecord) -> str:
+    collectives = probe.details.collectives if probe.details is not None else None
+    rates = [rate for rate in collectives.rates if rate.operation == "all_reduce"] if collectives is not None else []
+    if collectives is None or not rates:
+        return ""
+    largest = max(rates, key=lambda rate: rate.bytes)
+    return (
+        f"An all-reduce of {size_text(largest.bytes)} among {collectives.ranks} ranks has a bus bandwidth of "
+        f"{number(largest.busbw_gbs)} GB/s."
+    )

@@ -1,0 +1,1 @@
+"""Measurements of `llmb-run probe` that need no model: launch latency, host memory, collectives."""
