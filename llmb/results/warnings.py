@@ -146,7 +146,7 @@ def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, 
     expected = config.launch_machine.gpu
     if expected in ("cpu", None) or start.gpu_name is None:
         return
-    if gpu_key(start.gpu_name) != expected:
+    if gpu_key(start.gpu_name, config.launch_machine.gpu_memory_bytes) != expected:
         yield (
             "OTHER_GPU",
             f"ran on {start.gpu_name}, not on {expected}: MFU and references are for {expected}; fix --gpu-type",

@@ -15,7 +15,6 @@ from llmb.perfmodel.shards import has_explicit_layers
 DTYPES = ("fp32", "bf16", "fp8")
 STATE_FORMATS = ("master_weights", "gradients", "moments", "reduce_dtype")  # bf16 in bf16 and fp8 runs, if requested
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
-GROUPED_FP8_GPUS = ("h100", "h200", "cpu")  # torch's fp8 grouped GEMM runs on Hopper only; a CPU has a reference
 SUPPORTED = (
     f"dtype {', '.join(DTYPES)}, every parallel layout ({', '.join(DEGREES)}, fsdp, vp), gradient accumulation (ga), "
     "recompute_layers, offload_layers, without pp cuda_graphs; with dtype bf16 or fp8 "
@@ -72,8 +71,13 @@ def supported_training(config: RunConfig) -> Training:
 
 
 def runs_fp8_experts(config: RunConfig) -> bool:
-    """Return whether the GEMMs of experts can be in fp8 on these GPUs; a model without experts has none to run."""
-    return not has_fp8_experts(config) or config.launch_machine.gpu in GROUPED_FP8_GPUS
+    """Return whether the GEMMs of experts can be in fp8 on these GPUs; a model without experts has none to run.
+
+    torch's fp8 grouped GEMM runs on Hopper only; a CPU has a reference.
+    """
+    fabric = gpu(config.launch_machine.gpu).fabric
+    is_hopper = fabric is not None and fabric.family == "hopper"
+    return not has_fp8_experts(config) or config.launch_machine.gpu == "cpu" or is_hopper
 
 
 def check_fp8_gpu(config: RunConfig) -> None:
