@@ -33,6 +33,7 @@ class RunStarted:
     pid: int | None = None
     commit: str | None = None  # of llmb; ends in -dirty when files differ from it
     versions: dict[str, str] = field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()  # what the device lacks and what runs instead, a line each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ def _identity(config: RunConfig | None, events: list[Event]) -> dict:
     start = next((e for e in events if isinstance(e, RunStarted) and e.rank == 0), None)
     if start is not None:
         fields |= {"started": start.time, "gpu_name": start.gpu_name, "host": start.host}
-        fields |= {"commit": start.commit, "versions": start.versions}
+        fields |= {"commit": start.commit, "versions": start.versions, "fallbacks": start.fallbacks}
     if config is not None:
         fields |= {"target": config.target, "size": config.size, "dtype": config.precision.dtype}
         fields |= {"gpu": config.machine.gpu, "gpus": config.machine.gpus, "engine": config.engine}

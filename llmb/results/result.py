@@ -189,4 +189,5 @@ class Result:
     host: str | None = None
     commit: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    fallbacks: tuple[str, ...] = ()  # what the device lacks and what ran instead, a line each
     overrides: tuple[dict[str, Any], ...] = ()

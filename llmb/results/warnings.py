@@ -143,6 +143,8 @@ def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str,
 
 
 def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, str]]:
+    for line in start.fallbacks:
+        yield "FALLBACK", f"{line}; compare the speed only with runs that have it, too"
     expected = config.launch_machine.gpu
     if expected in ("cpu", None) or start.gpu_name is None:
         return
