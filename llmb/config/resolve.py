@@ -176,8 +176,10 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
         config = at_true_width(config, request.memory_gib)
     check_engine_support(config)
     from llmb.perfmodel.explain.run_prediction import predict_run  # imported here: it is slow to import
+    from llmb.perfmodel.offload.machine_rates import measured_ceilings
 
-    return replace(config, predicted=predict_run(config, install))
+    ceilings = measured_ceilings(config.launch_machine.gpu, install) if install is not None else None
+    return replace(config, predicted=predict_run(config, install), ceilings=ceilings)
 
 
 def _refuse_true_width(recipe: Recipe, request: RunRequest) -> None:
