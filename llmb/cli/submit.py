@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.config.resolve import resolve_all
     from llmb.errors import ConfigError
     from llmb.launch.install_root import install_root
+    from llmb.launch.local_machine import unsupported_gpu
     from llmb.launch.secrets import mask
 
     recipes = run_options.load_recipes()
@@ -78,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     if location == "local":
         for _, config in resolved:
             check_runs_here(config)
+        if any(config.launch_machine.gpu == "cpu" for _, config in resolved):
+            warn(filter(None, [unsupported_gpu()]))
     else:
         resolved = [(task, submit_slurm.fit_allocation(config, os.environ, options.force)) for task, config in resolved]
     here = [config for _, config in resolved if config.engine != "openai"]
