@@ -7,6 +7,8 @@ from llmb.perfmodel.gpu_types.gpu_row import GB, GIB, Fabric, Gpu, peaks
 # 84.4, GB200 79.3, B300 75.8, GB300 67.4.
 GB_CLOCK = 2450 / 2250
 B200_CLOCK, B300_CLOCK = GB_CLOCK * 79.3 / 84.4, GB_CLOCK * 67.4 / 75.8
+# Of the H20's peak a GEMM reaches 142 of 148 TFLOP/s, as 78 SMs stay below its power limit; an H200 sustains 0.71.
+H20_CLOCK = 142 / 148 / 0.71
 # Fabrics: NVIDIA data sheets of A100, H100, H200, DGX B200, DGX B300, GB200 NVL72, GB300 NVL72.
 _RECIPES = "NVIDIA dgxc-benchmarking, recipe READMEs (dense peaks); memory as CUDA reports it (B300, GB300: nominal)"
 _A100 = "NVIDIA A100 data sheet, dense; memory as CUDA reports it"
@@ -42,7 +44,7 @@ DATACENTER = (
         source="NVIDIA H200 data sheet, dense; driver-reported memory (nominally 141 GB)", name_words=("h200",)),
     Gpu(key="h20", title="NVIDIA H20", peak_flops=peaks(148, 296, fp32=44), memory_bytes=95.1 * GIB,
         memory_bandwidth=4000 * GB, link_bandwidth=450 * GB, host_bandwidth=64 * GB,
-        fabric=Fabric(family="hopper", sms=78, watts=400, link_domain=8),
+        fabric=Fabric(family="hopper", sms=78, watts=400, link_domain=8, clock=H20_CLOCK),
         source="NVIDIA H20 product brief, as its resellers print it; SMs and memory as CUDA reports them",
         name_words=("h20",)),
     Gpu(key="h100-pcie", title="NVIDIA H100 PCIe", peak_flops=peaks(756, 1513, fp32=51), memory_bytes=79.2 * GIB,
