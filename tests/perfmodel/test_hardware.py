@@ -1,5 +1,7 @@
 """The table of GPUs."""
 
+from pathlib import Path
+
 import pytest
 
 from llmb.config.spec import Machine
@@ -158,3 +160,11 @@ def test_gpu_type_of_a_user_is_listed_or_marked_as_unlisted() -> None:
 def test_article_of_a_gpu_is_the_spoken_one() -> None:
     spoken = [with_article(gpu) for gpu in ("h100", "b200", "gb200", "a100", "l40s", "rtx-4090", "mi300x", "cpu")]
     assert spoken == ["an h100", "a b200", "a gb200", "an a100", "an l40s", "an rtx-4090", "an mi300x", "a cpu"]
+
+
+def test_documented_table_has_every_row() -> None:
+    lines = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text().splitlines()
+    documented = {line.split("`")[1]: line for line in lines if line.startswith("| `") and line.count("|") == 10}
+    assert documented.keys() == GPUS.keys() - {"cpu"}
+    for key, line in documented.items():
+        assert f"| {GPUS[key].peak_flops['bf16'] / 1e12:,.0f} /" in line

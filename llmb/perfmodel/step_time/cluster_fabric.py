@@ -43,6 +43,12 @@ class Device:
 
 def device(key: str) -> Device:
     """Return the GPU and its links; unknown types list the known ones."""
+    if key in GPUS and key not in FABRICS and key != "cpu":
+        raise ConfigError(
+            f"{key}: what its family sustains of its peaks is not known, so its data sheet predicts nothing; on such a "
+            "machine `llmb-run probe` measures it, and `llmb-run show -w W` predicts; "
+            f"GPU types are: {', '.join(FABRICS)}"
+        )
     if key not in FABRICS:
         raise UnknownName("GPU type", key, FABRICS)
     return Device(key=key, gpu=GPUS[key], fabric=FABRICS[key])
