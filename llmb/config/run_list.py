@@ -14,6 +14,7 @@ from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe, as_listed
 from llmb.config.row_selection import OneRankRequest, RunRequest, row_gpu, uses_proxy
 from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel import hardware
 
 MOST_GPUS = 1_000_000  # of one run: more than any machine has
 
@@ -136,7 +137,7 @@ def _expand_target(target: str, selection: RunSelection, recipes: dict[str, Reci
         borrows = False  # of the sizes that are not named, the listed ones are meant
     for model_size in [requested] if requested else recipe.sizes:
         gpu = row_gpu(recipe, model_size, selection.gpu, proxy, selection.force or borrows)
-        for dtype in _dtypes(recipe, selection) or recipe.values("dtype", proxy, size=model_size, gpu=gpu):
+        for dtype in _dtypes(recipe, selection) or _default_dtypes(recipe, model_size, gpu, proxy, selection):
             for gpus in _scales(recipe, model_size, dtype, gpu, proxy, selection):
                 request = RunRequest(
                     size=model_size, dtype=dtype, gpus=gpus, gpu=selection.gpu,
@@ -152,6 +153,21 @@ def _dtypes(recipe: Recipe, selection: RunSelection) -> list[str]:
     """Return the requested dtypes as the recipe spells them."""
     listed = [*recipe.values("dtype"), *recipe.values("dtype", True)]
     return [as_listed(dtype, listed) for dtype in selection.dtypes or ()]
+
+
+def _default_dtypes(recipe: Recipe, size: str, gpu: str | None, proxy: bool, selection: RunSelection) -> list[str]:
+    """Return the listed dtypes without those that the GPU is known not to compute in, unless no other is listed."""
+    listed = recipe.values("dtype", proxy, size=size, gpu=gpu)
+    if selection.gpu is None or not hardware.lacks_fp8(selection.gpu):
+        return listed
+    return [dtype for dtype in listed if dtype != "fp8"] or listed
+
+
+def left_out_dtypes(selection: RunSelection) -> str | None:
+    """Return the line that says which dtypes of the recipes are left out on this GPU; None: none, or they are named."""
+    if selection.dtypes is not None or selection.gpu is None or not hardware.lacks_fp8(selection.gpu):
+        return None
+    return f"rows in fp8 are left out: {hardware.gpu(selection.gpu).title} has no fp8 GEMMs"
 
 
 def _scales(recipe: Recipe, size: str, dtype: str, gpu: str | None, proxy: bool, selection: RunSelection) -> list[int]:

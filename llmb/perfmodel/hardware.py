@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # spec.py is slow to import
 
 __all__ = [
     "GB", "GIB", "GPUS", "TERA", "UNLISTED", "Fabric", "Gpu", "gpu", "gpu_key", "identify_gpu", "is_listed",
-    "memory_bytes", "parse_gpu_type", "peak_flops", "with_article",
+    "lacks_fp8", "memory_bytes", "parse_gpu_type", "peak_flops", "with_article",
 ]  # fmt: skip
 
 CPU = Gpu(key="cpu", title="this machine's CPU", gpus_per_node=1024, source="no published peak: MFU is null")
@@ -61,6 +61,12 @@ def parse_gpu_type(text: str, more: Iterable[str] = ()) -> str:
 def peak_flops(key: str, dtype: str) -> float | None:
     """Return the peak FLOP/s of one GPU for a dtype; None if unpublished."""
     return gpu(key).peak_flops.get(dtype)
+
+
+def lacks_fp8(key: str) -> bool:
+    """Return whether a GPU is known to have no fp8 GEMMs; of one without published peaks its engine decides."""
+    peaks = gpu(key).peak_flops
+    return bool(peaks) and "fp8" not in peaks
 
 
 def memory_bytes(machine: "Machine") -> float | None:

@@ -99,3 +99,25 @@ def test_unlisted_gpu_can_be_named_on_another_machine(llmb_run, monkeypatch, tmp
     install_fake_gpu(monkeypatch, tmp_path / "bin", "NVIDIA L40", 46068)
     code, out, _ = llmb_run("show", *EIGHT_B, "--json", "--gpu-type", "l40")
     assert (code, json.loads(out)["machine"]["gpu_memory_bytes"]) == (0, 46068 << 20)
+
+
+def test_fp8_is_left_out_where_it_cannot_run_and_refused_where_it_is_named(llmb_run, monkeypatch, tmp_path):
+    install_fake_gpu(monkeypatch, tmp_path / "bin", "NVIDIA GeForce RTX 3090", 24576)
+    run = ["submit", "-w", "pretrain_llama3.1", "-s", "8b", "--scale", "1", "--proxy", "--dry-run", "--json"]
+    code, out, err = llmb_run(*run)
+    dtypes = {json.loads(line)["precision"]["dtype"] for line in out.splitlines()}
+    assert (code, "fp8" in dtypes, "bf16" in dtypes) == (0, False, True)
+    assert err == "note: rows in fp8 are left out: NVIDIA GeForce RTX 3090 has no fp8 GEMMs\n"
+    code, _, err = llmb_run(*run, "--dtype", "fp8")
+    assert code == 1
+    assert "dtype fp8: NVIDIA GeForce RTX 3090 has no fp8 GEMMs; choose bf16" in err
+
+
+def test_default_fp8_cache_gives_way_to_bf16_and_says_so(llmb_run, monkeypatch, tmp_path):
+    install_fake_gpu(monkeypatch, tmp_path / "bin", "NVIDIA A100-SXM4-80GB", 81920)
+    run = ["show", "-w", "inference_llama3.1", "-s", "70b", "--dtype", "nvfp4", "--scale", "1"]
+    code, out, _ = llmb_run(*run)
+    line = "kv_dtype=bf16 instead of the recipe's fp8 (native engine: NVIDIA A100 SXM 80 GB has no fp8)"
+    assert (code, line in " ".join(out.split())) == (0, True)
+    code, _, err = llmb_run(*run, "--set", "kv_dtype=fp8")
+    assert (code, "kv_dtype fp8: NVIDIA A100 SXM 80 GB has no fp8 GEMMs; choose bf16" in err) == (1, True)

@@ -9,7 +9,7 @@ from llmb.config.native.one_rank import check_one_rank
 from llmb.config.parallel_layout import check_model, check_schedule, check_sequence, max_layers_per_rank
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
-from llmb.perfmodel.hardware import gpu
+from llmb.perfmodel.hardware import gpu, lacks_fp8
 from llmb.perfmodel.shards import has_explicit_layers
 
 DTYPES = ("fp32", "bf16", "fp8")
@@ -82,9 +82,9 @@ def runs_fp8_experts(config: RunConfig) -> bool:
 
 def check_fp8_gpu(config: RunConfig) -> None:
     """Refuse fp8 on a GPU that is known to have no fp8 GEMMs."""
-    hardware = gpu(config.launch_machine.gpu)
-    if config.precision.dtype == "fp8" and hardware.peak_flops and "fp8" not in hardware.peak_flops:
-        raise ConfigError(f"dtype fp8: {hardware.title} has no fp8 GEMMs; choose bf16")
+    key = config.launch_machine.gpu
+    if config.precision.dtype == "fp8" and lacks_fp8(key):
+        raise ConfigError(f"dtype fp8: {gpu(key).title} has no fp8 GEMMs; choose bf16")
 
 
 def _graph_obstacles(config: RunConfig, workload: Training) -> list[str]:
