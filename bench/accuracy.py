@@ -261,9 +261,10 @@ def worst(samples: Sequence[Sample], errors: np.ndarray, count: int = 15) -> lis
 
 def scatter(samples: Sequence[Sample], errors: np.ndarray) -> str:
     """Return an SVG of predicted over measured step time, by GPU, with lines at +-15 %."""
-    colours = dict(
-        zip(GPUS, ("#b5179e", "#7209b7", "#f8961e", "#f94144", "#43aa8b", "#277da1", "#555555"), strict=False)
-    )
+    colours = {
+        "gb300": "#b5179e", "gb200": "#7209b7", "b300": "#f8961e", "b200": "#f94144", "h200": "#43aa8b",
+        "h100": "#277da1", "a100": "#555555",
+    }  # fmt: skip
     width, height, margin = 720, 420, 50
     times = np.log10([s.seconds for s in samples])
     low, high = np.floor(times.min()), np.ceil(times.max())

@@ -34,6 +34,7 @@ class RunStarted:
     commit: str | None = None  # of llmb; ends in -dirty when files differ from it
     versions: dict[str, str] = field(default_factory=dict)
     device: dict[str, Any] | None = None  # power limit, clocks, throttling, ...: fields of formats.device_facts
+    fallbacks: tuple[str, ...] = ()  # what the device lacks and what runs instead, a line each
 
 
 @dataclass(frozen=True, kw_only=True)

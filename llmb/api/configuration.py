@@ -51,6 +51,7 @@ def resolve(
         scales=None if gpus is None else (_gpu_count(gpus),),
         gpu=gpu_type,
         gpu_memory_bytes=reported_memory(gpu_type),
+        gpu_here=gpu is None,
         proxy=_proxy(proxy),
         layout=layout.lower() if layout else None,
         force=force,

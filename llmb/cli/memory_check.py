@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from llmb.config.run_list import out_of_core_target
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
-from llmb.launch.local_machine import available_memory_bytes, gpu_names
+from llmb.launch.local_machine import available_memory_bytes, gpu_memory_bytes, gpu_names
 from llmb.perfmodel import hardware, memory_fit
 
 if TYPE_CHECKING:
@@ -76,4 +76,4 @@ def _unchecked(config: RunConfig) -> str | None:
 
 def _is_for_here(config: RunConfig) -> bool:
     names = gpu_names()
-    return config.launch_machine.gpu == (hardware.gpu_key(names[0]) if names else "cpu")
+    return config.launch_machine.gpu == (hardware.gpu_key(names[0], gpu_memory_bytes()) if names else "cpu")

@@ -153,6 +153,7 @@ def run_selection(options: argparse.Namespace) -> Any:
         exact_scales=options.exact_scales,
         gpu=gpu,
         gpu_memory_bytes=reported_memory(gpu),
+        gpu_here=_requested_gpu(options) is None,
         proxy=options.proxy,
         layout=options.layout.lower() if options.layout else None,
         memory_gib=parse_value(float, options.device_gb, "--device-gb") if fills else None,
@@ -193,13 +194,18 @@ def selected_gpu(options: argparse.Namespace) -> str | None:
     """Return --gpu-type, GPU_TYPE, the cluster's GPU type or this machine's GPU, or None."""
     from llmb.perfmodel.hardware import parse_gpu_type
 
-    requested = _flag_or_variable(options.gpu_type, "GPU_TYPE", "--gpu-type")
+    requested = _requested_gpu(options)
     if requested is not None:
         return known_gpu_type(requested)
     cluster = None if getattr(options, "on", None) == "local" else cluster_here()
     if cluster is not None and cluster.gpu_type is not None:
         return parse_gpu_type(cluster.gpu_type)
     return gpu_here()
+
+
+def _requested_gpu(options: argparse.Namespace) -> str | None:
+    """Return the GPU type that the user names; None: that of the cluster or of this machine."""
+    return _flag_or_variable(options.gpu_type, "GPU_TYPE", "--gpu-type")
 
 
 def known_gpu_type(name: str) -> str:
@@ -211,11 +217,11 @@ def known_gpu_type(name: str) -> str:
 
 def gpu_here() -> str | None:
     """Return the type of this machine's first GPU, listed or not; None on a machine without one."""
-    from llmb.launch.local_machine import gpu_names
+    from llmb.launch.local_machine import gpu_memory_bytes, gpu_names
     from llmb.perfmodel.hardware import gpu_key
 
     names = gpu_names()
-    return gpu_key(names[0]) if names else None
+    return gpu_key(names[0], gpu_memory_bytes()) if names else None
 
 
 def _unlisted_gpu_types() -> list[str]:

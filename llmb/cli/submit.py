@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
     from llmb.config.resolve import resolve_all
     from llmb.errors import ConfigError
     from llmb.launch.install_root import install_root
+    from llmb.launch.local_machine import unsupported_gpu
     from llmb.launch.secrets import mask
 
     recipes = run_options.load_recipes()
@@ -78,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     if location == "local":
         for _, config in resolved:
             check_runs_here(config)
+        if any(config.launch_machine.gpu == "cpu" for _, config in resolved):
+            warn(filter(None, [unsupported_gpu()]))
     else:
         resolved = [(task, submit_slurm.fit_allocation(config, os.environ, options.force)) for task, config in resolved]
     here = [config for _, config in resolved if config.engine != "openai"]
@@ -110,7 +113,7 @@ def tasks_of(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     from llmb.cli import run_options
     from llmb.config.bulk_file import read_bulk
     from llmb.config.overrides import VARIABLES, Setting
-    from llmb.config.run_list import largest_first, tasks_for, with_settings
+    from llmb.config.run_list import largest_first, left_out_dtypes, tasks_for, with_settings
     from llmb.errors import ConfigError
 
     if options.file and (options.workload or options.size or options.all):
@@ -127,6 +130,8 @@ def tasks_of(options: argparse.Namespace, recipes: dict[str, Any]) -> list[Any]:
     for_ranks = {k: v for k, v in environment.items() if k not in VARIABLES}
     run_selection = run_options.run_selection(options)
     tasks = read_bulk(options.file, recipes, run_selection) if options.file else tasks_for(run_selection, recipes)
+    if not options.file and (line := left_out_dtypes(run_selection)) is not None:
+        print(f"note: {line}", file=sys.stderr, flush=True)
     return largest_first([with_settings(task, settings, for_ranks) for task in tasks])
 
 

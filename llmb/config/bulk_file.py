@@ -105,6 +105,7 @@ def _expand_entry(
                 scales=_tuple(entry.scales or section.scales),
                 gpu=selection.gpu,
                 gpu_memory_bytes=selection.gpu_memory_bytes,
+                gpu_here=selection.gpu_here,
                 proxy=selection.proxy or ("small" if entry.proxy or section.proxy else None),
                 layout=selection.layout,
                 one_rank=selection.one_rank,

@@ -29,7 +29,7 @@ from llmb.config.row_selection import RunRequest, choose_row, gpu_of, inference_
 from llmb.config.run_list import Task, out_of_core_target
 from llmb.config.run_model import at_true_width, base_model, changed_model, check_heads, check_layout
 from llmb.config.serialization import build, field_types
-from llmb.config.serving_settings import check_settings, proxy_fp8_recipe, update_dependent
+from llmb.config.serving_settings import check_settings, proxy_fp8_recipe, replace_fp8_cache, update_dependent
 from llmb.config.settable_fields import apply_settings, settable_sections, settable_types
 from llmb.config.spec import Limits, Machine, Override, Parallel, Profile, Reference, RunConfig
 from llmb.config.step_windows import fit_window, refuse_without_effect, shorten_trace
@@ -101,6 +101,7 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
     overrides = [*row_overrides, *apply_settings(values, types, settings, recipe)]
     if recipe.kind == "inference":
         overrides += update_dependent(values, as_printed, {o.field for o in overrides})
+        overrides += replace_fp8_cache(values, gpu, {o.field for o in overrides})
     if recipe.kind == "outofcore" and request.uses_proxy:
         _leave_to_the_plan(values, {o.field for o in overrides})
     shorten_trace(values, overrides)
@@ -176,8 +177,10 @@ def resolve(recipe: Recipe, request: RunRequest, install: Path | None = None) ->
         config = at_true_width(config, request.memory_gib)
     check_engine_support(config)
     from llmb.perfmodel.explain.run_prediction import predict_run  # imported here: it is slow to import
+    from llmb.perfmodel.offload.machine_rates import measured_ceilings
 
-    return replace(config, predicted=predict_run(config, install))
+    ceilings = measured_ceilings(config.launch_machine.gpu, install) if install is not None else None
+    return replace(config, predicted=predict_run(config, install), ceilings=ceilings)
 
 
 def _refuse_true_width(recipe: Recipe, request: RunRequest) -> None:

@@ -19,6 +19,7 @@ from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel import hardware
 
 SCALED_DOWN = ("training", "inference")  # kinds whose proxies run on any number of ranks
+NO_ROW = "no row for "  # how the source of a borrowed row begins
 
 
 def uses_proxy(proxy: str | None, gpu: str | None) -> bool:
@@ -49,6 +50,7 @@ class RunRequest:
     )
     memory_gib: float | None = None  # memory budget of a true-width proxy; null: the GPU's memory
     one_rank: OneRankRequest | None = None  # null: all ranks run
+    borrow_row: bool = False  # take the row of the GPU with the nearest memory where the recipe has none for this one
     force: bool = False  # accept a GPU type, dtype or GPU count the recipe does not list
     settings: tuple[Setting, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -84,7 +86,7 @@ def choose_row(recipe: Recipe, request: RunRequest, selectors: dict[str, str]) -
     """Return the matching row; size, GPU, dtype, use case and scale are checked in turn to name the first mismatch."""
     matched: dict[str, Any] = {}
     proxy = request.uses_proxy
-    gpu = row_gpu(recipe, request.size, request.gpu, proxy, request.force)
+    gpu = row_gpu(recipe, request.size, request.gpu, proxy, request.force or request.borrow_row)
     user_defined = "use_case" in selectors and selectors["use_case"] not in recipe.values("use_case")
     for selector, value in [("size", request.size), ("gpu", gpu), ("dtype", request.dtype), *selectors.items()]:
         if value is None or (request.force and selector == "dtype") or (user_defined and selector == "use_case"):
@@ -103,28 +105,45 @@ def choose_row(recipe: Recipe, request: RunRequest, selectors: dict[str, str]) -
     rows = recipe.matching(proxy, **matched, gpus=scale)
     row, overrides = (_best_match(rows, recipe, request), []) if rows else _extrapolate(recipe, request, matched)
     if request.gpu is not None and gpu is None and not proxy:
-        overrides = [*overrides, _borrowed(row, recipe, request.gpu)]
+        overrides = [*overrides, _borrowed(row, recipe, request)]
     if user_defined:
         name, source = selectors["use_case"], "the row with the nearest lengths"
         overrides = [*overrides, Override(field="use_case", value=name, replaced=row["use_case"], source=source)]
     return row, overrides
 
 
-def row_gpu(recipe: Recipe, size: str, gpu: str | None, proxy: bool, force: bool) -> str | None:
+def row_gpu(recipe: Recipe, size: str, gpu: str | None, proxy: bool, borrow: bool) -> str | None:
     """Return the GPU whose rows are selected; None: those of any GPU.
 
-    A proxy runs anywhere. A GPU that is not in the table borrows another one's row where the recipe has none for it.
+    A proxy runs anywhere. A GPU that is not in the table always borrows another one's row where the recipe has none.
     """
     if proxy or gpu is None:
         return None
-    borrows = force or not hardware.is_listed(gpu)
+    borrows = borrow or not hardware.is_listed(gpu)
     return None if borrows and gpu not in recipe.values("gpu", size=size) else gpu
 
 
-def _borrowed(row: Row, recipe: Recipe, gpu: str) -> Override:
+def _borrowed(row: Row, recipe: Recipe, request: RunRequest) -> Override:
     """Return the departure of a run on a GPU that the recipe has no row for."""
-    source = f"no row for {gpu}: settings of another GPU"
-    return Override(field="gpu", value=gpu, replaced=gpu_of(row, recipe), source=source)
+    lender = _lender(row, recipe, request)
+    near = "the nearest in memory" if _memory_distance(lender, request) is not None else "as its memory is not known"
+    source = f"{NO_ROW}{request.gpu}: the settings of {lender}, {near}"
+    return Override(field="gpu", value=request.gpu, replaced=lender, source=source)
+
+
+def _lender(row: Row, recipe: Recipe, request: RunRequest) -> str:
+    """Return the GPU of a row that is nearest in memory to this one; if that is unknown, the recipe's default."""
+    return min(
+        selector_values(row, "gpu"),
+        key=lambda gpu: (_memory_distance(gpu, request) or 0.0, gpu != gpu_of(row, recipe)),
+    )
+
+
+def _memory_distance(gpu: str, request: RunRequest) -> float | None:
+    """Return how far apart the memories of two GPUs are, as the logarithm of their ratio; None: one is not known."""
+    memory = hardware.gpu(request.gpu or "").memory_bytes or request.gpu_memory_bytes
+    row_memory = hardware.gpu(gpu).memory_bytes
+    return abs(log(row_memory / memory)) if memory and row_memory else None
 
 
 def _nearest_use_case(rows: list[Row], request: RunRequest) -> str:
@@ -156,11 +175,13 @@ def gpu_of(row: Row, recipe: Recipe) -> str:
 
 
 def _best_match(rows: list[Row], recipe: Recipe, request: RunRequest) -> Row:
-    """Return the row for the recipe's default GPU that agrees with most of the settings."""
+    """Return the row for the GPU, one near it in memory, or the default GPU, that agrees with most of the settings."""
     requested = {(s.field, str(s.value)) for s in request.settings}
+    borrows = request.gpu is not None and not request.uses_proxy
     return max(
         rows,
         key=lambda row: (
+            -(_memory_distance(_lender(row, recipe, request), request) or 0.0) if borrows else 0.0,
             recipe.default_gpu in selector_values(row, "gpu"),
             len(requested & {(k, str(v)) for k, v in row.items()}),
         ),

@@ -14,6 +14,7 @@ from llmb.config.overrides import Setting
 from llmb.config.recipe import Recipe, as_listed
 from llmb.config.row_selection import OneRankRequest, RunRequest, row_gpu, uses_proxy
 from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel import hardware
 
 MOST_GPUS = 1_000_000  # of one run: more than any machine has
 
@@ -40,6 +41,7 @@ class RunSelection:
     exact_scales: bool = False
     gpu: str | None = None
     gpu_memory_bytes: int | None = None  # as the driver reports it, of a GPU that is not in hardware.GPUS
+    gpu_here: bool = False  # found in this machine or cluster, not named by the user
     proxy: Literal["small", "true-width"] | None = None
     layout: str | None = None
     memory_gib: float | None = None
@@ -80,9 +82,10 @@ def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]
     if largest > MOST_GPUS:
         raise ConfigError(f"a scale of more than {MOST_GPUS:,} GPUs is not possible")
     targets = selection.targets or tuple(key for key, recipe in recipes.items() if recipe.kind == "training")
+    borrows = _borrows_rows(selection, recipes)
     tasks: list[Task] = []
     for target in targets:
-        expanded = list(_expand_target(target, selection, recipes))
+        expanded = list(_expand_target(target, selection, recipes, borrows))
         if not expanded and selection.targets:
             raise _no_matching_row(target, selection, recipes)
         tasks += expanded
@@ -92,6 +95,15 @@ def tasks_for(selection: RunSelection, recipes: dict[str, Recipe]) -> list[Task]
     if selection.force and len(tasks) != 1:
         raise ConfigError(f"--force takes exactly one run, this names {len(tasks)}; give -w, -s, --dtype and --scale")
     return largest_first(tasks)
+
+
+def _borrows_rows(selection: RunSelection, recipes: Mapping[str, Recipe]) -> bool:
+    """Return whether a workload without a row for the GPU takes another GPU's.
+
+    A GPU with rows in some recipe borrows where it is this machine's and the workload is named; one without, always.
+    """
+    has_rows = any(selection.gpu in recipe.values("gpu") for recipe in recipes.values())
+    return not has_rows or (selection.gpu_here and bool(selection.targets))
 
 
 def out_of_core_target(size: str, recipes: Mapping[str, Recipe]) -> str | None:
@@ -112,7 +124,7 @@ def largest_first(tasks: list[Task]) -> list[Task]:
     return sorted(tasks, key=lambda task: -task.request.gpus)
 
 
-def _expand_target(target: str, selection: RunSelection, recipes: dict[str, Recipe]) -> Iterator[Task]:
+def _expand_target(target: str, selection: RunSelection, recipes: dict[str, Recipe], borrows: bool) -> Iterator[Task]:
     recipe, size = split_target(target, recipes)
     chosen = as_listed(selection.size, recipe.models) if selection.size else None
     if size and chosen and size != chosen:
@@ -121,13 +133,16 @@ def _expand_target(target: str, selection: RunSelection, recipes: dict[str, Reci
     requested = size or chosen
     if requested is not None and requested not in recipe.models:
         raise UnknownName(f"size of {recipe.workload}", requested, recipe.models)
+    if requested is None and selection.gpu in recipe.values("gpu"):
+        borrows = False  # of the sizes that are not named, the listed ones are meant
     for model_size in [requested] if requested else recipe.sizes:
-        gpu = row_gpu(recipe, model_size, selection.gpu, proxy, selection.force)
-        for dtype in _dtypes(recipe, selection) or recipe.values("dtype", proxy, size=model_size, gpu=gpu):
+        gpu = row_gpu(recipe, model_size, selection.gpu, proxy, selection.force or borrows)
+        for dtype in _dtypes(recipe, selection) or _default_dtypes(recipe, model_size, gpu, proxy, selection):
             for gpus in _scales(recipe, model_size, dtype, gpu, proxy, selection):
                 request = RunRequest(
                     size=model_size, dtype=dtype, gpus=gpus, gpu=selection.gpu,
-                    gpu_memory_bytes=selection.gpu_memory_bytes, proxy=selection.proxy, force=selection.force,
+                    gpu_memory_bytes=selection.gpu_memory_bytes, borrow_row=borrows, proxy=selection.proxy,
+                    force=selection.force,
                     layout=selection.layout, memory_gib=selection.memory_gib, one_rank=selection.one_rank,
                     settings=selection.settings,
                 )  # fmt: skip
@@ -138,6 +153,21 @@ def _dtypes(recipe: Recipe, selection: RunSelection) -> list[str]:
     """Return the requested dtypes as the recipe spells them."""
     listed = [*recipe.values("dtype"), *recipe.values("dtype", True)]
     return [as_listed(dtype, listed) for dtype in selection.dtypes or ()]
+
+
+def _default_dtypes(recipe: Recipe, size: str, gpu: str | None, proxy: bool, selection: RunSelection) -> list[str]:
+    """Return the listed dtypes without those that the GPU is known not to compute in, unless no other is listed."""
+    listed = recipe.values("dtype", proxy, size=size, gpu=gpu)
+    if selection.gpu is None or not hardware.lacks_fp8(selection.gpu):
+        return listed
+    return [dtype for dtype in listed if dtype != "fp8"] or listed
+
+
+def left_out_dtypes(selection: RunSelection) -> str | None:
+    """Return the line that says which dtypes of the recipes are left out on this GPU; None: none, or they are named."""
+    if selection.dtypes is not None or selection.gpu is None or not hardware.lacks_fp8(selection.gpu):
+        return None
+    return f"rows in fp8 are left out: {hardware.gpu(selection.gpu).title} has no fp8 GEMMs"
 
 
 def _scales(recipe: Recipe, size: str, dtype: str, gpu: str | None, proxy: bool, selection: RunSelection) -> list[int]:

@@ -12,7 +12,7 @@ from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.recipe import Recipe, Row
 from llmb.config.spec import Inference, Model, Override, Precision, RunConfig
 from llmb.errors import ConfigError
-from llmb.perfmodel.hardware import gpu
+from llmb.perfmodel.hardware import gpu, lacks_fp8
 
 BLOCK = 128
 
@@ -41,6 +41,16 @@ def update_dependent(settings: Row, row: Row, overridden: Collection[str]) -> li
         requests = rounds * settings["concurrency"]
         changes.append(_override(settings, "num_requests", requests, f"{rounds} x concurrency"))
     return changes
+
+
+def replace_fp8_cache(settings: Row, gpu_type: str, overridden: Collection[str]) -> list[Override]:
+    """Take a bf16 KV cache where a row of another dtype has one in fp8 that the GPU cannot compute with."""
+    is_default = settings.get("kv_dtype") == "fp8" and settings["dtype"] != "fp8" and "kv_dtype" not in overridden
+    if not is_default or not lacks_fp8(gpu_type):
+        return []
+    source = f"native engine: {gpu(gpu_type).title} has no fp8"
+    settings["kv_dtype"] = "bf16"
+    return [Override(field="kv_dtype", value="bf16", replaced="fp8", source=source)]
 
 
 def _total_batch_size(settings: Row) -> int:
@@ -161,10 +171,9 @@ def _check_min_latency(work: Inference) -> None:
 
 def _check_precision(config: RunConfig) -> None:
     precision, model = config.precision, config.model
-    hardware = gpu(config.machine.gpu)
     for name in ("dtype", "kv_dtype"):
-        if getattr(precision, name) == "fp8" and hardware.peak_flops and "fp8" not in hardware.peak_flops:
-            raise ConfigError(f"{name} fp8: {hardware.title} has no fp8 GEMMs; choose bf16")
+        if getattr(precision, name) == "fp8" and lacks_fp8(config.machine.gpu):
+            raise ConfigError(f"{name} fp8: {gpu(config.machine.gpu).title} has no fp8 GEMMs; choose bf16")
     ranks = 1 if _work(config).attention_dp else config.parallel.tp
     if precision.fp8_recipe == "blockwise" and _common_width(model, ranks) % BLOCK:
         common = _common_width(model, ranks)

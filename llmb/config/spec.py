@@ -344,6 +344,16 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """Sustained rates of one GPU as `llmb-run probe` measured them here, beside which the result of a run stands."""
+
+    matmul_tflops: float  # bf16, or fp32 on a CPU
+    fp8_tflops: float | None = None  # null: not measured, or the device has none
+    memory_gbs: float  # 1e9 bytes/s, read and written
+    source: str  # when and where measured
+
+
+@dataclass(frozen=True, kw_only=True)
 class Override:
     """A setting that differs from the recipe row, and where it came from."""
 
@@ -385,6 +395,7 @@ class RunConfig:
     overrides: tuple[Override, ...] = ()
     reference: Reference | None = None
     predicted: Predicted | None = None  # null: a file from before runs were predicted
+    ceilings: Ceilings | None = None  # null: `probe` has not measured this machine
 
     @property
     def launch_machine(self) -> Machine:

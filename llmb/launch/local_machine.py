@@ -1,9 +1,11 @@
 """GPU names and memory sizes of this machine, from nvidia-smi and the kernel, without importing torch."""
 
 import os
+import platform
 import shutil
 import subprocess
 from functools import cache
+from pathlib import Path
 
 from llmb.launch.memory_cgroup import memory_limits
 from llmb.launch.procfs import meminfo_bytes
@@ -18,6 +20,17 @@ def gpu_memory_bytes() -> int | None:
     """Return the total memory of the first GPU; None where there is none, or its driver does not report it."""
     values = _nvidia_smi("memory.total", ",nounits")  # in MiB
     return int(values[0]) << 20 if values and values[0].isdigit() else None
+
+
+def unsupported_gpu(kfd: Path = Path("/dev/kfd")) -> str | None:
+    """Return one line about a GPU here that the engines do not use, AMD's or Apple's; None: there is none."""
+    if gpu_names():
+        return None
+    if kfd.exists():  # AMD's driver
+        return "this machine has an AMD GPU, which the engines do not use: they need CUDA, so runs here are on the CPU"
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return "Apple's GPU is not used: the engines need CUDA, so runs here are on the CPU"
+    return None
 
 
 def _nvidia_smi(field: str, format_suffix: str = "") -> list[str]:

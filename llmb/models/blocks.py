@@ -19,6 +19,7 @@ from llmb.config.spec import Model, RopeConfig
 from llmb.errors import ConfigError
 from llmb.ops.activation.activation_autograd import fused_activation
 from llmb.ops.attention.softcap_attention import softcap_attention
+from llmb.ops.device_capabilities import capabilities
 from llmb.ops.norm.rms_norm_autograd import rms_norm_with_residual
 from llmb.ops.rope.rope_autograd import fused_rope
 
@@ -98,8 +99,12 @@ def attention_backends(device: torch.device) -> list[SDPBackend]:
     On Hopper and later cuDNN is about 1.7 times as fast as FlashAttention-2.
     """
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    gpu = capabilities(device)
+    if gpu.has("cudnn_attention"):
         backends.reverse()
+    if gpu.compute is not None:
+        missing = {SDPBackend.CUDNN_ATTENTION: "cudnn_attention", SDPBackend.FLASH_ATTENTION: "flash_attention"}
+        backends = [backend for backend in backends if missing[backend] not in gpu.forced]
     return [*backends, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

@@ -31,6 +31,7 @@ from llmb.offload.offload_profiler import StreamProfiler
 from llmb.offload.offload_support import supported
 from llmb.offload.step_reports import StepReporter
 from llmb.offload.trainer import Trainer, TrainerSettings
+from llmb.ops.device_capabilities import TRAINING_FEATURES, check_dtypes, fallback_lines
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.offload.machine_rates import NOMINAL_CPU
 from llmb.perfmodel.offload.simulator import simulate
@@ -54,7 +55,8 @@ def train(config: RunConfig, recorder: EventRecorder) -> None:
     identity = checkpoint_identity(config.model, plan, workload, data)
     resumed = resume_checkpoint(workload, folder, identity)
     rank_info = init_distributed(config, ENGINE)
-    recorder.add(run_started(rank_info))
+    check_dtypes(rank_info.device, dtype=config.precision.dtype)
+    recorder.add(run_started(rank_info, fallback_lines(rank_info.device, TRAINING_FEATURES)))
     with explain_out_of_memory(rank_info.device, workload):
         batches = ChunkedBatches(config.model, plan, workload.seed, data, workload.pack, rank_info.device)
         trainer = create_trainer(config.model, workload, plan, rank_info.device, batches)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from llmb.ops.device_capabilities import capabilities
 from llmb.ops.dispatch import INTERPRETED
 
 MAX_TOKENS = 16  # of a step whose kernels use PDL
@@ -34,12 +35,13 @@ else:  # the interpreter runs one kernel after the other
 
 
 @cache
-def _is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+def _has_pdl() -> bool:
+    """Return whether the GPUs of this process have PDL; ranks of a machine have GPUs of one type."""
+    return torch.cuda.is_available() and capabilities(torch.device("cuda", torch.cuda.current_device())).has("pdl")
 
 
 def pdl_options(tokens: int, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
     """Return the launch arguments for a step with this many tokens: PDL if it is small."""
-    if INTERPRETED or tokens > max_tokens or not _is_hopper():
+    if INTERPRETED or tokens > max_tokens or not _has_pdl():
         return {"USE_PDL": False}
     return {"USE_PDL": True, "launch_pdl": True}

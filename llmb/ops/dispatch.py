@@ -29,6 +29,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 from torch import Tensor
 
+from llmb.ops.device_capabilities import capabilities
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -50,6 +52,7 @@ class Op(Generic[P, R]):
         self._module = f"llmb.ops.{module}" if module else f"{reference.__module__}_triton"
         self._function = function or _kernel_name(reference.__name__)
         self._when = when
+        self._fits = True  # false once a kernel needs more shared memory than the GPU has
         update_wrapper(self, reference)
 
     @cached_property
@@ -60,8 +63,16 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         tensor = _first_tensor(args)
         assert tensor is not None, f"op {self.name} needs a tensor among its positional arguments"
-        if takes_triton(tensor) and (self._when is None or self._when(*args, **kwargs)):
-            return self.triton(*args, **kwargs)
+        if self._fits and takes_triton(tensor) and (self._when is None or self._when(*args, **kwargs)):
+            try:
+                return self.triton(*args, **kwargs)
+            except Exception as error:
+                if type(error).__name__ != "OutOfResources":  # Triton's, raised before anything is launched
+                    raise
+                self._fits = False
+                print(
+                    f"fallback: {self.name} runs in plain torch, its kernel does not fit this GPU: {error}", flush=True
+                )
         return self.reference(*args, **kwargs)
 
 
@@ -116,7 +127,7 @@ def triton_installed() -> bool:
 
 def takes_triton(tensor: Tensor) -> bool:
     """Return whether Triton kernels run on this tensor."""
-    return is_dry_run() or (tensor.is_cuda and triton_installed())
+    return is_dry_run() or (tensor.is_cuda and triton_installed() and capabilities(tensor.device).has("triton"))
 
 
 def on_gpu(tensor: Tensor) -> bool:

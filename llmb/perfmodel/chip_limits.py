@@ -13,6 +13,7 @@ from llmb.config.spec import Model
 from llmb.perfmodel.block_costs import block_stack
 from llmb.perfmodel.flops import attention_pairs, forward_macs
 from llmb.perfmodel.hardware import TERA, gpu
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 
 SUSTAINED = {"fp32": 0.725, "bf16": 0.725, "fp8": 0.71, "nvfp4": 0.71}  # of the dense peak
 BURST = {"fp32": 0.94, "bf16": 0.94, "fp8": 0.80, "nvfp4": 0.80}  # 925 and 1,582 TFLOP/s in kernel tables of an H200
@@ -48,10 +49,13 @@ class StepAmount:
 
 
 def sustained_flops(gpu_type: str, dtype: str) -> float | None:
-    """Return the FLOP/s that GEMMs of a dtype sustain, at the rate of bf16 where the GPU has no such units."""
-    peaks = gpu(gpu_type).peak_flops
+    """Return the FLOP/s that GEMMs of a dtype sustain, at the rate of bf16 where the GPU has no such units.
+
+    None: no peak is published, or the fraction of it that chips of this family sustain is not known.
+    """
+    peaks, fabric = gpu(gpu_type).peak_flops, FABRICS.get(gpu_type)
     kind = dtype if dtype in peaks else "bf16"
-    return peaks[kind] * SUSTAINED[kind] if kind in peaks else None
+    return peaks[kind] * min(1.0, SUSTAINED[kind] * max(1.0, fabric.clock)) if fabric is not None else None
 
 
 def sustained_bandwidth(gpu_type: str) -> float | None:

@@ -98,6 +98,9 @@ def _training_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
         yield "MFU", f"{100 * result.mfu:.2f}", "%", f"useful compute against the {peak}"
     if result.hfu is not None and result.hfu != result.mfu:
         yield "HFU", f"{100 * result.hfu:.2f}", "%", "the same with recomputed work counted"
+    if (ceiling := result.measured_ceiling) is not None and ceiling.fraction is not None:
+        measured = f"{number(ceiling.tflops)} TFLOP/s of {ceiling.dtype} GEMMs, {ceiling.source}"
+        yield "of measured ceiling", f"{100 * ceiling.fraction:.2f}", "%", f"useful compute against {measured}"
     if result.days_per_1t_tokens is not None:
         yield "time to train", number(result.days_per_1t_tokens), "days", "for 1T tokens at this throughput"
     if result.peak_memory_gib is not None:
@@ -126,6 +129,9 @@ def _serving_rows(result: Result) -> Iterator[tuple[str, str, str, str]]:
     for name, value, unit, explanation in rates:
         if value is not None:
             yield name, number(value), unit, explanation
+    if (ceiling := result.measured_ceiling) is not None and result.requests:
+        measured = f"{number(ceiling.tflops)} TFLOP/s, {number(ceiling.memory_gbs)} GB/s"
+        yield "measured ceilings", measured, "", f"{ceiling.dtype} GEMMs and memory of one GPU, {ceiling.source}"
     yield from load_rows(result)
     yield from _resource_rows(result)
 

@@ -28,7 +28,7 @@ from llmb.perfmodel.shards import has_explicit_layers, recomputed_macs_per_token
 from llmb.results.load_warnings import client_moved
 from llmb.results.log_window import MEGATRON_BRIDGE_WINDOW
 from llmb.results.prediction_check import check_prediction
-from llmb.results.result import Collective, Comparison, Result, SlowRank, TimeShare
+from llmb.results.result import Collective, Comparison, MeasuredCeiling, Result, SlowRank, TimeShare
 from llmb.results.serving_figures import measured_requests, serving_fault, serving_fields, summary_fields
 from llmb.results.slow_ranks import slow_ranks
 from llmb.results.warnings import cautions
@@ -60,6 +60,7 @@ def derive(
     for event in recorded:
         if isinstance(event, ServingSummary):
             fields |= summary_fields(event)
+    fields["measured_ceiling"] = _measured_ceiling(config, fields.get("tflops_per_gpu"))
     fields["time_spent"] = tuple(TimeShare(**asdict(e)) for e in recorded if isinstance(e, TimeSpent))
     fields["collectives"] = tuple(Collective(**asdict(e)) for e in recorded if isinstance(e, CollectiveSeen))
     for event in recorded:
@@ -126,7 +127,7 @@ def _identity(config: RunConfig | None, events: list[Event]) -> dict:
     start = next((e for e in events if isinstance(e, RunStarted) and e.rank == 0), None)
     if start is not None:
         fields |= {"started": start.time, "gpu_name": start.gpu_name, "host": start.host}
-        fields |= {"commit": start.commit, "versions": start.versions}
+        fields |= {"commit": start.commit, "versions": start.versions, "fallbacks": start.fallbacks}
         fields["device"] = {k: v for k, v in asdict(recorded_facts(start.device)).items() if v not in (None, (), [])}
     if config is not None:
         fields |= {"target": config.target, "size": config.size, "dtype": config.precision.dtype}
@@ -206,6 +207,21 @@ def _utilisation(config: RunConfig, step_time_s: float, tokens: int) -> dict:
         hardware_tflops = metrics.tflops_per_gpu(_hardware_flops(config, sequences), step_time_s, gpus)
         fields["hfu"] = metrics.mfu(hardware_tflops, peak)
     return fields
+
+
+def _measured_ceiling(config: RunConfig | None, tflops: float | None) -> MeasuredCeiling | None:
+    """Return what `probe` measured, with the fraction reached: of fp8 GEMMs for fp8, else of bf16, on a CPU of fp32."""
+    if config is None or isinstance(config, LoadConfig) or config.ceilings is None:
+        return None
+    ceilings, dtype = config.ceilings, config.precision.dtype
+    base = "fp32" if config.launch_machine.gpu == "cpu" else "bf16"
+    ceiling, measured = (ceilings.fp8_tflops, "fp8") if dtype == "fp8" else (ceilings.matmul_tflops, base)
+    if ceiling is None or (dtype == "fp32") != (measured == "fp32"):
+        return None
+    fraction = None if tflops is None or config.one_rank is not None else tflops / ceiling
+    return MeasuredCeiling(
+        tflops=ceiling, dtype=measured, fraction=fraction, memory_gbs=ceilings.memory_gbs, source=ceilings.source
+    )
 
 
 def _hardware_flops(config: RunConfig, sequences: float) -> float | None:

@@ -30,6 +30,17 @@ class PredictionCheck(Comparison):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredCeiling:
+    """Rates that `llmb-run probe` measured on the same machine: known of a GPU without published peaks, too."""
+
+    tflops: float  # sustained GEMMs
+    dtype: str  # of these GEMMs
+    fraction: float | None  # of them that the run reached, by its model FLOPs; null: not known, as of serving
+    memory_gbs: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Caution:
     """One warning of the closed list in warnings.py, with what to do about it."""
 
@@ -118,6 +129,7 @@ class Result:
     mfu_peak_dtype: str | None = None
     mfu_convention: str | None = None
     hfu: float | None = None
+    measured_ceiling: MeasuredCeiling | None = None  # null: `probe` has not measured the machine in this dtype
     days_per_1t_tokens: float | None = None
     peak_memory_gib: float | None = None
     loss_first: float | None = None
@@ -189,7 +201,6 @@ class Result:
     host: str | None = None
     commit: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
-    device: dict[str, Any] = field(
-        default_factory=dict
-    )  # of rank 0: power limit, clocks, driver; unknown ones left out
+    device: dict[str, Any] = field(default_factory=dict)  # of rank 0: power limit, clocks, driver; not the unknown ones
+    fallbacks: tuple[str, ...] = ()  # what the device lacks and what ran instead, a line each
     overrides: tuple[dict[str, Any], ...] = ()

@@ -141,14 +141,19 @@ def _about_config(config: RunConfig | None, fields: dict) -> Iterable[tuple[str,
     if config.profile.profile or config.profile.nccl_trace:
         yield "PROFILER_ON", "tracing slows a run; take the figures from a run without it"
     if fields.get("tflops_per_gpu") is not None and fields.get("mfu") is None:
-        yield "NO_PEAK", f"no published {config.precision.dtype} peak for {config.machine.gpu}: MFU is not given"
+        measured = fields.get("measured_ceiling")
+        remedy = "its measured ceiling is" if measured else "`llmb-run probe` measures a ceiling that is given instead"
+        peak = f"no published {config.precision.dtype} peak for {config.machine.gpu}: MFU is not given"
+        yield "NO_PEAK", f"{peak}, {remedy}" if config.machine.gpu != "cpu" else peak
 
 
 def _about_machine(config: RunConfig, start: RunStarted) -> Iterable[tuple[str, str]]:
+    for line in start.fallbacks:
+        yield "FALLBACK", f"{line}; compare the speed only with runs that have it, too"
     expected = config.launch_machine.gpu
     if expected in ("cpu", None) or start.gpu_name is None:
         return
-    if gpu_key(start.gpu_name) != expected:
+    if gpu_key(start.gpu_name, config.launch_machine.gpu_memory_bytes) != expected:
         yield (
             "OTHER_GPU",
             f"ran on {start.gpu_name}, not on {expected}: MFU and references are for {expected}; fix --gpu-type",

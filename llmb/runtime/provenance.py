@@ -18,8 +18,11 @@ from llmb.runtime.rank_info import RankInfo
 HOST = "LLMB_HOST"  # set by the launcher where its name of this machine differs from the hostname
 
 
-def run_started(rank_info: RankInfo) -> RunStarted:
-    """Return the first event of this rank."""
+def run_started(rank_info: RankInfo, fallbacks: tuple[str, ...] = ()) -> RunStarted:
+    """Return the first event of this rank; print what runs in place of what its device lacks."""
+    if rank_info.rank == 0:
+        for line in fallbacks:
+            print(f"fallback: {line}", flush=True)
     return RunStarted(
         time=time.time(),
         rank=rank_info.rank,
@@ -30,6 +33,7 @@ def run_started(rank_info: RankInfo) -> RunStarted:
         commit=commit() if rank_info.rank == 0 else None,  # with a thousand ranks not every one needs to call git
         versions=versions(),
         device=asdict(device_facts(device_uuid(rank_info.device))),
+        fallbacks=fallbacks,
     )
 
 

@@ -60,6 +60,11 @@ def _init_alone(config: RunConfig, one_rank: OneRank, processes: int) -> RankInf
 def _device(gpu: str, local_rank: int) -> torch.device:
     if gpu == "cpu":
         return torch.device("cpu")
+    if torch.version.hip is not None:
+        raise ConfigError(
+            f"machine.gpu={gpu}: torch {torch.__version__} is for AMD GPUs, which this engine does not use; "
+            "machine.gpu=cpu runs on the CPU"
+        )
     visible = torch.cuda.device_count()
     if local_rank >= visible:
         raise ConfigError(

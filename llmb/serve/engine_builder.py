@@ -15,6 +15,7 @@ import torch
 from llmb.config.native.number_formats import published_fp8_recipe
 from llmb.config.native.serving_support import check_serving_layout
 from llmb.config.spec import Inference, RunConfig
+from llmb.ops.device_capabilities import check_dtypes
 from llmb.runtime.rank_info import RankInfo
 from llmb.serve.admission import SchedulerLimits
 from llmb.serve.block_pool import BlockPool
@@ -48,6 +49,7 @@ def build_engine(config: RunConfig, rank_info: RankInfo, max_seq_len: int, short
     work = config.workload
     assert isinstance(work, Inference)
     check_serving_layout(config)
+    check_dtypes(rank_info.device, dtype=config.precision.dtype, kv_dtype=config.precision.kv_dtype)
     groups = join_groups(config, rank_info)
     device = rank_info.device
     if rank_info.rank == 0 and work.cuda_graphs and device.type == "cuda" and not uses_cuda_graphs(groups, work):

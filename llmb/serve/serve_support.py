@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from llmb.config.native.serving_support import supported_serving
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError
 from llmb.loadgen.prompt_sampler import Prompt
+from llmb.ops.device_capabilities import SERVING_FEATURES, fallback_lines
 from llmb.runtime.profile_window import check_gpu_metrics
 
 
@@ -14,6 +17,12 @@ def supported_workload(config: RunConfig) -> Inference:
     work = supported_serving(config)
     check_gpu_metrics(config.profile)
     return work
+
+
+def device_fallbacks(config: RunConfig, device: torch.device) -> tuple[str, ...]:
+    """Return what runs in place of what a device lacks."""
+    blockwise = config.precision.fp8_recipe == "blockwise"
+    return fallback_lines(device, (*SERVING_FEATURES, *(["fp8_block_gemm"] if blockwise else [])))
 
 
 def check_steps(work: Inference, prompts: Sequence[Prompt]) -> None:

@@ -21,6 +21,7 @@ from llmb.config.native.training_support import supported_training
 from llmb.config.spec import RunConfig, Training
 from llmb.events import TimeSpent
 from llmb.models.architectures import Network
+from llmb.ops.device_capabilities import TRAINING_FEATURES, check_dtypes, fallback_lines
 from llmb.runtime.adamw_settings import learning_rate
 from llmb.runtime.checkpoint_folder import checkpoint_step
 from llmb.runtime.process_memory import peak_bytes
@@ -89,7 +90,9 @@ def train(config: RunConfig, recorder: EventRecorder, graph: MicroBatchGraph | N
     if workload.cuda_graphs:
         job = replace(job, graph=graph or MicroBatchGraph())
     report = StepReport(config, workload, workload.gbs, recorder, steps[0] if checkpoint else None)
-    recorder.add(run_started(process))
+    check_dtypes(mesh.device, dtype=config.precision.dtype)
+    features = TRAINING_FEATURES if config.precision.dtype != "fp32" else ("triton",)
+    recorder.add(run_started(process, fallback_lines(mesh.device, features)))
     with advise_on_oom(mesh.device, config):
         job, model_parts, optimizer = build_training(job)
         with open_checkpointer(job, folder, model_parts, optimizer) as checkpointer:

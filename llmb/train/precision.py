@@ -27,6 +27,7 @@ from llmb.models.architectures import Network
 from llmb.models.blocks import Attention, GatedMlp, TokenEmbedding
 from llmb.models.moe import GroupedLinear
 from llmb.ops.activation.activation_autograd import gated_mlp
+from llmb.ops.device_capabilities import capabilities, check_dtypes
 from llmb.ops.embedding.embedding_autograd import fused_embedding
 from llmb.ops.gemm.fp8_linear import OperandNames, fits_fp8, fp8_linear
 from llmb.ops.gemm.linear_autograd import linear, linears
@@ -39,8 +40,6 @@ from llmb.train.module_class import use_class
 from llmb.train.parallel.bucket import BucketParameter
 from llmb.train.parallel.mesh import Mesh
 
-FP8_CAPABILITY = (8, 9)  # compute capability: Ada; Hopper is 9.0
-GROUPED_FP8_CAPABILITY = (9, 0)  # torch's fp8 grouped GEMM supports only Hopper
 SHARED_INPUTS = (("q", "k", "v"), ("gate", "up"), ("q_down", "kv_down"))  # linear layers of a block that read one
 
 
@@ -184,15 +183,13 @@ def check_fp8_device(network: Network, device: torch.device, fp8_experts: bool =
     """Raise a ConfigError if a GPU has no fp8 GEMMs that the network needs."""
     if device.type != "cuda":
         return
-    capability = torch.cuda.get_device_capability(device)
-    name = ".".join(map(str, capability))
-    if capability < FP8_CAPABILITY:
-        raise ConfigError(f"dtype=fp8 needs a GPU of compute capability 8.9 or more, this one has {name}; try bf16")
+    check_dtypes(device, dtype="fp8")
+    gpu = capabilities(device)
     has_experts = any(isinstance(module, GroupedLinear) for module in network.modules())
-    if fp8_experts and has_experts and capability != GROUPED_FP8_CAPABILITY:
+    if fp8_experts and has_experts and not gpu.has("fp8_grouped_gemm"):
         raise ConfigError(
-            "dtype=fp8 with experts needs a GPU of compute capability 9.0 (Hopper), "
-            f"this one has {name}; set fp8_experts=false, which computes them in bf16"
+            "dtype=fp8 with experts needs a GPU of compute capability 9.0 (Hopper), this one has "
+            f"{'.'.join(map(str, gpu.compute or ()))}; set fp8_experts=false, which computes them in bf16"
         )
 
 

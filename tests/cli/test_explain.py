@@ -152,7 +152,7 @@ def test_training_figures_in_three_units_agree(llmb_run):
         (["L1", "--model", "llama3.1-8b"], "name a run"),
         (["--model", "llama3.1-8b", "--step-time-s", "1"], "need --model"),
         (["--model", "llama3.1-8b", "--gpu-type", "h200"], "give one figure"),
-        (["--model", "llama3.1-8b", "--gpu-type", "h201", "--step-time-s", "1"], "did you mean h200"),
+        (["--model", "llama3.1-8b", "--gpu-type", "h2000", "--step-time-s", "1"], "did you mean h200"),
         (
             ["--model", "llama3.1-8b", "--gpu-type", "h200", "--step-time-s", "0"],
             "--step-time-s must be a number above 0",

@@ -74,9 +74,9 @@ def test_every_misfit_of_several_runs_is_listed(little_memory, recipes, capsys):
 
 def test_unknown_gpu_memory_is_said_and_not_checked(recipes, capsys):
     config = resolve(recipes["pretrain_llama3.1"], RunRequest(size="70b", dtype="fp8", gpus=64, gpu="h100"))
-    elsewhere = replace(config, machine=replace(config.machine, gpu="l40s"))
+    elsewhere = replace(config, machine=replace(config.machine, gpu="l40"))
     memory_check.check_memory([elsewhere], recipes, local=False)
-    line = "note: the memory of l40s is not known, so whether the run fits is not checked\n"
+    line = "note: the memory of l40 is not known, so whether the run fits is not checked\n"
     assert capsys.readouterr().err == line
 
 

@@ -93,7 +93,7 @@ def test_rows_of_a_file_come_back_in_order_with_reasons(llmb_run, tmp_path):
     [
         (["predict"], "name the run with one of -w"),
         (["predict", "--model", "nobody", "--gpu-type", "h100", "--scale", "8"], "choices are: deepseek-v3-671b"),
-        (["predict", "--model", "llama3.1-8b", "--scale", "8"], "--model needs --gpu-type (a100, h100"),
+        (["predict", "--model", "llama3.1-8b", "--scale", "8"], "--model needs --gpu-type (a100, a100-40gb"),
         (["predict", "--model", "llama3.1-8b", "--gpu-type", "h900", "--scale", "8"], "did you mean h"),
         ([*MODEL, "--set", "tpp=2"], "did you mean tp?"),
         ([*MODEL, "--set", "tp=3"], "tp x pp x cp = 3 does not divide 8 GPUs; use a multiple of 3"),

@@ -144,6 +144,6 @@ def test_unwritable_folder_is_refused_before_measuring(llmb_run, monkeypatch, tm
 
 
 def test_gpu_that_is_not_in_the_table_is_measured_under_its_own_name(monkeypatch):
-    monkeypatch.setattr("llmb.launch.local_machine.gpu_names", lambda: ["NVIDIA GeForce RTX 4090"])
-    for requested in (None, "rtx-4090", "unlisted:RTX-4090"):
-        assert _probe_target(requested) == ("rtx-4090", "NVIDIA GeForce RTX 4090")
+    monkeypatch.setattr("llmb.launch.local_machine.gpu_names", lambda: ["NVIDIA GeForce RTX 4080"])
+    for requested in (None, "rtx-4080", "unlisted:RTX-4080"):
+        assert _probe_target(requested) == ("rtx-4080", "NVIDIA GeForce RTX 4080")

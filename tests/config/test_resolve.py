@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recipe_requests import ALL, overrides
 
+from llmb.config.native.departures import departures
 from llmb.config.overrides import Setting, from_arguments, from_environment
 from llmb.config.parallel_layout import check_model
 from llmb.config.recipe import expand_gpus, per_gpus, selector_values
@@ -283,28 +284,49 @@ def test_invalid_gpu_range_is_rejected(cell):
 def test_gpu_that_is_not_in_the_table_borrows_a_row_and_is_never_compared():
     llama = ALL["pretrain_llama3.1"]
     listed = resolve(llama, request(size="405b", gpus=128, gpu="gb200"))
-    config = resolve(llama, request(size="405b", gpus=128, gpu="l40s", gpu_memory_bytes=48 << 30))
+    config = resolve(llama, request(size="405b", gpus=128, gpu="x100", gpu_memory_bytes=200 << 30))
     assert listed.reference is not None
     assert config.reference is None
     assert config.proxy is None
-    assert (config.parallel, config.machine.gpu_memory_bytes) == (listed.parallel, 48 << 30)
+    assert (config.parallel, config.machine.gpu_memory_bytes) == (listed.parallel, 200 << 30)
     (departure,) = [o for o in config.overrides if o.field == "gpu"]
-    assert (departure.value, departure.replaced) == ("l40s", "gb200")
-    assert departure.source == "no row for l40s: settings of another GPU"
-    assert memory_estimate(config).device_budget == 48 << 30
+    assert (departure.value, departure.replaced) == ("x100", "gb200")
+    assert departure.source == "no row for x100: the settings of gb200, the nearest in memory"
+    (line,) = [line for line in departures(config) if "no row" in line]
+    assert line.startswith("gpu=x100 instead of the recipe's gb200 (no row for x100")
+    assert memory_estimate(config).device_budget == 200 << 30
+
+
+@pytest.mark.parametrize(
+    ("gib", "lender"), [(24, "h100"), (140, "h200"), (180, "b200"), (300, "gb300"), (None, "gb200")]
+)
+def test_borrowed_row_is_that_of_the_gpu_with_the_nearest_memory(gib, lender):
+    memory = None if gib is None else gib << 30
+    config = resolve(ALL["pretrain_llama3.1"], request(gpu="x100", gpu_memory_bytes=memory))
+    (departure,) = [o for o in config.overrides if o.field == "gpu"]
+    assert departure.replaced == lender
+    assert ("not known" in departure.source) == (gib is None)
+
+
+def test_listed_gpu_borrows_only_where_the_request_says_so():
+    llama = ALL["pretrain_llama3.1"]
+    with pytest.raises(ConfigError, match=r"choices are: .*; --force takes a row of another GPU for rtx-4090"):
+        resolve(llama, request(gpu="rtx-4090"))
+    config = resolve(llama, request(gpu="rtx-4090", borrow_row=True))
+    assert ("gpu", "rtx-4090", "h100") in [(o.field, o.value, o.replaced) for o in config.overrides]
 
 
 def test_recipe_may_have_rows_of_a_gpu_that_is_not_in_the_table():
     llama = ALL["pretrain_llama3.1"]
-    row = {**llama.matching(size="8b", gpu="h100", gpus=8)[0], "gpu": "l40s", "mbs": 1, "gbs": 8, "ga": 1}
-    config = resolve(replace(llama, rows=(*llama.rows, row)), request(gpu="l40s"))
+    row = {**llama.matching(size="8b", gpu="h100", gpus=8)[0], "gpu": "x100", "mbs": 1, "gbs": 8, "ga": 1}
+    config = resolve(replace(llama, rows=(*llama.rows, row)), request(gpu="x100"))
     assert config.workload.gbs == 8
     assert "gpu" not in {o.field for o in config.overrides}
 
 
 def test_force_takes_a_row_of_another_gpu():
     config = resolve(ALL["pretrain_llama3.1"], request(gpu="b300", force=True))
-    assert ("gpu", "b300", "gb200") in [(o.field, o.value, o.replaced) for o in config.overrides]
+    assert ("gpu", "b300", "gb300") in [(o.field, o.value, o.replaced) for o in config.overrides]
     with pytest.raises(ConfigError, match="--force takes a row of another GPU for h200"):
         resolve(ALL["pretrain_llama3.1"], request("70b", gpus=64, gpu="h200"))
     config = resolve(ALL["pretrain_llama3.1"], request("70b", gpus=64, gpu="h200", force=True))  # rows of other sizes
@@ -316,7 +338,7 @@ def test_every_workload_has_a_proxy_on_a_gpu_that_is_not_in_the_table(target):
     recipe = ALL[target]
     row = recipe.proxies[0]
     config = resolve(
-        recipe, request(selector_values(row, "size")[0], selector_values(row, "dtype")[0], 1, "rtx-4090", proxy="small")
+        recipe, request(selector_values(row, "size")[0], selector_values(row, "dtype")[0], 1, "rtx-4080", proxy="small")
     )
-    assert (config.machine.gpu, config.machine.gpu_memory_bytes) == ("rtx-4090", None)
+    assert (config.machine.gpu, config.machine.gpu_memory_bytes) == ("rtx-4080", None)
     assert memory_estimate(config).fits is None or config.workload.kind == "outofcore"

@@ -79,7 +79,7 @@ def test_names_match_in_any_case(recipes, selection):
 
 
 def test_gpu_that_is_not_in_the_table_has_the_scales_of_the_default_gpu(recipes):
-    selection = RunSelection(targets=("pretrain_llama3.1_405b",), gpu="l40s", gpu_memory_bytes=48 << 30)
+    selection = RunSelection(targets=("pretrain_llama3.1_405b",), gpu="l40", gpu_memory_bytes=48 << 30)
     tasks = tasks_for(selection, recipes)
     assert {t.request.gpus for t in tasks} == {128, 256, 512}
-    assert {(t.request.gpu, t.request.gpu_memory_bytes) for t in tasks} == {("l40s", 48 << 30)}
+    assert {(t.request.gpu, t.request.gpu_memory_bytes) for t in tasks} == {("l40", 48 << 30)}

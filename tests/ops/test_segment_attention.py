@@ -14,6 +14,7 @@ from llmb.ops.attention.segment_attention import (
     segment_attention_backward,
     segment_attention_forward,
 )
+from llmb.ops.device_capabilities import DeviceCapabilities
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.3
 SEGMENTS = {
@@ -156,7 +157,8 @@ def test_gpu_kernel_calls_match_the_installed_torch(name, kernel, monkeypatch):
 
 
 def test_only_recurring_sizes_use_cudnn(monkeypatch):
-    monkeypatch.setattr(segment_attention, "_has_fast_cudnn", lambda _device: True)
+    hopper = DeviceCapabilities(compute=(9, 0))
+    monkeypatch.setattr(segment_attention, "capabilities", lambda _device: hopper)
 
     class CudaTensor:
         is_cuda, dtype, device = True, torch.bfloat16, None

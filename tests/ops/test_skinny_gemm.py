@@ -13,7 +13,8 @@ from llmb.ops.gemm.skinny_gemm_triton import step_of, tile_of
 def test_programs_take_several_groups_and_long_rows_in_chunks(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(skinny_gemm_triton, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(skinny_gemm_triton, "TUNED_SMS", 1)
+    monkeypatch.setattr(skinny_gemm_triton, "scaled_to_sms", lambda programs, _device: programs)
     monkeypatch.setattr(skinny_gemm_triton, "MAX_INPUTS", 2)
     for inputs, activation in ((256, None), (256, "silu"), (1300, None), (1300, "gelu")):
         x, weight, norm = (randn(*shape, inputs, device=device) for shape in ((2,), (60,), ()))

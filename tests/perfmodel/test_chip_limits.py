@@ -95,7 +95,7 @@ def test_causes_of_an_impossible_step_are_tried():
 
 
 def test_an_unlisted_gpu_has_no_limit():
-    assert training_limits(amount(gpu="l40s"), 1.0) == []
+    assert training_limits(amount(gpu="l40"), 1.0) == []
     assert verdict_of([]) == "unknown"
 
 

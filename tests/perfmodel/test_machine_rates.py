@@ -61,11 +61,11 @@ def test_damaged_rates_file_is_named_in_one_line(tmp_path, text, message):
 
 
 def test_gpu_that_is_not_in_the_table_has_rates_that_predict_nothing(tmp_path):
-    nominal = rates_of("rtx-4090", tmp_path)
-    assert nominal == nominal_rates("rtx-4090")
-    assert (nominal.gpu, "llmb-run probe" in nominal.source) == ("rtx-4090", True)
+    nominal = rates_of("rtx-4080", tmp_path)
+    assert nominal == nominal_rates("rtx-4080")
+    assert (nominal.gpu, "llmb-run probe" in nominal.source) == ("rtx-4080", True)
     assert (nominal_rates("h100"), nominal_rates("cpu")) == (None, NOMINAL_CPU)
-    path = rates_path(tmp_path, "rtx-4090")
+    path = rates_path(tmp_path, "rtx-4080")
     path.parent.mkdir(parents=True)
     path.write_text(to_json(replace(nominal, matmul_tflops=160.0, source="measured")))
-    assert rates_of("rtx-4090", tmp_path).matmul_tflops == 160.0
+    assert rates_of("rtx-4080", tmp_path).matmul_tflops == 160.0

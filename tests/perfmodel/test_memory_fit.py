@@ -114,10 +114,10 @@ def test_estimates_of_other_engines_are_refused_only_far_beyond():
 def test_out_of_core_plan_is_compared_with_the_gpu():
     proxy = resolve(RECIPES["outofcore_llama3"], RunRequest(size="3b", dtype="bf16", gpus=1, proxy="small"))
     line = memory_fit.misfit(
-        replace(proxy, machine=Machine(gpu="rtx-4090", gpus=1, gpus_per_node=8, gpu_memory_bytes=1 << 20))
+        replace(proxy, machine=Machine(gpu="rtx-4080", gpus=1, gpus_per_node=8, gpu_memory_bytes=1 << 20))
     )
     assert (line or "").startswith("the plan uses ")
-    assert (line or "").endswith("an rtx-4090 has 0.0 GiB; lower --device-gb")
+    assert (line or "").endswith("an rtx-4080 has 0.0 GiB; lower --device-gb")
     assert memory_fit.misfit(replace(proxy, machine=Machine(gpu="h100", gpus=1, gpus_per_node=8))) is None
 
 

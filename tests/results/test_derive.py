@@ -140,13 +140,13 @@ def test_result_says_a_power_limit_by_itself(nemotron):
 
 
 def test_unlisted_gpu_has_no_peak_and_no_utilization(recipes):
-    request = RunRequest(size="8b", dtype="bf16", gpus=1, gpu="rtx-4090")
+    request = RunRequest(size="8b", dtype="bf16", gpus=1, gpu="rtx-4080")
     config = resolve(recipes["pretrain_llama3.1"], request)
-    start = RunStarted(time=1.0, gpu_name="NVIDIA GeForce RTX 4090")
+    start = RunStarted(time=1.0, gpu_name="NVIDIA GeForce RTX 4080")
     result = derive(config, [start, *steps(config.workload.steps, seconds=0.5, tokens=1024), OK])
     assert (result.mfu, result.hfu, result.mfu_peak_tflops, result.reference) == (None, None, None, None)
     assert result.tflops_per_gpu > 0
-    assert "no published bf16 peak for rtx-4090" in next(w.text for w in result.warnings if w.code == "NO_PEAK")
+    assert "no published bf16 peak for rtx-4080" in next(w.text for w in result.warnings if w.code == "NO_PEAK")
     assert "OTHER_GPU" not in {w.code for w in result.warnings}
     assert "MFU" not in summary(result).replace("MFU is not given", "")
 

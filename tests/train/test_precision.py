@@ -14,6 +14,8 @@ from llmb.errors import ConfigError
 from llmb.models.architectures import Network, build_model
 from llmb.models.blocks import Attention, GatedMlp
 from llmb.models.moe import GroupedLinear, Router
+from llmb.ops import device_capabilities
+from llmb.ops.device_capabilities import DeviceCapabilities
 from llmb.ops.gemm.fp8_linear import OperandNames, fp8_linear
 from llmb.ops.moe import fp8_grouped_gemm
 from llmb.ops.quant.delayed_scaling import SCALINGS, CurrentScaling, DelayedScaling
@@ -229,7 +231,8 @@ def test_experts_can_stay_in_bf16() -> None:
 
 
 def test_fp8_experts_need_hopper(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    for module in (precision, device_capabilities):
+        monkeypatch.setattr(module, "capabilities", lambda _device: DeviceCapabilities(compute=(10, 0)))
     check_fp8_device(build_model(MODEL), torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"experts needs a GPU of compute capability 9\.0 .* this one has 10\.0"):
         check_fp8_device(build_model(SMALL_MODELS["grok1"]), torch.device("cuda"))

@@ -224,7 +224,7 @@ def _has_torch() -> bool:
 
 def _findings() -> dict[str, Any]:
     """Return facts about this machine; none is needed for a dry run."""
-    from llmb.launch.local_machine import gpu_names
+    from llmb.launch.local_machine import gpu_memory_bytes, gpu_names
     from llmb.perfmodel import hardware
 
     names = gpu_names()
@@ -232,7 +232,7 @@ def _findings() -> dict[str, Any]:
         "python": platform.python_version(),
         "engine": "torch is installed" if _has_torch() else "torch is not installed",
         "GPUs": f"{len(names)} x {names[0]}" if names else "none: use --proxy",
-        "GPU type": hardware.gpu_key(names[0]) if names else None,
+        "GPU type": hardware.gpu_key(names[0], gpu_memory_bytes()) if names else None,
         "free disk GiB": round(shutil.disk_usage(os.path.expanduser("~")).free / hardware.GIB, 1),
     }
 

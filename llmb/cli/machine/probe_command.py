@@ -158,11 +158,11 @@ def _say_progress(line: str) -> None:
 def _probe_target(requested: str | None) -> tuple[str, str]:
     """Return the key and name of the device to measure, which must be in this machine."""
     from llmb.errors import ConfigError
-    from llmb.launch.local_machine import gpu_names
+    from llmb.launch.local_machine import gpu_memory_bytes, gpu_names
     from llmb.perfmodel import hardware
 
     names = gpu_names()
-    local_key = hardware.gpu_key(names[0]) if names else "cpu"
+    local_key = hardware.gpu_key(names[0], gpu_memory_bytes()) if names else "cpu"
     key = hardware.parse_gpu_type(requested, (local_key,)) if requested else None
     if key == "cpu" or (key is None and not names):
         return "cpu", "this machine's CPU"

@@ -15,6 +15,7 @@ from llmb.config.native.outofcore_support import supported_outofcore
 from llmb.config.native.serving_support import check_serving_layout, supported_serving
 from llmb.config.native.training_support import runs_fp8_experts, supported_training
 from llmb.config.overrides import typed_value
+from llmb.config.row_selection import NO_ROW
 from llmb.config.spec import Inference, Override, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.memory_fit import recomputed_layers_to_fit
@@ -80,8 +81,8 @@ def departures(config: RunConfig) -> list[str]:
 
 
 def is_departure(override: Override) -> bool:
-    """Return whether the engine made this change, not the user."""
-    return override.source.startswith(SOURCE)
+    """Return whether the engine made this change, or the recipe has no row for the GPU; not the user."""
+    return override.source.startswith((SOURCE, NO_ROW))
 
 
 def departure_lines(configs: Iterable[RunConfig]) -> list[str]:

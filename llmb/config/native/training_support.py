@@ -9,13 +9,12 @@ from llmb.config.native.one_rank import check_one_rank
 from llmb.config.parallel_layout import check_model, check_schedule, check_sequence, max_layers_per_rank
 from llmb.config.spec import RunConfig, Training
 from llmb.errors import ConfigError
-from llmb.perfmodel.hardware import gpu
+from llmb.perfmodel.hardware import gpu, lacks_fp8
 from llmb.perfmodel.shards import has_explicit_layers
 
 DTYPES = ("fp32", "bf16", "fp8")
 STATE_FORMATS = ("master_weights", "gradients", "moments", "reduce_dtype")  # bf16 in bf16 and fp8 runs, if requested
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "etp")
-GROUPED_FP8_GPUS = ("h100", "h200", "cpu")  # torch's fp8 grouped GEMM runs on Hopper only; a CPU has a reference
 SUPPORTED = (
     f"dtype {', '.join(DTYPES)}, every parallel layout ({', '.join(DEGREES)}, fsdp, vp), gradient accumulation (ga), "
     "recompute_layers, offload_layers, without pp cuda_graphs; with dtype bf16 or fp8 "
@@ -72,15 +71,20 @@ def supported_training(config: RunConfig) -> Training:
 
 
 def runs_fp8_experts(config: RunConfig) -> bool:
-    """Return whether the GEMMs of experts can be in fp8 on these GPUs; a model without experts has none to run."""
-    return not has_fp8_experts(config) or config.launch_machine.gpu in GROUPED_FP8_GPUS
+    """Return whether the GEMMs of experts can be in fp8 on these GPUs; a model without experts has none to run.
+
+    torch's fp8 grouped GEMM runs on Hopper only; a CPU has a reference.
+    """
+    fabric = gpu(config.launch_machine.gpu).fabric
+    is_hopper = fabric is not None and fabric.family == "hopper"
+    return not has_fp8_experts(config) or config.launch_machine.gpu == "cpu" or is_hopper
 
 
 def check_fp8_gpu(config: RunConfig) -> None:
     """Refuse fp8 on a GPU that is known to have no fp8 GEMMs."""
-    hardware = gpu(config.launch_machine.gpu)
-    if config.precision.dtype == "fp8" and hardware.peak_flops and "fp8" not in hardware.peak_flops:
-        raise ConfigError(f"dtype fp8: {hardware.title} has no fp8 GEMMs; choose bf16")
+    key = config.launch_machine.gpu
+    if config.precision.dtype == "fp8" and lacks_fp8(key):
+        raise ConfigError(f"dtype fp8: {gpu(key).title} has no fp8 GEMMs; choose bf16")
 
 
 def _graph_obstacles(config: RunConfig, workload: Training) -> list[str]:

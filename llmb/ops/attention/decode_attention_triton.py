@@ -24,6 +24,7 @@ from llmb.ops.attention.online_softmax_triton import (
 )
 from llmb.ops.attention.paged_attention import KvCache
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
+from llmb.ops.device_capabilities import scaled_to_sms
 
 MAX_PROGRAMS = 1056  # 8 for each of an H200's multiprocessors
 MIN_SPLIT_TOKENS = 64  # tokens of a sequence that a program should have at least
@@ -177,7 +178,8 @@ def decode_attention_triton(
     """Compute `decode_attention`; nothing is written of padding."""
     n, g, d, device = len(qkv_NW), cache.kv_heads, cache.head_dim, qkv_NW.device
     heads = qkv_NW.shape[1] // d - 2 * g
-    splits = num_kv_splits(n, g, metadata.max_seq_len, MAX_PROGRAMS, MIN_SPLIT_TOKENS, MAX_SPLITS)
+    programs = scaled_to_sms(MAX_PROGRAMS, device)
+    splits = num_kv_splits(n, g, metadata.max_seq_len, programs, MIN_SPLIT_TOKENS, MAX_SPLITS)
     out_NHD = torch.empty(n, heads, d, dtype=qkv_NW.dtype, device=device)
     partial = torch.empty(n * heads * splits, d, dtype=torch.float32, device=device)
     lse = torch.empty(n * heads * splits, dtype=torch.float32, device=device)

@@ -20,6 +20,7 @@ from llmb.ops.attention.attention_metadata import AttentionMetadata
 from llmb.ops.attention.mla_attention import MlaCache
 from llmb.ops.attention.online_softmax_triton import LOG2_E, split_weights
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
+from llmb.ops.device_capabilities import capabilities
 from llmb.ops.quant.activation_quant import E4M3, E4M3_MAX
 
 # Rows, and tokens of the context, of a tile. With a rank of 512 the accumulators of 64 rows take half of a
@@ -323,10 +324,9 @@ def tile_sizes(dtype: torch.dtype, rows: int, block_tokens: int) -> tuple[int, i
     return max(MIN_TILE, min(limit, triton.next_power_of_2(rows))), tokens
 
 
-@memoize
 def multiprocessors(device: torch.device) -> int:
     """Return how many programs run at once: each takes most of a multiprocessor. In the interpreter, one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return capabilities(device).sms
 
 
 @memoize

@@ -31,6 +31,7 @@ from llmb.ops.attention.online_softmax_triton import (
 )
 from llmb.ops.attention.paged_attention import KvCache
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
+from llmb.ops.device_capabilities import scaled_to_sms
 
 MAX_PROGRAMS = 2112  # 16 for each of an H200's multiprocessors
 MIN_SPLIT_TOKENS = 128  # tokens of a sequence that a program should have at least
@@ -214,7 +215,8 @@ def _decode(
 ) -> None:
     sequences, heads, g, d = metadata.num_decodes, q_NHD.shape[1], cache.kv_heads, cache.head_dim
     group = heads // g
-    splits = num_kv_splits(sequences, g, metadata.max_seq_len, MAX_PROGRAMS, MIN_SPLIT_TOKENS, MAX_SPLITS)
+    programs = scaled_to_sms(MAX_PROGRAMS, q_NHD.device)
+    splits = num_kv_splits(sequences, g, metadata.max_seq_len, programs, MIN_SPLIT_TOKENS, MAX_SPLITS)
     partial, lse = out_NHD, metadata.seq_lens_P  # unused without splits
     if splits > 1:
         partial = torch.empty(sequences, heads, splits, d, dtype=torch.float32, device=q_NHD.device)

@@ -17,7 +17,6 @@ Shapes: N queries and keys of the chunk, T keys of the context, H heads, G KV he
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from llmb.ops.attention.attention_block import CUDNN, FLASH, PLAIN, AttentionBlock, AttentionKernel
 from llmb.ops.attention.merge_lse import merge_attn_states
+from llmb.ops.device_capabilities import capabilities
 
 # Keys of a rectangle in one call. In the backward pass cuDNN holds gradients of as many keys for each query head; with
 # fewer keys dq is rounded and added more often.
@@ -165,14 +165,10 @@ def kernel_for(q_NHD: Tensor, segments: Sequence[Segment]) -> AttentionKernel:
     head_dim = q_NHD.shape[-1]
     if not q_NHD.is_cuda or q_NHD.dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
         return PLAIN
-    if _has_fast_cudnn(q_NHD.device) and head_dim <= 128 and _is_recurring(segments):
+    gpu = capabilities(q_NHD.device)
+    if gpu.has("cudnn_attention") and head_dim <= 128 and _is_recurring(segments):
         return CUDNN
-    return FLASH
-
-
-@cache
-def _has_fast_cudnn(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return FLASH if gpu.has("flash_attention") else PLAIN
 
 
 def _is_recurring(segments: Sequence[Segment]) -> bool:

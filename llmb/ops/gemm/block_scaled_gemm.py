@@ -12,13 +12,13 @@ a Triton kernel for few tokens, which are bound by reading the weight, and for o
 Shapes: N tokens, K inputs, O outputs; B blocks along the outputs, the last one padded with zeros; G groups along K.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from llmb.ops.device_capabilities import capabilities
 from llmb.ops.dispatch import op, takes_triton
 from llmb.ops.quant.activation_quant import E4M3, E4M3_MAX, GROUP, MIN_AMAX, GroupFp8, dequantize
 
@@ -54,7 +54,7 @@ def dequantize_blocks(weight: BlockScaledWeight, outputs: int) -> Tensor:
 def block_scaled_gemm(x: GroupFp8, weight: BlockScaledWeight, outputs: int, dtype: torch.dtype) -> Tensor:
     """Return x @ weight.T, contiguous [N, outputs], by the fastest implementation."""
     many = len(x.values) > MAX_SKINNY_TOKENS
-    if many and takes_triton(x.values) and cublas_supports_block_scaling(x.values.device):
+    if many and takes_triton(x.values) and capabilities(x.values.device).has("fp8_block_gemm"):
         return cublas_block_scaled_gemm(x, weight, outputs, dtype)
     return block_scaled_mm(x, weight, outputs, dtype)
 
@@ -63,13 +63,6 @@ def block_scaled_gemm(x: GroupFp8, weight: BlockScaledWeight, outputs: int, dtyp
 def block_scaled_mm(x: GroupFp8, weight: BlockScaledWeight, outputs: int, dtype: torch.dtype) -> Tensor:
     """Return x @ weight.T of the dequantized operands, accumulated in fp32."""
     return F.linear(dequantize(x, torch.float32), dequantize_blocks(weight, outputs)).to(dtype)
-
-
-@cache
-def cublas_supports_block_scaling(device: torch.device) -> bool:
-    """Return whether cuBLAS takes these scales; as torch checks it: only on Hopper, from CUDA 12.9 on."""
-    cuda = tuple(int(number) for number in (torch.version.cuda or "0.0").split(".")[:2])
-    return torch.cuda.get_device_capability(device)[0] == 9 and cuda >= (12, 9)
 
 
 def cublas_block_scaled_gemm(x: GroupFp8, weight: BlockScaledWeight, outputs: int, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmb.ops.activation.activation_triton import activation_value
 from llmb.ops.dependent_launch import pdl_options, pdl_wait
+from llmb.ops.device_capabilities import TUNED_SMS, scaled_to_sms
 from llmb.ops.dispatch import INTERPRETED
 from llmb.ops.gemm.skinny_gemm import InputNorm, SkinnyGemmWeight
 from llmb.ops.quant.activation_quant import PerTokenFp8
@@ -42,7 +43,6 @@ TILES = {
 LONG_ROW = 8192  # inputs above which a row is long
 MAX_ROWS = 8
 MAX_INPUTS = 64  # that a thread holds in as many registers
-MULTIPROCESSORS = 132  # of an H200
 
 
 def tile_of(values_OK: Tensor, tokens: int) -> Tile:
@@ -283,7 +283,7 @@ def skinny_gemm_triton(
     rows = max(min(tile.elements // triton.next_power_of_2(k), MAX_ROWS), rows_per_output)
     outputs = len(values_OK) // rows_per_output
     groups = triton.cdiv(outputs, rows // rows_per_output)
-    programs = min(groups, MULTIPROCESSORS * tile.programs)
+    programs = min(groups, scaled_to_sms(TUNED_SMS * tile.programs, x_NK.device))
     out_NO = torch.empty(n, outputs, dtype=dtype, device=x_NK.device)
     _skinny_gemm[(programs,)](
         x_NK, values_OK, scales_O, x_scales, norm_K, None if addend_NO is None else addend_NO.contiguous(), out_NO,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmb.ops.device_capabilities import capabilities
+
 PER_THREAD = 16  # elements of a row in the forward: two loads of 16 bytes in bf16
 BACKWARD_BLOCK = 2048  # elements of one program at least: one long row, or several short ones
 BACKWARD_PER_THREAD = 16
@@ -153,9 +155,11 @@ def rms_norm_backward_triton(
     rows = max(BACKWARD_BLOCK // block_c, 1)
     warps = min(max(block_c, BACKWARD_BLOCK) // (32 * BACKWARD_PER_THREAD), WARPS_PER_SM)
     programs_per_sm = WARPS_PER_SM // warps
-    programs = min(triton.cdiv(n, rows), _sm_count(x_NC.device) * programs_per_sm)
+    gpu = capabilities(x_NC.device)
+    programs = min(triton.cdiv(n, rows), gpu.sms * programs_per_sm)
     stage_bytes = 3 * rows * block_c * x_NC.element_size()
-    stages = min(max(SHARED_MEMORY_BYTES // programs_per_sm // stage_bytes, 1), MAX_STAGES)
+    shared_bytes = min(SHARED_MEMORY_BYTES, gpu.shared_memory_bytes or SHARED_MEMORY_BYTES)
+    stages = min(max(shared_bytes // programs_per_sm // stage_bytes, 1), MAX_STAGES)
     partials_PC = torch.empty(programs, c, dtype=torch.float32, device=x_NC.device)
     if n:
         _rms_norm_backward[(programs,)](
@@ -168,7 +172,3 @@ def rms_norm_backward_triton(
         C=c, BLOCK_P=triton.next_power_of_2(max(programs, 1)), BLOCK_C=SUM_CHANNELS, ACCUMULATE=accumulate,
         num_warps=16,
     )  # fmt: skip
-
-
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

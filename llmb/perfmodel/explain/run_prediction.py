@@ -5,18 +5,20 @@
 Out-of-core runs take theirs from the plan. Where nothing can be predicted, a note says why.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from llmb.config.spec import Inference, OutOfCore, Predicted, RunConfig, Training
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import GIB
 from llmb.perfmodel.memory_estimate import memory_estimate
-from llmb.perfmodel.offload.machine_rates import measured_rates
+from llmb.perfmodel.offload.machine_rates import Rates, measured_rates
 from llmb.perfmodel.serving_time.serving_fields import serving_setup_of
 from llmb.perfmodel.serving_time.serving_predictor import predict_serving
-from llmb.perfmodel.step_time.cluster_fabric import FABRICS, device
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS, Device, device
+from llmb.perfmodel.step_time.measured_device import measured_device
 from llmb.perfmodel.step_time.predictor import predict
-from llmb.perfmodel.step_time.step_setup import setup_of
+from llmb.perfmodel.step_time.step_setup import StepSetup, setup_of
 
 SERVING_ENGINES = {"native": "native", "trtllm": "trtllm"}  # engine of a run -> that of the serving predictor
 BETWEEN_RANKS = ("tp", "cp", "ep", "pp", "dp", "fsdp", "bubble", "jitter")  # terms
@@ -32,19 +34,20 @@ def predict_run(config: RunConfig, install: Path | None = None) -> Predicted:
         case OutOfCore() as work:
             return _out_of_core(config, work, memory_gib)
         case Inference():
-            return _serving(config, memory_gib)
+            return _serving(config, memory_gib, install)
 
 
 def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Predicted:
-    note = unpredictable(config)
+    rates = measured_rates(config.launch_machine.gpu, install) if install and config.engine == "native" else None
+    note = unpredictable(config, rates)
     if note is not None:
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=note)
-    rates = measured_rates(config.launch_machine.gpu, install) if install and config.engine == "native" else None
     try:
         setup = setup_of(config, rates=rates)
-    except ConfigError as error:  # a layout that the predictor does not describe
+        setup, on = _device_of(setup, config.launch_machine.gpu, rates)
+        prediction = predict(setup, on, memory_gib=memory_gib)
+    except ConfigError as error:  # a layout or a network that the predictor does not describe
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=str(error))
-    prediction = predict(setup, device(config.launch_machine.gpu), memory_gib=memory_gib)
     # A rank that runs alone, perhaps on another GPU than its layout is for, neither communicates nor waits for peers.
     absent = BETWEEN_RANKS if config.one_rank is not None else ()
     terms = {name: seconds for name, seconds in prediction.terms.items() if seconds and name not in absent}
@@ -60,16 +63,18 @@ def _training(config: RunConfig, memory_gib: float, install: Path | None) -> Pre
     )
 
 
-def _serving(config: RunConfig, memory_gib: float) -> Predicted:
+def _serving(config: RunConfig, memory_gib: float, install: Path | None) -> Predicted:
     work, engine = config.workload, SERVING_ENGINES.get(config.engine)
     assert isinstance(work, Inference)
-    note = unpredictable(config)
+    rates = measured_rates(config.launch_machine.gpu, install) if install and _is_unfitted(config) else None
+    note = unpredictable(config, rates)
     if engine is None:
         note = "the engine behind the server is not known"
     elif work.rate is not None:
         note = "a request rate is not predicted, only a fixed concurrency"
     try:
-        prediction = None if note or engine is None else predict_serving(serving_setup_of(config, engine))
+        on = None if rates is None else measured_device(rates)
+        prediction = None if note or engine is None else predict_serving(serving_setup_of(config, engine), on)
     except ConfigError as error:
         prediction, note = None, str(error)
     if prediction is None:
@@ -86,26 +91,46 @@ def _serving(config: RunConfig, memory_gib: float) -> Predicted:
         interval_80=prediction.interval_80["output_tokens_per_s"],
         memory_gib=memory_gib,
         terms=terms,
-        source=f"constants of engine {engine}",
+        source=f"constants of engine {engine}" + (f", rates {rates.source}" if rates else ""),
     )
 
 
-def unpredictable(config: RunConfig) -> str | None:
-    """Return why the time of a run is not predicted; None: it is."""
+def unpredictable(config: RunConfig, rates: Rates | None = None) -> str | None:
+    """Return why the time of a run is not predicted; None: it is. `rates`: measured on the GPU that it runs on."""
     gpu = config.launch_machine.gpu
     if gpu == "cpu":
         return ON_CPU
-    for gpu_type in (gpu, config.machine.gpu):
-        if gpu_type not in FABRICS:
-            return f"the rates of {gpu_type} are not known"
+    if _is_unfitted(config):
+        if rates is None:
+            return f"the rates of {gpu} are not known; `llmb-run probe` measures them for runs on one GPU"
+        if config.machine.gpus > 1 or config.engine != "native":
+            return f"rates measured on {gpu} predict runs of the native engine on one GPU"
+        if config.precision.dtype not in ("fp8", "bf16") or (config.precision.dtype == "fp8" and not rates.fp8_tflops):
+            return f"the rate of {config.precision.dtype} GEMMs was not measured on {gpu}"
+        return None
+    if config.machine.gpu not in FABRICS:
+        return f"the rates of {config.machine.gpu} are not known"
     return "fp32 is not predicted" if config.precision.dtype == "fp32" else None
+
+
+def _is_unfitted(config: RunConfig) -> bool:
+    """Return whether a run is on a GPU of which only measured rates say how fast it is."""
+    return config.launch_machine.gpu not in FABRICS and config.launch_machine.gpu != "cpu"
+
+
+def _device_of(setup: StepSetup, launched: str, rates: Rates | None) -> tuple[StepSetup, Device]:
+    """Return the GPU of a run: a row whose rates the measured ones scale, or one that consists of these."""
+    if launched in FABRICS or rates is None:
+        return setup, device(launched)
+    return replace(setup, rates=None), measured_device(rates)
 
 
 def _out_of_core(config: RunConfig, work: OutOfCore, memory_gib: float) -> Predicted:
     """Take the time that the plan was chosen for; no interval is known for it."""
     plan = work.prediction
     if plan is None or plan.step_s is None:
-        note = ON_CPU if config.machine.gpu == "cpu" else f"the rates of {config.machine.gpu} are not known"
+        probe = "; `llmb-run probe` measures them"
+        note = ON_CPU if config.machine.gpu == "cpu" else f"the rates of {config.machine.gpu} are not known{probe}"
         return Predicted(metric="step_time_s", memory_gib=memory_gib, note=note)
     return Predicted(
         metric="step_time_s",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmb.config.serialization import build, read_json
+from llmb.config.spec import Ceilings
 from llmb.errors import ConfigError
 from llmb.perfmodel.hardware import gpu as hardware_of
 from llmb.perfmodel.hardware import is_listed
@@ -118,6 +119,19 @@ def read_rates(path: Path) -> Rates:
         return build(Rates, values, f"{path}")
     except ConfigError as error:  # damaged, or measured before a rate was added
         raise ConfigError(f"{error}; run `llmb-run probe` again, which measures this machine anew") from error
+
+
+def measured_ceilings(gpu: str, install: Path) -> Ceilings | None:
+    """Return the measured rates that results stand beside; None: `probe` has not run."""
+    rates = measured_rates(gpu, install)
+    if rates is None:
+        return None
+    return Ceilings(
+        matmul_tflops=rates.matmul_tflops,
+        fp8_tflops=rates.fp8_tflops,
+        memory_gbs=rates.memory_gbs,
+        source=rates.source,
+    )
 
 
 def rates_of(gpu: str, install: Path) -> Rates:

@@ -21,7 +21,7 @@ def request_bytes(setup: ServingSetup, work: ServingWork) -> float:
 
 def cache_slots(setup: ServingSetup, work: ServingWork) -> int:
     """Return the number of requests that fit, over all attention replicas; none: an error that says what would."""
-    memory = gpu(setup.gpu).memory_bytes
+    memory = gpu(setup.gpu).memory_bytes or setup.gpu_memory_bytes
     if memory is None:
         raise ConfigError(f"the memory of {with_article(setup.gpu)} is not known")
     free = _cache_bytes(setup, memory, resident_bytes(setup, work) + WORKSPACE)

@@ -5,9 +5,11 @@ from typing import Any
 
 from llmb.config.spec import Inference, RunConfig
 from llmb.errors import ConfigError, UnknownName
+from llmb.perfmodel.hardware import memory_bytes
 from llmb.perfmodel.model_catalog import ModelShape
 from llmb.perfmodel.serving_time.serving_rows import DEFAULT_TOKENS, DTYPES, default_kv_dtype
 from llmb.perfmodel.serving_time.serving_setup import FRACTIONS, KV_DTYPES, WAVES, ServingSetup
+from llmb.perfmodel.step_time.cluster_fabric import FABRICS
 from llmb.perfmodel.step_time.setup_fields import parse_fields
 
 COUNTS = (
@@ -108,4 +110,5 @@ def serving_setup_of(config: RunConfig, engine: str = "native") -> ServingSetup:
         max_batch_size=work.max_batch_size,
         memory_fraction=work.kv_fraction,
         waves=max(1, min(WAVES, work.num_requests // work.concurrency)),
+        gpu_memory_bytes=None if config.machine.gpu in FABRICS else memory_bytes(config.machine),
     )

@@ -47,6 +47,7 @@ class ServingSetup:
     acceptance: float = 0.8  # probability that a draft token is accepted after the one before it
     receive_interval: int = 1  # steps between two looks at new requests (SGLang's scheduler-recv-interval)
     waves: int = WAVES  # requests per client: the first ones arrive together
+    gpu_memory_bytes: float | None = None  # as the driver reports it, of a GPU without fitted efficiencies
 
     def __post_init__(self) -> None:
         for name in (*COUNTS, "receive_interval", "waves"):
@@ -54,7 +55,8 @@ class ServingSetup:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number, 1 or more, got {value!r}")
         for title, value, choices in (
-            ("GPU type", self.gpu, FABRICS), ("dtype", self.dtype, DTYPES), ("kv_dtype", self.kv_dtype, KV_DTYPES),
+            ("GPU type", self.gpu, FABRICS if self.gpu_memory_bytes is None else [self.gpu]),
+            ("dtype", self.dtype, DTYPES), ("kv_dtype", self.kv_dtype, KV_DTYPES),
             ("engine", self.engine, ENGINES),
         ):  # fmt: skip
             if value not in choices:

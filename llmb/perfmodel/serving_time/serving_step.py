@@ -78,7 +78,7 @@ def serving_rates(setup: ServingSetup, on: Device, c: Constants) -> ServingRates
         kv_read=bandwidth * c["kv_read"] * (c["mla_read"] if setup.shape.model.mla else 1.0),
         attention=peaks["bf16"] * c[f"attention_{family}"] * clock,
         memory=bandwidth * c["memory"],
-        link=(on.link_bandwidth if ranks <= on.fabric.link_domain else on.fabric.network) * c["link"],
+        link=(on.link_bandwidth if ranks <= on.fabric.link_domain else on.network) * c["link"],
         reduce=c["reduce"],
         ring=c["ring"],
         skew=c["routing_skew"],

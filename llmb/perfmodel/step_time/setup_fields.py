@@ -130,7 +130,7 @@ def _changed(on: Device, name: str, value: str) -> Device:
         raise ConfigError(f"--what-if {name}: expected a factor such as 2x or 0.5x, got {value!r}")
     factor = float(value[:-1])
     if name == "network":
-        return replace(on, fabric=replace(on.fabric, network=on.fabric.network * factor))
+        return replace(on, fabric=replace(on.fabric, network=on.network * factor))
     if name == "gpu.flops":
         peaks = {dtype: peak * factor for dtype, peak in on.gpu.peak_flops.items()}
         return replace(on, gpu=replace(on.gpu, peak_flops=peaks))

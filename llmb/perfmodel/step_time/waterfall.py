@@ -126,7 +126,7 @@ def block_terms(block: BlockWork, r: Rates) -> dict[str, float]:
 def transfer_time(transfer: Transfer, on: Device, c: Constants, link_efficiency: str = "link") -> float:
     """Return the seconds of a transfer: links and network work at the same time, hops one after another."""
     link = transfer.link_bytes / (on.link_bandwidth * c[link_efficiency])
-    network = transfer.network_bytes / (on.fabric.network * c["network"])
+    network = transfer.network_bytes / (on.network * c["network"]) if transfer.network_bytes else 0.0
     return max(link, network) + transfer.hops * c["latency"]
 
 

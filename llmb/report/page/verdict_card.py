@@ -62,6 +62,8 @@ def _speed(result: Result) -> str:
             words.append(f"{number(result.tflops_per_gpu)} TFLOP/s per GPU")
         if result.mfu is not None:
             words.append(f"MFU {100 * result.mfu:.1f} %")
+        elif result.measured_ceiling is not None and result.measured_ceiling.fraction is not None:
+            words.append(f"{100 * result.measured_ceiling.fraction:.1f} % of the measured ceiling")
         return ", ".join(words) + "."
     if result.output_tokens_per_s is not None:
         words = [f"It generated {number(result.output_tokens_per_s)} output tokens/s"]

@@ -35,7 +35,7 @@ from llmb.serve.benchmark.step_trace import StepTrace
 from llmb.serve.engine import Engine
 from llmb.serve.engine_builder import build_engine
 from llmb.serve.serve_oom import check_cache_capacity, report_oom
-from llmb.serve.serve_support import check_steps, supported_workload
+from llmb.serve.serve_support import check_steps, device_fallbacks, supported_workload
 
 
 def serve(config: RunConfig, events: EventRecorder) -> None:
@@ -48,7 +48,7 @@ def serve(config: RunConfig, events: EventRecorder) -> None:
     rank_info = init_distributed(config, "llmb.serve")
     rank, device = rank_info.rank, rank_info.device
     trace = StepTrace(events.path.parent, config.profile, rank_info) if config.profile.profile else None
-    events.add(run_started(rank_info))
+    events.add(run_started(rank_info, device_fallbacks(config, device)))
     if rank == 0 and len(prompts) < work.num_requests:
         print(f"{work.dataset} has {len(prompts)} requests, fewer than num_requests={work.num_requests}", flush=True)
     with report_oom(device, config):

@@ -33,6 +33,7 @@ from llmb.serve.http.engine_loop import EngineLoop
 from llmb.serve.http.engine_messages import ChannelClosed, EngineChannel, EngineReady
 from llmb.serve.request import Request, SamplingParams
 from llmb.serve.serve_oom import report_oom
+from llmb.serve.serve_support import device_fallbacks
 from llmb.serve.step_graphs import MAX_MIXED_TOKENS
 from llmb.serve.text.text_tokenizer import eos_tokens
 
@@ -136,7 +137,7 @@ def _record_start(engine: Engine, config: RunConfig, folder: Path, rank_info: Ra
     """Record provenance and facts of the first engine."""
     if rank_info.rank == 0 and os.environ.get(REPLICA, "0") == "0":
         events = EventRecorder(folder, 0)
-        events.add(run_started(rank_info))
+        events.add(run_started(rank_info, device_fallbacks(config, rank_info.device)))
         events.add(engine_facts(engine, config, 0))
 
 

@@ -1,0 +1,1 @@
+"""Table of GPUs: peaks, memory, links and their sources, one row each."""
