@@ -158,7 +158,7 @@ def test_every_serving_kernel_has_a_class():
     served = (
         "activation/activation", "attention/decode_attention", "attention/kv_cache_write", "attention/mla_attention",
         "attention/paged_attention", "gemm/block_scaled_gemm", "gemm/skinny_gemm", "moe/align", "moe/fused_moe",
-        "moe/fused_moe_fp8", "moe/fused_moe_nvfp4",
+        "moe/fused_moe_fp8", "moe/fused_moe_fp4",
         "moe/router", "norm/add_rms_norm", "quant/activation_quant", "sampling/argmax",
     )  # fmt: skip
     for module in served:
