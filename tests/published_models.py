@@ -1,6 +1,6 @@
 """Sizes of the published models, independent of the recipes so that neither hides a mistake of the other."""
 
-from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig
+from llmb.config.spec import MambaConfig, MlaConfig, Model, MoEConfig, RopeConfig
 
 
 def llama(name: str, layers: int, hidden: int, ffn: int, heads: int, head_dim: int = 128, tied: bool = False) -> Model:
@@ -31,4 +31,9 @@ GROK = Model(
     name="grok1 314b", architecture="grok1", layers=64, hidden=6144, ffn=32768, heads=48, kv_heads=8, head_dim=128,
     vocab=128256, experts=MoEConfig(count=8, top_k=2, ffn=32768),
 )  # fmt: skip
-ALL = (LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, DEEPSEEK, NEMOTRON, GROK)
+MIXTRAL = Model(
+    name="mixtral 8x7b", architecture="mixtral", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128,
+    vocab=32000, rope=RopeConfig(theta=1_000_000.0), experts=MoEConfig(count=8, top_k=2, ffn=14336),
+)  # fmt: skip
+MIXTURES = (MIXTRAL,)
+ALL = (LLAMA_1B, LLAMA_8B, LLAMA_70B, LLAMA_405B, DEEPSEEK, NEMOTRON, GROK, *MIXTURES)

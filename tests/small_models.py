@@ -36,6 +36,12 @@ def deepseek_model(**fields: Any) -> Model:
     return _model("deepseek", defaults, fields)
 
 
+def mixtral_model(**fields: Any) -> Model:
+    """Return a Mixtral, whose only MLPs are experts."""
+    defaults = {"rope": RopeConfig(theta=1_000_000.0), "ffn": 24, "experts": MoEConfig(count=8, top_k=2, ffn=24)}
+    return _model("mixtral", defaults, fields)
+
+
 def nemotron_h_model(pattern: str = "M-M*-", **fields: Any) -> Model:
     """Return a Nemotron-H with a layer for each letter of the pattern."""
     defaults = {
@@ -56,6 +62,7 @@ def _model(architecture: str, defaults: dict[str, Any], fields: dict[str, Any]) 
 
 
 _SIZES = {"layers": 4, "ffn": 64, "head_dim": 16, "vocab": 128}
+_EXPERTS = MoEConfig(count=4, top_k=2, ffn=48, aux_loss=0.01)
 SMALL_MODELS = {
     "llama": llama_model(name="llama", **_SIZES),
     "grok1": grok1_model(
@@ -71,6 +78,7 @@ SMALL_MODELS = {
         mla=MlaConfig(q_rank=16, kv_rank=16, nope_dim=16, rope_dim=16, value_dim=16),
         experts=MoEConfig(count=8, top_k=2, ffn=32, shared=1, dense_layers=1, groups=2, top_groups=1, score="sigmoid"),
     ),
+    "mixtral": mixtral_model(name="mixtral", **(_SIZES | {"layers": 2, "ffn": 48}), experts=_EXPERTS),
     "nemotron_h": nemotron_h_model(
         name="nemotron_h",
         **(_SIZES | {"layers": 5}),

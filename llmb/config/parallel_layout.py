@@ -111,6 +111,11 @@ def _check_experts(p: Parallel, model: Model) -> None:
     if model.experts.count % p.ep:
         fits = divisors(model.experts.count)
         raise ConfigError(f"ep {p.ep} does not divide {model.experts.count} experts; ep could be {_choices(fits)}")
+    if p.etp > 1 and model.experts.bias:
+        raise ConfigError(
+            f"etp {p.etp}: the experts of {model.name} have biases, which ranks that share an expert would add each; "
+            "leave etp at 1 and raise ep"
+        )
     if model.experts.ffn % p.etp:
         fits = [d for d in divisors(p.etp) if model.experts.ffn % d == 0]
         raise ConfigError(

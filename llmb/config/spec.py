@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from llmb.config.offload_plan import Plan, Update
 
-Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek"]
+Architecture = Literal["llama", "nemotron_h", "grok1", "deepseek", "mixtral"]
 # Trained tensors, and served weights: see config/native/number_formats.py.
 Fp8Recipe = Literal["tensorwise_delayed", "tensorwise_current", "tensorwise", "channelwise", "blockwise"]
 Status = Literal["ok", "failed", "oom", "timeout", "incomplete", "diverged"]
@@ -61,6 +61,7 @@ class MoEConfig:
     score: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid routers have a correction bias per expert
     renormalise: bool = True  # normalize the top-k routing weights to a sum of 1
     scale: float = 1.0  # of the combined output of the routed experts
+    bias: bool = False  # the router and the projections of the experts have biases
     aux_loss: float = 0.0  # coefficient of the load-balancing loss; 0: none
 
 
@@ -101,7 +102,7 @@ class Model:
     kv_heads: int
     head_dim: int
     vocab: int
-    activation: Literal["silu", "gelu", "squared_relu"] = "silu"  # of the MLPs and experts
+    activation: Literal["silu", "gelu", "squared_relu", "swigluoai"] = "silu"  # of the MLPs and experts
     tied_embeddings: bool = False
     norm_eps: float = 1e-5
     post_norms: bool = False  # a second norm, on the output of each block before the residual add
@@ -160,7 +161,7 @@ class Parallel:
 class Precision:
     """Number formats of GEMMs and, for inference, of the KV cache."""
 
-    dtype: Literal["fp32", "bf16", "fp8", "nvfp4"]
+    dtype: Literal["fp32", "bf16", "fp8", "nvfp4", "mxfp4"]  # mxfp4: of experts only, the rest in bf16
     kv_dtype: Literal["fp32", "bf16", "fp8"] | None = None  # none: no KV cache
     fp8_recipe: Fp8Recipe | None = None  # how fp8 tensors are scaled; none: no fp8 GEMMs
 

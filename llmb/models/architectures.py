@@ -6,9 +6,10 @@ from llmb.models.decoder import Decoder
 from llmb.models.deepseek import DeepSeek
 from llmb.models.grok1 import Grok1
 from llmb.models.llama import Llama
+from llmb.models.mixtral import Mixtral
 from llmb.models.nemotron_h import NemotronH
 
-ARCHITECTURES = {"llama": Llama, "grok1": Grok1, "deepseek": DeepSeek, "nemotron_h": NemotronH}
+ARCHITECTURES = {"llama": Llama, "grok1": Grok1, "deepseek": DeepSeek, "nemotron_h": NemotronH, "mixtral": Mixtral}
 Network = Decoder  # base class of all: embedding, layers, forward(tokens, labels) and init_weights(seed)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmb.config.serialization import build, convert, read_json
-from llmb.config.spec import Model, RopeConfig
+from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError, UnknownName
 
 HfConfig = dict[str, Any]
@@ -195,6 +195,34 @@ def _from_deepseek(config: HfConfig) -> dict[str, Any]:
     }
 
 
+def _to_mixtral(model: Model) -> HfConfig:
+    experts = _experts(model)
+    return _to_llama(model) | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": experts.ffn,
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+    }
+
+
+def _from_mixtral(config: HfConfig) -> dict[str, Any]:
+    return _from_llama(config) | {
+        "architecture": "mixtral",
+        "experts": {
+            "count": _required(config, "num_local_experts"),
+            "top_k": _required(config, "num_experts_per_tok"),
+            "ffn": _required(config, "intermediate_size"),
+        },
+    }
+
+
+def _experts(model: Model) -> MoEConfig:
+    if model.experts is None:
+        raise ConfigError(f"model {model.name}: a {model.architecture} needs the field experts")
+    return model.experts
+
+
 def _check_routing(config: HfConfig) -> None:
     """Reject group-limited routing that leaves a token fewer experts than it is routed to."""
     names = ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
@@ -240,12 +268,14 @@ _WRITERS: dict[str, Callable[[Model], HfConfig]] = {
     "llama": _to_llama,
     "deepseek": _to_deepseek,
     "nemotron_h": _to_nemotron_h,
+    "mixtral": _to_mixtral,
 }
 HF_ARCHITECTURES = tuple(_WRITERS)  # architectures that `transformers` has
 _READERS: dict[str, Callable[[HfConfig], dict[str, Any]]] = {
     "llama": _from_llama,
     "deepseek_v3": _from_deepseek,
     "nemotron_h": _from_nemotron_h,
+    "mixtral": _from_mixtral,
 }
 
 

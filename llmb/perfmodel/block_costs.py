@@ -99,9 +99,9 @@ def mlp(model: Model) -> BlockCost:
 def moe(model: Model) -> BlockCost:
     """Mixture of gated MLPs: each token is routed to top_k of `count` experts and to all shared ones.
 
-    The router (hidden x count, and a correction bias of `count` with sigmoid scores) counts as parameters but not as
-    model FLOPs: the published formulas leave it out. That is 0.004 % of Grok-1 and 0.3 % of DeepSeek-V3. Also left out:
-    dispatch, combine, load imbalance and dropped tokens. Saved: also each token-expert pair, before and after the
+    The router (hidden x count, and `count` biases if it has any) counts as parameters but not as model FLOPs: the
+    published formulas leave it out. That is 0.004 % of Grok-1 and 0.3 % of DeepSeek-V3. Also left out: dispatch,
+    combine, load imbalance and dropped tokens. Saved: also each token-expert pair, before and after the
     expert. With `latent`, routed experts work at that width, and every token is projected to it and back.
     """
     if model.experts is None:
@@ -110,12 +110,14 @@ def moe(model: Model) -> BlockCost:
     projections = 3 if model.gated else 2
     width = experts.latent or model.hidden
     expert_weights = projections * width * experts.ffn
+    biases = experts.count * ((projections - 1) * experts.ffn + width) if experts.bias else 0
     latent_weights = 2 * model.hidden * experts.latent if experts.latent else 0
     return BlockCost(
         dense_weights=experts.shared * projections * model.hidden * experts.ffn + latent_weights,
         routed_weights=experts.count * expert_weights,
         active_routed_weights=experts.top_k * expert_weights,
-        router_weights=model.hidden * experts.count + (experts.count if experts.score == "sigmoid" else 0),
+        router_weights=(model.hidden + (experts.score == "sigmoid") + experts.bias) * experts.count,
+        vector_weights=biases,
         saved_values=2 * (model.hidden + width * experts.top_k)
         + projections * experts.ffn * (experts.top_k + experts.shared),
     )

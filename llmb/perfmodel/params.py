@@ -8,8 +8,8 @@ from llmb.config.spec import Model, Precision
 from llmb.errors import ConfigError, UnknownName
 from llmb.perfmodel.block_costs import block_stack
 
-# Bytes per value. nvfp4: 4 bits and one 8-bit scale for every 16 values.
-BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
+# Bytes per value. nvfp4: 4 bits and one 8-bit scale for every 16 values; mxfp4: for every 32.
+BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125}
 FP8_ALIGNMENT = 16  # fp8 GEMMs need a K dimension that is a multiple of this
 
 
@@ -60,9 +60,10 @@ def state_bytes_per_sequence(model: Model) -> float:
 def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -> float:
     """Return the bytes that one decode step of `batch` requests must move, for MBU.
 
-    Block weights once in the run's dtype, the LM head once in bf16 or wider, `context` cached tokens per request,
-    recurrent states read and written. Of the routed experts those that some token is routed to, on average with uniform
-    routing: count * (1 - (1 - top_k / count) ** batch). Leaves out activations, norms and the embedding's rows.
+    Block weights once in the run's dtype (mxfp4: experts only), the LM head once in bf16 or wider, `context` cached
+    tokens per request, recurrent states read and written. Of the routed experts those that some token is routed to, on
+    average with uniform routing: count * (1 - (1 - top_k / count) ** batch). Leaves out activations, norms and the
+    embedding's rows.
     """
     check_tokens("batch", batch)
     check_tokens("context", context)
@@ -71,7 +72,7 @@ def decode_bytes(model: Model, precision: Precision, batch: int, context: int) -
     for _, count, block in block_stack(model):
         routed = block.routed_weights
         read = routed * (1 - (1 - block.active_routed_weights / routed) ** batch) if routed else 0.0
-        total += count * (block.dense_weights + read) * weight_bytes
+        total += count * (block.dense_weights * dense_bytes_per_value(precision.dtype) + read * weight_bytes)
     per_request = context * kv_bytes_per_token(model, precision.kv_dtype) + 2 * state_bytes_per_sequence(model)
     return total + batch * per_request
 
@@ -87,6 +88,11 @@ def bytes_per_value(dtype: str) -> float:
     if dtype not in BYTES:
         raise UnknownName("dtype", dtype, BYTES)
     return BYTES[dtype]
+
+
+def dense_bytes_per_value(dtype: str) -> float:
+    """Return the bytes of one weight of a matrix outside of experts: mxfp4 models quantize no others."""
+    return bytes_per_value("bf16" if dtype == "mxfp4" else dtype)
 
 
 def unaligned_fp8_widths(model: Model) -> dict[str, int]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import zip_longest
 
 from llmb.config.parallel_layout import stage_layers
 from llmb.config.spec import Model, Parallel, RunConfig, Training
@@ -174,8 +175,10 @@ def block_weights(model: Model, block: str) -> list[Weight]:
         e = model.experts
         expert = _mlp(hidden, e.ffn, 3)
         routed = [Weight((e.count, *matrix.shape), 1 + (matrix.shard_dim or 0), routed=True) for matrix in expert]
+        biases = [Weight((e.count, matrix.shape[0]), 0, routed=True) for matrix in expert] if e.bias else []
         shared = _mlp(hidden, e.shared * e.ffn, 3) if e.shared else []
-        return [Weight((e.count, hidden), replicated=True), *routed, *shared]
+        router = [Weight((e.count, hidden), replicated=True)] + [Weight((e.count,))] * e.bias
+        return [*router, *(weight for pair in zip_longest(routed, biases) for weight in pair if weight), *shared]
     if block == "mamba":
         assert model.mamba is not None
         m = model.mamba

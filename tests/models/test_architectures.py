@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from published_models import MIXTURES
 from small_models import MLA, SMALL_MODELS
 from test_hf_parity import MODELS
 
@@ -16,7 +17,10 @@ from llmb.models.architectures import ARCHITECTURES, Network, build_model
 from llmb.perfmodel import params
 
 MAMBA = MambaConfig(heads=8, head_dim=16, groups=2, state=16, chunk=16)
-PUBLISHED = [recipe.model(size) for recipe in load_all([shipped()]).values() for size in recipe.sizes]
+PUBLISHED = [
+    *(recipe.model(size) for recipe in load_all([shipped()]).values() for size in recipe.sizes),
+    *MIXTURES,  # which no recipe has
+]
 
 
 def network_of(name: str) -> Network:

@@ -104,7 +104,7 @@ def test_config_roundtrip_of_every_shipped_model(recipes) -> None:
                 back = from_hf_config(json.loads(json.dumps(to_hf_config(model))), model.name)
                 assert back == model
                 architectures.add(model.architecture)
-    assert architectures == set(HF_ARCHITECTURES)
+    assert architectures == {"llama", "deepseek", "nemotron_h"}
 
 
 def test_model_is_named_after_the_folder(tmp_path: Path) -> None:

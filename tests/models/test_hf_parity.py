@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hf_parity import assert_near, hf_network
-from small_models import GROUPED_MOE, deepseek_model, llama_model, nemotron_h_model
+from small_models import GROUPED_MOE, deepseek_model, llama_model, mixtral_model, nemotron_h_model
 from transformers import PreTrainedModel
 
 from llmb.config.spec import MambaConfig, Model, RopeConfig
@@ -19,7 +19,7 @@ from llmb.models.architectures import Network, build_model
 from llmb.models.hf_weights import load_weights
 
 # Relative to the largest value of each tensor, fp32; scans and routed experts add up in another order.
-TOLERANCE = {"llama": 1e-5, "deepseek": 1e-4, "nemotron_h": 1e-4}
+TOLERANCE = {"llama": 1e-5, "deepseek": 1e-4, "nemotron_h": 1e-4, "mixtral": 1e-4}
 SIZES: dict[str, Any] = {"hidden": 48, "ffn": 80, "head_dim": 16, "vocab": 97}
 LLAMAS = [
     llama_model(name="multi-head", kv_heads=4, rope=RopeConfig(theta=10_000.0), **SIZES),
@@ -76,7 +76,8 @@ NEMOTRONS = [
         **SIZES,
     ),
 ]
-MODELS = [*LLAMAS, *DEEPSEEKS, *NEMOTRONS]
+MIXTRALS = [mixtral_model(name="as-published", **(SIZES | {"ffn": 24, "vocab": 89}))]
+MODELS = [*LLAMAS, *DEEPSEEKS, *NEMOTRONS, *MIXTRALS]
 
 
 def reference(model: Model) -> PreTrainedModel:

@@ -1,6 +1,7 @@
 """Weight files and `transformers`: either side reads what the other wrote and computes the same logits."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import torch
 from hf_parity import hf_network
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small_models import GROUPED_MOE, MLA, deepseek_model, grok1_model, llama_model, nemotron_h_model
+from small_models import GROUPED_MOE, MLA, deepseek_model, grok1_model, llama_model, mixtral_model, nemotron_h_model
 
 from llmb.config.spec import Model, MoEConfig, RopeConfig
 from llmb.errors import ConfigError, LaunchError
@@ -43,6 +44,7 @@ MODELS = [
         **SIZES,
     ),
     nemotron_h_model(name="nemotron_h", head_dim=16, **SIZES),
+    mixtral_model(name="mixtral", **(SIZES | {"ffn": 24})),
 ]
 GROK = grok1_model(name="grok1", experts=MoEConfig(count=4, top_k=2, ffn=24, renormalise=False), **SIZES)
 
@@ -126,7 +128,7 @@ def test_weights_are_cast_and_buffers_are_not(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in hf_tensors(network).items():
         is_buffer = name.endswith("e_score_correction_bias")
-        assert torch.equal(stored[name], tensor if is_buffer else tensor.bfloat16()), name
+        assert torch.equal(stored[name], tensor.value(torch.float32 if is_buffer else torch.bfloat16)), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
@@ -149,7 +151,7 @@ def test_shards_and_index(tmp_path: Path) -> None:
             weight_map |= dict.fromkeys(shard.keys(), file.name)
         assert file.stat().st_size < 20_000 + 2_000  # its header
     assert weight_map == index["weight_map"]
-    bytes_of = (t.numel() * 4 for t in hf_tensors(network_of(LLAMA)).values())
+    bytes_of = (math.prod(t.shape) * 4 for t in hf_tensors(network_of(LLAMA)).values())
     assert index["metadata"]["total_size"] == sum(bytes_of)
 
 

@@ -67,6 +67,6 @@ def test_quantizing_again_keeps_all_values_of_any_scale() -> None:
     packed[32] = 0
     scales = torch.randint(110, 130, (64, 2), generator=generator, dtype=torch.uint8)
     stored = dequantize_mxfp4(Mxfp4(packed, scales))
-    again = quantize_mxfp4(stored)
-    assert torch.equal(dequantize_mxfp4(again), stored)
-    assert torch.equal(quantize_mxfp4(dequantize_mxfp4(again)).scales, again.scales)
+    requantized = quantize_mxfp4(stored)
+    assert torch.equal(dequantize_mxfp4(requantized), stored)
+    assert torch.equal(quantize_mxfp4(dequantize_mxfp4(requantized)).scales, requantized.scales)

@@ -37,7 +37,8 @@ def fused_moe(
 ) -> Tensor:
     """Sum the outputs of this rank's experts for every token; the outputs of `gate_up` are gate, then up.
 
-    A bias is added to the outputs of an expert before they are weighted. The reference goes expert by expert and reads on the host which tokens are routed where.
+    A bias is added to the outputs of an expert before they are weighted. The reference goes expert by expert and reads
+    on the host which tokens are routed where.
     """
     x_NC, (tokens, top_k) = dequantize(x, torch.float32), routing.topk_ids_NK.shape
     outputs_MC = torch.zeros(tokens * top_k, x_NC.shape[1], dtype=dtype, device=x_NC.device)

@@ -23,8 +23,8 @@ from llmb.ops.moe.align_triton import (
 )
 from llmb.ops.moe.expert_weights import FP4_GROUPS, ExpertWeights
 from llmb.ops.moe.fused_moe import Routing
-from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m, large_m_gemm
 from llmb.ops.moe.fused_moe_fp4_triton import fp4_gemm
+from llmb.ops.moe.fused_moe_fp8_triton import fits_large_m, large_m_gemm
 from llmb.ops.quant.activation_quant import GROUP, Activation, GroupFp8, QuantFormat, as_activation, empty_activation
 
 CHANNELS = 1024  # of a token that one program sums
