@@ -80,6 +80,11 @@ def _check_tensors(p: Parallel, model: Model, replicate_kv: bool = False) -> Non
     `replicate_kv`: with more ranks than KV heads, several ranks may hold the same KV head.
     """
     blocks = model.blocks
+    if p.tp > 1 and model.qk_norm == "projection":
+        raise ConfigError(
+            f"tp {p.tp}: {model.name} norms all query heads as one (qk_norm=projection), so they cannot be split over "
+            "ranks; leave tp at 1"
+        )
     split = {"entries of the vocabulary": model.vocab}
     if blocks.get("attention") or blocks.get("mla"):
         replicated = replicate_kv and p.tp % model.kv_heads == 0

@@ -10,7 +10,7 @@ Compared with `transformers` in tests/models. Tensor names end in their shape, a
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, GatedMlp
-from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, reject_fields, rope_config
+from llmb.models.decoder import Decoder, DecoderLayer, hf_decoder_names, rope_config
 
 LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -26,8 +26,8 @@ class LlamaDecoderLayer(DecoderLayer):
     attention: Attention
     mlp: GatedMlp
 
-    def __init__(self, model: Model):
-        super().__init__(model, Attention(model), GatedMlp(model.hidden, model.ffn, model.activation))
+    def __init__(self, model: Model, kind: str):
+        super().__init__(model, Attention(model, kind), GatedMlp(model.hidden, model.ffn, model.activation))
 
 
 class Llama(Decoder):
@@ -35,7 +35,8 @@ class Llama(Decoder):
 
     def __init__(self, model: Model):
         _check(model)
-        super().__init__(model, (LlamaDecoderLayer(model) for _ in range(model.layers)), model.head_dim)
+        kinds = (model.attention_kind(layer) for layer in range(model.layers))
+        super().__init__(model, (LlamaDecoderLayer(model, kind) for kind in kinds), model.head_dim)
 
     @staticmethod
     def hf_names(model: Model) -> dict[str, str]:
@@ -48,7 +49,6 @@ def _check(model: Model) -> None:
     if unsupported or not model.gated:
         fields = ", ".join(unsupported + ["gated=false"] * (not model.gated))
         raise ConfigError(f"model {model.name}: a llama has dense gated MLPs and plain attention, not {fields}")
-    reject_fields(model, "post_norms")
     if rope_config(model).scaling == "yarn":
         raise ConfigError(
             f"model {model.name}: rope scaling 'yarn' of a llama is not supported; choices are: none, llama3"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from llmb.config.spec import Model
 from llmb.errors import ConfigError
 from llmb.models.blocks import Attention, PlainMlp, RMSNorm
-from llmb.models.decoder import Decoder, reject_fields
+from llmb.models.decoder import ATTENTION_FIELDS, Decoder, reject_fields
 from llmb.models.hf_layout import GroupedRowLayout, TensorLayout
 from llmb.models.mamba2 import MambaMixer, conv_sections, in_proj_sections, init_mamba_parameter, mamba_config
 
@@ -112,7 +112,7 @@ def _validated_pattern(model: Model) -> str:
         )
     if model.rope is not None or model.gated:
         raise ConfigError(f"model {model.name}: a nemotron_h needs rope: null and gated: false")
-    reject_fields(model, "experts", "mla", "tied_embeddings", "post_norms", "attn_logit_softcap")
+    reject_fields(model, "experts", "mla", "tied_embeddings", "post_norms", "attn_logit_softcap", *ATTENTION_FIELDS)
     if "*" in pattern and model.heads % model.kv_heads:
         raise ConfigError(f"model {model.name}: kv_heads={model.kv_heads} does not divide heads={model.heads}")
     return pattern

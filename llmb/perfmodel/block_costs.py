@@ -47,11 +47,14 @@ def attention(model: Model) -> BlockCost:
 
     Weights: q and o (hidden x heads * head_dim each), k and v (hidden x kv_heads * head_dim each). A pair costs
     head_dim MACs per head for q x k and as many for p x v. Saved: the residual and its norm, q, k, v, the output.
-    Leaves out softmax and RoPE; sliding windows are not modelled.
+    Leaves out softmax and RoPE. A sliding window limits the pairs, not their cost: see `flops.py`.
     """
     width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    norms = {None: 0, "head": 2 * model.head_dim, "projection": width + kv_width}[model.qk_norm]
+    biases = (width + 2 * kv_width) * model.qkv_bias + model.hidden * model.o_bias
     return BlockCost(
         dense_weights=2 * model.hidden * (width + kv_width),
+        vector_weights=norms + biases,
         pair_macs=2 * width,
         recomputed_pair_macs=width,
         decode_pair_macs=2 * width,

@@ -16,10 +16,11 @@ FP8_ALIGNMENT = 16  # fp8 GEMMs need a K dimension that is a multiple of this
 def parameter_breakdown(model: Model) -> dict[str, int]:
     """Return parameters by component.
 
-    There is a norm before every block, with `post_norms` also one after it, and one before the LM head.
+    There is a norm before every block, unless without `pre_norms`, with `post_norms` one after it, and one before the
+    LM head.
     """
     components = {"embedding": model.vocab * model.hidden}
-    norms, router, norms_per_block = 1, 0, 2 if model.post_norms else 1
+    norms, router, norms_per_block = 1, 0, model.pre_norms + model.post_norms
     for kind, count, block in block_stack(model):
         components[kind] = count * (block.parameters - block.router_weights)
         norms, router = norms + count * norms_per_block, router + count * block.router_weights

@@ -185,7 +185,7 @@ def use_explicit_layers(
     model, ranks = model_part.model, 1 if tp is None else tp.ranks
     shard = replace(
         model, heads=model.heads // ranks, kv_heads=model.kv_heads // ranks, ffn=model.ffn // ranks,
-        embedding_scale=1.0, logit_scale=1.0,  # which are outside of layers
+        embedding_scale=1.0, logit_scale=1.0, logit_softcap=None,  # which are outside of layers
     )  # fmt: skip
     fp8 = dtype == "fp8" and not unaligned_fp8_widths(shard)
     linears = partial(Fp8Linears, fp8_fast_accum=workload.fp8_fast_accum) if fp8 else PlainLinears

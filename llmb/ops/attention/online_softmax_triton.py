@@ -34,12 +34,15 @@ def softmax_step(row_max, row_sum, acc, logits, v, value_scale):
 
 @triton.jit
 def attend_tile(
-    row_max, row_sum, acc, q, k, v, valid, scale, value_scale, softcap,
+    row_max, row_sum, acc, q, k, v, visible, scale, value_scale, softcap,
     COMPUTE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Update the running softmax with a tile of a cache: keys [keys, width], values [width, keys], valid [keys]."""
+    """Update the running softmax with a tile of a cache: keys [keys, width], values [width, keys].
+
+    `visible` broadcasts to [queries, keys].
+    """
     logits = tl.dot(q, tl.trans(k.to(COMPUTE)), input_precision="ieee") * scale
-    logits = tl.where(valid[None, :], apply_softcap(logits, softcap, HAS_SOFTCAP), MASKED)
+    logits = tl.where(visible, apply_softcap(logits, softcap, HAS_SOFTCAP), MASKED)
     return softmax_step(row_max, row_sum, acc, logits, tl.trans(v.to(COMPUTE)), value_scale)
 
 

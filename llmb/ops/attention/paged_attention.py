@@ -75,8 +75,11 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     softcap: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return the causal attention of each sequence, padding as zero (undefined from the kernels).
+
+    With a sliding window a token attends to itself and the `window` - 1 tokens before it.
 
     `k_NGD` and `v_NGD` of this step are in the cache already. The kernels take them unquantized; the reference, which
     works sequence by sequence in fp32, reads them from the cache.
@@ -91,7 +94,7 @@ def paged_attention(
         logits_HQT = (q_HQD @ k_GTD.repeat_interleave(group, 0).transpose(1, 2)) * scale
         if softcap is not None:
             logits_HQT = softcap * torch.tanh(logits_HQT / softcap)
-        mask_QT = causal_mask(q_HQD.shape[1], length, q_NHD.device)
+        mask_QT = causal_mask(q_HQD.shape[1], length, q_NHD.device, window)
         probs_HQT = logits_HQT.masked_fill(~mask_QT, float("-inf")).softmax(dim=-1)
         out_NHD[tokens] = (probs_HQT @ v_GTD.repeat_interleave(group, 0)).transpose(0, 1).to(out_NHD.dtype)
     return out_NHD

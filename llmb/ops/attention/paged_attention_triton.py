@@ -55,6 +55,7 @@ def _paged_decode(
     scale,
     value_scale,
     softcap,
+    window,
     q_stride,
     block_table_stride,
     GROUP: tl.constexpr,
@@ -65,14 +66,20 @@ def _paged_decode(
     SPLITS: tl.constexpr,
     COMPUTE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     pdl_wait(USE_PDL)
     seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(seq_lens_ptr + seq)
     tiles = tl.cdiv(length, L)
-    tiles_per_split = tl.cdiv(tiles, SPLITS)
-    first, last = split * tiles_per_split, tl.minimum(tiles, (split + 1) * tiles_per_split)
+    oldest, skipped = 0, 0  # first token that is seen, and tiles before it
+    if HAS_WINDOW:
+        oldest = tl.maximum(length - window, 0)
+        skipped = oldest // L
+    tiles_per_split = tl.cdiv(tiles - skipped, SPLITS)
+    first = skipped + split * tiles_per_split
+    last = tl.minimum(tiles, first + tiles_per_split)
     r, d, t = tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, L)
     token = tl.load(cu_seqlens_ptr + seq).to(tl.int64)
     valid = (r < GROUP)[:, None]
@@ -86,7 +93,10 @@ def _paged_decode(
         offset = (block * G + head) * L * D
         k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :]).to(COMPUTE)
         logits = apply_softcap(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
-        logits = tl.where((tile * L + t)[None, :] < length, logits, MASKED)
+        visible = tile * L + t < length
+        if HAS_WINDOW:
+            visible = visible & (tile * L + t >= oldest)
+        logits = tl.where(visible[None, :], logits, MASKED)
         # Values are loaded here, unlike in `attend_tile`: before the logits, they would take a fifth more registers.
         v = tl.load(values_ptr + offset + d[:, None] * L + t[None, :]).to(COMPUTE)
         row_max, row_sum, acc = softmax_step(row_max, row_sum, acc, logits, tl.trans(v), 1.0)
@@ -141,6 +151,7 @@ def _paged_prefill(
     key_scale,
     value_scale,
     softcap,
+    window,
     stride,
     block_table_stride,
     first_seq,
@@ -152,6 +163,7 @@ def _paged_prefill(
     TILE: tl.constexpr,
     COMPUTE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):
     tile, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2) + first_seq
     start = tl.load(cu_seqlens_ptr + seq)
@@ -168,21 +180,30 @@ def _paged_prefill(
     acc = tl.zeros([TILE, D], tl.float32)
     kv_head = head // GROUP
     q16 = q.to(COMPUTE)
-    for cache_tile in tl.range(0, tl.cdiv(context, L), num_stages=2):
+    first_cached, first_own = 0, 0  # tiles of keys before these are outside of all windows of this program's queries
+    if HAS_WINDOW:
+        first_cached = tl.maximum(context + tile * TILE - window + 1, 0) // L
+        first_own = tl.maximum(tile * TILE - window + 1, 0) // L
+    for cache_tile in tl.range(first_cached, tl.cdiv(context, L), num_stages=2):
         block = tl.load(block_table_ptr + seq.to(tl.int64) * block_table_stride + cache_tile).to(tl.int64)
         offset = (block * G + kv_head) * L * D
         k = tl.load(keys_ptr + offset + t[:, None] * D + d[None, :])
         v = tl.load(values_ptr + offset + d[:, None] * L + t[None, :])
+        visible = (cache_tile * L + t < context)[None, :]
+        if HAS_WINDOW:
+            visible = visible & ((cache_tile * L + t)[None, :] > context + m[:, None] - window)
         row_max, row_sum, acc = attend_tile(
-            row_max, row_sum, acc, q16, k, v, cache_tile * L + t < context, scale * key_scale, value_scale, softcap,
-            COMPUTE, HAS_SOFTCAP,
-        )  # fmt: skip
-    for chunk_tile in tl.range(0, tl.cdiv(tl.minimum(count, (tile + 1) * TILE), L), num_stages=3):
+            row_max, row_sum, acc, q16, k, v, visible, scale * key_scale, value_scale, softcap, COMPUTE, HAS_SOFTCAP
+        )
+    for chunk_tile in tl.range(first_own, tl.cdiv(tl.minimum(count, (tile + 1) * TILE), L), num_stages=3):
         key = chunk_tile * L + t
         offset = (start + key).to(tl.int64) * stride + kv_head * D
         k = tl.load(k_ptr + offset[:, None] + d[None, :], mask=(key < count)[:, None], other=0.0)
         logits = apply_softcap(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, HAS_SOFTCAP)
-        logits = tl.where(key[None, :] <= m[:, None], logits, MASKED)
+        visible = key[None, :] <= m[:, None]
+        if HAS_WINDOW:
+            visible = visible & (key[None, :] > m[:, None] - window)
+        logits = tl.where(visible, logits, MASKED)
         v = tl.load(v_ptr + offset[:, None] + d[None, :], mask=(key < count)[:, None], other=0.0)
         row_max, row_sum, acc = softmax_step(row_max, row_sum, acc, logits, v, 1.0)
     out = out_ptr + (rows * GROUP * G + head)[:, None] * D + d[None, :]
@@ -197,24 +218,32 @@ def paged_attention_triton(
     metadata: AttentionMetadata,
     scale: float,
     softcap: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Compute `paged_attention`; q, k and v are slices of one tensor."""
     # Rows of padding behind the prefill chunks are not written, but a per-tensor scale of the next layer reads them.
     allocate = torch.zeros if metadata.padded_prefills else torch.empty
     out_NHD = allocate(q_NHD.shape, dtype=q_NHD.dtype, device=q_NHD.device)
     if metadata.num_decodes:
-        _decode(q_NHD, cache, metadata, scale, softcap, out_NHD)
+        _decode(q_NHD, cache, metadata, scale, softcap, window, out_NHD)
     if metadata.prefill_chunks or metadata.padded_prefills:
-        _prefill(q_NHD, k_NGD, v_NGD, cache, metadata, scale, softcap, out_NHD)
+        _prefill(q_NHD, k_NGD, v_NGD, cache, metadata, scale, softcap, window, out_NHD)
     return out_NHD
 
 
 def _decode(
-    q_NHD: Tensor, cache: KvCache, metadata: AttentionMetadata, scale: float, softcap: float | None, out_NHD: Tensor
+    q_NHD: Tensor,
+    cache: KvCache,
+    metadata: AttentionMetadata,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    out_NHD: Tensor,
 ) -> None:
     sequences, heads, g, d = metadata.num_decodes, q_NHD.shape[1], cache.kv_heads, cache.head_dim
     group = heads // g
-    splits = num_kv_splits(sequences, g, metadata.max_seq_len, MAX_PROGRAMS, MIN_SPLIT_TOKENS, MAX_SPLITS)
+    longest = min(metadata.max_seq_len, window or metadata.max_seq_len)
+    splits = num_kv_splits(sequences, g, longest, MAX_PROGRAMS, MIN_SPLIT_TOKENS, MAX_SPLITS)
     partial, lse = out_NHD, metadata.seq_lens_P  # unused without splits
     if splits > 1:
         partial = torch.empty(sequences, heads, splits, d, dtype=torch.float32, device=q_NHD.device)
@@ -222,10 +251,10 @@ def _decode(
     _paged_decode[(sequences, g, splits)](
         q_NHD, cache.keys_BGLD, cache.values_BGDL, partial, lse,
         metadata.block_table_PM, metadata.seq_lens_P, metadata.cu_seqlens_P1,
-        scale * LOG2_E * cache.key_scale, cache.value_scale, softcap or 0.0,
+        scale * LOG2_E * cache.key_scale, cache.value_scale, softcap or 0.0, window or 0,
         q_NHD.stride(0), metadata.block_table_PM.stride(0),
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), G=g, D=d, L=cache.block_tokens, SPLITS=splits,
-        COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None,
+        COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
         num_warps=2 if splits == 1 else 4, **pdl_options(sequences),
     )  # fmt: skip
     if splits > 1:
@@ -242,10 +271,12 @@ def _prefill(
     metadata: AttentionMetadata,
     scale: float,
     softcap: float | None,
+    window: int | None,
     out_NHD: Tensor,
 ) -> None:
-    # torch's attention takes sizes from the host, which a CUDA graph does not have.
-    has_sdpa = softcap is None and q_NHD.is_cuda and not metadata.padded_prefills
+    # torch's attention has no window, and takes sizes from the host, which a CUDA graph does not have.
+    windowed = window is not None and window < metadata.max_query_len
+    has_sdpa = softcap is None and not windowed and q_NHD.is_cuda and not metadata.padded_prefills
     skip_from = LONG_CHUNK if has_sdpa else 2**30
     chunks = metadata.padded_prefills or len(metadata.prefill_chunks)
     start, longest = metadata.num_decodes, metadata.max_query_len if metadata.padded_prefills else 0
@@ -262,10 +293,11 @@ def _prefill(
         _paged_prefill[(triton.cdiv(longest, QUERY_TILE), q_NHD.shape[1], chunks)](
             q_NHD, k_NGD, v_NGD, cache.keys_BGLD, cache.values_BGDL, out_NHD,
             metadata.block_table_PM, metadata.seq_lens_P, metadata.cu_seqlens_P1,
-            scale * LOG2_E, cache.key_scale, cache.value_scale, softcap or 0.0,
+            scale * LOG2_E, cache.key_scale, cache.value_scale, softcap or 0.0, window or 0,
             q_NHD.stride(0), metadata.block_table_PM.stride(0), metadata.num_decodes, skip_from,
             GROUP=group, G=cache.kv_heads, D=cache.head_dim, L=cache.block_tokens, TILE=QUERY_TILE,
-            COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, num_warps=8,
+            COMPUTE=mma_dtype(cache.keys_BGLD.dtype), HAS_SOFTCAP=softcap is not None, HAS_WINDOW=window is not None,
+            num_warps=8,
         )  # fmt: skip
 
 
